@@ -294,7 +294,7 @@ pub fn needed_by(
         return Ok(NeededKernels::shipped_for(arch));
     };
     let mut list = NeededKernels::default();
-    list.extend_kernels(NeededKernels::step());
+    list.extend_kernels(NeededKernels::step(arch));
     if let AttentionSection::Mla(mla) = recipe.attention {
         let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
         let rank = mla.kv_lora_rank;

@@ -148,6 +148,7 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
         if settings.part == CheckPart::All {
             only_portable(report, &device, &extent)?;
             step::check_products(report, &device, &extent);
+            step::check_fp8_products(report, &device, &extent, (gpu.major, gpu.minor));
         }
         both(report)
     })?;
@@ -197,6 +198,7 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
         if rows == BenchRows::Step {
             step::check_wrappers(report, device, &extent);
             step::check_products(report, device, &extent);
+            step::check_fp8_products(report, device, &extent, (gpu.major, gpu.minor));
             return Ok(());
         }
         if rows == BenchRows::Sparse {

@@ -54,7 +54,7 @@ struct State {
 }
 
 impl Emulator {
-    /// An emulator of an Ampere GPU that keeps its programs in a folder.
+    /// An emulator of a GPU with the memory of Ampere and the numbers of Ada that keeps its programs in a folder.
     ///
     /// # Errors
     /// A folder that cannot be made.
@@ -64,7 +64,10 @@ impl Emulator {
         let memory = programs.join(format!("memory-{}-{number}", std::process::id()));
         fs::create_dir_all(&memory)?;
         Ok(Self {
-            recorder: Recorder::new(Hardware::AMPERE),
+            recorder: Recorder::new(Hardware {
+                compute_capability: (8, 9),
+                ..Hardware::AMPERE
+            }),
             programs: programs.to_owned(),
             memory,
             state: RefCell::default(),
@@ -286,6 +289,7 @@ impl Device for Emulator {
                     .map(|&half| bf16::from_le_bytes(half).to_f32())
                     .collect()
             }
+            DType::U8 => bytes.into_iter().map(f32::from).collect(),
             _ => {
                 let words = bytes.as_chunks::<4>().0.iter();
                 words.map(|&word| f32::from_le_bytes(word)).collect()

@@ -1,9 +1,11 @@
 //! The ops around attention: each backend's own form against the plain-Burn reference in f32.
+mod fp8;
 mod losses;
 mod plain_loss;
 mod products;
 mod wrappers;
 
+pub(crate) use fp8::check_products as check_fp8_products;
 pub(crate) use products::check_products;
 pub(crate) use wrappers::check_wrappers;
 
@@ -210,7 +212,7 @@ impl<'a, B: DeviceBackend> On<'a, B> {
         let (y, (dx, dweight), with_output) = if self.own() {
             (
                 B::rms_norm(norm.clone()),
-                B::rms_norm_backward(norm.clone(), dy.clone()),
+                B::rms_norm_backward(norm.clone(), dy.clone(), None),
                 B::rms_norm_backward_with_output(norm, dy, beside),
             )
         } else {

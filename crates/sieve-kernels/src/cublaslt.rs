@@ -11,6 +11,7 @@ mod problem;
 
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::step::fp8_quantise::Fp8Matrix;
 use crate::step::swiglu_forward::as_rows;
 use burn::tensor::DType;
 use cubecl::device::Device;
@@ -19,7 +20,7 @@ use cubecl::stream_id::StreamId;
 use lane::{Call, Library, Server};
 pub(crate) use lane::{on_lane, open as open_lane};
 pub use problem::Product;
-use problem::{Problem, operand_rows, result_shape};
+use problem::{Operands, Problem, operand_rows, result_shape};
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
@@ -86,9 +87,36 @@ pub fn matmul(
     w: &CudaTensor,
     output: MatmulOutput<'_>,
 ) -> Result<CudaTensor, KernelError> {
-    require_cublaslt()?;
     x.require_dtype(NAME, "x", DType::BF16)?;
     w.require_dtype(NAME, "w", DType::BF16)?;
+    queued((product, Operands::Bf16), [x, w], &[], output)
+}
+
+/// `x wᵀ` of two matrices of eight-bit floats, `x [m, k]` and `w [n, k]`, times their scales, with f32 accumulation;
+/// at most one of them is of gradients. Sizes are multiples of 16.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn matmul_fp8(
+    x: &Fp8Matrix,
+    w: &Fp8Matrix,
+    output: MatmulOutput<'_>,
+) -> Result<CudaTensor, KernelError> {
+    let operands = Operands::Fp8 {
+        x: x.format,
+        w: w.format,
+    };
+    let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
+    queued((Product::Nt, operands), values, &scales, output)
+}
+
+fn queued(
+    (product, operands): (Product, Operands),
+    [x, w]: [&CudaTensor; 2],
+    scales: &[&CudaTensor],
+    output: MatmulOutput<'_>,
+) -> Result<CudaTensor, KernelError> {
+    require_cublaslt()?;
     let ((x, x_rows, x_stride), (w, w_rows, w_stride)) = (as_rows(x), as_rows(w));
     let width = |tensor: &CudaTensor| tensor.shape().last().copied().unwrap_or(0);
     let sizes = operand_rows(product, [x_rows, width(&x)], [w_rows, width(&w)])?;
@@ -96,6 +124,7 @@ pub fn matmul(
     let target = Target::of(output, &x, &shape, sizes)?;
     let problem = Problem {
         product,
+        operands,
         sizes,
         x_stride,
         w_stride,
@@ -105,7 +134,11 @@ pub fn matmul(
     };
     let call = Call {
         problem,
-        bindings: [&x, &w, &target.c, &target.d].map(|t| t.primitive().handle.clone().binding()),
+        bindings: [&x, &w, &target.c, &target.d]
+            .iter()
+            .chain(scales)
+            .map(|tensor| tensor.primitive().handle.clone().binding())
+            .collect(),
         beta: target.beta,
         stream: StreamId::current(),
         candidates: CANDIDATES.load(Ordering::Relaxed),

@@ -32,8 +32,8 @@ pub use attention::hopper_tiling::{KeepRest, KernelFamily};
 pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};
 pub use attention::tiling::KeySource;
 pub use cublaslt::{
-    AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_is_inline, matmul_nn,
-    matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
+    AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_fp8, matmul_is_inline,
+    matmul_nn, matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
 };
 pub use dma::attention_backward::{dma_attention_backward, dq_sum_queries};
 pub use dma::attention_forward::dma_attention_forward;
@@ -72,6 +72,7 @@ pub use step::cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradi
 pub use step::embedding_backward::embedding_backward;
 pub use step::embedding_forward::embedding_forward;
 pub use step::fill_zero::fill_zero;
+pub use step::fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
 pub use step::linear_cross_entropy::{
     gradient_block_tokens, linear_cross_entropy_with_gradients, token_losses,
 };

@@ -5,6 +5,7 @@ pub(crate) mod cross_entropy;
 pub(crate) mod embedding_backward;
 pub(crate) mod embedding_forward;
 pub(crate) mod fill_zero;
+pub(crate) mod fp8_quantise;
 pub(crate) mod linear_cross_entropy;
 pub(crate) mod qk_norm_rope_backward;
 pub(crate) mod qk_norm_rope_forward;

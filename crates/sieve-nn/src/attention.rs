@@ -20,7 +20,9 @@ use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
 use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
-use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
+use sieve_ops::{
+    AttentionLayer, Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend,
+};
 
 /// What every layer of a forward pass shares.
 #[derive(Clone, Debug)]
@@ -33,6 +35,9 @@ pub struct LayerContext<'a, B: Backend> {
     pub rope: &'a RotaryEmbedding<B>,
     /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
+    /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
+    /// for latent and native sparse.
+    pub precision: ProductPrecision,
 }
 
 impl<'a, B: Backend> LayerContext<'a, B> {
@@ -43,6 +48,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             positions: documents.positions.clone(),
             rope,
             shared: None,
+            precision: ProductPrecision::Tensors,
         }
     }
 }
@@ -178,6 +184,10 @@ impl<B: SieveBackend> Attention<B> {
                 let y = layer.forward(norm.forward(x.clone()), context);
                 return AttentionResult::new(x, y, residual);
             }
+        };
+        let layer = AttentionLayer {
+            precision: context.precision,
+            ..layer
         };
         let (x, expire) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         AttentionResult { x, expire }

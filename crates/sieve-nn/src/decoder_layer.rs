@@ -77,7 +77,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
             }
         };
         LayerOutput {
-            x: self.feed_forward(result.x),
+            x: self.feed_forward(result.x, context),
             expire: result.expire,
         }
     }
@@ -91,14 +91,19 @@ impl<B: SieveBackend> DecoderLayer<B> {
     ) -> Tensor<B, 3> {
         let normed = self.input_layernorm.forward(x.clone());
         let y = self.self_attn.forward_cached(normed, context, caches);
-        self.feed_forward(scaled(x, &self.input_residual) + y)
+        self.feed_forward(scaled(x, &self.input_residual) + y, context)
     }
 
-    pub(crate) fn feed_forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+    pub(crate) fn feed_forward(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+    ) -> Tensor<B, 3> {
         let norm = &self.post_attention_layernorm;
+        let layer = |x, residual| self.mlp.forward(x, norm, residual, context.precision);
         match &self.post_attention_residual {
-            None => self.mlp.forward(x, norm, Residual::Stream),
-            scale => scaled(x.clone(), scale) + self.mlp.forward(x, norm, Residual::None),
+            None => layer(x, Residual::Stream),
+            scale => scaled(x.clone(), scale) + layer(x, Residual::None),
         }
     }
 }

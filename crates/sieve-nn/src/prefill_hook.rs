@@ -145,10 +145,8 @@ impl<B: SieveBackend> Qwen3<B> {
         let documents = Documents::whole_rows([batch, new], &ids.device());
         let positions = documents.positions.clone();
         let context = LayerContext {
-            documents: &documents,
             positions: positions.add_scalar(cache.num_tokens as i64),
-            rope,
-            shared: None,
+            ..LayerContext::new(&documents, rope)
         };
         let layers = (cache.num_tokens == 0).then_some(&mut cache.layers);
         let x = self.pass(ids, &context, layers, attend)?;
@@ -208,7 +206,7 @@ impl<B: SieveBackend> Qwen3<B> {
                 _ => Tensor::cat(parts, 1),
             };
             let o = o.reshape([batch, seq_len, spec.num_heads * head_dim]);
-            x = layer.feed_forward(mha.o_proj.forward_add(o, residual));
+            x = layer.feed_forward(mha.o_proj.forward_add(o, residual), context);
         }
         Ok(x)
     }

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
-use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, ProductPrecision, QkNorm, SieveBackend};
 
 /// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head and rotated.
 #[derive(Module, Debug)]
@@ -73,6 +73,7 @@ impl<B: SieveBackend> QkvProjection<B> {
             qk_norm: self.qk_norm(),
             o: o_proj.weight.val(),
             dma: None,
+            precision: ProductPrecision::default(),
         }
     }
 

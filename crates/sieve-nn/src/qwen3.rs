@@ -178,10 +178,8 @@ impl<B: SieveBackend> Qwen3<B> {
         let seen: Vec<i32> = caches.iter().map(|cache| cache.num_tokens as i32).collect();
         let seen = TensorData::new(seen, [caches.len(), 1]);
         let context = LayerContext {
-            documents: &documents,
             positions: documents.positions.clone() + Tensor::from_data(seen, &device),
-            rope,
-            shared: None,
+            ..LayerContext::new(&documents, rope)
         };
         let mut x = self.embed_tokens.forward(ids);
         for (index, layer) in self.layers.iter().enumerate() {

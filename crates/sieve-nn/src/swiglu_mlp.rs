@@ -3,7 +3,7 @@ use crate::{Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_ops::{FeedForward, Residual, SieveBackend};
+use sieve_ops::{FeedForward, ProductPrecision, Residual, SieveBackend};
 
 /// Gate and up are one packed product, gate first.
 #[derive(Module, Debug)]
@@ -26,12 +26,19 @@ impl<B: Backend> SwigluMlp<B> {
 
 impl<B: SieveBackend> SwigluMlp<B> {
     /// The layer after `norm`, `[batch, seq_len, d_model]`, shape kept; the residual stream is x before the norm.
-    pub fn forward(&self, x: Tensor<B, 3>, norm: &RmsNorm<B>, residual: Residual) -> Tensor<B, 3> {
+    pub fn forward(
+        &self,
+        x: Tensor<B, 3>,
+        norm: &RmsNorm<B>,
+        residual: Residual,
+        precision: ProductPrecision,
+    ) -> Tensor<B, 3> {
         let layer = FeedForward {
             norm: norm.weight.val(),
             gate_up: self.gate_up_proj.weight.val(),
             down: self.down_proj.weight.val(),
             epsilon: norm.epsilon,
+            precision,
         };
         sieve_ops::feed_forward(x, layer, residual)
     }

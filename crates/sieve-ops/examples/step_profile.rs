@@ -203,7 +203,7 @@ fn pointwise(table: &mut Table) {
         Flex::rms_norm(norm.clone())
     });
     table.time("rms_norm backward", 2 * layers + 1, 0.0, || {
-        Flex::rms_norm_backward(norm.clone(), stream.clone())
+        Flex::rms_norm_backward(norm.clone(), stream.clone(), None)
     });
     let gate_up = float([BATCH, SEQ_LEN, 2 * D_FF], 1.0);
     let dy = float([BATCH, SEQ_LEN, D_FF], 1.0);

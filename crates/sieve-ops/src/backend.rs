@@ -4,6 +4,7 @@ use crate::block::{AttentionLayerBackend, FeedForwardBackend, SeedBackend};
 use crate::decode::DecodeBackend;
 use crate::dma::{DmaBackend, DmaGradients, DynamicMaskBackend};
 use crate::embedding::{EmbeddingBackend, EmbeddingGradients};
+use crate::fp8::Fp8Gradients;
 use crate::linear::{LinearBackend, LinearGradients};
 use crate::loss::{LossBackend, LossGradients};
 use crate::mla::{MlaBackend, MlaGradients};
@@ -39,7 +40,7 @@ all_of!(
 all_of!(
     /// A backend that computes itself, every op and every op's gradient: the CPU's and CUDA's. Nothing has a default
     /// body: what has no kernel says so and is counted.
-    DeviceBackend: LinearGradients EmbeddingGradients NormGradients RopeGradients SwigluGradients AttentionGradients
+    DeviceBackend: LinearGradients Fp8Gradients EmbeddingGradients NormGradients RopeGradients SwigluGradients AttentionGradients
         DmaGradients NsaGradients MlaGradients DecodeBackend SparseBackend LossGradients OptimizerBackend
         RowPartsBackend
 );

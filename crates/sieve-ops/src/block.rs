@@ -1,6 +1,7 @@
 //! Ops composed of others, each one node of the autodiff graph.
 mod attention_layer;
 mod feed_forward;
+mod product;
 pub(crate) mod reference;
 mod residual;
 mod seed_gradient;

@@ -15,6 +15,7 @@ mod block;
 mod decode;
 mod dma;
 mod embedding;
+mod fp8;
 mod linear;
 mod loss;
 mod mla;
@@ -53,6 +54,7 @@ pub use dma::{
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
+pub use fp8::{Fp8Gradients, Fp8Kept, ProductPrecision};
 pub use linear::{LinearBackend, LinearGradients, linear, linear_add};
 pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, token_losses};
 pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};
@@ -92,6 +94,7 @@ pub mod reference {
         dma_attention, dma_attention_backward, dma_scores, dma_scores_backward, dma_select,
     };
     pub use crate::embedding::reference::{embedding, embedding_backward};
+    pub use crate::fp8::reference::{fp8_linear, fp8_linear_backward, fp8_quantise};
     pub use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
     pub use crate::loss::reference::{
         linear_cross_entropy, linear_cross_entropy_with_gradients, scale, token_losses,

@@ -55,6 +55,12 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clzll(long long x) { return x ? __builtin_clzll((unsigned long long)x) : 64; }
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
+  const unsigned long long both = (unsigned long long)y << 32 | x;
+  unsigned bytes = 0;
+  for (int i = 0; i < 4; ++i) bytes |= (unsigned)(both >> (select >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return bytes;
+}
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return (unsigned)(((unsigned long long)high << 32 | low) >> (shift & 31));
 }

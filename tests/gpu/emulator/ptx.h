@@ -6,6 +6,26 @@ inline unsigned ptx_round_bf16(float x) {
 }
 inline void ptx_cvt_rn_bf16x2_f32(unsigned& word, float high, float low) { word = ptx_round_bf16(low) | ptx_round_bf16(high) << 16; }
 inline void ptx_cvt_rn_bf16_f32(unsigned short& bits, float x) { bits = (unsigned short)ptx_round_bf16(x); }
+// The nearest of the eight-bit floats, of two the even one; magnitudes grow with their codes up to `largest`.
+inline unsigned ptx_round_fp8(float x, int mantissa_bits, int bias, unsigned largest) {
+  if (x != x) return 0x7f;
+  unsigned nearest = 0;
+  double off = std::fabs((double)x);
+  for (unsigned code = 1; code <= largest; ++code) {
+    const int exponent = code >> mantissa_bits;
+    const double fraction = (double)(code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits);
+    const double value = std::ldexp(fraction + (exponent > 0), (exponent > 0 ? exponent : 1) - bias);
+    const double distance = std::fabs(std::fabs((double)x) - value);
+    if (distance < off || (distance == off && code % 2 == 0)) nearest = code, off = distance;
+  }
+  return nearest | (std::signbit(x) ? 0x80 : 0);
+}
+inline void ptx_cvt_rn_satfinite_e4m3x2_f32(unsigned short& pair, float high, float low) {
+  pair = (unsigned short)(ptx_round_fp8(low, 3, 7, 0x7e) | ptx_round_fp8(high, 3, 7, 0x7e) << 8);
+}
+inline void ptx_cvt_rn_satfinite_e5m2x2_f32(unsigned short& pair, float high, float low) {
+  pair = (unsigned short)(ptx_round_fp8(low, 2, 15, 0x7b) | ptx_round_fp8(high, 2, 15, 0x7b) << 8);
+}
 inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = exp2f(x); }
 
 inline void ptx_st_global_v4_b32(void* to, unsigned x, unsigned y, unsigned z, unsigned w) {

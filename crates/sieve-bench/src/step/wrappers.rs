@@ -1,6 +1,6 @@
 //! The step's launch wrappers themselves: rows with gaps, sums added to what is there, results in place, equal repeats,
 //! and the gates of the optimizer. Values are compared with the plain-Burn references.
-use super::losses;
+use super::{fp8, losses};
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
@@ -130,6 +130,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         "77 x 2056".to_owned(),
         Calls::new(device, seed).residual_add(),
     );
+    fp8::check_rounding(report, device, extent);
     losses::check(report, device, extent);
 }
 

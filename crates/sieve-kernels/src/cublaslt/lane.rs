@@ -53,8 +53,8 @@ impl fmt::Display for Refusal {
 /// they do not hinder the next op from writing in place.
 pub(super) struct Call {
     pub(super) problem: Problem,
-    /// x, w, C and D.
-    pub(super) bindings: [Binding; 4],
+    /// x, w, C and D; then, where x and w are eight-bit floats, their scales.
+    pub(super) bindings: Vec<Binding>,
     pub(super) beta: f32,
     pub(super) stream: StreamId,
     pub(super) candidates: usize,
@@ -146,7 +146,7 @@ pub(crate) fn open(like: &CudaTensor) -> Result<(), KernelError> {
 impl Library {
     /// Queues one product; on the device thread.
     pub(super) fn run(server: &mut Server, call: Call) -> Result<(), Refusal> {
-        let mut resources = Vec::with_capacity(4);
+        let mut resources = Vec::with_capacity(call.bindings.len());
         for binding in &call.bindings {
             let resource = server
                 .get_resource(binding.clone(), call.stream)
@@ -154,7 +154,9 @@ impl Library {
             resources.push(resource);
         }
         let pointers = std::array::from_fn(|i| resources[i].resource().ptr);
-        Self::with(|library| library.queue(&call, pointers))
+        let scale = |i: usize| resources.get(i).map_or(0, |scale| scale.resource().ptr);
+        let scales = [4, 5].map(scale);
+        Self::with(|library| library.queue(&call, pointers, scales))
     }
 
     fn open_lane(server: &mut Server, probe: Probe) -> Result<bool, Refusal> {
@@ -192,13 +194,14 @@ impl Library {
         })
     }
 
-    fn queue(&mut self, call: &Call, pointers: [u64; 4]) -> Result<(), Refusal> {
+    fn queue(&mut self, call: &Call, pointers: [u64; 4], scales: [u64; 2]) -> Result<(), Refusal> {
         let lane = self
             .lanes
             .get(&call.stream.value)
             .ok_or_else(|| Refusal::Failed("no lane for this stream".to_owned()))?;
         let operands = Operands {
             pointers,
+            scales,
             beta: call.beta,
             workspace: lane.workspace,
             stream: lane.stream,

@@ -1,12 +1,14 @@
 //! One product's descriptors and algorithm, made once per shape and kept.
 use super::lane::Refusal;
-use super::problem::{Layout, Problem};
+use super::problem::{Layout, Operands as OperandTypes, Problem};
+use crate::step::fp8_quantise::Fp8Format;
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoGetHeuristic,
-    cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t, cublasLtMatmulHeuristicResult_t,
-    cublasLtMatmulPreference_t, cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t,
-    cublasLtReductionScheme_t, cudaDataType_t,
+    cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t as Attribute,
+    cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtReductionScheme_t,
+    cudaDataType_t,
 };
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
@@ -24,6 +26,7 @@ pub(super) struct Plan {
     operation: cublasLtMatmulDesc_t,
     layouts: [cublasLtMatrixLayout_t; 4],
     algorithm: cublasLtMatmulAlgo_t,
+    operands: OperandTypes,
 }
 
 /// What a launch needs besides its plan.
@@ -31,6 +34,8 @@ pub(super) struct Plan {
 pub(super) struct Operands {
     /// Addresses of x, w, C and D.
     pub(super) pointers: [u64; 4],
+    /// Addresses of the scales of x and w; of eight-bit floats alone.
+    pub(super) scales: [u64; 2],
     pub(super) beta: f32,
     pub(super) workspace: u64,
     pub(super) stream: CUstream,
@@ -81,6 +86,11 @@ impl Plan {
         let (alpha, beta) = (1.0f32, operands.beta);
         let [x, w, c, d] = operands.pointers.map(|address| address as *mut c_void);
         let [a_layout, b_layout, c_layout, d_layout] = self.layouts;
+        if self.operands != OperandTypes::Bf16 {
+            let [x_scale, w_scale] = operands.scales;
+            self.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &w_scale)?;
+            self.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &x_scale)?;
+        }
         // SAFETY: the caller's promise; alpha and beta are read before the call returns.
         unsafe {
             lt::matmul(
@@ -108,6 +118,14 @@ impl Plan {
     fn describe(problem: &Problem) -> Result<Self, Refusal> {
         let [a, b, c, d] = problem.layouts();
         let bf16 = cudaDataType_t::CUDA_R_16BF;
+        let eight_bits = |format| match format {
+            Fp8Format::E4m3 => cudaDataType_t::CUDA_R_8F_E4M3,
+            Fp8Format::E5m2 => cudaDataType_t::CUDA_R_8F_E5M2,
+        };
+        let [x_type, w_type] = match problem.operands {
+            OperandTypes::Bf16 => [bf16; 2],
+            OperandTypes::Fp8 { x, w } => [x, w].map(eight_bits),
+        };
         let output = if problem.is_f32 {
             cudaDataType_t::CUDA_R_32F
         } else {
@@ -123,28 +141,18 @@ impl Plan {
             operation,
             layouts: [std::ptr::null_mut(); 4],
             algorithm: cublasLtMatmulAlgo_t { data: [0; 8] },
+            operands: problem.operands,
         };
-        for (attribute, layout) in [
-            (
-                cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
-                a,
-            ),
-            (
-                cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSB,
-                b,
-            ),
-        ] {
-            let value = i32::from(layout.is_transposed);
-            // SAFETY: the descriptor was just made; the attribute is a 32-bit integer.
-            unsafe {
-                lt::set_matmul_desc_attribute(operation, attribute, (&raw const value).cast(), 4)
-            }
-            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescSetAttribute: {e}")))?;
+        let [is_a, is_b] = [a, b].map(|layout| i32::from(layout.is_transposed));
+        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &is_a)?;
+        plan.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &is_b)?;
+        if problem.operands.sum_fast() {
+            plan.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
         }
         for (slot, (layout, dtype)) in
             plan.layouts
                 .iter_mut()
-                .zip([(a, bf16), (b, bf16), (c, output), (d, output)])
+                .zip([(a, w_type), (b, x_type), (c, output), (d, output)])
         {
             let Layout {
                 rows,
@@ -156,6 +164,20 @@ impl Plan {
                 .map_err(|e| Refusal::Failed(format!("cublasLtMatrixLayoutCreate: {e}")))?;
         }
         Ok(plan)
+    }
+
+    /// Sets an attribute of the operation; `value` must be of the attribute's type.
+    fn set<T: Copy>(&self, attribute: Attribute, value: &T) -> Result<(), Refusal> {
+        // SAFETY: the descriptor is alive, and the value has the size that is passed.
+        unsafe {
+            lt::set_matmul_desc_attribute(
+                self.operation,
+                attribute,
+                (&raw const *value).cast(),
+                size_of::<T>(),
+            )
+        }
+        .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescSetAttribute: {e}")))
     }
 
     fn heuristic(

@@ -1,6 +1,7 @@
 //! The sizes of a product, and what cuBLASLt's column-major words for it are.
 use super::NAME;
 use crate::error::KernelError;
+use crate::step::fp8_quantise::Fp8Format;
 use std::fmt;
 
 /// Which operands of a row-major product are transposed.
@@ -14,10 +15,31 @@ pub enum Product {
     Tn,
 }
 
+/// What x and w hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Operands {
+    Bf16,
+    /// Bytes with a scale each; [`Product::Nt`] alone.
+    Fp8 {
+        x: Fp8Format,
+        w: Fp8Format,
+    },
+}
+
+impl Operands {
+    /// Whether a tensor core may keep its sums in fewer bits than f32 for a few hundred terms, which is faster: as is
+    /// usual in forward passes, never for gradients.
+    pub(super) fn sum_fast(self) -> bool {
+        let e4m3 = Fp8Format::E4m3;
+        self == Self::Fp8 { x: e4m3, w: e4m3 }
+    }
+}
+
 /// Everything that an algorithm depends on, addresses' alignment aside.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Problem {
     pub(super) product: Product,
+    pub(super) operands: Operands,
     /// `[m, n, k]`.
     pub(super) sizes: [usize; 3],
     /// Elements from row to row.
@@ -78,9 +100,13 @@ impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [m, n, k] = self.sizes;
         let output = if self.is_f32 { "f32" } else { "bf16" };
+        let operands = match self.operands {
+            Operands::Bf16 => "bf16",
+            Operands::Fp8 { .. } => "fp8",
+        };
         write!(
             f,
-            "{:?} m {m} n {n} k {k}, bf16 to {output}, strides {} {} {} {}",
+            "{:?} m {m} n {n} k {k}, {operands} to {output}, strides {} {} {} {}",
             self.product, self.x_stride, self.w_stride, self.c_stride, self.d_stride
         )
     }
@@ -183,6 +209,7 @@ mod tests {
             // Pitched rows everywhere, each by another amount.
             let problem = Problem {
                 product,
+                operands: Operands::Bf16,
                 sizes: [m, n, k],
                 x_stride: x_cols + 1,
                 w_stride: w_cols + 2,

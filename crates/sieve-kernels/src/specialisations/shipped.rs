@@ -139,7 +139,7 @@ impl NeededKernels {
     pub fn shipped_for(arch: &str) -> NeededKernels {
         let shared_bytes = NeededKernels::shared_bytes_of(arch).unwrap_or(99 * 1024);
         let mut list = NeededKernels::default();
-        list.extend_kernels(NeededKernels::step());
+        list.extend_kernels(NeededKernels::step(arch));
         list.extend_kernels(NeededKernels::mla_pack(128, 64));
         // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
         for rank in [192, 256, 512] {

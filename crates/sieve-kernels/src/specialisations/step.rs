@@ -12,6 +12,7 @@ use crate::step::embedding_backward::{
 };
 use crate::step::embedding_forward::embedding_forward_kernel;
 use crate::step::fill_zero::fill_zero_kernel;
+use crate::step::fp8_quantise::{Fp8Format, fp8_amax_kernel, fp8_quantise_kernel};
 use crate::step::qk_norm_rope_backward::qk_norm_rope_backward_kernel;
 use crate::step::qk_norm_rope_forward::{Reuse, qk_norm_rope_forward_kernel};
 use crate::step::residual_add::residual_add_kernel;
@@ -26,8 +27,8 @@ use crate::step::swiglu_backward::{swiglu_backward_kernel, swiglu_backward_with_
 use crate::step::swiglu_forward::swiglu_forward_kernel;
 
 impl NeededKernels {
-    /// Those of every model's step but for attention.
-    pub fn step() -> Vec<SourceKernel> {
+    /// Those of every model's step but for attention, as far as an architecture can run them.
+    pub fn step(arch: &str) -> Vec<SourceKernel> {
         let mut kernels = vec![
             column_sums_kernel(),
             cross_entropy_kernel(true, true),
@@ -51,6 +52,14 @@ impl NeededKernels {
             scale_kernel(false, 4),
             fill_zero_kernel(),
         ];
+        // Eight-bit floats come with compute capability 8.9.
+        if !["sm_80", "sm_86"].contains(&arch) {
+            kernels.extend([
+                fp8_amax_kernel(),
+                fp8_quantise_kernel(Fp8Format::E4m3),
+                fp8_quantise_kernel(Fp8Format::E5m2),
+            ]);
+        }
         for (is_bf16, vector) in [(true, 8), (false, 4)] {
             kernels.push(swiglu_forward_kernel(is_bf16, vector));
             kernels.push(swiglu_backward_kernel(is_bf16, vector));

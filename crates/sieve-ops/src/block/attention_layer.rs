@@ -91,6 +91,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
                 a: dma.a.inner(),
                 spec: dma.spec,
             }),
+            precision: layer.precision,
         };
         let call = AttentionLayerCall {
             positions: call.positions,
@@ -106,6 +107,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
             x: x.primitive.clone(),
             qkv: forward.qkv,
             attended: forward.attended,
+            fp8: forward.fp8,
             layer: inner,
             call,
         };

@@ -4,10 +4,11 @@
 //! and the gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass,
 //! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
 //! too.
-use super::residual::{Residual, norm_gradient};
+use super::product::{begin_gradients, product};
+use super::residual::Residual;
 use crate::backend::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
-use crate::linear::LinearBackend;
+use crate::fp8::{Fp8Kept, ProductPrecision};
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
@@ -26,6 +27,8 @@ pub struct FeedForward<B: Backend> {
     pub down: Tensor<B, 2>,
     /// Added to the mean square of the norm.
     pub epsilon: f64,
+    /// What both products multiply in.
+    pub precision: ProductPrecision,
 }
 
 /// `[x +] down(swiglu(gate_up(rms_norm(x))))` (arXiv:2002.05202 after arXiv:1910.07467).
@@ -49,7 +52,7 @@ pub trait FeedForwardBackend: Backend {
 
 impl<B: DeviceBackend> FeedForwardBackend for B {
     fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
-        forward::<Self>(x, layer, residual).1
+        forward::<Self>(x, layer, residual).y
     }
 }
 
@@ -60,44 +63,56 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B,
             gate_up,
             down,
             epsilon,
+            precision,
         } = layer;
         let inner = FeedForward {
             norm: norm.clone().inner(),
             gate_up: gate_up.clone().inner(),
             down: down.clone().inner(),
             epsilon,
+            precision,
         };
-        let (gated, y) = forward::<B>(x.primitive.clone(), inner.clone(), residual);
+        let forward = forward::<B>(x.primitive.clone(), inner.clone(), residual);
         let kept = Kept::<B> {
             x: x.primitive.clone(),
-            gate_up: gated,
+            gate_up: forward.gate_up,
+            fp8: forward.fp8,
             layer: inner,
             residual,
         };
+        let y = forward.y;
         let [norm, gate_up, down] = [primitive(norm), primitive(gate_up), primitive(down)];
         enter::<B, C, _, 4>([&x, &norm, &gate_up, &down], kept, y)
     }
 }
 
-/// `(gate_up, y)`: what the backward pass needs beside x, and the output.
+/// A forward pass's output and what the backward pass needs beside x.
+struct LayerForward<B: Backend> {
+    gate_up: Float<B>,
+    /// Of both products.
+    fp8: [Option<Fp8Kept<B>>; 2],
+    y: Float<B>,
+}
+
 fn forward<B: DeviceBackend>(
     x: Float<B>,
     layer: FeedForward<B>,
     residual: Residual,
-) -> (Float<B>, Float<B>) {
+) -> LayerForward<B> {
     let normed = B::rms_norm(RmsNormCall {
         x: x.clone(),
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     });
-    let gate_up = <B as LinearBackend>::linear(normed, primitive(layer.gate_up));
+    let (gate_up, first) = product::<B>(layer.precision, normed, primitive(layer.gate_up), None);
     let hidden = B::swiglu(gate_up.clone());
-    let down = primitive(layer.down);
-    let y = match residual {
-        Residual::Stream => B::linear_add(hidden, down, x),
-        Residual::None => <B as LinearBackend>::linear(hidden, down),
-    };
-    (gate_up, y)
+    let added = (residual == Residual::Stream).then_some(x);
+    let (y, second) = product::<B>(layer.precision, hidden, primitive(layer.down), added);
+    LayerForward {
+        gate_up,
+        fp8: [first, second],
+        y,
+    }
 }
 
 /// What the backward pass needs.
@@ -105,6 +120,7 @@ fn forward<B: DeviceBackend>(
 struct Kept<B: Backend> {
     x: Float<B>,
     gate_up: Float<B>,
+    fp8: [Option<Fp8Kept<B>>; 2],
     layer: FeedForward<B>,
     residual: Residual,
 }
@@ -116,6 +132,7 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
         let Kept {
             x,
             gate_up,
+            fp8: [first, second],
             layer,
             residual,
         } = self;
@@ -124,18 +141,27 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             gate_up: gate_up_weight,
             down,
             epsilon,
+            precision: _,
         } = layer;
-        let d_hidden = B::linear_input_gradient(primitive(down), dy.clone());
-        let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
-        let d_down = B::linear_weight_gradient(hidden, dy.clone());
-        let d_normed = B::linear_input_gradient(primitive(gate_up_weight), d_gate_up.clone());
+        let (d_gate_up, d_down) = match second {
+            Some(kept) => {
+                let [d_hidden, d_down] = B::fp8_linear_backward(kept, dy.clone());
+                (B::swiglu_backward(gate_up, d_hidden), d_down)
+            }
+            None => {
+                let d_hidden = B::linear_input_gradient(primitive(down), dy.clone());
+                let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
+                (d_gate_up, B::linear_weight_gradient(hidden, dy.clone()))
+            }
+        };
         let norm = RmsNormCall {
             x,
             weight: primitive(norm),
             epsilon,
         };
-        let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (residual, dy));
-        let d_gate_up_weight = B::linear_weight_gradient(normed, d_gate_up);
+        let first = (first, primitive(gate_up_weight));
+        let [dx, d_norm, d_gate_up_weight] =
+            begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
         [dx, d_norm, d_gate_up_weight, d_down]
     }
 }

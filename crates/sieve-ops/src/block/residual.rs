@@ -21,7 +21,7 @@ pub(super) fn norm_gradient<B: NormGradients>(
         Residual::Stream => B::rms_norm_backward_with_output(norm, d_normed, dy),
         Residual::None => {
             let y = B::rms_norm(norm.clone());
-            let (dx, dweight) = B::rms_norm_backward(norm, d_normed);
+            let (dx, dweight) = B::rms_norm_backward(norm, d_normed, None);
             (dx, dweight, y)
         }
     }

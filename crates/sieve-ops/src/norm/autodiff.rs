@@ -7,7 +7,7 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 
 impl<B: NormGradients> Gradient<B, 2> for RmsNormCall<B> {
     fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
-        B::rms_norm_backward(self, dy).into()
+        B::rms_norm_backward(self, dy, None).into()
     }
 }
 

@@ -21,10 +21,14 @@ pub trait NormBackend: Backend {
 
 /// Its gradients, as a device computes them.
 pub trait NormGradients: NormBackend {
-    /// `(dx, dweight)` of [`crate::rms_norm`].
-    fn rms_norm_backward(call: RmsNormCall<Self>, dy: Float<Self>) -> (Float<Self>, Float<Self>);
-    /// `(dx, dweight, y)`: as [`rms_norm_backward`](Self::rms_norm_backward) with `d_residual`, the gradient that
-    /// reaches x beside the norm, added to dx, and the norm's output once more.
+    /// `(dx, dweight)` of [`crate::rms_norm`]; `d_residual`, the gradient that reaches x beside the norm, is added to
+    /// dx.
+    fn rms_norm_backward(
+        call: RmsNormCall<Self>,
+        dy: Float<Self>,
+        d_residual: Option<Float<Self>>,
+    ) -> (Float<Self>, Float<Self>);
+    /// `(dx, dweight, y)`: as [`rms_norm_backward`](Self::rms_norm_backward), and the norm's output once more.
     fn rms_norm_backward_with_output(
         call: RmsNormCall<Self>,
         dy: Float<Self>,

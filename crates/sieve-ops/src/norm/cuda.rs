@@ -1,10 +1,10 @@
 //! RMSNorm on CUDA. The gradient of the weight is f32.
 use super::backend::{NormBackend, NormGradients, RmsNormCall};
-use super::reference;
+use super::reference::{self, plus};
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::ops::FloatTensorOps;
-use sieve_kernels::{CudaPrimitive as Float, GradientTarget};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, GradientTarget};
 
 impl NormBackend for Cuda {
     fn rms_norm(call: RmsNormCall<Self>) -> Float {
@@ -17,13 +17,20 @@ impl NormBackend for Cuda {
 }
 
 impl NormGradients for Cuda {
-    fn rms_norm_backward(call: RmsNormCall<Self>, dy: Float) -> (Float, Float) {
+    fn rms_norm_backward(
+        call: RmsNormCall<Self>,
+        dy: Float,
+        d_residual: Option<Float>,
+    ) -> (Float, Float) {
         let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
         let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
-        let attempt = sieve_kernels::rms_norm_backward(&x, &weight, epsilon, &d, None, target);
+        let beside = d_residual.clone().map(CudaTensor::from);
+        let attempt =
+            sieve_kernels::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref(), target);
         let attempt = attempt.map(|(dx, dweight)| (dx.into(), dweight.into()));
         kernel_or("rms_norm_backward", attempt, || {
-            reference::rms_norm_backward(call, dy)
+            let (dx, dweight) = reference::rms_norm_backward(call, dy);
+            (plus::<Self>(dx, d_residual), dweight)
         })
     }
 

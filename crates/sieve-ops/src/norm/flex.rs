@@ -1,9 +1,8 @@
 //! RMSNorm on the CPU.
 use super::backend::{NormBackend, NormGradients, RmsNormCall};
-use super::reference;
+use super::reference::{self, plus};
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
 use burn::tensor::TensorMetadata;
-use burn::tensor::ops::FloatTensorOps;
 use burn_flex::{Flex, FlexTensor};
 
 impl NormBackend for Flex {
@@ -19,11 +18,16 @@ impl NormBackend for Flex {
 }
 
 impl NormGradients for Flex {
-    fn rms_norm_backward(call: RmsNormCall<Self>, dy: FlexTensor) -> (FlexTensor, FlexTensor) {
+    fn rms_norm_backward(
+        call: RmsNormCall<Self>,
+        dy: FlexTensor,
+        d_residual: Option<FlexTensor>,
+    ) -> (FlexTensor, FlexTensor) {
         if !is_f32(&call.x) {
-            return plain("rms_norm_backward", || {
+            let (dx, dweight) = plain("rms_norm_backward", || {
                 reference::rms_norm_backward(call, dy)
             });
+            return (plus::<Self>(dx, d_residual), dweight);
         }
         let [x, weight, dy] = [call.x, call.weight, dy].map(contiguous);
         let (mut dx, mut dweight) = (zeros_like(&x), zeros_like(&weight));
@@ -35,7 +39,8 @@ impl NormGradients for Flex {
             &mut dx,
             &mut dweight,
         );
-        (from_vec(dx, x.shape()), from_vec(dweight, weight.shape()))
+        let dx = plus::<Self>(from_vec(dx, x.shape()), d_residual);
+        (dx, from_vec(dweight, weight.shape()))
     }
 
     fn rms_norm_backward_with_output(
@@ -44,7 +49,7 @@ impl NormGradients for Flex {
         d_residual: FlexTensor,
     ) -> (FlexTensor, FlexTensor, FlexTensor) {
         let y = Self::rms_norm(call.clone());
-        let (dx, dweight) = Self::rms_norm_backward(call, dy);
-        (Self::float_add(dx, d_residual), dweight, y)
+        let (dx, dweight) = Self::rms_norm_backward(call, dy, Some(d_residual));
+        (dx, dweight, y)
     }
 }

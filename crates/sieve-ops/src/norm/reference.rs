@@ -48,3 +48,11 @@ pub(crate) fn normalise_backward<B: Backend>(
     let dx = r * (g.clone() - n.clone() * (g * n.clone()).mean_dim(1));
     (dx, (dy * n).sum_dim(0).squeeze_dim(0))
 }
+
+/// `x + addend` where there is one.
+pub(super) fn plus<B: Backend>(x: Float<B>, addend: Option<Float<B>>) -> Float<B> {
+    match addend {
+        Some(addend) => B::float_add(x, addend),
+        None => x,
+    }
+}

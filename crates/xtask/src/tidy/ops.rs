@@ -27,6 +27,7 @@ const FLOORS: &[(&str, &[Floor])] = &[
     ("linear_add", &[]),
     ("linear_input_gradient", &[]),
     ("linear_weight_gradient", &[]),
+    ("fp8_linear", &[]),
     ("dma_attention", &[Cuda, Launch]),
     ("dma_last_kept", &[Cuda, Launch]),
     ("dma_border_keys", &[Cuda, Launch]),

@@ -3,9 +3,10 @@ use super::forward::{
     Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
 };
 use crate::backend::DeviceBackend;
-use crate::block::residual::norm_gradient;
+use crate::block::product::{begin_gradients, product_gradients};
 use crate::device::autodiff::Gradient;
 use crate::dma::composed::{self, DmaState};
+use crate::fp8::Fp8Kept;
 use crate::norm::RmsNormCall;
 use crate::row_parts;
 use crate::tensors::{Float, primitive};
@@ -18,6 +19,7 @@ pub(super) struct Kept<B: Backend> {
     pub(super) x: Float<B>,
     pub(super) qkv: Float<B>,
     pub(super) attended: Attended<B>,
+    pub(super) fp8: [Option<Fp8Kept<B>>; 2],
     pub(super) layer: AttentionLayer<B>,
     pub(super) call: AttentionLayerCall<B>,
 }
@@ -54,13 +56,15 @@ fn backward<B: DeviceBackend>(
         x,
         qkv,
         attended,
+        fp8: [first, second],
         layer,
         call,
     } = kept;
     let o = attended.o();
     let o_shape = o.shape();
-    let d_o_weight = B::linear_weight_gradient(merge_heads::<B>(o), dy.clone());
-    let d_o = B::linear_input_gradient(primitive(layer.o), dy.clone());
+    let o_weight = primitive(layer.o);
+    let [d_o, d_o_weight] =
+        product_gradients::<B>(second, merge_heads::<B>(o), o_weight, dy.clone());
     let d_o = B::float_reshape(d_o, o_shape);
 
     let again = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));
@@ -93,14 +97,13 @@ fn backward<B: DeviceBackend>(
     let rotation = rotation(layer.qk_norm, &call);
     let (dqkv, d_q_norm, d_k_norm) = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
     let dqkv = merge_heads::<B>(dqkv);
-    let d_normed = B::linear_input_gradient(primitive(layer.qkv), dqkv.clone());
     let norm = RmsNormCall {
         x,
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     };
-    let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (call.residual, dy));
-    let d_qkv_weight = B::linear_weight_gradient(normed, dqkv);
+    let first = (first, primitive(layer.qkv));
+    let [dx, d_norm, d_qkv_weight] = begin_gradients::<B>(norm, first, dqkv, (call.residual, dy));
     (
         [dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight],
         d_dma,

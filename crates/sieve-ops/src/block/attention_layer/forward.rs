@@ -1,10 +1,11 @@
 //! The forward pass of an attention layer.
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
 use crate::backend::DeviceBackend;
+use crate::block::product::product;
 use crate::block::residual::Residual;
 use crate::dma::{DmaForward, DynamicMaskBackend};
 use crate::documents::DocumentBounds;
-use crate::linear::LinearBackend;
+use crate::fp8::{Fp8Kept, ProductPrecision};
 use crate::norm::RmsNormCall;
 use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
 use crate::row_parts::{self, DmaParts, Parted, RowParts};
@@ -28,6 +29,8 @@ pub struct AttentionLayer<B: Backend> {
     pub o: Tensor<B, 2>,
     /// `None`: dense or windowed attention, as the call's spec says.
     pub dma: Option<DmaLayer<B>>,
+    /// What the products with `qkv` and `o` multiply in.
+    pub precision: ProductPrecision,
 }
 
 /// What dynamic mask attention has beside the projections.
@@ -89,6 +92,8 @@ pub(super) struct LayerForward<B: Backend> {
     /// Packed, before norm and rotation.
     pub(super) qkv: Float<B>,
     pub(super) attended: Attended<B>,
+    /// Of the products with `qkv` and `o`.
+    pub(super) fp8: [Option<Fp8Kept<B>>; 2],
     pub(super) y: Float<B>,
 }
 
@@ -102,7 +107,7 @@ pub(super) fn forward<B: DeviceBackend>(
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     });
-    let qkv = <B as LinearBackend>::linear(normed, primitive(layer.qkv));
+    let (qkv, first) = product::<B>(layer.precision, normed, primitive(layer.qkv), None);
     let qkv = split_heads::<B>(qkv, call.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
     let (documents, spec) = (&call.documents, call.spec);
@@ -121,11 +126,14 @@ pub(super) fn forward<B: DeviceBackend>(
         }
     };
     let (heads, o) = (merge_heads::<B>(attended.o()), primitive(layer.o));
-    let y = match call.residual {
-        Residual::Stream => B::linear_add(heads, o, x),
-        Residual::None => <B as LinearBackend>::linear(heads, o),
-    };
-    LayerForward { qkv, attended, y }
+    let added = (call.residual == Residual::Stream).then_some(x);
+    let (y, second) = product::<B>(layer.precision, heads, o, added);
+    LayerForward {
+        qkv,
+        attended,
+        fp8: [first, second],
+        y,
+    }
 }
 
 /// What DMA of parts of rows computes with.

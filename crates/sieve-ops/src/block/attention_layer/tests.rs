@@ -4,8 +4,8 @@ use crate::testing::{
     check_views, documents, evaluate, float, primitive,
 };
 use crate::{
-    AttentionSpec, DmaBias, Documents, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,
-    linear, linear_add, qk_norm_rope, reference, rms_norm,
+    AttentionSpec, DmaBias, Documents, ProductPrecision, QkNorm, RotaryEmbedding, attention,
+    dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
 use burn::tensor::{DType, TensorMetadata};
 use sieve_core::{DmaRecency, DmaShape};
@@ -68,6 +68,7 @@ impl Case {
                 a: float(&inputs[7]),
                 spec,
             }),
+            precision: ProductPrecision::Tensors,
         }
     }
 

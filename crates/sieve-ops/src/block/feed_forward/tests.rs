@@ -3,7 +3,7 @@ use crate::testing::{
     Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
     evaluate, float, primitive,
 };
-use crate::{linear, linear_add, reference, rms_norm, swiglu};
+use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::{DType, Tensor};
 
 const EPSILON: f64 = 1e-5;
@@ -24,6 +24,7 @@ fn layer(inputs: &[Float]) -> FeedForward<Ad> {
         gate_up: float(&inputs[2]),
         down: float(&inputs[3]),
         epsilon: EPSILON,
+        precision: ProductPrecision::Tensors,
     }
 }
 

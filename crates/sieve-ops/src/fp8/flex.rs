@@ -1,0 +1,29 @@
+//! Eight-bit floats on the CPU: rounded f32, always counted as the reference.
+use super::backend::{Fp8Gradients, Fp8Kept};
+use super::reference;
+use crate::device::paths::{self, Memory, Place};
+use burn_flex::{Flex, FlexTensor};
+
+const NO_NUMBERS: &str = "the CPU has no eight-bit floats: f32 is rounded to them";
+
+fn counted<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
+    paths::reference((Place::Cpu, op), NO_NUMBERS, Memory::Linear, run)
+}
+
+impl Fp8Gradients for Flex {
+    fn fp8_linear(
+        x: FlexTensor,
+        weight: FlexTensor,
+        residual: Option<FlexTensor>,
+    ) -> (FlexTensor, Fp8Kept<Self>) {
+        counted("fp8_linear", || {
+            reference::fp8_linear::<Self>(x, weight, residual)
+        })
+    }
+
+    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: FlexTensor) -> [FlexTensor; 2] {
+        counted("fp8_linear_backward", || {
+            reference::fp8_linear_backward(kept, dy)
+        })
+    }
+}

@@ -1,0 +1,78 @@
+//! Eight-bit floats in plain arithmetic: rounded numbers stay in the tensors' type.
+use super::backend::Fp8Kept;
+use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
+use crate::tensors::Float;
+use burn::tensor::backend::{Backend, ExecutionError};
+use burn::tensor::{TensorData, TensorMetadata};
+use sieve_kernels::Fp8Format;
+
+/// Magnitudes count as this at least, so that a tensor of zeros has a scale.
+const SMALLEST_BOUND: f32 = 7.888_609e-31;
+
+/// Bits of the mantissa, exponent of the smallest normal number, largest number.
+fn limits(format: Fp8Format) -> (i32, i32, f32) {
+    match format {
+        Fp8Format::E4m3 => (3, -6, 448.0),
+        Fp8Format::E5m2 => (2, -14, 57344.0),
+    }
+}
+
+/// The nearest number of the format, of two the even one; at most the largest.
+fn round(x: f32, format: Fp8Format) -> f32 {
+    let (mantissa_bits, smallest_exponent, largest) = limits(format);
+    if x.is_nan() {
+        return x;
+    }
+    let exponent = (x.abs().to_bits() >> 23) as i32 - 127;
+    let step = 2f32.powi(exponent.max(smallest_exponent) - mantissa_bits);
+    ((x / step).round_ties_even() * step).clamp(-largest, largest)
+}
+
+/// What the bytes of `values` stand for, and the scale that they are to be multiplied with.
+pub fn fp8_quantise(values: &[f32], format: Fp8Format) -> (Vec<f32>, f32) {
+    let (_, _, largest) = limits(format);
+    // A NaN is larger than everything, as its bits are.
+    let bits = values.iter().map(|x| x.abs().to_bits()).max();
+    let bound = f32::from_bits(bits.unwrap_or(0).max(SMALLEST_BOUND.to_bits()));
+    let factor = largest / bound;
+    let rounded = values.iter().map(|x| round(x * factor, format)).collect();
+    (rounded, bound / largest)
+}
+
+/// A tensor with its values rounded.
+fn rounded<B: Backend>(x: Float<B>, format: Fp8Format) -> Float<B> {
+    let (device, dtype, shape) = (B::float_device(&x), x.dtype(), x.shape());
+    let read: Result<TensorData, ExecutionError> = burn::tensor::read_sync(B::float_into_data(x));
+    let data = read.expect("the tensor can be read").convert::<f32>();
+    let (codes, scale) = fp8_quantise(data.as_slice().expect("converted to f32"), format);
+    let values: Vec<f32> = codes.iter().map(|code| code * scale).collect();
+    let data = TensorData::new(values, shape.to_vec()).convert_dtype(dtype);
+    B::float_from_data(data, &device)
+}
+
+/// `x wᵀ [+ residual]` of rounded operands.
+pub fn fp8_linear<B: Backend>(
+    x: Float<B>,
+    weight: Float<B>,
+    residual: Option<Float<B>>,
+) -> (Float<B>, Fp8Kept<B>) {
+    let [x, weight] = [x, weight].map(|operand| rounded::<B>(operand, Fp8Format::E4m3));
+    let y = linear::<B>(x.clone(), weight.clone());
+    let y = match residual {
+        Some(residual) => B::float_add(residual, y),
+        None => y,
+    };
+    let kept = Fp8Kept {
+        x,
+        weight,
+        scales: None,
+    };
+    (y, kept)
+}
+
+/// Its gradients.
+pub fn fp8_linear_backward<B: Backend>(kept: Fp8Kept<B>, dy: Float<B>) -> [Float<B>; 2] {
+    let dy = rounded::<B>(dy, Fp8Format::E5m2);
+    let dx = linear_input_gradient::<B>(kept.weight, dy.clone());
+    [dx, linear_weight_gradient::<B>(kept.x, dy)]
+}
