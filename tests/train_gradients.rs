@@ -9,7 +9,10 @@ use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::NamedTensor;
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_train::{DeviceBatch, GradientBuffer, accumulate_gradients, accumulate_gradients_with};
+use sieve_train::{
+    BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients, accumulate_gradients_with,
+};
+use std::ops::Range;
 
 type B = Autodiff<Flex>;
 
@@ -172,6 +175,7 @@ fn micro_batches_give_the_mean_over_all_labels() {
 fn with_checkpointing(
     model: &Qwen3<B>,
     mode: ActivationCheckpointMode,
+    fp8: Range<usize>,
 ) -> (u32, Vec<NamedTensor>, Vec<TensorData>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
@@ -179,11 +183,15 @@ fn with_checkpointing(
         mode,
         ..Default::default()
     };
+    let settings = BlockSettings {
+        checkpointing: section,
+        fp8,
+    };
     let batch = batch(0, 3);
     let scale = 1.0 / batch.num_labels() as f64;
     let batch = DeviceBatch::<B>::new(&batch, &device);
     let mut gradients = GradientBuffer::default();
-    let result = accumulate_gradients_with(&section, model, &batch, &rope, scale, &mut gradients);
+    let result = accumulate_gradients_with(&settings, model, &batch, &rope, scale, &mut gradients);
     let loss = result
         .loss
         .into_data()
@@ -199,10 +207,10 @@ fn recomputing_blocks_changes_no_bit_of_a_gradient() {
     use ActivationCheckpointMode::{Full, None, Selective};
     for attention in KINDS {
         let model = model(attention, true);
-        let (loss, gradients, masks) = with_checkpointing(&model, None);
+        let (loss, gradients, masks) = with_checkpointing(&model, None, 0..0);
         assert_eq!(gradients.len(), sieve_hf::parameter_names(&model).len());
         for mode in [Selective, Full] {
-            let (other_loss, other, other_masks) = with_checkpointing(&model, mode);
+            let (other_loss, other, other_masks) = with_checkpointing(&model, mode, 0..0);
             assert_eq!(loss, other_loss, "{attention} {mode:?}");
             assert_eq!(masks, other_masks, "{attention} {mode:?}");
             for (one, other) in gradients.iter().zip(&other) {
@@ -216,4 +224,43 @@ fn recomputing_blocks_changes_no_bit_of_a_gradient() {
             }
         }
     }
+}
+
+#[test]
+fn eight_bit_blocks_are_near_and_recomputed_to_the_last_bit() {
+    use ActivationCheckpointMode::{None, Selective};
+    for attention in KINDS {
+        let model = model(attention, true);
+        let of = |mode, fp8| with_checkpointing(&model, mode, fp8);
+        let (plain_loss, plain, _) = of(None, 0..0);
+        let (loss, gradients, _) = of(None, 0..2);
+        let (again_loss, again, _) = of(Selective, 0..2);
+        assert_eq!(loss, again_loss, "{attention}");
+        let off = f32::from_bits(loss) / f32::from_bits(plain_loss) - 1.0;
+        assert!(off != 0.0 && off.abs() < 2e-2, "{attention}: {off}");
+        let (mut error, mut norm) = (0.0, 0.0);
+        for ((plain, one), again) in plain.iter().zip(&gradients).zip(&again) {
+            assert_eq!(
+                one.data.as_bytes(),
+                again.data.as_bytes(),
+                "{attention} {}",
+                one.name
+            );
+            for (a, b) in values(&one.data).iter().zip(values(&plain.data)) {
+                error += f64::from(a - b).powi(2);
+                norm += f64::from(b).powi(2);
+            }
+        }
+        let relative = (error / norm).sqrt();
+        assert!(relative > 1e-4 && relative < 0.5, "{attention}: {relative}");
+    }
+}
+
+#[test]
+fn blocks_at_the_ends_keep_the_type_of_their_tensors() {
+    use ActivationCheckpointMode::None;
+    let model = model(KINDS[0], true);
+    let plain = with_checkpointing(&model, None, 0..0).0;
+    assert_eq!(with_checkpointing(&model, None, 2..2).0, plain);
+    assert_ne!(with_checkpointing(&model, None, 1..2).0, plain);
 }

@@ -43,7 +43,7 @@ pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
     CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
     ModelSection, OptimizerName, OptimizerSection, ParallelismSection, SwaShape, TokenizerSection,
-    TokenizerSource, TokenizerTraining, TrainingSection, ValidationSection,
+    TokenizerSource, TokenizerTraining, TrainingPrecision, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 pub use template::StartingSize;

@@ -17,8 +17,9 @@ pub use verdict::MemoryVerdict;
 use serde::Serialize;
 
 use crate::Target;
+pub(crate) use activations::fp8_products;
 use crate::row_parts::RowShare;
-use activations::{F32, block_kept, block_temporaries, times};
+use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_cpu::linear_cross_entropy::chunk_rows;
@@ -151,9 +152,10 @@ fn needed(
             section.mode = mode;
             let recomputed = |layer_idx| section.recomputes(layer_idx);
             let bytes = activation_bytes_per_token(shape, target, seq_len, rest, recomputed);
+            let fp8 = fp8_bytes(recipe, shape, target, recomputed);
             let parts = (0..shape.num_layers).filter(|&layer| !section.recomputes(layer));
             let parts = parts.map(|layer| rows.kept_bytes(&shape.of_layer(layer), value_bytes));
-            (name, times(tokens, bytes) + parts.sum::<u64>())
+            (name, times(tokens, bytes) + parts.sum::<u64>() + fp8)
         })
     };
     let moments = moments(recipe, shape, target, ranks, rest);
@@ -212,7 +214,8 @@ fn moments(
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
     let per_token = activation_bytes_per_token(shape, target, seq_len, rest, recomputes);
     let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
-    let blocks = times(tokens, per_token) + layers.map(of_parts).sum::<u64>();
+    let blocks = times(tokens, per_token) + layers.map(of_parts).sum::<u64>()
+        + fp8_bytes(recipe, shape, target, recomputes);
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
     let all_gradients = times(shape.parameters().total(), F32);
@@ -239,7 +242,8 @@ fn moments(
     // A recomputed block is there as a whole while its backward pass runs.
     let kept = |layer_idx: usize| {
         let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, rest);
-        times(tokens, block) + of_parts(layer_idx)
+        let others = |other: usize| other != layer_idx;
+        times(tokens, block) + of_parts(layer_idx) + fp8_bytes(recipe, shape, target, others)
     };
     let recomputed = |layer_idx: usize| {
         if recomputes(layer_idx) {
@@ -293,6 +297,20 @@ fn moments(
             checkpoint_bytes: written,
         },
     ]
+}
+
+/// What the blocks in eight-bit floats keep beside, but for those that are `recomputed`.
+fn fp8_bytes(
+    recipe: &Recipe,
+    shape: &ModelShape,
+    target: &Target,
+    recomputed: impl Fn(usize) -> bool,
+) -> u64 {
+    let tokens = RowShare::of(recipe).tokens() as u64;
+    let blocks = recipe.training.fp8_blocks(shape.num_layers);
+    let kept = blocks.filter(|&layer_idx| !recomputed(layer_idx));
+    kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens))
+        .sum()
 }
 
 /// Logits that the loss holds at once.

@@ -278,6 +278,7 @@ fn stage_plan(
                 seq_len: section.seq_len,
                 micro_batches,
                 recomputed,
+                fp8: recipe.training.fp8_blocks(shape.num_layers),
             };
             let alone = time::tokens_per_second(shape, executed, spared, &size, gpu);
             let tokens = (size.tokens * micro_batches) as f64;

@@ -2,11 +2,13 @@
 //!
 //! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): products hold 0.71 of the peak under a
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
-//! estimate against twenty measured runs. Other GPUs are assumed to reach the same shares.
+//! estimate against twenty-one measured runs. Other GPUs are assumed to reach the same shares.
 
 use crate::gpu_training_gap;
+use crate::memory::fp8_products;
 use sieve_core::model::gpu::Gpu;
 use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
+use std::ops::Range;
 
 /// Share of the peak that products with weights reach.
 const PRODUCTS: f64 = 0.71;
@@ -20,6 +22,10 @@ const LATENT_PAIRS: f64 = 0.6;
 const BLOCK_PAIRS: f64 = 0.3;
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
+/// How many times as fast products of eight-bit floats are.
+const FP8_SPEED: f64 = 1.88;
+/// Bytes an element that its rounding reads and writes: once for the largest magnitude, once more, and both copies.
+const FP8_BYTES: f64 = 6.0;
 /// Seconds in which a kernel starts and ends and the GPU is not full.
 const KERNEL_ENDS: f64 = 6e-6;
 /// Kernels of a block, forward and backward, and of the rest of a step.
@@ -35,6 +41,8 @@ pub(super) struct StepSize {
     pub(super) micro_batches: usize,
     /// Share of the blocks whose forward pass runs twice.
     pub(super) recomputed: f64,
+    /// Blocks that multiply in eight-bit floats.
+    pub(super) fp8: Range<usize>,
 }
 
 /// Seconds of the norm and the update on one GPU.
@@ -72,7 +80,13 @@ pub(super) fn tokens_per_second(
     }
     // Logits written, read, their gradients written and read.
     bytes += 2.0 * 4.0 * shape.vocab_size as f64;
-    let products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
+    let mut products = (passes * executed.linear - spared_flops) / (PRODUCTS * gpu.bf16_flops);
+    for layer_idx in size.fp8.clone() {
+        let (weights, [inner, outer]) = fp8_products(&shape.of_layer(layer_idx));
+        let seconds = passes * 2.0 * weights as f64 / (PRODUCTS * gpu.bf16_flops);
+        products -= seconds * (1.0 - 1.0 / FP8_SPEED);
+        bytes += FP8_BYTES * (inner + outer) as f64;
+    }
     let memory = passes / 3.0 * bytes / bandwidth;
     let micro_batch_tokens = size.tokens as f64;
     let step_tokens = micro_batch_tokens * size.micro_batches as f64;
@@ -96,6 +110,7 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
         let size = StepSize {
             tokens: size.tokens.max(seq_len),
             seq_len,
+            fp8: size.fp8.clone(),
             ..*size
         };
         let executed = shape.executed_flops_per_token(seq_len);
@@ -238,7 +253,9 @@ mod tests {
         let latent = "kind=mla kv_lora_rank=512 qk_rope_head_dim=64";
         let latent = latent.split_whitespace().map(|x| format!("attention.{x}"));
         runs.push((&large_latent, latent.collect(), 2048, 8, 53_150.0));
-        assert_eq!(runs.len(), 20);
+        let eight_bits = [mha, "training.precision=fp8"].map(str::to_owned);
+        runs.push((&large, eight_bits.to_vec(), 2048, 8, 76_420.0));
+        assert_eq!(runs.len(), 21);
         for (model, attention, seq_len, rows, measured) in runs {
             let size = [
                 format!("training.seq_len={seq_len}"),

@@ -12,9 +12,11 @@ use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
+use sieve_core::Recipe;
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
-use sieve_ops::{Documents, RotaryEmbedding, TrainBackend, seed_gradient};
+use sieve_ops::{Documents, ProductPrecision, RotaryEmbedding, TrainBackend, seed_gradient};
+use std::ops::Range;
 
 /// What one micro-batch yields beside its gradients.
 #[derive(Clone, Debug)]
@@ -23,6 +25,43 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub loss: Tensor<B::InnerBackend, 1>,
     /// DMA's masks by layer, `[batch, num_kv_heads, seq_len]` each; empty for other kinds.
     pub expire: Vec<Tensor<B, 3, Int>>,
+}
+
+/// How a pass computes the blocks.
+#[derive(Clone, Debug)]
+pub struct BlockSettings {
+    /// Which are computed a second time in the backward pass.
+    pub checkpointing: ActivationCheckpointSection,
+    /// Which multiply in eight-bit floats.
+    pub fp8: Range<usize>,
+}
+
+impl Default for BlockSettings {
+    fn default() -> Self {
+        let checkpointing = ActivationCheckpointSection::default();
+        Self {
+            checkpointing,
+            fp8: 0..0,
+        }
+    }
+}
+
+impl From<&Recipe> for BlockSettings {
+    fn from(recipe: &Recipe) -> Self {
+        Self {
+            checkpointing: recipe.activation_checkpoint.clone(),
+            fp8: recipe.training.fp8_blocks(recipe.model.num_hidden_layers),
+        }
+    }
+}
+
+impl BlockSettings {
+    fn precision(&self, layer_idx: usize) -> ProductPrecision {
+        match self.fp8.contains(&layer_idx) {
+            true => ProductPrecision::Fp8,
+            false => ProductPrecision::Tensors,
+        }
+    }
 }
 
 /// What the backward pass of one block begins with.
@@ -36,7 +75,7 @@ enum Block<B: TrainBackend> {
 /// Adds the gradients of `loss_scale * sum of cross-entropies` of one micro-batch to `gradients`.
 ///
 /// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step. Nothing is
-/// recomputed.
+/// recomputed, and the blocks multiply in the type of their tensors.
 pub fn accumulate_gradients<B: TrainBackend>(
     model: &Qwen3<B>,
     batch: &DeviceBatch<B>,
@@ -44,8 +83,8 @@ pub fn accumulate_gradients<B: TrainBackend>(
     loss_scale: f64,
     gradients: &mut GradientBuffer<B>,
 ) -> MicroBatchResult<B> {
-    let nothing = ActivationCheckpointSection::default();
-    accumulate_gradients_with(&nothing, model, batch, rope, loss_scale, gradients)
+    let plain = BlockSettings::default();
+    accumulate_gradients_with(&plain, model, batch, rope, loss_scale, gradients)
 }
 
 /// What several ranks do while a pass goes on.
@@ -61,9 +100,9 @@ pub(crate) trait BesidePass<B: TrainBackend> {
     ) -> Result<(), TrainError>;
 }
 
-/// As [`accumulate_gradients`], with the blocks that `checkpointing` names computed a second time in the backward pass.
+/// As [`accumulate_gradients`], with the blocks computed as `settings` say.
 pub fn accumulate_gradients_with<B: TrainBackend>(
-    checkpointing: &ActivationCheckpointSection,
+    settings: &BlockSettings,
     model: &Qwen3<B>,
     batch: &DeviceBatch<B>,
     rope: &RotaryEmbedding<B>,
@@ -73,20 +112,14 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
     // Tensors are shared, not copied.
     let mut model = model.clone();
     let result = pass(
-        checkpointing,
-        &mut model,
-        batch,
-        rope,
-        loss_scale,
-        gradients,
-        None,
+        settings, &mut model, batch, rope, loss_scale, gradients, None,
     );
     result.expect("nothing is done beside the pass")
 }
 
 /// Forward and backward of one micro-batch, with what others do beside it.
 pub(crate) fn pass<B: TrainBackend>(
-    checkpointing: &ActivationCheckpointSection,
+    settings: &BlockSettings,
     model: &mut Qwen3<B>,
     batch: &DeviceBatch<B>,
     rope: &RotaryEmbedding<B>,
@@ -98,7 +131,7 @@ pub(crate) fn pass<B: TrainBackend>(
         Some(beside) => beside.before(model, segment),
         None => Ok(()),
     };
-    let context = LayerContext::new(&batch.documents, rope);
+    let mut context = LayerContext::new(&batch.documents, rope);
     before(model, Segment::Embedding)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
@@ -108,7 +141,8 @@ pub(crate) fn pass<B: TrainBackend>(
     for layer_idx in 0..model.layers.len() {
         before(model, Segment::Block(layer_idx))?;
         let layer = &model.layers[layer_idx];
-        if checkpointing.recomputes(layer_idx) {
+        context.precision = settings.precision(layer_idx);
+        if settings.checkpointing.recomputes(layer_idx) {
             blocks.push(Block::Input(stream.clone()));
             stream = without_graph(layer, stream, &context, &mut expire);
         } else {
@@ -147,6 +181,7 @@ pub(crate) fn pass<B: TrainBackend>(
             Block::Graph(input, output) => (input, output),
             Block::Input(input) => {
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
+                context.precision = settings.precision(layer_idx);
                 let output = layer.forward(input.clone(), &context);
                 (input, output.x)
             }
@@ -185,7 +220,10 @@ fn without_graph<B: TrainBackend>(
         cos: context.rope.cos.clone().inner(),
         sin: context.rope.sin.clone().inner(),
     };
-    let context = LayerContext::new(&documents, &rope);
+    let context = LayerContext {
+        precision: context.precision,
+        ..LayerContext::new(&documents, &rope)
+    };
     let output = layer.valid().forward(x, &context);
     expire.extend(output.expire.map(Tensor::from_inner));
     output.x

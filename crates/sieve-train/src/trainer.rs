@@ -14,7 +14,7 @@ use crate::device_batch::num_labels_of_part;
 use crate::group::{Agreement, Share};
 use crate::guard::{LossMean, gate};
 use crate::metrics::{History, Metrics};
-use crate::segments::{BesidePass, pass};
+use crate::segments::{BesidePass, BlockSettings, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin,
@@ -541,6 +541,7 @@ impl<B: TrainBackend> Trainer<B> {
             .group
             .as_ref()
             .and_then(|group| group.row_links(degree));
+        let settings = BlockSettings::from(&self.recipe);
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let mut expire = Vec::new();
@@ -554,7 +555,7 @@ impl<B: TrainBackend> Trainer<B> {
                 group as &mut dyn BesidePass<B>
             });
             let result = pass(
-                &self.recipe.activation_checkpoint,
+                &settings,
                 self.model.as_mut().expect(AWAY),
                 &on_device,
                 &self.ropes.training,

@@ -8,7 +8,7 @@ use sieve_core::ModelShape;
 use sieve_core::model::{Attention, AttentionForm};
 use sieve_core::recipe::{AttentionKind, StartingSize};
 use sieve_kernels::{
-    AttentionShape, KernelFamily, KeySource, cublaslt_version, nccl_version, probe,
+    AttentionShape, KernelFamily, KeySource, cublaslt_version, nccl_version, probe, require_fp8,
 };
 use sieve_plan::gpu_attention_gap;
 use sieve_train::MemoryProbe;
@@ -58,6 +58,8 @@ struct Gpu {
     name: String,
     arch: String,
     memory_bytes: u64,
+    /// Whether it can train with `training.precision = "fp8"`.
+    trains_in_fp8: bool,
 }
 
 /// Runs the command.
@@ -82,6 +84,7 @@ impl Info {
             name: gpu.name.clone(),
             arch: gpu.arch(),
             memory_bytes: gpu.total_memory_bytes,
+            trains_in_fp8: require_fp8((gpu.major, gpu.minor)).is_ok(),
         });
         let is_hopper = report.as_ref().and_then(|report| report.devices.first());
         let is_hopper = is_hopper.map(|gpu| (gpu.major, gpu.minor) == (9, 0));
@@ -133,8 +136,12 @@ impl Info {
         }
         for (index, gpu) in self.gpus.iter().enumerate() {
             let memory = terminal::gib(gpu.memory_bytes);
+            let fp8 = match gpu.trains_in_fp8 {
+                true => "trains in fp8",
+                false => "no fp8",
+            };
             lines.push(format!(
-                "cuda:{index:<6} {}, {}, {memory}",
+                "cuda:{index:<6} {}, {}, {memory}, {fp8}",
                 gpu.name, gpu.arch
             ));
         }

@@ -12,7 +12,7 @@ use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
 use crate::{startup, terminal, text_files};
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -26,11 +26,12 @@ use lines::{
 use log::Log;
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
+use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Prepared, Progress, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
-use sieve_kernels::{DeviceReport, SumOrder};
+use sieve_kernels::{DeviceReport, SumOrder, require_cublaslt, require_fp8};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
@@ -295,6 +296,7 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
         }
         Device::Cuda(gpu) => {
             check_gpu_attention(recipe, &shape, &gpu.arch())?;
+            check_gpu_fp8(recipe, gpu)?;
             sieve_ops::set_sum_order(if recipe.training.deterministic {
                 SumOrder::Fixed
             } else {
@@ -306,6 +308,21 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             train::<Autodiff<Cuda>>((start, out), recipe, session, &device, hardware, group)
         }
     }
+}
+
+/// Refuses eight-bit products where the GPU or cuBLASLt has none.
+fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
+    if recipe.training.precision != TrainingPrecision::Fp8 {
+        return Ok(());
+    }
+    let (name, major, minor) = (&gpu.name, gpu.major, gpu.minor);
+    let able = require_fp8((major, minor)).and_then(|()| require_cublaslt());
+    able.map_err(|error| {
+        anyhow!(
+            "training.precision = \"fp8\" on {name}, compute capability {major}.{minor}: {error}\n  \
+             hint: --set training.precision=bf16"
+        )
+    })
 }
 
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
@@ -412,6 +429,11 @@ fn train<B: TrainBackend>(
     let (hardware, mut description) = hardware();
     let device = hardware.device.clone();
     let hardware_memory = hardware.memory;
+    let num_layers = recipe.model.num_hidden_layers;
+    let in_fp8 = recipe.training.fp8_blocks(num_layers).len();
+    if in_fp8 > 0 {
+        description += &format!(", {in_fp8} of {num_layers} blocks multiply in fp8");
+    }
     let resumed = origin.checkpoint.as_ref().map(|c| c.path.clone());
     let log_path = folder.log_path();
     let mut own_group = None;

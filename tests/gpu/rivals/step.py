@@ -1,6 +1,7 @@
 """Times training steps of transformers' Qwen3 under torch.compile, the rival of `gpu_step_check CACHE rival=CASE`.
 
     python3 tests/gpu/rivals/step.py [--cases 1.7B-2K,1.7B-8K,1.7B-32K,80M-2K]
+    python3 tests/gpu/rivals/step.py --float8        (torchao's float8 for the layers' projections, one scale a tensor)
     python3 tests/gpu/rivals/step.py --tiny          (no GPU: runs every line once on the CPU, uncompiled)
 
 Every layer compiled, SDPA by cuDNN, bf16 autocast over f32 weights, fused AdamW, gradients clipped at 1; random tokens; the median of nine steps
@@ -31,13 +32,17 @@ def head_loss(hidden, weight, labels):
     return torch.nn.functional.cross_entropy(logits.view(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-def run(name, sizes, device, steps, warm):
+def run(name, sizes, device, steps, warm, float8=False):
     layers, width, heads, kv_heads, ff, seq_len, rows = sizes
     config = Qwen3Config(vocab_size=VOCAB, hidden_size=width, intermediate_size=ff, num_hidden_layers=layers, num_attention_heads=heads,
                          num_key_value_heads=kv_heads, head_dim=128, max_position_embeddings=seq_len, tie_word_embeddings=True, use_cache=False, attn_implementation="sdpa")
     with torch.device(device):
         model = Qwen3ForCausalLM(config).train()
     loss_of = head_loss
+    if float8:
+        from torchao.float8 import convert_to_float8_training
+
+        convert_to_float8_training(model.model.layers)
     if device == "cuda":
         for layer in model.model.layers:
             layer.compile(dynamic=False)
@@ -66,6 +71,7 @@ def run(name, sizes, device, steps, warm):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--float8", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
@@ -75,7 +81,7 @@ def main():
         parser.error(f"--cases {unknown[0]}: not known; one of {', '.join(CASES)}")
     torch.set_float32_matmul_precision("high")
     for name in args.cases.split(","):
-        run(name, CASES[name], "cuda", 9, 3)
+        run(name, CASES[name], "cuda", 9, 3, args.float8)
         torch.cuda.empty_cache()
 
 

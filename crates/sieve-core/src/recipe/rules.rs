@@ -13,8 +13,8 @@ use super::mistake::{Mistake, Problem};
 use super::{
     ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection,
     GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection,
-    ParallelismSection, Recipe, StageSection, TokenizerSection, TokenizerSource, TrainingSection,
-    ValidationSection,
+    ParallelismSection, Recipe, StageSection, TokenizerSection, TokenizerSource, TrainingPrecision,
+    TrainingSection, ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section};
 
@@ -246,6 +246,9 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
             },
         );
     }
+    if training.precision == TrainingPrecision::Fp8 {
+        check_fp8(training, model, rules);
+    }
     let factor = training.guard_spike_factor;
     rules.require(
         factor == 0.0 || (factor.is_finite() && factor > 1.0),
@@ -259,6 +262,29 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
         || format!("is {}, more than TOML can hold", training.seed),
         || format!("the largest is {}", i64::MAX),
     );
+}
+
+/// Eight-bit products need sizes that are multiples of 16; gradients of weights sum over a micro-batch's tokens.
+fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
+    let tokens = training.local_batch_size.saturating_mul(training.seq_len);
+    let mut sizes = vec![("training.local_batch_size", "times seq_len is", tokens)];
+    if let Some(model) = model {
+        // Of queries too: there are several heads of them for each of keys.
+        let width = model.num_key_value_heads.saturating_mul(model.head_dim);
+        sizes.extend([
+            ("model.hidden_size", "is", model.hidden_size),
+            ("model.intermediate_size", "is", model.intermediate_size),
+            ("model.num_key_value_heads", "times head_dim is", width),
+        ]);
+    }
+    for (key, is, size) in sizes {
+        rules.require(
+            size.is_multiple_of(16),
+            key,
+            || format!("{is} {size}, but eight-bit products need a multiple of 16"),
+            || "choose another size, or training.precision = \"bf16\"".to_owned(),
+        );
+    }
 }
 
 fn check_lr_scheduler(

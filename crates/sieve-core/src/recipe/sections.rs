@@ -7,6 +7,7 @@ use crate::keys::{
 };
 use crate::model::{Attention, DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
+use std::ops::Range;
 
 keys! {
     /// `[model]`: sizes of a Qwen3-style model, in Hugging Face's names.
@@ -247,6 +248,13 @@ keys! {
         /// Whether two runs must be equal bit for bit.
         #[key(may_change)]
         pub deterministic: bool = false,
+        /// In which numbers the blocks multiply by their weights while they train; weights, moments and everything else
+        /// are the same in both, and so are checkpoints.
+        #[key(may_change)]
+        pub precision: TrainingPrecision = TrainingPrecision::Bf16,
+        /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16.
+        #[key(may_change)]
+        pub bf16_end_blocks: usize = 0,
         /// Whether a row holds one document (cut or padded) instead of packed ones.
         pub one_document_per_row: bool = false,
         /// A step's loss is far above the running mean loss where its perplexity is more than this many times the
@@ -267,6 +275,15 @@ impl TrainingSection {
         self.global_batch_size * self.seq_len
     }
 
+    /// The blocks of `num_layers` that multiply in eight-bit floats.
+    pub fn fp8_blocks(&self, num_layers: usize) -> Range<usize> {
+        let first = match self.precision {
+            TrainingPrecision::Bf16 => num_layers,
+            TrainingPrecision::Fp8 => self.bf16_end_blocks.min(num_layers),
+        };
+        first..num_layers.saturating_sub(first).max(first)
+    }
+
     /// Micro-batches whose gradients add up to one step, on `world_size` devices.
     ///
     /// `None` when the global batch is not a multiple of one round over all devices.
@@ -274,6 +291,18 @@ impl TrainingSection {
         let rows = self.local_batch_size.checked_mul(world_size)?;
         (rows > 0 && self.global_batch_size.is_multiple_of(rows))
             .then(|| self.global_batch_size / rows)
+    }
+}
+
+choices! {
+    /// `[training] precision`.
+    pub enum TrainingPrecision {
+        /// bf16 over f32 masters; f32 on the CPU.
+        Bf16 = "bf16",
+        /// Eight-bit floats with one scale a tensor for the projections of attention and feed-forward layers: e4m3
+        /// forward, e5m2 for gradients, f32 sums. Latent and native sparse attention keep bf16, as do embedding, norms,
+        /// scores and head. Needs a GPU of compute capability 8.9 or later; the CPU rounds f32 to such numbers, slowly.
+        Fp8 = "fp8",
     }
 }
 

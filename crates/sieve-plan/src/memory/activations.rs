@@ -96,6 +96,31 @@ pub(super) fn block_kept(
     values * target.value_bytes() + f32_bytes
 }
 
+/// Weights that a block multiplies with in eight-bit floats, and the widths of what goes into these products and of
+/// what comes out.
+pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
+    let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
+    let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
+    let (weights, inner, outer) = (3 * d_model * d_ff, d_model + d_ff, 2 * d_ff + d_model);
+    match shape.attention {
+        Attention::Mla(_) | Attention::Nsa(_) => (weights, [inner, outer]),
+        _ => {
+            let widths = [inner + d_model + q, outer + q + 2 * kv + d_model];
+            (weights + 2 * d_model * (q + kv), widths)
+        }
+    }
+}
+
+/// Bytes that a block in eight-bit floats keeps beside: its operands, rounded, which a CPU holds as f32.
+pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64) -> u64 {
+    let (weights, [inner, _]) = fp8_products(shape);
+    let bytes = match target {
+        Target::Cpu { .. } => F32,
+        Target::Gpu(_) => 1,
+    };
+    times(tokens, inner * bytes) + times(weights, bytes)
+}
+
 /// Whether DMA's forward pass stores `o_low`, the 16 bits of each output that bf16 lacks.
 fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize, rest: KeepRest) -> bool {
     let Target::Gpu(gpu) = target else {
@@ -157,9 +182,12 @@ pub(super) fn block_temporaries(
 
     // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU
     // writes the last two where gate and up and the gradient of the activation lay.
-    // A CPU's product also lays the transposed gradient of gate and up out anew.
+    // A CPU's product also lays the transposed gradient of gate and up out anew; of eight-bit floats the gradient of
+    // gate and up has a place of its own.
+    let is_fp8 = !training.fp8_blocks(shape.num_layers).is_empty();
     let beside = match target {
         Target::Cpu { .. } => 5 * d_ff,
+        Target::Gpu(_) if is_fp8 => 2 * d_ff,
         Target::Gpu(_) => 0,
     };
     let swiglu = times(tokens, (d_model + d_ff + beside) * bytes) + matrix;

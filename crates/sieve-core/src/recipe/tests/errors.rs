@@ -319,6 +319,17 @@ fn each_rule_is_checked() {
         ),
         (
             "seq_len = 64",
+            "seq_len = 64\nprecision = \"fp8\"",
+            "model.num_key_value_heads: times head_dim is 20, but eight-bit products need a multiple of 16\n    \
+             hint: choose another size, or training.precision = \"bf16\"",
+        ),
+        (
+            "seq_len = 64",
+            "seq_len = 64\nprecision = \"fp16\"",
+            "training.precision",
+        ),
+        (
+            "seq_len = 64",
             "seq_len = 64\nmax_norm = 0.0",
             "training.max_norm: is 0",
         ),

@@ -95,6 +95,8 @@ fn keys_that_change_no_step_taken_may_change() {
         "model.max_position_embeddings",
         "training.local_batch_size",
         "training.deterministic",
+        "training.precision",
+        "training.bf16_end_blocks",
         "training.guard_spike_factor",
         "training.guard_patience",
         "lr_scheduler.decay_ratio",
