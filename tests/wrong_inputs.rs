@@ -178,6 +178,7 @@ fn prepared() -> TinyRun {
         ("arc.jsonl", b"{\"question\": \"a\", \"answerKey\": \"Z\", \"choices\": {\"text\": [\"x\", \"y\"], \"label\": [\"A\", \"B\"]}}\n"),
         // Long line: a row of a file.
         ("arc_unequal.jsonl", b"{\"question\": \"a\", \"answerKey\": \"A\", \"choices\": {\"text\": [\"x\"], \"label\": [\"A\", \"B\"]}}\n"),
+        // Long line: a row of a file.
         ("arc_one.jsonl", b"{\"question\": \"a\", \"answerKey\": \"A\", \"choices\": {\"text\": [\"x\"], \"label\": [\"A\"]}}\n"),
         // Long line: a row of a file.
         ("arc_none.jsonl", b"{\"question\": \"a\", \"answerKey\": \"A\", \"choices\": {\"text\": [], \"label\": []}}\n"),

@@ -39,9 +39,9 @@ const CHOOSING_BAR: f64 = 0.3;
 /// The same for A where nothing is masked: a sum over all keys of gradients that add up to zero a query, so mostly
 /// rounding.
 const CANCELLING_BAR: f64 = 0.15;
-/// The same for eight-bit floats beside the CPU's: where bf16 moves an operand over the middle between two of them, the
-/// next one is a sixteenth or an eighth away, in every layer anew. What the kernels round to, and what cuBLASLt makes of
-/// it, `sieve kernels check` compares.
+/// The same for eight-bit floats beside the CPU's: where bf16 moves an operand over the middle between two of them,
+/// the next one is a sixteenth or an eighth away, in every layer anew. What the kernels round to, and what cuBLASLt
+/// makes of it, `sieve kernels check` compares.
 const FP8_BAR: f64 = 0.3;
 
 /// Whether the blocks multiply in eight-bit floats.

@@ -40,9 +40,9 @@ all_of!(
 all_of!(
     /// A backend that computes itself, every op and every op's gradient: the CPU's and CUDA's. Nothing has a default
     /// body: what has no kernel says so and is counted.
-    DeviceBackend: LinearGradients Fp8Gradients EmbeddingGradients NormGradients RopeGradients SwigluGradients AttentionGradients
-        DmaGradients NsaGradients MlaGradients DecodeBackend SparseBackend LossGradients OptimizerBackend
-        RowPartsBackend
+    DeviceBackend: LinearGradients Fp8Gradients EmbeddingGradients NormGradients RopeGradients SwigluGradients
+        AttentionGradients DmaGradients NsaGradients MlaGradients DecodeBackend SparseBackend LossGradients
+        OptimizerBackend RowPartsBackend
 );
 
 /// What a training loop needs of its backend: Sieve's ops with and without gradients.

@@ -17,8 +17,8 @@ pub use verdict::MemoryVerdict;
 use serde::Serialize;
 
 use crate::Target;
-pub(crate) use activations::fp8_products;
 use crate::row_parts::RowShare;
+pub(crate) use activations::fp8_products;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
@@ -214,7 +214,8 @@ fn moments(
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
     let per_token = activation_bytes_per_token(shape, target, seq_len, rest, recomputes);
     let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
-    let blocks = times(tokens, per_token) + layers.map(of_parts).sum::<u64>()
+    let blocks = times(tokens, per_token)
+        + layers.map(of_parts).sum::<u64>()
         + fp8_bytes(recipe, shape, target, recomputes);
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 

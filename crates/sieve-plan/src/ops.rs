@@ -100,7 +100,9 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
                 (width, &[NeededKeys::Neighbours])
             }
             AttentionForm::Ranked(_) => (part.head_dim, &[NeededKeys::Chosen(ScoreBias::Exp)]),
-            AttentionForm::Branches(_) => (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours]),
+            AttentionForm::Branches(_) => {
+                (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours])
+            }
         };
         let shape = AttentionShape {
             batch: 1,

@@ -56,8 +56,8 @@ pub fn names() -> Vec<String> {
     names.map(|name| name.to_ascii_lowercase()).collect()
 }
 
-/// What to answer to a name that [`find`] does not know: why no GPU of that name runs the kernels, or the name most like
-/// it.
+/// What to answer to a name that [`find`] does not know: why no GPU of that name runs the kernels, or the name most
+/// like it.
 pub fn why_not(name: &str) -> String {
     let upper = name.to_ascii_uppercase();
     if BEFORE_AMPERE.iter().any(|old| upper.contains(old)) {

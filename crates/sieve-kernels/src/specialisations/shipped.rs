@@ -126,7 +126,10 @@ impl NeededKernels {
         let mut all: Vec<(SourceKernel, Vec<&str>)> = Vec::new();
         for arch in ARCHITECTURES {
             for kernel in NeededKernels::shipped_for(arch).kernels {
-                match all.iter_mut().find(|(known, _)| known.is_same_code(&kernel)) {
+                match all
+                    .iter_mut()
+                    .find(|(known, _)| known.is_same_code(&kernel))
+                {
                     Some((_, architectures)) => architectures.push(arch),
                     None => all.push((kernel, vec![arch])),
                 }

@@ -185,8 +185,8 @@ fn attend(
 
 /// Writes the token's key and value behind the others and attends.
 ///
-/// As with DMA's slots the cache's tensors are views of the used part of larger buffers. A cache that is full, or held by
-/// somebody else too, is copied to a larger one; of a window its last keys alone.
+/// As with DMA's slots the cache's tensors are views of the used part of larger buffers. A cache that is full, or held
+/// by somebody else too, is copied to a larger one; of a window its last keys alone.
 fn append(
     cache: &KeyCache<Cuda>,
     qkv: &Float,
