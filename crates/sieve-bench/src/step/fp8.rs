@@ -180,13 +180,9 @@ mod tests {
     #[test]
     fn the_emulated_rounding_passes() {
         let extent = Extent::emulated(1, 64, 3);
-        let Some(report) = emulated("sieve-fp8", |device, report| {
+        emulated(1, |device, report| {
             check_rounding(report, device, &extent);
             Ok(())
-        }) else {
-            return;
-        };
-        assert_eq!(report.rows().len(), 1);
-        assert_eq!(report.failed(), 0, "{report}");
+        });
     }
 }
