@@ -22,22 +22,25 @@ pub type PartSource<'a, E> =
 
 /// All float parameters, copied to the host, in module order.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {
-    let mut reader = Reader {
-        path: Vec::new(),
-        tensors: Vec::new(),
-    };
-    module.visit(&mut reader);
-    reader.tensors
+    let mut tensors = Vec::new();
+    visit(module, |name, data| {
+        let data = data();
+        tensors.push(NamedTensor { name, data });
+    });
+    tensors
 }
 
 /// Names of all float parameters, in module order.
 pub fn parameter_names<B: Backend, M: Module<B>>(module: &M) -> Vec<String> {
-    let mut names = Names {
-        path: Vec::new(),
-        names: Vec::new(),
-    };
-    module.visit(&mut names);
-    names.names
+    let mut names = Vec::new();
+    visit(module, |name, _data| names.push(name));
+    names
+}
+
+/// Calls `take` with the name of each float parameter, and what copies it to the host.
+fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &dyn Fn() -> TensorData)) {
+    let path = Vec::new();
+    module.visit(&mut Reader { path, take });
 }
 
 /// Replaces every float parameter by what `source` gives for its name and shape.
@@ -65,40 +68,14 @@ fn is_level(container: &str) -> bool {
     !container.starts_with("Enum:")
 }
 
-struct Reader {
+struct Reader<F> {
     path: Vec<String>,
-    tensors: Vec<NamedTensor>,
+    take: F,
 }
 
-impl<B: Backend> ModuleVisitor<B> for Reader {
+impl<B: Backend, F: FnMut(String, &dyn Fn() -> TensorData)> ModuleVisitor<B> for Reader<F> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.tensors.push(NamedTensor {
-            name: self.path.join("."),
-            data: param.val().into_data(),
-        });
-    }
-
-    fn enter_module(&mut self, name: &str, container: &str) {
-        if is_level(container) {
-            self.path.push(name.to_owned());
-        }
-    }
-
-    fn exit_module(&mut self, _name: &str, container: &str) {
-        if is_level(container) {
-            self.path.pop();
-        }
-    }
-}
-
-struct Names {
-    path: Vec<String>,
-    names: Vec<String>,
-}
-
-impl<B: Backend> ModuleVisitor<B> for Names {
-    fn visit_float<const D: usize>(&mut self, _param: &Param<Tensor<B, D>>) {
-        self.names.push(self.path.join("."));
+        (self.take)(self.path.join("."), &|| param.val().into_data());
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {

@@ -1,13 +1,13 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, keeps_rest};
+use crate::attention::hopper_tiling::keeps_rest;
 use crate::attention::launch::PassInputs;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::params;
+use crate::runtime::params::{Params, params};
 use burn::tensor::DType;
 
 const NAME: &str = "attention_forward";
@@ -54,9 +54,6 @@ pub fn attention_forward(
         })
         .transpose()?;
     let q = qkv.q.tensor();
-    let o = q.empty_contiguous(&shape.output(), DType::BF16);
-    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
-
     let source = if bias.is_some() {
         KeySource::Biased
     } else {
@@ -69,11 +66,6 @@ pub fn attention_forward(
     });
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
     tensors.extend(bias.iter().flat_map(Bias::tensors));
-    tensors.extend([&o, &lse]);
-    let family = KernelFamily::of(&shape, source, q);
-    let with_rest = bias.is_some() && keeps_rest(family, shape.seq_len);
-    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
-    tensors.extend(o_rest.as_ref());
     let pass = PassInputs {
         name: NAME,
         qkv: &qkv,
@@ -81,15 +73,40 @@ pub fn attention_forward(
         shape: &shape,
         source,
     };
+    // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
+    let result = unsafe { launch_forward(&pass, tensors, &params, bias.is_some()) }?;
+    Ok(AttentionResult {
+        base: bias.map(|bias| bias.base),
+        ..result
+    })
+}
+
+/// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. With a bias the
+/// lower 16 bits of the output are kept where the mode says so.
+///
+/// # Safety
+/// Sizes, strides and types of the inputs are what the pass's kernel reads with `params`; q, k and v are among them.
+pub(crate) unsafe fn launch_forward(
+    pass: &PassInputs<'_>,
+    inputs: Vec<&CudaTensor>,
+    params: &impl Params,
+    is_biased: bool,
+) -> Result<AttentionResult, KernelError> {
+    let (shape, q) = (pass.shape, pass.qkv.q.tensor());
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+    let with_rest = is_biased && keeps_rest(pass.family(), shape.seq_len);
+    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
-    // SAFETY: sizes, strides and types checked above; reads the inputs, writes every element of o and lse; the maps are
-    // of q, k and v, which are among the tensors.
-    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+    let mut tensors = inputs;
+    tensors.extend([&o, &lse].into_iter().chain(&o_rest));
+    // SAFETY: the caller's promise for the inputs; every element of o and lse is written; the maps are of q, k and v.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, params) }?;
     Ok(AttentionResult {
         o,
         lse,
         o_rest,
-        base: bias.map(|bias| bias.base),
+        base: None,
     })
 }
 

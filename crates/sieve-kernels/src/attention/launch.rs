@@ -73,7 +73,8 @@ impl<'a> PassInputs<'a> {
         Ok((kernel, tiling.block_kv(), Vec::new()))
     }
 
-    fn family(&self) -> KernelFamily {
+    /// The family of the pass's kernels.
+    pub(crate) fn family(&self) -> KernelFamily {
         KernelFamily::of(self.shape, self.source, self.qkv.q.tensor())
     }
 }

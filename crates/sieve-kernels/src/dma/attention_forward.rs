@@ -1,17 +1,16 @@
 //! Launch of `kernels/dma_attention_forward.cu`: attention over the keys that DMA kept.
 use crate::attention::bias_base::{Bias, SeenKeys};
-use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
+use crate::attention::forward::{AttentionResult, launch_forward, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, keeps_rest};
+use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::launch::PassInputs;
-use crate::attention::tiling::{KeySource, QueryPass};
+use crate::attention::tiling::KeySource;
 use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::step::fill_zero::empty_zero;
-use burn::tensor::DType;
 
 const NAME: &str = "dma_attention_forward";
 
@@ -66,9 +65,6 @@ pub(crate) fn listed_attention_forward(
         }
         false => None,
     };
-    let o = q.empty_contiguous(&shape.output(), DType::BF16);
-    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
-
     let params = params!(DmaAttentionForwardParams {
         base: qkv.params(NAME, &shape)?,
         softmax_scale,
@@ -77,10 +73,7 @@ pub(crate) fn listed_attention_forward(
     });
     let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor()];
     tensors.extend(bias.iter().flat_map(Bias::tensors));
-    tensors.extend([&lists.list, &lists.tile_window, &o, &lse]);
-    let with_rest = delta.is_some() && keeps_rest(family, shape.seq_len);
-    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
-    tensors.extend(o_rest.as_ref());
+    tensors.extend([&lists.list, &lists.tile_window]);
     let pass = PassInputs {
         name: NAME,
         qkv: &qkv,
@@ -88,15 +81,11 @@ pub(crate) fn listed_attention_forward(
         shape: &shape,
         source,
     };
-    let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
-    // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; writes every element
-    // of o and lse.
-    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+    // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only.
+    let result = unsafe { launch_forward(&pass, tensors, &params, delta.is_some()) }?;
     Ok(AttentionResult {
-        o,
-        lse,
-        o_rest,
         base: bias.map(|bias| bias.base),
+        ..result
     })
 }
 
