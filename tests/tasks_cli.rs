@@ -331,7 +331,7 @@ fn tasks_mistakes_are_told_and_change_nothing() {
         ),
         (
             "--data arc_easy=uneven.jsonl",
-            &["row 1 has 2 choices and 1 labels"],
+            &["row 1 has 2 choices and 1 label"],
         ),
         (
             "--data lambada_openai=long.jsonl",

@@ -439,12 +439,18 @@ impl Task {
     }
 }
 
+/// `1 choice`, `2 choices`.
+fn counted(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
+}
+
 /// The choice that a label names: by its place in `labels`, or a number from 0.
 fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Result<usize, String> {
     match labels {
         Some(labels) if labels.len() != num_choices => Err(format!(
-            "has {num_choices} choices and {} labels",
-            labels.len()
+            "has {} and {}",
+            counted(num_choices, "choice"),
+            counted(labels.len(), "label")
         )),
         Some(labels) => labels
             .iter()
@@ -529,7 +535,7 @@ mod tests {
             ),
             (
                 good.replace("[\"A\", \"B\"]", "[\"A\"]"),
-                "row 2 has 2 choices and 1 labels",
+                "row 2 has 2 choices and 1 label",
             ),
             (
                 good.replace("\"answerKey\": \"A\"", "\"answerKey\": \"E\""),
@@ -537,7 +543,7 @@ mod tests {
             ),
             (
                 good.replace("[\"a\", \"b\"]", "[\"a\"]"),
-                "row 2 has 1 choices, and two are the least",
+                "row 2 has 1 choice, and two are the least",
             ),
             (
                 good.replace("[\"a\", \"b\"]", "3"),
