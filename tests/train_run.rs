@@ -199,3 +199,44 @@ fn data_batch_writes_what_the_loader_gives() {
         &["out/tiny/data"],
     );
 }
+
+#[test]
+fn eight_bit_blocks_train_and_a_resumed_run_may_leave_them() {
+    let tiny = TinyRun::dma();
+    let fp8 = "--set training.steps=8 --set training.precision=fp8";
+    tiny.trained("bf16", "--set training.steps=8");
+    tiny.trained("fp8", fp8);
+    let last = |out: &str| {
+        let steps = tiny.metrics(out, "step");
+        let (_, line) = steps.last_key_value().expect("a step was logged");
+        line["loss"].as_f64().expect("a number")
+    };
+    let (plain, rounded) = (last("bf16"), last("fp8"));
+    assert!(
+        plain != rounded && (plain - rounded).abs() < 0.05,
+        "{plain} {rounded}"
+    );
+    let log = |out: &str| fs::read_to_string(tiny.path(out).join("log")).expect("log");
+    assert!(
+        log("fp8").contains("2 of 2 blocks multiply in fp8"),
+        "{}",
+        log("fp8")
+    );
+    succeed(&mut tiny.train("left", &format!("{fp8} --stop-after 4")));
+    succeed(&mut tiny.train("left", "--set training.steps=8 --resume"));
+    let end = last("left");
+    assert!(end != rounded && (end - plain).abs() < 0.05, "{end}");
+    assert_eq!(log("left").matches("multiply in fp8").count(), 1);
+    refused(
+        &mut tiny.train(
+            "odd",
+            "--set training.precision=fp8 --set training.seq_len=30 --set training.local_batch_size=1",
+        ),
+        &[
+            "training.local_batch_size",
+            "30",
+            "a multiple of 16",
+            "bf16",
+        ],
+    );
+}

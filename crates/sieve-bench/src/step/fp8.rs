@@ -159,10 +159,10 @@ fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2])
         let bar = Bar {
             plain: 0.0,
             floor: 0.0,
-            share: if y.dtype() == DType::BF16 || is_fast {
-                1.0 / 256.0
-            } else {
-                2e-4
+            share: match (y.dtype(), is_fast) {
+                (DType::BF16, true) => 1.0 / 128.0,
+                (DType::BF16, false) | (_, true) => 1.0 / 256.0,
+                _ => 2e-4,
             },
             norm: false,
         };
