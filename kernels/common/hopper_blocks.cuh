@@ -1,9 +1,10 @@
 // hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in
 // halves of a stage (64 keys).
-// Each consumer has 64 rows. Query tiles of 64 rows go in pairs: the halves of both lists stream past in order, and a
-// consumer lets go by what its own list lacks.
+// Each consumer has 64 rows. Query tiles of 64 rows go in pairs (PAIRS): the halves of both lists stream past in order,
+// and a consumer lets go by what its own list lacks. Else both see every stage, and the loop asks nothing of a stage
+// before its products: what differs by warpgroup there keeps addresses out of the uniform registers.
 // Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
-//            2
+//            2; PAIRS 0|1
 #pragma once
 #include "common/hopper_forward.cuh"
 #include "common/hopper_listed.cuh"
@@ -11,7 +12,6 @@
 #if !GATHER  // hopper_sparse.cuh has the other way to read keys
 
 constexpr int ABSENT_HALF = 0xffffff;  // behind all keys
-constexpr int LAST_AT = 16;            // in a stage's key slot: 1 in the tile's last stage
 static_assert(HALF_KV == 64, "a box of the copy engine has 64 keys");
 
 // A list of key tiles, half by half of a stage, as a warp reads it: 32 halves at a time, 32 more on their way.
@@ -55,27 +55,25 @@ struct StageHalves {
 
 struct BlockSchedule {
   SparseMask mask;
-  bool pairs;  // of query tiles of 64 rows
-  int parts;   // tiles of 128 rows that a query tile fills
+  int parts;  // tiles of 128 rows that a query tile fills
   WorkSchedule all;
   u32 num_rounds;
 
   DEVICE BlockSchedule(const SparseMask& mask)
       : mask(mask),
-        pairs(mask.query_tile == 64),
         parts(ceil_div(mask.query_tile, BLOCK_Q)),
-        all((u32)(pairs ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.num_heads,
+        all((u32)(PAIRS ? ceil_div(mask.num_query_tiles, 2) : mask.num_query_tiles * parts), (u32)mask.num_heads,
             (u32)mask.num_kv_heads, 1, (u64)mask.num_keys * HEAD_DIM * 4, SECTION_BYTES),
         num_rounds(all.num_rounds) {}
 
   // The query tile of a consumer's rows.
   DEVICE int query_tile(WorkPlace place, int consumer) const {
-    if (pairs) return (ceil_div(mask.num_query_tiles, 2) - 1 - place.tile) * 2 + consumer;
+    if (PAIRS) return (ceil_div(mask.num_query_tiles, 2) - 1 - place.tile) * 2 + consumer;
     return mask.tile_of_rank(place.head, place.tile / parts);
   }
   // A consumer's rows.
   DEVICE SparseQueries queries(WorkPlace place, int consumer) const {
-    return mask.queries(place.head, query_tile(place, consumer), pairs ? 0 : place.tile % parts * 2 + consumer, 64);
+    return mask.queries(place.head, query_tile(place, consumer), PAIRS ? 0 : place.tile % parts * 2 + consumer, 64);
   }
 
   DEVICE bool find(u32 round, WorkPlace& place) const {
@@ -111,11 +109,11 @@ struct BlockWork {
 
     HalfList lists[2] = {HalfList(mask, place.head, schedule.query_tile(place, 0), tile.end_query, true),
                          HalfList(mask, place.head, schedule.query_tile(place, 1), tile.end_query,
-                                  schedule.pairs && more.num_slots > 0)};
+                                  PAIRS && more.num_slots > 0)};
     const auto next_half = [&](StageHalves& stage, int half) {
       const int a = lists[0].first(), b = lists[1].first(), smallest = min(a, b);
       stage.key[half] = smallest * HALF_KV;
-      stage.seen[half] = smallest == ABSENT_HALF ? 0 : !schedule.pairs ? 3 : (a == smallest) + 2 * (b == smallest);
+      stage.seen[half] = smallest == ABSENT_HALF ? 0 : !PAIRS ? 3 : (a == smallest) + 2 * (b == smallest);
       if (a == smallest) lists[0].advance();
       if (b == smallest) lists[1].advance();
     };
@@ -195,6 +193,13 @@ struct BlockConsumer {
     RowsInWork work = {
         rows,   places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E,
         output, state};
+#if !PAIRS
+    barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
+    bool is_last = work.stage_is_last();
+    work.first_stage(weights, is_last);
+    for (int it = 1; !is_last; ++it) is_last = work.next_stage(weights, weights, it, false);
+    work.finish(weights);
+#else
     bool is_pending = false, is_last = false;  // pending: `weights` wait for their values
     for (int it = 0; !is_last; ++it) {
       RingPlace<K_STAGES> k = places.k;
@@ -222,6 +227,7 @@ struct BlockConsumer {
       places.k.advance();
       places.stage += 1;
     }
+#endif
     store_rows(output, state, work.logit_scale, tensors, out, tile, warpgroup);
     return true;
   }

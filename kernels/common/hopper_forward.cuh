@@ -189,9 +189,10 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
-  // The weights of the next stage, `it` of the tile, while the values of the last are weighed.
+  // The weights of the next stage, `it` of the tile, while the values of the last are weighed. Returns whether it is
+  // the last, which blocks of a selector's mask are told by the stage itself.
   template <int STEPS>
-  DEVICE void next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
+  DEVICE bool next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
     float score[64], factor[2];
     places.k.advance();
     places.stage += 1;
@@ -212,6 +213,9 @@ struct RowsInWork {
 #if TAKE_TURNS == 2
     barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
+#if SPARSE && !GATHER && !PAIRS
+    is_last = stage_is_last();
+#endif
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale);
@@ -229,9 +233,12 @@ struct RowsInWork {
       for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
     }
     pack_weights(weights, score);
+    return is_last;
   }
 
 #if SPARSE && !GATHER
+  DEVICE bool stage_is_last() const { return load_shared_int(key_slot(shared, places.stage) + LAST_AT); }
+
   // This consumer's turn at the tensor cores, which every stage but the first takes.
   DEVICE void take_turn(int it) const {
     if (TAKE_TURNS && it > 0) barrier_sync(1 + warpgroup, 256);

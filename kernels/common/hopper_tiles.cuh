@@ -301,11 +301,12 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 #if SPARSE && !GATHER
 // The first key of each half of a stage, for this thread's warpgroup; one behind all keys where its rows see nothing of
 // a half.
+constexpr int LAST_AT = 16;  // in a stage's key slot: 1 in the tile's last stage
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(first.x), "=r"(first.y)
-               : "r"(keys + (threadIdx.x / 128 - 1) * 8)
+               : "r"(keys + (PAIRS ? threadIdx.x / 128 - 1 : 0) * 8)
                : "memory");
   return first;
 }

@@ -9,7 +9,7 @@ mod select;
 mod sparse;
 mod step;
 
-pub use row::{BenchRow, Ceilings, Growth, Outcome};
+pub use row::{BenchRow, Ceilings, Growth, Outcome, Rate};
 
 use crate::clock::{Clock, Times};
 use crate::error::{BenchError, Result};
@@ -125,6 +125,8 @@ pub(crate) struct Bench<'a> {
 enum Work {
     Flops(f64),
     Bytes(f64),
+    /// Nothing: the row is a time.
+    Time,
 }
 
 impl<'a> Bench<'a> {
@@ -179,6 +181,16 @@ impl<'a> Bench<'a> {
         work: &mut dyn FnMut() -> Result<(), KernelError>,
     ) -> Option<f64> {
         self.row(name, &row::shape_name(shape), Work::Flops(flops), work)
+    }
+
+    /// Times a row whose work has no count that says anything.
+    pub(crate) fn time(
+        &mut self,
+        name: &str,
+        shape: AttentionShape,
+        work: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) {
+        self.row(name, &row::shape_name(shape), Work::Time, work);
     }
 
     /// Times a row that moves memory.
@@ -236,24 +248,20 @@ impl<'a> Bench<'a> {
 
     fn timed(&mut self, name: &str, shape: &str, work: &Work, times: Times) {
         let per_s = |work: f64| work / (times.median_ms * 1e-3);
-        let (rate, unit, of_peak) = match *work {
-            Work::Flops(flops) => (
-                per_s(flops) / 1e12,
-                "TFLOP/s",
-                per_s(flops) / self.matmul_flops,
-            ),
-            Work::Bytes(bytes) => (
-                per_s(bytes) / 1e9,
-                "GB/s",
-                per_s(bytes) / self.copy_bytes_per_s,
-            ),
+        let rate = match *work {
+            Work::Flops(flops) => Some(Rate {
+                per_second: per_s(flops) / 1e12,
+                unit: "TFLOP/s",
+                of_peak: per_s(flops) / self.matmul_flops,
+            }),
+            Work::Bytes(bytes) => Some(Rate {
+                per_second: per_s(bytes) / 1e9,
+                unit: "GB/s",
+                of_peak: per_s(bytes) / self.copy_bytes_per_s,
+            }),
+            Work::Time => None,
         };
-        let outcome = Outcome::Timed {
-            times,
-            rate,
-            unit,
-            of_peak,
-        };
+        let outcome = Outcome::Timed { times, rate };
         self.push(name, shape, outcome);
     }
 

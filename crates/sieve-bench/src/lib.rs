@@ -42,7 +42,8 @@ mod clock;
 mod run;
 
 pub use bench::{
-    BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Growth, Outcome, bench,
+    BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Growth, Outcome, Rate,
+    bench,
 };
 pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, prefill};
 pub use capture::{capture, kernel_sources};

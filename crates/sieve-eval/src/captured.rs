@@ -64,6 +64,14 @@ impl<B: SieveBackend> Captured<B> {
     pub(crate) fn run(&self, selection: &Selection) -> Result<Done<B>, EvalError> {
         let operands = &self.operands;
         let selector = selection.selectors().of(operands.layer);
+        if selector.is_dense_layer(operands.layer) && has_sparse_attention(&operands.qkv) {
+            let started = Instant::now();
+            return Ok(Done {
+                output: Output::Device(dense_on_device(operands)?),
+                cost: Cost::of_density(1.0),
+                milliseconds: milliseconds(started),
+            });
+        }
         if selection.attends_on_device(operands) {
             let started = Instant::now();
             let (output, cost) = prefill_on_device(selector, operands, selection.chunk())?;

@@ -40,10 +40,11 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
-    /// Of a method that reads token by token.
+    /// Of a method that reads token by token, or of dense attention.
     pub(crate) fn of_density(density: f64) -> Self {
         Self {
             density,
+            tile_density: density,
             ..Self::default()
         }
     }

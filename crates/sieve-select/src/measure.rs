@@ -3,7 +3,8 @@
 use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::SparseMask;
+use crate::mask::{SparseMask, TokenWindow};
+use std::ops::Range;
 
 /// Shares of the causal work, over all query heads.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -39,12 +40,15 @@ pub fn density(mask: &SparseMask) -> Density {
         for i in 0..mask.tiles.num_query_tiles() {
             let last = mask.tiles.last(i);
             kept += heads * mask.row(list, i).len() as u64;
-            let possible = |j: &usize| {
-                !mask.causal
-                    || bounds[*j].0 <= last
-                    || mask.row(list, i).binary_search(&(*j as i32)).is_ok()
+            let row = mask.row(list, i);
+            let starts_later = |j: usize| mask.causal && bounds[j].0 > last;
+            // In order, tiles that start later are the last ones.
+            let possible = match mask.key_order_of(list) {
+                None => bounds.partition_point(|(low, _)| !mask.causal || *low <= last),
+                Some(_) => (0..bounds.len()).filter(|&j| !starts_later(j)).count(),
             };
-            admissible += heads * (0..bounds.len()).filter(possible).count() as u64;
+            let besides = row.iter().filter(|&&j| starts_later(j as usize)).count();
+            admissible += heads * (possible + besides) as u64;
             pairs += pairs_of_tile(mask, list, i, &bounds);
         }
     }
@@ -80,8 +84,14 @@ pub fn density(mask: &SparseMask) -> Density {
 fn pairs_of_tile(mask: &SparseMask, list: usize, i: usize, bounds: &[(usize, usize)]) -> u64 {
     let context = mask.shape.context();
     let order = mask.key_order_of(list);
+    let heads = mask.heads_of(list);
+    // Rows in order are those of every head.
+    let (same, distinct) = match mask.query_order.is_empty() {
+        true => (heads.len() as u64, 1),
+        false => (1, heads.len()),
+    };
     let mut pairs = 0;
-    for head in mask.heads_of(list) {
+    for head in heads.take(distinct) {
         let positions: Vec<usize> = mask
             .tiles
             .rows(i)
@@ -113,8 +123,11 @@ fn pairs_of_tile(mask: &SparseMask, list: usize, i: usize, bounds: &[(usize, usi
                     low as i64 >= i64::from(w.init) || (high as i64) < i64::from(w.init)
                 }) {
                 (slots.len() * positions.len()) as u64
+            } else if let Some(order) = order {
+                count(&mut slots.map(|slot| order[slot] as usize))
             } else {
-                count(&mut slots.map(|slot| order.map_or(slot, |order| order[slot] as usize)))
+                let seen = |&a: &usize| keys_in_order(&slots, a, mask.window_of(list));
+                positions.iter().map(seen).sum()
             };
         }
         let columns = mask.columns(list, i).iter();
@@ -123,7 +136,18 @@ fn pairs_of_tile(mask: &SparseMask, list: usize, i: usize, bounds: &[(usize, usi
                 .map(|&slot| order.map_or(slot as usize, |order| order[slot as usize] as usize)),
         );
     }
-    pairs
+    same * pairs
+}
+
+/// Those of a range of keys that a position sees under causality and a window.
+fn keys_in_order(keys: &Range<usize>, a: usize, window: Option<TokenWindow>) -> u64 {
+    let end = keys.end.min(a + 1);
+    let gone = window.map_or(0, |window| {
+        let past = (a + 1).saturating_sub(window.local.max(0) as usize);
+        past.min(end)
+            .saturating_sub(keys.start.max(window.init.max(0) as usize))
+    });
+    (end.saturating_sub(keys.start) - gone.min(end.saturating_sub(keys.start))) as u64
 }
 
 /// Mean over rows and heads of the dense softmax mass on the kept pairs, from the log-sum-exps of both.
@@ -142,4 +166,39 @@ pub fn recall(sparse_lse: &[f32], dense_lse: &[f32]) -> f64 {
 /// None for a call that passed [`Call::new`].
 pub fn dense_attention(call: &Call<'_>) -> Result<AttentionOutput, SelectError> {
     block_sparse_attention(call, &SparseMask::dense(call.shape))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::CallShape;
+    use crate::selector::Selector;
+
+    /// Windows end inside tiles, before the first tokens' end, and before a chunk's first row.
+    #[test]
+    fn pairs_of_a_window_are_those_that_its_rule_lets_see() {
+        for (num_queries, num_keys) in [(200, 200), (70, 333), (1, 130)] {
+            let shape = CallShape {
+                num_queries,
+                num_keys,
+                num_heads: 4,
+                num_kv_heads: 2,
+                head_dim: 8,
+            };
+            for (init, local) in [(0, 1), (4, 64), (4, 65), (100, 40), (3, 500)] {
+                let text = format!("a_shape:n_init={init},n_local={local},min_prefill_tokens=0");
+                let selector = Selector::parse(&text).expect("valid");
+                let call = Call::of_shape(shape).expect("sizes fit");
+                let mask = selector.select(&call).expect("it reads nothing");
+                let seen = |a: usize| (0..=a).filter(|&j| j < init || j + local > a).count();
+                let pairs: usize = (num_keys - num_queries..num_keys).map(seen).sum();
+                let expected = pairs as f64 / shape.causal_pairs() as f64;
+                let found = density(&mask).token;
+                assert!(
+                    (found - expected).abs() < 1e-12,
+                    "{text}: {found}, {expected}"
+                );
+            }
+        }
+    }
 }

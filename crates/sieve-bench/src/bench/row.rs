@@ -67,6 +67,17 @@ pub struct BenchRow {
     pub outcome: Outcome,
 }
 
+/// Work a second.
+#[derive(Clone, Copy, Debug)]
+pub struct Rate {
+    /// In `unit`.
+    pub per_second: f64,
+    /// TFLOP/s or GB/s.
+    pub unit: &'static str,
+    /// Share of this run's ceiling.
+    pub of_peak: f64,
+}
+
 /// How a row went.
 #[derive(Clone, Debug)]
 pub enum Outcome {
@@ -74,12 +85,8 @@ pub enum Outcome {
     Timed {
         /// Milliseconds.
         times: Times,
-        /// Work a second, in `unit`.
-        rate: f64,
-        /// TFLOP/s or GB/s.
-        unit: &'static str,
-        /// Share of this run's ceiling.
-        of_peak: f64,
+        /// Work a second, where the row has work to speak of.
+        rate: Option<Rate>,
     },
     /// Memory that the result keeps in use.
     Memory {
@@ -133,17 +140,13 @@ impl BenchRow {
     pub(crate) fn json(&self) -> Option<(&'static str, Value)> {
         let Self { name, shape, .. } = self;
         match &self.outcome {
-            Outcome::Timed {
-                times,
-                rate,
-                unit,
-                of_peak,
-            } => Some((
+            Outcome::Timed { times, rate } => Some((
                 "rows",
                 json!({
                     "name": name, "shape": shape, "median_ms": times.median_ms,
-                    "p10_ms": times.p10_ms, "p90_ms": times.p90_ms, "rate": rate, "unit": unit,
-                    "of_peak": of_peak,
+                    "p10_ms": times.p10_ms, "p90_ms": times.p90_ms,
+                    "rate": rate.map(|rate| rate.per_second), "unit": rate.map(|rate| rate.unit),
+                    "of_peak": rate.map(|rate| rate.of_peak),
                 }),
             )),
             Outcome::Memory {
@@ -177,19 +180,19 @@ impl fmt::Display for BenchRow {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(out, "{:48} {:30} ", self.name, self.shape)?;
         match &self.outcome {
-            Outcome::Timed {
-                times,
-                rate,
-                unit,
-                of_peak,
-            } => write!(
-                out,
-                "{:>10.4} {:>19} {:>16} {:>8.1}%",
-                times.median_ms,
-                format!("{:.4}-{:.4}", times.p10_ms, times.p90_ms),
-                format!("{rate:.1} {unit}"),
-                100.0 * of_peak
-            ),
+            Outcome::Timed { times, rate } => {
+                let range = format!("{:.4}-{:.4}", times.p10_ms, times.p90_ms);
+                write!(out, "{:>10.4} {range:>19}", times.median_ms)?;
+                match rate {
+                    None => Ok(()),
+                    Some(rate) => write!(
+                        out,
+                        " {:>16} {:>8.1}%",
+                        format!("{:.1} {}", rate.per_second, rate.unit),
+                        100.0 * rate.of_peak
+                    ),
+                }
+            }
             Outcome::Memory {
                 before,
                 after,
@@ -252,5 +255,34 @@ mod tests {
         ] {
             assert_eq!(bytes(count), text);
         }
+    }
+
+    #[test]
+    fn a_time_without_work_has_no_rate() {
+        let row = |rate| BenchRow {
+            name: "select".to_owned(),
+            shape: "1x8".to_owned(),
+            outcome: Outcome::Timed {
+                times: Times {
+                    median_ms: 2.0,
+                    p10_ms: 1.0,
+                    p90_ms: 3.0,
+                },
+                rate,
+            },
+        };
+        let timed = row(Some(Rate {
+            per_second: 7.0,
+            unit: "GB/s",
+            of_peak: 0.5,
+        }));
+        assert!(timed.to_string().ends_with("7.0 GB/s     50.0%"), "{timed}");
+        let alone = row(None);
+        assert!(
+            alone.to_string().ends_with("2.0000       1.0000-3.0000"),
+            "{alone}"
+        );
+        let (_, json) = alone.json().expect("a row");
+        assert!(json["rate"].is_null() && json["median_ms"] == 2.0);
     }
 }

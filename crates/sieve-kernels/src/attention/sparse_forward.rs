@@ -144,7 +144,8 @@ pub fn sparse_attention_forward(
         });
         let (kernel, grid, maps) = match family {
             KernelFamily::Hopper => {
-                let kernel = hopper_sparse_attention_forward_kernel(&shape, reads);
+                let pairs = query_tile == HOPPER_ROWS / 2;
+                let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, pairs);
                 let maps = match reads {
                     SparseKeyReads::Keys => Vec::new(),
                     SparseKeyReads::Tiles => {
@@ -232,10 +233,12 @@ pub(crate) fn sparse_attention_forward_kernel(
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
-/// The Hopper specialisation for a shape.
+/// The Hopper specialisation for a shape; `pairs` is for query tiles of 64 rows, two of which share a tile where keys
+/// come by tiles.
 pub(crate) fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
+    pairs: bool,
 ) -> SourceKernel {
     let d = shape.head_dim;
     let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
@@ -254,6 +257,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         .define("V_STAGES", v_stages)
         .define("TAKE_TURNS", 2)
         .define("TENSOR_MAPS", (reads == SparseKeyReads::Tiles) as u8)
+        .define("PAIRS", (pairs && reads == SparseKeyReads::Tiles) as u8)
         .define("CONSUMER_REGISTERS", 216)
         .define("PRODUCER_REGISTERS", 72)
         .define("HEADS_PER_TILE", 1)

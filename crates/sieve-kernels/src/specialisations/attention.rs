@@ -282,9 +282,11 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             }
         }
         Part::Masked => {
-            let reads = [SparseKeyReads::Keys, SparseKeyReads::Tiles];
-            let attention = |reads| hopper_sparse_attention_forward_kernel(shape, reads);
-            list.extend_kernels(reads.map(attention));
+            use SparseKeyReads::{Keys, Tiles};
+            let forms = [(Keys, false), (Tiles, false), (Tiles, true)];
+            let attention =
+                |(reads, pairs)| hopper_sparse_attention_forward_kernel(shape, reads, pairs);
+            list.extend_kernels(forms.map(attention));
             list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
         }
         Part::Around if source != KeySource::Dense => {

@@ -69,7 +69,18 @@ impl Selector {
 
     /// The same without one key.
     pub fn label_without(&self, key: &str) -> String {
-        let defaults = Self::parse(self.name()).map_or(Vec::new(), |selector| selector.all_items());
+        let name = match &self.method {
+            // The base's defaults are those of its method.
+            Method::Delta(config, _) => format!("delta:base={}", config.base),
+            _ => self.name().to_owned(),
+        };
+        let usual = |text: &str| Self::parse(text).map_or(Vec::new(), |one| one.all_items());
+        let mut defaults = usual(&name);
+        if matches!(self.method, Method::Delta(..)) {
+            let base = usual("delta").into_iter().find(|item| item.0 == "base");
+            defaults.retain(|item| item.0 != "base");
+            defaults.extend(base);
+        }
         let own: Vec<String> = self
             .all_items()
             .into_iter()
@@ -141,6 +152,7 @@ mod tests {
             "quest:budget=64",
             "xattention:stride=16,tau=0.5",
             "delta:base.n_local=77,gamma=8",
+            "delta:base=xattention,base.tau=0.5",
         ] {
             let label = parsed(asked).label();
             assert_eq!(parsed(&label), parsed(asked), "{label}");

@@ -31,7 +31,7 @@ pub(super) fn svg<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Tr
         curves.push(("dense".to_owned(), vec![dense]));
     }
     for Row { label, measure } in rows() {
-        let name = curve_of(&measure.selector).unwrap_or_else(|| label.clone());
+        let name = curve_of(label).unwrap_or_else(|| label.clone());
         let point = Point {
             density: measure.density,
             prefill_ms: measure.prefill_ms,
@@ -57,9 +57,9 @@ pub(super) fn svg<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Tr
     drawn(&format!("Loss added at {longest} tokens: {model}"), &curves)
 }
 
-/// A setting's name without the key that its curve moves along.
-fn curve_of(selectors: &str) -> Option<String> {
-    let selectors = LayerSelectors::parse(selectors).ok()?;
+/// A label without the key that its curve moves along.
+fn curve_of(label: &str) -> Option<String> {
+    let selectors = LayerSelectors::parse(label).ok()?;
     let selector = selectors.only()?;
     let key = selector.knob()?;
     Some(format!("{} ({key})", selector.label_without(key)))
@@ -68,7 +68,10 @@ fn curve_of(selectors: &str) -> Option<String> {
 fn drawn(title: &str, curves: &[(String, Vec<Point>)]) -> String {
     let all: Vec<Point> = curves.iter().flat_map(|curve| curve.1.clone()).collect();
     let most = |of: fn(&Point) -> f64| all.iter().map(of).fold(0.0, f64::max).max(1e-9);
-    let (slowest, densest) = (most(|point| point.prefill_ms), most(|point| point.density));
+    let densest = most(|point| point.density);
+    // Dense is the first; what is much slower says no more than that.
+    let dense_ms = all.first().map_or(1.0, |dense| dense.prefill_ms);
+    let slowest = most(|point| point.prefill_ms).min(3.0 * dense_ms);
     let added = added_range(all.iter().map(|point| point.added).collect());
     let plot = |title, label, end: f64, text, of: fn(&Point) -> f64| Plot {
         title,
@@ -106,7 +109,7 @@ fn drawn(title: &str, curves: &[(String, Vec<Point>)]) -> String {
         ),
         plot(
             "the same against time",
-            "milliseconds of the prompt, selection included",
+            "milliseconds of the prompt, selection included; outliers at the edge",
             1.05 * slowest,
             &|value| format!("{value:.0}"),
             |point| point.prefill_ms,
@@ -131,10 +134,7 @@ mod tests {
 
     #[test]
     fn settings_of_one_key_are_one_curve() {
-        let of = |text: &str| {
-            let whole = LayerSelectors::parse(text).expect("valid").to_string();
-            curve_of(&whole)
-        };
+        let of = curve_of;
         assert_eq!(of("xattention:tau=0.5"), of("xattention:tau=0.7"));
         let named = of("momo:k=16,k_exact=4");
         assert_eq!(named.as_deref(), Some("momo:k_exact=4 (k)"));
