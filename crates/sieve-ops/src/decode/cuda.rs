@@ -87,7 +87,10 @@ fn one_token(x: &Float) -> Result<CudaTensor, KernelError> {
 }
 
 /// What the layers of a step share, made by the first of them. A thread has a stream of its own.
-struct Shared<K, V>(Mutex<Option<((ThreadId, CudaDevice, K), V)>>);
+struct Shared<K, V>(Mutex<Option<(StepOf<K>, V)>>);
+
+/// The thread and device of a step, and what its value was made for.
+type StepOf<K> = (ThreadId, CudaDevice, K);
 
 impl<K: PartialEq, V: Clone> Shared<K, V> {
     const fn new() -> Self {
