@@ -4,7 +4,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::Attention;
 use sieve_core::model::AttentionForm;
-use sieve_eval::{GenerateConfig, Generator, Sampling, logits};
+use sieve_eval::{GenerateConfig, Generator, Sampling, TogetherGenerator, logits};
 use sieve_nn::{KvCache, Qwen3};
 
 /// Tokens in all; the windows are 7 and 5.
@@ -122,6 +122,53 @@ fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
             }
             assert_eq!(generated, text[prompt..], "{kind}, prompt {prompt}");
         }
+    }
+}
+
+#[test]
+fn texts_that_grow_together_are_those_that_grow_alone() {
+    for (kind, model_lines, attention) in KINDS {
+        let model = random_model(&recipe(model_lines, attention), 3);
+        let (prompt, device) = (tokens(11, 4), Default::default());
+        let config = |seed, eos_id| GenerateConfig {
+            max_new_tokens: 24,
+            sampling: Sampling {
+                temperature: 0.9,
+                top_p: 0.95,
+                top_k: None,
+                seed,
+            },
+            eos_id,
+            num_tokens: VOCAB_SIZE,
+        };
+        let alone = |seed, eos_id| -> Vec<u32> {
+            Generator::new(&model, &prompt, config(seed, eos_id), &device)
+                .expect("it fits")
+                .collect::<Result<_, _>>()
+                .expect("finite")
+        };
+        // One of the texts ends early, at a token that it has.
+        let eos = alone(7, VOCAB_SIZE as u32)[9];
+        let expected = [6, 7, 8].map(|seed| alone(seed, eos));
+        let together = TogetherGenerator::new(&model, &prompt, config(6, eos), 3, &device);
+        let mut texts = [const { Vec::new() }; 3];
+        for step in together.expect("it fits") {
+            for (text, token) in texts.iter_mut().zip(step.expect("finite")) {
+                text.extend(token);
+            }
+        }
+        assert_eq!(texts, expected, "{kind}");
+        assert!(texts[1].len() < 10, "{kind}");
+
+        let mut cut =
+            TogetherGenerator::new(&model, &prompt, config(6, VOCAB_SIZE as u32), 2, &device)
+                .expect("it fits");
+        assert!(cut.next().expect("a token").expect("finite")[0].is_some());
+        cut.end(0);
+        let step = cut.next().expect("the other goes on").expect("finite");
+        assert!(step[0].is_none() && step[1].is_some(), "{kind}");
+        cut.end(1);
+        assert!(cut.next().is_none(), "{kind}");
     }
 }
 

@@ -2,7 +2,9 @@
 
     python tests/python/plot_losses.py --out losses.svg "2048 tokens: dense=A/metrics.jsonl,window 512=B/metrics.jsonl" "8192 tokens: ..."
 
-Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses.
+Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses. A line of several
+files (NAME=A+B) is their mean. With --speed each panel gets another one beside it: the last validation loss of each file against
+its tokens/s, the upper quartile of what was logged.
 """
 
 import argparse
@@ -14,8 +16,25 @@ COLOURS = ["#1b6ca8", "#c0392b", "#2e8b57", "#b8860b", "#7d3c98", "#555555"]
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 420, 320, 48, 34, 40
 
 
-def read(path):
-    rows = [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+def rows_of(path):
+    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def mean(files):
+    """Points of the same step, in as many files as have it."""
+    found = {}
+    for step, loss in (point for points in files for point in points):
+        found.setdefault(step, []).append(loss)
+    return [(step, sum(losses) / len(losses)) for step, losses in sorted(found.items())]
+
+
+def read(paths):
+    points, checks = zip(*(read_one(path) for path in paths.split("+")))
+    return mean(points), mean(checks)
+
+
+def read_one(path):
+    rows = rows_of(path)
     steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
     checks = [(row["step"], row["loss"]) for row in rows if row["kind"] != "step" and "loss" in row and row["step"] > 0]
     bins, size = {}, 50 if steps[-1][0] >= 800 else 10
@@ -48,17 +67,49 @@ def panel(at, title, runs):
     return out
 
 
+def speed(at, title, runs):
+    """Loss at the end against speed, a dot a file."""
+    out, dots = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}: loss and speed</text>'], []
+    for number, (name, paths) in enumerate(runs):
+        for path in paths.split("+"):
+            rows = rows_of(path)
+            rates = sorted(row["tokens_per_second"] for row in rows if row["kind"] == "step")
+            loss = [row["loss"] for row in rows if row["kind"] == "validation"][-1]
+            dots.append((number, name, rates[len(rates) * 3 // 4] / 1000, loss))
+    (left, right), (low, high) = ((min(v), max(v)) for v in ([d[2] for d in dots], [d[3] for d in dots]))
+    left, right = math.floor(left / 100) * 100, math.ceil(right / 100) * 100
+    low, high = math.floor(low * 5 - 0.1) / 5, math.ceil(high * 5 + 0.1) / 5
+    x = lambda rate: at + LEFT + (WIDTH - LEFT - 24) * (rate - left) / (right - left)
+    y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - loss) / (high - low)
+    for tick in [low + 0.2 * i for i in range(round((high - low) * 5) + 1)]:
+        out.append(f'<path d="M{x(left):.1f} {y(tick):.1f}H{x(right):.1f}" stroke="#ddd"/><text x="{x(left) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.1f}</text>')
+    for rate in range(left, right + 1, 100):
+        out.append(f'<text x="{x(rate):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{rate}</text>')
+    out.append(f'<text x="{x((left + right) / 2):.1f}" y="{HEIGHT - 6}" text-anchor="middle">thousand tokens a second</text>')
+    for number, name, rate, loss in dots:
+        out.append(f'<circle cx="{x(rate):.1f}" cy="{y(loss):.1f}" r="4" fill="{COLOURS[number % len(COLOURS)]}"/>')
+    for number, name in {dot[:2] for dot in dots}:
+        mine = [dot for dot in dots if dot[0] == number]
+        ys = [y(dot[3]) for dot in mine]
+        at_y = max(ys) + 16 if number % 3 == 2 else min(ys) - 9  # names beside each other do not collide
+        out.append(f'<text x="{x(mine[0][2]):.1f}" y="{at_y:.1f}" text-anchor="middle">{name}</text>')
+    return out
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--speed", action="store_true", help="a panel of loss against tokens/s beside each")
     parser.add_argument("panels", nargs="+")
     args = parser.parse_args()
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(args.panels)} {HEIGHT}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * len(args.panels) * (1 + args.speed)} {HEIGHT}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
     for number, text in enumerate(args.panels):
         title, colon, runs = text.partition(":")
         if not colon or any("=" not in run for run in runs.split(",")):
             parser.error(f"{text!r}: a panel is TITLE: NAME=FILE,NAME=FILE…")
-        parts += panel(WIDTH * number, title.strip(), [run.strip().split("=", 1) for run in runs.split(",")])
+        at, runs = WIDTH * number * (1 + args.speed), [run.strip().split("=", 1) for run in runs.split(",")]
+        parts += panel(at, title.strip(), runs)
+        parts += speed(at + WIDTH, title.strip(), runs) if args.speed else []
     args.out.write_text("\n".join([*parts, "</svg>", ""]))
 
 

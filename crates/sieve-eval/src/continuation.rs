@@ -2,7 +2,7 @@
 use crate::device_cache::DeviceCache;
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
-use burn::tensor::Tensor;
+use burn::tensor::{DType, Tensor};
 use sieve_nn::{KvCache, LayerOperands, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
@@ -53,6 +53,11 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         self.selection.as_ref()
     }
 
+    /// Logits of a row.
+    pub(crate) fn vocab_size(&self) -> usize {
+        self.model.shape().vocab_size
+    }
+
     /// The keys and values held now.
     pub(crate) fn cache(&self) -> &KvCache<B> {
         &self.cache
@@ -78,7 +83,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
             }
             _ => model.next_logits(ids, cache, rope),
         };
-        Ok(logits.into_data().iter::<f32>().collect())
+        Ok(on_host(logits))
     }
 
     /// The text several times: from here on [`read_rows`](Self::read_rows) reads one more token of each.
@@ -86,11 +91,10 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         self.cache.repeat(num_texts);
     }
 
-    /// One more token of each text of a repeated prompt; logits of the token that comes next in each.
-    pub(crate) fn read_rows(&mut self, tokens: &[u32]) -> Vec<Vec<f32>> {
+    /// One more token of each text of a repeated prompt; logits of the token that comes next in each, text after text.
+    pub(crate) fn read_rows(&mut self, tokens: &[u32]) -> Vec<f32> {
         let ids = ids(tokens, [tokens.len(), 1], &self.device);
-        let logits = self.model.next_logits(ids, &mut self.cache, &self.rope);
-        rows_of(logits, tokens.len())
+        on_host(self.model.next_logits(ids, &mut self.cache, &self.rope))
     }
 
     /// Reads one more token of each of several texts with the same room, in one pass where no selector acts on it;
@@ -111,7 +115,9 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let ids = ids(tokens, [texts.len(), 1], &first.device);
         let mut caches: Vec<_> = texts.iter_mut().map(|text| &mut text.cache).collect();
         let logits = model.next_logits_of_rows(ids, &mut caches, &rope);
-        Ok(rows_of(logits, tokens.len()))
+        let logits = on_host(logits);
+        let row = logits.len() / tokens.len();
+        Ok(logits.chunks(row).map(<[f32]>::to_vec).collect())
     }
 
     /// What is known of each ending after this text, of whose next token these are the logits. Endings are not empty.
@@ -164,10 +170,10 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
     }
 }
 
-fn rows_of<B: SieveBackend>(logits: Tensor<B, 2>, num_rows: usize) -> Vec<Vec<f32>> {
-    let logits: Vec<f32> = logits.into_data().iter::<f32>().collect();
-    let row = logits.len() / num_rows;
-    logits.chunks(row).map(<[f32]>::to_vec).collect()
+/// Logits as f32, converted where they are: on the host that would take longer than the pass.
+fn on_host<B: SieveBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
+    let logits = logits.cast(DType::F32).into_data();
+    logits.into_vec().expect("they were converted")
 }
 
 /// What a model says of a text's ending.

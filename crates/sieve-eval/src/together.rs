@@ -54,22 +54,24 @@ impl<'a, B: SieveBackend> TogetherGenerator<'a, B> {
             config,
             ..
         } = &mut self.start;
-        let num_texts = self.samplers.len();
+        let (num_texts, vocab_size) = (self.samplers.len(), text.vocab_size());
         let logits = match self.last.is_empty() {
             true => {
                 let logits = text.read(prompt)?;
                 text.repeat(num_texts);
                 self.last = vec![0; num_texts];
-                vec![logits; num_texts]
+                logits
             }
             false => text.read_rows(&self.last),
         };
+        // After the prompt all texts go on from one row.
+        let rows = logits.chunks(vocab_size).cycle();
         let mut tokens = vec![None; num_texts];
-        for at in 0..num_texts {
+        for (at, logits) in (0..num_texts).zip(rows) {
             if self.is_done[at] {
                 continue;
             }
-            let logits = &logits[at][..config.num_tokens];
+            let logits = &logits[..config.num_tokens];
             let token = self.samplers[at].sample(logits);
             let token = token.ok_or(EvalError::NotFinite {
                 num_tokens: text.cache().num_tokens,

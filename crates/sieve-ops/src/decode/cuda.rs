@@ -67,9 +67,9 @@ const NAME: &str = "decode";
 /// Buffers are made anew whenever this many keys came.
 const SCRATCH_KEYS: usize = 256;
 
-/// Room for new keys that a cache gets at least when it is full, and else the share of its keys.
+/// Room for new keys that a full cache gets: a share of its keys, which a plan does not count, and so many at least.
 const LEAST_ROOM: usize = 256;
-const ROOM_SHARE: usize = 4;
+const ROOM_SHARE: usize = 16;
 
 fn float<const D: usize>(primitive: &Float) -> Tensor<Cuda, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive.clone()))
