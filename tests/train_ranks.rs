@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::time::Duration;
 
 /// An untied model, with clipping out of reach: one process adds the two parts of a tied embedding's gradient, and the
 /// squares of a norm, in another order than several do.
@@ -255,28 +256,31 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
 
 #[test]
 fn a_rank_that_stands_still_in_a_step_is_named_though_it_lives() {
-    // The third step of rank 1 begins with row 16: its files do not answer.
-    let still = Disturbance {
-        batches: |row, _| {
-            if row == 16 {
-                std::thread::sleep(std::time::Duration::from_secs(6));
-            }
-        },
+    // Rank 1's files do not answer in the third step, which begins with row 16, or in the first, which may last longer.
+    fn wait(waits: bool) {
+        std::thread::sleep(Duration::from_secs(if waits { 6 } else { 0 }));
+    }
+    let third = Disturbance {
+        batches: |row, _| wait(row == 16),
         ..Disturbance::default()
     };
-    let patience = Patience {
-        silence: std::time::Duration::from_secs(2),
-        ..Patience::default()
+    let first = Disturbance {
+        batches: |row, _| wait(row == 0),
+        ..Disturbance::default()
     };
-    let found = two_ranks(&[], [Disturbance::default(), still], patience);
-    for outcome in found {
-        let error = outcome
-            .result
-            .expect_err("rank 1 does not go on")
-            .to_string();
-        assert!(
-            error.contains("rank 1 (") && error.contains("stood still in a step for 2 s"),
-            "{error}"
-        );
+    for (still, silence, long) in [(third, 2, 600), (first, 30, 2)] {
+        let patience = Patience {
+            silence: Duration::from_secs(silence),
+            long: Duration::from_secs(long),
+            ..Patience::default()
+        };
+        for outcome in two_ranks(&[], [Disturbance::default(), still], patience) {
+            let error = outcome.result.expect_err("rank 1 does not go on");
+            let error = error.to_string();
+            assert!(
+                error.contains("rank 1 (") && error.contains("stood still for 2 s"),
+                "{error}"
+            );
+        }
     }
 }
