@@ -147,20 +147,22 @@ fn generate_takes_files_samples_and_stops() {
         stdout(&mut tiny.sieve(&format!("{of_run} --prompt-file prompt.txt"))),
         direct
     );
-    let mut piped = tiny.sieve(&format!("{of_run} --prompt -"));
-    let mut child = piped
-        .stdin(Stdio::piped())
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("it starts");
-    child
-        .stdin
-        .take()
-        .expect("piped")
-        .write_all(b"the cat sees")
-        .expect("taken");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(String::from_utf8_lossy(&output.stdout), direct);
+    for dash in ["--prompt -", "--prompt-file -"] {
+        let mut piped = tiny.sieve(&format!("{of_run} {dash}"));
+        let mut child = piped
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        child
+            .stdin
+            .take()
+            .expect("piped")
+            .write_all(b"the cat sees")
+            .expect("taken");
+        let output = child.wait_with_output().expect("it ends");
+        assert_eq!(String::from_utf8_lossy(&output.stdout), direct, "{dash}");
+    }
 
     // Three samples are those of three seeds.
     let three = stdout(

@@ -175,6 +175,21 @@ fn the_ending_of_a_file_says_how_it_is_read() {
 }
 
 #[test]
+fn a_run_that_cannot_learn_is_warned_of() {
+    let tiny = TinyRun::dma();
+    for (sets, words) in [
+        ("--set optimizer.lr=0", "warning: optimizer.lr is 0"),
+        ("--set training.seq_len=1", "warning: rows of one token"),
+        ("", ""),
+    ] {
+        let printed = succeed(&mut tiny.train("run", &format!("{sets} --stop-after 1")));
+        assert_eq!(printed.contains("warning:"), !words.is_empty(), "{printed}");
+        assert!(printed.contains(words), "{printed}");
+        fs::remove_dir_all(tiny.path("run")).expect("writable");
+    }
+}
+
+#[test]
 fn rows_left_out_are_told() {
     let tiny = TinyRun::dma();
     let mut lines = (0..400)

@@ -31,7 +31,7 @@ pub(crate) struct GenerateArgs {
     /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input
     #[arg(long, value_name = "TEXT", required_unless_present = "prompt_file")]
     prompt: Option<String>,
-    /// Continue the text of this file
+    /// Continue the text of this file; `-` reads standard input
     #[arg(long, value_name = "FILE", conflicts_with = "prompt")]
     prompt_file: Option<PathBuf>,
     /// Tokens after the prompt, at most; 128 when absent, or what the context still holds
@@ -98,9 +98,9 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
 /// The text to continue.
 fn prompt(args: &GenerateArgs) -> Result<String> {
     match (&args.prompt_file, args.prompt.as_deref()) {
-        (Some(path), _) => std::fs::read_to_string(path)
+        (Some(path), _) if path.as_os_str() != "-" => std::fs::read_to_string(path)
             .with_context(|| format!("reading the prompt {}", path.display())),
-        (None, Some("-")) => std::io::read_to_string(std::io::stdin())
+        (Some(_), _) | (None, Some("-")) => std::io::read_to_string(std::io::stdin())
             .context("reading the prompt from standard input"),
         (None, prompt) => Ok(prompt.unwrap_or_default().to_owned()),
     }

@@ -172,6 +172,9 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     text.iter()
         .filter(|_| session.tells())
         .for_each(|line| terminal::status(line));
+    learns_nothing(&recipe)
+        .filter(|_| session.tells())
+        .map_or((), terminal::warning);
     if let Some(num_steps) = args.profile {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
         recipe.metrics.log_freq = num_steps as usize;
@@ -179,6 +182,17 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     let out = args.out_folder();
     let start = args.start(&out, session.mesh.as_deref())?;
     train_on(&session, &start, &recipe, &out)
+}
+
+/// Values that are allowed and rarely meant.
+fn learns_nothing(recipe: &Recipe) -> Option<&'static str> {
+    if recipe.optimizer.lr == 0.0 {
+        return Some("optimizer.lr is 0, so nothing is learned");
+    }
+    let mut stages = recipe.stages().into_iter();
+    stages
+        .any(|stage| stage.section.seq_len == 1)
+        .then_some("rows of one token (training.seq_len): no token sees another")
 }
 
 /// Makes the recipe that of the run in `out` up to step `steps`, where what was there before has a schedule of its own.
