@@ -21,8 +21,8 @@
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576),
 //            WARPS = NUM_THREADS / 32;
 //            num_splits = clamp(2 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every
-//            block finds the smallest slot by itself while its first tiles arrive, split 0 attends the new key from
-//            where it lies, the last block of a head stores it
+//            block finds the smallest slot by itself while its first tiles arrive, split 0 attends the new key as a
+//            tile of its own, the last block of a head stores it
 // Numerics   order by integers, exact. The largest bias is taken from all (the softmax is the same). Logits, softmax
 //            and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is
@@ -47,6 +47,9 @@ constexpr int NUM_WARPS = HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4;
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 constexpr float MAX_EXPONENT = 60.f;  // exp overflows at 88.7, and one such key would own the softmax
 constexpr i32 NO_SLOT = -1;
+constexpr int EARLY = 4;  // vectors of scores a thread asks for at once: 2048 slots in all
+constexpr int K_CHUNKS = HEAD_DIM / 8, V_CHUNKS = HEAD_DIM_V / 8;
+static_assert(K_CHUNKS + V_CHUNKS <= NUM_THREADS, "a thread keeps one chunk of the new key or value");
 typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
 
 struct DmaDecodeParams {
@@ -66,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
   __shared__ u32 last_flag;
   __shared__ u64 warp_smallest[NUM_WARPS];
   __shared__ float warp_largest[NUM_WARPS];
-  __shared__ i32 smallest_slot;
+  __shared__ i32 warp_slot[NUM_WARPS];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int group_size = (int)(params.num_heads / params.num_kv_heads),
             row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
@@ -77,89 +80,121 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
 
-  // Slots of this split, in whole tiles of the block.
-  const i32 position = length[batch], num_slots = min(position, window);
-  const i32 per_split =
-      ((num_slots + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
-  const i32 begin = (i32)min((i64)split * per_split, (i64)num_slots), end = min(begin + per_split, num_slots);
-  const i32 warp_begin = begin + warp * DECODE_KEYS;
-  const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
   bf16* head_k = k_cache + head * window * HEAD_DIM;
   bf16* head_v = v_cache + head * window * HEAD_DIM_V;
   float* head_z = slot_z + head * window;
   i32* head_position = slot_position + head * window;
+  const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
+  const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
+
+  // Ask for everything before waiting for anything: latencies are all the time that a short cache takes. Scores and
+  // positions of places not in use are read and not looked at.
+  uint4 early_z[EARLY], early_position[EARLY];
+  const bool by_four = window % 4 == 0;
+#pragma unroll
+  for (int i = 0; i < EARLY; i++) {
+    const i32 slot = (threadIdx.x + i * NUM_THREADS) * 4;
+    if (!by_four || slot >= window) continue;
+    early_z[i] = *(const uint4*)(head_z + slot);
+    early_position[i] = *(const uint4*)(head_position + slot);
+  }
+  uint4 token_chunk = make_uint4(0, 0, 0, 0);  // of the new key and value, which the last block stores
+  if (threadIdx.x < K_CHUNKS) token_chunk = ((const uint4*)token_k)[threadIdx.x];
+  else if (threadIdx.x < K_CHUNKS + V_CHUNKS) token_chunk = ((const uint4*)token_v)[threadIdx.x - K_CHUNKS];
+  const float token_z = z_new[head];
+  const i32 position = length[batch];
+
+  // Slots of this split, in whole tiles of the block; warp 0 of split 0 takes the new key as one tile more.
+  i32 num_slots = window, begin, end, warp_begin;
+  int num_tiles;
+  auto divide = [&] {
+    const i32 per_split = ((num_slots + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits *
+                          Decode::SPLIT_KEYS;
+    begin = (i32)min((i64)split * per_split, (i64)num_slots), end = min(begin + per_split, num_slots);
+    warp_begin = begin + warp * DECODE_KEYS;
+    num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
+  };
+  const bool has_token = split == 0 && warp == 0;
 
   // Load: fill this warp's ring, then the queries.
   const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
   auto load = [&](int tile) {
     const i64 slot = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
+    const u32 stage = stages + tile % NUM_STAGES * Decode::STAGE_BYTES;
     if (tile < num_tiles)
-      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, head_k + slot * HEAD_DIM,
-                        head_v + slot * HEAD_DIM_V, head_z + slot, (int)min((i64)DECODE_KEYS, end - slot));
+      Decode::load_tile(stage, head_k + slot * HEAD_DIM, head_v + slot * HEAD_DIM_V, head_z + slot,
+                        (int)min((i64)DECODE_KEYS, end - slot));
+    else if (has_token && tile == num_tiles) Decode::load_tile(stage, token_k, token_v, z_new + head, 1);
     copy_async_commit();
   };
+  // As if all slots were in use, before the length is known.
+  divide();
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
   Decode::load_q(
       shared_bytes,
       q + params.q_offset + batch * params.q_batch_stride + ((i64)kv_head * group_size + first_row) * HEAD_DIM,
       num_rows);
-
-  // Select: which slot does the new key take, if any?
-  const float token_z = z_new[head];
-  i32 taken = num_slots;  // a free one
-  float largest = token_z;  // of all scores here
-  if (num_slots == window) {
-    u64 smallest = ~0ull;
-    i32 slot_of_smallest = NO_SLOT;
-    const i32 last_candidate = position - (i32)params.local_window_size;
-    auto consider = [&](i32 slot, u32 z_bits, u32 key_position) {
-      largest = fmaxf(largest, __uint_as_float(z_bits));
-      if ((i32)key_position > last_candidate) return;
-      const u64 key = order_key(order_of_score(__uint_as_float(z_bits)), key_position);
-      if (key < smallest) {
-        smallest = key;
-        slot_of_smallest = slot;
-      }
-    };
-    if (window % 4 == 0) {  // 16 bytes at a time, all of a 2048-slot cache in flight at once
-#pragma unroll 4
-      for (i32 slot = threadIdx.x * 4; slot < window; slot += NUM_THREADS * 4) {
-        const uint4 z4 = *(const uint4*)(head_z + slot), position4 = *(const uint4*)(head_position + slot);
-        consider(slot, z4.x, position4.x);
-        consider(slot + 1, z4.y, position4.y);
-        consider(slot + 2, z4.z, position4.z);
-        consider(slot + 3, z4.w, position4.w);
-      }
-    } else {
-#pragma unroll 4
-      for (i32 slot = threadIdx.x; slot < window; slot += NUM_THREADS)
-        consider(slot, __float_as_uint(head_z[slot]), (u32)head_position[slot]);
-    }
-    u64 of_warp = smallest;
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2)
-      of_warp = min(of_warp, __shfl_xor_sync(0xffffffffu, of_warp, distance));
-    if (lane == 0) warp_smallest[warp] = of_warp;
-    __syncthreads();  // every warp's smallest key is there
-    u64 of_block = warp_smallest[0];
-#pragma unroll
-    for (int other = 1; other < NUM_WARPS; other++) of_block = min(of_block, warp_smallest[other]);
-    const u64 token_key = order_key(order_of_score(token_z), (u32)position);
-    if (params.local_window_size == 0 && token_key < of_block) {
-      if (threadIdx.x == 0) smallest_slot = NO_SLOT;  // popped by its own arrival
-    } else if (smallest == of_block) {
-      smallest_slot = slot_of_smallest;  // one thread: keys are distinct
-    }
-    __syncthreads();  // the slot is known
-    taken = smallest_slot;
-  } else {
-    for (i32 slot = threadIdx.x; slot < num_slots; slot += NUM_THREADS) largest = fmaxf(largest, head_z[slot]);
+  if (position < window) {
+    copy_async_wait<0>();
+    __syncwarp();  // no copy into the stages is under way
+    num_slots = position;
+    divide();
+    for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
   }
+
+  // Select: which slot does the new key take, if any? And the largest of all scores here.
+  float largest = token_z;
+  u64 smallest = ~0ull;
+  i32 slot_of_smallest = NO_SLOT;
+  const i32 last_candidate = position - (i32)params.local_window_size;
+  auto consider = [&](i32 slot, u32 z_bits, u32 key_position) {
+    if (slot >= num_slots) return;
+    largest = fmaxf(largest, __uint_as_float(z_bits));
+    if ((i32)key_position > last_candidate) return;
+    const u64 key = order_key(order_of_score(__uint_as_float(z_bits)), key_position);
+    if (key < smallest) {
+      smallest = key;
+      slot_of_smallest = slot;
+    }
+  };
+  auto consider_four = [&](i32 slot, uint4 z4, uint4 position4) {
+    consider(slot, z4.x, position4.x);
+    consider(slot + 1, z4.y, position4.y);
+    consider(slot + 2, z4.z, position4.z);
+    consider(slot + 3, z4.w, position4.w);
+  };
+  if (by_four) {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2)
+    for (int i = 0; i < EARLY; i++) {
+      const i32 slot = (threadIdx.x + i * NUM_THREADS) * 4;
+      if (slot < window) consider_four(slot, early_z[i], early_position[i]);
+    }
+    for (i32 slot = (threadIdx.x + EARLY * NUM_THREADS) * 4; slot < num_slots; slot += NUM_THREADS * 4)
+      consider_four(slot, *(const uint4*)(head_z + slot), *(const uint4*)(head_position + slot));
+  } else {
+#pragma unroll 4
+    for (i32 slot = threadIdx.x; slot < num_slots; slot += NUM_THREADS)
+      consider(slot, __float_as_uint(head_z[slot]), (u32)head_position[slot]);
+  }
+  u64 of_warp = smallest;
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    of_warp = min(of_warp, __shfl_xor_sync(0xffffffffu, of_warp, distance));
     largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-  if (lane == 0) warp_largest[warp] = largest;
-  __syncthreads();  // the queries and every warp's largest score are in shared memory
+  }
+  if (lane == 0) warp_smallest[warp] = of_warp, warp_largest[warp] = largest;
+  // One lane, since keys are distinct; all of them say "none" where there is no candidate.
+  if (smallest == of_warp) warp_slot[warp] = slot_of_smallest;
+  __syncthreads();  // the queries, and every warp's smallest key and largest score, are in shared memory
+  i32 taken = num_slots;  // a free one
+  if (num_slots == window) {
+    const u64 token_key = order_key(order_of_score(token_z), (u32)position);
+    u64 of_block = params.local_window_size == 0 ? token_key : ~0ull;
+    taken = NO_SLOT;  // popped by its own arrival
+#pragma unroll
+    for (int other = 0; other < NUM_WARPS; other++)
+      if (warp_smallest[other] < of_block) of_block = warp_smallest[other], taken = warp_slot[other];
+  }
 #pragma unroll
   for (int other = 0; other < NUM_WARPS; other++) largest = fmaxf(largest, warp_largest[other]);
   // Biases count less the largest, in base 2: beside a large one q . k would lose its digits.
@@ -171,11 +206,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();
-  for (int tile = 0; tile < num_tiles; tile++) {
+  for (int tile = 0; tile < num_tiles + has_token; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
     __syncwarp();  // the copies of all lanes have landed
     const i32 tile_begin = warp_begin + tile * Decode::SPLIT_KEYS;
-    const int num_valid = end - tile_begin, left = taken - tile_begin;
+    const bool is_token = tile == num_tiles;
+    const int num_valid = is_token ? taken != NO_SLOT : end - tile_begin, left = is_token ? -1 : taken - tile_begin;
     const int stage_offset = Decode::Q_BYTES + (warp * NUM_STAGES + tile % NUM_STAGES) * Decode::STAGE_BYTES;
     const float* tile_z = (const float*)(shared_bytes + stage_offset + Decode::K_BYTES + Decode::V_BYTES);
     decode.attend(shared_q, shared_q + stage_offset, [&](int key, float s) {
@@ -183,19 +219,6 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
     });
     __syncwarp();  // all lanes have read the stage before it is filled again
     load(tile + NUM_STAGES);
-  }
-  const bf16* token_k = k_new + params.k_offset + batch * params.k_batch_stride + (i64)kv_head * HEAD_DIM;
-  const bf16* token_v = v_new + params.v_offset + batch * params.v_batch_stride + (i64)kv_head * HEAD_DIM_V;
-  if (split == 0 && warp == 0 && taken != NO_SLOT) {
-    copy_async_wait<0>();
-    __syncwarp();  // no copy into stage 0 is under way
-    Decode::load_tile(stages, token_k, token_v, 0, 1);
-    copy_async_commit();
-    copy_async_wait<0>();
-    __syncwarp();  // the row and the zeros below it have landed
-    const float token_bias = bias_of(token_z);
-    decode.attend(shared_q, stages,
-                  [&](int key, float s) { return key == 0 ? s * scale + token_bias : -INFINITY_F32; });
   }
 
   // Join the warps, then the splits.
@@ -210,10 +233,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
 
   // Store the new key, now that every block of the head has read the slots.
   if (!is_last || taken == NO_SLOT) return;
-  for (int chunk = threadIdx.x; chunk < HEAD_DIM / 8; chunk += NUM_THREADS)
-    ((uint4*)(head_k + (i64)taken * HEAD_DIM))[chunk] = ((const uint4*)token_k)[chunk];
-  for (int chunk = threadIdx.x; chunk < HEAD_DIM_V / 8; chunk += NUM_THREADS)
-    ((uint4*)(head_v + (i64)taken * HEAD_DIM_V))[chunk] = ((const uint4*)token_v)[chunk];
+  if (threadIdx.x < K_CHUNKS) ((uint4*)(head_k + (i64)taken * HEAD_DIM))[threadIdx.x] = token_chunk;
+  else if (threadIdx.x < K_CHUNKS + V_CHUNKS)
+    ((uint4*)(head_v + (i64)taken * HEAD_DIM_V))[threadIdx.x - K_CHUNKS] = token_chunk;
   if (threadIdx.x == 0) {
     head_z[taken] = token_z;
     head_position[taken] = position;

@@ -241,7 +241,7 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
       const int row = i / (V_DIM / 2), column = i % (V_DIM / 2) * 2;
       const float* part = in + (i64)row * num_splits * ROW + 2 + column;
       float first = 0.f, second = 0.f;
-#pragma unroll 8
+#pragma unroll 16
       for (int other = 0; other < num_splits; other++) {
         const float2 value = __ldcg((const float2*)(part + (i64)other * ROW));
         first = fmaf(weights[row * num_splits + other], value.x, first);
