@@ -622,3 +622,52 @@ fn several_processes_share_masters_and_moments() {
     assert_eq!(moment, "the first block's backward pass");
     assert!(four < alone, "{four} {alone}");
 }
+
+// docs/scale.md: four H200s, one row of 131,072 tokens in four parts; 54,346,356,224 bytes of tensors in rank 0.
+#[test]
+fn rows_in_parts_need_what_was_measured() {
+    let planned = |degree: usize, more: &[&str]| {
+        let degree = format!("parallelism.context_parallel_degree={degree}");
+        let mut settings = vec![
+            "training.local_batch_size=1",
+            "training.global_batch_size=1",
+            "training.seq_len=131072",
+            "model.max_position_embeddings=131072",
+            &degree,
+        ];
+        settings.extend(more);
+        let mut recipe = recipe(DMA_1P7B, &settings);
+        recipe.stage.truncate(1);
+        let ranks = Ranks { size: 4, hosts: 1 };
+        plan_of_ranks(&recipe, 50_304, &h200(), ranks).expect("plans")
+    };
+    let parts = planned(4, &[]);
+    let tensors = (parts.memory.total_bytes - parts.memory.program_bytes) as f64;
+    let ratio = tensors / 54_346_356_224.0;
+    assert!((ratio - 1.0).abs() < 0.03, "{ratio}");
+    let row_parts = parts.stages[0].row_parts.clone().expect("in parts");
+    assert_eq!((row_parts.degree, row_parts.tokens), (4, 32_768));
+    assert!(row_parts.exchange_seconds > 0.0);
+    let longest = row_parts.longest_rows;
+    assert_eq!(
+        longest.iter().map(|row| row.0).collect::<Vec<_>>(),
+        ["mha", "dma"]
+    );
+    assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
+    // A row that each process has whole does not fit; in parts four rows are four micro-batches.
+    let four_rows = ["training.global_batch_size=4"];
+    let whole = planned(1, &four_rows);
+    assert_eq!(whole.memory.verdict, MemoryVerdict::DoesNotFit);
+    assert_eq!(whole.stages[0].row_parts, None);
+    let [parts, whole] = [planned(4, &four_rows), whole].map(|plan| plan.stages[0].micro_batches);
+    assert_eq!([parts, whole], [4, 1]);
+    // DMA alone: keys of three parts cross, whatever the row's length.
+    let pure = |seq_len: &str| {
+        let layers = "model.layer_types=[\"sparse\"]";
+        let plan = planned(4, &[layers, seq_len, "activation_checkpoint.mode=full"]);
+        let parts = plan.stages[0].row_parts.clone();
+        parts.expect("in parts").exchange_seconds
+    };
+    let [short, long] = ["training.seq_len=65536", "training.seq_len=131072"].map(pure);
+    assert!((short - long).abs() < 1e-9, "{short} {long}");
+}
