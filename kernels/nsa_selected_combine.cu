@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(256)
   const u32 in_range = row / num_heads, head = row % num_heads, group = num_heads / (u32)params.num_kv_heads,
             kv_head = head / group;
   const u64 query = params.first_query + in_range;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) num_items[params.num_lists] = 0;
   const bool inside = in_range < (u32)params.num_queries && query < params.seq_len;
   const int most = inside ? (int)params.num_selected : 0;
   const i32* chosen =
@@ -94,8 +95,6 @@ extern "C" __global__ void __launch_bounds__(256)
 #endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) sum[i] *= factor;
-  // Row 0 is there in every launch.
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) num_items[params.num_lists] = 0;
   store_16_bytes(output + params.offset + blockIdx.y * params.batch_stride + query * params.token_stride +
                      (u64)head * HEAD_DIM + lane * 8,
                  pack_bf16x8(sum));
