@@ -172,9 +172,9 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     text.iter()
         .filter(|_| session.tells())
         .for_each(|line| terminal::status(line));
-    learns_nothing(&recipe)
-        .filter(|_| session.tells())
-        .map_or((), terminal::warning);
+    if let Some(words) = learns_nothing(&recipe).filter(|_| session.tells()) {
+        terminal::warning(words);
+    }
     if let Some(num_steps) = args.profile {
         // A report reads the loss back and so drains the GPU: none may come between the traced steps.
         recipe.metrics.log_freq = num_steps as usize;
