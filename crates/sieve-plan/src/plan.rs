@@ -8,7 +8,7 @@ use crate::{
 use serde::Serialize;
 
 use sieve_core::model::{Attention, ModelShape, ParameterCounts, gpu};
-use sieve_core::recipe::{Recipe, RecipeError, Stage};
+use sieve_core::recipe::{Recipe, RecipeError, Stage, TrainingPrecision};
 
 /// Share of the peak that the time estimate assumes on a CPU: what good training programs reach on dense models, not a
 /// measurement of this one.
@@ -205,9 +205,26 @@ pub fn plan_of_ranks(
             Target::Cpu { .. } => None,
             Target::Gpu(gpu) => check_gpu_attention(recipe, &shape, &gpu.arch)
                 .err()
-                .map(|error| error.to_string()),
+                .map(|error| error.to_string())
+                .or_else(|| fp8_refusal(recipe, gpu)),
         },
         ops: op_plans(&shape, target),
+    })
+}
+
+/// Why a GPU cannot train a recipe in eight-bit floats.
+fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
+    let digits = gpu
+        .arch
+        .trim_matches(|letter: char| !letter.is_ascii_digit());
+    let is_able = digits.parse().is_ok_and(|number: u32| number >= 89);
+    let is_wanted = recipe.training.precision == TrainingPrecision::Fp8;
+    (is_wanted && !is_able).then(|| {
+        let (name, arch) = (&gpu.name, &gpu.arch);
+        format!(
+            "training.precision = \"fp8\": {name} is {arch}, and eight-bit floats come with sm_89\n  \
+             hint: --set training.precision=bf16"
+        )
     })
 }
 

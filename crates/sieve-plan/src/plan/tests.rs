@@ -671,3 +671,21 @@ fn rows_in_parts_need_what_was_measured() {
     let [short, long] = ["training.seq_len=65536", "training.seq_len=131072"].map(pure);
     assert!((short - long).abs() < 1e-9, "{short} {long}");
 }
+
+#[test]
+fn a_gpu_without_eight_bit_floats_is_told() {
+    let refused = |name: &str, precision: &str| {
+        let recipe = recipe(DMA_80M, &[&format!("training.precision={precision}")]);
+        let target = Target::Gpu(sieve_core::model::gpu::find(name).expect("listed"));
+        plan(&recipe, 50_277, &target).expect("plans").refused
+    };
+    for name in ["h200", "4090"] {
+        assert_eq!(refused(name, "fp8"), None);
+    }
+    assert_eq!(refused("a100", "bf16"), None);
+    let told = refused("a100", "fp8").expect("refused");
+    assert!(
+        told.contains("sm_80") && told.contains("precision=bf16"),
+        "{told}"
+    );
+}
