@@ -7,13 +7,13 @@ mod rows;
 mod scaling;
 mod select;
 mod sparse;
-mod step;
 
 pub use row::{BenchRow, Ceilings, Growth, Outcome, Rate};
 
 use crate::clock::{Clock, Times};
 use crate::error::{BenchError, Result};
 use crate::scores::Scores;
+use crate::step;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
@@ -93,7 +93,7 @@ pub fn bench(
         BenchRows::Standard => rows::standard(&mut bench)?,
         BenchRows::Table2 => rows::table2(&mut bench)?,
         BenchRows::Scaling => scaling::rows(&mut bench)?,
-        BenchRows::Step => step::rows(&mut bench)?,
+        BenchRows::Step => step::bench(&mut bench)?,
         BenchRows::Dma => rows::dma_forms(&mut bench)?,
         BenchRows::Latent => latent::rows(&mut bench)?,
         BenchRows::Sparse => {
@@ -111,7 +111,8 @@ pub fn bench(
 /// A run of the benchmark: what rows need, and the rows so far.
 pub(crate) struct Bench<'a> {
     say: &'a mut dyn FnMut(BenchEvent),
-    device: CudaDevice,
+    /// The GPU.
+    pub(crate) device: CudaDevice,
     gpu: usize,
     clock: Clock,
     scores: Vec<Scores>,

@@ -78,6 +78,11 @@ impl Extent {
         }
     }
 
+    /// The sizes to check: the first two where all is interpreted.
+    pub(crate) fn sizes<T>(&self, all: &'static [T]) -> &'static [T] {
+        &all[..if self.is_emulated { 2 } else { all.len() }]
+    }
+
     /// Cases of what is checked token by token or entry by entry: one of each kind at least.
     pub(crate) fn few(&self) -> usize {
         match self.is_part {

@@ -18,8 +18,7 @@ const PRODUCT: &str = "product of eight-bit floats, cuBLASLt";
 
 /// Checks the rounding.
 pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let sizes: &[[usize; 2]] = &[[48, 144], [272, 16], [528, 1040], [2064, 4112]];
-    for &[rows, width] in &sizes[..if extent.is_emulated { 2 } else { sizes.len() }] {
+    for &[rows, width] in extent.sizes(&[[48, 144], [272, 16], [528, 1040], [2064, 4112]]) {
         for format in FORMATS {
             let case = format!("{rows} x {width} {format:?}");
             let outcome = rounding(Calls::new(device, extent.seed), [rows, width], format);

@@ -1,13 +1,19 @@
 //! The loss's launch wrapper itself: vocabularies of any size, logits in bf16 and f32, gradients beside the logits and
 //! in their place, ignored labels and wrong ones.
+use super::plain_loss::plain_loss;
 use super::wrappers::{Calls, Outcome, same, text};
+use super::{Form, On, Op, Results, SEED, normal};
 use crate::bar::Bar;
+use crate::bench::Bench;
 use crate::device::Device;
+use crate::error::Result as BenchResult;
 use crate::extent::Extent;
+use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::DType;
 use sieve_kernels::{CudaTensor, LogitRows, cross_entropy, cross_entropy_with_gradients};
-use sieve_testing::round_bf16;
+use sieve_ops::{DeviceBackend, reference};
+use sieve_testing::{Random, round_bf16};
 
 /// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 (bf16) or 16,384
 /// (f32) again.
@@ -26,8 +32,13 @@ const EMULATED: usize = 3;
 
 const GRADIENT_SCALE: f32 = 0.37;
 
+/// The ops, with the names of their rows.
+pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
+    [("op linear_cross_entropy", linear_cross_entropy_op)]
+}
+
 /// Checks every size in both types.
-pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
+pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let count = if extent.is_emulated {
         EMULATED
     } else {
@@ -42,6 +53,55 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     }
     let outcome = outside(Calls::new(device, extent.seed));
     report.add("cross_entropy", "kernel", "a label outside", outcome);
+}
+
+pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchResult<()> {
+    let device = bench.device.clone();
+    let mut random = Random(SEED);
+    let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
+    let labels = device.int(&labels, &[rows]);
+    let losses = normal([rows], DType::F32, &device);
+    let width = vocab.next_multiple_of(8);
+    let shape = format!("{rows}x{vocab}");
+    let bytes = (4 * rows * vocab) as f64;
+    let logits = LogitRows::of(&normal([rows, width], DType::BF16, &device), vocab)?;
+    bench.moved("cross_entropy, in place", &shape, bytes, &mut || {
+        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, 1.0)
+    });
+    drop(logits);
+    let logits = LogitRows::of(&normal([rows, width], DType::F32, &device), vocab)?;
+    bench.moved("cross_entropy losses, f32", &shape, bytes, &mut || {
+        cross_entropy(&logits, &labels, &losses)
+    });
+    Ok(())
+}
+
+fn linear_cross_entropy_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+    const WORDS: usize = 96;
+    let (h, weight) = (on.input([rows, 64]), on.input([WORDS, 64]));
+    let labels = on.indices([rows], WORDS).into_primitive();
+    let [losses, loss, dh, dweight] = if on.form == Form::Plain && on.dtype == DType::BF16 {
+        plain_loss::<B>(h, weight, labels)
+    } else {
+        let (losses, (loss, dh, dweight)) = if on.own() {
+            (
+                B::token_losses(h.clone(), weight.clone(), labels.clone()),
+                B::linear_cross_entropy_with_gradients(h, weight, labels),
+            )
+        } else {
+            (
+                reference::token_losses::<B>(h.clone(), weight.clone(), labels.clone()),
+                reference::linear_cross_entropy_with_gradients::<B>(h, weight, labels),
+            )
+        };
+        [losses, loss, dh, dweight]
+    };
+    vec![
+        ("losses", floats::<B, 1>(losses)),
+        ("loss", floats::<B, 1>(loss)),
+        ("dh", floats::<B, 2>(dh)),
+        ("dweight", floats::<B, 2>(dweight)),
+    ]
 }
 
 /// What is expected of one row of logits.

@@ -1,8 +1,11 @@
 //! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and
 //! their order among Burn's own operations. The emulator has no cuBLASLt.
 use super::wrappers::{Calls, Input, Outcome, same, text};
+use super::{On, Op, Results, VOCAB, normal};
 use crate::bar::Bar;
+use crate::bench::Bench;
 use crate::extent::Extent;
+use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
@@ -11,7 +14,7 @@ use sieve_kernels::{
     AlgorithmSearch, CudaTensor, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn,
     matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
 };
-use sieve_ops::Cuda;
+use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
 
 const NAME: &str = "product, cuBLASLt";
 
@@ -27,6 +30,76 @@ const SIZES: &[([usize; 3], usize)] = &[
 /// Share of the largest number that an f32 sum of a few hundred products may be off, and a bf16 one.
 const F32_SHARE: f32 = 1e-5;
 const BF16_SHARE: f32 = 1.0 / 256.0;
+
+/// The ops, with the names of their rows.
+pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
+    [("op linear", linear_op)]
+}
+
+/// Products of a step, each with the output that the step asks for.
+pub(super) fn bench(bench: &mut Bench<'_>) {
+    if let Err(error) = require_cublaslt() {
+        bench.skip_named("product", "all", &error.to_string());
+        return;
+    }
+    for [m, n, k] in [
+        [16384, 4096, 2048],
+        [16384, 2048, 2048],
+        [16384, 12288, 2048],
+        [16384, 2048, 6144],
+        [4096, VOCAB, 2048],
+        [65536, 768, 768],
+        [2048, 512, 512],
+    ] {
+        let of = |rows: usize, cols: usize, dtype| normal([rows, cols], dtype, &bench.device);
+        let (x, w, dy) = (
+            of(m, k, DType::BF16),
+            of(n, k, DType::BF16),
+            of(m, n, DType::BF16),
+        );
+        let dweight = of(n, k, DType::F32);
+        let (shape, flops) = (format!("{m}x{n}x{k}"), 2.0 * (m * n * k) as f64);
+        bench.computed("product NT", &shape, flops, &mut || {
+            matmul_nt(&x, &w).map(drop)
+        });
+        bench.computed("product NT + residual", &shape, flops, &mut || {
+            matmul(Product::Nt, &x, &w, MatmulOutput::Plus(&dy)).map(drop)
+        });
+        bench.computed("product NN", &shape, flops, &mut || {
+            matmul_nn(&dy, &w).map(drop)
+        });
+        bench.computed("product TN, added to f32", &shape, flops, &mut || {
+            matmul(Product::Tn, &dy, &x, MatmulOutput::AddTo(&dweight)).map(drop)
+        });
+    }
+}
+
+fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+    let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
+    let dy = on.input([rows, 40]);
+    let (y, (dx, dweight)) = if on.own() {
+        (
+            <B as LinearBackend>::linear(x.clone(), weight.clone()),
+            (
+                B::linear_input_gradient(weight, dy.clone()),
+                B::linear_weight_gradient(x, dy),
+            ),
+        )
+    } else {
+        (
+            reference::linear::<B>(x.clone(), weight.clone()),
+            (
+                reference::linear_input_gradient::<B>(weight, dy.clone()),
+                reference::linear_weight_gradient::<B>(x, dy),
+            ),
+        )
+    };
+    vec![
+        ("y", floats::<B, 2>(y)),
+        ("dx", floats::<B, 2>(dx)),
+        ("dweight", floats::<B, 2>(dweight)),
+    ]
+}
 
 /// Checks them all.
 pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &Extent) {

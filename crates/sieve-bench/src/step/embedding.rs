@@ -1,0 +1,154 @@
+//! Rows of the embedding by token number, and their gradient.
+use super::wrappers::{Calls, GAP, Outcome, added_of, same, text};
+use super::{On, Op, Results, SEED, VOCAB, normal};
+use crate::bench::Bench;
+use crate::device::Device;
+use crate::extent::Extent;
+use crate::place::floats;
+use crate::report::Report;
+use burn::tensor::DType;
+use sieve_kernels::{GradientTarget, embedding_backward, embedding_forward};
+use sieve_ops::{DeviceBackend, EmbeddingBackend, EmbeddingGradients, reference};
+use sieve_testing::Random;
+
+/// The ops, with the names of their rows.
+pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
+    [("op embedding", embedding_op)]
+}
+
+/// Checks the launches.
+pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    let tables: &[[usize; 3]] = &[
+        [61, 7, 64],
+        [33, 257, 72],
+        [1, 5, 8],
+        [4097, 50280, 768],
+        [5000, 300, 2056],
+        [777, 100_000, 64],
+        [31, 3000, 4096],
+    ];
+    for &[tokens, vocab, width] in extent.sizes(tables) {
+        for ids in [Ids::Any, Ids::Same, Ids::Outside] {
+            let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");
+            report.add(
+                "embedding",
+                "kernel",
+                &case,
+                embedding_launches(Calls::new(device, extent.seed), [tokens, vocab, width], ids),
+            );
+        }
+    }
+}
+
+/// Token numbers of an embedding.
+#[derive(Clone, Copy, Debug)]
+enum Ids {
+    Any,
+    Same,
+    /// Some below 0 and some past the vocabulary.
+    Outside,
+}
+
+pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
+    let mut random = Random(SEED);
+    // As words of a text: the rank r with a probability of about 1 / r.
+    let zipf = |random: &mut Random| ((VOCAB as f64).powf(random.unit()) - 1.0) as usize;
+    let ids: Vec<i32> = (0..tokens)
+        .map(|_| zipf(&mut random).min(VOCAB - 1) as i32)
+        .collect();
+    let mut unique = ids.clone();
+    unique.sort_unstable();
+    unique.dedup();
+    let weight = normal([VOCAB, width], DType::BF16, &bench.device);
+    let sums = normal([VOCAB, width], DType::F32, &bench.device);
+    let dy = normal([1, tokens, width], DType::BF16, &bench.device);
+    let shape = format!("{tokens}x{width}, {} ids", unique.len());
+    let (elements, rows) = ((tokens * width) as f64, (unique.len() * width) as f64);
+    let on = |ids: &[i32]| bench.device.int(ids, &[1, tokens]);
+    let (any, same) = (on(&ids), on(&vec![7; tokens]));
+    let bytes = 2.0 * elements + 2.0 * rows;
+    bench.moved("embedding forward", &shape, bytes, &mut || {
+        embedding_forward(&weight, &any).map(drop)
+    });
+    let bytes = 2.0 * elements + 8.0 * rows + 16.0 * tokens as f64;
+    bench.moved("embedding backward", &shape, bytes, &mut || {
+        embedding_backward(&dy, &any, VOCAB, GradientTarget::AddTo(&sums)).map(drop)
+    });
+    let shape = format!("{tokens}x{width}, one id");
+    bench.moved("embedding backward", &shape, 2.0 * elements, &mut || {
+        embedding_backward(&dy, &same, VOCAB, GradientTarget::AddTo(&sums)).map(drop)
+    });
+}
+
+fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+    const WORDS: usize = 50;
+    let (weight, dy) = (on.input([WORDS, 64]), on.input([2, rows, 64]));
+    let ids = on.indices([2, rows], WORDS).into_primitive();
+    let (y, dweight) = if on.own() {
+        (
+            <B as EmbeddingBackend>::embedding(weight, ids.clone()),
+            <B as EmbeddingGradients>::embedding_backward(dy, ids, WORDS),
+        )
+    } else {
+        (
+            reference::embedding::<B>(weight, ids.clone()),
+            reference::embedding_backward::<B>(dy, ids, WORDS),
+        )
+    };
+    vec![
+        ("y", floats::<B, 3>(y)),
+        ("dweight", floats::<B, 2>(dweight)),
+    ]
+}
+
+fn embedding_launches(
+    mut calls: Calls<'_>,
+    [tokens, vocab, width]: [usize; 3],
+    kind: Ids,
+) -> Outcome {
+    let weight = calls.flat(&[vocab, width], DType::BF16);
+    let (dy, before) = (
+        calls.pitched(tokens, width, DType::BF16)?,
+        calls.flat(&[vocab, width], DType::F32),
+    );
+    let ids: Vec<i32> = (0..tokens)
+        .map(|at| match kind {
+            Ids::Same => 3,
+            Ids::Outside if at % 7 == 0 => -1,
+            Ids::Outside if at % 7 == 1 => vocab as i32,
+            _ => calls.random.below(vocab) as i32,
+        })
+        .collect();
+    let on = calls.device.int(&ids, &[1, tokens]);
+    let pitch = width + GAP;
+    let strides = [tokens * pitch, pitch, 1];
+    let dy_on = dy.on.view("check", "dy", &[1, tokens, width], &strides);
+    let dy_on = dy_on.map_err(text)?;
+    let mut expected = Vec::new();
+    let mut sums = vec![0.0f64; vocab * width];
+    for (at, &id) in ids.iter().enumerate() {
+        if id < 0 || id as usize >= vocab {
+            expected.extend(std::iter::repeat_n(f32::NAN, width));
+            continue;
+        }
+        let row = id as usize * width;
+        expected.extend(&weight.values[row..row + width]);
+        for column in 0..width {
+            sums[row + column] += f64::from(dy.values[at * width + column]);
+        }
+    }
+    let y = embedding_forward(&weight.on, &on).map_err(text)?;
+    same("rows", &calls.device.floats(&y).map_err(text)?, &expected)?;
+    let sums: Vec<f32> = sums.into_iter().map(|x| x as f32).collect();
+    let backward = |target| embedding_backward(&dy_on, &on, vocab, target).map_err(text);
+    let dweight = backward(GradientTarget::New)?;
+    calls.close("dweight", &dweight, &sums)?;
+    calls.equal(
+        "dweight of two runs",
+        &backward(GradientTarget::New)?,
+        &dweight,
+    )?;
+    let total = backward(GradientTarget::AddTo(&before.on))?;
+    calls.close("dweight added", &total, &added_of(&sums, &before.values))?;
+    Ok(calls.worst)
+}

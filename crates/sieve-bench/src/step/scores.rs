@@ -1,0 +1,176 @@
+//! DMA's scores of keys and their gradient.
+use super::wrappers::{Calls, Outcome, text};
+use super::{On, Op, Results, normal};
+use crate::bar::Bar;
+use crate::bench::Bench;
+use crate::device::Device;
+use crate::error::Result as BenchResult;
+use crate::extent::Extent;
+use crate::place::{float, floats};
+use crate::report::Report;
+use burn::tensor::DType;
+use burn_flex::{Flex, FlexDevice};
+use sieve_kernels::{
+    GradientTarget, Qkv, ScoreBias, ScoresBackward, dma_scores, dma_scores_backward,
+};
+use sieve_ops::{AttentionSpec, DeviceBackend, reference};
+
+/// The ops, with the names of their rows.
+pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
+    [("op dma_scores", dma_scores_op)]
+}
+
+/// Checks the launches.
+pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    let kv_heads: &[usize] = match extent.is_emulated {
+        true => &[3],
+        false => &[1, 2, 3, 4, 8, 16, 32],
+    };
+    for &kv_heads in kv_heads {
+        for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
+            let case = format!("{tokens} tokens, {kv_heads} heads of {head_dim}");
+            let outcome =
+                dma_scores_launches(Calls::new(device, extent.seed), tokens, kv_heads, head_dim);
+            report.add("dma_scores", "kernel", &case, outcome);
+        }
+    }
+}
+
+pub(super) fn bench(
+    bench: &mut Bench<'_>,
+    tokens: usize,
+    [heads, kv_heads]: [usize; 2],
+    head_dim: usize,
+) -> BenchResult<()> {
+    let device = bench.device.clone();
+    let packed = [1, tokens, heads + 2 * kv_heads, head_dim];
+    let [qkv, dqkv] = [0, 1].map(|_| normal(packed, DType::BF16, &device));
+    let w_dt = normal([kv_heads * head_dim, kv_heads], DType::F32, &device);
+    let a = normal([kv_heads], DType::F32, &device);
+    let dz = normal([1, kv_heads, tokens], DType::F32, &device);
+    let (qkv, dqkv) = (
+        Qkv::packed(&qkv, heads, kv_heads),
+        Qkv::packed(&dqkv, heads, kv_heads),
+    );
+    let forward = || dma_scores(&qkv, &w_dt, &a, ScoreBias::Exp);
+    let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
+    let keys = (tokens * kv_heads) as f64;
+    let bytes = keys * (2 * head_dim + 12) as f64;
+    bench.moved("dma_scores forward", &shape, bytes, &mut || {
+        forward().map(drop)
+    });
+    let scored = forward()?;
+    let bytes = keys * (6 * head_dim + 8) as f64;
+    bench.moved("dma_scores backward", &shape, bytes, &mut || {
+        let call = ScoresBackward {
+            qkv: &qkv,
+            w_dt: &w_dt,
+            a: &a,
+            x: &scored.x,
+            dz: &dz,
+        };
+        dma_scores_backward(call, &dqkv, GradientTarget::New, GradientTarget::New).map(drop)
+    });
+    Ok(())
+}
+
+fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+    let (heads, kv_heads, width) = (4, 2, 64);
+    let spec = AttentionSpec {
+        num_heads: heads,
+        num_kv_heads: kv_heads,
+        softmax_scale: 0.125,
+        window_size: None,
+    };
+    let shape = [2, rows, heads + 2 * kv_heads, width];
+    let qkv = on.input(shape);
+    let w_dt = on.input([kv_heads * width, kv_heads]);
+    let a = on.input([kv_heads]);
+    let dz = on.input_in([2, kv_heads, rows], DType::F32);
+    let dqkv = on.input(shape);
+    let (z, (dqkv, dw, da)) = if on.own() {
+        (
+            B::dma_scores(qkv.clone(), w_dt.clone(), a.clone(), spec),
+            B::dma_scores_backward(qkv, w_dt, a, spec, dz, dqkv),
+        )
+    } else {
+        (
+            reference::dma_scores::<B>(qkv.clone(), w_dt.clone(), a.clone(), spec),
+            reference::dma_scores_backward::<B>(qkv, w_dt, a, spec, dz, dqkv),
+        )
+    };
+    vec![
+        ("z", floats::<B, 3>(z)),
+        ("dqkv", floats::<B, 4>(dqkv)),
+        ("dw_dt", floats::<B, 2>(dw)),
+        ("da", floats::<B, 1>(da)),
+    ]
+}
+
+fn dma_scores_launches(
+    mut calls: Calls<'_>,
+    tokens: usize,
+    kv_heads: usize,
+    head_dim: usize,
+) -> Outcome {
+    const BATCH: usize = 2;
+    let shape = [BATCH, tokens, 4 * kv_heads, head_dim];
+    let (qkv, dqkv) = (
+        calls.flat(&shape, DType::BF16),
+        calls.flat(&shape, DType::BF16),
+    );
+    let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
+        .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
+        .collect();
+    let w_dt_on = calls
+        .device
+        .float(&w_dt, &[kv_heads * head_dim, kv_heads], DType::F32);
+    let a = calls.flat(&[kv_heads], DType::F32);
+    let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
+    let spec = AttentionSpec {
+        num_heads: 2 * kv_heads,
+        num_kv_heads: kv_heads,
+        softmax_scale: 1.0,
+        window_size: None,
+    };
+    let host = |values: &[f32]| float::<Flex, 4>(values, shape, &FlexDevice);
+    let host_w = || float::<Flex, 2>(&w_dt, [kv_heads * head_dim, kv_heads], &FlexDevice);
+    let host_a = || float::<Flex, 1>(&a.values, [kv_heads], &FlexDevice);
+    let z = reference::dma_scores::<Flex>(host(&qkv.values), host_w(), host_a(), spec);
+    let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
+    let scores = dma_scores(&heads, &w_dt_on, &a.on, ScoreBias::Exp).map_err(text)?;
+    let z = floats::<Flex, 3>(z);
+    calls.close("z", &scores.z, &z)?;
+    let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();
+    let bar = Bar {
+        plain: 0.0,
+        floor: 1e-6,
+        share: 1e-4,
+        norm: false,
+    };
+    let got = calls.device.floats(&scores.delta).map_err(text)?;
+    calls.worst = calls.worst.max(bar.judge("delta", &got, &delta, &delta)?);
+
+    let (dqkv_exact, dw_exact, da_exact) = reference::dma_scores_backward::<Flex>(
+        host(&qkv.values),
+        host_w(),
+        host_a(),
+        spec,
+        float::<Flex, 3>(&dz.values, [BATCH, kv_heads, tokens], &FlexDevice),
+        host(&dqkv.values),
+    );
+    let call = ScoresBackward {
+        qkv: &heads,
+        w_dt: &w_dt_on,
+        a: &a.on,
+        x: &scores.x,
+        dz: &dz.on,
+    };
+    let into = Qkv::packed(&dqkv.on, 2 * kv_heads, kv_heads);
+    let (dw, da) =
+        dma_scores_backward(call, &into, GradientTarget::New, GradientTarget::New).map_err(text)?;
+    calls.close("dv among dqkv", &dqkv.on, &floats::<Flex, 4>(dqkv_exact))?;
+    calls.close("dw_dt", &dw, &floats::<Flex, 2>(dw_exact))?;
+    calls.close("da", &da, &floats::<Flex, 1>(da_exact))?;
+    Ok(calls.worst)
+}
