@@ -6,12 +6,12 @@
 #![allow(clippy::print_stdout, reason = "a program for people")]
 
 use sieve_core::AdamWStep;
+use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::{
     AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw,
     attention_backward, attention_forward, dma_select, embedding_backward, linear_cross_entropy,
     linear_cross_entropy_with_gradients, mask_statistics, matmul, qk_norm_rope_backward,
-    qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares, swiglu_backward,
-    swiglu_forward,
+    qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
 };
 use sieve_testing::{Random, Time, measure};
 

@@ -20,6 +20,7 @@
 //! Slices of the wrong length and impossible sizes are programming errors and panic with the name of the operand; the
 //! callers check what a user can get wrong.
 
+pub mod activation;
 pub mod adamw;
 pub mod attention;
 pub mod dma_scores;
@@ -35,7 +36,6 @@ pub mod reference;
 pub mod rms_norm;
 mod simd;
 pub mod softmax;
-pub mod swiglu;
 
 pub use adamw::adamw;
 pub use attention::decode::{DecodeShape, attention_decode};
@@ -62,4 +62,3 @@ pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward};
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use softmax::{exp_row, max_of_row};
-pub use swiglu::{swiglu_backward, swiglu_forward};

@@ -234,7 +234,7 @@ fn run(folder: &Path) -> Result<Outcomes, KernelError> {
     let probe_tensor = upload(&[1.0], [1], DType::F32, &gpu);
     println!("client in {:.0} ms", start.elapsed().as_secs_f64() * 1e3);
     let start = Instant::now();
-    sieve_kernels::fill_zero(&probe_tensor)?;
+    sieve_kernels::step::fill_zero(&probe_tensor)?;
     let first_ms = start.elapsed().as_secs_f64() * 1e3;
     let note = format!(
         "{} cache, first launch {first_ms:.1} ms",

@@ -15,7 +15,7 @@ mod dma;
 mod mla;
 mod nsa;
 mod select;
-mod step;
+pub mod step;
 
 mod specialisations;
 
@@ -66,24 +66,4 @@ pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;
 pub use select::{SelectedBlocks, correct_by_probes, select_blocks, select_blocks_by_bounds};
-pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys, manifest};
-pub use step::adamw::{AdamwTensors, adamw};
-pub use step::cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients};
-pub use step::embedding_backward::embedding_backward;
-pub use step::embedding_forward::embedding_forward;
-pub use step::fill_zero::fill_zero;
-pub use step::fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
-pub use step::linear_cross_entropy::{
-    gradient_block_tokens, linear_cross_entropy_with_gradients, token_losses,
-};
-pub use step::qk_norm_rope_backward::qk_norm_rope_backward;
-pub use step::qk_norm_rope_forward::{QkNormRope, Reuse, qk_norm_rope_forward};
-pub use step::residual_add::residual_add;
-pub use step::rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
-pub use step::rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
-pub use step::scale::scale;
-pub use step::split_master::{join_master, split_master};
-pub use step::sum_of_squares::{FixedSum, Term, fixed_sum, sum_of_squares};
-pub use step::swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
-pub use step::swiglu_forward::swiglu_forward;
-pub use step::vector_rows::GradientTarget;
+pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

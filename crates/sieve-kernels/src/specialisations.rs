@@ -1,16 +1,12 @@
 //! Which specialisations of the kernels there are. The kernels of each part of a model are named once, in
-//! `attention.rs` and `step.rs`; everything else is a view:
+//! `attention.rs` here and in `crate::step`; everything else is a view:
 //!
 //! - [`AttentionNeeds::kernels`]: all parts of one model's attention, for a build ahead of time;
-//! - [`NeededKernels::shipped_for`]: the usual widths, by a table of parts (`shipped.rs`);
-//! - [`manifest`]: the shipped list as `kernels/manifest.toml`, which CI compiles.
+//! - [`NeededKernels::shipped`]: the usual widths, by a table of parts (`shipped.rs`), which CI compiles.
 mod attention;
-mod manifest;
 mod shipped;
-mod step;
 
 pub use attention::{AttentionNeeds, NeededKeys};
-pub use manifest::manifest;
 
 use crate::error::KernelError;
 use crate::runtime::source_kernel::SourceKernel;

@@ -1,4 +1,5 @@
 //! The rest of a training step: embedding, norms, rotary positions, SwiGLU, loss, optimizer, and sums over tensors.
+//! A launch has three lines here: its file, its public names, and the forms of its kernels that ship.
 pub(crate) mod adamw;
 pub(crate) mod column_sums;
 pub(crate) mod cross_entropy;
@@ -18,3 +19,109 @@ pub(crate) mod sum_of_squares;
 pub(crate) mod swiglu_backward;
 pub(crate) mod swiglu_forward;
 pub(crate) mod vector_rows;
+
+pub use adamw::{AdamwTensors, adamw};
+pub use cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients};
+pub use embedding_backward::embedding_backward;
+pub use embedding_forward::embedding_forward;
+pub use fill_zero::fill_zero;
+pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
+pub use linear_cross_entropy::{
+    gradient_block_tokens, linear_cross_entropy_with_gradients, token_losses,
+};
+pub use qk_norm_rope_backward::qk_norm_rope_backward;
+pub use qk_norm_rope_forward::{QkNormRope, Reuse, qk_norm_rope_forward};
+pub use residual_add::residual_add;
+pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
+pub use rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
+pub use scale::scale;
+pub use split_master::{join_master, split_master};
+pub use sum_of_squares::{FixedSum, Term, fixed_sum, sum_of_squares};
+pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
+pub use swiglu_forward::swiglu_forward;
+pub use vector_rows::GradientTarget;
+
+use crate::runtime::source_kernel::SourceKernel;
+use crate::specialisations::NeededKernels;
+
+impl NeededKernels {
+    /// Those of every model's step but for attention, as far as an architecture can run them. Most do not depend on a
+    /// model's sizes; heads of 64 and 128 columns are the usual ones.
+    pub fn step(arch: &str) -> Vec<SourceKernel> {
+        let mut kernels = vec![
+            column_sums::column_sums_kernel(),
+            cross_entropy::cross_entropy_kernel(true, true),
+            cross_entropy::cross_entropy_kernel(false, false),
+            embedding_forward::embedding_forward_kernel(),
+            embedding_backward::embedding_order_kernel(),
+            embedding_backward::embedding_backward_kernel(),
+            embedding_backward::embedding_carry_kernel(),
+            sum_of_squares::sum_partials_kernel(Term::Square, false),
+            sum_of_squares::sum_partials_kernel(Term::Value, false),
+            sum_of_squares::finish_sum_kernel(sum_of_squares::SumResult::Total),
+            sum_of_squares::finish_sum_kernel(sum_of_squares::SumResult::ClippedNorm),
+            adamw::adamw_kernel(adamw::Master::Alone),
+            adamw::adamw_kernel(adamw::Master::BesideLeaf),
+            adamw::adamw_kernel(adamw::Master::Split),
+            split_master::split_master_kernel(split_master::Direction::Split),
+            split_master::split_master_kernel(split_master::Direction::Join),
+            residual_add::residual_add_kernel(true, 8),
+            residual_add::residual_add_kernel(false, 4),
+            scale::scale_kernel(true, 8),
+            scale::scale_kernel(false, 4),
+            fill_zero::fill_zero_kernel(),
+        ];
+        // Eight-bit floats come with compute capability 8.9.
+        if !["sm_80", "sm_86"].contains(&arch) {
+            kernels.extend([
+                fp8_quantise::fp8_amax_kernel(),
+                fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
+                fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
+            ]);
+        }
+        for (is_bf16, vector) in [(true, 8), (false, 4)] {
+            kernels.push(swiglu_forward::swiglu_forward_kernel(is_bf16, vector));
+            kernels.push(swiglu_backward::swiglu_backward_kernel(is_bf16, vector));
+            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(
+                is_bf16, vector,
+            ));
+        }
+        for residual in [
+            rms_norm_forward::NormResidual::None,
+            rms_norm_forward::NormResidual::Added,
+        ] {
+            for warps_per_row in [1, 4] {
+                kernels.push(rms_norm_forward::rms_norm_forward_kernel(
+                    residual,
+                    warps_per_row,
+                ));
+            }
+            for warps_per_row in [2, 4, 8] {
+                kernels.push(rms_norm_backward::rms_norm_backward_kernel(
+                    residual,
+                    warps_per_row,
+                ));
+            }
+        }
+        for warps_per_row in [2, 4, 8] {
+            kernels.push(rms_norm_backward::rms_norm_backward_with_output_kernel(
+                warps_per_row,
+            ));
+        }
+        for head_dim in [64, 128] {
+            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(
+                head_dim,
+                Reuse::Copy,
+            ));
+            kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
+                head_dim,
+                Reuse::Copy,
+            ));
+            kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
+                head_dim,
+                Reuse::InPlace,
+            ));
+        }
+        kernels
+    }
+}

@@ -36,7 +36,7 @@ mod testing;
 pub use attention::{
     AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention,
 };
-pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
+pub use backend::TrainBackend;
 pub use block::{
     AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
     FeedForwardBackend, Residual, SeedBackend, attention_layer, feed_forward, seed_gradient,
@@ -80,6 +80,23 @@ pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 
 pub use sieve_core::DmaBias;
 pub use sieve_kernels::SumOrder;
+
+backend::all_of!(
+    /// A Burn backend with Sieve's ops: a device, or autodiff over one.
+    ///
+    /// The ops are methods on primitives; users call the functions of this crate that carry their names.
+    SieveBackend: LinearBackend EmbeddingBackend NormBackend RopeBackend SwigluBackend AttentionBackend DmaBackend
+        DynamicMaskBackend NsaBackend MlaBackend DecodeBackend SparseBackend LossBackend OptimizerBackend
+        FeedForwardBackend AttentionLayerBackend SeedBackend
+);
+
+backend::all_of!(
+    /// A backend that computes itself, every op and every op's gradient: the CPU's and CUDA's. Nothing has a default
+    /// body: what has no kernel says so and is counted.
+    DeviceBackend: LinearGradients Fp8Gradients EmbeddingGradients NormGradients RopeGradients SwigluGradients
+        AttentionGradients DmaGradients NsaGradients MlaGradients DecodeBackend SparseBackend LossGradients
+        OptimizerBackend RowPartsBackend
+);
 
 pub mod reference {
     //! Every op in plain Burn operations: the definition the fast paths are measured against.

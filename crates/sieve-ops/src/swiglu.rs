@@ -9,7 +9,8 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_kernels::{CudaPrimitive, CudaTensor, Reuse};
+use sieve_kernels::step::Reuse;
+use sieve_kernels::{CudaPrimitive, CudaTensor};
 
 /// `silu(gate) * up` of a packed tensor, gate first.
 ///
@@ -86,7 +87,7 @@ impl SwigluBackend for Flex {
         let last = shape.len() - 1;
         shape[last] = d_ff;
         let mut y = vec![0.0; shape.iter().product()];
-        sieve_cpu::swiglu_forward(floats(&gate_up), d_ff, &mut y);
+        sieve_cpu::activation::swiglu_forward(floats(&gate_up), d_ff, &mut y);
         from_vec(y, shape)
     }
 }
@@ -101,7 +102,7 @@ impl SwigluGradients for Flex {
         let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
         let mut d_gate_up = zeros_like(&gate_up);
         let d_ff = last_dim(&gate_up) / 2;
-        sieve_cpu::swiglu_backward(floats(&gate_up), d_ff, floats(&dy), &mut d_gate_up);
+        sieve_cpu::activation::swiglu_backward(floats(&gate_up), d_ff, floats(&dy), &mut d_gate_up);
         from_vec(d_gate_up, gate_up.shape())
     }
 
@@ -116,7 +117,7 @@ impl SwigluGradients for Flex {
 
 impl SwigluBackend for Cuda {
     fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
-        let attempt = sieve_kernels::swiglu_forward(&CudaTensor::from(gate_up.clone()));
+        let attempt = sieve_kernels::step::swiglu_forward(&CudaTensor::from(gate_up.clone()));
         kernel_or("swiglu", attempt.map(Into::into), || {
             reference::swiglu::<Self>(gate_up)
         })
@@ -126,7 +127,7 @@ impl SwigluBackend for Cuda {
 impl SwigluGradients for Cuda {
     fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
         let [x, d] = tensors([&gate_up, &dy]);
-        let attempt = sieve_kernels::swiglu_backward(&x, &d);
+        let attempt = sieve_kernels::step::swiglu_backward(&x, &d);
         kernel_or("swiglu_backward", attempt.map(Into::into), || {
             reference::swiglu_backward::<Self>(gate_up, dy)
         })
@@ -143,7 +144,7 @@ impl SwigluGradients for Cuda {
         } else {
             Reuse::Copy
         };
-        let attempt = sieve_kernels::swiglu_backward_with_output(&x, &d, reuse);
+        let attempt = sieve_kernels::step::swiglu_backward_with_output(&x, &d, reuse);
         let attempt = attempt.map(|(dx, y)| (dx.into(), y.into()));
         kernel_or("swiglu_backward", attempt, || {
             let y = reference::swiglu::<Self>(gate_up.clone());

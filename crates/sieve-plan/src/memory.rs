@@ -23,7 +23,8 @@ use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_cpu::linear_cross_entropy::chunk_rows;
-use sieve_kernels::{KeepRest, gradient_block_tokens};
+use sieve_kernels::KeepRest;
+use sieve_kernels::step::gradient_block_tokens;
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
 /// products.

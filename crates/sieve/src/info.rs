@@ -7,8 +7,9 @@ use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_core::model::{Attention, AttentionForm};
 use sieve_core::recipe::{AttentionKind, StartingSize};
+use sieve_kernels::step::require_fp8;
 use sieve_kernels::{
-    AttentionShape, KernelFamily, KeySource, cublaslt_version, nccl_version, probe, require_fp8,
+    AttentionShape, KernelFamily, KeySource, cublaslt_version, nccl_version, probe,
 };
 use sieve_plan::gpu_attention_gap;
 use sieve_train::MemoryProbe;

@@ -31,7 +31,8 @@ use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Prepared, Progress, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
-use sieve_kernels::{DeviceReport, SumOrder, require_cublaslt, require_fp8};
+use sieve_kernels::step::require_fp8;
+use sieve_kernels::{DeviceReport, SumOrder, require_cublaslt};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{

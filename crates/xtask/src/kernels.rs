@@ -1,31 +1,32 @@
 //! `cargo xtask kernels`: compiles what ships, without a GPU, and says what it costs.
-pub(crate) mod manifest;
 mod nvcc;
 mod resources;
+pub(crate) mod shipped;
 
+use crate::tidy::headers;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
-use manifest::{Manifest, Specialisation};
 use nvcc::Nvcc;
 use resources::Resources;
+use shipped::{Shipped, Specialisation};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// One compilation's outcome.
 struct Compiled<'a> {
-    specialisation: &'a Specialisation<'a>,
+    specialisation: &'a Specialisation,
     arch: &'a str,
     log: Result<String>,
 }
 
-/// Compiles the manifest for all its architectures, or for one.
+/// Compiles what ships for all its architectures, or for one.
 pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
-    let manifest = Manifest::load()?;
+    let shipped = Shipped::load()?;
     let nvcc = Nvcc::find_or_install()?;
-    let specialisations = manifest.specialisations();
-    let jobs: Vec<(&Specialisation, &str)> = specialisations
+    let jobs: Vec<(&Specialisation, &str)> = shipped
+        .specialisations
         .iter()
-        .flat_map(|s| s.kernel.arch.iter().map(move |arch| (s, arch.as_str())))
+        .flat_map(|s| s.arch.iter().map(move |arch| (s, arch.as_str())))
         .filter(|(_, arch)| only_arch.is_none_or(|only| only == *arch))
         .collect();
     if jobs.is_empty() {
@@ -35,24 +36,13 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
         );
     }
     let results = compile_all(&nvcc, &jobs)?;
-    report(&manifest, &results)
-}
-
-/// Writes the manifest from the list of shipped specialisations in sieve-kernels.
-pub(crate) fn write() -> Result<()> {
-    let program = ["run", "--release", "--quiet", "--package", "sieve-kernels"];
-    let text = workspace::output(
-        "cargo",
-        &[&program[..], &["--example", "manifest"]].concat(),
-    )?;
-    let path = folder().join("manifest.toml");
-    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
+    report(&shipped, &results)
 }
 
 /// Compiles on all cores; results come back in the order of the jobs.
 fn compile_all<'a>(
     nvcc: &Nvcc,
-    jobs: &'a [(&'a Specialisation<'a>, &'a str)],
+    jobs: &'a [(&'a Specialisation, &'a str)],
 ) -> Result<Vec<Compiled<'a>>> {
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
@@ -87,8 +77,8 @@ fn compile_all<'a>(
 }
 
 /// Prints the table, then what must not be.
-fn report(manifest: &Manifest, results: &[Compiled]) -> Result<()> {
-    let mut problems = Vec::new();
+fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
+    let mut problems = headers::unnamed_defines(shipped)?;
     println!(
         "{:7} {:44} {:>9} {:>15} {:>6} {:>7}  defines",
         "arch", "entry point", "registers", "spills st/ld B", "stack", "smem B"
@@ -99,11 +89,7 @@ fn report(manifest: &Manifest, results: &[Compiled]) -> Result<()> {
         log,
     } in results
     {
-        let name = format!(
-            "{} [{}] {arch}",
-            specialisation.kernel.file,
-            specialisation.variant_text()
-        );
+        let name = format!("{} [{}] {arch}", specialisation.file, specialisation.text());
         let log = match log {
             Ok(log) => log,
             Err(error) => {
@@ -129,10 +115,10 @@ fn report(manifest: &Manifest, results: &[Compiled]) -> Result<()> {
                 "{arch:7} {:44} {registers:>9} {:>15} {stack_bytes:>6} {shared_bytes:>7}  {}",
                 function.name,
                 format!("{store}/{load}"),
-                specialisation.variant_text()
+                specialisation.text()
             );
             problems.extend(
-                manifest
+                shipped
                     .over_allowance(specialisation, function, arch)
                     .map(|problem| format!("{name}: {problem}")),
             );
@@ -141,7 +127,7 @@ fn report(manifest: &Manifest, results: &[Compiled]) -> Result<()> {
     }
     println!(
         "kernels: {} specialisations, {} compilations",
-        manifest.specialisations().len(),
+        shipped.specialisations.len(),
         results.len()
     );
     if problems.is_empty() {

@@ -32,10 +32,9 @@ const USAGE: &str = "cargo xtask <command>
                          empty
                          folder and runs it there with nothing in PATH
   book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
-  kernels [--arch A]     compile kernels/manifest.toml with nvcc (installed into target/cuda-venv when missing), print
-                         registers, spills, stack and shared memory; fails on any spill that kernels/allowances.toml
-                         does not allow
-  kernels --write        write kernels/manifest.toml from the list in sieve-kernels/src/specialisations";
+  kernels [--arch A]     compile what ships with nvcc (installed into target/cuda-venv when missing), print registers,
+                         spills, stack and shared memory; fails on any spill that kernels/allowances.toml does not
+                         allow, and on a header that does not name a define";
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -46,7 +45,6 @@ fn main() -> ExitCode {
         ["check", "--gpu", program, only @ ..] => gpu::run_program(program.as_ref(), only),
         ["tidy"] => tidy::run(),
         ["kernels"] => kernels::run(None),
-        ["kernels", "--write"] => kernels::write(),
         ["dist"] => dist::run(true),
         ["dist", "--without-kernels"] => dist::run(false),
         ["book"] => book::run(),

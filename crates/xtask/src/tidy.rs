@@ -2,17 +2,24 @@
 mod arrows;
 mod dependencies;
 mod files;
-mod headers;
+pub(crate) mod headers;
 mod links;
 mod ops;
 
 use crate::workspace;
 use anyhow::{Result, bail};
 
-/// Names that the root of sieve-kernels gives to others.
+/// The files of sieve-kernels that re-export its public names.
+const PUBLIC_MODULES: [&str; 2] = ["lib", "step"];
+
+/// Names that sieve-kernels gives to others: those of its root and of its public modules.
 fn public_names() -> Result<usize> {
-    let lib = workspace::read(&workspace::root().join("crates/sieve-kernels/src/lib.rs"))?;
-    let uses = lib
+    let mut text = String::new();
+    for file in PUBLIC_MODULES {
+        let path = format!("crates/sieve-kernels/src/{file}.rs");
+        text.push_str(&workspace::read(&workspace::root().join(path))?);
+    }
+    let uses = text
         .split("pub use ")
         .skip(1)
         .filter_map(|rest| rest.split(';').next());

@@ -8,7 +8,7 @@ use crate::place::{float, floats};
 use crate::report::Report;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{Reuse, swiglu_backward, swiglu_backward_with_output, swiglu_forward};
+use sieve_kernels::step::{Reuse, swiglu_backward, swiglu_backward_with_output, swiglu_forward};
 use sieve_ops::{DeviceBackend, reference};
 
 /// The ops, with the names of their rows.

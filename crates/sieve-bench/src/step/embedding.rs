@@ -7,7 +7,7 @@ use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::DType;
-use sieve_kernels::{GradientTarget, embedding_backward, embedding_forward};
+use sieve_kernels::step::{GradientTarget, embedding_backward, embedding_forward};
 use sieve_ops::{DeviceBackend, EmbeddingBackend, EmbeddingGradients, reference};
 use sieve_testing::Random;
 

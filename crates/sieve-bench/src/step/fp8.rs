@@ -7,10 +7,8 @@ use crate::extent::Extent;
 use crate::report::Report;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
-use sieve_kernels::{
-    CudaTensor, Fp8Format, Fp8Matrix, Fp8Pair, MatmulOutput, fp8_quantise, matmul_fp8,
-    require_cublaslt, require_fp8,
-};
+use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
+use sieve_kernels::{CudaTensor, MatmulOutput, matmul_fp8, require_cublaslt};
 use sieve_ops::reference;
 
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];

@@ -11,7 +11,8 @@ use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::DType;
-use sieve_kernels::{CudaTensor, LogitRows, cross_entropy, cross_entropy_with_gradients};
+use sieve_kernels::CudaTensor;
+use sieve_kernels::step::{LogitRows, cross_entropy, cross_entropy_with_gradients};
 use sieve_ops::{DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
 

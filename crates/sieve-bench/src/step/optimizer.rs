@@ -8,9 +8,9 @@ use crate::place::{float, floats};
 use crate::report::Report;
 use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
-use sieve_kernels::{
-    AdamwTensors, CudaTensor, FixedSum, Term, adamw, fixed_sum, join_master, split_master,
-    sum_of_squares,
+use sieve_kernels::CudaTensor;
+use sieve_kernels::step::{
+    AdamwTensors, FixedSum, Term, adamw, fixed_sum, join_master, split_master, sum_of_squares,
 };
 use sieve_ops::{AdamWTensors, DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};

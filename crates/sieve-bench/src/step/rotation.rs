@@ -9,7 +9,7 @@ use crate::place::{float, floats};
 use crate::report::Report;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{
+use sieve_kernels::step::{
     GradientTarget, QkNormRope, Reuse, qk_norm_rope_backward, qk_norm_rope_forward,
 };
 use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeTables, reference};

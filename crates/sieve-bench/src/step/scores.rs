@@ -10,9 +10,8 @@ use crate::place::{float, floats};
 use crate::report::Report;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{
-    GradientTarget, Qkv, ScoreBias, ScoresBackward, dma_scores, dma_scores_backward,
-};
+use sieve_kernels::step::GradientTarget;
+use sieve_kernels::{Qkv, ScoreBias, ScoresBackward, dma_scores, dma_scores_backward};
 use sieve_ops::{AttentionSpec, DeviceBackend, reference};
 
 /// The ops, with the names of their rows.

@@ -8,7 +8,7 @@ use crate::place::{float, floats};
 use crate::report::Report;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{
+use sieve_kernels::step::{
     GradientTarget, residual_add, rms_norm_backward, rms_norm_backward_with_output,
     rms_norm_forward, rms_norm_residual_forward,
 };

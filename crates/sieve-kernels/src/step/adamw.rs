@@ -17,7 +17,7 @@ const BLOCK_ELEMENTS: usize = 1024;
 #[derive(Debug, Clone, Copy)]
 pub struct AdamwTensors<'a> {
     /// Changed in place: the f32 master weights, or, as bf16, what `leaf` lacks of them
-    /// (see [`split_master`](crate::split_master())).
+    /// (see [`split_master`](crate::step::split_master())).
     pub param: &'a CudaTensor,
     /// f32 first moment, changed in place.
     pub exp_avg: &'a CudaTensor,

@@ -20,8 +20,8 @@ const BLOCK_WARPS: usize = 16;
 /// Columns that a warp holds of a row.
 const WARP_WIDTH: usize = 512;
 
-/// Gradients of [`rms_norm_forward`](crate::rms_norm_forward()): `(dx, dweight)`, dx bf16 `[.., width]`, dweight f32
-/// `[width]`. `x` is what was normalised.
+/// Gradients of [`rms_norm_forward`](crate::step::rms_norm_forward()): `(dx, dweight)`, dx bf16 `[.., width]`, dweight
+/// f32 `[width]`. `x` is what was normalised.
 ///
 /// `d_residual` is the gradient that reaches x beside this norm, as the residual stream's does; it is added to dx.
 ///
@@ -55,7 +55,7 @@ pub fn rms_norm_backward(
 }
 
 /// As [`rms_norm_backward`] with a residual gradient, and the output of
-/// [`rms_norm_forward`](crate::rms_norm_forward()) once more, bf16 `[.., width]`: `(dx, dweight, y)`.
+/// [`rms_norm_forward`](crate::step::rms_norm_forward()) once more, bf16 `[.., width]`: `(dx, dweight, y)`.
 ///
 /// # Errors
 /// As [`rms_norm_backward`].

@@ -9,7 +9,7 @@ use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
 
 const NAME: &str = "swiglu_backward";
 
-/// Gradient of [`swiglu_forward`](crate::swiglu_forward()) with respect to its packed input: `gate_up`
+/// Gradient of [`swiglu_forward`](crate::step::swiglu_forward()) with respect to its packed input: `gate_up`
 /// `[.., 2 * d_ff]`, `dy` `[.., d_ff]`, both bf16 or both f32; returns `[.., 2 * d_ff]`.
 ///
 /// # Errors
@@ -29,8 +29,8 @@ pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor) -> Result<CudaTens
     Ok(dgate_up)
 }
 
-/// As [`swiglu_backward`], with the output of [`swiglu_forward`](crate::swiglu_forward()) once more: `(dgate_up, y)`.
-/// [`Reuse::InPlace`] puts them where contiguous `gate_up` and `dy` lie.
+/// As [`swiglu_backward`], with the output of [`swiglu_forward`](crate::step::swiglu_forward()) once more:
+/// `(dgate_up, y)`. [`Reuse::InPlace`] puts them where contiguous `gate_up` and `dy` lie.
 ///
 /// # Errors
 /// As [`swiglu_backward`]; tensors to be reused that are not contiguous.

@@ -9,8 +9,8 @@ mod forward;
 pub use forward::{AttentionLayer, AttentionLayerCall, DmaLayer};
 
 use super::residual::Residual;
+use crate::DeviceBackend;
 use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
 use crate::device::autodiff::enter;
 use crate::documents::Documents;
 use crate::rope::{QkNorm, RotaryEmbedding};

@@ -6,7 +6,7 @@
 //! too.
 use super::product::{begin_gradients, product};
 use super::residual::Residual;
-use crate::backend::DeviceBackend;
+use crate::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
 use crate::fp8::{Fp8Kept, ProductPrecision};
 use crate::norm::RmsNormCall;

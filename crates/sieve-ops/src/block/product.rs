@@ -1,6 +1,6 @@
 //! A product of a block in the numbers that the block multiplies in.
 use super::residual::{Residual, norm_gradient};
-use crate::backend::DeviceBackend;
+use crate::DeviceBackend;
 use crate::fp8::{Fp8Kept, ProductPrecision};
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;

@@ -1,5 +1,5 @@
 //! The joint between segments of a model: a graph seeded with a gradient that is already known.
-use crate::backend::DeviceBackend;
+use crate::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
 use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;

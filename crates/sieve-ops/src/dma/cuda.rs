@@ -8,9 +8,9 @@ use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
 use sieve_core::DmaWindow;
+use sieve_kernels::step::GradientTarget;
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, GradientTarget, KernelError, KeyLists, ScoreBias,
-    ScoresBackward,
+    CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoreBias, ScoresBackward,
 };
 
 impl DmaBackend for Cuda {

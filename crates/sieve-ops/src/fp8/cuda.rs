@@ -4,10 +4,8 @@ use super::reference;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::DType::{BF16, F32};
-use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, Fp8Format, Fp8Matrix, KernelError, MatmulOutput,
-    fp8_quantise, matmul_fp8, residual_add,
-};
+use sieve_kernels::step::{Fp8Format, Fp8Matrix, fp8_quantise, residual_add};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, matmul_fp8};
 
 const NAME: &str = "fp8_linear";
 

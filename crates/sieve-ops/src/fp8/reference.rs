@@ -4,7 +4,7 @@ use crate::linear::reference::{linear, linear_input_gradient, linear_weight_grad
 use crate::tensors::Float;
 use burn::tensor::backend::{Backend, ExecutionError};
 use burn::tensor::{TensorData, TensorMetadata};
-use sieve_kernels::Fp8Format;
+use sieve_kernels::step::Fp8Format;
 
 /// Magnitudes count as this at least, so that a tensor of zeros has a scale.
 const SMALLEST_BOUND: f32 = 7.888_609e-31;

@@ -2,7 +2,7 @@ use super::reference::{fp8_linear, fp8_linear_backward, fp8_quantise};
 use crate::testing::{Random, RandomInput, host};
 use burn::tensor::DType;
 use burn_flex::Flex;
-use sieve_kernels::Fp8Format::{self, E4m3, E5m2};
+use sieve_kernels::step::Fp8Format::{self, E4m3, E5m2};
 
 /// All numbers of a format that are not negative, in order, from the standard's definition of its bits.
 fn numbers(format: Fp8Format) -> Vec<f64> {

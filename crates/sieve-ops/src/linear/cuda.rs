@@ -5,8 +5,9 @@ use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::DType::{BF16, F32};
 use burn::tensor::ops::FloatTensorOps;
+use sieve_kernels::step::residual_add;
 use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, Product, matmul, residual_add,
+    CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, Product, matmul,
 };
 
 impl LinearBackend for Cuda {

@@ -4,12 +4,13 @@ use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors, writable};
 use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::DType;
-use sieve_kernels::{CudaPrimitive as Float, GradientTarget, KernelError, fixed_sum};
+use sieve_kernels::step::{GradientTarget, fixed_sum};
+use sieve_kernels::{CudaPrimitive as Float, KernelError};
 
 impl LossBackend for Cuda {
     fn token_losses(h: Float, weight: Float, labels: Float) -> Float {
         let [states, table, ids] = tensors([&h, &weight, &labels]);
-        let attempt = sieve_kernels::token_losses(&states, &table, &ids);
+        let attempt = sieve_kernels::step::token_losses(&states, &table, &ids);
         kernel_or("token_losses", attempt.map(Into::into), || {
             reference::token_losses::<Self>(h, weight, labels)
         })
@@ -38,7 +39,7 @@ impl LossGradients for Cuda {
     /// In place where nobody else holds x.
     fn scale(x: Float, factor: Float) -> Float {
         let x = writable(x);
-        let outcome = sieve_kernels::scale(&x, &cast(&factor, DType::F32));
+        let outcome = sieve_kernels::step::scale(&x, &cast(&factor, DType::F32));
         kernel_on("scale", x.into(), outcome, |x| {
             reference::scale::<Self>(x, factor)
         })
@@ -48,7 +49,7 @@ impl LossGradients for Cuda {
 /// The sum of all losses.
 fn summed(h: &Float, weight: &Float, labels: &Float) -> Result<Float, KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
-    let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;
+    let losses = sieve_kernels::step::token_losses(&h, &weight, &labels)?;
     fixed_sum(&losses).map(Into::into)
 }
 
@@ -60,6 +61,7 @@ fn with_gradients(
 ) -> Result<(Float, Float, Float), KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
     let target = GradientTarget::New;
-    let all = sieve_kernels::linear_cross_entropy_with_gradients(&h, &weight, &labels, target)?;
+    let all =
+        sieve_kernels::step::linear_cross_entropy_with_gradients(&h, &weight, &labels, target)?;
     Ok((all.loss.into(), all.dh.into(), all.dweight.into()))
 }

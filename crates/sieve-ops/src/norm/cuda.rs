@@ -4,12 +4,13 @@ use super::reference::{self, plus};
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::ops::FloatTensorOps;
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, GradientTarget};
+use sieve_kernels::step::GradientTarget;
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor};
 
 impl NormBackend for Cuda {
     fn rms_norm(call: RmsNormCall<Self>) -> Float {
         let [x, weight] = tensors([&call.x, &call.weight]);
-        let attempt = sieve_kernels::rms_norm_forward(&x, &weight, call.epsilon as f32);
+        let attempt = sieve_kernels::step::rms_norm_forward(&x, &weight, call.epsilon as f32);
         kernel_or("rms_norm", attempt.map(Into::into), || {
             reference::rms_norm(call)
         })
@@ -25,8 +26,14 @@ impl NormGradients for Cuda {
         let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
         let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
         let beside = d_residual.clone().map(CudaTensor::from);
-        let attempt =
-            sieve_kernels::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref(), target);
+        let attempt = sieve_kernels::step::rms_norm_backward(
+            &x,
+            &weight,
+            epsilon,
+            &d,
+            beside.as_ref(),
+            target,
+        );
         let attempt = attempt.map(|(dx, dweight)| (dx.into(), dweight.into()));
         kernel_or("rms_norm_backward", attempt, || {
             let (dx, dweight) = reference::rms_norm_backward(call, dy);
@@ -41,7 +48,7 @@ impl NormGradients for Cuda {
     ) -> (Float, Float, Float) {
         let [x, weight, d, residual] = tensors([&call.x, &call.weight, &dy, &d_residual]);
         let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
-        let attempt = sieve_kernels::rms_norm_backward_with_output(
+        let attempt = sieve_kernels::step::rms_norm_backward_with_output(
             &x, &weight, epsilon, &d, &residual, target,
         );
         let attempt = attempt.map(|(dx, dweight, y)| (dx.into(), dweight.into(), y.into()));

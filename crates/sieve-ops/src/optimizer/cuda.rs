@@ -8,9 +8,8 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{DType, FloatDType};
 use sieve_core::AdamWStep;
 use sieve_cuda::CudaDevice;
-use sieve_kernels::{
-    AdamwTensors, CudaPrimitive as Float, CudaTensor, FixedSum, HostCopy, KernelError, Term,
-};
+use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, HostCopy, KernelError};
 
 impl OptimizerBackend for Cuda {
     fn adamw(
@@ -38,7 +37,8 @@ impl OptimizerBackend for Cuda {
     }
 
     fn split_master(master: Float) -> (Float, Float) {
-        let attempt = sieve_kernels::split_master(&CudaTensor::from(master.clone()).contiguous());
+        let attempt =
+            sieve_kernels::step::split_master(&CudaTensor::from(master.clone()).contiguous());
         let attempt = attempt.map(|(leaf, rest)| (leaf.into(), rest.into()));
         kernel_or("split_master", attempt, || {
             (Self::float_cast(master.clone(), FloatDType::BF16), master)
@@ -51,13 +51,13 @@ impl OptimizerBackend for Cuda {
             return rest;
         }
         let [leaf, rest] = tensors([&leaf, &rest]);
-        let joined = sieve_kernels::join_master(&leaf.contiguous(), &rest);
+        let joined = sieve_kernels::step::join_master(&leaf.contiguous(), &rest);
         // No other way reads a rest.
         joined.unwrap_or_else(|error| panic!("{error}")).into()
     }
 
     fn sum_of_squares(x: Float) -> Float {
-        let attempt = sieve_kernels::sum_of_squares(&CudaTensor::from(x.clone()));
+        let attempt = sieve_kernels::step::sum_of_squares(&CudaTensor::from(x.clone()));
         kernel_or("sum_of_squares", attempt.map(Into::into), || {
             reference::sum_of_squares::<Self>(x)
         })
@@ -96,7 +96,7 @@ fn launch(
     let leaf = tensors.leaf.map(writable);
     let grad = cast(grad, DType::F32).contiguous();
     let grad_scale = cast(grad_scale, DType::F32);
-    let outcome = sieve_kernels::adamw(
+    let outcome = sieve_kernels::step::adamw(
         AdamwTensors {
             param: &param,
             exp_avg: &exp_avg,

@@ -4,7 +4,8 @@ use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::DType;
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, GradientTarget, KernelError, Reuse};
+use sieve_kernels::step::{GradientTarget, Reuse};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError};
 
 impl RopeBackend for Cuda {
     fn qk_norm_rope(qkv: Float, call: QkNormRopeCall<Self>) -> Float {
@@ -54,8 +55,8 @@ impl Rotation {
         }
     }
 
-    fn args(&self) -> sieve_kernels::QkNormRope<'_> {
-        sieve_kernels::QkNormRope {
+    fn args(&self) -> sieve_kernels::step::QkNormRope<'_> {
+        sieve_kernels::step::QkNormRope {
             q_weight: &self.q_weight,
             k_weight: &self.k_weight,
             positions: &self.positions,
@@ -68,7 +69,7 @@ impl Rotation {
 
     fn forward(&self, qkv: &Float) -> Result<Float, KernelError> {
         let qkv = CudaTensor::from(qkv.clone());
-        sieve_kernels::qk_norm_rope_forward(&qkv, &self.args(), Reuse::Copy).map(Into::into)
+        sieve_kernels::step::qk_norm_rope_forward(&qkv, &self.args(), Reuse::Copy).map(Into::into)
     }
 
     /// `(dqkv, dq_weight, dk_weight)`, the weights' in f32; dqkv lies in `dy` where nobody else holds it.
@@ -86,7 +87,7 @@ impl Rotation {
         };
         let targets = [GradientTarget::New; 2];
         let gradients =
-            sieve_kernels::qk_norm_rope_backward(&qkv, &self.args(), &dy, reuse, targets)?;
+            sieve_kernels::step::qk_norm_rope_backward(&qkv, &self.args(), &dy, reuse, targets)?;
         Ok((
             gradients.dqkv.into(),
             gradients.dq_weight.into(),

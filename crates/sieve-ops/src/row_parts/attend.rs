@@ -2,8 +2,8 @@
 use super::RowParts;
 use super::border::{Border, Reach};
 use super::heads::{to_heads, to_tokens};
+use crate::DeviceBackend;
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
-use crate::backend::DeviceBackend;
 use crate::dma::{DmaSelection, bias_gradient, dma_bias, dma_rank};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};

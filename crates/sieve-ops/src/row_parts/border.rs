@@ -2,8 +2,8 @@
 use super::RowParts;
 use super::attend::int_primitive;
 use super::backend::Parcel;
+use crate::DeviceBackend;
 use crate::attention::AttentionSpec;
-use crate::backend::DeviceBackend;
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;

@@ -1,7 +1,7 @@
 //! Tokens for heads: from a part of all heads to whole rows of some heads, and back.
 use super::RowLinks;
 use super::backend::Parcel;
-use crate::backend::DeviceBackend;
+use crate::DeviceBackend;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::Tensor;
 

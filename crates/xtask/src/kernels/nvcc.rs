@@ -1,5 +1,5 @@
 //! nvcc: found, or installed from its wheels, and run once for each distinct source.
-use super::manifest::Specialisation;
+use super::shipped::Specialisation;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -56,11 +56,11 @@ impl Nvcc {
     /// Compiles one specialisation for one architecture and returns nvcc's messages, from an earlier run when nothing
     /// changed since.
     pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {
-        let source = super::folder().join(&specialisation.kernel.file);
+        let source = super::folder().join(&specialisation.file);
         let key = self.key(&source, specialisation, arch)?;
         let stem = self.results.join(format!(
             "{}-{arch}-{key:032x}",
-            specialisation.kernel.file.trim_end_matches(".cu")
+            specialisation.file.trim_end_matches(".cu")
         ));
         let (log_file, cubin) = (stem.with_extension("log"), stem.with_extension("cubin"));
         if let (Ok(log), true) = (fs::read_to_string(&log_file), cubin.is_file()) {

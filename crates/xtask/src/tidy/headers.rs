@@ -1,58 +1,74 @@
-//! Every kernel opens with the header a reader needs, and is on the list of what ships.
-use crate::kernels::manifest::Manifest;
+//! Every kernel opens with the header a reader needs, ships, and names its defines there.
+use crate::kernels::shipped::Shipped;
 use crate::workspace;
 use anyhow::Result;
 
 /// Fields of the header, in order.
 const FIELDS: &[&str] = &["Math", "Layout", "Defines", "Tiling", "Numerics", "Edges"];
 
-/// Checks the kernels against their headers and the manifest.
+/// Checks that every kernel's header has its fields.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
-    let manifest = Manifest::load()?;
-    let folder = workspace::root().join("kernels");
-    let mut names = Vec::new();
-    for file in workspace::files()? {
-        let Some(name) = file.strip_prefix("kernels/") else {
-            continue;
-        };
-        if !name.ends_with(".cu") {
-            continue;
-        }
-        names.push(name.to_owned());
-        let text = workspace::read(&folder.join(name))?;
-        let defines = manifest
-            .kernels
-            .iter()
-            .filter(|k| k.file == name)
-            .flat_map(|k| k.define_names());
-        let referred = referred_headers(&text, |kernel| {
-            std::fs::read_to_string(folder.join(format!("{kernel}.cu"))).ok()
-        });
-        check_header(name, &text, &referred, defines, problems);
-        if !manifest.kernels.iter().any(|kernel| kernel.file == name) {
-            problems.push(format!(
-                "kernels/{name}: not in kernels/manifest.toml, so CI never compiles it"
-            ));
-        }
-    }
-    for kernel in &manifest.kernels {
-        if !names.contains(&kernel.file) {
-            problems.push(format!(
-                "kernels/manifest.toml: {} does not exist",
-                kernel.file
-            ));
-        }
+    for (name, text) in kernels()? {
+        check_header(&name, &text, problems);
     }
     Ok(())
 }
 
-fn check_header<'a>(
-    name: &str,
-    text: &str,
-    referred: &str,
-    defines: impl Iterator<Item = &'a str>,
-    problems: &mut Vec<String>,
-) {
+/// Kernels that do not ship, and defines that the header of a kernel does not name.
+pub(crate) fn unnamed_defines(shipped: &Shipped) -> Result<Vec<String>> {
+    let kernels = kernels()?;
+    let read = |kernel: &str| {
+        let file = format!("{kernel}.cu");
+        let found = kernels.iter().find(|(name, _)| *name == file);
+        found.map(|(_, text)| text.clone())
+    };
+    let mut problems = Vec::new();
+    for (name, text) in &kernels {
+        let forms = shipped.specialisations.iter().filter(|s| s.file == *name);
+        let mut defines: Vec<&str> = forms
+            .clone()
+            .flat_map(|s| s.defines.keys())
+            .map(String::as_str)
+            .collect();
+        defines.sort_unstable();
+        defines.dedup();
+        if forms.count() == 0 {
+            problems.push(format!(
+                "kernels/{name}: does not ship, so CI never compiles it"
+            ));
+        }
+        for define in missing(text, &referred_headers(text, read), &defines) {
+            problems.push(format!(
+                "kernels/{name}: a shipped form sets {define}, which the header does not name"
+            ));
+        }
+    }
+    Ok(problems)
+}
+
+/// Names and texts of all kernels.
+fn kernels() -> Result<Vec<(String, String)>> {
+    let mut kernels = Vec::new();
+    for file in workspace::files()? {
+        let name = file.strip_prefix("kernels/");
+        if let Some(name) = name.filter(|name| name.ends_with(".cu")) {
+            kernels.push((
+                name.to_owned(),
+                workspace::read(&workspace::root().join(&file))?,
+            ));
+        }
+    }
+    Ok(kernels)
+}
+
+/// The defines that neither a header nor those that it refers to name.
+fn missing<'a>(text: &str, referred: &str, defines: &[&'a str]) -> Vec<&'a str> {
+    let header = header_of(text).join("\n") + referred;
+    let unnamed = defines.iter().filter(|define| !header.contains(**define));
+    unnamed.copied().collect()
+}
+
+fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
     let header = header_of(text);
     let stem = name.trim_end_matches(".cu");
     if !header
@@ -76,15 +92,6 @@ fn check_header<'a>(
                 FIELDS.join(", ")
             )),
         }
-    }
-    let header = header.join("\n") + referred;
-    let mut missing: Vec<&str> = defines.filter(|define| !header.contains(*define)).collect();
-    missing.sort();
-    missing.dedup();
-    for define in missing {
-        problems.push(format!(
-            "kernels/{name}: the manifest sets {define}, which the header does not name"
-        ));
     }
 }
 
@@ -130,16 +137,20 @@ mod tests {
     fn a_header_lacking_a_field_or_a_define_is_found() {
         let good = "// a: x\n// Math  1\n// Layout 2\n//   more\n// Defines N\n// Tiling 3\n// Numerics 4\n// Edges \
             5\ncode";
-        let count = |text: &str, define| {
+        let count = |text: &str| {
             let mut problems = Vec::new();
-            check_header("a.cu", text, "", [define].into_iter(), &mut problems);
+            check_header("a.cu", text, &mut problems);
             problems.len()
         };
-        assert_eq!(count(good, "N"), 0);
-        assert_eq!(count(good, "UNNAMED"), 1);
-        assert_eq!(count(&good.replace("// Tiling 3\n", ""), "N"), 1);
-        assert_eq!(count(&good.replace("// a: x", "// b: x"), "N"), 1);
-        assert_eq!(count("code", "N"), 8);
+        assert_eq!(count(good), 0);
+        assert_eq!(missing(good, "", &["N", "UNNAMED"]), ["UNNAMED"]);
+        assert_eq!(
+            missing(good, "// Defines UNNAMED", &["N", "UNNAMED"]),
+            [""; 0]
+        );
+        assert_eq!(count(&good.replace("// Tiling 3\n", "")), 1);
+        assert_eq!(count(&good.replace("// a: x", "// b: x")), 1);
+        assert_eq!(count("code"), 7);
     }
 
     #[test]

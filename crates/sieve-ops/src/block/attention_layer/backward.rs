@@ -2,7 +2,7 @@
 use super::forward::{
     Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
 };
-use crate::backend::DeviceBackend;
+use crate::DeviceBackend;
 use crate::block::product::{begin_gradients, product_gradients};
 use crate::device::autodiff::Gradient;
 use crate::dma::composed::{self, DmaState};

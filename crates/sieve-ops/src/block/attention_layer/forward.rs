@@ -1,6 +1,6 @@
 //! The forward pass of an attention layer.
+use crate::DeviceBackend;
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
-use crate::backend::DeviceBackend;
 use crate::block::product::product;
 use crate::block::residual::Residual;
 use crate::dma::{DmaForward, DynamicMaskBackend};

@@ -1,4 +1,4 @@
-//! SwiGLU on the packed output of one projection: `silu(gate) * up`.
+//! Activations between projections: SwiGLU, on the packed output of one projection: `silu(gate) * up`.
 
 use pulp::{Simd, WithSimd};
 use rayon::prelude::*;

@@ -1,0 +1,230 @@
+//! The specialisations that ship, as sieve-kernels lists them, and `kernels/allowances.toml`, what they may spill.
+use super::resources::Resources;
+use crate::workspace;
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use std::collections::BTreeMap;
+
+/// Most shipped specialisations: with more of them it is hard to know what is tested.
+const MAX_SPECIALISATIONS: usize = 260;
+
+/// What ships, and the spills and stack frames that are accepted.
+#[derive(Debug)]
+pub(crate) struct Shipped {
+    /// In the order of the list.
+    pub(crate) specialisations: Vec<Specialisation>,
+    allowances: Vec<Allowance>,
+}
+
+/// One kernel file with one set of defines.
+#[derive(Debug)]
+pub(crate) struct Specialisation {
+    /// File below `kernels/`.
+    pub(crate) file: String,
+    /// Architectures to compile for.
+    pub(crate) arch: Vec<String>,
+    /// Its defines, by name.
+    pub(crate) defines: BTreeMap<String, String>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Allowances {
+    allow: Vec<Allowance>,
+}
+
+/// An accepted spill or stack frame.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Allowance {
+    /// Entry point it is for.
+    pub(crate) entry: String,
+    /// Only variants with these defines; empty means all.
+    #[serde(default)]
+    pub(crate) defines: BTreeMap<String, i64>,
+    /// Only this architecture; absent means all.
+    pub(crate) arch: Option<String>,
+    /// Most bytes of spill stores, and of spill loads.
+    #[serde(default)]
+    pub(crate) spill_bytes: usize,
+    /// Most bytes of stack frame.
+    #[serde(default)]
+    pub(crate) stack_bytes: usize,
+    /// Why that is better than not spilling, with the measurement.
+    pub(crate) reason: String,
+}
+
+impl Shipped {
+    /// Asks sieve-kernels for its list, and reads the allowances.
+    pub(crate) fn load() -> Result<Self> {
+        let program = "run --release --quiet --package sieve-kernels --example shipped";
+        let list = workspace::output("cargo", &program.split(' ').collect::<Vec<_>>())?;
+        let path = workspace::root().join("kernels/allowances.toml");
+        Self::parse(&list, &workspace::read(&path)?).context("kernels/allowances.toml")
+    }
+
+    /// A specialisation is a line: the file, its architectures with commas between, and `NAME=value` of each define.
+    fn parse(list: &str, allowed: &str) -> Result<Self> {
+        let specialisations: Option<Vec<Specialisation>> =
+            list.lines().map(Specialisation::parse).collect();
+        let specialisations =
+            specialisations.context("a line of the list that is not understood")?;
+        let count = specialisations.len();
+        if count > MAX_SPECIALISATIONS {
+            bail!("{count} specialisations, at most {MAX_SPECIALISATIONS}");
+        }
+        let Allowances { allow: allowances } = toml::from_str(allowed)?;
+        for allowance in &allowances {
+            if allowance.reason.trim().len() < 20 {
+                bail!(
+                    "the allowance for {} needs its reason, with a measurement",
+                    allowance.entry
+                );
+            }
+        }
+        Ok(Self {
+            specialisations,
+            allowances,
+        })
+    }
+
+    /// What a compiled function uses beyond its allowance.
+    pub(crate) fn over_allowance(
+        &self,
+        specialisation: &Specialisation,
+        function: &Resources,
+        arch: &str,
+    ) -> Option<String> {
+        let spill = function.spill_store_bytes.max(function.spill_load_bytes);
+        let fits = |allowance: &&Allowance| {
+            let variant = allowance
+                .defines
+                .iter()
+                .all(|(name, value)| specialisation.defines.get(name) == Some(&value.to_string()));
+            allowance.entry == function.name
+                && variant
+                && allowance.arch.as_deref().is_none_or(|only| only == arch)
+        };
+        let allowance = self.allowances.iter().find(fits);
+        let (spill_allowed, stack_allowed) =
+            allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
+        (spill > spill_allowed || function.stack_bytes > stack_allowed).then(|| {
+            format!(
+                "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} \
+                 (allowed {stack_allowed})",
+                function.name, function.stack_bytes
+            )
+        })
+    }
+}
+
+impl Specialisation {
+    fn parse(line: &str) -> Option<Self> {
+        let mut words = line.split(' ');
+        let (file, arch) = (words.next()?, words.next()?);
+        let pairs = words.map(|word| word.split_once('='));
+        let defines =
+            pairs.map(|pair| pair.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        Some(Self {
+            file: file.to_owned(),
+            arch: arch.split(',').map(str::to_owned).collect(),
+            defines: defines.collect::<Option<_>>()?,
+        })
+    }
+
+    /// All defines as `A=1 B=2`.
+    pub(crate) fn text(&self) -> String {
+        let pairs = self.defines.iter();
+        let pairs: Vec<String> = pairs
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        pairs.join(" ")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str =
+        "a.cu sm_80,sm_90a COMMON=1 WIDTH=4\na.cu sm_80,sm_90a TYPE=float COMMON=1\nb.cu sm_90a\n";
+
+    const ALLOWED: &str = r#"
+        [[allow]]
+        entry = "a"
+        arch = "sm_80"
+        defines = { WIDTH = 4 }
+        spill_bytes = 16
+        reason = "0.2 % slower than with one block less a multiprocessor"
+    "#;
+
+    #[test]
+    fn a_line_is_a_specialisation() {
+        let shipped = Shipped::parse(TEXT, ALLOWED).expect("well formed");
+        let all = shipped.specialisations.iter();
+        let texts: Vec<String> = all.map(Specialisation::text).collect();
+        assert_eq!(texts, ["COMMON=1 WIDTH=4", "COMMON=1 TYPE=float", ""]);
+        assert_eq!(shipped.specialisations[0].arch, ["sm_80", "sm_90a"]);
+        assert_eq!(shipped.specialisations[2].file, "b.cu");
+    }
+
+    #[test]
+    fn only_the_allowed_spill_passes() {
+        let shipped = Shipped::parse(TEXT, ALLOWED).expect("well formed");
+        let all = &shipped.specialisations;
+        let spilling = |bytes| Resources {
+            name: "a".into(),
+            spill_store_bytes: bytes,
+            ..Resources::default()
+        };
+        assert_eq!(
+            shipped.over_allowance(&all[0], &spilling(16), "sm_80"),
+            None
+        );
+        assert!(
+            shipped
+                .over_allowance(&all[0], &spilling(20), "sm_80")
+                .is_some(),
+            "more than allowed"
+        );
+        assert!(
+            shipped
+                .over_allowance(&all[0], &spilling(16), "sm_90a")
+                .is_some(),
+            "another architecture"
+        );
+        assert!(
+            shipped
+                .over_allowance(&all[1], &spilling(4), "sm_80")
+                .is_some(),
+            "another variant"
+        );
+        let stack = Resources {
+            name: "a".into(),
+            stack_bytes: 8,
+            ..Resources::default()
+        };
+        assert!(
+            shipped.over_allowance(&all[0], &stack, "sm_80").is_some(),
+            "no stack was allowed"
+        );
+    }
+
+    #[test]
+    fn mistakes_are_refused() {
+        let refused = |list: &str, allowed: &str| Shipped::parse(list, allowed).is_err();
+        assert!(refused("a.cu", ALLOWED), "no architecture");
+        assert!(refused("a.cu sm_80 WIDTH", ALLOWED), "no value");
+        assert!(
+            refused(TEXT, &format!("{ALLOWED}\nspills = 1")),
+            "unknown key"
+        );
+        let fine = ALLOWED.replace(
+            "0.2 % slower than with one block less a multiprocessor",
+            "fine",
+        );
+        assert!(refused(TEXT, &fine), "no reason");
+        let many = "a.cu sm_80\n".repeat(MAX_SPECIALISATIONS + 1);
+        assert!(refused(&many, ALLOWED), "one too many");
+    }
+}
