@@ -8,8 +8,9 @@ use crate::on_device::{self, OnDevice};
 use crate::outputs::Outputs;
 use crate::place::{self, Place};
 use crate::reference::{Reference, Rounding, attention};
-use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
+use crate::shape::{attention_shape, sizes};
 use crate::strided::{Layout, packed, packed_d_o};
 use rayon::prelude::*;
 use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder};
@@ -100,14 +101,14 @@ impl Draw {
     }
 
     fn label(&self) -> String {
-        let AttentionShape {
+        let [
             batch,
             seq_len,
             num_heads,
             num_kv_heads,
             head_dim,
             head_dim_v,
-        } = self.shape;
+        ] = sizes(self.shape);
         format!(
             "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
              head_dim_v={head_dim_v} {} {:?} {} {} seed {}",
@@ -221,10 +222,7 @@ pub(super) fn check_wrapper(
                 report.add(&name, path, &prepared.label, outcome);
             }
         }
-        Err(error) if is_device_limit(&error.to_string()) => {
-            report.add_missing(name, &error.to_string());
-        }
-        Err(error) => report.add(name, "refused", &prepared.label, Err(error.to_string())),
+        Err(error) => report.add_wrapper(name, path, &prepared.label, Err(error)),
     }
 }
 
@@ -275,14 +273,7 @@ pub(crate) fn check_long_row(
     device: &dyn Device,
     extent: &Extent,
 ) -> Result<()> {
-    let shape = AttentionShape {
-        batch: 1,
-        seq_len: LONG,
-        num_heads: 2,
-        num_kv_heads: 1,
-        head_dim: 64,
-        head_dim_v: 64,
-    };
+    let shape = attention_shape(1, LONG, [2, 1], [64, 64]);
     for keys in [Keys::chosen(100), Keys::local(400, 300)] {
         let cuts = Cuts::Count(2);
         let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
@@ -300,12 +291,7 @@ fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError>
     let any = call.run(lists.as_ref(), SumOrder::Any)?;
     let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
     // One rounding of each.
-    let bar = Bar {
-        plain: 0.0,
-        floor: Bar::FLOOR,
-        share: 1.0 / 128.0,
-        norm: false,
-    };
+    let bar = Bar::new(0.0, Bar::FLOOR, 1.0 / 128.0);
     let mut worst = 0.0f32;
     for (name, got, expected) in [
         ("dq", &any.dq, &fixed.dq),
@@ -324,13 +310,7 @@ fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError>
 /// The case with NaN in K, V and the bias of keys that no query sees: they must change nothing.
 fn masked_by_nan(case: &Case) -> Case {
     let mut case = case.clone();
-    let AttentionShape {
-        seq_len,
-        num_kv_heads,
-        head_dim,
-        head_dim_v,
-        ..
-    } = case.shape;
+    let [_, seq_len, _, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
     for (at, never) in case.never_active().into_iter().enumerate() {
         if never {
             let (row, j) = (at / seq_len, at % seq_len);
@@ -391,13 +371,7 @@ fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool, tag: &str) -> Result
 
 /// Gradients of keys that no query sees are exactly zero.
 fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), String> {
-    let AttentionShape {
-        seq_len,
-        num_kv_heads,
-        head_dim,
-        head_dim_v,
-        ..
-    } = case.shape;
+    let [_, seq_len, _, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
     for (at, never) in case.never_active().into_iter().enumerate() {
         if !never {
             continue;
@@ -427,14 +401,7 @@ mod tests {
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
         let draw = |seed| Draw {
-            shape: AttentionShape {
-                batch: 1,
-                seq_len: 70,
-                num_heads: 2,
-                num_kv_heads: 1,
-                head_dim: 16,
-                head_dim_v: 16,
-            },
+            shape: attention_shape(1, 70, [2, 1], [16, 16]),
             keys: Keys::chosen(9),
             cuts: Cuts::Count(1),
             scores: Scores::Falling,

@@ -15,6 +15,16 @@ pub(crate) struct Bar {
 }
 
 impl Bar {
+    /// Without the norm.
+    pub(crate) const fn new(plain: f32, floor: f32, share: f32) -> Self {
+        Self {
+            plain,
+            floor,
+            share,
+            norm: false,
+        }
+    }
+
     /// The largest ratio of error to what is allowed; an error when that is over 1.
     ///
     /// A NaN is an infinite error; equal infinities are equal.

@@ -9,6 +9,7 @@ use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::report::Report;
 use crate::scores::Scores;
+use crate::shape::attention_shape;
 use crate::strided::Layout;
 use rayon::prelude::*;
 use sieve_kernels::{AttentionShape, KeyLists, Selection, dma_lists};
@@ -248,12 +249,10 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
 
 fn shape(seq_len: usize, (head_dim, group): (usize, usize)) -> AttentionShape {
     let num_kv_heads = 2;
-    AttentionShape {
-        batch: 1,
+    attention_shape(
+        1,
         seq_len,
-        num_heads: group * num_kv_heads,
-        num_kv_heads,
-        head_dim,
-        head_dim_v: head_dim,
-    }
+        [group * num_kv_heads, num_kv_heads],
+        [head_dim, head_dim],
+    )
 }

@@ -1,12 +1,13 @@
 //! Machine code put into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
+use crate::shape::attention_shape;
 use sieve_core::model::AttentionForm;
 use sieve_core::recipe::AttentionSection;
 use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, CudaVersion, KernelCache, KernelError, NeededKernels,
-    NeededKeys, ScoreBias, SourceKernel, SumOrder,
+    AttentionNeeds, CudaVersion, KernelCache, KernelError, NeededKernels, NeededKeys, ScoreBias,
+    SourceKernel, SumOrder,
 };
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -310,14 +311,12 @@ pub fn needed_by(
 /// The attention of a recipe: for DMA also that of rows too short to mask anything.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
-    let mut shape = AttentionShape {
-        batch: 1,
-        seq_len: 1,
-        num_heads: model.num_attention_heads,
-        num_kv_heads: model.num_key_value_heads,
-        head_dim: model.head_dim,
-        head_dim_v: model.head_dim,
-    };
+    let mut shape = attention_shape(
+        1,
+        1,
+        [model.num_attention_heads, model.num_key_value_heads],
+        [model.head_dim, model.head_dim],
+    );
     let order = if recipe.training.deterministic {
         SumOrder::Fixed
     } else {

@@ -1,9 +1,11 @@
 //! One attention call's inputs on the host, the same for every device.
 use crate::error::{Result, refused};
 use crate::scores::Scores;
+use crate::shape::sizes;
 use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
 use sieve_kernels::AttentionShape;
+use sieve_ops::SieveBackend;
 use sieve_testing::Random;
 
 /// Scores above this one get the bias of this one.
@@ -124,14 +126,14 @@ impl Case {
         scores: &Scores,
         seed: u64,
     ) -> Result<Self> {
-        let AttentionShape {
+        let [
             batch,
             seq_len,
             num_heads,
             num_kv_heads,
             head_dim,
             head_dim_v,
-        } = shape;
+        ] = sizes(shape);
         let mut random = Random(seed);
         let tokens = batch * seq_len;
         let q = random.bf16_normals(tokens * num_heads * head_dim);
@@ -198,6 +200,14 @@ impl Case {
         }
     }
 
+    /// The documents as ops take them.
+    pub(crate) fn documents<B: SieveBackend>(&self, device: &B::Device) -> sieve_ops::Documents<B> {
+        let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
+        let (start, end) = (bounds(&self.doc_start), bounds(&self.doc_end));
+        let rows = [self.shape.batch, self.shape.seq_len];
+        sieve_ops::Documents::new(&start, &end, rows, device)
+    }
+
     /// True for each key that no query sees, `[batch, num_kv_heads, seq_len]`.
     pub(crate) fn never_active(&self) -> Vec<bool> {
         let seq_len = self.shape.seq_len;
@@ -240,12 +250,7 @@ impl Case {
     }
 
     fn oracle(&self) -> Vec<i32> {
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_kv_heads,
-            ..
-        } = self.shape;
+        let [batch, seq_len, _, num_kv_heads, _, _] = sizes(self.shape);
         let documents = Documents {
             start: &self.doc_start,
             end: &self.doc_end,
@@ -336,16 +341,10 @@ fn documents(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shape::attention_shape;
 
     pub(crate) fn shape() -> AttentionShape {
-        AttentionShape {
-            batch: 2,
-            seq_len: 37,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 16,
-            head_dim_v: 16,
-        }
+        attention_shape(2, 37, [4, 2], [16, 16])
     }
 
     #[test]

@@ -8,13 +8,13 @@ use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
 use crate::place::Place;
 use crate::report::Report;
+use crate::shape::attention_shape;
 use crate::{biases, decode, nsa, select, selection, sparse, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, DeviceReport, KernelFamily, NeededKernels, NeededKeys,
-    ScoreBias, SumOrder,
+    AttentionNeeds, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder,
 };
 use sieve_ops::Cuda;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -267,14 +267,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend(latent_kernels(gpu));
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
-            let shape = AttentionShape {
-                batch: 1,
-                seq_len: 1,
-                num_heads: group,
-                num_kv_heads: 1,
-                head_dim,
-                head_dim_v,
-            };
+            let shape = attention_shape(1, 1, [group, 1], [head_dim, head_dim_v]);
             for keys in [
                 NeededKeys::Neighbours,
                 NeededKeys::AllBiased,

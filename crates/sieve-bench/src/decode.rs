@@ -11,7 +11,7 @@ use crate::place::{self, Place};
 use crate::reference::{Rounding, attention};
 use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
-use sieve_kernels::AttentionShape;
+use crate::shape::attention_shape;
 use sieve_testing::Random;
 
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
@@ -22,14 +22,12 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let group = random.one_of(groups);
         let num_kv_heads = random.between(1, 4);
         let seq_len = random.between(1, 70);
-        let shape = AttentionShape {
-            batch: random.between(1, 4),
+        let shape = attention_shape(
+            random.between(1, 4),
             seq_len,
-            num_heads: group * num_kv_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        };
+            [group * num_kv_heads, num_kv_heads],
+            [head_dim, head_dim_v],
+        );
         let window = random.one_of(&[1, 5, 16, 33, 100]);
         let keys = match at % 4 {
             0 => Keys::Dense,

@@ -9,19 +9,18 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device;
 use crate::place::{self, Place, float};
-use crate::report::{Path, PathWatch, Report, is_device_limit};
+use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
+use crate::shape::attention_shape;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
-    MlaPack, NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward, mla_heads,
+    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack,
+    NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward, mla_heads,
     mla_pack_backward, mla_pack_forward,
 };
-use sieve_ops::{
-    AttentionOutput, DeviceBackend, Documents, MlaPackCall, MlaSpec, RotaryEmbedding, reference,
-};
+use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
 
 /// Widths of the part without rotation and of the rotated one.
@@ -69,14 +68,12 @@ impl Call {
         let seq_len = random.one_of(&[1, 2, 63, 65, 129, drawn, drawn, drawn]);
         let num_heads = random.between(1, 6);
         let key_dim = head_dim + rope_dim;
-        let shape = AttentionShape {
-            batch: random.between(1, 4),
+        let shape = attention_shape(
+            random.between(1, 4),
             seq_len,
-            num_heads,
-            num_kv_heads: num_heads,
-            head_dim: key_dim,
-            head_dim_v: head_dim,
-        };
+            [num_heads, num_heads],
+            [key_dim, head_dim],
+        );
         // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
         // against.
         let largest = if seq_len < 15 {
@@ -173,9 +170,7 @@ impl Call {
             input(&self.kv, kv),
             input(&self.k_rope, k_rope),
         ];
-        let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
-        let (start, end) = (bounds(&self.case.doc_start), bounds(&self.case.doc_end));
-        let documents = Documents::<B>::new(&start, &end, self.rows(), device);
+        let documents = self.case.documents::<B>(device);
         let table_type = if dtype == DType::F64 {
             DType::F64
         } else {
@@ -358,14 +353,7 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for &[head_dim, rope_dim] in WIDTHS {
         for order in [SumOrder::Any, SumOrder::Fixed] {
-            let shape = AttentionShape {
-                batch: 1,
-                seq_len: 1,
-                num_heads: 1,
-                num_kv_heads: 1,
-                head_dim: head_dim + rope_dim,
-                head_dim_v: head_dim,
-            };
+            let shape = attention_shape(1, 1, [1, 1], [head_dim + rope_dim, head_dim]);
             let keys = NeededKeys::Neighbours;
             let needs = AttentionNeeds { shape, keys, order };
             list.extend(needs.kernels(&gpu.arch()));
@@ -406,13 +394,7 @@ pub(crate) fn check_wrappers(
                     false => Err("two runs differ".to_owned()),
                 })
             });
-            match outcome {
-                Ok(outcome) => report.add(name, family, &call.label, outcome),
-                Err(error) if is_device_limit(&error.to_string()) => {
-                    report.add_missing(name, &error.to_string());
-                }
-                Err(error) => report.add(name, "refused", &call.label, Err(error.to_string())),
-            }
+            report.add_wrapper(name, family, &call.label, outcome);
         }
     }
     Ok(())

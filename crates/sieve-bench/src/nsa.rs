@@ -7,6 +7,7 @@ use crate::extent::Extent;
 use crate::place::{Place, float, floats};
 use crate::report::{Path, PathWatch, Report};
 use crate::scores::Scores;
+use crate::shape::{attention_shape, sizes};
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
@@ -17,7 +18,7 @@ use sieve_kernels::{
     nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
     nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
-use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionSpec, NsaBlocks, NsaCall};
 use sieve_testing::Random;
 
 /// Query heads of a KV head.
@@ -182,28 +183,9 @@ pub(crate) fn typed<B: Place, const D: usize>(
 /// Every op and its gradients; the selected branch reads the blocks of `inputs`, or where there are none its own
 /// choice.
 fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
-    let Case {
-        shape,
-        d_o,
-        doc_start,
-        doc_end,
-        ..
-    } = &inputs.case;
-    let AttentionShape {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim: d,
-        ..
-    } = *shape;
-    let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
-    let documents = Documents::<B>::new(
-        &bounds(doc_start),
-        &bounds(doc_end),
-        [batch, seq_len],
-        device,
-    );
+    let Case { shape, d_o, .. } = &inputs.case;
+    let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(*shape);
+    let documents = inputs.case.documents::<B>(device);
     let spec = AttentionSpec {
         num_heads,
         num_kv_heads,
@@ -307,14 +289,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
         doc_end,
         ..
     } = &inputs.case;
-    let AttentionShape {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim: d,
-        ..
-    } = *shape;
+    let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(*shape);
     let blocks = inputs.blocks;
     let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, DType::BF16);
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
@@ -458,14 +433,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     for head_dim in [64, 128] {
         for group in GROUPS {
             for order in [SumOrder::Any, SumOrder::Fixed] {
-                let shape = AttentionShape {
-                    batch: 1,
-                    seq_len: 1,
-                    num_heads: group,
-                    num_kv_heads: 1,
-                    head_dim,
-                    head_dim_v: head_dim,
-                };
+                let shape = attention_shape(1, 1, [group, 1], [head_dim, head_dim]);
                 for keys in [NeededKeys::Blocks, NeededKeys::Neighbours] {
                     let needs = AttentionNeeds { shape, keys, order };
                     list.extend(needs.kernels(&gpu.arch()));

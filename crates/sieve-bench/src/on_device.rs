@@ -4,15 +4,16 @@ use crate::case::{Case, Keys};
 use crate::device::Device;
 use crate::outputs::Outputs;
 use crate::place::{Place, by_token};
+use crate::shape::sizes;
 use crate::strided::Strided;
 use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch,
-    DecodeStep, DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias,
-    Selection, SumOrder, attention_backward, attention_decode, attention_forward,
-    dma_attention_backward, dma_attention_forward, dma_decode, dma_lists, dma_select,
+    AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
+    DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection,
+    SumOrder, attention_backward, attention_decode, attention_forward, dma_attention_backward,
+    dma_attention_forward, dma_decode, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -62,14 +63,14 @@ pub(crate) struct OnDevice<'a> {
 impl<'a> OnDevice<'a> {
     /// Uploads a case as separate contiguous tensors.
     pub(crate) fn new(case: &'a Case, device: &'a dyn Device) -> Self {
-        let AttentionShape {
+        let [
             batch,
             seq_len,
             num_heads,
             num_kv_heads,
             head_dim,
             head_dim_v,
-        } = case.shape;
+        ] = sizes(case.shape);
         let bf16 = |values: &[f32], heads: usize, width: usize| {
             device.float(values, &[batch, seq_len, heads, width], DType::BF16)
         };

@@ -1,4 +1,5 @@
 //! What an attention call computes, on the host.
+use crate::shape::sizes;
 use sieve_kernels::AttentionShape;
 
 /// Outputs and gradients in f32, whatever they were computed in.
@@ -24,14 +25,7 @@ impl Outputs {
     /// Zeros of the right sizes.
     pub(crate) fn zeros(shape: AttentionShape) -> Self {
         let size = |dims: &[usize]| vec![0.0; dims.iter().product()];
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = shape;
+        let [batch, seq_len, num_heads, num_kv_heads, head_dim, _] = sizes(shape);
         Self {
             o: size(&shape.output()),
             lse: size(&shape.lse()),
@@ -46,13 +40,7 @@ impl Outputs {
     /// Splits the gradient of a packed tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` into dq, dk, dv;
     /// values narrower than keys were padded with zeros.
     pub(crate) fn set_packed_gradient(&mut self, shape: AttentionShape, dqkv: &[f32]) {
-        let AttentionShape {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-            ..
-        } = shape;
+        let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         let token = (num_heads + 2 * num_kv_heads) * head_dim;
         self.dq.clear();
         self.dk.clear();

@@ -1,6 +1,7 @@
 //! Where ops run: Sieve's own backends, through the same trait that models use.
 use crate::case::{Case, Keys};
 use crate::outputs::Outputs;
+use crate::shape::sizes;
 use crate::strided::Strided;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
@@ -8,7 +9,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
     AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken,
-    DocumentBounds, Documents, KeyCache, SieveBackend,
+    DocumentBounds, KeyCache, SieveBackend,
 };
 
 /// A backend that can be given a tensor of any strides.
@@ -55,19 +56,11 @@ pub(crate) fn attention<B: Place>(
     device: &B::Device,
 ) -> Outputs {
     let shape = case.shape;
-    let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
-    let rows = [shape.batch, shape.seq_len];
     let call = Call::<B> {
         case,
         qkv: B::strided(qkv, device),
         d_o: B::strided(d_o, device),
-        documents: Documents::<B>::new(
-            &bounds(&case.doc_start),
-            &bounds(&case.doc_end),
-            rows,
-            device,
-        )
-        .bounds(),
+        documents: case.documents::<B>(device).bounds(),
         spec: AttentionSpec {
             num_heads: shape.num_heads,
             num_kv_heads: shape.num_kv_heads,
@@ -125,11 +118,7 @@ impl<B: Place> Call<'_, B> {
     }
 
     fn forward_outputs(&self, o: &FloatTensor<B>, lse: &FloatTensor<B>) -> Outputs {
-        let AttentionShape {
-            head_dim,
-            head_dim_v,
-            ..
-        } = self.case.shape;
+        let (head_dim, head_dim_v) = (self.case.shape.head_dim, self.case.shape.head_dim_v);
         let padded = floats::<B, 4>(o.clone());
         let rows = padded.chunks_exact(head_dim);
         Outputs {
@@ -164,14 +153,7 @@ pub(crate) fn poison<B: Place>(shape: AttentionShape, device: &B::Device) {
 /// `expire` of a case's scores.
 pub(crate) fn select<B: Place>(case: &Case, device: &B::Device) -> Vec<i32> {
     let shape = case.shape;
-    let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
-    let rows = [shape.batch, shape.seq_len];
-    let documents = Documents::<B>::new(
-        &bounds(&case.doc_start),
-        &bounds(&case.doc_end),
-        rows,
-        device,
-    );
+    let documents = case.documents::<B>(device);
     let z = float::<B, 3>(&case.z, shape.per_key(), device);
     ints::<B>(&B::dma_select(z, &documents.bounds(), case.dma_window()))
 }
@@ -293,14 +275,14 @@ struct Tokens<B: Place> {
 
 impl<B: Place> Tokens<B> {
     fn new(case: &Case, device: &B::Device) -> Self {
-        let AttentionShape {
+        let [
             batch,
             seq_len,
             num_heads,
             num_kv_heads,
             head_dim,
             head_dim_v,
-        } = case.shape;
+        ] = sizes(case.shape);
         let of = |values: Vec<f32>, heads: usize| {
             let data = TensorData::new(values, [batch, seq_len, heads, head_dim]);
             Tensor::<B, 4>::from_data(data, device).cast(B::DTYPE)

@@ -2,9 +2,9 @@
 //! same with every intermediate matrix rounded to bf16, which is the error that a plain computation would make.
 use crate::case::Case;
 use crate::outputs::Outputs;
+use crate::shape::sizes;
 use rayon::prelude::*;
 use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
-use sieve_kernels::AttentionShape;
 use sieve_testing::round_bf16;
 
 /// What is rounded on the way.
@@ -44,14 +44,14 @@ struct Part {
 
 /// Computes everything for a case.
 pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
-    let AttentionShape {
+    let [
         batch,
         seq_len,
         num_heads,
         num_kv_heads,
         head_dim,
         head_dim_v,
-    } = case.shape;
+    ] = sizes(case.shape);
     let parts: Vec<Part> = (0..batch * num_kv_heads)
         .into_par_iter()
         .map(|row| kv_head(case, row / num_kv_heads, row % num_kv_heads, rounding))
@@ -151,14 +151,7 @@ fn product(a: Matrix<'_>, b: Matrix<'_>, rows: usize, cols: usize, rounding: Rou
 }
 
 fn kv_head(case: &Case, b: usize, kv: usize, rounding: Rounding) -> Part {
-    let AttentionShape {
-        seq_len: n,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        head_dim_v,
-        ..
-    } = case.shape;
+    let [_, n, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
     let k = head(&case.k, b, n, num_kv_heads, kv, head_dim);
     let v = head(&case.v, b, n, num_kv_heads, kv, head_dim_v);
     let per_key = (b * num_kv_heads + kv) * n;
@@ -260,16 +253,10 @@ mod tests {
     use super::*;
     use crate::case::{Cuts, Keys};
     use crate::scores::Scores;
+    use crate::shape::attention_shape;
 
     fn case(keys: Keys) -> Case {
-        let shape = AttentionShape {
-            batch: 2,
-            seq_len: 9,
-            num_heads: 2,
-            num_kv_heads: 1,
-            head_dim: 16,
-            head_dim_v: 16,
-        };
+        let shape = attention_shape(2, 9, [2, 1], [16, 16]);
         Case::draw(shape, keys, Cuts::Count(2), &Scores::Independent, 4).expect("two documents")
     }
 

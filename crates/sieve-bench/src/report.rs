@@ -1,5 +1,6 @@
 //! Rows of a check: what was compared, by which path, and how it ended.
 use serde::Serialize;
+use sieve_kernels::KernelError;
 use sieve_ops::{OpPath, Place, op_paths};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -59,6 +60,21 @@ impl Report {
                 self.add(name, "reference", case, failure);
             }
             Path::None => self.add(name, "none", case, Err("no kernel was called".to_owned())),
+        }
+    }
+
+    /// Adds the outcome of one call of a launch wrapper, or why it was refused.
+    pub(crate) fn add_wrapper(
+        &mut self,
+        name: &str,
+        path: &str,
+        case: &str,
+        outcome: Result<Result<f32, String>, KernelError>,
+    ) {
+        match outcome.map_err(|error| error.to_string()) {
+            Ok(outcome) => self.add(name, path, case, outcome),
+            Err(error) if is_device_limit(&error) => self.add_missing(name, &error),
+            Err(error) => self.add(name, "refused", case, Err(error)),
         }
     }
 
@@ -176,7 +192,7 @@ impl PathWatch {
 }
 
 /// Whether a refusal is the device's: its shared memory is too small for any tile of that width.
-pub(crate) fn is_device_limit(reason: &str) -> bool {
+fn is_device_limit(reason: &str) -> bool {
     reason.contains("over this device's limit")
 }
 

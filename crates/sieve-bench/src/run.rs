@@ -12,12 +12,14 @@ use crate::place::{self, Place};
 use crate::report::{Path as OpPath, PathWatch};
 use crate::scores::Scores;
 use crate::shape::CaseShape;
+use crate::shape::sizes;
 use crate::strided::{Layout, packed, packed_d_o};
-use burn::tensor::{DType, TensorData};
+use branches::Tensors;
+use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_hf::{NamedTensor, write_tensor_file};
-use sieve_kernels::{AttentionShape, KernelError, KeyLists, SumOrder};
+use sieve_kernels::{KernelError, KeyLists, SumOrder};
 use sieve_ops::Cuda;
 use std::collections::HashMap;
 use std::path::Path;
@@ -314,62 +316,50 @@ fn tensors(
     outputs: Outputs,
     on_gpu: bool,
 ) -> Vec<NamedTensor> {
-    let AttentionShape {
+    let [
         batch,
         seq_len,
         num_heads,
         num_kv_heads,
         head_dim,
         head_dim_v,
-    } = case.shape;
-    let rows = |heads, width| vec![batch, seq_len, heads, width];
-    let per_key = case.shape.per_key().to_vec();
-    let mut list = Vec::new();
-    let mut floats = |name: &str, values: &[f32], shape: Vec<usize>, bf16: bool| {
+    ] = sizes(case.shape);
+    let rows = |heads, width| [batch, seq_len, heads, width];
+    let per_key = case.shape.per_key();
+    let own = if on_gpu { DType::BF16 } else { DType::F32 };
+    let mut tensors = Tensors::new(own);
+    let mut floats = |name: &str, values: &[f32], shape: &[usize], dtype: DType| {
         if !values.is_empty() {
-            let data = TensorData::new(values.to_vec(), shape);
-            let dtype = if bf16 { DType::BF16 } else { DType::F32 };
-            list.push(NamedTensor {
-                name: name.to_owned(),
-                data: data.convert_dtype(dtype),
-            });
+            tensors.floats(name, values, shape, dtype);
         }
     };
     if op != Op::DmaSelect {
-        floats("q", &case.q, rows(num_heads, head_dim), true);
-        floats("k", &case.k, rows(num_kv_heads, head_dim), true);
-        floats("v", &case.v, rows(num_kv_heads, head_dim_v), true);
+        floats("q", &case.q, &rows(num_heads, head_dim), DType::BF16);
+        floats("k", &case.k, &rows(num_kv_heads, head_dim), DType::BF16);
+        floats("v", &case.v, &rows(num_kv_heads, head_dim_v), DType::BF16);
     }
-    floats("z", z.unwrap_or(&case.z), per_key.clone(), false);
+    floats("z", z.unwrap_or(&case.z), &per_key, DType::F32);
     if z.is_some() {
-        floats("rank", &case.z, per_key.clone(), false);
+        floats("rank", &case.z, &per_key, DType::F32);
     }
-    floats("delta", &case.delta, per_key.clone(), false);
+    floats("delta", &case.delta, &per_key, DType::F32);
     if !outputs.dq.is_empty() {
-        floats("do", &case.d_o, rows(num_heads, head_dim_v), true);
+        floats("do", &case.d_o, &rows(num_heads, head_dim_v), DType::BF16);
     }
-    floats("o", &outputs.o, rows(num_heads, head_dim_v), on_gpu);
-    floats("lse", &outputs.lse, case.shape.lse().to_vec(), false);
-    floats("dq", &outputs.dq, rows(num_heads, head_dim), on_gpu);
-    floats("dk", &outputs.dk, rows(num_kv_heads, head_dim), on_gpu);
-    floats("dv", &outputs.dv, rows(num_kv_heads, head_dim_v), on_gpu);
-    floats("ddelta", &outputs.ddelta, per_key.clone(), false);
-    let bounds = case.cu_seqlens();
+    floats("o", &outputs.o, &rows(num_heads, head_dim_v), own);
+    floats("lse", &outputs.lse, &case.shape.lse(), DType::F32);
+    floats("dq", &outputs.dq, &rows(num_heads, head_dim), own);
+    floats("dk", &outputs.dk, &rows(num_kv_heads, head_dim), own);
+    floats("dv", &outputs.dv, &rows(num_kv_heads, head_dim_v), own);
+    floats("ddelta", &outputs.ddelta, &per_key, DType::F32);
     // What the path computed where it computes it, else what the mask means.
     let expire = if outputs.expire.is_empty() {
         case.expire.clone()
     } else {
         outputs.expire
     };
-    for (name, values, shape) in [
-        ("expire", expire, per_key),
-        ("cu_seqlens", bounds.clone(), vec![bounds.len()]),
-    ] {
-        let data = TensorData::new(values, shape);
-        let name = name.to_owned();
-        list.push(NamedTensor { name, data });
-    }
-    list
+    tensors.ints("expire", expire, &per_key);
+    tensors.finish(case.cu_seqlens())
 }
 
 fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String, String> {

@@ -2,11 +2,12 @@
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::report::{Report, is_device_limit};
+use crate::report::Report;
+use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_core::BlockSelection;
 use sieve_kernels::{
-    AttentionShape, KernelError, KernelFamily, KeySource, Qkv, correct_by_probes, select_blocks,
+    KernelError, KernelFamily, KeySource, Qkv, correct_by_probes, select_blocks,
     select_blocks_by_bounds, sparse_attention_forward,
 };
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
@@ -91,36 +92,18 @@ pub(crate) fn check_wrappers(
                 let case = Case::draw(shape, name, has_nan, &mut random);
                 let row = format!("select_blocks, {}", name.split(':').next().unwrap_or(name));
                 let label = format!("{name} {shape:?} NaN: {has_nan}");
-                match case.run(device) {
-                    Ok(outcome) => report.add(&row, case.path(device), &label, outcome),
-                    Err(error) if is_device_limit(&error.to_string()) => {
-                        report.add_missing(&row, &error.to_string());
-                    }
-                    Err(error) => report.add(&row, "refused", &label, Err(error.to_string())),
-                }
+                report.add_wrapper(&row, case.path(device), &label, case.run(device));
             }
         }
     }
     for text in STEPS {
-        let row = "select_blocks, a token";
-        match step(device, text, &mut random) {
-            Ok(outcome) => report.add(row, "kernels", text, outcome),
-            Err(error) if is_device_limit(&error.to_string()) => {
-                report.add_missing(row, &error.to_string());
-            }
-            Err(error) => report.add(row, "refused", text, Err(error.to_string())),
-        }
+        let outcome = step(device, text, &mut random);
+        report.add_wrapper("select_blocks, a token", "kernels", text, outcome);
     }
     for text in CORRECTED {
-        for &[num_queries, num_keys] in &SIZES[..2] {
-            let row = "correct_by_probes";
-            match corrected(device, text, [num_queries, num_keys], &mut random) {
-                Ok(outcome) => report.add(row, "kernels", text, outcome),
-                Err(error) if is_device_limit(&error.to_string()) => {
-                    report.add_missing(row, &error.to_string());
-                }
-                Err(error) => report.add(row, "refused", text, Err(error.to_string())),
-            }
+        for &sizes in &SIZES[..2] {
+            let outcome = corrected(device, text, sizes, &mut random);
+            report.add_wrapper("correct_by_probes", "kernels", text, outcome);
         }
     }
     Ok(())
@@ -338,14 +321,7 @@ impl Case {
             head_dim,
             ..
         } = self.shape;
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v: head_dim,
-        };
+        let shape = attention_shape(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim]);
         let like = device.float(&[0.0], &[1], DType::F32);
         match KernelFamily::of(&shape, KeySource::Dense, &like) {
             KernelFamily::Portable => "portable kernels",

@@ -7,9 +7,10 @@ use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::report::Report;
 use crate::scores::Scores;
+use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{
-    AttentionShape, CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward,
+    CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward,
     dma_border_keys_forward, dma_last_kept, dma_lists, oracle,
 };
 use sieve_testing::{Random, round_bf16};
@@ -34,14 +35,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2)));
     draws.extend(fixed);
     draws.into_iter().map(move |(seq_len, keys, cuts)| {
-        let shape = AttentionShape {
-            batch: random.between(1, 3),
-            seq_len,
-            num_heads: 2,
-            num_kv_heads: 2,
-            head_dim: 16,
-            head_dim_v: 16,
-        };
+        let shape = attention_shape(random.between(1, 3), seq_len, [2, 2], [16, 16]);
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
         let label = format!(

@@ -2,6 +2,35 @@
 use sieve_kernels::AttentionShape;
 use std::str::FromStr;
 
+/// Sizes of a call: query and KV heads, width of keys and of values.
+pub(crate) fn attention_shape(
+    batch: usize,
+    seq_len: usize,
+    [num_heads, num_kv_heads]: [usize; 2],
+    [head_dim, head_dim_v]: [usize; 2],
+) -> AttentionShape {
+    AttentionShape {
+        batch,
+        seq_len,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        head_dim_v,
+    }
+}
+
+/// Batch, tokens, query heads, KV heads, width of keys and of values.
+pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
+    [
+        shape.batch,
+        shape.seq_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.head_dim_v,
+    ]
+}
+
 /// The keys of `--shape`; `batch`, `kv_heads` and `head_dim_v` may be left out.
 const KEYS: &str = "batch, seq_len, heads, kv_heads, head_dim, head_dim_v";
 
@@ -65,13 +94,7 @@ impl FromStr for CaseShape {
 
 impl CaseShape {
     fn checked(shape: AttentionShape) -> Result<Self, String> {
-        let AttentionShape {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-            ..
-        } = shape;
+        let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         if !num_heads.is_multiple_of(num_kv_heads) {
             return Err(format!(
                 "kv_heads={num_kv_heads} does not divide heads={num_heads}"

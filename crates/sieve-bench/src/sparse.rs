@@ -4,7 +4,8 @@ use crate::bar::Bar;
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::report::{Report, is_device_limit};
+use crate::report::Report;
+use crate::shape::attention_shape;
 use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::{
@@ -98,13 +99,7 @@ pub(crate) fn check_wrappers(
         let case = Case::draw(shape, name, &mut random);
         let kind = name.map_or("random", |name| name.split(':').next().unwrap_or(name));
         let row = format!("sparse_attention, {kind}");
-        match case.run(device) {
-            Ok(outcome) => report.add(&row, case.path(device), &case.label, outcome),
-            Err(error) if is_device_limit(&error.to_string()) => {
-                report.add_missing(&row, &error.to_string());
-            }
-            Err(error) => report.add(&row, "refused", &case.label, Err(error.to_string())),
-        }
+        report.add_wrapper(&row, case.path(device), &case.label, case.run(device));
     }
     Ok(())
 }
@@ -159,14 +154,12 @@ impl Case {
     }
 
     fn shape(&self) -> AttentionShape {
-        AttentionShape {
-            batch: 1,
-            seq_len: self.shape.num_keys,
-            num_heads: self.shape.num_heads,
-            num_kv_heads: self.shape.num_kv_heads,
-            head_dim: self.shape.head_dim,
-            head_dim_v: self.shape.head_dim,
-        }
+        attention_shape(
+            1,
+            self.shape.num_keys,
+            [self.shape.num_heads, self.shape.num_kv_heads],
+            [self.shape.head_dim, self.shape.head_dim],
+        )
     }
 
     fn family(&self, device: &dyn Device) -> KernelFamily {

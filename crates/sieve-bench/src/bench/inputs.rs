@@ -1,5 +1,6 @@
 //! One attention call's tensors on the GPU, drawn there.
 use crate::device::Device;
+use crate::shape::sizes;
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
@@ -40,14 +41,14 @@ impl Inputs {
     }
 
     pub(crate) fn new(shape: AttentionShape, device: &CudaDevice) -> Self {
-        let AttentionShape {
+        let [
             batch,
             seq_len,
             num_heads,
             num_kv_heads,
             head_dim,
             head_dim_v,
-        } = shape;
+        ] = sizes(shape);
         let tokens = batch * seq_len;
         let packed = if head_dim == head_dim_v {
             let heads = num_heads + 2 * num_kv_heads;

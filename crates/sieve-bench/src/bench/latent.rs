@@ -4,6 +4,7 @@ use super::inputs::random;
 use super::rows::dense;
 use crate::device::Device;
 use crate::error::Result;
+use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, MlaPack, mla_decode, mla_pack_backward, mla_pack_forward,
@@ -26,14 +27,12 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 pub(super) fn shape(batch: usize, seq_len: usize) -> AttentionShape {
-    AttentionShape {
+    attention_shape(
         batch,
         seq_len,
-        num_heads: HEADS,
-        num_kv_heads: HEADS,
-        head_dim: HEAD_DIM + ROPE_DIM,
-        head_dim_v: HEAD_DIM,
-    }
+        [HEADS, HEADS],
+        [HEAD_DIM + ROPE_DIM, HEAD_DIM],
+    )
 }
 
 /// Packing with rotation, and its gradient.
@@ -81,14 +80,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
 fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) -> Result<()> {
     const RANK: usize = 512;
     let width = RANK + ROPE_DIM;
-    let shape = AttentionShape {
-        batch,
-        seq_len: len,
-        num_heads: HEADS,
-        num_kv_heads: 1,
-        head_dim: width,
-        head_dim_v: RANK,
-    };
+    let shape = attention_shape(batch, len, [HEADS, 1], [width, RANK]);
     let q = random([batch, 1, HEADS, width], &bench.device);
     let latents = random([1, batch, len, width], &bench.device);
     let latents = latents.reshaped("draw", "latents", &[batch, len, width])?;

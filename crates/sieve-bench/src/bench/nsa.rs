@@ -3,6 +3,7 @@ use super::Bench;
 use super::inputs::{Inputs, random};
 use super::rows::{dense, forward_flops, shape};
 use crate::error::Result;
+use crate::shape::sizes;
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks,
@@ -56,12 +57,7 @@ pub(super) struct Call {
 
 impl Call {
     pub(super) fn new(inputs: Inputs, bench: &Bench<'_>) -> Result<Self> {
-        let AttentionShape {
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            ..
-        } = inputs.shape;
+        let [_, seq_len, num_heads, num_kv_heads, _, _] = sizes(inputs.shape);
         let draw = |sizes: &[usize]| -> Result<CudaTensor> {
             let count: usize = sizes.iter().product();
             let drawn = random([1, 1, 1, count], &bench.device);

@@ -4,6 +4,7 @@ use super::inputs::{Inputs, random};
 use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
+use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow};
 use sieve_kernels::{
@@ -25,14 +26,7 @@ pub(crate) fn shape(
     heads: [usize; 2],
     width: usize,
 ) -> AttentionShape {
-    AttentionShape {
-        batch,
-        seq_len,
-        num_heads: heads[0],
-        num_kv_heads: heads[1],
-        head_dim: width,
-        head_dim_v: width,
-    }
+    attention_shape(batch, seq_len, [heads[0], heads[1]], [width, width])
 }
 
 /// FLOPs of a forward pass in which each query sees at most `window` keys.

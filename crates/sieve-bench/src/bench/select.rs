@@ -4,6 +4,7 @@ use super::Bench;
 use super::rows::{forward_flops, shape};
 use crate::device::Device;
 use crate::error::Result;
+use crate::shape::sizes;
 use burn::tensor::{DType, Distribution, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_core::BlockSelection;
@@ -194,13 +195,7 @@ struct Operands {
 
 impl Operands {
     fn draw(shape: AttentionShape, device: &CudaDevice) -> Self {
-        let AttentionShape {
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = shape;
+        let [_, seq_len, num_heads, num_kv_heads, head_dim, _] = sizes(shape);
         use generator as g;
         let topics = seq_len / g::TOPIC;
         let normal = |shape: [usize; 3]| {

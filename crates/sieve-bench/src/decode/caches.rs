@@ -6,6 +6,7 @@ use crate::extent::Extent;
 use crate::reference::{Rounding, one_query};
 use crate::report::Report;
 use crate::scores::Scores;
+use crate::shape::{attention_shape, sizes};
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
@@ -34,14 +35,12 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for at in 0..extent.few().max(8) {
         let (head_dim, head_dim_v) = random.one_of(extent.widths);
         let (kv_heads, group) = (random.between(1, 4), random.one_of(groups));
-        let shape = AttentionShape {
-            batch: random.between(1, 4),
-            seq_len: 1,
-            num_heads: kv_heads * group,
-            num_kv_heads: kv_heads,
-            head_dim,
-            head_dim_v,
-        };
+        let shape = attention_shape(
+            random.between(1, 4),
+            1,
+            [kv_heads * group, kv_heads],
+            [head_dim, head_dim_v],
+        );
         let seed = random.between(0, 1 << 30) as u64;
         let mut calls = Calls {
             device,
@@ -84,14 +83,7 @@ impl Calls<'_> {
     }
 
     fn token(&mut self) -> Token {
-        let AttentionShape {
-            batch,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-            ..
-        } = self.shape;
+        let [batch, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
         let mut draw = |heads: usize, width: usize| {
             let values = self.random.bf16_normals(batch * heads * width);
             let on = self
@@ -111,11 +103,7 @@ impl Calls<'_> {
 
     /// The new key of a row and KV head.
     fn key_of(&self, token: &Token, row: usize, bias: f32, rank: (f32, i32)) -> Key {
-        let AttentionShape {
-            head_dim,
-            head_dim_v,
-            ..
-        } = self.shape;
+        let (head_dim, head_dim_v) = (self.shape.head_dim, self.shape.head_dim_v);
         Key {
             k: token.k[row * head_dim..][..head_dim].to_vec(),
             v: token.v[row * head_dim_v..][..head_dim_v].to_vec(),
@@ -126,11 +114,7 @@ impl Calls<'_> {
 
     /// Compares the output of every query head with attention over the keys of its row and KV head.
     fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), String> {
-        let AttentionShape {
-            num_heads,
-            head_dim,
-            ..
-        } = self.shape;
+        let (num_heads, head_dim) = (self.shape.num_heads, self.shape.head_dim);
         let (group, scale) = (self.shape.group_size(), self.scale());
         let got = self.device.floats(o).map_err(text)?;
         let (mut exact, mut plain) = (Vec::new(), Vec::new());
@@ -144,24 +128,13 @@ impl Calls<'_> {
             exact.extend(o(Rounding::None));
             plain.extend(o(Rounding::Bf16));
         }
-        let bar = Bar {
-            plain: 2.0,
-            floor: Bar::FLOOR,
-            share: 1.0 / 256.0,
-            norm: false,
-        };
+        let bar = Bar::new(2.0, Bar::FLOOR, 1.0 / 256.0);
         self.worst = self.worst.max(bar.judge("o", &got, &plain, &exact)?);
         Ok(())
     }
 
     fn dense(&mut self) -> Result<(), String> {
-        let AttentionShape {
-            batch,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-            ..
-        } = self.shape;
+        let [batch, _, _, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
         let capacity = self.random.between(1, 700);
         let window = self
             .random
@@ -229,13 +202,7 @@ impl Calls<'_> {
 
     /// Some tokens after a prefill, against slots of which the last of the row keep theirs where `has_local_window`.
     fn dma(&mut self, has_local_window: bool) -> Result<(), String> {
-        let AttentionShape {
-            batch,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-            ..
-        } = self.shape;
+        let [batch, _, _, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
         let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
         let local = match has_local_window {
             true => self.random.one_of(&[1, kept.div_ceil(2), kept]),

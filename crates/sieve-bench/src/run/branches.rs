@@ -3,10 +3,11 @@ use crate::case::Case;
 use crate::latent;
 use crate::nsa::{indices, typed};
 use crate::place::{Place, floats};
+use crate::shape::sizes;
 use burn::tensor::{DType, TensorData};
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
-use sieve_ops::{AttentionBackend, AttentionSpec, Documents, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionBackend, AttentionSpec, NsaBlocks, NsaCall};
 use sieve_testing::Random;
 
 /// Blocks of a call: the paper's.
@@ -25,13 +26,28 @@ pub(super) struct Tensors {
 }
 
 impl Tensors {
-    fn floats(&mut self, name: &str, values: &[f32], shape: &[usize], dtype: DType) {
+    /// None yet.
+    pub(super) fn new(own: DType) -> Self {
+        Self {
+            list: Vec::new(),
+            own,
+        }
+    }
+
+    /// The list, which ends with the bounds of the documents.
+    pub(super) fn finish(mut self, cu_seqlens: Vec<i32>) -> Vec<NamedTensor> {
+        let count = cu_seqlens.len();
+        self.ints("cu_seqlens", cu_seqlens, &[count]);
+        self.list
+    }
+
+    pub(super) fn floats(&mut self, name: &str, values: &[f32], shape: &[usize], dtype: DType) {
         let data = TensorData::new(values.to_vec(), shape.to_vec()).convert_dtype(dtype);
         let name = name.to_owned();
         self.list.push(NamedTensor { name, data });
     }
 
-    fn ints(&mut self, name: &str, values: Vec<i32>, shape: &[usize]) {
+    pub(super) fn ints(&mut self, name: &str, values: Vec<i32>, shape: &[usize]) {
         let data = TensorData::new(values, shape.to_vec());
         let name = name.to_owned();
         self.list.push(NamedTensor { name, data });
@@ -47,10 +63,7 @@ impl Tensors {
 /// Inputs, outputs and gradients of latent attention from the projections on. Keys are wider than values by their
 /// rotated part.
 pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
-    let mut tensors = Tensors {
-        list: Vec::new(),
-        own: B::DTYPE,
-    };
+    let mut tensors = Tensors::new(B::DTYPE);
     let AttentionShape { batch, seq_len, .. } = case.shape;
     let bounds = case.cu_seqlens();
     let per_head = case.shape.lse();
@@ -69,24 +82,13 @@ pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<Na
             _ => tensors.output(name, &values, &[batch, seq_len, width]),
         }
     }
-    tensors.ints("cu_seqlens", bounds.clone(), &[bounds.len()]);
-    tensors.list
+    tensors.finish(bounds)
 }
 
 /// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention over means of blocks.
 pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
-    let AttentionShape {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim: d,
-        ..
-    } = case.shape;
-    let mut tensors = Tensors {
-        list: Vec::new(),
-        own: B::DTYPE,
-    };
+    let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(case.shape);
+    let mut tensors = Tensors::new(B::DTYPE);
     let output = case.shape.output();
     let gates = num_heads * 3;
     let mut random = Random(seed ^ 0x0067_6174);
@@ -107,9 +109,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
     tensors.floats("do", &case.d_o, &output, DType::BF16);
 
-    let bounds = |x: &[i32]| x.iter().map(|&x| x as u32).collect::<Vec<u32>>();
-    let (start, end) = (bounds(&case.doc_start), bounds(&case.doc_end));
-    let documents = Documents::<B>::new(&start, &end, [batch, seq_len], device);
+    let documents = case.documents::<B>(device);
     let spec = |window_size| AttentionSpec {
         num_heads,
         num_kv_heads,
@@ -187,7 +187,5 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
         tensors.floats(name, &values, &[batch, seq_len, heads, d], DType::F32);
         first += heads;
     }
-    let bounds = case.cu_seqlens();
-    tensors.ints("cu_seqlens", bounds.clone(), &[bounds.len()]);
-    tensors.list
+    tensors.finish(case.cu_seqlens())
 }
