@@ -25,7 +25,7 @@ pub struct QkNormRopeGradients {
     pub dk_weight: CudaTensor,
 }
 
-/// Gradients of [`qk_norm_rope_forward`](crate::step::qk_norm_rope_forward()). `qkv` is what the forward pass read; `dy`
+/// Gradients of [`qk_norm_rope_forward`](super::qk_norm_rope_forward()). `qkv` is what the forward pass read; `dy`
 /// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`. `dweights` are the targets of the q and the k weight's
 /// gradients.
 ///
