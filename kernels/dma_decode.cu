@@ -5,7 +5,7 @@
 //            (so it wins ties, being the more recent); else nobody sees it. With r = local_window_size > 0 only slots
 //            of j <= length - r are candidates, the new key is none, and it always takes a slot. o_h = sum_j
 //            softmax_j(softmax_scale q_h . k_j + delta_j) v_j over the keys then kept, delta_j = exp(min(z_j, 60))
-//            (BIAS_LINEAR: z_j)
+//            (BIAS_LINEAR: z_j; NO_BIAS: 0)
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
 //            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
 //            row, multiples of 8); z_new f32 [batch, num_kv_heads]; k_cache bf16 [batch, num_kv_heads, w, HEAD_DIM],
@@ -15,7 +15,7 @@
 //            (any content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before
 //            the first launch, zero again after each
 // Buffers    q, k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, o, partials, counters
-// Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
+// Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NO_BIAS (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is
 //            above 128);
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576),
@@ -39,6 +39,9 @@
 #ifndef BIAS_LINEAR
 #define BIAS_LINEAR 0
 #endif
+#ifndef NO_BIAS
+#define NO_BIAS 0
+#endif
 #ifndef NUM_STAGES
 #define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
 #endif
@@ -58,7 +61,7 @@ struct DmaDecodeParams {
   u64 local_window_size;
 };
 
-DEVICE float bias_of_score(float z) { return BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT)); }
+DEVICE float bias_of_score(float z) { return NO_BIAS ? 0.f : BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT)); }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
     dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,

@@ -1,8 +1,9 @@
 // select_probe_sums: what the queries of a probe look at, summed over each key and over each distance (MInference,
-// arXiv:2407.02490; PBS-Attn, arXiv:2510.21270).
+// arXiv:2407.02490; PBS-Attn, arXiv:2510.21270; SnapKV, arXiv:2404.14469; H2O, arXiv:2306.14048).
 // Math       p[h, r, j] = exp(x[h, r, j] - max[h, r]) / sum[h, r] over j <= first_position + r; with the sums over the
 //            rows r and the heads of a group:
-//            column[g, j] = factor * sum p[h, r, j], diagonal[g, o] = factor * sum p[h, r, first_position + r - o]
+//            column[g, j] = factor * sum p[h, r, j], diagonal[g, o] = factor * sum p[h, r, first_position + r - o];
+//            adds: added to what column holds
 // Layout     logit f32 [heads, rows, num_keys], scale f32 [heads, rows, 2] as select_probe_rows writes it; column,
 //            diagonal f32 [heads / group, num_keys]
 // Buffers    logit, scale, column, diagonal
@@ -16,6 +17,7 @@
 struct SelectProbeSumsParams {
   u64 rows, num_keys, first_position, group;
   u64 factor;  // f32 bits
+  u64 adds;
 };
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -32,5 +34,6 @@ extern "C" __global__ void __launch_bounds__(256)
       if (j < 0 || j > own) continue;
       sum += exp2f((logit[line * num_keys + j] - scale[2 * line]) * LOG2_E) * scale[2 * line + 1];
     }
-  (blockIdx.z == 0 ? column : diagonal)[(u64)blockIdx.y * num_keys + at] = sum * f32_word(params.factor);
+  float* to = (blockIdx.z == 0 ? column : diagonal) + (u64)blockIdx.y * num_keys + at;
+  *to = sum * f32_word(params.factor) + (params.adds ? *to : 0.0f);
 }

@@ -1,4 +1,6 @@
 //! Selections on the device against sieve-select's on the CPU, from the same bf16 operands.
+mod heavy;
+
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
@@ -99,6 +101,16 @@ pub(crate) fn check_wrappers(
     for text in STEPS {
         let outcome = step(device, text, &mut random);
         report.add_wrapper("select_blocks, a token", "kernels", text, outcome);
+    }
+    for text in heavy::HEAVY {
+        let row = "keep_heavy_keys, tokens";
+        match heavy::check(device, text, &mut random) {
+            Ok(outcome) => report.add(row, "kernels", text, outcome),
+            Err(error) if is_device_limit(&error.to_string()) => {
+                report.add_missing(row, &error.to_string());
+            }
+            Err(error) => report.add(row, "refused", text, Err(error.to_string())),
+        }
     }
     for text in CORRECTED {
         for &sizes in &SIZES[..2] {

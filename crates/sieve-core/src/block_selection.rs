@@ -1,4 +1,5 @@
 //! How a selector chooses blocks of keys, in steps that a device can take.
+use crate::model::DmaWindow;
 use crate::packed_mask::MaskLayout;
 use std::ops::Range;
 
@@ -83,6 +84,22 @@ pub struct ProbeCorrection {
     pub gamma: usize,
     /// Whether they replace their own rows alone, and correct no others.
     pub replaces_only: bool,
+}
+
+/// Which keys of a prompt stay for the tokens after it, by the attention that they received.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HeavyKeys {
+    /// The queries whose attention counts, in blocks of one token; a top of the keys before the last ones stays.
+    pub selection: BlockSelection,
+    /// The last keys, which stay whatever they received.
+    pub last: usize,
+    /// Neighbouring keys over which attention is smoothed, an odd number.
+    pub width: usize,
+    /// Whether by the largest of them; else by their mean.
+    pub by_largest: bool,
+    /// Where a later token pushes a key out: keys that are held in all, and the last ones, which stay. A key then goes
+    /// on receiving attention.
+    pub slots: Option<DmaWindow>,
 }
 
 /// Which of a row's blocks stay.

@@ -32,7 +32,7 @@ mod score_matrix;
 
 pub use adamw_step::AdamWStep;
 pub use block_selection::{
-    BlockScores, BlockSelection, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder,
+    BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder,
 };
 pub use model::{
     Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape,

@@ -1,9 +1,11 @@
 //! A text that goes on with its keys and values on the device, of which a decode method's queries read some.
 use crate::EvalError;
-use burn::tensor::{DType, Tensor};
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor, TensorMetadata};
 use sieve_nn::LayerOperands;
 use sieve_ops::{
-    DeviceMask, SieveBackend, SparseOutput, select_blocks_by_bounds, sparse_attention,
+    AttentionSpec, DeviceMask, DmaCache, KeyCache, SieveBackend, SparseOutput, cached_attention,
+    heavy_decode, keep_heavy_keys, select_blocks_by_bounds, sparse_attention,
 };
 use sieve_select::{CallShape, Selector, Step};
 
@@ -13,6 +15,25 @@ const FEWEST_TOKENS: usize = 256;
 /// One layer of one text.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceCache<B: SieveBackend> {
+    keys: Keys<B>,
+    num_tokens: usize,
+}
+
+/// What a layer holds of a text.
+#[derive(Clone, Debug)]
+enum Keys<B: SieveBackend> {
+    /// All keys; each token finds those that it reads.
+    All(AllKeys<B>),
+    /// Those of the prompt that were chosen, and all later ones.
+    Chosen(KeyCache<B>),
+    /// Slots: a later key takes that of the lightest.
+    Heavy(DmaCache<B>),
+    /// For the moment in which a step has taken them.
+    Taken,
+}
+
+#[derive(Clone, Debug)]
+struct AllKeys<B: SieveBackend> {
     /// `[1, room, packed heads, head_dim]`.
     qkv: Tensor<B, 4>,
     num_tokens: usize,
@@ -22,19 +43,107 @@ pub(crate) struct DeviceCache<B: SieveBackend> {
 
 impl<B: SieveBackend> DeviceCache<B> {
     /// A prompt.
-    pub(crate) fn of(operands: &LayerOperands<B>) -> Self {
-        let mut cache = Self {
-            qkv: operands.qkv.clone(),
-            num_tokens: 0,
-            bounds: None,
+    ///
+    /// # Errors
+    /// Operands that a kernel refuses.
+    pub(crate) fn of(selector: &Selector, operands: &LayerOperands<B>) -> Result<Self, EvalError> {
+        let num_tokens = operands.num_tokens();
+        let shape = shape_of(operands, num_tokens);
+        let keys = match selector.heavy_keys(shape, operands.layer) {
+            None => Keys::All(AllKeys::of(&operands.qkv)),
+            Some(heavy) => {
+                let kept = keep_heavy_keys(&operands.qkv, &heavy);
+                let kept = kept.map_err(|reason| refused(selector, reason))?;
+                match heavy.slots {
+                    Some(_) => Keys::Heavy(kept),
+                    None => Keys::Chosen(KeyCache {
+                        k: kept.k,
+                        v: kept.v,
+                    }),
+                }
+            }
         };
-        cache.append(&operands.qkv);
-        cache
+        Ok(Self { keys, num_tokens })
     }
 
     /// Tokens so far.
     pub(crate) fn num_tokens(&self) -> usize {
         self.num_tokens
+    }
+
+    /// One token: stores it, finds what its query reads, attends. Returns o, the pairs that it took, and whether its
+    /// keys were chosen on the device.
+    pub(crate) fn step(
+        &mut self,
+        selector: &Selector,
+        operands: &LayerOperands<B>,
+    ) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
+        let position = self.num_tokens;
+        self.num_tokens += 1;
+        let shape = shape_of(operands, self.num_tokens);
+        let scale = f64::from(shape.softmax_scale());
+        // Taken out, so that buffers have one owner and are written in place.
+        let (keys, o, read, is_chosen) = match std::mem::replace(&mut self.keys, Keys::Taken) {
+            Keys::All(mut keys) => {
+                let (o, read, is_chosen) = keys.step(selector, operands)?;
+                (Keys::All(keys), o, read, is_chosen)
+            }
+            Keys::Chosen(keys) => {
+                let spec = AttentionSpec {
+                    num_heads: shape.num_heads,
+                    num_kv_heads: shape.num_kv_heads,
+                    softmax_scale: scale,
+                    window_size: None,
+                };
+                let (keys, o) = cached_attention(keys, operands.qkv.clone(), spec);
+                let read = length_of::<B>(&keys.k);
+                (Keys::Chosen(keys), o, read, true)
+            }
+            Keys::Heavy(keys) => {
+                let done = heavy_decode(keys, operands.qkv.clone(), position, scale);
+                let (keys, o) = done.map_err(|reason| refused(selector, reason))?;
+                let read = length_of::<B>(&keys.k);
+                (Keys::Heavy(keys), o, read, true)
+            }
+            Keys::Taken => return Err(refused(selector, "an earlier token failed".to_owned())),
+        };
+        self.keys = keys;
+        Ok((o, read * shape.num_heads as f64, is_chosen))
+    }
+}
+
+/// Keys of `[1, keys, num_kv_heads, head_dim]`.
+fn length_of<B: SieveBackend>(keys: &FloatTensor<B>) -> f64 {
+    keys.shape()[1] as f64
+}
+
+fn refused(selector: &Selector, reason: String) -> EvalError {
+    EvalError::Kernel {
+        selector: selector.name(),
+        reason,
+    }
+}
+
+/// The call of a text's tokens so far.
+fn shape_of<B: SieveBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
+    CallShape {
+        num_queries: operands.num_tokens(),
+        num_keys,
+        num_heads: operands.num_heads,
+        num_kv_heads: operands.num_kv_heads,
+        head_dim: operands.qkv.dims()[3],
+    }
+}
+
+impl<B: SieveBackend> AllKeys<B> {
+    fn of(qkv: &Tensor<B, 4>) -> Self {
+        let mut keys = Self {
+            qkv: qkv.clone(),
+            num_tokens: 0,
+            bounds: None,
+        };
+        keys.append(qkv);
+        keys
     }
 
     fn append(&mut self, rows: &Tensor<B, 4>) {
@@ -64,26 +173,16 @@ impl<B: SieveBackend> DeviceCache<B> {
         self.qkv = room.slice_assign(at, rows);
     }
 
-    /// One token: stores it, finds what its query reads, attends. Returns o, the pairs that it took, and whether its
-    /// keys were chosen on the device.
-    pub(crate) fn step(
+    /// Returns o, the keys that a head reads, and whether they were chosen on the device.
+    fn step(
         &mut self,
         selector: &Selector,
         operands: &LayerOperands<B>,
     ) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
         self.append(&operands.qkv);
         let [_, room, _, head_dim] = self.qkv.dims();
-        let shape = CallShape {
-            num_queries: 1,
-            num_keys: self.num_tokens,
-            num_heads: operands.num_heads,
-            num_kv_heads: operands.num_kv_heads,
-            head_dim,
-        };
-        let refused = |reason: String| EvalError::Kernel {
-            selector: selector.name(),
-            reason,
-        };
+        let shape = shape_of(operands, self.num_tokens);
+        let refused = |reason| refused(selector, reason);
         let device = self.qkv.device();
         let page = selector.page();
         if let (None, Some(page)) = (&self.bounds, page) {
@@ -111,6 +210,6 @@ impl<B: SieveBackend> DeviceCache<B> {
         };
         let scale = f64::from(shape.softmax_scale());
         let SparseOutput { o, .. } = sparse_attention(keys, &mask, scale).map_err(refused)?;
-        Ok((o, read * shape.num_heads as f64, is_chosen))
+        Ok((o, read, is_chosen))
     }
 }

@@ -393,7 +393,8 @@ impl Selection {
         operands: &LayerOperands<B>,
     ) -> Result<Tensor<B, 4>, EvalError> {
         let layer = operands.layer;
-        if !(self.steps.of(layer).steps_on_device() && has_sparse_attention(&operands.qkv)) {
+        let (steps, width) = (self.steps.of(layer), operands.qkv.dims()[3]);
+        if !(steps.steps_on_device(width) && has_sparse_attention(&operands.qkv)) {
             self.count_copied(operands);
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
@@ -401,7 +402,7 @@ impl Selection {
             caches.resize_with(layer + 1, || None);
         }
         let Some(cache) = &mut caches[layer] else {
-            caches[layer] = Some(DeviceCache::of(operands));
+            caches[layer] = Some(DeviceCache::of(self.steps.of(layer), operands)?);
             return match self.selects_prompts(layer) {
                 true => self.attend(operands),
                 false => Ok(dense(operands)),

@@ -65,5 +65,8 @@ pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
 pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;
-pub use select::{SelectedBlocks, correct_by_probes, select_blocks, select_blocks_by_bounds};
+pub use select::{
+    KeptKeys, SelectedBlocks, correct_by_probes, heavy_decode, keep_heavy_keys, select_blocks,
+    select_blocks_by_bounds,
+};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

@@ -1,11 +1,13 @@
 //! Launches of `kernels/select_*.cu`: a selector's choice of blocks, from queries and keys to the lists that attention
 //! reads.
+mod heavy;
 mod lines;
 mod order;
 mod probes;
 mod scores;
 mod step;
 
+pub use heavy::{KeptKeys, heavy_decode, keep_heavy_keys};
 pub use probes::correct_by_probes;
 
 use crate::attention::heads::{AttentionShape, Qkv};
@@ -511,6 +513,7 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
     kernels.extend(order::order_kernels());
     kernels.extend(probes::probe_kernels());
     kernels.push(step::select_pages_kernel());
+    kernels.extend(heavy::heavy_kernels(head_dims));
     kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
     kernels
 }

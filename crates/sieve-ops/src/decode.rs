@@ -1,7 +1,7 @@
 //! Attention of new queries over the keys of a cache: dense, DMA, latent.
 mod autodiff;
 mod backend;
-mod cuda;
+pub(crate) mod cuda;
 mod flex;
 pub(crate) mod reference;
 #[cfg(test)]

@@ -6,10 +6,11 @@ mod flex;
 
 pub use backend::{ChosenBlocks, SparseBackend};
 
+use crate::decode::DmaCache;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockSelection, MaskLayout, PackedMask, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, PackedMask, ProbeCorrection};
 use std::ops::Range;
 
 /// A selector's mask where the queries are.
@@ -131,4 +132,38 @@ pub fn correct_by_probes<B: SparseBackend>(
 ) -> Result<Tensor<B, 4>, String> {
     let (qkv, o) = (primitive(qkv), primitive(o));
     B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
+}
+
+/// Chooses the keys of a prompt that the tokens after it read: each KV head's own, by the attention that they received,
+/// which is their rank. Nothing is copied to the host.
+///
+/// # Shapes
+/// - qkv: as [`sparse_attention`]
+///
+/// # Errors
+/// Why the kernels refuse the call, or that the backend has none.
+pub fn keep_heavy_keys<B: SparseBackend>(
+    qkv: &Tensor<B, 4>,
+    heavy: &HeavyKeys,
+) -> Result<DmaCache<B>, String> {
+    B::keep_heavy_keys(primitive(qkv.clone()), heavy)
+}
+
+/// Adds the key and value of the token at a position to the keys that stayed, where the one that received the least
+/// attention leaves once all slots are taken, and attends with its query. Ranks grow by the attention that it gives.
+///
+/// # Shapes
+/// - qkv: `[1, 1, num_heads + 2 * num_kv_heads, head_dim]`
+/// - returns: `[1, 1, num_heads, head_dim]`
+///
+/// # Errors
+/// Why the kernels refuse the call, or that the backend has none.
+pub fn heavy_decode<B: SparseBackend>(
+    cache: DmaCache<B>,
+    qkv: Tensor<B, 4>,
+    position: usize,
+    softmax_scale: f64,
+) -> Result<(DmaCache<B>, Tensor<B, 4>), String> {
+    let (cache, o) = B::heavy_decode(cache, primitive(qkv), position, softmax_scale)?;
+    Ok((cache, tensor(o)))
 }

@@ -54,6 +54,19 @@ pub fn dma_decode(
     bias: ScoreBias,
     scratch: &DecodeScratch,
 ) -> Result<CudaTensor, KernelError> {
+    slots_decode(token, z, slots, length, softmax_scale, Some(bias), scratch)
+}
+
+/// The same with a bias of that form, or none.
+pub(crate) fn slots_decode(
+    token: &Qkv,
+    z: &CudaTensor,
+    slots: &DmaSlots,
+    length: &CudaTensor,
+    softmax_scale: f32,
+    bias: Option<ScoreBias>,
+    scratch: &DecodeScratch,
+) -> Result<CudaTensor, KernelError> {
     let shape = one_token(NAME, token)?;
     let token = token.walkable();
     let window = slots.kv.capacity(NAME, &shape)?;
@@ -113,12 +126,15 @@ pub fn dma_decode(
     Ok(o)
 }
 
-/// The specialisation for head widths and a form of the bias.
+/// The specialisation for head widths and a form of the bias, or for none.
 pub(crate) fn dma_decode_kernel(
     head_dim: usize,
     head_dim_v: usize,
-    bias: ScoreBias,
+    bias: Option<ScoreBias>,
 ) -> SourceKernel {
-    let linear = (bias == ScoreBias::Linear) as u8;
-    decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v).define("BIAS_LINEAR", linear)
+    let kernel = decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v);
+    match bias {
+        Some(bias) => kernel.define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8),
+        None => kernel.define("NO_BIAS", 1),
+    }
 }

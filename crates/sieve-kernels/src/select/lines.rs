@@ -12,6 +12,57 @@ use std::ops::Range;
 /// Bits of what heads keep, of columns and of diagonals.
 type Lines = [CudaTensor; 2];
 
+/// Where sums of what queries look at go.
+pub(super) struct ProbeSums<'a> {
+    /// Heads that are summed.
+    pub(super) group: usize,
+    pub(super) factor: f32,
+    /// Whether sums by key are added to what is there.
+    pub(super) adds: bool,
+    /// By key, f32 of `num_keys` for each group of heads.
+    pub(super) columns: &'a CudaTensor,
+    /// By distance, likewise.
+    pub(super) diagonals: Option<&'a CudaTensor>,
+}
+
+impl ProbeSums<'_> {
+    /// From logits `[heads, rows, num_keys]` of neighbouring queries, the first at a position; it sees the keys up to
+    /// its own.
+    pub(super) fn add(
+        &self,
+        logits: &CudaTensor,
+        first_position: usize,
+        first_head: usize,
+        nan_rows: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let [heads, rows, num_keys] = logits.dims(NAME, "logits")?;
+        let scale = logits.empty_contiguous(&[heads, rows, 2], DType::F32);
+        let params = params!(SelectProbeRowsParams {
+            rows,
+            num_keys,
+            first_position,
+            first_head,
+        });
+        let grid = [rows, heads, 1];
+        // SAFETY: reads logits of keys not after each query; writes every scale.
+        unsafe { select_probe_rows_kernel().launch(grid, &[logits, &scale, nan_rows], &params) }?;
+        let params = params!(SelectProbeSumsParams {
+            rows,
+            num_keys,
+            first_position,
+            group: self.group,
+            factor: self.factor,
+            adds: self.adds,
+        });
+        let kinds = 1 + usize::from(self.diagonals.is_some());
+        let grid = [num_keys.div_ceil(256), heads / self.group, kinds];
+        let diagonals = self.diagonals.unwrap_or(self.columns);
+        let tensors = [logits, &scale, self.columns, diagonals];
+        // SAFETY: as above; writes every sum.
+        unsafe { select_probe_sums_kernel().launch(grid, &tensors, &params) }
+    }
+}
+
 impl Call<'_> {
     /// KV heads whose groups' logits of some last queries are held at a time.
     pub(super) fn groups_at_once(&self, rows: usize) -> impl Iterator<Item = Range<usize>> + use<> {
@@ -24,47 +75,16 @@ impl Call<'_> {
             .map(move |first| first..(first + slab).min(kv_heads))
     }
 
-    /// Sums of what the last queries of some heads look at, by key and by distance: f32 `[heads / group, num_keys]`
-    /// each.
-    #[allow(clippy::too_many_arguments, reason = "one launch after another")]
+    /// Sums of what the queries at some positions look at, of some heads, by key and by distance.
     pub(super) fn probe_sums(
         &self,
-        rows: usize,
+        positions: Range<usize>,
         heads: Range<usize>,
         nan_rows: &CudaTensor,
-        [column, diagonal]: [&CudaTensor; 2],
-        group: usize,
-        factor: f32,
-        with_diagonals: bool,
+        sums: &ProbeSums<'_>,
     ) -> Result<(), KernelError> {
-        let num_keys = self.selection.num_keys;
-        let logits = self.last_logits(rows, heads.clone())?;
-        let scale = self.new_f32(&[heads.len(), rows, 2]);
-        let first_position = num_keys - rows;
-        let params = params!(SelectProbeRowsParams {
-            rows,
-            num_keys,
-            first_position,
-            first_head: heads.start,
-        });
-        let grid = [rows, heads.len(), 1];
-        // SAFETY: reads logits of keys not after each query; writes every scale.
-        unsafe { select_probe_rows_kernel().launch(grid, &[&logits, &scale, nan_rows], &params) }?;
-        let params = params!(SelectProbeSumsParams {
-            rows,
-            num_keys,
-            first_position,
-            group,
-            factor,
-        });
-        let grid = [
-            num_keys.div_ceil(256),
-            heads.len() / group,
-            1 + usize::from(with_diagonals),
-        ];
-        let tensors = [&logits, &scale, column, diagonal];
-        // SAFETY: as above; writes every sum.
-        unsafe { select_probe_sums_kernel().launch(grid, &tensors, &params) }
+        let logits = self.logits(positions.clone(), heads.clone())?;
+        sums.add(&logits, positions.start, heads.start, nan_rows)
     }
 
     /// The same of all heads.
@@ -82,16 +102,14 @@ impl Call<'_> {
             let heads = kv_heads.start * group..kv_heads.end * group;
             let part = |sums: &CudaTensor| sums.row_range(NAME, "sums", heads.start, heads.len());
             let parts = [part(&sums[0])?, part(&sums[1])?];
-            let [column, diagonal] = &parts;
-            self.probe_sums(
-                rows,
-                heads.clone(),
-                nan_rows,
-                [column, diagonal],
-                1,
+            let sums = ProbeSums {
+                group: 1,
                 factor,
-                true,
-            )?;
+                adds: false,
+                columns: &parts[0],
+                diagonals: Some(&parts[1]),
+            };
+            self.probe_sums(s.num_keys - rows..s.num_keys, heads, nan_rows, &sums)?;
         }
         Ok(sums)
     }

@@ -1,4 +1,5 @@
 //! Orders of tokens inside segments.
+use super::lines::ProbeSums;
 use super::{Call, NAME};
 use crate::attention::heads::Heads;
 use crate::error::KernelError;
@@ -106,7 +107,14 @@ impl Call<'_> {
             let (first, count) = (kv_heads.start, kv_heads.len());
             let part = all.row_range(NAME, "attention", first, count)?;
             let heads = first * group..(first + count) * group;
-            self.probe_sums(rows, heads, nan_rows, [&part, &part], group, 1.0, false)?;
+            let sums = ProbeSums {
+                group,
+                factor: 1.0,
+                adds: false,
+                columns: &part,
+                diagonals: None,
+            };
+            self.probe_sums(s.num_keys - rows..s.num_keys, heads, nan_rows, &sums)?;
         }
         Ok(all)
     }

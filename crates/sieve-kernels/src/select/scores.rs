@@ -257,7 +257,8 @@ impl Call<'_> {
             out_columns: columns,
             scale: cells.scale,
         });
-        let query_cells = (s.num_keys - cells.first).div_ceil(cells.step);
+        let most = cells.rows * if cells.is_lse { 1 } else { cells.per_block };
+        let query_cells = (s.num_keys - cells.first).div_ceil(cells.step).min(most);
         let grid = [
             s.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE),
             query_cells.div_ceil(CELL_SIDE),
@@ -271,21 +272,21 @@ impl Call<'_> {
         Ok(scores)
     }
 
-    /// Logits of the last `rows` queries, f32 `[heads, rows, num_keys]`.
-    pub(super) fn last_logits(
+    /// Logits of the queries at some positions, f32 `[heads, positions, num_keys]`.
+    pub(super) fn logits(
         &self,
-        rows: usize,
+        positions: Range<usize>,
         heads: Range<usize>,
     ) -> Result<CudaTensor, KernelError> {
         let cells = Cells {
-            first: self.selection.num_keys - rows,
+            first: positions.start,
             step: 1,
             cell: 1,
             per_block: 1,
             reversed: false,
             scale: self.selection.softmax_scale,
             is_lse: false,
-            rows,
+            rows: positions.len(),
         };
         self.launch_cells(&cells, heads)
     }

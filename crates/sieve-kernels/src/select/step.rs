@@ -20,7 +20,7 @@ impl Call<'_> {
         if s.num_queries != 1 || s.block != 1 {
             return Err(self.not_one_query());
         }
-        let scores = self.last_logits(1, 0..s.num_heads)?;
+        let scores = self.logits(s.num_keys - 1..s.num_keys, 0..s.num_heads)?;
         self.choose_long(&LongChoice {
             scores: &scores,
             kept: &marks.kept,

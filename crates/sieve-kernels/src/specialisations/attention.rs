@@ -229,7 +229,7 @@ pub(super) fn portable(
                 );
             }
             NeededKeys::Chosen(bias) => {
-                list.extend_kernels([dma_decode_kernel(head_dim, head_dim_v, bias)])
+                list.extend_kernels([dma_decode_kernel(head_dim, head_dim_v, Some(bias))])
             }
             NeededKeys::AllBiased | NeededKeys::Blocks => {}
         },

@@ -2,11 +2,11 @@
 use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
 use super::reference;
 use crate::attention::AttentionSpec;
-use crate::attention::cuda::packed;
+use crate::attention::cuda::{packed, packed_heads};
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
-use sieve_core::{DmaBias, DmaWindow};
+use sieve_core::{DmaBias, DmaWindow, HeavyKeys};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots,
@@ -314,6 +314,57 @@ fn dma_step(
     let o = sieve_kernels::dma_decode(&qkv, &rank, &slots, &length, scale, bias, &scratch)?;
     let cache = view_of(&slots, &shape, (len + 1).min(window), cache.window)?;
     Ok((cache, without_token_dimension(o)?))
+}
+
+/// What stays of a prompt, as slots that are all in use.
+pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
+    let kept = sieve_kernels::keep_heavy_keys(qkv, heavy)?;
+    let shape = qkv.shape(NAME)?;
+    let [_, _, len] = kept.positions.dims(NAME, "positions")?;
+    let window = heavy.slots.unwrap_or(DmaWindow {
+        keep_window_size: len,
+        local_window_size: 0,
+    });
+    let slots = DmaSlots {
+        kv: KvCache {
+            k: kept.k,
+            v: kept.v,
+        },
+        z: kept.received,
+        positions: kept.positions,
+        local_window_size: window.local_window_size,
+    };
+    let all = DmaWindow {
+        keep_window_size: len,
+        ..window
+    };
+    let cache = view_of(&slots, &shape, len, all)?;
+    Ok(DmaCache { window, ..cache })
+}
+
+/// Adds one token to slots that lose their lightest key, and attends.
+pub(crate) fn heavy_step(
+    cache: &DmaCache<Cuda>,
+    qkv: &Float,
+    position: usize,
+    softmax_scale: f32,
+) -> Result<(DmaCache<Cuda>, Float), KernelError> {
+    let [_, len, num_kv_heads, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
+    let [_, _, heads, _] = CudaTensor::from(qkv.clone()).dims::<4>(NAME, "qkv")?;
+    let token = packed_heads(qkv, [heads - 2 * num_kv_heads, num_kv_heads]);
+    let shape = token.shape(NAME)?;
+    let like = token.q.tensor();
+    let slots = match slots_of(cache, &shape) {
+        Some(slots) => slots,
+        None => filled_slots(cache, &shape, like),
+    };
+    let window = cache.window.keep_window_size;
+    let length = lengths(like, shape.batch, position);
+    let scratch = scratch(like, shape, window)?;
+    let o =
+        sieve_kernels::heavy_decode(&token, &slots, &length, position, softmax_scale, &scratch)?;
+    let cache = view_of(&slots, &shape, (len + 1).min(window), cache.window)?;
+    Ok((cache, o.into()))
 }
 
 /// Strides of a view `[batch, len, num_kv_heads, width]` of slots, and of `[batch, num_kv_heads, len]`.

@@ -1,11 +1,12 @@
 //! Attention under a selector's mask under autodiff: it has no gradient, so there is none.
 use super::backend::{ChosenBlocks, SparseBackend};
+use crate::decode::DmaCache;
 use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use std::ops::Range;
 
 impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
@@ -36,6 +37,19 @@ impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
         _dense_rows: Range<usize>,
         _softmax_scale: f64,
     ) -> Result<Float<Self>, String> {
+        Err("it has no gradient".to_owned())
+    }
+
+    fn keep_heavy_keys(_qkv: Float<Self>, _heavy: &HeavyKeys) -> Result<DmaCache<Self>, String> {
+        Err("it has no gradient".to_owned())
+    }
+
+    fn heavy_decode(
+        _cache: DmaCache<Self>,
+        _qkv: Float<Self>,
+        _position: usize,
+        _softmax_scale: f64,
+    ) -> Result<(DmaCache<Self>, Float<Self>), String> {
         Err("it has no gradient".to_owned())
     }
 }

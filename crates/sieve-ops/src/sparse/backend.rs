@@ -1,8 +1,9 @@
 //! Attention under a selector's mask, and its selection, as a backend computes them.
+use crate::decode::DmaCache;
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use std::ops::Range;
 
 /// A mask made on a device.
@@ -39,4 +40,13 @@ pub trait SparseBackend: Backend {
         dense_rows: Range<usize>,
         softmax_scale: f64,
     ) -> Result<Float<Self>, String>;
+    /// See [`crate::keep_heavy_keys`].
+    fn keep_heavy_keys(qkv: Float<Self>, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String>;
+    /// See [`crate::heavy_decode`].
+    fn heavy_decode(
+        cache: DmaCache<Self>,
+        qkv: Float<Self>,
+        position: usize,
+        softmax_scale: f64,
+    ) -> Result<(DmaCache<Self>, Float<Self>), String>;
 }

@@ -1,11 +1,13 @@
 //! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
 use super::backend::{ChosenBlocks, SparseBackend};
 use crate::attention::cuda::packed_heads;
+use crate::decode::DmaCache;
+use crate::decode::cuda::{heavy_step, kept_cache};
 use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes,
     select_blocks_by_bounds, sparse_attention_forward,
@@ -67,5 +69,21 @@ impl SparseBackend for Cuda {
         let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
         let result = correct_by_probes(&qkv, &o, correction, dense_rows, softmax_scale as f32);
         kernel_or_refusal("correct_by_probes", result.map(|()| o.into()))
+    }
+
+    fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String> {
+        let s = &heavy.selection;
+        let qkv = packed_heads(&qkv, [s.num_heads, s.num_kv_heads]);
+        kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
+    }
+
+    fn heavy_decode(
+        cache: DmaCache<Self>,
+        qkv: Float,
+        position: usize,
+        softmax_scale: f64,
+    ) -> Result<(DmaCache<Self>, Float), String> {
+        let result = heavy_step(&cache, &qkv, position, softmax_scale as f32);
+        kernel_or_refusal("heavy_decode", result)
     }
 }

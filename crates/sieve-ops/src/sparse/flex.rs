@@ -1,8 +1,9 @@
 //! The CPU computes attention under a selector's mask, and the mask, from slices: sieve-select.
 use super::backend::{ChosenBlocks, SparseBackend};
+use crate::decode::DmaCache;
 use burn::tensor::ops::IntTensor;
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{BlockSelection, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use std::ops::Range;
 
 impl SparseBackend for Flex {
@@ -34,5 +35,18 @@ impl SparseBackend for Flex {
         _softmax_scale: f64,
     ) -> Result<FlexTensor, String> {
         Err("the CPU corrects slices (sieve_select::block_sparse_attention)".to_owned())
+    }
+
+    fn keep_heavy_keys(_qkv: FlexTensor, _heavy: &HeavyKeys) -> Result<DmaCache<Self>, String> {
+        Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
+    }
+
+    fn heavy_decode(
+        _cache: DmaCache<Self>,
+        _qkv: FlexTensor,
+        _position: usize,
+        _softmax_scale: f64,
+    ) -> Result<(DmaCache<Self>, FlexTensor), String> {
+        Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
     }
 }

@@ -1,8 +1,9 @@
 //! What a device does for one token while a model writes.
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks};
+use sieve_core::{BlockScores, BlockSelection, DmaWindow, HeavyKeys, KeepBlocks};
 
 use super::amount;
 use super::quest::MIN_PAGES;
+use super::snapkv::Pool;
 use crate::call::{Call, CallShape};
 use crate::mask::SparseMask;
 use crate::selector::on_device::of_blocks;
@@ -18,15 +19,15 @@ pub enum Step {
 }
 
 impl Selector {
-    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where the method decodes on the host.
-    /// `known` pages have bounds from earlier tokens.
+    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where the method decodes on the host,
+    /// or by [`heavy_keys`](Self::heavy_keys). `known` pages have bounds from earlier tokens.
     pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
         let n = shape.num_keys;
         let shape = CallShape {
             num_queries: 1,
             ..shape
         };
-        if self.is_dense_layer(layer) && self.steps_on_device() {
+        if self.is_dense_layer(layer) && self.steps_on_device(shape.head_dim) {
             return Some(Step::Mask(Box::new(SparseMask::dense(shape))));
         }
         let of = |block, scores, keep| of_blocks(shape, block, scores, keep);
@@ -64,11 +65,59 @@ impl Selector {
         }
     }
 
-    /// Whether [`step`](Self::step) has an answer.
-    pub fn steps_on_device(&self) -> bool {
+    /// What stays of a prompt of `shape.num_keys` tokens on a device, where the method chooses that once and later
+    /// tokens read it, each with the keys that came since; `None` where [`step`](Self::step) has the answer.
+    pub fn heavy_keys(&self, shape: CallShape, layer: usize) -> Option<HeavyKeys> {
+        if self.is_dense_layer(layer) {
+            return None;
+        }
+        let n = shape.num_keys;
+        let of = |rows: usize, [most, last]: [usize; 2], width, by_largest, slots| {
+            let shape = CallShape {
+                num_queries: rows.min(n),
+                ..shape
+            };
+            let [top, last] = match n <= most {
+                true => [n, 0],
+                false => [most - last, last],
+            };
+            HeavyKeys {
+                selection: of_blocks(shape, 1, BlockScores::Logits, KeepBlocks::Top(top)),
+                last,
+                width,
+                by_largest,
+                slots,
+            }
+        };
+        match &self.method {
+            Method::Snapkv(config) => Some(of(
+                config.window,
+                [config.capacity, config.window],
+                config.kernel,
+                config.pool == Pool::Max,
+                None,
+            )),
+            Method::H2o(config) => {
+                let (heavy, recent) = (amount(config.heavy, n), amount(config.recent, n));
+                // The lightest of these leaves when a token comes, which is then the one key too many.
+                let slots = DmaWindow {
+                    keep_window_size: heavy + recent + 1,
+                    local_window_size: recent + 1,
+                };
+                let most = [slots.keep_window_size, recent];
+                Some(of(n, most, 1, false, Some(slots)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether [`step`](Self::step) or [`heavy_keys`](Self::heavy_keys) has an answer for heads of this width.
+    pub fn steps_on_device(&self, head_dim: usize) -> bool {
         match &self.method {
             Method::Streamingllm(config) => !config.reindex,
-            Method::Dense | Method::Quest(_) | Method::ExactTop(_) => true,
+            Method::Dense => true,
+            Method::Quest(_) => head_dim.is_multiple_of(32),
+            Method::ExactTop(_) | Method::Snapkv(_) | Method::H2o(_) => head_dim.is_multiple_of(64),
             _ => false,
         }
     }
@@ -79,5 +128,49 @@ impl Selector {
             Method::Quest(config) => Some(config.page),
             _ => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_device_keeps_of_a_prompt_what_the_method_says() {
+        let shape = CallShape {
+            num_queries: 300,
+            num_keys: 300,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 64,
+        };
+        let of = |text: &str, layer| {
+            let selector = Selector::parse(text).expect("valid");
+            selector.heavy_keys(shape, layer)
+        };
+        for text in ["quest", "streamingllm", "infllm", "meanpool"] {
+            assert_eq!(of(text, 0), None, "{text}");
+        }
+        assert_eq!(of("h2o:first_dense_layers=2", 1), None);
+        let kept = |text: &str| {
+            let heavy = of(text, 0).expect("a device takes it");
+            let selection = heavy.selection;
+            (selection.num_queries, selection.keep, heavy.last)
+        };
+        // 30 heavy ones, and one that the next token pushes out; 15 recent ones.
+        let h2o = "h2o:heavy=0.1,recent=15";
+        assert_eq!(kept(h2o), (300, KeepBlocks::Top(31), 15));
+        let slots = of(h2o, 0).and_then(|heavy| heavy.slots);
+        let slots = slots.map(|slots| [slots.keep_window_size, slots.local_window_size]);
+        assert_eq!(slots, Some([46, 16]));
+        let snapkv = "snapkv:capacity=100,window=20";
+        assert_eq!(kept(snapkv), (20, KeepBlocks::Top(80), 20));
+        // A prompt that fits stays as it is.
+        assert_eq!(kept("snapkv"), (32, KeepBlocks::Top(300), 0));
+        let selector = Selector::parse(h2o).expect("valid");
+        assert_eq!(
+            [64, 96, 128].map(|width| selector.steps_on_device(width)),
+            [true, false, true]
+        );
     }
 }

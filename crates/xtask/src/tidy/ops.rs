@@ -43,6 +43,8 @@ const FLOORS: &[(&str, &[Floor])] = &[
     ("has_sparse_attention", &[]),
     ("select_blocks", &[Launch]),
     ("correct_by_probes", &[Launch]),
+    ("keep_heavy_keys", &[Launch]),
+    ("heavy_decode", &[Launch]),
     ("token_losses", &[Launch, Cpu]),
     ("linear_cross_entropy", &[Cpu]),
     ("linear_cross_entropy_with_gradients", &[Launch, Cpu]),

@@ -1,0 +1,208 @@
+//! Keys that stay of a prompt by the attention they received, and the tokens after it, against sessions of the CPU's.
+use super::FARTHEST_CORRECTED;
+use crate::device::Device;
+use burn::tensor::DType;
+use sieve_core::HeavyKeys;
+use sieve_kernels::{
+    AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv,
+    heavy_decode, keep_heavy_keys,
+};
+use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
+use sieve_testing::Random;
+use std::ops::Range;
+
+/// Methods that choose once, after the prompt, and what a later token then does.
+pub(super) const HEAVY: &[&str] = &[
+    "snapkv:capacity=70,window=9,kernel=7",
+    "snapkv:capacity=41,window=40,kernel=1,pool=max",
+    "snapkv:capacity=120,window=16,pool=max",
+    "snapkv:capacity=500",
+    "h2o",
+    "h2o:heavy=60,recent=0.05",
+    // Slots are left, which later tokens fill.
+    "h2o:heavy=190,recent=18",
+];
+
+/// Tokens of the prompt: more than queries are counted at a time.
+const PROMPT: usize = 203;
+/// Tokens after it.
+const WRITTEN: usize = 12;
+const KV_HEADS: usize = 2;
+const HEADS: usize = 4;
+const WIDTH: usize = 64;
+
+struct Text {
+    q: Vec<f32>,
+    k: Vec<f32>,
+    v: Vec<f32>,
+}
+
+/// The largest difference of an output, of what is allowed.
+pub(super) fn check(
+    device: &dyn Device,
+    text: &str,
+    random: &mut Random,
+) -> Result<Result<f32, String>, KernelError> {
+    let all = PROMPT + WRITTEN;
+    let drawn = Text {
+        q: random.bf16_normals(all * HEADS * WIDTH),
+        k: random.bf16_normals(all * KV_HEADS * WIDTH),
+        v: random.bf16_normals(all * KV_HEADS * WIDTH),
+    };
+    let layer = LayerShape {
+        num_heads: HEADS,
+        num_kv_heads: KV_HEADS,
+        head_dim: WIDTH,
+        layer: 0,
+    };
+    let shape = CallShape {
+        num_queries: PROMPT,
+        num_keys: PROMPT,
+        num_heads: HEADS,
+        num_kv_heads: KV_HEADS,
+        head_dim: WIDTH,
+    };
+    let selector = Selector::parse(text).expect("the names above are right");
+    let heavy = selector.heavy_keys(shape, 0).expect("a device takes these");
+    let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
+    let [q, k, v] = drawn.rows(0..PROMPT);
+    session.take_prompt(q, k, v).expect("sizes fit");
+    let kept = keep_heavy_keys(&drawn.upload(device, 0..PROMPT), &heavy)?;
+    let slots = match drawn.slots(device, &kept, &heavy)? {
+        Ok(slots) => slots,
+        Err(problem) => return Ok(Err(problem)),
+    };
+    let mut worst = 0.0_f32;
+    for token in PROMPT..all {
+        let [q, k, v] = drawn.rows(token..token + 1);
+        let expected = session.step(q, k, v).expect("sizes fit");
+        let positions = match &slots {
+            Some(slots) => {
+                let o = drawn.step(device, slots, token, shape.softmax_scale())?;
+                for (x, y) in device.floats(&o)?.iter().zip(&expected) {
+                    let far = (x - y).abs();
+                    worst = worst.max(if far.is_nan() { f32::INFINITY } else { far });
+                }
+                device.ints(&slots.positions)?
+            }
+            None => device.ints(&kept.positions)?,
+        };
+        let each = positions.len() / KV_HEADS;
+        for (head, expected) in session.kept().iter().enumerate() {
+            let mut found: Vec<u32> = positions[head * each..(head + 1) * each]
+                .iter()
+                .filter(|&&position| position >= 0)
+                .map(|&position| position as u32)
+                .collect();
+            if slots.is_none() {
+                found.extend(PROMPT as u32..=token as u32);
+            }
+            found.sort_unstable();
+            if found != *expected {
+                return Ok(Err(format!(
+                    "token {token}, KV head {head}: {found:?}; the CPU reads {expected:?}"
+                )));
+            }
+        }
+    }
+    match worst <= FARTHEST_CORRECTED {
+        true => Ok(Ok(worst / FARTHEST_CORRECTED)),
+        false => Ok(Err(format!("an output is {worst} away from the CPU's"))),
+    }
+}
+
+impl Text {
+    fn rows(&self, tokens: Range<usize>) -> [&[f32]; 3] {
+        [(&self.q, HEADS), (&self.k, KV_HEADS), (&self.v, KV_HEADS)]
+            .map(|(x, heads)| &x[tokens.start * heads * WIDTH..tokens.end * heads * WIDTH])
+    }
+
+    fn upload(&self, device: &dyn Device, tokens: Range<usize>) -> Qkv {
+        let count = tokens.len();
+        let [q, k, v] = self.rows(tokens);
+        let put = |values: &[f32], heads: usize| {
+            device.float(values, &[1, count, heads, WIDTH], DType::BF16)
+        };
+        Qkv::separate(&put(q, HEADS), &put(k, KV_HEADS), &put(v, KV_HEADS))
+    }
+
+    /// The keys that stayed as slots, where later tokens push keys out; that they are the prompt's own rows.
+    fn slots(
+        &self,
+        device: &dyn Device,
+        kept: &KeptKeys,
+        heavy: &HeavyKeys,
+    ) -> Result<Result<Option<DmaSlots>, String>, KernelError> {
+        let [k, v, z] = [
+            device.floats(&kept.k)?,
+            device.floats(&kept.v)?,
+            device.floats(&kept.received)?,
+        ];
+        let positions = device.ints(&kept.positions)?;
+        let used = positions.len() / KV_HEADS;
+        for (at, &position) in positions.iter().enumerate() {
+            let token = position as usize * KV_HEADS + at / used;
+            for (name, found, all) in [("k", &k, &self.k), ("v", &v, &self.v)] {
+                if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
+                    return Ok(Err(format!(
+                        "{name} of slot {at} is not that of {position}"
+                    )));
+                }
+            }
+        }
+        let Some(window) = heavy.slots else {
+            return Ok(Ok(None));
+        };
+        let room = window.keep_window_size;
+        let padded = |values: &[f32], width: usize| {
+            let of = |head: usize| {
+                let mut slots = values[head * used * width..][..used * width].to_vec();
+                slots.resize(room * width, f32::NAN);
+                slots
+            };
+            (0..KV_HEADS).flat_map(of).collect::<Vec<f32>>()
+        };
+        let positions: Vec<i32> = (0..KV_HEADS)
+            .flat_map(|head| {
+                let mut slots = positions[head * used..][..used].to_vec();
+                slots.resize(room, -1);
+                slots
+            })
+            .collect();
+        let put = |values: &[f32]| {
+            let values = padded(values, WIDTH);
+            device.float(&values, &[1, KV_HEADS, room, WIDTH], DType::BF16)
+        };
+        let kv = KvCache {
+            k: put(&k),
+            v: put(&v),
+        };
+        Ok(Ok(Some(DmaSlots {
+            kv,
+            z: device.float(&padded(&z, 1), &[1, KV_HEADS, room], DType::F32),
+            positions: device.int(&positions, &[1, KV_HEADS, room]),
+            local_window_size: window.local_window_size,
+        })))
+    }
+
+    fn step(
+        &self,
+        device: &dyn Device,
+        slots: &DmaSlots,
+        token: usize,
+        scale: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        let length = device.int(&[token as i32], &[1]);
+        let shape = AttentionShape {
+            batch: 1,
+            seq_len: 1,
+            num_heads: HEADS,
+            num_kv_heads: KV_HEADS,
+            head_dim: WIDTH,
+            head_dim_v: WIDTH,
+        };
+        let scratch = DecodeScratch::new(&length, shape, slots.z.shape()[2])?;
+        let qkv = self.upload(device, token..token + 1);
+        heavy_decode(&qkv, slots, &length, token, scale, &scratch)
+    }
+}
