@@ -1,5 +1,6 @@
-//! Files of `sieve kernels run nsa | mla` against the definition, computed in f64 from their own inputs.
+//! Files of `sieve kernels run nsa | mla | block_sparse` against the definition, computed from their own inputs.
 use crate::kernels_cli::Written;
+use crate::python;
 use crate::tiny_run::{TinyRun, refused, succeed};
 
 /// `[tokens, heads, width]`.
@@ -330,5 +331,108 @@ fn sizes_that_the_ops_have_not_are_refused() {
     ] {
         let words = format!("kernels run {words} --out file --device cpu");
         refused(&mut tiny.sieve(&words), &[reason]);
+    }
+}
+
+/// Methods whose masks have every kind of array, and the share of the pairs that they keep, from and to.
+const MASKS: &[(&str, &[&str], [f64; 2])] = &[
+    (
+        "meanpool:block=16,tau=0.5,min_prefill_tokens=0",
+        &["row_ptr"],
+        [0.2, 0.9],
+    ),
+    (
+        "bfla:block=32,tile=16,group=16,keep_mass=0.5,local_tokens=0,last_dense_rows=9,min_prefill_tokens=0",
+        &["row_ptr"],
+        [0.2, 0.9],
+    ),
+    (
+        "vertical_slash:vertical=30,slash=40,min_prefill_tokens=0",
+        &["col_ptr"],
+        [0.2, 0.99],
+    ),
+    (
+        "pbs:block=16,segment=64,tau=0.4,min_prefill_tokens=0",
+        &["key_order"],
+        [0.2, 0.95],
+    ),
+    (
+        "ba_att:block=16,segment=64,sparsity=0.6,min_prefill_tokens=0",
+        &["key_order", "query_order"],
+        [0.2, 0.95],
+    ),
+    (
+        "streamingllm:n_init=4,n_local=40,min_prefill_tokens=0",
+        &["windows"],
+        [0.2, 0.6],
+    ),
+    // A correction is not of the mask.
+    (
+        "delta:gamma=8,dense_tail=false,base.n_local=20,base.min_prefill_tokens=0,min_prefill_tokens=0",
+        &["windows"],
+        [0.05, 0.9],
+    ),
+    // All keys: too few tokens.
+    ("xattention", &[], [1.0, 1.0]),
+];
+
+#[test]
+fn a_masked_file_agrees_with_its_mask_in_python() {
+    let test = "a_masked_file_agrees_with_its_mask_in_python";
+    let Some(interpreter) = python::interpreter(test, "import array, json, struct") else {
+        return;
+    };
+    let tiny = TinyRun::dma();
+    let mut files = Vec::new();
+    for (at, (selector, arrays, _)) in MASKS.iter().enumerate() {
+        let file = format!("{at}.safetensors");
+        let shape = "seq_len=150,heads=4,kv_heads=2,head_dim=16";
+        let words = format!("kernels run block_sparse --shape {shape} --selector {selector}");
+        succeed(&mut tiny.sieve(&format!("{words} --out {file} --device cpu")));
+        let written = Written::read(&tiny.path(&file));
+        for array in *arrays {
+            assert!(written.tensors.contains_key(*array), "{selector}: {array}");
+        }
+        let name = selector.split(':').next().expect("a name");
+        assert!(written.metadata["selector"].starts_with(name));
+        assert_eq!(written.metadata["chosen_on"], "CPU");
+        files.push(tiny.path(&file).display().to_string());
+    }
+    let printed = python::run(&interpreter, "masked_attention.py", &files);
+    assert_eq!(printed.lines().count(), MASKS.len(), "{printed}");
+    for (line, (selector, _, [least, most])) in printed.lines().zip(MASKS) {
+        let numbers: Vec<f64> = line
+            .split(' ')
+            .skip(1)
+            .map(|x| x.parse().expect("a number"))
+            .collect();
+        let [o, lse, density] = *numbers else {
+            panic!("{line}")
+        };
+        assert!(o < 2e-5 && lse < 2e-5, "{selector}: {line}");
+        assert!(density >= *least && density <= *most, "{selector}: {line}");
+    }
+}
+
+#[test]
+fn calls_without_a_mask_are_refused() {
+    let tiny = TinyRun::dma();
+    for (words, told) in [
+        ("block_sparse", "block_sparse needs --selector"),
+        ("block_sparse --selector quest", "quest acts while decoding"),
+        (
+            "block_sparse --selector bfla --window 5",
+            "leave --window out",
+        ),
+        (
+            "attention --selector bfla",
+            "--selector is for block_sparse",
+        ),
+        ("block_sparse --selector nosuch", "nosuch"),
+    ] {
+        let shape = "--shape seq_len=30,heads=2,kv_heads=1,head_dim=16 --out file --device cpu";
+        let words = format!("kernels run {words} {shape}");
+        refused(&mut tiny.sieve(&words), &[told]);
+        assert!(!tiny.path("file").exists(), "{words}");
     }
 }

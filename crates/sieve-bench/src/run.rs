@@ -1,5 +1,6 @@
 //! `sieve kernels run`: one op's inputs, outputs and gradients as a file, for other programs to check.
 mod branches;
+mod masked;
 
 use crate::case::{Case, Cuts, Keys};
 use crate::check::Target;
@@ -21,6 +22,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_hf::{NamedTensor, write_tensor_file};
 use sieve_kernels::{KernelError, KeyLists, SumOrder};
 use sieve_ops::Cuda;
+use sieve_select::Selector;
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -43,11 +45,13 @@ pub enum Op {
     Nsa,
     /// Latent attention.
     Mla,
+    /// Attention under a selector's mask.
+    BlockSparse,
 }
 
 impl Op {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Attention,
         Self::Swa,
         Self::Dma,
@@ -56,6 +60,7 @@ impl Op {
         Self::DmaDecode,
         Self::Nsa,
         Self::Mla,
+        Self::BlockSparse,
     ];
 
     /// Name on the command line and in files.
@@ -69,6 +74,7 @@ impl Op {
             Self::DmaDecode => "dma_decode",
             Self::Nsa => "nsa",
             Self::Mla => "mla",
+            Self::BlockSparse => "block_sparse",
         }
     }
 
@@ -83,6 +89,9 @@ impl Op {
             Self::DmaDecode => "The same against DMA's slots",
             Self::Nsa => "Native sparse attention, its gates, its choice and all gradients",
             Self::Mla => "Latent attention from the projections on, and its gradients",
+            Self::BlockSparse => {
+                "Attention under a selector's mask, without its correction, and the mask"
+            }
         }
     }
 }
@@ -108,6 +117,8 @@ pub struct RunSettings {
     pub seed: u64,
     /// Sum in a fixed order, as training.deterministic does.
     pub deterministic: bool,
+    /// What chooses the keys of block_sparse.
+    pub selector: Option<Selector>,
 }
 
 /// Computes one call and writes its inputs, outputs and gradients to a safetensors file. `target` is asked for once the
@@ -123,12 +134,24 @@ pub fn run<E: From<BenchError>>(
     let mut case = case(settings)?;
     let z = sloped(settings, &mut case)?;
     let target = target()?;
-    let metadata = metadata(settings, &case, &target.name());
+    let mut metadata = metadata(settings, &case, &target.name());
     let order = match settings.deterministic {
         true => SumOrder::Fixed,
         false => SumOrder::Any,
     };
     let tensors = match (&target, settings.op) {
+        (_, Op::BlockSparse) => {
+            let selector = masked::check(settings.selector.as_ref(), &case.shape)?;
+            let done = match &target {
+                Target::Cpu => masked::on_cpu(&selector, &case)?,
+                Target::Cuda(gpu) => {
+                    masked::on_cuda(&selector, &case, &CudaDevice::new(gpu.index))?
+                }
+            };
+            let more = done.metadata(&selector);
+            metadata.extend(more.into_iter().map(|(key, value)| (key.to_owned(), value)));
+            done.tensors(&case)
+        }
         (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
         (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
             sieve_ops::set_sum_order(order);
@@ -163,6 +186,15 @@ fn case(settings: &RunSettings) -> Result<Case> {
             return refused("attention sees all keys\n  hint: leave --window out, or use swa");
         }
         (Op::Mla, Some(_)) => return refused("mla sees all keys\n  hint: leave --window out"),
+        (Op::BlockSparse, Some(_)) => {
+            return refused(
+                "block_sparse sees what its selector keeps\n  hint: leave --window out",
+            );
+        }
+        (Op::BlockSparse, None) => {
+            masked::check(settings.selector.as_ref(), &shape)?;
+            Keys::Dense
+        }
         (Op::Attention | Op::Decode | Op::Mla, None) => Keys::Dense,
         (Op::Swa | Op::Decode | Op::Nsa, Some(window)) => Keys::Window(window),
         (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => {
@@ -197,11 +229,17 @@ fn case(settings: &RunSettings) -> Result<Case> {
     if settings.op == Op::Nsa && rope_dim != 0 {
         return refused("nsa: keys and values have one width\n  hint: leave head_dim_v out");
     }
-    if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode) {
+    if settings.documents != 1
+        && matches!(settings.op, Op::Decode | Op::DmaDecode | Op::BlockSparse)
+    {
         return refused(format!(
-            "--documents {}: decoding continues one document a row",
-            settings.documents
+            "--documents {}: {} reads one document a row",
+            settings.documents,
+            settings.op.name()
         ));
+    }
+    if settings.op != Op::BlockSparse && settings.selector.is_some() {
+        return refused("--selector is for block_sparse");
     }
     let scores = settings.scores.clone().unwrap_or(Scores::Independent);
     let cuts = Cuts::Count(settings.documents);
@@ -275,7 +313,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
             o: place::dma_decode::<Flex>(case, &device),
             ..Outputs::default()
         },
-        Op::Nsa | Op::Mla => Outputs::default(),
+        Op::Nsa | Op::Mla | Op::BlockSparse => Outputs::default(),
     }
 }
 
@@ -291,7 +329,7 @@ fn on_cuda(
             let lists = call.lists(KeyLists::TILE_QUERIES)?;
             call.run(lists.as_ref(), order)?
         }
-        Op::DmaSelect | Op::Nsa | Op::Mla => Outputs::default(),
+        Op::DmaSelect | Op::Nsa | Op::Mla | Op::BlockSparse => Outputs::default(),
         Op::Decode => Outputs {
             o: call.decode()?,
             ..Outputs::default()

@@ -225,7 +225,7 @@ fn capture_to<B: SieveBackend>(
     Ok(())
 }
 
-fn run_op(args: RunArgs) -> Result<()> {
+fn run_op(args: Box<RunArgs>) -> Result<()> {
     let settings = RunSettings {
         op: args.op,
         shape: args.shape,
@@ -236,6 +236,7 @@ fn run_op(args: RunArgs) -> Result<()> {
         scores: args.scores,
         seed: args.seed,
         deterministic: args.deterministic,
+        selector: args.selector,
     };
     let target = || args.device.resolve().map(Target::from);
     let (names, device) = sieve_bench::run(&settings, &args.out, target)?;

@@ -29,11 +29,21 @@ pub(crate) fn selection(
 
 /// Reads selectors; `help` prints the list and ends the program, as `--help` does.
 pub(crate) fn parse(text: &str) -> std::result::Result<LayerSelectors, String> {
+    help(text);
+    LayerSelectors::parse(text).map_err(|error| error.to_string())
+}
+
+/// Reads one selector, for all layers.
+pub(crate) fn parse_one(text: &str) -> std::result::Result<Selector, String> {
+    help(text);
+    Selector::parse(text).map_err(|error| error.to_string())
+}
+
+fn help(text: &str) {
     if text == "help" {
         terminal::text(&Selector::help());
         Exit::Done.now();
     }
-    LayerSelectors::parse(text).map_err(|error| error.to_string())
 }
 
 /// The label of selectors in their whole form.

@@ -1,8 +1,10 @@
 //! Arguments of `sieve kernels`.
 use crate::device::DeviceChoice;
+use crate::selector;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
 use sieve_bench::{BenchRows, CaseShape, CheckPart, Op, Scores};
+use sieve_select::Selector;
 use std::path::PathBuf;
 
 /// Subcommands of `sieve kernels`.
@@ -17,7 +19,7 @@ pub(crate) enum KernelsCommand {
     /// Write the scores that a trained DMA model gives to a text
     Capture(CaptureArgs),
     /// Write one op's inputs, outputs and gradients, for other programs to check
-    Run(RunArgs),
+    Run(Box<RunArgs>),
 }
 
 /// Arguments of `sieve kernels build`.
@@ -215,6 +217,9 @@ pub(crate) struct RunArgs {
     /// Sum in a fixed order, as training.deterministic does
     #[arg(long)]
     pub(super) deterministic: bool,
+    /// What chooses the keys of block_sparse, NAME:key=value,…
+    #[arg(long, value_name = "NAME:…", value_parser = selector::parse_one)]
+    pub(super) selector: Option<Selector>,
     /// The safetensors file to write
     #[arg(long, value_name = "FILE")]
     pub(super) out: PathBuf,

@@ -1,0 +1,187 @@
+//! `sieve kernels run block_sparse`: attention under a selector's mask, with the mask's arrays.
+use crate::case::Case;
+use crate::device::Device;
+use crate::error::{Result, refused};
+use burn::tensor::{DType, TensorData};
+use burn_cuda::CudaDevice;
+use sieve_core::MaskLayout;
+use sieve_hf::NamedTensor;
+use sieve_kernels::{AttentionShape, KernelError, Qkv, select_blocks, sparse_attention_forward};
+use sieve_select::{Call, CallShape, Phase, Selector, SparseMask, block_sparse_attention};
+
+/// What a call computed.
+pub(super) struct Masked {
+    layout: MaskLayout,
+    data: Vec<i32>,
+    o: Vec<f32>,
+    lse: Vec<f32>,
+    /// Where blocks were chosen and attention computed.
+    on_device: [bool; 2],
+}
+
+/// Refuses calls that have no mask.
+pub(super) fn check(selector: Option<&Selector>, shape: &AttentionShape) -> Result<Selector> {
+    let Some(selector) = selector else {
+        return refused(
+            "block_sparse needs --selector: the method that chooses\n  hint: --selector help",
+        );
+    };
+    if selector.phase() == Phase::Decode {
+        let name = selector.name();
+        return refused(format!("{name} acts while decoding: it has no mask"));
+    }
+    if shape.batch != 1 || shape.head_dim != shape.head_dim_v {
+        return refused("block_sparse takes one row, whose keys and values have one width");
+    }
+    Ok(selector.clone())
+}
+
+fn call_shape(shape: &AttentionShape) -> CallShape {
+    CallShape {
+        num_queries: shape.seq_len,
+        num_keys: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+    }
+}
+
+fn on_host<'a>(selector: &Selector, case: &'a Case) -> Result<(Call<'a>, SparseMask)> {
+    let call = Call::new(call_shape(&case.shape), &case.q, &case.k, &case.v);
+    let made = call.and_then(|call| Ok((call, selector.select_uncorrected(&call)?)));
+    made.or_else(|error| refused(error.to_string()))
+}
+
+pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
+    let (call, mask) = on_host(selector, case)?;
+    let done = block_sparse_attention(&call, &mask).and_then(|out| Ok((out, mask.packed()?)));
+    let (output, packed) = done.or_else(|error| refused(error.to_string()))?;
+    Ok(Masked {
+        layout: packed.layout().clone(),
+        data: packed.data().to_vec(),
+        o: output.o,
+        lse: output.lse,
+        on_device: [false; 2],
+    })
+}
+
+pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> Result<Masked> {
+    let s = &case.shape;
+    let put = |values: &[f32], heads: usize| {
+        device.float(values, &[1, s.seq_len, heads, s.head_dim], DType::BF16)
+    };
+    let q = put(&case.q, s.num_heads);
+    let qkv = Qkv::separate(
+        &q,
+        &put(&case.k, s.num_kv_heads),
+        &put(&case.v, s.num_kv_heads),
+    );
+    let selection = selector.block_selection(call_shape(s), 0, 1);
+    let chosen = selection
+        .as_ref()
+        .map(|of| select_blocks(&qkv, of))
+        .transpose()?;
+    let (layout, on, is_chosen) = match chosen {
+        Some(chosen) => (chosen.layout, chosen.data, true),
+        None => {
+            let packed = on_host(selector, case)?.1.packed();
+            let packed = packed.or_else(|error| refused(error.to_string()))?;
+            let on = device.int(packed.data(), &[packed.data().len()]);
+            (packed.layout().clone(), on, false)
+        }
+    };
+    let compute = || -> Result<[Vec<f32>; 2], KernelError> {
+        let out = sparse_attention_forward(&qkv, &layout, &on, case.scale)?;
+        Ok([device.floats(&out.o)?, device.floats(&out.lse)?])
+    };
+    let [o, lse] = compute()?;
+    Ok(Masked {
+        data: device.ints(&on)?,
+        layout,
+        o,
+        lse,
+        on_device: [is_chosen, true],
+    })
+}
+
+impl Masked {
+    /// The tensors of a file; absent arrays are left out.
+    pub(super) fn tensors(&self, case: &Case) -> Vec<NamedTensor> {
+        let s = &case.shape;
+        let (n, lists) = (s.seq_len, s.num_heads / self.layout.heads_per[0]);
+        let rows = |heads: usize| vec![1, n, heads, s.head_dim];
+        let mut list: Vec<NamedTensor> = Vec::new();
+        let own = if self.on_device[1] {
+            DType::BF16
+        } else {
+            DType::F32
+        };
+        for (name, values, shape, dtype) in [
+            ("q", &case.q, rows(s.num_heads), DType::BF16),
+            ("k", &case.k, rows(s.num_kv_heads), DType::BF16),
+            ("v", &case.v, rows(s.num_kv_heads), DType::BF16),
+            ("o", &self.o, rows(s.num_heads), own),
+            ("lse", &self.lse, vec![1, s.num_heads, n], DType::F32),
+        ] {
+            let data = TensorData::new(values.clone(), shape).convert_dtype(dtype);
+            let name = name.to_owned();
+            list.push(NamedTensor { name, data });
+        }
+        let [.., tiles] = self.layout.cuts;
+        let [
+            _,
+            row_ptr,
+            tile_idx,
+            col_ptr,
+            col_idx,
+            key_order,
+            query_order,
+            windows,
+        ] = self.layout.places;
+        let starts = lists * tiles;
+        let last = |place: usize| match place {
+            0 => 0,
+            place => self.data[place + starts] as usize,
+        };
+        let orders = s.num_heads / self.layout.heads_per[1];
+        for (name, place, shape) in [
+            ("row_ptr", row_ptr, vec![starts + 1]),
+            ("tile_idx", tile_idx, vec![last(row_ptr)]),
+            ("col_ptr", col_ptr, vec![starts + 1]),
+            ("col_idx", col_idx, vec![last(col_ptr)]),
+            ("key_order", key_order, vec![orders, n]),
+            ("query_order", query_order, vec![s.num_heads, n]),
+            ("windows", windows, vec![lists, 2]),
+        ] {
+            let size = shape.iter().product();
+            if place > 0 && size > 0 {
+                let data = TensorData::new(self.data[place..][..size].to_vec(), shape);
+                let name = name.to_owned();
+                list.push(NamedTensor { name, data });
+            }
+        }
+        list
+    }
+
+    /// What the arrays mean.
+    pub(super) fn metadata(&self, selector: &Selector) -> Vec<(&'static str, String)> {
+        let [query_tile, query_offset, key_tile, tiles] = self.layout.cuts;
+        let [per_list, per_order] = self.layout.heads_per;
+        let dense = self.layout.dense_rows.iter();
+        let dense: Vec<String> = dense.map(|r| format!("{}..{}", r.start, r.end)).collect();
+        let place = |on_device: bool| if on_device { "GPU" } else { "CPU" };
+        let [chosen, attended] = self.on_device.map(place);
+        vec![
+            ("selector", selector.label()),
+            ("chosen_on", chosen.to_owned()),
+            ("attended_on", attended.to_owned()),
+            ("query_tile", query_tile.to_string()),
+            ("query_offset", query_offset.to_string()),
+            ("key_tile", key_tile.to_string()),
+            ("query_tiles", tiles.to_string()),
+            ("heads_per_list", per_list.to_string()),
+            ("heads_per_order", per_order.to_string()),
+            ("dense_rows", dense.join(" ")),
+        ]
+    }
+}
