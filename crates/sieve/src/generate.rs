@@ -1,15 +1,12 @@
 //! `sieve generate`: text as it comes.
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator};
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::LayerSelectors;
 use std::path::PathBuf;
@@ -62,18 +59,14 @@ pub(crate) struct GenerateArgs {
     selector: Option<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
     chunk: Option<usize>,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let prompt = prompt(&args)?;
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |_, _| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let prompt = prompt.len() / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
         InferenceSize {
@@ -87,12 +80,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             logit_tokens: 0,
         }
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>((&args, &prompt), &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => {
-            run_on::<Cuda>((&args, &prompt), &CudaDevice::new(gpu.index), DType::BF16)
-        }
-    }
+    on_device!(device, run_on((&args, &prompt)))
 }
 
 /// The text to continue.

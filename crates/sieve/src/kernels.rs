@@ -2,6 +2,7 @@
 mod arguments;
 
 use crate::device::Device;
+use crate::loaded::on_device;
 use crate::recipe::RecipeArgs;
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
@@ -9,7 +10,6 @@ pub(crate) use arguments::KernelsCommand;
 use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use indicatif::ProgressBar;
 use sieve_bench::{
     BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, CheckPart, CheckSettings,
@@ -191,16 +191,7 @@ fn write_json(path: &Path, value: &serde_json::Value) -> Result<()> {
 
 fn capture(args: &CaptureArgs) -> Result<()> {
     let (checkpoint, text, out) = (&args.checkpoint, args.text.as_deref(), &args.out);
-    match args.device.resolve()? {
-        Device::Cpu => capture_to::<Flex>(checkpoint, text, out, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => capture_to::<Cuda>(
-            checkpoint,
-            text,
-            out,
-            &CudaDevice::new(gpu.index),
-            DType::BF16,
-        ),
-    }
+    on_device!(args.device.resolve()?, capture_to(checkpoint, text, out))
 }
 
 fn capture_to<B: SieveBackend>(

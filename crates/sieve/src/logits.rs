@@ -1,14 +1,11 @@
 //! `sieve logits`: raw model output for parity checks by other programs.
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
-use crate::{loaded, terminal};
+use crate::loaded::{PlaceArgs, on_device};
+use crate::terminal;
 use anyhow::{Context, Result, ensure};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
 use sieve_hf::{NamedTensor, load_model, write_tensor_file};
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
@@ -28,11 +25,8 @@ pub(crate) struct LogitsArgs {
     /// The safetensors file to write: "logits", f32 [1, tokens, vocabulary]
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// Runs the command.
@@ -45,17 +39,11 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
         }
         None => args.tokens.clone(),
     };
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |_, _| InferenceSize {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| InferenceSize {
         logit_tokens: tokens.len(),
         ..InferenceSize::rows_of(tokens.len(), tokens.len())
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &tokens, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => {
-            run_on::<Cuda>(&args, &tokens, &CudaDevice::new(gpu.index), DType::BF16)
-        }
-    }
+    on_device!(device, run_on(&args, &tokens))
 }
 
 fn run_on<B: SieveBackend>(

@@ -3,7 +3,7 @@ use crate::exit::Exit;
 use crate::terminal;
 use anyhow::Result;
 use sieve_core::ModelShape;
-use sieve_eval::{LayerPath, Selection};
+use sieve_eval::{LayerPath, Selection, attention_label};
 use sieve_select::{LayerSelectors, Selector};
 
 /// What `--selector` takes; also its help text.
@@ -25,6 +25,26 @@ pub(crate) fn selection(
         Some(chunk) => selection.in_chunks(chunk)?,
         None => selection,
     })
+}
+
+/// The model's own attention, then each selector.
+pub(crate) fn own_and(
+    selectors: &[LayerSelectors],
+    chunk: Option<usize>,
+    shape: &ModelShape,
+) -> Result<Vec<Option<Selection>>> {
+    let selections = selectors
+        .iter()
+        .map(|one| selection(one, chunk, shape).map(Some));
+    std::iter::once(Ok(None)).chain(selections).collect()
+}
+
+/// What a report calls a selector, or the model's own attention.
+pub(crate) fn method(selector: Option<&str>, shape: &ModelShape) -> String {
+    match selector {
+        Some(selector) => short(selector),
+        None => format!("{}, its own", attention_label(shape)),
+    }
 }
 
 /// Reads selectors; `help` prints the list and ends the program, as `--help` does.

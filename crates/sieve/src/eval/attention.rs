@@ -1,19 +1,16 @@
 //! `sieve eval attention`: where the attention of a trained model goes, in numbers and as a picture.
 use super::selectors::heat_map::encode;
 use super::{output, text};
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::Result;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use serde_json::json;
 use sieve_eval::{DISTANCES, HeadWeights, LayerWeights, attention_weights};
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -48,11 +45,8 @@ pub(crate) struct AttentionArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// Runs the command.
@@ -60,15 +54,11 @@ pub(crate) fn run(args: AttentionArgs) -> Result<()> {
     if let Some(path) = &args.plot {
         output::check_replaceable(path)?;
     }
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |_, shape| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
         InferenceSize::rows_of(length, length)
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
-    }
+    on_device!(device, run_on(&args))
 }
 
 fn length(args: &AttentionArgs, context: usize) -> usize {
@@ -104,11 +94,8 @@ fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DTyp
         terminal::line(&json.to_string());
         return Ok(());
     }
-    let path = loaded.path.display();
-    terminal::line(&format!(
-        "{path} (step {}): attention on {length} tokens",
-        loaded.state.step
-    ));
+    let heading = output::heading(&loaded);
+    terminal::line(&format!("{heading}: attention on {length} tokens"));
     for line in lines(&layers, length) {
         terminal::line(&line);
     }

@@ -2,20 +2,17 @@
 
 use super::chart::{Chart, Line};
 use super::output;
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
 use sieve_core::recipe::MqarNoise as RecipeNoise;
 use sieve_data::{MqarConfig, MqarNoise};
 use sieve_eval::{RecallOfKind, RecallReport, recall};
 use sieve_hf::LoadedModel;
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
@@ -46,11 +43,8 @@ pub(crate) struct MqarArgs {
     /// Draw accuracy by distance, one line a kind
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -74,15 +68,11 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs the command.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
-    }
+    on_device!(device, run_on(&args))
 }
 
 fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
@@ -180,21 +170,13 @@ fn print<B: SieveBackend>(
     report: &RecallReport,
 ) -> Result<()> {
     if args.json {
-        let mut json = serde_json::to_value(report)?;
-        if let Some(object) = json.as_object_mut() {
-            object.insert(
-                "checkpoint".into(),
-                loaded.path.display().to_string().into(),
-            );
-            object.insert("step".into(), loaded.state.step.into());
-        }
-        terminal::line(&json.to_string());
+        let json = output::json(loaded, report)?;
+        terminal::line(&serde_json::to_string(&json)?);
         return Ok(());
     }
     terminal::line(&format!(
-        "{} (step {})\nlength  pairs  questions  accuracy  by distance",
-        loaded.path.display(),
-        loaded.state.step
+        "{}\nlength  pairs  questions  accuracy  by distance",
+        output::heading(loaded)
     ));
     for kind in &report.kinds {
         let bins: Vec<String> = kind

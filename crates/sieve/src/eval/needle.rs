@@ -1,13 +1,10 @@
 //! `sieve eval needle`.
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
@@ -15,7 +12,7 @@ use sieve_eval::{
     text_documents, texts_together,
 };
 use sieve_hf::LoadedModel;
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::LayerSelectors;
 use std::path::PathBuf;
@@ -63,11 +60,8 @@ pub(crate) struct NeedleArgs {
     /// Also write an SVG: a heat map of each score, by length and depth
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// Runs the command.
@@ -75,8 +69,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     if args.lengths.contains(&0) {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
     }
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |_, shape| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
         let longest = longest.unwrap_or(shape.max_seq_len);
         InferenceSize {
@@ -85,10 +78,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
             ..InferenceSize::rows_of(longest, longest)
         }
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
-    }
+    on_device!(device, run_on(&args))
 }
 
 fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) -> Result<()> {
@@ -96,12 +86,7 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let config = config(args, loaded.shape.max_seq_len)?;
     config.check(loaded.shape.max_seq_len)?;
-    // The model's own attention, then each selector.
-    let mut selections = vec![None];
-    for selector in &args.selector {
-        let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
-        selections.push(Some(selection));
-    }
+    let selections = selector::own_and(&args.selector, args.chunk, &loaded.shape)?;
     let haystack = haystack(args, &config, &tokenizer)?;
     let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
     let bar = terminal::progress_bar(
@@ -241,11 +226,10 @@ fn print<B: SieveBackend>(
         return;
     }
     terminal::line(&format!(
-        "{} (step {}), trained on {} tokens; {} lengths by {} depths, {} of each\n\
+        "{}, trained on {} tokens; {} lengths by {} depths, {} of each\n\
          found: the number is in the greedy continuation; rank: of its likelihood among {} others, 1 is best, a \
          guess {}",
-        loaded.path.display(),
-        loaded.state.step,
+        output::heading(loaded),
         loaded.recipe.training.seq_len,
         config.lengths.len(),
         config.depths.len(),
@@ -261,10 +245,7 @@ fn print<B: SieveBackend>(
         ));
     }
     for report in reports {
-        let name = match &report.selector {
-            Some(selector) => selector::short(selector),
-            None => format!("{}, its own", attention_label(&loaded.shape)),
-        };
+        let name = selector::method(report.selector.as_deref(), &loaded.shape);
         let density = report.density.map_or(String::new(), |x| {
             format!(", {:.1} % of the pairs", 100.0 * x)
         });

@@ -15,6 +15,26 @@ pub(super) fn model_name<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
     )
 }
 
+/// What a report begins with: the checkpoint and its step.
+pub(super) fn heading<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
+    format!("{} (step {})", loaded.path.display(), loaded.state.step)
+}
+
+/// A report as JSON with the checkpoint and its step.
+pub(super) fn json<B: SieveBackend>(
+    loaded: &LoadedModel<B>,
+    report: &impl serde::Serialize,
+) -> Result<serde_json::Map<String, serde_json::Value>> {
+    let mut object = serde_json::Map::new();
+    if let serde_json::Value::Object(report) = serde_json::to_value(report)? {
+        object = report;
+    }
+    let path = loaded.path.display().to_string();
+    object.insert("checkpoint".into(), path.into());
+    object.insert("step".into(), loaded.state.step.into());
+    Ok(object)
+}
+
 fn run_name(checkpoint: &Path, folder: &str) -> String {
     let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
     let levels = Path::new(folder).components().count();

@@ -1,18 +1,17 @@
 //! `sieve eval patterns`: what `minference` and `dam` read from a file, found on a dense checkpoint.
 use super::{output, text};
-use crate::device::{Device, DeviceChoice};
+use crate::device::DeviceChoice;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::out_of_memory::MemoryArgs;
 use crate::{loaded, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use serde_json::{Value, json};
 use sieve_core::{Attention, ModelShape};
 use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::LoadedModel;
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::decode::dam::{DamCalibration, DamMap, DamMaps};
 use sieve_select::prefill::minference::Pattern;
@@ -107,15 +106,15 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 /// Runs the command.
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     let flag = flag(&args)?;
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
+    let place = PlaceArgs {
+        device: args.device,
+        memory: args.memory,
+    };
+    let device = place.for_checkpoint(&args.checkpoint, |recipe, _| {
         let length = args.length.unwrap_or(recipe.training.seq_len);
         InferenceSize::rows_of(length, length)
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &flag, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &flag, &CudaDevice::new(gpu.index), DType::BF16),
-    }
+    on_device!(device, run_on(&args, &flag))
 }
 
 fn run_on<B: SieveBackend>(
@@ -342,9 +341,8 @@ fn print<B: SieveBackend>(
     }
     let prompts = if windows == 1 { "prompt" } else { "prompts" };
     terminal::line(&format!(
-        "{} (step {}), {}: {windows} {prompts} of {length} tokens",
-        loaded.path.display(),
-        loaded.state.step,
+        "{}, {}: {windows} {prompts} of {length} tokens",
+        output::heading(loaded),
         args.method.name(),
     ));
     for line in &report.lines {

@@ -4,22 +4,20 @@ mod extrapolation;
 use super::chart::{Chart, Line};
 use super::{output, text};
 use crate::data::account;
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::text_files::FormatArg;
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::{ArgGroup, Args};
+use serde_json::json;
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
     EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport,
     Selection, first_tokens, perplexity, perplexity_selected, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
@@ -78,25 +76,18 @@ pub(crate) struct PplArgs {
     /// Print one JSON object
     #[arg(long)]
     json: bool,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// Runs the command.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
     output::check(args.plot.as_deref())?;
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |recipe, _| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize::rows_of(context, BATCH_TOKENS)
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
-    }
+    on_device!(device, run_on(&args))
 }
 
 fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> Result<()> {
@@ -257,38 +248,25 @@ fn print<B: SieveBackend>(
     extrapolation: &[Extrapolation],
 ) -> Result<()> {
     if args.json {
-        let mut json = serde_json::to_value(report)?;
-        if let Some(object) = json.as_object_mut() {
-            object.insert(
-                "checkpoint".into(),
-                loaded.path.display().to_string().into(),
-            );
-            object.insert("step".into(), loaded.state.step.into());
-            if !extrapolation.is_empty() {
-                let contexts = serde_json::to_value(extrapolation)?;
-                object.insert("extrapolation".into(), contexts);
-            }
-            if let Some(selection) = selection {
-                let selector = selection.selectors();
-                object.insert("selector".into(), selector.to_string().into());
-                object.insert("chunk".into(), selection.chunk().into());
-                object.insert(
-                    "prefill_perplexity".into(),
-                    (!selector.is_causal_map()).into(),
-                );
-                object.insert(
-                    "selection".into(),
-                    serde_json::to_value(selection.totals())?,
-                );
-                object.insert("paths".into(), serde_json::to_value(selection.paths())?);
-            }
+        let mut object = output::json(loaded, report)?;
+        if !extrapolation.is_empty() {
+            object.insert("extrapolation".into(), json!(extrapolation));
         }
-        terminal::line(&json.to_string());
+        if let Some(selection) = selection {
+            let selector = selection.selectors();
+            let is_no_likelihood = !selector.is_causal_map();
+            object.insert("selector".into(), selector.to_string().into());
+            object.insert("chunk".into(), selection.chunk().into());
+            object.insert("prefill_perplexity".into(), is_no_likelihood.into());
+            object.insert("selection".into(), json!(selection.totals()));
+            object.insert("paths".into(), json!(selection.paths()));
+        }
+        terminal::line(&serde_json::to_string(&object)?);
         return Ok(());
     }
     let count = terminal::thousands;
     terminal::line(&format!(
-        "{} (step {}), context {}, stride {}\n\
+        "{}, context {}, stride {}\n\
          documents         {:>14}\n\
          predicted tokens  {:>14}\n\
          words             {:>14}\n\
@@ -298,8 +276,7 @@ fn print<B: SieveBackend>(
          word perplexity   {:>14.3}\n\
          byte perplexity   {:>14.4}\n\
          bits per byte     {:>14.4}",
-        loaded.path.display(),
-        loaded.state.step,
+        output::heading(loaded),
         report.context,
         report.stride,
         count(report.num_documents),

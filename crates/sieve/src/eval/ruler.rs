@@ -1,13 +1,10 @@
 //! `sieve eval ruler`.
 use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, shipped, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::{Args, ValueEnum};
 use sieve_data::Tokenizer;
 use sieve_eval::{
@@ -16,7 +13,7 @@ use sieve_eval::{
     texts_together,
 };
 use sieve_hf::{Checkpoint, LoadedModel};
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
@@ -58,11 +55,8 @@ pub(crate) struct RulerArgs {
     /// Name the tasks
     #[arg(long)]
     list: bool,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// What needles are hidden in where RULER takes essays.
@@ -169,7 +163,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     output::check(args.samples_file.as_deref())?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
-    let device = loaded::device(args.device, &checkpoint)?;
+    let device = args.place.device(&checkpoint)?;
     let peeked = Checkpoint::peek(&checkpoint)?;
     let (_, shape) = peeked.recipe_and_shape()?;
     if args.lengths.is_empty() {
@@ -187,7 +181,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         );
     }
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
-    (args.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
+    (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
         cached_tokens: longest,
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
         ..InferenceSize::rows_of(longest, longest)
@@ -197,13 +191,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         texts: texts(&args, &tasks, &source, &tokenizer)?,
         source,
     };
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &checkpoint, &asked, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => {
-            let device = CudaDevice::new(gpu.index);
-            run_on::<Cuda>(&args, &checkpoint, &asked, &device, DType::BF16)
-        }
-    }
+    on_device!(device, run_on(&args, &checkpoint, &asked))
 }
 
 /// What is asked.
@@ -245,12 +233,7 @@ fn run_on<B: SieveBackend>(
         tokenizer: &tokenizer,
         device,
     };
-    // The model's own attention, then each selector.
-    let mut selections = vec![None];
-    for selector in &args.selector {
-        let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
-        selections.push(Some(selection));
-    }
+    let selections = selector::own_and(&args.selector, args.chunk, &loaded.shape)?;
     let all = asked
         .texts
         .iter()
@@ -312,13 +295,6 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
     Ok(line.to_string() + "\n")
 }
 
-fn name<B: SieveBackend>(loaded: &LoadedModel<B>, report: &LongReport) -> String {
-    match &report.selector {
-        Some(selector) => selector::short(selector),
-        None => format!("{}, its own", attention_label(&loaded.shape)),
-    }
-}
-
 fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) {
     if args.json {
         let json = serde_json::json!({
@@ -335,12 +311,11 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
         return;
     }
     terminal::line(&format!(
-        "{} (step {}), trained on {} tokens; {} samples of each task and length\n\
+        "{}, trained on {} tokens; {} samples of each task and length\n\
          score: the answers in the generated text, in percent; rank: of the answer's likelihood among {NUM_WRONG} \
          others, 1 is \
          best, a guess {}",
-        loaded.path.display(),
-        loaded.state.step,
+        output::heading(loaded),
         loaded.recipe.training.seq_len,
         args.samples,
         1 + NUM_WRONG / 2,
@@ -350,7 +325,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
         let heads = lengths.iter().map(|cell| format!("{:>15}", cell.length));
         terminal::line(&format!(
             "\n{}\n{:<17}{:>15}{}  text",
-            name(loaded, report),
+            selector::method(report.selector.as_deref(), &loaded.shape),
             "score / rank",
             "all",
             heads.collect::<String>()
@@ -382,7 +357,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
 fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
     let mut maps = Vec::new();
     for report in reports {
-        let method = name(loaded, report);
+        let method = selector::method(report.selector.as_deref(), &loaded.shape);
         let Some(first) = report.tasks.first() else {
             continue;
         };

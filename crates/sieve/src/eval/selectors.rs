@@ -8,13 +8,10 @@ mod table;
 
 use super::line_chart::Curve;
 use super::{output, text};
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
@@ -22,7 +19,7 @@ use sieve_eval::{
     READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors,
 };
 use sieve_hf::LoadedModel;
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, LayerSelectors, Phase, Selector};
 use std::path::{Path, PathBuf};
@@ -72,11 +69,8 @@ pub(crate) struct SelectorsArgs {
     /// the longest length
     #[arg(long, value_name = "DIR")]
     maps: Option<PathBuf>,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 /// Runs the command.
@@ -88,15 +82,11 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
-    let device = loaded::device(args.device, &args.checkpoint)?;
-    (args.memory).check_inference(&args.checkpoint, &device, |_, _| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
         InferenceSize::rows_of(longest, longest)
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => run_on::<Cuda>(&args, &CudaDevice::new(gpu.index), DType::BF16),
-    }
+    on_device!(device, run_on(&args))
 }
 
 fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {

@@ -1,12 +1,9 @@
 //! `sieve eval tasks`.
 use super::output;
-use crate::device::{Device, DeviceChoice};
-use crate::out_of_memory::MemoryArgs;
+use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
 use anyhow::{Context, Result, bail};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
-use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_data::{Tokenizer, read_table};
 use sieve_eval::{
@@ -14,7 +11,7 @@ use sieve_eval::{
     run_task,
 };
 use sieve_hf::Checkpoint;
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
@@ -58,11 +55,8 @@ pub(crate) struct TasksArgs {
     /// Print a task of --list as TOML, to make another of it
     #[arg(long, value_name = "TASK")]
     show: Option<String>,
-    /// auto, cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    device: DeviceChoice,
     #[command(flatten)]
-    memory: MemoryArgs,
+    place: PlaceArgs,
 }
 
 impl TasksArgs {
@@ -106,7 +100,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
     }
     output::check(args.samples.as_deref())?;
     let asked = asked(&args)?;
-    let device = loaded::device(args.device, &checkpoint)?;
+    let device = args.place.device(&checkpoint)?;
     let peeked = Checkpoint::peek(&checkpoint)?;
     let (_, shape) = peeked.recipe_and_shape()?;
     let tokenizer = Tokenizer::from_file(&peeked.tokenizer_path())?;
@@ -124,18 +118,12 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
         .iter()
         .map(|texts| texts.size(args.selector.is_some()));
     let size = sizes.reduce(TaskSize::max).unwrap_or_default();
-    (args.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
+    (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
         cached_tokens: size.cached,
         num_caches: size.num_caches,
         ..InferenceSize::rows_of(size.longest, size.pass)
     })?;
-    match device {
-        Device::Cpu => run_on::<Flex>(&args, &checkpoint, &texts, &FlexDevice, DType::F32),
-        Device::Cuda(gpu) => {
-            let device = CudaDevice::new(gpu.index);
-            run_on::<Cuda>(&args, &checkpoint, &texts, &device, DType::BF16)
-        }
-    }
+    on_device!(device, run_on(&args, &checkpoint, &texts))
 }
 
 /// The tasks with their rows, all read before the model is.
@@ -212,8 +200,13 @@ fn run_on<B: SieveBackend>(
     if let Some(path) = &args.samples {
         output::write(path, &samples(&reports)?)?;
     }
-    let heading = format!("{} (step {})", loaded.path.display(), loaded.state.step);
-    print(args, &heading, &reports, &seconds, selection.as_ref())
+    print(
+        args,
+        &output::heading(&loaded),
+        &reports,
+        &seconds,
+        selection.as_ref(),
+    )
 }
 
 /// One line a row, with its task.
