@@ -218,6 +218,13 @@ pub enum EvalError {
     },
 }
 
+/// The known name that is most like this one.
+pub(crate) fn nearest(name: &str, known: impl Iterator<Item = &'static str>) -> &'static str {
+    let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
+    let nearest = known.max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    nearest.unwrap_or_default()
+}
+
 fn hint(prompt: usize, context: usize) -> String {
     match context.checked_sub(prompt) {
         None | Some(0) => format!("shorten the prompt below {context} tokens"),

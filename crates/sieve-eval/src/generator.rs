@@ -64,12 +64,9 @@ impl<'a, B: SieveBackend> Start<'a, B> {
 /// Continues a prompt; an iterator over the new tokens.
 #[derive(Debug)]
 pub struct Generator<'a, B: SieveBackend> {
-    text: Continuation<'a, B>,
+    /// Its prompt is what the cache has not seen yet: the prompt, then the last token.
+    start: Start<'a, B>,
     sampler: Sampler,
-    config: GenerateConfig,
-    /// What the cache has not seen yet: the prompt, then the last token.
-    unseen: Vec<u32>,
-    remaining: usize,
 }
 
 impl<'a, B: SieveBackend> Generator<'a, B> {
@@ -84,52 +81,49 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
         config: GenerateConfig,
         device: &B::Device,
     ) -> Result<Self, EvalError> {
-        let start = Start::new(model, prompt, config, device)?;
         Ok(Self {
-            text: start.text,
+            start: Start::new(model, prompt, config, device)?,
             sampler: Sampler::new(config.sampling)?,
-            config: start.config,
-            unseen: start.prompt,
-            remaining: start.remaining,
         })
     }
 
     /// The same with a selector: a prefill method for the prompt (tokens after it read everything), a decode method for
     /// the tokens after a dense prompt.
     #[must_use]
-    pub fn with_selection(self, selection: Selection) -> Self {
-        Self {
-            text: self.text.with_selection(Some(selection)),
-            ..self
-        }
+    pub fn with_selection(mut self, selection: Selection) -> Self {
+        self.start.text = self.start.text.with_selection(Some(selection));
+        self
     }
 
     /// Tokens after the prompt, at most.
     pub fn max_new_tokens(&self) -> usize {
-        self.config.max_new_tokens
+        self.start.config.max_new_tokens
     }
 
     /// The selector with what it has computed.
     pub fn selection(&self) -> Option<&Selection> {
-        self.text.selection()
+        self.start.text.selection()
     }
 
     /// The keys and values held now. With a decode selector they are the prompt's; the selector keeps all of them
     /// itself.
     pub fn cache(&self) -> &KvCache<B> {
-        self.text.cache()
+        self.start.text.cache()
     }
 
     fn step(&mut self) -> Result<u32, EvalError> {
-        let unseen = std::mem::take(&mut self.unseen);
-        let logits = self.text.read(&unseen)?;
-        let token = self
-            .sampler
-            .sample(&logits[..self.config.num_tokens])
-            .ok_or(EvalError::NotFinite {
-                num_tokens: self.text.cache().num_tokens,
-            })?;
-        self.unseen.push(token);
+        let Start {
+            text,
+            prompt,
+            config,
+            ..
+        } = &mut self.start;
+        let logits = text.read(prompt)?;
+        let token = self.sampler.sample(&logits[..config.num_tokens]);
+        let token = token.ok_or(EvalError::NotFinite {
+            num_tokens: text.cache().num_tokens,
+        })?;
+        *prompt = vec![token];
         Ok(token)
     }
 }
@@ -140,11 +134,11 @@ impl<B: SieveBackend> Iterator for Generator<'_, B> {
     /// The next token; `None` after `max_new_tokens`, at the end-of-document token (which is not given), and after an
     /// error.
     fn next(&mut self) -> Option<Self::Item> {
-        self.remaining = self.remaining.checked_sub(1)?;
+        self.start.remaining = self.start.remaining.checked_sub(1)?;
         let token = self.step();
-        let eos_id = self.config.eos_id;
+        let eos_id = self.start.config.eos_id;
         if !token.as_ref().is_ok_and(|token| *token != eos_id) {
-            self.remaining = 0;
+            self.start.remaining = 0;
         }
         match token {
             Ok(token) if token == eos_id => None,

@@ -51,7 +51,7 @@ pub use needle::{
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{
     Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss,
-    extrapolation, perplexity, perplexity_selected,
+    extrapolation, perplexity,
 };
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};

@@ -17,6 +17,7 @@ pub use qa::QaData;
 pub use random::Split;
 
 use crate::EvalError;
+use crate::error::nearest;
 use crate::needle::made_up_sentences;
 use needles::Needles;
 use random::Random;
@@ -190,13 +191,9 @@ impl LongTask {
     /// An unknown name.
     pub fn new(name: &str) -> Result<Self, EvalError> {
         let Some(&name) = LONG_TASKS.iter().find(|known| **known == name) else {
-            let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
-            let nearest = LONG_TASKS
-                .into_iter()
-                .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
             return Err(EvalError::UnknownLongTask {
                 name: name.to_owned(),
-                nearest: nearest.unwrap_or_default(),
+                nearest: nearest(name, LONG_TASKS.into_iter()),
                 known: LONG_TASKS.join(", "),
             });
         };

@@ -69,36 +69,13 @@ pub struct PerplexityReport {
 
 /// Predicts every document of `documents`; `observe` hears the number of tokens predicted so far, once a forward pass.
 ///
-/// # Errors
-/// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
-/// predict, a loss that is no number.
-pub fn perplexity<B: SieveBackend>(
-    model: &Qwen3<B>,
-    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
-    config: &PerplexityConfig,
-    device: &B::Device,
-    observe: &mut dyn FnMut(u64),
-) -> Result<PerplexityReport, EvalError> {
-    run(model, documents, config, device, None, observe)
-}
-
-/// As [`perplexity`], with a selector as the attention of every layer. Each window is a prompt of its own: where the
-/// selector is no causal map from text to logits the result is its "prefill perplexity", no likelihood.
+/// With a selector, which is then the attention of every layer, each window is a prompt of its own: where the selector
+/// is no causal map from text to logits the result is its "prefill perplexity", no likelihood.
 ///
 /// # Errors
-/// As [`perplexity`]; a selector that refuses a call.
-pub fn perplexity_selected<B: SieveBackend>(
-    model: &Qwen3<B>,
-    documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
-    config: &PerplexityConfig,
-    device: &B::Device,
-    selection: &mut Selection,
-    observe: &mut dyn FnMut(u64),
-) -> Result<PerplexityReport, EvalError> {
-    run(model, documents, config, device, Some(selection), observe)
-}
-
-fn run<B: SieveBackend>(
+/// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
+/// predict, a loss that is no number, a selector that refuses a call.
+pub fn perplexity<B: SieveBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
     config: &PerplexityConfig,

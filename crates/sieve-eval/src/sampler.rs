@@ -148,6 +148,15 @@ pub(crate) fn likeliest(logits: &[f32]) -> Option<u32> {
     Some(best as u32)
 }
 
+/// Random numbers of a seed of four parts.
+pub(crate) fn seeded(parts: [u64; 4]) -> ChaCha8Rng {
+    let mut seed = [0; 32];
+    for (to, from) in seed.chunks_mut(8).zip(parts) {
+        to.copy_from_slice(&from.to_le_bytes());
+    }
+    ChaCha8Rng::from_seed(seed)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

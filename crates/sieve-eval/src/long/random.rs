@@ -1,6 +1,7 @@
 //! What long texts are made of at random: words, numbers, UUIDs, and order.
+use crate::sampler::seeded;
 use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use rand_chacha::rand_core::RngCore;
 
 /// Texts to ask a model, or to train it on. They share no words, and no seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,13 +82,8 @@ impl Random {
         for byte in task.bytes().chain(split_byte) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
         }
-        let mut bytes = [0; 32];
-        let parts = [seed, hash, length as u64, number].map(u64::to_le_bytes);
-        for (to, from) in bytes.chunks_mut(8).zip(parts) {
-            to.copy_from_slice(&from);
-        }
         Self {
-            random: ChaCha8Rng::from_seed(bytes),
+            random: seeded([seed, hash, length as u64, number]),
             split,
         }
     }

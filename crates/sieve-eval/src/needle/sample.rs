@@ -2,8 +2,8 @@
 use super::haystack::pick;
 use super::{NUM_DISTRACTORS, NeedleConfig};
 use crate::EvalError;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use crate::sampler::seeded;
+use rand_chacha::rand_core::RngCore;
 use sieve_data::Tokenizer;
 
 const COLOURS: [&str; 10] = [
@@ -42,12 +42,7 @@ pub(super) struct Sample {
 
 /// The needle of a cell of the grid: from the seed, the cell and its number alone.
 pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Texts {
-    let parts = [seed, length as u64, depth.to_bits(), number as u64].map(u64::to_le_bytes);
-    let mut bytes = [0; 32];
-    for (to, from) in bytes.chunks_mut(8).zip(parts) {
-        to.copy_from_slice(&from);
-    }
-    let mut random = ChaCha8Rng::from_seed(bytes);
+    let mut random = seeded([seed, length as u64, depth.to_bits(), number as u64]);
     let key = format!(
         "{} {}",
         pick(&mut random, &COLOURS),

@@ -49,7 +49,15 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
 
 fn run(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> PerplexityReport {
     let documents = documents(lengths).into_iter().map(Ok);
-    perplexity(model, documents, config, &Default::default(), &mut |_| {}).expect("valid")
+    perplexity(
+        model,
+        documents,
+        config,
+        &Default::default(),
+        None,
+        &mut |_| {},
+    )
+    .expect("valid")
 }
 
 /// Each window alone, through [`crate::logits`] and an own softmax.
@@ -170,7 +178,7 @@ fn refuses_settings_and_documents_that_mean_nothing() {
     let attempt = |config: PerplexityConfig, lengths: &[usize]| {
         let documents = documents(lengths).into_iter().map(Ok);
         let device = Default::default();
-        perplexity(&model, documents, &config, &device, &mut |_| {})
+        perplexity(&model, documents, &config, &device, None, &mut |_| {})
             .expect_err("refused")
             .to_string()
     };
@@ -224,7 +232,14 @@ fn longer_contexts_predict_the_same_tokens() {
             ..document.clone()
         };
         let parts = std::iter::once(Ok(part));
-        let report = perplexity(&model, parts, &config, &Default::default(), &mut |_| {});
+        let report = perplexity(
+            &model,
+            parts,
+            &config,
+            &Default::default(),
+            None,
+            &mut |_| {},
+        );
         report.expect("tokens").nats
     };
     // Eight predictions, less the six before: 8..17 holds the last eight inputs and what follows them.

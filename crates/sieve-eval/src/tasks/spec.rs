@@ -2,94 +2,46 @@
 use super::template::{Filter, Template, texts};
 use super::text_scores::TextScore;
 use crate::EvalError;
+use crate::error::nearest;
 use serde::{Deserialize, Serialize};
 use sieve_data::TableRow;
 
+/// Names and texts of TOML files in a folder.
+macro_rules! tasks {
+    ($($name:literal)*) => { [$(($name, include_str!(concat!("../../tasks/", $name, ".toml"))),)*] };
+}
+
 /// The tasks inside the program, by the names that lm-evaluation-harness gives them: name and TOML.
-pub const READY_TASKS: [(&str, &str); 28] = [
-    (
-        "lambada_openai",
-        include_str!("../../tasks/lambada_openai.toml"),
-    ),
-    ("hellaswag", include_str!("../../tasks/hellaswag.toml")),
-    ("piqa", include_str!("../../tasks/piqa.toml")),
-    ("arc_easy", include_str!("../../tasks/arc_easy.toml")),
-    (
-        "arc_challenge",
-        include_str!("../../tasks/arc_challenge.toml"),
-    ),
-    ("winogrande", include_str!("../../tasks/winogrande.toml")),
-    ("boolq", include_str!("../../tasks/boolq.toml")),
-    ("openbookqa", include_str!("../../tasks/openbookqa.toml")),
-    ("sciq", include_str!("../../tasks/sciq.toml")),
-    ("mmlu", include_str!("../../tasks/mmlu.toml")),
-    ("triviaqa", include_str!("../../tasks/triviaqa.toml")),
-    ("gsm8k", include_str!("../../tasks/gsm8k.toml")),
-    (
-        "longbench_narrativeqa",
-        include_str!("../../tasks/longbench_narrativeqa.toml"),
-    ),
-    (
-        "longbench_qasper",
-        include_str!("../../tasks/longbench_qasper.toml"),
-    ),
-    (
-        "longbench_multifieldqa_en",
-        include_str!("../../tasks/longbench_multifieldqa_en.toml"),
-    ),
-    (
-        "longbench_hotpotqa",
-        include_str!("../../tasks/longbench_hotpotqa.toml"),
-    ),
-    (
-        "longbench_2wikimqa",
-        include_str!("../../tasks/longbench_2wikimqa.toml"),
-    ),
-    (
-        "longbench_musique",
-        include_str!("../../tasks/longbench_musique.toml"),
-    ),
-    (
-        "longbench_gov_report",
-        include_str!("../../tasks/longbench_gov_report.toml"),
-    ),
-    (
-        "longbench_qmsum",
-        include_str!("../../tasks/longbench_qmsum.toml"),
-    ),
-    (
-        "longbench_multi_news",
-        include_str!("../../tasks/longbench_multi_news.toml"),
-    ),
-    (
-        "longbench_trec",
-        include_str!("../../tasks/longbench_trec.toml"),
-    ),
-    (
-        "longbench_triviaqa",
-        include_str!("../../tasks/longbench_triviaqa.toml"),
-    ),
-    (
-        "longbench_samsum",
-        include_str!("../../tasks/longbench_samsum.toml"),
-    ),
-    (
-        "longbench_passage_count",
-        include_str!("../../tasks/longbench_passage_count.toml"),
-    ),
-    (
-        "longbench_passage_retrieval_en",
-        include_str!("../../tasks/longbench_passage_retrieval_en.toml"),
-    ),
-    (
-        "longbench_lcc",
-        include_str!("../../tasks/longbench_lcc.toml"),
-    ),
-    (
-        "longbench_repobench-p",
-        include_str!("../../tasks/longbench_repobench-p.toml"),
-    ),
-];
+pub const READY_TASKS: [(&str, &str); 28] = tasks! {
+    "lambada_openai"
+    "hellaswag"
+    "piqa"
+    "arc_easy"
+    "arc_challenge"
+    "winogrande"
+    "boolq"
+    "openbookqa"
+    "sciq"
+    "mmlu"
+    "triviaqa"
+    "gsm8k"
+    "longbench_narrativeqa"
+    "longbench_qasper"
+    "longbench_multifieldqa_en"
+    "longbench_hotpotqa"
+    "longbench_2wikimqa"
+    "longbench_musique"
+    "longbench_gov_report"
+    "longbench_qmsum"
+    "longbench_multi_news"
+    "longbench_trec"
+    "longbench_triviaqa"
+    "longbench_samsum"
+    "longbench_passage_count"
+    "longbench_passage_retrieval_en"
+    "longbench_lcc"
+    "longbench_repobench-p"
+};
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -209,11 +161,9 @@ impl Task {
     pub fn ready(name: &str) -> Result<Self, EvalError> {
         let known = || READY_TASKS.iter().map(|(name, _)| *name);
         let Some((_, text)) = READY_TASKS.iter().find(|(known, _)| *known == name) else {
-            let likeness = |known: &str| strsim::jaro_winkler(&name.to_lowercase(), known);
-            let nearest = known().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
             return Err(EvalError::UnknownTask {
                 name: name.to_owned(),
-                nearest: nearest.unwrap_or_default(),
+                nearest: nearest(name, known()),
                 known: known().collect::<Vec<_>>().join(", "),
             });
         };

@@ -14,7 +14,7 @@ use serde_json::json;
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
     EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport,
-    Selection, first_tokens, perplexity, perplexity_selected, prepared_documents, text_documents,
+    Selection, first_tokens, perplexity, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
@@ -200,13 +200,8 @@ fn with_progress<B: SieveBackend>(
     };
     let bar = terminal::progress_bar(total.unwrap_or(0), template);
     let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
-    let (model, observe) = (&loaded.model, &mut observe);
-    let report = match selection {
-        None => perplexity(model, documents, config, device, observe),
-        Some(selection) => {
-            perplexity_selected(model, documents, config, device, selection, observe)
-        }
-    };
+    let model = &loaded.model;
+    let report = perplexity(model, documents, config, device, selection, &mut observe);
     bar.finish_and_clear();
     Ok(report?)
 }
