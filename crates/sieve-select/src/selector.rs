@@ -1,42 +1,22 @@
 //! All selectors by name: `NAME:key=value,…` in, a mask or a decoding session out.
 
 pub(crate) mod layers;
+mod methods;
 pub(crate) mod on_device;
 mod parse;
 mod sweep;
 
 use std::time::Instant;
 
+pub use methods::{ENTRIES, Entry, Method, Phase};
 use serde::{Deserialize, Serialize};
 
 use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
-use crate::decode::dam::DamConfig;
-use crate::decode::dma::DmaConfig;
-use crate::decode::exact_top::ExactTopConfig;
-use crate::decode::h2o::H2oConfig;
-use crate::decode::infllm::InfllmConfig;
-use crate::decode::quest::QuestConfig;
-use crate::decode::snapkv::SnapkvConfig;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::mask::SparseMask;
 use crate::measure::dense_attention;
-use crate::prefill::a_shape::{AShapeConfig, TriShapeConfig};
-use crate::prefill::ba_att::BaAttConfig;
-use crate::prefill::bfla::BflaConfig;
-use crate::prefill::block_sparse::BlockSparseConfig;
-use crate::prefill::delta::DeltaConfig;
-use crate::prefill::flexprefill::FlexprefillConfig;
-use crate::prefill::infinitehip::InfinitehipConfig;
-use crate::prefill::meanpool::MeanpoolConfig;
-use crate::prefill::minference::MinferenceConfig;
-use crate::prefill::momo::MomoConfig;
-use crate::prefill::oracle_topk::OracleTopkConfig;
-use crate::prefill::pbs::PbsConfig;
-use crate::prefill::streaming::StreamingConfig;
-use crate::prefill::vertical_slash::VerticalSlashConfig;
-use crate::prefill::xattention::XattentionConfig;
 
 /// A selector with its settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -74,37 +54,6 @@ pub enum Reads {
     Values,
 }
 
-/// The methods.
-#[derive(Clone, Debug, PartialEq)]
-#[allow(missing_docs, reason = "each is documented by its settings")]
-pub enum Method {
-    /// Every key; for layers that a selector leaves alone.
-    Dense,
-    Bfla(BflaConfig),
-    Momo(MomoConfig),
-    Delta(DeltaConfig, Box<Selector>),
-    BaAtt(BaAttConfig),
-    Pbs(PbsConfig),
-    Xattention(XattentionConfig),
-    Minference(MinferenceConfig),
-    VerticalSlash(VerticalSlashConfig),
-    BlockSparse(BlockSparseConfig),
-    AShape(AShapeConfig),
-    TriShape(TriShapeConfig),
-    Flexprefill(FlexprefillConfig),
-    Meanpool(MeanpoolConfig),
-    Streamingllm(StreamingConfig),
-    Infinitehip(InfinitehipConfig),
-    OracleTopk(OracleTopkConfig),
-    H2o(H2oConfig),
-    Snapkv(SnapkvConfig),
-    Quest(QuestConfig),
-    Infllm(InfllmConfig),
-    Dam(DamConfig),
-    ExactTop(ExactTopConfig),
-    Dma(DmaConfig),
-}
-
 impl Method {
     /// The settings of [`Common`] that change what the method does; the flag takes and prints these alone.
     pub fn common_keys(&self) -> &'static [&'static str] {
@@ -139,186 +88,6 @@ impl Method {
     }
 }
 
-/// When a method acts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Phase {
-    /// On prompts.
-    Prefill,
-    /// Token by token.
-    Decode,
-    /// Both.
-    Both,
-}
-
-/// What is known of a method beside its settings.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
-    /// Its name on the flag.
-    pub name: &'static str,
-    /// When it acts.
-    pub phase: Phase,
-    /// What it chooses.
-    pub about: &'static str,
-    /// Where it comes from.
-    pub paper: &'static str,
-}
-
-/// All methods, in the order of the help.
-pub const ENTRIES: [Entry; 23] = [
-    entry(
-        "bfla",
-        Phase::Prefill,
-        "tiles, by flattened groups of coarse blocks",
-        "BFLA",
-    ),
-    entry(
-        "momo",
-        Phase::Prefill,
-        "blocks per dense probe row, corrected by it",
-        "MOMO",
-    ),
-    entry(
-        "delta",
-        Phase::Prefill,
-        "any base, corrected by dense probe rows",
-        "Delta Attention, arXiv:2505.11254",
-    ),
-    entry(
-        "ba_att",
-        Phase::Prefill,
-        "blocks of tokens sorted by norm",
-        "BA-Att, arXiv:2605.19726",
-    ),
-    entry(
-        "pbs",
-        Phase::Prefill,
-        "blocks of keys sorted by importance in segments",
-        "PBS-Attn, arXiv:2510.21270",
-    ),
-    entry(
-        "xattention",
-        Phase::Prefill,
-        "blocks, by antidiagonal sums",
-        "XAttention, arXiv:2503.16428",
-    ),
-    entry(
-        "minference",
-        Phase::Prefill,
-        "a pattern per head, from a file",
-        "MInference, arXiv:2407.02490",
-    ),
-    entry(
-        "vertical_slash",
-        Phase::Prefill,
-        "columns and diagonals of the last queries",
-        "MInference, arXiv:2407.02490",
-    ),
-    entry(
-        "block_sparse",
-        Phase::Prefill,
-        "the best blocks of 64 by their means",
-        "MInference, arXiv:2407.02490",
-    ),
-    entry(
-        "a_shape",
-        Phase::Prefill,
-        "first and last tokens",
-        "MInference, arXiv:2407.02490",
-    ),
-    entry(
-        "tri_shape",
-        Phase::Prefill,
-        "first and last tokens, a dense end",
-        "SCBench, arXiv:2412.10319",
-    ),
-    entry(
-        "flexprefill",
-        Phase::Prefill,
-        "a pattern and a budget per head",
-        "FlexPrefill, arXiv:2502.20766",
-    ),
-    entry(
-        "meanpool",
-        Phase::Prefill,
-        "blocks, by the products of their means",
-        "PBS-Attn; MOMO (top_k)",
-    ),
-    entry(
-        "streamingllm",
-        Phase::Both,
-        "first and last tokens",
-        "StreamingLLM, arXiv:2309.17453",
-    ),
-    entry(
-        "infinitehip",
-        Phase::Both,
-        "chunks of 8 keys, in three stages",
-        "InfiniteHiP, arXiv:2502.08910",
-    ),
-    entry(
-        "oracle_topk",
-        Phase::Prefill,
-        "the best blocks by dense mass; no speed",
-        "MOMO, fig. 2",
-    ),
-    entry(
-        "h2o",
-        Phase::Decode,
-        "keys with the most attention so far, and the last",
-        "H2O, arXiv:2306.14048",
-    ),
-    entry(
-        "snapkv",
-        Phase::Decode,
-        "keys the end of the prompt looks at, once",
-        "SnapKV, arXiv:2404.14469",
-    ),
-    entry(
-        "quest",
-        Phase::Decode,
-        "pages by an upper bound of their products",
-        "Quest, arXiv:2406.10774",
-    ),
-    entry(
-        "infllm",
-        Phase::Decode,
-        "blocks by representative keys, beside a window",
-        "InfLLM, arXiv:2402.04617",
-    ),
-    entry(
-        "dam",
-        Phase::Decode,
-        "a map per head, of a file or the text's beginning",
-        "DAM, arXiv:2506.11104; our reading",
-    ),
-    entry(
-        "exact_top",
-        Phase::Decode,
-        "the largest logits; no speed",
-        "DMA, arXiv:2508.02124, table 3",
-    ),
-    entry(
-        "dma",
-        Phase::Decode,
-        "slots; the key with the smallest score goes",
-        "DMA, arXiv:2508.02124",
-    ),
-];
-
-const fn entry(
-    name: &'static str,
-    phase: Phase,
-    about: &'static str,
-    paper: &'static str,
-) -> Entry {
-    Entry {
-        name,
-        phase,
-        about,
-        paper,
-    }
-}
-
 /// A prefill call done.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Prefill {
@@ -333,32 +102,7 @@ pub struct Prefill {
 impl Selector {
     /// The method's name on the flag.
     pub fn name(&self) -> &'static str {
-        match self.method {
-            Method::Dense => "dense",
-            Method::Bfla(_) => "bfla",
-            Method::Momo(_) => "momo",
-            Method::Delta(..) => "delta",
-            Method::BaAtt(_) => "ba_att",
-            Method::Pbs(_) => "pbs",
-            Method::Xattention(_) => "xattention",
-            Method::Minference(_) => "minference",
-            Method::VerticalSlash(_) => "vertical_slash",
-            Method::BlockSparse(_) => "block_sparse",
-            Method::AShape(_) => "a_shape",
-            Method::TriShape(_) => "tri_shape",
-            Method::Flexprefill(_) => "flexprefill",
-            Method::Meanpool(_) => "meanpool",
-            Method::Streamingllm(_) => "streamingllm",
-            Method::Infinitehip(_) => "infinitehip",
-            Method::OracleTopk(_) => "oracle_topk",
-            Method::H2o(_) => "h2o",
-            Method::Snapkv(_) => "snapkv",
-            Method::Quest(_) => "quest",
-            Method::Infllm(_) => "infllm",
-            Method::Dam(_) => "dam",
-            Method::ExactTop(_) => "exact_top",
-            Method::Dma(_) => "dma",
-        }
+        self.method.name()
     }
 
     /// When it acts.

@@ -8,16 +8,12 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Number, Value};
 
 use super::{Common, ENTRIES, Method, Phase, Selector};
-use crate::decode::dam::DamConfig;
-use crate::decode::dma::DmaConfig;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::prefill::delta::DeltaConfig;
-use crate::prefill::minference::MinferenceConfig;
-use crate::prefill::xattention::XattentionConfig;
 
 /// One key=value as written.
-type Item<'t> = (&'t str, &'t str);
+pub(super) type Item<'t> = (&'t str, &'t str);
 
 impl Selector {
     /// Reads `NAME:key=value,…`; the files that `minference`, `xattention`,
@@ -146,47 +142,19 @@ impl Selector {
 
     /// All keys of the method with their values, as written on the flag.
     fn own_items(&self) -> Vec<(String, String)> {
-        fn items(config: &impl Serialize) -> Vec<(String, String)> {
-            let Ok(Value::Object(map)) = serde_json::to_value(config) else {
-                return Vec::new();
-            };
-            map.into_iter()
-                .map(|(key, value)| (key, text_of(&value)))
-                .collect()
-        }
-        match &self.method {
-            Method::Dense => Vec::new(),
-            Method::Bfla(config) => items(config),
-            Method::Momo(config) => items(config),
-            Method::Delta(config, base) => {
-                let own = items(config).into_iter();
-                let base = base
-                    .all_items()
-                    .into_iter()
-                    .map(|(key, value)| (format!("base.{key}"), value));
-                own.chain(base).collect()
-            }
-            Method::BaAtt(config) => items(config),
-            Method::Pbs(config) => items(config),
-            Method::Xattention(config) => items(config),
-            Method::Minference(config) => items(config),
-            Method::VerticalSlash(config) => items(config),
-            Method::BlockSparse(config) => items(config),
-            Method::AShape(config) => items(config),
-            Method::TriShape(config) => items(config),
-            Method::Flexprefill(config) => items(config),
-            Method::Meanpool(config) => items(config),
-            Method::Streamingllm(config) => items(config),
-            Method::Infinitehip(config) => items(config),
-            Method::OracleTopk(config) => items(config),
-            Method::H2o(config) => items(config),
-            Method::Snapkv(config) => items(config),
-            Method::Quest(config) => items(config),
-            Method::Infllm(config) => items(config),
-            Method::Dam(config) => items(config),
-            Method::ExactTop(config) => items(config),
-            Method::Dma(config) => items(config),
-        }
+        let own = match self.method.settings() {
+            Value::Object(map) => map,
+            _ => Map::new(),
+        };
+        let own = own.into_iter().map(|(key, value)| (key, text_of(&value)));
+        let base = match &self.method {
+            Method::Delta(_, base) => base.all_items(),
+            _ => Vec::new(),
+        };
+        let base = base
+            .into_iter()
+            .map(|(key, value)| (format!("base.{key}"), value));
+        own.chain(base).collect()
     }
 
     pub(super) fn all_items(&self) -> Vec<(String, String)> {
@@ -219,56 +187,29 @@ impl fmt::Display for Selector {
     }
 }
 
-/// Reads the method's own keys and takes them out of the list.
+/// Reads the method's own keys and takes them out of the list; settings get what the files they name hold.
 fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
-    Ok(match name {
-        "dense" => Method::Dense,
-        "bfla" => Method::Bfla(own(name, items)?),
-        "momo" => Method::Momo(own(name, items)?),
-        "delta" => delta(items)?,
-        "ba_att" => Method::BaAtt(own(name, items)?),
-        "pbs" => Method::Pbs(own(name, items)?),
-        "xattention" => Method::Xattention(loaded(own(name, items)?, XattentionConfig::load)?),
-        "minference" => Method::Minference(loaded(own(name, items)?, MinferenceConfig::load)?),
-        "vertical_slash" => Method::VerticalSlash(own(name, items)?),
-        "block_sparse" => Method::BlockSparse(own(name, items)?),
-        "a_shape" => Method::AShape(own(name, items)?),
-        "tri_shape" => Method::TriShape(own(name, items)?),
-        "flexprefill" => Method::Flexprefill(own(name, items)?),
-        "meanpool" => Method::Meanpool(own(name, items)?),
-        "streamingllm" => Method::Streamingllm(own(name, items)?),
-        "infinitehip" => Method::Infinitehip(own(name, items)?),
-        "oracle_topk" => Method::OracleTopk(own(name, items)?),
-        "h2o" => Method::H2o(own(name, items)?),
-        "snapkv" => Method::Snapkv(own(name, items)?),
-        "quest" => Method::Quest(own(name, items)?),
-        "infllm" => Method::Infllm(own(name, items)?),
-        "dam" => Method::Dam(loaded(own(name, items)?, DamConfig::load)?),
-        "exact_top" => Method::ExactTop(own(name, items)?),
-        "dma" => Method::Dma(loaded(own(name, items)?, DmaConfig::load)?),
-        _ => {
-            let names = ENTRIES.iter().map(|entry| entry.name);
-            let known: Vec<&'static str> = names.chain(["dense"]).collect();
-            return Err(SelectError::UnknownName {
-                name: name.to_owned(),
-                nearest: nearest(name, known.iter().copied()),
-                known,
-            });
-        }
-    })
-}
-
-/// Settings with what the files they name hold.
-fn loaded<T>(
-    mut config: T,
-    load: impl FnOnce(&mut T) -> Result<(), SelectError>,
-) -> Result<T, SelectError> {
-    load(&mut config)?;
-    Ok(config)
+    let Some(mut method) = Method::read(name, items)? else {
+        let names = ENTRIES.iter().map(|entry| entry.name);
+        let known: Vec<&'static str> = names.chain(["dense"]).collect();
+        return Err(SelectError::UnknownName {
+            name: name.to_owned(),
+            nearest: nearest(name, known.iter().copied()),
+            known,
+        });
+    };
+    match &mut method {
+        Method::Xattention(config) => config.load()?,
+        Method::Minference(config) => config.load()?,
+        Method::Dam(config) => config.load()?,
+        Method::Dma(config) => config.load()?,
+        _ => {}
+    }
+    Ok(method)
 }
 
 /// The settings of delta's base are given as `base.key=value`.
-fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
+pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
     let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items
         .drain(..)
         .partition(|item| item.0.starts_with("base."));
@@ -310,7 +251,7 @@ fn method_common(name: &str) -> Common {
 }
 
 /// Reads the keys a settings struct has and takes them out of the list.
-fn own<T: Default + Serialize + DeserializeOwned>(
+pub(super) fn own<T: Default + Serialize + DeserializeOwned>(
     name: &str,
     items: &mut Vec<Item<'_>>,
 ) -> Result<T, SelectError> {
