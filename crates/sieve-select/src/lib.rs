@@ -35,6 +35,7 @@ mod packed;
 mod permute;
 mod pool;
 mod range;
+mod settings;
 mod vector;
 
 pub mod decode;

@@ -14,43 +14,28 @@ use crate::error::SelectError;
 use crate::keep::falling;
 use crate::pool::causal_probabilities;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `dam`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DamConfig {
-    /// File with the maps of a calibration run; empty: each text calibrates itself, by the settings below.
-    pub map: String,
-    /// What it holds.
-    #[serde(skip)]
-    pub maps: Option<DamMaps>,
-    /// Longest sequence of the calibration, side of the maps.
-    pub capture: usize,
-    /// Share of causal pairs that are on.
-    pub density: f64,
-    /// Exponent of the Box-Cox transform.
-    pub lambda: f64,
-    /// Floor of the mean probabilities.
-    pub floor: f64,
-    /// Share of its rows in which a column or diagonal must be on to go beyond the map.
-    pub matching: f64,
-    /// First keys that are always on.
-    pub sink: usize,
-}
-
-impl Default for DamConfig {
-    fn default() -> Self {
-        let calibration = DamCalibration::default();
-        Self {
-            map: String::new(),
-            maps: None,
-            capture: calibration.capture,
-            density: calibration.density,
-            lambda: calibration.lambda,
-            floor: calibration.floor,
-            matching: calibration.matching,
-            sink: calibration.sink,
-        }
+settings! {
+    /// Settings of `dam`.
+    pub struct DamConfig {
+        /// File with the maps of a calibration run; empty: each text calibrates itself, by the settings below.
+        pub map: String = String::new(),
+        /// What it holds.
+        #[serde(skip)]
+        pub maps: Option<DamMaps> = None,
+        /// Longest sequence of the calibration, side of the maps.
+        pub capture: usize = 512,
+        /// Share of causal pairs that are on.
+        pub density: f64 = 0.25,
+        /// Exponent of the Box-Cox transform.
+        pub lambda: f64 = 0.5,
+        /// Floor of the mean probabilities.
+        pub floor: f64 = 1e-6,
+        /// Share of its rows in which a column or diagonal must be on to go beyond the map.
+        pub matching: f64 = 0.8,
+        /// First keys that are always on.
+        pub sink: usize = 4,
     }
 }
 
@@ -73,14 +58,7 @@ pub struct DamCalibration {
 
 impl Default for DamCalibration {
     fn default() -> Self {
-        Self {
-            capture: 512,
-            density: 0.25,
-            lambda: 0.5,
-            floor: 1e-6,
-            matching: 0.8,
-            sink: 4,
-        }
+        DamConfig::default().calibration()
     }
 }
 

@@ -11,27 +11,27 @@ use std::collections::BinaryHeap;
 use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
-use serde::{Deserialize, Serialize};
 use sieve_core::DmaBias;
 use sieve_cpu::{AttentionShape, dma_scores_forward};
 
 use super::{Cache, LayerShape, RowAttention, ascending};
 use crate::error::SelectError;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `dma`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DmaConfig {
-    /// Keys a query reads, per KV head.
-    pub keep_window_size: usize,
-    /// What a score adds to the logits of its key.
-    pub bias: DmaBias,
-    /// A `model.safetensors` of a DMA model, for its scores; empty: all scores are 0.
-    pub scores: String,
-    /// What it holds.
-    #[serde(skip)]
-    pub weights: Option<DmaWeights>,
+settings! {
+    /// Settings of `dma`.
+    pub struct DmaConfig {
+        /// Keys a query reads, per KV head.
+        pub keep_window_size: usize = 2048,
+        /// What a score adds to the logits of its key.
+        pub bias: DmaBias = DmaBias::Exp,
+        /// A `model.safetensors` of a DMA model, for its scores; empty: all scores are 0.
+        pub scores: String = String::new(),
+        /// What it holds.
+        #[serde(skip)]
+        pub weights: Option<DmaWeights> = None,
+    }
 }
 
 /// Weights of the scores of all layers.
@@ -48,17 +48,6 @@ pub struct DmaLayerWeights {
     pub a: Vec<f32>,
     /// `W_dt`, `[num_kv_heads, num_kv_heads * head_dim]`.
     pub w_dt: Vec<f32>,
-}
-
-impl Default for DmaConfig {
-    fn default() -> Self {
-        Self {
-            keep_window_size: 2048,
-            bias: DmaBias::Exp,
-            scores: String::new(),
-            weights: None,
-        }
-    }
 }
 
 impl DmaConfig {

@@ -1,24 +1,17 @@
 //! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than
 //! dense.
 
-use serde::{Deserialize, Serialize};
-
 use super::{Cache, amount, ascending};
 use crate::error::SelectError;
 use crate::keep::descending;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `exact_top`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ExactTopConfig {
-    /// Keys per query and head, or a share of those so far when below 1.
-    pub k: f64,
-}
-
-impl Default for ExactTopConfig {
-    fn default() -> Self {
-        Self { k: 1024.0 }
+settings! {
+    /// Settings of `exact_top`.
+    pub struct ExactTopConfig {
+        /// Keys per query and head, or a share of those so far when below 1.
+        pub k: f64 = 1024.0,
     }
 }
 

@@ -1,29 +1,19 @@
 //! H2O (arXiv:2306.14048): the keys that have received the most attention, and the most recent ones.
 
-use serde::{Deserialize, Serialize};
-
 use super::{Cache, LayerShape, RowAttention, amount};
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::pool::for_each_prompt_row;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `h2o`. Values below 1 are shares of the prompt (of the tokens so far in `stream` form).
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct H2oConfig {
-    /// Keys kept for the attention they received.
-    pub heavy: f64,
-    /// Last keys.
-    pub recent: f64,
-}
-
-impl Default for H2oConfig {
-    fn default() -> Self {
-        Self {
-            heavy: 0.1,
-            recent: 0.1,
-        }
+settings! {
+    /// Settings of `h2o`. Values below 1 are shares of the prompt (of the tokens so far in `stream` form).
+    pub struct H2oConfig {
+        /// Keys kept for the attention they received.
+        pub heavy: f64 = 0.1,
+        /// Last keys.
+        pub recent: f64 = 0.1,
     }
 }
 

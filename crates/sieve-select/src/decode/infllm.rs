@@ -1,8 +1,6 @@
 //! InfLLM (arXiv:2402.04617): a local window, the first tokens, and the blocks of the past whose representative keys
 //! the query likes best, read at a fixed distance.
 
-use serde::{Deserialize, Serialize};
-
 use super::rope::rotate;
 use super::{Cache, LayerShape, ascending};
 use crate::call::Call;
@@ -10,41 +8,28 @@ use crate::error::SelectError;
 use crate::keep::{falling, top_k};
 use crate::pool::for_each_prompt_row;
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::dot;
 
-/// Settings of `infllm`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct InfllmConfig {
-    /// First tokens that all queries see.
-    pub init: usize,
-    /// Last tokens a query sees at their true positions, its own included.
-    pub local: usize,
-    /// Tokens of a block.
-    pub block: usize,
-    /// Blocks read.
-    pub topk: usize,
-    /// Keys whose mean represents a block.
-    pub repr: usize,
-    /// Queries that choose together in `stream` form, the earlier ones of a chunk by the later ones too; while
-    /// decoding each chooses alone. The paper's prefill has 512; 1 keeps every row a function of earlier tokens
-    /// alone.
-    pub chunk: usize,
-    /// Base of the rotary embedding; the model's when not given.
-    pub rope_theta: Option<f64>,
-}
-
-impl Default for InfllmConfig {
-    fn default() -> Self {
-        Self {
-            init: 128,
-            local: 4096,
-            block: 128,
-            topk: 16,
-            repr: 4,
-            chunk: 1,
-            rope_theta: None,
-        }
+settings! {
+    /// Settings of `infllm`.
+    pub struct InfllmConfig {
+        /// First tokens that all queries see.
+        pub init: usize = 128,
+        /// Last tokens a query sees at their true positions, its own included.
+        pub local: usize = 4096,
+        /// Tokens of a block.
+        pub block: usize = 128,
+        /// Blocks read.
+        pub topk: usize = 16,
+        /// Keys whose mean represents a block.
+        pub repr: usize = 4,
+        /// Queries that choose together in `stream` form, the earlier ones of a chunk by the later ones too; while
+        /// decoding each chooses alone. The paper's prefill has 512; 1 keeps every row a function of earlier tokens
+        /// alone.
+        pub chunk: usize = 1,
+        /// Base of the rotary embedding; the model's when not given.
+        pub rope_theta: Option<f64> = None,
     }
 }
 

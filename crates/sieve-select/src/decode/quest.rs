@@ -1,31 +1,20 @@
 //! Quest (arXiv:2406.10774): pages of keys by an upper bound of their products with the query; nothing is evicted.
 
-use serde::{Deserialize, Serialize};
-
 use super::{Cache, LayerShape, amount, ascending};
 use crate::error::SelectError;
 use crate::keep::top_k_forced;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `quest`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct QuestConfig {
-    /// Tokens of a page.
-    pub page: usize,
-    /// Tokens read, or a share of those so far when below 1.
-    pub budget: f64,
-    /// Layers at the start that read all.
-    pub dense_layers: usize,
-}
-
-impl Default for QuestConfig {
-    fn default() -> Self {
-        Self {
-            page: 16,
-            budget: 1024.0,
-            dense_layers: 2,
-        }
+settings! {
+    /// Settings of `quest`.
+    pub struct QuestConfig {
+        /// Tokens of a page.
+        pub page: usize = 16,
+        /// Tokens read, or a share of those so far when below 1.
+        pub budget: f64 = 1024.0,
+        /// Layers at the start that read all.
+        pub dense_layers: usize = 2,
     }
 }
 

@@ -8,6 +8,7 @@ use crate::error::SelectError;
 use crate::keep::top_k;
 use crate::pool::{causal_probabilities, last_rows};
 use crate::range::Rules;
+use crate::settings::settings;
 
 /// Smoothing over neighbouring keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,28 +20,17 @@ pub enum Pool {
     Max,
 }
 
-/// Settings of `snapkv`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct SnapkvConfig {
-    /// Last queries that vote, and last keys that stay.
-    pub window: usize,
-    /// Keys that stay, window included.
-    pub capacity: usize,
-    /// Width of the smoothing, odd.
-    pub kernel: usize,
-    /// Smoothing.
-    pub pool: Pool,
-}
-
-impl Default for SnapkvConfig {
-    fn default() -> Self {
-        Self {
-            window: 32,
-            capacity: 2048,
-            kernel: 5,
-            pool: Pool::Avg,
-        }
+settings! {
+    /// Settings of `snapkv`.
+    pub struct SnapkvConfig {
+        /// Last queries that vote, and last keys that stay.
+        pub window: usize = 32,
+        /// Keys that stay, window included.
+        pub capacity: usize = 2048,
+        /// Width of the smoothing, odd.
+        pub kernel: usize = 5,
+        /// Smoothing.
+        pub pool: Pool = Pool::Avg,
     }
 }
 

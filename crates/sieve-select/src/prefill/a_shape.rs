@@ -1,54 +1,34 @@
 //! A-shape and tri-shape: the first tokens, a window, and for the second a dense end of the prompt (as in MInference).
 
-use serde::{Deserialize, Serialize};
-
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa;
 use crate::mask::{ListRows, ListsPer, SparseMask, TokenWindow};
 use crate::range::Rules;
+use crate::settings::settings;
 
 /// Rows and keys of a tile.
 const TILE: usize = 64;
 
-/// Settings of `a_shape`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct AShapeConfig {
-    /// First tokens that all queries see.
-    pub n_init: usize,
-    /// Last tokens a query sees, its own included.
-    pub n_local: usize,
-}
-
-/// Settings of `tri_shape`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct TriShapeConfig {
-    /// First tokens that all queries see.
-    pub n_init: usize,
-    /// Last tokens a query sees, its own included.
-    pub n_local: usize,
-    /// Last rows of the call, which are dense.
-    pub n_last: usize,
-}
-
-impl Default for AShapeConfig {
-    fn default() -> Self {
-        Self {
-            n_init: 128,
-            n_local: 3968,
-        }
+settings! {
+    /// Settings of `a_shape`.
+    pub struct AShapeConfig {
+        /// First tokens that all queries see.
+        pub n_init: usize = 128,
+        /// Last tokens a query sees, its own included.
+        pub n_local: usize = 3968,
     }
 }
 
-impl Default for TriShapeConfig {
-    fn default() -> Self {
-        Self {
-            n_init: 128,
-            n_local: 3968,
-            n_last: 100,
-        }
+settings! {
+    /// Settings of `tri_shape`.
+    pub struct TriShapeConfig {
+        /// First tokens that all queries see.
+        pub n_init: usize = 128,
+        /// Last tokens a query sees, its own included.
+        pub n_local: usize = 3968,
+        /// Last rows of the call, which are dense.
+        pub n_last: usize = 100,
     }
 }
 

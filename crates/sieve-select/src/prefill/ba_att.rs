@@ -12,6 +12,7 @@ use crate::mask::{ListRows, SparseMask};
 use crate::permute::{Segments, attach, drop_future_tiles, sort_ranges};
 use crate::pool::{Pooled, mean_and_variance, scores};
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::{add, norm};
 
 /// Which sequences are sorted by norm.
@@ -50,40 +51,25 @@ pub enum CompensateLayers {
     None,
 }
 
-/// Settings of `ba_att`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct BaAttConfig {
-    /// Tokens of a block; divides `segment`.
-    pub block: usize,
-    /// Share of the competing blocks that are dropped.
-    pub sparsity: f64,
-    /// Which sequences are sorted.
-    pub sort: NormSort,
-    /// Factor on the compensation.
-    pub beta: f64,
-    /// The compensation.
-    pub compensation: Compensation,
-    /// Layers with it.
-    pub compensate_layers: CompensateLayers,
-    /// Tokens of a segment, inside which tokens move in the causal form.
-    pub segment: usize,
-    /// Causal form; false is the paper's, for bidirectional models.
-    pub causal: bool,
-}
-
-impl Default for BaAttConfig {
-    fn default() -> Self {
-        Self {
-            block: 128,
-            sparsity: 0.5,
-            sort: NormSort::Qk,
-            beta: 1.0,
-            compensation: Compensation::Covariance,
-            compensate_layers: CompensateLayers::FirstLast,
-            segment: 512,
-            causal: true,
-        }
+settings! {
+    /// Settings of `ba_att`.
+    pub struct BaAttConfig {
+        /// Tokens of a block; divides `segment`.
+        pub block: usize = 128,
+        /// Share of the competing blocks that are dropped.
+        pub sparsity: f64 = 0.5,
+        /// Which sequences are sorted.
+        pub sort: NormSort = NormSort::Qk,
+        /// Factor on the compensation.
+        pub beta: f64 = 1.0,
+        /// The compensation.
+        pub compensation: Compensation = Compensation::Covariance,
+        /// Layers with it.
+        pub compensate_layers: CompensateLayers = CompensateLayers::FirstLast,
+        /// Tokens of a segment, inside which tokens move in the causal form.
+        pub segment: usize = 512,
+        /// Causal form; false is the paper's, for bidirectional models.
+        pub causal: bool = true,
     }
 }
 

@@ -12,6 +12,7 @@ use crate::mask::{ListRows, SparseMask};
 use crate::pool::mean_pool;
 use crate::prefill::xattention::cell_scores;
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::{add, mix};
 
 /// How a block becomes the vectors that are compared.
@@ -48,52 +49,33 @@ pub enum RescueHash {
     Linear,
 }
 
-/// Settings of `bfla`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct BflaConfig {
-    /// Tokens of a coarse block (b).
-    pub block: usize,
-    /// Tokens of a flattened group (g); divides `block`.
-    pub group: usize,
-    /// How blocks are compared.
-    pub pooling: Pooling,
-    /// Share of the estimated mass that stays (gamma).
-    pub keep_mass: f64,
-    /// Tokens before a tile's first row that stay.
-    pub local_tokens: usize,
-    /// Tiles at the start that stay (`block / tile` for the published code's whole block).
-    pub sink_tiles: usize,
-    /// One of so many dropped tiles is rescued (eta), 0 for none.
-    pub stride: u64,
-    /// Share of dropped tiles rescued at random (rho).
-    pub prob: f64,
-    /// Seed of both rescues.
-    pub seed: u64,
-    /// Grid of both rescues.
-    pub rescue_grid: RescueGrid,
-    /// Hash of the random rescue.
-    pub hash: RescueHash,
-    /// Tokens of a tile (T); divides `block`.
-    pub tile: usize,
-}
-
-impl Default for BflaConfig {
-    fn default() -> Self {
-        Self {
-            block: 256,
-            group: 64,
-            pooling: Pooling::Flat,
-            keep_mass: 0.99,
-            local_tokens: 256,
-            sink_tiles: 1,
-            stride: 0,
-            prob: 0.0,
-            seed: 1,
-            rescue_grid: RescueGrid::Tile,
-            hash: RescueHash::Mix,
-            tile: 64,
-        }
+settings! {
+    /// Settings of `bfla`.
+    pub struct BflaConfig {
+        /// Tokens of a coarse block (b).
+        pub block: usize = 256,
+        /// Tokens of a flattened group (g); divides `block`.
+        pub group: usize = 64,
+        /// How blocks are compared.
+        pub pooling: Pooling = Pooling::Flat,
+        /// Share of the estimated mass that stays (gamma).
+        pub keep_mass: f64 = 0.99,
+        /// Tokens before a tile's first row that stay.
+        pub local_tokens: usize = 256,
+        /// Tiles at the start that stay (`block / tile` for the published code's whole block).
+        pub sink_tiles: usize = 1,
+        /// One of so many dropped tiles is rescued (eta), 0 for none.
+        pub stride: u64 = 0,
+        /// Share of dropped tiles rescued at random (rho).
+        pub prob: f64 = 0.0,
+        /// Seed of both rescues.
+        pub seed: u64 = 1,
+        /// Grid of both rescues.
+        pub rescue_grid: RescueGrid = RescueGrid::Tile,
+        /// Hash of the random rescue.
+        pub hash: RescueHash = RescueHash::Mix,
+        /// Tokens of a tile (T); divides `block`.
+        pub tile: usize = 64,
     }
 }
 

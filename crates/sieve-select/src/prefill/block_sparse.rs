@@ -1,7 +1,5 @@
 //! The block-sparse pattern of MInference (arXiv:2407.02490): the best blocks by the product of their means.
 
-use serde::{Deserialize, Serialize};
-
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
@@ -9,23 +7,15 @@ use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::prefill::meanpool::pooled_scores;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `block_sparse`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct BlockSparseConfig {
-    /// Tokens of a block.
-    pub block: usize,
-    /// Blocks per row; the diagonal is added.
-    pub topk: usize,
-}
-
-impl Default for BlockSparseConfig {
-    fn default() -> Self {
-        Self {
-            block: 64,
-            topk: 100,
-        }
+settings! {
+    /// Settings of `block_sparse`.
+    pub struct BlockSparseConfig {
+        /// Tokens of a block.
+        pub block: usize = 64,
+        /// Blocks per row; the diagonal is added.
+        pub topk: usize = 100,
     }
 }
 

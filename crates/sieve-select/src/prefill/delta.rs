@@ -1,36 +1,24 @@
 //! Delta: any sparse method, corrected by the dense output of every gamma-th row (arXiv:2505.11254; as MOMO uses it,
 //! eq. 3).
 
-use serde::{Deserialize, Serialize};
-
 use crate::attention::dense_rows_attention;
 use crate::call::{Call, CallShape};
 use crate::error::SelectError;
 use crate::mask::{Correction, CorrectionMode, SparseMask};
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `delta`, beside those of its base.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct DeltaConfig {
-    /// The method it corrects; its settings are given as `base.key=value`.
-    pub base: String,
-    /// Every so many rows one is a probe.
-    pub gamma: usize,
-    /// Also compute the last `(N mod gamma) + max(128, gamma)` rows densely.
-    pub dense_tail: bool,
-    /// What the probes do.
-    pub mode: CorrectionMode,
-}
-
-impl Default for DeltaConfig {
-    fn default() -> Self {
-        Self {
-            base: "streamingllm".to_owned(),
-            gamma: 16,
-            dense_tail: true,
-            mode: CorrectionMode::Correct,
-        }
+settings! {
+    /// Settings of `delta`, beside those of its base.
+    pub struct DeltaConfig {
+        /// The method it corrects; its settings are given as `base.key=value`.
+        pub base: String = "streamingllm".to_owned(),
+        /// Every so many rows one is a probe.
+        pub gamma: usize = 16,
+        /// Also compute the last `(N mod gamma) + max(128, gamma)` rows densely.
+        pub dense_tail: bool = true,
+        /// What the probes do.
+        pub mode: CorrectionMode = CorrectionMode::Correct,
     }
 }
 

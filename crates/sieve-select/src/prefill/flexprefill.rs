@@ -2,8 +2,6 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use serde::{Deserialize, Serialize};
-
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
@@ -12,32 +10,21 @@ use crate::mask::{ListRows, SparseMask};
 use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
 use crate::prefill::meanpool::pooled_scores;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `flexprefill`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct FlexprefillConfig {
-    /// Tokens of a block, and queries of the probe.
-    pub block: usize,
-    /// Share of the probe's attention that columns and diagonals must cover.
-    pub gamma: f64,
-    /// Distance below which the estimated block map is trusted.
-    pub tau: f64,
-    /// Fewest tokens of columns and of diagonals.
-    pub min_budget: usize,
-    /// Most tokens of columns and of diagonals.
-    pub max_budget: Option<usize>,
-}
-
-impl Default for FlexprefillConfig {
-    fn default() -> Self {
-        Self {
-            block: 128,
-            gamma: 0.95,
-            tau: 0.1,
-            min_budget: 512,
-            max_budget: None,
-        }
+settings! {
+    /// Settings of `flexprefill`.
+    pub struct FlexprefillConfig {
+        /// Tokens of a block, and queries of the probe.
+        pub block: usize = 128,
+        /// Share of the probe's attention that columns and diagonals must cover.
+        pub gamma: f64 = 0.95,
+        /// Distance below which the estimated block map is trusted.
+        pub tau: f64 = 0.1,
+        /// Fewest tokens of columns and of diagonals.
+        pub min_budget: usize = 512,
+        /// Most tokens of columns and of diagonals.
+        pub max_budget: Option<usize> = None,
     }
 }
 

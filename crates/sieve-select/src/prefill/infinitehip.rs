@@ -3,7 +3,6 @@
 //! In decode a stage is done again every `refresh` steps only; see [`crate::decode::infinitehip`].
 
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 use sieve_cpu::max_of_row;
 
 use crate::call::{Call, Tiles};
@@ -13,44 +12,46 @@ use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::scores;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i`
-/// keys.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct InfinitehipConfig {
-    /// Rows of a query block.
-    pub block: usize,
-    /// Every so many queries one is sampled, stage 1 (all candidates).
-    pub stride_1: usize,
-    /// Keys of a chunk, stage 1.
-    pub chunk_1: usize,
-    /// Tokens that enter stage 2.
-    pub budget_2: usize,
-    /// Sampling of stage 2.
-    pub stride_2: usize,
-    /// Keys of a chunk, stage 2.
-    pub chunk_2: usize,
-    /// Tokens that enter stage 3.
-    pub budget_3: usize,
-    /// Sampling of stage 3.
-    pub stride_3: usize,
-    /// Keys of a chunk, stage 3; the tile of the mask.
-    pub chunk_3: usize,
-    /// Tokens that stay at the end, beside sink and window.
-    pub budget: usize,
-    /// First tokens that stay.
-    pub sink: usize,
-    /// Last tokens before each query that stay.
-    pub window: usize,
-    /// With fewer keys a prefill call is dense; early chunks of a long prompt too, so chunks are not the whole there.
-    pub prefill_dense_below: usize,
-    /// In decode, steps between two runs of stage 1.
-    pub refresh_1: usize,
-    /// In decode, steps between two runs of stage 2; divides `refresh_1`.
-    pub refresh_2: usize,
-    /// In decode, steps between two runs of stage 3; divides `refresh_2`.
-    pub refresh_3: usize,
+settings! {
+    /// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i`
+    /// keys.
+    pub struct InfinitehipConfig {
+        /// Rows of a query block.
+        pub block: usize = 64,
+        /// Every so many queries one is sampled, stage 1 (all candidates).
+        pub stride_1: usize = 4,
+        /// Keys of a chunk, stage 1.
+        pub chunk_1: usize = 256,
+        /// Tokens that enter stage 2.
+        pub budget_2: usize = 32_768,
+        /// Sampling of stage 2.
+        pub stride_2: usize = 4,
+        /// Keys of a chunk, stage 2.
+        pub chunk_2: usize = 32,
+        /// Tokens that enter stage 3.
+        pub budget_3: usize = 8192,
+        /// Sampling of stage 3.
+        pub stride_3: usize = 1,
+        /// Keys of a chunk, stage 3; the tile of the mask.
+        pub chunk_3: usize = 8,
+        /// Tokens that stay at the end, beside sink and window.
+        pub budget: usize = 2048,
+        /// First tokens that stay.
+        pub sink: usize = 256,
+        /// Last tokens before each query that stay.
+        pub window: usize = 1024,
+        /// With fewer keys a prefill call is dense; early chunks of a long prompt too, so chunks are not the whole
+        /// there.
+        pub prefill_dense_below: usize = 8192,
+        /// In decode, steps between two runs of stage 1.
+        pub refresh_1: usize = 32,
+        /// In decode, steps between two runs of stage 2; divides `refresh_1`.
+        pub refresh_2: usize = 16,
+        /// In decode, steps between two runs of stage 3; divides `refresh_2`.
+        pub refresh_3: usize = 8,
+    }
 }
 
 /// Keys `[start, end)`.
@@ -67,29 +68,6 @@ pub(crate) struct Stage {
     pub(crate) next_chunk: usize,
     /// Steps between two runs in decode.
     pub(crate) refresh: usize,
-}
-
-impl Default for InfinitehipConfig {
-    fn default() -> Self {
-        Self {
-            block: 64,
-            stride_1: 4,
-            chunk_1: 256,
-            budget_2: 32_768,
-            stride_2: 4,
-            chunk_2: 32,
-            budget_3: 8192,
-            stride_3: 1,
-            chunk_3: 8,
-            budget: 2048,
-            sink: 256,
-            window: 1024,
-            prefill_dense_below: 8192,
-            refresh_1: 32,
-            refresh_2: 16,
-            refresh_3: 8,
-        }
-    }
 }
 
 impl InfinitehipConfig {

@@ -1,8 +1,6 @@
 //! Blocks by the product of their means: MeanPool (arXiv:2510.21270, algorithm 2 on unpermuted keys; with `top_k`, the
 //! baseline of MOMO).
 
-use serde::{Deserialize, Serialize};
-
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
@@ -10,27 +8,18 @@ use crate::keep::{keep_mass, softmax, sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{key_rows, mean_pool, query_rows, scores};
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::add;
 
-/// Settings of `meanpool`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct MeanpoolConfig {
-    /// Tokens of a block.
-    pub block: usize,
-    /// Share of the estimated mass that stays.
-    pub tau: f64,
-    /// Blocks per row instead of a share.
-    pub top_k: Option<usize>,
-}
-
-impl Default for MeanpoolConfig {
-    fn default() -> Self {
-        Self {
-            block: 128,
-            tau: 0.9,
-            top_k: None,
-        }
+settings! {
+    /// Settings of `meanpool`.
+    pub struct MeanpoolConfig {
+        /// Tokens of a block.
+        pub block: usize = 128,
+        /// Share of the estimated mass that stays.
+        pub tau: f64 = 0.9,
+        /// Blocks per row instead of a share.
+        pub top_k: Option<usize> = None,
     }
 }
 

@@ -15,6 +15,7 @@ use crate::keep::{falling, sorted};
 use crate::mask::{Correction, CorrectionMode, SparseMask};
 use crate::prefill::delta::probe_rows;
 use crate::range::Rules;
+use crate::settings::settings;
 
 /// How the best blocks of a probe are found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -40,46 +41,29 @@ pub enum ProbeScore {
     Normalised,
 }
 
-/// Settings of `momo`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct MomoConfig {
-    /// Every so many rows one is a probe.
-    pub gamma: usize,
-    /// Tokens of a key block.
-    pub beta: usize,
-    /// Rows of a query tile.
-    pub chi: usize,
-    /// Blocks per probe.
-    pub k: usize,
-    /// Those of them found exactly with `topk=hybrid`.
-    pub k_exact: usize,
-    /// How they are found.
-    pub topk: TopK,
-    /// Blocks per query tile; as many as `k` when not given.
-    pub k_trim: Option<usize>,
-    /// First blocks that always stay.
-    pub sink_blocks: usize,
-    /// What is compared between probes.
-    pub score: ProbeScore,
-    /// What the probes' dense outputs do.
-    pub mode: CorrectionMode,
-}
-
-impl Default for MomoConfig {
-    fn default() -> Self {
-        Self {
-            gamma: 16,
-            beta: 64,
-            chi: 128,
-            k: 128,
-            k_exact: 8,
-            topk: TopK::Hybrid,
-            k_trim: None,
-            sink_blocks: 1,
-            score: ProbeScore::Raw,
-            mode: CorrectionMode::Correct,
-        }
+settings! {
+    /// Settings of `momo`.
+    pub struct MomoConfig {
+        /// Every so many rows one is a probe.
+        pub gamma: usize = 16,
+        /// Tokens of a key block.
+        pub beta: usize = 64,
+        /// Rows of a query tile.
+        pub chi: usize = 128,
+        /// Blocks per probe.
+        pub k: usize = 128,
+        /// Those of them found exactly with `topk=hybrid`.
+        pub k_exact: usize = 8,
+        /// How they are found.
+        pub topk: TopK = TopK::Hybrid,
+        /// Blocks per query tile; as many as `k` when not given.
+        pub k_trim: Option<usize> = None,
+        /// First blocks that always stay.
+        pub sink_blocks: usize = 1,
+        /// What is compared between probes.
+        pub score: ProbeScore = ProbeScore::Raw,
+        /// What the probes' dense outputs do.
+        pub mode: CorrectionMode = CorrectionMode::Correct,
     }
 }
 

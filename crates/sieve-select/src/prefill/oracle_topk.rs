@@ -1,7 +1,6 @@
 //! The best blocks by their dense attention mass: what no estimate can beat at equal density (MOMO, fig. 2).
 
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
 
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
@@ -10,27 +9,18 @@ use crate::keep::{keep_mass, sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{block_sums, causal_probabilities};
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::add;
 
-/// Settings of `oracle_topk`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct OracleTopkConfig {
-    /// Tokens of a block.
-    pub block: usize,
-    /// Blocks per row.
-    pub k: usize,
-    /// Share of the mass instead of a number.
-    pub tau: Option<f64>,
-}
-
-impl Default for OracleTopkConfig {
-    fn default() -> Self {
-        Self {
-            block: 32,
-            k: 128,
-            tau: None,
-        }
+settings! {
+    /// Settings of `oracle_topk`.
+    pub struct OracleTopkConfig {
+        /// Tokens of a block.
+        pub block: usize = 32,
+        /// Blocks per row.
+        pub k: usize = 128,
+        /// Share of the mass instead of a number.
+        pub tau: Option<f64> = None,
     }
 }
 

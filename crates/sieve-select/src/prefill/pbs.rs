@@ -15,6 +15,7 @@ use crate::permute::{Segments, attach, drop_future_tiles, key_means, order_queri
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
 use crate::prefill::xattention::{XattentionConfig, add_block_softmax, cell_scores};
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::add;
 
 /// How blocks of permuted keys are scored.
@@ -61,40 +62,25 @@ pub enum PermutePer {
     Query,
 }
 
-/// Settings of `pbs`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct PbsConfig {
-    /// Tokens of a block; divides `segment`.
-    pub block: usize,
-    /// Tokens of a segment, inside which keys move.
-    pub segment: usize,
-    /// Share of the estimated mass over earlier segments that stays.
-    pub tau: f64,
-    /// How blocks are scored.
-    pub select: PbsSelect,
-    /// Side of the cells of `select=xattention`; divides `block`.
-    pub stride: usize,
-    /// What is permuted.
-    pub permute: Permute,
-    /// Which comes first with `permute=both`.
-    pub order: PermuteOrder,
-    /// Whose permutation of the keys it is.
-    pub perm: PermutePer,
-}
-
-impl Default for PbsConfig {
-    fn default() -> Self {
-        Self {
-            block: 128,
-            segment: 256,
-            tau: 0.9,
-            select: PbsSelect::Meanpool,
-            stride: 8,
-            permute: Permute::Keys,
-            order: PermuteOrder::KeysFirst,
-            perm: PermutePer::Kv,
-        }
+settings! {
+    /// Settings of `pbs`.
+    pub struct PbsConfig {
+        /// Tokens of a block; divides `segment`.
+        pub block: usize = 128,
+        /// Tokens of a segment, inside which keys move.
+        pub segment: usize = 256,
+        /// Share of the estimated mass over earlier segments that stays.
+        pub tau: f64 = 0.9,
+        /// How blocks are scored.
+        pub select: PbsSelect = PbsSelect::Meanpool,
+        /// Side of the cells of `select=xattention`; divides `block`.
+        pub stride: usize = 8,
+        /// What is permuted.
+        pub permute: Permute = Permute::Keys,
+        /// Which comes first with `permute=both`.
+        pub order: PermuteOrder = PermuteOrder::KeysFirst,
+        /// Whose permutation of the keys it is.
+        pub perm: PermutePer = PermutePer::Kv,
     }
 }
 

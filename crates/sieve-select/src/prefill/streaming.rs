@@ -1,35 +1,23 @@
 //! The first tokens and a window: StreamingLLM (arXiv:2309.17453) in prefill.
 
-use serde::{Deserialize, Serialize};
-
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::mask::SparseMask;
 use crate::prefill::a_shape;
 use crate::range::Rules;
+use crate::settings::settings;
 
-/// Settings of `streamingllm`, in prefill and in decode.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct StreamingConfig {
-    /// First tokens that all queries see.
-    pub n_init: usize,
-    /// Last tokens a query sees, its own included.
-    pub n_local: usize,
-    /// In decode, keys take their position in the cache instead of their own.
-    pub reindex: bool,
-    /// Base of the rotary embedding, to move keys with `reindex`; the model's when not given.
-    pub rope_theta: Option<f64>,
-}
-
-impl Default for StreamingConfig {
-    fn default() -> Self {
-        Self {
-            n_init: 4,
-            n_local: 1024,
-            reindex: false,
-            rope_theta: None,
-        }
+settings! {
+    /// Settings of `streamingllm`, in prefill and in decode.
+    pub struct StreamingConfig {
+        /// First tokens that all queries see.
+        pub n_init: usize = 4,
+        /// Last tokens a query sees, its own included.
+        pub n_local: usize = 1024,
+        /// In decode, keys take their position in the cache instead of their own.
+        pub reindex: bool = false,
+        /// Base of the rotary embedding, to move keys with `reindex`; the model's when not given.
+        pub rope_theta: Option<f64> = None,
     }
 }
 

@@ -1,7 +1,5 @@
 //! Columns and diagonals that the last queries look at: vertical-slash (arXiv:2407.02490).
 
-use serde::{Deserialize, Serialize};
-
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
@@ -9,6 +7,7 @@ use crate::keep::top_k_forced;
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{last_rows, probe_sums};
 use crate::range::Rules;
+use crate::settings::settings;
 
 /// Rows and keys of a tile.
 pub(crate) const TILE: usize = 64;
@@ -21,22 +20,13 @@ pub(crate) const FORCED_OFFSETS: usize = 100;
 /// Fewest offsets that stay.
 pub(crate) const MIN_OFFSETS: usize = 50;
 
-/// Settings of `vertical_slash`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct VerticalSlashConfig {
-    /// Columns that stay, at least 30.
-    pub vertical: usize,
-    /// Diagonals that stay, at least 50.
-    pub slash: usize,
-}
-
-impl Default for VerticalSlashConfig {
-    fn default() -> Self {
-        Self {
-            vertical: 1000,
-            slash: 6096,
-        }
+settings! {
+    /// Settings of `vertical_slash`.
+    pub struct VerticalSlashConfig {
+        /// Columns that stay, at least 30.
+        pub vertical: usize = 1000,
+        /// Diagonals that stay, at least 50.
+        pub slash: usize = 6096,
     }
 }
 

@@ -12,6 +12,7 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass_forced, sorted};
 use crate::mask::{ListRows, SparseMask};
 use crate::range::Rules;
+use crate::settings::settings;
 use crate::vector::{add, mix, sum};
 
 /// Which pairs of a stride-by-stride cell are sampled.
@@ -26,41 +27,26 @@ pub enum SampleMode {
     Random,
 }
 
-/// Settings of `xattention`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct XattentionConfig {
-    /// Tokens of a block.
-    pub block: usize,
-    /// Side of the cells whose antidiagonals are summed; divides `block`.
-    pub stride: usize,
-    /// Share of the estimated mass that stays.
-    pub tau: f64,
-    /// File with a share for each layer and query head in place of `tau`, a JSON list of lists; empty: none.
-    pub taus: String,
-    /// What it holds, `[layers][heads]`.
-    #[serde(skip)]
-    pub head_taus: Vec<Vec<f64>>,
-    /// Divides the estimated logits, beside the stride.
-    pub norm: f64,
-    /// Which pairs are sampled.
-    pub mode: SampleMode,
-    /// Seed of `mode=random`.
-    pub seed: u64,
-}
-
-impl Default for XattentionConfig {
-    fn default() -> Self {
-        Self {
-            block: 128,
-            stride: 8,
-            tau: 0.9,
-            taus: String::new(),
-            head_taus: Vec::new(),
-            norm: 1.0,
-            mode: SampleMode::Antidiagonal,
-            seed: 1,
-        }
+settings! {
+    /// Settings of `xattention`.
+    pub struct XattentionConfig {
+        /// Tokens of a block.
+        pub block: usize = 128,
+        /// Side of the cells whose antidiagonals are summed; divides `block`.
+        pub stride: usize = 8,
+        /// Share of the estimated mass that stays.
+        pub tau: f64 = 0.9,
+        /// File with a share for each layer and query head in place of `tau`, a JSON list of lists; empty: none.
+        pub taus: String = String::new(),
+        /// What it holds, `[layers][heads]`.
+        #[serde(skip)]
+        pub head_taus: Vec<Vec<f64>> = Vec::new(),
+        /// Divides the estimated logits, beside the stride.
+        pub norm: f64 = 1.0,
+        /// Which pairs are sampled.
+        pub mode: SampleMode = SampleMode::Antidiagonal,
+        /// Seed of `mode=random`.
+        pub seed: u64 = 1,
     }
 }
 
