@@ -88,12 +88,12 @@ fn the_window_matters_at_these_sizes() {
 
 /// The same recipe with a window that holds everything.
 fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
-    use sieve_core::recipe::{AttentionSection, SwaShape};
+    use sieve_core::recipe::{Attention, SwaShape};
     let mut wide = recipe.clone();
     match &mut wide.attention {
-        AttentionSection::Nsa(nsa) => nsa.window_size = LEN,
-        AttentionSection::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
-        AttentionSection::Dma(dma) => dma.keep_window_size = LEN,
+        Attention::Nsa(nsa) => nsa.window_size = LEN,
+        Attention::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
+        Attention::Dma(dma) => dma.keep_window_size = LEN,
         _ => {}
     }
     wide

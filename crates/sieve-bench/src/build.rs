@@ -2,7 +2,6 @@
 use crate::error::{BenchError, Result, refused};
 use crate::shape::attention_shape;
 use sieve_core::model::AttentionForm;
-use sieve_core::recipe::AttentionSection;
 use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
@@ -296,7 +295,7 @@ pub fn needed_by(
     };
     let mut list = NeededKernels::default();
     list.extend_kernels(NeededKernels::step(arch));
-    if let AttentionSection::Mla(mla) = recipe.attention {
+    if let Attention::Mla(mla) = recipe.attention {
         let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
         let rank = mla.kv_lora_rank;
         list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim));
@@ -322,7 +321,7 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     } else {
         SumOrder::Any
     };
-    let mut keys = match Attention::from(&recipe.attention).form() {
+    let mut keys = match recipe.attention.form() {
         AttentionForm::Grouped { .. } => vec![NeededKeys::Neighbours],
         AttentionForm::Latent(mla) => {
             shape.head_dim += mla.qk_rope_head_dim;

@@ -40,7 +40,7 @@ pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake, Problem};
 pub use resume::KeyChange;
 pub use sections::{
-    ActivationCheckpointMode, ActivationCheckpointSection, AttentionKind, AttentionSection,
+    ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind,
     CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
     ModelSection, OptimizerName, OptimizerSection, ParallelismSection, SwaShape, TokenizerSection,
     TokenizerSource, TokenizerTraining, TrainingPrecision, TrainingSection, ValidationSection,
@@ -59,7 +59,7 @@ keys! {
         /// Sizes of the model.
         pub model: ModelSection,
         /// Which attention, and its sizes.
-        pub attention: AttentionSection,
+        pub attention: Attention,
         /// Where the tokenizer comes from: exactly one of `path`, `numbers` and `train`.
         pub tokenizer: TokenizerSection,
         /// The text to train on.

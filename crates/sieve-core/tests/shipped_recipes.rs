@@ -196,7 +196,7 @@ fn recipes_have_the_sizes_their_names_say() {
 #[test]
 fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
     let recipes = shipped();
-    let dma = |name: &str| match Attention::from(&recipes[name].1.attention) {
+    let dma = |name: &str| match recipes[name].1.attention {
         Attention::Dma(dma) => dma,
         other => panic!("{name}: {other:?}"),
     };
@@ -272,7 +272,7 @@ fn quickstart_is_sparse_and_takes_one_override_to_compare() {
     let (text, recipe) = &shipped()["quickstart"];
     let Attention::Dma(DmaShape {
         keep_window_size, ..
-    }) = Attention::from(&recipe.attention)
+    }) = recipe.attention
     else {
         panic!("not DMA")
     };

@@ -201,11 +201,7 @@ mod tests {
             format!("{a}\n{}", b.expect_err("refused"))
         };
         for (attention, window, words) in [
-            (
-                Attention::Swa { window_size: 4 },
-                window(9),
-                "selects for dense attention",
-            ),
+            (Attention::swa(4), window(9), "selects for dense attention"),
             (Attention::Mha, window(4202), "context of 4200"),
             (Attention::Mha, vec![3, 31, 1], "vocabulary of 31"),
             (Attention::Mha, vec![3], "no token"),

@@ -233,7 +233,7 @@ mod tests {
         let causal = 100.0 * 101.0 / 2.0;
         let dense = measured(Attention::Mha, &windows()).expect("valid");
         assert_eq!((dense.density, dense.distinct_density), (1.0, 1.0));
-        let window = measured(Attention::Swa { window_size: 10 }, &windows()).expect("valid");
+        let window = measured(Attention::swa(10), &windows()).expect("valid");
         let pairs: usize = (0..100).map(|t: usize| (t + 1).min(10)).sum();
         assert!((window.density - pairs as f64 / causal).abs() < 1e-12);
         let dma = |a_init| {

@@ -48,9 +48,7 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 pub(crate) fn kinds(a_init: f64) -> [Attention; 7] {
     [
         Attention::Mha,
-        Attention::Swa {
-            window_size: KEEP_WINDOW_SIZE,
-        },
+        Attention::swa(KEEP_WINDOW_SIZE),
         Attention::Dma(DmaShape {
             a_init,
             ..DmaShape::published(KEEP_WINDOW_SIZE)

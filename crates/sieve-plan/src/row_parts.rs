@@ -43,7 +43,7 @@ impl RowShare {
         let len = self.seq_len / self.degree;
         let reach = match layer.attention {
             Attention::Dma(dma) => dma.keep_window_size,
-            Attention::Swa { window_size } => window_size.saturating_sub(1),
+            Attention::Swa(swa) => swa.sliding_window.saturating_sub(1),
             _ if layer.num_kv_heads.is_multiple_of(self.degree) => return Some(Way::Heads),
             _ => self.seq_len,
         };

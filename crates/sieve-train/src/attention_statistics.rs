@@ -160,7 +160,7 @@ mod tests {
     fn dense_and_window_follow_from_positions() {
         let dense = AttentionStatistics::of::<Flex>(Attention::Mha, &batch(), &[]);
         assert_eq!((dense.density, dense.mean_active_keys), (1.0, 9.0 / 5.0));
-        let window = Attention::Swa { window_size: 2 };
+        let window = Attention::swa(2);
         let window = AttentionStatistics::of::<Flex>(window, &batch(), &[]);
         assert_eq!(
             (window.density, window.mean_active_keys),

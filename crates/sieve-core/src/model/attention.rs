@@ -2,7 +2,6 @@
 
 use crate::NsaBlocks;
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
-use crate::recipe::AttentionKind;
 
 choices! {
     /// How a DMA key's score z enters the logit.
@@ -283,24 +282,6 @@ impl NsaShape {
     }
 }
 
-/// The attention of every layer.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Attention {
-    /// Dense causal attention with grouped queries.
-    Mha,
-    /// Sliding window.
-    Swa {
-        /// Keys a query sees, itself included, in tokens.
-        window_size: usize,
-    },
-    /// Multi-head latent attention: dense, with a small cache.
-    Mla(MlaShape),
-    /// Native sparse attention.
-    Nsa(NsaShape),
-    /// Dynamic mask attention.
-    Dma(DmaShape),
-}
-
 /// What the layers of a kind hold and read, whatever its name: parameters, operations, caches, memory and kernels
 /// follow from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -316,32 +297,6 @@ pub enum AttentionForm {
     Branches(NsaShape),
     /// The keys of the highest ranks.
     Ranked(DmaShape),
-}
-
-impl Attention {
-    /// The kind alone.
-    pub fn kind(self) -> AttentionKind {
-        match self {
-            Self::Mha => AttentionKind::Mha,
-            Self::Swa { .. } => AttentionKind::Swa,
-            Self::Mla(_) => AttentionKind::Mla,
-            Self::Nsa(_) => AttentionKind::Nsa,
-            Self::Dma(_) => AttentionKind::Dma,
-        }
-    }
-
-    /// The form of its layers.
-    pub fn form(self) -> AttentionForm {
-        match self {
-            Self::Mha => AttentionForm::Grouped { window: None },
-            Self::Swa { window_size } => AttentionForm::Grouped {
-                window: Some(window_size),
-            },
-            Self::Mla(mla) => AttentionForm::Latent(mla),
-            Self::Nsa(nsa) => AttentionForm::Branches(nsa),
-            Self::Dma(dma) => AttentionForm::Ranked(dma),
-        }
-    }
 }
 
 #[cfg(test)]

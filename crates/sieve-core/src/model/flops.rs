@@ -174,12 +174,7 @@ mod tests {
                     .map(|query| (query + 1).min(window))
                     .sum::<usize>();
                 let expected = pairs as f64 / seq_len as f64;
-                for attention in [
-                    dma(window),
-                    Attention::Swa {
-                        window_size: window,
-                    },
-                ] {
+                for attention in [dma(window), Attention::swa(window)] {
                     let mean = mean_active_keys(attention, seq_len);
                     assert!(
                         (mean - expected).abs() < 1e-12,

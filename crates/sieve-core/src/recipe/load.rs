@@ -93,7 +93,7 @@ impl Recipe {
 /// The sections that could be converted, so that their rules run even when another section has a wrong type.
 struct OwnedParts {
     model: Option<super::ModelSection>,
-    attention: Option<super::AttentionSection>,
+    attention: Option<super::Attention>,
     tokenizer: Option<super::TokenizerSection>,
     data: Option<super::DataSection>,
     training: Option<super::TrainingSection>,

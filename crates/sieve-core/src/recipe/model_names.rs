@@ -1,7 +1,7 @@
 //! Where recipe keys (Hugging Face's names) become the names of the Rust code; those of `[attention]` in `sections.rs`.
 
 use super::{AttentionKind, Recipe, RecipeError, TokenizerSource};
-use crate::model::{Attention, ModelShape};
+use crate::model::ModelShape;
 
 impl Recipe {
     /// The model of this recipe for a tokenizer of `tokenizer_vocab_size` tokens.
@@ -34,7 +34,7 @@ impl Recipe {
             max_seq_len: model.max_position_embeddings,
             initializer_range: model.initializer_range,
             residual_scale: model.residual_scale,
-            attention: Attention::from(&self.attention),
+            attention: self.attention,
             dense_layers: self.dense_layers(),
         })
     }

@@ -11,17 +11,17 @@ use attention::{check_attention, check_layer_types};
 use super::data;
 use super::mistake::{Mistake, Problem};
 use super::{
-    ActivationCheckpointSection, AttentionSection, CheckpointSection, DataSection,
-    GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection,
-    ParallelismSection, Recipe, StageSection, TokenizerSection, TokenizerSource, TrainingPrecision,
-    TrainingSection, ValidationSection,
+    ActivationCheckpointSection, Attention, CheckpointSection, DataSection, GenerationSection,
+    LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe,
+    StageSection, TokenizerSection, TokenizerSource, TrainingPrecision, TrainingSection,
+    ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section};
 
 /// The sections to check; `None` for one that could not be read, whose rules are then left out.
 pub(super) struct Parts<'a> {
     pub(super) model: Option<&'a ModelSection>,
-    pub(super) attention: Option<&'a AttentionSection>,
+    pub(super) attention: Option<&'a Attention>,
     pub(super) tokenizer: Option<&'a TokenizerSection>,
     pub(super) data: Option<&'a DataSection>,
     pub(super) training: Option<&'a TrainingSection>,

@@ -5,7 +5,7 @@ use crate::keys::{
     Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB,
     MAX_WIDTH, Section, choices, joined, keys,
 };
-use crate::model::{Attention, DmaShape, MlaShape, NsaShape};
+use crate::model::{AttentionForm, DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -60,9 +60,9 @@ keys! {
 macro_rules! attention_kinds {
     ($($(#[doc = $doc:literal])+ $kind:ident $(($shape:ident))? = $name:literal,)+) => {
         /// `[attention]`: the kind and what that kind needs.
-        #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+        #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
         #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
-        pub enum AttentionSection {$(
+        pub enum Attention {$(
             $(#[doc = $doc])+
             $kind $(($shape))?,
         )+}
@@ -79,9 +79,9 @@ macro_rules! attention_kinds {
             &[$($($shape::KEYS,)?)+],
         );
 
-        impl AttentionSection {
+        impl Attention {
             /// The kind alone.
-            pub fn kind(&self) -> AttentionKind {
+            pub fn kind(self) -> AttentionKind {
                 match self {
                     $(Self::$kind { .. } => AttentionKind::$kind,)+
                 }
@@ -131,16 +131,22 @@ attention_kinds! {
     Dma(DmaShape) = "dma",
 }
 
-impl From<&AttentionSection> for Attention {
-    fn from(section: &AttentionSection) -> Self {
-        match *section {
-            AttentionSection::Mha => Self::Mha,
-            AttentionSection::Swa(SwaShape { sliding_window }) => Self::Swa {
-                window_size: sliding_window,
+impl Attention {
+    /// A sliding window of so many keys, the query's own included.
+    pub const fn swa(sliding_window: usize) -> Self {
+        Self::Swa(SwaShape { sliding_window })
+    }
+
+    /// The form of its layers.
+    pub fn form(self) -> AttentionForm {
+        match self {
+            Self::Mha => AttentionForm::Grouped { window: None },
+            Self::Swa(SwaShape { sliding_window }) => AttentionForm::Grouped {
+                window: Some(sliding_window),
             },
-            AttentionSection::Mla(mla) => Self::Mla(mla),
-            AttentionSection::Nsa(nsa) => Self::Nsa(nsa),
-            AttentionSection::Dma(dma) => Self::Dma(dma),
+            Self::Mla(mla) => AttentionForm::Latent(mla),
+            Self::Nsa(nsa) => AttentionForm::Branches(nsa),
+            Self::Dma(dma) => AttentionForm::Ranked(dma),
         }
     }
 }
@@ -155,7 +161,7 @@ keys! {
     }
 }
 
-impl KeyValue for AttentionSection {
+impl KeyValue for Attention {
     const KIND: Kind = Kind::Table(&ATTENTION_KEYS);
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{AttentionSection, Recipe, SwaShape};
+use super::{Attention, Recipe, SwaShape};
 use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Section, keys};
 
 keys! {
@@ -49,7 +49,7 @@ pub struct Stage {
     pub section: StageSection,
 }
 
-impl AttentionSection {
+impl Attention {
     /// The window a stage may change, in tokens.
     pub fn window(&self) -> Option<usize> {
         match *self {

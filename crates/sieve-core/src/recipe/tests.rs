@@ -64,10 +64,7 @@ fn minimal_recipe_takes_the_documented_defaults() {
     assert_eq!(recipe.model.rms_norm_eps, 1e-6);
     assert_eq!(recipe.model.initializer_range, 0.02);
     assert!(!recipe.model.residual_scale);
-    assert_eq!(
-        recipe.attention,
-        AttentionSection::Dma(DmaShape::published(16))
-    );
+    assert_eq!(recipe.attention, Attention::Dma(DmaShape::published(16)));
     assert_eq!(
         recipe.tokenizer.source(),
         TokenizerSource::Train(&TokenizerTraining {

@@ -37,7 +37,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
 fn kinds() -> [Attention; 5] {
     [
         Attention::Mha,
-        Attention::Swa { window_size: 20 },
+        Attention::swa(20),
         Attention::Dma(DmaShape {
             a_init: 0.5,
             ..DmaShape::published(20)

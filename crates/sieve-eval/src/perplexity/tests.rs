@@ -93,7 +93,7 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
         a_init: 0.7,
         ..DmaShape::published(3)
     });
-    let swa = Attention::Swa { window_size: 4 };
+    let swa = Attention::swa(4);
     let lengths = [5, 2, 30, 1, 9, 10, 3, 17];
     for attention in [Attention::Mha, swa, dma] {
         let model = model(attention);

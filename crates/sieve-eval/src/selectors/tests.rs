@@ -187,7 +187,7 @@ fn chunks_that_change_nothing_or_everything_are_refused() {
 
 #[test]
 fn a_model_with_an_own_sparse_attention_is_refused() {
-    let model = model(Attention::Swa { window_size: 4 });
+    let model = model(Attention::swa(4));
     let selector = LayerSelectors::parse("meanpool").expect("valid");
     let error = Selection::new(selector, model.shape()).expect_err("not dense");
     assert!(error.to_string().contains("meanpool"));

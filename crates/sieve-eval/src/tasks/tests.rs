@@ -78,7 +78,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let tokenizer = tokenizer(folder.path());
     let device = Default::default();
-    for attention in [Attention::Mha, Attention::Swa { window_size: 3 }] {
+    for attention in [Attention::Mha, Attention::swa(3)] {
         let model = tiny_model(attention, 64);
         let pairs: Vec<Pair> = (0..40)
             .map(|n| {
@@ -297,11 +297,7 @@ fn kinds() -> [Attention; 3] {
         a_init: 0.5,
         ..DmaShape::published(5)
     };
-    [
-        Attention::Mha,
-        Attention::Swa { window_size: 6 },
-        Attention::Dma(dma),
-    ]
+    [Attention::Mha, Attention::swa(6), Attention::Dma(dma)]
 }
 
 /// Prompts of one question that go in once, and prompts read through the cache, give each ending what it gets alone.

@@ -124,7 +124,7 @@ impl AttentionConfig {
         device: &B::Device,
     ) -> MultiHeadAttention<B> {
         assert!(window_size > 0, "a window holds at least the token itself");
-        let shape = self.shape(Attention::Swa { window_size });
+        let shape = self.shape(Attention::swa(window_size));
         MultiHeadAttention::new(&shape, Some(window_size), &mut self.weights(), device)
     }
 

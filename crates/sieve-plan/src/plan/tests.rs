@@ -35,7 +35,7 @@ fn cache_of_each_kind() {
     assert_eq!(cache.bytes_per_token, 3 * (24 * 4 + 2 * 8));
     assert_eq!(cache.stops_at_tokens, Some(4));
     assert_eq!(cache.bytes_at_seq_len, 4 * cache.bytes_per_token);
-    shape.attention = Attention::Swa { window_size: 7 };
+    shape.attention = Attention::swa(7);
     assert_eq!(cache_plan(&shape, 5, 4).bytes_at_seq_len, 3 * 5 * 24 * 4);
     assert_eq!(cache_plan(&shape, 50, 4).bytes_at_seq_len, 3 * 7 * 24 * 4);
     // Latent of 8 and rotated key of 2.

@@ -1,7 +1,7 @@
 //! What `sieve train` says, as text.
 use crate::terminal::{self, gib};
 use sieve_core::Recipe;
-use sieve_core::recipe::{AttentionSection, SwaShape};
+use sieve_core::recipe::{Attention, SwaShape};
 use sieve_ops::TrainBackend;
 use sieve_train::{
     MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport,
@@ -19,15 +19,15 @@ pub(super) fn describe<B: TrainBackend>(
     let parameters = shape.parameters();
     let training = &recipe.training;
     let kind = match recipe.attention {
-        AttentionSection::Swa(SwaShape { sliding_window }) => {
+        Attention::Swa(SwaShape { sliding_window }) => {
             format!("swa, {sliding_window} keys a query")
         }
-        AttentionSection::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),
-        AttentionSection::Nsa(nsa) => format!(
+        Attention::Mla(mla) => format!("mla, latent of {}", mla.kv_lora_rank),
+        Attention::Nsa(nsa) => format!(
             "nsa, {} blocks of {} and {} keys a query",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
-        AttentionSection::Dma(dma) => {
+        Attention::Dma(dma) => {
             let keys = format!("dma, {} keys a query", dma.keep_window_size);
             match dma.local_window_size {
                 0 => keys,

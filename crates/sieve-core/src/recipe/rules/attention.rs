@@ -2,25 +2,25 @@
 
 use super::Rules;
 use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
-use crate::recipe::{AttentionSection, ModelSection};
+use crate::recipe::{Attention, ModelSection};
 
 pub(super) fn check_attention(
-    attention: &AttentionSection,
+    attention: &Attention,
     model: Option<&ModelSection>,
     rules: &mut Rules<'_>,
 ) {
     attention.check_bounds(rules);
     match attention {
-        AttentionSection::Mla(mla) => check_mla(mla, model, rules),
-        AttentionSection::Nsa(nsa) => check_nsa(nsa, rules),
-        AttentionSection::Dma(dma) => check_dma(dma, rules),
+        Attention::Mla(mla) => check_mla(mla, model, rules),
+        Attention::Nsa(nsa) => check_nsa(nsa, rules),
+        Attention::Dma(dma) => check_dma(dma, rules),
         _ => {}
     }
 }
 
 pub(super) fn check_layer_types(
     model: &ModelSection,
-    attention: &AttentionSection,
+    attention: &Attention,
     rules: &mut Rules<'_>,
 ) {
     let Some(types) = &model.layer_types else {
@@ -30,7 +30,7 @@ pub(super) fn check_layer_types(
     let kind = attention.kind().name();
     let is_own = |name: &String| name == "sparse" || name == kind;
     rules.require(
-        !matches!(attention, AttentionSection::Mla(_)) || types.iter().all(is_own),
+        !matches!(attention, Attention::Mla(_)) || types.iter().all(is_own),
         KEY,
         || {
             format!(

@@ -81,14 +81,11 @@ fn global_batch_follows_an_overridden_local_batch_unless_given() {
 
 #[test]
 fn another_kind_drops_the_keys_of_the_texts_kind_only() {
-    assert_eq!(
-        loaded(&["attention.kind=mha"]).attention,
-        AttentionSection::Mha
-    );
+    assert_eq!(loaded(&["attention.kind=mha"]).attention, Attention::Mha);
     let swa = loaded(&["attention.kind=swa", "attention.sliding_window=9"]);
     assert_eq!(
         swa.attention,
-        AttentionSection::Swa(SwaShape { sliding_window: 9 })
+        Attention::Swa(SwaShape { sliding_window: 9 })
     );
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
@@ -220,7 +217,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
         "num_hidden_layers = 3",
         "num_hidden_layers = 3\nlayer_types = [\"sparse\", \"sparse\", \"mha\"]",
     );
-    let published = AttentionSection::Dma(DmaShape::published(7));
+    let published = Attention::Dma(DmaShape::published(7));
     let load = |overrides: &[&str]| {
         let overrides: Vec<_> = overrides.iter().map(|item| (*item).to_owned()).collect();
         Recipe::load(&text, "r.toml", &overrides)

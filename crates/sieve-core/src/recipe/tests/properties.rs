@@ -96,11 +96,10 @@ fn model() -> impl Strategy<Value = ModelSection> {
     )
 }
 
-fn attention() -> impl Strategy<Value = AttentionSection> {
+fn attention() -> impl Strategy<Value = Attention> {
     prop_oneof![
-        Just(AttentionSection::Mha),
-        (1usize..1 << 27)
-            .prop_map(|sliding_window| AttentionSection::Swa(SwaShape { sliding_window })),
+        Just(Attention::Mha),
+        (1usize..1 << 27).prop_map(|sliding_window| Attention::Swa(SwaShape { sliding_window })),
         (
             1usize..99,
             1usize..9,
@@ -112,7 +111,7 @@ fn attention() -> impl Strategy<Value = AttentionSection> {
         )
             .prop_map(
                 |(stride, blocks, select, k, window_size, shared_kv, hidden)| {
-                    AttentionSection::Nsa(NsaShape {
+                    Attention::Nsa(NsaShape {
                         compress_block_size: stride * blocks,
                         compress_stride: stride,
                         compress: match hidden {
@@ -139,7 +138,7 @@ fn attention() -> impl Strategy<Value = AttentionSection> {
                 } else {
                     DmaRecency::None
                 };
-                AttentionSection::Dma(DmaShape {
+                Attention::Dma(DmaShape {
                     bias,
                     a_init,
                     recency,

@@ -50,7 +50,7 @@ fn refused_changes_are_all_named() {
     now.optimizer.lr = 2e-3;
     now.checkpoint.folder = "elsewhere".to_owned();
     now.validation.paths = Some(vec!["held/*.md".to_owned()]);
-    now.attention = AttentionSection::Swa(SwaShape { sliding_window: 16 });
+    now.attention = Attention::Swa(SwaShape { sliding_window: 16 });
     let RecipeError::ResumeChanged { refused } =
         minimal().check_resume(&now, 8).expect_err("another model")
     else {
