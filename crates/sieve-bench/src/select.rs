@@ -104,13 +104,12 @@ pub(crate) fn check_wrappers(
     }
     for text in heavy::HEAVY {
         let row = "keep_heavy_keys, tokens";
-        match heavy::check(device, text, &mut random) {
-            Ok(outcome) => report.add(row, "kernels", text, outcome),
-            Err(error) if is_device_limit(&error.to_string()) => {
-                report.add_missing(row, &error.to_string());
-            }
-            Err(error) => report.add(row, "refused", text, Err(error.to_string())),
-        }
+        report.add_wrapper(
+            row,
+            "kernels",
+            text,
+            heavy::check(device, text, &mut random),
+        );
     }
     for text in CORRECTED {
         for &sizes in &SIZES[..2] {

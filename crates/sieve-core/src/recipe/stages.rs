@@ -70,7 +70,7 @@ impl Attention {
 
     /// The same attention with another window; unchanged where there is none.
     pub fn with_window(&self, window: usize) -> Self {
-        let mut changed = self.clone();
+        let mut changed = *self;
         match &mut changed {
             Self::Swa(SwaShape { sliding_window }) => *sliding_window = window,
             Self::Nsa(nsa) => nsa.window_size = window,
