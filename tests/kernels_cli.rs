@@ -358,11 +358,37 @@ fn scores_of_a_trained_model_can_be_used() {
 }
 
 #[test]
-fn a_dense_model_has_no_scores() {
+fn a_dense_model_gives_its_queries_keys_and_values() {
     let tiny = TinyRun::new("kind = \"mha\"");
     tiny.trained("run", "--set training.steps=4");
     let capture = "kernels capture --checkpoint run --out z --device cpu";
-    refused(&mut tiny.sieve(capture), &["no DMA"]);
+    let told = succeed(&mut tiny.sieve(capture));
+    assert!(told.contains("--selectors --operands z"), "{told}");
+    let written = Written::read_tensors(&tiny.path("z"));
+    // A training row of 32 tokens; two layers, as 32 heads are more than the model has.
+    let shape = |name: &str| written[name].0.clone();
+    let [q, k, v] = ["q", "k", "v"].map(shape);
+    assert_eq!((q[0], k[0], &k), (32, 32, &v));
+    assert_eq!((q[1] % 2, k[1], q[2]), (0, 2, k[2]));
+    // Queries and keys have been normed and turned: their lengths are those of the norms, token by token.
+    let lengths = |name: &str| -> Vec<f64> {
+        let (shape, values) = &written[name];
+        let rows = values.chunks_exact(shape[2]);
+        rows.map(|row| row.iter().map(|x| x * x).sum::<f64>().sqrt()).collect()
+    };
+    let root = (q[2] as f64).sqrt();
+    let spread = |name: &str| lengths(name).iter().map(|x| (x / root - 1.0).abs()).fold(0.0, f64::max);
+    assert!(spread("q") < 0.1 && spread("k") < 0.1, "{} {}", spread("q"), spread("k"));
+    assert!(spread("v") > 0.2, "{}", spread("v"));
+}
+
+#[test]
+fn attention_with_neither_scores_nor_dense_operands_is_refused() {
+    let tiny = TinyRun::new("kind = \"nsa\"\ncompress = \"mean\"\ncompress_block_size = 8\ncompress_stride = 4\n\
+        select_block_size = 8\nnum_selected_blocks = 3\nwindow_size = 16");
+    tiny.trained("run", "--set training.steps=4");
+    let capture = "kernels capture --checkpoint run --out z --device cpu";
+    refused(&mut tiny.sieve(capture), &["DMA", "hint"]);
     assert!(!tiny.path("z").exists());
 }
 

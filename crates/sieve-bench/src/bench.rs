@@ -1,12 +1,17 @@
 //! `sieve kernels bench`: times and memory of the attention kernels on this GPU.
+mod fit;
+mod generator;
 mod inputs;
 mod latent;
+mod method;
 mod nsa;
+mod operands;
 mod row;
 mod rows;
 mod scaling;
 mod select;
 mod sparse;
+mod weights;
 
 pub use row::{BenchRow, Ceilings, Growth, Outcome, Rate};
 
@@ -24,6 +29,7 @@ use sieve_kernels::{
     require_cublaslt,
 };
 use sieve_ops::Cuda;
+use std::path::PathBuf;
 
 /// The rows of a benchmark.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,8 +44,10 @@ pub enum BenchRows {
     Step,
     /// Latent attention alone, which the standard rows end with.
     Latent,
-    /// Attention under selectors' masks, beside dense attention.
+    /// Attention under random masks, beside dense attention.
     Sparse,
+    /// Whole selectors, beside dense attention.
+    Selectors,
     /// Native sparse attention, beside dense attention.
     Nsa,
     /// DMA alone, in the published form and in that of the recipes.
@@ -57,6 +65,10 @@ pub struct BenchSettings {
     pub portable: bool,
     /// Timed repetitions of a row.
     pub repetitions: usize,
+    /// Captured q, k and v for the rows of selectors.
+    pub operands: Option<PathBuf>,
+    /// Tokens of the generated operands of selectors; the usual ones where empty.
+    pub lengths: Vec<usize>,
 }
 
 /// What a benchmark tells while it runs.
@@ -96,10 +108,8 @@ pub fn bench(
         BenchRows::Step => step::bench(&mut bench)?,
         BenchRows::Dma => rows::dma_forms(&mut bench)?,
         BenchRows::Latent => latent::rows(&mut bench)?,
-        BenchRows::Sparse => {
-            sparse::rows(&mut bench)?;
-            select::rows(&mut bench)?;
-        }
+        BenchRows::Sparse => sparse::rows(&mut bench)?,
+        BenchRows::Selectors => select::rows(&mut bench)?,
         BenchRows::Nsa => nsa::rows(&mut bench)?,
     }
     Ok(BenchResult {
@@ -116,6 +126,8 @@ pub(crate) struct Bench<'a> {
     gpu: usize,
     clock: Clock,
     scores: Vec<Scores>,
+    operands: Option<PathBuf>,
+    lengths: Vec<usize>,
     copy_bytes_per_s: f64,
     matmul_flops: f64,
     failed: usize,
@@ -157,7 +169,7 @@ impl<'a> Bench<'a> {
             "device": ceilings.device, "arch": ceilings.arch, "sieve": env!("CARGO_PKG_VERSION"),
             "portable_only": settings.portable, "repetitions": ceilings.repetitions,
             "clock_us": ceilings.clock_us, "copy_bytes_per_s": copy_bytes_per_s,
-            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [], "growth": [],
+            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [], "growth": [], "selectors": [],
         });
         say(BenchEvent::Ceilings(ceilings));
         Ok(Self {
@@ -166,6 +178,8 @@ impl<'a> Bench<'a> {
             gpu: gpu.index,
             clock,
             scores: settings.scores.clone(),
+            operands: settings.operands.clone(),
+            lengths: settings.lengths.clone(),
             copy_bytes_per_s,
             matmul_flops,
             failed: 0,
@@ -184,14 +198,31 @@ impl<'a> Bench<'a> {
         self.row(name, &row::shape_name(shape), Work::Flops(flops), work)
     }
 
-    /// Times a row whose work has no count that says anything.
+    /// Times a row whose work has no count that says anything; milliseconds where that went well.
     pub(crate) fn time(
         &mut self,
         name: &str,
         shape: AttentionShape,
         work: &mut dyn FnMut() -> Result<(), KernelError>,
+    ) -> Option<f64> {
+        self.row(name, &row::shape_name(shape), Work::Time, work)
+    }
+
+    /// What a selector keeps of pairs and of mass, in words, and the whole row for programs.
+    pub(crate) fn say_kept(
+        &mut self,
+        name: &str,
+        shape: AttentionShape,
+        kept: Option<[f64; 2]>,
+        row: Value,
     ) {
-        self.row(name, &row::shape_name(shape), Work::Time, work);
+        if let Some([density, mass]) = kept {
+            let text = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
+            self.skip(name, shape, &text);
+        }
+        if let Some(rows) = self.json["selectors"].as_array_mut() {
+            rows.push(row);
+        }
     }
 
     /// Times a row that moves memory.
@@ -240,11 +271,20 @@ impl<'a> Bench<'a> {
                 Some(times.median_ms)
             }
             Err(error) => {
-                self.failed += 1;
-                self.push(name, shape, Outcome::Failed(error.to_string()));
+                self.failed_row(name, shape, &error.to_string());
                 None
             }
         }
+    }
+
+    /// Rows that an error has ended.
+    pub(crate) fn fail(&mut self, name: &str, shape: AttentionShape, error: &str) {
+        self.failed_row(name, &row::shape_name(shape), error);
+    }
+
+    fn failed_row(&mut self, name: &str, shape: &str, error: &str) {
+        self.failed += 1;
+        self.push(name, shape, Outcome::Failed(error.to_owned()));
     }
 
     fn timed(&mut self, name: &str, shape: &str, work: &Work, times: Times) {

@@ -1,27 +1,99 @@
-//! The scores that a trained DMA model gives to the tokens of a text, for benchmarks and checks.
+//! What attention of a trained model is given for a text, for benchmarks and checks: the scores of keys of DMA, the
+//! queries, keys and values of dense attention.
 use crate::error::{BenchError, Result, refused};
-use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
-use sieve_nn::{Attention, LayerContext, Qwen3};
+use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
 use std::path::Path;
 
 /// Most tokens read: enough for the longest benchmark.
 const MAX_TOKENS: usize = 1 << 17;
 
-/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`;
-/// returns that shape. The text is cut into pieces as long as a training row, each read from its beginning, whose
-/// scores follow each other in the file: a score depends on its token's values alone.
+/// Query heads of captured operands, at most: those of whole layers, spread over the model.
+const MAX_HEADS: usize = 32;
+
+/// What a capture has written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Captured {
+    /// The scores of so many KV heads, of so many tokens each.
+    Scores([usize; 2]),
+    /// Queries, keys and values of so many tokens, query and KV heads.
+    Operands([usize; 3]),
+}
+
+/// Writes what the attention of a model is given for a text to a safetensors file: of dense attention as
+/// [`operands`], else [`scores`].
 ///
 /// # Errors
-/// A model without DMA, a text without a token, a file that cannot be written.
+/// A model with neither DMA nor dense attention, a text without a token, a file that cannot be written.
 pub fn capture<B: SieveBackend>(
+    loaded: &LoadedModel<B>,
+    tokens: Vec<u32>,
+    out: &Path,
+    device: &B::Device,
+) -> Result<Captured> {
+    let is_dense = |layer: &DecoderLayer<B>| matches!(&layer.self_attn, Attention::Grouped(_));
+    match loaded.model.layers.iter().all(is_dense) {
+        true => operands(loaded, tokens, out, device),
+        false => scores(loaded, tokens, out, device),
+    }
+}
+
+/// Writes "q", "k" and "v" of one row as long as a training row, `[tokens, heads, head_dim]` in f32 after norms and
+/// RoPE: the heads of as many layers as have 32 query heads together, spread evenly over the model.
+fn operands<B: SieveBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,
     out: &Path,
     device: &B::Device,
-) -> Result<[usize; 2]> {
+) -> Result<Captured> {
+    tokens.truncate(loaded.recipe.training.seq_len);
+    let (model, shape) = (&loaded.model, &loaded.shape);
+    let wanted = (MAX_HEADS / shape.num_heads).clamp(1, model.layers.len());
+    let is_wanted = |layer: usize| {
+        let first = |at: usize| (at * model.layers.len()).div_ceil(wanted);
+        (0..wanted).any(|at| first(at) == layer)
+    };
+    let mut parts: [Vec<Tensor<B, 3>>; 3] = Default::default();
+    each_layer(model, &tokens, device, &mut |at, layer, x, context| {
+        if let (true, Attention::Grouped(mha)) = (is_wanted(at), &layer.self_attn) {
+            let qkv = mha.qkv.forward(layer.input_layernorm.forward(x), context);
+            let mut first = 0;
+            let heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads];
+            for (part, heads) in parts.iter_mut().zip(heads) {
+                part.push(qkv.clone().narrow(2, first, heads).squeeze_dim(0));
+                first += heads;
+            }
+        }
+        Ok(())
+    })?;
+    let named = ["q", "k", "v"].into_iter().zip(parts).map(|(name, part)| {
+        let all = Tensor::cat(part, 1).cast(DType::F32);
+        NamedTensor {
+            name: name.to_owned(),
+            data: all.into_data(),
+        }
+    });
+    let named: Vec<NamedTensor> = named.collect();
+    write_tensor_file(out, &named, None)?;
+    let heads = [shape.num_heads, shape.num_kv_heads].map(|heads| heads * wanted);
+    Ok(Captured::Operands([tokens.len(), heads[0], heads[1]]))
+}
+
+/// Writes the scores of all layers and KV heads to a safetensors file: "z", f32 `[layers * kv_heads, tokens]`;
+/// The text is cut into pieces as long as a training row, each read from its beginning, whose
+/// scores follow each other in the file: a score depends on its token's values alone.
+///
+/// # Errors
+/// A model without DMA, a text without a token, a file that cannot be written.
+fn scores<B: SieveBackend>(
+    loaded: &LoadedModel<B>,
+    mut tokens: Vec<u32>,
+    out: &Path,
+    device: &B::Device,
+) -> Result<Captured> {
     tokens.truncate(MAX_TOKENS);
     let length = loaded.recipe.training.seq_len.min(tokens.len());
     if length == 0 {
@@ -29,7 +101,7 @@ pub fn capture<B: SieveBackend>(
     }
     let mut rows: Vec<Vec<f32>> = Vec::new();
     for piece in tokens.chunks_exact(length) {
-        let scores = scores(&loaded.model, piece, device)?;
+        let scores = scores_of_row(&loaded.model, piece, device)?;
         rows.resize(scores.len(), Vec::new());
         for (row, scores) in rows.iter_mut().zip(scores) {
             row.extend(scores);
@@ -41,7 +113,7 @@ pub fn capture<B: SieveBackend>(
         data: TensorData::new(rows.concat(), shape),
     };
     write_tensor_file(out, &[z], None)?;
-    Ok(shape)
+    Ok(Captured::Scores(shape))
 }
 
 /// The text of all kernels: some hundred kilobytes that every copy of the program has.
@@ -56,28 +128,47 @@ pub fn kernel_sources() -> Result<String> {
     Ok(all)
 }
 
-/// Scores of one row of tokens, for each layer and KV head.
-fn scores<B: SieveBackend>(
+/// What a pass over one row of tokens tells of each layer: its number, the layer, its input and the context.
+type Observe<'a, B> =
+    dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
+
+fn each_layer<B: SieveBackend>(
     model: &Qwen3<B>,
     tokens: &[u32],
     device: &B::Device,
-) -> Result<Vec<Vec<f32>>> {
+    observe: &mut Observe<'_, B>,
+) -> Result<()> {
+    if tokens.is_empty() {
+        return refused("the text has no token");
+    }
     let ids: Vec<i32> = tokens.iter().map(|&id| id as i32).collect();
     let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [1, tokens.len()]), device);
     let documents = Documents::whole_rows([1, tokens.len()], device);
     let rope = model.rope(tokens.len(), device);
     let context = LayerContext::new(&documents, &rope);
     let mut x = model.embed_tokens.forward(ids);
+    for (at, layer) in model.layers.iter().enumerate() {
+        observe(at, layer, x.clone(), &context)?;
+        x = layer.forward(x, &context).x;
+    }
+    Ok(())
+}
+
+/// Scores of one row of tokens, for each layer and KV head.
+fn scores_of_row<B: SieveBackend>(
+    model: &Qwen3<B>,
+    tokens: &[u32],
+    device: &B::Device,
+) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
-    for layer in &model.layers {
+    each_layer(model, tokens, device, &mut |_, layer, x, context| {
         let Attention::Dma(dma) = &layer.self_attn else {
             return refused(
-                "this model has no DMA, so its keys have no scores\n  hint: use a checkpoint with kind = \"dma\"",
+                "not every layer has DMA, so not all keys have scores, and not every layer is dense\n  hint: use a \
+                 checkpoint with kind = \"dma\" or \"mha\" in every layer",
             );
         };
-        let qkv = dma
-            .qkv
-            .forward(layer.input_layernorm.forward(x.clone()), &context);
+        let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
         let z = B::dma_scores(
             qkv.into_primitive().tensor(),
             dma.dt_proj
@@ -92,7 +183,7 @@ fn scores<B: SieveBackend>(
         let z = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(z)).into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
-        x = layer.forward(x, &context).x;
-    }
+        Ok(())
+    })?;
     Ok(rows)
 }

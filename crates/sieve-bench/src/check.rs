@@ -201,7 +201,7 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             step::check_fp8_products(report, device, &extent, (gpu.major, gpu.minor));
             return Ok(());
         }
-        if rows == BenchRows::Sparse {
+        if matches!(rows, BenchRows::Sparse | BenchRows::Selectors) {
             select::check_wrappers(report, device, &others)?;
             return sparse::check_wrappers(report, device, &others);
         }

@@ -12,8 +12,8 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use indicatif::ProgressBar;
 use sieve_bench::{
-    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, CheckPart, CheckSettings,
-    RunSettings, Scores, Target,
+    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, Captured, CheckPart,
+    CheckSettings, RunSettings, Scores, Target,
 };
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
@@ -126,7 +126,7 @@ fn bench(args: BenchArgs) -> Result<()> {
     }
     let rows = args.rows();
     let part = match rows {
-        BenchRows::Sparse => CheckPart::Sparse,
+        BenchRows::Sparse | BenchRows::Selectors => CheckPart::Sparse,
         BenchRows::Nsa => CheckPart::Nsa,
         BenchRows::Latent => CheckPart::Mla,
         BenchRows::Standard
@@ -169,6 +169,8 @@ fn bench(args: BenchArgs) -> Result<()> {
         scores,
         portable: args.portable,
         repetitions: args.repetitions,
+        operands: args.operands,
+        lengths: args.lengths,
     };
     let mut print = |event| match event {
         BenchEvent::Ceilings(ceilings) => terminal::line(&ceilings.to_string()),
@@ -207,12 +209,18 @@ fn capture_to<B: SieveBackend>(
             .with_context(|| format!("reading text from {}", path.display()))?,
         None => sieve_bench::kernel_sources()?,
     };
-    let [rows, tokens] = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;
+    let captured = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;
     let (step, out) = (loaded.state.step, out.display());
-    terminal::line(&format!(
-        "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores \
-         captured:{out}"
-    ));
+    terminal::line(&match captured {
+        Captured::Scores([rows, tokens]) => format!(
+            "captured the scores of {tokens} tokens by {rows} KV heads of step {step} in {out}; use them with --scores \
+             captured:{out}"
+        ),
+        Captured::Operands([tokens, heads, kv_heads]) => format!(
+            "captured q, k and v of {tokens} tokens, {heads} query and {kv_heads} KV heads of step {step} in {out}; use \
+             them with kernels bench --selectors --operands {out}"
+        ),
+    });
     Ok(())
 }
 

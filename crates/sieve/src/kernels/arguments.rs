@@ -16,7 +16,7 @@ pub(crate) enum KernelsCommand {
     Check(CheckArgs),
     /// Time the kernels on this GPU, parity first
     Bench(BenchArgs),
-    /// Write the scores that a trained DMA model gives to a text
+    /// Write what a trained model's attention is given for a text: DMA's scores, or q, k and v of a dense model
     Capture(CaptureArgs),
     /// Write one op's inputs, outputs and gradients, for other programs to check
     Run(Box<RunArgs>),
@@ -111,6 +111,18 @@ pub(crate) struct BenchArgs {
     /// Time the portable kernels, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
+    /// Also time selectors on q, k and v of this file (`sieve kernels capture` of a dense model), and fit the generated
+    /// operands to them
+    #[arg(long, value_name = "FILE", requires = "selectors")]
+    pub(super) operands: Option<PathBuf>,
+    /// Tokens of the generated operands of selectors, rounded up to multiples of 1024; 8192 to 1048576 when absent
+    #[arg(
+        long,
+        value_name = "N,…",
+        value_delimiter = ',',
+        requires = "selectors"
+    )]
+    pub(super) lengths: Vec<usize>,
     /// Timed repetitions of a row
     #[arg(long, default_value_t = 30)]
     pub(super) repetitions: usize,
@@ -136,9 +148,12 @@ struct BenchRowsArgs {
     /// The kernels around attention, at the sizes of a training step, instead of attention
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     step: bool,
-    /// Attention under selectors' masks beside dense attention
+    /// Attention under random masks of tiles beside dense attention
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     sparse: bool,
+    /// Whole selectors, selection included, beside dense attention
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    selectors: bool,
     /// Native sparse attention beside dense attention
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     nsa: bool,
@@ -159,6 +174,7 @@ impl BenchArgs {
             (of.scaling, BenchRows::Scaling),
             (of.step, BenchRows::Step),
             (of.sparse, BenchRows::Sparse),
+            (of.selectors, BenchRows::Selectors),
             (of.nsa, BenchRows::Nsa),
             (of.dma, BenchRows::Dma),
             (of.mla, BenchRows::Latent),
@@ -171,13 +187,14 @@ impl BenchArgs {
 /// Arguments of `sieve kernels capture`.
 #[derive(Args, Debug)]
 pub(crate) struct CaptureArgs {
-    /// A checkpoint (step-N) of a DMA model, or a run folder: then its latest
+    /// A checkpoint (step-N) of a DMA or dense model, or a run folder: then its latest
     #[arg(long, value_name = "DIR")]
     pub(super) checkpoint: PathBuf,
     /// The text to read; the kernels' own sources when absent
     #[arg(long, value_name = "FILE")]
     pub(super) text: Option<PathBuf>,
-    /// The safetensors file to write: "z", f32 [layers * kv_heads, tokens]
+    /// The safetensors file to write: "z", f32 [layers * kv_heads, tokens]; of a dense model "q", "k" and "v", f32
+    /// [tokens, heads, head_dim] of some layers
     #[arg(long, value_name = "FILE")]
     pub(super) out: PathBuf,
     /// auto, cpu, cuda or cuda:N

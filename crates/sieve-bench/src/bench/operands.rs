@@ -1,0 +1,89 @@
+//! Queries, keys and values of selectors' rows: of a trained model, from a file, or generated.
+use super::generator::{Generated, HEAD_DIM, STEP, Weights};
+use super::rows::shape;
+use crate::device::Device;
+use crate::error::{BenchError, Result, refused};
+use burn::tensor::{DType, Tensor};
+use burn_cuda::CudaDevice;
+use sieve_hf::TensorFile;
+use sieve_kernels::{
+    AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv, attention_forward,
+};
+use sieve_ops::Cuda;
+use std::path::Path;
+
+/// One row of one call, in bf16 on the GPU.
+pub(super) struct Operands {
+    pub(super) shape: AttentionShape,
+    pub(super) qkv: Qkv,
+    doc_start: CudaTensor,
+}
+
+impl Operands {
+    /// `q`, `k` and `v` of a file, `[tokens, heads, 128]`, as `kernels capture` writes them of a dense model.
+    pub(super) fn captured(path: &Path, device: &CudaDevice) -> Result<Self> {
+        let file = TensorFile::open(path)?;
+        let read = |name: &str| -> Result<Tensor<Cuda, 3>> {
+            let data = file.any_tensor(name)?;
+            match data.shape[..] {
+                [tokens, _, HEAD_DIM] if tokens >= STEP => {
+                    let x = Tensor::<Cuda, 3>::from_data(data.convert::<f32>(), device);
+                    // A whole number of steps, as the generator draws.
+                    Ok(x.narrow(0, 0, tokens / STEP * STEP).swap_dims(0, 1))
+                }
+                _ => refused(format!(
+                    "{}: {name} is {:?}, not [{STEP} tokens or more, heads, {HEAD_DIM}]",
+                    path.display(),
+                    data.shape
+                )),
+            }
+        };
+        Ok(Self::stored([read("q")?, read("k")?, read("v")?], device))
+    }
+
+    /// Generated ones under some weights.
+    pub(super) fn weighted(
+        drawn: &Generated<Cuda>,
+        weights: &[Weights],
+        device: &CudaDevice,
+    ) -> Self {
+        let qkv = [
+            drawn.queries(weights),
+            drawn.keys.clone(),
+            drawn.values.clone(),
+        ];
+        Self::stored(qkv, device)
+    }
+
+    /// q, k and v as `[heads, tokens, HEAD_DIM]`.
+    fn stored(qkv: [Tensor<Cuda, 3>; 3], device: &CudaDevice) -> Self {
+        let [num_heads, seq_len, _] = qkv[0].dims();
+        let num_kv_heads = qkv[1].dims()[0];
+        let [q, k, v] = qkv.map(|x| {
+            let [heads, rows, width] = x.dims();
+            let x = x.cast(DType::BF16).swap_dims(0, 1);
+            let x = x.reshape([1, rows, heads, width]);
+            CudaTensor::from(x.into_primitive().tensor()).contiguous()
+        });
+        Self {
+            shape: shape(1, seq_len, [num_heads, num_kv_heads], HEAD_DIM),
+            qkv: Qkv::separate(&q, &k, &v),
+            doc_start: device.int(&vec![0; seq_len], &[1, seq_len]),
+        }
+    }
+
+    pub(super) fn scale(&self) -> f32 {
+        1.0 / (self.shape.head_dim as f32).sqrt()
+    }
+
+    /// Dense attention.
+    pub(super) fn dense(&self) -> Result<AttentionResult, KernelError> {
+        attention_forward(&self.qkv, &self.doc_start, None, self.scale(), None)
+    }
+}
+
+/// Waits for all work on the GPU.
+pub(super) fn wait(device: &CudaDevice) -> Result<()> {
+    use burn::tensor::backend::Backend;
+    Cuda::sync(device).map_err(BenchError::gpu)
+}
