@@ -244,7 +244,7 @@ impl NcclGroup {
     }
 
     /// Gives tensors of `shape` to other ranks, and returns those that the ranks of `from` give to this one; `like` is
-    /// of their type and on this GPU. What this rank gives to itself it gets.
+    /// of their type and on this GPU. This rank is none of either.
     ///
     /// # Errors
     /// Tensors of other types or shapes; an error of an earlier call.
@@ -264,23 +264,15 @@ impl NcclGroup {
             ranges: None,
         };
         let mut jobs = Vec::new();
-        let mut own = None;
         for (rank, tensor) in given {
             tensor.require_dtype(NAME, "a given tensor", dtype)?;
             tensor.require_shape(NAME, "a given tensor", shape)?;
-            let tensor = tensor.contiguous();
-            match rank == self.rank {
-                true => own = Some(tensor),
-                false => jobs.push(job(&tensor, Work::Send(rank))),
-            }
+            jobs.push(job(&tensor.contiguous(), Work::Send(rank)));
         }
-        let found = from.map(|rank| match (&own, rank == self.rank) {
-            (Some(own), true) => own.clone(),
-            _ => {
-                let tensor = like.empty_contiguous(shape, dtype);
-                jobs.push(job(&tensor, Work::Receive(rank)));
-                tensor
-            }
+        let found = from.map(|rank| {
+            let tensor = like.empty_contiguous(shape, dtype);
+            jobs.push(job(&tensor, Work::Receive(rank)));
+            tensor
         });
         let found = found.collect();
         if jobs.is_empty() {
@@ -288,6 +280,28 @@ impl NcclGroup {
         }
         self.begin(jobs, vec![like.clone()])?.finish();
         Ok(found)
+    }
+
+    /// Gives each rank one of the slices of the outermost dimension of `tensor`, and returns those that all ranks give to
+    /// this one, by rank.
+    ///
+    /// # Errors
+    /// A tensor without a slice for each rank; an error of an earlier call.
+    pub fn all_to_all(&self, tensor: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let from = tensor.contiguous();
+        let to = from.empty_contiguous(from.shape(), from.dtype());
+        let slices = from.shape().first().copied().unwrap_or_default();
+        if slices <= self.rank {
+            return Err(failed(format!("rank {} of {slices} slices", self.rank)));
+        }
+        let job = Job {
+            bindings: [&from, &to].map(|tensor| tensor.primitive().handle.clone().binding()),
+            count: from.num_elements() * from.dtype().size(),
+            work: Work::AllToAll(slices),
+            ranges: None,
+        };
+        self.begin(vec![job], vec![from])?.finish();
+        Ok(to)
     }
 
     fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
@@ -389,6 +403,8 @@ enum Work {
     /// To a rank, or from one; counts are of bytes.
     Send(usize),
     Receive(usize),
+    /// A slice to each of so many ranks, and one from each.
+    AllToAll(usize),
 }
 
 #[derive(Clone, Copy)]
@@ -447,8 +463,28 @@ impl Link {
         let (kind, bytes) = match work {
             Work::GatherBf16 => (sys::ncclDataType_t::ncclBfloat16, 2),
             Work::Sum | Work::GatherF32 => (f32s, 4),
-            Work::Send(_) | Work::Receive(_) => (sys::ncclDataType_t::ncclUint8, 1),
+            Work::Send(_) | Work::Receive(_) | Work::AllToAll(_) => {
+                (sys::ncclDataType_t::ncclUint8, 1)
+            }
         };
+        if let Work::AllToAll(ranks) = *work {
+            let count = count / ranks;
+            for peer in 0..ranks {
+                let offset = (peer * count) as u64;
+                let (from, to, peer) = ((from + offset) as _, (to + offset) as _, peer as i32);
+                // SAFETY: a slice of `count` bytes at each address, one for each rank.
+                let moved = unsafe {
+                    [
+                        (nccl.send)(from, count, kind, peer, comm, stream),
+                        (nccl.receive)(to, count, kind, peer, comm, stream),
+                    ]
+                };
+                for moved in moved {
+                    nccl.check("ncclSend or ncclRecv", moved)?;
+                }
+            }
+            return Ok(());
+        }
         // SAFETY: `count` bytes at the address.
         let moved = unsafe {
             match *work {

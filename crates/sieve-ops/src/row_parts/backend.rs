@@ -47,4 +47,7 @@ pub trait RowPartsBackend: Backend {
     /// Gives tensors to the ranks of other parts, and returns what they give, part by part. All ranks of a row call it
     /// in the same order.
     fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<Float<Self>>;
+    /// Gives each part's rank one of the slices `[1, batch, len, heads, width]` of `x`, and returns those that all give
+    /// to this one, part by part. All ranks of a row call it in the same order.
+    fn all_to_all(links: &dyn RowLinks, x: Float<Self>) -> Float<Self>;
 }

@@ -1,6 +1,6 @@
 //! Rows in parts on CUDA: kernels choose and move the border's keys, NCCL carries them.
 use super::backend::{Parcel, RowPartsBackend};
-use super::flex::over_hosts;
+use super::flex::{over_hosts, slices_over_hosts};
 use super::{RowLinks, reference};
 use crate::attention::AttentionSpec;
 use crate::attention::cuda::bounds;
@@ -70,6 +70,16 @@ impl RowPartsBackend for Cuda {
         match found {
             Ok(found) => found.into_iter().map(Into::into).collect(),
             // No other path reaches the other GPUs.
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn all_to_all(links: &dyn RowLinks, x: Float) -> Float {
+        let Some(nccl) = links.nccl() else {
+            return slices_over_hosts::<Self>(links, x);
+        };
+        match nccl.all_to_all(&CudaTensor::from(x)) {
+            Ok(found) => found.into(),
             Err(error) => panic!("{error}"),
         }
     }

@@ -5,9 +5,9 @@ use super::{RowLinks, reference};
 use crate::attention::AttentionSpec;
 use crate::dma::DmaBackend;
 use crate::documents::DocumentBounds;
-use crate::tensors::{primitive, tensor};
-use burn::tensor::TensorMetadata;
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaWindow;
 
@@ -43,13 +43,32 @@ impl RowPartsBackend for Flex {
     fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<FlexTensor> {
         over_hosts::<Self>(links, parcel)
     }
+
+    fn all_to_all(links: &dyn RowLinks, x: FlexTensor) -> FlexTensor {
+        slices_over_hosts::<Self>(links, x)
+    }
+}
+
+/// An exchange of slices by way of the host.
+pub(super) fn slices_over_hosts<B: RowPartsBackend>(links: &dyn RowLinks, x: Float<B>) -> Float<B> {
+    let slices = tensor::<B, 5>(x.clone());
+    let [parts, batch, len, heads, width] = slices.dims();
+    let slice = |part| (part, primitive(slices.clone().narrow(0, part, 1)));
+    let parcel = Parcel {
+        given: (0..parts).map(slice).collect(),
+        from: 0..parts,
+        shape: vec![1, batch, len, heads, width],
+        like: x,
+    };
+    let found = over_hosts::<B>(links, parcel);
+    primitive(Tensor::cat(
+        found.into_iter().map(tensor::<B, 5>).collect(),
+        0,
+    ))
 }
 
 /// An exchange by way of the host.
-pub(super) fn over_hosts<B: Backend>(
-    links: &dyn RowLinks,
-    parcel: Parcel<B>,
-) -> Vec<burn::tensor::ops::FloatTensor<B>> {
+pub(super) fn over_hosts<B: Backend>(links: &dyn RowLinks, parcel: Parcel<B>) -> Vec<Float<B>> {
     let (parts, count) = (links.num_parts(), parcel.shape.iter().product::<usize>());
     let (device, dtype) = (B::float_device(&parcel.like), parcel.like.dtype());
     let mut values = vec![Vec::new(); parts];

@@ -1,9 +1,12 @@
 //! Tokens for heads: from a part of all heads to whole rows of some heads, and back.
+//!
+//! Both ways a copy puts what goes to one rank, or comes from it, in one piece; with one row a micro-batch the other
+//! side of the exchange is in order as it is.
 use super::RowLinks;
-use super::backend::Parcel;
 use crate::DeviceBackend;
 use crate::tensors::{primitive, tensor};
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, s};
+use std::ops::Range;
 
 /// From `[batch, len, heads, width]` of this part to whole rows of every rank's share of the heads. `kinds` says how
 /// many heads follow one another that are shared out alike: queries, keys, values.
@@ -13,21 +16,18 @@ pub(super) fn to_heads<B: DeviceBackend>(
     kinds: &[usize],
 ) -> Tensor<B, 4> {
     let (parts, [batch, len, heads, width]) = (links.num_parts(), x.dims());
-    let of_part = |part: usize| {
-        let mut first = 0;
-        let heads = kinds.iter().map(|&heads| {
-            let own = heads / parts;
-            let some = x.clone().narrow(2, first + part * own, own);
-            first += heads;
-            some
-        });
-        Tensor::cat(heads.collect(), 2)
+    let own = heads / parts;
+    let mut given = Tensor::empty([parts, batch, len, own, width], (&x.device(), x.dtype()));
+    for Stretch { part, all, of_part } in stretches(kinds, parts) {
+        let some = x.clone().slice(s![.., .., all, ..]).unsqueeze_dim::<5>(0);
+        given = given.slice_assign(s![part..=part, .., .., of_part, ..], some);
+    }
+    let found = tensor::<B, 5>(B::all_to_all(links, primitive(given)));
+    let rows = match batch {
+        1 => found,
+        _ => found.swap_dims(0, 1),
     };
-    let given = (0..parts).map(of_part).collect();
-    Tensor::cat(
-        all_to_all(links, given, [batch, len, heads / parts, width]),
-        1,
-    )
+    rows.reshape([batch, parts * len, own, width])
 }
 
 /// The inverse of [`to_heads`].
@@ -36,36 +36,45 @@ pub(super) fn to_tokens<B: DeviceBackend>(
     x: Tensor<B, 4>,
     kinds: &[usize],
 ) -> Tensor<B, 4> {
-    let (parts, [batch, seq_len, own_heads, width]) = (links.num_parts(), x.dims());
+    let (parts, [batch, seq_len, own, width]) = (links.num_parts(), x.dims());
     let len = seq_len / parts;
-    let given = (0..parts).map(|part| x.clone().narrow(1, part * len, len));
-    let found = all_to_all(links, given.collect(), [batch, len, own_heads, width]);
-    let mut first = 0;
-    let kinds = kinds.iter().flat_map(|&heads| {
-        let own = heads / parts;
-        let some = found
-            .iter()
-            .map(|found| found.clone().narrow(2, first, own));
-        let some = some.collect::<Vec<_>>();
-        first += own;
-        some
-    });
-    Tensor::cat(kinds.collect(), 2)
+    let given = match batch {
+        1 => x.reshape([parts, batch, len, own, width]),
+        _ => (x.reshape([batch, parts, len, own, width])).swap_dims(0, 1),
+    };
+    let found = tensor::<B, 5>(B::all_to_all(links, primitive(given)));
+    let mut rows = Tensor::empty(
+        [batch, len, own * parts, width],
+        (&found.device(), found.dtype()),
+    );
+    for Stretch { part, all, of_part } in stretches(kinds, parts) {
+        let some = found.clone().slice(s![part..=part, .., .., of_part, ..]);
+        rows = rows.slice_assign(s![.., .., all, ..], some.squeeze_dim::<4>(0));
+    }
+    rows
 }
 
-/// Gives each part's rank one of the tensors, and returns what each gives to this one.
-fn all_to_all<B: DeviceBackend>(
-    links: &dyn RowLinks,
-    given: Vec<Tensor<B, 4>>,
-    shape: [usize; 4],
-) -> Vec<Tensor<B, 4>> {
-    let given = given.into_iter().map(primitive).enumerate();
-    let given = given.collect::<Vec<_>>();
-    let parcel = Parcel {
-        like: given[links.part()].1.clone(),
-        given,
-        from: 0..links.num_parts(),
-        shape: shape.to_vec(),
-    };
-    B::exchange(links, parcel).into_iter().map(tensor).collect()
+/// Heads of one kind that are one rank's.
+struct Stretch {
+    part: usize,
+    /// Where they stand among all heads, and among those of the rank.
+    all: Range<usize>,
+    of_part: Range<usize>,
+}
+
+fn stretches(kinds: &[usize], parts: usize) -> Vec<Stretch> {
+    let (mut first, mut stretches) = (0, Vec::new());
+    for heads in kinds {
+        let own = heads / parts;
+        stretches.extend((0..parts).map(|part| {
+            let (from, of_part) = (first + part * own, first / parts);
+            Stretch {
+                part,
+                all: from..from + own,
+                of_part: of_part..of_part + own,
+            }
+        }));
+        first += heads;
+    }
+    stretches
 }

@@ -1,3 +1,5 @@
+mod gpus;
+
 use super::border::Border;
 use super::{DmaParts, Parted, RowLinks, RowParts, backward, forward};
 use crate::attention::{AttentionBackend, AttentionGradients, AttentionSpec};
