@@ -171,7 +171,7 @@ fn what_cannot_be_shared_is_refused_once() {
     );
     refuses_once(
         &mut tiny.launch(2, "run", "--profile 3"),
-        &["--profile", "one process"],
+        &["--profile traces a GPU"],
     );
     refuses_once(
         &mut tiny.launch(2, "run", "--set training.sed=1"),

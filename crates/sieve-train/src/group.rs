@@ -292,6 +292,19 @@ impl<B: TrainBackend> Group<B> {
         let text = self.mesh.broadcast(text.as_bytes())?;
         Ok(String::from_utf8_lossy(&text).parse().ok())
     }
+
+    /// A number of each rank.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub(crate) fn numbers(&self, own: u64) -> Result<Vec<u64>, TrainError> {
+        let all = self.mesh.gather(&own.to_le_bytes())?;
+        let numbers = all.iter().map(|bytes| {
+            let bytes = bytes.first_chunk().copied().unwrap_or_default();
+            u64::from_le_bytes(bytes)
+        });
+        Ok(numbers.collect())
+    }
 }
 
 impl<B: TrainBackend> BesidePass<B> for Group<B> {

@@ -41,6 +41,7 @@ struct MemoryLine {
     step: u64,
     #[serde(flatten)]
     peak: PeakMemory,
+    in_use_bytes_by_rank: Vec<u64>,
 }
 
 /// The validations that an earlier process of the same run wrote.
@@ -130,8 +131,18 @@ impl Metrics {
     }
 
     /// The peak of the steps up to `step`.
-    pub(crate) fn memory(&mut self, step: u64, peak: PeakMemory) -> Result<(), TrainError> {
-        self.line(&Line::Memory(MemoryLine { step, peak }))
+    pub(crate) fn memory(
+        &mut self,
+        step: u64,
+        peak: PeakMemory,
+        in_use_bytes_by_rank: Vec<u64>,
+    ) -> Result<(), TrainError> {
+        let line = MemoryLine {
+            step,
+            peak,
+            in_use_bytes_by_rank,
+        };
+        self.line(&Line::Memory(line))
     }
 
     pub(crate) fn validation(&mut self, report: &ValidationReport) -> Result<(), TrainError> {

@@ -322,8 +322,13 @@ impl<B: TrainBackend> Trainer<B> {
         result?;
         written?;
         summary.peak_memory = self.memory.peak();
+        let own = summary.peak_memory.map_or(0, |peak| peak.in_use_bytes);
+        let by_rank = match &self.group {
+            Some(group) => group.numbers(own)?,
+            None => vec![own],
+        };
         if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, summary.peak_memory) {
-            reporter.metrics.memory(self.step, peak)?;
+            reporter.metrics.memory(self.step, peak, by_rank)?;
         }
         let num_steps = self.recipe.training.steps as u64;
         summary.step = self.step;

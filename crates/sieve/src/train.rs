@@ -482,7 +482,7 @@ fn train<B: TrainBackend>(
     bar.set_position(trainer.step());
     let started = Instant::now();
     let first_step = trainer.step();
-    let mut profile = profile((session.profile, place), recipe, &trainer)?;
+    let mut profile = profile(session, place, recipe, &trainer)?;
     let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
         show(&log, &bar, &event);
         if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
@@ -531,12 +531,14 @@ fn tell_references(log: &Log) {
     }
 }
 
-/// What `--profile` asks for.
+/// What `--profile` asks for, in the process that prints.
 fn profile<B: TrainBackend>(
-    (num_steps, place): (Option<u64>, &Device),
+    session: &Session,
+    place: &Device,
     recipe: &Recipe,
     trainer: &Trainer<B>,
 ) -> Result<Option<StepProfile>> {
+    let num_steps = session.profile.filter(|_| session.tells());
     let (Some(num_steps), Device::Cuda(gpu)) = (num_steps, place) else {
         return Ok(None);
     };
@@ -545,7 +547,8 @@ fn profile<B: TrainBackend>(
         first: trainer.step(),
         last: training.steps as u64,
     };
-    let tokens = training.global_batch_size * training.seq_len;
+    let size = (session.mesh.as_ref()).map_or(1, |mesh| mesh.world().size);
+    let tokens = training.global_batch_size * training.seq_len / size;
     StepProfile::new(num_steps, run, trainer.shape(), tokens, &gpu.name).map(Some)
 }
 

@@ -91,13 +91,18 @@ impl KernelTrace {
         for kind in KINDS {
             activity::disable(kind).map_err(refused)?;
         }
-        let mut records = std::mem::take(&mut *lock());
-        records.sort_by_key(|record| (record.start_ns, record.end_ns));
-        Ok(TraceResult { records })
+        Ok(TraceResult::new(std::mem::take(&mut *lock())))
     }
 }
 
 impl TraceResult {
+    /// In order, without what CUPTI could not time: such a record begins at 0.
+    fn new(mut records: Vec<KernelRecord>) -> Self {
+        records.retain(|record| record.start_ns > 0);
+        records.sort_by_key(|record| (record.start_ns, record.end_ns));
+        Self { records }
+    }
+
     /// Sums by kernel, the longest first.
     pub fn totals(&self) -> Vec<KernelTotal> {
         let mut by_name = BTreeMap::<&str, (usize, u64)>::new();
@@ -238,13 +243,13 @@ mod tests {
 
     #[test]
     fn overlapping_kernels_are_busy_once() {
-        let result = TraceResult {
-            records: vec![
-                record("a", 10, 20),
-                record("b", 15, 18),
-                record("a", 30, 31),
-            ],
-        };
+        let result = TraceResult::new(vec![
+            record("a", 30, 31),
+            record("a", 10, 20),
+            record("b", 15, 18),
+            // Not timed.
+            record("b", 0, 0),
+        ]);
         assert_eq!(result.busy_ns(), 11);
         assert_eq!(result.span_ns(), 21);
         let totals = result.totals();

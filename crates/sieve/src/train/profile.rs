@@ -1,4 +1,4 @@
-//! `--profile N`: where the GPU's time goes in N steps, kernel by kernel.
+//! `--profile N`: where the GPU's time goes in N steps, kernel by kernel; of several processes, that of rank 0.
 use anyhow::{Result, bail};
 use sieve_core::ModelShape;
 use sieve_core::model::peak_bf16_flops;
@@ -193,11 +193,12 @@ enum Group {
     Loss,
     Embedding,
     Optimizer,
+    Ranks,
     Other,
 }
 
 impl Group {
-    const ALL: [Self; 9] = [
+    const ALL: [Self; 10] = [
         Self::Products,
         Self::Attention,
         Self::Selection,
@@ -206,6 +207,7 @@ impl Group {
         Self::Loss,
         Self::Embedding,
         Self::Optimizer,
+        Self::Ranks,
         Self::Other,
     ];
 
@@ -228,6 +230,8 @@ impl Group {
             Self::Embedding
         } else if starts(&["adamw", "sum_partials", "finish_sum"]) {
             Self::Optimizer
+        } else if contains(&["ncclDevKernel"]) {
+            Self::Ranks
         } else {
             Self::Other
         }
@@ -243,6 +247,7 @@ impl Group {
             Self::Loss => "cross-entropy",
             Self::Embedding => "embedding",
             Self::Optimizer => "AdamW and the gradient norm",
+            Self::Ranks => "sums, gatherings and exchanges with other GPUs, waiting included",
             Self::Other => "the rest: residual gradients, copies, fills",
         }
     }
@@ -263,6 +268,10 @@ mod tests {
             ("dma_attention_row_sums", "attention"),
             ("dma_select", "scores, selection and lists of DMA"),
             ("adamw", "AdamW and the gradient norm"),
+            (
+                "_Z43ncclDevKernel_ReduceScatter_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE",
+                "sums, gatherings and exchanges with other GPUs, waiting included",
+            ),
             (
                 "kernel_binop_c_bf16_n_8",
                 "the rest: residual gradients, copies, fills",

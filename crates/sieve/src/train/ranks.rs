@@ -30,18 +30,13 @@ const SHARED_SECONDS: u64 = 10;
 /// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
 pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
     let (rank, size) = (world.rank, world.size);
-    for (flag, is_given) in [
-        ("--sweep", !args.sweep.is_empty()),
-        ("--profile", args.profile.is_some()),
-    ] {
-        if is_given && rank > 0 {
+    if !args.sweep.is_empty() {
+        if rank > 0 {
             return Ok(Exit::Failed);
         }
-        if is_given {
-            bail!(
-                "{flag} works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun"
-            );
-        }
+        bail!(
+            "--sweep works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun"
+        );
     }
     let give_up = move |failure: &Failure| {
         tell(rank, failure);
