@@ -304,7 +304,9 @@ fn stage_plan(
                 Some(together) => {
                     // Of a border's queries attention computes as much as of others.
                     let more = attention_share * (rows.queries_for_each(shape) - 1.0);
-                    let seconds = tokens / speed * (1.0 + more) + exchange_seconds;
+                    let copied = rows.copied_bytes(shape, target.value_bytes(), recomputed);
+                    let copying = time::memory_seconds(copied * micro_batches as f64, gpu);
+                    let seconds = tokens / speed * (1.0 + more) + exchange_seconds + copying;
                     together.tokens_per_second(tokens, seconds, update)
                 }
                 None => speed,

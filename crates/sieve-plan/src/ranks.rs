@@ -7,7 +7,9 @@ use serde::Serialize;
 
 /// Bytes a second of sums and gatherings between GPUs of one host, by NCCL's rule for a ring: measured on two H200s.
 const HOST_RATE: f64 = 240e9;
-/// The same between hosts with one 400 Gb/s card each: an assumption.
+/// The same of an exchange between four H200s in which nothing goes on beside it (tests/gpu/rivals/bus.py).
+const EXCHANGE_RATE: f64 = 316e9;
+/// Bytes a second between hosts with one 400 Gb/s card each: an assumption.
 const NETWORK_RATE: f64 = 46e9;
 /// How much longer a step takes for each second in which sums and gatherings go on beside it. They take multiprocessors
 /// and bandwidth from the model's kernels: 0.7 to 1.0 on two and four H200s (docs/scale.md).
@@ -62,7 +64,10 @@ impl Ranks {
 impl RanksPlan {
     /// Seconds in which as many bytes reach a rank from others that hold parts of the same rows.
     pub(crate) fn row_seconds(&self, bytes: f64) -> f64 {
-        bytes / self.ranks.rate()
+        match self.ranks.hosts {
+            ..=1 => bytes / EXCHANGE_RATE,
+            _ => bytes / NETWORK_RATE,
+        }
     }
 
     /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,

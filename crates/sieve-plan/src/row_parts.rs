@@ -130,6 +130,34 @@ impl RowShare {
         value_bytes as f64 * layers.sum::<f64>()
     }
 
+    /// Bytes that copies around the exchange read and write in one micro-batch: what goes to one process in one piece,
+    /// and the border before a process's own tokens.
+    pub(crate) fn copied_bytes(
+        &self,
+        shape: &ModelShape,
+        value_bytes: u64,
+        recomputed: f64,
+    ) -> f64 {
+        let layers = (0..shape.num_layers).map(|layer_idx| {
+            let layer = shape.of_layer(layer_idx);
+            let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
+            let (own, packed) = (self.tokens() as f64, q + 2.0 * kv);
+            let [forward, backward] = match self.way(&layer) {
+                None => [0.0; 2],
+                // q, k, v and o; the same again, their gradients, and that of o.
+                Some(Way::Heads) => [own * (packed + q), own * (2.0 * packed + q)],
+                // The longer rows; the same again, the gradient of o behind zeros, and that of the own tokens.
+                Some(Way::Border { slots, .. }) => {
+                    let longer = own + (self.batch * slots) as f64;
+                    [longer * packed, longer * (packed + q) + own * packed]
+                }
+            };
+            (1.0 + recomputed) * forward + backward
+        });
+        // Each value is read and written.
+        2.0 * value_bytes as f64 * layers.sum::<f64>()
+    }
+
     /// How many queries attention computes for each of a process's own; the border's are zeros.
     pub(crate) fn queries_for_each(&self, shape: &ModelShape) -> f64 {
         let own = (self.seq_len / self.degree).max(1) as f64;

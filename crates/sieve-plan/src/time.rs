@@ -12,8 +12,14 @@ use std::ops::Range;
 
 /// Share of the peak that products with weights reach.
 const PRODUCTS: f64 = 0.71;
-/// Share of the peak that attention reaches over all causal pairs; over a window, and over gathered keys.
-const DENSE_PAIRS: f64 = 0.82;
+/// Share of the peak that attention reaches over all causal pairs of rows of one document, beside the bytes below:
+/// 8192, 16384 and 32768 keys on an H200 (docs/benchmarks.md). Rows of several documents have fewer pairs.
+const DENSE_PAIRS: f64 = 0.6;
+/// The same in longer rows than this, whose launches last for tens of milliseconds: the card's power limits them as it
+/// limits products. 131,072 keys, in a step on four H200s (docs/scale.md).
+const LONG_ROW: usize = 32_768;
+const LONG_DENSE_PAIRS: f64 = 0.51;
+/// Over a window, and over gathered keys.
 const WINDOW_PAIRS: f64 = 0.62;
 const GATHERED_PAIRS: f64 = 0.52;
 /// MLA, whose kernels take 1.2 times as long for a pair's operations as dense attention's, beside its packed tensors.
@@ -47,7 +53,12 @@ pub(super) struct StepSize {
 
 /// Seconds of the norm and the update on one GPU.
 pub(super) fn update_seconds(num_parameters: u64, gpu: &Gpu) -> f64 {
-    UPDATE_BYTES * num_parameters as f64 / (MEMORY * gpu.memory_bytes_per_second)
+    memory_seconds(UPDATE_BYTES * num_parameters as f64, gpu)
+}
+
+/// Seconds in which kernels read and write so many bytes.
+pub(super) fn memory_seconds(bytes: f64, gpu: &Gpu) -> f64 {
+    bytes / (MEMORY * gpu.memory_bytes_per_second)
 }
 
 /// Whether the shares above were measured on this GPU.
@@ -129,11 +140,20 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
         AttentionForm::Grouped {
             window: Some(window),
         } if window < seq_len => Some((WINDOW_PAIRS, false)),
-        AttentionForm::Grouped { .. } => Some((DENSE_PAIRS, false)),
-        AttentionForm::Ranked(dma) if dma.keep_window_size >= seq_len => Some((DENSE_PAIRS, true)),
+        AttentionForm::Grouped { .. } => Some((dense_pairs_rate(seq_len), false)),
+        AttentionForm::Ranked(dma) if dma.keep_window_size >= seq_len => {
+            Some((dense_pairs_rate(seq_len), true))
+        }
         AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
         AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
         AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
+    }
+}
+
+fn dense_pairs_rate(seq_len: usize) -> f64 {
+    match seq_len {
+        ..=LONG_ROW => DENSE_PAIRS,
+        _ => LONG_DENSE_PAIRS,
     }
 }
 
