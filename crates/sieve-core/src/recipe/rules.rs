@@ -276,6 +276,14 @@ fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &m
             ("model.intermediate_size", "is", model.intermediate_size),
             ("model.num_key_value_heads", "times head_dim is", width),
         ]);
+        let (ends, blocks) = (training.bf16_end_blocks, model.num_hidden_layers);
+        let most = blocks.saturating_sub(1) / 2;
+        rules.require(
+            ends <= most,
+            "training.bf16_end_blocks",
+            || format!("is {ends} at each end of {blocks} blocks, which leaves none in eight-bit floats"),
+            || format!("set it to {most} or less, or training.precision = \"bf16\""),
+        );
     }
     for (key, is, size) in sizes {
         rules.require(

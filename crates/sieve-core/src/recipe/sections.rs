@@ -258,7 +258,7 @@ keys! {
         /// are the same in both, and so are checkpoints.
         #[key(may_change)]
         pub precision: TrainingPrecision = TrainingPrecision::Bf16,
-        /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16.
+        /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16; less than half of them.
         #[key(may_change)]
         pub bf16_end_blocks: usize = 0,
         /// Whether a row holds one document (cut or padded) instead of packed ones.

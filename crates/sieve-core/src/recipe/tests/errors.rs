@@ -448,6 +448,24 @@ fn each_rule_is_checked() {
 }
 
 #[test]
+fn some_block_is_left_for_eight_bit_floats() {
+    let text = MINIMAL.replace("head_dim = 10", "head_dim = 16");
+    let of = |blocks| {
+        let fp8 = format!("seq_len = 64\nprecision = \"fp8\"\nbf16_end_blocks = {blocks}");
+        Recipe::load(&text.replace("seq_len = 64", &fp8), "r.toml", &[])
+    };
+    assert!(of(1).is_ok());
+    for blocks in [2, 99] {
+        let text = of(blocks).expect_err("none of three is left").to_string();
+        let expected = format!(
+            "training.bf16_end_blocks: is {blocks} at each end of 3 blocks, which leaves none in eight-bit floats\n    \
+             hint: set it to 1 or less"
+        );
+        assert!(text.contains(&expected), "{text}");
+    }
+}
+
+#[test]
 fn edges_of_the_rules_are_allowed() {
     for (from, to) in [
         ("warmup_steps = 7", "warmup_steps = 40"),
