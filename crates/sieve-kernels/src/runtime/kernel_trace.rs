@@ -123,6 +123,23 @@ impl TraceResult {
         totals
     }
 
+    /// Time in which no kernel ran, by the kernel that ended it, the longest first.
+    pub fn idle_before(&self) -> Vec<KernelTotal> {
+        let mut gaps = Vec::new();
+        let mut until = self.records.first().map_or(0, |first| first.start_ns);
+        for record in &self.records {
+            if record.start_ns > until {
+                gaps.push(KernelRecord {
+                    name: record.name.clone(),
+                    start_ns: until,
+                    end_ns: record.start_ns,
+                });
+            }
+            until = until.max(record.end_ns);
+        }
+        Self { records: gaps }.totals()
+    }
+
     /// Time in which at least one kernel ran, ns.
     pub fn busy_ns(&self) -> u64 {
         let (mut busy, mut until) = (0, 0);
@@ -258,6 +275,9 @@ mod tests {
             .map(|total| (total.name.as_str(), total.count, total.total_ns))
             .collect();
         assert_eq!(names, [("a", 2, 11), ("b", 1, 3)]);
+        let gaps = result.idle_before();
+        assert_eq!((gaps.len(), gaps[0].count, gaps[0].total_ns), (1, 1, 10));
+        assert_eq!(gaps[0].name, "a");
     }
 
     #[test]

@@ -10,6 +10,8 @@ use std::fmt::Write;
 const WARM_UP_STEPS: u64 = 4;
 /// Kernels listed one by one.
 const LISTED: usize = 24;
+/// Kernels listed that the GPU waited for.
+const LISTED_GAPS: usize = 6;
 
 /// Steps a run has done, and its last.
 pub(super) struct StepRange {
@@ -142,6 +144,12 @@ impl StepProfile {
                 *count as f64 / steps_f,
                 name
             );
+        }
+        let _ = writeln!(text, "  idle, by the kernel that ended it");
+        for gap in result.idle_before().iter().take(LISTED_GAPS) {
+            let ms = gap.total_ns as f64 / steps_f * 1e-6;
+            let gaps = gap.count as f64 / steps_f;
+            let _ = writeln!(text, "           {ms:8.3}  {gaps:8.0}  {:.90}", gap.name);
         }
         text.truncate(text.trim_end().len());
         text
