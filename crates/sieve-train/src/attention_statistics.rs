@@ -1,6 +1,7 @@
 //! What a mask let through, for the log: DMA has no built-in locality, and a reader must see that in the numbers.
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use rayon::prelude::*;
 use serde::Serialize;
 use sieve_core::model::mean_active_keys_of_documents;
 use sieve_core::{Attention, ModelShape};
@@ -64,6 +65,54 @@ impl KeyAges {
     }
 }
 
+/// Lifetimes of the keys of some rows.
+struct Lifetimes {
+    /// Keys by lifetime.
+    keys: Vec<u64>,
+    active: u64,
+    unseen: u64,
+    /// Queries that see their own key in no head.
+    blind: u64,
+}
+
+impl Lifetimes {
+    fn new(seq_len: usize) -> Self {
+        Self {
+            keys: vec![0; seq_len + 1],
+            active: 0,
+            unseen: 0,
+            blind: 0,
+        }
+    }
+
+    /// With those of one layer's row, head after head.
+    fn and_row(mut self, expire: &[i32]) -> Self {
+        let seq_len = self.keys.len() - 1;
+        let mut sees_itself = vec![false; seq_len];
+        for head in expire.chunks_exact(seq_len) {
+            for ((token, &expire), sees) in head.iter().enumerate().zip(&mut sees_itself) {
+                let lifetime = (expire as usize).saturating_sub(token);
+                self.active += lifetime as u64;
+                self.keys[lifetime] += 1;
+                self.unseen += u64::from(lifetime == 0);
+                *sees |= lifetime > 0;
+            }
+        }
+        self.blind += sees_itself.iter().filter(|sees| !**sees).count() as u64;
+        self
+    }
+
+    fn and(mut self, other: Self) -> Self {
+        for (keys, more) in self.keys.iter_mut().zip(other.keys) {
+            *keys += more;
+        }
+        self.active += other.active;
+        self.unseen += other.unseen;
+        self.blind += other.blind;
+        self
+    }
+}
+
 impl AttentionStatistics {
     /// Of one micro-batch and all layers of a model.
     pub fn of_model<B: Backend>(
@@ -104,26 +153,24 @@ impl AttentionStatistics {
                 ages: None,
             };
         }
-        let mut keys_by_lifetime = vec![0; batch.seq_len + 1];
-        let (mut heads, mut active, mut unseen, mut blind) = (0u64, 0u64, 0u64, 0u64);
-        for layer in expire {
-            let [batch, kv_heads, seq_len] = layer.dims();
-            heads += kv_heads as u64;
-            let expire: Vec<i64> = layer.to_data().iter::<i64>().collect();
-            let mut sees_itself = vec![false; batch * seq_len];
-            for (at, expire) in expire.into_iter().enumerate() {
-                let (row, token) = (at / (kv_heads * seq_len), at % seq_len);
-                let lifetime = expire - token as i64;
-                active += lifetime.max(0) as u64;
-                keys_by_lifetime[lifetime.max(0) as usize] += 1;
-                unseen += u64::from(lifetime <= 0);
-                sees_itself[row * seq_len + token] |= lifetime > 0;
-            }
-            blind += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
-        }
-        let heads = heads as f64;
+        // One copy from the device, which waits meanwhile.
+        let all = Tensor::cat(expire.to_vec(), 0);
+        let [rows, kv_heads, seq_len] = all.dims();
+        let all = all.into_data().convert::<i32>();
+        let all = all.as_slice::<i32>().expect("they were converted");
+        let none = || Lifetimes::new(seq_len);
+        let Lifetimes {
+            keys,
+            active,
+            unseen,
+            blind,
+        } = all
+            .par_chunks(kv_heads * seq_len)
+            .fold(none, Lifetimes::and_row)
+            .reduce(none, Lifetimes::and);
+        let heads = (rows / batch.batch * kv_heads) as f64;
         let ages = match attention {
-            Attention::Dma(dma) => Some(KeyAges::of(&keys_by_lifetime, dma.keep_window_size)),
+            Attention::Dma(dma) => Some(KeyAges::of(&keys, dma.keep_window_size)),
             _ => None,
         };
         Self {
@@ -226,5 +273,14 @@ mod tests {
         let found = AttentionStatistics::of(kind, &batch(), &layers);
         assert_eq!(found.never_active, 3.0 / 20.0);
         assert_eq!(found.not_self_visible, 1.0 / 10.0);
+        // The same row twice has the same shares.
+        let one = batch();
+        let two = Batch {
+            batch: 2,
+            positions: one.positions.repeat(2),
+            ..batch()
+        };
+        let layers = layers.map(|layer| Tensor::cat(vec![layer.clone(), layer], 0));
+        assert_eq!(AttentionStatistics::of(kind, &two, &layers), found);
     }
 }
