@@ -4,6 +4,8 @@ use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use std::cmp::Ordering;
 
+/// Logits that are looked at together.
+const LANES: usize = 32;
 /// Tokens that are sorted first; four times as many each time they are too few.
 const FIRST_SORTED: usize = 256;
 
@@ -136,16 +138,25 @@ fn likelier(a: &(f64, u32), b: &(f64, u32)) -> Ordering {
 
 /// The first of the largest; `None` when a logit is NaN or infinite. Panics on an empty slice.
 pub(crate) fn likeliest(logits: &[f32]) -> Option<u32> {
-    if !logits.iter().all(|logit| logit.is_finite()) {
+    // Loops in lanes without branches: scalar ones take 2.5 times as long, half a millisecond for 16 texts.
+    let (lanes, rest) = logits.as_chunks::<LANES>();
+    let infinite = f32::INFINITY.to_bits();
+    let magnitude = |largest: u32, logit: &f32| largest.max(logit.abs().to_bits());
+    if logits.iter().fold(0, magnitude) >= infinite {
         return None;
     }
-    let mut best = 0;
-    for (token, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = token;
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    for logits in lanes {
+        for (largest, &logit) in largest.iter_mut().zip(logits) {
+            *largest = if logit > *largest { logit } else { *largest };
         }
     }
-    Some(best as u32)
+    let largest = largest.iter().chain(rest);
+    let largest = largest.copied().fold(f32::NEG_INFINITY, f32::max);
+    let is_here = |logits: &[f32]| logits.iter().fold(false, |here, &x| here | (x == largest));
+    let before = lanes.iter().take_while(|logits| !is_here(*logits)).count() * LANES;
+    let place = logits[before..].iter().position(|&x| x == largest);
+    Some((before + place.expect("the largest is one of them")) as u32)
 }
 
 /// Random numbers of a seed of four parts.
