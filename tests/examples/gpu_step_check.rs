@@ -1,10 +1,11 @@
 //! A training step on a GPU, checked and timed: `gpu_step_check CACHE_DIR [check] [time] [deterministic] [portable]
-//! [fp8]`.
+//! [fp8] [recompute]`.
 //!
 //! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same
 //! weights; `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's
 //! parts at the size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are
-//! measured at. `portable` takes no Hopper kernel; `fp8` lets all blocks multiply in eight-bit floats, on the CPU too.
+//! measured at. `portable` takes no Hopper kernel; `fp8` lets all blocks multiply in eight-bit floats, on the CPU too;
+//! `recompute` computes every block a second time in the backward pass.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -14,6 +15,7 @@ use cubecl::cuda::CudaRuntime;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::Recipe;
+use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::{
@@ -47,11 +49,21 @@ const FP8_BAR: f64 = 0.3;
 /// Whether the blocks multiply in eight-bit floats.
 static FP8: AtomicBool = AtomicBool::new(false);
 
+/// Whether the blocks' activations are computed twice.
+static RECOMPUTE: AtomicBool = AtomicBool::new(false);
+
 fn settings(layers: usize) -> BlockSettings {
     let is_fp8 = FP8.load(Ordering::Relaxed);
+    let mode = match RECOMPUTE.load(Ordering::Relaxed) {
+        true => ActivationCheckpointMode::Full,
+        false => ActivationCheckpointMode::None,
+    };
     BlockSettings {
+        checkpointing: ActivationCheckpointSection {
+            mode,
+            ..ActivationCheckpointSection::default()
+        },
         fp8: 0..if is_fp8 { layers } else { 0 },
-        ..BlockSettings::default()
     }
 }
 
@@ -104,8 +116,8 @@ fn model<B: TrainBackend>(size: Size, attention: &str, device: &B::Device) -> Qw
     Qwen3::new(&shape.expect("it fits"), 5, device)
 }
 
-/// Random tokens in documents of uneven length; some labels are missing.
-fn batch(size: Size, seed: u64) -> Batch {
+/// Random tokens in documents of uneven length, or in one a row; some labels are missing.
+fn batch(size: Size, seed: u64, one_a_row: bool) -> Batch {
     let mut batch = Batch {
         first_sample: 0,
         batch: size.batch,
@@ -119,7 +131,10 @@ fn batch(size: Size, seed: u64) -> Batch {
     };
     let mut random = ChaCha8Rng::seed_from_u64(seed);
     for row in 0..size.batch {
-        let cut = (size.seq_len * (row + 1)) / (size.batch + 2);
+        let cut = match one_a_row {
+            true => 0,
+            false => (size.seq_len * (row + 1)) / (size.batch + 2),
+        };
         for (number, (start, end)) in [(0, cut), (cut, size.seq_len)].into_iter().enumerate() {
             for place in start..end {
                 batch.tokens.push(random.next_u32() % size.vocab as u32);
@@ -187,7 +202,7 @@ fn twins(size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> (Qwen3<
 
 fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> bool {
     let (gpu, cpu) = twins(size, attention, device);
-    let batch = batch(size, 3);
+    let batch = batch(size, 3, false);
     let (gpu_loss, found) = gradients(&gpu, &batch, device);
     let (cpu_loss, expected) = gradients(&cpu, &batch, &Default::default());
     let errors = found.iter().zip(&expected).map(|(found, expected)| {
@@ -224,7 +239,7 @@ fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice
 fn deterministic(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> bool {
     set_sum_order(SumOrder::Fixed);
     let (gpu, _) = twins(size, attention, device);
-    let batch = batch(size, 4);
+    let batch = batch(size, 4, false);
     let (first_loss, first) = gradients(&gpu, &batch, device);
     let mut differing = std::collections::BTreeMap::<String, usize>::new();
     const REPEATS: usize = 20;
@@ -296,7 +311,8 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
     let shape = recipe.model_shape(size.vocab).expect("it fits");
     let mut optimizer = AdamW::<Gpu>::new(recipe.optimizer);
     let mut model = Some(optimizer.hold_masters(Qwen3::<Gpu>::new(&shape, 5, device)));
-    let batch = batch(size, 3);
+    // As what it is compared with: every query sees its whole row.
+    let batch = batch(size, 3, true);
     let scale = 1.0 / batch.num_labels() as f64;
     let mut rows = Vec::new();
     const STEPS: usize = 12;
@@ -405,6 +421,7 @@ fn main() -> ExitCode {
     let device = burn_cuda::CudaDevice::default();
     KernelFamily::use_portable_only(wanted.iter().any(|x| x == "portable"));
     FP8.store(wanted.iter().any(|x| x == "fp8"), Ordering::Relaxed);
+    RECOMPUTE.store(wanted.iter().any(|x| x == "recompute"), Ordering::Relaxed);
     let mut good = true;
     if wants("check") {
         for (name, attention) in KINDS {
