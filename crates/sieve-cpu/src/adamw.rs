@@ -1,10 +1,10 @@
 //! AdamW on one parameter, in place, in the update order of torch.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 use sieve_core::AdamWStep;
 
-use crate::simd::arch;
+use crate::simd::on_arch;
 
 /// Elements one task updates.
 const BLOCK: usize = 1 << 14;
@@ -36,54 +36,39 @@ pub fn adamw(
         .zip(grad.par_chunks(BLOCK))
         .zip(m.par_chunks_mut(BLOCK))
         .zip(v.par_chunks_mut(BLOCK))
-        .for_each(|(((param, grad), m), v)| {
-            arch().dispatch(Update {
-                param,
-                grad,
-                m,
-                v,
-                grad_scale,
-                step,
-            })
-        });
+        .for_each(|(((param, grad), m), v)| update(param, grad, m, v, grad_scale, step));
 }
 
-struct Update<'u> {
-    param: &'u mut [f32],
-    grad: &'u [f32],
-    m: &'u mut [f32],
-    v: &'u mut [f32],
+on_arch! {
+    fn update<'u>(
+        param: &'u mut [f32], grad: &'u [f32], m: &'u mut [f32], v: &'u mut [f32], grad_scale: f32,
+        step: &'u AdamWStep,
+    ) -> () = update_simd;
+}
+
+#[inline(always)]
+fn update_simd<S: Simd>(
+    _simd: S,
+    param: &mut [f32],
+    grad: &[f32],
+    m: &mut [f32],
+    v: &mut [f32],
     grad_scale: f32,
-    step: &'u AdamWStep,
-}
-
-impl WithSimd for Update<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        let Self {
-            param,
-            grad,
-            m,
-            v,
-            grad_scale,
-            step,
-        } = self;
-        let keep = (1.0 - step.lr * step.weight_decay) as f32;
-        let one_minus_beta1 = (1.0 - step.beta1) as f32;
-        let beta2 = step.beta2 as f32;
-        let one_minus_beta2 = (1.0 - step.beta2) as f32;
-        let root_correction2 = step.bias_correction2.sqrt() as f32;
-        let eps = step.eps as f32;
-        let minus_step_size = (-step.lr / step.bias_correction1) as f32;
-        for (((p, &g), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
-            let g = g * grad_scale;
-            *m += (g - *m) * one_minus_beta1;
-            *v = *v * beta2 + g * g * one_minus_beta2;
-            let denominator = v.sqrt() / root_correction2 + eps;
-            *p = *p * keep + minus_step_size * *m / denominator;
-        }
+    step: &AdamWStep,
+) {
+    let keep = (1.0 - step.lr * step.weight_decay) as f32;
+    let one_minus_beta1 = (1.0 - step.beta1) as f32;
+    let beta2 = step.beta2 as f32;
+    let one_minus_beta2 = (1.0 - step.beta2) as f32;
+    let root_correction2 = step.bias_correction2.sqrt() as f32;
+    let eps = step.eps as f32;
+    let minus_step_size = (-step.lr / step.bias_correction1) as f32;
+    for (((p, &g), m), v) in param.iter_mut().zip(grad).zip(m).zip(v) {
+        let g = g * grad_scale;
+        *m += (g - *m) * one_minus_beta1;
+        *v = *v * beta2 + g * g * one_minus_beta2;
+        let denominator = v.sqrt() / root_correction2 + eps;
+        *p = *p * keep + minus_step_size * *m / denominator;
     }
 }
 

@@ -3,11 +3,11 @@
 //! A token's score depends on its own values alone, to the bit: decoding one token at a time gives the scores of the
 //! whole pass, and near ties fall the same way.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use crate::attention::AttentionShape;
-use crate::simd::{arch, dot};
+use crate::simd::{dot, on_arch};
 
 /// Tokens one task handles; also the tokens one partial weight gradient covers, so it fixes the order of that sum.
 const TOKENS: usize = 64;
@@ -29,13 +29,7 @@ pub fn dma_scores_forward(shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f3
         .par_chunks_mut(TOKENS * heads)
         .zip(qkv.par_chunks(TOKENS * shape.token_len()))
         .for_each(|(z, qkv)| {
-            arch().dispatch(Forward {
-                shape,
-                qkv,
-                w,
-                a,
-                z,
-            });
+            forward_tokens(shape, qkv, w, a, z);
         });
     for (n, z) in z.iter_mut().enumerate() {
         let (row, key) = (n / seq_len, n % seq_len);
@@ -77,17 +71,7 @@ pub fn dma_scores_backward(
         .enumerate()
         .map(|(task, (d_qkv, qkv))| {
             let (mut dw, mut da) = (vec![0.0; w.len()], vec![0.0; a.len()]);
-            arch().dispatch(Backward {
-                shape,
-                first: task * TOKENS,
-                qkv,
-                w,
-                a,
-                dz,
-                d_qkv,
-                dw: &mut dw,
-                da: &mut da,
-            });
+            backward_tokens(shape, task * TOKENS, qkv, w, a, dz, d_qkv, &mut dw, &mut da);
             (dw, da)
         })
         .collect();
@@ -129,68 +113,72 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-struct Forward<'a> {
-    shape: AttentionShape,
-    qkv: &'a [f32],
-    w: &'a [f32],
-    a: &'a [f32],
-    z: &'a mut [f32],
+on_arch! {
+    fn forward_tokens<'a>(
+        shape: AttentionShape, qkv: &'a [f32], w: &'a [f32], a: &'a [f32], z: &'a mut [f32],
+    ) -> () = forward_tokens_simd;
 }
 
-impl WithSimd for Forward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let width = self.shape.num_kv_heads * self.shape.head_dim;
-        let tokens = self.qkv.chunks_exact(self.shape.token_len());
-        for (token, z) in tokens.zip(self.z.chunks_exact_mut(self.shape.num_kv_heads)) {
-            let v = &token[token.len() - width..];
-            for ((z, w), a) in z.iter_mut().zip(self.w.chunks_exact(width)).zip(self.a) {
-                *z = a * softplus(dot(simd, v, w));
-            }
+#[inline(always)]
+fn forward_tokens_simd<S: Simd>(
+    simd: S,
+    shape: AttentionShape,
+    qkv: &[f32],
+    w: &[f32],
+    a: &[f32],
+    z: &mut [f32],
+) {
+    let width = shape.num_kv_heads * shape.head_dim;
+    let tokens = qkv.chunks_exact(shape.token_len());
+    for (token, z) in tokens.zip(z.chunks_exact_mut(shape.num_kv_heads)) {
+        let v = &token[token.len() - width..];
+        for ((z, w), a) in z.iter_mut().zip(w.chunks_exact(width)).zip(a) {
+            *z = a * softplus(dot(simd, v, w));
         }
     }
 }
 
-struct Backward<'a> {
-    shape: AttentionShape,
-    first: usize,
-    qkv: &'a [f32],
-    w: &'a [f32],
-    a: &'a [f32],
-    dz: &'a [f32],
-    d_qkv: &'a mut [f32],
-    dw: &'a mut [f32],
-    da: &'a mut [f32],
+on_arch! {
+    fn backward_tokens<'a>(
+        shape: AttentionShape, first: usize, qkv: &'a [f32], w: &'a [f32], a: &'a [f32], dz: &'a [f32],
+        d_qkv: &'a mut [f32], dw: &'a mut [f32], da: &'a mut [f32],
+    ) -> () = backward_tokens_simd;
 }
 
-impl WithSimd for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let (heads, seq_len) = (self.shape.num_kv_heads, self.shape.seq_len);
-        let token_len = self.shape.token_len();
-        let width = heads * self.shape.head_dim;
-        let tokens = self.qkv.chunks_exact(token_len);
-        let gradients = self.d_qkv.chunks_exact_mut(token_len);
-        for (n, (token, d_token)) in tokens.zip(gradients).enumerate() {
-            let (batch, key) = ((self.first + n) / seq_len, (self.first + n) % seq_len);
-            let v = &token[token_len - width..];
-            let dv = &mut d_token[token_len - width..];
-            for head in 0..heads {
-                let dz = self.dz[(batch * heads + head) * seq_len + key];
-                let w = &self.w[head * width..][..width];
-                let x = dot(simd, v, w);
-                self.da[head] += dz * softplus(x);
-                let dx = dz * self.a[head] * sigmoid(x);
-                for (dw, v) in self.dw[head * width..][..width].iter_mut().zip(v) {
-                    *dw += dx * v;
-                }
-                for (dv, w) in dv.iter_mut().zip(w) {
-                    *dv += dx * w;
-                }
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn backward_tokens_simd<S: Simd>(
+    simd: S,
+    shape: AttentionShape,
+    first: usize,
+    qkv: &[f32],
+    w: &[f32],
+    a: &[f32],
+    dz: &[f32],
+    d_qkv: &mut [f32],
+    dw: &mut [f32],
+    da: &mut [f32],
+) {
+    let (heads, seq_len) = (shape.num_kv_heads, shape.seq_len);
+    let token_len = shape.token_len();
+    let width = heads * shape.head_dim;
+    let tokens = qkv.chunks_exact(token_len);
+    let gradients = d_qkv.chunks_exact_mut(token_len);
+    for (n, (token, d_token)) in tokens.zip(gradients).enumerate() {
+        let (batch, key) = ((first + n) / seq_len, (first + n) % seq_len);
+        let v = &token[token_len - width..];
+        let dv = &mut d_token[token_len - width..];
+        for head in 0..heads {
+            let dz = dz[(batch * heads + head) * seq_len + key];
+            let w = &w[head * width..][..width];
+            let x = dot(simd, v, w);
+            da[head] += dz * softplus(x);
+            let dx = dz * a[head] * sigmoid(x);
+            for (dw, v) in dw[head * width..][..width].iter_mut().zip(v) {
+                *dw += dx * v;
+            }
+            for (dv, w) in dv.iter_mut().zip(w) {
+                *dv += dx * w;
             }
         }
     }

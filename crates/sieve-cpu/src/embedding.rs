@@ -1,9 +1,9 @@
 //! Embedding lookup and its gradient.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::simd::arch;
+use crate::simd::on_arch;
 
 /// `y[n] = weight[ids[n]]`.
 ///
@@ -82,31 +82,21 @@ pub fn embedding_backward(dy: &[f32], ids: &[i32], d_model: usize, dweight: &mut
             row.fill(0.0);
             let rows = &order[first[id]..first[id + 1]];
             if !rows.is_empty() {
-                arch().dispatch(AddRows { dy, rows, sum: row });
+                add_rows(dy, rows, row);
             }
         });
 }
 
-struct AddRows<'a> {
-    dy: &'a [f32],
-    rows: &'a [usize],
-    sum: &'a mut [f32],
+on_arch! {
+    fn add_rows<'a>(dy: &'a [f32], rows: &'a [usize], sum: &'a mut [f32]) -> () = add_rows_simd;
 }
 
-impl WithSimd for AddRows<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        let d_model = self.sum.len();
-        for &n in self.rows {
-            for (sum, &g) in self
-                .sum
-                .iter_mut()
-                .zip(&self.dy[n * d_model..(n + 1) * d_model])
-            {
-                *sum += g;
-            }
+#[inline(always)]
+fn add_rows_simd<S: Simd>(_simd: S, dy: &[f32], rows: &[usize], sum: &mut [f32]) {
+    let d_model = sum.len();
+    for &n in rows {
+        for (sum, &g) in sum.iter_mut().zip(&dy[n * d_model..(n + 1) * d_model]) {
+            *sum += g;
         }
     }
 }

@@ -1,10 +1,10 @@
 //! Output projection and cross entropy in one, in chunks of rows: logits of all rows never exist at once.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use crate::gemm::{Matrix, MatrixMut, Threads, matmul};
-use crate::simd::{arch, exp_and_sum};
+use crate::simd::{exp_and_sum, on_arch};
 
 /// Labels below 0 (Hugging Face's -100) are ignored: no loss, no gradient.
 const FIRST_LABEL: i32 = 0;
@@ -161,13 +161,7 @@ fn run(
         let losses: Vec<Option<f64>> = logits
             .par_chunks_mut(vocab_size)
             .zip(labels)
-            .map(|(row, &label)| {
-                arch().dispatch(RowLoss {
-                    row,
-                    label,
-                    with_gradient,
-                })
-            })
+            .map(|(row, &label)| row_loss(row, label, with_gradient))
             .collect();
         for (row, loss) in losses.iter().enumerate() {
             let loss_of_row = loss.unwrap_or(0.0);
@@ -242,42 +236,36 @@ fn run_labelled(
     total
 }
 
-/// Cross entropy of one row, `None` without a label. With `with_gradient` the logits become their gradient.
-struct RowLoss<'r> {
-    row: &'r mut [f32],
-    label: i32,
-    with_gradient: bool,
+on_arch! {
+    fn row_loss<'r>(row: &'r mut [f32], label: i32, with_gradient: bool) -> Option<f64> = row_loss_simd;
 }
 
-impl WithSimd for RowLoss<'_> {
-    type Output = Option<f64>;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Self::Output {
-        let Self {
-            row,
-            label,
-            with_gradient,
-        } = self;
-        if label < FIRST_LABEL {
-            if with_gradient {
-                row.fill(0.0);
-            }
-            return None;
-        }
-        let logit = row[label as usize];
-        let max = max_of(simd, row);
-        let sum = exp_and_sum(simd, row, max);
-        let lse = max + sum.ln();
+/// Cross entropy of one row, `None` without a label. With `with_gradient` the logits become their gradient.
+#[inline(always)]
+fn row_loss_simd<S: Simd>(
+    simd: S,
+    row: &mut [f32],
+    label: i32,
+    with_gradient: bool,
+) -> Option<f64> {
+    if label < FIRST_LABEL {
         if with_gradient {
-            let scale = 1.0 / sum;
-            for p in row.iter_mut() {
-                *p *= scale;
-            }
-            row[label as usize] -= 1.0;
+            row.fill(0.0);
         }
-        Some(f64::from(lse) - f64::from(logit))
+        return None;
     }
+    let logit = row[label as usize];
+    let max = max_of(simd, row);
+    let sum = exp_and_sum(simd, row, max);
+    let lse = max + sum.ln();
+    if with_gradient {
+        let scale = 1.0 / sum;
+        for p in row.iter_mut() {
+            *p *= scale;
+        }
+        row[label as usize] -= 1.0;
+    }
+    Some(f64::from(lse) - f64::from(logit))
 }
 
 #[inline(always)]

@@ -1,42 +1,37 @@
 //! Sums whose order does not depend on the number of threads.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::simd::arch;
+use crate::simd::on_arch;
 
 /// Elements one partial sum covers.
 const BLOCK: usize = 1 << 15;
 
 /// `sum x_i^2` in f64, in a fixed order whatever the number of threads.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
-    let partial: Vec<f64> = x
-        .par_chunks(BLOCK)
-        .map(|block| arch().dispatch(Squares(block)))
-        .collect();
+    let partial: Vec<f64> = x.par_chunks(BLOCK).map(|block| squares(block)).collect();
     partial.iter().sum()
 }
 
-struct Squares<'x>(&'x [f32]);
+on_arch! {
+    fn squares<'x>(x: &'x [f32]) -> f64 = squares_simd;
+}
 
-impl WithSimd for Squares<'_> {
-    type Output = f64;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) -> f64 {
-        // Lanes, so that the loop vectorises although f64 sums must keep their order.
-        let mut lanes = [0.0_f64; 16];
-        let (chunks, tail) = self.0.as_chunks::<16>();
-        for chunk in chunks {
-            for (lane, &value) in lanes.iter_mut().zip(chunk) {
-                *lane += f64::from(value) * f64::from(value);
-            }
-        }
-        for (lane, &value) in lanes.iter_mut().zip(tail) {
+#[inline(always)]
+fn squares_simd<S: Simd>(_simd: S, x: &[f32]) -> f64 {
+    // Lanes, so that the loop vectorises although f64 sums must keep their order.
+    let mut lanes = [0.0_f64; 16];
+    let (chunks, tail) = x.as_chunks::<16>();
+    for chunk in chunks {
+        for (lane, &value) in lanes.iter_mut().zip(chunk) {
             *lane += f64::from(value) * f64::from(value);
         }
-        lanes.iter().sum()
     }
+    for (lane, &value) in lanes.iter_mut().zip(tail) {
+        *lane += f64::from(value) * f64::from(value);
+    }
+    lanes.iter().sum()
 }
 
 #[cfg(test)]

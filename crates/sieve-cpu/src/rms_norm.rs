@@ -1,9 +1,9 @@
 //! RMSNorm over the last axis, forward and backward.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::simd::{arch, dot};
+use crate::simd::{dot, on_arch};
 
 /// Rows one task handles; also the rows one partial weight gradient covers, so it fixes the order of that sum.
 const ROWS: usize = 64;
@@ -24,7 +24,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
     assert_eq!(x.len(), y.len(), "rms_norm_forward: y is not as long as x");
     y.par_chunks_mut(ROWS * d)
         .zip(x.par_chunks(ROWS * d))
-        .for_each(|(y, x)| arch().dispatch(Forward { x, weight, eps, y }));
+        .for_each(|(y, x)| forward_rows(x, weight, eps, y));
 }
 
 /// Gradients of [`rms_norm_forward`]; the row statistics are computed again.
@@ -59,65 +59,53 @@ pub fn rms_norm_backward(
         .zip(dy.par_chunks(ROWS * d))
         .map(|((dx, x), dy)| {
             let mut dweight = vec![0.0; d];
-            arch().dispatch(Backward {
-                x,
-                weight,
-                eps,
-                dy,
-                dx,
-                dweight: &mut dweight,
-            });
+            backward_rows(x, weight, eps, dy, dx, &mut dweight);
             dweight
         })
         .collect();
     add_partials(&partial, dweight);
 }
 
-struct Forward<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    eps: f32,
-    y: &'a mut [f32],
+on_arch! {
+    fn forward_rows<'a>(
+        x: &'a [f32], weight: &'a [f32], eps: f32, y: &'a mut [f32],
+    ) -> () = forward_rows_simd;
 }
 
-impl WithSimd for Forward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let d = self.weight.len();
-        for (y, x) in self.y.chunks_exact_mut(d).zip(self.x.chunks_exact(d)) {
-            let rstd = reciprocal_rms(simd, x, self.eps);
-            for ((y, &x), &w) in y.iter_mut().zip(x).zip(self.weight) {
-                *y = w * (x * rstd);
-            }
+#[inline(always)]
+fn forward_rows_simd<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
+    let d = weight.len();
+    for (y, x) in y.chunks_exact_mut(d).zip(x.chunks_exact(d)) {
+        let rstd = reciprocal_rms(simd, x, eps);
+        for ((y, &x), &w) in y.iter_mut().zip(x).zip(weight) {
+            *y = w * (x * rstd);
         }
     }
 }
 
-struct Backward<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    eps: f32,
-    dy: &'a [f32],
-    dx: &'a mut [f32],
-    dweight: &'a mut [f32],
+on_arch! {
+    fn backward_rows<'a>(
+        x: &'a [f32], weight: &'a [f32], eps: f32, dy: &'a [f32], dx: &'a mut [f32], dweight: &'a mut [f32],
+    ) -> () = backward_rows_simd;
 }
 
-impl WithSimd for Backward<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let d = self.weight.len();
-        let rows = self
-            .dx
-            .chunks_exact_mut(d)
-            .zip(self.x.chunks_exact(d))
-            .zip(self.dy.chunks_exact(d));
-        for ((dx, x), dy) in rows {
-            norm_row_backward(simd, x, self.weight, self.eps, dy, dx, self.dweight);
-        }
+#[inline(always)]
+fn backward_rows_simd<S: Simd>(
+    simd: S,
+    x: &[f32],
+    weight: &[f32],
+    eps: f32,
+    dy: &[f32],
+    dx: &mut [f32],
+    dweight: &mut [f32],
+) {
+    let d = weight.len();
+    let rows = dx
+        .chunks_exact_mut(d)
+        .zip(x.chunks_exact(d))
+        .zip(dy.chunks_exact(d));
+    for ((dx, x), dy) in rows {
+        norm_row_backward(simd, x, weight, eps, dy, dx, dweight);
     }
 }
 

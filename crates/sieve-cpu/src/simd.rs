@@ -1,8 +1,9 @@
 //! The vector pieces that kernels share.
 //!
-//! The build targets baseline x86-64, so every hot loop sits in a `pulp::WithSimd` whose method is `#[inline(always)]`,
-//! as must be all it calls: only then is it compiled for the instruction set found at run time. (A closure given to
-//! `Arch::dispatch` is not enough: it is compiled on its own, for the baseline.)
+//! The build targets baseline x86-64, so every hot loop sits in a function that [`on_arch`] calls through a
+//! `pulp::WithSimd`. It is `#[inline(always)]`, as must be all it calls: only then is it compiled for the instruction
+//! set found at run time. (A closure given to `Arch::dispatch` is not enough: it is compiled on its own, for the
+//! baseline.)
 
 use pulp::{Arch, Simd};
 
@@ -17,6 +18,33 @@ pub(crate) fn arch() -> Arch {
 pub(crate) fn arch() -> Arch {
     tests::CHOSEN.get().unwrap_or_default()
 }
+
+/// `fn name(arguments) -> output = inner;`: a function that calls `inner(simd, arguments)` with the best instruction set.
+macro_rules! on_arch {
+    ($(#[$about:meta])* $seen:vis fn $name:ident<$($life:lifetime),+ $(; const $width:ident)?>(
+        $($argument:ident: $type:ty),+ $(,)?
+    ) -> $output:ty = $inner:ident;) => {
+        $(#[$about])*
+        #[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
+        $seen fn $name<$($life,)+ $(const $width: usize)?>($($argument: $type),+) -> $output {
+            struct Call<$($life,)+ $(const $width: usize)?> {
+                $($argument: $type,)+
+            }
+
+            impl<$($life,)+ $(const $width: usize)?> pulp::WithSimd for Call<$($life,)+ $($width)?> {
+                type Output = $output;
+
+                #[inline(always)]
+                fn with_simd<S: pulp::Simd>(self, simd: S) -> $output {
+                    $inner(simd, $(self.$argument),+)
+                }
+            }
+
+            $crate::simd::arch().dispatch(Call { $($argument),+ })
+        }
+    };
+}
+pub(crate) use on_arch;
 
 /// `sum a_i b_i`; the order of the sum depends on the length and the width of the vectors alone.
 #[inline(always)]

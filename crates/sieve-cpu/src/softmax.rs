@@ -1,63 +1,43 @@
 //! Softmax pieces of one row, for callers that score blocks of keys instead of keys.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
-use crate::simd::{arch, exp_and_sum};
+use crate::simd::{exp_and_sum, on_arch};
 
-/// Turns the row into `exp(x - shift)` and returns its sum. No element may exceed `shift` by more than 88.
-///
-/// Elements of -inf become 0 when `shift` is finite. NaN stays NaN.
-pub fn exp_row(row: &mut [f32], shift: f32) -> f32 {
-    arch().dispatch(ExpRow { row, shift })
+on_arch! {
+    /// Turns the row into `exp(x - shift)` and returns its sum. No element may exceed `shift` by more than 88.
+    ///
+    /// Elements of -inf become 0 when `shift` is finite. NaN stays NaN.
+    pub fn exp_row<'x>(row: &'x mut [f32], shift: f32) -> f32 = exp_and_sum;
 }
 
-/// The largest element, -inf for an empty row; NaN when an element is NaN.
-pub fn max_of_row(row: &[f32]) -> f32 {
-    arch().dispatch(MaxOfRow(row))
+on_arch! {
+    /// The largest element, -inf for an empty row; NaN when an element is NaN.
+    pub fn max_of_row<'x>(row: &'x [f32]) -> f32 = max_of_row_simd;
 }
 
-struct ExpRow<'x> {
-    row: &'x mut [f32],
-    shift: f32,
-}
-
-impl WithSimd for ExpRow<'_> {
-    type Output = f32;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> f32 {
-        exp_and_sum(simd, self.row, self.shift)
-    }
-}
-
-struct MaxOfRow<'x>(&'x [f32]);
-
-impl WithSimd for MaxOfRow<'_> {
-    type Output = f32;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) -> f32 {
-        let mut lanes = [f32::NEG_INFINITY; 32];
-        let mut unordered = [0.0_f32; 32];
-        let (chunks, tail) = self.0.as_chunks::<32>();
-        for chunk in chunks {
-            for lane in 0..32 {
-                lanes[lane] = if chunk[lane] > lanes[lane] {
-                    chunk[lane]
-                } else {
-                    lanes[lane]
-                };
-                unordered[lane] += if chunk[lane].is_nan() { 1.0 } else { 0.0 };
-            }
+#[inline(always)]
+fn max_of_row_simd<S: Simd>(_simd: S, row: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; 32];
+    let mut unordered = [0.0_f32; 32];
+    let (chunks, tail) = row.as_chunks::<32>();
+    for chunk in chunks {
+        for lane in 0..32 {
+            lanes[lane] = if chunk[lane] > lanes[lane] {
+                chunk[lane]
+            } else {
+                lanes[lane]
+            };
+            unordered[lane] += if chunk[lane].is_nan() { 1.0 } else { 0.0 };
         }
-        let mut max = lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-        let mut nan = unordered.iter().any(|&count| count > 0.0);
-        for &x in tail {
-            nan |= x.is_nan();
-            max = max.max(x);
-        }
-        if nan { f32::NAN } else { max }
     }
+    let mut max = lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
+    let mut nan = unordered.iter().any(|&count| count > 0.0);
+    for &x in tail {
+        nan |= x.is_nan();
+        max = max.max(x);
+    }
+    if nan { f32::NAN } else { max }
 }
 
 #[cfg(test)]

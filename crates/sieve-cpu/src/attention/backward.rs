@@ -3,16 +3,16 @@
 
 use std::ops::Range;
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed};
 use super::scratch::Pool;
-use super::segments::{KeySums, WriteSums, segments_of, split_by_group};
+use super::segments::{KeySums, segments_of, split_by_group, write_sums};
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{Documents, Mask, Packed};
-use crate::simd::{arch, dot, exp};
+use crate::simd::{dot, exp, on_arch};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -95,23 +95,10 @@ pub(super) fn run<const W: usize>(
                 .into_par_iter()
                 .with_max_len(1)
                 .map(|(tokens, dq)| {
-                    pool.lend(|scratch| {
-                        arch().dispatch(Segment {
-                            inputs,
-                            row,
-                            kv_head,
-                            tokens,
-                            dq,
-                            scratch,
-                        })
-                    })
+                    pool.lend(|scratch| segment(inputs, row, kv_head, tokens, dq, scratch))
                 })
                 .collect();
-            arch().dispatch(WriteSums {
-                shape,
-                sums: &sums,
-                rows,
-            });
+            write_sums(shape, &sums, rows);
         });
 }
 
@@ -135,80 +122,74 @@ impl<const W: usize> Scratch<W> {
     }
 }
 
+on_arch! {
+    fn segment<'s, 'g; const W>(
+        inputs: Inputs<'s>, row: usize, kv_head: usize, tokens: Range<usize>, dq: &'s mut [&'g mut [f32]],
+        scratch: &'s mut Scratch<W>,
+    ) -> KeySums = segment_simd;
+}
+
 /// Consecutive tiles of one (row, KV head): writes their dq, returns their sums over keys.
-struct Segment<'s, 'g, const W: usize> {
-    inputs: Inputs<'s>,
+#[inline(always)]
+fn segment_simd<S: Simd, const W: usize>(
+    simd: S,
+    inputs: Inputs<'_>,
     row: usize,
     kv_head: usize,
     tokens: Range<usize>,
-    dq: &'s mut [&'g mut [f32]],
-    scratch: &'s mut Scratch<W>,
-}
-
-impl<const W: usize> WithSimd for Segment<'_, '_, W> {
-    type Output = KeySums;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> KeySums {
-        let Self {
+    dq: &mut [&mut [f32]],
+    scratch: &mut Scratch<W>,
+) -> KeySums {
+    let Inputs { shape, keys, .. } = inputs;
+    let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
+    // Keys only leave, so no later tile touches a key before the first tile's first.
+    let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
+    keys.of_tile(
+        row,
+        kv_head,
+        tokens.start,
+        first_tile_end - 1,
+        &mut scratch.list,
+    );
+    let first_key = scratch.list.first().map_or(tokens.start, |&j| j as usize);
+    let len = tokens.end - first_key;
+    let mut sums = KeySums {
+        first: first_key,
+        dk: vec![0.0; len * d],
+        dv: vec![0.0; len * d_v],
+        d_delta: vec![0.0; len],
+    };
+    let tiles = tokens
+        .clone()
+        .step_by(keys.tile_tokens())
+        .zip(dq.chunks_mut(keys.tile_tokens() * group_size));
+    for (first, dq) in tiles {
+        let end = (first + keys.tile_tokens()).min(tokens.end);
+        one_tile(
+            simd,
             inputs,
-            row,
-            kv_head,
-            tokens,
-            dq,
+            Tile {
+                row,
+                kv_head,
+                first,
+                end,
+            },
             scratch,
-        } = self;
-        let Inputs { shape, keys, .. } = inputs;
-        let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
-        // Keys only leave, so no later tile touches a key before the first tile's first.
-        let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
-        keys.of_tile(
-            row,
-            kv_head,
-            tokens.start,
-            first_tile_end - 1,
-            &mut scratch.list,
+            &mut sums,
         );
-        let first_key = scratch.list.first().map_or(tokens.start, |&j| j as usize);
-        let len = tokens.end - first_key;
-        let mut sums = KeySums {
-            first: first_key,
-            dk: vec![0.0; len * d],
-            dv: vec![0.0; len * d_v],
-            d_delta: vec![0.0; len],
-        };
-        let tiles = tokens
-            .clone()
-            .step_by(keys.tile_tokens())
-            .zip(dq.chunks_mut(keys.tile_tokens() * group_size));
-        for (first, dq) in tiles {
-            let end = (first + keys.tile_tokens()).min(tokens.end);
-            one_tile(
-                simd,
-                inputs,
-                Tile {
-                    row,
-                    kv_head,
-                    first,
-                    end,
-                },
-                scratch,
-                &mut sums,
-            );
-            let columns = d.div_ceil(W);
-            for (r, dq) in dq.iter_mut().enumerate() {
-                for (c, dq) in dq.chunks_mut(W).enumerate() {
-                    for (dq, &x) in dq
-                        .iter_mut()
-                        .zip(&scratch.dq[r / LANES * columns + c][r % LANES])
-                    {
-                        *dq = x * shape.softmax_scale;
-                    }
+        let columns = d.div_ceil(W);
+        for (r, dq) in dq.iter_mut().enumerate() {
+            for (c, dq) in dq.chunks_mut(W).enumerate() {
+                for (dq, &x) in dq
+                    .iter_mut()
+                    .zip(&scratch.dq[r / LANES * columns + c][r % LANES])
+                {
+                    *dq = x * shape.softmax_scale;
                 }
             }
         }
-        sums
     }
+    sums
 }
 
 /// Leaves dq (without the scale) in the scratch and adds to the sums over keys.

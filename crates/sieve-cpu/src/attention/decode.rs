@@ -1,9 +1,9 @@
 //! Attention of one new token per batch row over cached keys and values.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::simd::{arch, dot, exp_and_sum};
+use crate::simd::{dot, exp_and_sum, on_arch};
 
 /// Sizes of a decoding step. The cache may hold any subset of the past in any order (a ring, or DMA's kept keys).
 #[derive(Clone, Copy, Debug)]
@@ -94,65 +94,51 @@ pub fn attention_decode(
             delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
         let mut logits = vec![0.0; len];
         let (k, v) = (&k[first.min(k.len())..], &v[first.min(v.len())..]);
-        arch().dispatch(Group {
-            shape,
-            q,
-            k,
-            v,
-            delta,
-            logits: &mut logits,
-            o,
-        });
+        attend_group(shape, q, k, v, delta, &mut logits, o);
     });
 }
 
-/// The query heads of one (batch row, KV head); k and v begin with its first slot.
-struct Group<'a> {
-    shape: &'a DecodeShape<'a>,
-    q: &'a [f32],
-    k: &'a [f32],
-    v: &'a [f32],
-    delta: Option<&'a [f32]>,
-    logits: &'a mut [f32],
-    o: &'a mut [f32],
+on_arch! {
+    fn attend_group<'a>(
+        shape: &'a DecodeShape<'a>, q: &'a [f32], k: &'a [f32], v: &'a [f32], delta: Option<&'a [f32]>,
+        logits: &'a mut [f32], o: &'a mut [f32],
+    ) -> () = attend_group_simd;
 }
 
-impl WithSimd for Group<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            shape,
-            q,
-            k,
-            v,
-            delta,
-            logits,
-            o,
-        } = self;
-        let (d, stride) = (shape.head_dim, shape.slot_stride);
-        // Biases count less the largest: beside a large one q . k would lose its digits.
-        let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let base = delta.map_or(0.0, largest);
-        for (o, q) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)) {
-            let mut max = f32::NEG_INFINITY;
-            for (s, logit) in logits.iter_mut().enumerate() {
-                let dot = dot(simd, q, &k[s * stride..s * stride + d]);
-                *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s] - base);
-                max = if *logit > max { *logit } else { max };
+/// The query heads of one (batch row, KV head); k and v begin with its first slot.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn attend_group_simd<S: Simd>(
+    simd: S,
+    shape: &DecodeShape<'_>,
+    q: &[f32],
+    k: &[f32],
+    v: &[f32],
+    delta: Option<&[f32]>,
+    logits: &mut [f32],
+    o: &mut [f32],
+) {
+    let (d, stride) = (shape.head_dim, shape.slot_stride);
+    // Biases count less the largest: beside a large one q . k would lose its digits.
+    let largest = |delta: &[f32]| delta.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let base = delta.map_or(0.0, largest);
+    for (o, q) in o.chunks_exact_mut(d).zip(q.chunks_exact(d)) {
+        let mut max = f32::NEG_INFINITY;
+        for (s, logit) in logits.iter_mut().enumerate() {
+            let dot = dot(simd, q, &k[s * stride..s * stride + d]);
+            *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s] - base);
+            max = if *logit > max { *logit } else { max };
+        }
+        let sum = exp_and_sum(simd, logits, max);
+        o.fill(0.0);
+        for (s, &p) in logits.iter().enumerate() {
+            for (o, &v) in o.iter_mut().zip(&v[s * stride..s * stride + d]) {
+                *o += p * v;
             }
-            let sum = exp_and_sum(simd, logits, max);
-            o.fill(0.0);
-            for (s, &p) in logits.iter().enumerate() {
-                for (o, &v) in o.iter_mut().zip(&v[s * stride..s * stride + d]) {
-                    *o += p * v;
-                }
-            }
-            if sum != 0.0 {
-                for o in o.iter_mut() {
-                    *o /= sum;
-                }
+        }
+        if sum != 0.0 {
+            for o in o.iter_mut() {
+                *o /= sum;
             }
         }
     }

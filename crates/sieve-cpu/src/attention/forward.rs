@@ -2,7 +2,7 @@
 //!
 //! Scores are kept transposed, keys by query rows, so that running maxima and sums are whole vectors.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use super::keys::Keys;
@@ -10,7 +10,7 @@ use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
 use super::{Documents, Mask, Packed};
-use crate::simd::{arch, exp_below};
+use crate::simd::{exp_below, on_arch};
 
 /// Vectors handled side by side, so that their chains of dependent operations overlap.
 const SIDE: usize = 4;
@@ -97,15 +97,7 @@ pub(crate) fn run<const W: usize>(
     }
     let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
     tasks.into_par_iter().with_max_len(1).for_each(|task| {
-        pool.lend(|scratch| {
-            arch().dispatch(Forward {
-                shape,
-                qkv,
-                keys: &keys,
-                task,
-                scratch,
-            })
-        });
+        pool.lend(|scratch| forward_tile(shape, qkv, &keys, task, scratch));
     });
 }
 
@@ -123,40 +115,34 @@ impl<const W: usize> Scratch<W> {
     }
 }
 
-struct Forward<'t, 's, const W: usize> {
-    shape: Packed,
-    qkv: &'s [f32],
-    keys: &'s Keys<'s>,
-    task: Task<'t>,
-    scratch: &'s mut Scratch<W>,
+on_arch! {
+    fn forward_tile<'t, 's; const W>(
+        shape: Packed, qkv: &'s [f32], keys: &'s Keys<'s>, task: Task<'t>, scratch: &'s mut Scratch<W>,
+    ) -> () = forward_tile_simd;
 }
 
-impl<const W: usize> WithSimd for Forward<'_, '_, W> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            shape,
-            qkv,
-            keys,
-            mut task,
-            scratch,
-        } = self;
-        let o_len = shape.num_heads * shape.head_dim_v;
-        let end = task.first + task.o.len() / o_len;
-        let row_len = shape.seq_len * shape.token_len();
-        let qkv_row = &qkv[task.row * row_len..(task.row + 1) * row_len];
-        for kv_head in 0..shape.num_kv_heads {
-            let tile = Tile {
-                row: task.row,
-                kv_head,
-                first: task.first,
-                end,
-            };
-            one_tile(simd, shape, qkv_row, keys, tile, scratch);
-            store(shape, tile, scratch, &mut task);
-        }
+#[inline(always)]
+fn forward_tile_simd<S: Simd, const W: usize>(
+    simd: S,
+    shape: Packed,
+    qkv: &[f32],
+    keys: &Keys<'_>,
+    mut task: Task<'_>,
+    scratch: &mut Scratch<W>,
+) {
+    let o_len = shape.num_heads * shape.head_dim_v;
+    let end = task.first + task.o.len() / o_len;
+    let row_len = shape.seq_len * shape.token_len();
+    let qkv_row = &qkv[task.row * row_len..(task.row + 1) * row_len];
+    for kv_head in 0..shape.num_kv_heads {
+        let tile = Tile {
+            row: task.row,
+            kv_head,
+            first: task.first,
+            end,
+        };
+        one_tile(simd, shape, qkv_row, keys, tile, scratch);
+        store(shape, tile, scratch, &mut task);
     }
 }
 

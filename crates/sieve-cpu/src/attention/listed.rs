@@ -1,13 +1,13 @@
 //! Attention of one tile of query rows over any list of keys, in any order: the piece that block-sparse attention is
 //! made of. Queries and keys carry their positions, so both may be permuted.
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
 use super::forward::{Shown, Softmax, online_softmax};
 use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
 use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, copy_columns, panel_width};
-use crate::simd::arch;
+use crate::simd::on_arch;
 
 /// Query rows and the keys they read. A key is visible where `key_position <= query_position < key_expire`.
 ///
@@ -123,14 +123,7 @@ impl ListedAttention {
         lse: &mut [f32],
     ) {
         pool.lend(|scratch| {
-            arch().dispatch(Run {
-                head_dim: self.head_dim,
-                softmax_scale: self.softmax_scale,
-                tile,
-                scratch,
-                o,
-                lse,
-            });
+            attend_tile(self.head_dim, self.softmax_scale, tile, scratch, o, lse);
         });
     }
 }
@@ -170,94 +163,90 @@ impl Panel {
     }
 }
 
-struct Run<'a, 's, const W: usize> {
-    head_dim: usize,
-    softmax_scale: f32,
-    tile: ListedTile<'a>,
-    scratch: &'s mut Scratch<W>,
-    o: &'a mut [f32],
-    lse: &'a mut [f32],
+on_arch! {
+    fn attend_tile<'a, 's; const W>(
+        head_dim: usize, softmax_scale: f32, tile: ListedTile<'a>, scratch: &'s mut Scratch<W>,
+        o: &'a mut [f32], lse: &'a mut [f32],
+    ) -> () = attend_tile_simd;
 }
 
-impl<const W: usize> WithSimd for Run<'_, '_, W> {
-    type Output = ();
+#[inline(always)]
+fn attend_tile_simd<S: Simd, const W: usize>(
+    simd: S,
+    d: usize,
+    softmax_scale: f32,
+    tile: ListedTile<'_>,
+    scratch: &mut Scratch<W>,
+    output: &mut [f32],
+    lse: &mut [f32],
+) {
+    let Scratch {
+        q,
+        block,
+        scores,
+        o,
+        panels,
+    } = scratch;
+    let columns = d.div_ceil(W);
+    let rows = tile.query_at.iter().map(|&at| &tile.q[at..at + d]);
+    q.load(rows, d, softmax_scale);
+    q.transpose();
+    panels.clear();
+    panels.extend(tile.query_position.chunks(LANES).map(Panel::new));
+    o.clear();
+    o.resize(panels.len() * columns, Aligned([[0.0; W]; LANES]));
 
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            head_dim: d,
-            tile,
-            scratch,
-            ..
-        } = self;
-        let Scratch {
-            q,
-            block,
-            scores,
-            o,
-            panels,
-        } = scratch;
-        let columns = d.div_ceil(W);
-        let rows = tile.query_at.iter().map(|&at| &tile.q[at..at + d]);
-        q.load(rows, d, self.softmax_scale);
-        q.transpose();
-        panels.clear();
-        panels.extend(tile.query_position.chunks(LANES).map(Panel::new));
-        o.clear();
-        o.resize(panels.len() * columns, Aligned([[0.0; W]; LANES]));
-
-        for start in (0..tile.key_at.len()).step_by(BLOCK_KEYS) {
-            let end = (start + BLOCK_KEYS).min(tile.key_at.len());
-            block.gather_listed(&tile, start..end, d);
-            for (index, panel) in panels.iter_mut().enumerate() {
-                let Some(meeting) = block.meeting(panel.first, panel.last) else {
-                    continue;
-                };
-                let range = meeting.keys.clone();
-                for c in 0..columns {
-                    let (k, q) = (
-                        &block.k[c][range.clone()],
-                        &q.transposed[index * columns + c],
-                    );
-                    multiply(simd, k, q, &mut scores[range.clone()], c > 0);
-                }
-                let shown = Shown {
-                    positions: &panel.positions,
-                    key: &block.position[range.clone()],
-                    expire: &block.expire[range.clone()],
-                    delta: None,
-                    base: &[0.0; LANES],
-                    masked: meeting.masked || !panel.full,
-                };
-                let o = &mut o[index * columns..(index + 1) * columns];
-                let mut rescale = Aligned([1.0; LANES]);
-                let softmax = &mut panel.softmax;
-                if online_softmax(
-                    simd,
-                    &shown,
-                    &mut scores[range.clone()],
-                    softmax,
-                    &mut rescale,
-                ) {
-                    for o in o.iter_mut() {
-                        scale_rows(simd, o, &rescale);
-                    }
-                }
-                for (o, v) in o.iter_mut().zip(&block.v) {
-                    multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
+    for start in (0..tile.key_at.len()).step_by(BLOCK_KEYS) {
+        let end = (start + BLOCK_KEYS).min(tile.key_at.len());
+        block.gather_listed(&tile, start..end, d);
+        for (index, panel) in panels.iter_mut().enumerate() {
+            let Some(meeting) = block.meeting(panel.first, panel.last) else {
+                continue;
+            };
+            let range = meeting.keys.clone();
+            for c in 0..columns {
+                let (k, q) = (
+                    &block.k[c][range.clone()],
+                    &q.transposed[index * columns + c],
+                );
+                multiply(simd, k, q, &mut scores[range.clone()], c > 0);
+            }
+            let shown = Shown {
+                positions: &panel.positions,
+                key: &block.position[range.clone()],
+                expire: &block.expire[range.clone()],
+                delta: None,
+                base: &[0.0; LANES],
+                masked: meeting.masked || !panel.full,
+            };
+            let o = &mut o[index * columns..(index + 1) * columns];
+            let mut rescale = Aligned([1.0; LANES]);
+            let softmax = &mut panel.softmax;
+            if online_softmax(
+                simd,
+                &shown,
+                &mut scores[range.clone()],
+                softmax,
+                &mut rescale,
+            ) {
+                for o in o.iter_mut() {
+                    scale_rows(simd, o, &rescale);
                 }
             }
+            for (o, v) in o.iter_mut().zip(&block.v) {
+                multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
+            }
         }
+    }
 
-        for (r, (out, lse)) in self.o.chunks_exact_mut(d).zip(self.lse).enumerate() {
-            let (index, lane) = (r / LANES, r % LANES);
-            let sum;
-            (*lse, sum) = panels[index].softmax.finish(lane);
-            let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-            for (c, out) in out.chunks_mut(W).enumerate() {
-                for (out, &x) in out.iter_mut().zip(&o[index * columns + c][lane]) {
-                    *out = x * factor;
-                }
+    for (r, (out, lse)) in output.chunks_exact_mut(d).zip(lse).enumerate() {
+        let (index, lane) = (r / LANES, r % LANES);
+        let sum;
+        (*lse, sum) = panels[index].softmax.finish(lane);
+        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+        for (c, out) in out.chunks_mut(W).enumerate() {
+            for (out, &x) in out.iter_mut().zip(&o[index * columns + c][lane]) {
+                *out = x * factor;
             }
         }
     }

@@ -3,10 +3,11 @@
 
 use std::ops::Range;
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 
 use super::Packed;
 use super::keys::Keys;
+use crate::simd::on_arch;
 
 /// Tasks aimed at. Where batch rows times KV heads give fewer, tiles are split into segments, each with its own sums of
 /// dk and dv, added in order at the end. A constant: the split must not depend on the number of threads.
@@ -91,39 +92,34 @@ pub(crate) fn segments_of(
     segments
 }
 
-/// Adds the segments' sums in order and writes dk, dv and d_delta.
-pub(crate) struct WriteSums<'s, 'g> {
-    pub(crate) shape: Packed,
-    pub(crate) sums: &'s [KeySums],
-    pub(crate) rows: &'s mut GroupRows<'g>,
+on_arch! {
+    pub(crate) fn write_sums<'s, 'g>(
+        shape: Packed, sums: &'s [KeySums], rows: &'s mut GroupRows<'g>,
+    ) -> () = write_sums_simd;
 }
 
-impl WithSimd for WriteSums<'_, '_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        let Self { shape, sums, rows } = self;
-        let (d, d_v) = (shape.head_dim, shape.head_dim_v);
-        for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
-            dk.fill(0.0);
-            dv.fill(0.0);
-            for sums in sums {
-                let Some(slot) = j.checked_sub(sums.first) else {
-                    continue;
-                };
-                let Some(x) = sums.dk.get(slot * d..(slot + 1) * d) else {
-                    continue;
-                };
-                add(dk, x);
-                add(dv, &sums.dv[slot * d_v..(slot + 1) * d_v]);
-            }
+/// Adds the segments' sums in order and writes dk, dv and d_delta.
+#[inline(always)]
+fn write_sums_simd<S: Simd>(_simd: S, shape: Packed, sums: &[KeySums], rows: &mut GroupRows<'_>) {
+    let (d, d_v) = (shape.head_dim, shape.head_dim_v);
+    for (j, (dk, dv)) in rows.dk.iter_mut().zip(&mut rows.dv).enumerate() {
+        dk.fill(0.0);
+        dv.fill(0.0);
+        for sums in sums {
+            let Some(slot) = j.checked_sub(sums.first) else {
+                continue;
+            };
+            let Some(x) = sums.dk.get(slot * d..(slot + 1) * d) else {
+                continue;
+            };
+            add(dk, x);
+            add(dv, &sums.dv[slot * d_v..(slot + 1) * d_v]);
         }
-        if let Some(d_delta) = &mut rows.d_delta {
-            d_delta.fill(0.0);
-            for sums in sums {
-                add(&mut d_delta[sums.first..], &sums.d_delta);
-            }
+    }
+    if let Some(d_delta) = &mut rows.d_delta {
+        d_delta.fill(0.0);
+        for sums in sums {
+            add(&mut d_delta[sums.first..], &sums.d_delta);
         }
     }
 }

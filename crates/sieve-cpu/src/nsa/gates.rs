@@ -3,8 +3,8 @@
 use rayon::prelude::*;
 
 use crate::rms_norm::add_partials;
-use crate::simd::{arch, dot};
-use pulp::{Simd, WithSimd};
+use crate::simd::{dot, on_arch};
+use pulp::Simd;
 
 /// Branches: compressed, selected, window.
 const BRANCHES: usize = 3;
@@ -93,16 +93,15 @@ pub fn nsa_gates_backward(
     let partial: Vec<Vec<f32>> = tasks
         .map(|(task, (((d0, d1), d2), d_logits))| {
             let first = task * TOKENS;
-            let work = Backward {
-                branches: branches.map(|x| &x[first * width..][..d0.len()]),
-                logits: &logits[first * heads * BRANCHES..][..d_logits.len()],
+            backward_rows(
+                branches.map(|x| &x[first * width..][..d0.len()]),
+                &logits[first * heads * BRANCHES..][..d_logits.len()],
                 bias,
                 head_dim,
-                d_o: &d_o[first * width..][..d0.len()],
-                d_branches: [d0, d1, d2],
+                &d_o[first * width..][..d0.len()],
+                [d0, d1, d2],
                 d_logits,
-            };
-            arch().dispatch(work)
+            )
         })
         .collect();
     add_partials(&partial, d_bias);
@@ -134,47 +133,41 @@ fn sigmoid(x: f32) -> f32 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// One task; returns its sum of the bias's gradient.
-struct Backward<'t> {
-    branches: [&'t [f32]; BRANCHES],
-    logits: &'t [f32],
-    bias: &'t [f32],
-    head_dim: usize,
-    d_o: &'t [f32],
-    d_branches: [&'t mut [f32]; BRANCHES],
-    d_logits: &'t mut [f32],
+on_arch! {
+    fn backward_rows<'t>(
+        branches: [&'t [f32]; BRANCHES], logits: &'t [f32], bias: &'t [f32], head_dim: usize,
+        d_o: &'t [f32], d_branches: [&'t mut [f32]; BRANCHES], d_logits: &'t mut [f32],
+    ) -> Vec<f32> = backward_rows_simd;
 }
 
-impl WithSimd for Backward<'_> {
-    type Output = Vec<f32>;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> Vec<f32> {
-        let Self {
-            branches,
-            logits,
-            bias,
-            head_dim,
-            d_o,
-            d_branches,
-            d_logits,
-        } = self;
-        let mut d_bias = vec![0.0; bias.len()];
-        for (row, d_o) in d_o.chunks_exact(head_dim).enumerate() {
-            let at = row * head_dim;
-            let gate_at = row * BRANCHES;
-            for c in 0..BRANCHES {
-                let bias_at = (gate_at + c) % bias.len();
-                let g = sigmoid(logits[gate_at + c] + bias[bias_at]);
-                let d_gate = dot(simd, d_o, &branches[c][at..at + head_dim]);
-                for (dx, d_o) in d_branches[c][at..at + head_dim].iter_mut().zip(d_o) {
-                    *dx = g * d_o;
-                }
-                let d_logit = d_gate * g * (1.0 - g);
-                d_logits[gate_at + c] = d_logit;
-                d_bias[bias_at] += d_logit;
+/// One task; returns its sum of the bias's gradient.
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn backward_rows_simd<S: Simd>(
+    simd: S,
+    branches: [&[f32]; BRANCHES],
+    logits: &[f32],
+    bias: &[f32],
+    head_dim: usize,
+    d_o: &[f32],
+    d_branches: [&mut [f32]; BRANCHES],
+    d_logits: &mut [f32],
+) -> Vec<f32> {
+    let mut d_bias = vec![0.0; bias.len()];
+    for (row, d_o) in d_o.chunks_exact(head_dim).enumerate() {
+        let at = row * head_dim;
+        let gate_at = row * BRANCHES;
+        for c in 0..BRANCHES {
+            let bias_at = (gate_at + c) % bias.len();
+            let g = sigmoid(logits[gate_at + c] + bias[bias_at]);
+            let d_gate = dot(simd, d_o, &branches[c][at..at + head_dim]);
+            for (dx, d_o) in d_branches[c][at..at + head_dim].iter_mut().zip(d_o) {
+                *dx = g * d_o;
             }
+            let d_logit = d_gate * g * (1.0 - g);
+            d_logits[gate_at + c] = d_logit;
+            d_bias[bias_at] += d_logit;
         }
-        d_bias
     }
+    d_bias
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use super::NsaBlocks;
@@ -10,7 +10,7 @@ use super::compressed::document_tiles;
 use crate::attention::panel::{Aligned, LANES, multiply};
 use crate::attention::tile::{BLOCK_KEYS, RowPanels, copy_columns, panel_width};
 use crate::attention::{AttentionShape, Documents, scratch::Pool};
-use crate::simd::{arch, exp};
+use crate::simd::{exp, on_arch};
 
 /// Query rows (token and head of the group) of one tile.
 const TILE_ROWS: usize = 192;
@@ -141,139 +141,121 @@ fn run<const W: usize>(
         .with_max_len(1)
         .for_each(|(row, document, tokens, chosen)| {
             pool.lend(|scratch| {
-                arch().dispatch(Select {
-                    shape,
-                    blocks,
-                    qkv,
-                    keys,
-                    lse,
-                    row,
-                    document,
-                    tokens,
-                    chosen,
-                    scratch,
-                })
+                select_tile(
+                    shape, blocks, qkv, keys, lse, row, document, tokens, chosen, scratch,
+                )
             });
         });
 }
 
-struct Select<'t, 's, const W: usize> {
+on_arch! {
+    fn select_tile<'t, 's; const W>(
+        shape: AttentionShape, blocks: NsaBlocks, qkv: &'s [f32], keys: &'s [f32], lse: &'s [f32],
+        row: usize, document: Range<usize>, tokens: Range<usize>, chosen: &'t mut [i32],
+        scratch: &'s mut Scratch<W>,
+    ) -> () = select_tile_simd;
+}
+
+#[inline(always)]
+#[allow(clippy::too_many_arguments)]
+fn select_tile_simd<S: Simd, const W: usize>(
+    simd: S,
     shape: AttentionShape,
     blocks: NsaBlocks,
-    qkv: &'s [f32],
-    keys: &'s [f32],
-    lse: &'s [f32],
+    qkv: &[f32],
+    keys: &[f32],
+    lse: &[f32],
     row: usize,
     document: Range<usize>,
     tokens: Range<usize>,
-    /// `[tokens, num_kv_heads, num_selected_blocks]`.
-    chosen: &'t mut [i32],
-    scratch: &'s mut Scratch<W>,
-}
-
-impl<const W: usize> WithSimd for Select<'_, '_, W> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
-            shape,
-            blocks,
-            qkv,
-            keys,
-            lse,
-            row,
-            document,
-            tokens,
-            chosen,
-            scratch,
-        } = self;
-        let (n, d, m) = (shape.seq_len, shape.head_dim, shape.group_size());
-        let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
-        let first_slot = row * blocks.num_slots(n) + blocks.first_slot(document.start);
-        // Positions below count from the document's first token.
-        let last = tokens.end - 1 - document.start;
-        let num_keys = blocks.num_compressed_blocks(last + 1);
-        let num_blocks = last / blocks.select_block_size + 1;
-        let columns = d.div_ceil(W);
-        for kv_head in 0..shape.num_kv_heads {
-            let Scratch {
-                q,
-                k,
-                scores,
-                positions,
-                lse: lse_panels,
-                importance,
-                of_query,
-            } = &mut *scratch;
-            let rows = (0..tokens.len() * m).map(|r| {
-                let token = row * n + tokens.start + r / m;
-                let at = token * shape.token_len() + (kv_head * m + r % m) * d;
-                &qkv[at..at + d]
-            });
-            let num_rows = rows.len();
-            q.load(rows, d, shape.softmax_scale);
-            q.transpose();
-            let num_panels = num_rows.div_ceil(LANES);
-            positions.clear();
-            positions.resize(num_panels, [-1; LANES]);
-            lse_panels.clear();
-            lse_panels.resize(num_panels, Aligned([0.0; LANES]));
-            for r in 0..num_rows {
-                let (token, head) = (tokens.start + r / m, kv_head * m + r % m);
-                positions[r / LANES][r % LANES] = (token - document.start) as i32;
-                let lse = lse[(row * shape.num_heads + head) * n + token];
-                // A row that sees nothing has no visible pair; 0 keeps its masked lanes finite.
-                lse_panels[r / LANES][r % LANES] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
+    chosen: &mut [i32],
+    scratch: &mut Scratch<W>,
+) {
+    let (n, d, m) = (shape.seq_len, shape.head_dim, shape.group_size());
+    let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
+    let first_slot = row * blocks.num_slots(n) + blocks.first_slot(document.start);
+    // Positions below count from the document's first token.
+    let last = tokens.end - 1 - document.start;
+    let num_keys = blocks.num_compressed_blocks(last + 1);
+    let num_blocks = last / blocks.select_block_size + 1;
+    let columns = d.div_ceil(W);
+    for kv_head in 0..shape.num_kv_heads {
+        let Scratch {
+            q,
+            k,
+            scores,
+            positions,
+            lse: lse_panels,
+            importance,
+            of_query,
+        } = &mut *scratch;
+        let rows = (0..tokens.len() * m).map(|r| {
+            let token = row * n + tokens.start + r / m;
+            let at = token * shape.token_len() + (kv_head * m + r % m) * d;
+            &qkv[at..at + d]
+        });
+        let num_rows = rows.len();
+        q.load(rows, d, shape.softmax_scale);
+        q.transpose();
+        let num_panels = num_rows.div_ceil(LANES);
+        positions.clear();
+        positions.resize(num_panels, [-1; LANES]);
+        lse_panels.clear();
+        lse_panels.resize(num_panels, Aligned([0.0; LANES]));
+        for r in 0..num_rows {
+            let (token, head) = (tokens.start + r / m, kv_head * m + r % m);
+            positions[r / LANES][r % LANES] = (token - document.start) as i32;
+            let lse = lse[(row * shape.num_heads + head) * n + token];
+            // A row that sees nothing has no visible pair; 0 keeps its masked lanes finite.
+            lse_panels[r / LANES][r % LANES] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
+        }
+        importance.clear();
+        importance.resize(num_panels * num_blocks, Aligned([0.0; LANES]));
+        for first in (0..num_keys).step_by(BLOCK_KEYS) {
+            let count = (num_keys - first).min(BLOCK_KEYS);
+            for slot in 0..count {
+                let at = ((first_slot + first + slot) * shape.num_kv_heads + kv_head) * d;
+                copy_columns(&keys[at..at + d], slot, k);
             }
-            importance.clear();
-            importance.resize(num_panels * num_blocks, Aligned([0.0; LANES]));
-            for first in (0..num_keys).step_by(BLOCK_KEYS) {
-                let count = (num_keys - first).min(BLOCK_KEYS);
-                for slot in 0..count {
-                    let at = ((first_slot + first + slot) * shape.num_kv_heads + kv_head) * d;
-                    copy_columns(&keys[at..at + d], slot, k);
+            // Slots beyond `count` hold earlier keys; nothing below reads their scores.
+            let used = count.next_multiple_of(crate::attention::panel::KEY_STEP);
+            for panel in 0..num_panels {
+                for (c, k) in k.iter().enumerate() {
+                    let q = &q.transposed[panel * columns + c];
+                    multiply(simd, &k[..used], q, &mut scores[..used], c > 0);
                 }
-                // Slots beyond `count` hold earlier keys; nothing below reads their scores.
-                let used = count.next_multiple_of(crate::attention::panel::KEY_STEP);
-                for panel in 0..num_panels {
-                    for (c, k) in k.iter().enumerate() {
-                        let q = &q.transposed[panel * columns + c];
-                        multiply(simd, &k[..used], q, &mut scores[..used], c > 0);
-                    }
-                    let seen_from = (first * s + l - 1) as i32;
-                    probabilities(
-                        simd,
-                        &mut scores[..count],
-                        &positions[panel],
-                        &lse_panels[panel],
-                        seen_from,
-                        s as i32,
-                    );
-                    let sums = &mut importance[panel * num_blocks..(panel + 1) * num_blocks];
-                    for (slot, p) in scores[..count].iter().enumerate() {
-                        let c = first + slot;
-                        for block in overlapped(blocks, c) {
-                            if block < num_blocks {
-                                let weight = overlap_weight(blocks, c, block) as f32;
-                                add_scaled(simd, &mut sums[block], p, weight);
-                            }
+                let seen_from = (first * s + l - 1) as i32;
+                probabilities(
+                    simd,
+                    &mut scores[..count],
+                    &positions[panel],
+                    &lse_panels[panel],
+                    seen_from,
+                    s as i32,
+                );
+                let sums = &mut importance[panel * num_blocks..(panel + 1) * num_blocks];
+                for (slot, p) in scores[..count].iter().enumerate() {
+                    let c = first + slot;
+                    for block in overlapped(blocks, c) {
+                        if block < num_blocks {
+                            let weight = overlap_weight(blocks, c, block) as f32;
+                            add_scaled(simd, &mut sums[block], p, weight);
                         }
                     }
                 }
             }
-            for token in 0..tokens.len() {
-                let own = (tokens.start + token - document.start) / blocks.select_block_size;
-                of_query.clear();
-                of_query.extend((0..=own).map(|block| {
-                    (token * m..(token + 1) * m)
-                        .map(|r| importance[r / LANES * num_blocks + block][r % LANES])
-                        .sum::<f32>()
-                }));
-                let k = blocks.num_selected_blocks;
-                let at = (token * shape.num_kv_heads + kv_head) * k;
-                choose_blocks(of_query, own, &mut chosen[at..at + k]);
-            }
+        }
+        for token in 0..tokens.len() {
+            let own = (tokens.start + token - document.start) / blocks.select_block_size;
+            of_query.clear();
+            of_query.extend((0..=own).map(|block| {
+                (token * m..(token + 1) * m)
+                    .map(|r| importance[r / LANES * num_blocks + block][r % LANES])
+                    .sum::<f32>()
+            }));
+            let k = blocks.num_selected_blocks;
+            let at = (token * shape.num_kv_heads + kv_head) * k;
+            choose_blocks(of_query, own, &mut chosen[at..at + k]);
         }
     }
 }

@@ -6,7 +6,7 @@
 
 use std::ops::Range;
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use super::NsaBlocks;
@@ -15,7 +15,7 @@ use crate::attention::forward::{Shown, Softmax, online_softmax};
 use crate::attention::panel::{Aligned, KEY_STEP, LANES, multiply, multiply_transposed};
 use crate::attention::tile::{BLOCK_KEYS, RowPanels, copy_columns, panel_width};
 use crate::attention::{AttentionShape, Documents, scratch::Pool};
-use crate::simd::arch;
+use crate::simd::on_arch;
 
 /// Tokens of a tile: the longer the document, the more blocks, and the more tokens it takes to fill a block's panel.
 pub(super) fn tile_tokens(document_len: usize) -> usize {
@@ -219,16 +219,7 @@ fn run<const W: usize>(
     }
     let pool = Pool::new(Scratch::<W>::new, shape.head_dim);
     tasks.into_par_iter().with_max_len(1).for_each(|task| {
-        pool.lend(|scratch| {
-            arch().dispatch(Selected {
-                shape,
-                blocks,
-                qkv,
-                block_indices,
-                task,
-                scratch,
-            })
-        });
+        pool.lend(|scratch| selected_tile(shape, blocks, qkv, block_indices, task, scratch));
     });
 }
 
@@ -243,41 +234,35 @@ struct Task<'t> {
     lse: Vec<&'t mut [f32]>,
 }
 
-struct Selected<'t, 's, const W: usize> {
-    shape: AttentionShape,
-    blocks: NsaBlocks,
-    qkv: &'s [f32],
-    block_indices: &'s [i32],
-    task: Task<'t>,
-    scratch: &'s mut Scratch<W>,
+on_arch! {
+    fn selected_tile<'t, 's; const W>(
+        shape: AttentionShape, blocks: NsaBlocks, qkv: &'s [f32], block_indices: &'s [i32], task: Task<'t>,
+        scratch: &'s mut Scratch<W>,
+    ) -> () = selected_tile_simd;
 }
 
-impl<const W: usize> WithSimd for Selected<'_, '_, W> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self {
+#[inline(always)]
+fn selected_tile_simd<S: Simd, const W: usize>(
+    simd: S,
+    shape: AttentionShape,
+    blocks: NsaBlocks,
+    qkv: &[f32],
+    block_indices: &[i32],
+    mut task: Task<'_>,
+    scratch: &mut Scratch<W>,
+) {
+    for kv_head in 0..shape.num_kv_heads {
+        one_head(
+            simd,
             shape,
             blocks,
             qkv,
             block_indices,
-            mut task,
+            &task,
+            kv_head,
             scratch,
-        } = self;
-        for kv_head in 0..shape.num_kv_heads {
-            one_head(
-                simd,
-                shape,
-                blocks,
-                qkv,
-                block_indices,
-                &task,
-                kv_head,
-                scratch,
-            );
-            store(shape, kv_head, scratch, &mut task);
-        }
+        );
+        store(shape, kv_head, scratch, &mut task);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use pulp::{Simd, WithSimd};
+use pulp::Simd;
 use rayon::prelude::*;
 
 use super::NsaBlocks;
@@ -10,10 +10,10 @@ use super::documents_of;
 use super::selected::{Choosers, check, load_keys, tile_tokens};
 use crate::attention::backward::{RowStatistics, Shown, add_columns, probabilities_and_gradients};
 use crate::attention::panel::{Aligned, KEY_STEP, LANES, multiply, multiply_transposed};
-use crate::attention::segments::{KeySums, TARGET_TASKS, WriteSums, split_by_group};
+use crate::attention::segments::{KeySums, TARGET_TASKS, split_by_group, write_sums};
 use crate::attention::tile::{BLOCK_KEYS, RowPanels, panel_width};
 use crate::attention::{AttentionShape, Documents, scratch::Pool};
-use crate::simd::{arch, dot};
+use crate::simd::{dot, on_arch};
 
 /// Gradients of [`nsa_selected_attention_forward`](super::nsa_selected_attention_forward), from its outputs.
 ///
@@ -144,23 +144,10 @@ fn run<const W: usize>(inputs: Inputs<'_>, d_qkv: &mut [f32]) {
                 .into_par_iter()
                 .with_max_len(1)
                 .map(|(tiles, dq)| {
-                    pool.lend(|scratch| {
-                        arch().dispatch(Segment {
-                            inputs,
-                            row,
-                            kv_head,
-                            tiles,
-                            dq,
-                            scratch,
-                        })
-                    })
+                    pool.lend(|scratch| segment(inputs, row, kv_head, tiles, dq, scratch))
                 })
                 .collect();
-            arch().dispatch(WriteSums {
-                shape: shape.into(),
-                sums: &sums,
-                rows,
-            });
+            write_sums(shape.into(), &sums, rows);
         });
 }
 
@@ -189,53 +176,47 @@ fn segments(inputs: Inputs<'_>, row: usize) -> Vec<Vec<Tile>> {
     parts
 }
 
+on_arch! {
+    fn segment<'s, 'g; const W>(
+        inputs: Inputs<'s>, row: usize, kv_head: usize, tiles: Vec<Tile>, dq: &'s mut [&'g mut [f32]],
+        scratch: &'s mut Scratch<W>,
+    ) -> KeySums = segment_simd;
+}
+
 /// Consecutive tiles of one (row, KV head): writes their dq, returns their sums over keys.
-struct Segment<'s, 'g, const W: usize> {
-    inputs: Inputs<'s>,
+#[inline(always)]
+fn segment_simd<S: Simd, const W: usize>(
+    simd: S,
+    inputs: Inputs<'_>,
     row: usize,
     kv_head: usize,
     tiles: Vec<Tile>,
-    dq: &'s mut [&'g mut [f32]],
-    scratch: &'s mut Scratch<W>,
-}
-
-impl<const W: usize> WithSimd for Segment<'_, '_, W> {
-    type Output = KeySums;
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) -> KeySums {
-        let Self {
-            inputs,
-            row,
-            kv_head,
-            tiles,
-            dq,
-            scratch,
-        } = self;
-        let shape = inputs.shape;
-        let (d, m) = (shape.head_dim, shape.group_size());
-        let first = tiles.first().map_or(0, |tile| tile.document.start);
-        let end = tiles.last().map_or(first, |tile| tile.tokens.end);
-        let mut sums = KeySums {
-            first,
-            dk: vec![0.0; (end - first) * d],
-            dv: vec![0.0; (end - first) * d],
-            d_delta: Vec::new(),
-        };
-        let mut done = 0;
-        for tile in &tiles {
-            one_tile(simd, inputs, row, kv_head, tile, scratch, &mut sums);
-            let rows = tile.tokens.len() * m;
-            let from = scratch.dq.chunks_exact(d);
-            for (dq, from) in dq[done..done + rows].iter_mut().zip(from) {
-                for (dq, x) in dq.iter_mut().zip(from) {
-                    *dq = x * shape.softmax_scale;
-                }
+    dq: &mut [&mut [f32]],
+    scratch: &mut Scratch<W>,
+) -> KeySums {
+    let shape = inputs.shape;
+    let (d, m) = (shape.head_dim, shape.group_size());
+    let first = tiles.first().map_or(0, |tile| tile.document.start);
+    let end = tiles.last().map_or(first, |tile| tile.tokens.end);
+    let mut sums = KeySums {
+        first,
+        dk: vec![0.0; (end - first) * d],
+        dv: vec![0.0; (end - first) * d],
+        d_delta: Vec::new(),
+    };
+    let mut done = 0;
+    for tile in &tiles {
+        one_tile(simd, inputs, row, kv_head, tile, scratch, &mut sums);
+        let rows = tile.tokens.len() * m;
+        let from = scratch.dq.chunks_exact(d);
+        for (dq, from) in dq[done..done + rows].iter_mut().zip(from) {
+            for (dq, x) in dq.iter_mut().zip(from) {
+                *dq = x * shape.softmax_scale;
             }
-            done += rows;
         }
-        sums
+        done += rows;
     }
+    sums
 }
 
 /// Leaves dq (without the scale) in the scratch and adds to the sums over keys.
