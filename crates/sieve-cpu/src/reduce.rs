@@ -10,7 +10,7 @@ const BLOCK: usize = 1 << 15;
 
 /// `sum x_i^2` in f64, in a fixed order whatever the number of threads.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
-    let partial: Vec<f64> = x.par_chunks(BLOCK).map(|block| squares(block)).collect();
+    let partial: Vec<f64> = x.par_chunks(BLOCK).map(squares).collect();
     partial.iter().sum()
 }
 
