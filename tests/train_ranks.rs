@@ -275,12 +275,58 @@ fn a_rank_that_stands_still_in_a_step_is_named_though_it_lives() {
             ..Patience::default()
         };
         for outcome in two_ranks(&[], [Disturbance::default(), still], patience) {
-            let error = outcome.result.expect_err("rank 1 does not go on");
-            let error = error.to_string();
-            assert!(
-                error.contains("rank 1 (") && error.contains("stood still for 2 s"),
-                "{error}"
-            );
+            assert_stood_still(&outcome, 1);
         }
     }
+}
+
+fn assert_stood_still(outcome: &Outcome, rank: usize) {
+    let error = outcome.result.as_ref().expect_err("a rank does not go on");
+    let (error, name) = (error.to_string(), format!("rank {rank} ("));
+    assert!(
+        error.contains(&name) && error.contains("stood still for 2 s"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_rank_that_stands_still_in_a_validation_or_a_checkpoint_is_named() {
+    fn wait(waits: bool) {
+        std::thread::sleep(Duration::from_secs(if waits { 8 } else { 0 }));
+    }
+    // Held-out text does not answer, at the start and after step 4, or the disk that the checkpoint of step 4 goes to.
+    let faults = [
+        Disturbance {
+            validating: |step| wait(step == 0),
+            ..Disturbance::default()
+        },
+        Disturbance {
+            validating: |step| wait(step == 4),
+            ..Disturbance::default()
+        },
+        Disturbance {
+            writing: |step| wait(step == 4),
+            ..Disturbance::default()
+        },
+    ];
+    let patience = Patience {
+        long: Duration::from_secs(2),
+        ..Patience::default()
+    };
+    let overrides = &["training.steps=12", "validation.interval=4"];
+    std::thread::scope(|scope| {
+        for (place, still) in faults.into_iter().enumerate() {
+            for rank in [0, 1] {
+                let mut disturbances = [Disturbance::default(); 2];
+                disturbances[rank] = still;
+                scope.spawn(move || {
+                    for outcome in two_ranks(overrides, disturbances, patience) {
+                        assert_stood_still(&outcome, rank);
+                        let written = &outcome.checkpoints;
+                        assert!(written.is_empty(), "{place}: {written:?}");
+                    }
+                });
+            }
+        }
+    });
 }

@@ -318,6 +318,15 @@ impl Mesh {
         turn
     }
 
+    /// Whether all ranks are well, as far as this one knows.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub fn check(&self) -> Result<(), CommError> {
+        let failure = self.watch.failure(Duration::ZERO);
+        failure.map_or(Ok(()), |failure| Err(CommError::Lost(failure)))
+    }
+
     /// Tells the others why this rank cannot go on.
     pub fn fail(&self, text: &str) {
         self.watch.fail(text);

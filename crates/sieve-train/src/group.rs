@@ -135,6 +135,14 @@ impl<B: TrainBackend> Group<B> {
         self.mesh.tick();
     }
 
+    /// Whether all ranks are well, as far as this one knows.
+    ///
+    /// # Errors
+    /// A rank is lost.
+    pub(crate) fn check(&self) -> Result<(), TrainError> {
+        Ok(self.mesh.check()?)
+    }
+
     /// A micro-batch begins; in the last of a step gradients are added up over all ranks.
     pub(crate) fn begin(&mut self, is_last: bool) {
         self.is_last = is_last;

@@ -670,6 +670,7 @@ impl<B: TrainBackend> Trainer<B> {
         reporter: &mut Reporter<'_>,
     ) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
+        (self.disturbance.validating)(self.step);
         let model = self.model().valid();
         let size = [
             self.recipe.validation.steps,

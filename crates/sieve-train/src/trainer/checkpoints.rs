@@ -38,7 +38,9 @@ impl<B: TrainBackend> Trainer<B> {
             (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.step);
         let snapshot = (self.optimizer).snapshot(self.model(), &self.device, distance);
+        let (step, writing) = (self.step, self.disturbance.writing);
         let files = move || {
+            writing(step);
             let (model, optimizer, replica) = snapshot.read()?;
             let files = CheckpointFiles {
                 model,
@@ -120,8 +122,14 @@ impl<B: TrainBackend> Trainer<B> {
     /// Waits for this process's files.
     fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
         let group = self.group.as_ref();
-        self.writer
-            .finish(&|| group.into_iter().for_each(Group::tick))
+        let written = self
+            .writer
+            .finish(&|| group.into_iter().for_each(Group::tick));
+        // Where a rank is lost, rank 0 has removed the folder: that is no error of this rank.
+        written.or_else(|error| {
+            group.map_or(Ok(()), Group::check)?;
+            Err(error)
+        })
     }
 
     /// How much further the rank is whose pieces this one compares at a step: over some checkpoints all others.

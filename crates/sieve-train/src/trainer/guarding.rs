@@ -23,7 +23,7 @@ const PATIENCE_WITH_LOSS: usize = 10;
 /// How often a run goes back to one checkpoint before it gives up.
 const MAX_RETURNS: u32 = 2;
 
-/// What a test makes wrong in a step, by the number of the step's first row in its stage.
+/// What a test makes wrong; in a step, by the number of the step's first row in its stage.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug)]
 pub struct Disturbance {
@@ -35,6 +35,10 @@ pub struct Disturbance {
     pub leaves: fn(u64) -> f64,
     /// Changes what the step reads.
     pub batches: fn(u64, &mut [Batch]),
+    /// Called in each validation, by the steps that are done.
+    pub validating: fn(u64),
+    /// Called by the thread that writes a checkpoint, by its step.
+    pub writing: fn(u64),
 }
 
 impl Default for Disturbance {
@@ -44,6 +48,8 @@ impl Default for Disturbance {
             rate: |_| 1.0,
             leaves: |_| 1.0,
             batches: |_, _| {},
+            validating: |_| {},
+            writing: |_| {},
         }
     }
 }
