@@ -374,18 +374,31 @@ fn a_dense_model_gives_its_queries_keys_and_values() {
     let lengths = |name: &str| -> Vec<f64> {
         let (shape, values) = &written[name];
         let rows = values.chunks_exact(shape[2]);
-        rows.map(|row| row.iter().map(|x| x * x).sum::<f64>().sqrt()).collect()
+        rows.map(|row| row.iter().map(|x| x * x).sum::<f64>().sqrt())
+            .collect()
     };
     let root = (q[2] as f64).sqrt();
-    let spread = |name: &str| lengths(name).iter().map(|x| (x / root - 1.0).abs()).fold(0.0, f64::max);
-    assert!(spread("q") < 0.1 && spread("k") < 0.1, "{} {}", spread("q"), spread("k"));
+    let spread = |name: &str| {
+        lengths(name)
+            .iter()
+            .map(|x| (x / root - 1.0).abs())
+            .fold(0.0, f64::max)
+    };
+    assert!(
+        spread("q") < 0.1 && spread("k") < 0.1,
+        "{} {}",
+        spread("q"),
+        spread("k")
+    );
     assert!(spread("v") > 0.2, "{}", spread("v"));
 }
 
 #[test]
 fn attention_with_neither_scores_nor_dense_operands_is_refused() {
-    let tiny = TinyRun::new("kind = \"nsa\"\ncompress = \"mean\"\ncompress_block_size = 8\ncompress_stride = 4\n\
-        select_block_size = 8\nnum_selected_blocks = 3\nwindow_size = 16");
+    let tiny = TinyRun::new(
+        "kind = \"nsa\"\ncompress = \"mean\"\ncompress_block_size = 8\ncompress_stride = 4\n\
+        select_block_size = 8\nnum_selected_blocks = 3\nwindow_size = 16",
+    );
     tiny.trained("run", "--set training.steps=4");
     let capture = "kernels capture --checkpoint run --out z --device cpu";
     refused(&mut tiny.sieve(capture), &["DMA", "hint"]);
