@@ -169,7 +169,8 @@ impl<'a> Bench<'a> {
             "device": ceilings.device, "arch": ceilings.arch, "sieve": env!("CARGO_PKG_VERSION"),
             "portable_only": settings.portable, "repetitions": ceilings.repetitions,
             "clock_us": ceilings.clock_us, "copy_bytes_per_s": copy_bytes_per_s,
-            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [], "growth": [], "selectors": [],
+            "matmul_flops": matmul_flops, "matmul_by": matmul_by, "rows": [], "memory": [], "growth": [],
+            "selectors": [],
         });
         say(BenchEvent::Ceilings(ceilings));
         Ok(Self {

@@ -19,7 +19,7 @@ pub(crate) fn arch() -> Arch {
     tests::CHOSEN.get().unwrap_or_default()
 }
 
-/// `fn name(arguments) -> output = inner;`: a function that calls `inner(simd, arguments)` with the best instruction set.
+/// `fn name(arguments) -> output = inner;`: calls `inner(simd, arguments)` with the best instruction set.
 macro_rules! on_arch {
     ($(#[$about:meta])* $seen:vis fn $name:ident<$($life:lifetime),+ $(; const $width:ident)?>(
         $($argument:ident: $type:ty),+ $(,)?

@@ -217,8 +217,8 @@ fn capture_to<B: SieveBackend>(
              captured:{out}"
         ),
         Captured::Operands([tokens, heads, kv_heads]) => format!(
-            "captured q, k and v of {tokens} tokens, {heads} query and {kv_heads} KV heads of step {step} in {out}; use \
-             them with kernels bench --selectors --operands {out}"
+            "captured q, k and v of {tokens} tokens, {heads} query and {kv_heads} KV heads of step {step} in {out}; \
+             use them with kernels bench --selectors --operands {out}"
         ),
     });
     Ok(())

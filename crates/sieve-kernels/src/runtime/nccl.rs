@@ -282,7 +282,7 @@ impl NcclGroup {
         Ok(found)
     }
 
-    /// Gives each rank one of the slices of the outermost dimension of `tensor`, and returns those that all ranks give to
+    /// Gives each rank a slice of the outermost dimension of `tensor`, and returns those that all ranks give to
     /// this one, by rank.
     ///
     /// # Errors

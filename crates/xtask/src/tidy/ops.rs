@@ -32,6 +32,7 @@ const FLOORS: &[(&str, &[Floor])] = &[
     ("dma_last_kept", &[Cuda, Launch]),
     ("dma_border_keys", &[Cuda, Launch]),
     ("exchange", &[]),
+    ("all_to_all", &[]),
     ("nsa_mean_pool", &[Launch, Cpu]),
     ("nsa_compressed_attention", &[Launch, Cpu]),
     ("mla_attention", &[Cpu]),
