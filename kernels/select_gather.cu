@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int slot = before; left && slot < slots; left &= left - 1, ++slot) {
     const int token = (first_word + warp) * 32 + __ffs((int)left) - 1;
     const u64 to = (u64)head * slots + slot;
+#pragma unroll 1  // once for head_dim 128; four times as written spills on sm_80
     for (int chunk = lane; chunk < 2 * chunks; chunk += 32) {
       const bool is_key = chunk < chunks;
       const int at = is_key ? chunk : chunk - chunks;
