@@ -3,6 +3,7 @@
 use super::*;
 use crate::corpus::{CorpusConfig, FileOrder};
 use crate::test_files::{gzip, quick_dir, zstd};
+use std::cell::Cell;
 
 /// Small steps, so that a small corpus has many of them.
 const PACE: Pace = Pace {
@@ -78,6 +79,19 @@ impl Mixture {
         progress: &dyn Fn(Progress),
     ) -> Result<Prepared, DataError> {
         prepare_at_pace(&self.corpora(), &self.tokenizer, config, progress, PACE)
+    }
+
+    /// Prepares until the progress callback was called `stop` times for the work itself, and panics then; returns how
+    /// often it was called. Waiting is not counted: the folder's lock seems taken for a moment where another test just
+    /// starts a process, which holds this one's files until it runs its program.
+    fn prepare_counted(&self, config: &PrepareConfig, stop: u32) -> u32 {
+        let calls = Cell::new(0);
+        let count = |progress| {
+            calls.set(calls.get() + u32::from(progress != Progress::Waiting));
+            assert!(calls.get() < stop, "stop here");
+        };
+        self.prepare(config, &count).unwrap();
+        calls.get()
     }
 
     fn files(&self, out: &str) -> Vec<(String, Vec<u8>)> {
@@ -196,34 +210,21 @@ fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
     .enumerate()
     {
         let whole = format!("whole{number}");
-        let num_calls = RefCell::new(0);
-        mixture
-            .prepare(&mixture.config(&whole, validation), &|_| {
-                *num_calls.borrow_mut() += 1
-            })
-            .unwrap();
-        let num_calls = num_calls.into_inner();
+        let num_calls = mixture.prepare_counted(&mixture.config(&whole, validation), u32::MAX);
         assert!(num_calls > 15, "{num_calls}");
         let mut num_resumed = 0;
         for stop in (1..num_calls).step_by(3) {
             let out = format!("cut{number}-{stop}");
             let config = mixture.config(&out, validation);
-            let calls = RefCell::new(0);
             let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                mixture.prepare(&config, &|_| {
-                    *calls.borrow_mut() += 1;
-                    assert!(*calls.borrow() < stop, "stop here");
-                })
+                mixture.prepare_counted(&config, stop)
             }));
             assert!(stopped.is_err());
             num_resumed += u32::from(config.dir.join("prepare.state.json").exists());
             assert!(Prepared::open(&config.dir).is_err());
-            let calls = RefCell::new(0);
-            mixture
-                .prepare(&config, &|_| *calls.borrow_mut() += 1)
-                .unwrap();
+            let calls = mixture.prepare_counted(&config, u32::MAX);
             // At most the batches since the last time the work was made durable are done again.
-            assert!(calls.into_inner() + stop <= num_calls + 5, "stop {stop}");
+            assert!(calls + stop <= num_calls + 5, "stop {stop}");
             assert_eq!(mixture.files(&out), mixture.files(&whole), "stop {stop}");
         }
         assert!(num_resumed > 3, "{num_resumed}");
