@@ -1,5 +1,5 @@
 //! Several processes train what one would: the same rows, steps and weights.
-use crate::tiny_run::{STEPS, TinyRun, signal, succeed, text};
+use crate::tiny_run::{STEPS, TinyRun, signal, succeed, text, wait_until};
 use crate::train_guard::{Outcome, disturbed_rank};
 use sieve_comm::{Mesh, Patience, World};
 use sieve_train::Disturbance;
@@ -7,6 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// An untied model, with clipping out of reach: one process adds the two parts of a tied embedding's gradient, and the
@@ -155,11 +156,12 @@ fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
     assert!(tiny.path(&format!("run/checkpoint/step-{steps}")).is_dir());
 }
 
-/// Trains in two threads that are two ranks, with another disturbance each.
+/// Trains in two threads that are two ranks, with another disturbance and patience each. Sets `ended` when one ends.
 fn two_ranks(
-    overrides: &'static [&str],
+    overrides: &[&str],
     disturbances: [Disturbance; 2],
-    patience: Patience,
+    patience: [Patience; 2],
+    ended: &AtomicBool,
 ) -> [Outcome; 2] {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let port = listener.local_addr().expect("an address").port();
@@ -175,7 +177,7 @@ fn two_ranks(
             master_port: port,
             run_id: "guard".to_owned(),
         };
-        let mesh = Mesh::join(world, "1", patience, |_| {}).expect("two ranks");
+        let mesh = Mesh::join(world, "1", patience[rank], |_| {}).expect("two ranks");
         let mesh = Arc::new(mesh);
         let outcome = disturbed_rank(
             &tiny,
@@ -184,6 +186,7 @@ fn two_ranks(
             disturbances[rank],
             Some(mesh.clone()),
         );
+        ended.store(true, Ordering::Release);
         mesh.leave();
         outcome
     };
@@ -208,7 +211,8 @@ fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
     let [first, second] = two_ranks(
         overrides,
         [Disturbance::default(), wrong],
-        Patience::default(),
+        [Patience::default(); 2],
+        &AtomicBool::default(),
     );
     for outcome in [&first, &second] {
         let summary = outcome.result.as_ref().expect("it goes on");
@@ -242,7 +246,12 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     for disturbed in [0, 1] {
         let mut disturbances = [Disturbance::default(); 2];
         disturbances[disturbed] = wrong;
-        let outcomes = two_ranks(&["training.steps=12"], disturbances, Patience::default());
+        let outcomes = two_ranks(
+            &["training.steps=12"],
+            disturbances,
+            [Patience::default(); 2],
+            &AtomicBool::default(),
+        );
         for outcome in outcomes {
             let error = outcome
                 .result
@@ -254,79 +263,105 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     }
 }
 
-#[test]
-fn a_rank_that_stands_still_in_a_step_is_named_though_it_lives() {
-    // Rank 1's files do not answer in the third step, which begins with row 16, or in the first, which may last longer.
-    fn wait(waits: bool) {
-        std::thread::sleep(Duration::from_secs(if waits { 6 } else { 0 }));
-    }
-    let third = Disturbance {
-        batches: |row, _| wait(row == 16),
-        ..Disturbance::default()
-    };
-    let first = Disturbance {
-        batches: |row, _| wait(row == 0),
-        ..Disturbance::default()
-    };
-    for (still, silence, long) in [(third, 2, 600), (first, 30, 2)] {
-        let patience = Patience {
-            silence: Duration::from_secs(silence),
-            long: Duration::from_secs(long),
-            ..Patience::default()
-        };
-        for outcome in two_ranks(&[], [Disturbance::default(), still], patience) {
-            assert_stood_still(&outcome, 1);
-        }
+/// Set as soon as one rank of a case below has ended. The other stands still until then: no test waits for a time.
+static ENDED: [AtomicBool; 12] = [const { AtomicBool::new(false) }; 12];
+
+/// The limit of the rank that stands still: of a step, and of what may last.
+const LIMITS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(2)];
+
+/// Does not go on until the other rank has ended.
+fn stand_still<const CASE: usize>(stands: bool) {
+    if stands {
+        wait_until("the other rank ends", || {
+            ENDED[CASE].load(Ordering::Acquire)
+        });
     }
 }
 
-fn assert_stood_still(outcome: &Outcome, rank: usize) {
-    let error = outcome.result.as_ref().expect_err("a rank does not go on");
-    let (error, name) = (error.to_string(), format!("rank {rank} ("));
-    assert!(
-        error.contains(&name) && error.contains("stood still for 2 s"),
-        "{error}"
-    );
+/// Where the rank of a case stands still, by what does not answer, and whether in a usual step.
+fn standing<const CASE: usize>() -> (Disturbance, bool) {
+    let well = Disturbance::default();
+    let fault = match CASE / 2 {
+        // Files that are read, in the first step, and in the third, which begins with row 16.
+        0 => Disturbance {
+            batches: |row, _| stand_still::<CASE>(row == 0),
+            ..well
+        },
+        1 => Disturbance {
+            batches: |row, _| stand_still::<CASE>(row == 16),
+            ..well
+        },
+        // Held-out text, before the first step and after the fourth.
+        2 => Disturbance {
+            validating: |step| stand_still::<CASE>(step == 0),
+            ..well
+        },
+        3 => Disturbance {
+            validating: |step| stand_still::<CASE>(step == 4),
+            ..well
+        },
+        // The disk that the first checkpoint goes to: its files, and its name.
+        4 => Disturbance {
+            writing: |step| stand_still::<CASE>(step == 4),
+            ..well
+        },
+        _ => Disturbance {
+            naming: |step| stand_still::<CASE>(step == 4),
+            ..well
+        },
+    };
+    (fault, CASE / 2 == 1)
 }
 
-#[test]
-fn a_rank_that_stands_still_in_a_validation_or_a_checkpoint_is_named() {
-    fn wait(waits: bool) {
-        std::thread::sleep(Duration::from_secs(if waits { 8 } else { 0 }));
+/// Asserts that both ranks end with the name of the one that stands still, before there is a checkpoint.
+fn assert_named<const CASE: usize>() {
+    let still = CASE % 2;
+    let (fault, in_step) = standing::<CASE>();
+    let mut disturbances = [Disturbance::default(); 2];
+    disturbances[still] = fault;
+    // The limits of the other one are so wide that a busy machine does not make it the one that is named.
+    let mut patience = [Patience::default(); 2];
+    let [step, long] = LIMITS;
+    match in_step {
+        true => patience[still].silence = step,
+        false => patience[still].long = long,
     }
-    // Held-out text does not answer, at the start and after step 4, or the disk that the checkpoint of step 4 goes to.
-    let faults = [
-        Disturbance {
-            validating: |step| wait(step == 0),
-            ..Disturbance::default()
-        },
-        Disturbance {
-            validating: |step| wait(step == 4),
-            ..Disturbance::default()
-        },
-        Disturbance {
-            writing: |step| wait(step == 4),
-            ..Disturbance::default()
-        },
-    ];
-    let patience = Patience {
-        long: Duration::from_secs(2),
-        ..Patience::default()
-    };
     let overrides = &["training.steps=12", "validation.interval=4"];
+    for outcome in two_ranks(overrides, disturbances, patience, &ENDED[CASE]) {
+        let error = outcome
+            .result
+            .expect_err("a rank does not go on")
+            .to_string();
+        let seconds = LIMITS[usize::from(!in_step)].as_secs();
+        let words = format!("stood still for {seconds} s");
+        let name = format!("rank {still} (");
+        assert!(
+            error.contains(&name) && error.contains(&words),
+            "case {CASE}: {error}"
+        );
+        assert!(outcome.checkpoints.is_empty(), "case {CASE}");
+    }
+}
+
+#[test]
+fn a_rank_that_lives_and_stands_still_is_named_in_each_phase() {
+    let cases = [
+        assert_named::<0>,
+        assert_named::<1>,
+        assert_named::<2>,
+        assert_named::<3>,
+        assert_named::<4>,
+        assert_named::<5>,
+        assert_named::<6>,
+        assert_named::<7>,
+        assert_named::<8>,
+        assert_named::<9>,
+        assert_named::<10>,
+        assert_named::<11>,
+    ];
     std::thread::scope(|scope| {
-        for (place, still) in faults.into_iter().enumerate() {
-            for rank in [0, 1] {
-                let mut disturbances = [Disturbance::default(); 2];
-                disturbances[rank] = still;
-                scope.spawn(move || {
-                    for outcome in two_ranks(overrides, disturbances, patience) {
-                        assert_stood_still(&outcome, rank);
-                        let written = &outcome.checkpoints;
-                        assert!(written.is_empty(), "{place}: {written:?}");
-                    }
-                });
-            }
+        for case in cases {
+            scope.spawn(case);
         }
     });
 }

@@ -84,6 +84,7 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         };
         let step = state.step;
+        (self.disturbance.naming)(step);
         self.all_written = false;
         let writes = self.writes();
         let discard = || {

@@ -39,6 +39,8 @@ pub struct Disturbance {
     pub validating: fn(u64),
     /// Called by the thread that writes a checkpoint, by its step.
     pub writing: fn(u64),
+    /// Called before all ranks give a checkpoint its name, by its step.
+    pub naming: fn(u64),
 }
 
 impl Default for Disturbance {
@@ -50,6 +52,7 @@ impl Default for Disturbance {
             batches: |_, _| {},
             validating: |_| {},
             writing: |_| {},
+            naming: |_| {},
         }
     }
 }
