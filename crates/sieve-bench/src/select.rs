@@ -1,4 +1,6 @@
 //! Selections on the device against sieve-select's on the CPU, from the same bf16 operands.
+#[cfg(test)]
+mod golden;
 mod heavy;
 
 use crate::device::Device;
