@@ -13,7 +13,7 @@
 //            the order of every sum; dq comes from dma_attention_backward_query)
 // Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks =
 //            those of this launch; blocks past a list's end leave at once; threads and dynamic shared bytes
-//            as hopper_attention_backward
+//            as hopper_attention_backward, and 1 KiB of static shared memory
 // Numerics   as dma_attention_backward; never-active keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #ifndef HAS_BIAS
@@ -32,14 +32,16 @@
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
 
-// Up to 128 entries of a list.
+// Lists at a launch's end whose chunks are dealt out longest first. More would not stay in the L2 cache together.
+constexpr u32 LAST_LISTS = 8;
+
+// Up to 128 entries of a list, in shared memory; {0, 0} past their end.
 struct ListKeys {
   const int2* entries;
-  int count;
   int first_query, end_query;  // of the super-block
 
-  DEVICE int2 entry(int at) const { return at < count ? entries[at] : make_int2(0, 0); }
-  DEVICE int row(int at) const { return entries[at < count ? at : 0].x; }
+  DEVICE int2 entry(int at) const { return entries[at]; }
+  DEVICE int row(int at) const { return entries[entries[at].y > 0 ? at : 0].x; }
   DEVICE void find_tiles(BackwardBlock& block) const {
     const KeyRange range = key_range(*this, 0, BLOCK_KV);
     block.first_tile = max(first_query, range.lowest) / BLOCK_Q;
@@ -47,20 +49,31 @@ struct ListKeys {
   }
 };
 
-// The entries of block `block` of a launch; count 0 past the end of a list or of the row.
-DEVICE ListKeys list_keys(const DmaAttentionBackwardParams& params, const int2* list, const i32* list_len, u64 list_row,
-                          u32 block) {
-  const int seq_len = (int)params.seq_len, num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV),
-            num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
-  const int super_block = (int)params.first_super_block + (int)block / num_chunks,
-            first_entry = (int)block % num_chunks * BLOCK_KV;
-  ListKeys keys = {};
-  if (super_block >= num_super_blocks) return keys;
-  keys.count = min(list_len[list_row * num_super_blocks + super_block] - first_entry, BLOCK_KV);
-  keys.entries = list + (list_row * num_super_blocks + super_block) * params.list_capacity + first_entry;
-  keys.first_query = super_block * SUPER_BLOCK;
-  keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
-  return keys;
+// The place of a block in a launch.
+struct ListPlace {
+  int super_block, chunk, kv_head, batch;
+};
+
+// Blocks start in the order of their linear number, list after list. In the launch's last LAST_LISTS lists all first
+// chunks precede all second ones, longest first: the middle of a list is seen by most queries, where keys enter and
+// leave one by one. Else the middle of the last list would end long after everything else.
+DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block) {
+  const u32 num_chunks = (u32)ceil_div((int)params.list_capacity, BLOCK_KV), super_blocks = gridDim.x / num_chunks,
+            lists = super_blocks * gridDim.y * gridDim.z, num_last = min(lists, LAST_LISTS);
+  const u32 linear = block + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z),
+            first_last = (lists - num_last) * num_chunks;
+  u32 at = linear / num_chunks, chunk = linear % num_chunks;
+  if (linear >= first_last) {
+    const u32 rank = (linear - first_last) / num_last;
+    at = lists - num_last + (linear - first_last) % num_last;
+    chunk = num_chunks / 2 + (rank % 2 ? 0 - (rank + 1) / 2 : rank / 2);
+  }
+  ListPlace place;
+  place.super_block = (int)(params.first_super_block + at % super_blocks);
+  place.chunk = (int)chunk;
+  place.kv_head = (int)(at / super_blocks % gridDim.y);
+  place.batch = (int)(at / super_blocks / gridDim.y);
+  return place;
 }
 
 // The first of a consumer thread's two entries, the other is 8 further.
@@ -112,13 +125,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads,
-            head = kv_head * group_size;
+  const ListPlace place = list_place(params, blockIdx.x);
+  const int batch = place.batch, kv_head = place.kv_head, group_size = num_heads / num_kv_heads,
+            head = kv_head * group_size, num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+  if (place.super_block >= num_super_blocks) return;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
-  const ListKeys keys = list_keys(params, list, list_len, list_row, blockIdx.x);
-  if (keys.count <= 0) return;
+  const u64 list_index = list_row * num_super_blocks + place.super_block;
+  // Entries and their number are asked for at once; places past a list's end hold anything.
+  const int first_entry = place.chunk * BLOCK_KV, at = first_entry + (int)threadIdx.x;
+  int2 entry = make_int2(0, 0);
+  if (threadIdx.x < BLOCK_KV && at < (int)params.list_capacity) entry = list[list_index * params.list_capacity + at];
+  const int length = list_len[list_index];
   const u32 shared = start_block(shared_memory);
-  __syncthreads();  // the barriers are set up
+  if (length <= first_entry) return;
+  if (at >= length) entry = make_int2(0, 0);
+  __shared__ int2 entries[BLOCK_KV];
+  if (threadIdx.x < BLOCK_KV) entries[threadIdx.x] = entry;
+  __syncthreads();  // the barriers are set up, the entries are there
+  ListKeys keys;
+  keys.entries = entries;
+  keys.first_query = place.super_block * SUPER_BLOCK;
+  keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
 
   BackwardBlock block;
 #if TENSOR_MAPS
@@ -155,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     registers_shrink<PRODUCER_REGISTERS>();
     float bias = 0.0f;
 #if HAS_BIAS
-    const int2 entry = keys.entry((int)threadIdx.x);
     if (entry.y > 0) bias = in_scores(delta[list_row * seq_len + entry.x], block.bias_unit);
 #endif
     produce(block, keys, bias, shared);
@@ -164,19 +190,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
     KeyGradients sums;
     consume(block, keys, shared, warpgroup - 1, sums);
 
-    // Accumulate. The entries' place is worked out anew: kept, it would not fit into registers.
-    const ListKeys done = list_keys(params, list, list_len, list_row, opaque(blockIdx.x));
+    // Accumulate. Places are worked out anew: kept, they would not fit into registers.
+    const ListPlace done = list_place(params, opaque(blockIdx.x));
+    const u64 done_row = (u64)done.batch * num_kv_heads + done.kv_head;
     const int first_row = row_of_thread(opaque(threadIdx.x), warpgroup - 1);
-    int2 entries[2];
+    int2 own[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) entries[r] = done.entry(first_row + 8 * r);
-    add_rows(dk_sum + list_row * seq_len * HEAD_DIM, sums.dk, entries);
-    add_rows(dv_sum + list_row * seq_len * HEAD_DIM, sums.dv, entries);
+    for (int r = 0; r < 2; ++r) own[r] = entries[first_row + 8 * r];
+    add_rows(dk_sum + done_row * seq_len * HEAD_DIM, sums.dk, own);
+    add_rows(dv_sum + done_row * seq_len * HEAD_DIM, sums.dv, own);
 #if HAS_BIAS
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (threadIdx.x % 4 != 0 || entries[r].y <= 0) continue;
-      float* to = ddelta + list_row * seq_len + entries[r].x;
+      if (threadIdx.x % 4 != 0 || own[r].y <= 0) continue;
+      float* to = ddelta + done_row * seq_len + own[r].x;
 #if DETERMINISTIC
       *to += sums.ddelta[r];
 #else

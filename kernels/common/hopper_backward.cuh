@@ -12,7 +12,7 @@
 // makes half the columns, over all 128 keys. D of a query, and its lse or, with a bias, its base enter as steps of the
 // products (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are
 // made, and warpgroups wait for each other:
-// dP | exp S | dV | dS | dK | barrier | dQ and S of the next step | add dQ.
+// dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step | stage dQ.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -362,29 +362,37 @@ DEVICE void store_shared_float4(u32 shared, float a, float b, float c, float d) 
 }
 
 #if COMPUTE_DQ
-// Adds the warp's 16 rows x 2 N columns of dQ to the f32 sums, where they lie side by side as 16 x 8 fragments of 512
-// bytes.
-template <int N>
-DEVICE void add_dq(const float (&dq)[N], float* to, [[maybe_unused]] u32 staging) {
-  const int lane = (int)threadIdx.x % 32;
+// The warp's 16 rows x 2 N columns of dQ on their way to the f32 sums, where they lie side by side as 16 x 8 fragments
+// of 512 bytes. DQ_BULK: through shared memory, in two steps. A fence right behind the stores waits for them, about a
+// tenth of a step; later it waits for nothing.
 #if DQ_BULK
+template <int N>
+DEVICE void stage_dq(const float (&dq)[N], u32 staging) {
+  const int lane = (int)threadIdx.x % 32;
   if (lane == 0) bulk_wait_read();  // the last step's add has read the staging memory
   __syncwarp();
 #pragma unroll
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+}
+template <int N>
+DEVICE void send_dq(float* to, u32 staging) {
   fence_async_proxy();  // the copy engine reads what every lane stored
   __syncwarp();
-  if (lane == 0) {
+  if (threadIdx.x % 32 == 0) {
     bulk_add_f32(to, staging, N * 128);
     bulk_commit();
   }
+}
 #else
+template <int N>
+DEVICE void add_dq(const float (&dq)[N], float* to) {
+  const int lane = (int)threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < N / 4; ++n)
     reduce_add_f32x4(to + n * 128 + lane * 4, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-#endif
 }
+#endif
 #endif
 
 // Sums of the warpgroup's 64 keys; a thread's rows are keys g and g + 8 of its warp's 16.
@@ -448,6 +456,17 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   float* dq_to =
       block.dq_sum +
       ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+  // The same rows of the next tile, or of the next head's first.
+  auto next_tile = [&block](float* to, bool next_head) {
+    const i64 rows = next_head ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
+    return to + rows * HEAD_DIM;
+  };
+#if DQ_BULK
+  auto send_last_dq = [&] {
+    send_dq<DQ_COLUMNS / 2>(dq_to, staging);
+    dq_to = next_tile(dq_to, first_query == block.first_tile * BLOCK_Q);
+  };
+#endif
 #endif
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
@@ -487,6 +506,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     pack_rows(weights, scores);
     wgmma_fence();
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
+#if COMPUTE_DQ && DQ_BULK
+    if (step > 0) send_last_dq();
+#endif
 
     wgmma_wait<1>();  // dP, and dK of the last step
     // dS^T = P^T (dP^T - D), from the rounded P: its f32 would cost 32 registers here.
@@ -549,25 +571,25 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     wgmma_wait<1>();  // all but the next step's scores
     release(barrier_at(shared, EMPTY_Q + q_place.slot));
 #endif
-#if COMPUTE_DQ
-    add_dq(dq, dq_to, staging);
-    dq_to += BLOCK_Q * HEAD_DIM;
+#if COMPUTE_DQ && DQ_BULK
+    stage_dq(dq, staging);
+#elif COMPUTE_DQ
+    add_dq(dq, dq_to);
 #endif
     wgmma_wait<0>();
     q_place = next_q;
     do_place.advance();
     first_query += BLOCK_Q;
-    if (first_query == (block.first_tile + block.num_tiles) * BLOCK_Q) {
-      // The next head's first tile.
-      first_query = block.first_tile * BLOCK_Q;
-#if COMPUTE_DQ
-      dq_to += (i64)(block.dq_len - block.num_tiles * BLOCK_Q) * HEAD_DIM;
+    const bool next_head = first_query == (block.first_tile + block.num_tiles) * BLOCK_Q;
+    if (next_head) first_query = block.first_tile * BLOCK_Q;
+#if COMPUTE_DQ && !DQ_BULK
+    dq_to = next_tile(dq_to, next_head);
 #endif
-    }
   }
   wgmma_wait<0>();
 #if COMPUTE_DQ && DQ_BULK
-  if (lane == 0) bulk_wait();  // shared memory must last until the adds have read it
+  send_last_dq();
+  if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif
 #if HAS_BIAS
 #pragma unroll

@@ -120,11 +120,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     multiply_keys(dq_block, ds, k_block);
     multiply_keys(dq_half, ds, k_half);
     wgmma_wait<1>();
-    add_dq(dq_block, dq_to + warpgroup * 16 * 128, staging);
+    stage_dq(dq_block, staging);
+    send_dq<32>(dq_to + warpgroup * 16 * 128, staging);
     wgmma_fence();
     multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
     wgmma_wait<1>();
-    add_dq(dq_half, dq_to + (8 + warpgroup * 4) * 128, staging);
+    stage_dq(dq_half, staging);
+    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, staging);
     dq_to += BLOCK_Q * HEAD_DIM;
 #else
     wgmma_wait<0>();  // dK
@@ -143,7 +145,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   }
   wgmma_wait<0>();
 #if COMPUTE_DQ && DQ_BULK
-  if (lane == 0) bulk_wait();  // shared memory must last until the adds have read it
+  if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif
 }
 #endif

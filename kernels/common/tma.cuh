@@ -28,8 +28,6 @@ DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
                "r"(bytes)
                : "memory");
 }
-// Closes this thread's group of bulk adds; waits until shared memory of all of them may be written again; waits until
-// they are done.
+// Closes this thread's group of bulk adds; waits until shared memory of all of them may be written again.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
