@@ -11,13 +11,13 @@
 //            content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the
 //            first launch, zero again after each
 // Buffers    q, k_new, v_new, k_cache, v_cache, length, o, partials, counters; APPEND=0: without k_new and v_new
-// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
-// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is
-//            above 128);
-//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576),
-//            WARPS = NUM_THREADS / 32;
-//            one block per multiprocessor in all is fastest (whole waves matter): num_splits =
-//            clamp(multiprocessors / (batch * grid.y), 1, min(ceil(keys / 64), 4096)); two blocks cost 2 %
+// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
+//            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
+// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
+//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
+//              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
+//            num_splits: eight warps a multiprocessor (whole waves matter), a tile of 16 keys a warp at least, at most
+//            4096
 // Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two
 //            runs are bit-equal
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =
@@ -38,7 +38,9 @@
 #define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
 #endif
 
-constexpr int NUM_WARPS = HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4;
+#ifndef NUM_WARPS
+#define NUM_WARPS (HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4)
+#endif
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
 
@@ -47,7 +49,7 @@ struct AttentionDecodeParams {
   u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
 };
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     attention_decode(const bf16* __restrict__ q,
 #if APPEND
                      const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
@@ -56,8 +58,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
                      float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   __shared__ u32 last_flag;
-  const int warp = threadIdx.x >> 5;
-  [[maybe_unused]] const int lane = threadIdx.x & 31;  // only the appending form stores by lanes
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int group_size = (int)(params.num_heads / params.num_kv_heads),
             row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
   const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
@@ -96,16 +97,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
   __syncthreads();  // the queries are in shared memory
 
   // Attend, tile by tile.
-  const u32 shared_q = shared_address(shared_bytes);
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();
+  decode.take_q(shared_address(shared_bytes), num_rows);
   for (int tile = 0; tile < num_tiles; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
     __syncwarp();  // the copies of all lanes have landed
     const int num_valid = end - (warp_begin + tile * Decode::SPLIT_KEYS);
-    decode.attend(shared_q, stages + tile % NUM_STAGES * Decode::STAGE_BYTES,
-           [&](int key, float s) { return key < num_valid ? s * scale : -INFINITY_F32; });
+    decode.attend(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, scale,
+                  lane % DECODE_KEYS < num_valid ? 0.f : -INFINITY_F32);
     __syncwarp();  // all lanes have read the stage before it is filled again
     load(tile + NUM_STAGES);
   }
@@ -120,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
     copy_async_commit();
     copy_async_wait<0>();
     __syncwarp();  // the row and the zeros below it have landed
-    decode.attend(shared_q, stages, [&](int key, float s) { return key == 0 ? s * scale : -INFINITY_F32; });
+    decode.attend(stages, scale, lane % DECODE_KEYS == 0 ? 0.f : -INFINITY_F32);
     if (first_row == 0 && num_cached < capacity) {
       for (int chunk = lane; chunk < HEAD_DIM / 8; chunk += 32)
         ((uint4*)(row_k + (i64)num_cached * HEAD_DIM))[chunk] = ((const uint4*)token_k)[chunk];

@@ -15,14 +15,14 @@
 //            (any content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before
 //            the first launch, zero again after each
 // Buffers    q, k_new, v_new, z_new, k_cache, v_cache, slot_z, slot_position, length, o, partials, counters
-// Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NO_BIAS (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2)
-// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); NUM_THREADS = 128 (64 where a head_dim is
-//            above 128);
-//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16) + WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576),
-//            WARPS = NUM_THREADS / 32;
-//            num_splits = clamp(2 * multiprocessors / (batch * grid.y), 1, min(ceil(w / 64), 4096)). One launch: every
-//            block finds the smallest slot by itself while its first tiles arrive, split 0 attends the new key as a
-//            tile of its own, the last block of a head stores it
+// Defines    HEAD_DIM, HEAD_DIM_V (128), BIAS_LINEAR (0), NO_BIAS (0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
+//            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
+// Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
+//            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
+//              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
+//            num_splits: eight warps a multiprocessor, a tile of 16 slots a warp at least, at most 4096.
+//            One launch: every block finds the smallest slot by itself while its first tiles arrive, split 0 attends
+//            the new key as a tile of its own, the last block of a head stores it
 // Numerics   order by integers, exact. The largest bias is taken from all (the softmax is the same). Logits, softmax
 //            and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is
@@ -46,11 +46,13 @@
 #define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
 #endif
 
-constexpr int NUM_WARPS = HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4;
+#ifndef NUM_WARPS
+#define NUM_WARPS (HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4)
+#endif
 constexpr int NUM_THREADS = NUM_WARPS * 32;
 constexpr float MAX_EXPONENT = 60.f;  // exp overflows at 88.7, and one such key would own the softmax
 constexpr i32 NO_SLOT = -1;
-constexpr int EARLY = 4;  // vectors of scores a thread asks for at once: 2048 slots in all
+constexpr int EARLY = NUM_WARPS > 4 ? 2 : 4;  // vectors of scores a thread asks for at once: 2048 slots in all
 constexpr int K_CHUNKS = HEAD_DIM / 8, V_CHUNKS = HEAD_DIM_V / 8;
 static_assert(K_CHUNKS + V_CHUNKS <= NUM_THREADS, "a thread keeps one chunk of the new key or value");
 typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
@@ -63,7 +65,7 @@ struct DmaDecodeParams {
 
 DEVICE float bias_of_score(float z) { return NO_BIAS ? 0.f : BIAS_LINEAR ? z : expf(fminf(z, MAX_EXPONENT)); }
 
-extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
+extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
     dma_decode(const bf16* __restrict__ q, const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
                const float* __restrict__ z_new, bf16* k_cache, bf16* v_cache, float* slot_z, i32* slot_position,
                const i32* __restrict__ length, bf16* __restrict__ o, float* partials, u32* counters,
@@ -123,15 +125,16 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
   const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
   auto load = [&](int tile) {
     const i64 slot = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
-    const u32 stage = stages + tile % NUM_STAGES * Decode::STAGE_BYTES;
-    if (tile < num_tiles)
-      Decode::load_tile(stage, head_k + slot * HEAD_DIM, head_v + slot * HEAD_DIM_V, head_z + slot,
-                        (int)min((i64)DECODE_KEYS, end - slot));
-    else if (has_token && tile == num_tiles) Decode::load_tile(stage, token_k, token_v, z_new + head, 1);
+    const bool is_token = tile == num_tiles;
+    if (tile < num_tiles + has_token)
+      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, is_token ? token_k : head_k + slot * HEAD_DIM,
+                        is_token ? token_v : head_v + slot * HEAD_DIM_V, is_token ? z_new + head : head_z + slot,
+                        is_token ? 1 : (int)min((i64)DECODE_KEYS, end - slot));
     copy_async_commit();
   };
   // As if all slots were in use, before the length is known.
   divide();
+#pragma unroll 1
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
   Decode::load_q(
       shared_bytes,
@@ -142,6 +145,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
     __syncwarp();  // no copy into the stages is under way
     num_slots = position;
     divide();
+#pragma unroll 1
     for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);
   }
 
@@ -205,10 +209,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
   auto bias_of = [base](float z) { return (bias_of_score(z) - base) * LOG2_E; };
 
   // Attend, tile by tile; the key that leaves is masked.
-  const u32 shared_q = shared_address(shared_bytes);
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
   Decode decode;
   decode.init();
+  decode.take_q(shared_address(shared_bytes), num_rows);
   for (int tile = 0; tile < num_tiles + has_token; tile++) {
     copy_async_wait<NUM_STAGES - 1>();
     __syncwarp();  // the copies of all lanes have landed
@@ -217,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 3)
     const int num_valid = is_token ? taken != NO_SLOT : end - tile_begin, left = is_token ? -1 : taken - tile_begin;
     const int stage_offset = Decode::Q_BYTES + (warp * NUM_STAGES + tile % NUM_STAGES) * Decode::STAGE_BYTES;
     const float* tile_z = (const float*)(shared_bytes + stage_offset + Decode::K_BYTES + Decode::V_BYTES);
-    decode.attend(shared_q, shared_q + stage_offset, [&](int key, float s) {
-      return key < num_valid && key != left ? s * scale + bias_of(tile_z[key]) : -INFINITY_F32;
-    });
+    const int key = lane % DECODE_KEYS;
+    decode.attend(shared_address(shared_bytes) + stage_offset, scale,
+                  key < num_valid && key != left ? bias_of(tile_z[key]) : -INFINITY_F32);
     __syncwarp();  // all lanes have read the stage before it is filled again
     load(tile + NUM_STAGES);
   }

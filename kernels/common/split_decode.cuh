@@ -27,6 +27,12 @@ struct SplitDecode {
   static_assert(WARPS * DECODE_ROWS * (V_DIM + 2) * 4 <= WARPS * STAGES * STAGE_BYTES,
          "the partial results of the warps reuse the stages");
 
+  // Fragments of the queries stay in registers where they fit beside the output.
+  static constexpr bool KEEP_Q = K_DIM <= 128;
+  static constexpr int Q_STEPS = KEEP_Q ? K_DIM / 16 : 1;
+
+  u32 q[Q_STEPS][4], q_lane;
+  bool upper_rows;         // whether some query lies in rows 8 to 15
   float o[NUM_O][4];       // accumulators: rows g and g + 8 of the lane 4 g + t
   float row_max[2], row_sum[2];  // of the scaled logits in base 2; row_sum over this lane's columns only
 
@@ -53,37 +59,57 @@ struct SplitDecode {
   // Starts the copies of up to 16 keys; rows from `num_valid` on arrive as zeros and are not read. `z` may be left out
   // (0).
   static DEVICE void load_tile(u32 stage, const bf16* k, const bf16* v, const float* z, int num_valid) {
+    copy_rows<K_DIM, K_PITCH>(stage, k, num_valid);
+    copy_rows<V_DIM, V_PITCH>(stage + K_BYTES, v, num_valid);
     const int lane = threadIdx.x & 31;
-    constexpr int K_CHUNKS = K_DIM / 8, V_CHUNKS = V_DIM / 8;
-#pragma unroll
-    for (int i = 0; i < K_CHUNKS / 2; i++) {
-      const int index = i * 32 + lane, row = index / K_CHUNKS, chunk = index % K_CHUNKS;
-      const bool valid = row < num_valid;
-      copy_async_16(stage + row * K_PITCH + chunk * 16, k + (valid ? row * K_DIM + chunk * 8 : 0), valid ? 16 : 0);
-    }
-#pragma unroll
-    for (int i = 0; i < V_CHUNKS / 2; i++) {
-      const int index = i * 32 + lane, row = index / V_CHUNKS, chunk = index % V_CHUNKS;
-      const bool valid = row < num_valid;
-      copy_async_16(stage + K_BYTES + row * V_PITCH + chunk * 16, v + (valid ? row * V_DIM + chunk * 8 : 0),
-                    valid ? 16 : 0);
-    }
     if (z != 0 && lane < DECODE_KEYS)
       copy_async_4(stage + K_BYTES + V_BYTES + lane * 4, z + (lane < num_valid ? lane : 0), lane < num_valid ? 4 : 0);
   }
 
-  // One tile: `logit(key, s)` turns the raw product of key 0..15 of the tile into the logit in base 2 (-inf: masked).
-  template <class Logit>
-  DEVICE void attend(u32 shared_q, u32 stage, Logit logit) {
+  // Sixteen rows that lie side by side. What lies past the valid ones is named and not read.
+  template <int WIDTH, int PITCH>
+  static DEVICE void copy_rows(u32 to, const bf16* from, int num_valid) {
+    constexpr int CHUNKS = WIDTH / 8, STEP = 32 / CHUNKS;  // whole rows that the warp copies at once, if any
+    const int lane = threadIdx.x & 31;
+    from += lane * 8;
+    if constexpr (STEP * CHUNKS == 32) {
+      to += lane / CHUNKS * PITCH + lane % CHUNKS * 16;
+      num_valid -= lane / CHUNKS;
+    }
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 2; i++) {
+      if constexpr (STEP * CHUNKS == 32) {
+        copy_async_16(to + i * STEP * PITCH, from + i * 256, i * STEP < num_valid ? 16 : 0);
+      } else {
+        const int index = i * 32 + lane, row = index / CHUNKS;
+        copy_async_16(to + row * (PITCH - WIDTH * 2) + index * 16, from + i * 256, row < num_valid ? 16 : 0);
+      }
+    }
+  }
+
+  // Takes the queries from shared memory, where they stay.
+  DEVICE void take_q(u32 shared_q, int num_rows) {
+    const int lane = threadIdx.x & 31;
+    q_lane = shared_q + (lane & 15) * K_PITCH + (lane >> 4) * 16;
+    upper_rows = num_rows > 8;
+    if constexpr (KEEP_Q) {
+#pragma unroll
+      for (int step = 0; step < Q_STEPS; step++) load_matrix_x4(q[step], q_lane + step * 32);
+    }
+  }
+
+  // One tile. A logit in base 2 is the product times `scale` plus the key's `addend`, which lane j and lane j + 16 know
+  // of key j (-inf: masked).
+  DEVICE void attend(u32 stage, float scale, float addend) {
     const int lane = threadIdx.x & 31;
     float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
-    const u32 q_lane = shared_q + (lane & 15) * K_PITCH + (lane >> 4) * 16;
     const u32 k_lane = stage + ((lane & 7) + (lane >> 4) * 8) * K_PITCH + ((lane >> 3) & 1) * 16;
 #pragma unroll
     for (int step = 0; step < K_DIM / 16; step++) {
-      u32 a[4], b[4];
-      load_matrix_x4(a, q_lane + step * 32);
+      u32 b[4];
       load_matrix_x4(b, k_lane + step * 32);
+      if constexpr (!KEEP_Q) load_matrix_x4(q[0], q_lane + step * 32);
+      const u32 (&a)[4] = q[KEEP_Q ? step : 0];
       mma_bf16(s[0], a, b[0], b[1]);
       mma_bf16(s[1], a, b[2], b[3]);
     }
@@ -91,18 +117,26 @@ struct SplitDecode {
 #pragma unroll
     for (int n = 0; n < 2; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] = logit(n * 8 + column + (i & 1), s[n][i]);
+      for (int x = 0; x < 2; x++) {
+        const float of_key = __shfl_sync(0xffffffffu, addend, n * 8 + column + x);
+        s[n][x] = s[n][x] * scale + of_key;
+        s[n][2 + x] = s[n][2 + x] * scale + of_key;
+      }
     // Online softmax of rows g (h = 0) and g + 8 (h = 1); a row's 16 columns lie in four lanes.
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      if (h == 1 && !upper_rows) {
+        s[0][2] = s[0][3] = s[1][2] = s[1][3] = 0.f;
+        break;
+      }
       float top = fmaxf(fmaxf(s[0][2 * h], s[0][2 * h + 1]), fmaxf(s[1][2 * h], s[1][2 * h + 1]));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
       top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
       const float new_max = fmaxf(row_max[h], top);
       const float base = new_max == -INFINITY_F32 ? 0.f : new_max;  // nothing seen yet: every exponential is 0
-      const float scale = exp2_fast(row_max[h] - base);
+      const float rescale = exp2_fast(row_max[h] - base);
       row_max[h] = new_max;
-      row_sum[h] *= scale;
+      row_sum[h] *= rescale;
 #pragma unroll
       for (int n = 0; n < 2; n++)
 #pragma unroll
@@ -111,10 +145,12 @@ struct SplitDecode {
           s[n][2 * h + i] = p;
           row_sum[h] += p;
         }
+      if (__any_sync(0xffffffffu, rescale != 1.f)) {  // seldom, after the first tiles
 #pragma unroll
-      for (int n = 0; n < NUM_O; n++) {
-        o[n][2 * h] *= scale;
-        o[n][2 * h + 1] *= scale;
+        for (int n = 0; n < NUM_O; n++) {
+          o[n][2 * h] *= rescale;
+          o[n][2 * h + 1] *= rescale;
+        }
       }
     }
     const u32 p[4] = {pack_bf16(s[0][0], s[0][1]), pack_bf16(s[0][2], s[0][3]), pack_bf16(s[1][0], s[1][1]),
@@ -136,6 +172,7 @@ struct SplitDecode {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, column = (lane & 3) * 2;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      if (h == 1 && !upper_rows) break;
       float sum = row_sum[h];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);

@@ -59,6 +59,11 @@ impl Emulator {
     /// # Errors
     /// A folder that cannot be made.
     pub(crate) fn new(programs: &Path) -> io::Result<Self> {
+        Self::with_shared_bytes(programs, Hardware::AMPERE.max_shared_bytes)
+    }
+
+    /// The same with so much shared memory a block.
+    fn with_shared_bytes(programs: &Path, max_shared_bytes: usize) -> io::Result<Self> {
         static MADE: AtomicUsize = AtomicUsize::new(0);
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let memory = programs.join(format!("memory-{}-{number}", std::process::id()));
@@ -66,6 +71,7 @@ impl Emulator {
         Ok(Self {
             recorder: Recorder::new(Hardware {
                 compute_capability: (8, 9),
+                max_shared_bytes,
                 ..Hardware::AMPERE
             }),
             programs: programs.to_owned(),
@@ -523,11 +529,21 @@ pub(crate) mod tests {
         least_rows: usize,
         check: impl FnOnce(&Emulator, &mut Report) -> Result<()>,
     ) {
+        emulated_with(Hardware::AMPERE.max_shared_bytes, least_rows, check);
+    }
+
+    /// The same where a block may have so many bytes of shared memory.
+    pub(crate) fn emulated_with(
+        max_shared_bytes: usize,
+        least_rows: usize,
+        check: impl FnOnce(&Emulator, &mut Report) -> Result<()>,
+    ) {
         if Command::new("g++").arg("--version").output().is_err() {
             return eprintln!("no g++: the emulator cannot run");
         }
         let programs = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/emulator");
-        let emulator = Emulator::new(&programs).expect("a folder for programs");
+        let emulator = Emulator::with_shared_bytes(&programs, max_shared_bytes);
+        let emulator = emulator.expect("a folder for programs");
         let mut report = Report::default();
         check(&emulator, &mut report).expect("cases");
         assert_eq!(report.failed(), 0, "{report}");

@@ -494,8 +494,11 @@ fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel>
     widths.flat_map(of).collect()
 }
 
-/// Every portable specialisation for heads of these widths.
-pub(crate) fn select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
+/// Every portable specialisation for heads of these widths, on a device with `max_shared_bytes` of shared memory a block.
+pub(crate) fn select_blocks_kernels(
+    head_dims: &[usize],
+    max_shared_bytes: usize,
+) -> Vec<SourceKernel> {
     let mut kernels = vec![
         select_pool_kernel(),
         select_scores_kernel(),
@@ -513,7 +516,7 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
     kernels.extend(order::order_kernels());
     kernels.extend(probes::probe_kernels());
     kernels.push(step::select_pages_kernel());
-    kernels.extend(heavy::heavy_kernels(head_dims));
+    kernels.extend(heavy::heavy_kernels(head_dims, max_shared_bytes));
     kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
     kernels
 }

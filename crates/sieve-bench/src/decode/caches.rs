@@ -31,9 +31,14 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     } else {
         &[1, 2, 3, 8, 16, 17]
     };
+    // Blocks of eight warps, of two, and of four where a block may have 99 KiB.
+    let emulated_widths = [32, 256, 64];
     // Two of the rarest kind at least: with a single slot, any weights would do.
-    for at in 0..extent.few().max(8) {
-        let (head_dim, head_dim_v) = random.one_of(extent.widths);
+    for at in 0..extent.few().max(12) {
+        let (head_dim, head_dim_v) = match extent.is_emulated {
+            true => [emulated_widths[at / 4 % 3]; 2].into(),
+            false => random.one_of(extent.widths),
+        };
         let (kv_heads, group) = (random.between(1, 4), random.one_of(groups));
         let shape = attention_shape(
             random.between(1, 4),

@@ -1,5 +1,5 @@
 //! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
-use crate::attention::decode_scratch::{DecodeScratch, decode_kernel};
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
 use crate::attention::forward::require_scale;
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
@@ -172,20 +172,18 @@ fn launch(
         v_offset: v[0],
         v_batch_stride: v[2],
     });
-    let kernel = attention_decode_kernel(shape.head_dim, shape.head_dim_v, append);
+    let kernel = attention_decode_kernel(scratch.tiling, append);
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 
-/// The specialisation for head widths; `append` is 1 when the token joins the cache.
-pub(crate) fn attention_decode_kernel(
-    head_dim: usize,
-    head_dim_v: usize,
-    append: usize,
-) -> SourceKernel {
-    decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v).define("APPEND", append)
+/// The specialisation for a tiling; `append` is 1 when the token joins the cache.
+pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize) -> SourceKernel {
+    tiling
+        .kernel(SourceKernel::new(NAME))
+        .define("APPEND", append)
 }
 
 /// The sizes of a call with one token a row.

@@ -1,6 +1,6 @@
 //! Launch of `kernels/dma_decode.cu`: one new token a row against a cache of the keys DMA keeps.
 use crate::attention::decode::{KvCache, one_token};
-use crate::attention::decode_scratch::{DecodeScratch, decode_kernel};
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
 use crate::attention::forward::require_scale;
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::dma::scores::ScoreBias;
@@ -120,19 +120,15 @@ pub(crate) fn slots_decode(
         v_batch_stride: v[2],
         local_window_size: slots.local_window_size,
     });
-    let kernel = dma_decode_kernel(shape.head_dim, shape.head_dim_v, bias);
+    let kernel = dma_decode_kernel(scratch.tiling, bias);
     // SAFETY: sizes, strides and types checked above; writes every element of o and at most one slot a head.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 
-/// The specialisation for head widths and a form of the bias, or for none.
-pub(crate) fn dma_decode_kernel(
-    head_dim: usize,
-    head_dim_v: usize,
-    bias: Option<ScoreBias>,
-) -> SourceKernel {
-    let kernel = decode_kernel(SourceKernel::new(NAME), head_dim, head_dim_v);
+/// The specialisation for a tiling and a form of the bias, or for none.
+pub(crate) fn dma_decode_kernel(tiling: DecodeTiling, bias: Option<ScoreBias>) -> SourceKernel {
+    let kernel = tiling.kernel(SourceKernel::new(NAME));
     match bias {
         Some(bias) => kernel.define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8),
         None => kernel.define("NO_BIAS", 1),

@@ -1,7 +1,7 @@
 //! Keys that stay of a prompt by the attention they received (SnapKV, H2O), and tokens that then push the lightest out.
 use super::lines::ProbeSums;
 use super::{Call, LongChoice};
-use crate::attention::decode_scratch::DecodeScratch;
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
 use crate::attention::heads::Qkv;
 use crate::dma::decode::{DmaSlots, dma_decode_kernel, slots_decode};
 use crate::error::KernelError;
@@ -211,16 +211,15 @@ fn slot_logits_kernel() -> SourceKernel {
     SourceKernel::new("slot_logits").threads(256)
 }
 
-pub(super) fn heavy_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
+pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         select_smooth_kernel(),
         select_gather_kernel(),
         slot_logits_kernel(),
     ];
-    kernels.extend(
-        head_dims
-            .iter()
-            .map(|&dim| dma_decode_kernel(dim, dim, None)),
-    );
+    let tilings = head_dims
+        .iter()
+        .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
+    kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, None)));
     kernels
 }

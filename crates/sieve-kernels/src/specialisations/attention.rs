@@ -6,6 +6,7 @@ use crate::attention::backward::{
 use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
 use crate::attention::bias_base::bias_base_kernel;
 use crate::attention::decode::attention_decode_kernel;
+use crate::attention::decode_scratch::DecodeTiling;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::{
     HopperTiling, has_hopper_form, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
@@ -197,7 +198,7 @@ pub(super) fn portable(
         Part::Masked => {
             let tiling = sparse_attention_tiling(shape, shared_bytes);
             list.add(tiling.map(|tiling| sparse_attention_forward_kernel(shape, &tiling)));
-            list.extend_kernels(select_blocks_kernels(&[head_dim]));
+            list.extend_kernels(select_blocks_kernels(&[head_dim], shared_bytes));
         }
         Part::Around => {
             list.extend_kernels([
@@ -224,12 +225,12 @@ pub(super) fn portable(
         Part::ConvertDq => list.extend_kernels([attention_backward_convert_kernel(head_dim)]),
         Part::Decode => match needs.keys {
             NeededKeys::Neighbours => {
-                list.extend_kernels(
-                    [0, 1].map(|append| attention_decode_kernel(head_dim, head_dim_v, append)),
-                );
+                let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
+                list.extend_kernels([0, 1].map(|append| attention_decode_kernel(tiling, append)));
             }
             NeededKeys::Chosen(bias) => {
-                list.extend_kernels([dma_decode_kernel(head_dim, head_dim_v, Some(bias))])
+                let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
+                list.extend_kernels([dma_decode_kernel(tiling, Some(bias))])
             }
             NeededKeys::AllBiased | NeededKeys::Blocks => {}
         },
