@@ -1,4 +1,5 @@
 //! `sieve kernels bench`: times and memory of the attention kernels on this GPU.
+mod decode;
 mod fit;
 mod generator;
 mod inputs;
@@ -48,6 +49,8 @@ pub enum BenchRows {
     Sparse,
     /// Whole selectors, beside dense attention.
     Selectors,
+    /// One new token, under each method that acts while a model writes.
+    Decode,
     /// Native sparse attention, beside dense attention.
     Nsa,
     /// DMA alone, in the published form and in that of the recipes.
@@ -110,6 +113,7 @@ pub fn bench(
         BenchRows::Latent => latent::rows(&mut bench)?,
         BenchRows::Sparse => sparse::rows(&mut bench)?,
         BenchRows::Selectors => select::rows(&mut bench)?,
+        BenchRows::Decode => decode::rows(&mut bench)?,
         BenchRows::Nsa => nsa::rows(&mut bench)?,
     }
     Ok(BenchResult {

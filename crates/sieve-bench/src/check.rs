@@ -205,6 +205,10 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             select::check_wrappers(report, device, &others)?;
             return sparse::check_wrappers(report, device, &others);
         }
+        if rows == BenchRows::Decode {
+            select::check_tokens(report, device, &others);
+            return decode::check_wrappers(report, device, &others);
+        }
         if matches!(rows, BenchRows::Nsa | BenchRows::Scaling) {
             nsa::check_wrappers(report, device, &others)?;
         }

@@ -100,19 +100,7 @@ pub(crate) fn check_wrappers(
             }
         }
     }
-    for text in STEPS {
-        let outcome = step(device, text, &mut random);
-        report.add_wrapper("select_blocks, a token", "kernels", text, outcome);
-    }
-    for text in heavy::HEAVY {
-        let row = "keep_heavy_keys, tokens";
-        report.add_wrapper(
-            row,
-            "kernels",
-            text,
-            heavy::check(device, text, &mut random),
-        );
-    }
+    check_tokens(report, device, extent);
     for text in CORRECTED {
         for &sizes in &SIZES[..2] {
             let outcome = corrected(device, text, sizes, &mut random);
@@ -120,6 +108,19 @@ pub(crate) fn check_wrappers(
         }
     }
     Ok(())
+}
+
+/// Methods that act while a model writes: the keys of a token, and what stays of a prompt.
+pub(crate) fn check_tokens(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    let mut random = Random(extent.seed);
+    for text in STEPS {
+        let outcome = step(device, text, &mut random);
+        report.add_wrapper("select_blocks, a token", "kernels", text, outcome);
+    }
+    for text in heavy::HEAVY {
+        let outcome = heavy::check(device, text, &mut random);
+        report.add_wrapper("keep_heavy_keys, tokens", "kernels", text, outcome);
+    }
 }
 
 /// Methods that choose for one token while a model writes.

@@ -133,6 +133,7 @@ fn bench(args: BenchArgs) -> Result<()> {
         | BenchRows::Table2
         | BenchRows::Scaling
         | BenchRows::Step
+        | BenchRows::Decode
         | BenchRows::Dma => CheckPart::All,
     };
     let gpu = match args.device.resolve_and_prepare(prepare(part))? {

@@ -67,6 +67,8 @@ pub(crate) fn require() -> Result<()> {
 /// Builds `sieve` and runs all of it on this machine's first GPU.
 pub(crate) fn run() -> Result<()> {
     workspace::run("cargo", &["build", "--release", "--bin", "sieve"])?;
+    let stored = "test --release -p sieve-bench -- --ignored stored";
+    workspace::run("cargo", &stored.split(' ').collect::<Vec<_>>())?;
     let program = workspace::target_folder("release")?.join("sieve");
     run_program(&program, &[])
 }

@@ -82,7 +82,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         }
     }
     for batch in [16, 1] {
-        decoding(bench, shape(batch, 131072, HEADS, 128))?;
+        decoding(bench, "decode", shape(batch, 131072, HEADS, 128))?;
         dma_decoding(bench, shape(batch, 131072, HEADS, 128), 2048)?;
     }
     super::latent::rows(bench)
@@ -297,10 +297,10 @@ fn memory(
 }
 
 /// One token a row against `seq_len` cached keys.
-pub(crate) fn decoding(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
+pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape) -> Result<()> {
     let keys = (shape.batch * shape.num_kv_heads * shape.seq_len * shape.head_dim) as f64;
     let bytes = 2.0 * 2.0 * keys;
-    if !bench.fits("decode", shape, 3.0 * bytes)? {
+    if !bench.fits(name, shape, 3.0 * bytes)? {
         return Ok(());
     }
     let token = token(bench, shape);
@@ -323,7 +323,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<(
     };
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);
-    bench.bytes("decode", shape, bytes, &mut || {
+    bench.bytes(name, shape, bytes, &mut || {
         attention_decode(&token, &cache, &length, step, &scratch).map(drop)
     });
     Ok(())
@@ -337,23 +337,7 @@ pub(crate) fn dma_decoding(
 ) -> Result<()> {
     let token = token(bench, shape);
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
-    let place = [batch, kv_heads, kept, shape.head_dim];
-    let mut numbers = Random(SEED);
-    let z: Vec<f32> = (0..batch * kv_heads * kept)
-        .map(|_| numbers.normal_with_tails())
-        .collect();
-    let positions: Vec<i32> = (0..batch * kv_heads * kept)
-        .map(|at| (at % kept) as i32)
-        .collect();
-    let slots = DmaSlots {
-        kv: KvCache {
-            k: random(place, &bench.device),
-            v: random(place, &bench.device),
-        },
-        z: bench.device.float(&z, &[batch, kv_heads, kept], DType::F32),
-        positions: bench.device.int(&positions, &[batch, kv_heads, kept]),
-        local_window_size: 0,
-    };
+    let slots = slots(bench, shape, kept, 0);
     // Better than the worst slot, so that one is replaced.
     let new_z = bench
         .device
@@ -379,8 +363,35 @@ pub(crate) fn dma_decoding(
     Ok(())
 }
 
+/// Slots that are in use, with the first positions of a row.
+pub(super) fn slots(
+    bench: &Bench<'_>,
+    shape: AttentionShape,
+    kept: usize,
+    local_window_size: usize,
+) -> DmaSlots {
+    let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
+    let (place, per_slot) = (
+        [batch, kv_heads, kept, shape.head_dim],
+        [batch, kv_heads, kept],
+    );
+    let count = batch * kv_heads * kept;
+    let mut numbers = Random(SEED);
+    let z: Vec<f32> = (0..count).map(|_| numbers.normal_with_tails()).collect();
+    let positions: Vec<i32> = (0..count).map(|at| (at % kept) as i32).collect();
+    DmaSlots {
+        kv: KvCache {
+            k: random(place, &bench.device),
+            v: random(place, &bench.device),
+        },
+        z: bench.device.float(&z, &per_slot, DType::F32),
+        positions: bench.device.int(&positions, &per_slot),
+        local_window_size,
+    }
+}
+
 /// `[batch, 1, heads, width]` tensors.
-fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
+pub(super) fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
     let of = |heads| random([shape.batch, 1, heads, shape.head_dim], &bench.device);
     Qkv::separate(
         &of(shape.num_heads),
@@ -427,7 +438,7 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     }
     for power in 8..17 {
         let cached = shape(1, 1 << power, [2, 1], 128);
-        decoding(bench, cached)?;
+        decoding(bench, "decode", cached)?;
         dma_decoding(bench, cached, KEPT.min(cached.seq_len))?;
     }
     Ok(())

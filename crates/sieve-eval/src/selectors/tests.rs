@@ -102,6 +102,28 @@ fn everything_kept_is_the_model_itself_and_less_is_less() {
 }
 
 #[test]
+fn the_first_prompt_runs_once_before_the_clocks() {
+    let selections = ["meanpool:tau=1", "exact_top:k=1000"].map(selection);
+    let mut seen = Vec::new();
+    let found = measure_selectors(
+        &model(Attention::Mha),
+        &[window(301)],
+        &selections,
+        &Default::default(),
+        &mut |name| seen.push(name.to_owned()),
+    );
+    assert_eq!(seen, ["meanpool", "exact_top"].repeat(2));
+    for measure in found.expect("valid") {
+        let measure = measure.expect("valid");
+        // Sums of two rounds over the tokens of one would be twice as large.
+        assert!((measure.density - 1.0).abs() < 1e-9, "{measure:?}");
+        assert!((measure.loss - measure.dense_loss).abs() < 1e-5);
+        let [least, most] = measure.attention_ms_range;
+        assert_eq!([least, most], [measure.attention_ms; 2]);
+    }
+}
+
+#[test]
 fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
     let found = measured(&[
         "streamingllm:n_init=2,n_local=40",

@@ -106,7 +106,7 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     for &length in &args.lengths {
         let windows = text::windows(&tokens, length, args.windows);
         let bar = terminal::progress_bar(
-            (selections.len() * windows.len()) as u64,
+            (selections.len() * (windows.len() + 1)) as u64,
             "{bar:30} {pos}/{len} {msg}",
         );
         let mut observe = |name: &str| {

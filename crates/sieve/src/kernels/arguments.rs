@@ -154,6 +154,9 @@ struct BenchRowsArgs {
     /// Whole selectors, selection included, beside dense attention
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     selectors: bool,
+    /// One new token behind 131072 others: dense, DMA, and each selector that decodes on the GPU
+    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    decode: bool,
     /// Native sparse attention beside dense attention
     #[arg(long, conflicts_with_all = ["scores", "captured"])]
     nsa: bool,
@@ -175,6 +178,7 @@ impl BenchArgs {
             (of.step, BenchRows::Step),
             (of.sparse, BenchRows::Sparse),
             (of.selectors, BenchRows::Selectors),
+            (of.decode, BenchRows::Decode),
             (of.nsa, BenchRows::Nsa),
             (of.dma, BenchRows::Dma),
             (of.mla, BenchRows::Latent),

@@ -1,0 +1,105 @@
+//! Rows of one new token behind a long text: what a method does to find its keys, and its attention, in one layer.
+use super::Bench;
+use super::inputs::random;
+use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
+use crate::device::Device;
+use crate::error::Result;
+use burn::tensor::DType;
+use sieve_core::KeepBlocks;
+use sieve_kernels::{
+    DecodeScratch, KernelError, Qkv, heavy_decode, select_blocks_by_bounds,
+    sparse_attention_forward,
+};
+use sieve_select::{CallShape, Selector, Step};
+
+/// Tokens of a text, the new one among them.
+const TOKENS: usize = 131_072;
+
+/// Slots of DMA.
+const KEPT: usize = 2048;
+
+/// At their papers' settings.
+const SELECTORS: [&str; 5] = ["streamingllm", "quest", "exact_top", "snapkv", "h2o"];
+
+/// A layer that no method's settings leave dense.
+const LAYER: usize = 8;
+
+/// Dense attention, DMA, then each selector, which all take one text at a time.
+pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
+    for batch in [16, 1] {
+        let shape = shape(batch, TOKENS, HEADS, 128);
+        decoding(bench, "dense", shape)?;
+        dma_decoding(bench, shape, KEPT)?;
+    }
+    let shape = shape(1, TOKENS, HEADS, 128);
+    // What is drawn in f32, twice, and in bf16.
+    let bytes = 12.0 * (TOKENS * (HEADS[0] + 2 * HEADS[1]) * 128) as f64;
+    if bench.fits("selectors", shape, bytes)? {
+        let text = random([1, TOKENS, HEADS[0] + 2 * HEADS[1], 128], &bench.device);
+        let text = Qkv::packed(&text, HEADS[0], HEADS[1]);
+        for name in SELECTORS {
+            selector(bench, name, &text)?;
+        }
+    }
+    Ok(())
+}
+
+fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
+    let selector = Selector::parse(name).expect("the names above are right");
+    let (shape, device) = (shape(1, TOKENS, HEADS, 128), bench.device.clone());
+    let call = CallShape {
+        num_queries: 1,
+        num_keys: TOKENS,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+    };
+    let (like, scale) = (text.q.tensor(), call.softmax_scale());
+    match selector.heavy_keys(call, LAYER) {
+        None => {
+            let page = selector.page();
+            let bounds = page.map(|page| {
+                let size = [shape.num_kv_heads, TOKENS.div_ceil(page), 2, shape.head_dim];
+                like.zeros_contiguous(&size, DType::F32)
+            });
+            let token = |known: usize| -> Result<(), KernelError> {
+                let (layout, data) = match selector.step(call, LAYER, known) {
+                    Some(Step::Mask(mask)) => {
+                        let packed = mask.packed().expect("its own arrays");
+                        let data = device.int(packed.data(), &[packed.data().len()]);
+                        (packed.layout().clone(), data)
+                    }
+                    Some(Step::Blocks(selection, _)) => {
+                        let made = select_blocks_by_bounds(text, &selection, bounds.as_ref())?;
+                        (made.layout, made.data)
+                    }
+                    None => unreachable!("it decodes on a device"),
+                };
+                sparse_attention_forward(text, &layout, &data, scale).map(drop)
+            };
+            // Whole pages have bounds from earlier tokens.
+            token(0)?;
+            let known = page.map_or(0, |page| (TOKENS - 1) / page);
+            bench.time(name, shape, &mut || token(known));
+        }
+        Some(heavy) => match (heavy.slots, heavy.selection.keep) {
+            (Some(window), _) => {
+                let room = window.keep_window_size;
+                let slots = slots(bench, shape, room, window.local_window_size);
+                let (token, scratch) =
+                    (token(bench, shape), DecodeScratch::new(like, shape, room)?);
+                let length = device.int(&[TOKENS as i32], &[1]);
+                bench.time(&format!("{name}, {room} slots"), shape, &mut || {
+                    heavy_decode(&token, &slots, &length, TOKENS, scale, &scratch).map(drop)
+                });
+            }
+            // Dense attention over what stays of the text.
+            (None, KeepBlocks::Top(top)) => {
+                let kept = super::rows::shape(1, top + heavy.last + 1, HEADS, 128);
+                decoding(bench, &format!("{name}, of {TOKENS} tokens"), kept)?;
+            }
+            _ => unreachable!("it keeps a number of keys"),
+        },
+    }
+    Ok(())
+}
