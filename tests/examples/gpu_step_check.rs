@@ -19,7 +19,7 @@ use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::{
-    KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult, init_runtime, probe,
+    CudaReport, KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult,
 };
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
@@ -408,7 +408,7 @@ fn main() -> ExitCode {
     };
     let wanted: Vec<String> = args.collect();
     let wants = |what: &str| wanted.is_empty() || wanted.iter().any(|x| x == what);
-    let report = match probe() {
+    let report = match CudaReport::probe() {
         Ok(report) => report,
         Err(error) => {
             println!("{error}");
@@ -417,7 +417,7 @@ fn main() -> ExitCode {
     };
     let arch = report.device(0).expect("probe found one").arch();
     let cache = KernelCache::open(Path::new(&cache_dir), &arch, report.nvrtc).expect("cache");
-    init_runtime(&cache).expect("runtime");
+    cache.init_runtime().expect("runtime");
     let device = burn_cuda::CudaDevice::default();
     KernelFamily::use_portable_only(wanted.iter().any(|x| x == "portable"));
     FP8.store(wanted.iter().any(|x| x == "fp8"), Ordering::Relaxed);

@@ -26,8 +26,8 @@ use burn_cuda::CudaDevice;
 use inputs::Inputs;
 use serde_json::{Value, json};
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DeviceReport, KernelError, KernelFamily, matmul_nt,
-    require_cublaslt,
+    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput,
+    Product, matmul,
 };
 use sieve_ops::Cuda;
 use std::path::PathBuf;
@@ -358,7 +358,7 @@ impl<'a> Bench<'a> {
     /// Whether `bytes` are free, with a row when not.
     pub(crate) fn fits(&mut self, name: &str, shape: AttentionShape, bytes: f64) -> Result<bool> {
         self.any_tensor().client().memory_cleanup();
-        let (free, _) = sieve_kernels::memory_bytes(self.gpu)?;
+        let (free, _) = sieve_kernels::DeviceReport::memory_bytes(self.gpu)?;
         if bytes <= free as f64 {
             return Ok(true);
         }
@@ -408,8 +408,9 @@ fn matmul_ceiling(clock: &Clock, device: &CudaDevice) -> Result<(f64, &'static s
     let flops = 2.0 * (SIZE as f64).powi(3);
     let own = |x: &Tensor<Cuda, 2>| CudaTensor::from(x.clone().into_primitive().tensor());
     let (x, w) = (own(&a), own(&b));
-    let (times, by) = if require_cublaslt().is_ok() {
-        let product = || matmul_nt(&x, &w).map(drop);
+    let (times, by) = if Cublaslt::require().is_ok() {
+        let output = MatmulOutput::New(DType::BF16);
+        let product = || matmul(Product::Nt, &x, &w, output).map(drop);
         (clock.time(&mut || product())?, "cuBLASLt")
     } else {
         let product = || drop(a.clone().matmul(b.clone().transpose()));

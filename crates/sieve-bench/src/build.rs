@@ -256,7 +256,7 @@ fn compile_all(
 fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
     let mut list = named.to_vec();
     if list.is_empty() {
-        let report = sieve_kernels::probe().map_err(BenchError::NothingToBuildFor)?;
+        let report = sieve_kernels::CudaReport::probe().map_err(BenchError::NothingToBuildFor)?;
         list = report.devices.iter().map(|device| device.arch()).collect();
     }
     list.sort();

@@ -17,8 +17,8 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack,
-    NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward, mla_heads,
-    mla_pack_backward, mla_pack_forward,
+    NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward, mla_pack_backward,
+    mla_pack_forward,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -259,7 +259,7 @@ impl Call {
         device.poison(self.case.shape);
         let packed = mla_pack_forward(inputs.each_ref(), &args)?;
         let widths = [self.spec.head_dim, self.spec.rope_dim];
-        let heads = |packed: &CudaTensor| mla_heads(packed, self.spec.num_heads, widths);
+        let heads = |packed: &CudaTensor| MlaPack::heads(packed, self.spec.num_heads, widths);
         let qkv = heads(&packed)?;
         let [start, end] =
             [&self.case.doc_start, &self.case.doc_end].map(|x| device.int(x, &self.rows()));

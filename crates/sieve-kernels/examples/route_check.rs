@@ -7,7 +7,7 @@
 
 use burn::tensor::{DType, Tensor, TensorData};
 use sieve_kernels::{
-    CudaTensor, KernelCache, KernelError, SourceKernel, ahead_of_time, init_runtime, probe,
+    CudaReport, CudaTensor, KernelCache, KernelError, SourceKernel, ahead_of_time,
 };
 use std::path::Path;
 use std::process::ExitCode;
@@ -169,7 +169,7 @@ fn main() -> ExitCode {
 
 fn run(folder: &Path) -> Result<Outcomes, KernelError> {
     let mut outcomes = Outcomes::default();
-    let report = probe()?;
+    let report = CudaReport::probe()?;
     let device = report.device(0)?;
     println!(
         "{} {}, driver {}, NVRTC {}",
@@ -219,10 +219,10 @@ fn run(folder: &Path) -> Result<Outcomes, KernelError> {
         "stored a cubin ahead of time in {:.0} ms",
         start.elapsed().as_secs_f64() * 1e3
     );
-    init_runtime(&cache)?;
-    let twice = init_runtime(&cache).err();
+    cache.init_runtime()?;
+    let twice = cache.init_runtime().err();
     outcomes.record(
-        "a second init_runtime is refused",
+        "a second KernelCache::init_runtime is refused",
         match twice {
             Some(KernelError::AlreadyInitialised) => Ok(String::new()),
             other => Err(format!("{other:?}")),

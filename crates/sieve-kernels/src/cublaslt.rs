@@ -50,29 +50,9 @@ pub enum AlgorithmSearch {
     Timed(usize),
 }
 
-/// `x wᵀ` for bf16 `x [.., k]` and `w [n, k]`; returns bf16 `[.., n]`.
-///
-/// # Errors
-/// As [`matmul`].
-pub fn matmul_nt(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    matmul(Product::Nt, x, w, MatmulOutput::New(DType::BF16))
-}
-
-/// `x w` for bf16 `x [.., k]` and `w [k, n]`; returns bf16 `[.., n]`.
-///
-/// # Errors
-/// As [`matmul`].
-pub fn matmul_nn(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    matmul(Product::Nn, x, w, MatmulOutput::New(DType::BF16))
-}
-
-/// `xᵀ w` for bf16 `x [.., m]` and `w [.., n]` with as many rows; returns bf16 `[m, n]`.
-///
-/// # Errors
-/// As [`matmul`].
-pub fn matmul_tn(x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    matmul(Product::Tn, x, w, MatmulOutput::New(DType::BF16))
-}
+/// The library of matrix products, loaded when it is first asked for.
+#[derive(Debug)]
+pub struct Cublaslt;
 
 /// A product of two bf16 tensors with f32 accumulation, rounded once at the store. Leading dimensions count as rows;
 /// rows may be pitched. Returns the output tensor: the new one, or the one that was written.
@@ -116,7 +96,7 @@ fn queued(
     scales: &[&CudaTensor],
     output: MatmulOutput<'_>,
 ) -> Result<CudaTensor, KernelError> {
-    require_cublaslt()?;
+    Cublaslt::require()?;
     let ((x, x_rows, x_stride), (w, w_rows, w_stride)) = (as_rows(x), as_rows(w));
     let width = |tensor: &CudaTensor| tensor.shape().last().copied().unwrap_or(0);
     let sizes = operand_rows(product, [x_rows, width(&x)], [w_rows, width(&w)])?;
@@ -147,47 +127,51 @@ fn queued(
     Ok(target.d)
 }
 
-/// Chooses how algorithms are found from now on, for shapes not met before. [`AlgorithmSearch::First`] unless told.
-pub fn set_algorithm_search(search: AlgorithmSearch) {
-    let candidates = match search {
-        AlgorithmSearch::First => 1,
-        AlgorithmSearch::Timed(count) => count.clamp(1, plan::MAX_CANDIDATES),
-    };
-    CANDIDATES.store(candidates, Ordering::Relaxed);
-}
-
-/// Is the library there? Asked once.
-///
-/// # Errors
-/// [`KernelError::NoCublasLt`].
-pub fn require_cublaslt() -> Result<(), KernelError> {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: only tries to open the library.
-    let present = *PRESENT.get_or_init(|| unsafe { cudarc::cublaslt::sys::is_culib_present() });
-    if present {
-        Ok(())
-    } else {
-        Err(KernelError::NoCublasLt)
+impl AlgorithmSearch {
+    /// Chooses how algorithms are found from now on, for shapes not met before. [`AlgorithmSearch::First`] unless told.
+    pub fn set(search: AlgorithmSearch) {
+        let candidates = match search {
+            AlgorithmSearch::First => 1,
+            AlgorithmSearch::Timed(count) => count.clamp(1, plan::MAX_CANDIDATES),
+        };
+        CANDIDATES.store(candidates, Ordering::Relaxed);
     }
 }
 
-/// The library's version; `None` where it is not there.
-pub fn cublaslt_version() -> Option<String> {
-    require_cublaslt().ok()?;
-    // SAFETY: the library is there, and the call takes nothing.
-    let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
-    Some(format!(
-        "{}.{}.{}",
-        version / 10_000,
-        version / 100 % 100,
-        version % 100
-    ))
-}
+impl Cublaslt {
+    /// Is the library there? Asked once.
+    ///
+    /// # Errors
+    /// [`KernelError::NoCublasLt`].
+    pub fn require() -> Result<(), KernelError> {
+        static PRESENT: OnceLock<bool> = OnceLock::new();
+        // SAFETY: only tries to open the library.
+        let present = *PRESENT.get_or_init(|| unsafe { cudarc::cublaslt::sys::is_culib_present() });
+        if present {
+            Ok(())
+        } else {
+            Err(KernelError::NoCublasLt)
+        }
+    }
 
-/// True when products of this process go straight to Burn's stream, false when they go through a stream of their own
-/// between two events; `None` before the first product.
-pub fn matmul_is_inline() -> Option<bool> {
-    lane::inline_products()
+    /// The library's version; `None` where it is not there.
+    pub fn version() -> Option<String> {
+        Cublaslt::require().ok()?;
+        // SAFETY: the library is there, and the call takes nothing.
+        let version = unsafe { cudarc::cublaslt::sys::cublasLtGetVersion() };
+        Some(format!(
+            "{}.{}.{}",
+            version / 10_000,
+            version / 100 % 100,
+            version % 100
+        ))
+    }
+
+    /// True when products of this process go straight to Burn's stream, false when they go through a stream of their
+    /// own between two events; `None` before the first product.
+    pub fn is_inline() -> Option<bool> {
+        lane::inline_products()
+    }
 }
 
 /// C (read when beta is not zero) and D (written) of a product.
@@ -353,11 +337,11 @@ mod tests {
 
     #[test]
     fn the_search_is_bounded() {
-        set_algorithm_search(AlgorithmSearch::Timed(1000));
+        AlgorithmSearch::set(AlgorithmSearch::Timed(1000));
         assert_eq!(CANDIDATES.load(Ordering::Relaxed), plan::MAX_CANDIDATES);
-        set_algorithm_search(AlgorithmSearch::Timed(0));
+        AlgorithmSearch::set(AlgorithmSearch::Timed(0));
         assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
-        set_algorithm_search(AlgorithmSearch::First);
+        AlgorithmSearch::set(AlgorithmSearch::First);
         assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
     }
 }

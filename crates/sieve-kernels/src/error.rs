@@ -246,7 +246,7 @@ pub enum KernelError {
     /// The CUDA runtime was configured twice in one process.
     #[error(
         "the CUDA runtime is already configured in this process\n  \
-         hint: call init_runtime once, before the first tensor is made"
+         hint: call KernelCache::init_runtime once, before the first tensor is made"
     )]
     AlreadyInitialised,
 }

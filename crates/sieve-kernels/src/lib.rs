@@ -3,8 +3,9 @@
 //! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC at
 //! first use (or ahead of time, see [`ahead_of_time`]). They run on Burn's own stream, in order with Burn's operations.
 //!
-//! Start with [`probe()`], which says in one sentence what is missing, then [`KernelCache::open`] and [`init_runtime`],
-//! all before the first CUDA tensor of the process. One thread per process touches device tensors.
+//! Start with [`CudaReport::probe`], which says in one sentence what is missing, then [`KernelCache::open`] and
+//! [`KernelCache::init_runtime`], all before the first CUDA tensor of the process. One thread per process touches
+//! device tensors.
 
 mod error;
 mod runtime;
@@ -31,11 +32,8 @@ pub use attention::heads::{AttentionShape, Qkv};
 pub use attention::hopper_tiling::{KeepRest, KernelFamily};
 pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};
 pub use attention::tiling::KeySource;
-pub use cublaslt::{
-    AlgorithmSearch, MatmulOutput, Product, cublaslt_version, matmul, matmul_fp8, matmul_is_inline,
-    matmul_nn, matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
-};
-pub use dma::attention_backward::{dma_attention_backward, dq_sum_queries};
+pub use cublaslt::{AlgorithmSearch, Cublaslt, MatmulOutput, Product, matmul, matmul_fp8};
+pub use dma::attention_backward::dma_attention_backward;
 pub use dma::attention_forward::dma_attention_forward;
 pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
 pub use dma::decode::{DmaSlots, dma_decode};
@@ -45,23 +43,20 @@ pub use dma::scores_backward::{ScoresBackward, dma_scores_backward};
 pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
 pub use mla::decode::mla_decode;
-pub use mla::pack::{MlaPack, mla_heads, mla_pack_backward, mla_pack_forward};
+pub use mla::pack::{MlaPack, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
-    ChoiceLists, NSA_PART_BYTES, nsa_blocks, nsa_blocks_backward,
-    nsa_compressed_attention_backward, nsa_compressed_attention_forward, nsa_gates,
-    nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention_backward,
-    nsa_selected_attention_forward,
+    ChoiceLists, nsa_blocks, nsa_blocks_backward, nsa_compressed_attention_backward,
+    nsa_compressed_attention_forward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
+    nsa_mean_pool_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
-pub use runtime::cache::{KernelCache, init_runtime};
+pub use runtime::cache::KernelCache;
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use runtime::host_copy::{HostCopy, HostReader};
 pub use runtime::kernel_trace::{KernelTotal, KernelTrace, TraceResult};
 pub use runtime::layout::contiguous_strides;
 pub use runtime::memory_watch::MemoryPeak;
-pub use runtime::nccl::{
-    NcclGroup, NcclPiece, NcclWork, RankRanges, nccl_id, nccl_version, require_nccl,
-};
-pub use runtime::probe::{CudaReport, DeviceReport, memory_bytes, probe};
+pub use runtime::nccl::{NcclGroup, NcclPiece, NcclWork, RankRanges};
+pub use runtime::probe::{CudaReport, DeviceReport};
 pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;

@@ -25,10 +25,8 @@ pub use cross_entropy::{LogitRows, cross_entropy, cross_entropy_with_gradients};
 pub use embedding_backward::embedding_backward;
 pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
-pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
-pub use linear_cross_entropy::{
-    gradient_block_tokens, linear_cross_entropy_with_gradients, token_losses,
-};
+pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
+pub use linear_cross_entropy::{linear_cross_entropy_with_gradients, token_losses};
 pub use qk_norm_rope_backward::qk_norm_rope_backward;
 pub use qk_norm_rope_forward::{QkNormRope, Reuse, qk_norm_rope_forward};
 pub use residual_add::residual_add;
@@ -36,7 +34,7 @@ pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
 pub use rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
 pub use scale::scale;
 pub use split_master::{join_master, split_master};
-pub use sum_of_squares::{FixedSum, Term, fixed_sum, sum_of_squares};
+pub use sum_of_squares::{FixedSum, Term, sum_of_squares};
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
 pub use swiglu_forward::swiglu_forward;
 pub use vector_rows::GradientTarget;

@@ -99,7 +99,7 @@ impl DeviceChoice {
     ) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
-            Self::Auto => match sieve_kernels::probe() {
+            Self::Auto => match sieve_kernels::CudaReport::probe() {
                 Ok(report) => open_cuda(&report, 0, prepare),
                 Err(KernelError::NoDriver | KernelError::NoDevice) => Ok(Device::Cpu),
                 Err(error) => {
@@ -107,7 +107,7 @@ impl DeviceChoice {
                     Ok(Device::Cpu)
                 }
             },
-            Self::Cuda(index) => open_cuda(&sieve_kernels::probe()?, index, prepare),
+            Self::Cuda(index) => open_cuda(&sieve_kernels::CudaReport::probe()?, index, prepare),
         }
     }
 }
@@ -123,7 +123,7 @@ fn open_cuda(
         cache.fill_from(&shipped)?;
     }
     prepare(&cache, &device)?;
-    sieve_kernels::init_runtime(&cache)?;
+    cache.init_runtime()?;
     // Its lock holds until the process ends.
     std::mem::forget(cache);
     Ok(Device::Cuda(device))
@@ -148,7 +148,8 @@ pub(crate) fn cache_root() -> Result<PathBuf> {
 
 /// `(in use, total)` memory of a CUDA device, in bytes; zero when the driver does not answer.
 pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
-    sieve_kernels::memory_bytes(index).map_or((0, 0), |(free, total)| (total - free, total))
+    sieve_kernels::DeviceReport::memory_bytes(index)
+        .map_or((0, 0), |(free, total)| (total - free, total))
 }
 
 /// The most memory of a CUDA device that tensors took while it was watched.

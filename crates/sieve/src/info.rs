@@ -7,10 +7,8 @@ use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_core::model::{Attention, AttentionForm};
 use sieve_core::recipe::{AttentionKind, StartingSize};
-use sieve_kernels::step::require_fp8;
-use sieve_kernels::{
-    AttentionShape, KernelFamily, KeySource, cublaslt_version, nccl_version, probe,
-};
+use sieve_kernels::step::Fp8Format;
+use sieve_kernels::{AttentionShape, Cublaslt, CudaReport, KernelFamily, KeySource, NcclGroup};
 use sieve_plan::gpu_attention_gap;
 use sieve_train::MemoryProbe;
 use std::path::Path;
@@ -75,7 +73,7 @@ pub(crate) fn run(args: InfoArgs) -> Result<()> {
 
 impl Info {
     fn new() -> Self {
-        let report = probe();
+        let report = CudaReport::probe();
         let (no_gpu, report) = match report {
             Ok(report) => (None, Some(report)),
             Err(error) => (Some(error.to_string().replace("\n  ", "; ")), None),
@@ -85,7 +83,7 @@ impl Info {
             name: gpu.name.clone(),
             arch: gpu.arch(),
             memory_bytes: gpu.total_memory_bytes,
-            trains_in_fp8: require_fp8((gpu.major, gpu.minor)).is_ok(),
+            trains_in_fp8: Fp8Format::require((gpu.major, gpu.minor)).is_ok(),
         });
         let is_hopper = report.as_ref().and_then(|report| report.devices.first());
         let is_hopper = is_hopper.map(|gpu| (gpu.major, gpu.minor) == (9, 0));
@@ -104,8 +102,8 @@ impl Info {
             cuda_headers: report
                 .as_ref()
                 .map(|report| report.include_folder.display().to_string()),
-            cublaslt: cublaslt_version(),
-            nccl: nccl_version(),
+            cublaslt: Cublaslt::version(),
+            nccl: NcclGroup::version(),
             gpus: gpus.collect(),
             compiled: cache.as_deref().map_or(Vec::new(), folders),
             kernel_cache: match cache {

@@ -31,8 +31,8 @@ use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Prepared, Progress, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
-use sieve_kernels::step::require_fp8;
-use sieve_kernels::{DeviceReport, SumOrder, require_cublaslt};
+use sieve_kernels::step::Fp8Format;
+use sieve_kernels::{Cublaslt, DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
@@ -331,7 +331,7 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
         return Ok(());
     }
     let (name, major, minor) = (&gpu.name, gpu.major, gpu.minor);
-    let able = require_fp8((major, minor)).and_then(|()| require_cublaslt());
+    let able = Fp8Format::require((major, minor)).and_then(|()| Cublaslt::require());
     able.map_err(|error| {
         anyhow!(
             "training.precision = \"fp8\" on {name}, compute capability {major}.{minor}: {error}\n  \

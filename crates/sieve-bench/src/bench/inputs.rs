@@ -5,9 +5,9 @@ use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, Qkv,
-    Selection, SumOrder, attention_backward, attention_forward, dma_attention_backward,
-    dma_attention_forward, dma_lists, dma_select, mla_heads,
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists,
+    MlaPack, Qkv, Selection, SumOrder, attention_backward, attention_forward,
+    dma_attention_backward, dma_attention_forward, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -63,7 +63,7 @@ impl Inputs {
         let gradient = packed.empty_contiguous(packed.shape(), DType::BF16);
         let heads = |packed: &CudaTensor| match head_dim == head_dim_v {
             true => Qkv::packed(packed, num_heads, num_kv_heads),
-            false => mla_heads(packed, num_heads, [head_dim_v, head_dim - head_dim_v])
+            false => MlaPack::heads(packed, num_heads, [head_dim_v, head_dim - head_dim_v])
                 .expect("a packed tensor of latent attention"),
         };
         Self {

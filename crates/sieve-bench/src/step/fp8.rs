@@ -7,8 +7,8 @@ use crate::extent::Extent;
 use crate::report::Report;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
-use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, require_fp8};
-use sieve_kernels::{CudaTensor, MatmulOutput, matmul_fp8, require_cublaslt};
+use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
+use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, matmul_fp8};
 use sieve_ops::reference;
 
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
@@ -32,7 +32,7 @@ pub(crate) fn check_products(
     extent: &Extent,
     cc: (u32, u32),
 ) {
-    if let Err(error) = require_cublaslt().and_then(|()| require_fp8(cc)) {
+    if let Err(error) = Cublaslt::require().and_then(|()| Fp8Format::require(cc)) {
         report.add_missing(PRODUCT, &error.to_string());
         return;
     }

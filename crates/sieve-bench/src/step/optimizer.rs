@@ -10,7 +10,7 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
 use sieve_kernels::CudaTensor;
 use sieve_kernels::step::{
-    AdamwTensors, FixedSum, Term, adamw, fixed_sum, join_master, split_master, sum_of_squares,
+    AdamwTensors, FixedSum, Term, adamw, join_master, split_master, sum_of_squares,
 };
 use sieve_ops::{AdamWTensors, DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
@@ -263,7 +263,7 @@ fn sums_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
         // not.
         let sum = calls
             .device
-            .floats(&fixed_sum(&x.on).map_err(text)?)
+            .floats(&FixedSum::of(&x.on).map_err(text)?)
             .map_err(text)?[0];
         let largest = wide().map(f64::abs).sum::<f64>();
         let off = (f64::from(sum) - wide().sum::<f64>()).abs();

@@ -11,8 +11,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
-    AlgorithmSearch, CudaTensor, MatmulOutput, Product, matmul, matmul_is_inline, matmul_nn,
-    matmul_nt, matmul_tn, require_cublaslt, set_algorithm_search,
+    AlgorithmSearch, Cublaslt, CudaTensor, KernelError, MatmulOutput, Product, matmul,
 };
 use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
 
@@ -38,7 +37,7 @@ pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
 
 /// Products of a step, each with the output that the step asks for.
 pub(super) fn bench(bench: &mut Bench<'_>) {
-    if let Err(error) = require_cublaslt() {
+    if let Err(error) = Cublaslt::require() {
         bench.skip_named("product", "all", &error.to_string());
         return;
     }
@@ -60,13 +59,13 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
         let dweight = of(n, k, DType::F32);
         let (shape, flops) = (format!("{m}x{n}x{k}"), 2.0 * (m * n * k) as f64);
         bench.computed("product NT", &shape, flops, &mut || {
-            matmul_nt(&x, &w).map(drop)
+            rounded(Product::Nt, &x, &w).map(drop)
         });
         bench.computed("product NT + residual", &shape, flops, &mut || {
             matmul(Product::Nt, &x, &w, MatmulOutput::Plus(&dy)).map(drop)
         });
         bench.computed("product NN", &shape, flops, &mut || {
-            matmul_nn(&dy, &w).map(drop)
+            rounded(Product::Nn, &dy, &w).map(drop)
         });
         bench.computed("product TN, added to f32", &shape, flops, &mut || {
             matmul(Product::Tn, &dy, &x, MatmulOutput::AddTo(&dweight)).map(drop)
@@ -103,12 +102,12 @@ fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
 
 /// Checks them all.
 pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &Extent) {
-    if let Err(error) = require_cublaslt() {
+    if let Err(error) = Cublaslt::require() {
         report.add_missing(NAME, &error.to_string());
         return;
     }
     for search in [AlgorithmSearch::First, AlgorithmSearch::Timed(8)] {
-        set_algorithm_search(search);
+        AlgorithmSearch::set(search);
         for product in [Product::Nt, Product::Nn, Product::Tn] {
             for &([m, n, k], gap) in SIZES {
                 // A search must meet each shape anew.
@@ -122,16 +121,21 @@ pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &
             }
         }
     }
-    set_algorithm_search(AlgorithmSearch::First);
+    AlgorithmSearch::set(AlgorithmSearch::First);
     let outcome = in_order(Calls::new(device, extent.seed), device);
     report.add(NAME, path(), "a chain with Burn's operations", outcome);
     let outcome = refused(Calls::new(device, extent.seed));
     report.add(NAME, path(), "sizes that do not fit", outcome);
 }
 
+/// A product rounded to bf16.
+fn rounded(product: Product, x: &CudaTensor, w: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    matmul(product, x, w, MatmulOutput::New(DType::BF16))
+}
+
 /// Whose stream the products so far were queued on.
 fn path() -> &'static str {
-    match matmul_is_inline() {
+    match Cublaslt::is_inline() {
         Some(true) => "on Burn's own stream",
         Some(false) => "on a stream of its own",
         None => "not queued",
@@ -172,11 +176,7 @@ fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: u
     let alone = plus(&vec![0.0; m * n]);
     let run = |into| matmul(product, &x.on, &w.on, into).map_err(text);
 
-    let short = match product {
-        Product::Nt => matmul_nt(&x.on, &w.on),
-        Product::Nn => matmul_nn(&x.on, &w.on),
-        Product::Tn => matmul_tn(&x.on, &w.on),
-    };
+    let short = rounded(product, &x.on, &w.on);
     within(&mut calls, "bf16", &short.map_err(text)?, &alone)?;
     let wide = run(MatmulOutput::New(DType::F32))?;
     within(&mut calls, "f32", &wide, &alone)?;
@@ -225,7 +225,7 @@ fn in_order(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
     let chain = |waits: bool| -> Result<Vec<f32>, String> {
         let mut x = start.on.clone();
         for round in 0..60 {
-            let y = matmul_nt(&x, &w.on).map_err(text)?;
+            let y = rounded(Product::Nt, &x, &w.on).map_err(text)?;
             let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.into()));
             // A fresh buffer each time, so that freed ones are taken again at once.
             let y = y.mul_scalar(0.04).add_scalar(0.01 * f64::from(round % 3));
@@ -249,7 +249,7 @@ fn refused(mut calls: Calls<'_>) -> Outcome {
         calls.flat(&[16, 24], DType::BF16),
         calls.flat(&[8, 8], DType::BF16),
     );
-    match matmul_nt(&a.on, &b.on) {
+    match rounded(Product::Nt, &a.on, &b.on) {
         Ok(_) => Err("they were taken".to_owned()),
         Err(_) => Ok(0.0),
     }

@@ -95,7 +95,7 @@ thread_local! {
 /// Streams with a lane, and whether products go straight to them.
 static LANES: LazyLock<Mutex<HashMap<(usize, u64), bool>>> = LazyLock::new(Mutex::default);
 
-/// See [`matmul_is_inline`](super::matmul_is_inline).
+/// See [`Cublaslt::is_inline`].
 pub(super) fn inline_products() -> Option<bool> {
     let lanes = lock(&LANES);
     (!lanes.is_empty()).then(|| lanes.values().all(|inline| *inline))

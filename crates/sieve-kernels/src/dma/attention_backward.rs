@@ -23,10 +23,12 @@ const NAME: &str = "dma_attention_backward";
 /// stays small beside the sums of dk and dv.
 const SUPER_BLOCKS_PER_LAUNCH: usize = 16;
 
-/// Queries of a row whose f32 sums of dq exist together where their order is free; the buffer is padded to
-/// super-blocks.
-pub fn dq_sum_queries(seq_len: usize) -> usize {
-    seq_len.min(SUPER_BLOCKS_PER_LAUNCH * SUPER_BLOCK)
+impl KeyLists {
+    /// Queries of a row whose f32 sums of dq exist together where their order is free; the buffer is padded to
+    /// super-blocks.
+    pub fn dq_sum_queries(seq_len: usize) -> usize {
+        seq_len.min(SUPER_BLOCKS_PER_LAUNCH * SUPER_BLOCK)
+    }
 }
 
 /// Gradients of [`dma_attention_forward`](crate::dma_attention_forward()) over the same `delta` and lists. Returns
@@ -103,7 +105,7 @@ pub(crate) fn listed_key_sums(
     let blocks = lists.num_super_blocks();
     let (per_launch, dq_sum) = match call.order {
         SumOrder::Any => {
-            let per_launch = dq_sum_queries(shape.seq_len).div_ceil(SUPER_BLOCK);
+            let per_launch = KeyLists::dq_sum_queries(shape.seq_len).div_ceil(SUPER_BLOCK);
             let sums = empty_zero(&d_o, &dq_sum_shape(&shape, per_launch * SUPER_BLOCK))?;
             (per_launch, Some(sums))
         }

@@ -65,7 +65,7 @@ impl MlaPack<'_> {
 /// Rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
 /// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
 /// `[batch, seq_len, rope_dim]`, shared by the heads, become
-/// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`mla_heads`].
+/// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`].
 ///
 /// # Errors
 /// Other types or shapes, no tokens, widths that are no whole 16-byte words.
@@ -157,36 +157,38 @@ pub fn mla_pack_backward(
     Ok(grads)
 }
 
-/// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
-/// attention kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
-///
-/// # Errors
-/// Another width, or a tensor of another rank.
-pub fn mla_heads(
-    packed: &CudaTensor,
-    num_heads: usize,
-    [head_dim, rope_dim]: [usize; 2],
-) -> Result<Qkv, KernelError> {
-    const NAME: &str = "mla_attention";
-    let key_dim = head_dim + rope_dim;
-    let token_len = num_heads * (2 * key_dim + head_dim);
-    let [batch, seq_len, _] = packed.dims(NAME, "packed")?;
-    packed.require_shape(NAME, "packed", &[batch, seq_len, token_len])?;
-    let packed = packed.contiguous();
-    let heads = |first: usize, width: usize| {
-        let strides = [seq_len * token_len, token_len, width, 1];
-        packed.view_at(
-            NAME,
-            "packed",
-            first,
-            &[batch, seq_len, num_heads, width],
-            &strides,
-        )
-    };
-    let q = heads(0, key_dim)?;
-    let k = heads(num_heads * key_dim, key_dim)?;
-    let v = heads(2 * num_heads * key_dim, head_dim)?;
-    Ok(Qkv::separate(&q, &k, &v))
+impl MlaPack<'_> {
+    /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
+    /// attention kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
+    ///
+    /// # Errors
+    /// Another width, or a tensor of another rank.
+    pub fn heads(
+        packed: &CudaTensor,
+        num_heads: usize,
+        [head_dim, rope_dim]: [usize; 2],
+    ) -> Result<Qkv, KernelError> {
+        const NAME: &str = "mla_attention";
+        let key_dim = head_dim + rope_dim;
+        let token_len = num_heads * (2 * key_dim + head_dim);
+        let [batch, seq_len, _] = packed.dims(NAME, "packed")?;
+        packed.require_shape(NAME, "packed", &[batch, seq_len, token_len])?;
+        let packed = packed.contiguous();
+        let heads = |first: usize, width: usize| {
+            let strides = [seq_len * token_len, token_len, width, 1];
+            packed.view_at(
+                NAME,
+                "packed",
+                first,
+                &[batch, seq_len, num_heads, width],
+                &strides,
+            )
+        };
+        let q = heads(0, key_dim)?;
+        let k = heads(num_heads * key_dim, key_dim)?;
+        let v = heads(2 * num_heads * key_dim, head_dim)?;
+        Ok(Qkv::separate(&q, &k, &v))
+    }
 }
 
 /// The forward specialisation for two widths.

@@ -17,8 +17,10 @@ use sieve_core::NsaBlocks;
 
 const NAME: &str = "nsa_selected_attention";
 
-/// Bytes of the parts that a launch leaves for nsa_selected_combine.
-pub const NSA_PART_BYTES: usize = 1 << 30;
+impl ChoiceLists {
+    /// Bytes of the parts that a launch leaves for nsa_selected_combine.
+    pub const PART_BYTES: usize = 1 << 30;
+}
 
 /// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to
 /// spread the longest lists.
@@ -76,7 +78,7 @@ impl Work {
             ..
         } = self.shape;
         let a_query = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
-        query_ranges(seq_len, NSA_PART_BYTES / a_query)
+        query_ranges(seq_len, ChoiceLists::PART_BYTES / a_query)
     }
 
     fn lists(

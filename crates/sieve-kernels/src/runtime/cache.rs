@@ -109,6 +109,24 @@ impl KernelCache {
             _ => Ok(()),
         }
     }
+
+    /// Configures CubeCL for this process: its compilation cache in `cache`, everything else as CubeCL defaults, no
+    /// `cubecl.toml` read. Must run before the first CUDA tensor.
+    ///
+    /// # Errors
+    /// [`KernelError::AlreadyInitialised`] on a second call.
+    pub fn init_runtime(&self) -> Result<(), KernelError> {
+        static INITIALISED: AtomicBool = AtomicBool::new(false);
+        if INITIALISED.swap(true, Ordering::SeqCst)
+            || CubeClRuntimeConfig::storage().lock().is_some()
+        {
+            return Err(KernelError::AlreadyInitialised);
+        }
+        let mut config = CubeClRuntimeConfig::default();
+        config.compilation.cache = Some(CacheConfig::File(self.folder.clone()));
+        CubeClRuntimeConfig::set(config);
+        Ok(())
+    }
 }
 
 impl Drop for KernelCache {
@@ -117,22 +135,6 @@ impl Drop for KernelCache {
             let _ = fs::remove_dir_all(&self.folder);
         }
     }
-}
-
-/// Configures CubeCL for this process: its compilation cache in `cache`, everything else as CubeCL defaults, no
-/// `cubecl.toml` read. Must run before the first CUDA tensor.
-///
-/// # Errors
-/// [`KernelError::AlreadyInitialised`] on a second call.
-pub fn init_runtime(cache: &KernelCache) -> Result<(), KernelError> {
-    static INITIALISED: AtomicBool = AtomicBool::new(false);
-    if INITIALISED.swap(true, Ordering::SeqCst) || CubeClRuntimeConfig::storage().lock().is_some() {
-        return Err(KernelError::AlreadyInitialised);
-    }
-    let mut config = CubeClRuntimeConfig::default();
-    config.compilation.cache = Some(CacheConfig::File(cache.folder.clone()));
-    CubeClRuntimeConfig::set(config);
-    Ok(())
 }
 
 fn create_folder(folder: &Path) -> Result<(), KernelError> {

@@ -7,7 +7,7 @@
 //! ends, and who watches the processes must end this one.
 mod library;
 
-use crate::cublaslt::{on_lane, open_lane, require_cublaslt};
+use crate::cublaslt::{Cublaslt, on_lane, open_lane};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use burn::tensor::DType;
@@ -93,41 +93,41 @@ impl fmt::Debug for NcclWork {
     }
 }
 
-/// Is the library there? Asked once.
-///
-/// # Errors
-/// [`KernelError::NoNccl`].
-pub fn require_nccl() -> Result<(), KernelError> {
-    Nccl::get().map(drop)
-}
-
-/// The library's version; `None` where it is not there.
-pub fn nccl_version() -> Option<String> {
-    let version = Nccl::get().ok()?.version()?;
-    Some(format!(
-        "{}.{}.{}",
-        version / 10_000,
-        version / 100 % 100,
-        version % 100
-    ))
-}
-
-/// What all ranks of a new group must be given, made by one of them.
-///
-/// # Errors
-/// No library, or one that finds no network.
-pub fn nccl_id() -> Result<[u8; NCCL_ID_BYTES], KernelError> {
-    let nccl = Nccl::get()?;
-    let mut id = sys::ncclUniqueId {
-        internal: [0; NCCL_ID_BYTES],
-    };
-    // SAFETY: writes one id.
-    let made = unsafe { (nccl.get_unique_id)(&mut id) };
-    nccl.require("ncclGetUniqueId", made)?;
-    Ok(id.internal.map(|byte| byte as u8))
-}
-
 impl NcclGroup {
+    /// Is the library there? Asked once.
+    ///
+    /// # Errors
+    /// [`KernelError::NoNccl`].
+    pub fn require() -> Result<(), KernelError> {
+        Nccl::get().map(drop)
+    }
+
+    /// The library's version; `None` where it is not there.
+    pub fn version() -> Option<String> {
+        let version = Nccl::get().ok()?.version()?;
+        Some(format!(
+            "{}.{}.{}",
+            version / 10_000,
+            version / 100 % 100,
+            version % 100
+        ))
+    }
+
+    /// What all ranks of a new group must be given, made by one of them.
+    ///
+    /// # Errors
+    /// No library, or one that finds no network.
+    pub fn new_id() -> Result<[u8; NCCL_ID_BYTES], KernelError> {
+        let nccl = Nccl::get()?;
+        let mut id = sys::ncclUniqueId {
+            internal: [0; NCCL_ID_BYTES],
+        };
+        // SAFETY: writes one id.
+        let made = unsafe { (nccl.get_unique_id)(&mut id) };
+        nccl.require("ncclGetUniqueId", made)?;
+        Ok(id.internal.map(|byte| byte as u8))
+    }
+
     /// Joins the group of `id` as `rank` of `size`, with a GPU on which tensors were made before. Waits for all ranks.
     /// Where `overlaps` is not set, NCCL works on Burn's stream: nothing goes on beside it.
     ///
@@ -319,7 +319,7 @@ impl NcclGroup {
             return Ok(work);
         };
         // The lane of its products is the way to Burn's stream.
-        require_cublaslt()?;
+        Cublaslt::require()?;
         open_lane(first)?;
         let queue: DeviceHandle<Server> = DeviceHandle::new(first.device().to_id());
         let (link, rank, stream) = (self.link, self.rank, StreamId::current());

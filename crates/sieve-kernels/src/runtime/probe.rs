@@ -50,6 +50,21 @@ impl DeviceReport {
         let suffix = if self.major >= 9 { "a" } else { "" };
         format!("sm_{}{}{suffix}", self.major, self.minor)
     }
+
+    /// Free and total memory of a device in bytes, now. Makes the device's primary context, which a client then shares
+    /// (about 0.2 s on first use).
+    ///
+    /// # Errors
+    /// [`KernelError::DriverInit`] when the driver does not answer.
+    pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
+        let handle = driver::device::get(device as i32).map_err(init_error)?;
+        // SAFETY: the handle comes from the driver. The context stays retained on purpose: the client takes it over.
+        let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(init_error)?;
+        // SAFETY: the context was just retained.
+        unsafe { driver::ctx::set_current(context) }.map_err(init_error)?;
+        let (free, total) = driver::mem_get_info().map_err(init_error)?;
+        Ok((free as u64, total as u64))
+    }
 }
 
 impl CudaReport {
@@ -74,54 +89,39 @@ impl CudaReport {
         }
         Ok(device)
     }
-}
 
-/// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Makes no client and no
-/// context.
-///
-/// # Errors
-/// The first thing that is missing, with how to get it.
-pub fn probe() -> Result<CudaReport, KernelError> {
-    // SAFETY: only tries to open the library.
-    if !unsafe { driver_sys::is_culib_present() } {
-        return Err(KernelError::NoDriver);
+    /// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Makes no client and no
+    /// context.
+    ///
+    /// # Errors
+    /// The first thing that is missing, with how to get it.
+    pub fn probe() -> Result<CudaReport, KernelError> {
+        // SAFETY: only tries to open the library.
+        if !unsafe { driver_sys::is_culib_present() } {
+            return Err(KernelError::NoDriver);
+        }
+        driver::init().map_err(init_error)?;
+        let count = driver::device::get_count().map_err(init_error)?;
+        if count == 0 {
+            return Err(KernelError::NoDevice);
+        }
+        // SAFETY: only tries to open the library.
+        if !unsafe { nvrtc_sys::is_culib_present() } {
+            return Err(KernelError::NoNvrtc);
+        }
+        let (driver, nvrtc) = (driver_version()?, nvrtc_version()?);
+        check_versions(driver, nvrtc)?;
+        let include_folder = check_headers(install::cuda_path().as_deref())?;
+        let devices = (0..count as usize)
+            .map(describe)
+            .collect::<Result<_, _>>()?;
+        Ok(CudaReport {
+            driver,
+            nvrtc,
+            include_folder,
+            devices,
+        })
     }
-    driver::init().map_err(init_error)?;
-    let count = driver::device::get_count().map_err(init_error)?;
-    if count == 0 {
-        return Err(KernelError::NoDevice);
-    }
-    // SAFETY: only tries to open the library.
-    if !unsafe { nvrtc_sys::is_culib_present() } {
-        return Err(KernelError::NoNvrtc);
-    }
-    let (driver, nvrtc) = (driver_version()?, nvrtc_version()?);
-    check_versions(driver, nvrtc)?;
-    let include_folder = check_headers(install::cuda_path().as_deref())?;
-    let devices = (0..count as usize)
-        .map(describe)
-        .collect::<Result<_, _>>()?;
-    Ok(CudaReport {
-        driver,
-        nvrtc,
-        include_folder,
-        devices,
-    })
-}
-
-/// Free and total memory of a device in bytes, now. Makes the device's primary context, which a client then shares
-/// (about 0.2 s on first use).
-///
-/// # Errors
-/// [`KernelError::DriverInit`] when the driver does not answer.
-pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
-    let handle = driver::device::get(device as i32).map_err(init_error)?;
-    // SAFETY: the handle comes from the driver. The context stays retained on purpose: the client takes it over.
-    let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(init_error)?;
-    // SAFETY: the context was just retained.
-    unsafe { driver::ctx::set_current(context) }.map_err(init_error)?;
-    let (free, total) = driver::mem_get_info().map_err(init_error)?;
-    Ok((free as u64, total as u64))
 }
 
 /// Major and minor compute capability of a device in use; asked of the driver once.
@@ -249,7 +249,7 @@ mod tests {
     #[test]
     fn probing_never_panics() {
         // On a machine without CUDA this is the error a user sees; with CUDA it is a report.
-        match probe() {
+        match CudaReport::probe() {
             Ok(report) => assert!(!report.devices.is_empty()),
             Err(error) => assert!(error.to_string().starts_with("CUDA: "), "{error}"),
         }

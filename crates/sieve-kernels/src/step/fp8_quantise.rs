@@ -64,7 +64,7 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format) -> Result<Fp8Pair, Kernel
             return Err(unsupported(what, size.to_string(), "multiples of 16"));
         }
     }
-    require_fp8(x.hardware().compute_capability)?;
+    Fp8Format::require(x.hardware().compute_capability)?;
     let x = x.contiguous();
     require_alignment(NAME, "x", &x)?;
     let num_elements = x.num_elements();
@@ -106,16 +106,18 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format) -> Result<Fp8Pair, Kernel
     })
 }
 
-/// Can a GPU of this compute capability multiply eight-bit floats?
-///
-/// # Errors
-/// [`KernelError::Unsupported`] below 8.9.
-pub fn require_fp8((major, minor): (u32, u32)) -> Result<(), KernelError> {
-    if (major, minor) >= (8, 9) {
-        return Ok(());
+impl Fp8Format {
+    /// Can a GPU of this compute capability multiply eight-bit floats?
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] below 8.9.
+    pub fn require((major, minor): (u32, u32)) -> Result<(), KernelError> {
+        if (major, minor) >= (8, 9) {
+            return Ok(());
+        }
+        let got = format!("{major}.{minor}");
+        Err(unsupported("compute capability", got, "8.9 and later"))
     }
-    let got = format!("{major}.{minor}");
-    Err(unsupported("compute capability", got, "8.9 and later"))
 }
 
 fn unsupported(what: &'static str, got: String, supported: &str) -> KernelError {

@@ -6,7 +6,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::step::cross_entropy::{
     LogitRows, cross_entropy, cross_entropy_with_gradients, padded_width,
 };
-use crate::step::sum_of_squares::fixed_sum;
+use crate::step::sum_of_squares::FixedSum;
 use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
@@ -70,7 +70,7 @@ pub fn linear_cross_entropy_with_gradients(
 ) -> Result<LinearCrossEntropyGradients, KernelError> {
     let input = Input::of(h, weight, labels)?;
     let (tokens, d_model) = (input.tokens, input.d_model);
-    let block = gradient_block_tokens(tokens, input.vocab_size);
+    let block = LogitRows::gradient_block_tokens(tokens, input.vocab_size);
     let logits = LogitRows::new(h, block, input.vocab_size, DType::BF16);
     let losses = h.empty_contiguous(&[tokens], DType::F32);
     let dh = h.empty_contiguous(&[tokens, d_model], DType::BF16);
@@ -99,7 +99,7 @@ pub fn linear_cross_entropy_with_gradients(
         is_first = false;
     }
     Ok(LinearCrossEntropyGradients {
-        loss: fixed_sum(&losses)?,
+        loss: FixedSum::of(&losses)?,
         dh,
         dweight: sum,
     })
@@ -142,9 +142,12 @@ impl Input {
     }
 }
 
-/// Tokens whose bf16 logits exist at once in [`linear_cross_entropy_with_gradients`] of `tokens` tokens, at least one.
-pub fn gradient_block_tokens(tokens: usize, vocab_size: usize) -> usize {
-    block_tokens(tokens, vocab_size, 2)
+impl LogitRows {
+    /// Tokens whose bf16 logits exist at once in [`linear_cross_entropy_with_gradients`] of `tokens` tokens, at least
+    /// one.
+    pub fn gradient_block_tokens(tokens: usize, vocab_size: usize) -> usize {
+        block_tokens(tokens, vocab_size, 2)
+    }
 }
 
 /// Tokens whose logits exist at once.

@@ -130,6 +130,16 @@ impl FixedSum {
         }?;
         Ok(ClippedNorm { norm, scale })
     }
+
+    /// Sum of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
+    ///
+    /// # Errors
+    /// As [`FixedSum::add`].
+    pub fn of(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let mut sum = FixedSum::new(x, Term::Value, [x.num_elements()]);
+        sum.add(x)?;
+        sum.total()
+    }
 }
 
 /// Sum of squares of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
@@ -138,16 +148,6 @@ impl FixedSum {
 /// As [`FixedSum::add`].
 pub fn sum_of_squares(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let mut sum = FixedSum::new(x, Term::Square, [x.num_elements()]);
-    sum.add(x)?;
-    sum.total()
-}
-
-/// Sum of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
-///
-/// # Errors
-/// As [`FixedSum::add`].
-pub fn fixed_sum(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    let mut sum = FixedSum::new(x, Term::Value, [x.num_elements()]);
     sum.add(x)?;
     sum.total()
 }

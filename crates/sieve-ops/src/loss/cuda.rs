@@ -4,7 +4,7 @@ use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors, writable};
 use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::DType;
-use sieve_kernels::step::{GradientTarget, fixed_sum};
+use sieve_kernels::step::{FixedSum, GradientTarget};
 use sieve_kernels::{CudaPrimitive as Float, KernelError};
 
 impl LossBackend for Cuda {
@@ -50,7 +50,7 @@ impl LossGradients for Cuda {
 fn summed(h: &Float, weight: &Float, labels: &Float) -> Result<Float, KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
     let losses = sieve_kernels::step::token_losses(&h, &weight, &labels)?;
-    fixed_sum(&losses).map(Into::into)
+    FixedSum::of(&losses).map(Into::into)
 }
 
 /// `(loss, dh, dweight)`, dweight in f32.

@@ -7,9 +7,7 @@ use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
-use sieve_kernels::{
-    AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaPack, mla_heads,
-};
+use sieve_kernels::{AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaPack};
 
 impl MlaBackend for Cuda {
     fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Self>) -> Float {
@@ -100,7 +98,7 @@ fn attend(
     spec: MlaSpec,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
     let packed = CudaTensor::from(packed.clone());
-    let heads = mla_heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
+    let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
     let [start, _] = bounds(documents);
     let scale = spec.softmax_scale as f32;
     sieve_kernels::attention_forward(&heads, &start, None, scale, None).map(output)
@@ -118,10 +116,10 @@ fn gradient(
     let packed = CudaTensor::from(packed.clone());
     let d_packed = packed.empty_contiguous(packed.shape(), packed.dtype());
     let call = AttentionGradients {
-        qkv: &mla_heads(&packed, spec.num_heads, widths)?,
+        qkv: &MlaPack::heads(&packed, spec.num_heads, widths)?,
         result: &result(output),
         d_o: &CudaTensor::from(d_o.clone()),
-        grads: &mla_heads(&d_packed, spec.num_heads, widths)?,
+        grads: &MlaPack::heads(&d_packed, spec.num_heads, widths)?,
         softmax_scale: spec.softmax_scale as f32,
         order: sum_order(),
     };

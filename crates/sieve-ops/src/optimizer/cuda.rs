@@ -79,7 +79,7 @@ impl OptimizerBackend for Cuda {
     }
 
     fn snapshot_room(device: &CudaDevice) -> u64 {
-        sieve_kernels::memory_bytes(device.index).map_or(0, |(free, _)| free)
+        sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 }
 

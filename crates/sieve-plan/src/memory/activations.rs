@@ -4,9 +4,7 @@ use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
 use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{
-    AttentionShape, KeepRest, KernelFamily, KeyLists, KeySource, NSA_PART_BYTES, dq_sum_queries,
-};
+use sieve_kernels::{AttentionShape, ChoiceLists, KeepRest, KernelFamily, KeyLists, KeySource};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -219,7 +217,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
         Attention::Nsa(nsa) if gpu_attention_gap(shape).is_none() => {
             let sums = times(tokens, 2 * F32 * kv);
             // Compressed keys and values at their tokens, their gradients, sums of dq, and the lists.
-            let rows = batch * dq_sum_queries(seq_len) as u64;
+            let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             let slots = nsa.blocks().num_slots(seq_len) as u64;
             let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
             let by_list =
@@ -228,7 +226,8 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             let choices = nsa.num_selected_blocks as u64;
             let a_query =
                 choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
-            let parts = times(tokens, a_query).min((NSA_PART_BYTES as u64).max(batch * a_query));
+            let parts =
+                times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             row_stats + sums + by_list.max(parts)
         }
         Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
@@ -242,7 +241,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
         Attention::Dma(DmaShape {
             keep_window_size, ..
         }) if keep_window_size < seq_len => {
-            let rows = batch * dq_sum_queries(seq_len) as u64;
+            let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }
         _ if training.deterministic => row_stats,

@@ -12,7 +12,7 @@ use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
 use sieve_kernels::{
     CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels,
-    RankRanges, nccl_id, require_nccl,
+    RankRanges,
 };
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
@@ -157,7 +157,9 @@ fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
     let own = if shows_one { 0 } else { world.local_rank };
     match choice {
-        DeviceChoice::Auto if sieve_kernels::probe().is_ok() => Ok(DeviceChoice::Cuda(own)),
+        DeviceChoice::Auto if sieve_kernels::CudaReport::probe().is_ok() => {
+            Ok(DeviceChoice::Cuda(own))
+        }
         DeviceChoice::Cuda(0) => Ok(DeviceChoice::Cuda(own)),
         DeviceChoice::Cuda(index) if world.local_size > 1 => bail!(
             "--device cuda:{index} would put {} processes of this host on one GPU\n  hint: write --device cuda; each \
@@ -279,7 +281,7 @@ pub(super) fn on_cuda(
 ) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
     let one = Tensor::<Cuda, 1>::ones([1], device);
-    require_nccl()?;
+    NcclGroup::require()?;
     // Once all have the library, none waits for one that has not.
     mesh.barrier()?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
@@ -319,7 +321,7 @@ pub(super) fn on_cuda(
 fn join(mesh: &Mesh, device: &CudaDevice, size: usize, overlaps: bool) -> Result<NcclGroup> {
     let rank = mesh.world().rank;
     let own = match rank % size {
-        0 => nccl_id()?.to_vec(),
+        0 => NcclGroup::new_id()?.to_vec(),
         _ => Vec::new(),
     };
     let ids = mesh.gather(&own)?;

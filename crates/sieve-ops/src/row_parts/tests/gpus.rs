@@ -13,7 +13,7 @@ use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::{DmaBias, DmaRecency, DmaShape};
 use sieve_cuda::Cuda;
-use sieve_kernels::{KernelCache, NcclGroup, init_runtime, nccl_id, probe};
+use sieve_kernels::{CudaReport, KernelCache, NcclGroup};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -86,13 +86,13 @@ struct Gpu {
 
 impl Gpu {
     fn open([first, len]: [usize; 2]) -> Self {
-        let report = probe().expect("a GPU");
+        let report = CudaReport::probe().expect("a GPU");
         let device = report.device(0).expect("a GPU");
         let root =
             std::env::var_os("XDG_CACHE_HOME").map_or_else(std::env::temp_dir, PathBuf::from);
         let cache = KernelCache::open(&root.join("sieve"), &device.arch(), report.nvrtc);
         let cache = cache.expect("a folder for kernels");
-        init_runtime(&cache).expect("once");
+        cache.init_runtime().expect("once");
         std::mem::forget(cache);
         let device = Default::default();
         let rows = |seed, heads| {
@@ -321,7 +321,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     let id_file = folder.join("id");
     if part_idx == 0 {
         let partial = folder.join("id.partial");
-        std::fs::write(&partial, nccl_id().expect("NCCL")).expect("it is written");
+        std::fs::write(&partial, NcclGroup::new_id().expect("NCCL")).expect("it is written");
         std::fs::rename(partial, &id_file).expect("it is renamed");
     }
     while !id_file.exists() {
