@@ -1,11 +1,11 @@
 //! A training step on a GPU, checked and timed: `gpu_step_check CACHE_DIR [check] [time] [deterministic] [portable]
-//! [fp8] [recompute]`.
+//! [fp8] [recompute] [keep]`.
 //!
 //! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same
 //! weights; `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's
 //! parts at the size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are
 //! measured at. `portable` takes no Hopper kernel; `fp8` lets all blocks multiply in eight-bit floats, on the CPU too;
-//! `recompute` computes every block a second time in the backward pass.
+//! `recompute` computes every block a second time in the backward pass, `keep` keeps what that pass could make again.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -22,7 +22,7 @@ use sieve_kernels::{
     CudaReport, KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult,
 };
 use sieve_nn::Qwen3;
-use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
+use sieve_ops::{Cuda, TrainBackend, keep_made_again, op_paths, set_sum_order};
 use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
 use std::path::Path;
 use std::process::ExitCode;
@@ -421,6 +421,7 @@ fn main() -> ExitCode {
     let device = burn_cuda::CudaDevice::default();
     KernelFamily::use_portable_only(wanted.iter().any(|x| x == "portable"));
     FP8.store(wanted.iter().any(|x| x == "fp8"), Ordering::Relaxed);
+    keep_made_again(wanted.iter().any(|x| x == "keep"));
     RECOMPUTE.store(wanted.iter().any(|x| x == "recompute"), Ordering::Relaxed);
     let mut good = true;
     if wants("check") {

@@ -126,8 +126,10 @@ impl SwigluBackend for Cuda {
 
 impl SwigluGradients for Cuda {
     fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+        let is_free = gate_up.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
-        let attempt = sieve_kernels::step::swiglu_backward(&x, &d);
+        let attempt =
+            sieve_kernels::step::swiglu_backward(&x, &d, reuse(is_free && x.is_contiguous()));
         kernel_or("swiglu_backward", attempt.map(Into::into), || {
             reference::swiglu_backward::<Self>(gate_up, dy)
         })
@@ -139,17 +141,20 @@ impl SwigluGradients for Cuda {
     ) -> (CudaPrimitive, CudaPrimitive) {
         let is_free = gate_up.can_mut() && dy.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
-        let reuse = if is_free && x.is_contiguous() && d.is_contiguous() {
-            Reuse::InPlace
-        } else {
-            Reuse::Copy
-        };
+        let reuse = reuse(is_free && x.is_contiguous() && d.is_contiguous());
         let attempt = sieve_kernels::step::swiglu_backward_with_output(&x, &d, reuse);
         let attempt = attempt.map(|(dx, y)| (dx.into(), y.into()));
         kernel_or("swiglu_backward", attempt, || {
             let y = reference::swiglu::<Self>(gate_up.clone());
             (reference::swiglu_backward::<Self>(gate_up, dy), y)
         })
+    }
+}
+
+fn reuse(is_free: bool) -> Reuse {
+    match is_free {
+        true => Reuse::InPlace,
+        false => Reuse::Copy,
     }
 }
 

@@ -62,6 +62,8 @@ pub struct MemoryPlan {
     pub checkpoint_bytes: u64,
     /// Whether there is room for the rest of o in DMA's rows of any length (`sieve_kernels::KeepRest::Always`).
     pub keeps_rest_of_long_rows: bool,
+    /// Whether a GPU has room for what the blocks could make again (`sieve_ops::keep_made_again`).
+    pub keeps_made_again: bool,
     /// The program, its libraries and their own memory: an assumption.
     pub program_bytes: u64,
     /// All of them.
@@ -96,6 +98,23 @@ impl MemoryPlan {
     }
 }
 
+/// What blocks keep beside the least, to be faster.
+#[derive(Clone, Copy, Debug)]
+pub struct Keeping {
+    /// The rest of o.
+    pub rest: KeepRest,
+    /// What a block's backward pass would make again.
+    pub made_again: bool,
+}
+
+impl Keeping {
+    /// Where nothing is differentiated.
+    const NOTHING: Self = Self {
+        rest: KeepRest::Never,
+        made_again: false,
+    };
+}
+
 /// What a moment holds beside weights, masters and moments.
 struct Moment {
     name: &'static str,
@@ -119,12 +138,15 @@ pub fn memory_plan(
     ranks: usize,
 ) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
-        let with = |rest| needed(recipe, shape, target, ranks, rest);
-        let all = with(KeepRest::Always);
-        if all.total_bytes <= all.available_bytes / 10 * 9 {
-            return all;
-        }
-        with(KeepRest::ShortRows)
+        let with = |made_again, rest| {
+            let keeping = Keeping { rest, made_again };
+            needed(recipe, shape, target, ranks, keeping)
+        };
+        let is_gpu = matches!(target, Target::Gpu(_));
+        let more = [is_gpu, false].map(|made_again| with(made_again, KeepRest::Always));
+        let fits = |plan: &MemoryPlan| plan.total_bytes <= plan.available_bytes / 10 * 9;
+        let more = more.into_iter().find(fits);
+        more.unwrap_or_else(|| with(false, KeepRest::ShortRows))
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {
@@ -139,7 +161,7 @@ fn needed(
     shape: &ModelShape,
     target: &Target,
     ranks: usize,
-    rest: KeepRest,
+    keeping: Keeping,
 ) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let num_parameters = shape.parameters().total();
@@ -152,14 +174,15 @@ fn needed(
             let mut section = section.clone();
             section.mode = mode;
             let recomputed = |layer_idx| section.recomputes(layer_idx);
-            let bytes = activation_bytes_per_token(shape, target, seq_len, rest, recomputed);
-            let fp8 = fp8_bytes(recipe, shape, target, recomputed);
+            let bytes = activation_bytes_per_token(shape, target, seq_len, keeping, recomputed);
+            let fp8 = fp8_bytes(recipe, shape, target, keeping, recomputed);
             let parts = (0..shape.num_layers).filter(|&layer| !section.recomputes(layer));
             let parts = parts.map(|layer| rows.kept_bytes(&shape.of_layer(layer), value_bytes));
-            (name, times(tokens, bytes) + parts.sum::<u64>() + fp8)
+            let all = times(tokens, bytes).saturating_add_signed(fp8);
+            (name, all + parts.sum::<u64>())
         })
     };
-    let moments = moments(recipe, shape, target, ranks, rest);
+    let moments = moments(recipe, shape, target, ranks, keeping);
     let fullest = moments.into_iter().max_by_key(Moment::total);
     let fullest = fullest.expect("there are four");
     let parameter_bytes = times(num_parameters, value_bytes);
@@ -188,7 +211,8 @@ fn needed(
         activation_bytes: fullest.activation_bytes,
         workspace_bytes: fullest.workspace_bytes,
         checkpoint_bytes: fullest.checkpoint_bytes,
-        keeps_rest_of_long_rows: rest == KeepRest::Always,
+        keeps_rest_of_long_rows: keeping.rest == KeepRest::Always,
+        keeps_made_again: keeping.made_again,
         program_bytes,
         total_bytes,
         moment: fullest.name,
@@ -204,7 +228,7 @@ fn moments(
     shape: &ModelShape,
     target: &Target,
     ranks: usize,
-    rest: KeepRest,
+    keeping: Keeping,
 ) -> [Moment; 4] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
@@ -213,11 +237,11 @@ fn moments(
     let of_parts =
         |layer_idx: usize| rows.kept_bytes(&shape.of_layer(layer_idx), target.value_bytes());
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
-    let per_token = activation_bytes_per_token(shape, target, seq_len, rest, recomputes);
+    let per_token = activation_bytes_per_token(shape, target, seq_len, keeping, recomputes);
     let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
     let blocks = times(tokens, per_token)
-        + layers.map(of_parts).sum::<u64>()
-        + fp8_bytes(recipe, shape, target, recomputes);
+        .saturating_add_signed(fp8_bytes(recipe, shape, target, keeping, recomputes))
+        + layers.map(of_parts).sum::<u64>();
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
     let all_gradients = times(shape.parameters().total(), F32);
@@ -243,9 +267,10 @@ fn moments(
         + exchanged.max().unwrap_or(0);
     // A recomputed block is there as a whole while its backward pass runs.
     let kept = |layer_idx: usize| {
-        let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, rest);
+        let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping);
         let others = |other: usize| other != layer_idx;
-        times(tokens, block) + of_parts(layer_idx) + fp8_bytes(recipe, shape, target, others)
+        let fp8 = fp8_bytes(recipe, shape, target, keeping, others);
+        times(tokens, block).saturating_add_signed(fp8) + of_parts(layer_idx)
     };
     let recomputed = |layer_idx: usize| {
         if recomputes(layer_idx) {
@@ -301,17 +326,18 @@ fn moments(
     ]
 }
 
-/// What the blocks in eight-bit floats keep beside, but for those that are `recomputed`.
+/// What the blocks in eight-bit floats keep more than others, but for those that are `recomputed`.
 fn fp8_bytes(
     recipe: &Recipe,
     shape: &ModelShape,
     target: &Target,
+    keeping: Keeping,
     recomputed: impl Fn(usize) -> bool,
-) -> u64 {
+) -> i64 {
     let tokens = RowShare::of(recipe).tokens() as u64;
     let blocks = recipe.training.fp8_blocks(shape.num_layers);
     let kept = blocks.filter(|&layer_idx| !recomputed(layer_idx));
-    kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens))
+    kept.map(|layer_idx| fp8_kept(&shape.of_layer(layer_idx), target, tokens, keeping))
         .sum()
 }
 

@@ -31,8 +31,8 @@ pub(crate) struct MemoryArgs {
 
 impl MemoryArgs {
     /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On a GPU
-    /// with room for it DMA keeps the rest of o in rows of any length from now on. On the CPU `sharers` of all `ranks`
-    /// take equal parts of what is free.
+    /// with room for it DMA keeps the rest of o in rows of any length from now on, and blocks keep what they could make
+    /// again. On the CPU `sharers` of all `ranks` take equal parts of what is free.
     ///
     /// # Errors
     /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
@@ -60,6 +60,7 @@ impl MemoryArgs {
                 true => KeepRest::Always,
                 false => KeepRest::ShortRows,
             });
+            sieve_ops::keep_made_again(memory.keeps_made_again);
         }
         self.decide("this run", &memory)
     }

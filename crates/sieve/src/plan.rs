@@ -331,6 +331,9 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         modes.collect::<Vec<_>>().join(", "),
         format!("{:?}", recipe.activation_checkpoint.mode).to_lowercase()
     ));
+    if memory.keeps_made_again {
+        lines.push("  with room to spare: blocks keep what they could make again".to_owned());
+    }
     lines
 }
 

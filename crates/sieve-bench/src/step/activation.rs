@@ -76,11 +76,13 @@ fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize, dtype: DType)
     let y = swiglu_forward(&gate_up.on).map_err(text)?;
     let exact = floats::<Flex, 2>(reference::swiglu::<Flex>(host()));
     calls.close("y", &y, &exact)?;
-    let dx = swiglu_backward(&gate_up.on, &dy.on).map_err(text)?;
+    let dx = swiglu_backward(&gate_up.on, &dy.on, Reuse::Copy).map_err(text)?;
     let host_dy = float::<Flex, 2>(&dy.values, [rows, d_ff], &FlexDevice);
     let dx_exact = floats::<Flex, 2>(reference::swiglu_backward::<Flex>(host(), host_dy));
     calls.close("dx", &dx, &dx_exact)?;
     // Without gaps, so that the results can take their place.
+    let alone = swiglu_backward(&gate_up.on.contiguous(), &dy.on, Reuse::InPlace);
+    calls.equal("dx alone in place", &alone.map_err(text)?, &dx)?;
     let (gate_up, dy) = (gate_up.on.contiguous(), dy.on.contiguous());
     let with_y = |reuse| swiglu_backward_with_output(&gate_up, &dy, reuse).map_err(text);
     let (dx_too, y_too) = with_y(Reuse::Copy)?;

@@ -10,15 +10,21 @@ use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
 const NAME: &str = "swiglu_backward";
 
 /// Gradient of [`swiglu_forward`](crate::step::swiglu_forward()) with respect to its packed input: `gate_up`
-/// `[.., 2 * d_ff]`, `dy` `[.., d_ff]`, both bf16 or both f32; returns `[.., 2 * d_ff]`.
+/// `[.., 2 * d_ff]`, `dy` `[.., d_ff]`, both bf16 or both f32; returns `[.., 2 * d_ff]`. [`Reuse::InPlace`] puts it
+/// where a contiguous `gate_up` lies.
 ///
 /// # Errors
-/// Another type, shapes that do not fit each other, no rows.
-pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor) -> Result<CudaTensor, KernelError> {
+/// Another type, shapes that do not fit each other, no rows; a tensor to be reused that is not contiguous.
+pub fn swiglu_backward(
+    gate_up: &CudaTensor,
+    dy: &CudaTensor,
+    reuse: Reuse,
+) -> Result<CudaTensor, KernelError> {
     let input = Input::of(gate_up, dy)?;
-    let dgate_up = gate_up.empty_contiguous(gate_up.shape(), gate_up.dtype());
+    let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let kernel = swiglu_backward_kernel(input.is_bf16, input.vector);
-    // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up; sizes were read off the tensors.
+    // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up, a thread's columns after it read
+    // them; sizes were read off the tensors.
     unsafe {
         kernel.launch(
             input.grid(),
@@ -40,17 +46,8 @@ pub fn swiglu_backward_with_output(
     reuse: Reuse,
 ) -> Result<(CudaTensor, CudaTensor), KernelError> {
     let input = Input::of(gate_up, dy)?;
-    let (dgate_up, y) = match reuse {
-        Reuse::InPlace => {
-            gate_up.require_contiguous(NAME, "gate_up")?;
-            dy.require_contiguous(NAME, "dy")?;
-            (gate_up.clone(), dy.clone())
-        }
-        Reuse::Copy => {
-            let new = |like: &CudaTensor| like.empty_contiguous(like.shape(), like.dtype());
-            (new(gate_up), new(dy))
-        }
-    };
+    let dgate_up = output_at(gate_up, "gate_up", reuse)?;
+    let y = output_at(dy, "dy", reuse)?;
     let kernel = swiglu_backward_with_output_kernel(input.is_bf16, input.vector);
     // SAFETY: as above, and every element of y; a thread reads its columns before it writes the same places.
     unsafe {
@@ -61,6 +58,14 @@ pub fn swiglu_backward_with_output(
         )
     }?;
     Ok((dgate_up, y))
+}
+
+/// Where an output of an input's shape goes.
+fn output_at(x: &CudaTensor, what: &'static str, reuse: Reuse) -> Result<CudaTensor, KernelError> {
+    match reuse {
+        Reuse::InPlace => x.require_contiguous(NAME, what).map(|()| x.clone()),
+        Reuse::Copy => Ok(x.empty_contiguous(x.shape(), x.dtype())),
+    }
 }
 
 /// Checked operands of a call.

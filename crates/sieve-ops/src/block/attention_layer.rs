@@ -70,44 +70,56 @@ impl<B: DeviceBackend> AttentionLayerBackend for B {
     }
 }
 
+impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayer<Autodiff<B, C>> {
+    fn inner(&self) -> AttentionLayer<B> {
+        AttentionLayer {
+            norm: self.norm.clone().inner(),
+            epsilon: self.epsilon,
+            qkv: self.qkv.clone().inner(),
+            qk_norm: QkNorm {
+                q_weight: self.qk_norm.q_weight.clone().inner(),
+                k_weight: self.qk_norm.k_weight.clone().inner(),
+                epsilon: self.qk_norm.epsilon,
+            },
+            o: self.o.clone().inner(),
+            dma: self.dma.clone().map(|dma| DmaLayer {
+                w_dt: dma.w_dt.inner(),
+                a: dma.a.inner(),
+                spec: dma.spec,
+            }),
+            precision: self.precision,
+        }
+    }
+}
+
+impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerCall<Autodiff<B, C>> {
+    fn inner(self) -> AttentionLayerCall<B> {
+        AttentionLayerCall {
+            positions: self.positions,
+            rope: self.rope.inner(),
+            documents: self.documents,
+            parts: self.parts,
+            spec: self.spec,
+            residual: self.residual,
+        }
+    }
+}
+
 impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff<B, C> {
     fn attention_layer(
         x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
     ) -> (Float<Self>, Option<Ints<Self>>) {
-        let inner = AttentionLayer {
-            norm: layer.norm.clone().inner(),
-            epsilon: layer.epsilon,
-            qkv: layer.qkv.clone().inner(),
-            qk_norm: QkNorm {
-                q_weight: layer.qk_norm.q_weight.clone().inner(),
-                k_weight: layer.qk_norm.k_weight.clone().inner(),
-                epsilon: layer.qk_norm.epsilon,
-            },
-            o: layer.o.clone().inner(),
-            dma: layer.dma.clone().map(|dma| DmaLayer {
-                w_dt: dma.w_dt.inner(),
-                a: dma.a.inner(),
-                spec: dma.spec,
-            }),
-            precision: layer.precision,
-        };
-        let call = AttentionLayerCall {
-            positions: call.positions,
-            rope: call.rope.inner(),
-            documents: call.documents,
-            parts: call.parts,
-            spec: call.spec,
-            residual: call.residual,
-        };
+        let (inner, call) = (layer.inner(), call.inner());
         let forward = forward::<B>(x.primitive.clone(), inner.clone(), &call);
         let expire = forward.attended.expire();
         let kept = Kept::<B> {
             x: x.primitive.clone(),
             qkv: forward.qkv,
+            rotated: forward.rotated,
             attended: forward.attended,
-            fp8: forward.fp8,
+            operands: forward.operands,
             layer: inner,
             call,
         };

@@ -4,11 +4,11 @@
 //! and the gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass,
 //! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
 //! too.
-use super::product::{begin_gradients, product};
+use super::product::{Operands, begin_gradients, product, product_gradients};
 use super::residual::Residual;
 use crate::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
-use crate::fp8::{Fp8Kept, ProductPrecision};
+use crate::fp8::ProductPrecision;
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
@@ -56,27 +56,32 @@ impl<B: DeviceBackend> FeedForwardBackend for B {
     }
 }
 
+impl<B: DeviceBackend, C: CheckpointStrategy> FeedForward<Autodiff<B, C>> {
+    fn inner(&self) -> FeedForward<B> {
+        FeedForward {
+            norm: self.norm.clone().inner(),
+            gate_up: self.gate_up.clone().inner(),
+            down: self.down.clone().inner(),
+            epsilon: self.epsilon,
+            precision: self.precision,
+        }
+    }
+}
+
 impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B, C> {
     fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
+        let inner = layer.inner();
         let FeedForward {
             norm,
             gate_up,
             down,
-            epsilon,
-            precision,
+            ..
         } = layer;
-        let inner = FeedForward {
-            norm: norm.clone().inner(),
-            gate_up: gate_up.clone().inner(),
-            down: down.clone().inner(),
-            epsilon,
-            precision,
-        };
         let forward = forward::<B>(x.primitive.clone(), inner.clone(), residual);
         let kept = Kept::<B> {
             x: x.primitive.clone(),
             gate_up: forward.gate_up,
-            fp8: forward.fp8,
+            operands: forward.operands,
             layer: inner,
             residual,
         };
@@ -90,7 +95,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B,
 struct LayerForward<B: Backend> {
     gate_up: Float<B>,
     /// Of both products.
-    fp8: [Option<Fp8Kept<B>>; 2],
+    operands: [Operands<B>; 2],
     y: Float<B>,
 }
 
@@ -110,7 +115,7 @@ fn forward<B: DeviceBackend>(
     let (y, second) = product::<B>(layer.precision, hidden, primitive(layer.down), added);
     LayerForward {
         gate_up,
-        fp8: [first, second],
+        operands: [first, second],
         y,
     }
 }
@@ -120,7 +125,7 @@ fn forward<B: DeviceBackend>(
 struct Kept<B: Backend> {
     x: Float<B>,
     gate_up: Float<B>,
-    fp8: [Option<Fp8Kept<B>>; 2],
+    operands: [Operands<B>; 2],
     layer: FeedForward<B>,
     residual: Residual,
 }
@@ -132,7 +137,7 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
         let Kept {
             x,
             gate_up,
-            fp8: [first, second],
+            operands: [first, second],
             layer,
             residual,
         } = self;
@@ -143,13 +148,11 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             epsilon,
             precision: _,
         } = layer;
-        let (d_gate_up, d_down) = match second {
-            Some(kept) => {
-                let [d_hidden, d_down] = B::fp8_linear_backward(kept, dy.clone());
-                (B::swiglu_backward(gate_up, d_hidden), d_down)
-            }
+        let down = primitive(down);
+        let (d_gate_up, d_down) = match product_gradients::<B>(second, down.clone(), dy.clone()) {
+            Some([d_hidden, d_down]) => (B::swiglu_backward(gate_up, d_hidden), d_down),
             None => {
-                let d_hidden = B::linear_input_gradient(primitive(down), dy.clone());
+                let d_hidden = B::linear_input_gradient(down, dy.clone());
                 let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
                 (d_gate_up, B::linear_weight_gradient(hidden, dy.clone()))
             }

@@ -1,5 +1,6 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
+use super::Keeping;
 use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
@@ -24,14 +25,18 @@ pub(super) fn block_kept(
     shape: &ModelShape,
     target: &Target,
     seq_len: usize,
-    rest: KeepRest,
+    keeping: Keeping,
 ) -> u64 {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
-    // The stream before either half, gate and up; normed streams and the gated activation are made again.
-    let common = 2 * d_model + 2 * d_ff;
     let packed = q + 2 * kv;
+    // The stream before either half, gate and up; where there is room the products' inputs and rotated heads.
+    let more = match keeping.made_again {
+        true => of_inputs(shape) + if joins_attention(shape) { packed } else { 0 },
+        false => 0,
+    };
+    let common = 2 * d_model + 2 * d_ff + more;
     let lse = F32 * heads;
     let (values, f32_bytes) = match shape.attention.form() {
         // q, k and v before q/k-norm and rotation, and the output.
@@ -40,7 +45,7 @@ pub(super) fn block_kept(
         AttentionForm::Ranked(DmaShape {
             keep_window_size, ..
         }) => {
-            let rest = if keeps_rest(shape, target, seq_len, rest) {
+            let rest = if keeps_rest(shape, target, seq_len, keeping.rest) {
                 q
             } else {
                 0
@@ -94,6 +99,17 @@ pub(super) fn block_kept(
     values * target.value_bytes() + f32_bytes
 }
 
+/// Whether a block's attention is one op with its norm and products.
+fn joins_attention(shape: &ModelShape) -> bool {
+    !matches!(shape.attention, Attention::Mla(_) | Attention::Nsa(_))
+}
+
+/// Numbers a token that a block's products read and its backward pass can make again.
+fn of_inputs(shape: &ModelShape) -> u64 {
+    let norms = if joins_attention(shape) { 2 } else { 1 };
+    (norms * shape.d_model + shape.d_ff) as u64
+}
+
 /// Weights that a block multiplies with in eight-bit floats, and the widths of what goes into these products and of
 /// what comes out.
 pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
@@ -109,14 +125,19 @@ pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     }
 }
 
-/// Bytes that a block in eight-bit floats keeps beside: its operands, rounded, which a CPU holds as f32.
-pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64) -> u64 {
+/// Bytes that a block in eight-bit floats keeps more than another: its operands, rounded, which a CPU holds as f32, in
+/// place of the products' inputs.
+pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping: Keeping) -> i64 {
     let (weights, [inner, _]) = fp8_products(shape);
     let bytes = match target {
         Target::Cpu { .. } => F32,
         Target::Gpu(_) => 1,
     };
-    times(tokens, inner * bytes) + times(weights, bytes)
+    let inputs = match keeping.made_again {
+        true => times(tokens, of_inputs(shape) * target.value_bytes()),
+        false => 0,
+    };
+    (times(tokens, inner * bytes) + times(weights, bytes)) as i64 - inputs as i64
 }
 
 /// Whether DMA's forward pass stores `o_low`, the 16 bits of each output that bf16 lacks.
@@ -149,13 +170,13 @@ pub fn activation_bytes_per_token(
     shape: &ModelShape,
     target: &Target,
     seq_len: usize,
-    rest: KeepRest,
+    keeping: Keeping,
     recomputed: impl Fn(usize) -> bool,
 ) -> u64 {
     let input = shape.d_model as u64 * target.value_bytes();
     let blocks = (0..shape.num_layers).map(|layer_idx| match recomputed(layer_idx) {
         true => input,
-        false => block_kept(&shape.of_layer(layer_idx), target, seq_len, rest),
+        false => block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping),
     });
     blocks.sum()
 }
@@ -179,9 +200,8 @@ pub(super) fn block_temporaries(
     };
 
     // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU
-    // writes the last two where gate and up and the gradient of the activation lay.
-    // A CPU's product also lays the transposed gradient of gate and up out anew; of eight-bit floats the gradient of
-    // gate and up has a place of its own.
+    // writes the last two where gate and up and the gradient of the activation lay. A CPU's product also lays the
+    // transposed gradient of gate and up out anew; in eight-bit floats that gradient is there in bytes too, twice.
     let is_fp8 = !training.fp8_blocks(shape.num_layers).is_empty();
     let beside = match target {
         Target::Cpu { .. } => 5 * d_ff,

@@ -1,10 +1,11 @@
 //! Memory of using a model: reading its weights, a forward pass, caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
+use super::{
+    CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, Keeping, MemoryPlan, MemoryVerdict, logit_bytes,
+};
 use crate::{Target, cache_plan};
 use sieve_core::model::ModelShape;
-use sieve_kernels::KeepRest;
 
 /// What a command does with a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,7 +51,7 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
     let kinds = shape.by_kind();
     let kept = kinds
         .iter()
-        .map(|part| block_kept(part, target, size.seq_len, KeepRest::Never));
+        .map(|part| block_kept(part, target, size.seq_len, Keeping::NOTHING));
     let kept = kept.max().unwrap_or(0);
     let attention = kept - (d_model + 2 * d_ff) * value_bytes + (d_model + packed) * value_bytes;
     let scores = match target {
@@ -155,6 +156,7 @@ impl Moment {
             workspace_bytes: self.workspace_bytes,
             checkpoint_bytes: 0,
             keeps_rest_of_long_rows: false,
+            keeps_made_again: false,
             program_bytes,
             total_bytes,
             moment: self.name,

@@ -3,10 +3,9 @@ use super::forward::{
     Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
 };
 use crate::DeviceBackend;
-use crate::block::product::{begin_gradients, product_gradients};
+use crate::block::product::{Operands, begin_gradients, product_gradients};
 use crate::device::autodiff::Gradient;
 use crate::dma::composed::{self, DmaState};
-use crate::fp8::Fp8Kept;
 use crate::norm::RmsNormCall;
 use crate::row_parts;
 use crate::tensors::{Float, primitive};
@@ -18,8 +17,9 @@ use burn::tensor::backend::Backend;
 pub(super) struct Kept<B: Backend> {
     pub(super) x: Float<B>,
     pub(super) qkv: Float<B>,
+    pub(super) rotated: Option<Float<B>>,
     pub(super) attended: Attended<B>,
-    pub(super) fp8: [Option<Fp8Kept<B>>; 2],
+    pub(super) operands: [Operands<B>; 2],
     pub(super) layer: AttentionLayer<B>,
     pub(super) call: AttentionLayerCall<B>,
 }
@@ -55,19 +55,25 @@ fn backward<B: DeviceBackend>(
     let Kept {
         x,
         qkv,
+        rotated,
         attended,
-        fp8: [first, second],
+        operands: [first, second],
         layer,
         call,
     } = kept;
     let o = attended.o();
     let o_shape = o.shape();
-    let o_weight = primitive(layer.o);
-    let [d_o, d_o_weight] =
-        product_gradients::<B>(second, merge_heads::<B>(o), o_weight, dy.clone());
+    // The product's x is at hand in any case.
+    let second = match second {
+        Operands::Fp8(kept) => Operands::Fp8(kept),
+        _ => Operands::X(merge_heads::<B>(o)),
+    };
+    let gradients = product_gradients::<B>(second, primitive(layer.o), dy.clone());
+    let [d_o, d_o_weight] = gradients.expect("both kinds give them");
     let d_o = B::float_reshape(d_o, o_shape);
 
-    let again = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call));
+    let again = rotated
+        .unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
     let (d_rotated, d_dma) = match (attended, layer.dma) {
         (Attended::Selected(forward), Some(dma)) => {
             let state = DmaState {

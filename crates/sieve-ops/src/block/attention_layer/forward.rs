@@ -1,11 +1,12 @@
 //! The forward pass of an attention layer.
 use crate::DeviceBackend;
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
-use crate::block::product::product;
+use crate::block::kept;
+use crate::block::product::{Operands, product};
 use crate::block::residual::Residual;
 use crate::dma::{DmaForward, DynamicMaskBackend};
 use crate::documents::DocumentBounds;
-use crate::fp8::{Fp8Kept, ProductPrecision};
+use crate::fp8::ProductPrecision;
 use crate::norm::RmsNormCall;
 use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
 use crate::row_parts::{self, DmaParts, Parted, RowParts};
@@ -91,9 +92,11 @@ impl<B: Backend> Attended<B> {
 pub(super) struct LayerForward<B: Backend> {
     /// Packed, before norm and rotation.
     pub(super) qkv: Float<B>,
+    /// After both, where it is kept.
+    pub(super) rotated: Option<Float<B>>,
     pub(super) attended: Attended<B>,
     /// Of the products with `qkv` and `o`.
-    pub(super) fp8: [Option<Fp8Kept<B>>; 2],
+    pub(super) operands: [Operands<B>; 2],
     pub(super) y: Float<B>,
 }
 
@@ -110,6 +113,7 @@ pub(super) fn forward<B: DeviceBackend>(
     let (qkv, first) = product::<B>(layer.precision, normed, primitive(layer.qkv), None);
     let qkv = split_heads::<B>(qkv, call.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
+    let kept_rotated = kept(rotated.clone());
     let (documents, spec) = (&call.documents, call.spec);
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
@@ -130,8 +134,9 @@ pub(super) fn forward<B: DeviceBackend>(
     let (y, second) = product::<B>(layer.precision, heads, o, added);
     LayerForward {
         qkv,
+        rotated: kept_rotated,
         attended,
-        fp8: [first, second],
+        operands: [first, second],
         y,
     }
 }

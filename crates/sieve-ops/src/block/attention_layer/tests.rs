@@ -1,4 +1,6 @@
-use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer};
+use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer, forward};
+use crate::block::product::Operands;
+use crate::block::while_all_is_kept;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity,
     check_views, documents, evaluate, float, primitive,
@@ -7,7 +9,9 @@ use crate::{
     AttentionSpec, DmaBias, Documents, ProductPrecision, QkNorm, RotaryEmbedding, attention,
     dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
+use burn_flex::Flex;
 use sieve_core::{DmaRecency, DmaShape};
 
 const EPSILON: f64 = 1e-5;
@@ -216,6 +220,47 @@ fn equals_its_parts_to_the_last_bit() {
             let found = run(&|inputs| case.op(inputs));
             let expected = run(&|inputs| case.parts(inputs));
             assert_eq!(found, expected, "{kind:?} {residual:?}");
+            let found = while_all_is_kept(|| run(&|inputs| case.op(inputs)));
+            assert_eq!(found, expected, "{kind:?} {residual:?}, all kept");
         }
+    }
+}
+
+// As sieve-plan counts it: a normed stream and the rotated heads.
+#[test]
+fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
+    let dims = [2, 19];
+    for kind in KINDS {
+        let case = Case::new(2, kind, dims, Residual::Stream);
+        let inputs: Vec<_> = case
+            .inputs(dims, 3)
+            .iter()
+            .map(|x| x.tensor(DType::F32))
+            .collect();
+        let leaves: Vec<_> = inputs.iter().cloned().map(Ad::from_inner).collect();
+        let rope = case.rope(&leaves[0]);
+        let call = AttentionLayerCall {
+            positions: case.documents.positions.clone().into_primitive(),
+            rope: rope.tables(),
+            documents: case.documents.bounds(),
+            parts: None,
+            spec: case.spec,
+            residual: case.residual,
+        };
+        let all = while_all_is_kept(|| {
+            forward::<Flex>(
+                inputs[0].clone(),
+                case.layer(&leaves).inner(),
+                &call.inner(),
+            )
+        });
+        let [Operands::X(normed), _] = all.operands else {
+            panic!("{kind:?}: no normed stream");
+        };
+        let rotated = all.rotated.expect("rotated heads");
+        let numbers = [normed, rotated].map(|x| x.shape().num_elements());
+        let heads = case.spec.num_heads + 2 * NUM_KV_HEADS;
+        let a_token = inputs[1].shape().num_elements() + heads * HEAD_DIM;
+        assert_eq!(numbers.iter().sum::<usize>(), dims[0] * dims[1] * a_token);
     }
 }

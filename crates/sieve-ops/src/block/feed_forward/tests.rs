@@ -1,10 +1,14 @@
-use super::{FeedForward, Residual, feed_forward};
+use super::{FeedForward, Residual, feed_forward, forward};
+use crate::block::product::Operands;
+use crate::block::while_all_is_kept;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
     evaluate, float, primitive,
 };
 use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, Tensor, TensorMetadata};
+use burn_flex::Flex;
 
 const EPSILON: f64 = 1e-5;
 
@@ -85,5 +89,27 @@ fn equals_its_parts_to_the_last_bit() {
         let expected = evaluate(&parts, &inputs, 5, DType::F32, whole);
         let found = evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole);
         assert_eq!(found, expected, "{sizes:?}");
+        let found =
+            while_all_is_kept(|| evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole));
+        assert_eq!(found, expected, "{sizes:?}, all kept");
     }
+}
+
+// As sieve-plan counts it: a normed stream and the gated activation.
+#[test]
+fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
+    let [batch, seq_len, d_model, d_ff] = [2, 7, 24, 20];
+    let inputs = inputs([batch, seq_len, d_model, d_ff], 3).map(|x| x.tensor(DType::F32));
+    let leaves = inputs.clone().map(Ad::from_inner);
+    let numbers = || {
+        let layer = layer(&leaves).inner();
+        let [first, second] = forward::<Flex>(inputs[0].clone(), layer, BOTH[0]).operands;
+        let numbers = [first, second].map(|kept| match kept {
+            Operands::X(x) => x.shape().num_elements(),
+            _ => 0,
+        });
+        numbers.iter().sum::<usize>()
+    };
+    let all = while_all_is_kept(numbers);
+    assert_eq!(all, batch * seq_len * (d_model + d_ff));
 }
