@@ -494,7 +494,7 @@ fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel>
     widths.flat_map(of).collect()
 }
 
-/// Every portable specialisation for heads of these widths, on a device with `max_shared_bytes` of shared memory a block.
+/// All portable specialisations for heads of these widths; `max_shared_bytes` is the shared memory of a thread block.
 pub(crate) fn select_blocks_kernels(
     head_dims: &[usize],
     max_shared_bytes: usize,
