@@ -263,7 +263,8 @@ mod tests {
     #[test]
     fn only_the_flag_lets_a_run_begin_that_does_not_fit() {
         let wide = &["training.local_batch_size=64"];
-        let needed = memory(1000.0, wide).total_bytes as f64 / 1e9;
+        // On a small card nothing is kept that the backward pass can make again.
+        let needed = memory(1.0, wide).total_bytes as f64 / 1e9;
         let ignore = MemoryArgs {
             ignore_memory: true,
         };
