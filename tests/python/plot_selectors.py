@@ -41,7 +41,8 @@ class Axes:
         points = [self.at(*point) for point in sorted(points)]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         out = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}" stroke-dasharray="{dash}"/>'] if width else []
-        return out + [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{dots}" fill="{colour}"/>' for x, y in points if dots]
+        marks = "".join(f"M{x:.1f} {y:.1f}h0" for x, y in points)
+        return out + [f'<path d="{marks}" stroke="{colour}" stroke-width="{2 * dots}" stroke-linecap="round"/>'] * bool(dots)
 
 
 def legend(entries):
