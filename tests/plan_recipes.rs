@@ -85,6 +85,43 @@ fn the_text_names_every_part() {
 }
 
 #[test]
+fn a_plan_says_how_often_the_run_reads_its_text() {
+    let run = TinyRun::dma();
+    let plan = "plan --recipe tiny.toml";
+    let before = succeed(&mut run.sieve(plan));
+    assert!(before.contains("text       not tokenised yet"), "{before}");
+    succeed(&mut run.sieve("data prepare --recipe tiny.toml"));
+    let folder = run.path("out/tiny/data");
+    let found = sieve_data::Prepared::open(&folder).expect("shards").meta;
+    // 40 steps of 8 rows of 32 tokens.
+    let epochs = 40.0 * 256.0 / found.train.num_tokens as f64;
+    let text = succeed(&mut run.sieve(plan));
+    let words = format!("of out/tiny/data, read {epochs:.2} times");
+    assert!(text.contains(&words), "no {words:?} in {text}");
+    let json = |more: &str| {
+        let text = succeed(&mut run.sieve(&format!("{plan} --json {more}")));
+        let plan: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+        plan["text"].clone()
+    };
+    let one = json("");
+    assert_eq!(one[0]["num_tokens"], found.train.num_tokens);
+    let apart = one[0]["epochs"].as_f64().expect("a number") - epochs;
+    assert!(apart.abs() < 1e-9, "{one}");
+    assert!(one[1].is_null(), "{one}");
+    // Shares of a mixture are read at rates of their own.
+    let mixture = "--set data.paths=[\"corpus/0*.txt\",\"corpus/1*.txt\"] --set data.weights=[3,1]";
+    succeed(&mut run.sieve(&format!(
+        "data prepare --recipe tiny.toml --data-dir mixed {mixture}"
+    )));
+    let parts = json(&format!("{mixture} --set data.cache_dir=mixed"));
+    let read = parts.as_array().expect("a list").iter().map(|part| {
+        let number = |key: &str| part[key].as_f64().expect("a number");
+        (number("num_tokens") * number("epochs")).round()
+    });
+    assert_eq!(read.collect::<Vec<_>>(), [7680.0, 2560.0]);
+}
+
+#[test]
 fn the_page_of_recipe_keys_is_what_the_program_prints() {
     let run = TinyRun::dma();
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/recipe.md");

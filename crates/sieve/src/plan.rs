@@ -1,4 +1,6 @@
 //! `sieve plan`.
+mod epochs;
+
 use crate::device::Device;
 use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
@@ -6,6 +8,7 @@ use crate::terminal::{self, gib, short_count};
 use crate::train::variable;
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use epochs::TextEpochs;
 use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
@@ -57,7 +60,8 @@ pub(crate) struct PlanArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
-    let recipe = args.recipe.with_parts(args.context_parallel).load()?;
+    let source = args.recipe.with_parts(args.context_parallel);
+    let recipe = source.load()?;
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;
     let ranks = Ranks {
@@ -83,18 +87,22 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         }
     }
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
+    // A folder by a variable that is not set here is no reason not to plan.
+    let folder = crate::data::folder(&source, &recipe, None).ok();
+    let found = folder.and_then(|folder| epochs::of_run(&recipe, &folder));
     let suggestion = args
         .suggest
         .then(|| Suggestion::new(&plan, &recipe, args.budget_tokens));
     if args.json {
         let mut json = serde_json::to_value(&plan)?;
-        if let (Some(object), Some(suggestion)) = (json.as_object_mut(), &suggestion) {
-            object.insert("suggestion".to_owned(), serde_json::to_value(suggestion)?);
+        json["text"] = serde_json::to_value(&found)?;
+        if let Some(suggestion) = &suggestion {
+            json["suggestion"] = serde_json::to_value(suggestion)?;
         }
         terminal::line(&serde_json::to_string_pretty(&json)?);
         return Ok(());
     }
-    for line in text(&plan, &recipe, &name) {
+    for line in text(&plan, &recipe, &name, found.as_deref()) {
         terminal::line(&line);
     }
     if let Some(suggestion) = suggestion {
@@ -166,7 +174,7 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
     }
 }
 
-fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
+fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>) -> Vec<String> {
     let kind = recipe.attention.kind().name();
     let types = recipe.dense_layers().into_iter();
     let types: Vec<_> = types
@@ -198,6 +206,7 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str) -> Vec<String> {
     for (number, stage) in (1..).zip(&plan.stages) {
         lines.extend(stage_lines(number, stage, plan.stages.len()));
     }
+    lines.extend(epochs::lines(found, recipe));
     lines.extend(plan.ranks.iter().map(ranks_line));
     lines.push(String::new());
     lines.extend(memory_lines(plan, recipe));
