@@ -88,6 +88,47 @@ fn prepared_ahead_is_found_by_the_run() {
 }
 
 #[test]
+fn files_of_a_folder_that_are_passed_over_are_counted() {
+    let tiny = TinyRun::dma();
+    let folder = "--set data.paths=[\"corpus\"] --set training.steps=4";
+    let whole = succeed(&mut tiny.train("whole", folder));
+    assert!(!whole.contains("passed over"), "{whole}");
+    fs::create_dir(tiny.path("corpus/more")).expect("writable");
+    for name in ["a.png", "more/b.png", "c.bin", ".hidden", "more/LICENSE"] {
+        fs::write(tiny.path("corpus").join(name), "no text").expect("writable");
+    }
+    let words = "60 files read, 4 passed over: .png, no ending, .bin";
+    let run = succeed(&mut tiny.train("run", folder));
+    assert!(run.contains(&format!("data: {words}\n")), "{run}");
+    let prepared =
+        succeed(
+            tiny.sieve_args(&PREPARE)
+                .args(["shards", "--set", "data.paths=[\"corpus\"]"]),
+        );
+    assert!(prepared.contains(words), "{prepared}");
+}
+
+#[test]
+fn a_resumed_run_says_that_its_text_has_changed() {
+    let tiny = TinyRun::dma();
+    tiny.trained("run", "--set training.steps=4");
+    let words = "data: the text files have changed or are gone";
+    let goes_on = |steps: usize| {
+        let steps = format!("--resume --set training.steps={steps}");
+        succeed(&mut tiny.train("run", &steps));
+        let log = fs::read_to_string(tiny.path("run/log")).expect("a log");
+        log.matches(words).count()
+    };
+    assert_eq!(goes_on(8), 0);
+    // One file grows, one comes; then all are gone.
+    fs::write(tiny.path("corpus/00.txt"), "other words").expect("writable");
+    fs::write(tiny.path("corpus/new.txt"), "more words").expect("writable");
+    assert_eq!(goes_on(12), 1);
+    fs::remove_dir_all(tiny.path("corpus")).expect("removed");
+    assert_eq!(goes_on(16), 2);
+}
+
+#[test]
 fn killed_at_any_moment_and_asked_again_it_writes_the_same_shards() {
     let tiny = TinyRun::dma();
     // Enough text that it takes a moment.

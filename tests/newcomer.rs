@@ -36,6 +36,9 @@ fn one_text_file_trains_however_short() {
         ] {
             assert!(printed.contains(word), "no {word:?} in: {printed}");
         }
+        // A tenth of the short text is some 100 tokens.
+        let is_warned = printed.contains("held-out tokens are few");
+        assert_eq!(is_warned, name == "short", "{printed}");
         let validations = tiny.metrics(name, "validation");
         let bits = |key: &str| validations[&40][key].as_f64().expect("a number");
         assert!(bits("bits_per_byte") < bits("unigram_bits_per_byte"));

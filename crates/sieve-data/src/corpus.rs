@@ -6,6 +6,7 @@ mod hub;
 mod source;
 mod table;
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::error::DataError;
 pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
+use files::PassedOver;
 use hub::{Hub, RemoteFile};
 pub use hub::{HubConfig, hub_tokenizer, is_hub_tokenizer};
 pub use table::{TableRow, read_table};
@@ -191,6 +193,7 @@ pub struct Document {
 pub struct Corpus {
     config: CorpusConfig,
     files: Vec<SourceFile>,
+    passed_over: PassedOver,
     hub: Option<Arc<Hub>>,
 }
 
@@ -210,6 +213,7 @@ impl Corpus {
         let mut corpus = Self {
             config,
             files: Vec::new(),
+            passed_over: PassedOver::new(),
             hub: None,
         };
         if !is_remote {
@@ -234,7 +238,7 @@ impl Corpus {
 
     /// Finds the files. Where all are of one kind, that is the format from then on, as if it had been named.
     fn list(&mut self, hub: Option<&Hub>) -> Result<(), DataError> {
-        self.files = files::expand(&self.config, hub)?;
+        (self.files, self.passed_over) = files::expand(&self.config, hub)?;
         if matches!(self.config.format, Format::ByEnding { .. }) {
             let mut formats = self
                 .files
@@ -251,7 +255,7 @@ impl Corpus {
     }
 
     /// An error where files are missing because the hub was not asked.
-    fn check_connected(&self) -> Result<(), DataError> {
+    pub(crate) fn check_connected(&self) -> Result<(), DataError> {
         let remote = self.config.paths.iter().find(|path| hub::is_remote(path));
         match (remote, &self.hub) {
             (Some(path), None) => Err(DataError::NotConnected { path: path.clone() }),
@@ -284,6 +288,12 @@ impl Corpus {
     /// The files, in reading order, each once.
     pub fn files(&self) -> &[SourceFile] {
         &self.files
+    }
+
+    /// How many files of the folders are no text by the ending of their names and are not read, by that ending without
+    /// its dot. Hidden files, and data sets of the hub, are not counted.
+    pub fn passed_over(&self) -> &BTreeMap<String, usize> {
+        &self.passed_over
     }
 
     /// About how many bytes of text there are, mostly more than less: the files' sizes, four times those of packed

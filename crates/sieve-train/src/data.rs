@@ -131,12 +131,10 @@ impl DataSource {
         Ok(Self { text, tokenizer })
     }
 
-    /// Files on this machine that are read as plain text though their lines are JSON: at most one to train on and one
-    /// to validate on.
-    pub fn json_lines_as_text(&self) -> impl Iterator<Item = &Path> {
+    /// The text to train on, and the text to validate on where the recipe names it.
+    pub fn corpora(&self) -> impl Iterator<Item = &Corpus> {
         let corpora = self.text.iter();
-        let corpora = corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation));
-        corpora.filter_map(Corpus::json_lines_as_text)
+        corpora.flat_map(|text| std::iter::once(&text.whole).chain(&text.validation))
     }
 
     /// Makes, or finds again, everything a run reads, in `dir`. Data sets of the Hugging Face hub are asked for here:

@@ -1,7 +1,11 @@
 //! Text named on the command line.
+use crate::terminal::thousands;
 use clap::ValueEnum;
 use sieve_data::{Corpus, CorpusConfig};
 use std::path::Path;
+
+/// So many endings of files that are passed over are named.
+const ENDINGS_NAMED: usize = 6;
 
 /// How the files hold documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -47,6 +51,33 @@ pub(crate) fn beginning(text: &str, most: usize) -> Option<String> {
     // What a shell or a terminal would take for something else is no prompt to print.
     let plain = words.chars().all(|letter| !letter.is_control());
     plain.then(|| words.to_owned())
+}
+
+/// What to say of folders that hold other files than text.
+pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
+    let mut endings = corpus.passed_over().iter().collect::<Vec<_>>();
+    endings.sort_by_key(|(_, count)| std::cmp::Reverse(**count));
+    let total = endings.iter().map(|(_, count)| **count).sum::<usize>();
+    let names = endings
+        .iter()
+        .take(ENDINGS_NAMED)
+        .map(|(ending, _)| match ending.as_str() {
+            "" => "no ending".to_owned(),
+            ending => format!(".{ending}"),
+        });
+    let mut names = names.collect::<Vec<_>>();
+    if endings.len() > ENDINGS_NAMED {
+        names.push("…".to_owned());
+    }
+    let num_read = thousands(corpus.files().len() as u64);
+    let words = || {
+        let passed = thousands(total as u64);
+        format!(
+            "{num_read} files read, {passed} passed over: {}",
+            names.join(", ")
+        )
+    };
+    (total > 0).then(words)
 }
 
 /// What to say of a text file whose lines are JSON.

@@ -573,8 +573,13 @@ fn prepare(
         _ => Some(DataSource::open(recipe, &variable)?),
     };
     folder.claim(start)?;
-    for path in source.iter().flat_map(DataSource::json_lines_as_text) {
-        log.always(&format!("warning: {}", text_files::json_lines(path)));
+    for corpus in source.iter().flat_map(DataSource::corpora) {
+        if let Some(path) = corpus.json_lines_as_text() {
+            log.always(&format!("warning: {}", text_files::json_lines(path)));
+        }
+        if let Some(words) = text_files::passed_over(corpus) {
+            log.line(&format!("data: {words}"));
+        }
     }
     let bar: RefCell<Option<ProgressBar>> = RefCell::new(None);
     let mut observe = |event: DataEvent| match event {
@@ -619,11 +624,7 @@ fn prepare(
     }?;
     let resumed = origin.checkpoint.as_ref().filter(|_| !origin.is_branch);
     let expected = resumed.map(|checkpoint| checkpoint.state.data_fingerprint.as_str());
-    let on_change = if expected.is_some() {
-        OnChange::Refuse
-    } else {
-        on_change
-    };
+    let on_change = expected.map_or(on_change, |_| OnChange::Refuse);
     let place = (dir.as_path(), on_change);
     data.prepare_stages(recipe, place, expected, &variable, &mut observe)?;
     if let Some(bar) = bar.into_inner() {
@@ -644,12 +645,11 @@ fn prepare(
         terminal::thousands(meta.validation.num_documents),
         dir.display(),
     ));
-    let mut lines = account::lines("data: ", meta);
-    for (index, prepared) in &data.stages {
-        let part = format!("data: stage {}: ", index + 1);
-        lines.extend(account::lines(&part, &prepared.meta));
-    }
+    let has_changed = expected.is_some() && data.text_has_changed(recipe, &variable);
+    let lines = account::lines("data: ", &data, has_changed);
     lines.iter().for_each(|line| log.line(line));
+    let warning = account::too_little_held_out(meta);
+    warning.iter().for_each(|line| log.always(line));
     Ok(data)
 }
 

@@ -1,5 +1,7 @@
 //! From paths, folders and globs to an ordered list of files.
 
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
@@ -18,19 +20,24 @@ struct Found {
     remote: Option<RemoteFile>,
 }
 
+/// How many files of folders were left alone, by the ending of their names.
+pub(super) type PassedOver = BTreeMap<String, usize>;
+
 /// `hub` is asked for the paths that name a data set of the hub.
 pub(super) fn expand(
     config: &CorpusConfig,
     hub: Option<&Hub>,
-) -> Result<Vec<SourceFile>, DataError> {
+) -> Result<(Vec<SourceFile>, PassedOver), DataError> {
     if config.paths.is_empty() {
         return Err(DataError::NoPaths);
     }
-    let mut found = Vec::new();
+    let (mut found, mut passed_over) = (Vec::new(), PassedOver::new());
     for pattern in &config.paths {
         let before = found.len();
         match (is_remote(pattern), hub) {
-            (false, _) => expand_one(pattern, &config.extensions, &mut found)?,
+            (false, _) => {
+                expand_one(pattern, &config.extensions, &mut found, &mut passed_over)?;
+            }
             (true, Some(hub)) => expand_remote(pattern, &config.extensions, hub, &mut found)?,
             (true, None) => {
                 return Err(DataError::NotConnected {
@@ -61,7 +68,8 @@ pub(super) fn expand(
             xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed)
         });
     }
-    found.into_iter().map(stat).collect()
+    let files = found.into_iter().map(stat).collect::<Result<_, _>>()?;
+    Ok((files, passed_over))
 }
 
 /// Refuses a path that names files of several kinds, where their endings decide.
@@ -138,11 +146,12 @@ fn expand_one(
     pattern: &str,
     extensions: &[String],
     found: &mut Vec<Found>,
+    passed_over: &mut PassedOver,
 ) -> Result<(), DataError> {
     let path = Path::new(pattern);
     // A path that exists is itself, even with a `[` in its name.
     if path.is_dir() {
-        return walk(path, path, extensions, found);
+        return walk(path, path, extensions, found, passed_over);
     }
     if path.exists() {
         found.push(Found {
@@ -171,7 +180,7 @@ fn expand_one(
             }
         })?;
         if path.is_dir() {
-            walk(&path, &base, extensions, found)?;
+            walk(&path, &base, extensions, found, passed_over)?;
         } else {
             let relative = path.strip_prefix(&base).unwrap_or(&path).to_path_buf();
             found.push(Found {
@@ -203,6 +212,7 @@ fn walk(
     base: &Path,
     extensions: &[String],
     found: &mut Vec<Found>,
+    passed_over: &mut PassedOver,
 ) -> Result<(), DataError> {
     for entry in fs::read_dir(dir).map_err(DataError::io("list", dir))? {
         let entry = entry.map_err(DataError::io("list", dir))?;
@@ -212,8 +222,10 @@ fn walk(
         }
         let kind = entry.file_type().map_err(DataError::io("read", &path))?;
         if kind.is_dir() {
-            walk(&path, base, extensions, found)?;
-        } else if path.is_file() && has_extension(&path, extensions) {
+            walk(&path, base, extensions, found, passed_over)?;
+        } else if path.is_file() && !has_extension(&path, extensions) {
+            *passed_over.entry(ending(&path).to_owned()).or_default() += 1;
+        } else if path.is_file() {
             let relative = path.strip_prefix(base).unwrap_or(&path).to_path_buf();
             found.push(Found {
                 path,
@@ -226,12 +238,14 @@ fn walk(
 }
 
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
-    let extension = Packed::of(path)
-        .1
-        .extension()
-        .and_then(|extension| extension.to_str())
-        .unwrap_or_default();
+    let ending = ending(path);
     extensions
         .iter()
-        .any(|wanted| wanted.eq_ignore_ascii_case(extension))
+        .any(|wanted| wanted.eq_ignore_ascii_case(ending))
+}
+
+/// The ending of a file's name, without that of its packing.
+fn ending(path: &Path) -> &str {
+    let ending = Packed::of(path).1.extension();
+    ending.and_then(OsStr::to_str).unwrap_or_default()
 }

@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use xxhash_rust::xxh3::xxh3_128;
 
-use super::VALIDATION;
-use crate::corpus::{CorpusConfig, CorpusReport};
+use super::{VALIDATION, hex};
+use crate::corpus::{Corpus, CorpusConfig, CorpusReport};
 use crate::error::DataError;
 use crate::shard::{TokenDtype, with_ending};
 
@@ -123,6 +123,26 @@ impl SplitMeta {
 }
 
 impl PreparedMeta {
+    /// Whether it was made from these corpora: the same settings and files, none of them changed since. Data sets of
+    /// the hub that are not connected to count as the same.
+    pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
+        let is_same = |hash: &String, corpus: &Corpus| {
+            corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint())
+        };
+        let hashes = match self.sources.as_slice() {
+            [] => vec![&self.sources_hash],
+            sources => sources.iter().map(|source| &source.sources_hash).collect(),
+        };
+        let held_out = match (&self.validation_settings, validation) {
+            (ValidationSettings::Corpus { sources_hash, .. }, Some(corpus)) => {
+                is_same(sources_hash, corpus)
+            }
+            _ => true,
+        };
+        let mut pairs = hashes.iter().zip(train);
+        held_out && hashes.len() == train.len() && pairs.all(|(hash, corpus)| is_same(hash, corpus))
+    }
+
     pub(super) fn read(dir: &Path) -> Result<Self, DataError> {
         let path = path(dir);
         let bytes = fs::read(&path).map_err(DataError::io("read", &path))?;

@@ -1,4 +1,5 @@
 //! Text of a stage's own.
+use super::sources::weighted_configs;
 use super::{DataEvent, TextSource, TrainingData, corpus_configs, hub_endpoint, in_cache};
 use crate::TrainError;
 use sieve_core::Recipe;
@@ -92,6 +93,29 @@ impl TrainingData {
         let observe = std::cell::RefCell::new(observe);
         let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
         prepare(&text.train, &self.tokenizer, &config, &report).map_err(in_cache)
+    }
+
+    /// Whether the recipe's files are no longer those that the shards were made from: changed, gone, or more of them.
+    /// No hub is asked for its data sets.
+    pub fn text_has_changed(
+        &self,
+        recipe: &Recipe,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> bool {
+        let is_made_of = |prepared: &Prepared, recipe: &Recipe| {
+            let (whole, validation) = corpus_configs(recipe, variable)?;
+            let train = weighted_configs(recipe, &whole).into_iter();
+            let train = train.map(Corpus::open).collect::<Result<Vec<_>, _>>()?;
+            let validation = validation.map(Corpus::open).transpose()?;
+            Ok::<_, TrainError>(prepared.meta.is_made_of(&train, validation.as_ref()))
+        };
+        let own = self.prepared().map(|prepared| (prepared, recipe.clone()));
+        let all = recipe.stages();
+        let stages = self.stages.iter();
+        let stages = stages.map(|(index, prepared)| (prepared, recipe.at_stage(&all[*index])));
+        // A file that is gone makes an error.
+        let mut parts = own.into_iter().chain(stages);
+        parts.any(|(prepared, recipe)| !is_made_of(prepared, &recipe).unwrap_or(false))
     }
 
     /// What tells this data from other data: the run's own, then each stage's.

@@ -1,11 +1,42 @@
 //! What became of a corpus's documents, in lines for the terminal.
 use crate::terminal::thousands;
 use sieve_data::{CorpusReport, PreparedMeta};
+use sieve_train::TrainingData;
 
-/// How documents were held out where that is not the usual way, and what was left out. `part` names a stage, or is
-/// empty.
-pub(crate) fn lines(part: &str, meta: &PreparedMeta) -> Vec<String> {
-    let mut lines = Vec::new();
+/// Fewer held-out tokens than this are told of: losses of single tokens spread by about three nats, so that the mean
+/// of a thousand is uncertain by a tenth of a nat.
+const FEW_TOKENS: u64 = 1000;
+
+/// How documents were held out where that is not the usual way, and what was left out, of a run's own text and of its
+/// stages'. `start` begins each line; `has_changed` is said of a run that goes on.
+pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<String> {
+    let words =
+        "the text files have changed or are gone; the run goes on with the shards made before";
+    let mut lines = Vec::from_iter(has_changed.then(|| format!("{start}{words}")));
+    if let Some(prepared) = data.prepared() {
+        lines_of(start, &prepared.meta, &mut lines);
+    }
+    for (index, prepared) in &data.stages {
+        let part = format!("{start}stage {}: ", index + 1);
+        lines_of(&part, &prepared.meta, &mut lines);
+    }
+    lines
+}
+
+/// A warning where so little text is held out that its loss says little.
+pub(crate) fn too_little_held_out(meta: &PreparedMeta) -> Option<String> {
+    let num_tokens = meta.validation.num_tokens;
+    (num_tokens < FEW_TOKENS).then(|| {
+        format!(
+            "warning: {} held-out tokens are few: their mean loss is uncertain by more than {:.1} nats\n  \
+             hint: name other text by [validation] paths, or hold more out by data.validation_fraction",
+            thousands(num_tokens),
+            3.0 / (num_tokens.max(1) as f64).sqrt()
+        )
+    })
+}
+
+fn lines_of(part: &str, meta: &PreparedMeta, lines: &mut Vec<String>) {
     if meta.is_cut {
         let (held_out, train) = (&meta.validation, &meta.train);
         let num_bytes = held_out.num_bytes + train.num_bytes;
@@ -17,11 +48,10 @@ pub(crate) fn lines(part: &str, meta: &PreparedMeta) -> Vec<String> {
             100.0 * held_out.num_bytes as f64 / num_bytes.max(1) as f64
         ));
     }
-    left_out(part, &meta.report, &mut lines);
+    left_out(part, &meta.report, lines);
     if let Some(report) = &meta.validation_report {
-        left_out(&format!("{part}validation: "), report, &mut lines);
+        left_out(&format!("{part}validation: "), report, lines);
     }
-    lines
 }
 
 /// What was left out, if anything.

@@ -37,8 +37,11 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         false => OnChange::Refuse,
     };
     let source = DataSource::open(&recipe, &crate::train::variable)?;
-    for path in source.json_lines_as_text() {
-        terminal::warning(&text_files::json_lines(path));
+    for corpus in source.corpora() {
+        text_files::warn_of_json_lines(corpus);
+        text_files::passed_over(corpus)
+            .iter()
+            .for_each(|line| terminal::line(line));
     }
     let mut watch = Watch::default();
     let mut data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
@@ -70,12 +73,9 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         print_split(&format!("train, stage {}", index + 1), &prepared.meta.train);
     }
     print_split("validation", &meta.validation);
-    let mut lines = super::account::lines("", meta);
-    for (index, prepared) in &data.stages {
-        let part = format!("stage {}: ", index + 1);
-        lines.extend(super::account::lines(&part, &prepared.meta));
-    }
-    lines.iter().for_each(|line| terminal::line(line));
+    let warning = super::account::too_little_held_out(meta);
+    let lines = super::account::lines("", &data, false);
+    (lines.iter().chain(&warning)).for_each(|line| terminal::line(line));
     Ok(())
 }
 
