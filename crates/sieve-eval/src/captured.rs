@@ -74,7 +74,7 @@ impl<B: SieveBackend> Captured<B> {
         }
         if selection.attends_on_device(operands) {
             let started = Instant::now();
-            let (output, cost) = prefill_on_device(selector, operands, selection.chunk())?;
+            let (output, cost) = prefill_on_device(selector, operands, selection.chunk(), true)?;
             // The clock waits for the device.
             let _last = output.lse.clone().narrow(2, 0, 1).into_data();
             return Ok(Done {

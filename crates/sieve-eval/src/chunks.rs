@@ -170,11 +170,13 @@ pub(crate) fn calls_of<B: SieveBackend>(
 }
 
 /// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not
-/// on the device too, what it reads goes to the host, and the masks come back.
+/// on the device too, what it reads goes to the host, and the masks come back. A clock waits for each selection, so that
+/// a model asks for none: what came before is then part of the wait.
 pub(crate) fn prefill_on_device<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
+    has_clock: bool,
 ) -> Result<(SparseOutput<B>, Cost), EvalError> {
     let tokens = operands.num_tokens();
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
@@ -203,11 +205,14 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
             Ok(output)
         };
         if let Some((selection, made)) = made {
-            B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
-            cost.select_seconds += started.elapsed().as_secs_f64();
+            if has_clock {
+                B::sync(&keys.device()).map_err(|error| refused(error.to_string()))?;
+                cost.select_seconds += started.elapsed().as_secs_f64();
+            }
+            // It waits for the selection, so it goes before the attention, which nobody waits for.
+            cost.add_selection(shape, &selection, &made);
             let output = attend(&made.mask, &selection.dense_rows, false);
             parts.push(output.map_err(refused)?);
-            cost.add_selection(shape, &selection, &made);
             cost.add_probes(shape, selector, operands.layer);
             continue;
         }

@@ -55,9 +55,9 @@ pub struct SelectionTotals {
     pub pairs: f64,
     /// Pairs of dense attention.
     pub dense_pairs: f64,
-    /// Seconds until the masks were ready.
+    /// Seconds until the masks were ready, of those that the host made.
     pub select_seconds: f64,
-    /// Seconds of selection and attention together.
+    /// Seconds of the host in selection and attention together. A device is told what to do and not waited for.
     pub seconds: f64,
 }
 
@@ -82,12 +82,11 @@ impl SelectionTotals {
     }
 
     /// One token of a text that is written.
-    fn add_step(&mut self, pairs: f64, dense_pairs: f64, started: Instant) {
+    fn add_step(&mut self, pairs: f64, dense_pairs: f64) {
         self.calls += 1;
         self.dense_calls += u64::from(pairs >= dense_pairs);
         self.pairs += pairs;
         self.dense_pairs += dense_pairs;
-        self.seconds += started.elapsed().as_secs_f64();
     }
 
     /// Where a layer's keys were chosen, and where its attention ran.
@@ -318,17 +317,19 @@ impl Selection {
         operands: &LayerOperands<B>,
     ) -> Result<Tensor<B, 4>, EvalError> {
         let (tokens, layer) = (operands.num_tokens(), operands.layer);
-        let started = Instant::now();
         if self.selectors.of(layer).is_dense_layer(layer) {
+            let started = Instant::now();
             let o = dense(operands);
             let pairs = dense_pairs(tokens, operands.num_heads);
             let totals = &mut self.totals[layer];
             totals.calls += 1;
             totals.dense_calls += 1;
-            totals.kernel_calls += u64::from(has_sparse_attention(&operands.qkv));
+            match has_sparse_attention(&operands.qkv) {
+                true => totals.kernel_calls += 1,
+                false => totals.seconds += started.elapsed().as_secs_f64(),
+            }
             totals.pairs += pairs;
             totals.dense_pairs += pairs;
-            totals.seconds += started.elapsed().as_secs_f64();
             return Ok(o);
         }
         if !self.attends_on_device(operands) {
@@ -336,13 +337,13 @@ impl Selection {
             return operands.on_host(|operands| self.attend_on_host(operands));
         }
         let selector = self.selectors.of(layer);
-        let (output, cost) = prefill_on_device(selector, operands, self.chunk)?;
+        let (output, cost) = prefill_on_device(selector, operands, self.chunk, false)?;
         let totals = &mut self.totals[layer];
         totals.host_bytes += cost.host_bytes;
         totals.kernel_calls += cost.calls;
         totals.device_selections += cost.device_calls;
         totals.add(cost, tokens, operands.num_heads);
-        totals.seconds += started.elapsed().as_secs_f64();
+        totals.seconds += cost.select_seconds;
         Ok(output.o)
     }
 
@@ -408,13 +409,12 @@ impl Selection {
                 false => Ok(dense(operands)),
             };
         };
-        let started = Instant::now();
         let (o, pairs, is_chosen) = cache.step(self.steps.of(layer), operands)?;
         let dense = (cache.num_tokens() * operands.num_heads) as f64;
         let totals = &mut self.totals[layer];
         totals.kernel_calls += 1;
         totals.device_selections += u64::from(is_chosen);
-        totals.add_step(pairs, dense, started);
+        totals.add_step(pairs, dense);
         Ok(o)
     }
 
@@ -436,7 +436,9 @@ impl Selection {
         let o = session.step(q, k, v)?;
         let read = (session.pairs_read() - before) as f64;
         let dense = (session.len() * operands.num_heads) as f64;
-        self.totals[layer].add_step(read, dense, started);
+        let totals = &mut self.totals[layer];
+        totals.add_step(read, dense);
+        totals.seconds += started.elapsed().as_secs_f64();
         Ok(o)
     }
 }

@@ -75,12 +75,16 @@ pub(crate) fn short(text: &str) -> String {
 pub(crate) fn summary(selection: &Selection) -> String {
     let totals = selection.totals();
     let mut text = format!(
-        "selector          {:>14}  {:.2} % of the pairs, {:.3} s in attention, {:.3} s of them selecting",
+        "selector          {:>14}  {:.2} % of the pairs",
         selection.selectors().name(),
         100.0 * totals.density(),
-        totals.seconds,
-        totals.select_seconds
     );
+    if totals.seconds > 0.0 {
+        text += &format!(
+            ", {:.3} s of the CPU in attention, {:.3} s of them selecting",
+            totals.seconds, totals.select_seconds
+        );
+    }
     if totals.dense_calls > 0 {
         text += &format!(
             "; {} of {} calls ran dense (shorter than min_prefill_tokens, in a dense layer, or the method keeps \

@@ -124,6 +124,21 @@ fn the_first_prompt_runs_once_before_the_clocks() {
 }
 
 #[test]
+fn the_seconds_of_the_host_hold_its_dense_layers_too() {
+    for text in ["meanpool", "dense", "exact_top:k=9"] {
+        let mut selection = selection(text);
+        let model = model(Attention::Mha);
+        let pass = selecting_pass(&model, &window(301), &Default::default(), &mut selection);
+        let (all, totals) = (pass.expect("valid").prefill_ms, selection.totals());
+        let [least, most] = [totals.select_seconds, 1e-3 * all];
+        assert!(
+            totals.seconds > 0.0 && (least..most).contains(&totals.seconds),
+            "{text}: {totals:?}, {all} ms"
+        );
+    }
+}
+
+#[test]
 fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
     let found = measured(&[
         "streamingllm:n_init=2,n_local=40",
