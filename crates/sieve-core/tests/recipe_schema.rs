@@ -3,6 +3,7 @@
 use serde_json::Value;
 use sieve_core::Recipe;
 use sieve_core::recipe::{AttentionKind, json_schema};
+use sieve_testing::cases;
 
 /// Why `value` does not fit `schema`; the words of draft 7 that the schema uses.
 fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
@@ -85,26 +86,20 @@ fn every_shipped_recipe_fits_the_schema_as_written_and_with_its_defaults() {
 #[test]
 fn the_schema_finds_what_the_program_refuses() {
     let text = include_str!("../../../recipes/quickstart.toml");
-    for (from, to, found) in [
-        ("hidden_size", "hiden_size", "missing"),
-        ("[metrics]", "[metrics]\nlog_frequency = 3", "unknown"),
-        ("kind = \"dma\"", "kind = \"dmo\"", "kind"),
-        (
-            "kind = \"dma\"",
-            "kind = \"dma\"\nsliding_window = 3",
-            "kind",
-        ),
-        ("beta1 = 0.9", "beta1 = \"high\"", "type"),
-        ("name = \"AdamW\"", "name = \"SGD\"", "no such name"),
-        ("eps = 1e-8", "eps = 0", "bound"),
-        ("beta2 = 0.95", "beta2 = 1.0", "bound"),
-        ("[tokenizer]", "[tokenizer]\nnumbers = 300", "kind"),
-        (
-            "num_hidden_layers = 4",
-            "num_hidden_layers = 400000",
-            "bound",
-        ),
-    ] {
+    for [from, to, found] in cases(
+        r#"
+        hidden_size => hiden_size => missing
+        [metrics] => [metrics]\nlog_frequency = 3 => unknown
+        kind = "dma" => kind = "dmo" => kind
+        kind = "dma" => kind = "dma"\nsliding_window = 3 => kind
+        beta1 = 0.9 => beta1 = "high" => type
+        name = "AdamW" => name = "SGD" => no such name
+        eps = 1e-8 => eps = 0 => bound
+        beta2 = 0.95 => beta2 = 1.0 => bound
+        [tokenizer] => [tokenizer]\nnumbers = 300 => kind
+        num_hidden_layers = 4 => num_hidden_layers = 400000 => bound
+    "#,
+    ) {
         assert!(text.contains(from), "{from}");
         let broken = text.replacen(from, to, 1);
         let misfit = misfit_of(&broken).unwrap_or_else(|| panic!("{to} fits"));

@@ -1,5 +1,5 @@
 //! What tests and benchmarks of several crates share: random numbers, comparisons, derivatives by differences,
-//! times.
+//! times, words of messages.
 //!
 //! Nothing here is part of a release: crates name it under `dev-dependencies`, and `sieve-bench`, the proving ground of
 //! the kernels, uses its random numbers.
@@ -9,9 +9,11 @@ mod close;
 mod differences;
 mod random;
 mod rows;
+mod words;
 
 pub use clock::{Time, measure, timed};
 pub use close::{assert_close, assert_close_relative, assert_lse_close};
 pub use differences::{finite_differences, inner, wide};
 pub use random::{Random, round_bf16};
 pub use rows::{threads, whole_rows};
+pub use words::{cases, parts, refusal, says};

@@ -10,6 +10,7 @@ mod stages;
 use super::*;
 use crate::keys::{Bound, Key, Kind, Section};
 use crate::model::DmaShape;
+use sieve_testing::says;
 
 /// A small valid recipe that leaves every optional key out.
 pub(super) const MINIMAL: &str = r#"
@@ -48,6 +49,12 @@ decay_ratio = 0.2
 
 pub(super) fn minimal() -> Recipe {
     Recipe::load(MINIMAL, "minimal.toml", &[]).expect("the minimal recipe is valid")
+}
+
+/// Loads a text with overrides.
+pub(super) fn load_with(text: &str, overrides: &[&str]) -> Result<Recipe, RecipeError> {
+    let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
+    Recipe::load(text, "r.toml", &overrides)
 }
 
 /// Loads `MINIMAL` with `from` replaced by `to`; the text must hold `from`.
@@ -122,9 +129,9 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     }
     let error = load(&["model.num_attention_heads=10"]).expect_err("4.8 columns a head");
     let error = error.to_string();
-    assert!(
-        error.contains("model.head_dim: is missing, and hidden_size = 48 is no even number times"),
-        "{error}"
+    says(
+        &error,
+        "model.head_dim: is missing, and hidden_size = 48 is no even number times",
     );
     assert!(
         error.starts_with("short.toml is not a valid recipe: 1 mistake"),
@@ -136,15 +143,10 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
 fn resolved_text_states_every_default_and_loads_back_equal() {
     let recipe = minimal();
     let text = recipe.to_toml().expect("a loaded recipe can be written");
-    for line in [
-        "rope_theta = 10000.0",
-        "global_batch_size = 5",
-        "bias = \"exp\"",
-        "mode = \"none\"",
-        "beta2 = 0.95",
-    ] {
-        assert!(text.contains(line), "{line} is not in\n{text}");
-    }
+    says(
+        &text,
+        "rope_theta = 10000.0 | global_batch_size = 5 | bias = \"exp\" | mode = \"none\" | beta2 = 0.95",
+    );
     assert_eq!(Recipe::load(&text, "resolved", &[]), Ok(recipe));
 }
 

@@ -1,5 +1,6 @@
 use super::MINIMAL;
 use crate::recipe::Recipe;
+use sieve_testing::refusal;
 
 #[test]
 fn a_pattern_of_layers_fits_the_model() {
@@ -48,7 +49,6 @@ fn a_pattern_of_layers_fits_the_model() {
         ("[]", dma, "model.layer_types: is an empty list"),
         ("[1]", dma, "wanted a list of strings"),
     ] {
-        let error = load(types, attention).expect_err(wanted).to_string();
-        assert!(error.contains(wanted), "{error}");
+        refusal(load(types, attention), wanted);
     }
 }

@@ -1,13 +1,10 @@
 //! `--set section.key=value`.
 
 use super::*;
+use sieve_testing::{cases, refusal};
 
 fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
-    let overrides = overrides
-        .iter()
-        .map(|item| (*item).to_owned())
-        .collect::<Vec<_>>();
-    Recipe::load(MINIMAL, "r.toml", &overrides)
+    load_with(MINIMAL, overrides)
 }
 
 fn loaded(overrides: &[&str]) -> Recipe {
@@ -89,31 +86,20 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
     );
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
-    let error = load(&["attention.kind=mha", "attention.keep_window_size=4"])
-        .expect_err("asked for by name");
-    assert!(
-        error
-            .to_string()
-            .contains("does not go with kind = \"mha\""),
-        "{error}"
+    refusal(
+        load(&["attention.kind=mha", "attention.keep_window_size=4"]),
+        "does not go with kind = \"mha\"",
     );
-    let error = load(&["attention.kind=swa"])
-        .expect_err("the window is missing")
-        .to_string();
-    assert!(
-        error.contains("attention.sliding_window: is missing"),
-        "{error}"
+    refusal(
+        load(&["attention.kind=swa"]),
+        "attention.sliding_window: is missing",
     );
 }
 
 #[test]
 fn another_number_of_paths_drops_the_weights() {
     let text = include_str!("../../../../../recipes/dma_1p7b.toml");
-    let weights = |overrides: &[&str]| {
-        let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
-        let recipe = Recipe::load(text, "a recipe", &overrides);
-        recipe.map(|recipe| recipe.data.weights)
-    };
+    let weights = |overrides: &[&str]| load_with(text, overrides).map(|recipe| recipe.data.weights);
     let four = Some(vec![0.7, 0.2, 0.05, 0.05]);
     assert_eq!(weights(&[]).expect("valid"), four);
     assert_eq!(
@@ -150,55 +136,27 @@ fn another_tokenizer_source_replaces_the_texts() {
 
 #[test]
 fn bad_overrides_are_refused_by_name() {
-    for (item, expected) in [
-        (
-            "training.steps",
-            "--set training.steps: override: an override is written section.key=value",
-        ),
-        (
-            "steps=3",
-            "steps: is named without its section\n    hint: write training.steps=3",
-        ),
-        ("stepz=3", "an override is written section.key=value"),
-        ("=3", "an override is written section.key=value"),
-        ("training.=3", "an override is written section.key=value"),
-        (".steps=3", "an override is written section.key=value"),
-        (
-            "trainning.steps=3",
-            "there is no section [trainning], did you mean training?",
-        ),
-        (
-            "training.step=3",
-            "--set training.step=3: training.step: [training] has no key step, did you mean steps?",
-        ),
-        (
-            "training.steps.x=3",
-            "[training.steps] has no key x\n    hint: training.steps is a value, not a table",
-        ),
-        (
-            "training.steps=x",
-            "--set training.steps=x: training.steps: wanted a whole number of at least 0, got the string \"x\"",
-        ),
-        (
-            "training.steps=",
-            "training.steps: wanted a whole number of at least 0, got the string \"\"",
-        ),
-        (
-            "optimizer.lr=-1",
-            "--set optimizer.lr=-1: optimizer.lr: is -1, not a finite number of at least 0",
-        ),
-        (
-            "attention.kind=mlaa",
-            "there is no \"mlaa\", did you mean mla?",
-        ),
-        (
-            "parallelism.tensor_parallel_degree=2",
-            "parallelism.tensor_parallel_degree: is not built yet",
-        ),
-        ("data.weights=[1, 2]", "has 2 entries, data.paths has 1"),
-    ] {
-        let text = load(&[item]).expect_err(item).to_string();
-        assert!(text.contains(expected), "{item}: {text}");
+    for [item, expected] in cases(
+        r#"
+        training.steps => --set training.steps: override: an override is written section.key=value
+        steps=3 => steps: is named without its section\n    hint: write training.steps=3
+        stepz=3 => an override is written section.key=value
+        =3 => an override is written section.key=value
+        training.=3 => an override is written section.key=value
+        .steps=3 => an override is written section.key=value
+        trainning.steps=3 => there is no section [trainning], did you mean training?
+        training.step=3 => --set training.step=3: training.step: [training] has no key step, did you mean steps?
+        training.steps.x=3 => [training.steps] has no key x\n    hint: training.steps is a value, not a table
+        training.steps=x => --set training.steps=x: training.steps: wanted a whole number of at least 0, got the \
+            string "x"
+        training.steps= => training.steps: wanted a whole number of at least 0, got the string ""
+        optimizer.lr=-1 => --set optimizer.lr=-1: optimizer.lr: is -1, not a finite number of at least 0
+        attention.kind=mlaa => there is no "mlaa", did you mean mla?
+        parallelism.tensor_parallel_degree=2 => parallelism.tensor_parallel_degree: is not built yet
+        data.weights=[1, 2] => has 2 entries, data.paths has 1
+    "#,
+    ) {
+        refusal(load(&[item]), expected);
     }
 }
 
@@ -218,10 +176,7 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
         "num_hidden_layers = 3\nlayer_types = [\"sparse\", \"sparse\", \"mha\"]",
     );
     let published = Attention::Dma(DmaShape::published(7));
-    let load = |overrides: &[&str]| {
-        let overrides: Vec<_> = overrides.iter().map(|item| (*item).to_owned()).collect();
-        Recipe::load(&text, "r.toml", &overrides)
-    };
+    let load = |overrides: &[&str]| load_with(&text, overrides);
     let recipe = load(&["attention.preset=paper"]).unwrap_or_else(|error| panic!("{error}"));
     assert_eq!(recipe.attention, published);
     assert_eq!(recipe.model.layer_types, None);
@@ -234,23 +189,16 @@ fn one_preset_replaces_all_that_departs_from_the_paper() {
     assert_eq!(recipe.attention, published);
     // What contradicts it is told, from the text and from an override.
     let both = with_attention(&format!("{SLOPED}\npreset = \"paper\""));
-    let error = Recipe::load(&both, "r.toml", &[])
-        .expect_err("a contradiction")
-        .to_string();
-    for what in [
-        "attention.bias: is \"linear\", but preset = \"paper\" sets it to \"exp\"",
-        "attention.recency: is \"slope\", but",
-        "attention.local_window_size: is 2, but",
-        "attention.longest_period: is 9.0, but preset = \"paper\" has no slope",
-        "attention.a_init: is 0.5, but",
-        "hint: leave attention.bias or attention.preset out",
-    ] {
-        assert!(error.contains(what), "{what}\n{error}");
-    }
-    let error = load(&["attention.preset=paper", "attention.bias=linear"]).expect_err("another");
-    assert!(error.to_string().contains("attention.bias"), "{error}");
-    let error = load(&["attention.preset=papers"])
-        .expect_err("a misspelt name")
-        .to_string();
-    assert!(error.contains("paper"), "{error}");
+    refusal(
+        Recipe::load(&both, "r.toml", &[]),
+        "attention.bias: is \"linear\", but preset = \"paper\" sets it to \"exp\" | \
+         attention.recency: is \"slope\", but | attention.local_window_size: is 2, but | \
+         attention.longest_period: is 9.0, but preset = \"paper\" has no slope | attention.a_init: is 0.5, but | \
+         hint: leave attention.bias or attention.preset out",
+    );
+    refusal(
+        load(&["attention.preset=paper", "attention.bias=linear"]),
+        "attention.bias",
+    );
+    refusal(load(&["attention.preset=papers"]), "paper");
 }

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::model::{Attention, DmaShape};
+use sieve_testing::{cases, refusal};
 
 /// The minimal recipe with two stages instead of `steps = 40`.
 const STAGED: &str = "local_batch_size = 5\n\
@@ -10,25 +11,13 @@ const STAGED: &str = "local_batch_size = 5\n\
     2\n";
 
 fn staged() -> Recipe {
-    let text = MINIMAL
-        .replacen("steps = 40\n", "", 1)
-        .replacen("local_batch_size = 5", STAGED, 1);
-    Recipe::load(&text, "staged.toml", &[]).unwrap_or_else(|error| panic!("{error}"))
+    load(STAGED, &[]).unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn message(from: &str, to: &str, overrides: &[&str]) -> String {
-    let text = MINIMAL.replacen("steps = 40\n", "", 1).replacen(
-        "local_batch_size = 5",
-        &STAGED.replacen(from, to, 1),
-        1,
-    );
-    let overrides = overrides
-        .iter()
-        .map(|item| (*item).to_owned())
-        .collect::<Vec<_>>();
-    Recipe::load(&text, "staged.toml", &overrides)
-        .expect_err(to)
-        .to_string()
+fn load(stages: &str, overrides: &[&str]) -> Result<Recipe, RecipeError> {
+    let text = MINIMAL.replacen("steps = 40\n", "", 1);
+    let text = text.replacen("local_batch_size = 5", stages, 1);
+    load_with(&text, overrides)
 }
 
 #[test]
@@ -83,87 +72,42 @@ fn steps_and_states_find_their_stage() {
 
 #[test]
 fn mistakes_in_stages_name_the_stage_and_the_line() {
-    for (from, to, expected) in [
-        (
-            "seq_len = 128",
-            "seq_len = 129",
-            "line 29: stage.2.seq_len: is 129, above model.max_position_embeddings = 128",
-        ),
-        (
-            "tokens = 1281",
-            "tokens = 0",
-            "stage.2.tokens: is 0, which is no number of steps",
-        ),
-        (
-            "tokens = 1281",
-            "tokens = 1281\nsteps = 4",
-            "stage.2.tokens: stands beside steps",
-        ),
-        ("steps = 30", "seq_len = 3", "stage.1.steps: is missing"),
-        (
-            "rope_theta = 5e4",
-            "rope_teta = 5e4",
-            "[stage.2] has no key rope_teta, did you mean rope_theta?",
-        ),
-        (
-            "local_batch_size = 1\n",
-            "",
-            "stage.2.global_batch_size: is 2, not a multiple of local_batch_size = 5",
-        ),
-        (
-            "[[stage]]",
-            "steps = 7\n[[stage]]",
-            "training.steps: is 7, but the stages take 36 steps",
-        ),
-        ("window = 32", "window = 0", "stage.2.window: is 0, outside"),
-        (
-            "window = 32",
-            "paths = []",
-            "stage.2.paths: is an empty list",
-        ),
-    ] {
-        let text = message(from, to, &[]);
-        assert!(text.contains(expected), "{to}: {text}");
+    for [from, to, expected] in cases(
+        r#"
+        seq_len = 128 => seq_len = 129 => line 29: stage.2.seq_len: is 129, above model.max_position_embeddings = 128
+        tokens = 1281 => tokens = 0 => stage.2.tokens: is 0, which is no number of steps
+        tokens = 1281 => tokens = 1281\nsteps = 4 => stage.2.tokens: stands beside steps
+        steps = 30 => seq_len = 3 => stage.1.steps: is missing
+        rope_theta = 5e4 => rope_teta = 5e4 => [stage.2] has no key rope_teta, did you mean rope_theta?
+        local_batch_size = 1\n =>  => stage.2.global_batch_size: is 2, not a multiple of local_batch_size = 5
+        [[stage]] => steps = 7\n[[stage]] => training.steps: is 7, but the stages take 36 steps
+        window = 32 => window = 0 => stage.2.window: is 0, outside
+        window = 32 => paths = [] => stage.2.paths: is an empty list
+    "#,
+    ) {
+        assert!(STAGED.contains(from), "{from}");
+        refusal(load(&STAGED.replacen(from, to, 1), &[]), expected);
     }
-    let text = load_replaced("[optimizer]", "[stage]\nsteps = 3\n[optimizer]")
-        .expect_err("no list")
-        .to_string();
-    assert!(
-        text.contains("stage: wanted one or more blocks [[stage]], got a table"),
-        "{text}"
+    refusal(
+        load_replaced("[optimizer]", "[stage]\nsteps = 3\n[optimizer]"),
+        "stage: wanted one or more blocks [[stage]], got a table",
     );
-    let text = message("", "", &["attention.kind=mha"]);
-    assert!(
-        text.contains("stage.2.window: does not go with kind = \"mha\""),
-        "{text}"
+    refusal(
+        load(STAGED, &["attention.kind=mha"]),
+        "stage.2.window: does not go with kind = \"mha\"",
     );
 }
 
 #[test]
 fn stages_are_overridden_by_number() {
-    let load = |items: &[&str]| {
-        let text =
-            MINIMAL
-                .replacen("steps = 40\n", "", 1)
-                .replacen("local_batch_size = 5", STAGED, 1);
-        let items = items
-            .iter()
-            .map(|item| (*item).to_owned())
-            .collect::<Vec<_>>();
-        Recipe::load(&text, "staged.toml", &items)
-    };
+    let load = |items: &[&str]| load(STAGED, items);
     let recipe = load(&["stage.1.steps=3", "stage.2.steps=4", "stage.2.window=8"]).expect("valid");
     assert_eq!((recipe.training.steps, recipe.stage[1].steps), (7, 4));
     assert_eq!(recipe.stage[1].window, Some(8));
-    let error = load(&["stage.3.steps=3"])
-        .expect_err("two stages")
-        .to_string();
-    assert!(
-        error.contains("--set stage.3.steps=3: stage.3.steps: there is no stage 3"),
-        "{error}"
+    refusal(
+        load(&["stage.3.steps=3"]),
+        "--set stage.3.steps=3: stage.3.steps: there is no stage 3",
     );
-    let error = load(&["stage.1.step=3"]).expect_err("no key").to_string();
-    assert!(error.contains("did you mean steps?"), "{error}");
-    let error = load(&["stage=3"]).expect_err("no key").to_string();
-    assert!(error.contains("section.key=value"), "{error}");
+    refusal(load(&["stage.1.step=3"]), "did you mean steps?");
+    refusal(load(&["stage=3"]), "section.key=value");
 }

@@ -1,0 +1,71 @@
+//! Words that a text must hold, and tables of them.
+
+/// Fails on the first of `words`, with ` | ` between two, that `text` does not hold.
+#[track_caller]
+pub fn says(text: &str, words: &str) {
+    for word in parts(words) {
+        assert!(text.contains(word), "no {word:?} in: {text}");
+    }
+}
+
+/// The message of a call that must be refused, which [`says`] these words.
+#[track_caller]
+pub fn refusal<T, E: std::fmt::Display>(result: Result<T, E>, words: &str) -> String {
+    let Err(error) = result else {
+        panic!("not refused with {words:?}");
+    };
+    let message = error.to_string();
+    says(&message, words);
+    message
+}
+
+/// The rows of a table: a line each, with ` => ` between two columns; `\n` is the end of a line, and a row goes on
+/// behind `\`. Blank lines and those that begin with `#` are no rows.
+#[track_caller]
+pub fn cases<const COLUMNS: usize>(table: &str) -> Vec<[&'static str; COLUMNS]> {
+    let table: String = table.split("\\\n").map(str::trim_start).collect();
+    let lines = table.lines().map(str::trim);
+    let rows = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
+    let cell = |cell: &str| -> &'static str { cell.trim().replace("\\n", "\n").leak() };
+    rows.map(|row| {
+        let cells: Vec<_> = format!(" {row} ").split(" => ").map(cell).collect();
+        let wrong = |cells| panic!("{COLUMNS} columns: {cells:?}");
+        cells.try_into().unwrap_or_else(wrong)
+    })
+    .collect()
+}
+
+/// What stands between ` | ` in a cell of a table.
+#[track_caller]
+pub fn parts(cell: &str) -> Vec<&str> {
+    assert!(!cell.is_empty(), "a row names no word");
+    cell.split(" | ").collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_has_a_row_a_line() {
+        let table = "\n  a b => \\\n  c | d e\n  # a remark\n\n  => f\n  g => h\\ni";
+        assert_eq!(cases(table), [["a b", "c | d e"], ["", "f"], ["g", "h\ni"]]);
+        assert_eq!(parts("c | d e"), ["c", "d e"]);
+        std::panic::catch_unwind(|| cases::<3>("a => b")).expect_err("two columns");
+        std::panic::catch_unwind(|| parts("")).expect_err("no word");
+    }
+
+    #[test]
+    fn a_refusal_is_an_error_with_these_words() {
+        let refused = |words| refusal(Err::<(), _>("a b"), words);
+        assert_eq!(refused("a | b"), "a b");
+        std::panic::catch_unwind(|| refused("c")).expect_err("another message");
+        std::panic::catch_unwind(|| refusal(Ok::<_, String>(()), "a")).expect_err("no error");
+    }
+
+    #[test]
+    #[should_panic(expected = "no \"c\" in: a b")]
+    fn the_missing_word_is_named() {
+        says("a b", "a | c");
+    }
+}
