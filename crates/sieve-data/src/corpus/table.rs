@@ -126,6 +126,7 @@ fn value(field: &Field) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_testing::refusal;
 
     fn written(name: &str, bytes: &[u8]) -> (tempfile::TempDir, std::path::PathBuf) {
         let folder = tempfile::tempdir().expect("a folder");
@@ -189,8 +190,7 @@ mod tests {
             ("rows.parquet", b"PAR1", "not a readable Parquet file"),
         ] {
             let (_folder, path) = written(name, bytes);
-            let error = read_table(&path).expect_err(words).to_string();
-            assert!(error.contains(words) && error.contains(name), "{error}");
+            refusal(read_table(&path), &format!("{words} | {name}"));
         }
     }
 }

@@ -1,3 +1,4 @@
+use sieve_testing::{refusal, says};
 use std::cell::RefCell;
 use std::time::Duration;
 
@@ -54,6 +55,21 @@ impl Place {
             dir: self.out(),
             validation: ValidationSource::Fraction(0.2),
             on_change: OnChange::Refuse,
+        }
+    }
+
+    fn replacing<'a>(&self) -> PrepareConfig<'a> {
+        PrepareConfig {
+            on_change: OnChange::Replace,
+            ..self.config()
+        }
+    }
+
+    /// This part of the documents is held out.
+    fn holding_out<'a>(&self, fraction: f64) -> PrepareConfig<'a> {
+        PrepareConfig {
+            validation: ValidationSource::Fraction(fraction),
+            ..self.config()
         }
     }
 
@@ -174,10 +190,7 @@ fn more_text_moves_no_document_to_the_other_side() {
             &format!("other text {number}"),
         );
     }
-    let config = PrepareConfig {
-        on_change: OnChange::Replace,
-        ..place.config()
-    };
+    let config = place.replacing();
     let after = place.prepare(&config).unwrap();
     let held_out = documents(&after.validation().unwrap());
     assert!(before.iter().all(|document| held_out.contains(document)));
@@ -204,16 +217,10 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
         &place.tokenizer,
         &place.config(),
     );
-    assert!(
-        error.contains("the corpus's settings changed") && error.contains("out"),
-        "{error}"
-    );
+    says(&error, "the corpus's settings changed | out");
     let other = Tokenizer::train_on(["other words here"].into_iter(), 260).unwrap();
     assert!(refused(place.text(), &other, &place.config()).contains("the tokenizer changed"));
-    let fraction = PrepareConfig {
-        validation: ValidationSource::Fraction(0.3),
-        ..place.config()
-    };
+    let fraction = place.holding_out(0.3);
     assert!(
         refused(place.text(), &place.tokenizer, &fraction)
             .contains("the validation documents changed")
@@ -225,12 +232,7 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
     );
     assert_eq!(place.files(), first, "nothing is overwritten");
 
-    let replaced = place
-        .prepare(&PrepareConfig {
-            on_change: OnChange::Replace,
-            ..place.config()
-        })
-        .unwrap();
+    let replaced = place.prepare(&place.replacing()).unwrap();
     assert!(
         !replaced.reused && replaced.meta.train.tokens_hash != fs_meta(&first).train.tokens_hash
     );
@@ -278,8 +280,10 @@ fn foreign_files_are_left_alone() {
     let place = Place::new();
     fs::create_dir(place.out()).unwrap();
     fs::write(place.out().join("train.bin"), "somebody else's").unwrap();
-    let error = place.prepare(&place.config()).unwrap_err().to_string();
-    assert!(error.contains("train.bin without the meta.json"), "{error}");
+    refusal(
+        place.prepare(&place.config()),
+        "train.bin without the meta.json",
+    );
     assert_eq!(
         fs::read(place.out().join("train.bin")).unwrap(),
         b"somebody else's"
@@ -298,10 +302,9 @@ fn foreign_files_are_left_alone() {
         ("", "EOF"),
     ] {
         fs::write(place.out().join("meta.json"), content).unwrap();
-        let error = place.prepare(&place.config()).unwrap_err().to_string();
-        assert!(
-            error.contains("meta.json") && error.contains(wanted),
-            "{error}"
+        refusal(
+            place.prepare(&place.config()),
+            &format!("meta.json | {wanted}"),
         );
         assert!(Prepared::open(&place.out()).is_err());
     }
@@ -313,12 +316,10 @@ fn an_error_on_the_way_leaves_the_earlier_preparation() {
     place.prepare(&place.config()).unwrap();
     let first = place.files();
     fs::write(place.dir.path().join("text/zzz.txt"), b"bad \xff").unwrap();
-    let config = PrepareConfig {
-        on_change: OnChange::Replace,
-        ..place.config()
-    };
-    let error = place.prepare(&config).unwrap_err().to_string();
-    assert!(error.contains("zzz.txt: not UTF-8 at byte 4"), "{error}");
+    refusal(
+        place.prepare(&place.replacing()),
+        "zzz.txt: not UTF-8 at byte 4",
+    );
     assert_eq!(place.files(), first);
 }
 
@@ -329,12 +330,9 @@ fn a_full_disk_is_told_and_leaves_nothing() {
     fs::create_dir(place.out()).unwrap();
     for name in ["train.bin.tmp", "validation.idx.tmp", "meta.json.tmp"] {
         std::os::unix::fs::symlink("/dev/full", place.out().join(name)).unwrap();
-        let error = place.prepare(&place.config()).unwrap_err().to_string();
-        assert!(
-            error.contains("cannot write")
-                && error.contains(name)
-                && error.contains("No space left"),
-            "{error}"
+        refusal(
+            place.prepare(&place.config()),
+            &format!("cannot write | {name} | No space left"),
         );
         assert!(
             place.files().iter().all(|(name, _)| name == LOCK),
@@ -382,49 +380,24 @@ fn an_own_validation_corpus_is_kept_out_of_training() {
 fn bad_settings_and_empty_splits_are_refused() {
     let place = Place::new();
     for fraction in [0.0, 1.0, -0.5, f64::NAN] {
-        let config = PrepareConfig {
-            validation: ValidationSource::Fraction(fraction),
-            ..place.config()
-        };
-        assert!(
-            place
-                .prepare(&config)
-                .unwrap_err()
-                .to_string()
-                .contains("validation_fraction")
+        refusal(
+            place.prepare(&place.holding_out(fraction)),
+            "validation_fraction",
         );
     }
-    let config = PrepareConfig {
-        validation: ValidationSource::Fraction(1e-9),
-        ..place.config()
-    };
-    let error = place.prepare(&config).unwrap_err().to_string();
-    assert!(
-        error.contains("the validation split holds no document: 200 documents"),
-        "{error}"
+    refusal(
+        place.prepare(&place.holding_out(1e-9)),
+        "the validation split holds no document: 200 documents",
     );
-    let config = PrepareConfig {
-        validation: ValidationSource::Fraction(1.0 - 1e-12),
-        ..place.config()
-    };
-    assert!(
-        place
-            .prepare(&config)
-            .unwrap_err()
-            .to_string()
-            .contains("the train split holds no document")
+    refusal(
+        place.prepare(&place.holding_out(1.0 - 1e-12)),
+        "the train split holds no document",
     );
     let config = PrepareConfig {
         dir: "/proc/nowhere".into(),
         ..place.config()
     };
-    assert!(
-        place
-            .prepare(&config)
-            .unwrap_err()
-            .to_string()
-            .contains("/proc/nowhere")
-    );
+    refusal(place.prepare(&config), "/proc/nowhere");
     assert!(
         !place.files().iter().any(|(name, _)| name != LOCK),
         "{:?}",
@@ -566,10 +539,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
         num_whole > 0 && num_partial > 0,
         "{num_whole} whole, {num_partial} partial"
     );
-    let config = PrepareConfig {
-        on_change: OnChange::Replace,
-        ..place.config()
-    };
+    let config = place.replacing();
     place.prepare(&config).unwrap();
     let after = place.files();
     assert_eq!(after, whole);

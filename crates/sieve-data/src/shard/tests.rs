@@ -1,3 +1,4 @@
+use sieve_testing::{refusal, says};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -162,9 +163,9 @@ fn errors_name_the_file() {
     assert!(open("a").contains("a.bin"));
     fs::write(dir.path().join("a.bin"), &GOLDEN_BIN[..11]).unwrap();
     let error = open("a");
-    assert!(
-        error.contains("a.idx: 6 tokens of 2 bytes, but the .bin file has 11 bytes"),
-        "{error}"
+    says(
+        &error,
+        "a.idx: 6 tokens of 2 bytes, but the .bin file has 11 bytes",
     );
     fs::create_dir(dir.path().join("b.idx")).unwrap();
     assert!(open("b").contains("b.idx"));
@@ -176,12 +177,9 @@ fn tokens_outside_the_vocabulary_are_refused() {
     let prefix = dir.path().join("a");
     let mut writer = ShardWriter::create(&prefix, 10).unwrap();
     writer.push(&[1, 9]).unwrap();
-    assert!(
-        writer
-            .push(&[3, 10])
-            .unwrap_err()
-            .to_string()
-            .contains("token 10 is outside the vocabulary of 10")
+    refusal(
+        writer.push(&[3, 10]),
+        "token 10 is outside the vocabulary of 10",
     );
     writer.push(&[2]).unwrap();
     writer.finish().unwrap();

@@ -1,5 +1,6 @@
 //! Against a server on this machine that answers as the hub does.
 
+use sieve_testing::refusal;
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Write};
 use std::net::{TcpListener, TcpStream};
@@ -236,15 +237,9 @@ fn what_is_there_needs_no_network() {
     assert_eq!(read().unwrap(), ["first", "second", "third"]);
     // Another path is another listing.
     let mut other = corpus("hf://datasets/me/texts/two");
-    let error = other
-        .connect(&server.config(dir.path()))
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("data set me/texts at http://127.0.0.1")
-            && error.contains("503")
-            && error.contains("HF_TOKEN"),
-        "{error}"
+    refusal(
+        other.connect(&server.config(dir.path())),
+        "data set me/texts at http://127.0.0.1 | 503 | HF_TOKEN",
     );
 }
 
@@ -292,10 +287,9 @@ fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
     let mut documents = corpus.documents();
     assert_eq!(documents.next().unwrap().unwrap().text, "first");
     assert_eq!(documents.next().unwrap().unwrap().text, "second");
-    let error = documents.next().unwrap().unwrap_err().to_string();
-    assert!(
-        error.contains("fetching one/train-00001.parquet") && error.contains("404"),
-        "{error}"
+    refusal(
+        documents.next().unwrap(),
+        "fetching one/train-00001.parquet | 404",
     );
     // A file of another size than listed is not taken.
     let cut = gone[..gone.len() - 9].to_vec();
@@ -305,11 +299,7 @@ fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
         .unwrap()
         .files
         .insert("one/train-00001.parquet".into(), cut);
-    let error = texts(&corpus).unwrap_err().to_string();
-    assert!(
-        error.contains("came with") && error.contains("train-00001"),
-        "{error}"
-    );
+    refusal(texts(&corpus), "came with | train-00001");
     server
         .state
         .lock()
@@ -376,15 +366,11 @@ fn paths_that_are_none_are_refused_before_anything_is_asked() {
         ("hf://datasets/me/texts/a***b", "not a valid glob"),
     ] {
         let error = Corpus::open(CorpusConfig::parquet(vec![path.to_owned()], "text"));
-        let error = error.unwrap_err().to_string();
-        assert!(error.contains(wanted), "{path}: {error}");
+        refusal(error, wanted);
     }
-    let error = texts(&corpus("hf://datasets/me/texts"))
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("lies on the Hugging Face hub, which is not read here"),
-        "{error}"
+    refusal(
+        texts(&corpus("hf://datasets/me/texts")),
+        "lies on the Hugging Face hub, which is not read here",
     );
 }
 
@@ -393,22 +379,14 @@ fn answers_that_are_none_are_told() {
     let dir = tempfile::tempdir().unwrap();
     let server = server();
     let mut missing = corpus("hf://datasets/me/nothing");
-    let error = missing
-        .connect(&server.config(dir.path()))
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("data set me/nothing") && error.contains("404"),
-        "{error}"
+    refusal(
+        missing.connect(&server.config(dir.path())),
+        "data set me/nothing | 404",
     );
     let mut empty = corpus("hf://datasets/me/texts/three");
-    let error = empty
-        .connect(&server.config(dir.path()))
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("matches no file ending in one of [\"parquet\"]"),
-        "{error}"
+    refusal(
+        empty.connect(&server.config(dir.path())),
+        "matches no file ending in one of [\"parquet\"]",
     );
     let config = HubConfig {
         endpoint: "http://127.0.0.1:1".to_owned(),
@@ -432,8 +410,7 @@ fn answers_that_are_none_are_told() {
         .files
         .insert("../../x.parquet".into(), vec![0]);
     let error = corpus("hf://datasets/me/texts/one").connect(&server.config(&dir.path().join("x")));
-    let error = error.unwrap_err().to_string();
-    assert!(error.contains("leads elsewhere"), "{error}");
+    refusal(error, "leads elsewhere");
 }
 
 #[test]
@@ -454,10 +431,11 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
         "hf://some/model/../..",
         "some/model",
     ] {
-        let error = super::hub_tokenizer(path, server.config(dir.path())).unwrap_err();
-        assert!(error.to_string().contains("names no tokenizer"), "{error}");
+        refusal(
+            super::hub_tokenizer(path, server.config(dir.path())),
+            "names no tokenizer",
+        );
     }
     let gone = super::hub_tokenizer("hf://some/model/other", server.config(dir.path()));
-    let error = gone.unwrap_err().to_string();
-    assert!(error.contains("other/tokenizer.json"), "{error}");
+    refusal(gone, "other/tokenizer.json");
 }

@@ -1,6 +1,7 @@
 //! gzip, Zstandard and Parquet.
 
 use parquet::basic::{Compression, GzipLevel, ZstdLevel};
+use sieve_testing::{refusal, says};
 
 use super::*;
 use crate::test_files::{gzip, write_parquet, zstd};
@@ -27,11 +28,7 @@ fn packed_files_are_read_as_what_they_hold() {
     );
     // A glob names packed files as any others.
     let globbed = CorpusConfig::jsonl(vec![format!("{folder}/*.gz")], "text");
-    let error = message(texts(globbed));
-    assert!(
-        error.contains("f.txt.gz: line 1 is not a JSON object"),
-        "{error}"
-    );
+    refusal(texts(globbed), "f.txt.gz: line 1 is not a JSON object");
 }
 
 #[test]
@@ -43,8 +40,7 @@ fn the_size_limit_holds_for_the_unpacked_text() {
         ..CorpusConfig::text(vec![path.clone()])
     };
     assert_eq!(texts(config(100_000)).unwrap()[0].len(), 100_000);
-    let error = message(texts(config(99_999)));
-    assert!(error.contains("over the limit of 99999"), "{error}");
+    refusal(texts(config(99_999)), "over the limit of 99999");
 }
 
 // Text that a packer cannot shorten much, so that damage in the middle is damage of the middle.
@@ -85,13 +81,8 @@ fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_
                     skip_invalid,
                     ..CorpusConfig::jsonl(vec![path.clone()], "text")
                 };
-                let error = message(texts(config));
-                assert!(
-                    error.contains(name)
-                        && error.contains(packing)
-                        && error.contains("fetch or pack"),
-                    "{what}: {error}"
-                );
+                let error = texts(config).expect_err(what).to_string();
+                says(&error, &format!("{name} | {packing} | fetch or pack"));
             }
         }
         let path = write(dir.path(), name, whole);
@@ -158,11 +149,7 @@ fn parquet_rows_without_text_are_named_or_skipped() {
             Compression::SNAPPY,
         );
         let config = parquet(path.to_str().unwrap().to_owned());
-        let error = message(texts(config.clone()));
-        assert!(
-            error.contains("a.parquet") && error.contains(wanted),
-            "{error}"
-        );
+        refusal(texts(config.clone()), &format!("a.parquet | {wanted}"));
         let lenient = CorpusConfig {
             skip_invalid: true,
             ..config
@@ -185,12 +172,9 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
         ("id", "column \"id\" holds INT64, not text"),
         ("tags", "column \"tags\" holds lists, not text"),
     ] {
-        let error = message(texts(CorpusConfig::parquet(vec![path.clone()], column)));
-        assert!(
-            error.contains("a.parquet")
-                && error.contains(wanted)
-                && error.contains("set text_column"),
-            "{error}"
+        refusal(
+            texts(CorpusConfig::parquet(vec![path.clone()], column)),
+            &format!("a.parquet | {wanted} | set text_column"),
         );
     }
 }
@@ -213,13 +197,12 @@ fn a_parquet_file_that_is_cut_or_none_is_an_error() {
         b"text",
     ] {
         let path = write(dir.path(), "a.parquet", bytes);
-        let error = message(texts(CorpusConfig {
-            skip_invalid: true,
-            ..parquet(path)
-        }));
-        assert!(
-            error.contains("a.parquet: not a readable Parquet file"),
-            "{error}"
+        refusal(
+            texts(CorpusConfig {
+                skip_invalid: true,
+                ..parquet(path)
+            }),
+            "a.parquet: not a readable Parquet file",
         );
     }
 }
