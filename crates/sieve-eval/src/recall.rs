@@ -213,26 +213,18 @@ fn ask<B: SieveBackend>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::test_model::tiny_shape;
     use burn_flex::Flex;
     use sieve_core::{Attention, ModelShape};
 
     fn model(vocab_size: usize) -> Qwen3<Flex> {
         let shape = ModelShape {
-            d_model: 16,
-            d_ff: 24,
             num_layers: 1,
             num_heads: 2,
             num_kv_heads: 1,
-            head_dim: 8,
             vocab_size,
-            rope_theta: 1e4,
-            rms_norm_eps: 1e-6,
-            tie_word_embeddings: true,
-            max_seq_len: 64,
             initializer_range: 0.1,
-            residual_scale: false,
-            attention: Attention::Mha,
-            dense_layers: Vec::new(),
+            ..tiny_shape(Attention::Mha, 64)
         };
         Qwen3::new(&shape, 3, &Default::default())
     }

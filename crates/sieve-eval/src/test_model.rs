@@ -5,7 +5,12 @@ use sieve_nn::Qwen3;
 
 /// Two layers of 16 with 31 words and random weights.
 pub(crate) fn tiny_model(attention: Attention, max_seq_len: usize) -> Qwen3<Flex> {
-    let shape = ModelShape {
+    Qwen3::new(&tiny_shape(attention, max_seq_len), 4, &Default::default())
+}
+
+/// Its shape.
+pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape {
+    ModelShape {
         d_model: 16,
         d_ff: 24,
         num_layers: 2,
@@ -21,8 +26,7 @@ pub(crate) fn tiny_model(attention: Attention, max_seq_len: usize) -> Qwen3<Flex
         residual_scale: false,
         attention,
         dense_layers: Vec::new(),
-    };
-    Qwen3::new(&shape, 4, &Default::default())
+    }
 }
 
 /// Words for it.

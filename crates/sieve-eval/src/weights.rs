@@ -242,6 +242,7 @@ mod tests {
     use super::*;
     use crate::test_model::{tiny_model, words};
     use sieve_core::{Attention, DmaShape};
+    use sieve_testing::refusal;
 
     #[test]
     fn statistics_of_a_known_matrix() {
@@ -313,19 +314,13 @@ mod tests {
     #[test]
     fn a_layer_and_a_length_out_of_range_are_told() {
         let (model, device) = (tiny_model(Attention::Mha, 8192), Default::default());
-        let error = attention_weights(&model, &words(4), &[2], &device, &mut |_| {})
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("layers is 2") && error.contains("2 layers"),
-            "{error}"
+        refusal(
+            attention_weights(&model, &words(4), &[2], &device, &mut |_| {}),
+            "layers is 2 | 2 layers",
         );
-        let error = attention_weights(&model, &words(5000), &[], &device, &mut |_| {})
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("length is 5000") && error.contains("shorter prompt"),
-            "{error}"
+        refusal(
+            attention_weights(&model, &words(5000), &[], &device, &mut |_| {}),
+            "length is 5000 | shorter prompt",
         );
     }
 }

@@ -101,6 +101,17 @@ pub struct BlockMeans<'a> {
     pub k: &'a [f32],
 }
 
+fn check_operand(what: &'static str, got: usize, expected: usize) -> Result<(), SelectError> {
+    match got == expected {
+        true => Ok(()),
+        false => Err(SelectError::Operand {
+            what,
+            got,
+            expected,
+        }),
+    }
+}
+
 impl<'a> Call<'a> {
     /// As [`Call::new`] without values: enough to select, for methods that do not read them
     /// ([`Selector::reads`](crate::Selector::reads)).
@@ -142,26 +153,10 @@ impl<'a> Call<'a> {
     pub fn of_means(shape: CallShape, means: BlockMeans<'a>) -> Result<Self, SelectError> {
         let call = Self::of_shape(shape)?;
         let width = |tokens: usize, heads| tokens.div_ceil(means.block) * heads * shape.head_dim;
-        for (what, got, expected) in [
-            (
-                "q's means",
-                means.q.len(),
-                width(shape.num_queries, shape.num_heads),
-            ),
-            (
-                "k's means",
-                means.k.len(),
-                width(shape.num_keys, shape.num_kv_heads),
-            ),
-        ] {
-            if got != expected {
-                return Err(SelectError::Operand {
-                    what,
-                    got,
-                    expected,
-                });
-            }
-        }
+        let expected_q = width(shape.num_queries, shape.num_heads);
+        let expected_k = width(shape.num_keys, shape.num_kv_heads);
+        check_operand("q's means", means.q.len(), expected_q)?;
+        check_operand("k's means", means.k.len(), expected_k)?;
         Ok(Self {
             means: Some(means),
             ..call
@@ -178,31 +173,13 @@ impl<'a> Call<'a> {
         k: &'a [f32],
         v: &'a [f32],
     ) -> Result<Self, SelectError> {
-        shape.check()?;
+        let call = Self::of_shape(shape)?;
         let expected_q = shape.num_queries * shape.num_heads * shape.head_dim;
         let expected_k = shape.num_keys * shape.num_kv_heads * shape.head_dim;
-        for (what, got, expected) in [
-            ("q", q.len(), expected_q),
-            ("k", k.len(), expected_k),
-            ("v", v.len(), expected_k),
-        ] {
-            if got != expected {
-                return Err(SelectError::Operand {
-                    what,
-                    got,
-                    expected,
-                });
-            }
-        }
-        Ok(Self {
-            shape,
-            layer: 0,
-            num_layers: 0,
-            q,
-            k,
-            v,
-            means: None,
-        })
+        check_operand("q", q.len(), expected_q)?;
+        check_operand("k", k.len(), expected_k)?;
+        check_operand("v", v.len(), expected_k)?;
+        Ok(Self { q, k, v, ..call })
     }
 
     /// The same call in another layer of a model of `num_layers`.
@@ -408,6 +385,7 @@ impl Tiles {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_testing::refusal;
 
     #[test]
     fn a_misaligned_tile_straddles_two_key_tiles() {
@@ -445,14 +423,15 @@ mod tests {
             num_kv_heads: 1,
             head_dim: 4,
         };
-        let error = Call::new(shape, &[], &[], &[]).expect_err("more queries than keys");
-        assert!(error.to_string().contains("3 queries but only 2 keys"));
+        refusal(Call::new(shape, &[], &[], &[]), "3 queries but only 2 keys");
         let shape = CallShape {
             num_keys: 3,
             ..shape
         };
-        let error = Call::new(shape, &[0.0; 24], &[0.0; 12], &[0.0; 11]).expect_err("v is short");
-        assert!(error.to_string().contains("v has 11 elements, expected 12"));
+        refusal(
+            Call::new(shape, &[0.0; 24], &[0.0; 12], &[0.0; 11]),
+            "v has 11 elements, expected 12",
+        );
         let shape = CallShape {
             num_heads: 3,
             num_kv_heads: 2,

@@ -109,6 +109,7 @@ fn written(value: &Value) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_testing::{cases, refusal};
 
     #[test]
     fn values_are_crossed_and_what_a_method_forbids_is_left_out() {
@@ -136,38 +137,21 @@ mod tests {
 
     #[test]
     fn files_that_are_wrong_are_named() {
-        for (text, wanted) in [
-            ("", "a.toml: it names no selector"),
-            ("selector = [\"bfla\"]", "unknown field"),
-            ("[[grid]]\nk = 3", "has no method"),
-            (
-                "[[grid]]\nmethod = \"bfla\"\nblock = []",
-                "block of bfla has no value",
-            ),
-            (
-                "[[grid]]\nmethod = \"bfla\"\nblock = [[64]]",
-                "block of bfla is no number",
-            ),
-            ("[[grid]]\nmethod = \"bfal\"", "did you mean bfla?"),
-            (
-                "[[grid]]\nmethod = \"bfla\"\nblok = 64",
-                "did you mean block?",
-            ),
-            (
-                "[[grid]]\nmethod = \"bfla\"\ntile = [100, 96]",
-                "does not divide block=256",
-            ),
-            (
-                "selectors = [\"0-3=dense\", \"1-=bfla\"]",
-                "nothing is said of layer 0",
-            ),
-            ("grid = 3", "a.toml: invalid type"),
-        ] {
-            let error = selector_grid("a.toml", text).expect_err(text).to_string();
-            assert!(
-                error.contains(wanted) && error.contains("hint:"),
-                "{text}: {error}"
-            );
+        for [text, wanted] in cases(
+            r#"
+            => a.toml: it names no selector
+            selector = ["bfla"] => unknown field
+            [[grid]]\nk = 3 => has no method
+            [[grid]]\nmethod = "bfla"\nblock = [] => block of bfla has no value
+            [[grid]]\nmethod = "bfla"\nblock = [[64]] => block of bfla is no number
+            [[grid]]\nmethod = "bfal" => did you mean bfla?
+            [[grid]]\nmethod = "bfla"\nblok = 64 => did you mean block?
+            [[grid]]\nmethod = "bfla"\ntile = [100, 96] => does not divide block=256
+            selectors = ["0-3=dense", "1-=bfla"] => nothing is said of layer 0
+            grid = 3 => a.toml: invalid type
+        "#,
+        ) {
+            refusal(selector_grid("a.toml", text), &format!("{wanted} | hint:"));
         }
     }
 

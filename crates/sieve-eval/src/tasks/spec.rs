@@ -422,6 +422,7 @@ fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Resul
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_testing::{cases, refusal};
 
     fn rows(rows: &str) -> Vec<TableRow> {
         let rows = rows.lines().map(serde_json::from_str);
@@ -438,8 +439,7 @@ mod tests {
             let task = Task::ready(name).expect(name);
             assert!(task.about().contains(','), "{name}");
         }
-        let error = Task::ready("helaswag").expect_err("unknown").to_string();
-        assert!(error.contains("did you mean hellaswag?"), "{error}");
+        refusal(Task::ready("helaswag"), "did you mean hellaswag?");
     }
 
     #[test]
@@ -478,68 +478,39 @@ mod tests {
     #[test]
     fn rows_of_another_data_set_are_told_by_their_number() {
         let good = r#"{"question": "W?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"}"#;
-        for (row, words) in [
-            (
-                good.replace("question", "goal"),
-                "row 2 has no column \"question\" (it has goal, choices, answerKey)",
-            ),
-            (
-                good.replace("[\"A\", \"B\"]", "[\"A\"]"),
-                "row 2 has 2 choices and 1 label",
-            ),
-            (
-                good.replace("\"answerKey\": \"A\"", "\"answerKey\": \"E\""),
-                "row 2 has the label \"E\", which is none of A, B",
-            ),
-            (
-                good.replace("[\"a\", \"b\"]", "[\"a\"]"),
-                "row 2 has 1 choice, and two are the least",
-            ),
-            (
-                good.replace("[\"a\", \"b\"]", "3"),
-                "row 2 has no list in its column \"choices.text\"",
-            ),
-        ] {
-            let error = questions("arc_easy", &format!("{good}\n{row}"))
-                .expect_err(words)
-                .to_string();
-            assert!(
-                error.starts_with("task arc_easy: ") && error.contains(words),
-                "{error}"
-            );
+        for [from, to, words] in cases(
+            r#"
+            question => goal => row 2 has no column "question" (it has goal, choices, answerKey)
+            ["A", "B"] => ["A"] => row 2 has 2 choices and 1 label
+            "answerKey": "A" => "answerKey": "E" => row 2 has the label "E", which is none of A, B
+            ["a", "b"] => ["a"] => row 2 has 1 choice, and two are the least
+            ["a", "b"] => 3 => row 2 has no list in its column "choices.text"
+        "#,
+        ) {
+            let row = good.replace(from, to);
+            let error = refusal(questions("arc_easy", &format!("{good}\n{row}")), words);
+            assert!(error.starts_with("task arc_easy: "), "{error}");
         }
         let error = questions(
             "piqa",
             r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#,
         );
-        let error = error.expect_err("no such choice").to_string();
-        assert!(error.contains("no number below 2"), "{error}");
+        refusal(error, "no number below 2");
     }
 
     #[test]
     fn a_task_file_with_a_mistake_is_told() {
-        for (text, words) in [
-            ("measure = \"choices\"", "needs prompt, choices and label"),
-            ("measure = \"best\"", "unknown variant"),
-            (
-                "measure = \"continuation\"\nprompt = \"{a}\"\ntarget = \"{b\"",
-                "single {",
-            ),
-            (
-                "measure = \"continuation\"\nprompt = \"{a}\"\ntarget = \"b\"\ngoal = 1",
-                "unknown field",
-            ),
-            (
-                "measure = \"continuation\"\nprompt = \"{a}\"\ntarget = \"b\"\nlabel = \"1\"",
-                "no label",
-            ),
-            (
-                "measure = \"generation\"\nprompt = \"{a}\"",
-                "needs prompt and answers",
-            ),
-        ] {
-            let error = Task::parse("mine", text).expect_err(words).to_string();
-            assert!(error.contains(words), "{error}");
+        for [text, words] in cases(
+            r#"
+            measure = "choices" => needs prompt, choices and label
+            measure = "best" => unknown variant
+            measure = "continuation"\nprompt = "{a}"\ntarget = "{b" => single {
+            measure = "continuation"\nprompt = "{a}"\ntarget = "b"\ngoal = 1 => unknown field
+            measure = "continuation"\nprompt = "{a}"\ntarget = "b"\nlabel = "1" => no label
+            measure = "generation"\nprompt = "{a}" => needs prompt and answers
+        "#,
+        ) {
+            refusal(Task::parse("mine", text), words);
         }
     }
 }

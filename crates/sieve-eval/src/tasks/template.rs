@@ -198,6 +198,7 @@ fn text_of(column: &str, value: &Value) -> Result<String, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_testing::{cases, refusal};
 
     fn row() -> TableRow {
         let text = r#"{"q": "an Apple", "c": {"text": ["x", "y"]}, "n": 3, "none": null, "s": "He met _ and left."}"#;
@@ -207,19 +208,15 @@ mod tests {
     #[test]
     fn places_hold_columns_groups_and_lists() {
         let render = |text: &str| Template::parse(text).and_then(|t| t.render(&row()));
-        for (template, text) in [
-            ("Q: {q}?\nA:", "Q: an Apple?\nA:"),
-            ("{c.text.1}{n} {{q}}", "y3 {q}"),
-            (
-                "{q|capitalize}|{q|last_word}|{q|all_but_last_word}",
-                "An apple|Apple|an",
-            ),
-            (
-                "{s|before_blank}X{s|after_blank|strip}",
-                "He met Xand left.",
-            ),
-            ("plain", "plain"),
-        ] {
+        for [template, text] in cases(
+            r#"
+            Q: {q}?\nA: => Q: an Apple?\nA:
+            {c.text.1}{n} {{q}} => y3 {q}
+            {q|capitalize}|{q|last_word}|{q|all_but_last_word} => An apple|Apple|an
+            {s|before_blank}X{s|after_blank|strip} => He met Xand left.
+            plain => plain
+        "#,
+        ) {
             assert_eq!(render(template).as_deref(), Ok(text));
         }
         for (template, words) in [
@@ -233,8 +230,7 @@ mod tests {
             ("q}", "single }"),
             ("{}", "without a column"),
         ] {
-            let error = render(template).expect_err(template);
-            assert!(error.contains(words), "{error}");
+            refusal(render(template), words);
         }
     }
 
