@@ -4,9 +4,7 @@ use burn_flex::Flex;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
-use sieve_hf::{
-    Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, load_parameters, named_parameters,
-};
+use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, load_parameters, named_parameters};
 use sieve_nn::Qwen3;
 use std::path::Path;
 
@@ -144,17 +142,8 @@ pub(crate) fn tokenizer_json() -> String {
 /// Writes a checkpoint of `model` below `folder` and opens it.
 pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Flex>) -> Checkpoint {
     let state = CheckpointState {
-        format_version: FORMAT_VERSION,
         step: 1,
-        next_sample: 0,
-        tokens_seen: 0,
-        guard: None,
-        vocab_size: VOCAB_SIZE,
-        data_fingerprint: String::new(),
-        num_threads: 1,
-        sieve_version: "test".to_owned(),
-        num_shards: 1,
-        checksums: Default::default(),
+        ..CheckpointState::untrained(VOCAB_SIZE)
     };
     let files = CheckpointFiles {
         model: named_parameters(model),

@@ -75,6 +75,25 @@ pub struct CheckpointState {
     pub checksums: BTreeMap<String, String>,
 }
 
+impl CheckpointState {
+    /// The state before the first step.
+    pub fn untrained(vocab_size: usize) -> Self {
+        Self {
+            format_version: FORMAT_VERSION,
+            step: 0,
+            next_sample: 0,
+            tokens_seen: 0,
+            guard: None,
+            vocab_size,
+            data_fingerprint: String::new(),
+            num_threads: 1,
+            sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
+            num_shards: 1,
+            checksums: BTreeMap::new(),
+        }
+    }
+}
+
 fn one() -> usize {
     1
 }

@@ -197,4 +197,4 @@ pub fn export(
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

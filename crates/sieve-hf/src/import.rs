@@ -8,8 +8,8 @@ mod config;
 use crate::export::Architecture;
 use crate::export::tensors::{Source, tensors_of};
 use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, FORMAT_VERSION, LoadedModel,
-    TensorFile, load_parameters, named_parameters,
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile,
+    load_parameters, named_parameters,
 };
 use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
@@ -17,7 +17,7 @@ use config::HfConfig;
 use sieve_core::recipe::{AttentionKind, Location, Problem};
 use sieve_core::{ModelShape, Recipe, RecipeError};
 use sieve_nn::Qwen3;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -114,7 +114,7 @@ pub fn import<B: Backend>(
             "Qwen3's attention becomes dma, swa or nsa (with shared_kv = true)",
         ));
     }
-    let state = untrained(shape.vocab_size);
+    let state = CheckpointState::untrained(shape.vocab_size);
     let files = CheckpointFiles {
         model: weights,
         optimizer: Vec::new(),
@@ -154,7 +154,7 @@ pub(crate) fn load<B: Backend>(
     Ok(LoadedModel {
         model,
         recipe,
-        state: untrained(shape.vocab_size),
+        state: CheckpointState::untrained(shape.vocab_size),
         shape,
         tokenizer_path,
         path: from.to_owned(),
@@ -175,23 +175,6 @@ fn read_model(
     let has_scales = config.residual_scale || (is_doge && !read.drop_unit_scales());
     let (recipe, shape) = recipe_and_shape(from, &config, has_scales, settings)?;
     Ok((recipe, shape, read))
-}
-
-/// The state before the first step.
-fn untrained(vocab_size: usize) -> CheckpointState {
-    CheckpointState {
-        format_version: FORMAT_VERSION,
-        step: 0,
-        next_sample: 0,
-        tokens_seen: 0,
-        guard: None,
-        vocab_size,
-        data_fingerprint: String::new(),
-        num_threads: 1,
-        sieve_version: env!("CARGO_PKG_VERSION").to_owned(),
-        num_shards: 1,
-        checksums: BTreeMap::new(),
-    }
 }
 
 /// The recipe and the sizes of the model that [`import`] would make, by its configuration alone.

@@ -16,9 +16,24 @@ const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","s
 
 /// Writes a random checkpoint; `model` and `attention` are lines of those sections.
 fn checkpoint(folder: &Path, model: &str, attention: &str) -> Checkpoint {
+    changed_checkpoint(folder, model, attention, |_, tensor| {
+        if tensor.name.ends_with("post_attention_residual") {
+            tensor.data = burn::tensor::TensorData::new(trained_scale(), [12]);
+        }
+    })
+}
+
+/// The same, with `change` made to each weight and its number.
+pub(crate) fn changed_checkpoint(
+    folder: &Path,
+    model: &str,
+    attention: &str,
+    change: impl Fn(usize, &mut NamedTensor),
+) -> Checkpoint {
+    let kv_heads = if attention.contains("mla") { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 12\nintermediate_size = 20\nnum_hidden_layers = 2\nnum_attention_heads = 4
-         num_key_value_heads = 2\nhead_dim = 6\nmax_position_embeddings = 16\n{model}
+         num_key_value_heads = {kv_heads}\nhead_dim = 6\nmax_position_embeddings = 16\n{model}
          [attention]\n{attention}\n[tokenizer]\npath = \"t.json\"\n[data]\npaths = [\"x\"]
          [training]\nsteps = 1\nseq_len = 8\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3
          [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
@@ -27,23 +42,14 @@ fn checkpoint(folder: &Path, model: &str, attention: &str) -> Checkpoint {
     let shape = recipe.model_shape(11).expect("no vocab_size is given");
     let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
     let state = CheckpointState {
-        format_version: crate::FORMAT_VERSION,
         step: 4,
         next_sample: 8,
         tokens_seen: 64,
-        guard: None,
-        vocab_size: 11,
-        data_fingerprint: String::new(),
-        num_threads: 1,
-        sieve_version: "test".to_owned(),
-        num_shards: 1,
-        checksums: BTreeMap::new(),
+        ..CheckpointState::untrained(11)
     };
     let mut weights = named_parameters(&model);
-    for tensor in &mut weights {
-        if tensor.name.ends_with("post_attention_residual") {
-            tensor.data = burn::tensor::TensorData::new(trained_scale(), [12]);
-        }
+    for (number, tensor) in weights.iter_mut().enumerate() {
+        change(number, tensor);
     }
     let files = CheckpointFiles {
         model: weights,

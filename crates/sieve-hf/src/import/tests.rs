@@ -1,53 +1,22 @@
 use super::*;
+use crate::export::tests::changed_checkpoint;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
 use serde_json::json;
-
-const TOKENIZER: &str = r#"{"added_tokens":[{"id":1,"content":"<|endoftext|>","special":true}],
-    "model":{"type":"WordLevel","vocab":{"a":0,"<|endoftext|>":1},"unk_token":"a"}}"#;
+use sieve_testing::refusal;
 
 /// A random checkpoint, exported: the folder of `transformers`.
 fn exported(folder: &Path, model: &str, attention: &str, options: ExportOptions) -> PathBuf {
-    let kv_heads = if attention.contains("mla") { 4 } else { 2 };
-    let text = format!(
-        "[model]\nhidden_size = 12\nintermediate_size = 20\nnum_hidden_layers = 2\nnum_attention_heads = 4\n\
-         num_key_value_heads = {kv_heads}\nhead_dim = 6\nmax_position_embeddings = 16\nrope_theta = 54321.5\n{model}\n\
-         [attention]\n{attention}\n[tokenizer]\npath = \"t.json\"\n[data]\npaths = [\"x\"]\n\
-         [training]\nsteps = 1\nseq_len = 8\nlocal_batch_size = 1\n[optimizer]\nlr = 1e-3\n\
-         [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
-    );
-    let recipe = Recipe::load(&text, "test", &[]).expect("the recipe is valid");
-    let shape = recipe.model_shape(11).expect("no vocab_size is given");
-    let state = CheckpointState {
-        format_version: FORMAT_VERSION,
-        step: 4,
-        next_sample: 8,
-        tokens_seen: 64,
-        guard: None,
-        vocab_size: 11,
-        data_fingerprint: String::new(),
-        num_threads: 1,
-        sieve_version: "test".to_owned(),
-        num_shards: 1,
-        checksums: BTreeMap::new(),
-    };
-    let mut weights = named_parameters(&Qwen3::<Flex>::new(&shape, 7, &Default::default()));
-    for (number, tensor) in weights.iter_mut().enumerate() {
+    let model = format!("rope_theta = 54321.5\n{model}");
+    let run = folder.join("run");
+    let checkpoint = changed_checkpoint(&run, &model, attention, |number, tensor| {
         // Norms, A and scales too are unlike what a new model has.
         let shift = 1.0 + number as f32 / 64.0;
         let values = tensor.data.iter::<f32>().map(|value| value + shift);
         tensor.data = TensorData::new(values.collect::<Vec<_>>(), tensor.data.shape.to_vec());
-    }
-    let files = CheckpointFiles {
-        model: weights,
-        optimizer: Vec::new(),
-        recipe_toml: recipe.to_toml().expect("small numbers"),
-        tokenizer_json: TOKENIZER.to_owned(),
-    };
-    let run = folder.join("run");
-    let path = Checkpoint::write(&run, state, &files).expect("writable");
+    });
     let out = folder.join("hf");
-    export(&Checkpoint::open(&path).expect("written"), &out, &options).expect("exports");
+    export(&checkpoint, &out, &options).expect("exports");
     out
 }
 
@@ -75,10 +44,6 @@ fn imported(
         .map(|item| (*item).to_owned())
         .collect::<Vec<_>>();
     import::<Flex>(from, out, attention, &overrides, &Default::default())
-}
-
-fn problem(result: Result<ImportReport, CheckpointError>) -> String {
-    result.expect_err("it must be refused").to_string()
 }
 
 /// Rewrites one file of weights.
@@ -221,15 +186,12 @@ fn missing_unknown_and_ill_shaped_tensors_are_all_named() {
             }
         }
     });
-    let text = problem(imported(&hf, &folder.path().join("out"), None, &[]));
-    for word in [
-        "4 tensors are missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight",
-        "model.norm.weight",
-        "1 tensors are unknown: model.norm.wait",
-        "model.layers.0.self_attn.q_norm.weight [7] instead of [6]",
-    ] {
-        assert!(text.contains(word), "no {word:?} in {text}");
-    }
+    refusal(
+        imported(&hf, &folder.path().join("out"), None, &[]),
+        "4 tensors are missing: model.layers.0.mlp.down_proj.weight, model.layers.0.mlp.gate_proj.weight | \
+         model.norm.weight | 1 tensors are unknown: model.norm.wait | \
+         model.layers.0.self_attn.q_norm.weight [7] instead of [6]",
+    );
     assert!(!folder.path().join("out").exists(), "nothing is written");
 }
 
@@ -283,18 +245,17 @@ fn configurations_without_a_recipe_are_refused() {
         let mut changed = config.clone();
         changed[key] = value;
         fs::write(&path, changed.to_string()).expect("writable");
-        let text = problem(imported(&hf, &out, None, &[]));
-        assert!(text.contains(word), "{key}: {text}");
+        refusal(imported(&hf, &out, None, &[]), word);
     }
     fs::write(&path, config.to_string()).expect("writable");
-    let text = problem(imported(&hf, &out, None, &["model.intermediate_size=24"]));
-    assert!(text.contains("only the attention may change"), "{text}");
+    refusal(
+        imported(&hf, &out, None, &["model.intermediate_size=24"]),
+        "only the attention may change",
+    );
     fs::remove_file(hf.join(SINGLE)).expect("there");
-    let text = problem(imported(&hf, &out, None, &[]));
-    assert!(text.contains("neither model.safetensors"), "{text}");
+    refusal(imported(&hf, &out, None, &[]), "neither model.safetensors");
     fs::write(hf.join(INDEX), r#"{"weight_map":{"a":"../secret"}}"#).expect("writable");
-    let text = problem(imported(&hf, &out, None, &[]));
-    assert!(text.contains("../secret"), "{text}");
+    refusal(imported(&hf, &out, None, &[]), "../secret");
 }
 
 #[test]
