@@ -17,8 +17,7 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack,
-    NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward, mla_pack_backward,
-    mla_pack_forward,
+    NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -257,7 +256,7 @@ impl Call {
             sin: &sin,
         };
         device.poison(self.case.shape);
-        let packed = mla_pack_forward(inputs.each_ref(), &args)?;
+        let packed = args.mla_pack_forward(inputs.each_ref())?;
         let widths = [self.spec.head_dim, self.spec.rope_dim];
         let heads = |packed: &CudaTensor| MlaPack::heads(packed, self.spec.num_heads, widths);
         let qkv = heads(&packed)?;
@@ -275,7 +274,7 @@ impl Call {
             order,
         };
         attention_backward(call, [&start, &end], None, None)?;
-        let [dq, dkv, dk_rope] = mla_pack_backward(&d_packed, &args)?;
+        let [dq, dkv, dk_rope] = args.mla_pack_backward(&d_packed)?;
         Ok(vec![
             ("o", device.floats(&result.o)?),
             ("lse", device.floats(&result.lse)?),

@@ -12,7 +12,7 @@ use burn::tensor::DType;
 use sieve_core::BlockSelection;
 use sieve_kernels::{
     KernelError, KernelFamily, KeySource, Qkv, correct_by_probes, select_blocks,
-    select_blocks_by_bounds, sparse_attention_forward,
+    sparse_attention_forward,
 };
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
 use sieve_testing::Random;
@@ -200,7 +200,7 @@ fn step(
                 let Step::Blocks(selection, read) = step_of(shape, known) else {
                     return Ok(Err("no blocks".to_owned()));
                 };
-                let chosen = select_blocks_by_bounds(&qkv_of(tokens), &selection, Some(&bounds))?;
+                let chosen = select_blocks(&qkv_of(tokens), &selection, Some(&bounds))?;
                 made = Some((selection, read, chosen));
             }
             let (selection, read, chosen) = made.expect("two rounds");
@@ -374,7 +374,7 @@ impl Case {
         let qkv = Qkv::separate(&put(&q, num_heads), &k, &k);
         let selection = self.selection();
         let selection = selection.unwrap_or_else(|| panic!("a device takes {}", self.name));
-        let made = select_blocks(&qkv, &selection)?;
+        let made = select_blocks(&qkv, &selection, None)?;
         let found = Found {
             data: device.ints(&made.data)?,
             counts: device.ints(&made.counts)?,

@@ -40,16 +40,6 @@ pub enum MatmulOutput<'a> {
     AddTo(&'a CudaTensor),
 }
 
-/// How an algorithm is found at the first product of a shape.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum AlgorithmSearch {
-    /// The heuristic's first choice: the same in every run.
-    First,
-    /// The fastest of this many of the heuristic's choices, timed once on the operands at hand (some milliseconds a
-    /// shape). Two runs may choose differently and then sum in another order.
-    Timed(usize),
-}
-
 /// The library of matrix products, loaded when it is first asked for.
 #[derive(Debug)]
 pub struct Cublaslt;
@@ -72,22 +62,20 @@ pub fn matmul(
     queued((product, Operands::Bf16), [x, w], &[], output)
 }
 
-/// `x wᵀ` of two matrices of eight-bit floats, `x [m, k]` and `w [n, k]`, times their scales, with f32 accumulation;
-/// at most one of them is of gradients. Sizes are multiples of 16.
-///
-/// # Errors
-/// As [`matmul`].
-pub fn matmul_fp8(
-    x: &Fp8Matrix,
-    w: &Fp8Matrix,
-    output: MatmulOutput<'_>,
-) -> Result<CudaTensor, KernelError> {
-    let operands = Operands::Fp8 {
-        x: x.format,
-        w: w.format,
-    };
-    let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
-    queued((Product::Nt, operands), values, &scales, output)
+impl Fp8Matrix {
+    /// This `[m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
+    /// is of gradients. Sizes are multiples of 16.
+    ///
+    /// # Errors
+    /// As [`matmul`].
+    pub fn times(&self, w: &Self, output: MatmulOutput<'_>) -> Result<CudaTensor, KernelError> {
+        let operands = Operands::Fp8 {
+            x: self.format,
+            w: w.format,
+        };
+        let (values, scales) = ([&self.values, &w.values], [&self.scale, &w.scale]);
+        queued((Product::Nt, operands), values, &scales, output)
+    }
 }
 
 fn queued(
@@ -127,17 +115,6 @@ fn queued(
     Ok(target.d)
 }
 
-impl AlgorithmSearch {
-    /// Chooses how algorithms are found from now on, for shapes not met before. [`AlgorithmSearch::First`] unless told.
-    pub fn set(search: AlgorithmSearch) {
-        let candidates = match search {
-            AlgorithmSearch::First => 1,
-            AlgorithmSearch::Timed(count) => count.clamp(1, plan::MAX_CANDIDATES),
-        };
-        CANDIDATES.store(candidates, Ordering::Relaxed);
-    }
-}
-
 impl Cublaslt {
     /// Is the library there? Asked once.
     ///
@@ -165,6 +142,13 @@ impl Cublaslt {
             version / 100 % 100,
             version % 100
         ))
+    }
+
+    /// How many of the heuristic's choices are timed, once and on the operands at hand (some milliseconds), at the
+    /// first product of a shape from now on. 1, which it is unless told, takes the first choice: the same in every run.
+    /// With more, two runs may choose differently and then sum in another order.
+    pub fn set_candidates(count: usize) {
+        CANDIDATES.store(count.clamp(1, plan::MAX_CANDIDATES), Ordering::Relaxed);
     }
 
     /// True when products of this process go straight to Burn's stream, false when they go through a stream of their
@@ -337,11 +321,11 @@ mod tests {
 
     #[test]
     fn the_search_is_bounded() {
-        AlgorithmSearch::set(AlgorithmSearch::Timed(1000));
+        Cublaslt::set_candidates(1000);
         assert_eq!(CANDIDATES.load(Ordering::Relaxed), plan::MAX_CANDIDATES);
-        AlgorithmSearch::set(AlgorithmSearch::Timed(0));
+        Cublaslt::set_candidates(0);
         assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
-        AlgorithmSearch::set(AlgorithmSearch::First);
+        Cublaslt::set_candidates(1);
         assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
     }
 }

@@ -32,7 +32,7 @@ pub use attention::heads::{AttentionShape, Qkv};
 pub use attention::hopper_tiling::{KeepRest, KernelFamily};
 pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};
 pub use attention::tiling::KeySource;
-pub use cublaslt::{AlgorithmSearch, Cublaslt, MatmulOutput, Product, matmul, matmul_fp8};
+pub use cublaslt::{Cublaslt, MatmulOutput, Product, matmul};
 pub use dma::attention_backward::dma_attention_backward;
 pub use dma::attention_forward::dma_attention_forward;
 pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
@@ -43,7 +43,7 @@ pub use dma::scores_backward::{ScoresBackward, dma_scores_backward};
 pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
 pub use mla::decode::mla_decode;
-pub use mla::pack::{MlaPack, mla_pack_backward, mla_pack_forward};
+pub use mla::pack::MlaPack;
 pub use nsa::{
     ChoiceLists, nsa_blocks, nsa_blocks_backward, nsa_compressed_attention_backward,
     nsa_compressed_attention_forward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
@@ -52,16 +52,13 @@ pub use nsa::{
 pub use runtime::cache::KernelCache;
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use runtime::host_copy::{HostCopy, HostReader};
-pub use runtime::kernel_trace::{KernelTotal, KernelTrace, TraceResult};
+pub use runtime::kernel_trace::{KernelTrace, TraceResult};
 pub use runtime::layout::contiguous_strides;
 pub use runtime::memory_watch::MemoryPeak;
-pub use runtime::nccl::{NcclGroup, NcclPiece, NcclWork, RankRanges};
+pub use runtime::nccl::{NcclGroup, NcclPiece, NcclWork};
 pub use runtime::probe::{CudaReport, DeviceReport};
 pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;
-pub use select::{
-    KeptKeys, SelectedBlocks, correct_by_probes, heavy_decode, keep_heavy_keys, select_blocks,
-    select_blocks_by_bounds,
-};
+pub use select::{KeptKeys, correct_by_probes, heavy_decode, keep_heavy_keys, select_blocks};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

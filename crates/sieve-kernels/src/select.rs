@@ -51,19 +51,13 @@ pub struct SelectedBlocks {
 ///
 /// # Shapes
 /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
+/// - bounds: of pages, f32 `[num_kv_heads, pages or more, 2, head_dim]`, kept from call to call:
+///   [`BlockScores::Bounds`] reads and writes them
 ///
 /// # Errors
-/// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks.
-pub fn select_blocks(qkv: &Qkv, selection: &BlockSelection) -> Result<SelectedBlocks, KernelError> {
-    select_blocks_by_bounds(qkv, selection, None)
-}
-
-/// The same with bounds of pages that are kept from call to call, f32 `[num_kv_heads, pages or more, 2, head_dim]`,
-/// which [`BlockScores::Bounds`] reads and writes.
-///
-/// # Errors
-/// As [`select_blocks`]; bounds that are missing or too few.
-pub fn select_blocks_by_bounds(
+/// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks;
+/// bounds that are missing or too few.
+pub fn select_blocks(
     qkv: &Qkv,
     selection: &BlockSelection,
     bounds: Option<&CudaTensor>,

@@ -6,9 +6,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::shape::attention_shape;
 use burn::tensor::DType;
-use sieve_kernels::{
-    AttentionShape, CudaTensor, MlaPack, mla_decode, mla_pack_backward, mla_pack_forward,
-};
+use sieve_kernels::{AttentionShape, CudaTensor, MlaPack, mla_decode};
 
 const HEADS: usize = 16;
 const HEAD_DIM: usize = 128;
@@ -63,15 +61,15 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         cos: &cos,
         sin: &sin,
     };
-    let packed = mla_pack_forward(inputs.each_ref(), &args)?;
+    let packed = args.mla_pack_forward(inputs.each_ref())?;
     let elements =
         packed.num_elements() + inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
     let bytes = 2.0 * elements as f64;
     bench.bytes("latent pack forward", shape, bytes, &mut || {
-        mla_pack_forward(inputs.each_ref(), &args).map(drop)
+        args.mla_pack_forward(inputs.each_ref()).map(drop)
     });
     bench.bytes("latent pack backward", shape, bytes, &mut || {
-        mla_pack_backward(&packed, &args).map(drop)
+        args.mla_pack_backward(&packed).map(drop)
     });
     Ok(())
 }

@@ -103,7 +103,7 @@ impl<'a> Method<'a> {
         match &self.kind {
             Kind::Positions { lists, .. } => Ok(Lists::clone(lists)),
             Kind::Chooses(selection) => {
-                let made = select_blocks(&self.operands.qkv, selection)?;
+                let made = select_blocks(&self.operands.qkv, selection, None)?;
                 Ok(Lists {
                     layout: made.layout,
                     data: made.data,

@@ -79,7 +79,7 @@ pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> 
     let selection = selector.block_selection(call_shape(s), 0, 1);
     let chosen = selection
         .as_ref()
-        .map(|of| select_blocks(&qkv, of))
+        .map(|of| select_blocks(&qkv, of, None))
         .transpose()?;
     let (layout, on, is_chosen) = match chosen {
         Some(chosen) => (chosen.layout, chosen.data, true),

@@ -8,7 +8,7 @@ use crate::report::Report;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
-use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, matmul_fp8};
+use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput};
 use sieve_ops::reference;
 
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
@@ -184,7 +184,7 @@ fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2])
         ("f32", MatmulOutput::New(DType::F32), &nothing),
         ("plus", MatmulOutput::Plus(&addend.on), &addend.values),
     ] {
-        let y = matmul_fp8(&x, &w, output).map_err(text)?;
+        let y = x.times(&w, output).map_err(text)?;
         let bar = bar(y.dtype(), is_fast);
         let y = calls.device.floats(&y).map_err(text)?;
         let (exact, kept) = (plus(&exact, addend), plus(&kept, addend));

@@ -12,7 +12,7 @@ use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::DType;
 use sieve_kernels::CudaTensor;
-use sieve_kernels::step::{LogitRows, cross_entropy, cross_entropy_with_gradients};
+use sieve_kernels::step::{LogitRows, cross_entropy};
 use sieve_ops::{DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
 
@@ -67,12 +67,12 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
     let bytes = (4 * rows * vocab) as f64;
     let logits = LogitRows::of(&normal([rows, width], DType::BF16, &device), vocab)?;
     bench.moved("cross_entropy, in place", &shape, bytes, &mut || {
-        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, 1.0)
+        cross_entropy(&logits, &labels, &losses, Some((&logits, 1.0)))
     });
     drop(logits);
     let logits = LogitRows::of(&normal([rows, width], DType::F32, &device), vocab)?;
     bench.moved("cross_entropy losses, f32", &shape, bytes, &mut || {
-        cross_entropy(&logits, &labels, &losses)
+        cross_entropy(&logits, &labels, &losses, None)
     });
     Ok(())
 }
@@ -175,14 +175,14 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
     };
 
     let alone = new_losses();
-    cross_entropy(&logits, &on_labels, &alone).map_err(text)?;
+    cross_entropy(&logits, &on_labels, &alone, None).map_err(text)?;
     calls.close("losses alone", &alone, &losses)?;
 
     let with_gradients = new_losses();
     let nan = device.float(&vec![f32::NAN; rows * width], &[rows, width], DType::BF16);
     let dlogits = LogitRows::of(&nan, vocab).map_err(text)?;
     let call = |logits: &LogitRows, losses: &CudaTensor, into: &LogitRows| {
-        cross_entropy_with_gradients(logits, &on_labels, losses, into, GRADIENT_SCALE).map_err(text)
+        cross_entropy(logits, &on_labels, losses, Some((into, GRADIENT_SCALE))).map_err(text)
     };
     call(&logits, &with_gradients, &dlogits)?;
     calls.close("losses", &with_gradients, &losses)?;
@@ -215,7 +215,7 @@ fn outside(mut calls: Calls<'_>) -> Outcome {
     let logits = device.float(&values, &[3, 8], DType::BF16);
     let logits = LogitRows::of(&logits, 8).map_err(text)?;
     let losses = device.float(&[0.0; 3], &[3], DType::F32);
-    cross_entropy(&logits, &device.int(&[2, 9, 7], &[3]), &losses).map_err(text)?;
+    cross_entropy(&logits, &device.int(&[2, 9, 7], &[3]), &losses, None).map_err(text)?;
     let got = device.floats(&losses).map_err(text)?;
     match got.iter().map(|x| x.is_nan()).eq([false, true, false]) {
         true => Ok(0.0),

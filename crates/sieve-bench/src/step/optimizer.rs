@@ -9,9 +9,7 @@ use crate::report::Report;
 use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
 use sieve_kernels::CudaTensor;
-use sieve_kernels::step::{
-    AdamwTensors, FixedSum, Term, adamw, join_master, split_master, sum_of_squares,
-};
+use sieve_kernels::step::{AdamwTensors, FixedSum, Term, join_master, split_master};
 use sieve_ops::{AdamWTensors, DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
 
@@ -65,7 +63,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
             grad_scale: &grad_scale,
             leaf: Some(&leaf),
         };
-        adamw(tensors, UPDATE)
+        tensors.adamw(UPDATE)
     };
     let shape = size.to_string();
     let moved = |times: usize| (times * size) as f64;
@@ -74,7 +72,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
         step(&rest)
     });
     bench.moved("sum of squares", &shape, moved(4), &mut || {
-        sum_of_squares(&grad).map(drop)
+        FixedSum::sum_of_squares(&grad).map(drop)
     });
 }
 
@@ -179,7 +177,7 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
             grad_scale: scale,
             leaf,
         };
-        adamw(tensors, UPDATE).map_err(text)
+        tensors.adamw(UPDATE).map_err(text)
     };
     step(&param, [&exp_avg, &exp_avg_sq], &grad, &scale, Some(&leaf))?;
     let mut exact = [Vec::new(), Vec::new(), Vec::new()];
@@ -276,7 +274,7 @@ fn sums_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
         let squares: f64 = wide().map(|x| x * x).sum();
         calls.close(
             "sum of squares",
-            &sum_of_squares(&x.on).map_err(text)?,
+            &FixedSum::sum_of_squares(&x.on).map_err(text)?,
             &[squares as f32],
         )?;
     }

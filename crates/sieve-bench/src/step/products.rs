@@ -10,9 +10,7 @@ use crate::report::Report;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
-use sieve_kernels::{
-    AlgorithmSearch, Cublaslt, CudaTensor, KernelError, MatmulOutput, Product, matmul,
-};
+use sieve_kernels::{Cublaslt, CudaTensor, KernelError, MatmulOutput, Product, matmul};
 use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
 
 const NAME: &str = "product, cuBLASLt";
@@ -106,22 +104,20 @@ pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &
         report.add_missing(NAME, &error.to_string());
         return;
     }
-    for search in [AlgorithmSearch::First, AlgorithmSearch::Timed(8)] {
-        AlgorithmSearch::set(search);
+    for candidates in [1, 8] {
+        Cublaslt::set_candidates(candidates);
         for product in [Product::Nt, Product::Nn, Product::Tn] {
             for &([m, n, k], gap) in SIZES {
                 // A search must meet each shape anew.
-                let m = match search {
-                    AlgorithmSearch::First => m,
-                    AlgorithmSearch::Timed(_) => m + 8,
-                };
-                let case = format!("{product:?} {m} x {n} x {k}, gap {gap}, {search:?}");
+                let m = if candidates == 1 { m } else { m + 8 };
+                let case =
+                    format!("{product:?} {m} x {n} x {k}, gap {gap}, the fastest of {candidates}");
                 let outcome = outputs(Calls::new(device, extent.seed), product, [m, n, k], gap);
                 report.add(NAME, path(), &case, outcome);
             }
         }
     }
-    AlgorithmSearch::set(AlgorithmSearch::First);
+    Cublaslt::set_candidates(1);
     let outcome = in_order(Calls::new(device, extent.seed), device);
     report.add(NAME, path(), "a chain with Burn's operations", outcome);
     let outcome = refused(Calls::new(device, extent.seed));

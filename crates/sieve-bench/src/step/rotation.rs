@@ -9,9 +9,7 @@ use crate::place::{float, floats};
 use crate::report::Report;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::step::{
-    GradientTarget, QkNormRope, Reuse, qk_norm_rope_backward, qk_norm_rope_forward,
-};
+use sieve_kernels::step::{GradientTarget, QkNormRope, Reuse};
 use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeTables, reference};
 
 const EPSILON: f64 = 1e-6;
@@ -74,11 +72,12 @@ pub(super) fn bench(
     let all = (tokens * packed[2] * head_dim) as f64;
     let rotated = (tokens * (heads + kv_heads) * head_dim) as f64;
     bench.moved("qk_norm_rope forward", &shape, 4.0 * all, &mut || {
-        qk_norm_rope_forward(&qkv, &args, Reuse::Copy).map(drop)
+        args.qk_norm_rope_forward(&qkv, Reuse::Copy).map(drop)
     });
     let backward = |reuse| {
         let targets = [&dq_weight, &dk_weight].map(GradientTarget::AddTo);
-        qk_norm_rope_backward(&qkv, &args, &dy, reuse, targets).map(drop)
+        args.qk_norm_rope_backward(&qkv, &dy, reuse, targets)
+            .map(drop)
     };
     let bytes = 4.0 * all + 2.0 * rotated;
     bench.moved("qk_norm_rope backward", &shape, bytes, &mut || {
@@ -188,20 +187,17 @@ fn qk_norm_rope_launches(
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let y = qk_norm_rope_forward(&qkv.on, &args, Reuse::Copy).map_err(text)?;
+    let y = args
+        .qk_norm_rope_forward(&qkv.on, Reuse::Copy)
+        .map_err(text)?;
     let y_exact = reference::qk_norm_rope::<Flex>(host(&qkv.values), host_call());
     calls.close("y", &y, &floats::<Flex, 4>(y_exact))?;
     let (dqkv, dq, dk) =
         reference::qk_norm_rope_backward::<Flex>(host(&qkv.values), host_call(), host(&dy.values));
     let backward = |reuse| {
-        qk_norm_rope_backward(
-            &qkv.on,
-            &args,
-            &dy.on,
-            reuse,
-            [GradientTarget::New, GradientTarget::New],
-        )
-        .map_err(text)
+        let targets = [GradientTarget::New; 2];
+        args.qk_norm_rope_backward(&qkv.on, &dy.on, reuse, targets)
+            .map_err(text)
     };
     let copied = backward(Reuse::Copy)?;
     calls.close("dqkv", &copied.dqkv, &floats::<Flex, 4>(dqkv))?;
@@ -214,7 +210,9 @@ fn qk_norm_rope_launches(
         &in_place.dq_weight,
         &copied.dq_weight,
     )?;
-    let y_in_place = qk_norm_rope_forward(&qkv.on, &args, Reuse::InPlace).map_err(text)?;
+    let y_in_place = args
+        .qk_norm_rope_forward(&qkv.on, Reuse::InPlace)
+        .map_err(text)?;
     calls.equal("y in place", &y_in_place, &y)?;
     Ok(calls.worst)
 }

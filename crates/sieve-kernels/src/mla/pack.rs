@@ -60,104 +60,100 @@ impl MlaPack<'_> {
         }
         Ok(())
     }
-}
 
-/// Rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
-/// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
-/// `[batch, seq_len, rope_dim]`, shared by the heads, become
-/// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`].
-///
-/// # Errors
-/// Other types or shapes, no tokens, widths that are no whole 16-byte words.
-pub fn mla_pack_forward(
-    [q, kv, k_rope]: [&CudaTensor; 3],
-    args: &MlaPack<'_>,
-) -> Result<CudaTensor, KernelError> {
-    args.require_widths(FORWARD)?;
-    let [batch, seq_len, _] = q.dims(FORWARD, "q")?;
-    let rows = |name, tensor: &CudaTensor, width| {
-        tensor.require_shape(FORWARD, name, &[batch, seq_len, width])?;
-        VectorRows::of(FORWARD, name, tensor)
-    };
-    let q = rows("q", q, args.num_heads * args.key_dim())?;
-    let kv = rows("kv", kv, args.num_heads * 2 * args.head_dim)?;
-    let k_rope = rows("k_rope", k_rope, args.rope_dim)?;
-    let positions = require_tokens(FORWARD, "positions", args.positions, [batch, seq_len])?;
-    let tables = RotaryTables::of(FORWARD, [args.cos, args.sin], args.rope_dim)?;
-    let packed = q
-        .tensor
-        .empty_contiguous(&[batch, seq_len, args.token_len()], DType::BF16);
-    let params = params!(MlaPackForwardParams {
-        tokens: q.rows,
-        num_heads: args.num_heads,
-        q_stride: q.stride,
-        kv_stride: kv.stride,
-        rope_stride: k_rope.stride,
-        max_positions: tables.max_positions,
-        table_stride: tables.stride,
-    });
-    let tensors = [
-        &q.tensor,
-        &kv.tensor,
-        &k_rope.tensor,
-        &positions,
-        &tables.cos,
-        &tables.sin,
-        &packed,
-    ];
-    let kernel = mla_pack_forward_kernel(args.head_dim, args.rope_dim);
-    // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed.
-    unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
-    Ok(packed)
-}
+    /// Rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
+    /// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
+    /// `[batch, seq_len, rope_dim]`, shared by the heads, become
+    /// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`].
+    ///
+    /// # Errors
+    /// Other types or shapes, no tokens, widths that are no whole 16-byte words.
+    pub fn mla_pack_forward(
+        &self,
+        [q, kv, k_rope]: [&CudaTensor; 3],
+    ) -> Result<CudaTensor, KernelError> {
+        self.require_widths(FORWARD)?;
+        let [batch, seq_len, _] = q.dims(FORWARD, "q")?;
+        let rows = |name, tensor: &CudaTensor, width| {
+            tensor.require_shape(FORWARD, name, &[batch, seq_len, width])?;
+            VectorRows::of(FORWARD, name, tensor)
+        };
+        let q = rows("q", q, self.num_heads * self.key_dim())?;
+        let kv = rows("kv", kv, self.num_heads * 2 * self.head_dim)?;
+        let k_rope = rows("k_rope", k_rope, self.rope_dim)?;
+        let positions = require_tokens(FORWARD, "positions", self.positions, [batch, seq_len])?;
+        let tables = RotaryTables::of(FORWARD, [self.cos, self.sin], self.rope_dim)?;
+        let packed = q
+            .tensor
+            .empty_contiguous(&[batch, seq_len, self.token_len()], DType::BF16);
+        let params = params!(MlaPackForwardParams {
+            tokens: q.rows,
+            num_heads: self.num_heads,
+            q_stride: q.stride,
+            kv_stride: kv.stride,
+            rope_stride: k_rope.stride,
+            max_positions: tables.max_positions,
+            table_stride: tables.stride,
+        });
+        let tensors = [
+            &q.tensor,
+            &kv.tensor,
+            &k_rope.tensor,
+            &positions,
+            &tables.cos,
+            &tables.sin,
+            &packed,
+        ];
+        let kernel = mla_pack_forward_kernel(self.head_dim, self.rope_dim);
+        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed.
+        unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
+        Ok(packed)
+    }
 
-/// Gradients of q, kv and `k_rope` from that of [`mla_pack_forward`]'s result; `k_rope`'s is the sum over the heads.
-///
-/// # Errors
-/// As [`mla_pack_forward`].
-pub fn mla_pack_backward(
-    dy: &CudaTensor,
-    args: &MlaPack<'_>,
-) -> Result<[CudaTensor; 3], KernelError> {
-    args.require_widths(BACKWARD)?;
-    let [batch, seq_len, _] = dy.dims(BACKWARD, "dy")?;
-    dy.require_shape(BACKWARD, "dy", &[batch, seq_len, args.token_len()])?;
-    let dy = VectorRows::of(BACKWARD, "dy", dy)?;
-    let positions = require_tokens(BACKWARD, "positions", args.positions, [batch, seq_len])?;
-    let tables = RotaryTables::of(BACKWARD, [args.cos, args.sin], args.rope_dim)?;
-    let grads = [
-        args.num_heads * args.key_dim(),
-        args.num_heads * 2 * args.head_dim,
-        args.rope_dim,
-    ]
-    .map(|width| {
-        let shape = [batch, seq_len, width];
-        dy.tensor.empty_contiguous(&shape, DType::BF16)
-    });
-    let params = params!(MlaPackBackwardParams {
-        tokens: dy.rows,
-        num_heads: args.num_heads,
-        dy_stride: dy.stride,
-        max_positions: tables.max_positions,
-        table_stride: tables.stride,
-    });
-    let [dq, dkv, dk_rope] = &grads;
-    let tensors = [
-        &dy.tensor,
-        &positions,
-        &tables.cos,
-        &tables.sin,
-        dq,
-        dkv,
-        dk_rope,
-    ];
-    let kernel = mla_pack_backward_kernel(args.head_dim, args.rope_dim);
-    // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients.
-    unsafe { kernel.launch([dy.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
-    Ok(grads)
-}
+    /// Gradients of q, kv and `k_rope` from that of [`MlaPack::mla_pack_forward`]'s result; `k_rope`'s is the sum over
+    /// the heads.
+    ///
+    /// # Errors
+    /// As [`MlaPack::mla_pack_forward`].
+    pub fn mla_pack_backward(&self, dy: &CudaTensor) -> Result<[CudaTensor; 3], KernelError> {
+        self.require_widths(BACKWARD)?;
+        let [batch, seq_len, _] = dy.dims(BACKWARD, "dy")?;
+        dy.require_shape(BACKWARD, "dy", &[batch, seq_len, self.token_len()])?;
+        let dy = VectorRows::of(BACKWARD, "dy", dy)?;
+        let positions = require_tokens(BACKWARD, "positions", self.positions, [batch, seq_len])?;
+        let tables = RotaryTables::of(BACKWARD, [self.cos, self.sin], self.rope_dim)?;
+        let grads = [
+            self.num_heads * self.key_dim(),
+            self.num_heads * 2 * self.head_dim,
+            self.rope_dim,
+        ]
+        .map(|width| {
+            let shape = [batch, seq_len, width];
+            dy.tensor.empty_contiguous(&shape, DType::BF16)
+        });
+        let params = params!(MlaPackBackwardParams {
+            tokens: dy.rows,
+            num_heads: self.num_heads,
+            dy_stride: dy.stride,
+            max_positions: tables.max_positions,
+            table_stride: tables.stride,
+        });
+        let [dq, dkv, dk_rope] = &grads;
+        let tensors = [
+            &dy.tensor,
+            &positions,
+            &tables.cos,
+            &tables.sin,
+            dq,
+            dkv,
+            dk_rope,
+        ];
+        let kernel = mla_pack_backward_kernel(self.head_dim, self.rope_dim);
+        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients.
+        unsafe { kernel.launch([dy.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
+        Ok(grads)
+    }
 
-impl MlaPack<'_> {
     /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
     /// attention kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
     ///

@@ -55,9 +55,6 @@ unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
 
-/// Which elements of a flattened tensor are whose, by rank.
-pub type RankRanges = Vec<Range<usize>>;
-
 /// What a rank brings to a gathering.
 #[derive(Clone, Debug)]
 pub struct NcclPiece {
@@ -65,8 +62,8 @@ pub struct NcclPiece {
     pub piece: CudaTensor,
     /// The contiguous tensor that all pieces make; overwritten, for every clone of it.
     pub whole: CudaTensor,
-    /// Where the pieces lie.
-    pub ranges: RankRanges,
+    /// Which elements of the flattened whole are whose, by rank.
+    pub ranges: Vec<Range<usize>>,
 }
 
 /// Work of all ranks that has begun.
@@ -181,7 +178,7 @@ impl NcclGroup {
     /// Tensors that are not f32; an error of an earlier call.
     pub fn sum(
         &self,
-        tensors: Vec<(CudaTensor, Option<RankRanges>)>,
+        tensors: Vec<(CudaTensor, Option<Vec<Range<usize>>>)>,
     ) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
         let mut results = Vec::with_capacity(tensors.len());
@@ -392,7 +389,7 @@ struct Job {
     /// Elements of the whole tensor.
     count: usize,
     work: Work,
-    ranges: Option<RankRanges>,
+    ranges: Option<Vec<Range<usize>>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -413,7 +410,7 @@ struct Address {
     to: u64,
 }
 
-type Addressed = (Address, usize, Work, Option<RankRanges>);
+type Addressed = (Address, usize, Work, Option<Vec<Range<usize>>>);
 
 impl Link {
     /// Queues the work of all tensors as one group, behind what `lane` has queued. Returns what is recorded behind it,

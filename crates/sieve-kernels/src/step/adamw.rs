@@ -31,59 +31,60 @@ pub struct AdamwTensors<'a> {
     pub leaf: Option<&'a CudaTensor>,
 }
 
-/// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the same
-/// pass.
-///
-/// # Errors
-/// Another type, sizes that differ, gaps, no elements.
-pub fn adamw(tensors: AdamwTensors<'_>, step: AdamWStep) -> Result<(), KernelError> {
-    let size = tensors.param.num_elements();
-    require_non_empty(NAME, "the number of elements", size)?;
-    let master = match (tensors.leaf, tensors.param.dtype()) {
-        (Some(_), DType::BF16) => Master::Split,
-        (Some(_), _) => Master::BesideLeaf,
-        (None, _) => Master::Alone,
-    };
-    let param_type = match master {
-        Master::Split => DType::BF16,
-        Master::BesideLeaf | Master::Alone => DType::F32,
-    };
-    let mut operands = vec![
-        ("param", tensors.param, param_type),
-        ("exp_avg", tensors.exp_avg, DType::F32),
-        ("exp_avg_sq", tensors.exp_avg_sq, DType::F32),
-        ("grad", tensors.grad, DType::F32),
-    ];
-    operands.extend(tensors.leaf.map(|leaf| ("leaf", leaf, DType::BF16)));
-    for (name, tensor, dtype) in operands {
-        tensor.require_dtype(NAME, name, dtype)?;
-        tensor.require_contiguous(NAME, name)?;
-        require_alignment(NAME, name, tensor)?;
-        if tensor.num_elements() != size {
-            return Err(KernelError::Shape {
-                kernel: NAME,
-                tensor: name,
-                got: tensor.shape().to_vec(),
-                expected: tensors.param.shape().to_vec(),
-            });
+impl AdamwTensors<'_> {
+    /// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the
+    /// same pass.
+    ///
+    /// # Errors
+    /// Another type, sizes that differ, gaps, no elements.
+    pub fn adamw(self, step: AdamWStep) -> Result<(), KernelError> {
+        let size = self.param.num_elements();
+        require_non_empty(NAME, "the number of elements", size)?;
+        let master = match (self.leaf, self.param.dtype()) {
+            (Some(_), DType::BF16) => Master::Split,
+            (Some(_), _) => Master::BesideLeaf,
+            (None, _) => Master::Alone,
+        };
+        let param_type = match master {
+            Master::Split => DType::BF16,
+            Master::BesideLeaf | Master::Alone => DType::F32,
+        };
+        let mut operands = vec![
+            ("param", self.param, param_type),
+            ("exp_avg", self.exp_avg, DType::F32),
+            ("exp_avg_sq", self.exp_avg_sq, DType::F32),
+            ("grad", self.grad, DType::F32),
+        ];
+        operands.extend(self.leaf.map(|leaf| ("leaf", leaf, DType::BF16)));
+        for (name, tensor, dtype) in operands {
+            tensor.require_dtype(NAME, name, dtype)?;
+            tensor.require_contiguous(NAME, name)?;
+            require_alignment(NAME, name, tensor)?;
+            if tensor.num_elements() != size {
+                return Err(KernelError::Shape {
+                    kernel: NAME,
+                    tensor: name,
+                    got: tensor.shape().to_vec(),
+                    expected: self.param.shape().to_vec(),
+                });
+            }
         }
+        self.grad_scale
+            .require_dtype(NAME, "grad_scale", DType::F32)?;
+        self.grad_scale.require_shape(NAME, "grad_scale", &[1])?;
+        let mut buffers = vec![
+            self.param,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.grad,
+            self.grad_scale,
+        ];
+        buffers.extend(self.leaf);
+        let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
+        let kernel = adamw_kernel(master);
+        // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
+        unsafe { kernel.launch(grid, &buffers, &params(&step, size)) }
     }
-    tensors
-        .grad_scale
-        .require_dtype(NAME, "grad_scale", DType::F32)?;
-    tensors.grad_scale.require_shape(NAME, "grad_scale", &[1])?;
-    let mut buffers = vec![
-        tensors.param,
-        tensors.exp_avg,
-        tensors.exp_avg_sq,
-        tensors.grad,
-        tensors.grad_scale,
-    ];
-    buffers.extend(tensors.leaf);
-    let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
-    let kernel = adamw_kernel(master);
-    // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
-    unsafe { kernel.launch(grid, &buffers, &params(&step, size)) }
 }
 
 /// The kernel's params struct; what can be combined is combined in f64.

@@ -57,32 +57,12 @@ pub(crate) fn padded_width(vocab_size: usize) -> usize {
 
 /// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`).
 ///
+/// With a `gradient`, the logits' gradients times its factor go into its rows, bf16, which may be the logits
+/// themselves. The losses are not scaled.
+///
 /// # Errors
 /// Other types or shapes, more labels than rows.
 pub fn cross_entropy(
-    logits: &LogitRows,
-    labels: &CudaTensor,
-    losses: &CudaTensor,
-) -> Result<(), KernelError> {
-    launch(logits, labels, losses, None)
-}
-
-/// Losses as [`cross_entropy`], and gradients of the logits times `gradient_scale` into `dlogits` bf16, which may be
-/// the logits themselves. The losses are not scaled.
-///
-/// # Errors
-/// As [`cross_entropy`].
-pub fn cross_entropy_with_gradients(
-    logits: &LogitRows,
-    labels: &CudaTensor,
-    losses: &CudaTensor,
-    dlogits: &LogitRows,
-    gradient_scale: f32,
-) -> Result<(), KernelError> {
-    launch(logits, labels, losses, Some((dlogits, gradient_scale)))
-}
-
-fn launch(
     logits: &LogitRows,
     labels: &CudaTensor,
     losses: &CudaTensor,

@@ -3,9 +3,7 @@
 use crate::cublaslt::{MatmulOutput, Product, matmul};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
-use crate::step::cross_entropy::{
-    LogitRows, cross_entropy, cross_entropy_with_gradients, padded_width,
-};
+use crate::step::cross_entropy::{LogitRows, cross_entropy, padded_width};
 use crate::step::sum_of_squares::FixedSum;
 use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
@@ -49,11 +47,8 @@ pub fn token_losses(
         let h = input.h.row_range(NAME, "h", first, count)?;
         matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&into))?;
         let labels = input.labels.row_range(NAME, "labels", first, count)?;
-        cross_entropy(
-            &logits,
-            &labels,
-            &losses.row_range(NAME, "losses", first, count)?,
-        )?;
+        let losses = losses.row_range(NAME, "losses", first, count)?;
+        cross_entropy(&logits, &labels, &losses, None)?;
     }
     Ok(losses)
 }
@@ -87,7 +82,7 @@ pub fn linear_cross_entropy_with_gradients(
         matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&rows))?;
         let labels = input.labels.row_range(NAME, "labels", first, count)?;
         let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy_with_gradients(&logits, &labels, &losses, &logits, 1.0)?;
+        cross_entropy(&logits, &labels, &losses, Some((&logits, 1.0)))?;
         let dh = dh.row_range(NAME, "dh", first, count)?;
         matmul(Product::Nn, &rows, &input.weight, MatmulOutput::Into(&dh))?;
         let into = if is_first {

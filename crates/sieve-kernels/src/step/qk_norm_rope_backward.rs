@@ -14,7 +14,7 @@ const NAME: &str = "qk_norm_rope_backward";
 /// it.
 const MAX_BLOCKS: usize = 264;
 
-/// What [`qk_norm_rope_backward`] returns.
+/// What [`QkNormRope::qk_norm_rope_backward`] returns.
 #[derive(Debug, Clone)]
 pub struct QkNormRopeGradients {
     /// bf16, the shape of qkv.
@@ -25,69 +25,75 @@ pub struct QkNormRopeGradients {
     pub dk_weight: CudaTensor,
 }
 
-/// Gradients of [`qk_norm_rope_forward`](super::qk_norm_rope_forward()). `qkv` is what the forward pass read; `dy`
-/// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`. `dweights` are the targets of the q and the k weight's
-/// gradients.
-///
-/// # Errors
-/// As the forward pass.
-pub fn qk_norm_rope_backward(
-    qkv: &CudaTensor,
-    args: &QkNormRope<'_>,
-    dy: &CudaTensor,
-    reuse: Reuse,
-    dweights: [GradientTarget<'_>; 2],
-) -> Result<QkNormRopeGradients, KernelError> {
-    let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
-    dy.require_shape(NAME, "dy", qkv.tensor.shape())?;
-    let dy = PackedTokens::of(NAME, "dy", dy, reuse)?;
-    let args = Checked::of(NAME, &qkv, args)?;
-    let (dqkv, out_stride) = match reuse {
-        Reuse::Copy => (
-            qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
-            qkv.row_elements(),
-        ),
-        Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
-    };
-    let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_BLOCKS);
-    let partials = qkv
-        .tensor
-        .empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
-    let params = params!(QkNormRopeBackwardParams {
-        tokens: qkv.tokens,
-        num_heads: args.num_heads,
-        num_kv_heads: args.num_kv_heads,
-        in_stride: qkv.token_stride,
-        dy_stride: dy.token_stride,
-        out_stride,
-        max_positions: args.max_positions,
-        table_stride: args.table_stride,
-        epsilon: args.epsilon,
-    });
-    let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
-    let tensors = [
-        &qkv.tensor,
-        q_weight,
-        k_weight,
-        positions,
-        cos,
-        sin,
-        &dy.tensor,
-        &dqkv,
-        &partials,
-    ];
-    // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
-    unsafe {
-        qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params)
-    }?;
-    let shape = [qkv.head_dim];
-    let targets = dweights.map(|target| (target, shape.as_slice()));
-    let [dq_weight, dk_weight] = column_sums(NAME, &partials, targets)?;
-    Ok(QkNormRopeGradients {
-        dqkv,
-        dq_weight,
-        dk_weight,
-    })
+impl QkNormRope<'_> {
+    /// Gradients of [`QkNormRope::qk_norm_rope_forward`]. `qkv` is what the forward pass read; `dy`
+    /// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`. `dweights` are the targets of the q and the k weight's
+    /// gradients.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    pub fn qk_norm_rope_backward(
+        &self,
+        qkv: &CudaTensor,
+        dy: &CudaTensor,
+        reuse: Reuse,
+        dweights: [GradientTarget<'_>; 2],
+    ) -> Result<QkNormRopeGradients, KernelError> {
+        let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
+        dy.require_shape(NAME, "dy", qkv.tensor.shape())?;
+        let dy = PackedTokens::of(NAME, "dy", dy, reuse)?;
+        let args = Checked::of(NAME, &qkv, self)?;
+        let (dqkv, out_stride) = match reuse {
+            Reuse::Copy => (
+                qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
+                qkv.row_elements(),
+            ),
+            Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
+        };
+        let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_BLOCKS);
+        let partials = qkv
+            .tensor
+            .empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
+        let params = params!(QkNormRopeBackwardParams {
+            tokens: qkv.tokens,
+            num_heads: args.num_heads,
+            num_kv_heads: args.num_kv_heads,
+            in_stride: qkv.token_stride,
+            dy_stride: dy.token_stride,
+            out_stride,
+            max_positions: args.max_positions,
+            table_stride: args.table_stride,
+            epsilon: args.epsilon,
+        });
+        let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
+        let tensors = [
+            &qkv.tensor,
+            q_weight,
+            k_weight,
+            positions,
+            cos,
+            sin,
+            &dy.tensor,
+            &dqkv,
+            &partials,
+        ];
+        // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
+        unsafe {
+            qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch(
+                [blocks, 1, 1],
+                &tensors,
+                &params,
+            )
+        }?;
+        let shape = [qkv.head_dim];
+        let targets = dweights.map(|target| (target, shape.as_slice()));
+        let [dq_weight, dk_weight] = column_sums(NAME, &partials, targets)?;
+        Ok(QkNormRopeGradients {
+            dqkv,
+            dq_weight,
+            dk_weight,
+        })
+    }
 }
 
 /// The specialisation for a width and a kind of output.

@@ -41,48 +41,50 @@ pub enum Reuse {
     InPlace,
 }
 
-/// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
-/// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
-///
-/// With [`Reuse::InPlace`] the result lies in `qkv`, which must be packed without gaps between heads.
-///
-/// # Errors
-/// Other types or shapes, no tokens, a table that does not fit.
-pub fn qk_norm_rope_forward(
-    qkv: &CudaTensor,
-    args: &QkNormRope<'_>,
-    reuse: Reuse,
-) -> Result<CudaTensor, KernelError> {
-    let qkv = PackedTokens::of(NAME, "qkv", qkv, reuse)?;
-    let args = Checked::of(NAME, &qkv, args)?;
-    let out = match reuse {
-        Reuse::Copy => qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
-        Reuse::InPlace => qkv.tensor.clone(),
-    };
-    let out_stride = match reuse {
-        Reuse::Copy => qkv.row_elements(),
-        Reuse::InPlace => qkv.token_stride,
-    };
-    let params = params!(QkNormRopeForwardParams {
-        tokens: qkv.tokens,
-        num_heads: args.num_heads,
-        num_kv_heads: args.num_kv_heads,
-        in_stride: qkv.token_stride,
-        out_stride,
-        max_positions: args.max_positions,
-        table_stride: args.table_stride,
-        epsilon: args.epsilon,
-    });
-    let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
-    // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
-    unsafe {
-        qk_norm_rope_forward_kernel(qkv.head_dim, reuse).launch(
-            [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
-            &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
-            &params,
-        )
-    }?;
-    Ok(out)
+impl QkNormRope<'_> {
+    /// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
+    /// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
+    ///
+    /// With [`Reuse::InPlace`] the result lies in `qkv`, which must be packed without gaps between heads.
+    ///
+    /// # Errors
+    /// Other types or shapes, no tokens, a table that does not fit.
+    pub fn qk_norm_rope_forward(
+        &self,
+        qkv: &CudaTensor,
+        reuse: Reuse,
+    ) -> Result<CudaTensor, KernelError> {
+        let qkv = PackedTokens::of(NAME, "qkv", qkv, reuse)?;
+        let args = Checked::of(NAME, &qkv, self)?;
+        let out = match reuse {
+            Reuse::Copy => qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
+            Reuse::InPlace => qkv.tensor.clone(),
+        };
+        let out_stride = match reuse {
+            Reuse::Copy => qkv.row_elements(),
+            Reuse::InPlace => qkv.token_stride,
+        };
+        let params = params!(QkNormRopeForwardParams {
+            tokens: qkv.tokens,
+            num_heads: args.num_heads,
+            num_kv_heads: args.num_kv_heads,
+            in_stride: qkv.token_stride,
+            out_stride,
+            max_positions: args.max_positions,
+            table_stride: args.table_stride,
+            epsilon: args.epsilon,
+        });
+        let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
+        // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
+        unsafe {
+            qk_norm_rope_forward_kernel(qkv.head_dim, reuse).launch(
+                [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
+                &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
+                &params,
+            )
+        }?;
+        Ok(out)
+    }
 }
 
 /// The specialisation for a width and a kind of output.

@@ -136,20 +136,22 @@ impl FixedSum {
     /// # Errors
     /// As [`FixedSum::add`].
     pub fn of(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
-        let mut sum = FixedSum::new(x, Term::Value, [x.num_elements()]);
+        Self::over(x, Term::Value)
+    }
+
+    /// Sum of the squares of one tensor, likewise.
+    ///
+    /// # Errors
+    /// As [`FixedSum::add`].
+    pub fn sum_of_squares(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        Self::over(x, Term::Square)
+    }
+
+    fn over(x: &CudaTensor, term: Term) -> Result<CudaTensor, KernelError> {
+        let mut sum = Self::new(x, term, [x.num_elements()]);
         sum.add(x)?;
         sum.total()
     }
-}
-
-/// Sum of squares of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
-///
-/// # Errors
-/// As [`FixedSum::add`].
-pub fn sum_of_squares(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    let mut sum = FixedSum::new(x, Term::Square, [x.num_elements()]);
-    sum.add(x)?;
-    sum.total()
 }
 
 /// What the last launch of a sum writes.

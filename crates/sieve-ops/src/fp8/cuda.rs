@@ -5,7 +5,7 @@ use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::DType::{BF16, F32};
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, fp8_quantise, residual_add};
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, matmul_fp8};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput};
 
 const NAME: &str = "fp8_linear";
 
@@ -37,7 +37,7 @@ fn forward(
     *shape.last_mut().expect("fp8_quantise wants a width") = out;
     let x = fp8_quantise(&x, Fp8Format::E4m3)?;
     let weight = fp8_quantise(&weight, Fp8Format::E4m3)?;
-    let product = |output| matmul_fp8(&x.rows, &weight.rows, output);
+    let product = |output| x.rows.times(&weight.rows, output);
     let y = match residual.map(|residual| CudaTensor::from(residual.clone())) {
         None => product(MatmulOutput::New(BF16))?,
         // As in bf16: free where the product is square.
@@ -70,7 +70,7 @@ fn backward(
     let [inner, _out] = weight.values.dims(NAME, "the weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = inner;
     let dy = fp8_quantise(dy, Fp8Format::E5m2)?;
-    let dx = matmul_fp8(&dy.rows, &weight, MatmulOutput::New(BF16))?;
-    let dweight = matmul_fp8(&dy.columns, &x, MatmulOutput::New(F32))?;
+    let dx = dy.rows.times(&weight, MatmulOutput::New(BF16))?;
+    let dweight = dy.columns.times(&x, MatmulOutput::New(F32))?;
     Ok([dx.reshaped(NAME, "dx", &shape)?.into(), dweight.into()])
 }

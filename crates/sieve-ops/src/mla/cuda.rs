@@ -82,12 +82,12 @@ impl Rotation {
     }
 
     fn forward(&self, inputs: [&CudaTensor; 3]) -> Result<Float, KernelError> {
-        sieve_kernels::mla_pack_forward(inputs, &self.args()).map(Into::into)
+        self.args().mla_pack_forward(inputs).map(Into::into)
     }
 
     fn backward(&self, dy: &Float) -> Result<[Float; 3], KernelError> {
         let dy = CudaTensor::from(dy.clone());
-        let gradients = sieve_kernels::mla_pack_backward(&dy, &self.args())?;
+        let gradients = self.args().mla_pack_backward(&dy)?;
         Ok(gradients.map(Into::into))
     }
 }

@@ -57,7 +57,7 @@ impl OptimizerBackend for Cuda {
     }
 
     fn sum_of_squares(x: Float) -> Float {
-        let attempt = sieve_kernels::step::sum_of_squares(&CudaTensor::from(x.clone()));
+        let attempt = FixedSum::sum_of_squares(&CudaTensor::from(x.clone()));
         kernel_or("sum_of_squares", attempt.map(Into::into), || {
             reference::sum_of_squares::<Self>(x)
         })
@@ -96,17 +96,15 @@ fn launch(
     let leaf = tensors.leaf.map(writable);
     let grad = cast(grad, DType::F32).contiguous();
     let grad_scale = cast(grad_scale, DType::F32);
-    let outcome = sieve_kernels::step::adamw(
-        AdamwTensors {
-            param: &param,
-            exp_avg: &exp_avg,
-            exp_avg_sq: &exp_avg_sq,
-            grad: &grad,
-            grad_scale: &grad_scale,
-            leaf: leaf.as_ref(),
-        },
-        step,
-    );
+    let update = AdamwTensors {
+        param: &param,
+        exp_avg: &exp_avg,
+        exp_avg_sq: &exp_avg_sq,
+        grad: &grad,
+        grad_scale: &grad_scale,
+        leaf: leaf.as_ref(),
+    };
+    let outcome = update.adamw(step);
     let tensors = AdamWTensors {
         param: param.into(),
         leaf: leaf.map(Into::into),

@@ -69,7 +69,8 @@ impl Rotation {
 
     fn forward(&self, qkv: &Float) -> Result<Float, KernelError> {
         let qkv = CudaTensor::from(qkv.clone());
-        sieve_kernels::step::qk_norm_rope_forward(&qkv, &self.args(), Reuse::Copy).map(Into::into)
+        let rotated = self.args().qk_norm_rope_forward(&qkv, Reuse::Copy);
+        rotated.map(Into::into)
     }
 
     /// `(dqkv, dq_weight, dk_weight)`, the weights' in f32; dqkv lies in `dy` where nobody else holds it.
@@ -86,8 +87,9 @@ impl Rotation {
             Reuse::Copy
         };
         let targets = [GradientTarget::New; 2];
-        let gradients =
-            sieve_kernels::step::qk_norm_rope_backward(&qkv, &self.args(), &dy, reuse, targets)?;
+        let gradients = self
+            .args()
+            .qk_norm_rope_backward(&qkv, &dy, reuse, targets)?;
         Ok((
             gradients.dqkv.into(),
             gradients.dq_weight.into(),

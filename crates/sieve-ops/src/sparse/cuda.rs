@@ -10,7 +10,7 @@ use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes,
-    select_blocks_by_bounds, sparse_attention_forward,
+    select_blocks, sparse_attention_forward,
 };
 use std::ops::Range;
 
@@ -45,7 +45,7 @@ impl SparseBackend for Cuda {
         };
         let bounds = bounds.map(CudaTensor::from);
         let qkv = packed_heads(&qkv, heads);
-        let chosen = select_blocks_by_bounds(&qkv, selection, bounds.as_ref());
+        let chosen = select_blocks(&qkv, selection, bounds.as_ref());
         let chosen = chosen.and_then(|chosen| {
             let [data, counts, pairs, nan_rows] =
                 [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);

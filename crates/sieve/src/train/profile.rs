@@ -2,7 +2,7 @@
 use anyhow::{Result, bail};
 use sieve_core::ModelShape;
 use sieve_core::model::peak_bf16_flops;
-use sieve_kernels::{KernelTotal, KernelTrace, TraceResult};
+use sieve_kernels::{KernelTrace, TraceResult};
 use sieve_train::StepReport;
 use std::fmt::Write;
 
@@ -130,19 +130,14 @@ impl StepProfile {
             );
         }
         let _ = writeln!(text, "  kernel by kernel");
-        for KernelTotal {
-            name,
-            count,
-            total_ns,
-        } in totals.iter().take(LISTED)
-        {
+        for total in totals.iter().take(LISTED) {
             let _ = writeln!(
                 text,
                 "{:6.1} %  {:8.3}  {:8.0}  {:.90}",
-                100.0 * *total_ns as f64 / busy,
-                *total_ns as f64 / steps_f * 1e-6,
-                *count as f64 / steps_f,
-                name
+                100.0 * total.total_ns as f64 / busy,
+                total.total_ns as f64 / steps_f * 1e-6,
+                total.count as f64 / steps_f,
+                total.name
             );
         }
         let _ = writeln!(text, "  idle, by the kernel that ended it");

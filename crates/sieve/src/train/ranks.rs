@@ -12,10 +12,10 @@ use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
 use sieve_kernels::{
     CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels,
-    RankRanges,
 };
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -362,7 +362,7 @@ struct Nccl {
 }
 
 impl Nccl {
-    fn ranges(&self, pieces: Pieces) -> RankRanges {
+    fn ranges(&self, pieces: Pieces) -> Vec<Range<usize>> {
         (0..self.size).map(|rank| pieces.of(rank)).collect()
     }
 }
