@@ -63,8 +63,8 @@ pub fn matmul(
 }
 
 impl Fp8Matrix {
-    /// This `[m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two
-    /// is of gradients. Sizes are multiples of 16.
+    /// This `[m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the
+    /// two is of gradients. Sizes are multiples of 16.
     ///
     /// # Errors
     /// As [`matmul`].
