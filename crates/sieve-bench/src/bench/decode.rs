@@ -7,8 +7,7 @@ use crate::error::Result;
 use burn::tensor::DType;
 use sieve_core::KeepBlocks;
 use sieve_kernels::{
-    DecodeScratch, KernelError, Qkv, heavy_decode, select_blocks_by_bounds,
-    sparse_attention_forward,
+    DecodeScratch, KernelError, Qkv, heavy_decode, select_blocks, sparse_attention_forward,
 };
 use sieve_select::{CallShape, Selector, Step};
 
@@ -70,7 +69,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                         (packed.layout().clone(), data)
                     }
                     Some(Step::Blocks(selection, _)) => {
-                        let made = select_blocks_by_bounds(text, &selection, bounds.as_ref())?;
+                        let made = select_blocks(text, &selection, bounds.as_ref())?;
                         (made.layout, made.data)
                     }
                     None => unreachable!("it decodes on a device"),

@@ -4,7 +4,7 @@ use super::Found;
 use crate::device::Device;
 use burn::tensor::DType;
 use serde_json::Value;
-use sieve_kernels::{KernelError, Qkv, select_blocks, select_blocks_by_bounds};
+use sieve_kernels::{KernelError, Qkv, select_blocks};
 use sieve_select::{CallShape, Selector, Step};
 
 static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
@@ -168,14 +168,11 @@ fn compare(
         selection.softmax_scale = shape.softmax_scale();
         let (q, k) = (q.upload(device, context, end), k.upload(device, 0, end));
         let qkv = Qkv::separate(&q, &k, &k);
-        let made = match selector.page() {
-            Some(page) => {
-                let room = [k.shape()[2], end.div_ceil(page), 2, wide.head_dim];
-                let bounds = k.zeros_contiguous(&room, DType::F32);
-                select_blocks_by_bounds(&qkv, &selection, Some(&bounds))?
-            }
-            None => select_blocks(&qkv, &selection)?,
-        };
+        let bounds = selector.page().map(|page| {
+            let room = [k.shape()[2], end.div_ceil(page), 2, wide.head_dim];
+            k.zeros_contiguous(&room, DType::F32)
+        });
+        let made = select_blocks(&qkv, &selection, bounds.as_ref())?;
         let found = Found {
             data: device.ints(&made.data)?,
             counts: Vec::new(),
