@@ -1,6 +1,7 @@
 //! Gradients of the training loop: segment by segment, and over micro-batches.
 use burn::backend::Autodiff;
-use burn::tensor::TensorData;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -12,6 +13,8 @@ use sieve_nn::{LayerContext, Qwen3};
 use sieve_train::{
     BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients, accumulate_gradients_with,
 };
+use std::cell::RefCell;
+use std::collections::HashMap;
 use std::ops::Range;
 
 type B = Autodiff<Flex>;
@@ -171,6 +174,82 @@ fn micro_batches_give_the_mean_over_all_labels() {
     }
 }
 
+// A layer adds its own to the gradients of earlier micro-batches inside its backward pass.
+#[test]
+fn further_micro_batches_are_added_to_the_last_bit() {
+    use ActivationCheckpointMode::{Full, None, Selective};
+    let device = Default::default();
+    for attention in KINDS {
+        // A tied embedding would be added to twice in a pass.
+        let model = model(attention, false);
+        let rope = model.rope(SEQ_LEN, &device);
+        let parts = [0, 2, 4].map(|row| DeviceBatch::<B>::new(&batch(row, 2), &device));
+        for (mode, fp8) in [(None, 0..0), (Full, 0..0), (Selective, 0..2)] {
+            let settings = settings(mode, fp8);
+            let pass = |parts: &[DeviceBatch<B>]| {
+                let mut gradients = GradientBuffer::default();
+                for part in parts {
+                    accumulate_gradients_with(&settings, &model, part, &rope, 0.01, &mut gradients);
+                }
+                gradients.named(&model)
+            };
+            let together = pass(&parts);
+            let alone = parts
+                .each_ref()
+                .map(|part| pass(std::slice::from_ref(part)));
+            assert_eq!(together.len(), sieve_hf::parameter_names(&model).len());
+            for (place, sum) in together.iter().enumerate() {
+                let [a, b, c] = alone.each_ref().map(|part| values(&part[place].data));
+                let places = a.iter().zip(&b).zip(&c);
+                let expected: Vec<f32> = places.map(|((a, b), c)| a + b + c).collect();
+                assert_eq!(
+                    values(&sum.data),
+                    expected,
+                    "{attention} {mode:?}: {}",
+                    sum.name
+                );
+            }
+        }
+    }
+}
+
+/// A zero for each matrix of a module, by parameter.
+struct Zeros(HashMap<ParamId, Tensor<B, 2>>);
+
+impl ModuleVisitor<B> for Zeros {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if let Ok(shape) = <[usize; 2]>::try_from(param.val().dims().as_slice()) {
+            self.0
+                .insert(param.id, Tensor::zeros(shape, &Default::default()));
+        }
+    }
+}
+
+#[test]
+fn layers_take_the_sums_that_their_backward_pass_adds_to() {
+    let device = Default::default();
+    for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 4]) {
+        let model = model(attention, true);
+        let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);
+        let rope = model.rope(SEQ_LEN, &device);
+        let mut zeros = Zeros(HashMap::new());
+        model.layers[0].visit(&mut zeros);
+        let (before, sums) = (zeros.0.len(), RefCell::new(zeros.0));
+        let mut context = LayerContext::new(&batch.documents, &rope);
+        context.sums = Some(&sums);
+        model.layers[0].forward(model.embed_tokens.forward(batch.tokens), &context);
+        assert_eq!(before - sums.borrow().len(), taken, "{attention}");
+    }
+}
+
+fn settings(mode: ActivationCheckpointMode, fp8: Range<usize>) -> BlockSettings {
+    let checkpointing = ActivationCheckpointSection {
+        mode,
+        ..Default::default()
+    };
+    BlockSettings { checkpointing, fp8 }
+}
+
 /// Loss, gradients and masks with blocks recomputed as `mode` says.
 fn with_checkpointing(
     model: &Qwen3<B>,
@@ -179,14 +258,7 @@ fn with_checkpointing(
 ) -> (u32, Vec<NamedTensor>, Vec<TensorData>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
-    let section = ActivationCheckpointSection {
-        mode,
-        ..Default::default()
-    };
-    let settings = BlockSettings {
-        checkpointing: section,
-        fp8,
-    };
+    let settings = settings(mode, fp8);
     let batch = batch(0, 3);
     let scale = 1.0 / batch.num_labels() as f64;
     let batch = DeviceBatch::<B>::new(&batch, &device);

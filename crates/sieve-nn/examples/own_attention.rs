@@ -16,7 +16,7 @@ use sieve_core::{Attention, ModelShape};
 use sieve_nn::{
     LayerContext, Linear, LmHead, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit,
 };
-use sieve_ops::{Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend};
+use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
 
 /// Dense attention whose heads are gated by the token.
 #[derive(Module, Debug)]
@@ -93,12 +93,9 @@ impl<B: SieveBackend> Model<B> {
         let x = self
             .attention
             .forward(self.norm.forward(x.clone()), x, context);
-        let x = self.mlp.forward(
-            x,
-            &self.mlp_norm,
-            Residual::Stream,
-            ProductPrecision::Tensors,
-        );
+        let x = self
+            .mlp
+            .forward(x, &self.mlp_norm, Residual::Stream, context);
         self.head.loss(x, labels, &self.embedding)
     }
 }

@@ -9,8 +9,8 @@ pub(crate) mod native_sparse;
 pub(crate) mod shared_prompts;
 mod weights;
 
-use crate::{LayerCache, RmsNorm, WeightInit};
-use burn::module::Module;
+use crate::{LayerCache, Linear, RmsNorm, WeightInit};
+use burn::module::{Module, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use dynamic_mask::DynamicMaskAttention;
@@ -20,9 +20,9 @@ use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
 use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
-use sieve_ops::{
-    AttentionLayer, Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend,
-};
+use sieve_ops::{Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend, WeightSums};
+use std::cell::RefCell;
+use std::collections::HashMap;
 
 /// What every layer of a forward pass shares.
 #[derive(Clone, Debug)]
@@ -38,6 +38,9 @@ pub struct LayerContext<'a, B: Backend> {
     /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
     /// for latent and native sparse.
     pub precision: ProductPrecision,
+    /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
+    /// returns them with its own added.
+    pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
 }
 
 impl<'a, B: Backend> LayerContext<'a, B> {
@@ -49,6 +52,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             rope,
             shared: None,
             precision: ProductPrecision::Tensors,
+            sums: None,
         }
     }
 }
@@ -57,6 +61,11 @@ impl<B: Backend> LayerContext<'_, B> {
     /// Positions, tables and documents, as [`sieve_ops::attention_layer`] takes them.
     pub(crate) fn tokens(&self) -> (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>) {
         (self.positions.clone(), self.rope, self.documents)
+    }
+
+    /// The sums of two projections.
+    pub(crate) fn take_sums(&self, projections: [&Linear<B>; 2]) -> WeightSums<B> {
+        projections.map(|linear| self.sums?.borrow_mut().remove(&linear.weight.id))
     }
 
     /// Attention of a packed tensor over the documents, each prompt repeated where it is shared.
@@ -174,8 +183,8 @@ impl<B: SieveBackend> Attention<B> {
             return self.forward(norm.forward(x), added, context);
         }
         let (layer, spec) = match self {
-            Self::Grouped(layer) => layer.stream_layer(norm),
-            Self::Dma(layer) => layer.stream_layer(norm),
+            Self::Grouped(layer) => layer.stream_layer(norm, context),
+            Self::Dma(layer) => layer.stream_layer(norm, context),
             Self::Mla(layer) => {
                 let y = layer.forward(norm.forward(x.clone()), context);
                 return AttentionResult::new(x, y, residual);
@@ -184,10 +193,6 @@ impl<B: SieveBackend> Attention<B> {
                 let y = layer.forward(norm.forward(x.clone()), context);
                 return AttentionResult::new(x, y, residual);
             }
-        };
-        let layer = AttentionLayer {
-            precision: context.precision,
-            ..layer
         };
         let (x, expire) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         AttentionResult { x, expire }

@@ -100,7 +100,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 3> {
         let norm = &self.post_attention_layernorm;
-        let layer = |x, residual| self.mlp.forward(x, norm, residual, context.precision);
+        let layer = |x, residual| self.mlp.forward(x, norm, residual, context);
         match &self.post_attention_residual {
             None => layer(x, Residual::Stream),
             scale => scaled(x.clone(), scale) + layer(x, Residual::None),

@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
-use sieve_ops::{AttentionLayer, AttentionSpec, ProductPrecision, QkNorm, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend};
 
 /// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head and rotated.
 #[derive(Module, Debug)]
@@ -65,7 +65,12 @@ impl<B: SieveBackend> QkvProjection<B> {
     }
 
     /// The layer that ends with `o_proj`, with `norm` before it, as one op takes it.
-    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>, o_proj: &Linear<B>) -> AttentionLayer<B> {
+    pub(crate) fn stream_layer(
+        &self,
+        norm: &RmsNorm<B>,
+        o_proj: &Linear<B>,
+        context: &LayerContext<'_, B>,
+    ) -> AttentionLayer<B> {
         AttentionLayer {
             norm: norm.weight.val(),
             epsilon: norm.epsilon,
@@ -73,7 +78,8 @@ impl<B: SieveBackend> QkvProjection<B> {
             qk_norm: self.qk_norm(),
             o: o_proj.weight.val(),
             dma: None,
-            precision: ProductPrecision::default(),
+            precision: context.precision,
+            sums: context.take_sums([&self.qkv_proj, o_proj]),
         }
     }
 

@@ -1,9 +1,9 @@
 //! The feed-forward layer: `down(silu(gate x) * up x)` (arXiv:2002.05202).
-use crate::{Linear, RmsNorm, WeightInit};
+use crate::{LayerContext, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_ops::{FeedForward, ProductPrecision, Residual, SieveBackend};
+use sieve_ops::{FeedForward, Residual, SieveBackend};
 
 /// Gate and up are one packed product, gate first.
 #[derive(Module, Debug)]
@@ -31,14 +31,15 @@ impl<B: SieveBackend> SwigluMlp<B> {
         x: Tensor<B, 3>,
         norm: &RmsNorm<B>,
         residual: Residual,
-        precision: ProductPrecision,
+        context: &LayerContext<'_, B>,
     ) -> Tensor<B, 3> {
         let layer = FeedForward {
             norm: norm.weight.val(),
             gate_up: self.gate_up_proj.weight.val(),
             down: self.down_proj.weight.val(),
             epsilon: norm.epsilon,
-            precision,
+            precision: context.precision,
+            sums: context.take_sums([&self.gate_up_proj, &self.down_proj]),
         };
         sieve_ops::feed_forward(x, layer, residual)
     }

@@ -13,7 +13,12 @@ pub use feed_forward::{FeedForward, FeedForwardBackend, feed_forward};
 pub use residual::Residual;
 pub use seed_gradient::{SeedBackend, seed_gradient};
 
+use burn::tensor::Tensor;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+/// Gradients of a layer's two weights from earlier micro-batches, f32: the backward pass adds to them, in place where
+/// it can, and returns the sums. `None`: it returns new gradients.
+pub type WeightSums<B> = [Option<Tensor<B, 2>>; 2];
 
 // Process-wide: a mode, as what attention keeps of its output.
 static KEEPS_MADE_AGAIN: AtomicBool = AtomicBool::new(false);

@@ -39,8 +39,8 @@ pub use attention::{
 pub use backend::TrainBackend;
 pub use block::{
     AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
-    FeedForwardBackend, Residual, SeedBackend, attention_layer, feed_forward, keep_made_again,
-    seed_gradient,
+    FeedForwardBackend, Residual, SeedBackend, WeightSums, attention_layer, feed_forward,
+    keep_made_again, seed_gradient,
 };
 pub use decode::{
     DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode,

@@ -4,6 +4,7 @@ use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::NamedTensor;
 use sieve_ops::{OptimizerBackend, TrainBackend};
+use std::cell::RefCell;
 use std::collections::HashMap;
 
 /// One gradient per parameter. Looked up by id; walked only in module order, so sums have a fixed order.
@@ -11,6 +12,9 @@ use std::collections::HashMap;
 pub struct GradientBuffer<B: TrainBackend> {
     by_id: HashMap<ParamId, Gradient<B>>,
 }
+
+/// Gradients of earlier micro-batches, as [`sieve_nn::LayerContext::sums`] has them.
+pub(crate) type Sums<B> = RefCell<HashMap<ParamId, Tensor<B, 2>>>;
 
 /// A gradient.
 #[derive(Debug)]
@@ -49,6 +53,27 @@ impl<B: TrainBackend> GradientBuffer<B> {
     /// Removes and returns one gradient.
     pub(crate) fn take(&mut self, id: ParamId) -> Option<Gradient<B>> {
         self.by_id.remove(&id)
+    }
+
+    /// Takes out the gradients so far of a module's matrices.
+    pub(crate) fn take_sums<M: Module<B>>(&mut self, module: &M) -> Sums<B> {
+        let mut taker = Taker {
+            buffer: self,
+            taken: HashMap::new(),
+        };
+        module.visit(&mut taker);
+        RefCell::new(taker.taken)
+    }
+
+    /// Holds those again that no layer has taken.
+    pub(crate) fn give_back(&mut self, sums: Sums<B>) {
+        for (id, sum) in sums.into_inner() {
+            let gradient = Gradient {
+                values: sum.inner().into_primitive().tensor(),
+                is_piece: false,
+            };
+            self.put(id, gradient);
+        }
     }
 
     /// Euclidean norm over all gradients of `module`, `[1]`.
@@ -120,6 +145,22 @@ impl<B: TrainBackend> ModuleVisitor<B> for Collector<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         if let Some(gradient) = param.val().grad_remove(self.gradients) {
             self.buffer.add(param.id, gradient);
+        }
+    }
+}
+
+struct Taker<'a, B: TrainBackend> {
+    buffer: &'a mut GradientBuffer<B>,
+    taken: HashMap<ParamId, Tensor<B, 2>>,
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if D == 2
+            && let Some(gradient) = self.buffer.take(param.id)
+        {
+            let sum = Tensor::from_primitive(TensorPrimitive::Float(gradient.values));
+            self.taken.insert(param.id, Tensor::from_inner(sum));
         }
     }
 }

@@ -14,7 +14,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::Recipe;
 use sieve_core::recipe::ActivationCheckpointSection;
-use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
+use sieve_nn::{DecoderLayer, LayerContext, LayerOutput, Qwen3};
 use sieve_ops::{Documents, ProductPrecision, RotaryEmbedding, TrainBackend, seed_gradient};
 use std::ops::Range;
 
@@ -147,7 +147,7 @@ pub(crate) fn pass<B: TrainBackend>(
             stream = without_graph(layer, stream, &context, &mut expire);
         } else {
             let input = Tensor::<B, 3>::from_inner(stream).require_grad();
-            let output = layer.forward(input.clone(), &context);
+            let output = with_graph(layer, input.clone(), &context, gradients);
             expire.extend(output.expire);
             stream = output.x.clone().inner();
             blocks.push(Block::Graph(input, output.x));
@@ -182,7 +182,7 @@ pub(crate) fn pass<B: TrainBackend>(
             Block::Input(input) => {
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
                 context.precision = settings.precision(layer_idx);
-                let output = layer.forward(input.clone(), &context);
+                let output = with_graph(layer, input.clone(), &context, gradients);
                 (input, output.x)
             }
         };
@@ -201,6 +201,23 @@ pub(crate) fn pass<B: TrainBackend>(
         loss: value,
         expire,
     })
+}
+
+/// A block's forward pass whose backward pass adds what it can to the gradients so far.
+fn with_graph<B: TrainBackend>(
+    layer: &DecoderLayer<B>,
+    x: Tensor<B, 3>,
+    context: &LayerContext<'_, B>,
+    gradients: &mut GradientBuffer<B>,
+) -> LayerOutput<B> {
+    let sums = gradients.take_sums(layer);
+    let context = LayerContext {
+        sums: Some(&sums),
+        ..context.clone()
+    };
+    let output = layer.forward(x, &context);
+    gradients.give_back(sums);
+    output
 }
 
 /// The block's output, with nothing kept of how it came about.

@@ -172,6 +172,7 @@ fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2])
     let exact = products(&x_exact, &w_exact, k, exact_sum);
     let kept = products(&x_exact, &w_exact, k, kept_on_hopper);
     let addend = calls.flat(&[m, n], DType::BF16);
+    let before = calls.flat(&[m, n], DType::F32);
     let plus = |sums: &[f64], addend: &[f32]| -> Vec<f32> {
         let pairs = sums.iter().zip(addend);
         pairs.map(|(a, &b)| (a + f64::from(b)) as f32).collect()
@@ -183,6 +184,7 @@ fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2])
         ("bf16", MatmulOutput::New(DType::BF16), &nothing),
         ("f32", MatmulOutput::New(DType::F32), &nothing),
         ("plus", MatmulOutput::Plus(&addend.on), &addend.values),
+        ("added", MatmulOutput::AddTo(&before.on), &before.values),
     ] {
         let y = x.times(&w, output).map_err(text)?;
         let bar = bar(y.dtype(), is_fast);

@@ -8,7 +8,7 @@ use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
 use sieve_kernels::{Cublaslt, CudaTensor, KernelError, MatmulOutput, Product, matmul};
 use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
@@ -73,28 +73,28 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
 
 fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
-    let dy = on.input([rows, 40]);
-    let (y, (dx, dweight)) = if on.own() {
+    let (dy, before) = (on.input([rows, 40]), on.input_in([40, 96], DType::F32));
+    let (y, dx, dweight, sum) = if on.own() {
         (
             <B as LinearBackend>::linear(x.clone(), weight.clone()),
-            (
-                B::linear_input_gradient(weight, dy.clone()),
-                B::linear_weight_gradient(x, dy),
-            ),
+            B::linear_input_gradient(weight, dy.clone()),
+            B::linear_weight_gradient(x.clone(), dy.clone(), None),
+            B::linear_weight_gradient(x, dy, Some(before)),
         )
     } else {
+        let dweight = reference::linear_weight_gradient::<B>(x.clone(), dy.clone());
         (
-            reference::linear::<B>(x.clone(), weight.clone()),
-            (
-                reference::linear_input_gradient::<B>(weight, dy.clone()),
-                reference::linear_weight_gradient::<B>(x, dy),
-            ),
+            reference::linear::<B>(x, weight.clone()),
+            reference::linear_input_gradient::<B>(weight, dy),
+            dweight.clone(),
+            B::float_add(B::float_cast(dweight, FloatDType::F32), before),
         )
     };
     vec![
         ("y", floats::<B, 2>(y)),
         ("dx", floats::<B, 2>(dx)),
         ("dweight", floats::<B, 2>(dweight)),
+        ("dweight added", floats::<B, 2>(sum)),
     ]
 }
 

@@ -79,7 +79,11 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
     }
 
     /// The layer after `norm`, as one op takes it.
-    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
+    pub(crate) fn stream_layer(
+        &self,
+        norm: &RmsNorm<B>,
+        context: &LayerContext<'_, B>,
+    ) -> (AttentionLayer<B>, AttentionSpec) {
         let dma = DmaLayer {
             w_dt: self.dt_proj.weight.val().transpose(),
             a: self.a.val(),
@@ -87,7 +91,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         };
         let layer = AttentionLayer {
             dma: Some(dma),
-            ..self.qkv.stream_layer(norm, &self.o_proj)
+            ..self.qkv.stream_layer(norm, &self.o_proj, context)
         };
         (layer, self.spec())
     }

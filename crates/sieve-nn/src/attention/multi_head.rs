@@ -66,8 +66,15 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
     }
 
     /// The layer after `norm`, as one op takes it.
-    pub(crate) fn stream_layer(&self, norm: &RmsNorm<B>) -> (AttentionLayer<B>, AttentionSpec) {
-        (self.qkv.stream_layer(norm, &self.o_proj), self.spec())
+    pub(crate) fn stream_layer(
+        &self,
+        norm: &RmsNorm<B>,
+        context: &LayerContext<'_, B>,
+    ) -> (AttentionLayer<B>, AttentionSpec) {
+        (
+            self.qkv.stream_layer(norm, &self.o_proj, context),
+            self.spec(),
+        )
     }
 
     /// The output alone, with a cache; see [`LayerCache`].

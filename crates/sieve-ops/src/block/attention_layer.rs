@@ -88,6 +88,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayer<Autodiff<B, C>> {
                 spec: dma.spec,
             }),
             precision: self.precision,
+            sums: self.sums.clone().map(|sum| sum.map(Tensor::inner)),
         }
     }
 }

@@ -4,7 +4,8 @@
 //! and the gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass,
 //! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
 //! too.
-use super::product::{Operands, begin_gradients, product, product_gradients};
+use super::WeightSums;
+use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
 use super::residual::Residual;
 use crate::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
@@ -29,6 +30,8 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// What both products multiply in.
     pub precision: ProductPrecision,
+    /// Of `gate_up` and `down`.
+    pub sums: WeightSums<B>,
 }
 
 /// `[x +] down(swiglu(gate_up(rms_norm(x))))` (arXiv:2002.05202 after arXiv:1910.07467).
@@ -64,6 +67,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForward<Autodiff<B, C>> {
             down: self.down.clone().inner(),
             epsilon: self.epsilon,
             precision: self.precision,
+            sums: self.sums.clone().map(|sum| sum.map(Tensor::inner)),
         }
     }
 }
@@ -147,14 +151,19 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             down,
             epsilon,
             precision: _,
+            sums: [gate_up_sum, down_sum],
         } = layer;
-        let down = primitive(down);
-        let (d_gate_up, d_down) = match product_gradients::<B>(second, down.clone(), dy.clone()) {
+        let down = Weight::new(down, down_sum);
+        let (d_gate_up, d_down) = match product_gradients(second, &down, dy.clone()) {
             Some([d_hidden, d_down]) => (B::swiglu_backward(gate_up, d_hidden), d_down),
             None => {
+                let Weight(down, sum) = down;
                 let d_hidden = B::linear_input_gradient(down, dy.clone());
                 let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
-                (d_gate_up, B::linear_weight_gradient(hidden, dy.clone()))
+                (
+                    d_gate_up,
+                    B::linear_weight_gradient(hidden, dy.clone(), sum),
+                )
             }
         };
         let norm = RmsNormCall {
@@ -162,7 +171,7 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             weight: primitive(norm),
             epsilon,
         };
-        let first = (first, primitive(gate_up_weight));
+        let first = (first, Weight::new(gate_up_weight, gate_up_sum));
         let [dx, d_norm, d_gate_up_weight] =
             begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
         [dx, d_norm, d_gate_up_weight, d_down]

@@ -5,7 +5,8 @@ use crate::DeviceBackend;
 use crate::fp8::{Fp8Kept, ProductPrecision};
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
-use crate::tensors::Float;
+use crate::tensors::{Float, primitive};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
 /// What a product leaves for its gradients.
@@ -38,17 +39,26 @@ pub(super) fn product<B: DeviceBackend>(
     (y, operands)
 }
 
+/// A weight, and the sum that its gradient is added to.
+pub(super) struct Weight<B: Backend>(pub(super) Float<B>, pub(super) Option<Float<B>>);
+
+impl<B: Backend> Weight<B> {
+    pub(super) fn new(weight: Tensor<B, 2>, sum: Option<Tensor<B, 2>>) -> Self {
+        Self(primitive(weight), sum.map(primitive))
+    }
+}
+
 /// `[dx, dweight]` of a product; `None` where x is not at hand.
 pub(super) fn product_gradients<B: DeviceBackend>(
     operands: Operands<B>,
-    weight: Float<B>,
+    Weight(weight, sum): &Weight<B>,
     dy: Float<B>,
 ) -> Option<[Float<B>; 2]> {
     match operands {
-        Operands::Fp8(kept) => Some(B::fp8_linear_backward(kept, dy)),
+        Operands::Fp8(kept) => Some(B::fp8_linear_backward(kept, dy, sum.clone())),
         Operands::X(x) => Some([
-            B::linear_input_gradient(weight, dy.clone()),
-            B::linear_weight_gradient(x, dy),
+            B::linear_input_gradient(weight.clone(), dy.clone()),
+            B::linear_weight_gradient(x, dy, sum.clone()),
         ]),
         Operands::None => None,
     }
@@ -58,15 +68,20 @@ pub(super) fn product_gradients<B: DeviceBackend>(
 /// output had the gradient `dy`; `d_product` is that of the product.
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
-    (operands, weight): (Operands<B>, Float<B>),
+    (operands, weight): (Operands<B>, Weight<B>),
     d_product: Float<B>,
     (residual, dy): (Residual, Float<B>),
 ) -> [Float<B>; 3] {
-    let gradients = product_gradients::<B>(operands, weight.clone(), d_product.clone());
+    let gradients = product_gradients(operands, &weight, d_product.clone());
     let Some([d_normed, d_weight]) = gradients else {
+        let Weight(weight, sum) = weight;
         let d_normed = B::linear_input_gradient(weight, d_product.clone());
         let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (residual, dy));
-        return [dx, d_norm, B::linear_weight_gradient(normed, d_product)];
+        return [
+            dx,
+            d_norm,
+            B::linear_weight_gradient(normed, d_product, sum),
+        ];
     };
     let beside = (residual == Residual::Stream).then_some(dy);
     let (dx, d_norm) = B::rms_norm_backward(norm, d_normed, beside);

@@ -21,6 +21,11 @@ pub trait Fp8Gradients: Backend {
         weight: Float<Self>,
         residual: Option<Float<Self>>,
     ) -> (Float<Self>, Fp8Kept<Self>);
-    /// `[dx, dweight]` of dy rounded to e5m2 and the rounded operands; the rounding counts as the identity.
-    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: Float<Self>) -> [Float<Self>; 2];
+    /// `[dx, dweight]` of dy rounded to e5m2 and the rounded operands; the rounding counts as the identity. dweight is
+    /// added to `sum` where there is one, which may be changed in place.
+    fn fp8_linear_backward(
+        kept: Fp8Kept<Self>,
+        dy: Float<Self>,
+        sum: Option<Float<Self>>,
+    ) -> [Float<Self>; 2];
 }

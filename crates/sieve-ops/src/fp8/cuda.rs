@@ -3,6 +3,7 @@ use super::backend::{Fp8Gradients, Fp8Kept};
 use super::reference;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
+use crate::linear::reference::added;
 use burn::tensor::DType::{BF16, F32};
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, fp8_quantise, residual_add};
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput};
@@ -17,10 +18,14 @@ impl Fp8Gradients for Cuda {
         })
     }
 
-    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: Float) -> [Float; 2] {
+    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: Float, sum: Option<Float>) -> [Float; 2] {
+        let total = sum.clone().map(CudaTensor::from);
         let attempt = match &kept.scales {
-            Some(scales) => backward(&kept, scales, &CudaTensor::from(dy.clone())),
-            None => return reference::fp8_linear_backward::<Self>(kept, dy),
+            Some(scales) => backward(&kept, scales, &CudaTensor::from(dy.clone()), total.as_ref()),
+            None => {
+                let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy);
+                return [dx, added::<Self>(sum, dweight)];
+            }
         };
         kernel_or("fp8_linear_backward", attempt, || {
             unreachable!("whoever rounded the operands can round the gradient")
@@ -59,6 +64,7 @@ fn backward(
     kept: &Fp8Kept<Cuda>,
     scales: &[Float; 2],
     dy: &CudaTensor,
+    sum: Option<&CudaTensor>,
 ) -> Result<[Float; 2], KernelError> {
     let [x, weight] =
         [(&kept.x, &scales[0]), (&kept.weight, &scales[1])].map(|(values, scale)| Fp8Matrix {
@@ -71,6 +77,7 @@ fn backward(
     *shape.last_mut().expect("fp8_quantise wants a width") = inner;
     let dy = fp8_quantise(dy, Fp8Format::E5m2)?;
     let dx = dy.rows.times(&weight, MatmulOutput::New(BF16))?;
-    let dweight = dy.columns.times(&x, MatmulOutput::New(F32))?;
+    let output = sum.map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
+    let dweight = dy.columns.times(&x, output)?;
     Ok([dx.reshaped(NAME, "dx", &shape)?.into(), dweight.into()])
 }

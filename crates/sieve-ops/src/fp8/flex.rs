@@ -2,6 +2,7 @@
 use super::backend::{Fp8Gradients, Fp8Kept};
 use super::reference;
 use crate::device::paths::{self, Memory, Place};
+use crate::linear::reference::added;
 use burn_flex::{Flex, FlexTensor};
 
 const NO_NUMBERS: &str = "the CPU has no eight-bit floats: f32 is rounded to them";
@@ -21,9 +22,14 @@ impl Fp8Gradients for Flex {
         })
     }
 
-    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: FlexTensor) -> [FlexTensor; 2] {
-        counted("fp8_linear_backward", || {
+    fn fp8_linear_backward(
+        kept: Fp8Kept<Self>,
+        dy: FlexTensor,
+        sum: Option<FlexTensor>,
+    ) -> [FlexTensor; 2] {
+        let [dx, dweight] = counted("fp8_linear_backward", || {
             reference::fp8_linear_backward(kept, dy)
-        })
+        });
+        [dx, added::<Self>(sum, dweight)]
     }
 }

@@ -15,7 +15,7 @@ struct Product<B: Backend> {
 impl<B: LinearGradients> Gradient<B, 2> for Product<B> {
     fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
         let dx = B::linear_input_gradient(self.weight, dy.clone());
-        [dx, B::linear_weight_gradient(self.x, dy)]
+        [dx, B::linear_weight_gradient(self.x, dy, None)]
     }
 }
 

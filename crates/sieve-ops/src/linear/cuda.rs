@@ -37,11 +37,15 @@ impl LinearGradients for Cuda {
     }
 
     /// In f32, as the optimizer's masters are.
-    fn linear_weight_gradient(x: Float, dy: Float) -> Float {
+    fn linear_weight_gradient(x: Float, dy: Float, sum: Option<Float>) -> Float {
         let [a, b] = tensors([&dy, &x]);
-        let attempt = matmul(Product::Tn, &a, &b, MatmulOutput::New(F32));
+        let total = sum.clone().map(CudaTensor::from);
+        let output = total
+            .as_ref()
+            .map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
+        let attempt = matmul(Product::Tn, &a, &b, output);
         kernel_or("linear_weight_gradient", attempt.map(Into::into), || {
-            reference::linear_weight_gradient::<Self>(x, dy)
+            reference::added::<Self>(sum, reference::linear_weight_gradient::<Self>(x, dy))
         })
     }
 }

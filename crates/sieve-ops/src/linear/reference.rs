@@ -34,3 +34,11 @@ pub fn linear_weight_gradient<B: Backend>(x: Float<B>, dy: Float<B>) -> Float<B>
     let (dy, _) = flatten::<B>(dy);
     primitive(dy.transpose().matmul(x))
 }
+
+/// A gradient with those before it.
+pub(crate) fn added<B: Backend>(sum: Option<Float<B>>, gradient: Float<B>) -> Float<B> {
+    match sum {
+        Some(sum) => B::float_add(sum, gradient),
+        None => gradient,
+    }
+}

@@ -3,7 +3,7 @@ use super::forward::{
     Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
 };
 use crate::DeviceBackend;
-use crate::block::product::{Operands, begin_gradients, product_gradients};
+use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::device::autodiff::Gradient;
 use crate::dma::composed::{self, DmaState};
 use crate::norm::RmsNormCall;
@@ -68,7 +68,8 @@ fn backward<B: DeviceBackend>(
         Operands::Fp8(kept) => Operands::Fp8(kept),
         _ => Operands::X(merge_heads::<B>(o)),
     };
-    let gradients = product_gradients::<B>(second, primitive(layer.o), dy.clone());
+    let [qkv_sum, o_sum] = layer.sums;
+    let gradients = product_gradients(second, &Weight::new(layer.o, o_sum), dy.clone());
     let [d_o, d_o_weight] = gradients.expect("both kinds give them");
     let d_o = B::float_reshape(d_o, o_shape);
 
@@ -108,7 +109,7 @@ fn backward<B: DeviceBackend>(
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     };
-    let first = (first, primitive(layer.qkv));
+    let first = (first, Weight::new(layer.qkv, qkv_sum));
     let [dx, d_norm, d_qkv_weight] = begin_gradients::<B>(norm, first, dqkv, (call.residual, dy));
     (
         [dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight],

@@ -1,9 +1,9 @@
 //! The forward pass of an attention layer.
 use crate::DeviceBackend;
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
-use crate::block::kept;
 use crate::block::product::{Operands, product};
 use crate::block::residual::Residual;
+use crate::block::{WeightSums, kept};
 use crate::dma::{DmaForward, DynamicMaskBackend};
 use crate::documents::DocumentBounds;
 use crate::fp8::ProductPrecision;
@@ -32,6 +32,8 @@ pub struct AttentionLayer<B: Backend> {
     pub dma: Option<DmaLayer<B>>,
     /// What the products with `qkv` and `o` multiply in.
     pub precision: ProductPrecision,
+    /// Of `qkv` and `o`.
+    pub sums: WeightSums<B>,
 }
 
 /// What dynamic mask attention has beside the projections.

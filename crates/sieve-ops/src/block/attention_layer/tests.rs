@@ -73,6 +73,7 @@ impl Case {
                 spec,
             }),
             precision: ProductPrecision::Tensors,
+            sums: [None, None],
         }
     }
 

@@ -29,6 +29,7 @@ fn layer(inputs: &[Float]) -> FeedForward<Ad> {
         down: float(&inputs[3]),
         epsilon: EPSILON,
         precision: ProductPrecision::Tensors,
+        sums: [None, None],
     }
 }
 
