@@ -135,6 +135,36 @@ fn a_run_goes_on_with_two_processes_then_one_then_two() {
 }
 
 #[test]
+fn four_processes_end_with_the_bits_of_one_and_their_run_goes_on_with_two_one_and_four() {
+    let tiny = TinyRun::dma();
+    let all = format!(
+        "{UNTIED} --set checkpoint.keep_latest_k=0 --set training.local_batch_size=2 --set training.steps=16"
+    );
+    // Four micro-batches of one process, one each of four.
+    tiny.trained("one", &all);
+    succeed(&mut tiny.launch(4, "a", &all));
+    tiny.assert_same_at("a", "one", 16);
+    let from =
+        |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
+    succeed(&mut tiny.launch(2, "b", &from("a", 4)));
+    succeed(&mut tiny.train("c", &from("b", 8)));
+    succeed(&mut tiny.launch(4, "d", &from("c", 12)));
+    // What was loaded is written before the first step: the same weights and moments, whoever holds them.
+    tiny.assert_same_at("b", "one", 4);
+    tiny.assert_same_at("b", "c", 8);
+    tiny.assert_same_at("d", "c", 12);
+    // Two processes add up their micro-batches in another order.
+    for (run, steps) in [("b", 5..=16), ("c", 9..=16), ("d", 13..=16)] {
+        let (found, expected) = (tiny.metrics(run, "step"), tiny.metrics("one", "step"));
+        assert!(found.keys().copied().eq(steps), "{run}");
+        for (step, line) in found {
+            assert_near(&line, &expected[&step], &["loss", "grad_norm"], 1e-5);
+            assert_eq!(line["tokens_seen"], expected[&step]["tokens_seen"]);
+        }
+    }
+}
+
+#[test]
 fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
     let tiny = TinyRun::dma();
     let more = format!("{UNTIED} --set training.steps=100000 --set checkpoint.interval=100000");
