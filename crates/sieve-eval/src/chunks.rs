@@ -170,8 +170,8 @@ pub(crate) fn calls_of<B: SieveBackend>(
 }
 
 /// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not
-/// on the device too, what it reads goes to the host, and the masks come back. A clock waits for each selection, so a
-/// model asks for none: what came before is then part of the wait.
+/// on the device too, what it reads goes to the host, and the masks come back. With a clock the host waits for
+/// each selection on the device, which must have nothing else to do; a model has none.
 pub(crate) fn prefill_on_device<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
