@@ -22,7 +22,8 @@ fn main() -> ExitCode {
         portable: true,
         part: CheckPart::All,
     };
-    match check_emulated(&settings, Path::new("target/emulator")) {
+    let mut tell = |part| println!("{part}");
+    match check_emulated(&settings, Path::new("target/emulator"), &mut tell) {
         Ok((report, kernels)) => {
             println!(
                 "{report}\n{} kernels ran: {}",

@@ -17,8 +17,10 @@ use sieve_kernels::{
     AttentionNeeds, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder,
 };
 use sieve_ops::Cuda;
+use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::time::Instant;
 
 /// Random calls of attention in a short check.
 const SHORT_CHECK_CASES: usize = 15;
@@ -82,17 +84,23 @@ impl Target {
     }
 }
 
-/// Compares every kernel and gradient on a device with references on the host.
+/// Compares every kernel and gradient on a device with references on the host; `tell` hears of each part that has
+/// ended.
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
-pub fn check(settings: &CheckSettings, target: &Target) -> Result<Report> {
-    let mut report = Report::default();
+pub fn check(
+    settings: &CheckSettings,
+    target: &Target,
+    tell: &mut dyn FnMut(CheckedPart),
+) -> Result<Report> {
+    let report = Report::default();
+    let mut progress = Progress { report, tell };
     match target {
-        Target::Cpu => ops::<Flex>(&mut report, &FlexDevice, settings, false)?,
-        Target::Cuda(gpu) => on_cuda(&mut report, gpu, settings)?,
+        Target::Cpu => ops::<Flex>(&mut progress, &FlexDevice, settings, false)?,
+        Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
-    Ok(report)
+    Ok(progress.report)
 }
 
 impl CheckSettings {
@@ -107,58 +115,162 @@ impl CheckSettings {
 
 /// Compares the portable kernels, run by the CPU emulator, with references: the wrappers of attention, selection,
 /// decoding and the step, at one head width. Needs g++ and no GPU. Compiled programs stay in a folder. Returns the
-/// names of the kernels that ran, too.
+/// names of the kernels that ran, too; `tell` hears of each part that has ended.
 ///
 /// # Errors
 /// A folder that cannot be written; a wrong result is a row of the report.
 pub fn check_emulated(
     settings: &CheckSettings,
     programs: &Path,
+    tell: &mut dyn FnMut(CheckedPart),
 ) -> Result<(Report, Vec<&'static str>)> {
     let emulator = Emulator::new(programs)
         .map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
-    let mut report = Report::default();
+    let report = Report::default();
+    let mut progress = Progress { report, tell };
     let extent = Extent::emulated(settings.cases, settings.longest, settings.seed);
-    wrappers(&mut report, &emulator, &extent)?;
-    Ok((report, emulator.kernels()))
+    for parts in [&OF_A_FAMILY[1..], ONLY_PORTABLE] {
+        progress.wrappers("emulated", parts, &emulator, &extent)?;
+    }
+    Ok((progress.report, emulator.kernels()))
+}
+
+/// A part's name and its check of the launch wrappers.
+type Part = (
+    &'static str,
+    fn(&mut Report, &dyn Device, &Extent) -> Result<()>,
+);
+
+const SELECTIONS: Part = ("selectors", select::check_wrappers);
+const MASKS: Part = ("attention under masks", sparse::check_wrappers);
+const LATENT: Part = ("latent attention", latent::check_wrappers);
+const NSA: Part = ("native sparse attention", nsa::check_wrappers);
+
+/// What every family of kernels has, after the first, which no emulator would end.
+const OF_A_FAMILY: &[Part] = &[
+    ("long rows", attention::check_long_row),
+    ("attention", attention::check_wrappers),
+    MASKS,
+    ("large biases", biases::check_wrappers),
+    LATENT,
+    NSA,
+];
+
+/// Kernels that no family but the portable one has.
+const ONLY_PORTABLE: &[Part] = &[
+    SELECTIONS,
+    ("DMA's selection", selection::check_wrappers),
+    ("decoding", decode::check_wrappers),
+    ("step", |report, device, extent| {
+        step::check_wrappers(report, device, extent);
+        Ok(())
+    }),
+];
+
+impl CheckPart {
+    fn of_a_family(self) -> &'static [Part] {
+        match self {
+            Self::All => OF_A_FAMILY,
+            Self::Sparse => &[SELECTIONS, MASKS],
+            Self::Nsa => &[NSA],
+            Self::Mla => &[LATENT],
+        }
+    }
+}
+
+/// A part of a check that has ended.
+#[derive(Debug)]
+pub struct CheckedPart {
+    /// Kernels or ops, and which of them.
+    pub name: String,
+    /// Cases compared.
+    pub cases: usize,
+    /// Cases that failed.
+    pub failures: usize,
+    /// How long it took.
+    pub seconds: f64,
+}
+
+impl fmt::Display for CheckedPart {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            name,
+            cases,
+            failures,
+            seconds,
+        } = self;
+        write!(
+            out,
+            "{seconds:7.1} s  {name}: {cases} cases, {failures} failed"
+        )
+    }
+}
+
+/// Rows so far, and who is told of each part that has ended.
+struct Progress<'a> {
+    report: Report,
+    tell: &'a mut dyn FnMut(CheckedPart),
+}
+
+impl Progress<'_> {
+    fn part(&mut self, name: String, check: impl FnOnce(&mut Report) -> Result<()>) -> Result<()> {
+        let (started, before) = (Instant::now(), self.report.counts());
+        check(&mut self.report)?;
+        let after = self.report.counts();
+        (self.tell)(CheckedPart {
+            name,
+            cases: after[0] - before[0],
+            failures: after[1] - before[1],
+            seconds: started.elapsed().as_secs_f64(),
+        });
+        Ok(())
+    }
+
+    fn wrappers(
+        &mut self,
+        family: &str,
+        parts: &[Part],
+        device: &dyn Device,
+        extent: &Extent,
+    ) -> Result<()> {
+        parts.iter().try_for_each(|(name, check)| {
+            self.part(format!("{family}, {name}"), |report| {
+                check(report, device, extent)
+            })
+        })
+    }
 }
 
 /// Both families of kernels, then the ops as models call them. A GPU that stops answering ends the check, with a row.
-fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
+fn on_cuda(
+    progress: &mut Progress<'_>,
+    gpu: &DeviceReport,
+    settings: &CheckSettings,
+) -> Result<()> {
     let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
     KernelFamily::use_portable_only(true);
-    let both = |report: &mut Report| match settings.part {
-        CheckPart::All => {
-            attention::check_long_row(report, &device, &extent)?;
-            attention::check_wrappers(report, &device, &extent)?;
-            sparse::check_wrappers(report, &device, &extent)?;
-            biases::check_wrappers(report, &device, &extent)?;
-            latent::check_wrappers(report, &device, &extent)?;
-            nsa::check_wrappers(report, &device, &extent)
-        }
-        CheckPart::Sparse => {
-            select::check_wrappers(report, &device, &extent)?;
-            sparse::check_wrappers(report, &device, &extent)
-        }
-        CheckPart::Nsa => nsa::check_wrappers(report, &device, &extent),
-        CheckPart::Mla => latent::check_wrappers(report, &device, &extent),
-    };
-    let mut good = stage(report, "portable kernels", |report| {
+    let both = settings.part.of_a_family();
+    let mut good = stage(progress, "portable kernels", |progress| {
         if settings.part == CheckPart::All {
-            only_portable(report, &device, &extent)?;
-            step::check_products(report, &device, &extent);
-            step::check_fp8_products(report, &device, &extent, (gpu.major, gpu.minor));
+            progress.wrappers("portable kernels", ONLY_PORTABLE, &device, &extent)?;
+            progress.part("products".to_owned(), |report| {
+                step::check_products(report, &device, &extent);
+                step::check_fp8_products(report, &device, &extent, (gpu.major, gpu.minor));
+                Ok(())
+            })?;
         }
-        both(report)
+        progress.wrappers("portable kernels", both, &device, &extent)
     })?;
     KernelFamily::use_portable_only(!has_own_family);
     if good && has_own_family {
-        good = stage(report, "Hopper kernels", both)?;
+        good = stage(progress, "Hopper kernels", |progress| {
+            progress.wrappers("Hopper kernels", both, &device, &extent)
+        })?;
     }
     if good {
-        stage(report, "ops", |report| {
-            ops::<Cuda>(report, &device, settings, true)
+        stage(progress, "ops", |progress| {
+            ops::<Cuda>(progress, &device, settings, true)
         })?;
     }
     Ok(())
@@ -166,17 +278,18 @@ fn on_cuda(report: &mut Report, gpu: &DeviceReport, settings: &CheckSettings) ->
 
 /// Runs a part of the check; false when it panicked, as Burn does when the GPU reports an error.
 fn stage(
-    report: &mut Report,
+    progress: &mut Progress<'_>,
     name: &str,
-    part: impl FnOnce(&mut Report) -> Result<()>,
+    part: impl FnOnce(&mut Progress<'_>) -> Result<()>,
 ) -> Result<bool> {
-    match catch_unwind(AssertUnwindSafe(|| part(report))) {
+    match catch_unwind(AssertUnwindSafe(|| part(progress))) {
         Ok(result) => result.map(|()| true),
         Err(panic) => {
             let words = panic
                 .downcast_ref::<String>()
                 .map_or("no message", String::as_str);
             let first = words.lines().next().unwrap_or_default().to_owned();
+            let report = &mut progress.report;
             report.add(name, "stopped here", "the GPU", Err(first));
             Ok(false)
         }
@@ -190,11 +303,14 @@ fn stage(
 pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Result<Report> {
     KernelFamily::use_portable_only(portable);
     let device = &CudaDevice::new(gpu.index);
-    let mut report = Report::default();
+    let report = Report::default();
+    let tell = &mut |_| {};
+    let mut progress = Progress { report, tell };
     let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
     // Five selections and caches.
     let others = Extent::all(25, 300, 2);
-    stage(&mut report, "the check", |report| {
+    stage(&mut progress, "the check", |progress| {
+        let report = &mut progress.report;
         if rows == BenchRows::Step {
             step::check_wrappers(report, device, &extent);
             step::check_products(report, device, &extent);
@@ -222,53 +338,49 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
         selection::check_wrappers(report, device, &others)?;
         decode::check_wrappers(report, device, &others)
     })?;
-    Ok(report)
+    Ok(progress.report)
 }
 
 fn ops<B: Place>(
-    report: &mut Report,
+    progress: &mut Progress<'_>,
     device: &B::Device,
     settings: &CheckSettings,
     is_cuda: bool,
 ) -> Result<()> {
     let (path, extent) = (if is_cuda { "kernel" } else { "cpu" }, &settings.extent());
-    match settings.part {
-        CheckPart::All => {}
-        CheckPart::Sparse => return Ok(()),
-        CheckPart::Nsa => return nsa::check_ops::<B>(report, device, extent, is_cuda),
-        CheckPart::Mla => return latent::check_ops::<B>(report, device, extent, is_cuda),
-    }
-    attention::check_ops::<B>(report, device, extent, is_cuda)?;
-    selection::check_ops::<B>(report, device, extent, path)?;
-    decode::check_ops::<B>(report, device, extent, is_cuda)?;
-    latent::check_ops::<B>(report, device, extent, is_cuda)?;
-    nsa::check_ops::<B>(report, device, extent, is_cuda)?;
-    step::check::<B>(report, device, extent.seed, is_cuda);
-    Ok(())
-}
-
-fn wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    attention::check_wrappers(report, device, extent)?;
-    sparse::check_wrappers(report, device, extent)?;
-    biases::check_wrappers(report, device, extent)?;
-    latent::check_wrappers(report, device, extent)?;
-    nsa::check_wrappers(report, device, extent)?;
-    only_portable(report, device, extent)
-}
-
-/// Kernels that no family but the portable one has.
-fn only_portable(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    select::check_wrappers(report, device, extent)?;
-    selection::check_wrappers(report, device, extent)?;
-    decode::check_wrappers(report, device, extent)?;
-    step::check_wrappers(report, device, extent);
-    Ok(())
+    let (asked, all) = (settings.part, settings.part == CheckPart::All);
+    let mut part =
+        |is_asked: bool, name: &str, check: &dyn Fn(&mut Report) -> Result<()>| match is_asked {
+            true => progress.part(format!("ops, {name}"), check),
+            false => Ok(()),
+        };
+    part(all, "attention", &|report| {
+        attention::check_ops::<B>(report, device, extent, is_cuda)
+    })?;
+    part(all, "DMA's selection", &|report| {
+        selection::check_ops::<B>(report, device, extent, path)
+    })?;
+    part(all, "decoding", &|report| {
+        decode::check_ops::<B>(report, device, extent, is_cuda)
+    })?;
+    part(all || asked == CheckPart::Mla, LATENT.0, &|report| {
+        latent::check_ops::<B>(report, device, extent, is_cuda)
+    })?;
+    part(all || asked == CheckPart::Nsa, NSA.0, &|report| {
+        nsa::check_ops::<B>(report, device, extent, is_cuda)
+    })?;
+    part(all, "step", &|report| {
+        step::check::<B>(report, device, extent.seed, is_cuda);
+        Ok(())
+    })
 }
 
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::shipped_for(&gpu.arch());
     let Extent { widths, groups, .. } = Extent::all(0, 0, 0);
     list.extend(latent_kernels(gpu));
+    list.extend(sparse::sparse_kernels(gpu));
+    list.extend_kernels(step::rare_kernels());
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
             let shape = attention_shape(1, 1, [group, 1], [head_dim, head_dim_v]);
@@ -297,4 +409,95 @@ pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) ->
         "failed_rows": report.failed(),
         "rows": report.rows(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::DType;
+    use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Recorder, Step};
+    use std::cell::RefCell;
+
+    /// A GPU that computes nothing but zeros, and notes the kernels that it is asked for.
+    struct Noted {
+        recorder: Recorder,
+        kernels: RefCell<NeededKernels>,
+    }
+
+    impl Noted {
+        fn note(&self) {
+            let steps = self.recorder.take_steps().into_iter();
+            let kernels = steps.filter_map(|step| match step {
+                Step::Launch(launch) => Some(launch.kernel),
+                _ => None,
+            });
+            self.kernels.borrow_mut().extend_kernels(kernels);
+        }
+    }
+
+    impl Device for Noted {
+        fn float(&self, _values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
+            self.recorder.tensor(shape, dtype)
+        }
+
+        fn int(&self, _values: &[i32], shape: &[usize]) -> CudaTensor {
+            self.recorder.tensor(shape, DType::I32)
+        }
+
+        fn poison(&self, _shape: AttentionShape) {}
+
+        fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {
+            self.note();
+            Ok(vec![0.0; tensor.num_elements()])
+        }
+
+        fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError> {
+            self.note();
+            Ok(vec![0; tensor.num_elements()])
+        }
+    }
+
+    /// What is compiled at its first use costs a check a second each, one after the other.
+    #[test]
+    fn what_a_check_launches_is_compiled_before_it() {
+        let gpu = DeviceReport {
+            index: 0,
+            name: "an H200".to_owned(),
+            major: 9,
+            minor: 0,
+            num_multiprocessors: 132,
+            total_memory_bytes: 141 << 30,
+        };
+        let ahead = all_kernels(&gpu).kernels.len();
+        for (compute_capability, parts) in [
+            ((8, 9), ONLY_PORTABLE),
+            ((8, 9), OF_A_FAMILY),
+            ((9, 0), OF_A_FAMILY),
+        ] {
+            let hardware = Hardware {
+                compute_capability,
+                ..Hardware::HOPPER
+            };
+            let device = Noted {
+                recorder: Recorder::new(hardware),
+                kernels: RefCell::new(all_kernels(&gpu)),
+            };
+            let mut told = Vec::new();
+            let mut tell = |part: CheckedPart| told.push(part.cases);
+            let mut progress = Progress {
+                report: Report::default(),
+                tell: &mut tell,
+            };
+            // Operands and references of these two take the host most of a minute.
+            let is_quick = |(name, _): &&Part| !["step", "large biases"].contains(name);
+            let parts: Vec<Part> = parts.iter().filter(is_quick).copied().collect();
+            let ended = progress.wrappers("noted", &parts, &device, &Extent::all(20, 60, 1));
+            ended.expect("cases can be drawn");
+            device.note();
+            let kernels = &device.kernels.borrow().kernels[ahead..];
+            assert!(kernels.is_empty(), "{kernels:#?}");
+            assert_eq!(told.len(), parts.len());
+            assert!(told.iter().all(|&cases| cases > 0), "{told:?}");
+        }
+    }
 }

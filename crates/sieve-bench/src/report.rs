@@ -104,6 +104,12 @@ impl Report {
         &self.rows
     }
 
+    /// Cases compared so far, and those that failed.
+    pub(crate) fn counts(&self) -> [usize; 2] {
+        let sum = |of: fn(&Row) -> usize| self.rows.iter().map(of).sum();
+        [sum(|row| row.cases), sum(|row| row.failures.len())]
+    }
+
     /// Rows with a failure.
     pub fn failed(&self) -> usize {
         self.rows

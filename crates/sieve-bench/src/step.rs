@@ -26,7 +26,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Distribution, Int, Tensor, TensorData, TensorPrimitive};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::CudaTensor;
+use sieve_kernels::{CudaTensor, NeededKernels, SourceKernel};
 use sieve_ops::{Cuda, DeviceBackend};
 use sieve_testing::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -164,6 +164,11 @@ impl<'a, B: DeviceBackend> On<'a, B> {
             .collect();
         Tensor::from_data(TensorData::new(values, shape), self.device)
     }
+}
+
+/// What the checks launch beside the forms that ship.
+pub(crate) fn rare_kernels() -> Vec<SourceKernel> {
+    NeededKernels::step_rarely(&[16, 96], scores::KV_HEADS)
 }
 
 /// Checks every launch; the emulator gets the small sizes.

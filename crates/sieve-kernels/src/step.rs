@@ -38,6 +38,8 @@ pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
 pub use swiglu_forward::swiglu_forward;
 pub use vector_rows::GradientTarget;
 
+use crate::dma::scores::{ScoreBias, dma_scores_kernel};
+use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::specialisations::NeededKernels;
 
@@ -118,6 +120,38 @@ impl NeededKernels {
                 head_dim,
                 Reuse::InPlace,
             ));
+        }
+        kernels
+    }
+
+    /// Forms of the step's kernels that no model of the usual widths launches: rows that are no whole words, losses
+    /// alone in bf16, heads of these widths, DMA's scores of so many KV heads.
+    pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
+        let mut kernels = vec![
+            cross_entropy::cross_entropy_kernel(true, false),
+            cross_entropy::cross_entropy_kernel(false, true),
+        ];
+        for is_bf16 in [true, false] {
+            kernels.push(swiglu_forward::swiglu_forward_kernel(is_bf16, 1));
+            kernels.push(swiglu_backward::swiglu_backward_kernel(is_bf16, 1));
+            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(
+                is_bf16, 1,
+            ));
+        }
+        for &head_dim in head_dims {
+            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(
+                head_dim,
+                Reuse::Copy,
+            ));
+            for reuse in [Reuse::Copy, Reuse::InPlace] {
+                kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
+                    head_dim, reuse,
+                ));
+            }
+        }
+        for &kv_heads in kv_heads {
+            kernels.push(dma_scores_kernel(kv_heads, 64, ScoreBias::Exp));
+            kernels.push(dma_scores_backward_kernel(kv_heads));
         }
         kernels
     }

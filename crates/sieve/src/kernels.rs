@@ -13,7 +13,7 @@ use burn_cuda::CudaDevice;
 use indicatif::ProgressBar;
 use sieve_bench::{
     BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, Captured, CheckPart,
-    CheckSettings, RunSettings, Scores, Target,
+    CheckSettings, CheckedPart, RunSettings, Scores, Target,
 };
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
@@ -102,7 +102,8 @@ fn check(args: &CheckArgs) -> Result<()> {
     };
     let started = Instant::now();
     let target = Target::from(args.device.resolve_and_prepare(prepare(settings.part))?);
-    let report = sieve_bench::check(&settings, &target)?;
+    let mut tell = |part: CheckedPart| terminal::line(&part.to_string());
+    let report = sieve_bench::check(&settings, &target, &mut tell)?;
     terminal::line(&report.to_string());
     if let Some(path) = &args.json {
         write_json(path, &sieve_bench::check_json(&report, &settings, &target))?;

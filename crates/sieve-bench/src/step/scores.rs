@@ -19,11 +19,14 @@ pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
     [("op dma_scores", dma_scores_op)]
 }
 
+/// KV heads of the checked launches.
+pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
+
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let kv_heads: &[usize] = match extent.is_emulated {
         true => &[3],
-        false => &[1, 2, 3, 4, 8, 16, 32],
+        false => KV_HEADS,
     };
     for &kv_heads in kv_heads {
         for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
