@@ -7,6 +7,7 @@ use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::Report;
 use burn::tensor::DType;
+use rayon::prelude::*;
 use sieve_kernels::step::{GradientTarget, embedding_backward, embedding_forward};
 use sieve_ops::{DeviceBackend, EmbeddingBackend, EmbeddingGradients, reference};
 use sieve_testing::Random;
@@ -28,10 +29,8 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         [31, 3000, 4096],
     ];
     for &[tokens, vocab, width] in extent.sizes(tables) {
-        // Drawn once: the largest table takes the host a second.
-        let mut random = Random(extent.seed);
-        let weight = random.bf16_normals(vocab * width);
-        let before = random.bf16_normals(vocab * width);
+        let weight = drawn(extent.seed, [vocab, width]);
+        let before = drawn(extent.seed + vocab as u64, [vocab, width]);
         for ids in [Ids::Any, Ids::Same, Ids::Outside] {
             let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");
             let calls = Calls::new(device, extent.seed + 1);
@@ -40,6 +39,12 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
             report.add("embedding", "kernel", &case, outcome);
         }
     }
+}
+
+/// A table's numbers, row by row on all cores: the largest has 39 million.
+fn drawn(seed: u64, [vocab, width]: [usize; 2]) -> Vec<f32> {
+    let row = |at: usize| Random(seed + at as u64).bf16_normals(width);
+    (0..vocab).into_par_iter().flat_map_iter(row).collect()
 }
 
 /// Token numbers of an embedding.
