@@ -16,8 +16,8 @@
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
-//            num_splits: eight warps a multiprocessor (whole waves matter), a tile of 16 keys a warp at least, at most
-//            4096
+//            num_splits: eight warps or two blocks a multiprocessor (whole waves matter), a tile of 16 keys a warp at
+//            least, at most 4096
 // Numerics   logits, softmax and sums in f32, P rounded to bf16 for P V, one rounding at the store; fixed order: two
 //            runs are bit-equal
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =

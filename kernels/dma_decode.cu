@@ -20,7 +20,7 @@
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
-//            num_splits: eight warps a multiprocessor, a tile of 16 slots a warp at least, at most 4096.
+//            num_splits: eight warps or two blocks a multiprocessor, a tile of 16 slots a warp at least, at most 4096.
 //            One launch: every block finds the smallest slot by itself while its first tiles arrive, split 0 attends
 //            the new key as a tile of its own, the last block of a head stores it
 // Numerics   order by integers, exact. The largest bias is taken from all (the softmax is the same). Logits, softmax
