@@ -5,7 +5,7 @@ use crate::shape::sizes;
 use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
 use sieve_kernels::AttentionShape;
-use sieve_ops::SieveBackend;
+use sieve_ops::{AttentionSpec, SieveBackend};
 use sieve_testing::Random;
 
 /// Scores above this one get the bias of this one.
@@ -197,6 +197,16 @@ impl Case {
         match self.keys {
             Keys::Chosen(window) => window,
             _ => self.window().into(),
+        }
+    }
+
+    /// What ops of packed tensors are told, with a window of so many tokens.
+    pub(crate) fn spec(&self, window_size: Option<usize>) -> AttentionSpec {
+        AttentionSpec {
+            num_heads: self.shape.num_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+            softmax_scale: f64::from(self.scale),
+            window_size,
         }
     }
 

@@ -55,21 +55,15 @@ pub(crate) fn attention<B: Place>(
     d_o: &Strided,
     device: &B::Device,
 ) -> Outputs {
-    let shape = case.shape;
     let call = Call::<B> {
         case,
         qkv: B::strided(qkv, device),
         d_o: B::strided(d_o, device),
         documents: case.documents::<B>(device).bounds(),
-        spec: AttentionSpec {
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            softmax_scale: f64::from(case.scale),
-            window_size: match case.keys {
-                Keys::Window(window) => Some(window),
-                _ => None,
-            },
-        },
+        spec: case.spec(match case.keys {
+            Keys::Window(window) => Some(window),
+            _ => None,
+        }),
         device,
     };
     match case.keys {
@@ -186,12 +180,7 @@ pub(crate) fn decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
 pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
     let shape = case.shape;
     let Tokens { q, k, v } = Tokens::<B>::new(case, device);
-    let spec = AttentionSpec {
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
-        softmax_scale: f64::from(case.scale),
-        window_size: (case.window() < shape.seq_len).then(|| case.window()),
-    };
+    let spec = case.spec((case.window() < shape.seq_len).then(|| case.window()));
     let first = |x: &Tensor<B, 4>| x.clone().narrow(1, 0, 1).into_primitive().tensor();
     let mut cache = KeyCache::<B> {
         k: first(&k),

@@ -7,7 +7,7 @@ use crate::shape::sizes;
 use burn::tensor::{DType, TensorData};
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
-use sieve_ops::{AttentionBackend, AttentionSpec, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
 
 /// Blocks of a call: the paper's.
@@ -110,14 +110,8 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.floats("do", &case.d_o, &output, DType::BF16);
 
     let documents = case.documents::<B>(device);
-    let spec = |window_size| AttentionSpec {
-        num_heads,
-        num_kv_heads,
-        softmax_scale: f64::from(case.scale),
-        window_size,
-    };
-    let call = NsaCall::new(&documents, spec(None), BLOCKS);
-    let (window, bounds) = (spec(Some(case.window())), documents.bounds());
+    let call = NsaCall::new(&documents, case.spec(None), BLOCKS);
+    let (window, bounds) = (case.spec(Some(case.window())), documents.bounds());
     let packed = num_heads + 2 * num_kv_heads;
     let dims = [batch, seq_len, packed, d];
     let rows = crate::strided::packed(case, crate::strided::Layout::Contiguous).gathered();
