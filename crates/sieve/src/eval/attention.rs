@@ -84,14 +84,12 @@ fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DTyp
     }
     if args.json {
         let json = json!({
-            "checkpoint": loaded.path.display().to_string(),
-            "step": loaded.state.step,
             "data": args.data,
             "num_tokens": length,
             "distances": DISTANCES,
             "layers": layers,
         });
-        terminal::line(&json.to_string());
+        output::print_json(&loaded, json);
         return Ok(());
     }
     let heading = output::heading(&loaded);

@@ -170,8 +170,7 @@ fn print<B: SieveBackend>(
     report: &RecallReport,
 ) -> Result<()> {
     if args.json {
-        let json = output::json(loaded, report)?;
-        terminal::line(&serde_json::to_string(&json)?);
+        output::print_json(loaded, serde_json::to_value(report)?);
         return Ok(());
     }
     terminal::line(&format!(

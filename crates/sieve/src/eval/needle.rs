@@ -212,8 +212,6 @@ fn print<B: SieveBackend>(
 ) {
     if args.json {
         let json = serde_json::json!({
-            "checkpoint": loaded.path.display().to_string(),
-            "step": loaded.state.step,
             "attention": attention_label(&loaded.shape),
             "trained_length": loaded.recipe.training.seq_len,
             "data": args.data,
@@ -222,8 +220,7 @@ fn print<B: SieveBackend>(
             "buffer": args.buffer,
             "methods": reports,
         });
-        terminal::line(&json.to_string());
-        return;
+        return output::print_json(loaded, json);
     }
     terminal::line(&format!(
         "{}, trained on {} tokens; {} lengths by {} depths, {} of each\n\

@@ -1,5 +1,7 @@
 //! Files that a measure writes when it is done.
+use crate::terminal;
 use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
 use sieve_files::write_synced;
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
@@ -20,19 +22,14 @@ pub(super) fn heading<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
     format!("{} (step {})", loaded.path.display(), loaded.state.step)
 }
 
-/// A report as JSON with the checkpoint and its step.
-pub(super) fn json<B: SieveBackend>(
-    loaded: &LoadedModel<B>,
-    report: &impl serde::Serialize,
-) -> Result<serde_json::Map<String, serde_json::Value>> {
-    let mut object = serde_json::Map::new();
-    if let serde_json::Value::Object(report) = serde_json::to_value(report)? {
-        object = report;
-    }
+/// Prints the fields of a report as JSON, behind the checkpoint and its step.
+pub(super) fn print_json<B: SieveBackend>(loaded: &LoadedModel<B>, report: Value) {
     let path = loaded.path.display().to_string();
-    object.insert("checkpoint".into(), path.into());
-    object.insert("step".into(), loaded.state.step.into());
-    Ok(object)
+    let mut all = json!({ "checkpoint": path, "step": loaded.state.step });
+    if let (Some(all), Value::Object(report)) = (all.as_object_mut(), report) {
+        all.extend(report);
+    }
+    terminal::line(&all.to_string());
 }
 
 fn run_name(checkpoint: &Path, folder: &str) -> String {

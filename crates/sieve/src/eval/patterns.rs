@@ -326,8 +326,6 @@ fn print<B: SieveBackend>(
 ) {
     if args.json {
         let json = json!({
-            "checkpoint": loaded.path.display().to_string(),
-            "step": loaded.state.step,
             "method": args.method.name(),
             "data": args.data,
             "num_windows": windows,
@@ -336,7 +334,7 @@ fn print<B: SieveBackend>(
             "out": args.out.display().to_string(),
             "flag": flag,
         });
-        terminal::line(&json.to_string());
+        output::print_json(loaded, json);
         return;
     }
     let prompts = if windows == 1 { "prompt" } else { "prompts" };

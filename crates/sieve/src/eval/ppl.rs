@@ -243,20 +243,20 @@ fn print<B: SieveBackend>(
     extrapolation: &[Extrapolation],
 ) -> Result<()> {
     if args.json {
-        let mut object = output::json(loaded, report)?;
+        let mut object = serde_json::to_value(report)?;
         if !extrapolation.is_empty() {
-            object.insert("extrapolation".into(), json!(extrapolation));
+            object["extrapolation"] = json!(extrapolation);
         }
         if let Some(selection) = selection {
             let selector = selection.selectors();
             let is_no_likelihood = !selector.is_causal_map();
-            object.insert("selector".into(), selector.to_string().into());
-            object.insert("chunk".into(), selection.chunk().into());
-            object.insert("prefill_perplexity".into(), is_no_likelihood.into());
-            object.insert("selection".into(), json!(selection.totals()));
-            object.insert("paths".into(), json!(selection.paths()));
+            object["selector"] = selector.to_string().into();
+            object["chunk"] = selection.chunk().into();
+            object["prefill_perplexity"] = is_no_likelihood.into();
+            object["selection"] = json!(selection.totals());
+            object["paths"] = json!(selection.paths());
         }
-        terminal::line(&serde_json::to_string(&object)?);
+        output::print_json(loaded, object);
         return Ok(());
     }
     let count = terminal::thousands;

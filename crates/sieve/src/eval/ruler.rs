@@ -298,8 +298,6 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
 fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) {
     if args.json {
         let json = serde_json::json!({
-            "checkpoint": loaded.path.display().to_string(),
-            "step": loaded.state.step,
             "attention": attention_label(&loaded.shape),
             "trained_length": loaded.recipe.training.seq_len,
             "samples": args.samples,
@@ -307,8 +305,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
             "chunk": args.chunk,
             "methods": reports,
         });
-        terminal::line(&json.to_string());
-        return;
+        return output::print_json(loaded, json);
     }
     terminal::line(&format!(
         "{}, trained on {} tokens; {} samples of each task and length\n\

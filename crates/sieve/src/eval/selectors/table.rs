@@ -1,6 +1,7 @@
 //! The measures as lines, or as one JSON object.
 use super::compare::Trained;
 use super::{Failures, Run};
+use crate::eval::output;
 use crate::{selector, terminal};
 use serde::Serialize;
 use sieve_eval::SelectorMeasure;
@@ -25,8 +26,6 @@ pub(super) fn print_json<B: SieveBackend>(
     failed: &Failures,
 ) {
     let json = serde_json::json!({
-        "checkpoint": run.loaded.path.display().to_string(),
-        "step": run.loaded.state.step,
         "data": run.args.data,
         "threads": crate::device::num_threads(),
         "selectors": rows,
@@ -34,7 +33,7 @@ pub(super) fn print_json<B: SieveBackend>(
         "left_out": left_out.iter().map(terminal::first_line).collect::<Vec<_>>(),
         "failed": failed,
     });
-    terminal::line(&json.to_string());
+    output::print_json(run.loaded, json);
 }
 
 /// Prints all lengths.
