@@ -130,7 +130,7 @@ fn is_read<T, E: std::fmt::Display>(read: Result<T, E>, names: &[&str]) -> bool 
 }
 
 /// A folder in memory where there is one: ten thousand files are written.
-fn quick_dir() -> TempDir {
+pub(crate) fn quick_dir() -> TempDir {
     let memory = Path::new("/dev/shm");
     let made = match memory.is_dir() {
         true => tempfile::tempdir_in(memory),

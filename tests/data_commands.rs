@@ -6,6 +6,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
+use sieve_testing::{cases, parts};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
@@ -79,7 +80,7 @@ fn prepared_ahead_is_found_by_the_run() {
     let run = succeed(&mut tiny.train("run", cache));
     assert!(run.contains("data: found"), "{run}");
     let batch = "data batch --recipe tiny.toml --data-dir shards --step 2 --out b.safetensors";
-    succeed(&mut tiny.sieve(batch));
+    tiny.prints(batch);
     assert_eq!(shards(&tiny.path("shards")), before);
     assert!(
         before.keys().all(|name| !name.ends_with(".tmp")),
@@ -133,9 +134,9 @@ fn killed_at_any_moment_and_asked_again_it_writes_the_same_shards() {
     let tiny = TinyRun::dma();
     // Enough text that it takes a moment.
     for copy in 0..20 {
-        let text = fs::read_to_string(tiny.path("corpus/29.txt")).expect("text");
+        let text = tiny.read("corpus/29.txt");
         let text: String = (0..40).map(|n| format!("{copy} {n} {text}")).collect();
-        fs::write(tiny.path(&format!("corpus/more{copy}.txt")), text).expect("writable");
+        tiny.write(&format!("corpus/more{copy}.txt"), text);
     }
     succeed(tiny.sieve_args(&PREPARE).arg("whole"));
     let whole = shards(&tiny.path("whole"));
@@ -174,7 +175,7 @@ fn parquet_and_packed_lines_give_the_documents_of_the_files() {
         shards(&tiny.path(name))
     };
     let train = "tokenizer train --recipe tiny.toml --out t.json";
-    let said = succeed(&mut tiny.sieve(train));
+    let said = tiny.prints(train);
     assert!(said.contains("wrote t.json: 300 tokens"), "{said}");
     let text = prepare("text", &["data.paths=[\"corpus/[012]?.txt\"]"]);
     let parquet = ["data.format=parquet", "data.paths=[\"*.parquet\"]"];
@@ -235,7 +236,7 @@ fn a_run_on_a_weighted_mixture_resumes_exactly() {
     // Other weights are other data.
     let other = sets.replace("0.75,0.25", "0.5,0.5");
     let mut command = tiny.train("cut", &format!("{other} --resume --set training.steps=60"));
-    refused(&mut command, &["data.weights"]);
+    refused(&mut command, "data.weights");
 }
 
 const MQAR: &str = "--set tokenizer.numbers=64 --set training.one_document_per_row=false --set \
@@ -243,12 +244,12 @@ const MQAR: &str = "--set tokenizer.numbers=64 --set training.one_document_per_r
 
 /// `tiny.toml` with a synthetic task for its text.
 fn mqar_recipe(tiny: &TinyRun) {
-    let recipe = fs::read_to_string(tiny.path("tiny.toml")).expect("the recipe");
+    let recipe = tiny.read("tiny.toml");
     let data = "format = \"mqar\"\nmqar \
         = { vocab_size = 64, seq_lens = [32, 16], num_pairs = [4, 2], num_samples = [500, 100], num_test_samples = 20 \
         }";
     let recipe = recipe.replace("paths = [\"corpus/*.txt\"]", data);
-    fs::write(tiny.path("tiny.toml"), recipe).expect("writable");
+    tiny.write("tiny.toml", recipe);
 }
 
 #[test]
@@ -264,9 +265,9 @@ fn a_run_on_mqar_needs_no_files_and_resumes_exactly() {
     succeed(&mut tiny.train("cut", &format!("{MQAR} --resume")));
     tiny.assert_same_end("cut", "whole");
     let batch = format!("data batch --recipe tiny.toml --step 1 --out b.safetensors {MQAR}");
-    succeed(&mut tiny.sieve(&batch));
+    tiny.prints(&batch);
     let prepare = format!("data prepare --recipe tiny.toml {MQAR}");
-    refused(&mut tiny.sieve(&prepare), &["mqar", "nothing to prepare"]);
+    tiny.refuses(&prepare, "mqar | nothing to prepare");
     // Continuing a line of numbers.
     let prompt = [
         "generate",
@@ -290,59 +291,28 @@ fn bad_data_is_told_and_changes_nothing() {
     damaged[middle..middle + 40]
         .iter_mut()
         .for_each(|byte| *byte ^= 0x3C);
-    fs::write(tiny.path("damaged.jsonl.gz"), damaged).expect("writable");
-    fs::write(tiny.path("cut.jsonl.gz"), &whole[..middle]).expect("writable");
-    fs::write(tiny.path("none.parquet"), "no parquet").expect("writable");
-    fs::write(
-        tiny.path("two.toml"),
+    tiny.write("damaged.jsonl.gz", damaged);
+    tiny.write("cut.jsonl.gz", &whole[..middle]);
+    tiny.write("none.parquet", "no parquet");
+    tiny.write(
+        "two.toml",
         fs::read(tiny.path("tiny.toml")).expect("readable"),
-    )
-    .expect("writable");
-    for (sets, words) in [
-        (
-            &[
-                "data.format=parquet",
-                "data.paths=[\"half.parquet\"]",
-                "data.text_column=body",
-            ][..],
-            &[
-                "half.parquet",
-                "no column \"body\"",
-                "[\"text\"]",
-                "text_column",
-            ][..],
-        ),
-        (
-            &["data.format=parquet", "data.paths=[\"none.parquet\"]"],
-            &["none.parquet", "not a readable Parquet file"],
-        ),
-        (
-            &["data.format=jsonl", "data.paths=[\"damaged.jsonl.gz\"]"],
-            &["damaged.jsonl.gz", "damaged after", "gzip", "fetch or pack"],
-        ),
-        (
-            &["data.format=jsonl", "data.paths=[\"cut.jsonl.gz\"]"],
-            &["cut.jsonl.gz", "damaged after", "gzip"],
-        ),
-        (
-            &[
-                "data.format=parquet",
-                "data.paths=[\"hf://datasets/me/texts\"]",
-            ],
-            &[
-                "data set me/texts at http://127.0.0.1:1",
-                "HF_TOKEN",
-                "check the name",
-            ],
-        ),
-        (
-            &["data.format=parquet", "data.paths=[\"hf://datasets/me\"]"],
-            &["hf://datasets/me", "OWNER/NAME"],
-        ),
-    ] {
+    );
+    for [sets, words] in cases(
+        r#"
+        data.format=parquet | data.paths=["half.parquet"] | data.text_column=body => \
+            half.parquet | no column "body" | ["text"] | text_column
+        data.format=parquet | data.paths=["none.parquet"] => none.parquet | not a readable Parquet file
+        data.format=jsonl | data.paths=["damaged.jsonl.gz"] => damaged.jsonl.gz | damaged after | gzip | fetch or pack
+        data.format=jsonl | data.paths=["cut.jsonl.gz"] => cut.jsonl.gz | damaged after | gzip
+        data.format=parquet | data.paths=["hf://datasets/me/texts"] => \
+            data set me/texts at http://127.0.0.1:1 | HF_TOKEN | check the name
+        data.format=parquet | data.paths=["hf://datasets/me"] => hf://datasets/me | OWNER/NAME
+    "#,
+    ) {
         let mut command = tiny.sieve_args(&PREPARE);
         command.arg("new").env("HF_ENDPOINT", "http://127.0.0.1:1");
-        for set in sets {
+        for set in &parts(sets) {
             command.args(["--set", set]);
         }
         refused(&mut command, words);
@@ -352,21 +322,14 @@ fn bad_data_is_told_and_changes_nothing() {
     succeed(tiny.sieve_args(&PREPARE).arg("shards"));
     let before = shards(&tiny.path("shards"));
     let train = "tokenizer train --data corpus --vocab-size 280 --out other.json";
-    succeed(&mut tiny.sieve(train));
-    for (set, words) in [
-        (
-            "tokenizer.path=other.json",
-            &["shards", "the tokenizer changed"][..],
-        ),
-        (
-            "data.max_bytes=50000",
-            &["shards", "other files or with other settings"],
-        ),
-        (
-            "data.validation_fraction=0.2",
-            &["shards", "the validation documents changed"],
-        ),
-    ] {
+    tiny.prints(train);
+    for [set, words] in cases(
+        r#"
+        tokenizer.path=other.json => shards | the tokenizer changed
+        data.max_bytes=50000 => shards | other files or with other settings
+        data.validation_fraction=0.2 => shards | the validation documents changed
+    "#,
+    ) {
         refused(
             tiny.sieve_args(&PREPARE).args(["shards", "--set", set]),
             words,
@@ -386,41 +349,18 @@ fn bad_data_is_told_and_changes_nothing() {
 #[test]
 fn bad_tokenizer_commands_are_refused() {
     let tiny = TinyRun::dma();
-    for (args, words) in [
-        ("tokenizer train --out t.json", &["--recipe"][..]),
-        (
-            "tokenizer train --data corpus --out t.json",
-            &["--vocab-size is missing"],
-        ),
-        (
-            "tokenizer train --data corpus --vocab-size 257 --out t.json",
-            &["vocab_size", "258"],
-        ),
-        (
-            "tokenizer train --data nothing --vocab-size 300 --out t.json",
-            &["nothing", "matches no file"],
-        ),
-        (
-            "tokenizer train --data corpus --vocab-size 300 --out corpus",
-            &["--out corpus is a folder"],
-        ),
-        (
-            "tokenizer train --data corpus --vocab-size 300 --out no/t.json",
-            &["no/t.json"],
-        ),
-        (
-            "tokenizer train --data corpus --vocab-size 60000 --out t.json",
-            &["gives only", "lower vocab_size"],
-        ),
-        (
-            "tokenizer train --data corpus --recipe tiny.toml --out t.json",
-            &["cannot be used with"],
-        ),
-        (
-            "tokenizer train --data corpus --format csv --vocab-size 300 --out t.json",
-            &["csv", "parquet"],
-        ),
-    ] {
-        tiny.refuse(&mut tiny.sieve(args), words);
-    }
+    tiny.refuses_each(
+        "tokenizer train",
+        r#"
+        --out t.json => --recipe
+        --data corpus --out t.json => --vocab-size is missing
+        --data corpus --vocab-size 257 --out t.json => vocab_size | 258
+        --data nothing --vocab-size 300 --out t.json => nothing | matches no file
+        --data corpus --vocab-size 300 --out corpus => --out corpus is a folder
+        --data corpus --vocab-size 300 --out no/t.json => no/t.json
+        --data corpus --vocab-size 60000 --out t.json => gives only | lower vocab_size
+        --data corpus --recipe tiny.toml --out t.json => cannot be used with
+        --data corpus --format csv --vocab-size 300 --out t.json => csv | parquet
+    "#,
+    );
 }

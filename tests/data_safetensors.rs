@@ -1,4 +1,5 @@
 //! Damaged safetensors files: read as they stand or refused, never trusted.
+use crate::damaged_texts::quick_dir;
 use burn::tensor::TensorData;
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
@@ -45,12 +46,7 @@ fn mutated(bytes: &[u8], header: usize, number: u64) -> Vec<u8> {
 
 #[test]
 fn damaged_headers_are_refused_or_name_tensors_that_are_there() {
-    let folder = std::path::Path::new("/dev/shm");
-    let dir = match folder.is_dir() {
-        true => tempfile::tempdir_in(folder),
-        false => tempfile::tempdir(),
-    };
-    let dir = dir.expect("a temporary folder");
+    let dir = quick_dir();
     let path = dir.path().join("model.safetensors");
     let tensor = |name: &str, shape: [usize; 2]| {
         let values: Vec<f32> = (0..shape[0] * shape[1]).map(|n| n as f32).collect();

@@ -1,18 +1,28 @@
 //! Files of `sieve kernels run nsa | mla | block_sparse` against the definition, computed from their own inputs.
 use crate::kernels_cli::Written;
 use crate::python;
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::tiny_run::TinyRun;
+use sieve_testing::cases;
 
 /// `[tokens, heads, width]`.
 #[derive(Clone)]
-struct Rows {
+pub(crate) struct Rows {
     values: Vec<f64>,
     heads: usize,
     width: usize,
 }
 
 impl Rows {
-    fn read(written: &Written, name: &str) -> Self {
+    fn new(tokens: usize, heads: usize, width: usize) -> Self {
+        let values = vec![0.0; tokens * heads * width];
+        Self {
+            values,
+            heads,
+            width,
+        }
+    }
+
+    pub(crate) fn read(written: &Written, name: &str) -> Self {
         let [.., heads, width] = *written.shape(name) else {
             panic!("{name} has heads")
         };
@@ -32,7 +42,7 @@ impl Rows {
         }
     }
 
-    fn row(&self, token: usize, head: usize) -> &[f64] {
+    pub(crate) fn row(&self, token: usize, head: usize) -> &[f64] {
         &self.values[(token * self.heads + head) * self.width..][..self.width]
     }
 
@@ -42,7 +52,7 @@ impl Rows {
         own.iter_mut().zip(row).for_each(|(x, y)| *x += factor * y);
     }
 
-    fn gap(&self, other: &Self) -> f64 {
+    pub(crate) fn gap(&self, other: &Self) -> f64 {
         let pairs = self.values.iter().zip(&other.values);
         pairs.fold(0.0, |gap, (a, b)| gap.max((a - b).abs()))
     }
@@ -54,21 +64,38 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 
 /// The output, and for its gradient those of q, k and v. `seen` are the keys of a query's KV head.
 fn attention(
-    [q, k, v]: [&Rows; 3],
+    qkv: [&Rows; 3],
     d_o: &Rows,
     scale: f64,
     seen: impl Fn(usize, usize) -> Vec<usize>,
 ) -> [Rows; 4] {
+    biased_attention(qkv, d_o, scale, seen, |_, _| 0.0).0
+}
+
+/// The same with the bias of a key added to its logits; then the log-sum-exp of each query, less the largest bias that
+/// it sees, and the gradient of the biases.
+pub(crate) fn biased_attention(
+    [q, k, v]: [&Rows; 3],
+    d_o: &Rows,
+    scale: f64,
+    seen: impl Fn(usize, usize) -> Vec<usize>,
+    bias: impl Fn(usize, usize) -> f64,
+) -> ([Rows; 4], Rows, Rows) {
     let [mut o, mut dq, mut dk, mut dv] = [d_o.zeros(), q.zeros(), k.zeros(), v.zeros()];
-    for token in 0..q.values.len() / (q.heads * q.width) {
+    let tokens = q.values.len() / (q.heads * q.width);
+    let [mut lse, mut d_bias] = [q.heads, k.heads].map(|heads| Rows::new(tokens, heads, 1));
+    for token in 0..tokens {
         for head in 0..q.heads {
             let kv = head / (q.heads / k.heads);
             let keys = seen(token, kv);
-            let scores = keys
-                .iter()
-                .map(|&key| (scale * dot(q.row(token, head), k.row(key, kv))).exp());
-            let weights: Vec<f64> = scores.collect();
+            let biases = keys.iter().map(|&key| bias(key, kv));
+            let base = biases.fold(f64::NEG_INFINITY, f64::max);
+            let weight = |&key: &usize| {
+                (scale * dot(q.row(token, head), k.row(key, kv)) + bias(key, kv) - base).exp()
+            };
+            let weights: Vec<f64> = keys.iter().map(weight).collect();
             let total: f64 = weights.iter().sum();
+            lse.add(token, head, 1.0, &[total.ln()]);
             for (&key, weight) in keys.iter().zip(&weights) {
                 o.add(token, head, weight / total, v.row(key, kv));
             }
@@ -76,19 +103,20 @@ fn attention(
             let mean = dot(gradient, o.row(token, head));
             for (&key, weight) in keys.iter().zip(&weights) {
                 let p = weight / total;
-                let ds = p * (dot(gradient, v.row(key, kv)) - mean) * scale;
+                let ds = p * (dot(gradient, v.row(key, kv)) - mean);
                 dv.add(key, kv, p, gradient);
-                dq.add(token, head, ds, k.row(key, kv));
-                dk.add(key, kv, ds, q.row(token, head));
+                dq.add(token, head, ds * scale, k.row(key, kv));
+                dk.add(key, kv, ds * scale, q.row(token, head));
+                d_bias.add(key, kv, 1.0, &[ds]);
             }
         }
     }
-    [o, dq, dk, dv]
+    ([o, dq, dk, dv], lse, d_bias)
 }
 
 fn run(tiny: &TinyRun, words: &str) -> Written {
     let words = format!("kernels run {words} --seed 5 --out file.safetensors --device cpu");
-    succeed(&mut tiny.sieve(&words));
+    tiny.prints(&words);
     Written::read(&tiny.path("file.safetensors"))
 }
 
@@ -112,10 +140,7 @@ fn nsa_s_file_agrees_with_its_definition() {
 
     // Means of blocks.
     let means = [&k, &v].map(|x| {
-        let mut means = Rows {
-            values: vec![0.0; slots * x.heads * x.width],
-            ..x.clone()
-        };
+        let mut means = Rows::new(slots, x.heads, x.width);
         for slot in (0..slots).filter(|&slot| is_whole(slot)) {
             for head in 0..x.heads {
                 for token in slot * stride..slot * stride + size {
@@ -257,12 +282,7 @@ fn mla_s_file_agrees_with_its_definition() {
         written.values("kv"),
         written.values("k_rope"),
     );
-    let new = |width| Rows {
-        values: vec![0.0; n * heads * width],
-        heads,
-        width,
-    };
-    let [mut q, mut k, mut v] = [new(d + rope), new(d + rope), new(d)];
+    let [mut q, mut k, mut v] = [d + rope, d + rope, d].map(|width| Rows::new(n, heads, width));
     for token in 0..n {
         for head in 0..heads {
             let row = &q_rows[(token * heads + head) * (d + rope)..][..d + rope];
@@ -310,27 +330,17 @@ fn mla_s_file_agrees_with_its_definition() {
 #[test]
 fn sizes_that_the_ops_have_not_are_refused() {
     let tiny = TinyRun::dma();
-    for (words, reason) in [
-        ("nsa --shape seq_len=20,heads=2,head_dim=16", "--window"),
-        (
-            "nsa --shape seq_len=20,heads=2,head_dim=16,head_dim_v=8 --window 4",
-            "one width",
-        ),
-        (
-            "mla --shape seq_len=20,heads=2,head_dim=16",
-            "wider than values",
-        ),
-        (
-            "mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --window 4",
-            "all keys",
-        ),
-        (
-            "mla --shape seq_len=20,heads=2,kv_heads=1,head_dim=24,head_dim_v=16",
-            "keys of its own",
-        ),
-    ] {
+    for [words, reason] in cases(
+        r#"
+        nsa --shape seq_len=20,heads=2,head_dim=16 => --window
+        nsa --shape seq_len=20,heads=2,head_dim=16,head_dim_v=8 --window 4 => one width
+        mla --shape seq_len=20,heads=2,head_dim=16 => wider than values
+        mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --window 4 => all keys
+        mla --shape seq_len=20,heads=2,kv_heads=1,head_dim=24,head_dim_v=16 => keys of its own
+    "#,
+    ) {
         let words = format!("kernels run {words} --out file --device cpu");
-        refused(&mut tiny.sieve(&words), &[reason]);
+        tiny.refuses(&words, reason);
     }
 }
 
@@ -388,7 +398,7 @@ fn a_masked_file_agrees_with_its_mask_in_python() {
         let file = format!("{at}.safetensors");
         let shape = "seq_len=150,heads=4,kv_heads=2,head_dim=16";
         let words = format!("kernels run block_sparse --shape {shape} --selector {selector}");
-        succeed(&mut tiny.sieve(&format!("{words} --out {file} --device cpu")));
+        tiny.prints(&format!("{words} --out {file} --device cpu"));
         let written = Written::read(&tiny.path(&file));
         for array in *arrays {
             assert!(written.tensors.contains_key(*array), "{selector}: {array}");
@@ -417,22 +427,18 @@ fn a_masked_file_agrees_with_its_mask_in_python() {
 #[test]
 fn calls_without_a_mask_are_refused() {
     let tiny = TinyRun::dma();
-    for (words, told) in [
-        ("block_sparse", "block_sparse needs --selector"),
-        ("block_sparse --selector quest", "quest acts while decoding"),
-        (
-            "block_sparse --selector bfla --window 5",
-            "leave --window out",
-        ),
-        (
-            "attention --selector bfla",
-            "--selector is for block_sparse",
-        ),
-        ("block_sparse --selector nosuch", "nosuch"),
-    ] {
+    for [words, told] in cases(
+        r#"
+        block_sparse => block_sparse needs --selector
+        block_sparse --selector quest => quest acts while decoding
+        block_sparse --selector bfla --window 5 => leave --window out
+        attention --selector bfla => --selector is for block_sparse
+        block_sparse --selector nosuch => nosuch
+    "#,
+    ) {
         let shape = "--shape seq_len=30,heads=2,kv_heads=1,head_dim=16 --out file --device cpu";
         let words = format!("kernels run {words} {shape}");
-        refused(&mut tiny.sieve(&words), &[told]);
+        tiny.refuses(&words, told);
         assert!(!tiny.path("file").exists(), "{words}");
     }
 }

@@ -1,7 +1,9 @@
 //! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain
 //! errors.
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::kernel_branches::{Rows, biased_attention};
+use crate::tiny_run::TinyRun;
 use sieve_hf::TensorFile;
+use sieve_testing::{cases, says};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -48,91 +50,60 @@ impl Written {
         self.metadata["scale"].parse().expect("a number")
     }
 
-    /// Largest errors of `o`, `lse` and `ddelta` against the definition, computed here in f64 from the file's own
-    /// inputs. `lse` is of logits less the largest bias that the query sees.
+    /// Largest errors of `o`, of `lse` and of the gradients against the definition, computed here in f64 from the
+    /// file's own inputs. `lse` is of logits less the largest bias that the query sees.
     fn errors(&self) -> [f64; 3] {
-        let [batch, seq_len, heads, d] = *self.shape("q") else {
-            panic!("q has four dimensions")
+        let rows = |name: &str| Rows::read(self, name);
+        let [q, k, v, d_o] = ["q", "k", "v", "do"].map(rows);
+        let [_, kv_heads, seq_len] = *self.shape("expire") else {
+            panic!("expire has three dimensions")
         };
-        let kv_heads = self.shape("k")[2];
-        let dv = self.shape("v")[3];
-        let (q, k, v, d_o) = (
-            self.values("q"),
-            self.values("k"),
-            self.values("v"),
-            self.values("do"),
-        );
-        let expire = self.values("expire");
-        let starts: Vec<usize> = self
-            .values("cu_seqlens")
-            .iter()
-            .map(|&x| x as usize)
-            .collect();
-        let zeros = vec![0.0; expire.len()];
-        let delta = self
-            .tensors
-            .get("delta")
-            .map_or(&zeros, |(_, values)| values);
-        let mut ddelta = zeros.clone();
-        let mut worst = [0.0f64; 3];
-        for b in 0..batch {
-            for head in 0..heads {
-                let kv = head / (heads / kv_heads);
-                for i in 0..seq_len {
-                    let token = b * seq_len + i;
-                    let first = starts
-                        .iter()
-                        .rev()
-                        .find(|&&start| start <= token)
-                        .expect("0 is one");
-                    let row = |x: &'_ [f64], j: usize, width: usize| -> Vec<f64> {
-                        x[((b * seq_len + j) * kv_heads + kv) * width..][..width].to_vec()
-                    };
-                    let dot =
-                        |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
-                    let query = &q[(token * heads + head) * d..][..d];
-                    let per_key = (b * kv_heads + kv) * seq_len;
-                    let keys: Vec<usize> = (first - b * seq_len..=i)
-                        .filter(|&j| (i as f64) < expire[per_key + j])
-                        .collect();
-                    let biases = keys.iter().map(|&j| delta[per_key + j]);
-                    let base = biases.fold(f64::NEG_INFINITY, f64::max);
-                    let logits: Vec<f64> = keys
-                        .iter()
-                        .map(|&j| {
-                            self.scale() * dot(query, &row(k, j, d)) + delta[per_key + j] - base
-                        })
-                        .collect();
-                    let total: f64 = logits.iter().map(|s| s.exp()).sum();
-                    let mut o = vec![0.0; dv];
-                    let p: Vec<f64> = logits.iter().map(|s| s.exp() / total).collect();
-                    for (&j, p) in keys.iter().zip(&p) {
-                        o.iter_mut()
-                            .zip(row(v, j, dv))
-                            .for_each(|(o, v)| *o += p * v);
-                    }
-                    let gradient = &d_o[(token * heads + head) * dv..][..dv];
-                    for (&j, p) in keys.iter().zip(&p) {
-                        ddelta[per_key + j] +=
-                            p * (dot(gradient, &row(v, j, dv)) - dot(gradient, &o));
-                    }
-                    let got = &self.values("o")[(token * heads + head) * dv..][..dv];
-                    for (got, o) in got.iter().zip(&o) {
-                        worst[0] = worst[0].max((got - o).abs());
-                    }
-                    if !keys.is_empty() {
-                        let lse = self.values("lse")[(b * heads + head) * seq_len + i];
-                        worst[1] = worst[1].max((lse - total.ln()).abs());
-                    }
-                }
-            }
-        }
-        if let Some((_, got)) = self.tensors.get("ddelta") {
-            for (got, expected) in got.iter().zip(&ddelta) {
-                worst[2] = worst[2].max((got - expected).abs());
-            }
-        }
-        worst
+        // Of `[batch, heads, seq_len]`.
+        let at = |token: usize, head: usize, heads: usize| {
+            (token / seq_len * heads + head) * seq_len + token % seq_len
+        };
+        let (starts, expire) = (self.values("cu_seqlens"), self.values("expire"));
+        let seen = |token: usize, kv: usize| {
+            let first = starts.iter().rev().find(|&&start| start <= token as f64);
+            let keys = *first.expect("0 is one") as usize..=token;
+            let place = (token % seq_len) as f64;
+            keys.filter(|&key| place < expire[at(key, kv, kv_heads)])
+                .collect()
+        };
+        let delta = self.tensors.get("delta");
+        let bias = |key, kv| {
+            delta.map_or(0.0, |(_, values): &(_, Vec<_>)| {
+                values[at(key, kv, kv_heads)]
+            })
+        };
+        let ([o, dq, dk, dv], lse, d_bias) =
+            biased_attention([&q, &k, &v], &d_o, self.scale(), seen, bias);
+        // A query without keys has no log-sum-exp.
+        let gap = |name: &str, own: &Rows, heads: usize| {
+            let tokens = 0..self.values(name).len() / heads;
+            let pairs = tokens.flat_map(|token| (0..heads).map(move |head| (token, head)));
+            let gaps = pairs
+                .map(|(token, head)| {
+                    (
+                        self.values(name)[at(token, head, heads)],
+                        own.row(token, head)[0],
+                    )
+                })
+                .filter(|(_, own)| own.is_finite())
+                .map(|(found, own)| (found - own).abs());
+            gaps.fold(0.0, f64::max)
+        };
+        let gradients =
+            [("dq", dq), ("dk", dk), ("dv", dv)].map(|(name, own)| own.gap(&rows(name)));
+        let d_delta = match self.tensors.contains_key("ddelta") {
+            true => gap("ddelta", &d_bias, kv_heads),
+            false => 0.0,
+        };
+        [
+            o.gap(&rows("o")),
+            gap("lse", &lse, self.shape("lse")[1]),
+            gradients.into_iter().fold(d_delta, f64::max),
+        ]
     }
 }
 
@@ -174,32 +145,16 @@ impl Written {
 fn options_of_dma_that_do_not_fit_are_told() {
     let tiny = folder();
     let sizes = "--shape seq_len=30,heads=4,kv_heads=2,head_dim=16 --out out --device cpu";
-    for (words, told) in [
-        (
-            "dma --window 8 --local-window 9",
-            "--local-window 9 is more than --window 8",
-        ),
-        (
-            "dma --window 8 --periods 64",
-            "--periods names 1, and there are 2 KV heads",
-        ),
-        (
-            "dma --window 8 --periods 64,0",
-            "0 is no number of tokens above 0",
-        ),
-        (
-            "dma_decode --window 8 --periods 64,9",
-            "--periods are for dma and dma_select",
-        ),
-        (
-            "swa --window 8 --local-window 2",
-            "--local-window is for dma",
-        ),
-    ] {
-        refused(
-            &mut tiny.sieve(&format!("kernels run {words} {sizes}")),
-            &[told],
-        );
+    for [words, told] in cases(
+        r#"
+        dma --window 8 --local-window 9 => --local-window 9 is more than --window 8
+        dma --window 8 --periods 64 => --periods names 1, and there are 2 KV heads
+        dma --window 8 --periods 64,0 => 0 is no number of tokens above 0
+        dma_decode --window 8 --periods 64,9 => --periods are for dma and dma_select
+        swa --window 8 --local-window 2 => --local-window is for dma
+    "#,
+    ) {
+        tiny.refuses(&format!("kernels run {words} {sizes}"), told);
     }
     assert!(!tiny.path("out").exists());
 }
@@ -213,27 +168,18 @@ fn folder() -> TinyRun {
 fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
     let tiny = folder();
     let sizes = "batch=2,seq_len=61,heads=4,kv_heads=2,head_dim=32";
-    for (op, more, names) in [
-        ("attention", "", "q k v do o lse dq dk dv expire cu_seqlens"),
-        (
-            "swa",
-            "--window 9 --documents 3",
-            "q k v do o lse dq dk dv expire cu_seqlens",
-        ),
-        (
-            "dma",
-            "--window 9 --documents 2 --scores rising",
-            "q k v z delta do o lse dq dk dv ddelta expire cu_seqlens",
-        ),
-        (
-            "dma",
-            "--window 9 --local-window 3 --periods 4,30 --documents 2",
-            "q k v z rank delta do o lse dq dk dv ddelta expire cu_seqlens",
-        ),
-    ] {
-        succeed(&mut tiny.sieve(&format!(
+    for [op, more, names] in cases(
+        r#"
+        attention =>  => q k v do o lse dq dk dv expire cu_seqlens
+        swa => --window 9 --documents 3 => q k v do o lse dq dk dv expire cu_seqlens
+        dma => --window 9 --documents 2 --scores rising => q k v z delta do o lse dq dk dv ddelta expire cu_seqlens
+        dma => --window 9 --local-window 3 --periods 4,30 --documents 2 => \
+            q k v z rank delta do o lse dq dk dv ddelta expire cu_seqlens
+    "#,
+    ) {
+        tiny.prints(&format!(
             "kernels run {op} --shape {sizes} {more} --seed 5 --out {op}.safetensors --device cpu"
-        )));
+        ));
         let written = Written::read(&tiny.path(&format!("{op}.safetensors")));
         let mut expected: Vec<&str> = names.split(' ').collect();
         expected.sort_unstable();
@@ -246,10 +192,10 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
         assert_eq!(written.shape("lse"), [2, 4, 61]);
         assert_eq!(written.shape("expire"), [2, 2, 61]);
         assert_eq!(written.metadata["op"], op);
-        let [o, lse, ddelta] = written.errors();
+        let [o, lse, gradients] = written.errors();
         assert!(
-            o < 2e-5 && lse < 2e-5 && ddelta < 2e-4,
-            "{op}: {o:.1e} {lse:.1e} {ddelta:.1e}"
+            o < 2e-5 && lse < 2e-5 && gradients < 2e-4,
+            "{op}: {o:.1e} {lse:.1e} {gradients:.1e}"
         );
         if more.contains("periods") {
             written.check_sloped_mask(9, 3, [4.0, 30.0]);
@@ -272,9 +218,9 @@ fn decoding_writes_the_rows_of_the_whole_pass() {
         ("dma", "dma_decode", "--window 7"),
     ] {
         for (op, file) in [(whole, "whole"), (decode, "decode")] {
-            succeed(&mut tiny.sieve(&format!(
+            tiny.prints(&format!(
                 "kernels run {op} --shape {sizes} {window} --seed 8 --out {file} --device cpu"
-            )));
+            ));
         }
         let (whole, decode) = (
             Written::read(&tiny.path("whole")),
@@ -294,10 +240,10 @@ fn decoding_writes_the_rows_of_the_whole_pass() {
 fn a_seed_gives_one_file() {
     let tiny = folder();
     for (seed, file) in [(1, "a"), (1, "b"), (2, "c")] {
-        succeed(&mut tiny.sieve(&format!(
+        tiny.prints(&format!(
             "kernels run dma_select --shape seq_len=500,heads=2,kv_heads=2,head_dim=16 --window 20 --seed {seed} \
              --out {file} --device cpu"
-        )));
+        ));
     }
     let read = |file: &str| {
         let written = Written::read(&tiny.path(file));
@@ -313,9 +259,9 @@ fn a_seed_gives_one_file() {
 fn the_check_runs_on_the_cpu() {
     let tiny = folder();
     let words = "kernels check --cases 15 --longest 60 --json check.json --device cpu";
-    let printed = succeed(&mut tiny.sieve(words));
+    let printed = tiny.prints(words);
     assert!(printed.contains("every row passed on cpu"), "{printed}");
-    let json = fs::read_to_string(tiny.path("check.json")).expect("written");
+    let json = tiny.read("check.json");
     let json: serde_json::Value = serde_json::from_str(&json).expect("JSON");
     assert_eq!(json["failed_rows"], 0);
     let rows = json["rows"].as_array().expect("rows");
@@ -337,24 +283,21 @@ fn scores_of_a_trained_model_can_be_used() {
     let tiny = folder();
     tiny.trained("run", "--set training.steps=8");
     let captured = "kernels capture --checkpoint run --out z --device cpu";
-    succeed(&mut tiny.sieve(captured));
+    tiny.prints(captured);
     let z = Written::read_tensors(&tiny.path("z"));
     // Two layers with one KV head each; whole rows of 32 tokens.
     assert_eq!(z["z"].0[0], 2);
     assert_eq!(z["z"].0[1] % 32, 0);
     assert!(z["z"].0[1] > 4096, "{:?}", z["z"].0);
     let op = "kernels run dma --shape seq_len=300,heads=2,kv_heads=2,head_dim=16 --window 40 --device cpu";
-    succeed(&mut tiny.sieve(&format!("{op} --scores captured:z --out out")));
+    tiny.prints(&format!("{op} --scores captured:z --out out"));
     let written = Written::read(&tiny.path("out"));
     assert_eq!(written.values("z")[..300], z["z"].1[..300]);
     assert!(written.errors()[0] < 2e-5);
 
     let long = "kernels run dma_select --shape seq_len=9999999,heads=1,head_dim=16 --window 40 --scores captured:z \
         --out out --device cpu";
-    refused(
-        &mut tiny.sieve(long),
-        &["too short for seq_len=9999999", "hint"],
-    );
+    tiny.refuses(long, "too short for seq_len=9999999 | hint");
 }
 
 #[test]
@@ -362,7 +305,7 @@ fn a_dense_model_gives_its_queries_keys_and_values() {
     let tiny = TinyRun::new("kind = \"mha\"");
     tiny.trained("run", "--set training.steps=4");
     let capture = "kernels capture --checkpoint run --out z --device cpu";
-    let told = succeed(&mut tiny.sieve(capture));
+    let told = tiny.prints(capture);
     assert!(told.contains("--selectors --operands z"), "{told}");
     let written = Written::read_tensors(&tiny.path("z"));
     // A training row of 32 tokens; two layers, as 32 heads are more than the model has.
@@ -401,7 +344,7 @@ fn attention_with_neither_scores_nor_dense_operands_is_refused() {
     );
     tiny.trained("run", "--set training.steps=4");
     let capture = "kernels capture --checkpoint run --out z --device cpu";
-    refused(&mut tiny.sieve(capture), &["DMA", "hint"]);
+    tiny.refuses(capture, "DMA | hint");
     assert!(!tiny.path("z").exists());
 }
 
@@ -434,24 +377,17 @@ fn kernels_are_built_without_a_gpu_and_once() {
     fake_nvcc(&tiny);
     let build =
         "kernels build --recipe tiny.toml --arch sm_80 --arch sm_90a --nvcc ./nvcc --out cache";
-    let printed = succeed(&mut tiny.sieve(build));
-    for words in [
-        "dma_attention_forward",
-        "77",
-        "4/8",
-        "+512",
-        "sm_80",
-        "sm_90a",
-        " 0 were there, 0 failed",
-    ] {
-        assert!(printed.contains(words), "{words}: {printed}");
-    }
+    let printed = tiny.prints(build);
+    says(
+        &printed,
+        "dma_attention_forward | 77 | 4/8 | +512 | sm_80 | sm_90a |  0 were there, 0 failed",
+    );
     assert!(tiny.path("cache/sm_80-nvrtc12.9/cuda").is_dir());
-    let printed = succeed(&mut tiny.sieve(build));
+    let printed = tiny.prints(build);
     assert!(printed.contains("0 kernels compiled"), "{printed}");
     // Another width is another kernel; the rest is there.
     let wider = format!("{build} --set model.head_dim=32");
-    let printed = succeed(&mut tiny.sieve(&wider));
+    let printed = tiny.prints(&wider);
     assert!(
         printed.contains("HEAD_DIM=32") && !printed.contains(" 0 were there"),
         "{printed}"
@@ -464,7 +400,7 @@ fn a_kernel_cache_cut_off_in_mid_write_is_used_again() {
     let tiny = folder();
     fake_nvcc(&tiny);
     let build = "kernels build --recipe tiny.toml --arch sm_90a --nvcc ./nvcc --out cache";
-    succeed(&mut tiny.sieve(build));
+    tiny.prints(build);
     // As a kill -9 in the middle of a write leaves it: half an entry, and a line of the table of contents without its
     // end.
     let torn = |ending: &str| {
@@ -480,15 +416,15 @@ fn a_kernel_cache_cut_off_in_mid_write_is_used_again() {
         assert!(found > 0, "no file ends with {ending}");
     };
     torn("chunk0.cbor");
-    let printed = succeed(&mut tiny.sieve(build));
+    let printed = tiny.prints(build);
     assert!(printed.contains("0 kernels compiled"), "{printed}");
     torn(".log");
-    let printed = succeed(&mut tiny.sieve(build));
+    let printed = tiny.prints(build);
     assert!(printed.contains("0 failed"), "{printed}");
     // What is compiled after a repair is found again.
     let wider = format!("{build} --set model.head_dim=32");
-    succeed(&mut tiny.sieve(&wider));
-    let printed = succeed(&mut tiny.sieve(&wider));
+    tiny.prints(&wider);
+    let printed = tiny.prints(&wider);
     assert!(printed.contains("0 kernels compiled"), "{printed}");
 }
 
@@ -496,53 +432,29 @@ fn a_kernel_cache_cut_off_in_mid_write_is_used_again() {
 fn mistakes_get_one_plain_message_and_write_nothing() {
     let tiny = folder();
     let shape = "--shape seq_len=20,heads=2,head_dim=16 --out out --device cpu";
-    for (words, expected) in [
-        (format!("run sparse {shape}"), &["sparse", "dma_select"][..]),
-        (format!("run swa {shape}"), &["--window"]),
-        (format!("run dma {shape}"), &["--window"]),
-        (format!("run attention {shape} --window 3"), &["swa"]),
-        (format!("run dma {shape} --window 0"), &["at least one key"]),
-        (
-            format!("run attention {shape} --scores tied"),
-            &["--scores"],
-        ),
-        (
-            format!("run swa {shape} --window 3 --documents 21"),
-            &["--documents 21", "1 to 20"],
-        ),
-        (
-            format!("run decode {shape} --documents 2"),
-            &["one document"],
-        ),
-        (
-            format!("run dma {shape} --window 3 --scores captured:none"),
-            &["none"],
-        ),
-        (
-            "run attention --shape seq_len=20,head_dim=16 --out out".to_owned(),
-            &["heads is missing"],
-        ),
-        (
-            "run attention --shape seq_len=20,heads=3,kv_heads=2,head_dim=16 --out out".to_owned(),
-            &["kv_heads=2 does not divide heads=3"],
-        ),
-        ("build --arch sm_75".to_owned(), &["sm_75", "sm_80"]),
-        (
-            "build --arch sm_80 --nvcc ./none".to_owned(),
-            &["./none", "--nvrtc"],
-        ),
-        (
-            "build --arch sm_80 --recipe none".to_owned(),
-            &["no recipe none"],
-        ),
-        ("check --cases 0 --device cpu".to_owned(), &["--cases 0"]),
-        ("bench --device cpu".to_owned(), &["GPU"]),
-        (
-            "capture --checkpoint none --out out --device cpu".to_owned(),
-            &["none"],
-        ),
-    ] {
-        refused(&mut tiny.sieve(&format!("kernels {words}")), expected);
+    for [words, expected] in cases(
+        r#"
+        run sparse SHAPE => sparse | dma_select
+        run swa SHAPE => --window
+        run dma SHAPE => --window
+        run attention SHAPE --window 3 => swa
+        run dma SHAPE --window 0 => at least one key
+        run attention SHAPE --scores tied => --scores
+        run swa SHAPE --window 3 --documents 21 => --documents 21 | 1 to 20
+        run decode SHAPE --documents 2 => one document
+        run dma SHAPE --window 3 --scores captured:none => none
+        run attention --shape seq_len=20,head_dim=16 --out out => heads is missing
+        run attention --shape seq_len=20,heads=3,kv_heads=2,head_dim=16 --out out => kv_heads=2 does not divide heads=3
+        build --arch sm_75 => sm_75 | sm_80
+        build --arch sm_80 --nvcc ./none => ./none | --nvrtc
+        build --arch sm_80 --recipe none => no recipe none
+        check --cases 0 --device cpu => --cases 0
+        bench --device cpu => GPU
+        capture --checkpoint none --out out --device cpu => none
+    "#,
+    ) {
+        let words = words.replace("SHAPE", shape);
+        tiny.refuses(&format!("kernels {words}"), expected);
     }
     assert!(!tiny.path("out").exists());
 }
@@ -566,6 +478,6 @@ fn no_gpu_is_said_plainly() {
         "bench --device cuda",
         "build",
     ] {
-        refused(&mut tiny.sieve(&format!("kernels {words}")), &["CUDA"]);
+        tiny.refuses(&format!("kernels {words}"), "CUDA");
     }
 }

@@ -1,7 +1,7 @@
 //! `sieve eval needle` through the program: every kind, selectors, the picture, and mistakes.
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::tiny_run::{TinyRun, json, refused};
 use serde_json::Value;
-use std::fs;
+use sieve_testing::says;
 
 /// Room for a needle in the tiny tokenizer, and a haystack before it.
 const LONGER: &str = "--set model.max_position_embeddings=512 --set training.steps=4";
@@ -16,11 +16,6 @@ const KINDS: [&str; 5] = [
     "kind = \"mla\"\nkv_lora_rank = 16\nqk_rope_head_dim = 8",
 ];
 
-fn json(text: &str) -> Value {
-    serde_json::from_str(text.lines().last().unwrap_or_default())
-        .unwrap_or_else(|e| panic!("{e}: {text}"))
-}
-
 /// A tiny run of a kind, and `eval needle` on it.
 fn trained(attention: &str, more: &str) -> TinyRun {
     // MLA has a key and a value for every query head.
@@ -34,7 +29,7 @@ fn trained(attention: &str, more: &str) -> TinyRun {
 }
 
 fn asked(tiny: &TinyRun, more: &str) -> String {
-    succeed(&mut tiny.sieve(&format!("eval needle --checkpoint run --device cpu {more}")))
+    tiny.prints(&format!("eval needle --checkpoint run --device cpu {more}"))
 }
 
 #[test]
@@ -58,21 +53,17 @@ fn needle_grids_are_asked_of_every_kind() {
         // The same question gets the same answer.
         assert_eq!(json(&asked(&tiny, &format!("{grid} --json"))), report);
         let text = asked(&tiny, grid);
-        assert!(
-            text.contains("12 needles") && text.contains("chance"),
-            "{text}"
-        );
+        says(&text, "12 needles | chance");
     }
 }
 
 #[test]
 fn needle_maps_are_drawn_for_every_selector() {
     let tiny = trained(KINDS[0], "");
-    fs::write(
-        tiny.path("text.txt"),
+    tiny.write(
+        "text.txt",
         "The fox sees a dog. The dog sees the fox again. ".repeat(60),
-    )
-    .expect("the folder is writable");
+    );
     let own_and = "--selector streamingllm:n_init=2,n_local=20,min_prefill_tokens=0 --selector \
                    meanpool:block=16,tau=1,min_prefill_tokens=0 --chunk 64";
     let grid = "--data text.txt --lengths 256,512 --grid 3 --buffer 160";
@@ -91,12 +82,11 @@ fn needle_maps_are_drawn_for_every_selector() {
             "{grid} --selector 0=dense/1-=quest:page=4,budget=16,dense_layers=0 --plot picture.svg"
         ),
     );
-    assert!(
-        text.contains("mha, its own")
-            && text.contains("\nlayer 0 dense on the CPU; layer 1 quest on the CPU\n"),
-        "{text}"
+    says(
+        &text,
+        "mha, its own | \nlayer 0 dense on the CPU; layer 1 quest on the CPU\n",
     );
-    let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");
+    let picture = tiny.read("picture.svg");
     assert!(picture.starts_with("<svg") && picture.contains("quest"));
     // Two lengths, three depths, two scores, two methods.
     assert_eq!(picture.matches("<title>").count(), 24);
@@ -109,64 +99,40 @@ fn needle_maps_are_drawn_for_every_selector() {
 #[test]
 fn needle_mistakes_are_told_and_change_nothing() {
     let tiny = trained(KINDS[0], "");
-    fs::write(tiny.path("text.txt"), "The fox sees a dog. ".repeat(20)).expect("writable");
-    for (more, words) in [
-        ("--lengths 513", &["lengths is 513", "end at 512"][..]),
-        ("--lengths 160", &["lengths is 160", "no haystack"]),
-        ("--lengths 300,x", &["'x'", "--lengths"]),
-        ("--lengths 300 --depths 101", &["depths is 101", "0 to 100"]),
-        ("--lengths 300 --depths -1", &["depths is -1", "0 to 100"]),
-        ("--lengths 300 --depths nan", &["depths is NaN", "0 to 100"]),
-        ("--lengths 300 --grid 0", &["--grid is 0"]),
-        (
-            "--lengths 300 --needles 0",
-            &["needles is none", "at least one"],
-        ),
-        (
-            "--lengths 512 --data text.txt",
-            &["the haystack has", "needs 352"],
-        ),
-        (
-            "--lengths 300 --data nothing.txt",
-            &["nothing.txt", "matches no file"],
-        ),
-        ("--lengths 300 --selector quset", &["did you mean quest?"]),
-        ("--lengths 300 --chunk 64", &["--selector"]),
-        (
-            "--lengths 300 --chunk 64 --selector quest",
-            &["token by token"],
-        ),
-        (
-            "--lengths 300 --chunk 64 --selector meanpool",
-            &["min_prefill_tokens"],
-        ),
-        (
-            "--lengths 300 --chunk 0 --selector meanpool",
-            &["chunk is 0"],
-        ),
-        (
-            "--lengths 300 --plot no/where.svg",
-            &["no/where.svg", "no folder"],
-        ),
-        ("--lengths 300 --plot corpus", &["corpus", "is a folder"]),
-    ] {
-        let command = format!("eval needle --checkpoint run --device cpu --buffer 160 {more}");
-        tiny.refuse(&mut tiny.sieve(&command), words);
-    }
-    let on = |more: &str| tiny.sieve(&format!("eval needle --device cpu {more}"));
-    tiny.refuse(
-        &mut on("--checkpoint nowhere"),
-        &["nowhere", "no checkpoint"],
+    tiny.write("text.txt", "The fox sees a dog. ".repeat(20));
+    tiny.refuses_each(
+        "eval needle --checkpoint run --device cpu --buffer 160",
+        r#"
+        --lengths 513 => lengths is 513 | end at 512
+        --lengths 160 => lengths is 160 | no haystack
+        --lengths 300,x => 'x' | --lengths
+        --lengths 300 --depths 101 => depths is 101 | 0 to 100
+        --lengths 300 --depths -1 => depths is -1 | 0 to 100
+        --lengths 300 --depths nan => depths is NaN | 0 to 100
+        --lengths 300 --grid 0 => --grid is 0
+        --lengths 300 --needles 0 => needles is none | at least one
+        --lengths 512 --data text.txt => the haystack has | needs 352
+        --lengths 300 --data nothing.txt => nothing.txt | matches no file
+        --lengths 300 --selector quset => did you mean quest?
+        --lengths 300 --chunk 64 => --selector
+        --lengths 300 --chunk 64 --selector quest => token by token
+        --lengths 300 --chunk 64 --selector meanpool => min_prefill_tokens
+        --lengths 300 --chunk 0 --selector meanpool => chunk is 0
+        --lengths 300 --plot no/where.svg => no/where.svg | no folder
+        --lengths 300 --plot corpus => corpus | is a folder
+    "#,
     );
-    tiny.refuse(&mut on(""), &["--checkpoint"]);
+    let on = |more: &str| tiny.sieve(&format!("eval needle --device cpu {more}"));
+    tiny.refuse(&mut on("--checkpoint nowhere"), "nowhere | no checkpoint");
+    tiny.refuse(&mut on(""), "--checkpoint");
     let small = "--checkpoint run --lengths 300 --depths 50 --buffer 30";
-    tiny.refuse(&mut on(small), &["30 are kept", "use --buffer"]);
+    tiny.refuse(&mut on(small), "30 are kept | use --buffer");
     let window = trained(KINDS[1], "");
     refused(
         &mut window.sieve(
             "eval needle --checkpoint run --lengths 300 --buffer 160 --device cpu --selector quest",
         ),
-        &["quest selects for dense attention"],
+        "quest selects for dense attention",
     );
 }
 
@@ -180,15 +146,15 @@ fn needle_scores_are_full_for_a_model_that_knows_the_answer() {
     let statement = example.as_str().expect("a text");
     for n in 0..60 {
         let text = format!("{statement}\n\n").repeat(20 + n);
-        fs::write(tiny.path(&format!("corpus/known{n}.txt")), text).expect("writable");
+        tiny.write(&format!("corpus/known{n}.txt"), text);
     }
     tiny.trained(
         "knows",
         "--set model.max_position_embeddings=512 --set training.steps=120",
     );
-    let known = json(&succeed(&mut tiny.sieve(&format!(
+    let known = json(&tiny.prints(&format!(
         "eval needle --checkpoint knows --device cpu {question}"
-    ))));
+    )));
     let method = &known["methods"][0];
     assert_eq!(method["found"], 1.0, "{known}");
     assert_eq!(method["mean_rank"], 1.0, "{known}");

@@ -1,6 +1,7 @@
 //! What somebody meets who has one file of text, or nothing but the program.
 use crate::data_commands::{formats, shards};
 use crate::tiny_run::{TinyRun, program, refused, succeed};
+use sieve_testing::{cases, says};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -25,17 +26,14 @@ fn one_text_file_trains_however_short() {
     let text = one_text(&tiny);
     for (name, num_bytes) in [("long", 1_000_000), ("short", 2_000)] {
         let text = text.repeat(num_bytes / text.len() + 1);
-        fs::write(tiny.path(&format!("{name}.txt")), &text[..num_bytes]).expect("writable");
+        tiny.write(&format!("{name}.txt"), &text[..num_bytes]);
         let path = format!("data.paths=[\"{name}.txt\"]");
         let printed = succeed(set(&mut tiny.train(name, ""), &[&path]));
-        for word in [
-            "data: too few documents (1) to hold whole ones out",
-            "the last 10.0 % of the text validate",
-            "[validation] paths",
-            "next:",
-        ] {
-            assert!(printed.contains(word), "no {word:?} in: {printed}");
-        }
+        says(
+            &printed,
+            "data: too few documents (1) to hold whole ones out | the last 10.0 % of the text validate | \
+             [validation] paths | next:",
+        );
         // A tenth of the short text is some 100 tokens.
         let is_warned = printed.contains("held-out tokens are few");
         assert_eq!(is_warned, name == "short", "{printed}");
@@ -49,25 +47,19 @@ fn one_text_file_trains_however_short() {
             .output()
             .expect("the program starts");
         let printed = String::from_utf8_lossy(&more.stdout);
-        assert!(
-            printed.contains("data: found") && printed.contains("too few"),
-            "{printed}"
-        );
+        says(&printed, "data: found | too few");
     }
     let empty = tiny.path("empty.txt");
     fs::write(empty, "").expect("writable");
-    fs::write(tiny.path("letter.txt"), "x").expect("writable");
+    tiny.write("letter.txt", "x");
     for (paths, words) in [
         (
             "data.paths=[\"empty.txt\"]",
-            &["no document in 1 files (1 blank"][..],
+            "no document in 1 files (1 blank",
         ),
         (
             "data.paths=[\"letter.txt\"]",
-            &[
-                "the validation split holds no document",
-                "[validation] paths",
-            ],
+            "the validation split holds no document | [validation] paths",
         ),
     ] {
         let sets = ["tokenizer.path=long/data/tokenizer.json", paths];
@@ -83,9 +75,9 @@ fn the_ending_of_a_file_says_how_it_is_read() {
         .lines()
         .map(|line| format!("{}\n", serde_json::json!({ "text": line, "n": 1 })))
         .collect::<String>();
-    fs::write(tiny.path("lines.jsonl"), &lines).expect("writable");
-    fs::write(tiny.path("lines.json"), &lines).expect("writable");
-    succeed(&mut tiny.sieve("tokenizer train --data corpus --vocab-size 300 --out t.json"));
+    tiny.write("lines.jsonl", &lines);
+    tiny.write("lines.json", &lines);
+    tiny.prints("tokenizer train --data corpus --vocab-size 300 --out t.json");
     let prepare = |out: &str, path: &str, format: &[&str]| {
         let path = format!("data.paths={path}");
         let mut command = tiny.sieve(&format!("data prepare --recipe tiny.toml --data-dir {out}"));
@@ -125,18 +117,14 @@ fn the_ending_of_a_file_says_how_it_is_read() {
         assert!(printed.contains("warning: lines.json"), "{printed}");
         assert!(printed.contains("data.format = \"jsonl\""), "{printed}");
     }
-    fs::write(tiny.path("corpus/rows.jsonl"), &lines).expect("writable");
+    tiny.write("corpus/rows.jsonl", &lines);
     for command in [
         "data prepare --recipe tiny.toml --data-dir new --set data.paths=[\"corpus\"]",
         "train --recipe tiny.toml --out new --set data.paths=[\"corpus\"]",
         "tokenizer train --data corpus --vocab-size 300 --out new.json",
     ] {
-        let words = [
-            "corpus",
-            "60 text (00.txt), 1 jsonl (rows.jsonl)",
-            "hint: say which",
-        ];
-        refused(&mut tiny.sieve(command), &words);
+        let words = "corpus | 60 text (00.txt), 1 jsonl (rows.jsonl) | hint: say which";
+        refused(&mut tiny.sieve(command), words);
     }
 
     let train =
@@ -145,7 +133,7 @@ fn the_ending_of_a_file_says_how_it_is_read() {
     let measure = |data: &str| {
         let ppl =
             format!("eval ppl --json --device cpu --checkpoint run --max-tokens 300 --data {data}");
-        let printed = succeed(&mut tiny.sieve(&ppl));
+        let printed = tiny.prints(&ppl);
         let json = printed
             .lines()
             .find(|line| line.starts_with('{'))
@@ -156,23 +144,18 @@ fn the_ending_of_a_file_says_how_it_is_read() {
     assert!(measure("lines.jsonl").0 > 1);
     assert!(measure("half.parquet").0 >= 1);
     let plot = "eval ppl --device cpu --checkpoint run --max-tokens 300 --data lines.jsonl --plot";
-    succeed(&mut tiny.sieve(&format!("{plot} loss.svg")));
-    let picture = fs::read_to_string(tiny.path("loss.svg")).expect("it was written");
-    for text in ["<svg", "nats per token", "tokens seen, at least"] {
-        assert!(picture.contains(text), "{picture}");
-    }
-    refused(
-        &mut tiny.sieve(&format!("{plot} no/loss.svg")),
-        &["no folder no"],
-    );
+    tiny.prints(&format!("{plot} loss.svg"));
+    let picture = tiny.read("loss.svg");
+    says(&picture, "<svg | nats per token | tokens seen, at least");
+    tiny.refuses(&format!("{plot} no/loss.svg"), "no folder no");
     let (num_documents, printed) = measure("lines.json");
     assert!(
         num_documents == 1 && printed.contains("warning: lines.json"),
         "{printed}"
     );
     let train = "tokenizer train --data lines.jsonl --vocab-size 270 --out ";
-    succeed(&mut tiny.sieve(&format!("{train} found.json")));
-    succeed(&mut tiny.sieve(&format!("{train} named.json --format jsonl")));
+    tiny.prints(&format!("{train} found.json"));
+    tiny.prints(&format!("{train} named.json --format jsonl"));
     let [found, named] = ["found.json", "named.json"].map(|name| fs::read(tiny.path(name)));
     assert_eq!(found.expect("written"), named.expect("written"));
 }
@@ -199,7 +182,7 @@ fn rows_left_out_are_told() {
         .map(|n| format!("{{\"text\": \"line {n} sees the river\"}}\n"))
         .collect::<String>();
     lines += "{\"text\": \" \"}\n{\"body\": 1}\nno JSON\n{\"text\": 5}\n";
-    fs::write(tiny.path("rows.jsonl"), lines).expect("writable");
+    tiny.write("rows.jsonl", lines);
     let sets = [
         "data.paths=[\"rows.jsonl\"]",
         "data.skip_invalid=true",
@@ -219,23 +202,21 @@ fn rows_left_out_are_told() {
             assert!(printed.contains(word), "no {word:?} in: {printed}");
         }
     }
-    let log = fs::read_to_string(tiny.path("run/log")).expect("log");
+    let log = tiny.read("run/log");
     assert!(log.contains(words[0]), "{log}");
     let ppl = "eval ppl --checkpoint run --device cpu --data rows.jsonl --context 32";
-    refused(&mut tiny.sieve(ppl), &["line 402 has no column"]);
-    let printed = succeed(&mut tiny.sieve(&format!("{ppl} --skip-invalid")));
+    tiny.refuses(ppl, "line 402 has no column");
+    let printed = tiny.prints(&format!("{ppl} --skip-invalid"));
     for word in words {
         assert!(printed.contains(word), "no {word:?} in: {printed}");
     }
     let corpus =
         "eval ppl --checkpoint run --device cpu --data corpus --max-tokens 500 --extrapolate";
-    let printed = succeed(&mut tiny.sieve(corpus));
-    for line in ["behind a context of", "\n32 ", "1.0000\n64 "] {
-        assert!(printed.contains(line), "no {line:?} in: {printed}");
-    }
+    let printed = tiny.prints(corpus);
+    says(&printed, "behind a context of | \n32  | 1.0000\n64 ");
     refused(
         set(&mut tiny.train("strict", ""), &[sets[0]]),
-        &["rows.jsonl: line 402 has no column \"text\" (it has [\"body\"])"],
+        "rows.jsonl: line 402 has no column \"text\" (it has [\"body\"])",
     );
 }
 
@@ -269,10 +250,7 @@ fn a_copied_program_trains_in_an_empty_folder() {
     let train = format!("train --recipe quickstart.toml --device cpu {small}");
     let printed = succeed(&mut sieve(&train));
     assert!(printed.contains("registry/src/**/*.rs"), "{printed}");
-    assert!(
-        printed.contains("so Sieve's own sources and docs are read"),
-        "{printed}"
-    );
+    says(&printed, "so Sieve's own sources and docs are read");
     let metrics = fs::read_to_string(dir.path().join("out/quickstart/metrics.jsonl"));
     let metrics = metrics.expect("metrics.jsonl");
     let last = metrics
@@ -306,21 +284,18 @@ fn a_copied_program_trains_in_an_empty_folder() {
     succeed(&mut sieve("plan --recipe mqar_dma"));
     refused(
         &mut sieve("train --recipe quikstart"),
-        &["inside the program", "quickstart.toml"],
+        "inside the program | quickstart.toml",
     );
     // A path that the user names is not replaced by the program's own text.
     let mut misspelt = sieve("train --recipe quickstart --out other --set");
     refused(
         misspelt.arg("data.paths=[\"notes.txt\"]"),
-        &["\"notes.txt\" matches no file"],
+        "\"notes.txt\" matches no file",
     );
     // A variable that is not set is no registry either.
     let mut homeless = sieve("data prepare --recipe quickstart --data-dir again");
     let printed = succeed(homeless.env_remove("HOME"));
-    assert!(
-        printed.contains("so Sieve's own sources and docs are read"),
-        "{printed}"
-    );
+    says(&printed, "so Sieve's own sources and docs are read");
 
     // A recipe beside the user comes before the one inside; where its text is there, the program's own is not read.
     fs::create_dir(dir.path().join("recipes")).expect("writable");
@@ -334,46 +309,32 @@ fn a_copied_program_trains_in_an_empty_folder() {
     let printed = succeed(&mut sieve(
         "tokenizer train --recipe quickstart --out t.json",
     ));
-    assert!(
-        printed.contains("text: 3 files of") && printed.contains(" 265 tokens"),
-        "{printed}"
-    );
+    says(&printed, "text: 3 files of |  265 tokens");
 }
 
 #[test]
 fn odd_files_are_told_by_name() {
     let tiny = TinyRun::dma();
-    succeed(&mut tiny.sieve("tokenizer train --data corpus --vocab-size 300 --out t.json"));
-    fs::write(
-        tiny.path("binary.txt"),
-        [0x7f, b'E', b'L', b'F', 0, 1, 2, 0xff],
-    )
-    .expect("writable");
-    fs::write(tiny.path("binary.jsonl"), [0xff; 64]).expect("writable");
-    fs::write(tiny.path("empty.jsonl"), "").expect("writable");
-    fs::write(tiny.path("empty.parquet"), "").expect("writable");
-    fs::write(tiny.path("empty.txt.zst"), "").expect("writable");
-    fs::write(tiny.path("rows.jsonl"), "{\"body\": \"x\"}\n").expect("writable");
+    tiny.prints("tokenizer train --data corpus --vocab-size 300 --out t.json");
+    tiny.write("binary.txt", [0x7f, b'E', b'L', b'F', 0, 1, 2, 0xff]);
+    tiny.write("binary.jsonl", [0xff; 64]);
+    tiny.write("empty.jsonl", "");
+    tiny.write("empty.parquet", "");
+    tiny.write("empty.txt.zst", "");
+    tiny.write("rows.jsonl", "{\"body\": \"x\"}\n");
     fs::create_dir(tiny.path("hollow")).expect("writable");
-    for (path, words) in [
-        ("binary.txt", &["binary.txt: NUL at byte 4"][..]),
-        ("binary.jsonl", &["binary.jsonl: not UTF-8 at byte 0"]),
-        ("empty.jsonl", &["no document in 1 files"]),
-        (
-            "empty.parquet",
-            &["empty.parquet: not a readable Parquet file"],
-        ),
-        (
-            "empty.txt.zst",
-            &["empty.txt.zst: damaged", "the file is empty"],
-        ),
-        (
-            "rows.jsonl",
-            &["rows.jsonl: line 1 has no column \"text\" (it has [\"body\"])"],
-        ),
-        ("hollow", &["\"hollow\" matches no file", "\"jsonl\""]),
-        ("no/such.txt", &["\"no/such.txt\" matches no file"]),
-    ] {
+    for [path, words] in cases(
+        r#"
+        binary.txt => binary.txt: NUL at byte 4
+        binary.jsonl => binary.jsonl: not UTF-8 at byte 0
+        empty.jsonl => no document in 1 files
+        empty.parquet => empty.parquet: not a readable Parquet file
+        empty.txt.zst => empty.txt.zst: damaged | the file is empty
+        rows.jsonl => rows.jsonl: line 1 has no column "text" (it has ["body"])
+        hollow => "hollow" matches no file | "jsonl"
+        no/such.txt => "no/such.txt" matches no file
+    "#,
+    ) {
         let paths = format!("data.paths=[\"{path}\"]");
         let sets = ["tokenizer.path=t.json", &paths];
         refused(set(&mut tiny.train("run", ""), &sets), words);
@@ -385,11 +346,11 @@ fn odd_files_are_told_by_name() {
             words,
         );
         let tokenizer = format!("tokenizer train --vocab-size 300 --out n.json --data {path}");
-        refused(&mut tiny.sieve(&tokenizer), words);
+        tiny.refuses(&tokenizer, words);
     }
     // One long line is one document like any other.
     let line = one_text(&tiny).replace('\n', " ");
-    fs::write(tiny.path("line.txt"), line).expect("writable");
+    tiny.write("line.txt", line);
     let sets = [
         "tokenizer.path=t.json",
         "data.paths=[\"line.txt\"]",

@@ -1,6 +1,7 @@
 //! The lines that commands print under `next:` are typed as they are.
 use crate::python;
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::tiny_run::{TinyRun, succeed};
+use sieve_testing::says;
 use std::fs;
 use std::process::{Command, Stdio};
 
@@ -103,7 +104,7 @@ fn a_new_recipe_on_one_text_trains() {
     let tiny = TinyRun::dma();
     let text = (0..60).map(|n| fs::read_to_string(tiny.path(&format!("corpus/{n:02}.txt"))));
     let text = text.collect::<Result<String, _>>().expect("a corpus");
-    fs::write(tiny.path("my text.txt"), text).expect("writable");
+    tiny.write("my text.txt", text);
     let smaller =
         "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.steps=1";
     for kind in ["mha", "swa", "dma", "mla", "nsa"] {
@@ -115,18 +116,18 @@ fn a_new_recipe_on_one_text_trains() {
             done.iter().any(|line| line.contains("generate --prompt ")),
             "{done:?}"
         );
-        let log = fs::read_to_string(tiny.path(&format!("out/{kind}/log"))).expect("a log");
+        let log = tiny.read(&format!("out/{kind}/log"));
         assert!(log.contains("sample:\n"), "{log}");
-        let written = fs::read_to_string(tiny.path(&format!("{kind}.toml"))).expect("written");
+        let written = tiny.read(&format!("{kind}.toml"));
         assert!(written.contains("prompts = [\""), "{written}");
     }
-    tiny.refuse(
-        &mut tiny.sieve("recipe new --out dma.toml"),
-        &["dma.toml is there already", "--out"],
+    tiny.refuses(
+        "recipe new --out dma.toml",
+        "dma.toml is there already | --out",
     );
-    tiny.refuse(
-        &mut tiny.sieve("recipe new --set training.stepz=3"),
-        &["training.stepz", "did you mean steps?"],
+    tiny.refuses(
+        "recipe new --set training.stepz=3",
+        "training.stepz | did you mean steps?",
     );
     for wrong in [
         "recipe new --size 2b",
@@ -134,10 +135,7 @@ fn a_new_recipe_on_one_text_trains() {
         "recipe show nothing",
         "recipe nw",
     ] {
-        refused(
-            &mut tiny.sieve(wrong),
-            &[wrong.rsplit(' ').next().expect("a word")],
-        );
+        tiny.refuses(wrong, wrong.rsplit(' ').next().expect("a word"));
     }
 }
 
@@ -148,12 +146,12 @@ fn recipes_of_every_size_and_kind_are_planned() {
         for kind in ["mha", "swa", "dma", "mla", "nsa"] {
             let name = format!("{kind}_{size}.toml");
             let new = format!("recipe new --size {size} --kind {kind} --data corpus --out {name}");
-            let printed = succeed(&mut tiny.sieve(&new));
+            let printed = tiny.prints(&new);
             assert!(
                 lines(&printed)[1].ends_with(&format!("train --recipe {name}")),
                 "{printed}"
             );
-            let planned = succeed(&mut tiny.sieve(&format!("plan --recipe {name} --gpu h200")));
+            let planned = tiny.prints(&format!("plan --recipe {name} --gpu h200"));
             assert!(planned.contains(&format!("attention {kind}")), "{planned}");
         }
     }
@@ -162,17 +160,15 @@ fn recipes_of_every_size_and_kind_are_planned() {
 #[test]
 fn recipes_are_shown_as_written_and_explained() {
     let tiny = TinyRun::dma();
-    let all = succeed(&mut tiny.sieve("recipe show"));
-    assert!(
-        all.contains("quickstart.toml") && all.contains("mqar_dma.toml"),
-        "{all}"
-    );
-    let text = succeed(&mut tiny.sieve("recipe show quickstart"));
+    let all = tiny.prints("recipe show");
+    says(&all, "quickstart.toml | mqar_dma.toml");
+    let text = tiny.prints("recipe show quickstart");
     assert_eq!(text, include_str!("../recipes/quickstart.toml"));
-    let explained = succeed(&mut tiny.sieve("recipe show tiny --all --set optimizer.lr=7e-4"));
-    for line in ["lr = 0.0007", "# Highest learning rate.", "# beta1 = 0.9"] {
-        assert!(explained.contains(line), "no {line:?} in {explained}");
-    }
-    fs::write(tiny.path("again.toml"), explained).expect("writable");
-    succeed(&mut tiny.sieve("plan --recipe again"));
+    let explained = tiny.prints("recipe show tiny --all --set optimizer.lr=7e-4");
+    says(
+        &explained,
+        "lr = 0.0007 | # Highest learning rate. | # beta1 = 0.9",
+    );
+    tiny.write("again.toml", explained);
+    tiny.prints("plan --recipe again");
 }

@@ -1,5 +1,6 @@
 //! `sieve plan` on every shipped recipe, and its messages.
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::tiny_run::TinyRun;
+use sieve_testing::says;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -28,7 +29,7 @@ fn every_shipped_recipe_is_planned_within_a_second() {
         // Other tests share the cores: the faster of two says what planning takes.
         for _ in 0..2 {
             let started = Instant::now();
-            text = succeed(&mut run.sieve(&format!("plan --recipe {name} --gpu h200 --json")));
+            text = run.prints(&format!("plan --recipe {name} --gpu h200 --json"));
             fastest = fastest.min(started.elapsed());
         }
         assert!(fastest < Duration::from_secs(1), "{name}: {fastest:?}");
@@ -60,27 +61,19 @@ fn every_shipped_recipe_is_planned_within_a_second() {
 fn the_text_names_every_part() {
     let run = TinyRun::dma();
     let plan = "plan --recipe dma_1p7b --gpu h100";
-    let hybrid = succeed(&mut run.sieve(plan));
-    for word in ["attention dma (layers dma, dma, dma, mha)", "KiB a token"] {
-        assert!(hybrid.contains(word), "no {word:?} in {hybrid}");
-    }
+    let hybrid = run.prints(plan);
+    says(
+        &hybrid,
+        "attention dma (layers dma, dma, dma, mha) | KiB a token",
+    );
     let sparse = format!("{plan} --set model.layer_types=[\"sparse\"]");
-    let text = succeed(&mut run.sieve(&sparse));
-    for word in [
-        "attention dma\n",
-        "stage 1",
-        "stage 2",
-        "keys a query",
-        "rest of f32 masters",
-        "activations by mode: none",
-        "KV cache",
-        "up to 2,048 tokens",
-        "dma selection",
-        "a guess:",
-    ] {
-        assert!(text.contains(word), "no {word:?} in {text}");
-    }
-    let text = succeed(&mut run.sieve("plan --recipe quickstart"));
+    let text = run.prints(&sparse);
+    says(
+        &text,
+        "attention dma\n | stage 1 | stage 2 | keys a query | rest of f32 masters | activations by mode: none | \
+         KV cache | up to 2,048 tokens | dma selection | a guess:",
+    );
+    let text = run.prints("plan --recipe quickstart");
     assert!(text.contains("plan for this CPU"), "{text}");
 }
 
@@ -126,12 +119,12 @@ fn the_page_of_recipe_keys_is_what_the_program_prints() {
     let run = TinyRun::dma();
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/recipe.md");
     let page = std::fs::read_to_string(page).expect("a page");
-    let printed = succeed(&mut run.sieve("recipe keys"));
+    let printed = run.prints("recipe keys");
     assert!(
         page == printed,
         "docs/recipe.md is old: sieve recipe keys > docs/recipe.md"
     );
-    let schema = succeed(&mut run.sieve("recipe schema"));
+    let schema = run.prints("recipe schema");
     let schema: serde_json::Value = serde_json::from_str(&schema).expect("JSON");
     for line in page.lines().filter(|line| line.starts_with("| `")) {
         let key = line.split('`').nth(1).expect("a key");
@@ -142,18 +135,18 @@ fn the_page_of_recipe_keys_is_what_the_program_prints() {
 #[test]
 fn unknown_gpus_and_tokenizers_are_told() {
     let run = TinyRun::dma();
-    refused(
-        &mut run.sieve("plan --recipe quickstart --gpu h2000"),
-        &["--gpu h2000 is not known: did you mean h200?"],
+    run.refuses(
+        "plan --recipe quickstart --gpu h2000",
+        "--gpu h2000 is not known: did you mean h200?",
     );
-    refused(
-        &mut run.sieve("plan --recipe quickstart --gpu v100"),
-        &["--gpu v100 is not known", "older than Ampere", "a100"],
+    run.refuses(
+        "plan --recipe quickstart --gpu v100",
+        "--gpu v100 is not known | older than Ampere | a100",
     );
-    let text = succeed(&mut run.sieve("plan --recipe quickstart --gpu 3090"));
+    let text = run.prints("plan --recipe quickstart --gpu 3090");
     assert!(text.contains("plan for 3090"), "{text}");
-    refused(
-        &mut run.sieve("plan --recipe quickstart --set tokenizer.path=nowhere/tokenizer.json"),
-        &["model.vocab_size", "nowhere/tokenizer.json"],
+    run.refuses(
+        "plan --recipe quickstart --set tokenizer.path=nowhere/tokenizer.json",
+        "model.vocab_size | nowhere/tokenizer.json",
     );
 }

@@ -2,6 +2,7 @@
 use crate::tiny_run::{INTERVAL, STEPS, TinyRun, refused, succeed, text};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_testing::{cases, says};
 use std::fs;
 use std::process::Command;
 
@@ -48,12 +49,15 @@ fn damaged_files_are_refused_by_name() {
             // By its name and with what to type instead; nothing is written, and the one before is not taken silently.
             let named = format!("step-{latest}/{name}");
             let hint = format!("step-{before}");
-            tiny.refuse(&mut tiny.train("run", "--resume"), &[&named, &hint]);
+            tiny.refuse(
+                &mut tiny.train("run", "--resume"),
+                &format!("{named} | {hint}"),
+            );
         }
         fs::remove_file(&path).expect("writable");
         tiny.refuse(
             &mut tiny.train("run", "--resume"),
-            &[&format!("step-{latest}/{name}")],
+            &format!("step-{latest}/{name}"),
         );
         fs::write(&path, whole).expect("writable");
     }
@@ -74,7 +78,7 @@ fn damaged_files_are_refused_by_name() {
             let mut bytes = whole.clone();
             bytes[byte] ^= 1 << bit;
             fs::write(&path, &bytes).expect("writable");
-            tiny.refuse(&mut tiny.train("run", "--resume"), &["state.json"]);
+            tiny.refuse(&mut tiny.train("run", "--resume"), "state.json");
         }
     }
     fs::write(folder.join("model.safetensors"), b"no weights").expect("writable");
@@ -101,24 +105,14 @@ fn damaged_files_are_refused_by_name() {
 fn a_checkpoint_of_another_model_is_refused() {
     let tiny = TinyRun::dma();
     let latest = unfinished(&tiny, "run");
-    for (more, words) in [
-        (
-            "--set attention.kind=mha",
-            &["attention.kind was \"dma\", is now \"mha\""][..],
-        ),
-        (
-            "--set model.hidden_size=48",
-            &["model.hidden_size was 32, is now 48"],
-        ),
-        (
-            "--set tokenizer.train.vocab_size=310",
-            &["tokenizer.train.vocab_size was 300, is now 310"],
-        ),
-        (
-            "--set training.seed=4 --set optimizer.lr=2.0",
-            &["training.seed", "optimizer.lr"],
-        ),
-    ] {
+    for [more, words] in cases(
+        r#"
+        --set attention.kind=mha => attention.kind was "dma", is now "mha"
+        --set model.hidden_size=48 => model.hidden_size was 32, is now 48
+        --set tokenizer.train.vocab_size=310 => tokenizer.train.vocab_size was 300, is now 310
+        --set training.seed=4 --set optimizer.lr=2.0 => training.seed | optimizer.lr
+    "#,
+    ) {
         tiny.refuse(&mut tiny.train("run", &format!("--resume {more}")), words);
         let from = format!("--resume-from run/checkpoint/step-{latest} {more}");
         tiny.refuse(&mut tiny.train("run", &from), words);
@@ -184,12 +178,9 @@ fn a_full_disk_loses_no_checkpoint() {
     };
     let said = text(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(
-        said.contains("No space left") && said.contains("make room"),
-        "{said}"
-    );
+    says(&said, "No space left | make room");
     assert!(said.contains("step-8.tmp"), "{said}");
-    let listing = fs::read_to_string(tiny.path("listing")).expect("written");
+    let listing = tiny.read("listing");
     assert_eq!(listing, "step-4\n", "{said}");
     tiny.assert_same_end("run", "reference");
     tiny.assert_same_metrics("run", "reference");
@@ -224,7 +215,7 @@ fn a_limit_on_file_sizes_loses_no_checkpoint() {
         .env("RAYON_NUM_THREADS", "2");
     refused(
         &mut command,
-        &["model.safetensors", "File too large", "make room"],
+        "model.safetensors | File too large | make room",
     );
     assert!(tiny.checkpoint("run", latest) == kept);
     assert!(!tiny.path(&format!("run/checkpoint/step-{STEPS}")).exists());

@@ -2,9 +2,10 @@
 use crate::tiny_run::{INTERVAL, STEPS, TinyRun, signal, succeed, text, wait_until};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_testing::says;
 use std::fs;
 use std::io::{BufRead, BufReader};
-use std::process::Stdio;
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 /// How often the process is killed.
@@ -73,6 +74,14 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
     println!("killed at steps {resumed_at:?}, in {round} runs");
 }
 
+/// Starts a command. Returns it with the lines that it prints.
+fn spoken(command: &mut Command) -> (Child, impl Iterator<Item = String> + use<>) {
+    let child = command.stdout(Stdio::piped()).spawn();
+    let mut child = child.expect("the program starts");
+    let lines = BufReader::new(child.stdout.take().expect("it is piped")).lines();
+    (child, lines.map(|line| line.expect("text")))
+}
+
 impl TinyRun {
     /// The last step that a killed run logged.
     fn metrics_of_killed(&self, out: &str) -> u64 {
@@ -90,15 +99,7 @@ fn the_first_signal_keeps_the_state_and_the_run_goes_on_from_it() {
     let tiny = TinyRun::dma();
     tiny.trained("reference", "");
     for name in ["INT", "TERM"] {
-        let mut child = tiny
-            .train(name, "")
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program starts");
-        let stdout = child.stdout.take().expect("it is piped");
-        let mut lines = BufReader::new(stdout)
-            .lines()
-            .map(|line| line.expect("text"));
+        let (mut child, mut lines) = spoken(&mut tiny.train(name, ""));
         // Between two checkpoints.
         let third = lines.find(|line| line.starts_with("step:     3"));
         third.expect("the run gets to step 3");
@@ -128,15 +129,7 @@ fn the_second_signal_ends_the_process_at_once() {
     let tiny = TinyRun::dma();
     // A step of a quarter of a million tokens takes seconds.
     let slow = "--set training.local_batch_size=8192 --set training.global_batch_size=8192";
-    let mut child = tiny
-        .train("run", slow)
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("the program starts");
-    let stdout = child.stdout.take().expect("it is piped");
-    let mut lines = BufReader::new(stdout)
-        .lines()
-        .map(|line| line.expect("text"));
+    let (mut child, mut lines) = spoken(&mut tiny.train("run", slow));
     // Printed after the recipe is in the folder; the first step begins next.
     lines
         .find(|line| line.starts_with("validate step:"))
@@ -159,15 +152,7 @@ fn a_signal_before_the_first_step_ends_the_process() {
     fs::create_dir_all(tiny.path("run/data")).expect("writable");
     let lock = fs::File::create(tiny.path("run/data/tokenizer.lock")).expect("writable");
     lock.lock().expect("nobody else has it");
-    let mut child = tiny
-        .train("run", "")
-        .stdout(Stdio::piped())
-        .spawn()
-        .expect("the program starts");
-    let stdout = child.stdout.take().expect("it is piped");
-    let mut lines = BufReader::new(stdout)
-        .lines()
-        .map(|line| line.expect("text"));
+    let (mut child, mut lines) = spoken(&mut tiny.train("run", ""));
     lines
         .find(|line| line.contains("waiting"))
         .expect("it waits for the folder");
@@ -194,7 +179,7 @@ fn a_run_killed_before_its_first_checkpoint_starts_over() {
         return; // It was faster than the signal.
     }
     // Without --resume the folder stays as it is.
-    tiny.refuse(&mut tiny.train("run", ""), &["run", "--resume"]);
+    tiny.refuse(&mut tiny.train("run", ""), "run | --resume");
     let printed = succeed(&mut tiny.train("run", "--resume"));
     assert!(printed.contains("starts over"), "{printed}");
     tiny.assert_same_end("run", "reference");
@@ -217,10 +202,7 @@ fn a_finished_run_is_left_alone_or_made_longer() {
     assert!(before == tiny.snapshot("run"), "a file was written");
 
     let printed = succeed(&mut tiny.train("run", &format!("{constant} --resume")));
-    assert!(
-        printed.contains("training.steps was 12, is now 40"),
-        "{printed}"
-    );
+    says(&printed, "training.steps was 12, is now 40");
     tiny.assert_same_end("run", "reference");
     let steps = tiny.metrics("run", "step");
     assert!(steps.into_keys().eq(1..=STEPS));
@@ -235,10 +217,7 @@ fn another_number_of_threads_is_told() {
     );
     let mut command = tiny.train("run", "--resume --set lr_scheduler.decay_ratio=0");
     let printed = succeed(command.env("RAYON_NUM_THREADS", "1"));
-    assert!(
-        printed.contains("note: 1 threads compute, the run used 2"),
-        "{printed}"
-    );
+    says(&printed, "note: 1 threads compute, the run used 2");
 }
 
 #[test]
@@ -253,17 +232,13 @@ fn a_run_goes_on_without_its_text_files() {
 
     // The shards are gone, and are made again from the same text.
     fs::rename(tiny.path("corpus"), tiny.path("away")).expect("writable");
-    tiny.refuse_run("other", &resume, &["corpus/*.txt", "matches no file"]);
+    tiny.refuse_run("other", &resume, "corpus/*.txt | matches no file");
     succeed(&mut tiny.train("run", &resume));
     tiny.assert_same_end("run", "reference");
 
     fs::rename(tiny.path("away"), tiny.path("corpus")).expect("writable");
-    fs::write(tiny.path("corpus/61.txt"), "one more sentence.\n").expect("writable");
-    tiny.refuse_run(
-        "other",
-        &resume,
-        &["other/data", "the text files have changed"],
-    );
+    tiny.write("corpus/61.txt", "one more sentence.\n");
+    tiny.refuse_run("other", &resume, "other/data | the text files have changed");
     fs::remove_dir_all(tiny.path("other/data")).expect("writable");
     fs::remove_file(tiny.path("corpus/61.txt")).expect("writable");
     succeed(&mut tiny.train("other", &resume));
@@ -272,7 +247,7 @@ fn a_run_goes_on_without_its_text_files() {
 
 impl TinyRun {
     /// Refused, with the checkpoints and the metrics of the run as they were; its data may have been made again.
-    fn refuse_run(&self, out: &str, more: &str, words: &[&str]) {
+    fn refuse_run(&self, out: &str, more: &str, words: &str) {
         let kept = ["checkpoint", "config.toml", "metrics.jsonl", "log", "tb"];
         let before = kept.map(|name| self.snapshot(&format!("{out}/{name}")));
         crate::tiny_run::refused(&mut self.train(out, more), words);
@@ -295,5 +270,5 @@ fn a_checkpoint_of_another_run_begins_a_new_folder() {
     );
     assert!(before == tiny.snapshot("reference"));
     // Into a folder that holds a run of its own it does not go.
-    tiny.refuse(&mut tiny.train("fork", &from), &["fork", "--out"]);
+    tiny.refuse(&mut tiny.train("fork", &from), "fork | --out");
 }

@@ -1,6 +1,7 @@
 //! `sieve eval ruler` and `sieve data generate` through the program: kinds, selectors, files, and mistakes.
-use crate::tiny_run::{TinyRun, succeed};
+use crate::tiny_run::{TinyRun, json};
 use serde_json::Value;
+use sieve_testing::says;
 use std::fs;
 
 /// Room for the texts in the tiny tokenizer.
@@ -13,11 +14,6 @@ const KINDS: [&str; 3] = [
      num_selected_blocks = 3\nwindow_size = 16",
 ];
 
-fn json(text: &str) -> Value {
-    serde_json::from_str(text.lines().last().unwrap_or_default())
-        .unwrap_or_else(|e| panic!("{e}: {text}"))
-}
-
 fn trained(attention: &str) -> TinyRun {
     let tiny = TinyRun::new(attention);
     tiny.trained("run", LONGER);
@@ -25,7 +21,7 @@ fn trained(attention: &str) -> TinyRun {
 }
 
 fn asked(tiny: &TinyRun, more: &str) -> String {
-    succeed(&mut tiny.sieve(&format!("eval ruler --checkpoint run --device cpu {more}")))
+    tiny.prints(&format!("eval ruler --checkpoint run --device cpu {more}"))
 }
 
 #[test]
@@ -38,7 +34,7 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
         let tasks = report["methods"][0]["tasks"].as_array().expect("a list");
         let names: Vec<_> = tasks.iter().map(|task| task["task"].as_str()).collect();
         assert_eq!(names, [Some("passkey"), Some("induce"), Some("copy")]);
-        let lines = fs::read_to_string(tiny.path("s.jsonl")).expect("written");
+        let lines = tiny.read("s.jsonl");
         let samples: Vec<Value> = lines.lines().map(json).collect();
         assert_eq!(samples.len(), 3 * 2 * 3);
         for task in tasks {
@@ -60,7 +56,7 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
                 task["task"] == "copy"
             );
         }
-        let svg = fs::read_to_string(tiny.path("p.svg")).expect("written");
+        let svg = tiny.read("p.svg");
         assert!(
             svg.ends_with("</svg>\n") && svg.matches("<title>").count() >= 2 * (6 + 2),
             "{svg}"
@@ -68,10 +64,7 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
         // The same question gets the same answer.
         assert_eq!(json(&asked(&tiny, &format!("{what} {more}"))), report);
         let text = asked(&tiny, what);
-        assert!(
-            text.contains("passkey") && text.contains("random words"),
-            "{text}"
-        );
+        says(&text, "passkey | random words");
     }
 }
 
@@ -117,8 +110,8 @@ fn generated_samples_train_a_model_and_repeat() {
              --out {out}",
             tokenizer.display()
         );
-        succeed(&mut tiny.sieve(&command));
-        fs::read_to_string(tiny.path(out)).expect("written")
+        tiny.prints(&command);
+        tiny.read(out)
     };
     let text = generate("a.jsonl", 1);
     assert_eq!(text, generate("b.jsonl", 1));
@@ -144,40 +137,26 @@ fn generated_samples_train_a_model_and_repeat() {
 #[test]
 fn ruler_mistakes_are_told_and_change_nothing() {
     let tiny = trained(KINDS[0]);
-    fs::write(tiny.path("qa.json"), "{\"data\": []}").expect("writable");
-    for (more, words) in [
-        (
-            "--tasks passky",
-            &["no task \"passky\"", "did you mean passkey?"][..],
-        ),
-        ("--tasks qa_1", &["qa_1 asks the questions", "--qa-1"]),
-        ("--tasks qa_1 --qa-1 qa.json", &["qa.json", "no question"]),
-        ("--tasks qa_1 --qa-1 nowhere.json", &["nowhere.json"]),
-        (
-            "--tasks passkey --lengths 2048",
-            &["2048", "positions end at 1024"],
-        ),
-        (
-            "--tasks passkey --lengths 64",
-            &["the shortest text of passkey takes", "the length is 64"],
-        ),
-        ("--tasks passkey --data nowhere", &["nowhere"]),
-        (
-            "--tasks passkey --lengths 900 --plot no/where.svg",
-            &["no/where.svg", "no folder"],
-        ),
-    ] {
-        let command = format!("eval ruler --checkpoint run --device cpu {more}");
-        tiny.refuse(&mut tiny.sieve(&command), words);
-    }
-    tiny.refuse(
-        &mut tiny.sieve("data generate --tokenizer nowhere.json --out a.jsonl"),
-        &["nowhere.json"],
+    tiny.write("qa.json", "{\"data\": []}");
+    tiny.refuses_each(
+        "eval ruler --checkpoint run --device cpu",
+        r#"
+        --tasks passky => no task "passky" | did you mean passkey?
+        --tasks qa_1 => qa_1 asks the questions | --qa-1
+        --tasks qa_1 --qa-1 qa.json => qa.json | no question
+        --tasks qa_1 --qa-1 nowhere.json => nowhere.json
+        --tasks passkey --lengths 2048 => 2048 | positions end at 1024
+        --tasks passkey --lengths 64 => the shortest text of passkey takes | the length is 64
+        --tasks passkey --data nowhere => nowhere
+        --tasks passkey --lengths 900 --plot no/where.svg => no/where.svg | no folder
+    "#,
     );
-    tiny.refuse(
-        &mut tiny.sieve(
-            "data generate --tokenizer nowhere.json --out a.jsonl --min-length 9 --max-length 8",
-        ),
-        &["--min-length 9"],
+    tiny.refuses(
+        "data generate --tokenizer nowhere.json --out a.jsonl",
+        "nowhere.json",
+    );
+    tiny.refuses(
+        "data generate --tokenizer nowhere.json --out a.jsonl --min-length 9 --max-length 8",
+        "--min-length 9",
     );
 }

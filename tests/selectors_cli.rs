@@ -1,6 +1,7 @@
 //! Selectors on a checkpoint, through the program: perplexity, generation and the comparison.
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::tiny_run::{TinyRun, json, number, refused, succeed};
 use serde_json::Value;
+use sieve_testing::{cases, says};
 use std::fs;
 
 /// Methods with settings small enough for the tiny recipe's 32 tokens, and decode methods.
@@ -16,18 +17,11 @@ const SELECTORS: &[&str] = &[
 
 fn run_of(tiny: &TinyRun) -> String {
     tiny.trained("run", "");
-    fs::write(
-        tiny.path("text.txt"),
+    tiny.write(
+        "text.txt",
         "the fox sees a dog and the dog sees the fox again and again ".repeat(40),
-    )
-    .expect("the folder is writable");
+    );
     "run".to_owned()
-}
-
-fn json(text: &str) -> Value {
-    // Remarks of the program may follow.
-    let object = text.lines().rev().find(|line| line.starts_with('{'));
-    serde_json::from_str(object.unwrap_or_default()).unwrap_or_else(|e| panic!("{e}: {text}"))
 }
 
 #[test]
@@ -38,17 +32,11 @@ fn selectors_help_needs_no_checkpoint() {
         "generate --selector help",
         "eval selectors --selector help",
     ] {
-        let text = succeed(&mut tiny.sieve(command));
-        for name in [
-            "bfla",
-            "momo",
-            "flexprefill",
-            "snapkv",
-            "exact_top",
-            "tau=0.9",
-        ] {
-            assert!(text.contains(name), "{command}: {text}");
-        }
+        let text = tiny.prints(command);
+        says(
+            &text,
+            "bfla | momo | flexprefill | snapkv | exact_top | tau=0.9",
+        );
     }
 }
 
@@ -57,22 +45,20 @@ fn selectors_run_on_a_dense_checkpoint() {
     let tiny = TinyRun::new("kind = \"mha\"");
     let run = run_of(&tiny);
     let ppl = |more: &str| {
-        json(&succeed(&mut tiny.sieve(&format!(
+        json(&tiny.prints(&format!(
             "eval ppl --checkpoint {run} --data text.txt --device cpu --json {more}"
-        ))))
+        )))
     };
     let dense = ppl("");
     assert!(dense.get("selector").is_none());
     let all = ppl("--selector meanpool:block=4,tau=1,min_prefill_tokens=0");
-    let loss = |report: &Value| report["loss"].as_f64().expect("a number");
+    let loss = |report: &Value| number(&report["loss"]);
     assert!((loss(&all) - loss(&dense)).abs() < 1e-5, "{all} {dense}");
     assert_eq!(all["prefill_perplexity"], true);
     for selector in SELECTORS {
         let report = ppl(&format!("--selector {selector}"));
-        let density = report["selection"]["pairs"].as_f64().expect("a number")
-            / report["selection"]["dense_pairs"]
-                .as_f64()
-                .expect("a number");
+        let pairs = ["pairs", "dense_pairs"].map(|key| number(&report["selection"][key]));
+        let density = pairs[0] / pairs[1];
         assert!(loss(&report).is_finite() && density < 1.4, "{report}");
         assert!(
             (loss(&report) - loss(&dense)).abs() > 1e-7,
@@ -93,19 +79,19 @@ fn selectors_run_on_a_dense_checkpoint() {
         ]));
         assert!(text.starts_with("the fox sees a dog and"), "{text}");
     }
-    let text = succeed(&mut tiny.sieve(&format!(
+    let text = tiny.prints(&format!(
         "eval ppl --checkpoint {run} --data text.txt --device cpu --selector {}",
         SELECTORS[1]
-    )));
+    ));
     assert!(text.contains("prefill perplexity"), "{text}");
     // A chunk of InfLLM's queries chooses together, later ones for earlier ones; by default each chooses alone.
     let infllm = "--selector infllm:init=2,local=8,block=4,topk=1,repr=2";
     assert_eq!(ppl(infllm)["prefill_perplexity"], false);
     let chunk = format!("{infllm},chunk=8");
     assert_eq!(ppl(&chunk)["prefill_perplexity"], true);
-    let text = succeed(&mut tiny.sieve(&format!(
+    let text = tiny.prints(&format!(
         "eval ppl --checkpoint {run} --data text.txt --device cpu {chunk}"
-    )));
+    ));
     assert!(text.contains("prefill perplexity"), "{text}");
 
     let selectors: String = SELECTORS
@@ -115,19 +101,16 @@ fn selectors_run_on_a_dense_checkpoint() {
     let table = format!(
         "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 2 --device cpu{selectors}"
     );
-    let report = json(&succeed(&mut tiny.sieve(&format!("{table} --json"))));
+    let report = json(&tiny.prints(&format!("{table} --json")));
     let rows = report["selectors"].as_array().expect("a list");
     assert_eq!(rows.len(), 2 * SELECTORS.len());
     assert!(
         rows.iter()
             .all(|row| row["density"].as_f64().is_some_and(|x| x > 0.0) && row["loss"].is_f64())
     );
-    let text = succeed(&mut tiny.sieve(&format!("{table} --plot picture.svg --maps maps")));
-    assert!(
-        text.contains("32 tokens: dense loss") && text.contains("quest"),
-        "{text}"
-    );
-    let picture = fs::read_to_string(tiny.path("picture.svg")).expect("it was written");
+    let text = tiny.prints(&format!("{table} --plot picture.svg --maps maps"));
+    says(&text, "32 tokens: dense loss | quest");
+    let picture = tiny.read("picture.svg");
     for name in [
         "streamingllm-n_init=2-n_local=8-min_prefill_tokens=0",
         "meanpool-block=4-tau=0.3-min_prefill_tokens=0",
@@ -155,13 +138,10 @@ fn selectors_of_one_method_stand_apart() {
     let base = format!(
         "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu"
     );
-    let text = succeed(&mut tiny.sieve(&format!("{base} --plot all.svg --maps all")));
+    let text = tiny.prints(&format!("{base} --plot all.svg --maps all"));
     assert!(text.contains("wrote all.svg"), "{text}");
-    let picture = fs::read_to_string(tiny.path("all.svg")).expect("it was written");
-    assert!(
-        picture.contains("momo:first_dense_layers=0 (k)"),
-        "{picture}"
-    );
+    let picture = tiny.read("all.svg");
+    says(&picture, "momo:first_dense_layers=0 (k)");
     assert!(tiny.path("all/momo-first_dense_layers=0.png").is_file());
 
     let settings = ["block=4,tau=0.3", "block=8,tau=0.3", "block=4,tau=0.85"];
@@ -169,7 +149,7 @@ fn selectors_of_one_method_stand_apart() {
         .iter()
         .map(|setting| format!(" --selector meanpool:{setting},min_prefill_tokens=0"))
         .collect();
-    let text = succeed(&mut tiny.sieve(&format!("{base}{asked} --plot three.svg --maps three")));
+    let text = tiny.prints(&format!("{base}{asked} --plot three.svg --maps three"));
     let mut maps = Vec::new();
     for (block, tau) in [(4, "0.3"), (8, "0.3"), (4, "0.85")] {
         let label = format!("meanpool:block={block},tau={tau},min_prefill_tokens=0 ");
@@ -182,14 +162,14 @@ fn selectors_of_one_method_stand_apart() {
     }
     assert!(maps[0] != maps[1] && maps[0] != maps[2], "three maps");
     // Two lines, of the five values and those asked for: 0.3 and 0.85 on one, 0.3 on the other.
-    let picture = fs::read_to_string(tiny.path("three.svg")).expect("it was written");
+    let picture = tiny.read("three.svg");
     // Each has a mark more in the legend.
     assert_eq!(picture.matches("<polygon").count(), 7 + 6 + 2, "{picture}");
     for block in [4, 8] {
         let name = format!("meanpool:block={block},min_prefill_tokens=0 (tau)\n<");
         assert!(picture.contains(&name), "{name}: {picture}");
     }
-    let report = json(&succeed(&mut tiny.sieve(&format!("{base}{asked} --json"))));
+    let report = json(&tiny.prints(&format!("{base}{asked} --json")));
     let rows = report["selectors"].as_array().expect("a list");
     assert_eq!(
         rows[1]["label"],
@@ -209,23 +189,17 @@ fn selectors_of_which_one_fails_are_told_and_the_rest_is_written() {
          ba_att:causal=false,block=4,segment=8,min_prefill_tokens=0 --selector {} --plot rest.svg",
         SELECTORS[1]
     );
-    let words = [
-        "ba_att",
-        "causal=false needs all tokens at once",
-        "32 tokens",
-    ];
+    let words = "ba_att | causal=false needs all tokens at once | 32 tokens";
     let output = tiny.sieve(&command).output().expect("the program starts");
     let out = String::from_utf8_lossy(&output.stdout).into_owned();
-    refused(&mut tiny.sieve(&command), &words);
-    for length in ["16 tokens: dense loss", "32 tokens: dense loss"] {
-        assert!(out.contains(length), "{out}");
-    }
+    refused(&mut tiny.sieve(&command), words);
+    says(&out, "16 tokens: dense loss | 32 tokens: dense loss");
     let label = "meanpool:block=4,tau=0.3,min_prefill_tokens=0 ";
     assert_eq!(
         out.lines().filter(|line| line.starts_with(label)).count(),
         2
     );
-    let picture = fs::read_to_string(tiny.path("rest.svg")).expect("it was written");
+    let picture = tiny.read("rest.svg");
     assert!(picture.contains("meanpool:block=4,min_prefill_tokens=0 (tau)"));
     let output = tiny
         .sieve(&format!("{command} --json"))
@@ -244,10 +218,10 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
     let ppl = |more: &str| {
         let command =
             format!("eval ppl --checkpoint {run} --data text.txt --device cpu --json {more}");
-        json(&succeed(&mut tiny.sieve(&command)))
+        json(&tiny.prints(&command))
     };
-    let loss = |report: &Value| report["loss"].as_f64().expect("a number");
-    let pairs = |report: &Value| report["selection"]["pairs"].as_f64().expect("a number");
+    let loss = |report: &Value| number(&report["loss"]);
+    let pairs = |report: &Value| number(&report["selection"]["pairs"]);
     for selector in [SELECTORS[0], SELECTORS[1], SELECTORS[2]] {
         let (whole, cut) = (
             ppl(&format!("--selector {selector}")),
@@ -291,9 +265,9 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
         )
     };
     assert_eq!(generate("--chunk 8"), generate(""));
-    let table = json(&succeed(&mut tiny.sieve(&format!(
+    let table = json(&tiny.prints(&format!(
         "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 2 --device cpu --chunk 8 --json"
-    ))));
+    )));
     let rows = table["selectors"].as_array().expect("a list");
     assert!(rows.len() > 10 && rows.iter().all(|row| row["chunk"] == 8));
     // Too large for a context of 64.
@@ -309,7 +283,7 @@ fn selectors_differ_by_layer() {
     let on = format!("--checkpoint {run} --device cpu");
     let ppl = |selector: &str| {
         let command = format!("eval ppl {on} --data text.txt --json --selector {selector}");
-        json(&succeed(&mut tiny.sieve(&command)))
+        json(&tiny.prints(&command))
     };
     let number = |report: &Value, key: &str| report["selection"][key].as_f64().expect("a number");
     let loss = |report: &Value| report["loss"].as_f64().expect("a number");
@@ -360,14 +334,11 @@ fn selectors_differ_by_layer() {
             "generate {on} --quiet --prompt the-fox-sees-a-dog-and-the-dog-sees-the-fox --max-new-tokens 6 \
              --temperature 0 --json --selector {selector}"
         );
-        json(&succeed(&mut tiny.sieve(&command)))
+        json(&tiny.prints(&command))
     };
     let report = generate(&both);
     let paths = report["paths"].to_string();
-    assert!(
-        paths.contains("meanpool on the CPU") && paths.contains("quest on the CPU"),
-        "{paths}"
-    );
+    says(&paths, "meanpool on the CPU | quest on the CPU");
     // Everything kept in both phases is the model's own text.
     let all = generate("0=meanpool:block=4,tau=1,min_prefill_tokens=0/1-=quest:page=2,budget=64");
     assert_eq!(all["text"], generate("dense")["text"]);
@@ -378,19 +349,15 @@ fn selectors_differ_by_layer() {
 fn selectors_come_from_a_grid() {
     let tiny = TinyRun::new("kind = \"mha\"");
     let run = run_of(&tiny);
-    fs::write(
-        tiny.path("grid.toml"),
-        "selectors = [\"0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0\"]\n\
+    tiny.write("grid.toml", "selectors = [\"0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0\"]\n\
          [[grid]]\nmethod = \"meanpool\"\nblock = [4, 8]\ntau = [0.3, 0.85]\nmin_prefill_tokens = 0\n\
-         [[grid]]\nmethod = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n",
-    )
-    .expect("the folder is writable");
+         [[grid]]\nmethod = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n");
     let command = format!(
         "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --grid grid.toml \
          --selector {}",
         SELECTORS[0]
     );
-    let report = json(&succeed(&mut tiny.sieve(&format!("{command} --json"))));
+    let report = json(&tiny.prints(&format!("{command} --json")));
     let rows = report["selectors"].as_array().expect("a list");
     let labels: Vec<&str> = rows
         .iter()
@@ -411,9 +378,9 @@ fn selectors_come_from_a_grid() {
             .to_string()
             .contains("k_exact=2 is more than k=1")
     );
-    let text = succeed(&mut tiny.sieve(&format!("{command} --scores scores.svg")));
+    let text = tiny.prints(&format!("{command} --scores scores.svg"));
     assert!(text.contains("wrote scores.svg") && text.contains("left out: momo: k_exact=2"));
-    let picture = fs::read_to_string(tiny.path("scores.svg")).expect("it was written");
+    let picture = tiny.read("scores.svg");
     for name in [
         "dense\n<",
         "meanpool:block=4,min_prefill_tokens=0 (tau)\n<",
@@ -453,7 +420,7 @@ fn selectors_stand_beside_models_trained_sparse() {
          --selector {}{compare} --compare {run}",
         SELECTORS[1]
     );
-    let report = json(&succeed(&mut tiny.sieve(&format!("{table} --json"))));
+    let report = json(&tiny.prints(&format!("{table} --json")));
     let rows = report["trained"].as_array().expect("a list");
     assert_eq!(rows.len(), 8);
     let of = |length: u64, start: &str| {
@@ -478,15 +445,11 @@ fn selectors_stand_beside_models_trained_sparse() {
         assert!(number(row, "prefill_ms") > 0.0 && number(row, "loss").is_finite());
     }
     assert!(number(dense, "prefill_ms") > 0.0 && number(dense, "dense_prefill_ms") > 0.0);
-    let text = succeed(&mut tiny.sieve(&table));
-    for words in [
-        "trained with its own attention",
-        "dma, keeps 8",
-        "swa, window 8",
-        "nsa, 3 x 4",
-    ] {
-        assert!(text.contains(words), "{text}");
-    }
+    let text = tiny.prints(&table);
+    says(
+        &text,
+        "trained with its own attention | dma, keeps 8 | swa, window 8 | nsa, 3 x 4",
+    );
     let with = |more: &str| {
         tiny.sieve(&format!(
             "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu \
@@ -496,7 +459,7 @@ fn selectors_stand_beside_models_trained_sparse() {
     };
     refused(
         &mut with("--compare nowhere"),
-        &["--compare nowhere", "no checkpoint"],
+        "--compare nowhere | no checkpoint",
     );
     tiny.trained(
         "words",
@@ -504,7 +467,7 @@ fn selectors_stand_beside_models_trained_sparse() {
     );
     refused(
         &mut with("--compare words"),
-        &["--compare words", "its tokenizer is not the one"],
+        "--compare words | its tokenizer is not the one",
     );
     tiny.trained(
         "short",
@@ -512,23 +475,23 @@ fn selectors_stand_beside_models_trained_sparse() {
     );
     refused(
         &mut with("--compare short"),
-        &["--compare short", "context of 16", "shorter --lengths"],
+        "--compare short | context of 16 | shorter --lengths",
     );
     for (more, words) in [
-        ("--chunk 0", &["chunk is 0"][..]),
-        ("--chunk x", &["'x'", "--chunk"]),
-        ("--chunk 8 --maps maps", &["--maps"]),
-        ("--chunk 8 --selector h2o", &["h2o", "token by token"]),
-        ("--chunk 8 --selector bfla", &["min_prefill_tokens=256"]),
-        ("--plot no/where.svg", &["no/where.svg", "no folder"]),
+        ("--chunk 0", "chunk is 0"),
+        ("--chunk x", "'x' | --chunk"),
+        ("--chunk 8 --maps maps", "--maps"),
+        ("--chunk 8 --selector h2o", "h2o | token by token"),
+        ("--chunk 8 --selector bfla", "min_prefill_tokens=256"),
+        ("--plot no/where.svg", "no/where.svg | no folder"),
     ] {
         tiny.refuse(&mut with(more), words);
     }
     for command in ["eval ppl --data text.txt", "generate --prompt the"] {
         let command = format!("{command} --checkpoint {run} --device cpu --chunk 8");
-        tiny.refuse(&mut tiny.sieve(&command), &["--selector"]);
+        tiny.refuses(&command, "--selector");
         let decode = format!("{command} --selector h2o:heavy=3,recent=3");
-        tiny.refuse(&mut tiny.sieve(&decode), &["chunk is 8 with h2o"]);
+        tiny.refuses(&decode, "chunk is 8 with h2o");
     }
 }
 
@@ -541,26 +504,16 @@ fn selectors_mistakes_are_told_and_change_nothing() {
             "eval ppl --checkpoint {run} --data text.txt --device cpu --selector {selector}"
         ))
     };
-    for (selector, words) in [
-        (
-            "xatention",
-            &["no selector", "did you mean xattention?"][..],
-        ),
-        ("pbs:segmnt=256", &["no key", "did you mean segment?"]),
-        (
-            "xattention:stride=7",
-            &["stride=7 does not divide block=128"],
-        ),
-        ("meanpool:tau=1.5", &["tau=1.5 is outside [0, 1]"]),
-        (
-            "quest:gqa=mean",
-            &["quest takes no gqa", "its keys are page, budget"],
-        ),
-        (
-            "meanpool",
-            &["meanpool selects for dense attention", "kind = \"mha\""],
-        ),
-    ] {
+    for [selector, words] in cases(
+        r#"
+        xatention => no selector | did you mean xattention?
+        pbs:segmnt=256 => no key | did you mean segment?
+        xattention:stride=7 => stride=7 does not divide block=128
+        meanpool:tau=1.5 => tau=1.5 is outside [0, 1]
+        quest:gqa=mean => quest takes no gqa | its keys are page, budget
+        meanpool => meanpool selects for dense attention | kind = "mha"
+    "#,
+    ) {
         tiny.refuse(&mut ppl(selector), words);
     }
     let dense = TinyRun::new("kind = \"mha\"");
@@ -572,14 +525,14 @@ fn selectors_mistakes_are_told_and_change_nothing() {
     };
     refused(
         &mut command("pbs:segment=256"),
-        &["segment=256 is longer than the context of"],
+        "segment=256 is longer than the context of",
     );
-    refused(&mut command("dam:map=nowhere.json"), &["nowhere.json"]);
-    refused(
-        &mut dense.sieve(&format!(
+    refused(&mut command("dam:map=nowhere.json"), "nowhere.json");
+    dense.refuses(
+        &format!(
             "eval selectors --checkpoint {run} --data text.txt --lengths 30 --windows 500 \
             --device cpu"
-        )),
-        &["the data holds", "give more text"],
+        ),
+        "the data holds | give more text",
     );
 }

@@ -1,10 +1,11 @@
 //! `sieve eval tasks` through the program: the numbers of lm-evaluation-harness, selectors, generation, and mistakes.
 use crate::python;
 use crate::random_model::{VOCAB_SIZE, random_model, recipe, write_checkpoint};
-use crate::tiny_run::{TinyRun, succeed};
+use crate::tiny_run::{TinyRun, json, succeed};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
 use serde_json::{Value, json};
+use sieve_testing::says;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -95,12 +96,7 @@ fn random_run() -> TinyRun {
 }
 
 fn eval(tiny: &TinyRun, more: &str) -> String {
-    succeed(&mut tiny.sieve(&format!("eval tasks --checkpoint run --device cpu {more}")))
-}
-
-fn parsed(text: &str) -> Value {
-    serde_json::from_str(text.lines().last().unwrap_or_default())
-        .unwrap_or_else(|e| panic!("{e}: {text}"))
+    tiny.prints(&format!("eval tasks --checkpoint run --device cpu {more}"))
 }
 
 /// The harness's likelihoods and scores, one example before each question, what is too long cut at its beginning.
@@ -111,7 +107,7 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     if let Some(python) =
         python::interpreter(test, "import lm_eval, accelerate, torch, transformers")
     {
-        succeed(&mut tiny.sieve("export --checkpoint run --out exported"));
+        tiny.prints("export --checkpoint run --out exported");
         let path = |name: &str| tiny.path(name).display().to_string();
         let arguments = ["exported", "rows", "out.json"].map(path);
         let arguments = [&["score".to_owned()][..], &arguments, &["1".to_owned()]].concat();
@@ -131,14 +127,14 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
             .join(" ")
     };
     let (rows, examples) = (files(".jsonl"), files(".train.jsonl"));
-    let report = parsed(&eval(
+    let report = json(&eval(
         tiny,
         &format!(
             "--data {rows} --fewshot-data {examples} --fewshot 1 --truncate --samples samples.jsonl --json"
         ),
     ));
-    let samples = fs::read_to_string(tiny.path("samples.jsonl")).expect("it was written");
-    let mut samples = samples.lines().map(parsed);
+    let samples = tiny.read("samples.jsonl");
+    let mut samples = samples.lines().map(json);
     let mut num_cut = 0;
     for (task, report) in TASKS
         .iter()
@@ -195,8 +191,8 @@ fn tasks_under_a_selector_are_one_call_a_prompt() {
             &tiny,
             &format!("--data piqa=rows/piqa.jsonl --samples s.jsonl --json {selector}"),
         );
-        let samples = fs::read_to_string(tiny.path("s.jsonl")).expect("it was written");
-        (parsed(&text), samples)
+        let samples = tiny.read("s.jsonl");
+        (json(&text), samples)
     };
     let (own, own_samples) = scored("");
     // Three layers, 24 rows.
@@ -210,7 +206,7 @@ fn tasks_under_a_selector_are_one_call_a_prompt() {
             assert_eq!(all["selection"]["calls"], calls);
         }
         let likelihoods = |text: &str| -> Vec<f64> {
-            let rows = text.lines().map(parsed);
+            let rows = text.lines().map(json);
             let of_row = |row: Value| row["likelihoods"].as_array().expect("a list").clone();
             let values = rows.flat_map(of_row);
             values
@@ -250,33 +246,25 @@ fn tasks_of_ones_own_generate_and_match() {
     };
     let answer = generated("t5 t9 t11");
     assert!(answer.contains(' '), "{answer}");
-    fs::write(
-        tiny.path("mine.toml"),
+    tiny.write(
+        "mine.toml",
         "measure = \"generation\"\nprompt = \"{q}\"\nanswers = \"a\"\nmax_new_tokens = 5\nignore_case = true\n",
-    )
-    .expect("writable");
+    );
     let rows = [
         json!({"q": "t5 t9 t11", "a": ["x", answer.to_uppercase()]}),
         json!({"q": "t5 t9 t11", "a": ["x"]}),
     ];
-    fs::write(
-        tiny.path("mine.jsonl"),
-        rows.map(|row| row.to_string()).join("\n"),
-    )
-    .expect("writable");
+    tiny.write("mine.jsonl", rows.map(|row| row.to_string()).join("\n"));
     let text = eval(&tiny, "--data mine.toml=mine.jsonl");
-    assert!(
-        text.contains("mine.toml") && text.contains("exact_match") && text.contains("0.5000"),
-        "{text}"
-    );
+    says(&text, "mine.toml | exact_match | 0.5000");
     // A stop string ends the answer before itself.
     let first = answer.split(' ').next().expect("a word");
     let stop = format!("stop = [{:?}]\n", &answer[first.len()..first.len() + 3]);
-    let task = fs::read_to_string(tiny.path("mine.toml")).expect("there") + &stop;
-    fs::write(tiny.path("mine.toml"), task).expect("writable");
+    let task = tiny.read("mine.toml") + &stop;
+    tiny.write("mine.toml", task);
     eval(&tiny, "--data mine.toml=mine.jsonl --samples s.jsonl");
-    let sample = fs::read_to_string(tiny.path("s.jsonl")).expect("written");
-    let sample = parsed(sample.lines().next().expect("a row"));
+    let sample = tiny.read("s.jsonl");
+    let sample = json(sample.lines().next().expect("a row"));
     assert_eq!(
         sample["answer"].as_str().map(str::trim),
         Some(first),
@@ -287,105 +275,41 @@ fn tasks_of_ones_own_generate_and_match() {
 #[test]
 fn tasks_are_listed_and_shown() {
     let tiny = TinyRun::dma();
-    let list = succeed(&mut tiny.sieve("eval tasks --list"));
-    for name in ["lambada_openai", "hellaswag", "arc_challenge", "gsm8k"] {
-        assert!(list.contains(name), "{list}");
-    }
-    let shown = succeed(&mut tiny.sieve("eval tasks --show piqa"));
-    assert!(
-        shown.contains("{goal}") && shown.contains("{sol2}"),
-        "{shown}"
-    );
+    let list = tiny.prints("eval tasks --list");
+    says(&list, "lambada_openai | hellaswag | arc_challenge | gsm8k");
+    let shown = tiny.prints("eval tasks --show piqa");
+    says(&shown, "{goal} | {sol2}");
 }
 
 #[test]
 fn tasks_mistakes_are_told_and_change_nothing() {
     let tiny = random_run();
-    fs::write(tiny.path("rows.csv"), "goal,sol1").expect("writable");
-    fs::write(
-        tiny.path("broken.toml"),
-        "measure = \"choices\"\nprompt = \"{goal\"",
-    )
-    .expect("writable");
+    tiny.write("rows.csv", "goal,sol1");
+    tiny.write("broken.toml", "measure = \"choices\"\nprompt = \"{goal\"");
     let long = json!({"text": "t1 ".repeat(70) + "t2"}).to_string();
-    fs::write(tiny.path("long.jsonl"), long).expect("writable");
+    tiny.write("long.jsonl", long);
     let uneven = json!({"question": "t1", "choices": {"text": ["t1", "t2"], "label": ["A"]}, "answerKey": "A"});
-    fs::write(tiny.path("uneven.jsonl"), uneven.to_string()).expect("writable");
-    for (more, words) in [
-        (
-            "--data pica=rows/piqa.jsonl",
-            &["no task \"pica\"", "did you mean piqa?"][..],
-        ),
-        ("--data piqa", &["no TASK=FILE"]),
-        (
-            "--data piqa=nowhere.jsonl",
-            &["nowhere.jsonl", "cannot open"],
-        ),
-        (
-            "--data piqa=rows.csv",
-            &["rows.csv", "neither JSONL nor Parquet"],
-        ),
-        (
-            "--data piqa=rows/sciq.jsonl",
-            &["task piqa: row 1 has no column \"goal\" (it has support"],
-        ),
-        (
-            "--data arc_easy=uneven.jsonl",
-            &["row 1 has 2 choices and 1 label"],
-        ),
-        (
-            "--data lambada_openai=long.jsonl",
-            &[
-                "row 1 has a text of",
-                "context has room for 64",
-                "--truncate",
-            ],
-        ),
-        (
-            "--data broken.toml=rows/piqa.jsonl",
-            &["task broken.toml", "single {"],
-        ),
-        (
-            "--data mine.toml=rows/piqa.jsonl",
-            &["mine.toml", "No such file"],
-        ),
-        (
-            "--data piqa=rows/piqa.jsonl piqa=rows/piqa.jsonl",
-            &["named twice"],
-        ),
-        (
-            "--data piqa=rows/piqa.jsonl --fewshot 24",
-            &["24 examples are asked for, and 23 rows"],
-        ),
-        (
-            "--data piqa=rows/piqa.jsonl --fewshot-data sciq=rows/sciq.jsonl",
-            &["--data does not"],
-        ),
-        ("--data piqa=rows/piqa.jsonl --limit 0", &["--limit"]),
-        (
-            "--data piqa=rows/piqa.jsonl --samples no/where.jsonl",
-            &["no/where.jsonl", "no folder"],
-        ),
-        (
-            "--data piqa=rows/piqa.jsonl --selector quset",
-            &["did you mean quest?"],
-        ),
-        (
-            "--data triviaqa=rows/piqa.jsonl",
-            &["no column \"question\""],
-        ),
-    ] {
-        let command = format!("eval tasks --checkpoint run --device cpu {more}");
-        tiny.refuse(&mut tiny.sieve(&command), words);
-    }
-    tiny.refuse(
-        &mut tiny.sieve("eval tasks --show pica"),
-        &["did you mean piqa?"],
-    );
-    tiny.refuse(
-        &mut tiny.sieve("eval tasks --data piqa=rows/piqa.jsonl"),
-        &["--checkpoint"],
-    );
+    tiny.write("uneven.jsonl", uneven.to_string());
+    tiny.refuses_each("eval tasks --checkpoint run --device cpu", r#"
+        --data pica=rows/piqa.jsonl => no task "pica" | did you mean piqa?
+        --data piqa => no TASK=FILE
+        --data piqa=nowhere.jsonl => nowhere.jsonl | cannot open
+        --data piqa=rows.csv => rows.csv | neither JSONL nor Parquet
+        --data piqa=rows/sciq.jsonl => task piqa: row 1 has no column "goal" (it has support
+        --data arc_easy=uneven.jsonl => row 1 has 2 choices and 1 label
+        --data lambada_openai=long.jsonl => row 1 has a text of | context has room for 64 | --truncate
+        --data broken.toml=rows/piqa.jsonl => task broken.toml | single {
+        --data mine.toml=rows/piqa.jsonl => mine.toml | No such file
+        --data piqa=rows/piqa.jsonl piqa=rows/piqa.jsonl => named twice
+        --data piqa=rows/piqa.jsonl --fewshot 24 => 24 examples are asked for, and 23 rows
+        --data piqa=rows/piqa.jsonl --fewshot-data sciq=rows/sciq.jsonl => --data does not
+        --data piqa=rows/piqa.jsonl --limit 0 => --limit
+        --data piqa=rows/piqa.jsonl --samples no/where.jsonl => no/where.jsonl | no folder
+        --data piqa=rows/piqa.jsonl --selector quset => did you mean quest?
+        --data triviaqa=rows/piqa.jsonl => no column "question"
+    "#);
+    tiny.refuses("eval tasks --show pica", "did you mean piqa?");
+    tiny.refuses("eval tasks --data piqa=rows/piqa.jsonl", "--checkpoint");
 }
 
 #[test]
@@ -400,16 +324,12 @@ fn longbench_files_are_read_from_their_folder() {
             .to_string()
         };
         let rows: Vec<String> = (0..5).map(|_| row(&mut random)).collect();
-        fs::write(
-            tiny.path(&format!("longbench/{name}.jsonl")),
-            rows.join("\n"),
-        )
-        .expect("writable");
+        tiny.write(&format!("longbench/{name}.jsonl"), rows.join("\n"));
     }
     let run = |more: &str| {
         format!("eval longbench --checkpoint run --device cpu --folder longbench {more}")
     };
-    let report = parsed(&succeed(&mut tiny.sieve(&run("--json --samples s.jsonl"))));
+    let report = json(&tiny.prints(&run("--json --samples s.jsonl")));
     let tasks = report["tasks"].as_array().expect("a list");
     let names: Vec<_> = tasks
         .iter()
@@ -432,30 +352,29 @@ fn longbench_files_are_read_from_their_folder() {
             .all(|task| task["num_rows"] == 5 && task["num_truncated"] == 5),
         "{report}"
     );
-    let samples = fs::read_to_string(tiny.path("s.jsonl")).expect("it was written");
+    let samples = tiny.read("s.jsonl");
     for (task, lines) in tasks
         .iter()
         .zip(samples.lines().collect::<Vec<_>>().chunks(5))
     {
         let values = lines
             .iter()
-            .map(|line| parsed(line)["score"].as_f64().expect("a score"));
+            .map(|line| json(line)["score"].as_f64().expect("a score"));
         let mean = values.sum::<f64>() / 5.0;
         assert!((task["scores"][0]["value"].as_f64().expect("a score") - mean).abs() < 1e-9);
     }
-    let one = parsed(&succeed(&mut tiny.sieve(&run("--only hotpotqa --json"))));
+    let one = json(&tiny.prints(&run("--only hotpotqa --json")));
     assert_eq!(one["tasks"].as_array().map(Vec::len), Some(1));
-    for (more, words) in [
-        (
-            "--only hotpotqq",
-            &["hotpotqq is no data set of LongBench", "musique"][..],
-        ),
-        ("--only musique", &["there is no longbench/musique.jsonl"]),
-    ] {
-        tiny.refuse(&mut tiny.sieve(&run(more)), words);
-    }
-    tiny.refuse(
-        &mut tiny.sieve("eval longbench --checkpoint run --device cpu --folder corpus"),
-        &["corpus holds no file of LongBench"],
+    tiny.refuses(
+        &run("--only hotpotqq"),
+        "hotpotqq is no data set of LongBench | musique",
+    );
+    tiny.refuses(
+        &run("--only musique"),
+        "there is no longbench/musique.jsonl",
+    );
+    tiny.refuses(
+        "eval longbench --checkpoint run --device cpu --folder corpus",
+        "corpus holds no file of LongBench",
     );
 }

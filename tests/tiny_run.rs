@@ -1,6 +1,7 @@
 //! Runs of the built program on a tiny recipe over a tiny generated corpus: a second each.
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{RngCore, SeedableRng};
+use sieve_testing::{cases, says};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -40,6 +41,33 @@ impl TinyRun {
     /// A path below the folder.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
+    }
+
+    /// The text of a file below the folder.
+    pub(crate) fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
+    /// Writes a file below the folder.
+    pub(crate) fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
+        fs::write(self.path(name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+
+    /// What the program prints for the words of `args`; it must end well.
+    pub(crate) fn prints(&self, args: &str) -> String {
+        succeed(&mut self.sieve(args))
+    }
+
+    /// As [`refuse`](Self::refuse), by the words of the command.
+    pub(crate) fn refuses(&self, args: &str, words: &str) -> String {
+        self.refuse(&mut self.sieve(args), words)
+    }
+
+    /// The same for each row of a table: what follows `args`, and words of the message.
+    pub(crate) fn refuses_each(&self, args: &str, table: &str) {
+        for [more, words] in cases(table) {
+            self.refuses(&format!("{args} {more}"), words);
+        }
     }
 
     /// The program with the words of `args`, run from the folder.
@@ -198,8 +226,9 @@ impl TinyRun {
         found
     }
 
-    /// Runs `command`, which must refuse: with each of `words` in its message, and with no file made or changed.
-    pub(crate) fn refuse(&self, command: &mut Command, words: &[&str]) -> String {
+    /// Runs `command`, which must refuse: with each of `words` (` | ` between two) in its message, and with no file
+    /// made or changed.
+    pub(crate) fn refuse(&self, command: &mut Command, words: &str) -> String {
         let before = self.snapshot("");
         let message = refused(command, words);
         let after = self.snapshot("");
@@ -225,7 +254,7 @@ pub(crate) fn succeed(command: &mut Command) -> String {
 }
 
 /// Runs `command`, which must refuse with each of `words` in its message and without a panic. Returns the message.
-pub(crate) fn refused(command: &mut Command, words: &[&str]) -> String {
+pub(crate) fn refused(command: &mut Command, words: &str) -> String {
     let output = command.output().expect("the program starts");
     let text = text(&output);
     assert!(!output.status.success(), "{command:?} went on: {text}");
@@ -235,10 +264,23 @@ pub(crate) fn refused(command: &mut Command, words: &[&str]) -> String {
     for broken in ["panicked", "a bug in Sieve", "unwrap"] {
         assert!(!text.contains(broken), "{command:?}: {text}");
     }
-    for word in words {
-        assert!(message.contains(word), "no {word:?} in: {message}");
-    }
+    says(&message, words);
     message
+}
+
+/// The JSON object that a command printed; its remarks may follow.
+pub(crate) fn json(printed: &str) -> serde_json::Value {
+    let object = printed
+        .lines()
+        .rev()
+        .find(|line| line.starts_with(['{', '[']));
+    serde_json::from_str(object.unwrap_or_default()).unwrap_or_else(|e| panic!("{e}: {printed}"))
+}
+
+/// A number of a report.
+pub(crate) fn number(value: &serde_json::Value) -> f64 {
+    let number = value.as_f64();
+    number.unwrap_or_else(|| panic!("{value} is no number"))
 }
 
 /// Both outputs of a process.

@@ -1,6 +1,6 @@
 //! How a run ends before its last step, and how it is made longer.
 use crate::tiny_run::{INTERVAL, STEPS, TinyRun, refused, succeed, text};
-use std::fs;
+use sieve_testing::says;
 
 #[test]
 fn stop_after_ends_a_run_as_a_signal_would() {
@@ -16,7 +16,7 @@ fn stop_after_ends_a_run_as_a_signal_would() {
     assert!(printed.contains("trained 32 steps"), "{printed}");
     tiny.assert_same_end("run", "reference");
     tiny.assert_same_metrics("run", "reference");
-    refused(&mut tiny.train("none", "--stop-after 0"), &["--stop-after"]);
+    refused(&mut tiny.train("none", "--stop-after 0"), "--stop-after");
 }
 
 #[test]
@@ -30,21 +30,17 @@ fn a_longer_run_says_its_rate_and_may_have_a_schedule_of_its_own() {
             .collect()
     };
     let printed = succeed(&mut tiny.train("run", "--resume"));
-    assert!(
-        printed.contains("nothing to do") && printed.contains("--resume --extend 80"),
-        "{printed}"
-    );
+    says(&printed, "nothing to do | --resume --extend 80");
 
     // Ten steps of decay end at step 40; the new schedule's begin at step 46.
     let longer = "--resume --set training.steps=60 --stop-after 2";
     let printed = succeed(&mut tiny.train("run", longer));
-    for word in [
-        "note: training.steps was 40, is now 60",
-        "note: the learning rate was 1.00e-3 at step 40, is 1.00e-2 at step 41 and 6.67e-4 at step 60",
-        "--extend 60 instead of training.steps",
-    ] {
-        assert!(printed.contains(word), "no {word:?} in: {printed}");
-    }
+    says(
+        &printed,
+        "note: training.steps was 40, is now 60 | \
+         note: the learning rate was 1.00e-3 at step 40, is 1.00e-2 at step 41 and 6.67e-4 at step 60 | \
+         --extend 60 instead of training.steps",
+    );
 
     // A schedule of its own: four steps of warm-up, and the last quarter decays.
     tiny.trained("own", "");
@@ -69,22 +65,19 @@ fn a_longer_run_says_its_rate_and_may_have_a_schedule_of_its_own() {
     assert!(rates[59] < rates[58] && rates[54] == 1e-2, "{rates:?}");
     tiny.refuse(
         &mut tiny.train("own", "--resume --extend 50"),
-        &["--extend 50", "step 60 of 60", "name a step after 60"],
+        "--extend 50 | step 60 of 60 | name a step after 60",
     );
     tiny.trained("short", "--stop-after 4");
     tiny.refuse(
         &mut tiny.train("short", "--resume --extend 80"),
-        &["step 4 of 40", "--resume first"],
+        "step 4 of 40 | --resume first",
     );
-    refused(&mut tiny.train("new", "--extend 80"), &["--resume"]);
+    refused(&mut tiny.train("new", "--extend 80"), "--resume");
 
     // A key that may not change names the way to a new run.
     tiny.refuse(
         &mut tiny.train("own", "--resume --set optimizer.lr=1e-4"),
-        &[
-            "optimizer.lr was 0.01, is now 0.0001",
-            "--branch-from CHECKPOINT --out DIR",
-        ],
+        "optimizer.lr was 0.01, is now 0.0001 | --branch-from CHECKPOINT --out DIR",
     );
 }
 
@@ -98,11 +91,8 @@ fn the_step_line_fits_a_terminal_and_the_log_has_all() {
         steps().all(|line| line.chars().count() < 100 && line.contains("  lr: ")),
         "{printed}"
     );
-    let log = fs::read_to_string(tiny.path("run/log")).expect("log");
-    assert!(
-        log.contains("density: ") && log.contains("tflops: "),
-        "{log}"
-    );
+    let log = tiny.read("run/log");
+    says(&log, "density:  | tflops: ");
     let times = tiny.metrics("run", "step").into_values();
     let times = times.map(|line| line["unix_seconds"].as_f64().expect("a time"));
     let times = times.collect::<Vec<_>>();
@@ -112,29 +102,25 @@ fn the_step_line_fits_a_terminal_and_the_log_has_all() {
 #[test]
 fn a_tokenizer_of_any_name_for_its_end_token_trains() {
     let tiny = TinyRun::dma();
-    succeed(&mut tiny.sieve("tokenizer train --data corpus --vocab-size 300 --out t.json"));
-    let json = fs::read_to_string(tiny.path("t.json")).expect("written");
-    fs::write(
-        tiny.path("t.json"),
-        json.replace("<|endoftext|>", "<|over|>"),
-    )
-    .expect("writable");
+    tiny.prints("tokenizer train --data corpus --vocab-size 300 --out t.json");
+    let json = tiny.read("t.json");
+    tiny.write("t.json", json.replace("<|endoftext|>", "<|over|>"));
     let train = "--set tokenizer.path=t.json --stop-after 4";
     refused(
         &mut tiny.train("run", train),
-        &["tokenizer.eos_token", "\"<|over|>\""],
+        "tokenizer.eos_token | \"<|over|>\"",
     );
     succeed(&mut tiny.train(
         "run",
         &format!("{train} --set tokenizer.eos_token=<|over|>"),
     ));
     let of_run = "--checkpoint run --device cpu";
-    succeed(&mut tiny.sieve(&format!("eval ppl --recipe-validation {of_run}")));
-    succeed(&mut tiny.sieve(&format!(
+    tiny.prints(&format!("eval ppl --recipe-validation {of_run}"));
+    tiny.prints(&format!(
         "generate --prompt the --max-new-tokens 4 {of_run}"
-    )));
-    succeed(&mut tiny.sieve("export --checkpoint run --out exported"));
-    let config = fs::read_to_string(tiny.path("exported/tokenizer_config.json")).expect("written");
+    ));
+    tiny.prints("export --checkpoint run --out exported");
+    let config = tiny.read("exported/tokenizer_config.json");
     assert!(config.contains("<|over|>"), "{config}");
 }
 
@@ -143,7 +129,7 @@ fn max_tokens_cuts_a_long_document() {
     let tiny = TinyRun::dma();
     tiny.trained("run", "--stop-after 4");
     let long = "the cat sees the river.\n".repeat(2000);
-    fs::write(tiny.path("long.txt"), long).expect("writable");
+    tiny.write("long.txt", long);
     let ppl = "eval ppl --json --device cpu --checkpoint run --data long.txt --max-tokens 100";
     let output = tiny.sieve(ppl).output().expect("the program starts");
     let report: serde_json::Value =
@@ -163,23 +149,16 @@ fn a_short_recipe_trains() {
                   [attention]\nkind = \"mha\"\n[tokenizer]\ntrain = { vocab_size = 300 }\n\
                   [data]\npaths = [\"corpus/*.txt\"]\n[training]\nsteps = 20\nseq_len = 32\nlocal_batch_size = 8\n\
                   [optimizer]\nlr = 1e-2\n";
-    fs::write(tiny.path("short.toml"), recipe).expect("writable");
-    succeed(&mut tiny.sieve("train --recipe short --device cpu --out run"));
-    let config = fs::read_to_string(tiny.path("run/config.toml")).expect("written");
-    for line in [
-        "intermediate_size = 96",
-        "head_dim = 16",
-        "warmup_steps = 4",
-        "decay_ratio = 0.2",
-    ] {
-        assert!(config.contains(line), "no {line:?} in {config}");
-    }
+    tiny.write("short.toml", recipe);
+    tiny.prints("train --recipe short --device cpu --out run");
+    let config = tiny.read("run/config.toml");
+    says(
+        &config,
+        "intermediate_size = 96 | head_dim = 16 | warmup_steps = 4 | decay_ratio = 0.2",
+    );
     // Twice as long: the warm-up that the recipe leaves open was over.
     let more = "train --recipe short --device cpu --out run --resume --set training.steps=40";
-    let printed = succeed(&mut tiny.sieve(more));
-    assert!(
-        printed.contains("lr_scheduler.warmup_steps was 4, is now 8"),
-        "{printed}"
-    );
+    let printed = tiny.prints(more);
+    says(&printed, "lr_scheduler.warmup_steps was 4, is now 8");
     assert!(tiny.path("run/checkpoint/step-40").is_dir() && STEPS > INTERVAL);
 }

@@ -6,6 +6,7 @@ use sieve_comm::Mesh;
 use sieve_core::Recipe;
 use sieve_data::OnChange;
 use sieve_hf::named_parameters;
+use sieve_testing::says;
 use sieve_train::{
     DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
     SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
@@ -58,7 +59,7 @@ pub(crate) fn disturbed_rank(
     disturbance: Disturbance,
     mesh: Option<Arc<Mesh>>,
 ) -> Outcome {
-    let text = std::fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let text = run.read("tiny.toml");
     let text = text.replace(
         "corpus/*.txt",
         &run.path("corpus/*.txt").display().to_string(),
@@ -187,7 +188,7 @@ fn training_goes_on_after_a_bad_batch() {
             .copied()
             .eq([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12])
     );
-    let metrics = std::fs::read_to_string(run.path("out/metrics.jsonl")).expect("metrics");
+    let metrics = run.read("out/metrics.jsonl");
     assert_eq!(
         metrics.matches("\"kind\":\"skipped\"").count(),
         1,
@@ -226,9 +227,9 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     assert_eq!((summary.step, found.skipped.len()), (12, 3));
     let back = found.notices.iter().find(|text| text.starts_with("guard:"));
     let back = back.expect("a notice");
-    assert!(
-        back.contains("back from step 12 to") && back.contains("step-8, rows 64 to 95 are skipped"),
-        "{back}"
+    says(
+        &back,
+        "back from step 12 to | step-8, rows 64 to 95 are skipped",
     );
     // Steps 9 to 12 were taken on the rows after the bad ones.
     assert!(
@@ -240,7 +241,7 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let state: serde_json::Value = serde_json::from_str(&state.expect("text")).expect("JSON");
     assert_eq!(state["next_sample"], 128);
     // The metrics have each step once.
-    let metrics = std::fs::read_to_string(run.path("out/metrics.jsonl")).expect("metrics");
+    let metrics = run.read("out/metrics.jsonl");
     for step in 1..=12 {
         let line = format!("\"kind\":\"step\",\"step\":{step},");
         assert_eq!(metrics.matches(&line).count(), 1, "{step}: {metrics}");
@@ -253,10 +254,7 @@ fn a_run_that_cannot_go_on_says_so_and_keeps_its_checkpoints() {
     let hopeless = |row: u64| if row >= 72 { f64::NAN } else { 1.0 };
     let found = train(&run, "out", TWELVE, hopeless);
     let error = found.result.expect_err("nothing is left to do").to_string();
-    assert!(
-        error.contains("diverged") && error.contains("step-8"),
-        "{error}"
-    );
+    says(&error, "diverged | step-8");
     assert!(run.path("out/checkpoint/step-8/state.json").is_file());
     // Back twice, then the end.
     assert_eq!(found.skipped.len(), 9);

@@ -40,10 +40,10 @@ fn rewrite(run: &TinyRun, from: &str, to: &str) {
 /// The same model on MQAR.
 fn mqar(attention: &str) -> TinyRun {
     let run = run(attention);
-    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let text = run.read("tiny.toml");
     let sections = ["[tokenizer]", "[training]"].map(|name| text.find(name).expect("a section"));
     let text = [&text[..sections[0]], MQAR.0, MQAR.1, &text[sections[1]..]].concat();
-    fs::write(run.path("tiny.toml"), text).expect("writable");
+    run.write("tiny.toml", text);
     run
 }
 

@@ -149,8 +149,8 @@ fn torchrun(command: &mut Command, rank: usize, size: usize, port: u16) {
 }
 
 /// Asserts that `command` refuses with one error of these words.
-fn refuses_once(command: &mut Command, words: &[&str]) {
-    let message = refused(command, words);
+pub(crate) fn refuses_once(command: &mut Command, words: &[&str]) {
+    let message = refused(command, &words.join(" | "));
     assert_eq!(message.matches("error:").count(), 1, "{message}");
 }
 

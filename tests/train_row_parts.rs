@@ -1,6 +1,7 @@
 //! Processes that share each row train what one would that has whole rows.
-use crate::tiny_run::{TinyRun, refused, succeed};
+use crate::tiny_run::{TinyRun, succeed};
 use crate::train_ranks::assert_near;
+use crate::train_ranks_faults::refuses_once;
 
 const KINDS: [&str; 5] = [
     "kind = \"mha\"",
@@ -64,24 +65,20 @@ fn a_run_goes_on_with_rows_in_parts_and_whole() {
 #[test]
 fn rows_that_cannot_be_shared_are_refused_once() {
     let tiny = TinyRun::dma();
-    let refuses = |command: &mut std::process::Command, words: &[&str]| {
-        let message = refused(command, words);
-        assert_eq!(message.matches("error:").count(), 1, "{message}");
-    };
     let rows = "--set training.local_batch_size=1";
-    refuses(
+    refuses_once(
         &mut tiny.launch(3, "run", &format!("{rows} --context-parallel 2")),
         &["context_parallel_degree = 2", "3 processes", "hint"],
     );
-    refuses(
+    refuses_once(
         &mut tiny.train("run", "--context-parallel 2"),
         &["1 processes are no multiple", "sieve launch --nproc 2"],
     );
-    refuses(
+    refuses_once(
         &mut tiny.launch(2, "run", "--context-parallel 3"),
         &["context_parallel_degree: is 3", "training.seq_len = 32"],
     );
-    refuses(
+    refuses_once(
         &mut tiny.sieve("plan --recipe tiny.toml --gpu h200 --nproc 3 --context-parallel 2"),
         &["context_parallel_degree = 2", "3 processes", "hint"],
     );
@@ -89,8 +86,8 @@ fn rows_that_cannot_be_shared_are_refused_once() {
         "kind = \"mla\"\nkv_lora_rank = 16\nqk_nope_head_dim = 8\nqk_rope_head_dim = 8\nv_head_dim = 8",
     );
     let words = &["\"mla\" needs whole rows", "mha, swa and dma"];
-    refuses(&mut latent.launch(2, "run", "--context-parallel 2"), words);
-    refuses(
+    refuses_once(&mut latent.launch(2, "run", "--context-parallel 2"), words);
+    refuses_once(
         &mut latent.sieve("plan --recipe tiny.toml --gpu h200 --nproc 2 --context-parallel 2"),
         words,
     );

@@ -1,6 +1,7 @@
 //! A run from its first to its last step, and what it leaves.
 use crate::tiny_run::{STEPS, TinyRun, refused, succeed};
 use sieve_core::Recipe;
+use sieve_testing::says;
 use std::fs;
 use std::process::Stdio;
 
@@ -13,13 +14,14 @@ fn a_run_learns_and_leaves_every_file() {
     ] {
         let tiny = TinyRun::new(attention);
         let printed = succeed(&mut tiny.train("run", "--set checkpoint.at_start=true"));
-        for expected in ["bits per byte", "unigram", "step:", "loss:", "grad_norm:"] {
-            assert!(printed.contains(expected), "no {expected:?} in: {printed}");
-        }
+        says(
+            &printed,
+            "bits per byte | unigram | step: | loss: | grad_norm:",
+        );
 
-        let resolved = fs::read_to_string(tiny.path("run/config.toml")).expect("config.toml");
+        let resolved = tiny.read("run/config.toml");
         let loaded = Recipe::load(&resolved, "config.toml", &[]).expect("it loads");
-        let text = fs::read_to_string(tiny.path("tiny.toml")).expect("tiny.toml");
+        let text = tiny.read("tiny.toml");
         let set = ["checkpoint.at_start=true".to_owned()];
         assert_eq!(
             loaded,
@@ -48,11 +50,8 @@ fn a_run_learns_and_leaves_every_file() {
         let mut events = fs::read_dir(tiny.path("run/tb")).expect("tb");
         let event = events.next().expect("one file").expect("readable");
         assert!(event.metadata().expect("readable").len() > 1000);
-        let log = fs::read_to_string(tiny.path("run/log")).expect("log");
-        assert!(
-            log.contains("step:    40") && log.contains("data: wrote"),
-            "{log}"
-        );
+        let log = tiny.read("run/log");
+        says(&log, "step:    40 | data: wrote");
 
         // The latest three, and the weights before the first step.
         let mut kept: Vec<_> = fs::read_dir(tiny.path("run/checkpoint"))
@@ -99,7 +98,7 @@ fn the_same_seed_gives_the_same_run_in_one_folder_of_data_or_two() {
             "third",
             "--set data.cache_dir=shared --set data.max_bytes=20000",
         ),
-        &["shared", "data.cache_dir=DIR"],
+        "shared | data.cache_dir=DIR",
     );
     let changed = tiny.snapshot("shared");
     assert!(before.keys().eq(changed.keys()));
@@ -139,10 +138,10 @@ fn a_diverged_step_is_not_kept() {
     // Not logged before the checkpoint of step 12 is due.
     let message = refused(
         &mut tiny.train("nan", "--set optimizer.lr=1e30 --set metrics.log_freq=100"),
-        &["diverged", "optimizer.lr", "no checkpoint yet"],
+        "diverged | optimizer.lr | no checkpoint yet",
     );
     assert!(!tiny.path("nan/checkpoint/step-4").exists(), "{message}");
-    let log = fs::read_to_string(tiny.path("nan/log")).expect("log");
+    let log = tiny.read("nan/log");
     assert!(log.contains("diverged"), "{log}");
 }
 
@@ -168,10 +167,10 @@ fn data_batch_writes_what_the_loader_gives() {
         let loader =
             Loader::new(prepared.train().expect("a shard").into(), config).expect("a loader");
         for step in [1, 2, 17] {
-            succeed(&mut tiny.sieve(&format!(
+            tiny.prints(&format!(
                 "data batch --recipe tiny.toml --step {step} --out batch.safetensors \
                  --set training.one_document_per_row={name}"
-            )));
+            ));
             let file = sieve_hf::TensorFile::open(&tiny.path("batch.safetensors")).expect("a file");
             let values = |name: &str| {
                 let data = file.tensor(name, &[8, 32]).expect(name);
@@ -194,9 +193,9 @@ fn data_batch_writes_what_the_loader_gives() {
         }
     }
     // The data of a run stays as it is.
-    tiny.refuse(
-        &mut tiny.sieve("data batch --recipe tiny.toml --step 1 --out b --set data.max_bytes=9000"),
-        &["out/tiny/data"],
+    tiny.refuses(
+        "data batch --recipe tiny.toml --step 1 --out b --set data.max_bytes=9000",
+        "out/tiny/data",
     );
 }
 
@@ -227,16 +226,8 @@ fn eight_bit_blocks_train_and_a_resumed_run_may_leave_them() {
     let end = last("left");
     assert!(end != rounded && (end - plain).abs() < 0.05, "{end}");
     assert_eq!(log("left").matches("multiply in fp8").count(), 1);
-    refused(
-        &mut tiny.train(
+    refused(&mut tiny.train(
             "odd",
             "--set training.precision=fp8 --set training.seq_len=30 --set training.local_batch_size=1",
-        ),
-        &[
-            "training.local_batch_size",
-            "30",
-            "a multiple of 16",
-            "bf16",
-        ],
-    );
+        ), "training.local_batch_size | 30 | a multiple of 16 | bf16");
 }

@@ -1,6 +1,7 @@
 //! Runs with stages, branches, and what they must not change.
-use crate::tiny_run::{STEPS, TinyRun, refused, signal, succeed, wait_until};
+use crate::tiny_run::{STEPS, TinyRun, number, refused, signal, succeed, wait_until};
 use crate::train_ranks::UNTIED;
+use sieve_testing::says;
 use std::fs;
 
 /// The tiny recipe in three stages of 40 steps: a length, a longer one with another base, and a wider window.
@@ -10,14 +11,14 @@ const STAGES: &str = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 14\nseq_len = 64
 /// `staged.toml` in the run's folder.
 fn staged() -> TinyRun {
     let run = TinyRun::dma();
-    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let text = run.read("tiny.toml");
     assert!(text.contains("steps = 40\nseq_len = 32"), "{text}");
     let text = text.replacen("steps = 40\n", "", 1).replacen(
         "[optimizer]",
         &format!("{STAGES}[optimizer]"),
         1,
     );
-    fs::write(run.path("staged.toml"), text).expect("writable");
+    run.write("staged.toml", text);
     run
 }
 
@@ -40,33 +41,28 @@ fn losses_counted(run: &TinyRun, out: &str, step: u64) -> f32 {
 fn a_staged_run_changes_length_base_and_window() {
     let run = staged();
     let text = succeed(&mut train(&run, "out", ""));
-    for line in [
-        "stage 1 of 3: steps 1 to 13, rows of 32 tokens, rope_theta 10000, window 8",
-        "stage 2 of 3: steps 14 to 27, rows of 64 tokens, rope_theta 50000, window 8",
-        "stage 3 of 3: steps 28 to 40, rows of 32 tokens, rope_theta 10000, window 16",
-    ] {
-        assert!(text.contains(line), "no {line:?} in {text}");
-    }
+    says(
+        &text,
+        "stage 1 of 3: steps 1 to 13, rows of 32 tokens, rope_theta 10000, window 8 | \
+         stage 2 of 3: steps 14 to 27, rows of 64 tokens, rope_theta 50000, window 8 | \
+         stage 3 of 3: steps 28 to 40, rows of 32 tokens, rope_theta 10000, window 16",
+    );
     let steps = run.metrics("out", "step");
     assert!(steps.keys().copied().eq(1..=STEPS));
     // The mean loss is the last stage's alone.
     assert_eq!(losses_counted(&run, "out", STEPS), 13.0);
     // 8 rows of 32, then 4 of 64, then 8 of 32: the same tokens a step.
     assert_eq!(steps[&STEPS]["tokens_seen"], 256 * STEPS);
-    let keys = |step: u64| {
-        steps[&step]["attention"]["mean_active_keys"]
-            .as_f64()
-            .expect("a number")
-    };
+    let keys = |step: u64| number(&steps[&step]["attention"]["mean_active_keys"]);
     assert!(keys(13) <= 8.0 && keys(27) <= 8.0);
     assert!(keys(40) > 8.0, "the wider window: {}", keys(40));
 
     // What evaluation reads from a checkpoint are the values of its stage.
     let exported = |step: u64| {
         let out = format!("hf-{step}");
-        succeed(&mut run.sieve(&format!(
+        run.prints(&format!(
             "export --checkpoint out/checkpoint/step-{step} --out {out}"
-        )));
+        ));
         let text = fs::read_to_string(run.path(&out).join("config.json")).expect("a config");
         let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         (
@@ -78,9 +74,9 @@ fn a_staged_run_changes_length_base_and_window() {
 
     // The rows of a step are its stage's.
     for (step, rows) in [(13, [8, 32]), (14, [4, 64]), (28, [8, 32])] {
-        succeed(&mut run.sieve(&format!(
+        run.prints(&format!(
             "data batch --recipe staged.toml --data-dir out/data --step {step} --out batch.safetensors"
-        )));
+        ));
         let file = sieve_hf::TensorFile::open(&run.path("batch.safetensors")).expect("a file");
         file.tensor("tokens", &rows).expect("rows of the stage");
     }
@@ -91,9 +87,9 @@ fn two_processes_go_through_the_stages_of_one_bit_for_bit() {
     let run = staged();
     let more = format!("{UNTIED} --set activation_checkpoint.mode=full");
     succeed(&mut train(&run, "of-1", &more));
-    succeed(&mut run.sieve(&format!(
+    run.prints(&format!(
         "launch --nproc 2 -- train --recipe staged.toml --device cpu --out of-2 {more}"
-    )));
+    ));
     run.assert_same_end("of-2", "of-1");
 }
 
@@ -131,7 +127,7 @@ fn stages_may_be_added_to_a_finished_run_but_not_changed() {
     let run = TinyRun::dma();
     let half = "--set training.steps=20 --set lr_scheduler.decay_ratio=0";
     run.trained("out", half);
-    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    let text = run.read("tiny.toml");
     let longer = |first: &str| {
         text.replacen("steps = 40\n", "", 1).replacen(
             "[optimizer]",
@@ -141,14 +137,14 @@ fn stages_may_be_added_to_a_finished_run_but_not_changed() {
             1,
         )
     };
-    fs::write(run.path("longer.toml"), longer("")).expect("writable");
-    fs::write(run.path("other.toml"), longer("rope_theta = 3.0\n")).expect("writable");
+    run.write("longer.toml", longer(""));
+    run.write("other.toml", longer("rope_theta = 3.0\n"));
     let resume = |recipe: &str| {
         run.sieve(&format!(
             "train --recipe {recipe} --device cpu --out out --resume --set lr_scheduler.decay_ratio=0"
         ))
     };
-    refused(&mut resume("other.toml"), &["stage.1.rope_theta"]);
+    refused(&mut resume("other.toml"), "stage.1.rope_theta");
     let text = succeed(&mut resume("longer.toml"));
     assert!(text.contains("stage 2 of 2: steps 21 to 40"), "{text}");
     assert!(run.path("out/checkpoint/step-40").is_dir());
@@ -162,16 +158,12 @@ fn a_stage_reads_text_of_its_own() {
     for number in 0..40 {
         let name = format!("long/{number}.txt");
         // Equal documents would be held out together, or not at all.
-        fs::write(run.path(&name), format!("{number}\n{}", line.repeat(80))).expect("writable");
+        run.write(&name, format!("{number}\n{}", line.repeat(80)));
     }
     let own = "--set stage.2.paths=[\"long/*.txt\"]";
     succeed(&mut train(&run, "own", own));
     succeed(&mut train(&run, "usual", ""));
-    let loss = |out: &str, step: u64| {
-        run.metrics(out, "step")[&step]["loss"]
-            .as_f64()
-            .expect("a loss")
-    };
+    let loss = |out: &str, step: u64| number(&run.metrics(out, "step")[&step]["loss"]);
     assert_eq!(loss("own", 13), loss("usual", 13));
     // One sentence again and again is learned at once; the first stage's text is not.
     assert!(
@@ -193,7 +185,7 @@ fn a_stage_reads_text_of_its_own() {
     fs::rename(run.path("long"), run.path("gone")).expect("there");
     succeed(&mut train(&run, "killed", &format!("{own} --resume")));
     run.assert_same_end("killed", "own");
-    run.refuse(&mut train(&run, "new", own), &["long/*.txt"]);
+    run.refuse(&mut train(&run, "new", own), "long/*.txt");
 }
 
 #[test]
@@ -204,13 +196,10 @@ fn a_branch_goes_on_under_another_recipe() {
     let branch = "--branch-from trunk/checkpoint/step-36 --set optimizer.lr=1e-3 --set attention.keep_window_size=4 \
                   --set training.steps=44 --set data.validation_fraction=0.2";
     let text = succeed(&mut run.train("branch", branch));
-    for word in [
-        "optimizer.lr was 0.01, is now 0.001",
-        "attention.keep_window_size was 8, is now 4",
-        "continuing at step 36",
-    ] {
-        assert!(text.contains(word), "no {word:?} in {text}");
-    }
+    says(
+        &text,
+        "optimizer.lr was 0.01, is now 0.001 | attention.keep_window_size was 8, is now 4 | continuing at step 36",
+    );
     let steps = run.metrics("branch", "step");
     assert!(steps.into_keys().eq(37..=44));
     assert_eq!(losses_counted(&run, "trunk", 36), 36.0);
@@ -219,28 +208,22 @@ fn a_branch_goes_on_under_another_recipe() {
 
     refused(
         &mut run.train("bad", "--branch-from trunk --set model.hidden_size=48"),
-        &[
-            "cannot begin this run",
-            "hidden_size is 32 there and 48 here",
-        ],
+        "cannot begin this run | hidden_size is 32 there and 48 here",
     );
     refused(
         &mut run.train("trunk", "--branch-from trunk/checkpoint/step-36"),
-        &["already holds a run"],
+        "already holds a run",
     );
     // Another kind is told before sizes, which it has others of; a part that is only here is named by its own number.
     let message = refused(
         &mut run.train("bad", "--branch-from trunk --set attention.kind=mha"),
-        &[
-            "attention.kind is dma there, mha here",
-            "must have the kind of the checkpoint",
-        ],
+        "attention.kind is dma there, mha here | must have the kind of the checkpoint",
     );
     assert!(!message.contains("mlp"), "{message}");
     let scales = "--branch-from trunk --set model.residual_scale=true";
     refused(
         &mut run.train("bad", scales),
-        &["its residual scale has 0 parameters there and 128 here"],
+        "its residual scale has 0 parameters there and 128 here",
     );
     let dense = TinyRun::new("kind = \"mha\"");
     dense.trained(
@@ -250,10 +233,7 @@ fn a_branch_goes_on_under_another_recipe() {
     let sparse = "--branch-from trunk --set attention.kind=dma --set attention.keep_window_size=8";
     refused(
         &mut dense.train("bad", sparse),
-        &[
-            "attention.kind is mha there, dma here",
-            "sieve import --from EXPORT --attention dma",
-        ],
+        "attention.kind is mha there, dma here | sieve import --from EXPORT --attention dma",
     );
     assert!(!run.path("bad").exists());
 }
@@ -262,11 +242,9 @@ fn a_branch_goes_on_under_another_recipe() {
 fn an_imported_model_can_be_trained_on() {
     let run = TinyRun::new("kind = \"mha\"");
     run.trained("out", "");
-    succeed(&mut run.sieve("export --checkpoint out --out hf"));
-    let text =
-        succeed(&mut run.sieve(
-            "import --from hf --out sparse --attention dma --set attention.keep_window_size=8",
-        ));
+    run.prints("export --checkpoint out --out hf");
+    let text = run
+        .prints("import --from hf --out sparse --attention dma --set attention.keep_window_size=8");
     assert!(text.contains("4 parameters are new"), "{text}");
     let branch = "--branch-from sparse --set attention.kind=dma --set attention.keep_window_size=8 --set \
         training.steps=8 \
@@ -274,13 +252,9 @@ fn an_imported_model_can_be_trained_on() {
     let text = succeed(&mut run.train("tuned", branch));
     assert!(!text.contains("warning"), "{text}");
     let losses = run.metrics("tuned", "step");
-    let first = losses[&1]["loss"].as_f64().expect("a loss");
-    let trained = run.metrics("out", "step")[&STEPS]["loss"]
-        .as_f64()
-        .expect("a loss");
-    let untrained = run.metrics("out", "step")[&1]["loss"]
-        .as_f64()
-        .expect("a loss");
+    let first = number(&losses[&1]["loss"]);
+    let before = run.metrics("out", "step");
+    let [untrained, trained] = [1, STEPS].map(|step| number(&before[&step]["loss"]));
     assert!(
         first - trained < 0.3 * (untrained - trained),
         "{untrained} {trained} {first}: {text}"
@@ -292,19 +266,16 @@ fn an_imported_model_can_be_trained_on() {
     let warned =
         "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
     assert!(text.contains(warned), "{text}");
-    refused(
-        &mut run.sieve("import --from hf --out other --attention mla"),
-        &["attention.kv_lora_rank"],
+    run.refuses(
+        "import --from hf --out other --attention mla",
+        "attention.kv_lora_rank",
     );
-    refused(
-        &mut run.sieve("import --from nowhere --out other"),
-        &["nowhere"],
-    );
+    run.refuses("import --from nowhere --out other", "nowhere");
     for (folder, found) in [("sparse", "step-0"), ("out", "a run")] {
         let before = run.snapshot(folder);
-        refused(
-            &mut run.sieve(&format!("import --from hf --out {folder}")),
-            &[folder, "holds", found, "name a new or empty folder"],
+        run.refuses(
+            &format!("import --from hf --out {folder}"),
+            &format!("{folder} | holds | {found} | name a new or empty folder"),
         );
         assert!(run.snapshot(folder) == before, "{folder}");
     }
@@ -314,23 +285,23 @@ fn an_imported_model_can_be_trained_on() {
 fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
     let run = TinyRun::new("kind = \"mha\"");
     run.trained("dense", "");
-    succeed(&mut run.sieve("export --checkpoint dense --out hf"));
+    run.prints("export --checkpoint dense --out hf");
     // A window of the whole row, no slope, A at 0: every key is kept and nothing is added to its logits.
     let keys = "--set attention.keep_window_size=32 --set attention.bias=linear --set attention.local_window_size=4";
-    succeed(&mut run.sieve(&format!(
+    run.prints(&format!(
         "import --from hf --out sparse --attention dma {keys}"
-    )));
-    let text = fs::read_to_string(run.path("tiny.toml")).expect("the recipe");
+    ));
+    let text = run.read("tiny.toml");
     let stages = [32, 16, 8].map(|window| format!("[[stage]]\nsteps = 4\nwindow = {window}\n"));
     let text = text.replacen("steps = 40\n", "", 1);
     let text = text.replacen("[optimizer]", &format!("{}[optimizer]", stages.concat()), 1);
-    fs::write(run.path("shrinking.toml"), text).expect("writable");
+    run.write("shrinking.toml", text);
     let more = format!(
         "--branch-from sparse --set attention.kind=dma {keys} --set lr_scheduler.warmup_steps=2"
     );
-    succeed(&mut run.sieve(&format!(
+    run.prints(&format!(
         "train --recipe shrinking.toml --device cpu --out tuned {more}"
-    )));
+    ));
     let loss = |out: &str, step: u64| {
         let checks = run.metrics(out, "validation");
         checks[&step]["loss"].as_f64().expect("a loss")
@@ -342,10 +313,7 @@ fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
     );
     assert!(after < before + 0.05, "{before} became {after}");
     let steps = run.metrics("tuned", "step");
-    let kept = [4, 8, 12].map(|step| {
-        let kept = &steps[&step]["attention"]["mean_active_keys"];
-        kept.as_f64().expect("a number")
-    });
+    let kept = [4, 8, 12].map(|step| number(&steps[&step]["attention"]["mean_active_keys"]));
     assert!(
         kept[0] > kept[1] && kept[1] > kept[2] && kept[2] <= 8.0,
         "{kept:?}"

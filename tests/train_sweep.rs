@@ -1,15 +1,13 @@
 //! `sieve train --sweep`.
 use crate::tiny_run::{TinyRun, refused, succeed};
-use std::fs;
+use sieve_testing::cases;
 
 #[test]
 fn every_value_is_a_run_and_the_best_is_named() {
     let run = TinyRun::dma();
     let sweep = "--sweep optimizer.lr=1e-2,1e-5 --sweep attention.keep_window_size=8,16 --set training.steps=12";
     let text = succeed(&mut run.train("out", sweep));
-    let rows: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(run.path("out/sweep.json")).expect("a table"))
-            .expect("JSON");
+    let rows: serde_json::Value = serde_json::from_str(&run.read("out/sweep.json")).expect("JSON");
     let rows = rows.as_array().expect("a list");
     assert_eq!(rows.len(), 4);
     let loss = |index: usize| rows[index]["loss"].as_f64().expect("a loss");
@@ -37,7 +35,7 @@ fn every_value_is_a_run_and_the_best_is_named() {
     assert_eq!(text.matches("data: wrote").count(), 1, "{text}");
 
     // Asked again, what is done stays done.
-    refused(&mut run.train("out", sweep), &["already holds a run"]);
+    refused(&mut run.train("out", sweep), "already holds a run");
     let text = succeed(&mut run.train("out", &format!("{sweep} --resume")));
     assert_eq!(text.matches("nothing to do").count(), 4, "{text}");
     assert!(text.contains("best: out/lr=1e-2"), "{text}");
@@ -46,19 +44,15 @@ fn every_value_is_a_run_and_the_best_is_named() {
 #[test]
 fn mistakes_are_told_before_the_first_run() {
     let run = TinyRun::dma();
-    for (sweep, words) in [
-        (
-            "optimizer.lrr=1,2",
-            &["optimizer.lrr", "did you mean lr?"][..],
-        ),
-        ("optimizer.lr", &["section.key=V1,V2"]),
-        ("optimizer.lr=1e-3,", &["empty value"]),
-        (
-            "optimizer.lr=1e-3,x",
-            &["optimizer.lr=x", "wanted a number"],
-        ),
-        ("optimizer.lr=1e-3,1e-3", &["twice"]),
-    ] {
+    for [sweep, words] in cases(
+        r#"
+        optimizer.lrr=1,2 => optimizer.lrr | did you mean lr?
+        optimizer.lr => section.key=V1,V2
+        optimizer.lr=1e-3, => empty value
+        optimizer.lr=1e-3,x => optimizer.lr=x | wanted a number
+        optimizer.lr=1e-3,1e-3 => twice
+    "#,
+    ) {
         run.refuse(&mut run.train("out", &format!("--sweep {sweep}")), words);
     }
 }

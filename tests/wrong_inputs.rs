@@ -1,7 +1,7 @@
 //! Two hundred wrong inputs over all commands, in a table: each ends with its exit code, without a panic, and with what
 //! is wrong, where, and how to mend it. `wrong_inputs.txt` holds them, a command and below it the code and words of its
 //! message.
-use crate::tiny_run::{TinyRun, program, succeed, text};
+use crate::tiny_run::{TinyRun, program, text};
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -65,8 +65,8 @@ fn prepared() -> TinyRun {
     tiny.trained("dense", "--set training.steps=4");
     let dma = "--set attention.kind=dma --set attention.keep_window_size=8 --set training.steps=4";
     tiny.trained("sparse", dma);
-    succeed(&mut tiny.sieve("export --checkpoint dense --out hf"));
-    let write = |name: &str, bytes: &[u8]| fs::write(tiny.path(name), bytes).expect("writable");
+    tiny.prints("export --checkpoint dense --out hf");
+    let write = |name: &str, bytes: &[u8]| tiny.write(name, bytes);
     let checkpoint = tiny.path("dense/checkpoint/step-4");
     let damaged = |name: &str, from: &Path, file: &str, change: &dyn Fn(Vec<u8>) -> Vec<u8>| {
         let folder = tiny.path(name);
