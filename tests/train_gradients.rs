@@ -10,9 +10,7 @@ use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::NamedTensor;
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_train::{
-    BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients, accumulate_gradients_with,
-};
+use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -94,7 +92,8 @@ fn by_segments(model: &Qwen3<B>, batches: &[Batch]) -> (f32, Vec<NamedTensor>) {
     for batch in batches {
         let batch = DeviceBatch::<B>::new(batch, &device);
         let scale = 1.0 / num_labels as f64;
-        let result = accumulate_gradients(model, &batch, &rope, scale, &mut gradients);
+        let plain = BlockSettings::default();
+        let result = accumulate_gradients_with(&plain, model, &batch, &rope, scale, &mut gradients);
         loss += result.loss.into_scalar();
     }
     (loss, gradients.named(model))

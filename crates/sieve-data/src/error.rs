@@ -1,20 +1,14 @@
 //! The one error type of the crate.
 
+use sieve_files::FileError;
 use std::path::{Path, PathBuf};
 
 /// What can go wrong between a text file and a batch. Every message says what, where, and how to fix it.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// The operating system refused: missing file, no permission, full disk.
-    #[error("cannot {action} {}: {source}", path.display())]
-    Io {
-        /// What was tried, as a verb: "read", "write", "rename".
-        action: &'static str,
-        /// The file or folder.
-        path: PathBuf,
-        /// The reason of the operating system.
-        source: std::io::Error,
-    },
+    #[error(transparent)]
+    File(#[from] FileError),
     /// The list of paths is empty.
     #[error("no data paths are given\n  hint: name at least one file, folder or glob")]
     NoPaths,
@@ -363,20 +357,17 @@ pub enum DataError {
     },
 }
 
-impl From<sieve_files::FileError> for DataError {
-    fn from(error: sieve_files::FileError) -> Self {
-        Self::io(error.action, &error.path)(error.source)
-    }
-}
-
 impl DataError {
     /// For `map_err`: wraps an I/O error with what was tried on which path.
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
-        move |source| Self::Io {
-            action,
-            path,
-            source,
+        move |source| {
+            let error = FileError {
+                action,
+                path,
+                source,
+            };
+            error.into()
         }
     }
 

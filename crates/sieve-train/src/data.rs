@@ -10,8 +10,8 @@ pub use sources::corpus_configs;
 
 use sieve_core::recipe::{DataFormat, TokenizerSource};
 use sieve_data::{
-    BpeConfig, Corpus, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress,
-    Tokenizer, ValidationSource, prepare,
+    BpeConfig, Corpus, CorpusConfig, DataError, HubConfig, MqarPart, OnChange, PrepareConfig,
+    Prepared, Progress, Tokenizer, ValidationSource, prepare,
 };
 use sieve_hf::Checkpoint;
 use std::collections::BTreeMap;
@@ -72,7 +72,7 @@ pub enum DataEvent {
 #[derive(Debug)]
 pub struct DataSource {
     text: Option<TextSource>,
-    /// `None` where the recipe has one trained.
+    /// With its text; `None` where the recipe has one trained.
     tokenizer: Option<(Tokenizer, String)>,
 }
 
@@ -117,14 +117,7 @@ impl DataSource {
             _ => {
                 let (whole, validation) = corpus_configs(recipe, variable)?;
                 let train = sources::weighted_configs(recipe, &whole);
-                let train = train.into_iter().map(Corpus::open);
-                Some(TextSource {
-                    train: train.collect::<Result<_, _>>()?,
-                    whole: Corpus::open(whole)?,
-                    validation: validation.map(Corpus::open).transpose()?,
-                    endpoint: hub_endpoint(variable),
-                    token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
-                })
+                Some(TextSource::open(train, whole, validation, variable)?)
             }
         };
         stages::check_stages(recipe, variable)?;
@@ -153,14 +146,8 @@ impl DataSource {
         let Some(mut text) = self.text else {
             let (tokenizer, tokenizer_json) = self.tokenizer.ok_or(TrainError::NoTokenizer)?;
             let (train, test) = mqar::parts(recipe)?;
-            return Ok(TrainingData {
-                tokenizer,
-                tokenizer_json,
-                rows: RowSource::Mqar { train, test },
-                stages: BTreeMap::new(),
-                tokenizer_time: Duration::ZERO,
-                prepare_time: Duration::ZERO,
-            });
+            let rows = RowSource::Mqar { train, test };
+            return Ok(TrainingData::new((tokenizer, tokenizer_json), rows));
         };
         std::fs::create_dir_all(dir).map_err(TrainError::io("creating", dir))?;
         text.connect(dir)?;
@@ -179,9 +166,54 @@ impl DataSource {
         let tokenizer_time = started.elapsed();
 
         let started = Instant::now();
+        let prepared = text.prepare(recipe, &tokenizer, (dir, on_change), observe)?;
+        let prepare_time = started.elapsed();
+        let rows = RowSource::shards(recipe, prepared);
+        Ok(TrainingData {
+            tokenizer_time,
+            prepare_time,
+            ..TrainingData::new((tokenizer, tokenizer_json), rows)
+        })
+    }
+}
+
+impl RowSource {
+    fn shards(recipe: &Recipe, prepared: Prepared) -> Self {
+        Self::Shards {
+            prepared: Box::new(prepared),
+            weights: recipe.data.weights.clone(),
+        }
+    }
+}
+
+impl TextSource {
+    fn open(
+        train: Vec<CorpusConfig>,
+        whole: CorpusConfig,
+        validation: Option<CorpusConfig>,
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, TrainError> {
+        let train = train.into_iter().map(Corpus::open);
+        Ok(Self {
+            train: train.collect::<Result<_, _>>()?,
+            whole: Corpus::open(whole)?,
+            validation: validation.map(Corpus::open).transpose()?,
+            endpoint: hub_endpoint(variable),
+            token: hub_token(variable),
+        })
+    }
+
+    /// Makes shards in a folder, or finds them again.
+    fn prepare(
+        &self,
+        recipe: &Recipe,
+        tokenizer: &Tokenizer,
+        (dir, on_change): (&Path, OnChange),
+        observe: &mut dyn FnMut(DataEvent),
+    ) -> Result<Prepared, TrainError> {
         let config = PrepareConfig {
             dir: dir.to_owned(),
-            validation: match &text.validation {
+            validation: match &self.validation {
                 Some(corpus) => ValidationSource::Corpus(corpus),
                 None => ValidationSource::Fraction(recipe.data.validation_fraction),
             },
@@ -189,23 +221,9 @@ impl DataSource {
         };
         let observe = std::cell::RefCell::new(observe);
         let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
-        let prepared = prepare(&text.train, &tokenizer, &config, &report).map_err(in_cache)?;
-        let prepare_time = started.elapsed();
-        Ok(TrainingData {
-            tokenizer,
-            tokenizer_json,
-            rows: RowSource::Shards {
-                prepared: Box::new(prepared),
-                weights: recipe.data.weights.clone(),
-            },
-            stages: BTreeMap::new(),
-            tokenizer_time,
-            prepare_time,
-        })
+        prepare(&self.train, tokenizer, &config, &report).map_err(in_cache)
     }
-}
 
-impl TextSource {
     /// Asks the hub for the data sets that the recipe names, if any.
     fn connect(&mut self, dir: &Path) -> Result<(), TrainError> {
         let config = HubConfig {
@@ -222,6 +240,18 @@ impl TextSource {
 }
 
 impl TrainingData {
+    /// Found, not made.
+    fn new((tokenizer, tokenizer_json): (Tokenizer, String), rows: RowSource) -> Self {
+        Self {
+            tokenizer,
+            tokenizer_json,
+            rows,
+            stages: BTreeMap::new(),
+            tokenizer_time: Duration::ZERO,
+            prepare_time: Duration::ZERO,
+        }
+    }
+
     /// What a run that branches off `checkpoint` reads: the recipe's files, by the checkpoint's tokenizer.
     ///
     /// # Errors
@@ -254,7 +284,7 @@ impl TrainingData {
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Self, TrainError> {
         let expected = stages::base(&checkpoint.state.data_fingerprint);
-        let (tokenizer, tokenizer_json) = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
+        let tokenizer = read_tokenizer(&checkpoint.tokenizer_path(), recipe)?;
         let other = |what: String| TrainError::OtherData {
             path: dir.to_owned(),
             what,
@@ -264,20 +294,10 @@ impl TrainingData {
             && let Ok(prepared) = Prepared::open(dir)
             && prepared.meta.fingerprint == expected
         {
-            return Ok(Self {
-                tokenizer,
-                tokenizer_json,
-                rows: RowSource::Shards {
-                    prepared: Box::new(prepared),
-                    weights: recipe.data.weights.clone(),
-                },
-                stages: BTreeMap::new(),
-                tokenizer_time: Duration::ZERO,
-                prepare_time: Duration::ZERO,
-            });
+            return Ok(Self::new(tokenizer, RowSource::shards(recipe, prepared)));
         }
         let source = DataSource {
-            tokenizer: Some((tokenizer, tokenizer_json)),
+            tokenizer: Some(tokenizer),
             ..DataSource::open(recipe, variable)?
         };
         match source.prepare(recipe, dir, OnChange::Refuse, observe) {
@@ -293,6 +313,10 @@ impl TrainingData {
 fn hub_endpoint(variable: &dyn Fn(&str) -> Option<String>) -> String {
     let endpoint = variable("HF_ENDPOINT").filter(|endpoint| !endpoint.is_empty());
     endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned())
+}
+
+fn hub_token(variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
+    variable("HF_TOKEN").filter(|token| !token.is_empty())
 }
 
 /// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is fetched into `huggingface_hub`'s
@@ -311,7 +335,7 @@ pub fn tokenizer_file(
     let cache = sieve_core::paths::expand("${HF_HOME:-~/.cache/huggingface}/hub", variable)?;
     let config = HubConfig {
         endpoint: hub_endpoint(variable),
-        token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
+        token: hub_token(variable),
         dir: PathBuf::from(cache),
     };
     Ok(sieve_data::hub_tokenizer(&path, config)?)

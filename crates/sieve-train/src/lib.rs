@@ -39,9 +39,7 @@ pub use optimizer::{AdamW, OptimizerSnapshot, ReplicaSums};
 pub use origin::Origin;
 pub use report::{SkippedStep, StepReport, TrainEvent, TrainSummary, ValidationReport};
 pub use run_folder::{RunFolder, Start};
-pub use segments::{
-    BlockSettings, MicroBatchResult, accumulate_gradients, accumulate_gradients_with,
-};
+pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
 pub use trainer::{Disturbance, Trainer, loader_config, step_batch, tidy_finished};
 pub use unigram::Unigram;
 pub use validation::{TokenBytes, validate};

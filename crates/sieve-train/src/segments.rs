@@ -72,21 +72,6 @@ enum Block<B: TrainBackend> {
     Input(Tensor<B::InnerBackend, 3>),
 }
 
-/// Adds the gradients of `loss_scale * sum of cross-entropies` of one micro-batch to `gradients`.
-///
-/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step. Nothing is
-/// recomputed, and the blocks multiply in the type of their tensors.
-pub fn accumulate_gradients<B: TrainBackend>(
-    model: &Qwen3<B>,
-    batch: &DeviceBatch<B>,
-    rope: &RotaryEmbedding<B>,
-    loss_scale: f64,
-    gradients: &mut GradientBuffer<B>,
-) -> MicroBatchResult<B> {
-    let plain = BlockSettings::default();
-    accumulate_gradients_with(&plain, model, batch, rope, loss_scale, gradients)
-}
-
 /// What several ranks do while a pass goes on.
 pub(crate) trait BesidePass<B: TrainBackend> {
     /// Comes before the forward pass of a segment.
@@ -100,7 +85,10 @@ pub(crate) trait BesidePass<B: TrainBackend> {
     ) -> Result<(), TrainError>;
 }
 
-/// As [`accumulate_gradients`], with the blocks computed as `settings` say.
+/// Adds the gradients of `loss_scale * sum of cross-entropies` of one micro-batch to `gradients`, with the blocks
+/// computed as `settings` say.
+///
+/// With `loss_scale = 1 / labels of the whole step`, micro-batches add up to the mean over the step.
 pub fn accumulate_gradients_with<B: TrainBackend>(
     settings: &BlockSettings,
     model: &Qwen3<B>,

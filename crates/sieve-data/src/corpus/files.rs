@@ -173,11 +173,7 @@ fn expand_one(
     for entry in matches {
         let path = entry.map_err(|error| {
             let path = error.path().to_path_buf();
-            DataError::Io {
-                action: "list",
-                path,
-                source: error.into(),
-            }
+            DataError::io("list", &path)(error.into())
         })?;
         if path.is_dir() {
             walk(&path, &base, extensions, found, passed_over)?;

@@ -1,10 +1,10 @@
 //! Text of a stage's own.
 use super::sources::weighted_configs;
-use super::{DataEvent, TextSource, TrainingData, corpus_configs, hub_endpoint, in_cache};
+use super::{DataEvent, TextSource, TrainingData, corpus_configs};
 use crate::TrainError;
 use sieve_core::Recipe;
 use sieve_core::recipe::Stage;
-use sieve_data::{Corpus, OnChange, PrepareConfig, Prepared, ValidationSource, prepare};
+use sieve_data::{Corpus, OnChange, Prepared};
 use std::path::Path;
 
 /// Between the fingerprints of the parts of a run's data.
@@ -74,25 +74,10 @@ impl TrainingData {
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
         let (config, validation) = corpus_configs(alone, variable)?;
-        let mut text = TextSource {
-            train: vec![Corpus::open(config.clone())?],
-            whole: Corpus::open(config)?,
-            validation: validation.map(Corpus::open).transpose()?,
-            endpoint: hub_endpoint(variable),
-            token: variable("HF_TOKEN").filter(|token| !token.is_empty()),
-        };
+        let train = vec![config.clone()];
+        let mut text = TextSource::open(train, config, validation, variable)?;
         text.connect(dir)?;
-        let config = PrepareConfig {
-            dir: dir.to_owned(),
-            validation: match &text.validation {
-                Some(corpus) => ValidationSource::Corpus(corpus),
-                None => ValidationSource::Fraction(alone.data.validation_fraction),
-            },
-            on_change,
-        };
-        let observe = std::cell::RefCell::new(observe);
-        let report = |progress| observe.borrow_mut()(DataEvent::Preparing(progress));
-        prepare(&text.train, &self.tokenizer, &config, &report).map_err(in_cache)
+        text.prepare(alone, &self.tokenizer, (dir, on_change), observe)
     }
 
     /// Whether the recipe's files are no longer those that the shards were made from: changed, gone, or more of them.
