@@ -129,7 +129,9 @@ fn the_page_of_the_command_line_names_every_variable() {
             path.display()
         );
     }
-    says(&page, "| 0 | | | 1 | | | 2 | | | 75 | | | 130 |");
+    for code in ["| 0 |", "| 1 |", "| 2 |", "| 75 |", "| 130 |"] {
+        assert!(page.contains(code), "{code}");
+    }
 }
 
 #[test]

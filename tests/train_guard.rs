@@ -228,7 +228,7 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let back = found.notices.iter().find(|text| text.starts_with("guard:"));
     let back = back.expect("a notice");
     says(
-        &back,
+        back,
         "back from step 12 to | step-8, rows 64 to 95 are skipped",
     );
     // Steps 9 to 12 were taken on the rows after the bad ones.
