@@ -93,3 +93,18 @@ fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize, dtype: DType)
     calls.equal("y in place", &y_in_place, &y_too)?;
     Ok(calls.worst)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emulator::tests::emulated;
+
+    #[test]
+    fn emulated_launches_pass() {
+        let extent = Extent::emulated(1, 64, 3);
+        emulated(1, |device, report| {
+            check_launches(report, device, &extent);
+            Ok(())
+        });
+    }
+}
