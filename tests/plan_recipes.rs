@@ -1,5 +1,5 @@
 //! `sieve plan` on every shipped recipe, and its messages.
-use crate::tiny_run::TinyRun;
+use crate::tiny_run::{TinyRun, succeed};
 use sieve_testing::says;
 use std::path::Path;
 use std::time::{Duration, Instant};
