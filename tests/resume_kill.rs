@@ -11,8 +11,8 @@ use std::time::{Duration, Instant, SystemTime};
 /// How often the process is killed.
 const NUM_KILLS: usize = 20;
 
-#[test]
-fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
+/// Random moments: others each time, or those of `SIEVE_TEST_SEED`, which is printed.
+pub(crate) fn seeded() -> ChaCha8Rng {
     let seed = match std::env::var("SIEVE_TEST_SEED") {
         Ok(seed) => seed.parse().expect("SIEVE_TEST_SEED is a number"),
         Err(_) => SystemTime::UNIX_EPOCH
@@ -21,7 +21,17 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
             .as_nanos() as u64,
     };
     println!("SIEVE_TEST_SEED={seed}");
-    let mut random = ChaCha8Rng::seed_from_u64(seed);
+    ChaCha8Rng::seed_from_u64(seed)
+}
+
+/// A random moment of the time that a whole run takes.
+pub(crate) fn moment(random: &mut ChaCha8Rng, whole: Duration) -> Duration {
+    whole.mul_f64(f64::from(random.next_u32()) / f64::from(u32::MAX))
+}
+
+#[test]
+fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
+    let mut random = seeded();
     let tiny = TinyRun::dma();
     let whole = tiny.trained("reference", "");
 
@@ -45,7 +55,7 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
                 .stderr(Stdio::piped())
                 .spawn()
                 .expect("the program starts");
-            let moment = whole.mul_f64(f64::from(random.next_u32()) / f64::from(u32::MAX));
+            let moment = moment(&mut random, whole);
             let started = Instant::now();
             while started.elapsed() < moment && child.try_wait().expect("a child").is_none() {
                 std::thread::sleep(Duration::from_micros(500));

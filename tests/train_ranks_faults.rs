@@ -1,5 +1,6 @@
 //! What a person reads where several processes cannot train together, or one of them is lost.
-use crate::tiny_run::{TinyRun, refused, signal, succeed, text, wait_until};
+use crate::resume_kill::{moment, seeded};
+use crate::tiny_run::{STEPS, TinyRun, refused, signal, succeed, text, wait_until};
 use crate::train_ranks::{UNTIED, started};
 use std::fs;
 use std::net::TcpListener;
@@ -72,6 +73,55 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
             "{said}"
         );
         assert!(!ranks.into_iter().any(is_there));
+    }
+}
+
+#[test]
+fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
+    let (mut random, tiny) = (seeded(), TinyRun::dma());
+    tiny.trained("reference", UNTIED);
+    let more = format!("--resume=auto {UNTIED}");
+    let begun = Instant::now();
+    succeed(&mut tiny.launch(2, "whole", &more));
+    let whole = begun.elapsed();
+    // As they start, in steps and validations, while a checkpoint is written and as it gets its name.
+    let mut kills = 0;
+    for round in 0.. {
+        let out = format!("killed-{round}");
+        loop {
+            let mut command = tiny.launch(2, &out, &more);
+            command.stdout(Stdio::piped()).stderr(Stdio::piped());
+            let (since, moment) = (Instant::now(), moment(&mut random, whole));
+            let mut child = command.spawn().expect("the program starts");
+            let mut lost = None;
+            while kills < 10 && lost.is_none() && child.try_wait().expect("a child").is_none() {
+                std::thread::sleep(Duration::from_micros(500));
+                if since.elapsed() >= moment {
+                    lost = ranks_of(&child).get(kills % 2).copied();
+                }
+            }
+            if let Some(id) = lost {
+                // It may have ended meanwhile.
+                _ = Command::new("kill")
+                    .args(["-s", "KILL", &id.to_string()])
+                    .output();
+            }
+            let output = child.wait_with_output().expect("it ends");
+            if output.status.success() {
+                break;
+            }
+            assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+            assert!(lost.is_some(), "{}", text(&output));
+            kills += 1;
+        }
+        tiny.assert_same_end(&out, "reference");
+        let steps: Vec<u64> = tiny.metrics(&out, "step").into_keys().collect();
+        assert!(steps.into_iter().eq(1..=STEPS), "{out}");
+        let left = fs::read_dir(tiny.path(&out).join("checkpoint")).expect("checkpoint");
+        assert_eq!(left.count(), 3, "something half written was left");
+        if kills == 10 {
+            break;
+        }
     }
 }
 
