@@ -192,7 +192,7 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Times a row that computes; milliseconds where that went well.
+    /// Times a row of the table and prints its FLOP/s. Returns milliseconds; `None` where a launch failed.
     pub(crate) fn flops(
         &mut self,
         name: &str,
@@ -203,7 +203,7 @@ impl<'a> Bench<'a> {
         self.row(name, &row::shape_name(shape), Work::Flops(flops), work)
     }
 
-    /// Times a row whose work has no count that says anything; milliseconds where that went well.
+    /// Times a row of the table without a rate. Returns milliseconds; `None` where a launch failed.
     pub(crate) fn time(
         &mut self,
         name: &str,
@@ -241,7 +241,7 @@ impl<'a> Bench<'a> {
         self.moved(name, &row::shape_name(shape), bytes, work);
     }
 
-    /// Times a row that computes, for sizes in words.
+    /// As [`flops`](Self::flops), with the sizes as text.
     pub(crate) fn computed(
         &mut self,
         name: &str,
@@ -252,7 +252,7 @@ impl<'a> Bench<'a> {
         self.row(name, shape, Work::Flops(flops), work);
     }
 
-    /// Times a row that moves memory, for sizes in words.
+    /// Times a row of the table and prints its bytes a second, with the sizes as text.
     pub(crate) fn moved(
         &mut self,
         name: &str,
@@ -376,7 +376,7 @@ impl<'a> Bench<'a> {
         self.skip_named(name, &row::shape_name(shape), reason);
     }
 
-    /// The same for sizes in words.
+    /// As [`skip`](Self::skip), with the sizes as text.
     pub(crate) fn skip_named(&mut self, name: &str, shape: &str, reason: &str) {
         self.push(name, shape, Outcome::Skipped(reason.to_owned()));
     }

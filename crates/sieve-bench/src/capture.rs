@@ -17,9 +17,9 @@ const MAX_HEADS: usize = 32;
 /// What a capture has written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Captured {
-    /// The scores of so many KV heads, of so many tokens each.
+    /// DMA's scores: KV heads, and tokens of each.
     Scores([usize; 2]),
-    /// Queries, keys and values of so many tokens, query and KV heads.
+    /// Queries, keys and values: tokens, query heads and KV heads.
     Operands([usize; 3]),
 }
 

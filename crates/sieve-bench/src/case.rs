@@ -80,7 +80,7 @@ impl std::fmt::Display for Keys {
 /// How rows are cut into documents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Cuts {
-    /// So many documents a row, at random places.
+    /// This number of documents a row, cut at random places.
     Count(usize),
     /// Documents of random lengths up to a half of the row.
     Few,
@@ -200,7 +200,7 @@ impl Case {
         }
     }
 
-    /// What ops of packed tensors are told, with a window of so many tokens.
+    /// The sizes that ops of packed qkv are called with; `window_size` as given.
     pub(crate) fn spec(&self, window_size: Option<usize>) -> AttentionSpec {
         AttentionSpec {
             num_heads: self.shape.num_heads,

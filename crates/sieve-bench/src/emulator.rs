@@ -532,7 +532,7 @@ pub(crate) mod tests {
         emulated_with(Hardware::AMPERE.max_shared_bytes, least_rows, check);
     }
 
-    /// The same where a block may have so many bytes of shared memory.
+    /// The same where a block may have `max_shared_bytes` of shared memory.
     pub(crate) fn emulated_with(
         max_shared_bytes: usize,
         least_rows: usize,

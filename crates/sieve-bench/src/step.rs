@@ -49,7 +49,7 @@ enum Form {
     Plain,
 }
 
-/// An op and its gradients on so many rows.
+/// Runs an op and its gradients on a number of rows.
 type OpFn<B> = fn(&mut On<'_, B>, usize) -> Results;
 
 /// The name of an op's row in the report, and the op.
@@ -109,6 +109,8 @@ fn compare<B: Place>(
     judge(&own, &plain, &exact, B::DTYPE == DType::BF16)
 }
 
+/// The largest ratio of error to bar over an op's results: `own` is the backend's form in its dtype, `plain` the
+/// reference in the same dtype, `exact` the reference in f32. An error where a ratio is over 1.
 fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Result<f32, String> {
     let bar = Bar {
         plain: if is_bf16 { 2.0 } else { 0.0 },

@@ -14,7 +14,7 @@ const BYE: u8 = 3;
 
 /// Time between two signs of life.
 const BEAT_EVERY: Duration = Duration::from_secs(2);
-/// So many are sent in the time without one after which a rank is lost, at least.
+/// Fewest signs of life that fit the silence after which a rank counts as lost.
 const BEATS: u32 = 3;
 
 /// Another rank as this one knows it.

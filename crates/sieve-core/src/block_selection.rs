@@ -42,7 +42,7 @@ pub enum BlockScores {
     },
     /// Log-sum-exps of dense probe rows, of which each chooses blocks; the best of a tile by their mean stay.
     Probes {
-        /// Every so many rows one is a probe.
+        /// One row in `gamma` is a probe.
         gamma: usize,
         /// Blocks that a probe chooses, and how many of them are surely the best.
         chosen: [usize; 2],
@@ -57,9 +57,9 @@ pub enum BlockScores {
 /// By what the keys of a segment are sorted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeyScores {
-    /// Falling attention of the call's last so many queries.
+    /// The attention that this many last queries of the call give a key, the largest first.
     Attention(usize),
-    /// Rising length.
+    /// The length of a key's vector, the shortest first.
     Length,
 }
 
@@ -77,7 +77,7 @@ pub struct SlotOrder {
     pub keeps_first: bool,
 }
 
-/// Dense rows that correct the output of the others: every so many positions one, and the call's first row.
+/// Dense rows that correct the output of the others: one position in `gamma`, and the call's first row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProbeCorrection {
     /// Positions from one to the next.
@@ -107,7 +107,7 @@ pub struct HeavyKeys {
 pub enum KeepBlocks {
     /// The best, until they hold this share of the mass.
     Mass(f64),
-    /// So many of the best.
+    /// This number of the best.
     Top(usize),
     /// This share of those that compete, rounded up.
     Share(f64),

@@ -19,7 +19,7 @@ on_arch! {
 #[inline(always)]
 fn max_of_row_simd<S: Simd>(_simd: S, row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; 32];
-    let mut unordered = [0.0_f32; 32];
+    let mut nans = [0.0_f32; 32];
     let (chunks, tail) = row.as_chunks::<32>();
     for chunk in chunks {
         for lane in 0..32 {
@@ -28,16 +28,16 @@ fn max_of_row_simd<S: Simd>(_simd: S, row: &[f32]) -> f32 {
             } else {
                 lanes[lane]
             };
-            unordered[lane] += if chunk[lane].is_nan() { 1.0 } else { 0.0 };
+            nans[lane] += if chunk[lane].is_nan() { 1.0 } else { 0.0 };
         }
     }
     let mut max = lanes.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-    let mut nan = unordered.iter().any(|&count| count > 0.0);
+    let mut has_nan = nans.iter().any(|&count| count > 0.0);
     for &x in tail {
-        nan |= x.is_nan();
+        has_nan |= x.is_nan();
         max = max.max(x);
     }
-    if nan { f32::NAN } else { max }
+    if has_nan { f32::NAN } else { max }
 }
 
 #[cfg(test)]

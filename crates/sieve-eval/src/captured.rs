@@ -118,7 +118,7 @@ impl<B: SieveBackend> Captured<B> {
         Ok(done)
     }
 
-    /// What a selector's attention kept of the dense one.
+    /// Compares a selector's attention with dense attention: density, recall and error of the output.
     pub(crate) fn compare(&self, done: &Done<B>) -> Result<LayerMeasure, EvalError> {
         let (recall, output_error) = match (&done.output, &self.dense) {
             (Output::Device(sparse), Output::Device(dense)) => {

@@ -6,12 +6,12 @@ use burn::tensor::{DType, Tensor};
 use sieve_nn::{KvCache, LayerOperands, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
-/// Keys of all texts that go on together, at most: more texts would take more memory than their company saves time.
+/// Most keys in the caches of texts that are decoded side by side. More would take memory and save little time.
 const TOGETHER_TOKENS: usize = 65_536;
-/// Texts that go on together, at most.
+/// Most texts that are decoded side by side.
 const TOGETHER: usize = 32;
 
-/// How many texts of `num_tokens` tokens go on together; the caches of all are held at once.
+/// How many texts of `num_tokens` tokens are decoded side by side. The caches of all are in memory at once.
 pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
 }
@@ -136,7 +136,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let mut found: Vec<Ending> = (endings.iter())
             .map(|ending| Ending::default().and(logits, ending[0]))
             .collect();
-        // The longest first, so that those that go on together end together.
+        // The longest first, so that texts that are decoded side by side end together.
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
         for some in order.chunks(texts_together(self.cache.num_tokens)) {

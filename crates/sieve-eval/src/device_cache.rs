@@ -1,4 +1,4 @@
-//! A text that goes on with its keys and values on the device, of which a decode method's queries read some.
+//! Decoding under a decode method on the device: keys and values of a text stay there, and each query reads some.
 use crate::EvalError;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorMetadata};
@@ -12,7 +12,7 @@ use sieve_select::{CallShape, Selector, Step};
 /// Tokens of a new cache, at least.
 const FEWEST_TOKENS: usize = 256;
 
-/// One layer of one text.
+/// The keys and values that one layer keeps of one text, on the device.
 #[derive(Clone, Debug)]
 pub(crate) struct DeviceCache<B: SieveBackend> {
     keys: Keys<B>,
@@ -28,7 +28,7 @@ enum Keys<B: SieveBackend> {
     Chosen(KeyCache<B>),
     /// Slots: a later key takes that of the lightest.
     Heavy(DmaCache<B>),
-    /// For the moment in which a step has taken them.
+    /// Stands here while a step works on the keys that it took out.
     Taken,
 }
 

@@ -15,7 +15,7 @@ pub struct GenerateConfig {
     /// The token that ends a document: generation stops at it, and begins with it when the prompt is empty (the model
     /// was never trained to go on from it, so such text starts anywhere).
     pub eos_id: u32,
-    /// Tokens of the tokenizer; rows of the embedding above are padding and never drawn.
+    /// Tokens of the tokenizer. Embedding rows from this one on are padding: their tokens are never sampled.
     pub num_tokens: usize,
 }
 

@@ -118,7 +118,7 @@ struct LongChoice<'a> {
     tops: Option<&'a CudaTensor>,
     heads: [usize; 2],
     length: usize,
-    /// So many of the best; 0: until they hold `goal`.
+    /// How many of the best are chosen; 0: as many as hold `goal`.
     top: usize,
     num_first: usize,
     goal: f32,

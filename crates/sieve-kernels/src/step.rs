@@ -125,7 +125,7 @@ impl NeededKernels {
     }
 
     /// Forms of the step's kernels that no model of the usual widths launches: rows that are no whole words, losses
-    /// alone in bf16, heads of these widths, DMA's scores of so many KV heads.
+    /// alone in bf16, heads of these widths, DMA's scores of `kv_heads` KV heads.
     pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
         let mut kernels = vec![
             cross_entropy::cross_entropy_kernel(true, false),

@@ -115,8 +115,8 @@ pub fn select_blocks_by_bounds<B: SparseBackend>(
     })
 }
 
-/// Corrects attention under a mask by dense rows, of which every so many positions one is computed here. `dense_rows`
-/// are dense already.
+/// Corrects attention under a mask by dense rows. One position in `correction.gamma` is computed densely here;
+/// `dense_rows` are dense already.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`], whose output `o` is

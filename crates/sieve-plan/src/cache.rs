@@ -28,7 +28,7 @@ pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> Cache
     let first = all.next().expect("a model has a kind of attention");
     all.fold(first, |sum, part| CachePlan {
         bytes_per_token: sum.bytes_per_token + part.bytes_per_token,
-        // It grows as long as any layer's does.
+        // The cache stops growing when the last of its layers does.
         stops_at_tokens: sum
             .stops_at_tokens
             .zip(part.stops_at_tokens)

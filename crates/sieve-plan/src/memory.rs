@@ -255,7 +255,8 @@ fn moments(
     } else {
         all_gradients
     };
-    // Earlier micro-batches have left all gradients; a new one of a weight is there until it is added.
+    // From the second micro-batch on every weight has a gradient. In the loss the head's new gradient is held beside
+    // them until it is added.
     let (before, new) = if adds_up {
         (all_gradients, head_gradient)
     } else {

@@ -18,7 +18,7 @@ pub(crate) struct RowShare {
 enum Way {
     /// Tokens are exchanged for heads.
     Heads,
-    /// So many keys of earlier parts stand before the last one, and each part gives so many.
+    /// `slots` keys of earlier parts stand before the last part, and each part gives `share` keys.
     Border { slots: usize, share: usize },
 }
 

@@ -56,7 +56,7 @@ pub(super) fn update_seconds(num_parameters: u64, gpu: &Gpu) -> f64 {
     memory_seconds(UPDATE_BYTES * num_parameters as f64, gpu)
 }
 
-/// Seconds in which kernels read and write so many bytes.
+/// Seconds in which kernels read and write `bytes`.
 pub(super) fn memory_seconds(bytes: f64, gpu: &Gpu) -> f64 {
     bytes / (MEMORY * gpu.memory_bytes_per_second)
 }

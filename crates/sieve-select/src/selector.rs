@@ -46,7 +46,7 @@ pub struct Common {
 pub enum Reads {
     /// Its sizes alone.
     Nothing,
-    /// Means of blocks of so many queries and keys.
+    /// Means of blocks of this many queries, and of as many keys.
     BlockMeans(usize),
     /// Queries and keys.
     Tokens,
@@ -176,7 +176,7 @@ impl Selector {
         self
     }
 
-    /// Refuses settings that cannot work within a context of so many tokens.
+    /// Refuses settings that cannot work within a context of `max_tokens`.
     ///
     /// # Errors
     /// A segment longer than the context.
@@ -199,8 +199,8 @@ impl Selector {
         })
     }
 
-    /// What selecting for a prefill call of so many rows in a layer reads; a correction by probes reads all operands
-    /// besides.
+    /// What selecting for a prefill call of `num_queries` rows in a layer reads. A correction by probes reads all
+    /// operands as well.
     pub fn reads(&self, layer: usize, num_queries: usize) -> Reads {
         match &self.method {
             _ if self.is_dense(layer, num_queries) => Reads::Nothing,
@@ -214,7 +214,7 @@ impl Selector {
         }
     }
 
-    /// Whether a call of so many rows is dense, whatever its operands are.
+    /// Whether a call of `num_queries` rows is dense, whatever its operands are.
     fn is_dense(&self, layer: usize, num_queries: usize) -> bool {
         num_queries < self.common.min_prefill_tokens.max(1) || self.is_dense_layer(layer)
     }
@@ -323,8 +323,8 @@ impl Selector {
         })
     }
 
-    /// The same in chunks of so many rows, each over all keys before its end, as a server with bounded memory runs a
-    /// prompt. The outputs of the chunks are those of the rows in order.
+    /// The same in chunks of `chunk_tokens` rows, each over all keys before its end, as a server with bounded memory
+    /// runs a prompt. The outputs of the chunks are those of the rows in order.
     ///
     /// Chunks choose as the whole call does only where a method promises it, and only while they are no shorter than
     /// `min_prefill_tokens`.

@@ -52,13 +52,13 @@ impl<B: Backend> DeviceBatch<B> {
     }
 }
 
-/// Tokens with a label in one of so many parts of each row.
+/// Tokens with a label in a part of each row; `part` is its number and the number of parts.
 pub(crate) fn num_labels_of_part(batch: &Batch, part: [usize; 2]) -> usize {
     let labels = of_part(&batch.labels, batch.seq_len, part);
     labels.filter(|&&label| label != IGNORE_LABEL).count()
 }
 
-/// The values of one of so many parts of each row.
+/// The values of part `part` of each row, which has `parts` parts.
 fn of_part<T>(values: &[T], seq_len: usize, [part, parts]: [usize; 2]) -> impl Iterator<Item = &T> {
     let len = seq_len / parts;
     let rows = values.chunks_exact(seq_len);

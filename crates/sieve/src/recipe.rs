@@ -45,7 +45,7 @@ pub(crate) struct RecipeArgs {
 }
 
 impl RecipeArgs {
-    /// The same, where so many processes share each row.
+    /// The same, where `degree` processes share each row.
     pub(crate) fn with_parts(mut self, degree: Option<u16>) -> Self {
         let key = "parallelism.context_parallel_degree";
         let degree = degree.map(|degree| format!("{key}={degree}"));

@@ -4,7 +4,7 @@ use clap::ValueEnum;
 use sieve_data::{Corpus, CorpusConfig};
 use std::path::Path;
 
-/// So many endings of files that are passed over are named.
+/// Most endings that are named of files that are passed over.
 const ENDINGS_NAMED: usize = 6;
 
 /// How the files hold documents.

@@ -284,7 +284,7 @@ impl Session {
         })
     }
 
-    /// Processes that share this host's memory, and all.
+    /// Number of processes on this host, which share its memory, and of all processes.
     fn sharers(&self) -> [usize; 2] {
         let world = self.mesh.as_ref().map(|mesh| mesh.world());
         world.map_or([1, 1], |world| [world.local_size, world.size])
@@ -325,7 +325,7 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
     }
 }
 
-/// Refuses eight-bit products where the GPU or cuBLASLt has none.
+/// Refuses `training.precision = "fp8"` where the GPU or cuBLASLt cannot multiply eight-bit floats.
 fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
     if recipe.training.precision != TrainingPrecision::Fp8 {
         return Ok(());
@@ -381,7 +381,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
     (hardware, description)
 }
 
-/// By what the attention of a model runs on a GPU, in words.
+/// The path that a model's attention takes on a GPU, as text.
 fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
     match gpu_training_gap(shape, arch) {
         None => "attention by kernels",

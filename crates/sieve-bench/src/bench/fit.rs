@@ -75,7 +75,7 @@ fn moved(weights: &Weights, target: &Masses, now: &Masses) -> Weights {
 mod tests {
     use super::*;
 
-    /// Masses of a head whose parts are so many keys each, seen by probes that overlap as the real ones do.
+    /// Masses of a head whose parts have `keys` keys, seen by probes that overlap as the real ones do.
     fn masses(weights: &Weights) -> Masses {
         let keys = [4.0, 64.0, 60.0, 300.0, 1000.0];
         let part: Vec<f64> = (0..PARTS.len())

@@ -23,7 +23,7 @@ const DIAGONALS: usize = 2;
 const DISTANCES: std::ops::Range<f64> = 128.0..8192.0;
 /// First tokens that are sinks.
 const SINKS: usize = 4;
-/// One key in so many is a vertical line.
+/// One key in this many is a vertical line.
 const LINE_EVERY: usize = 512;
 /// Tokens of a region: no multiple of a tile.
 const REGION: usize = 160;
@@ -117,7 +117,7 @@ impl<B: Backend> Generated<B> {
         }
     }
 
-    /// Queries with the weights of their heads; of fewer heads than weights, those of every so many.
+    /// Queries with the weights of their heads. With fewer heads than weights, heads take weights at even distances.
     pub(super) fn queries(&self, weights: &[Weights]) -> Tensor<B, 3> {
         let num_heads = self.queries.dims()[0];
         let of_head = |head: usize| scales(&weights[head * weights.len() / num_heads]);

@@ -29,17 +29,18 @@ impl Gpu {
 /// `None` for one that is not in the list; no guess is made.
 pub fn find(name: &str) -> Option<Gpu> {
     let upper = name.to_ascii_uppercase();
-    let is_letter = |letter: &char| letter.is_ascii_alphanumeric();
-    let words: Vec<&str> = upper.split(|letter| !is_letter(&letter)).collect();
-    let together: String = upper.chars().filter(is_letter).collect();
-    let spelt = |marks: &[&str]| {
-        let marks = marks.concat();
-        together == marks || Some(together.as_str()) == marks.strip_prefix("RTX")
+    let in_a_word = |letter: &char| letter.is_ascii_alphanumeric();
+    let words: Vec<&str> = upper.split(|letter| !in_a_word(&letter)).collect();
+    let without_spaces: String = upper.chars().filter(in_a_word).collect();
+    // "RTX3090TI", or "3090ti" as people write it.
+    let is_one_word = |row_words: &[&str]| {
+        let row = row_words.concat();
+        without_spaces == row || Some(without_spaces.as_str()) == row.strip_prefix("RTX")
     };
     let row = GPUS
         .iter()
-        .find(|row| row.0.iter().all(|mark| words.contains(mark)))
-        .or_else(|| GPUS.iter().find(|row| spelt(row.0)))?;
+        .find(|row| row.0.iter().all(|word| words.contains(word)))
+        .or_else(|| GPUS.iter().find(|row| is_one_word(row.0)))?;
     let (_, peak, gigabytes, bandwidth, arch) = row;
     Some(Gpu {
         name: name.to_owned(),

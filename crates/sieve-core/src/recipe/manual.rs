@@ -145,7 +145,7 @@ pub(super) fn default_words(key: &Key) -> String {
     }
 }
 
-/// What the key means, and each name it takes.
+/// What the key means and, of a key with named values, what each value means.
 fn meaning(key: &Key) -> String {
     let mut text = one_line(key.doc);
     if let Kind::Choice(Choices { names, docs }) = key.kind {

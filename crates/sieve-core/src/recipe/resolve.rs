@@ -165,7 +165,7 @@ pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 /// Warm-up where a recipe gives none, at most.
 const MOST_WARMUP_STEPS: i64 = 100;
 
-/// Warm-up steps of a run of so many steps whose recipe names none.
+/// Warm-up steps of a run of `steps` steps whose recipe names none.
 pub(super) fn default_warmup(steps: i64) -> i64 {
     (steps / 5).min(MOST_WARMUP_STEPS)
 }

@@ -264,7 +264,8 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-/// Eight-bit products need sizes that are multiples of 16; gradients of weights sum over a micro-batch's tokens.
+/// Products of eight-bit floats need sizes that are multiples of 16. The tokens of a micro-batch are one of these
+/// sizes: a weight's gradient sums over them.
 fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     let tokens = training.local_batch_size.saturating_mul(training.seq_len);
     let mut sizes = vec![("training.local_batch_size", "times seq_len is", tokens)];

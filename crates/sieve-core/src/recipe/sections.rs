@@ -132,7 +132,7 @@ attention_kinds! {
 }
 
 impl Attention {
-    /// A sliding window of so many keys, the query's own included.
+    /// A sliding window of `sliding_window` keys, the query's own included.
     pub const fn swa(sliding_window: usize) -> Self {
         Self::Swa(SwaShape { sliding_window })
     }

@@ -21,7 +21,7 @@ pub(super) const STATE: &str = "prepare.state.json";
 const SIZES_LOG: &str = "validation.sizes";
 const SEEN_LOG: &str = "prepare.seen";
 const HELD_OUT_LOG: &str = "prepare.held_out";
-/// Temporary files that never get another name.
+/// Logs that keep their temporary names until they are removed; a shard's file is renamed when it is whole.
 pub(super) const LOGS: [&str; 3] = [SIZES_LOG, SEEN_LOG, HELD_OUT_LOG];
 
 /// The contents of `prepare.state.json`.

@@ -150,7 +150,7 @@ pub fn ask_long<B: SieveBackend>(
 }
 
 impl LongTaskReport {
-    /// Of the samples of one task, length by length. Panics when there are none.
+    /// The report of one task. Samples of one length stand together. Panics when there are no samples.
     pub fn new(texts: &LongTexts, source: &LongSource, samples: &[SampleScore]) -> Self {
         let mut lengths: Vec<usize> = samples.iter().map(|sample| sample.length).collect();
         lengths.dedup();

@@ -177,7 +177,7 @@ impl Needles {
         )
     }
 
-    /// What the needles lie among.
+    /// The sentences that the needles are put between, and the text that joins them.
     fn sentences(
         self,
         text: &LongText,
@@ -194,7 +194,7 @@ impl Needles {
             Hay::Needles => {
                 let mut other = || loop {
                     let key = self.keys.draw(random);
-                    // With the asked key there would be two answers.
+                    // A second needle with an asked key would be a second answer.
                     if !keys.contains(&key) {
                         return self.needle(&key, &self.values.draw(random));
                     }

@@ -112,7 +112,7 @@ impl Random {
         }
     }
 
-    /// So many decimal digits, the first not 0.
+    /// A number of `digits` decimal digits, the first not 0.
     pub(super) fn number(&mut self, digits: u32) -> String {
         let first = 10usize.pow(digits - 1);
         (first + self.below(9 * first)).to_string()
@@ -132,7 +132,7 @@ impl Random {
         )
     }
 
-    /// So many letters beginning at `first` in ASCII.
+    /// `count` letters of the 26 that begin at `first` in ASCII.
     pub(super) fn letters(&mut self, first: u8, count: usize) -> String {
         (0..count)
             .map(|_| char::from(first + self.below(26) as u8))

@@ -29,7 +29,7 @@ pub struct Extrapolation {
 /// of the tokens before as a context holds.
 ///
 /// # Errors
-/// Those of [`perplexity`](super::perplexity); no document with so many tokens.
+/// Those of [`perplexity`](super::perplexity); no document longer than the longest context.
 pub fn extrapolation<B: SieveBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,

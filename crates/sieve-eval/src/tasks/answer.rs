@@ -13,7 +13,7 @@ use sieve_ops::SieveBackend;
 const NO_NUMBER: &str = "[invalid]";
 
 /// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are
-/// read one by one, and many texts go on together.
+/// read one by one; many texts are decoded side by side.
 pub(super) fn answers<B: SieveBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],

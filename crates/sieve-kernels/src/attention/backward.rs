@@ -16,7 +16,8 @@ use burn::tensor::DType;
 
 const NAME: &str = "attention_backward";
 
-/// Rows are padded to whole steps of the backward kernels.
+/// The f32 buffers beside q (log-sum-exps, row sums, sums of dq) have a multiple of this many tokens, so that a step of
+/// the backward kernels never reads past their end.
 const ROW_ALIGNMENT: usize = 64;
 
 /// What a backward attention call is given.
@@ -173,7 +174,7 @@ pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel
         .threads(256)
 }
 
-/// Rows of the padded per-row buffers.
+/// Tokens of those buffers.
 pub(crate) fn padded_len(seq_len: usize) -> usize {
     seq_len.next_multiple_of(ROW_ALIGNMENT)
 }

@@ -141,7 +141,7 @@ fn create_folder(folder: &Path) -> Result<(), KernelError> {
     fs::create_dir_all(folder).map_err(|e| cache_error(folder, e))
 }
 
-/// Locks a folder; `None` when another process holds it.
+/// Locks a folder; `None` when another process holds the lock.
 fn lock_folder(folder: &Path) -> Result<Option<File>, KernelError> {
     let path = folder.join(LOCK_FILE);
     let file = File::options()

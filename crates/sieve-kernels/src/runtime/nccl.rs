@@ -400,7 +400,7 @@ enum Work {
     /// To a rank, or from one; counts are of bytes.
     Send(usize),
     Receive(usize),
-    /// A slice to each of so many ranks, and one from each.
+    /// A slice to each of this number of ranks, and one from each.
     AllToAll(usize),
 }
 

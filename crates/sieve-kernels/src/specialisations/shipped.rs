@@ -121,7 +121,7 @@ const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
 ];
 
 impl NeededKernels {
-    /// The shipped specialisations, each once, with those architectures of CI whose tilings it is of.
+    /// Each shipped specialisation once, with the architectures it is compiled for: those whose tilings it has.
     pub fn shipped() -> Vec<(SourceKernel, Vec<&'static str>)> {
         let mut all: Vec<(SourceKernel, Vec<&str>)> = Vec::new();
         for arch in ARCHITECTURES {

@@ -18,7 +18,7 @@ const AMAX_ELEMENTS: usize = 256 * 4 * WORD_ELEMENTS;
 const MAX_PARTIALS: usize = 528;
 /// Rows and columns of a block of the second.
 const TILE: usize = 128;
-/// What eight-bit products need sizes to be multiples of.
+/// Every size of a product of eight-bit floats is a multiple of this.
 const MULTIPLE: usize = 16;
 
 /// An eight-bit float.

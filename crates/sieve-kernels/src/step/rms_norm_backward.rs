@@ -54,8 +54,8 @@ pub fn rms_norm_backward(
     Ok((dx, dweight))
 }
 
-/// As [`rms_norm_backward`] with a residual gradient, and the output of
-/// [`rms_norm_forward`](crate::step::rms_norm_forward()) once more, bf16 `[.., width]`: `(dx, dweight, y)`.
+/// As [`rms_norm_backward`] with a residual gradient, and computes y, the output of
+/// [`rms_norm_forward`](crate::step::rms_norm_forward()), again, bf16 `[.., width]`: `(dx, dweight, y)`.
 ///
 /// # Errors
 /// As [`rms_norm_backward`].

@@ -114,8 +114,8 @@ impl FixedSum {
     /// [`KernelError::Empty`] when nothing was added.
     pub fn clip(self, max_norm: f32) -> Result<ClippedNorm, KernelError> {
         require_non_empty(FINISH, "the number of tensors", self.used)?;
-        let new = || self.partials.empty_contiguous(&[1], DType::F32);
-        let (norm, scale) = (new(), new());
+        let one_element = || self.partials.empty_contiguous(&[1], DType::F32);
+        let (norm, scale) = (one_element(), one_element());
         let params = params!(FinishSumParams {
             num_partials: self.used,
             max_norm

@@ -23,8 +23,8 @@ pub fn swiglu_backward(
     let input = Input::of(gate_up, dy)?;
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let kernel = swiglu_backward_kernel(input.is_bf16, input.vector);
-    // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up, a thread's columns after it read
-    // them; sizes were read off the tensors.
+    // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up; sizes were read off the tensors.
+    // dgate_up may lie where gate_up does: a thread writes only columns that it alone has read.
     unsafe {
         kernel.launch(
             input.grid(),
@@ -35,7 +35,7 @@ pub fn swiglu_backward(
     Ok(dgate_up)
 }
 
-/// As [`swiglu_backward`], with the output of [`swiglu_forward`](crate::step::swiglu_forward()) once more:
+/// As [`swiglu_backward`], and computes y, the output of [`swiglu_forward`](crate::step::swiglu_forward()), again:
 /// `(dgate_up, y)`. [`Reuse::InPlace`] puts them where contiguous `gate_up` and `dy` lie.
 ///
 /// # Errors
@@ -49,7 +49,7 @@ pub fn swiglu_backward_with_output(
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let y = output_at(dy, "dy", reuse)?;
     let kernel = swiglu_backward_with_output_kernel(input.is_bf16, input.vector);
-    // SAFETY: as above, and every element of y; a thread reads its columns before it writes the same places.
+    // SAFETY: as in swiglu_backward; also writes every element of y, which may lie where dy does for the same reason.
     unsafe {
         kernel.launch(
             input.grid(),

@@ -67,7 +67,8 @@ const NAME: &str = "decode";
 /// Buffers are made anew whenever this many keys came.
 const SCRATCH_KEYS: usize = 256;
 
-/// Room for new keys that a full cache gets: a share of its keys, which a plan does not count, and so many at least.
+/// Room for new keys that a full cache gets: one key for `ROOM_SHARE` that it has, which a plan does not count, and
+/// `LEAST_ROOM` at least.
 const LEAST_ROOM: usize = 256;
 const ROOM_SHARE: usize = 16;
 

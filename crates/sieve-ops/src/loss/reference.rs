@@ -69,9 +69,9 @@ pub fn linear_cross_entropy_with_gradients<B: Backend>(
         .expand([tokens, vocab])
         .equal(classes.reshape([1, vocab]).expand([tokens, vocab]));
     let d_logits = (all.logits.clone() - all.lse.clone()).exp();
-    let minus_one = d_logits.clone() - 1.0;
+    let at_the_label = d_logits.clone() - 1.0;
     let d_logits = d_logits
-        .mask_where(onehot, minus_one)
+        .mask_where(onehot, at_the_label)
         .mask_fill(all.ignored.expand([tokens, vocab]), 0.0);
     let dh = d_logits.clone().matmul(all.weight);
     let dweight = d_logits.transpose().matmul(all.h);

@@ -25,11 +25,12 @@ pub(crate) struct Parted<B: Backend> {
     way: Way<B>,
 }
 
+/// Which of the two attentions of [`row_parts`](super) ran.
 #[derive(Clone, Debug)]
 enum Way<B: Backend> {
-    /// Whole rows of some heads.
+    /// Tokens were exchanged for heads: this rank attended over whole rows, with some of the heads.
     Heads(AttentionOutput<B>),
-    /// All heads of longer rows.
+    /// This rank attended with all heads, over its part and the earlier keys that the part can see (the border).
     Border(Box<Bordered<B>>),
 }
 
@@ -37,7 +38,7 @@ enum Way<B: Backend> {
 struct Bordered<B: Backend> {
     border: Border<B>,
     output: AttentionOutput<B>,
-    /// DMA's, and what ranks the keys.
+    /// DMA's selection, and the ranks it was made from.
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 

@@ -320,7 +320,7 @@ fn keys_of<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4
     packed.narrow(2, heads - kept, kept)
 }
 
-/// Bounds of rows of so many candidates, of which the last are of one document and those before them of none.
+/// Document bounds of rows of `all` candidates: the last `valid` are one document, padding before them is another.
 fn candidate_bounds<B: Backend>(
     valid: &[usize],
     all: usize,

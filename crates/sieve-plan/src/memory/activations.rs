@@ -236,13 +236,13 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     match shape.attention {
         Attention::Nsa(nsa) if gpu_attention_gap(shape).is_none() => {
             let sums = times(tokens, 2 * F32 * kv);
-            // Compressed keys and values at their tokens, their gradients, sums of dq, and the lists.
+            // The compressed branch: keys, values and their two gradients with a row a token, sums of dq, key lists.
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             let slots = nsa.blocks().num_slots(seq_len) as u64;
             let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
             let by_list =
                 times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
-            // Parts of dq, and the choices they belong to.
+            // The selected branch: a part of dq for each block that a query chose, and lists of these choices.
             let choices = nsa.num_selected_blocks as u64;
             let a_query =
                 choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);

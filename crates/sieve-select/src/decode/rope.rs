@@ -1,6 +1,6 @@
 //! Rotary positions (rotate-half): moving a rotated vector to another position.
 
-/// Rotates by so many positions: a vector rotated for position p becomes the one for `p + shift`.
+/// Rotates by `shift` positions: a vector rotated for position p becomes the one for `p + shift`.
 ///
 /// `x` is `[head_dim]`; channel c and `c + head_dim / 2` form a pair with frequency `theta^(-2c / head_dim)`.
 pub fn rotate(x: &[f32], shift: f64, theta: f64) -> Vec<f32> {

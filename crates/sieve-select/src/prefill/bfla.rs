@@ -64,7 +64,7 @@ settings! {
         pub local_tokens: usize = 256,
         /// Tiles at the start that stay (`block / tile` for the published code's whole block).
         pub sink_tiles: usize = 1,
-        /// One of so many dropped tiles is rescued (eta), 0 for none.
+        /// One dropped tile in this many is rescued (eta), 0 for none.
         pub stride: u64 = 0,
         /// Share of dropped tiles rescued at random (rho).
         pub prob: f64 = 0.0,

@@ -32,7 +32,7 @@ impl BlockSparseConfig {
     }
 }
 
-/// The best so many blocks of each row; `None` on NaN.
+/// The `num_kept(blocks of the row)` best blocks of each row; `None` on NaN.
 pub(crate) fn best_blocks(
     call: &Call<'_>,
     tiles: Tiles,

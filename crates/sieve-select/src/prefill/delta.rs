@@ -13,7 +13,7 @@ settings! {
     pub struct DeltaConfig {
         /// The method it corrects; its settings are given as `base.key=value`.
         pub base: String = "streamingllm".to_owned(),
-        /// Every so many rows one is a probe.
+        /// One row in this many is a probe.
         pub gamma: usize = 16,
         /// Also compute the last `(N mod gamma) + max(128, gamma)` rows densely.
         pub dense_tail: bool = true,

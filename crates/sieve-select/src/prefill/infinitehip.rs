@@ -20,19 +20,19 @@ settings! {
     pub struct InfinitehipConfig {
         /// Rows of a query block.
         pub block: usize = 64,
-        /// Every so many queries one is sampled, stage 1 (all candidates).
+        /// One query in this many is sampled in stage 1, which ranks all keys but sink and window.
         pub stride_1: usize = 4,
         /// Keys of a chunk, stage 1.
         pub chunk_1: usize = 256,
         /// Tokens that enter stage 2.
         pub budget_2: usize = 32_768,
-        /// Sampling of stage 2.
+        /// One query in this many is sampled in stage 2.
         pub stride_2: usize = 4,
         /// Keys of a chunk, stage 2.
         pub chunk_2: usize = 32,
         /// Tokens that enter stage 3.
         pub budget_3: usize = 8192,
-        /// Sampling of stage 3.
+        /// One query in this many is sampled in stage 3.
         pub stride_3: usize = 1,
         /// Keys of a chunk, stage 3; the tile of the mask.
         pub chunk_3: usize = 8,
@@ -60,7 +60,7 @@ pub(crate) type Chunk = (usize, usize);
 /// One stage of the ranking.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Stage {
-    /// Every so many queries one is sampled.
+    /// One query in this many is sampled.
     pub(crate) stride: usize,
     /// Chunks that stay.
     pub(crate) num_kept: usize,

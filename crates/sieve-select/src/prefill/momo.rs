@@ -44,7 +44,7 @@ pub enum ProbeScore {
 settings! {
     /// Settings of `momo`.
     pub struct MomoConfig {
-        /// Every so many rows one is a probe.
+        /// One row in this many is a probe.
         pub gamma: usize = 16,
         /// Tokens of a key block.
         pub beta: usize = 64,

@@ -69,7 +69,7 @@ impl LayerSelectors {
         Ok(Self { parts })
     }
 
-    /// For a model of so many layers.
+    /// For a model of `num_layers` layers.
     ///
     /// # Errors
     /// Layers beyond the model's; layers of it that are left out.

@@ -68,7 +68,7 @@ pub(crate) fn check(path: Option<&Path>) -> Result<()> {
     }
 }
 
-/// The same for a file that [`write`] makes, by making its neighbour and removing it again.
+/// As [`check`], for a file that [`write`] makes. Makes the temporary file beside it and removes that again.
 pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
     check(Some(path))?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {

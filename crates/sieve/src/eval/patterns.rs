@@ -317,10 +317,11 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
     }
 }
 
+/// Prints what was found, and the `flag` by which other commands read the written file.
 fn print<B: SieveBackend>(
     args: &PatternsArgs,
     loaded: &LoadedModel<B>,
-    [windows, length]: [usize; 2],
+    [count, length]: [usize; 2],
     report: Report,
     flag: &str,
 ) {
@@ -328,7 +329,7 @@ fn print<B: SieveBackend>(
         let json = json!({
             "method": args.method.name(),
             "data": args.data,
-            "num_windows": windows,
+            "num_windows": count,
             "num_tokens": length,
             "found": report.json,
             "out": args.out.display().to_string(),
@@ -337,9 +338,9 @@ fn print<B: SieveBackend>(
         output::print_json(loaded, json);
         return;
     }
-    let prompts = if windows == 1 { "prompt" } else { "prompts" };
+    let prompts = if count == 1 { "prompt" } else { "prompts" };
     terminal::line(&format!(
-        "{}, {}: {windows} {prompts} of {length} tokens",
+        "{}, {}: {count} {prompts} of {length} tokens",
         output::heading(loaded),
         args.method.name(),
     ));

@@ -48,7 +48,7 @@ pub(super) fn tokens(
     )
 }
 
-/// So many prompts, each with the token after it.
+/// `windows` prompts, each with the token after it.
 pub(super) fn windows(tokens: &[u32], length: usize, windows: usize) -> Vec<Vec<u32>> {
     let prompts = tokens.chunks_exact(length + 1).take(windows);
     prompts.map(<[u32]>::to_vec).collect()

@@ -69,7 +69,7 @@ pub struct AttentionLayerCall<B: Backend> {
 pub(super) enum Attended<B: Backend> {
     Recent(AttentionOutput<B>),
     Selected(DmaForward<B>),
-    /// Of parts of rows.
+    /// Attention of rows cut into parts (context parallelism).
     Parted(Parted<B>),
 }
 
@@ -94,10 +94,10 @@ impl<B: Backend> Attended<B> {
 pub(super) struct LayerForward<B: Backend> {
     /// Packed, before norm and rotation.
     pub(super) qkv: Float<B>,
-    /// After both, where it is kept.
+    /// `qkv` after norm and rotation; `None` where the backward pass computes it again.
     pub(super) rotated: Option<Float<B>>,
     pub(super) attended: Attended<B>,
-    /// Of the products with `qkv` and `o`.
+    /// What the products with the weights of `qkv` and `o` keep for their backward passes.
     pub(super) operands: [Operands<B>; 2],
     pub(super) y: Float<B>,
 }

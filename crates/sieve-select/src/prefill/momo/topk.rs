@@ -73,7 +73,7 @@ impl Gate {
         }
     }
 
-    /// Whether a score stays, with so many scores left to come, this one included.
+    /// Whether a score stays; `remaining` scores are left to come, this one included.
     fn accepts(&mut self, score: f32, remaining: usize) -> bool {
         let score = f64::from(score);
         self.count += 1.0;
