@@ -1,6 +1,6 @@
 //! The connections of a group, and what all its ranks do together.
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
-use crate::watch::{GiveUp, Peer, Watch};
+use crate::watch::{GiveUp, Peer, Watch, is_timeout};
 use crate::{CommError, Failure, Loss, World};
 use std::fmt;
 use std::io::{self, ErrorKind};
@@ -109,12 +109,23 @@ impl Mesh {
         patience: Patience,
         give_up: impl FnOnce(&Failure) + Send + 'static,
     ) -> Result<Self, CommError> {
+        find_host(&world, patience)?;
         let peers = if world.rank == 0 {
-            accept_all(&world, version, patience)?
+            accept_all(&world, listen(&world)?, version, patience)?
         } else {
             vec![connect(&world, version, patience)?]
         };
-        let (peers, give_up): (_, GiveUp) = (Arc::new(peers), Box::new(give_up));
+        Self::start(world, peers, patience, Box::new(give_up))
+    }
+
+    /// Watches over ranks that are all there.
+    fn start(
+        world: World,
+        peers: Vec<Peer>,
+        patience: Patience,
+        give_up: GiveUp,
+    ) -> Result<Self, CommError> {
+        let peers = Arc::new(peers);
         let watch = Watch::start(world.rank, peers.clone(), patience, give_up);
         let watch =
             watch.map_err(|error| CommError::Refused(format!("starting threads: {error}")))?;
@@ -487,14 +498,12 @@ fn place() -> String {
 }
 
 /// Rank 0: waits for all others.
-fn accept_all(world: &World, version: &str, patience: Patience) -> Result<Vec<Peer>, CommError> {
-    find_host(world, patience)?;
-    let failed = |error: io::Error| CommError::Listen {
-        address: world.address(),
-        problem: error.to_string(),
-    };
-    let listener = listen(world).map_err(failed)?;
-    listener.set_nonblocking(true).map_err(failed)?;
+fn accept_all(
+    world: &World,
+    listener: TcpListener,
+    version: &str,
+    patience: Patience,
+) -> Result<Vec<Peer>, CommError> {
     let deadline = Instant::now() + patience.join;
     let mut found: Vec<(Option<TcpStream>, Option<TcpStream>, String)> = (1..world.size)
         .map(|_| (None, None, String::new()))
@@ -588,13 +597,18 @@ fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
 }
 
 /// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
-fn listen(world: &World) -> io::Result<TcpListener> {
-    match TcpListener::bind(world.address()) {
+fn listen(world: &World) -> Result<TcpListener, CommError> {
+    let bound = match TcpListener::bind(world.address()) {
         Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {
             TcpListener::bind(("0.0.0.0", world.master_port))
         }
         bound => bound,
-    }
+    };
+    let listener = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
+    listener.map_err(|error| CommError::Listen {
+        address: world.address(),
+        problem: error.to_string(),
+    })
 }
 
 fn missing(
@@ -620,48 +634,80 @@ fn missing(
 
 /// Any other rank: finds rank 0, and waits until all are there.
 fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
-    find_host(world, patience)?;
     let deadline = Instant::now() + patience.join;
-    let failed = |error: io::Error| CommError::NoFirstRank {
-        rank: world.rank,
-        address: world.address(),
-        seconds: patience.join.as_secs(),
-        problem: error.to_string(),
-    };
-    let open = |is_control: bool| loop {
-        let opened = TcpStream::connect(world.address()).and_then(|stream| {
-            stream.set_nodelay(true)?;
-            send(
-                &stream,
-                HELLO,
-                Hello::text(world, version, is_control).as_bytes(),
-            )?;
-            Ok(stream)
-        });
-        match opened {
-            Err(error) if Instant::now() >= deadline => return Err(failed(error)),
+    let data = loop {
+        match open(world, version, false) {
+            Ok(data) => break data,
+            Err(error) if Instant::now() >= deadline => {
+                return Err(no_first_rank(world, patience, &error));
+            }
             Err(_) => std::thread::sleep(RETRY),
-            Ok(stream) => return Ok(stream),
         }
     };
-    let (data, control) = (open(false)?, open(true)?);
+    wait_for_all(world, version, patience, data, deadline)
+}
+
+/// Opens the second connection, and waits for rank 0's answer on the first one.
+fn wait_for_all(
+    world: &World,
+    version: &str,
+    patience: Patience,
+    data: TcpStream,
+    deadline: Instant,
+) -> Result<Peer, CommError> {
+    let failed = |error: io::Error| no_first_rank(world, patience, &error);
+    let control = loop {
+        match open(world, version, true) {
+            Ok(control) => break Some(control),
+            // Rank 0 refuses a rank at its first connection, and ends.
+            Err(_) if is_answered(&data) => break None,
+            Err(error) if Instant::now() >= deadline => return Err(failed(error)),
+            Err(_) => {}
+        }
+    };
     let left = deadline.saturating_duration_since(Instant::now());
     let answer = data
         .set_read_timeout(Some(left.max(HELLO_WAIT)))
         .and_then(|()| receive(&data))
         .and_then(|answer| data.set_read_timeout(None).map(|()| answer));
-    match answer {
-        Ok((WELCOME, place)) => Ok(Peer {
+    match (answer, control) {
+        (Ok((WELCOME, place)), Some(control)) => Ok(Peer {
             rank: 0,
             place: String::from_utf8_lossy(&place).into_owned(),
             data,
             control,
         }),
-        Ok((REFUSED, text)) => Err(CommError::Refused(
+        (Ok((REFUSED, text)), _) => Err(CommError::Refused(
             String::from_utf8_lossy(&text).into_owned(),
         )),
-        Ok(_) => Err(failed(io::Error::other("something else answers there"))),
-        Err(error) => Err(failed(error)),
+        (Ok(_), _) => Err(failed(io::Error::other("something else answers there"))),
+        (Err(error), _) => Err(failed(error)),
+    }
+}
+
+/// One of the two connections to rank 0, and the first message on it.
+fn open(world: &World, version: &str, is_control: bool) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(world.address())?;
+    stream.set_nodelay(true)?;
+    let hello = Hello::text(world, version, is_control);
+    send(&stream, HELLO, hello.as_bytes())?;
+    Ok(stream)
+}
+
+/// Whether a connection brings something, or its end, within [`RETRY`].
+fn is_answered(stream: &TcpStream) -> bool {
+    let peeked = stream
+        .set_read_timeout(Some(RETRY))
+        .and_then(|()| stream.peek(&mut [0]));
+    !peeked.is_err_and(|error| is_timeout(error.kind()))
+}
+
+fn no_first_rank(world: &World, patience: Patience, error: &io::Error) -> CommError {
+    CommError::NoFirstRank {
+        rank: world.rank,
+        address: world.address(),
+        seconds: patience.join.as_secs(),
+        problem: error.to_string(),
     }
 }
 

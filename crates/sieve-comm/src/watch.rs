@@ -283,7 +283,7 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<()
         .map(drop)
 }
 
-fn is_timeout(kind: ErrorKind) -> bool {
+pub(crate) fn is_timeout(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }
 

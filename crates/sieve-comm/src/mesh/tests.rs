@@ -9,10 +9,25 @@ const QUICK: Patience = Patience {
     farewell: Duration::from_millis(200),
 };
 
-/// A port that nobody has just now.
-fn port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
+/// Where rank 0 listens already, so that nobody else takes its port, and the port.
+fn host() -> (TcpListener, u16) {
+    let listener = listen(&world(0, 1, 0)).unwrap();
+    let port = listener.local_addr().unwrap().port();
+    (listener, port)
+}
+
+/// As [`Mesh::join`], by a listener of rank 0.
+fn join(
+    world: World,
+    listener: Option<TcpListener>,
+    patience: Patience,
+    give_up: impl FnOnce(&Failure) + Send + 'static,
+) -> Result<Mesh, CommError> {
+    let Some(listener) = listener else {
+        return Mesh::join(world, "1", patience, give_up);
+    };
+    let peers = accept_all(&world, listener, "1", patience)?;
+    Mesh::start(world, peers, patience, Box::new(give_up))
 }
 
 fn world(rank: usize, size: usize, port: u16) -> World {
@@ -28,11 +43,26 @@ fn world(rank: usize, size: usize, port: u16) -> World {
 }
 
 /// Runs `work` in each of `size` ranks, and gives what they return.
-fn ranks<T: Send + 'static>(size: usize, work: fn(&Mesh) -> T) -> Vec<T> {
-    let port = port();
+fn ranks<T: Send + 'static>(
+    size: usize,
+    work: impl Fn(&Mesh) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    ranks_of(QUICK, size, work)
+}
+
+/// The same with another patience.
+fn ranks_of<T: Send + 'static>(
+    patience: Patience,
+    size: usize,
+    work: impl Fn(&Mesh) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    let (listener, port) = host();
+    let mut listener = Some(listener);
     let threads = (0..size).map(|rank| {
+        // Rank 0 comes first, and takes it.
+        let (listener, work) = (listener.take(), work.clone());
         thread::spawn(move || {
-            let mesh = Mesh::join(world(rank, size, port), "1", QUICK, |_| {}).unwrap();
+            let mesh = join(world(rank, size, port), listener, patience, |_| {}).unwrap();
             let result = work(&mesh);
             mesh.leave();
             result
@@ -191,7 +221,7 @@ fn an_error_of_one_rank_is_told_to_all_others() {
 
 #[test]
 fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
-    let port = port();
+    let (listener, port) = host();
     let patience = Patience {
         silence: Duration::from_millis(300),
         ..QUICK
@@ -199,9 +229,14 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
     // A rank that is there and then stands still: it never starts its threads.
     let silent = thread::spawn(move || connect(&world(1, 2, port), "1", patience).unwrap());
     let (sender, receiver) = channel();
-    let mesh = Mesh::join(world(0, 2, port), "1", patience, move |failure| {
-        sender.send(failure.clone()).unwrap();
-    });
+    let mesh = join(
+        world(0, 2, port),
+        Some(listener),
+        patience,
+        move |failure| {
+            sender.send(failure.clone()).unwrap();
+        },
+    );
     let _mesh = mesh.unwrap();
     let _silent = silent.join().unwrap();
     // This rank never asks the mesh: it waits for its device, say.
@@ -214,33 +249,39 @@ fn late_at_a_barrier(
     late: usize,
     work: impl Fn(&Mesh) + Clone + Send + 'static,
 ) -> Vec<Result<(), CommError>> {
-    let port = port();
     let patience = Patience {
         silence: Duration::from_secs(1),
         ..QUICK
     };
-    let threads = (0..3).map(|rank| {
-        let work = work.clone();
-        thread::spawn(move || {
-            let mesh = Mesh::join(world(rank, 3, port), "1", patience, |_| {}).unwrap();
-            if rank == late {
-                work(&mesh);
-            }
-            let met = mesh.barrier();
-            mesh.leave();
-            met
-        })
+    ranks_of(patience, 3, move |mesh| {
+        if mesh.world().rank == late {
+            work(mesh);
+        }
+        mesh.barrier()
+    })
+}
+
+/// Stands still until the others have told this rank that they gave it up.
+fn stand_still(mesh: &Mesh) {
+    let told = mesh.watch.failure(Duration::from_secs(60));
+    assert!(told.is_some(), "nobody gave this rank up");
+}
+
+/// Waits for several groups side by side, each of which takes some seconds.
+fn side_by_side<T: Sync>(cases: &[T], run: impl Fn(&T) + Sync) {
+    thread::scope(|scope| {
+        for case in cases {
+            scope.spawn(|| run(case));
+        }
     });
-    let threads = threads.collect::<Vec<_>>().into_iter();
-    threads.map(|thread| thread.join().unwrap()).collect()
 }
 
 #[test]
 fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
-    for late in [0, 2] {
+    side_by_side(&[0, 2], |&late| {
         let met = late_at_a_barrier(late, |mesh| {
             mesh.set_work(Work::Step);
-            thread::sleep(Duration::from_secs(4));
+            stand_still(mesh);
         });
         for (rank, met) in met.into_iter().enumerate() {
             let Err(CommError::Lost(failure)) = met else {
@@ -248,29 +289,37 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
             };
             assert_eq!((failure.rank, &failure.loss), (late, &Loss::Still(1)));
         }
-    }
+    });
 }
 
 #[test]
 fn also_what_may_last_has_a_limit() {
-    for (work, is_lost) in [(Work::Long, true), (Work::Any, false)] {
-        let late = move |mesh: &Mesh| {
-            mesh.set_work(work);
-            // It goes on once, then no more.
-            thread::sleep(Duration::from_millis(1200));
-            mesh.tick();
-            thread::sleep(Duration::from_millis(2900));
-        };
-        for met in late_at_a_barrier(2, late) {
-            match (met, is_lost) {
-                (Ok(()), false) => {}
-                (Err(CommError::Lost(failure)), true) => {
-                    assert_eq!((failure.rank, &failure.loss), (2, &Loss::Still(2)));
+    side_by_side(
+        &[(Work::Long, true), (Work::Any, false)],
+        |&(work, is_lost)| {
+            let late = move |mesh: &Mesh| {
+                mesh.set_work(work);
+                // It goes on once, then no more.
+                thread::sleep(Duration::from_millis(1200));
+                mesh.tick();
+                let ticked = Instant::now();
+                match is_lost {
+                    true => stand_still(mesh),
+                    false => thread::sleep(Duration::from_millis(2900)),
                 }
-                (met, _) => panic!("{work:?}: {met:?}"),
+                assert!(ticked.elapsed() >= QUICK.long, "{:?}", ticked.elapsed());
+            };
+            for met in late_at_a_barrier(2, late) {
+                match (met, is_lost) {
+                    (Ok(()), false) => {}
+                    (Err(CommError::Lost(failure)), true) => {
+                        assert_eq!((failure.rank, &failure.loss), (2, &Loss::Still(2)));
+                    }
+                    (met, _) => panic!("{work:?}: {met:?}"),
+                }
             }
-        }
-    }
+        },
+    );
 }
 
 #[test]
@@ -280,7 +329,7 @@ fn a_host_that_nobody_knows_is_named() {
         ..QUICK
     };
     for rank in [0, 1] {
-        let mut world = world(rank, 2, port());
+        let mut world = world(rank, 2, 1);
         world.master_addr = "no-such-host.invalid".to_owned();
         let since = std::time::Instant::now();
         let error = Mesh::join(world, "1", patience, |_| {}).expect_err("unknown");
@@ -317,25 +366,19 @@ fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
             thread::sleep(Duration::from_millis(1500));
         },
     ];
-    for work in works {
-        for late in [0, 1] {
-            let met = late_at_a_barrier(late, work);
-            assert!(met.iter().all(Result::is_ok), "{met:?}");
-        }
-    }
+    let cases = works.map(|work| [0, 1].map(|late| (late, work)));
+    side_by_side(&cases.concat(), |&(late, work)| {
+        let met = late_at_a_barrier(late, work);
+        assert!(met.iter().all(Result::is_ok), "{met:?}");
+    });
 }
 
 #[test]
 fn strangers_and_double_ranks_are_refused() {
-    let port = port();
-    let first = thread::spawn(move || Mesh::join(world(0, 3, port), "1", QUICK, |_| {}));
+    let (listener, port) = host();
+    let first = thread::spawn(move || join(world(0, 3, port), Some(listener), QUICK, |_| {}));
     // A program that speaks something else, and a rank of another run, do not disturb.
-    let stranger = loop {
-        match TcpStream::connect(("127.0.0.1", port)) {
-            Ok(stream) => break stream,
-            Err(_) => thread::sleep(RETRY),
-        }
-    };
+    let stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
     send(&stranger, 99, b"GET / HTTP/1.1").unwrap();
     let mut other = world(1, 3, port);
     other.run_id = "other".to_owned();
@@ -343,7 +386,7 @@ fn strangers_and_double_ranks_are_refused() {
     assert!(error.to_string().contains("another run"), "{error}");
     let _one = connect_quietly(port);
     let error = Mesh::join(world(1, 3, port), "1", QUICK, |_| {}).unwrap_err();
-    assert!(error.to_string().contains("rank 1"), "{error}");
+    assert!(error.to_string().contains("two processes"), "{error}");
     let error = first.join().unwrap().unwrap_err();
     assert!(error.to_string().contains("two processes"), "{error}");
 }
@@ -364,8 +407,8 @@ fn another_version_or_size_ends_the_group_with_both_numbers() {
         (2, "2", ["version 2", "version 1"]),
         (4, "1", ["WORLD_SIZE=4", "with 2"]),
     ] {
-        let port = port();
-        let first = thread::spawn(move || Mesh::join(world(0, 2, port), "1", QUICK, |_| {}));
+        let (listener, port) = host();
+        let first = thread::spawn(move || join(world(0, 2, port), Some(listener), QUICK, |_| {}));
         let own = Mesh::join(world(1, size, port), version, QUICK, |_| {}).unwrap_err();
         let first = first.join().unwrap().unwrap_err();
         for error in [own.to_string(), first.to_string()] {
@@ -375,25 +418,49 @@ fn another_version_or_size_ends_the_group_with_both_numbers() {
 }
 
 #[test]
+fn a_rank_that_is_refused_before_its_second_connection_says_why() {
+    let (listener, port) = host();
+    listener.set_nonblocking(false).unwrap();
+    let data = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let (first, _) = listener.accept().unwrap();
+    send(&first, REFUSED, b"rank 1 runs version 2").unwrap();
+    // Rank 0 ends; another run may take the port.
+    drop((first, listener));
+    let refused = World {
+        run_id: "refused".to_owned(),
+        ..world(1, 2, port)
+    };
+    let deadline = Instant::now() + QUICK.join;
+    let error = wait_for_all(&refused, "2", QUICK, data, deadline).expect_err("refused");
+    assert!(
+        matches!(&error, CommError::Refused(text) if text.contains("version 2")),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = taken.local_addr().unwrap().port();
+    let (taken, port) = host();
     let error = Mesh::join(world(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(
         error.to_string().contains(&format!("127.0.0.1:{port}")),
         "{error}"
     );
-    drop(taken);
     let patience = Patience {
         join: Duration::from_millis(50),
         ..QUICK
     };
-    let error = Mesh::join(world(0, 3, port), "1", patience, |_| {}).unwrap_err();
+    let error = join(world(0, 3, port), Some(taken), patience, |_| {}).unwrap_err();
     assert!(
         error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"),
         "{error}"
     );
+    // A port that is held, and where nobody listens: a connection's own end.
+    let (other, port) = host();
+    let held = TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let port = held.local_addr().unwrap().port();
     let error = Mesh::join(world(2, 3, port), "1", patience, |_| {}).unwrap_err();
+    drop((other, held));
     assert!(
         error.to_string().contains("rank 2 found no rank 0"),
         "{error}"
