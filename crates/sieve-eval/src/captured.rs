@@ -1,6 +1,6 @@
 //! A layer's operands as the dense model made them, and what a selector makes of them; where the operands are.
 use crate::EvalError;
-use crate::chunks::{Cost, call, prefill, prefill_on_device};
+use crate::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
 use crate::pass::milliseconds;
 use crate::selection::{Selection, layer_shape};
 use crate::selectors::LayerMeasure;
@@ -74,7 +74,9 @@ impl<B: SieveBackend> Captured<B> {
         }
         if selection.attends_on_device(operands) {
             let started = Instant::now();
-            let (output, cost) = prefill_on_device(selector, operands, selection.chunk(), true)?;
+            // A layer's clock has its own selection.
+            let (chunk, mut kept) = (selection.chunk(), KeptMasks::new());
+            let (output, cost) = prefill_on_device(selector, operands, chunk, true, &mut kept)?;
             // The clock waits for the device.
             let _last = output.lse.clone().narrow(2, 0, 1).into_data();
             return Ok(Done {

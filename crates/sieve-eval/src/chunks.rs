@@ -1,14 +1,17 @@
 //! Prompts whole, or in pieces that each see all keys before them; on the host, or with the attention on the device.
 use crate::EvalError;
 use burn::tensor::{DType, Int, Tensor};
-use sieve_core::BlockSelection;
+use sieve_core::{BlockSelection, PackedMask};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{
     DeviceMask, DeviceSelection, SieveBackend, SparseOutput, correct_by_probes, select_blocks,
     sparse_attention,
 };
-use sieve_select::{BlockMeans, Call, CallShape, Reads, Selector, SparseMask, density};
+use sieve_select::{
+    BlockMeans, Call, CallShape, Reads, SelectStats, Selector, SparseMask, density,
+};
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// A layer's attention of one document under a prefill selector, over all its calls.
@@ -49,13 +52,11 @@ impl Cost {
         }
     }
 
-    fn add(&mut self, mask: &SparseMask) {
-        let shares = density(mask);
-        let shares = [shares.token + shares.probes, shares.tile];
-        self.add_shares(mask.shape, shares);
-        self.select_seconds += mask.stats.select_seconds;
-        self.dense_calls += u64::from(mask.stats.dense_call);
-        self.nan_lists += mask.stats.nan_lists as u64;
+    fn add(&mut self, shape: CallShape, shares: [f64; 2], stats: &SelectStats) {
+        self.add_shares(shape, shares);
+        self.select_seconds += stats.select_seconds;
+        self.dense_calls += u64::from(stats.dense_call);
+        self.nan_lists += stats.nan_lists as u64;
     }
 
     /// Dense rows of a correction, which are computed besides.
@@ -118,6 +119,24 @@ impl Cost {
     }
 }
 
+/// Computed pairs over causal ones, and kept tiles over admissible ones.
+fn shares(mask: &SparseMask) -> [f64; 2] {
+    let shares = density(mask);
+    [shares.token + shares.probes, shares.tile]
+}
+
+/// A mask made on the host, ready for the device.
+#[derive(Debug)]
+pub(crate) struct HostMask {
+    shape: CallShape,
+    packed: PackedMask,
+    shares: [f64; 2],
+    stats: SelectStats,
+}
+
+/// Masks that depend on a call's sizes alone, for the next layers of a prompt of so many tokens.
+pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<HostMask>)>;
+
 /// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend on earlier rows
 /// of the layer below alone, so that cutting layer by layer is what a model does that reads its prompt piece by piece.
 pub(crate) fn prefill(
@@ -138,7 +157,8 @@ pub(crate) fn prefill(
     };
     let mut first = 0;
     for part in parts {
-        done.cost.add(&part.mask);
+        let mask = &part.mask;
+        done.cost.add(mask.shape, shares(mask), &mask.stats);
         done.o.extend(part.output.o);
         let rows = part.mask.shape.num_queries;
         for (head, lse) in part.output.lse.chunks(rows.max(1)).enumerate() {
@@ -177,6 +197,7 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
     has_clock: bool,
+    kept: &mut KeptMasks,
 ) -> Result<(SparseOutput<B>, Cost), EvalError> {
     let tokens = operands.num_tokens();
     let (mut cost, mut parts) = (Cost::default(), Vec::new());
@@ -222,14 +243,15 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
             num_keys: tokens,
             ..shape
         };
-        let mask = select_on_host(selector, operands, whole, rows, &mut copied, &mut cost)?;
+        let copied = &mut copied;
+        let mask = select_on_host(selector, operands, whole, rows, kept, copied, &mut cost)?;
         let is_dense = mask.stats.dense_call;
         if !is_dense {
             cost.add_probes(shape, selector, operands.layer);
         }
         let device = keys.device();
-        let uploaded = DeviceMask::upload(&mask.packed()?, &device);
-        let output = attend(&uploaded, &mask.dense_rows, is_dense);
+        let uploaded = DeviceMask::upload(&mask.packed, &device);
+        let output = attend(&uploaded, &mask.packed.layout().dense_rows, is_dense);
         parts.push(output.map_err(refused)?);
     }
     let joined = match parts.len() {
@@ -245,22 +267,33 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
 /// Queries and keys of a layer on the host.
 type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
 
-/// A mask made on the host, from what it reads of the device; queries and keys are copied once.
+/// A mask made on the host, from what it reads of the device; queries and keys are copied once. One that reads nothing
+/// is made for the first layer alone.
 fn select_on_host<B: SieveBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     whole: CallShape,
     rows: Range<usize>,
+    kept: &mut KeptMasks,
     copied: &mut Option<HostQueriesAndKeys>,
     cost: &mut Cost,
-) -> Result<SparseMask, EvalError> {
+) -> Result<Arc<HostMask>, EvalError> {
     let shape = CallShape {
         num_queries: rows.len(),
         num_keys: rows.end,
         ..whole
     };
+    let reads = selector.reads(operands.layer, rows.len());
+    let serves_others = reads == Reads::Nothing && operands.layer >= selector.first_alike_layer();
+    let mut fitting = kept
+        .iter()
+        .filter(|(by, _, mask)| mask.shape == shape && by == selector);
+    if let (true, Some((_, _, mask))) = (serves_others, fitting.next()) {
+        cost.add(shape, mask.shares, &mask.stats);
+        return Ok(mask.clone());
+    }
     let means;
-    let call = match selector.reads(operands.layer, rows.len()) {
+    let call = match reads {
         Reads::Nothing => Call::of_shape(shape)?,
         Reads::BlockMeans(block) => {
             means = Means::of(&operands.qkv.clone().narrow(1, 0, rows.end), shape, block);
@@ -285,8 +318,21 @@ fn select_on_host<B: SieveBackend>(
     let call = call.in_layer(operands.layer, operands.num_layers);
     let mut mask = selector.select_uncorrected(&call)?;
     mask.stats.dense_call |= mask.keeps_everything();
-    cost.add(&mask);
-    Ok(mask)
+    let shares = shares(&mask);
+    cost.add(shape, shares, &mask.stats);
+    // These are counted once.
+    mask.stats.select_seconds = 0.0;
+    let made = Arc::new(HostMask {
+        shape,
+        packed: mask.packed()?,
+        shares,
+        stats: mask.stats,
+    });
+    if serves_others {
+        kept.retain(|(_, tokens, _)| *tokens == whole.num_queries);
+        kept.push((selector.clone(), whole.num_queries, made.clone()));
+    }
+    Ok(made)
 }
 
 /// Means of blocks of a call, made on the device in f32.
@@ -390,6 +436,61 @@ mod tests {
                 assert_eq!(by_means.tile_idx, by_tokens.tile_idx, "{text} {rows:?}");
                 assert_eq!(by_means.row_ptr, by_tokens.row_ptr, "{text} {rows:?}");
                 assert!(by_tokens.tile_idx.len() > 12, "{text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_mask_of_positions_is_made_once_for_all_layers_that_share_it() {
+        // How many masks four layers make, and which layers are dense.
+        for (text, masks, dense) in [
+            ("streamingllm:n_local=20,n_init=4", 1, 0..0),
+            ("tri_shape:n_local=20,n_init=4,n_last=8", 1, 0..0),
+            ("a_shape:n_local=20,n_init=4,first_dense_layers=2", 3, 0..2),
+            (
+                "delta:base=streamingllm,base.n_local=20,base.first_dense_layers=2,\
+                 base.min_prefill_tokens=0,dense_tail=false",
+                3,
+                0..2,
+            ),
+            ("meanpool:block=8,tau=0.5", 4, 0..0),
+        ] {
+            let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
+            let selector = selector.expect("valid");
+            let mut kept = KeptMasks::new();
+            // In two calls a layer; then a longer prompt, which leaves nothing of the one before.
+            for [first, tokens] in [[40, 77], [50, 90]] {
+                let mut made: Vec<Arc<HostMask>> = Vec::new();
+                for layer in 0..4 {
+                    let operands = LayerOperands {
+                        layer,
+                        num_layers: 4,
+                        num_heads: 4,
+                        num_kv_heads: 2,
+                        qkv: Tensor::<Flex, 4>::ones([1, tokens, 8, 8], &FlexDevice),
+                    };
+                    let whole = calls_of(&operands, None).next().expect("a call");
+                    let mut cost = Cost::default();
+                    for rows in [0..first, first..tokens] {
+                        let mask = select_on_host(
+                            &selector, &operands, whole, rows, &mut kept, &mut None, &mut cost,
+                        );
+                        let mask = mask.expect("it selects");
+                        assert_eq!(
+                            mask.stats.dense_call,
+                            dense.contains(&layer),
+                            "{text} {layer}"
+                        );
+                        if !made.iter().any(|one| Arc::ptr_eq(one, &mask)) {
+                            made.push(mask);
+                        }
+                    }
+                    assert_eq!(cost.calls, 2, "{text}");
+                    let is_dense = dense.contains(&layer);
+                    assert_eq!(cost.density == 1.0, is_dense, "{text} {layer} {cost:?}");
+                }
+                assert_eq!(made.len(), 2 * masks, "{text}");
+                assert!(kept.iter().all(|(_, of, _)| *of == tokens), "{text}");
             }
         }
     }

@@ -1,6 +1,6 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
-use crate::chunks::{Cost, calls_of, prefill, prefill_on_device};
+use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
 use crate::device_cache::DeviceCache;
 use burn::tensor::Tensor;
 use serde::Serialize;
@@ -23,6 +23,8 @@ pub struct Selection {
     totals: Vec<SelectionTotals>,
     /// One per layer, of the text that is being generated; layers whose keys are on the device have none.
     sessions: Vec<Option<DecodeSession>>,
+    /// Masks of the last prompt that serve several layers.
+    kept: KeptMasks,
 }
 
 /// The path that neighbouring layers took.
@@ -168,6 +170,7 @@ impl Selection {
             chunk: None,
             totals: vec![SelectionTotals::default(); shape.num_layers],
             sessions: vec![None; shape.num_layers],
+            kept: KeptMasks::new(),
         };
         if selection.acts_in_decode() {
             let layer = |layer| LayerShape {
@@ -337,7 +340,8 @@ impl Selection {
             return operands.on_host(|operands| self.attend_on_host(operands));
         }
         let selector = self.selectors.of(layer);
-        let (output, cost) = prefill_on_device(selector, operands, self.chunk, false)?;
+        let (chunk, kept) = (self.chunk, &mut self.kept);
+        let (output, cost) = prefill_on_device(selector, operands, chunk, false, kept)?;
         let totals = &mut self.totals[layer];
         totals.host_bytes += cost.host_bytes;
         totals.kernel_calls += cost.calls;

@@ -214,6 +214,15 @@ impl Selector {
         }
     }
 
+    /// The first layer from which on what is made of [`Reads::Nothing`] is the same in every layer.
+    pub fn first_alike_layer(&self) -> usize {
+        let first = self.common.first_dense_layers;
+        match &self.method {
+            Method::Delta(_, base) => first.max(base.first_alike_layer()),
+            _ => first,
+        }
+    }
+
     /// Whether a call of `num_queries` rows is dense, whatever its operands are.
     fn is_dense(&self, layer: usize, num_queries: usize) -> bool {
         num_queries < self.common.min_prefill_tokens.max(1) || self.is_dense_layer(layer)
