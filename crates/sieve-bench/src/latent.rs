@@ -17,7 +17,7 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack,
-    NeededKernels, NeededKeys, SumOrder, attention_backward, attention_forward,
+    NeededKernels, NeededKeys, SumOrder, attention_forward,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -273,7 +273,7 @@ impl Call {
             softmax_scale: scale,
             order,
         };
-        attention_backward(call, [&start, &end], None, None)?;
+        call.attention_backward([&start, &end], None, None)?;
         let [dq, dkv, dk_rope] = args.mla_pack_backward(&d_packed)?;
         Ok(vec![
             ("o", device.floats(&result.o)?),

@@ -16,7 +16,7 @@ use sieve_kernels::{
     KernelFamily, KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks,
     nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
     nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
-    nsa_selected_attention_backward, nsa_selected_attention_forward,
+    nsa_selected_attention_forward,
 };
 use sieve_ops::{AttentionSpec, NsaBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -383,7 +383,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
             softmax_scale: scale,
             order,
         };
-        nsa_selected_attention_backward(call, documents, &given, blocks, lists)?;
+        call.nsa_selected_attention_backward(documents, &given, blocks, lists)?;
         add(name, &dqkv)?;
     }
 

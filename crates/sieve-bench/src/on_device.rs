@@ -12,8 +12,7 @@ use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
     DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection,
-    SumOrder, attention_backward, attention_decode, attention_forward, dma_attention_backward,
-    dma_attention_forward, dma_decode, dma_lists, dma_select,
+    SumOrder, attention_forward, dma_attention_forward, dma_lists, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -161,9 +160,8 @@ impl<'a> OnDevice<'a> {
             order,
         };
         match lists {
-            Some(lists) => dma_attention_backward(call, &self.delta, lists).map(Some),
-            None => attention_backward(
-                call,
+            Some(lists) => call.dma_attention_backward(&self.delta, lists).map(Some),
+            None => call.attention_backward(
                 [&self.doc_start, &self.doc_end],
                 self.window(),
                 self.bias(),
@@ -254,7 +252,7 @@ impl<'a> OnDevice<'a> {
                 max_length: at,
             };
             let length = self.lengths(at);
-            let o = attention_decode(&self.token(at), &cache, &length, step, &scratch)?;
+            let o = cache.attention_decode(&self.token(at), &length, step, &scratch)?;
             rows.push(self.device.floats(&o)?);
         }
         Ok(by_token(&rows, shape))
@@ -279,10 +277,9 @@ impl<'a> OnDevice<'a> {
             let z = self
                 .device
                 .float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
-            let o = dma_decode(
+            let o = slots.dma_decode(
                 &self.token(at),
                 &z,
-                &slots,
                 &self.lengths(at),
                 self.case.scale,
                 ScoreBias::Exp,

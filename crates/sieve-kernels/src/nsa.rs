@@ -17,7 +17,7 @@ pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use lists::ChoiceLists;
-pub use selected::{nsa_selected_attention_backward, nsa_selected_attention_forward};
+pub use selected::nsa_selected_attention_forward;
 
 use blocks::{nsa_blocks_backward_kernel, nsa_blocks_kernel, nsa_positions_backward_kernel};
 use choose::{nsa_choose_kernel, nsa_importance_kernel};

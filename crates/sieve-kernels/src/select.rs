@@ -7,7 +7,7 @@ mod probes;
 mod scores;
 mod step;
 
-pub use heavy::{KeptKeys, heavy_decode, keep_heavy_keys};
+pub use heavy::{KeptKeys, keep_heavy_keys};
 pub use probes::correct_by_probes;
 
 use crate::attention::heads::{AttentionShape, Qkv};

@@ -6,9 +6,7 @@ use crate::device::Device;
 use crate::error::Result;
 use burn::tensor::DType;
 use sieve_core::KeepBlocks;
-use sieve_kernels::{
-    DecodeScratch, KernelError, Qkv, heavy_decode, select_blocks, sparse_attention_forward,
-};
+use sieve_kernels::{DecodeScratch, KernelError, Qkv, select_blocks, sparse_attention_forward};
 use sieve_select::{CallShape, Selector, Step};
 
 /// Tokens of a text, the new one among them.
@@ -89,7 +87,9 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                     (token(bench, shape), DecodeScratch::new(like, shape, room)?);
                 let length = device.int(&[TOKENS as i32], &[1]);
                 bench.time(&format!("{name}, {room} slots"), shape, &mut || {
-                    heavy_decode(&token, &slots, &length, TOKENS, scale, &scratch).map(drop)
+                    slots
+                        .heavy_decode(&token, &length, TOKENS, scale, &scratch)
+                        .map(drop)
                 });
             }
             // Dense attention over what stays of the text.

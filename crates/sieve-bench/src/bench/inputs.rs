@@ -6,8 +6,8 @@ use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists,
-    MlaPack, Qkv, Selection, SumOrder, attention_backward, attention_forward,
-    dma_attention_backward, dma_attention_forward, dma_lists, dma_select,
+    MlaPack, Qkv, Selection, SumOrder, attention_forward, dma_attention_forward, dma_lists,
+    dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -135,7 +135,9 @@ impl Inputs {
         bias: Option<&CudaTensor>,
         order: SumOrder,
     ) -> Result<(), KernelError> {
-        attention_backward(self.call(result, order), self.documents(), window, bias).map(drop)
+        self.call(result, order)
+            .attention_backward(self.documents(), window, bias)
+            .map(drop)
     }
 
     /// Each row is one document.
@@ -160,7 +162,9 @@ impl Inputs {
         lists: &KeyLists,
         order: SumOrder,
     ) -> Result<(), KernelError> {
-        dma_attention_backward(self.call(result, order), delta, lists).map(drop)
+        self.call(result, order)
+            .dma_attention_backward(delta, lists)
+            .map(drop)
     }
 
     /// What a backward call is given.

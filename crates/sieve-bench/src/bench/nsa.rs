@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use sieve_kernels::{
     AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks,
     nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
-    nsa_gates, nsa_gates_backward, nsa_selected_attention_backward, nsa_selected_attention_forward,
+    nsa_gates, nsa_gates_backward, nsa_selected_attention_forward,
 };
 use sieve_ops::NsaBlocks;
 
@@ -109,7 +109,7 @@ impl Call {
             .backward(&branches.window, Some(WINDOW), None, order)?;
         let call = self.inputs.call(&branches.selected, order);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
-        nsa_selected_attention_backward(call, documents, chosen, BLOCKS, lists)?;
+        call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
         nsa_compressed_attention_backward(
             qkv,
             documents,

@@ -9,7 +9,7 @@ use burn::tensor::DType;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow};
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError,
-    KvCache, Qkv, ScoreBias, SumOrder, attention_decode, dma_decode,
+    KvCache, Qkv, ScoreBias, SumOrder,
 };
 use sieve_testing::Random;
 
@@ -324,7 +324,9 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);
     bench.bytes(name, shape, bytes, &mut || {
-        attention_decode(&token, &cache, &length, step, &scratch).map(drop)
+        cache
+            .attention_decode(&token, &length, step, &scratch)
+            .map(drop)
     });
     Ok(())
 }
@@ -349,16 +351,9 @@ pub(crate) fn dma_decoding(
     let scale = 1.0 / (shape.head_dim as f32).sqrt();
     let bytes = (batch * kv_heads * kept * (4 * shape.head_dim + 8)) as f64;
     bench.bytes(&format!("dma_decode w {kept}"), shape, bytes, &mut || {
-        dma_decode(
-            &token,
-            &new_z,
-            &slots,
-            &length,
-            scale,
-            ScoreBias::Exp,
-            &scratch,
-        )
-        .map(drop)
+        slots
+            .dma_decode(&token, &new_z, &length, scale, ScoreBias::Exp, &scratch)
+            .map(drop)
     });
     Ok(())
 }

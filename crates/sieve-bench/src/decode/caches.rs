@@ -10,7 +10,7 @@ use crate::shape::{attention_shape, sizes};
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
-    ScoreBias, attention_decode, dma_decode,
+    ScoreBias,
 };
 use sieve_testing::Random;
 
@@ -192,7 +192,9 @@ impl Calls<'_> {
         };
         // Twice: the second call finds the counters of the splits at zero, and writes the same key again.
         for _ in 0..2 {
-            let o = attention_decode(&token.on, &cache, &length, step, &scratch).map_err(text)?;
+            let o = cache
+                .attention_decode(&token.on, &length, step, &scratch)
+                .map_err(text)?;
             self.judge(&o, &token, &keys)?;
         }
         let after = self.device.floats(&cache.k).map_err(text)?;
@@ -299,18 +301,18 @@ impl Calls<'_> {
                 }
             }
             let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
-            let o = dma_decode(
-                &token.on,
-                &self
-                    .device
-                    .float(&new_z, &[batch, num_kv_heads], DType::F32),
-                &slots,
-                &self.device.int(&length, &[batch]),
-                self.scale(),
-                ScoreBias::Exp,
-                &scratch,
-            )
-            .map_err(text)?;
+            let o = slots
+                .dma_decode(
+                    &token.on,
+                    &self
+                        .device
+                        .float(&new_z, &[batch, num_kv_heads], DType::F32),
+                    &self.device.int(&length, &[batch]),
+                    self.scale(),
+                    ScoreBias::Exp,
+                    &scratch,
+                )
+                .map_err(text)?;
             self.judge(&o, &token, &keys)?;
             let positions = self.device.ints(&slots.positions).map_err(text)?;
             for (row, held) in keys.iter().enumerate() {

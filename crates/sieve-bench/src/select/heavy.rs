@@ -5,7 +5,7 @@ use burn::tensor::DType;
 use sieve_core::HeavyKeys;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv,
-    heavy_decode, keep_heavy_keys,
+    keep_heavy_keys,
 };
 use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
@@ -203,6 +203,6 @@ impl Text {
         };
         let scratch = DecodeScratch::new(&length, shape, slots.z.shape()[2])?;
         let qkv = self.upload(device, token..token + 1);
-        heavy_decode(&qkv, slots, &length, token, scale, &scratch)
+        slots.heavy_decode(&qkv, &length, token, scale, &scratch)
     }
 }

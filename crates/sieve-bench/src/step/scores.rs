@@ -11,7 +11,7 @@ use crate::report::Report;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::step::GradientTarget;
-use sieve_kernels::{Qkv, ScoreBias, ScoresBackward, dma_scores, dma_scores_backward};
+use sieve_kernels::{Qkv, ScoreBias, ScoresBackward, dma_scores};
 use sieve_ops::{AttentionSpec, DeviceBackend, reference};
 
 /// The ops, with the names of their rows.
@@ -71,7 +71,8 @@ pub(super) fn bench(
             x: &scored.x,
             dz: &dz,
         };
-        dma_scores_backward(call, &dqkv, GradientTarget::New, GradientTarget::New).map(drop)
+        call.dma_scores_backward(&dqkv, GradientTarget::New, GradientTarget::New)
+            .map(drop)
     });
     Ok(())
 }
@@ -169,8 +170,9 @@ fn dma_scores_launches(
         dz: &dz.on,
     };
     let into = Qkv::packed(&dqkv.on, 2 * kv_heads, kv_heads);
-    let (dw, da) =
-        dma_scores_backward(call, &into, GradientTarget::New, GradientTarget::New).map_err(text)?;
+    let (dw, da) = call
+        .dma_scores_backward(&into, GradientTarget::New, GradientTarget::New)
+        .map_err(text)?;
     calls.close("dv among dqkv", &dqkv.on, &floats::<Flex, 4>(dqkv_exact))?;
     calls.close("dw_dt", &dw, &floats::<Flex, 2>(dw_exact))?;
     calls.close("da", &da, &floats::<Flex, 1>(da_exact))?;

@@ -37,127 +37,129 @@ pub struct AttentionGradients<'a> {
     pub order: SumOrder,
 }
 
-/// Gradients of [`attention_forward`](crate::attention_forward()) with the same `documents` (`[start, end]`, i32
-/// `[batch, seq_len]`), `window` and `bias`. Returns the bias's gradient, f32 `[batch, num_kv_heads, seq_len]`, if
-/// there is a bias.
-///
-/// # Errors
-/// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
-pub fn attention_backward(
-    call: AttentionGradients,
-    documents: [&CudaTensor; 2],
-    window: Option<usize>,
-    bias: Option<&CudaTensor>,
-) -> Result<Option<CudaTensor>, KernelError> {
-    let shape = call.qkv.shape(NAME)?;
-    let qkv = call.qkv.walkable();
-    require_gradients(NAME, &call, &shape)?;
-    let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
-    require_non_empty(NAME, "window", window)?;
-    let [doc_start, doc_end] = documents;
-    let tokens = [shape.batch, shape.seq_len];
-    let doc_start = require_tokens(NAME, "doc_start", doc_start, tokens)?;
-    let doc_end = require_tokens(NAME, "doc_end", doc_end, tokens)?;
-    let bias = bias
-        .map(|bias| {
-            let bias = require_per_key(NAME, "bias", bias, &shape)?;
-            let keys = SeenKeys::Neighbours(&doc_start, window);
-            Bias::with_base(bias, call.result.base.as_ref(), keys, &shape)
-        })
-        .transpose()?;
-    let source = if bias.is_some() {
-        KeySource::Biased
-    } else {
-        KeySource::Dense
-    };
-    let d_o = call.d_o.contiguous();
-    let pass = PassInputs {
-        name: NAME,
-        qkv: &qkv,
-        d_o: Some(&d_o),
-        shape: &shape,
-        source,
-    };
-    let stats = row_stats(&call, &d_o, &shape)?;
-    let dq_sum = match call.order {
-        SumOrder::Any => Some(empty_zero(
-            &d_o,
-            &dq_sum_shape(&shape, padded_len(shape.seq_len)),
-        )?),
-        SumOrder::Fixed => None,
-    };
-    let dbias = bias
-        .as_ref()
-        .map(|bias| bias.delta.empty_contiguous(bias.delta.shape(), DType::F32));
-    let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
-    let (base, softmax_scale) = (qkv.params(NAME, &shape)?, call.softmax_scale);
-    let padded_len = padded_len(shape.seq_len);
-    let by_query = params!(AttentionRowSumsParams {
-        base: params!(AttentionForwardParams {
-            base,
-            window,
-            softmax_scale
-        }),
-        padded_len,
-    });
-    let [dq, dk, dv] = call.grads.head_words(NAME)?;
-
-    if let (Some(bias), None) = (&bias, &call.result.o_rest) {
-        // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-        let mut tensors = inputs.to_vec();
-        tensors.push(&doc_start);
-        tensors.extend(bias.tensors());
-        let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
-        // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the maps
-        // are of q, k, v and d_o, which are among the tensors.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
-    }
-    for set in BackwardTiling::launches(&shape, call.order) {
-        let params = params!(AttentionBackwardParams {
-            base,
-            dk_offset: dk[0],
-            dv_offset: dv[0],
-            dk_token_stride: dk[1],
-            dv_token_stride: dv[1],
-            dk_batch_stride: dk[2],
-            dv_batch_stride: dv[2],
-            window,
-            softmax_scale,
+impl AttentionGradients<'_> {
+    /// Gradients of [`attention_forward`](crate::attention_forward()) with the same `documents` (`[start, end]`, i32
+    /// `[batch, seq_len]`), `window` and `bias`. Returns the bias's gradient, f32 `[batch, num_kv_heads, seq_len]`, if
+    /// there is a bias.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
+    pub fn attention_backward(
+        self,
+        documents: [&CudaTensor; 2],
+        window: Option<usize>,
+        bias: Option<&CudaTensor>,
+    ) -> Result<Option<CudaTensor>, KernelError> {
+        let shape = self.qkv.shape(NAME)?;
+        let qkv = self.qkv.walkable();
+        require_gradients(NAME, &self, &shape)?;
+        let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
+        require_non_empty(NAME, "window", window)?;
+        let [doc_start, doc_end] = documents;
+        let tokens = [shape.batch, shape.seq_len];
+        let doc_start = require_tokens(NAME, "doc_start", doc_start, tokens)?;
+        let doc_end = require_tokens(NAME, "doc_end", doc_end, tokens)?;
+        let bias = bias
+            .map(|bias| {
+                let bias = require_per_key(NAME, "bias", bias, &shape)?;
+                let keys = SeenKeys::Neighbours(&doc_start, window);
+                Bias::with_base(bias, self.result.base.as_ref(), keys, &shape)
+            })
+            .transpose()?;
+        let source = if bias.is_some() {
+            KeySource::Biased
+        } else {
+            KeySource::Dense
+        };
+        let d_o = self.d_o.contiguous();
+        let pass = PassInputs {
+            name: NAME,
+            qkv: &qkv,
+            d_o: Some(&d_o),
+            shape: &shape,
+            source,
+        };
+        let stats = row_stats(&self, &d_o, &shape)?;
+        let dq_sum = match self.order {
+            SumOrder::Any => Some(empty_zero(
+                &d_o,
+                &dq_sum_shape(&shape, padded_len(shape.seq_len)),
+            )?),
+            SumOrder::Fixed => None,
+        };
+        let dbias = bias
+            .as_ref()
+            .map(|bias| bias.delta.empty_contiguous(bias.delta.shape(), DType::F32));
+        let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
+        let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
+        let padded_len = padded_len(shape.seq_len);
+        let by_query = params!(AttentionRowSumsParams {
+            base: params!(AttentionForwardParams {
+                base,
+                window,
+                softmax_scale
+            }),
             padded_len,
         });
+        let [dq, dk, dv] = self.grads.head_words(NAME)?;
+
+        if let (Some(bias), None) = (&bias, &self.result.o_rest) {
+            // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
+            let mut tensors = inputs.to_vec();
+            tensors.push(&doc_start);
+            tensors.extend(bias.tensors());
+            let (kernel, grid, maps) = pass.by_query(QueryPass::RowSums)?;
+            // SAFETY: sizes, strides and types checked above; replaces the second number of each query's stats; the
+            // maps are of q, k, v and d_o, which are among the tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
+        }
+        for set in BackwardTiling::launches(&shape, self.order) {
+            let params = params!(AttentionBackwardParams {
+                base,
+                dk_offset: dk[0],
+                dv_offset: dv[0],
+                dk_token_stride: dk[1],
+                dv_token_stride: dv[1],
+                dk_batch_stride: dk[2],
+                dv_batch_stride: dv[2],
+                window,
+                softmax_scale,
+                padded_len,
+            });
+            let mut tensors = inputs.to_vec();
+            tensors.push(&doc_end);
+            tensors.extend(bias.iter().flat_map(Bias::tensors));
+            tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
+            tensors.extend(set.dk.then_some(self.grads.k.tensor()));
+            tensors.extend(set.dv.then_some(self.grads.v.tensor()));
+            tensors.extend(dbias.as_ref().filter(|_| set.dk));
+            let (kernel, block_kv, maps) = pass.by_key(set, self.order)?;
+            let blocks = shape.seq_len.div_ceil(block_kv);
+            let grid = [blocks, shape.num_kv_heads, shape.batch];
+            // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum;
+            // the maps are of q and d_o, which are among the tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+        }
+        if let Some(dq_sum) = &dq_sum {
+            convert_dq(dq_sum, &self, &shape, padded_len, 0)?;
+            return Ok(dbias);
+        }
+        let params = params!(AttentionBackwardQueryParams {
+            base: by_query,
+            dq_offset: dq[0],
+            dq_token_stride: dq[1],
+            dq_batch_stride: dq[2],
+        });
         let mut tensors = inputs.to_vec();
-        tensors.push(&doc_end);
+        tensors.push(&doc_start);
         tensors.extend(bias.iter().flat_map(Bias::tensors));
-        tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-        tensors.extend(set.dk.then_some(call.grads.k.tensor()));
-        tensors.extend(set.dv.then_some(call.grads.v.tensor()));
-        tensors.extend(dbias.as_ref().filter(|_| set.dk));
-        let (kernel, block_kv, maps) = pass.by_key(set, call.order)?;
-        let blocks = shape.seq_len.div_ceil(block_kv);
-        let grid = [blocks, shape.num_kv_heads, shape.batch];
-        // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum; the
-        // maps are of q and d_o, which are among the tensors.
+        tensors.push(self.grads.q.tensor());
+        let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
+        // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o,
+        // which are among the tensors.
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
+        Ok(dbias)
     }
-    if let Some(dq_sum) = &dq_sum {
-        convert_dq(dq_sum, &call, &shape, padded_len, 0)?;
-        return Ok(dbias);
-    }
-    let params = params!(AttentionBackwardQueryParams {
-        base: by_query,
-        dq_offset: dq[0],
-        dq_token_stride: dq[1],
-        dq_batch_stride: dq[2],
-    });
-    let mut tensors = inputs.to_vec();
-    tensors.push(&doc_start);
-    tensors.extend(bias.iter().flat_map(Bias::tensors));
-    tensors.push(call.grads.q.tensor());
-    let (kernel, grid, maps) = pass.by_query(QueryPass::Gradient)?;
-    // SAFETY: sizes, strides and types checked above; writes every element of dq; the maps are of q, k, v and d_o,
-    // which are among the tensors.
-    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
-    Ok(dbias)
 }
 
 /// The kernel that prepares each row's statistics.

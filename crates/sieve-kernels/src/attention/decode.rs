@@ -67,67 +67,67 @@ impl KvCache {
         }
         Ok(capacity)
     }
-}
 
-/// Attends one new token a row over its cache and itself, and appends its key and value to the cache. `token` holds
-/// `[batch, 1, heads, head_dim]` tensors, `length` (i32 `[batch]`) the keys cached before it. Returns
-/// `[batch, 1, num_heads, head_dim_v]`.
-///
-/// # Errors
-/// Types or sizes that do not fit, a full cache.
-pub fn attention_decode(
-    token: &Qkv,
-    cache: &KvCache,
-    length: &CudaTensor,
-    step: DecodeStep,
-    scratch: &DecodeScratch,
-) -> Result<CudaTensor, KernelError> {
-    let shape = one_token(NAME, token)?;
-    let token = token.walkable();
-    let capacity = cache.capacity(NAME, &shape)?;
-    if step.max_length >= capacity {
-        let (got, supported) = (
-            step.max_length.to_string(),
-            format!("below the cache's capacity of {capacity}"),
-        );
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "length",
-            got,
-            supported,
-        });
+    /// Attends one new token a row over its cache and itself, and appends its key and value to the cache. `token` holds
+    /// `[batch, 1, heads, head_dim]` tensors, `length` (i32 `[batch]`) the keys cached before it. Returns
+    /// `[batch, 1, num_heads, head_dim_v]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit, a full cache.
+    pub fn attention_decode(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = one_token(NAME, token)?;
+        let token = token.walkable();
+        let capacity = self.capacity(NAME, &shape)?;
+        if step.max_length >= capacity {
+            let (got, supported) = (
+                step.max_length.to_string(),
+                format!("below the cache's capacity of {capacity}"),
+            );
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "length",
+                got,
+                supported,
+            });
+        }
+        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor()];
+        launch(&shape, &token, &tensors, self, length, step, scratch, 1)
     }
-    let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor()];
-    launch(&shape, &token, &tensors, cache, length, step, scratch, 1)
+
+    /// Attends one query a row over its cache alone: `length` keys of it, the last `window` of those. Nothing is
+    /// written to the cache. `token`'s keys and values are not read.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit.
+    pub fn attention_decode_cached(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = one_token(NAME, token)?;
+        let token = token.walkable();
+        launch(
+            &shape,
+            &token,
+            &[token.q.tensor()],
+            self,
+            length,
+            step,
+            scratch,
+            0,
+        )
+    }
 }
 
-/// Attends one query a row over its cache alone: `length` keys of it, the last `window` of those. Nothing is written to
-/// the cache. `token`'s keys and values are not read.
-///
-/// # Errors
-/// Types or sizes that do not fit.
-pub fn attention_decode_cached(
-    token: &Qkv,
-    cache: &KvCache,
-    length: &CudaTensor,
-    step: DecodeStep,
-    scratch: &DecodeScratch,
-) -> Result<CudaTensor, KernelError> {
-    let shape = one_token(NAME, token)?;
-    let token = token.walkable();
-    launch(
-        &shape,
-        &token,
-        &[token.q.tensor()],
-        cache,
-        length,
-        step,
-        scratch,
-        0,
-    )
-}
-
-#[allow(clippy::too_many_arguments)] // the two public functions' arguments, and what tells them apart
+#[allow(clippy::too_many_arguments)] // the two public methods' arguments, and what tells them apart
 fn launch(
     shape: &AttentionShape,
     token: &Qkv,

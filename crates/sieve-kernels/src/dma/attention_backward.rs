@@ -31,24 +31,26 @@ impl KeyLists {
     }
 }
 
-/// Gradients of [`dma_attention_forward`](crate::dma_attention_forward()) over the same `delta` and lists. Returns
-/// ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0 everywhere.
-///
-/// # Errors
-/// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
-pub fn dma_attention_backward(
-    call: AttentionGradients,
-    delta: &CudaTensor,
-    lists: &KeyLists,
-) -> Result<CudaTensor, KernelError> {
-    let gradient = listed_attention_backward(call, Some(delta), lists)?;
-    gradient.ok_or(KernelError::Empty {
-        kernel: NAME,
-        what: "the gradient of the bias",
-    })
+impl AttentionGradients<'_> {
+    /// Gradients of [`dma_attention_forward`](crate::dma_attention_forward()) over the same `delta` and lists. Returns
+    /// ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0 everywhere.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
+    pub fn dma_attention_backward(
+        self,
+        delta: &CudaTensor,
+        lists: &KeyLists,
+    ) -> Result<CudaTensor, KernelError> {
+        let gradient = listed_attention_backward(self, Some(delta), lists)?;
+        gradient.ok_or(KernelError::Empty {
+            kernel: NAME,
+            what: "the gradient of the bias",
+        })
+    }
 }
 
-/// As [`dma_attention_backward`], or without a bias.
+/// As [`dma_attention_backward`](crate::AttentionGradients::dma_attention_backward), or without a bias.
 pub(crate) fn listed_attention_backward(
     call: AttentionGradients,
     delta: Option<&CudaTensor>,

@@ -37,24 +37,25 @@ impl DmaSlots {
             local_window_size: 0,
         }
     }
-}
 
-/// Offers one new token's key a row to the slots, then attends with its query over the keys then kept: exactly the row
-/// of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32 `[batch, num_kv_heads]`) its
-/// scores, `length` (i32 `[batch]`) the tokens of the row before it. Returns `[batch, 1, num_heads, head_dim_v]`.
-///
-/// # Errors
-/// Types or sizes that do not fit.
-pub fn dma_decode(
-    token: &Qkv,
-    z: &CudaTensor,
-    slots: &DmaSlots,
-    length: &CudaTensor,
-    softmax_scale: f32,
-    bias: ScoreBias,
-    scratch: &DecodeScratch,
-) -> Result<CudaTensor, KernelError> {
-    slots_decode(token, z, slots, length, softmax_scale, Some(bias), scratch)
+    /// Offers one new token's key a row to the slots, then attends with its query over the keys then kept: exactly the
+    /// row of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32
+    /// `[batch, num_kv_heads]`) its scores, `length` (i32 `[batch]`) the tokens of the row before it. Returns
+    /// `[batch, 1, num_heads, head_dim_v]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit.
+    pub fn dma_decode(
+        &self,
+        token: &Qkv,
+        z: &CudaTensor,
+        length: &CudaTensor,
+        softmax_scale: f32,
+        bias: ScoreBias,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        slots_decode(token, z, self, length, softmax_scale, Some(bias), scratch)
+    }
 }
 
 /// The same with a bias of that form, or none.

@@ -21,7 +21,7 @@ const THREADS: usize = 128;
 /// it.
 const MAX_BLOCKS: usize = 264;
 
-/// Operands of [`dma_scores_backward`].
+/// Operands of [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
 #[derive(Debug, Clone, Copy)]
 pub struct ScoresBackward<'a> {
     /// What [`dma_scores`](crate::dma_scores()) read.
@@ -36,76 +36,80 @@ pub struct ScoresBackward<'a> {
     pub dz: &'a CudaTensor,
 }
 
-/// Gradients of [`dma_scores`](crate::dma_scores()): adds the values' to the value heads of `dqkv`, in place and for
-/// every clone of it, and returns those of W_dt and A, f32, shaped as they are.
-///
-/// # Errors
-/// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
-pub fn dma_scores_backward(
-    call: ScoresBackward<'_>,
-    dqkv: &Qkv,
-    dw_dt: GradientTarget<'_>,
-    da: GradientTarget<'_>,
-) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    let shape = call.qkv.shape(NAME)?;
-    let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
-    require_kv_heads(NAME, kv_heads)?;
-    let channels = kv_heads * head_dim;
-    let expected: [(&'static str, &CudaTensor, Vec<usize>); 4] = [
-        ("w_dt", call.w_dt, vec![channels, kv_heads]),
-        ("a", call.a, vec![kv_heads]),
-        ("x", call.x, shape.per_key().to_vec()),
-        ("dz", call.dz, shape.per_key().to_vec()),
-    ];
-    for (name, tensor, shape) in &expected {
-        tensor.require_dtype(NAME, name, DType::F32)?;
-        tensor.require_shape(NAME, name, shape)?;
-    }
-    let [w_dt, a, x, dz] = expected.map(|(_, tensor, _)| tensor.contiguous());
-    let qkv = call.qkv.walkable();
-    let [_, _, v] = qkv.head_words(NAME)?;
-    if dqkv.shape(NAME)? != shape {
-        return Err(KernelError::Shape {
-            kernel: NAME,
-            tensor: "dqkv",
-            got: dqkv.v.tensor().shape().to_vec(),
-            expected: qkv.v.tensor().shape().to_vec(),
+impl ScoresBackward<'_> {
+    /// Gradients of [`dma_scores`](crate::dma_scores()): adds the values' to the value heads of `dqkv`, in place and
+    /// for every clone of it, and returns those of W_dt and A, f32, shaped as they are.
+    ///
+    /// # Errors
+    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
+    pub fn dma_scores_backward(
+        self,
+        dqkv: &Qkv,
+        dw_dt: GradientTarget<'_>,
+        da: GradientTarget<'_>,
+    ) -> Result<(CudaTensor, CudaTensor), KernelError> {
+        let shape = self.qkv.shape(NAME)?;
+        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        require_kv_heads(NAME, kv_heads)?;
+        let channels = kv_heads * head_dim;
+        let expected: [(&'static str, &CudaTensor, Vec<usize>); 4] = [
+            ("w_dt", self.w_dt, vec![channels, kv_heads]),
+            ("a", self.a, vec![kv_heads]),
+            ("x", self.x, shape.per_key().to_vec()),
+            ("dz", self.dz, shape.per_key().to_vec()),
+        ];
+        for (name, tensor, shape) in &expected {
+            tensor.require_dtype(NAME, name, DType::F32)?;
+            tensor.require_shape(NAME, name, shape)?;
+        }
+        let [w_dt, a, x, dz] = expected.map(|(_, tensor, _)| tensor.contiguous());
+        let qkv = self.qkv.walkable();
+        let [_, _, v] = qkv.head_words(NAME)?;
+        if dqkv.shape(NAME)? != shape {
+            return Err(KernelError::Shape {
+                kernel: NAME,
+                tensor: "dqkv",
+                got: dqkv.v.tensor().shape().to_vec(),
+                expected: qkv.v.tensor().shape().to_vec(),
+            });
+        }
+        let [_, _, dv] = dqkv.head_words(NAME)?;
+        let tiles = shape.batch * shape.seq_len.div_ceil(TILE_TOKENS);
+        let blocks = tiles.min(MAX_BLOCKS);
+        let width = (channels + 1) * kv_heads;
+        let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
+        let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
+        let params = params!(DmaScoresBackwardParams {
+            batch: shape.batch,
+            seq_len: shape.seq_len,
+            head_dim,
+            v_offset: v[0],
+            v_token_stride: v[1],
+            v_batch_stride: v[2],
+            dv_offset: dv[0],
+            dv_token_stride: dv[1],
+            dv_batch_stride: dv[2],
         });
+        let tensors = [
+            qkv.v.tensor(),
+            &w_dt,
+            &a,
+            &x,
+            &dz,
+            dqkv.v.tensor(),
+            &partials,
+        ];
+        // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
+        unsafe {
+            dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params)
+        }?;
+        let [dw_dt, da] = column_sums(
+            NAME,
+            &partials,
+            [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])],
+        )?;
+        Ok((dw_dt, da))
     }
-    let [_, _, dv] = dqkv.head_words(NAME)?;
-    let tiles = shape.batch * shape.seq_len.div_ceil(TILE_TOKENS);
-    let blocks = tiles.min(MAX_BLOCKS);
-    let width = (channels + 1) * kv_heads;
-    let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
-    let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
-    let params = params!(DmaScoresBackwardParams {
-        batch: shape.batch,
-        seq_len: shape.seq_len,
-        head_dim,
-        v_offset: v[0],
-        v_token_stride: v[1],
-        v_batch_stride: v[2],
-        dv_offset: dv[0],
-        dv_token_stride: dv[1],
-        dv_batch_stride: dv[2],
-    });
-    let tensors = [
-        qkv.v.tensor(),
-        &w_dt,
-        &a,
-        &x,
-        &dz,
-        dqkv.v.tensor(),
-        &partials,
-    ];
-    // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
-    unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
-    let [dw_dt, da] = column_sums(
-        NAME,
-        &partials,
-        [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])],
-    )?;
-    Ok((dw_dt, da))
 }
 
 /// The specialisation for a number of KV heads.

@@ -246,74 +246,76 @@ pub fn nsa_selected_attention_forward(
     Ok((result, all_lists))
 }
 
-/// Gradients of [`nsa_selected_attention_forward`]: every element of `call.grads`; keys and values that nobody chose
-/// get 0. `lists` are the forward pass's; without them, and in a fixed order, lists are made here.
-///
-/// # Errors
-/// As the forward pass.
-pub fn nsa_selected_attention_backward(
-    call: AttentionGradients,
-    documents: Bounds,
-    block_indices: &CudaTensor,
-    blocks: NsaBlocks,
-    lists: &[ChoiceLists],
-) -> Result<(), KernelError> {
-    let work = Work::new(
-        call.qkv,
-        documents,
-        block_indices,
-        blocks,
-        call.softmax_scale,
-    )?;
-    let shape = &work.shape;
-    require_gradients(NAME, &call, shape)?;
-    let d_o = call.d_o.contiguous();
-    let stats = row_stats(&call, &d_o, shape)?;
-    let [batch, heads, seq_len] = shape.per_key();
-    let sums = empty_zero(&d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
-    let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
-    let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
-    let [dq, dk, dv] = call.grads.head_words(NAME)?;
-    let is_hopper = hopper::is_hopper_backward(shape, call.order, &d_o);
-    let kernel = match is_hopper {
-        true => hopper::selected_backward_kernel(shape.head_dim),
-        false => nsa_selected_attention_backward_kernel(shape.head_dim),
-    };
-    for (index, range) in work.ranges().enumerate() {
-        let lists = match (call.order, lists.get(index)) {
-            (SumOrder::Any, Some(lists)) => lists.clone(),
-            (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
-            // One piece a list, so that within a launch nobody else adds to its keys.
-            (SumOrder::Fixed, _) => work.lists(range, range.1)?,
+impl AttentionGradients<'_> {
+    /// Gradients of [`nsa_selected_attention_forward`]: every element of `self.grads`; keys and values that nobody
+    /// chose get 0. `lists` are the forward pass's; without them, and in a fixed order, lists are made here.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    pub fn nsa_selected_attention_backward(
+        self,
+        documents: Bounds,
+        block_indices: &CudaTensor,
+        blocks: NsaBlocks,
+        lists: &[ChoiceLists],
+    ) -> Result<(), KernelError> {
+        let work = Work::new(
+            self.qkv,
+            documents,
+            block_indices,
+            blocks,
+            self.softmax_scale,
+        )?;
+        let shape = &work.shape;
+        require_gradients(NAME, &self, shape)?;
+        let d_o = self.d_o.contiguous();
+        let stats = row_stats(&self, &d_o, shape)?;
+        let [batch, heads, seq_len] = shape.per_key();
+        let sums = empty_zero(&d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
+        let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
+        let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
+        let [dq, dk, dv] = self.grads.head_words(NAME)?;
+        let is_hopper = hopper::is_hopper_backward(shape, self.order, &d_o);
+        let kernel = match is_hopper {
+            true => hopper::selected_backward_kernel(shape.head_dim),
+            false => nsa_selected_attention_backward_kernel(shape.head_dim),
         };
-        let parts = work.parts(&lists, shape.head_dim, DType::BF16);
-        let tensors = [
-            work.qkv.q.tensor(),
-            work.qkv.k.tensor(),
-            work.qkv.v.tensor(),
-            &d_o,
-            &stats,
-            &work.documents[0],
-            &work.documents[1],
-            &lists.entries,
-            &lists.items,
-            &lists.num_items,
-            &parts,
-            &dk_sum,
-            &dv_sum,
-        ];
-        let params = params!(NsaSelectedAttentionBackwardParams {
-            base: work.params(&lists)?,
-            padded_len: padded_len(seq_len),
-        });
-        let grid = work.grid(&lists, is_hopper);
-        // SAFETY: as in the forward pass; adds to the sums, which were cleared.
-        unsafe { kernel.launch(grid, &tensors, &params) }?;
-        let grad = call.grads.q.tensor();
-        work.combine(&lists, [&parts, &parts], [grad, grad], dq, range, true)?;
+        for (index, range) in work.ranges().enumerate() {
+            let lists = match (self.order, lists.get(index)) {
+                (SumOrder::Any, Some(lists)) => lists.clone(),
+                (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
+                // One piece a list, so that within a launch nobody else adds to its keys.
+                (SumOrder::Fixed, _) => work.lists(range, range.1)?,
+            };
+            let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+            let tensors = [
+                work.qkv.q.tensor(),
+                work.qkv.k.tensor(),
+                work.qkv.v.tensor(),
+                &d_o,
+                &stats,
+                &work.documents[0],
+                &work.documents[1],
+                &lists.entries,
+                &lists.items,
+                &lists.num_items,
+                &parts,
+                &dk_sum,
+                &dv_sum,
+            ];
+            let params = params!(NsaSelectedAttentionBackwardParams {
+                base: work.params(&lists)?,
+                padded_len: padded_len(seq_len),
+            });
+            let grid = work.grid(&lists, is_hopper);
+            // SAFETY: as in the forward pass; adds to the sums, which were cleared.
+            unsafe { kernel.launch(grid, &tensors, &params) }?;
+            let grad = self.grads.q.tensor();
+            work.combine(&lists, [&parts, &parts], [grad, grad], dq, range, true)?;
+        }
+        convert_rows(&dk_sum, &self.grads.k, dk, self.softmax_scale)?;
+        convert_rows(&dv_sum, &self.grads.v, dv, 1.0)
     }
-    convert_rows(&dk_sum, &call.grads.k, dk, call.softmax_scale)?;
-    convert_rows(&dv_sum, &call.grads.v, dv, 1.0)
 }
 
 /// The specialisation for a head width.

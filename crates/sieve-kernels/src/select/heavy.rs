@@ -143,60 +143,62 @@ impl Call<'_> {
     }
 }
 
-/// Offers one new token to the slots, where it takes the place of the lightest key that is not among the last ones, and
-/// attends over all of them. Then each slot's `z` grows by the attention that it received. `tokens` came before.
-/// Returns `[1, 1, num_heads, head_dim]`.
-///
-/// # Errors
-/// Types or sizes that do not fit; more than one sequence; heads whose width is no multiple of 32.
-pub fn heavy_decode(
-    token: &Qkv,
-    slots: &DmaSlots,
-    length: &CudaTensor,
-    tokens: usize,
-    softmax_scale: f32,
-    scratch: &DecodeScratch,
-) -> Result<CudaTensor, KernelError> {
-    let shape = token.shape(NAME)?;
-    let [batch, num_kv_heads, room] = slots.z.dims(NAME, "slots")?;
-    let group = shape.group_size();
-    if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "shape",
-            got: format!("{shape:?}"),
-            supported: "one sequence, heads of a multiple of 32 columns".to_owned(),
+impl DmaSlots {
+    /// Offers one new token to the slots, where it takes the place of the lightest key that is not among the last ones,
+    /// and attends over all of them. Then each slot's `z` grows by the attention that it received. `tokens` came
+    /// before. Returns `[1, 1, num_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit; more than one sequence; heads whose width is no multiple of 32.
+    pub fn heavy_decode(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        tokens: usize,
+        softmax_scale: f32,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = token.shape(NAME)?;
+        let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
+        let group = shape.group_size();
+        if batch != 1 || !shape.head_dim.is_multiple_of(32) {
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "shape",
+                got: format!("{shape:?}"),
+                supported: "one sequence, heads of a multiple of 32 columns".to_owned(),
+            });
+        }
+        let token = token.walkable();
+        let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
+        let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
+        let used = (tokens + 1).min(room);
+        let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
+        let [[q_offset, ..], ..] = token.head_words(NAME)?;
+        let params = params!(SlotLogitsParams {
+            slots: room,
+            count: used,
+            head_dim: shape.head_dim,
+            group,
+            q_offset,
+            softmax_scale,
         });
+        let grid = [used.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
+        let tensors = [token.q.tensor(), &self.kv.k, &logits];
+        // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
+        unsafe { slot_logits_kernel().launch(grid, &tensors, &params) }?;
+        let nan_rows = z.zeros_contiguous(&[shape.num_heads], DType::I32);
+        let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
+        let sums = ProbeSums {
+            group,
+            factor: 1.0,
+            adds: true,
+            columns: &columns,
+            diagonals: None,
+        };
+        sums.add(&logits, used - 1, 0, &nan_rows)?;
+        Ok(o)
     }
-    let token = token.walkable();
-    let z = slots.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
-    let o = slots_decode(&token, &z, slots, length, softmax_scale, None, scratch)?;
-    let used = (tokens + 1).min(room);
-    let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
-    let [[q_offset, ..], ..] = token.head_words(NAME)?;
-    let params = params!(SlotLogitsParams {
-        slots: room,
-        count: used,
-        head_dim: shape.head_dim,
-        group,
-        q_offset,
-        softmax_scale,
-    });
-    let grid = [used.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
-    let tensors = [token.q.tensor(), &slots.kv.k, &logits];
-    // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
-    unsafe { slot_logits_kernel().launch(grid, &tensors, &params) }?;
-    let nan_rows = z.zeros_contiguous(&[shape.num_heads], DType::I32);
-    let columns = slots.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
-    let sums = ProbeSums {
-        group,
-        factor: 1.0,
-        adds: true,
-        columns: &columns,
-        diagonals: None,
-    };
-    sums.add(&logits, used - 1, 0, &nan_rows)?;
-    Ok(o)
 }
 
 fn select_smooth_kernel() -> SourceKernel {

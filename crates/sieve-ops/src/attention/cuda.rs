@@ -137,6 +137,8 @@ pub(crate) fn backward(
     let [start, end] = bounds(documents);
     let backward = Backward::new(qkv, spec, output, d_o);
     let window = spec.window_size;
-    let dbias = sieve_kernels::attention_backward(backward.call(), [&start, &end], window, bias)?;
+    let dbias = backward
+        .call()
+        .attention_backward([&start, &end], window, bias)?;
     Ok((backward.dqkv.into(), dbias))
 }

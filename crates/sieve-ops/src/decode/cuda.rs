@@ -183,7 +183,7 @@ fn attend(
         max_length: kv_len,
     };
     let length = lengths(&query, shape.batch, kv_len);
-    let o = sieve_kernels::attention_decode_cached(&token, &cache, &length, step, &scratch)?;
+    let o = cache.attention_decode_cached(&token, &length, step, &scratch)?;
     without_token_dimension(o)
 }
 
@@ -215,7 +215,7 @@ fn append(
         shape,
         spec.window_size.unwrap_or(len + 1).min(len + 1),
     )?;
-    let o = sieve_kernels::attention_decode(&token, &kv, &length, step, &scratch)?;
+    let o = kv.attention_decode(&token, &length, step, &scratch)?;
     let (sizes, strides) = (
         [shape.batch, len + 1, shape.num_kv_heads, shape.head_dim],
         view_strides(&shape, capacity, shape.head_dim).0,
@@ -312,7 +312,7 @@ fn dma_step(
         DmaBias::Linear => ScoreBias::Linear,
     };
     let scale = softmax_scale as f32;
-    let o = sieve_kernels::dma_decode(&qkv, &rank, &slots, &length, scale, bias, &scratch)?;
+    let o = slots.dma_decode(&qkv, &rank, &length, scale, bias, &scratch)?;
     let cache = view_of(&slots, &shape, (len + 1).min(window), cache.window)?;
     Ok((cache, without_token_dimension(o)?))
 }
@@ -362,8 +362,7 @@ pub(crate) fn heavy_step(
     let window = cache.window.keep_window_size;
     let length = lengths(like, shape.batch, position);
     let scratch = scratch(like, shape, window)?;
-    let o =
-        sieve_kernels::heavy_decode(&token, &slots, &length, position, softmax_scale, &scratch)?;
+    let o = slots.heavy_decode(&token, &length, position, softmax_scale, &scratch)?;
     let cache = view_of(&slots, &shape, (len + 1).min(window), cache.window)?;
     Ok((cache, o.into()))
 }

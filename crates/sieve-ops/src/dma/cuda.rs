@@ -121,7 +121,7 @@ fn launch_scores_backward(
         dz: &dz,
     };
     let (new_w, new_a) = (GradientTarget::New, GradientTarget::New);
-    let (dw_dt, da) = sieve_kernels::dma_scores_backward(call, &packed(dqkv, spec), new_w, new_a)?;
+    let (dw_dt, da) = call.dma_scores_backward(&packed(dqkv, spec), new_w, new_a)?;
     Ok((dw_dt.into(), da.into()))
 }
 
@@ -193,7 +193,7 @@ fn launch_backward(
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
             let backward = Backward::new(qkv, spec, output, d_o);
-            let d_delta = sieve_kernels::dma_attention_backward(backward.call(), &delta, &lists)?;
+            let d_delta = backward.call().dma_attention_backward(&delta, &lists)?;
             Ok((backward.dqkv.into(), d_delta.into()))
         }
         DmaKeys::Expire => Err(not_selected()),

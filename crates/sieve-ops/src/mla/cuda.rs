@@ -124,6 +124,6 @@ fn gradient(
         order: sum_order(),
     };
     let [start, end] = bounds(documents);
-    sieve_kernels::attention_backward(call, [&start, &end], None, None)?;
+    call.attention_backward([&start, &end], None, None)?;
     Ok(d_packed.into())
 }

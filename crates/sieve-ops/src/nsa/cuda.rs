@@ -127,8 +127,7 @@ impl NsaGradients for Cuda {
         let [start, end] = bounds(&call.documents);
         let backward = Backward::new(&qkv, call.spec, &selected.output, &d_o);
         let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
-        let attempt = sieve_kernels::nsa_selected_attention_backward(
-            backward.call(),
+        let attempt = backward.call().nsa_selected_attention_backward(
             [&start, &end],
             &block_indices.clone().into(),
             call.blocks,
