@@ -12,7 +12,7 @@ use crate::scores::Scores;
 use crate::shape::attention_shape;
 use crate::strided::Layout;
 use rayon::prelude::*;
-use sieve_kernels::{AttentionShape, KeyLists, Selection, dma_lists};
+use sieve_kernels::{AttentionShape, KeyLists, Selection};
 use sieve_testing::Random;
 
 /// How biases are drawn.
@@ -234,13 +234,9 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
             |call| {
                 let expire = device.int(&expire, &shape.per_key());
                 let selection = Selection::of_expire(&expire, &call.doc_start, kept)?;
-                dma_lists(
-                    &selection,
-                    &call.doc_start,
-                    &call.doc_end,
-                    KeyLists::TILE_QUERIES,
-                )
-                .map(Some)
+                selection
+                    .dma_lists(&call.doc_start, &call.doc_end, KeyLists::TILE_QUERIES)
+                    .map(Some)
             },
         );
     }

@@ -615,7 +615,8 @@ pub(crate) mod tests {
         let of = |heads| gpu.tensor(&[1, 70, heads, 64], DType::BF16);
         let qkv = sieve_kernels::Qkv::separate(&of(4), &of(2), &of(2));
         let doc_start = gpu.tensor(&[1, 70], DType::I32);
-        sieve_kernels::attention_forward(&qkv, &doc_start, None, 0.125, None).expect("usual");
+        qkv.attention_forward(&doc_start, None, 0.125, None)
+            .expect("usual");
         let steps = serde_json::to_value(gpu.take_steps()).expect("plain data");
         let launch = &steps[0]["launch"];
         assert_eq!(launch["kernel"]["file"], "attention_forward.cu");

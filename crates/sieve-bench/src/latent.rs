@@ -17,7 +17,7 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack,
-    NeededKernels, NeededKeys, SumOrder, attention_forward,
+    NeededKernels, NeededKeys, SumOrder,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -263,7 +263,7 @@ impl Call {
         let [start, end] =
             [&self.case.doc_start, &self.case.doc_end].map(|x| device.int(x, &self.rows()));
         let scale = self.spec.softmax_scale as f32;
-        let result = attention_forward(&qkv, &start, None, scale, None)?;
+        let result = qkv.attention_forward(&start, None, scale, None)?;
         let d_packed = packed.nan_contiguous(packed.shape(), DType::BF16);
         let call = AttentionGradients {
             qkv: &qkv,

@@ -13,10 +13,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
-    KernelFamily, KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks,
-    nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
-    nsa_gates, nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward,
-    nsa_selected_attention_forward,
+    KernelFamily, KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward,
+    nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, NsaBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -333,20 +331,19 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
 
     device.poison(*shape);
     let positions = [&positions[0], &positions[1]];
-    add("blocks", &nsa_blocks(&qkv, positions, documents, blocks)?)?;
+    add("blocks", &qkv.nsa_blocks(positions, documents, blocks)?)?;
     let [dqkv, dk, dv] = nsa_blocks_backward(shape, documents, blocks, &d_blocks)?;
     add("blocks dqkv", &dqkv)?;
     add("k_positions", &dk)?;
     add("v_positions", &dv)?;
-    add("mean pool", &nsa_mean_pool(&qkv, documents, blocks)?)?;
+    add("mean pool", &qkv.nsa_mean_pool(documents, blocks)?)?;
     let dqkv = nsa_mean_pool_backward(shape, documents, blocks, &compressed)?;
     add("mean pool dqkv", &dqkv)?;
 
     let (coarse, indices) =
-        nsa_compressed_attention_forward(&qkv, documents, &compressed, blocks, scale)?;
+        qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
     add("compressed o", &coarse.o)?;
-    let [dqkv, d_compressed] = nsa_compressed_attention_backward(
-        &qkv,
+    let [dqkv, d_compressed] = qkv.nsa_compressed_attention_backward(
         documents,
         &compressed,
         blocks,
@@ -363,7 +360,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
     let given = device.int(&inputs.chosen, &[batch, seq_len, num_kv_heads, count]);
     let tensor = bf16(&inputs.selected_qkv(), &[batch, seq_len, packed, d]);
     let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
-    let (selected, lists) = nsa_selected_attention_forward(&qkv, documents, &given, blocks, scale)?;
+    let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
     add("selected o", &selected.o)?;
     // The forward pass's lists, twice: a pass leaves them as it found them.
     for (name, order, lists) in [

@@ -12,7 +12,7 @@ use burn_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
     DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection,
-    SumOrder, attention_forward, dma_attention_forward, dma_lists, dma_select,
+    SumOrder, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -122,7 +122,9 @@ impl<'a> OnDevice<'a> {
         match self.case.keys {
             Keys::Chosen(_) => {
                 let selection = self.select()?;
-                dma_lists(&selection, &self.doc_start, &self.doc_end, tile_queries).map(Some)
+                selection
+                    .dma_lists(&self.doc_start, &self.doc_end, tile_queries)
+                    .map(Some)
             }
             _ => Ok(None),
         }
@@ -132,14 +134,10 @@ impl<'a> OnDevice<'a> {
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
         let scale = self.case.scale;
         match lists {
-            Some(lists) => dma_attention_forward(&self.qkv, &self.delta, lists, scale),
-            None => attention_forward(
-                &self.qkv,
-                &self.doc_start,
-                self.window(),
-                scale,
-                self.bias(),
-            ),
+            Some(lists) => self.qkv.dma_attention_forward(&self.delta, lists, scale),
+            None => self
+                .qkv
+                .attention_forward(&self.doc_start, self.window(), scale, self.bias()),
         }
     }
 

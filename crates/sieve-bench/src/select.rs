@@ -10,10 +10,7 @@ use crate::report::Report;
 use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_core::BlockSelection;
-use sieve_kernels::{
-    KernelError, KernelFamily, KeySource, Qkv, correct_by_probes, select_blocks,
-    sparse_attention_forward,
-};
+use sieve_kernels::{KernelError, KernelFamily, KeySource, Qkv};
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
 use sieve_testing::Random;
 
@@ -200,7 +197,7 @@ fn step(
                 let Step::Blocks(selection, read) = step_of(shape, known) else {
                     return Ok(Err("no blocks".to_owned()));
                 };
-                let chosen = select_blocks(&qkv_of(tokens), &selection, Some(&bounds))?;
+                let chosen = qkv_of(tokens).select_blocks(&selection, Some(&bounds))?;
                 made = Some((selection, read, chosen));
             }
             let (selection, read, chosen) = made.expect("two rounds");
@@ -227,7 +224,7 @@ fn step(
             (chosen.layout, chosen.data)
         }
     };
-    let o = sparse_attention_forward(&qkv, &layout, &data, scale)?.o;
+    let o = qkv.sparse_attention_forward(&layout, &data, scale)?.o;
     let found = device.floats(&o)?;
     let far = |(x, y): (&f32, &f32)| {
         if x.is_nan() {
@@ -283,10 +280,10 @@ fn corrected(
     let qkv = Qkv::separate(&put(&all, 4), &put(&k, 2), &put(&v, 2));
     let data = device.int(packed.data(), &[packed.data().len()]);
     let scale = shape.softmax_scale();
-    let sparse = sparse_attention_forward(&qkv, packed.layout(), &data, scale)?;
+    let sparse = qkv.sparse_attention_forward(packed.layout(), &data, scale)?;
     let correction = selector.correction(shape, 0).expect("it corrects");
     let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
-    correct_by_probes(&qkv, &sparse.o, correction, dense, scale)?;
+    qkv.correct_by_probes(&sparse.o, correction, dense, scale)?;
     let found = device.floats(&sparse.o)?;
     let mut worst = 0.0_f32;
     for (at, (x, y)) in found.iter().zip(&expected).enumerate() {
@@ -374,7 +371,7 @@ impl Case {
         let qkv = Qkv::separate(&put(&q, num_heads), &k, &k);
         let selection = self.selection();
         let selection = selection.unwrap_or_else(|| panic!("a device takes {}", self.name));
-        let made = select_blocks(&qkv, &selection, None)?;
+        let made = qkv.select_blocks(&selection, None)?;
         let found = Found {
             data: device.ints(&made.data)?,
             counts: device.ints(&made.counts)?,

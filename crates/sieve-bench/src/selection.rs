@@ -11,7 +11,7 @@ use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{
     CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward,
-    dma_border_keys_forward, dma_last_kept, dma_lists, oracle,
+    dma_border_keys_forward, dma_last_kept, oracle,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -94,13 +94,13 @@ pub(crate) fn check_wrappers(
         report.add(&named("dma_select"), "kernel", &label, expire);
         let border = border_keys(&selection.expire, &case, device, &mut random);
         report.add(&named("dma_border_keys"), "kernel", &label, border);
-        let lists = dma_lists(&selection, &call.doc_start, &call.doc_end, tile_queries);
+        let lists = selection.dma_lists(&call.doc_start, &call.doc_end, tile_queries);
         let outcome = lists
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));
         report.add(&named("dma_lists"), "kernel", &label, outcome);
         let rebuilt = Selection::of_expire(&selection.expire, &call.doc_start, case.window())
-            .and_then(|s| dma_lists(&s, &call.doc_start, &call.doc_end, tile_queries))
+            .and_then(|s| s.dma_lists(&call.doc_start, &call.doc_end, tile_queries))
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));
         report.add(

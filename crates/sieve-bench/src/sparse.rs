@@ -10,7 +10,7 @@ use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::{
     AttentionShape, DeviceReport, KernelError, KernelFamily, KeySource, NeededKernels, Qkv,
-    SparseKeyReads, sparse_attention_forward,
+    SparseKeyReads,
 };
 use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, oracle_row};
@@ -208,7 +208,7 @@ impl Case {
         let data = device.int(packed.data(), &[packed.data().len()]);
         device.poison(self.shape());
         let result =
-            sparse_attention_forward(&qkv, packed.layout(), &data, self.shape.softmax_scale())?;
+            qkv.sparse_attention_forward(packed.layout(), &data, self.shape.softmax_scale())?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
         let bar = |floor, norm| Bar {
             plain: 2.0,

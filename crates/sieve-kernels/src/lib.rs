@@ -27,26 +27,23 @@ pub use attention::backward::AttentionGradients;
 pub use attention::backward_tiling::SumOrder;
 pub use attention::decode::{DecodeStep, KvCache};
 pub use attention::decode_scratch::DecodeScratch;
-pub use attention::forward::{AttentionResult, attention_forward};
+pub use attention::forward::AttentionResult;
 pub use attention::heads::{AttentionShape, Qkv};
 pub use attention::hopper_tiling::{KeepRest, KernelFamily};
-pub use attention::sparse_forward::{SparseKeyReads, sparse_attention_forward};
+pub use attention::sparse_forward::SparseKeyReads;
 pub use attention::tiling::KeySource;
 pub use cublaslt::{Cublaslt, MatmulOutput, Product, matmul};
-pub use dma::attention_forward::dma_attention_forward;
 pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
 pub use dma::decode::DmaSlots;
-pub use dma::lists::{KeyLists, dma_lists};
-pub use dma::scores::{ScoreBias, dma_scores};
+pub use dma::lists::KeyLists;
+pub use dma::scores::ScoreBias;
 pub use dma::scores_backward::ScoresBackward;
 pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
 pub use mla::decode::mla_decode;
 pub use mla::pack::MlaPack;
 pub use nsa::{
-    ChoiceLists, nsa_blocks, nsa_blocks_backward, nsa_compressed_attention_backward,
-    nsa_compressed_attention_forward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
-    nsa_mean_pool_backward, nsa_selected_attention_forward,
+    ChoiceLists, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
 };
 pub use runtime::cache::KernelCache;
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
@@ -59,5 +56,5 @@ pub use runtime::probe::{CudaReport, DeviceReport};
 pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;
-pub use select::{KeptKeys, correct_by_probes, keep_heavy_keys, select_blocks};
+pub use select::KeptKeys;
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

@@ -1,5 +1,5 @@
 //! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089) without a score for every pair of tokens.
-//! The window branch is [`attention_forward`](crate::attention_forward()).
+//! The window branch is [`attention_forward`](crate::Qkv::attention_forward).
 //!
 //! Compressed keys and values stand at their blocks' last tokens, so that DMA's kernels attend to them by lists.
 //! Attention over the chosen blocks goes block by block: the queries that chose one are listed, each of their choices
@@ -12,12 +12,10 @@ mod hopper;
 mod lists;
 mod selected;
 
-pub use blocks::{nsa_blocks, nsa_blocks_backward, nsa_mean_pool, nsa_mean_pool_backward};
-pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
+pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use lists::ChoiceLists;
-pub use selected::nsa_selected_attention_forward;
 
 use blocks::{nsa_blocks_backward_kernel, nsa_blocks_kernel, nsa_positions_backward_kernel};
 use choose::{nsa_choose_kernel, nsa_importance_kernel};

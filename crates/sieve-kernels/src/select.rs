@@ -7,8 +7,7 @@ mod probes;
 mod scores;
 mod step;
 
-pub use heavy::{KeptKeys, keep_heavy_keys};
-pub use probes::correct_by_probes;
+pub use heavy::KeptKeys;
 
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::KernelFamily;
@@ -47,43 +46,46 @@ pub struct SelectedBlocks {
     pub nan_rows: CudaTensor,
 }
 
-/// Chooses the blocks of keys that each block of the last `selection.num_queries` tokens keeps. Nothing is read back.
-///
-/// # Shapes
-/// - q, k: bf16 `[1, num_keys, heads, head_dim]`
-/// - bounds: of pages, f32 `[num_kv_heads, pages or more, 2, head_dim]`, kept from call to call:
-///   [`BlockScores::Bounds`] reads and writes them
-///
-/// # Errors
-/// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks;
-/// bounds that are missing or too few.
-pub fn select_blocks(
-    qkv: &Qkv,
-    selection: &BlockSelection,
-    bounds: Option<&CudaTensor>,
-) -> Result<SelectedBlocks, KernelError> {
-    let call = Call::new(qkv, selection)?;
-    let [block_rows, columns] = selection.blocks();
-    let like = call.qkv.q.tensor();
-    let heads = selection.num_heads;
-    let kept = like.empty_contiguous(
-        &[heads, block_rows, columns.div_ceil(u32::BITS as usize)],
-        DType::I32,
-    );
-    let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
-    let data = like.empty_contiguous(&[selection.layout().words], DType::I32);
-    let orders = call.orders(&data, &nan_rows)?;
-    let marks = Marks { kept, nan_rows };
-    let mut columns = None;
-    match selection.scores {
-        BlockScores::Lines { .. } => columns = Some(call.lines(&marks)?),
-        BlockScores::Patterns { .. } => call.patterns(&marks)?,
-        BlockScores::Probes { .. } => call.probes(&marks)?,
-        BlockScores::Logits => call.largest_logits(&marks)?,
-        BlockScores::Bounds(known) => call.pages(&marks, known, bounds)?,
-        _ => call.compare(&marks, &orders)?,
+impl Qkv {
+    /// Chooses the blocks of keys that each block of the last `selection.num_queries` tokens keeps. Nothing is read
+    /// back.
+    ///
+    /// # Shapes
+    /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
+    /// - bounds: of pages, f32 `[num_kv_heads, pages or more, 2, head_dim]`, kept from call to call:
+    ///   [`BlockScores::Bounds`] reads and writes them
+    ///
+    /// # Errors
+    /// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks;
+    /// bounds that are missing or too few.
+    pub fn select_blocks(
+        &self,
+        selection: &BlockSelection,
+        bounds: Option<&CudaTensor>,
+    ) -> Result<SelectedBlocks, KernelError> {
+        let call = Call::new(self, selection)?;
+        let [block_rows, columns] = selection.blocks();
+        let like = call.qkv.q.tensor();
+        let heads = selection.num_heads;
+        let kept = like.empty_contiguous(
+            &[heads, block_rows, columns.div_ceil(u32::BITS as usize)],
+            DType::I32,
+        );
+        let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
+        let data = like.empty_contiguous(&[selection.layout().words], DType::I32);
+        let orders = call.orders(&data, &nan_rows)?;
+        let marks = Marks { kept, nan_rows };
+        let mut columns = None;
+        match selection.scores {
+            BlockScores::Lines { .. } => columns = Some(call.lines(&marks)?),
+            BlockScores::Patterns { .. } => call.patterns(&marks)?,
+            BlockScores::Probes { .. } => call.probes(&marks)?,
+            BlockScores::Logits => call.largest_logits(&marks)?,
+            BlockScores::Bounds(known) => call.pages(&marks, known, bounds)?,
+            _ => call.compare(&marks, &orders)?,
+        }
+        call.lists(marks, data, &orders, columns.as_ref())
     }
-    call.lists(marks, data, &orders, columns.as_ref())
 }
 
 /// What a selection writes before there are lists.

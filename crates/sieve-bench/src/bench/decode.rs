@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::error::Result;
 use burn::tensor::DType;
 use sieve_core::KeepBlocks;
-use sieve_kernels::{DecodeScratch, KernelError, Qkv, select_blocks, sparse_attention_forward};
+use sieve_kernels::{DecodeScratch, KernelError, Qkv};
 use sieve_select::{CallShape, Selector, Step};
 
 /// Tokens of a text, the new one among them.
@@ -67,12 +67,13 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                         (packed.layout().clone(), data)
                     }
                     Some(Step::Blocks(selection, _)) => {
-                        let made = select_blocks(text, &selection, bounds.as_ref())?;
+                        let made = text.select_blocks(&selection, bounds.as_ref())?;
                         (made.layout, made.data)
                     }
                     None => unreachable!("it decodes on a device"),
                 };
-                sparse_attention_forward(text, &layout, &data, scale).map(drop)
+                text.sparse_attention_forward(&layout, &data, scale)
+                    .map(drop)
             };
             // Whole pages have bounds from earlier tokens.
             token(0)?;

@@ -6,8 +6,7 @@ use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists,
-    MlaPack, Qkv, Selection, SumOrder, attention_forward, dma_attention_forward, dma_lists,
-    dma_select,
+    MlaPack, Qkv, Selection, SumOrder, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -99,12 +98,7 @@ impl Inputs {
         window: DmaWindow,
     ) -> Result<(Selection, KeyLists), KernelError> {
         let selection = self.selection(z, window)?;
-        let lists = dma_lists(
-            &selection,
-            &self.doc_start,
-            &self.doc_end,
-            KeyLists::TILE_QUERIES,
-        )?;
+        let lists = selection.dma_lists(&self.doc_start, &self.doc_end, KeyLists::TILE_QUERIES)?;
         Ok((selection, lists))
     }
 
@@ -124,7 +118,8 @@ impl Inputs {
         window: Option<usize>,
         bias: Option<&CudaTensor>,
     ) -> Result<AttentionResult, KernelError> {
-        attention_forward(&self.qkv, &self.doc_start, window, self.scale, bias)
+        self.qkv
+            .attention_forward(&self.doc_start, window, self.scale, bias)
     }
 
     /// Its gradients.
@@ -151,7 +146,7 @@ impl Inputs {
         delta: &CudaTensor,
         lists: &KeyLists,
     ) -> Result<AttentionResult, KernelError> {
-        dma_attention_forward(&self.qkv, delta, lists, self.scale)
+        self.qkv.dma_attention_forward(delta, lists, self.scale)
     }
 
     /// Its gradients.

@@ -4,10 +4,7 @@ use crate::device::Device;
 use crate::error::{BenchError, Result};
 use burn_cuda::CudaDevice;
 use sieve_core::{BlockSelection, MaskLayout};
-use sieve_kernels::{
-    AttentionResult, CudaTensor, KernelError, correct_by_probes, select_blocks,
-    sparse_attention_forward,
-};
+use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
 use sieve_select::{Call, CallShape, Selector, density};
 use std::time::Instant;
 
@@ -103,7 +100,7 @@ impl<'a> Method<'a> {
         match &self.kind {
             Kind::Positions { lists, .. } => Ok(Lists::clone(lists)),
             Kind::Chooses(selection) => {
-                let made = select_blocks(&self.operands.qkv, selection, None)?;
+                let made = self.operands.qkv.select_blocks(selection, None)?;
                 Ok(Lists {
                     layout: made.layout,
                     data: made.data,
@@ -116,12 +113,12 @@ impl<'a> Method<'a> {
     /// With the method's correction.
     pub(super) fn attend(&self, lists: &Lists) -> Result<AttentionResult, KernelError> {
         let (qkv, scale) = (&self.operands.qkv, self.operands.scale());
-        let done = sparse_attention_forward(qkv, &lists.layout, &lists.data, scale)?;
+        let done = qkv.sparse_attention_forward(&lists.layout, &lists.data, scale)?;
         if let Some(correction) = self.selector.correction(self.call, 0)
             && let Kind::Chooses(selection) = &self.kind
         {
             let dense = selection.dense_rows.first().cloned().unwrap_or(0..0);
-            correct_by_probes(qkv, &done.o, correction, dense, scale)?;
+            qkv.correct_by_probes(&done.o, correction, dense, scale)?;
         }
         Ok(done)
     }

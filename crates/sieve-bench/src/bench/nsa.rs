@@ -6,9 +6,8 @@ use crate::error::Result;
 use crate::shape::sizes;
 use burn::tensor::DType;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks,
-    nsa_blocks_backward, nsa_compressed_attention_backward, nsa_compressed_attention_forward,
-    nsa_gates, nsa_gates_backward, nsa_selected_attention_forward,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder,
+    nsa_blocks_backward, nsa_gates, nsa_gates_backward,
 };
 use sieve_ops::NsaBlocks;
 
@@ -79,11 +78,11 @@ impl Call {
         let documents = self.inputs.documents();
         let [k, v] = &self.positions;
         let (compressed, chosen) =
-            nsa_compressed_attention_forward(qkv, documents, &self.compressed, BLOCKS, *scale)?;
+            qkv.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
         let (selected, lists) =
-            nsa_selected_attention_forward(qkv, documents, &chosen, BLOCKS, *scale)?;
+            qkv.nsa_selected_attention_forward(documents, &chosen, BLOCKS, *scale)?;
         let branches = Branches {
-            blocks: nsa_blocks(qkv, [k, v], documents, BLOCKS)?,
+            blocks: qkv.nsa_blocks([k, v], documents, BLOCKS)?,
             selected,
             lists,
             window: self.inputs.forward(Some(WINDOW), None)?,
@@ -110,8 +109,7 @@ impl Call {
         let call = self.inputs.call(&branches.selected, order);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
         call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
-        nsa_compressed_attention_backward(
-            qkv,
+        qkv.nsa_compressed_attention_backward(
             documents,
             &self.compressed,
             BLOCKS,

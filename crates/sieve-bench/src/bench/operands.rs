@@ -6,9 +6,7 @@ use crate::error::{BenchError, Result, refused};
 use burn::tensor::{DType, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_hf::TensorFile;
-use sieve_kernels::{
-    AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv, attention_forward,
-};
+use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv};
 use sieve_ops::Cuda;
 use std::path::Path;
 
@@ -78,7 +76,8 @@ impl Operands {
 
     /// Dense attention.
     pub(super) fn dense(&self) -> Result<AttentionResult, KernelError> {
-        attention_forward(&self.qkv, &self.doc_start, None, self.scale(), None)
+        self.qkv
+            .attention_forward(&self.doc_start, None, self.scale(), None)
     }
 }
 

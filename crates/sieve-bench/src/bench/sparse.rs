@@ -4,7 +4,7 @@ use super::rows::{forward_flops, shape};
 use crate::device::Device;
 use crate::error::Result;
 use sieve_core::{MaskArrays, PackedMask};
-use sieve_kernels::{AttentionShape, sparse_attention_forward};
+use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
 
 /// 32 query heads over 8 KV heads of width 128, a list for each query head.
@@ -25,7 +25,10 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
             let name = format!("sparse forward, tiles of {tile}, density {density}");
             let scale = 1.0 / (shape.head_dim as f32).sqrt();
             bench.flops(&name, shape, flops, &mut || {
-                sparse_attention_forward(&inputs.qkv, mask.layout(), &data, scale).map(drop)
+                inputs
+                    .qkv
+                    .sparse_attention_forward(mask.layout(), &data, scale)
+                    .map(drop)
             });
             // A GPU at its limit of power is slower in later rows.
             if density == 1.0 {

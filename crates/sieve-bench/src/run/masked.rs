@@ -6,7 +6,7 @@ use burn::tensor::{DType, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_core::MaskLayout;
 use sieve_hf::NamedTensor;
-use sieve_kernels::{AttentionShape, KernelError, Qkv, select_blocks, sparse_attention_forward};
+use sieve_kernels::{AttentionShape, KernelError, Qkv};
 use sieve_select::{Call, CallShape, Phase, Selector, SparseMask, block_sparse_attention};
 
 /// What a call computed.
@@ -79,7 +79,7 @@ pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> 
     let selection = selector.block_selection(call_shape(s), 0, 1);
     let chosen = selection
         .as_ref()
-        .map(|of| select_blocks(&qkv, of, None))
+        .map(|of| qkv.select_blocks(of, None))
         .transpose()?;
     let (layout, on, is_chosen) = match chosen {
         Some(chosen) => (chosen.layout, chosen.data, true),
@@ -91,7 +91,7 @@ pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> 
         }
     };
     let compute = || -> Result<[Vec<f32>; 2], KernelError> {
-        let out = sparse_attention_forward(&qkv, &layout, &on, case.scale)?;
+        let out = qkv.sparse_attention_forward(&layout, &on, case.scale)?;
         Ok([device.floats(&out.o)?, device.floats(&out.lse)?])
     };
     let [o, lse] = compute()?;

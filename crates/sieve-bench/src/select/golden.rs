@@ -4,7 +4,7 @@ use super::Found;
 use crate::device::Device;
 use burn::tensor::DType;
 use serde_json::Value;
-use sieve_kernels::{KernelError, Qkv, select_blocks};
+use sieve_kernels::{KernelError, Qkv};
 use sieve_select::{CallShape, Selector, Step};
 
 static LISTS: &[u8] = include_bytes!("../../../../tests/golden/selectors/lists.safetensors");
@@ -172,7 +172,7 @@ fn compare(
             let room = [k.shape()[2], end.div_ceil(page), 2, wide.head_dim];
             k.zeros_contiguous(&room, DType::F32)
         });
-        let made = select_blocks(&qkv, &selection, bounds.as_ref())?;
+        let made = qkv.select_blocks(&selection, bounds.as_ref())?;
         let found = Found {
             data: device.ints(&made.data)?,
             counts: Vec::new(),

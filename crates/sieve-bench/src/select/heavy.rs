@@ -5,7 +5,6 @@ use burn::tensor::DType;
 use sieve_core::HeavyKeys;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv,
-    keep_heavy_keys,
 };
 use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
@@ -67,7 +66,7 @@ pub(super) fn check(
     let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
     let [q, k, v] = drawn.rows(0..PROMPT);
     session.take_prompt(q, k, v).expect("sizes fit");
-    let kept = keep_heavy_keys(&drawn.upload(device, 0..PROMPT), &heavy)?;
+    let kept = drawn.upload(device, 0..PROMPT).keep_heavy_keys(&heavy)?;
     let slots = match drawn.slots(device, &kept, &heavy)? {
         Ok(slots) => slots,
         Err(problem) => return Ok(Err(problem)),

@@ -11,7 +11,7 @@ use crate::report::Report;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::step::GradientTarget;
-use sieve_kernels::{Qkv, ScoreBias, ScoresBackward, dma_scores};
+use sieve_kernels::{Qkv, ScoreBias, ScoresBackward};
 use sieve_ops::{AttentionSpec, DeviceBackend, reference};
 
 /// The ops, with the names of their rows.
@@ -54,7 +54,7 @@ pub(super) fn bench(
         Qkv::packed(&qkv, heads, kv_heads),
         Qkv::packed(&dqkv, heads, kv_heads),
     );
-    let forward = || dma_scores(&qkv, &w_dt, &a, ScoreBias::Exp);
+    let forward = || qkv.dma_scores(&w_dt, &a, ScoreBias::Exp);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
     let keys = (tokens * kv_heads) as f64;
     let bytes = keys * (2 * head_dim + 12) as f64;
@@ -141,7 +141,9 @@ fn dma_scores_launches(
     let host_a = || float::<Flex, 1>(&a.values, [kv_heads], &FlexDevice);
     let z = reference::dma_scores::<Flex>(host(&qkv.values), host_w(), host_a(), spec);
     let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
-    let scores = dma_scores(&heads, &w_dt_on, &a.on, ScoreBias::Exp).map_err(text)?;
+    let scores = heads
+        .dma_scores(&w_dt_on, &a.on, ScoreBias::Exp)
+        .map_err(text)?;
     let z = floats::<Flex, 3>(z);
     calls.close("z", &scores.z, &z)?;
     let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();

@@ -38,7 +38,7 @@ pub struct AttentionGradients<'a> {
 }
 
 impl AttentionGradients<'_> {
-    /// Gradients of [`attention_forward`](crate::attention_forward()) with the same `documents` (`[start, end]`, i32
+    /// Gradients of [`attention_forward`](crate::Qkv::attention_forward) with the same `documents` (`[start, end]`, i32
     /// `[batch, seq_len]`), `window` and `bias`. Returns the bias's gradient, f32 `[batch, num_kv_heads, seq_len]`, if
     /// there is a bias.
     ///

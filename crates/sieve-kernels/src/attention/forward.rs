@@ -28,57 +28,59 @@ pub struct AttentionResult {
     pub base: Option<CudaTensor>,
 }
 
-/// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None` is no
-/// window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every key kept).
-/// `doc_start` is i32 `[batch, seq_len]`.
-///
-/// # Errors
-/// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
-pub fn attention_forward(
-    qkv: &Qkv,
-    doc_start: &CudaTensor,
-    window: Option<usize>,
-    softmax_scale: f32,
-    bias: Option<&CudaTensor>,
-) -> Result<AttentionResult, KernelError> {
-    let shape = qkv.shape(NAME)?;
-    let qkv = qkv.walkable();
-    require_scale(NAME, softmax_scale)?;
-    let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
-    require_non_empty(NAME, "window", window)?;
-    let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
-    let bias = bias
-        .map(|bias| {
-            let bias = require_per_key(NAME, "bias", bias, &shape)?;
-            Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
+impl Qkv {
+    /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None`
+    /// is no window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every
+    /// key kept). `doc_start` is i32 `[batch, seq_len]`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
+    pub fn attention_forward(
+        &self,
+        doc_start: &CudaTensor,
+        window: Option<usize>,
+        softmax_scale: f32,
+        bias: Option<&CudaTensor>,
+    ) -> Result<AttentionResult, KernelError> {
+        let shape = self.shape(NAME)?;
+        let qkv = self.walkable();
+        require_scale(NAME, softmax_scale)?;
+        let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
+        require_non_empty(NAME, "window", window)?;
+        let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
+        let bias = bias
+            .map(|bias| {
+                let bias = require_per_key(NAME, "bias", bias, &shape)?;
+                Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
+            })
+            .transpose()?;
+        let q = qkv.q.tensor();
+        let source = if bias.is_some() {
+            KeySource::Biased
+        } else {
+            KeySource::Dense
+        };
+        let params = params!(AttentionForwardParams {
+            base: qkv.params(NAME, &shape)?,
+            window,
+            softmax_scale,
+        });
+        let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
+        tensors.extend(bias.iter().flat_map(Bias::tensors));
+        let pass = PassInputs {
+            name: NAME,
+            qkv: &qkv,
+            d_o: None,
+            shape: &shape,
+            source,
+        };
+        // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
+        let result = unsafe { launch_forward(&pass, tensors, &params, bias.is_some()) }?;
+        Ok(AttentionResult {
+            base: bias.map(|bias| bias.base),
+            ..result
         })
-        .transpose()?;
-    let q = qkv.q.tensor();
-    let source = if bias.is_some() {
-        KeySource::Biased
-    } else {
-        KeySource::Dense
-    };
-    let params = params!(AttentionForwardParams {
-        base: qkv.params(NAME, &shape)?,
-        window,
-        softmax_scale,
-    });
-    let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
-    tensors.extend(bias.iter().flat_map(Bias::tensors));
-    let pass = PassInputs {
-        name: NAME,
-        qkv: &qkv,
-        d_o: None,
-        shape: &shape,
-        source,
-    };
-    // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
-    let result = unsafe { launch_forward(&pass, tensors, &params, bias.is_some()) }?;
-    Ok(AttentionResult {
-        base: bias.map(|bias| bias.base),
-        ..result
-    })
+    }
 }
 
 /// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. With a bias the

@@ -40,164 +40,166 @@ impl SparseKeyReads {
     }
 }
 
-/// Attention of the last `mask.num_queries` tokens of `qkv` (one row) over the keys that the mask names; rows that the
-/// mask calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that sees
-/// nothing gets `o = 0`, `lse = -inf`.
-///
-/// # Shapes
-/// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
-/// - returns o bf16 `[1, num_queries, num_heads, head_dim]` and lse f32 `[1, num_heads, num_queries]`
-///
-/// # Errors
-/// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not
-/// positive.
-pub fn sparse_attention_forward(
-    qkv: &Qkv,
-    mask: &MaskLayout,
-    data: &CudaTensor,
-    softmax_scale: f32,
-) -> Result<AttentionResult, KernelError> {
-    let shape = qkv.shape(NAME)?;
-    let qkv = qkv.walkable();
-    require_scale(NAME, softmax_scale)?;
-    data.require_dtype(NAME, "mask", DType::I32)?;
-    data.require_shape(NAME, "mask", &[mask.words])?;
-    data.require_contiguous(NAME, "mask")?;
-    let sizes = |shape: &AttentionShape| {
-        let AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        } = *shape;
-        [
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim_v,
-            head_dim,
-        ]
-    };
-    let [num_heads, num_kv_heads] = mask.heads;
-    let expected = AttentionShape {
-        batch: 1,
-        seq_len: mask.num_keys,
-        num_heads,
-        num_kv_heads,
-        head_dim_v: shape.head_dim,
-        ..shape
-    };
-    if sizes(&shape) != sizes(&expected) {
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "shape",
-            got: format!("{shape:?}"),
-            supported: format!("the mask's {expected:?}"),
-        });
-    }
-    let outputs = AttentionShape {
-        seq_len: mask.num_queries,
-        ..shape
-    };
-    let q = qkv.q.tensor();
-    let o = q.empty_contiguous(&outputs.output(), DType::BF16);
-    let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
-    let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
-    let family = KernelFamily::of(&shape, KeySource::Dense, q);
-    let reads = SparseKeyReads::of(mask);
-    let launch = |rows: &Rows| -> Result<(), KernelError> {
-        let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;
-        let [heads_per_list, heads_per_order] = rows.heads_per;
-        let [
-            tile_order,
-            row_ptr,
-            tile_idx,
-            col_ptr,
-            col_idx,
-            key_order,
-            query_order,
-            windows,
-        ] = rows.places;
-        let params = params!(SparseAttentionForwardParams {
-            base: qkv.params(NAME, &shape)?,
-            num_queries: mask.num_queries,
-            first_row: rows.first,
-            num_slots: rows.num_slots,
-            query_tile,
-            query_offset,
-            key_tile,
-            num_query_tiles: num_tiles,
-            heads_per_list,
-            heads_per_order,
-            tile_order,
-            row_ptr,
-            tile_idx,
-            col_ptr,
-            col_idx,
-            key_order,
-            query_order,
-            windows,
-            softmax_scale,
-        });
-        let (kernel, grid, maps) = match family {
-            KernelFamily::Hopper => {
-                let pairs = query_tile == HOPPER_ROWS / 2;
-                let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, pairs);
-                let maps = match reads {
-                    SparseKeyReads::Keys => Vec::new(),
-                    SparseKeyReads::Tiles => {
-                        let [_, k, v] = qkv.head_words(NAME)?;
-                        let width = shape.num_kv_heads * shape.head_dim;
-                        let map =
-                            |heads, words| head_map(heads, words, width, &shape, KEYS_OF_A_BOX);
-                        vec![map(&qkv.k, k), map(&qkv.v, v)]
-                    }
-                };
-                (kernel, [q.hardware().num_multiprocessors, 1, 1], maps)
-            }
-            KernelFamily::Portable => {
-                let limit = q.hardware().max_shared_bytes;
-                let tiling = sparse_attention_tiling(&shape, limit)?;
-                let parts = query_tile.div_ceil(tiling.block_rows());
-                let kernel = sparse_attention_forward_kernel(&shape, &tiling);
-                (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
-            }
+impl Qkv {
+    /// Attention of the last `mask.num_queries` tokens of `self` (one row) over the keys that the mask names; rows that
+    /// the mask calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that
+    /// sees nothing gets `o = 0`, `lse = -inf`.
+    ///
+    /// # Shapes
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    /// - returns o bf16 `[1, num_queries, num_heads, head_dim]` and lse f32 `[1, num_heads, num_queries]`
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not
+    /// positive.
+    pub fn sparse_attention_forward(
+        &self,
+        mask: &MaskLayout,
+        data: &CudaTensor,
+        softmax_scale: f32,
+    ) -> Result<AttentionResult, KernelError> {
+        let shape = self.shape(NAME)?;
+        let qkv = self.walkable();
+        require_scale(NAME, softmax_scale)?;
+        data.require_dtype(NAME, "mask", DType::I32)?;
+        data.require_shape(NAME, "mask", &[mask.words])?;
+        data.require_contiguous(NAME, "mask")?;
+        let sizes = |shape: &AttentionShape| {
+            let AttentionShape {
+                batch,
+                seq_len,
+                num_heads,
+                num_kv_heads,
+                head_dim,
+                head_dim_v,
+            } = *shape;
+            [
+                batch,
+                seq_len,
+                num_heads,
+                num_kv_heads,
+                head_dim_v,
+                head_dim,
+            ]
         };
-        // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's
-        // query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the
-        // tensors.
-        unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
-    };
-    launch(&Rows {
-        first: 0,
-        num_slots: mask.query_slots,
-        cuts: mask.cuts,
-        heads_per: mask.heads_per,
-        places: mask.places,
-    })?;
-    for rows in &mask.dense_rows {
+        let [num_heads, num_kv_heads] = mask.heads;
+        let expected = AttentionShape {
+            batch: 1,
+            seq_len: mask.num_keys,
+            num_heads,
+            num_kv_heads,
+            head_dim_v: shape.head_dim,
+            ..shape
+        };
+        if sizes(&shape) != sizes(&expected) {
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "shape",
+                got: format!("{shape:?}"),
+                supported: format!("the mask's {expected:?}"),
+            });
+        }
+        let outputs = AttentionShape {
+            seq_len: mask.num_queries,
+            ..shape
+        };
+        let q = qkv.q.tensor();
+        let o = q.empty_contiguous(&outputs.output(), DType::BF16);
+        let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
+        let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
+        let family = KernelFamily::of(&shape, KeySource::Dense, q);
+        let reads = SparseKeyReads::of(mask);
+        let launch = |rows: &Rows| -> Result<(), KernelError> {
+            let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;
+            let [heads_per_list, heads_per_order] = rows.heads_per;
+            let [
+                tile_order,
+                row_ptr,
+                tile_idx,
+                col_ptr,
+                col_idx,
+                key_order,
+                query_order,
+                windows,
+            ] = rows.places;
+            let params = params!(SparseAttentionForwardParams {
+                base: qkv.params(NAME, &shape)?,
+                num_queries: mask.num_queries,
+                first_row: rows.first,
+                num_slots: rows.num_slots,
+                query_tile,
+                query_offset,
+                key_tile,
+                num_query_tiles: num_tiles,
+                heads_per_list,
+                heads_per_order,
+                tile_order,
+                row_ptr,
+                tile_idx,
+                col_ptr,
+                col_idx,
+                key_order,
+                query_order,
+                windows,
+                softmax_scale,
+            });
+            let (kernel, grid, maps) = match family {
+                KernelFamily::Hopper => {
+                    let pairs = query_tile == HOPPER_ROWS / 2;
+                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, pairs);
+                    let maps = match reads {
+                        SparseKeyReads::Keys => Vec::new(),
+                        SparseKeyReads::Tiles => {
+                            let [_, k, v] = qkv.head_words(NAME)?;
+                            let width = shape.num_kv_heads * shape.head_dim;
+                            let map =
+                                |heads, words| head_map(heads, words, width, &shape, KEYS_OF_A_BOX);
+                            vec![map(&qkv.k, k), map(&qkv.v, v)]
+                        }
+                    };
+                    (kernel, [q.hardware().num_multiprocessors, 1, 1], maps)
+                }
+                KernelFamily::Portable => {
+                    let limit = q.hardware().max_shared_bytes;
+                    let tiling = sparse_attention_tiling(&shape, limit)?;
+                    let parts = query_tile.div_ceil(tiling.block_rows());
+                    let kernel = sparse_attention_forward_kernel(&shape, &tiling);
+                    (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
+                }
+            };
+            // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's
+            // query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the
+            // tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
+        };
         launch(&Rows {
-            first: rows.start,
-            num_slots: rows.len(),
-            cuts: [
-                HOPPER_ROWS,
-                0,
-                HOPPER_ROWS,
-                rows.len().div_ceil(HOPPER_ROWS),
-            ],
-            heads_per: [1, 1],
-            places: [0; 8],
+            first: 0,
+            num_slots: mask.query_slots,
+            cuts: mask.cuts,
+            heads_per: mask.heads_per,
+            places: mask.places,
         })?;
+        for rows in &mask.dense_rows {
+            launch(&Rows {
+                first: rows.start,
+                num_slots: rows.len(),
+                cuts: [
+                    HOPPER_ROWS,
+                    0,
+                    HOPPER_ROWS,
+                    rows.len().div_ceil(HOPPER_ROWS),
+                ],
+                heads_per: [1, 1],
+                places: [0; 8],
+            })?;
+        }
+        Ok(AttentionResult {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        })
     }
-    Ok(AttentionResult {
-        o,
-        lse,
-        o_rest: None,
-        base: None,
-    })
 }
 
 /// The rows of the call that one launch computes, and where their lists are.

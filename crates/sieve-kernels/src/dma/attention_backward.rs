@@ -32,8 +32,8 @@ impl KeyLists {
 }
 
 impl AttentionGradients<'_> {
-    /// Gradients of [`dma_attention_forward`](crate::dma_attention_forward()) over the same `delta` and lists. Returns
-    /// ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0 everywhere.
+    /// Gradients of [`dma_attention_forward`](crate::Qkv::dma_attention_forward) over the same `delta` and lists.
+    /// Returns ddelta, f32 `[batch, num_kv_heads, seq_len]`; keys that no query saw get exactly 0 everywhere.
     ///
     /// # Errors
     /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.

@@ -14,18 +14,21 @@ use crate::step::fill_zero::empty_zero;
 
 const NAME: &str = "dma_attention_forward";
 
-/// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`) added
-/// to every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`, `lse = -inf`.
-///
-/// # Errors
-/// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
-pub fn dma_attention_forward(
-    qkv: &Qkv,
-    delta: &CudaTensor,
-    lists: &KeyLists,
-    softmax_scale: f32,
-) -> Result<AttentionResult, KernelError> {
-    listed_attention_forward(qkv, Some(delta), lists, softmax_scale)
+impl Qkv {
+    /// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`)
+    /// added to every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`,
+    /// `lse = -inf`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
+    pub fn dma_attention_forward(
+        &self,
+        delta: &CudaTensor,
+        lists: &KeyLists,
+        softmax_scale: f32,
+    ) -> Result<AttentionResult, KernelError> {
+        listed_attention_forward(self, Some(delta), lists, softmax_scale)
+    }
 }
 
 /// A bias per key, of zeros where there is none: for kernels that always add one.
@@ -40,8 +43,8 @@ pub(crate) fn listed_bias(
     }
 }
 
-/// As [`dma_attention_forward`], or without a bias; then the row sums of the backward pass come from the o that is
-/// stored.
+/// As [`dma_attention_forward`](crate::Qkv::dma_attention_forward), or without a bias; then the row sums of the
+/// backward pass come from the o that is stored.
 pub(crate) fn listed_attention_forward(
     qkv: &Qkv,
     delta: Option<&CudaTensor>,

@@ -60,79 +60,77 @@ impl KeyLists {
     }
 }
 
-/// Orders the kept keys of a [`Selection`] for each super-block of 1024 queries: first the keys entering there, latest
-/// first, then older ones, longest-lived first. `tile_queries` divides 1024.
-///
-/// # Errors
-/// Shapes that do not fit the selection, a `tile_queries` that does not divide 1024.
-pub fn dma_lists(
-    selection: &Selection,
-    doc_start: &CudaTensor,
-    doc_end: &CudaTensor,
-    tile_queries: usize,
-) -> Result<KeyLists, KernelError> {
-    let expire = &selection.expire;
-    let [batch, num_kv_heads, seq_len] = expire.dims(NAME, "expire")?;
-    expire.require_contiguous(NAME, "expire")?;
-    require_sequence(NAME, batch, seq_len)?;
-    require_non_empty(NAME, "tile_queries", tile_queries)?;
-    if !SUPER_BLOCK.is_multiple_of(tile_queries) {
-        let (got, supported) = (
-            tile_queries.to_string(),
-            format!("divisors of {SUPER_BLOCK}"),
-        );
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "tile_queries",
-            got,
-            supported,
-        });
-    }
-    let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
-    let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
-    let window = selection.keep_window_size;
-    let expected = survivors_shape(batch, num_kv_heads, seq_len, window);
-    selection
-        .survivors
-        .require_shape(NAME, "survivors", &expected)?;
-
-    let [blocks, capacity, pair] = KeyLists::shape(seq_len, window);
-    let tiles = seq_len.div_ceil(tile_queries);
-    let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
-    let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
-    let list_len = new(&[batch, num_kv_heads, blocks]);
-    let num_entering = new(&[batch, num_kv_heads, blocks]);
-    let tile_window = new(&[batch, num_kv_heads, tiles, 2]);
-    let tensors = [
-        expire,
-        &doc_start,
-        &doc_end,
-        &selection.survivors,
-        &list,
-        &list_len,
-        &num_entering,
-        &tile_window,
-    ];
-    let params = params!(DmaListsParams {
-        seq_len,
-        num_kv_heads,
-        keep_window_size: window,
-        capacity,
-        tile_queries,
-    });
-    // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a
-    // list's padding stay undefined, and no reader looks there.
-    unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
-    Ok(KeyLists {
-        list,
-        list_len,
-        num_entering,
-        tile_window,
-        tile_queries,
-    })
-}
-
 impl Selection {
+    /// Orders the kept keys for each super-block of 1024 queries: first the keys entering there,
+    /// latest first, then older ones, longest-lived first. `tile_queries` divides 1024.
+    ///
+    /// # Errors
+    /// Shapes that do not fit the selection, a `tile_queries` that does not divide 1024.
+    pub fn dma_lists(
+        &self,
+        doc_start: &CudaTensor,
+        doc_end: &CudaTensor,
+        tile_queries: usize,
+    ) -> Result<KeyLists, KernelError> {
+        let expire = &self.expire;
+        let [batch, num_kv_heads, seq_len] = expire.dims(NAME, "expire")?;
+        expire.require_contiguous(NAME, "expire")?;
+        require_sequence(NAME, batch, seq_len)?;
+        require_non_empty(NAME, "tile_queries", tile_queries)?;
+        if !SUPER_BLOCK.is_multiple_of(tile_queries) {
+            let (got, supported) = (
+                tile_queries.to_string(),
+                format!("divisors of {SUPER_BLOCK}"),
+            );
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "tile_queries",
+                got,
+                supported,
+            });
+        }
+        let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
+        let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
+        let window = self.keep_window_size;
+        let expected = survivors_shape(batch, num_kv_heads, seq_len, window);
+        self.survivors.require_shape(NAME, "survivors", &expected)?;
+
+        let [blocks, capacity, pair] = KeyLists::shape(seq_len, window);
+        let tiles = seq_len.div_ceil(tile_queries);
+        let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
+        let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
+        let list_len = new(&[batch, num_kv_heads, blocks]);
+        let num_entering = new(&[batch, num_kv_heads, blocks]);
+        let tile_window = new(&[batch, num_kv_heads, tiles, 2]);
+        let tensors = [
+            expire,
+            &doc_start,
+            &doc_end,
+            &self.survivors,
+            &list,
+            &list_len,
+            &num_entering,
+            &tile_window,
+        ];
+        let params = params!(DmaListsParams {
+            seq_len,
+            num_kv_heads,
+            keep_window_size: window,
+            capacity,
+            tile_queries,
+        });
+        // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a
+        // list's padding stay undefined, and no reader looks there.
+        unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
+        Ok(KeyLists {
+            list,
+            list_len,
+            num_entering,
+            tile_window,
+            tile_queries,
+        })
+    }
+
     /// Completes an `expire` that did not come from [`dma_select`](crate::dma_select()) to a [`Selection`]: i32
     /// `[batch, num_kv_heads, seq_len]`, at most one key leaving at a position and at most `keep_window_size` alive.
     ///

@@ -27,7 +27,7 @@ pub enum ScoreBias {
     Linear,
 }
 
-/// What [`dma_scores`] returns, each f32 `[batch, num_kv_heads, seq_len]`.
+/// What [`dma_scores`](crate::Qkv::dma_scores) returns, each f32 `[batch, num_kv_heads, seq_len]`.
 #[derive(Debug, Clone)]
 pub struct Scores {
     /// `concat(v_j) . W_dt`, for the backward pass.
@@ -38,42 +38,44 @@ pub struct Scores {
     pub delta: CudaTensor,
 }
 
-/// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
-/// `[num_kv_heads * head_dim, num_kv_heads]`, `a` f32 `[num_kv_heads]`.
-///
-/// # Errors
-/// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
-pub fn dma_scores(
-    qkv: &Qkv,
-    w_dt: &CudaTensor,
-    a: &CudaTensor,
-    bias: ScoreBias,
-) -> Result<Scores, KernelError> {
-    let shape = qkv.shape(NAME)?;
-    let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
-    require_kv_heads(NAME, kv_heads)?;
-    for (name, tensor) in [("w_dt", w_dt), ("a", a)] {
-        tensor.require_dtype(NAME, name, DType::F32)?;
+impl Qkv {
+    /// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
+    /// `[num_kv_heads * head_dim, num_kv_heads]`, `a` f32 `[num_kv_heads]`.
+    ///
+    /// # Errors
+    /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
+    pub fn dma_scores(
+        &self,
+        w_dt: &CudaTensor,
+        a: &CudaTensor,
+        bias: ScoreBias,
+    ) -> Result<Scores, KernelError> {
+        let shape = self.shape(NAME)?;
+        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        require_kv_heads(NAME, kv_heads)?;
+        for (name, tensor) in [("w_dt", w_dt), ("a", a)] {
+            tensor.require_dtype(NAME, name, DType::F32)?;
+        }
+        w_dt.require_shape(NAME, "w_dt", &[kv_heads * head_dim, kv_heads])?;
+        a.require_shape(NAME, "a", &[kv_heads])?;
+        let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
+        let qkv = self.walkable();
+        let [_, _, v] = qkv.head_words(NAME)?;
+        let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
+        let (x, z, delta) = (new(), new(), new());
+        let params = params!(DmaScoresParams {
+            seq_len: shape.seq_len,
+            head_dim,
+            v_offset: v[0],
+            v_token_stride: v[1],
+            v_batch_stride: v[2],
+        });
+        let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
+        let kernel = dma_scores_kernel(kv_heads, head_dim, bias);
+        // SAFETY: sizes, strides and types checked above; writes every element of x, z and delta.
+        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z, &delta], &params) }?;
+        Ok(Scores { x, z, delta })
     }
-    w_dt.require_shape(NAME, "w_dt", &[kv_heads * head_dim, kv_heads])?;
-    a.require_shape(NAME, "a", &[kv_heads])?;
-    let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
-    let qkv = qkv.walkable();
-    let [_, _, v] = qkv.head_words(NAME)?;
-    let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
-    let (x, z, delta) = (new(), new(), new());
-    let params = params!(DmaScoresParams {
-        seq_len: shape.seq_len,
-        head_dim,
-        v_offset: v[0],
-        v_token_stride: v[1],
-        v_batch_stride: v[2],
-    });
-    let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
-    let kernel = dma_scores_kernel(kv_heads, head_dim, bias);
-    // SAFETY: sizes, strides and types checked above; writes every element of x, z and delta.
-    unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z, &delta], &params) }?;
-    Ok(Scores { x, z, delta })
 }
 
 /// The specialisation for a number of KV heads and a form of the bias.

@@ -24,7 +24,7 @@ const MAX_BLOCKS: usize = 264;
 /// Operands of [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
 #[derive(Debug, Clone, Copy)]
 pub struct ScoresBackward<'a> {
-    /// What [`dma_scores`](crate::dma_scores()) read.
+    /// What [`dma_scores`](crate::Qkv::dma_scores) read.
     pub qkv: &'a Qkv,
     /// f32 `[num_kv_heads * head_dim, num_kv_heads]`.
     pub w_dt: &'a CudaTensor,
@@ -37,7 +37,7 @@ pub struct ScoresBackward<'a> {
 }
 
 impl ScoresBackward<'_> {
-    /// Gradients of [`dma_scores`](crate::dma_scores()): adds the values' to the value heads of `dqkv`, in place and
+    /// Gradients of [`dma_scores`](crate::Qkv::dma_scores): adds the values' to the value heads of `dqkv`, in place and
     /// for every clone of it, and returns those of W_dt and A, f32, shaped as they are.
     ///
     /// # Errors

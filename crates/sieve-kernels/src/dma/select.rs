@@ -25,8 +25,8 @@ pub(crate) const MAX_SEQ_LEN: usize = 1 << 22;
 pub struct Selection {
     /// `active(i, j)` holds exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
     pub expire: CudaTensor,
-    /// The keys alive at each boundary of 8192 positions, which [`dma_lists`](crate::dma_lists()) reads in sequences of
-    /// more than 16384 tokens; 64-bit words `[batch, num_kv_heads, boundaries, keep_window_size]`.
+    /// The keys alive at each boundary of 8192 positions, which [`dma_lists`](crate::Selection::dma_lists) reads in
+    /// sequences of more than 16384 tokens; 64-bit words `[batch, num_kv_heads, boundaries, keep_window_size]`.
     pub survivors: CudaTensor,
     /// Keys a query may keep.
     pub keep_window_size: usize,

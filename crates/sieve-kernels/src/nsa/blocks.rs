@@ -16,31 +16,34 @@ const NAME: &str = "nsa_blocks";
 const POSITION_COLUMNS: usize = 1024;
 const POSITION_PARTS: usize = 128;
 
-/// Keys, and values, of every compressed block side by side, plus `positions` (of keys, of values; bf16
-/// `[compress_block_size, head_dim]`): bf16 `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`.
-///
-/// # Errors
-/// Another type than bf16, sizes that do not fit.
-pub fn nsa_blocks(
-    qkv: &Qkv,
-    positions: [&CudaTensor; 2],
-    documents: Bounds,
-    blocks: NsaBlocks,
-) -> Result<CudaTensor, KernelError> {
-    forward(qkv, Some(positions), documents, blocks)
-}
+impl Qkv {
+    /// Keys, and values, of every compressed block side by side, plus `positions` (of keys, of values; bf16
+    /// `[compress_block_size, head_dim]`): bf16
+    /// `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit.
+    pub fn nsa_blocks(
+        &self,
+        positions: [&CudaTensor; 2],
+        documents: Bounds,
+        blocks: NsaBlocks,
+    ) -> Result<CudaTensor, KernelError> {
+        forward(self, Some(positions), documents, blocks)
+    }
 
-/// Means of the keys, and of the values, of every compressed block: bf16
-/// `[2, batch * num_slots * num_kv_heads, head_dim]`.
-///
-/// # Errors
-/// As [`nsa_blocks`].
-pub fn nsa_mean_pool(
-    qkv: &Qkv,
-    documents: Bounds,
-    blocks: NsaBlocks,
-) -> Result<CudaTensor, KernelError> {
-    forward(qkv, None, documents, blocks)
+    /// Means of the keys, and of the values, of every compressed block: bf16
+    /// `[2, batch * num_slots * num_kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// As [`Self::nsa_blocks`].
+    pub fn nsa_mean_pool(
+        &self,
+        documents: Bounds,
+        blocks: NsaBlocks,
+    ) -> Result<CudaTensor, KernelError> {
+        forward(self, None, documents, blocks)
+    }
 }
 
 fn forward(
@@ -92,8 +95,8 @@ fn forward(
     Ok(y)
 }
 
-/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`] for a packed `qkv` of `shape`: dqkv bf16, zero for queries;
-/// the others f32.
+/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](crate::Qkv::nsa_blocks) for a packed `qkv` of `shape`: dqkv
+/// bf16, zero for queries; the others f32.
 ///
 /// # Errors
 /// Types or sizes that do not fit.
@@ -129,7 +132,7 @@ pub fn nsa_blocks_backward(
     Ok([dqkv, dk_positions, dv_positions])
 }
 
-/// `dqkv` of [`nsa_mean_pool`], as [`nsa_blocks_backward`].
+/// `dqkv` of [`nsa_mean_pool`](crate::Qkv::nsa_mean_pool), as [`nsa_blocks_backward`].
 ///
 /// # Errors
 /// Types or sizes that do not fit.

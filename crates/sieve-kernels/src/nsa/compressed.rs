@@ -135,88 +135,90 @@ fn require(
     Ok((shape, documents))
 }
 
-/// Attention over the compressed blocks (`compressed` bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then
-/// values; of `qkv` only queries are read), and the blocks of the selected branch, i32 `[batch, seq_len, num_kv_heads,
-/// num_selected_blocks]`: counted from the document's first token, ascending, then -1. A query that sees no compressed
-/// block gets `o = 0`, `lse = -inf`.
-///
-/// # Errors
-/// Another type than bf16, sizes that do not fit or have no kernel.
-pub fn nsa_compressed_attention_forward(
-    qkv: &Qkv,
-    documents: Bounds,
-    compressed: &CudaTensor,
-    blocks: NsaBlocks,
-    softmax_scale: f32,
-) -> Result<(AttentionResult, CudaTensor), KernelError> {
-    let (shape, documents) = require(qkv, documents, compressed, blocks)?;
-    let compressed = compressed.contiguous();
-    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks, None)?;
-    let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
-    let [start, end] = &documents;
-    let indices = nsa_choose(
-        qkv,
-        &compressed,
-        &result.lse,
-        [start, end],
-        blocks,
-        softmax_scale,
-    )?;
-    Ok((result, indices))
-}
+impl Qkv {
+    /// Attention over the compressed blocks (`compressed` bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`, keys
+    /// then values; of `self` only queries are read), and the blocks of the selected branch, i32
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, ascending, then
+    /// -1. A query that sees no compressed block gets `o = 0`, `lse = -inf`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit or have no kernel.
+    pub fn nsa_compressed_attention_forward(
+        &self,
+        documents: Bounds,
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<(AttentionResult, CudaTensor), KernelError> {
+        let (shape, documents) = require(self, documents, compressed, blocks)?;
+        let compressed = compressed.contiguous();
+        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, None)?;
+        let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
+        let [start, end] = &documents;
+        let indices = nsa_choose(
+            self,
+            &compressed,
+            &result.lse,
+            [start, end],
+            blocks,
+            softmax_scale,
+        )?;
+        Ok((result, indices))
+    }
 
-/// `[dqkv, dcompressed]` of [`nsa_compressed_attention_forward`]'s output; the choice has no gradient. dqkv is packed
-/// and zero for keys and values.
-///
-/// # Errors
-/// As the forward pass.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "what the forward pass was given and what it returned"
-)]
-pub fn nsa_compressed_attention_backward(
-    qkv: &Qkv,
-    documents: Bounds,
-    compressed: &CudaTensor,
-    blocks: NsaBlocks,
-    softmax_scale: f32,
-    result: &AttentionResult,
-    d_o: &CudaTensor,
-    order: SumOrder,
-) -> Result<[CudaTensor; 2], KernelError> {
-    let (shape, documents) = require(qkv, documents, compressed, blocks)?;
-    let compressed = compressed.contiguous();
-    let (batch, seq_len, d) = (shape.batch, shape.seq_len, shape.head_dim);
-    let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
-    let new = |sizes: &[usize]| compressed.empty_contiguous(sizes, DType::BF16);
-    let dqkv = new(&[batch, seq_len, heads + 2 * kv_heads, d]);
-    let sums = || compressed.empty_contiguous(&[batch, kv_heads, seq_len, d], DType::F32);
-    let sums = [&sums(), &sums()];
-    let placed = Placed::new(qkv, &shape, &documents, &compressed, blocks, Some(sums))?;
-    let grads = Qkv {
-        q: Heads::some(&dqkv, 0, heads),
-        k: Heads::some(&dqkv, heads, kv_heads),
-        v: Heads::some(&dqkv, heads + kv_heads, kv_heads),
-    };
-    let call = AttentionGradients {
-        qkv: &placed.qkv,
-        result,
-        d_o,
-        grads: &grads,
-        softmax_scale,
-        order,
-    };
-    listed_key_sums(&call, None, &placed.lists, sums)?;
-    let d_compressed = new(compressed.shape());
-    let [start, end] = &documents;
-    let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];
-    let (kernel, params) = (
-        nsa_place_kernel(true, false),
-        place_params(&shape, blocks, softmax_scale),
-    );
-    // SAFETY: reads sums that were cleared, writes every element of d_compressed and the keys and values of dqkv.
-    unsafe { kernel.launch([seq_len, batch, 1], &tensors, &params) }?;
-    Ok([dqkv, d_compressed])
+    /// `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice has no gradient.
+    /// dqkv is packed and zero for keys and values.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "what the forward pass was given and what it returned"
+    )]
+    pub fn nsa_compressed_attention_backward(
+        &self,
+        documents: Bounds,
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+        result: &AttentionResult,
+        d_o: &CudaTensor,
+        order: SumOrder,
+    ) -> Result<[CudaTensor; 2], KernelError> {
+        let (shape, documents) = require(self, documents, compressed, blocks)?;
+        let compressed = compressed.contiguous();
+        let (batch, seq_len, d) = (shape.batch, shape.seq_len, shape.head_dim);
+        let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+        let new = |sizes: &[usize]| compressed.empty_contiguous(sizes, DType::BF16);
+        let dqkv = new(&[batch, seq_len, heads + 2 * kv_heads, d]);
+        let sums = || compressed.empty_contiguous(&[batch, kv_heads, seq_len, d], DType::F32);
+        let sums = [&sums(), &sums()];
+        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, Some(sums))?;
+        let grads = Qkv {
+            q: Heads::some(&dqkv, 0, heads),
+            k: Heads::some(&dqkv, heads, kv_heads),
+            v: Heads::some(&dqkv, heads + kv_heads, kv_heads),
+        };
+        let call = AttentionGradients {
+            qkv: &placed.qkv,
+            result,
+            d_o,
+            grads: &grads,
+            softmax_scale,
+            order,
+        };
+        listed_key_sums(&call, None, &placed.lists, sums)?;
+        let d_compressed = new(compressed.shape());
+        let [start, end] = &documents;
+        let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];
+        let (kernel, params) = (
+            nsa_place_kernel(true, false),
+            place_params(&shape, blocks, softmax_scale),
+        );
+        // SAFETY: reads sums that were cleared, writes every element of d_compressed and the keys and values of dqkv.
+        unsafe { kernel.launch([seq_len, batch, 1], &tensors, &params) }?;
+        Ok([dqkv, d_compressed])
+    }
 }
 
 /// The kernel that puts compressed keys and values at their blocks' last tokens, with sums of gradients or without, or

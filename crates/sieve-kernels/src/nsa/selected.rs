@@ -182,73 +182,78 @@ impl Work {
     }
 }
 
-/// Causal attention of each query over the tokens of its blocks (`block_indices` i32 `[batch, seq_len, num_kv_heads,
-/// num_selected_blocks]`: counted from the document's first token, none after the query's own, none twice, -1 for none,
-/// at the end). A block that nobody chose is not read. Also the lists of each range of queries, for the backward pass.
-///
-/// # Errors
-/// Another type than bf16, sizes that do not fit or have no kernel.
-pub fn nsa_selected_attention_forward(
-    qkv: &Qkv,
-    documents: Bounds,
-    block_indices: &CudaTensor,
-    blocks: NsaBlocks,
-    softmax_scale: f32,
-) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
-    let work = Work::new(qkv, documents, block_indices, blocks, softmax_scale)?;
-    let shape = &work.shape;
-    let q = work.qkv.q.tensor();
-    let o = q.empty_contiguous(&shape.output(), DType::BF16);
-    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
-    let token = (shape.num_heads * shape.head_dim) as u64;
-    let layout = [0, token, token * shape.seq_len as u64];
-    let is_hopper = hopper::is_hopper(shape, q);
-    let kernel = match is_hopper {
-        true => hopper::selected_forward_kernel(shape.head_dim),
-        false => nsa_selected_attention_forward_kernel(shape.head_dim),
-    };
-    let mut all_lists = Vec::new();
-    for range in work.ranges() {
-        let lists = work.lists(range, work.item_queries())?;
-        let parts = work.parts(&lists, shape.head_dim, DType::BF16);
-        let part_lse = work.parts(&lists, 1, DType::F32);
-        let tensors = [
-            q,
-            work.qkv.k.tensor(),
-            work.qkv.v.tensor(),
-            &work.documents[0],
-            &work.documents[1],
-            &lists.entries,
-            &lists.items,
-            &lists.num_items,
-            &parts,
-            &part_lse,
-        ];
-        let (params, grid) = (work.params(&lists)?, work.grid(&lists, is_hopper));
-        // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its part.
-        unsafe { kernel.launch(grid, &tensors, &params) }?;
-        work.combine(
-            &lists,
-            [&parts, &part_lse],
-            [&o, &lse],
-            layout,
-            range,
-            false,
-        )?;
-        all_lists.push(lists);
+impl Qkv {
+    /// Causal attention of each query over the tokens of its blocks (`block_indices` i32
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, none after the
+    /// query's own, none twice, -1 for none, at the end). A block that nobody chose is not read. Also the lists of each
+    /// range of queries, for the backward pass.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit or have no kernel.
+    pub fn nsa_selected_attention_forward(
+        &self,
+        documents: Bounds,
+        block_indices: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        let work = Work::new(self, documents, block_indices, blocks, softmax_scale)?;
+        let shape = &work.shape;
+        let q = work.qkv.q.tensor();
+        let o = q.empty_contiguous(&shape.output(), DType::BF16);
+        let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+        let token = (shape.num_heads * shape.head_dim) as u64;
+        let layout = [0, token, token * shape.seq_len as u64];
+        let is_hopper = hopper::is_hopper(shape, q);
+        let kernel = match is_hopper {
+            true => hopper::selected_forward_kernel(shape.head_dim),
+            false => nsa_selected_attention_forward_kernel(shape.head_dim),
+        };
+        let mut all_lists = Vec::new();
+        for range in work.ranges() {
+            let lists = work.lists(range, work.item_queries())?;
+            let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+            let part_lse = work.parts(&lists, 1, DType::F32);
+            let tensors = [
+                q,
+                work.qkv.k.tensor(),
+                work.qkv.v.tensor(),
+                &work.documents[0],
+                &work.documents[1],
+                &lists.entries,
+                &lists.items,
+                &lists.num_items,
+                &parts,
+                &part_lse,
+            ];
+            let (params, grid) = (work.params(&lists)?, work.grid(&lists, is_hopper));
+            // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its
+            // part.
+            unsafe { kernel.launch(grid, &tensors, &params) }?;
+            work.combine(
+                &lists,
+                [&parts, &part_lse],
+                [&o, &lse],
+                layout,
+                range,
+                false,
+            )?;
+            all_lists.push(lists);
+        }
+        let result = AttentionResult {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        };
+        Ok((result, all_lists))
     }
-    let result = AttentionResult {
-        o,
-        lse,
-        o_rest: None,
-        base: None,
-    };
-    Ok((result, all_lists))
 }
 
 impl AttentionGradients<'_> {
-    /// Gradients of [`nsa_selected_attention_forward`]: every element of `self.grads`; keys and values that nobody
-    /// chose get 0. `lists` are the forward pass's; without them, and in a fixed order, lists are made here.
+    /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward): every element of
+    /// `self.grads`; keys and values that nobody chose get 0. `lists` are the forward pass's; without them, and in a
+    /// fixed order, lists are made here.
     ///
     /// # Errors
     /// As the forward pass.

@@ -229,7 +229,7 @@ impl RecordedTensor {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Qkv, attention_forward};
+    use crate::Qkv;
 
     #[test]
     fn a_call_of_a_wrapper_becomes_launches() {
@@ -237,7 +237,9 @@ mod tests {
         let of = |heads| gpu.tensor(&[2, 70, heads, 64], DType::BF16);
         let qkv = Qkv::separate(&of(4), &of(2), &of(2));
         let doc_start = gpu.tensor(&[2, 70], DType::I32);
-        let result = attention_forward(&qkv, &doc_start, None, 0.125, None).expect("a usual call");
+        let result = qkv
+            .attention_forward(&doc_start, None, 0.125, None)
+            .expect("a usual call");
         assert_eq!(result.o.shape(), [2, 70, 4, 64]);
         let steps = gpu.take_steps();
         let [Step::Launch(launch)] = &steps[..] else {
@@ -258,7 +260,8 @@ mod tests {
         let of = |heads| gpu.tensor(&[1, 300, heads, 128], DType::BF16);
         let qkv = Qkv::separate(&of(4), &of(2), &of(2));
         let doc_start = gpu.tensor(&[1, 300], DType::I32);
-        attention_forward(&qkv, &doc_start, None, 0.1, None).expect("a usual call");
+        qkv.attention_forward(&doc_start, None, 0.1, None)
+            .expect("a usual call");
         let steps = gpu.take_steps();
         let [Step::Launch(launch)] = &steps[..] else {
             panic!("{steps:?}");

@@ -33,88 +33,90 @@ pub struct KeptKeys {
     pub positions: CudaTensor,
 }
 
-/// Chooses the keys of a prompt that the tokens after it read. Nothing is read back.
-///
-/// # Shapes
-/// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
-///
-/// # Errors
-/// Sizes that do not fit the selection; heads whose width is no multiple of 64.
-pub fn keep_heavy_keys(qkv: &Qkv, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
-    let s = &heavy.selection;
-    let call = Call::new(qkv, s)?;
-    let (n, d) = (s.num_keys, call.shape.head_dim);
-    let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "selection",
-            got: format!("{heavy:?}"),
-            supported: "a top of blocks of one key, fewer last keys than there are".to_owned(),
+impl Qkv {
+    /// Chooses the keys of a prompt that the tokens after it read. Nothing is read back.
+    ///
+    /// # Shapes
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    ///
+    /// # Errors
+    /// Sizes that do not fit the selection; heads whose width is no multiple of 64.
+    pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
+        let s = &heavy.selection;
+        let call = Call::new(self, s)?;
+        let (n, d) = (s.num_keys, call.shape.head_dim);
+        let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "selection",
+                got: format!("{heavy:?}"),
+                supported: "a top of blocks of one key, fewer last keys than there are".to_owned(),
+            });
+        };
+        let count = n - heavy.last;
+        let kept = top.min(count) + heavy.last;
+        let like = call.qkv.q.tensor();
+        let nan_rows = like.zeros_contiguous(&[s.num_heads], DType::I32);
+        let received = call.received(&nan_rows)?;
+        let score = call.new_f32(&[s.num_kv_heads, count]);
+        let params = params!(SelectSmoothParams {
+            num_keys: n,
+            count,
+            width: heavy.width,
+            by_largest: heavy.by_largest,
         });
-    };
-    let count = n - heavy.last;
-    let kept = top.min(count) + heavy.last;
-    let like = call.qkv.q.tensor();
-    let nan_rows = like.zeros_contiguous(&[s.num_heads], DType::I32);
-    let received = call.received(&nan_rows)?;
-    let score = call.new_f32(&[s.num_kv_heads, count]);
-    let params = params!(SelectSmoothParams {
-        num_keys: n,
-        count,
-        width: heavy.width,
-        by_largest: heavy.by_largest,
-    });
-    let grid = [count.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
-    // SAFETY: both have these rows; every score is written.
-    unsafe { select_smooth_kernel().launch(grid, &[&received, &score], &params) }?;
-    let words = count.div_ceil(u32::BITS as usize);
-    let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
-    call.choose_long(&LongChoice {
-        scores: &score,
-        kept: &marks,
-        nan_rows: &nan_rows,
-        tops: None,
-        heads: [0, s.num_kv_heads],
-        length: count,
-        top,
-        num_first: 0,
-        goal: 0.0,
-        strict: false,
-    })?;
-    let per_slot = [1, s.num_kv_heads, kept];
-    let rows = [1, s.num_kv_heads, kept, d];
-    // Zeros: a head whose scores are no numbers marks nothing.
-    let stays = KeptKeys {
-        k: like.zeros_contiguous(&rows, DType::BF16),
-        v: like.zeros_contiguous(&rows, DType::BF16),
-        received: like.zeros_contiguous(&per_slot, DType::F32),
-        positions: like.zeros_contiguous(&per_slot, DType::I32),
-    };
-    let [_, k, v] = call.qkv.head_words(NAME)?;
-    let params = params!(SelectGatherParams {
-        num_keys: n,
-        count,
-        slots: kept,
-        head_dim: d,
-        k_offset: k[0],
-        v_offset: v[0],
-        k_token_stride: k[1],
-        v_token_stride: v[1],
-    });
-    let tensors = [
-        &marks,
-        call.qkv.k.tensor(),
-        call.qkv.v.tensor(),
-        &received,
-        &stays.k,
-        &stays.v,
-        &stays.received,
-        &stays.positions,
-    ];
-    let grid = [n.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
-    // SAFETY: tokens and strides are the tensors' own; writes within the slots.
-    unsafe { select_gather_kernel().launch(grid, &tensors, &params) }?;
-    Ok(stays)
+        let grid = [count.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
+        // SAFETY: both have these rows; every score is written.
+        unsafe { select_smooth_kernel().launch(grid, &[&received, &score], &params) }?;
+        let words = count.div_ceil(u32::BITS as usize);
+        let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
+        call.choose_long(&LongChoice {
+            scores: &score,
+            kept: &marks,
+            nan_rows: &nan_rows,
+            tops: None,
+            heads: [0, s.num_kv_heads],
+            length: count,
+            top,
+            num_first: 0,
+            goal: 0.0,
+            strict: false,
+        })?;
+        let per_slot = [1, s.num_kv_heads, kept];
+        let rows = [1, s.num_kv_heads, kept, d];
+        // Zeros: a head whose scores are no numbers marks nothing.
+        let stays = KeptKeys {
+            k: like.zeros_contiguous(&rows, DType::BF16),
+            v: like.zeros_contiguous(&rows, DType::BF16),
+            received: like.zeros_contiguous(&per_slot, DType::F32),
+            positions: like.zeros_contiguous(&per_slot, DType::I32),
+        };
+        let [_, k, v] = call.qkv.head_words(NAME)?;
+        let params = params!(SelectGatherParams {
+            num_keys: n,
+            count,
+            slots: kept,
+            head_dim: d,
+            k_offset: k[0],
+            v_offset: v[0],
+            k_token_stride: k[1],
+            v_token_stride: v[1],
+        });
+        let tensors = [
+            &marks,
+            call.qkv.k.tensor(),
+            call.qkv.v.tensor(),
+            &received,
+            &stays.k,
+            &stays.v,
+            &stays.received,
+            &stays.positions,
+        ];
+        let grid = [n.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
+        // SAFETY: tokens and strides are the tensors' own; writes within the slots.
+        unsafe { select_gather_kernel().launch(grid, &tensors, &params) }?;
+        Ok(stays)
+    }
 }
 
 impl Call<'_> {

@@ -2,7 +2,6 @@
 use super::scores::Cells;
 use super::{Call, Choice, Marks};
 use crate::attention::heads::Qkv;
-use crate::attention::sparse_forward::sparse_attention_forward;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
@@ -89,86 +88,89 @@ impl Call<'_> {
     }
 }
 
-/// Corrects attention under a mask by dense probe rows, in place: every `gamma`-th position is one, and the call's
-/// first row. `dense_rows` are dense already and stay.
-///
-/// # Shapes
-/// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
-/// - o: bf16 `[1, num_queries, num_heads, head_dim]` contiguous
-///
-/// # Errors
-/// Sizes that do not fit, probes of every position.
-pub fn correct_by_probes(
-    qkv: &Qkv,
-    o: &CudaTensor,
-    correction: ProbeCorrection,
-    dense_rows: Range<usize>,
-    softmax_scale: f32,
-) -> Result<(), KernelError> {
-    const NAME: &str = "correct_by_probes";
-    let shape = qkv.shape(NAME)?;
-    o.require_dtype(NAME, "o", DType::BF16)?;
-    o.require_contiguous(NAME, "o")?;
-    let [_, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
-    let gamma = correction.gamma;
-    let fits = [shape.batch, shape.num_heads, shape.head_dim_v] == [1, num_heads, head_dim]
-        && num_queries <= shape.seq_len
-        && gamma > 1
-        && num_queries > gamma;
-    if !fits {
-        return Err(KernelError::Unsupported {
-            kernel: NAME,
-            what: "shape",
-            got: format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
-            supported: "the outputs of a call of more than gamma queries, gamma above 1".to_owned(),
+impl Qkv {
+    /// Corrects attention under a mask by dense probe rows, in place: every `gamma`-th position is one, and the call's
+    /// first row. `dense_rows` are dense already and stay.
+    ///
+    /// # Shapes
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    /// - o: bf16 `[1, num_queries, num_heads, head_dim]` contiguous
+    ///
+    /// # Errors
+    /// Sizes that do not fit, probes of every position.
+    pub fn correct_by_probes(
+        &self,
+        o: &CudaTensor,
+        correction: ProbeCorrection,
+        dense_rows: Range<usize>,
+        softmax_scale: f32,
+    ) -> Result<(), KernelError> {
+        const NAME: &str = "correct_by_probes";
+        let shape = self.shape(NAME)?;
+        o.require_dtype(NAME, "o", DType::BF16)?;
+        o.require_contiguous(NAME, "o")?;
+        let [_, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
+        let gamma = correction.gamma;
+        let fits = [shape.batch, shape.num_heads, shape.head_dim_v] == [1, num_heads, head_dim]
+            && num_queries <= shape.seq_len
+            && gamma > 1
+            && num_queries > gamma;
+        if !fits {
+            return Err(KernelError::Unsupported {
+                kernel: NAME,
+                what: "shape",
+                got: format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
+                supported: "the outputs of a call of more than gamma queries, gamma above 1"
+                    .to_owned(),
+            });
+        }
+        let context = shape.seq_len - num_queries;
+        let offset = context % gamma;
+        let num_probes = (num_queries + offset).div_ceil(gamma);
+        let tiles = num_probes.div_ceil(SIDE);
+        let last = |tile: usize| ((tile + 1) * SIDE).min(num_probes) - 1;
+        let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
+        let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
+        let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
+        let words = query_order_at + num_probes;
+        let mask = o.empty_contiguous(&[words], DType::I32);
+        let params = params!(ProbeMaskParams {
+            num_probes,
+            context,
+            gamma,
+            offset,
+            row_ptr_at,
+            tile_idx_at,
+            query_order_at,
         });
+        // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
+        unsafe { probe_mask_kernel().launch([tiles, 1, 1], &[&mask], &params) }?;
+        let layout = MaskLayout {
+            num_queries,
+            num_keys: shape.seq_len,
+            heads: [num_heads, shape.num_kv_heads],
+            cuts: [SIDE, 0, SIDE, tiles],
+            heads_per: [num_heads, num_heads],
+            query_slots: num_probes,
+            places: [0, row_ptr_at, tile_idx_at, 0, 0, 0, query_order_at, 0],
+            words,
+            dense_rows: Vec::new(),
+        };
+        let dense = self.sparse_attention_forward(&layout, &mask, softmax_scale)?;
+        let width = num_heads * head_dim;
+        let params = params!(ProbeCorrectParams {
+            num_queries,
+            width,
+            gamma,
+            offset,
+            dense_first: dense_rows.start,
+            dense_end: dense_rows.end,
+            replaces_only: correction.replaces_only,
+        });
+        let grid = [num_probes, width.div_ceil(1024), 1];
+        // SAFETY: both have these rows; of the dense ones the probes are read, which attention wrote.
+        unsafe { probe_correct_kernel().launch(grid, &[o, &dense.o], &params) }
     }
-    let context = shape.seq_len - num_queries;
-    let offset = context % gamma;
-    let num_probes = (num_queries + offset).div_ceil(gamma);
-    let tiles = num_probes.div_ceil(SIDE);
-    let last = |tile: usize| ((tile + 1) * SIDE).min(num_probes) - 1;
-    let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
-    let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
-    let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
-    let words = query_order_at + num_probes;
-    let mask = o.empty_contiguous(&[words], DType::I32);
-    let params = params!(ProbeMaskParams {
-        num_probes,
-        context,
-        gamma,
-        offset,
-        row_ptr_at,
-        tile_idx_at,
-        query_order_at,
-    });
-    // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
-    unsafe { probe_mask_kernel().launch([tiles, 1, 1], &[&mask], &params) }?;
-    let layout = MaskLayout {
-        num_queries,
-        num_keys: shape.seq_len,
-        heads: [num_heads, shape.num_kv_heads],
-        cuts: [SIDE, 0, SIDE, tiles],
-        heads_per: [num_heads, num_heads],
-        query_slots: num_probes,
-        places: [0, row_ptr_at, tile_idx_at, 0, 0, 0, query_order_at, 0],
-        words,
-        dense_rows: Vec::new(),
-    };
-    let dense = sparse_attention_forward(qkv, &layout, &mask, softmax_scale)?;
-    let width = num_heads * head_dim;
-    let params = params!(ProbeCorrectParams {
-        num_queries,
-        width,
-        gamma,
-        offset,
-        dense_first: dense_rows.start,
-        dense_end: dense_rows.end,
-        replaces_only: correction.replaces_only,
-    });
-    let grid = [num_probes, width.div_ceil(1024), 1];
-    // SAFETY: both have these rows; of the dense ones the probes are read, which attention wrote.
-    unsafe { probe_correct_kernel().launch(grid, &[o, &dense.o], &params) }
 }
 
 fn select_gate_kernel() -> SourceKernel {

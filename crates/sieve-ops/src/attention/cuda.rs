@@ -121,7 +121,8 @@ pub(crate) fn forward(
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
     let [start, _] = bounds(documents);
     let scale = spec.softmax_scale as f32;
-    sieve_kernels::attention_forward(&packed(qkv, spec), &start, spec.window_size, scale, bias)
+    packed(qkv, spec)
+        .attention_forward(&start, spec.window_size, scale, bias)
         .map(output)
 }
 

@@ -319,7 +319,7 @@ fn dma_step(
 
 /// What stays of a prompt, as slots that are all in use.
 pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, KernelError> {
-    let kept = sieve_kernels::keep_heavy_keys(qkv, heavy)?;
+    let kept = qkv.keep_heavy_keys(heavy)?;
     let shape = qkv.shape(NAME)?;
     let [_, _, len] = kept.positions.dims(NAME, "positions")?;
     let window = heavy.slots.unwrap_or(DmaWindow {

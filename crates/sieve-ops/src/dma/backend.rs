@@ -29,7 +29,7 @@ pub enum DmaKeys<B: Backend> {
     Lists(DmaKeyLists<B>),
 }
 
-/// Lists of the kept keys for tiles of queries, as `sieve_kernels::dma_lists` makes them.
+/// Lists of the kept keys for tiles of queries, as `sieve_kernels::Selection::dma_lists` makes them.
 #[derive(Clone, Debug)]
 pub struct DmaKeyLists<B: Backend> {
     /// Keys of each tile.

@@ -95,7 +95,7 @@ fn launch_scores(
 ) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
     // The bias that the kernel computes along is not used: the caller makes it from z.
-    let scores = sieve_kernels::dma_scores(&packed(qkv, spec), &w_dt, &a, ScoreBias::Linear)?;
+    let scores = packed(qkv, spec).dma_scores(&w_dt, &a, ScoreBias::Linear)?;
     Ok(scores.z.into())
 }
 
@@ -111,7 +111,7 @@ fn launch_scores_backward(
     let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
     let qkv = packed(qkv, spec);
     // One read of v is cheaper than keeping x of every layer.
-    let scores = sieve_kernels::dma_scores(&qkv, &w_dt, &a, ScoreBias::Linear)?;
+    let scores = qkv.dma_scores(&w_dt, &a, ScoreBias::Linear)?;
     let dz = cast(dz, DType::F32).contiguous();
     let call = ScoresBackward {
         qkv: &qkv,
@@ -138,7 +138,7 @@ fn launch_select(
     let keys = if kept >= seq_len {
         DmaKeys::All
     } else {
-        let lists = sieve_kernels::dma_lists(&selection, &start, &end, KeyLists::TILE_QUERIES)?;
+        let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;
         DmaKeys::Lists(DmaKeyLists {
             list: lists.list.into(),
             list_len: lists.list_len.into(),
@@ -165,7 +165,7 @@ fn launch(
             let lists = kernel_lists(lists);
             let scale = spec.softmax_scale as f32;
             let qkv = packed(qkv, spec);
-            sieve_kernels::dma_attention_forward(&qkv, &delta, &lists, scale).map(output)
+            qkv.dma_attention_forward(&delta, &lists, scale).map(output)
         }
         DmaKeys::Expire => Err(not_selected()),
     }

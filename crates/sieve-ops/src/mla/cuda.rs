@@ -101,7 +101,9 @@ fn attend(
     let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
     let [start, _] = bounds(documents);
     let scale = spec.softmax_scale as f32;
-    sieve_kernels::attention_forward(&heads, &start, None, scale, None).map(output)
+    heads
+        .attention_forward(&start, None, scale, None)
+        .map(output)
 }
 
 /// The gradient of the packed tensor, every element of it.

@@ -15,7 +15,8 @@ impl NsaBackend for Cuda {
         let [k, v] = positions.each_ref().map(|x| CudaTensor::from(x.clone()));
         let [start, end] = bounds(&call.documents);
         let input = packed(&qkv, call.spec);
-        let attempt = sieve_kernels::nsa_blocks(&input, [&k, &v], [&start, &end], call.blocks)
+        let attempt = input
+            .nsa_blocks([&k, &v], [&start, &end], call.blocks)
             .map(Into::into);
         kernel_or("nsa_blocks", attempt, || {
             reference::nsa_blocks(qkv, positions, call)
@@ -25,7 +26,7 @@ impl NsaBackend for Cuda {
     fn nsa_mean_pool(qkv: Float, call: &NsaCall<Self>) -> Float {
         let [start, end] = bounds(&call.documents);
         let input = packed(&qkv, call.spec);
-        let attempt = sieve_kernels::nsa_mean_pool(&input, [&start, &end], call.blocks);
+        let attempt = input.nsa_mean_pool([&start, &end], call.blocks);
         kernel_or("nsa_mean_pool", attempt.map(Into::into), || {
             reference::nsa_mean_pool(qkv, call)
         })
@@ -49,8 +50,7 @@ impl NsaBackend for Cuda {
         call: &NsaCall<Self>,
     ) -> NsaSelected<Self> {
         let [start, end] = bounds(&call.documents);
-        let attempt = sieve_kernels::nsa_selected_attention_forward(
-            &packed(&qkv, call.spec),
+        let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
             [&start, &end],
             &block_indices.clone().into(),
             call.blocks,
@@ -190,8 +190,7 @@ fn compressed_forward(
     call: &NsaCall<Cuda>,
 ) -> Result<NsaCompressed<Cuda>, KernelError> {
     let [start, end] = bounds(&call.documents);
-    let (result, indices) = sieve_kernels::nsa_compressed_attention_forward(
-        &packed(qkv, call.spec),
+    let (result, indices) = packed(qkv, call.spec).nsa_compressed_attention_forward(
         [&start, &end],
         &compressed.clone().into(),
         call.blocks,
@@ -212,8 +211,7 @@ fn compressed_backward(
     d_o: &Float,
 ) -> Result<[Float; 2], KernelError> {
     let [start, end] = bounds(&call.documents);
-    let gradients = sieve_kernels::nsa_compressed_attention_backward(
-        &packed(qkv, call.spec),
+    let gradients = packed(qkv, call.spec).nsa_compressed_attention_backward(
         [&start, &end],
         &compressed.clone().into(),
         call.blocks,

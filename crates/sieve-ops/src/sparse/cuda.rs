@@ -8,10 +8,7 @@ use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
-use sieve_kernels::{
-    AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, correct_by_probes,
-    select_blocks, sparse_attention_forward,
-};
+use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError};
 use std::ops::Range;
 
 impl SparseBackend for Cuda {
@@ -28,7 +25,7 @@ impl SparseBackend for Cuda {
     ) -> Result<[Float; 2], String> {
         let data = CudaTensor::from(data).contiguous();
         let qkv = packed_heads(&qkv, mask.heads);
-        let result = sparse_attention_forward(&qkv, mask, &data, softmax_scale as f32);
+        let result = qkv.sparse_attention_forward(mask, &data, softmax_scale as f32);
         let result = result.map(|result| [result.o.into(), result.lse.into()]);
         kernel_or_refusal("sparse_attention", result)
     }
@@ -45,7 +42,7 @@ impl SparseBackend for Cuda {
         };
         let bounds = bounds.map(CudaTensor::from);
         let qkv = packed_heads(&qkv, heads);
-        let chosen = select_blocks(&qkv, selection, bounds.as_ref());
+        let chosen = qkv.select_blocks(selection, bounds.as_ref());
         let chosen = chosen.and_then(|chosen| {
             let [data, counts, pairs, nan_rows] =
                 [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
@@ -67,7 +64,7 @@ impl SparseBackend for Cuda {
         let heads = CudaTensor::from(qkv.clone()).shape()[2];
         let num_heads = o.shape()[2];
         let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
-        let result = correct_by_probes(&qkv, &o, correction, dense_rows, softmax_scale as f32);
+        let result = qkv.correct_by_probes(&o, correction, dense_rows, softmax_scale as f32);
         kernel_or_refusal("correct_by_probes", result.map(|()| o.into()))
     }
 
