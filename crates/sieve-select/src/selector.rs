@@ -8,6 +8,7 @@ mod sweep;
 
 use std::time::Instant;
 
+pub(crate) use methods::all_methods;
 pub use methods::{ENTRIES, Entry, Method, Phase};
 use serde::{Deserialize, Serialize};
 
@@ -17,6 +18,7 @@ use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
 use crate::mask::SparseMask;
 use crate::measure::dense_attention;
+use crate::prefill::PrefillMethod;
 
 /// A selector with its settings.
 #[derive(Clone, Debug, PartialEq)]
@@ -57,34 +59,25 @@ pub enum Reads {
 impl Method {
     /// The settings of [`Common`] that change what the method does; the flag takes and prints these alone.
     pub fn common_keys(&self) -> &'static [&'static str] {
-        match self {
-            Self::Dense => &[],
-            Self::H2o(_)
-            | Self::Snapkv(_)
-            | Self::Quest(_)
-            | Self::Infllm(_)
-            | Self::Dam(_)
-            | Self::ExactTop(_)
-            | Self::Dma(_) => &["first_dense_layers"],
-            // Read token by token, as decode methods are.
-            Self::Streamingllm(config) if config.reindex => &["first_dense_layers"],
-            // One list for all heads; patterns of query heads; the base has a policy.
-            Self::AShape(_)
-            | Self::TriShape(_)
-            | Self::Streamingllm(_)
-            | Self::Minference(_)
-            | Self::Delta(..) => &[
-                "first_dense_layers",
-                "last_dense_rows",
-                "min_prefill_tokens",
-            ],
-            _ => &[
-                "first_dense_layers",
-                "gqa",
-                "last_dense_rows",
-                "min_prefill_tokens",
-            ],
+        const KEYS: [&str; 4] = [
+            "first_dense_layers",
+            "last_dense_rows",
+            "min_prefill_tokens",
+            "gqa",
+        ];
+        match self.of_prefill() {
+            _ if matches!(self, Self::Dense) => &[],
+            _ if self.is_token_by_token() => &KEYS[..1],
+            Some(method) if method.takes_gqa() => &KEYS,
+            // The base of a correction has a policy of its own.
+            _ => &KEYS[..3],
         }
+    }
+
+    /// Whether it runs token by token only: decode methods, and `streamingllm` with positions of its own.
+    fn is_token_by_token(&self) -> bool {
+        let reindexed = matches!(self, Self::Streamingllm(config) if config.reindex);
+        self.phase() == Phase::Decode || reindexed
     }
 }
 
@@ -107,26 +100,24 @@ impl Selector {
 
     /// When it acts.
     pub fn phase(&self) -> Phase {
-        let name = self.name();
-        ENTRIES
-            .iter()
-            .find(|entry| entry.name == name)
-            .map_or(Phase::Prefill, |entry| entry.phase)
+        self.method.phase()
     }
 
     /// Whether it runs token by token only: decode methods, and `streamingllm` with positions of its own.
     pub fn is_token_by_token(&self) -> bool {
-        let reindexed = matches!(&self.method, Method::Streamingllm(config) if config.reindex);
-        self.phase() == Phase::Decode || reindexed
+        self.method.is_token_by_token()
     }
 
     /// Whether the output of a row depends on no later token, so that likelihoods may be scored row by row.
     pub fn is_causal_map(&self) -> bool {
         match &self.method {
-            Method::Dense | Method::AShape(_) | Method::Streamingllm(_) => true,
+            Method::Dense => true,
             // The queries of a chunk choose together, later ones for earlier ones.
             Method::Infllm(config) => config.chunk == 1,
-            _ => self.phase() == Phase::Decode,
+            method => match method.of_prefill() {
+                Some(method) => method.is_causal_map(),
+                None => self.phase() == Phase::Decode,
+            },
         }
     }
 
@@ -135,24 +126,8 @@ impl Selector {
     /// # Errors
     /// The first value outside its range.
     pub fn check(&self) -> Result<(), SelectError> {
-        let gqa = self.common.gqa;
         match &self.method {
-            Method::Bfla(config) => config.check(),
-            Method::Momo(config) => config.check(gqa),
             Method::Delta(config, base) => base.check().and(config.check()),
-            Method::BaAtt(config) => config.check(gqa),
-            Method::Pbs(config) => config.check(gqa),
-            Method::Xattention(config) => config.check(gqa),
-            Method::Dense | Method::Minference(_) => Ok(()),
-            Method::VerticalSlash(config) => config.check(),
-            Method::BlockSparse(config) => config.check(),
-            Method::AShape(config) => config.check(),
-            Method::TriShape(config) => config.check(),
-            Method::Flexprefill(config) => config.check(gqa),
-            Method::Meanpool(config) => config.check(),
-            Method::Streamingllm(config) => config.check(),
-            Method::Infinitehip(config) => config.check(gqa),
-            Method::OracleTopk(config) => config.check(),
             Method::H2o(config) => config.check(),
             Method::Snapkv(config) => config.check(),
             Method::Quest(config) => config.check(),
@@ -160,6 +135,10 @@ impl Selector {
             Method::Dam(config) => config.check(),
             Method::ExactTop(config) => config.check(),
             Method::Dma(config) => config.check(),
+            method => match method.of_prefill() {
+                Some(method) => method.check(self.common.gqa),
+                None => Ok(()),
+            },
         }
     }
 
@@ -204,13 +183,11 @@ impl Selector {
     pub fn reads(&self, layer: usize, num_queries: usize) -> Reads {
         match &self.method {
             _ if self.is_dense(layer, num_queries) => Reads::Nothing,
-            Method::Momo(_) => Reads::Values,
             // Beside what the probes read.
             Method::Delta(_, base) => base.reads(layer, num_queries),
-            Method::AShape(_) | Method::TriShape(_) | Method::Streamingllm(_) => Reads::Nothing,
-            Method::Meanpool(config) => Reads::BlockMeans(config.block),
-            Method::BlockSparse(config) => Reads::BlockMeans(config.block),
-            _ => Reads::Tokens,
+            method => method
+                .of_prefill()
+                .map_or(Reads::Tokens, PrefillMethod::reads),
         }
     }
 
@@ -263,7 +240,6 @@ impl Selector {
     }
 
     fn select_untimed(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
-        let gqa = self.common.gqa;
         if self.phase() == Phase::Decode {
             return Err(SelectError::Unsupported {
                 selector: self.name(),
@@ -277,39 +253,18 @@ impl Selector {
         if self.is_dense(call.layer, call.shape.num_queries) {
             return Ok(SparseMask::dense(call.shape));
         }
-        Ok(match &self.method {
-            Method::Bfla(config) => config.select(call, gqa),
-            Method::Momo(config) => config.select(call, gqa),
-            Method::Delta(config, base) => {
-                let mut mask = base.select(call)?;
-                if let (Some(first), false) = (config.tail(call.shape), mask.stats.dense_call) {
-                    mask.add_dense_rows(first..call.shape.num_queries);
-                }
-                mask
+        if let Method::Delta(config, base) = &self.method {
+            let mut mask = base.select(call)?;
+            if let (Some(first), false) = (config.tail(call.shape), mask.stats.dense_call) {
+                mask.add_dense_rows(first..call.shape.num_queries);
             }
-            Method::BaAtt(config) => config.select(call, gqa)?,
-            Method::Pbs(config) => config.select(call, gqa),
-            Method::Xattention(config) => config.select(call, gqa),
-            Method::Minference(config) => config.select(call),
-            Method::VerticalSlash(config) => config.select(call, gqa),
-            Method::BlockSparse(config) => config.select(call, gqa),
-            Method::AShape(config) => config.select(call),
-            Method::TriShape(config) => config.select(call),
-            Method::Flexprefill(config) => config.select(call, gqa),
-            Method::Meanpool(config) => config.select(call, gqa),
-            Method::Streamingllm(config) => config.select(call),
-            Method::Infinitehip(config) => config.select(call, gqa),
-            Method::OracleTopk(config) => config.select(call, gqa),
-            // Refused above, or dense.
-            Method::Dense
-            | Method::H2o(_)
-            | Method::Snapkv(_)
-            | Method::Quest(_)
-            | Method::Infllm(_)
-            | Method::Dam(_)
-            | Method::ExactTop(_)
-            | Method::Dma(_) => SparseMask::dense(call.shape),
-        })
+            return Ok(mask);
+        }
+        let Some(method) = self.method.of_prefill() else {
+            return Ok(SparseMask::dense(call.shape));
+        };
+        method.check_call(call)?;
+        Ok(method.select(call, self.common.gqa))
     }
 
     /// Selects and attends. A mask that keeps everything runs dense.

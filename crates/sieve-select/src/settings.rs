@@ -1,10 +1,12 @@
 //! Settings of a method: each key with its default.
 
-/// A struct of settings, read key by key; `= value` behind a field is its default.
+/// A struct of settings, read key by key; `= value` behind a field is its default. A method of prefill has texts behind
+/// its fields that go through the tests of all methods: `small` enough for a few hundred tokens, and with `everything`
+/// kept.
 macro_rules! settings {
     ($(#[$about:meta])* pub struct $name:ident {
         $($(#[$about_field:meta])* $seen:vis $field:ident: $type:ty = $default:expr,)+
-    }) => {
+    } $(small $($small:literal),+; everything $($everything:literal),+;)?) => {
         $(#[$about])*
         #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
         #[serde(default, deny_unknown_fields)]
@@ -17,6 +19,12 @@ macro_rules! settings {
                 Self { $($field: $default,)+ }
             }
         }
+
+        $(#[cfg(test)]
+        impl $name {
+            pub(crate) const SMALL: &[&str] = &[$($small),+];
+            pub(crate) const EVERYTHING: &[&str] = &[$($everything),+];
+        })?
     };
 }
 pub(crate) use settings;

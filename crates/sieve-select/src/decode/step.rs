@@ -6,6 +6,7 @@ use super::quest::MIN_PAGES;
 use super::snapkv::Pool;
 use crate::call::{Call, CallShape};
 use crate::mask::SparseMask;
+use crate::prefill::a_shape::ranges;
 use crate::selector::on_device::of_blocks;
 use crate::selector::{Method, Selector};
 
@@ -32,9 +33,11 @@ impl Selector {
         }
         let of = |block, scores, keep| of_blocks(shape, block, scores, keep);
         match &self.method {
-            Method::Streamingllm(config) if !config.reindex => Some(Step::Mask(Box::new(
-                config.select(&Call::of_shape(shape).ok()?),
-            ))),
+            Method::Streamingllm(config) if !config.reindex => Some(Step::Mask(Box::new(ranges(
+                &Call::of_shape(shape).ok()?,
+                config.n_init,
+                config.n_local,
+            )))),
             Method::Quest(config) if layer < config.dense_layers => {
                 Some(Step::Mask(Box::new(SparseMask::dense(shape))))
             }

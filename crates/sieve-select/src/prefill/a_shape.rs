@@ -1,10 +1,12 @@
-//! A-shape and tri-shape: the first tokens, a window, and for the second a dense end of the prompt (as in MInference).
+//! A-shape: the first tokens and a window (as in MInference, arXiv:2407.02490).
 
 use crate::call::{Call, Tiles};
 use crate::error::SelectError;
-use crate::gqa;
+use crate::gqa::{self, GqaPolicy};
 use crate::mask::{ListRows, ListsPer, SparseMask, TokenWindow};
+use crate::prefill::{Knob, PrefillMethod, TOKENS};
 use crate::range::Rules;
+use crate::selector::Reads;
 use crate::settings::settings;
 
 /// Rows and keys of a tile.
@@ -18,40 +20,29 @@ settings! {
         /// Last tokens a query sees, its own included.
         pub n_local: usize = 3968,
     }
+    small "a_shape:n_init=5,n_local=20";
+    everything "a_shape:n_init=5,n_local=100000";
 }
 
-settings! {
-    /// Settings of `tri_shape`.
-    pub struct TriShapeConfig {
-        /// First tokens that all queries see.
-        pub n_init: usize = 128,
-        /// Last tokens a query sees, its own included.
-        pub n_local: usize = 3968,
-        /// Last rows of the call, which are dense.
-        pub n_last: usize = 100,
-    }
-}
-
-impl AShapeConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for AShapeConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         Rules("a_shape").positive("n_local", self.n_local)
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
         ranges(call, self.n_init, self.n_local)
     }
-}
 
-impl TriShapeConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
-        Rules("tri_shape").positive("n_local", self.n_local)
+    fn reads(&self) -> Reads {
+        Reads::Nothing
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
-        let mut mask = ranges(call, self.n_init, self.n_local);
-        let rows = call.shape.num_queries;
-        mask.add_dense_rows(rows.saturating_sub(self.n_last)..rows);
-        mask
+    fn is_causal_map(&self) -> bool {
+        true
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(("n_local", TOKENS))
     }
 }
 

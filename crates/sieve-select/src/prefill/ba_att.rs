@@ -11,6 +11,7 @@ use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::permute::{Segments, attach, drop_future_tiles, sort_ranges};
 use crate::pool::{Pooled, mean_and_variance, scores};
+use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
 use crate::settings::settings;
 use crate::vector::{add, norm};
@@ -71,10 +72,14 @@ settings! {
         /// Causal form; false is the paper's, for bidirectional models.
         pub causal: bool = true,
     }
+    small
+        "ba_att:block=16,segment=32",
+        "ba_att:block=16,segment=32,sort=k,compensation=variance,compensate_layers=all,gqa=mean,sparsity=0.7";
+    everything "ba_att:sparsity=0,block=16,segment=32";
 }
 
-impl BaAttConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+impl PrefillMethod for BaAttConfig {
+    fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("ba_att");
         rules.divides("block", self.block, "segment", self.segment)?;
         rules.share("sparsity", self.sparsity)?;
@@ -87,23 +92,21 @@ impl BaAttConfig {
         Ok(())
     }
 
-    pub(crate) fn select(
-        &self,
-        call: &Call<'_>,
-        gqa: GqaPolicy,
-    ) -> Result<SparseMask, SelectError> {
-        let n = call.shape.num_keys;
-        if !self.causal && call.shape.num_queries != n {
-            return Rules("ba_att").fail(
-                format!(
-                    "causal=false needs all tokens at once, got {} queries and {n} keys",
-                    call.shape.num_queries
-                ),
-                "give the whole sequence in one call",
-            );
+    fn check_call(&self, call: &Call<'_>) -> Result<(), SelectError> {
+        let (rows, n) = (call.shape.num_queries, call.shape.num_keys);
+        if self.causal || rows == n {
+            return Ok(());
         }
+        Rules("ba_att").fail(
+            format!("causal=false needs all tokens at once, got {rows} queries and {n} keys"),
+            "give the whole sequence in one call",
+        )
+    }
+
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+        let n = call.shape.num_keys;
         if self.causal && n <= self.segment {
-            return Ok(SparseMask::dense(call.shape));
+            return SparseMask::dense(call.shape);
         }
         let segments = Segments {
             segment: self.segment,
@@ -137,9 +140,15 @@ impl BaAttConfig {
         mask.causal = self.causal;
         mask.stats.nan_lists = nan.into_inner();
         mask.stats.permute_seconds = permute_seconds;
-        Ok(mask)
+        mask
     }
 
+    fn knob(&self) -> Option<Knob> {
+        Some(("sparsity", &["0.9", "0.75", "0.5", "0.25"]))
+    }
+}
+
+impl BaAttConfig {
     /// Keys by rising norm, per KV head.
     fn key_orders(&self, call: &Call<'_>, segments: Segments) -> Vec<Vec<i32>> {
         let n = call.shape.num_keys;

@@ -11,6 +11,7 @@ use crate::keep::{keep_mass, softmax};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::mean_pool;
 use crate::prefill::xattention::cell_scores;
+use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
 use crate::settings::settings;
 use crate::vector::{add, mix};
@@ -77,13 +78,22 @@ settings! {
         /// Tokens of a tile (T); divides `block`.
         pub tile: usize = 64,
     }
+    small
+        "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.7",
+        "bfla:block=32,group=8,tile=8,local_tokens=0,keep_mass=0.3,stride=5,prob=0.1,gqa=per_query",
+        "bfla:block=16,pooling=maxabs,group=8,tile=16,local_tokens=8,keep_mass=0.5,gqa=mean",
+        "bfla:block=16,pooling=mean,group=8,tile=8,local_tokens=8,keep_mass=0.3,prob=0.1,hash=linear",
+        "bfla:block=16,pooling=center,group=8,tile=8,local_tokens=8,keep_mass=0.3,stride=7,rescue_grid=block";
+    everything
+        "bfla:keep_mass=1,block=32,group=8,tile=8",
+        "bfla:keep_mass=0,local_tokens=0,stride=1,block=32,group=8,tile=8";
 }
 
 /// Rows of group vectors multiplied at once.
 const CHUNK_BLOCKS: usize = 16;
 
-impl BflaConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for BflaConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("bfla");
         rules.divides("group", self.group, "block", self.block)?;
         rules.divides("tile", self.tile, "block", self.block)?;
@@ -91,12 +101,7 @@ impl BflaConfig {
         rules.share("prob", self.prob)
     }
 
-    /// Whether dropped tiles may come back.
-    pub(crate) fn rescues(&self) -> bool {
-        self.stride > 0 || self.prob > 0.0
-    }
-
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let blocks = Tiles::new(call.shape, self.block, self.block);
         let coarse = gqa::lists(call, blocks, gqa, |heads| {
             self.kept_blocks(call, blocks, heads)
@@ -111,6 +116,17 @@ impl BflaConfig {
         let mut mask = SparseMask::from_lists(call.shape, tiles, coarse.per, &rows);
         mask.stats.nan_lists = coarse.nan_lists;
         mask
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(("keep_mass", &["0.5", "0.8", "0.9", "0.99", "0.999"]))
+    }
+}
+
+impl BflaConfig {
+    /// Whether dropped tiles may come back.
+    pub(crate) fn rescues(&self) -> bool {
+        self.stride > 0 || self.prob > 0.0
     }
 
     /// Coarse blocks kept by mass; `None` on NaN.

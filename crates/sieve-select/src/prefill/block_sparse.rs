@@ -6,7 +6,9 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::prefill::meanpool::pooled_scores;
+use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
+use crate::selector::Reads;
 use crate::settings::settings;
 
 settings! {
@@ -17,18 +19,28 @@ settings! {
         /// Blocks per row; the diagonal is added.
         pub topk: usize = 100,
     }
+    small "block_sparse:block=16,topk=2";
+    everything "block_sparse:block=16,topk=1000";
 }
 
-impl BlockSparseConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for BlockSparseConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         Rules("block_sparse").positive("block", self.block)
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| {
             best_blocks(call, tiles, heads, |_| self.topk)
         })
+    }
+
+    fn reads(&self) -> Reads {
+        Reads::BlockMeans(self.block)
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(("topk", &["2", "4", "8", "16"]))
     }
 }
 

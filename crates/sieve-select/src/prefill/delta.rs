@@ -20,6 +20,12 @@ settings! {
         /// What the probes do.
         pub mode: CorrectionMode = CorrectionMode::Correct,
     }
+    small
+        "delta:base=streamingllm,base.n_local=16,base.min_prefill_tokens=0,gamma=8,dense_tail=false",
+        "delta:base=meanpool,base.block=16,base.tau=0.3,base.min_prefill_tokens=0,gamma=16,mode=recompute";
+    everything
+        "delta:base=meanpool,base.tau=1,base.block=16,gamma=8,dense_tail=false",
+        "delta:base=streamingllm,gamma=1,base.n_local=1,dense_tail=false";
 }
 
 impl DeltaConfig {

@@ -9,6 +9,7 @@ use crate::keep::{falling, softmax, sorted, top_k_forced};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
 use crate::prefill::meanpool::pooled_scores;
+use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
 use crate::settings::settings;
 
@@ -26,10 +27,16 @@ settings! {
         /// Most tokens of columns and of diagonals.
         pub max_budget: Option<usize> = None,
     }
+    small
+        "flexprefill:block=16,min_budget=16,gamma=0.5",
+        "flexprefill:block=16,min_budget=16,gamma=0.5,tau=1,gqa=union";
+    everything
+        "flexprefill:block=16,gamma=1,min_budget=16,tau=1",
+        "flexprefill:block=16,gamma=1,min_budget=16,tau=0";
 }
 
-impl FlexprefillConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+impl PrefillMethod for FlexprefillConfig {
+    fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("flexprefill");
         rules.positive("block", self.block)?;
         rules.share("gamma", self.gamma)?;
@@ -49,12 +56,7 @@ impl FlexprefillConfig {
         }
     }
 
-    /// Whether so few keys are all kept.
-    pub(crate) fn is_short(&self, num_keys: usize) -> bool {
-        num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
-    }
-
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         if self.is_short(call.shape.num_keys) {
             return SparseMask::dense(call.shape);
         }
@@ -69,6 +71,17 @@ impl FlexprefillConfig {
         let heads = call.shape.num_heads - mask.stats.nan_lists - aware;
         mask.stats.patterns = vec![("query_aware", aware), ("vertical_slash", heads)];
         mask
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(("gamma", SHARES))
+    }
+}
+
+impl FlexprefillConfig {
+    /// Whether so few keys are all kept.
+    pub(crate) fn is_short(&self, num_keys: usize) -> bool {
+        num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
     }
 
     /// Tiles of one head, and whether they are query-aware; `None` on NaN.

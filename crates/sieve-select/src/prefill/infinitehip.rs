@@ -11,6 +11,7 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::scores;
+use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
 use crate::settings::settings;
 
@@ -52,6 +53,12 @@ settings! {
         /// In decode, steps between two runs of stage 3; divides `refresh_2`.
         pub refresh_3: usize = 8,
     }
+    small
+        "infinitehip:block=8,stride_1=2,chunk_1=16,budget_2=64,stride_2=2,chunk_2=8,budget_3=32,chunk_3=4,budget=16,\
+     sink=8,window=16,prefill_dense_below=0,first_dense_layers=0";
+    everything
+        "infinitehip:budget=100000,budget_2=100000,budget_3=100000,window=8,sink=8,prefill_dense_below=0,\
+     first_dense_layers=0";
 }
 
 /// Keys `[start, end)`.
@@ -70,8 +77,8 @@ pub(crate) struct Stage {
     pub(crate) refresh: usize,
 }
 
-impl InfinitehipConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+impl PrefillMethod for InfinitehipConfig {
+    fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("infinitehip");
         for (key, value) in [
             ("block", self.block),
@@ -98,7 +105,7 @@ impl InfinitehipConfig {
         Ok(())
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         if call.shape.num_keys < self.prefill_dense_below {
             return SparseMask::dense(call.shape);
         }
@@ -115,6 +122,12 @@ impl InfinitehipConfig {
         })
     }
 
+    fn knob(&self) -> Option<Knob> {
+        Some(("budget", &["64", "128", "256", "512"]))
+    }
+}
+
+impl InfinitehipConfig {
     pub(crate) fn stages(&self) -> [Stage; 3] {
         [
             Stage {

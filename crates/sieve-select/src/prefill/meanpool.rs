@@ -7,7 +7,9 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax, sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{key_rows, mean_pool, query_rows, scores};
+use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
+use crate::selector::Reads;
 use crate::settings::settings;
 use crate::vector::add;
 
@@ -21,15 +23,17 @@ settings! {
         /// Blocks per row instead of a share.
         pub top_k: Option<usize> = None,
     }
+    small "meanpool:block=16,tau=0.5", "meanpool:block=16,top_k=2,gqa=mean,last_dense_rows=20";
+    everything "meanpool:tau=1,block=16", "meanpool:top_k=1000,block=16";
 }
 
-impl MeanpoolConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for MeanpoolConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         Rules("meanpool").positive("block", self.block)?;
         Rules("meanpool").share("tau", self.tau)
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| {
             let scores = pooled_scores(call, tiles, heads);
@@ -59,6 +63,17 @@ impl MeanpoolConfig {
                 tiles: rows.into_iter().map(sorted).collect(),
                 columns: Vec::new(),
             })
+        })
+    }
+
+    fn reads(&self) -> Reads {
+        Reads::BlockMeans(self.block)
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(match self.top_k {
+            Some(_) => ("top_k", &["2", "4", "8", "16"]),
+            None => ("tau", SHARES),
         })
     }
 }

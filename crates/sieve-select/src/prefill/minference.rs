@@ -11,6 +11,7 @@ use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
 use crate::mask::{SparseMask, TokenWindow};
 use crate::measure::dense_attention;
+use crate::prefill::PrefillMethod;
 use crate::prefill::a_shape::{tiles_of_ranges, window};
 use crate::prefill::block_sparse::best_blocks;
 use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
@@ -90,6 +91,25 @@ const CANDIDATES: [Pattern; 6] = [
     Pattern::BlockSparseEighth,
 ];
 
+#[cfg(test)]
+impl MinferenceConfig {
+    pub(crate) const SMALL: &[&str] = &["minference"];
+    pub(crate) const EVERYTHING: &[&str] = &["minference"];
+}
+
+impl PrefillMethod for MinferenceConfig {
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
+        let patterns: Vec<Pattern> = (0..call.shape.num_heads)
+            .map(|head| self.patterns.of(call.layer, head))
+            .collect();
+        of_patterns(call, &patterns)
+    }
+
+    fn takes_gqa(&self) -> bool {
+        false
+    }
+}
+
 impl MinferenceConfig {
     /// Reads the pattern file, when there is one.
     pub(crate) fn load(&mut self) -> Result<(), SelectError> {
@@ -107,13 +127,6 @@ impl MinferenceConfig {
         };
         let same = (0..num_heads).all(|head| self.patterns.of(layer, head) == first);
         same.then_some(VerticalSlashConfig { vertical, slash })
-    }
-
-    pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
-        let patterns: Vec<Pattern> = (0..call.shape.num_heads)
-            .map(|head| self.patterns.of(call.layer, head))
-            .collect();
-        of_patterns(call, &patterns)
     }
 }
 

@@ -14,7 +14,9 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{falling, sorted};
 use crate::mask::{Correction, CorrectionMode, SparseMask};
 use crate::prefill::delta::probe_rows;
+use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
+use crate::selector::Reads;
 use crate::settings::settings;
 
 /// How the best blocks of a probe are found.
@@ -65,6 +67,10 @@ settings! {
         /// What the probes' dense outputs do.
         pub mode: CorrectionMode = CorrectionMode::Correct,
     }
+    small
+        "momo:gamma=4,beta=8,chi=16,k=3,k_exact=1,first_dense_layers=0",
+        "momo:gamma=32,beta=16,chi=16,k=2,k_exact=1,topk=tree,first_dense_layers=0,gqa=union,score=normalised";
+    everything "momo:gamma=4,beta=8,chi=16,k=1000,first_dense_layers=0";
 }
 
 /// Probes multiplied at once.
@@ -76,8 +82,8 @@ struct Probe {
     chosen: Vec<(usize, f32)>,
 }
 
-impl MomoConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+impl PrefillMethod for MomoConfig {
+    fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("momo");
         for (key, value) in [
             ("gamma", self.gamma),
@@ -117,7 +123,7 @@ impl MomoConfig {
         Ok(())
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let tiles = Tiles::new(call.shape, self.chi, self.beta);
         let probes = probe_rows(call, self.gamma);
         let d = call.shape.head_dim;
@@ -154,6 +160,16 @@ impl MomoConfig {
         mask
     }
 
+    fn reads(&self) -> Reads {
+        Reads::Values
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(("k", &["2", "4", "8", "16", "32"]))
+    }
+}
+
+impl MomoConfig {
     /// Blocks a probe chooses among: complete ones between the sink and the last complete block of the tile's first
     /// probe.
     fn stream(&self, tiles: Tiles, probe: usize, probes: &[usize]) -> std::ops::Range<usize> {

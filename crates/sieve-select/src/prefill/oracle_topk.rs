@@ -8,6 +8,7 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{block_sums, causal_probabilities};
+use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
 use crate::settings::settings;
 use crate::vector::add;
@@ -22,15 +23,17 @@ settings! {
         /// Share of the mass instead of a number.
         pub tau: Option<f64> = None,
     }
+    small "oracle_topk:block=8,k=3";
+    everything "oracle_topk:k=1000,block=8", "oracle_topk:tau=1,block=8";
 }
 
-impl OracleTopkConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for OracleTopkConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         Rules("oracle_topk").positive("block", self.block)?;
         Rules("oracle_topk").share("tau", self.tau.unwrap_or(0.0))
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| {
             let rows: Option<Vec<Vec<i32>>> = (0..tiles.num_query_tiles())
@@ -47,6 +50,13 @@ impl OracleTopkConfig {
                 tiles: rows?,
                 columns: Vec::new(),
             })
+        })
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        Some(match self.tau {
+            Some(_) => ("tau", SHARES),
+            None => ("k", &["4", "8", "16", "32", "64"]),
         })
     }
 }

@@ -14,6 +14,7 @@ use crate::mask::{ListRows, SparseMask};
 use crate::permute::{Segments, attach, drop_future_tiles, key_means, order_queries, sort_ranges};
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
 use crate::prefill::xattention::{XattentionConfig, add_block_softmax, cell_scores};
+use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
 use crate::settings::settings;
 use crate::vector::add;
@@ -82,6 +83,16 @@ settings! {
         /// Whose permutation of the keys it is.
         pub perm: PermutePer = PermutePer::Kv,
     }
+    small
+        "pbs:block=16,segment=32,tau=0.5",
+        "pbs:block=16,segment=32,tau=0.5,select=xattention,stride=4,gqa=union",
+        "pbs:block=16,segment=32,tau=0.5,permute=queries",
+        "pbs:block=16,segment=32,tau=0.5,permute=none,gqa=mean",
+        "pbs:block=16,segment=32,tau=0.5,permute=both,order=queries_first,perm=query";
+    everything
+        "pbs:tau=1,block=16,segment=32",
+        "pbs:tau=1,block=16,segment=32,permute=both,select=xattention,stride=4",
+        "pbs:tau=1,block=16,segment=32,permute=queries";
 }
 
 /// Orders of all heads.
@@ -92,8 +103,8 @@ struct Orders {
     queries: Vec<Vec<i32>>,
 }
 
-impl PbsConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+impl PrefillMethod for PbsConfig {
+    fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("pbs");
         rules.divides("block", self.block, "segment", self.segment)?;
         rules.divides("stride", self.stride, "block", self.block)?;
@@ -114,7 +125,7 @@ impl PbsConfig {
         Ok(())
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         if call.shape.num_keys <= self.segment {
             return SparseMask::dense(call.shape);
         }
@@ -143,6 +154,12 @@ impl PbsConfig {
         mask
     }
 
+    fn knob(&self) -> Option<Knob> {
+        Some(("tau", SHARES))
+    }
+}
+
+impl PbsConfig {
     fn orders(&self, call: &Call<'_>, tiles: Tiles, segments: Segments) -> Orders {
         let (heads, kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
         let identity: Vec<i32> = (0..call.shape.num_keys as i32).collect();

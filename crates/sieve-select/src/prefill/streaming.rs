@@ -2,9 +2,12 @@
 
 use crate::call::Call;
 use crate::error::SelectError;
+use crate::gqa::GqaPolicy;
 use crate::mask::SparseMask;
 use crate::prefill::a_shape;
+use crate::prefill::{Knob, PrefillMethod, TOKENS};
 use crate::range::Rules;
+use crate::selector::Reads;
 use crate::settings::settings;
 
 settings! {
@@ -19,15 +22,29 @@ settings! {
         /// Base of the rotary embedding, to move keys with `reindex`; the model's when not given.
         pub rope_theta: Option<f64> = None,
     }
+    small "streamingllm:n_init=3,n_local=20";
+    everything "streamingllm:n_local=100000";
 }
 
-impl StreamingConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for StreamingConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         Rules("streamingllm").positive("n_local", self.n_local)?;
         Rules("streamingllm").rope_theta(self.rope_theta)
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>) -> SparseMask {
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
         a_shape::ranges(call, self.n_init, self.n_local)
+    }
+
+    fn reads(&self) -> Reads {
+        Reads::Nothing
+    }
+
+    fn is_causal_map(&self) -> bool {
+        true
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        (!self.reindex).then_some(("n_local", TOKENS))
     }
 }

@@ -6,6 +6,7 @@ use crate::gqa::{self, GqaPolicy};
 use crate::keep::top_k_forced;
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{last_rows, probe_sums};
+use crate::prefill::{Knob, PrefillMethod, TOKENS};
 use crate::range::Rules;
 use crate::settings::settings;
 
@@ -28,19 +29,27 @@ settings! {
         /// Diagonals that stay, at least 50.
         pub slash: usize = 6096,
     }
+    small "vertical_slash:vertical=30,slash=50", "vertical_slash:vertical=40,slash=50,gqa=union";
+    everything "vertical_slash:vertical=30,slash=100000";
 }
 
-impl VerticalSlashConfig {
-    pub(crate) fn check(&self) -> Result<(), SelectError> {
+impl PrefillMethod for VerticalSlashConfig {
+    fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         Rules("vertical_slash").positive("vertical", self.vertical)?;
         Rules("vertical_slash").positive("slash", self.slash)
     }
 
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let tiles = Tiles::new(call.shape, TILE, TILE);
         gqa::mask(call, tiles, gqa, |heads| self.rows(call, tiles, heads))
     }
 
+    fn knob(&self) -> Option<Knob> {
+        Some(("slash", TOKENS))
+    }
+}
+
+impl VerticalSlashConfig {
     /// Tiles and columns of one list; `None` on NaN.
     pub(crate) fn rows(&self, call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> Option<ListRows> {
         let sums = probe_sums(call, heads, last_rows(call, PROBE))?;

@@ -11,6 +11,7 @@ use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass_forced, sorted};
 use crate::mask::{ListRows, SparseMask};
+use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
 use crate::settings::settings;
 use crate::vector::{add, mix, sum};
@@ -48,6 +49,11 @@ settings! {
         /// Seed of `mode=random`.
         pub seed: u64 = 1,
     }
+    small
+        "xattention:block=16,stride=4,tau=0.5",
+        "xattention:block=16,stride=4,tau=0.5,mode=random,gqa=mean",
+        "xattention:block=16,stride=8,tau=0.4,mode=slash,norm=0.5,gqa=union";
+    everything "xattention:tau=1,block=16,stride=4";
 }
 
 /// Query tiles with the sums of their blocks, `[admissible]`.
@@ -56,8 +62,8 @@ type TileSums = Vec<(usize, Vec<f32>)>;
 /// Reduced rows handled together: enough for a fast product, few enough that little of it is above the diagonal.
 const CHUNK_CELLS: usize = 256;
 
-impl XattentionConfig {
-    pub(crate) fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
+impl PrefillMethod for XattentionConfig {
+    fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("xattention");
         rules.divides("stride", self.stride, "block", self.block)?;
         rules.share("tau", self.tau)?;
@@ -80,30 +86,7 @@ impl XattentionConfig {
         Ok(())
     }
 
-    /// Reads the thresholds, when a file is named.
-    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if self.taus.is_empty() {
-            return Ok(());
-        }
-        let problem = |problem: String| SelectError::File {
-            path: self.taus.clone(),
-            problem,
-            hint: "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
-        };
-        let text =
-            std::fs::read_to_string(&self.taus).map_err(|error| problem(error.to_string()))?;
-        self.head_taus = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
-        Ok(())
-    }
-
-    fn tau_of(&self, layer: usize, head: usize) -> f64 {
-        let layer = self.head_taus.get(layer);
-        layer
-            .and_then(|taus| taus.get(head).copied())
-            .unwrap_or(self.tau)
-    }
-
-    pub(crate) fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         // Tiles end at multiples of the block, so the first one of a misaligned chunk is short.
         let tiles = Tiles::aligned(call.shape, self.block);
         let of_heads = self.block_scores(call, tiles);
@@ -125,6 +108,36 @@ impl XattentionConfig {
                 columns: Vec::new(),
             })
         })
+    }
+
+    fn knob(&self) -> Option<Knob> {
+        // Thresholds of a file take the place of tau.
+        self.head_taus.is_empty().then_some(("tau", SHARES))
+    }
+}
+
+impl XattentionConfig {
+    /// Reads the thresholds, when a file is named.
+    pub(crate) fn load(&mut self) -> Result<(), SelectError> {
+        if self.taus.is_empty() {
+            return Ok(());
+        }
+        let problem = |problem: String| SelectError::File {
+            path: self.taus.clone(),
+            problem,
+            hint: "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
+        };
+        let text =
+            std::fs::read_to_string(&self.taus).map_err(|error| problem(error.to_string()))?;
+        self.head_taus = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        Ok(())
+    }
+
+    fn tau_of(&self, layer: usize, head: usize) -> f64 {
+        let layer = self.head_taus.get(layer);
+        layer
+            .and_then(|taus| taus.get(head).copied())
+            .unwrap_or(self.tau)
     }
 
     /// Sums of the cells' softmax per block, `[num_heads][query tiles][admissible]`; `None` for heads with NaN.

@@ -4,29 +4,8 @@ use serde_json::Value;
 
 use super::Selector;
 use super::parse::{Item, delta, own};
-use crate::decode::dam::DamConfig;
-use crate::decode::dma::DmaConfig;
-use crate::decode::exact_top::ExactTopConfig;
-use crate::decode::h2o::H2oConfig;
-use crate::decode::infllm::InfllmConfig;
-use crate::decode::quest::QuestConfig;
-use crate::decode::snapkv::SnapkvConfig;
 use crate::error::SelectError;
-use crate::prefill::a_shape::{AShapeConfig, TriShapeConfig};
-use crate::prefill::ba_att::BaAttConfig;
-use crate::prefill::bfla::BflaConfig;
-use crate::prefill::block_sparse::BlockSparseConfig;
-use crate::prefill::delta::DeltaConfig;
-use crate::prefill::flexprefill::FlexprefillConfig;
-use crate::prefill::infinitehip::InfinitehipConfig;
-use crate::prefill::meanpool::MeanpoolConfig;
-use crate::prefill::minference::MinferenceConfig;
-use crate::prefill::momo::MomoConfig;
-use crate::prefill::oracle_topk::OracleTopkConfig;
-use crate::prefill::pbs::PbsConfig;
-use crate::prefill::streaming::StreamingConfig;
-use crate::prefill::vertical_slash::VerticalSlashConfig;
-use crate::prefill::xattention::XattentionConfig;
+use crate::prefill::PrefillMethod;
 
 /// When a method acts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -52,8 +31,54 @@ pub struct Entry {
     pub paper: &'static str,
 }
 
-/// From one row for each method: its phase, name, settings, what it chooses, where it comes from. `by` names the
-/// function that reads it where the settings alone do not make it.
+/// Hands a macro one row for each method: its phase, name, `module::Variant`, settings, what it chooses, where it comes
+/// from. Brackets name what else a method holds, and the function that reads it. From this table come the modules of
+/// [`prefill`](crate::prefill) too, and the tests of all methods of prefill.
+macro_rules! all_methods {
+    ($then:ident) => { $then! { prefill {
+    Prefill bfla in bfla::Bfla(BflaConfig, "tiles, by flattened groups of coarse blocks", "BFLA");
+    Prefill momo in momo::Momo(MomoConfig, "blocks per dense probe row, corrected by it", "MOMO");
+    Prefill delta in delta::Delta(DeltaConfig [Box<Selector>; delta],
+        "any base, corrected by dense probe rows", "Delta Attention, arXiv:2505.11254");
+    Prefill ba_att in ba_att::BaAtt(BaAttConfig, "blocks of tokens sorted by norm", "BA-Att, arXiv:2605.19726");
+    Prefill pbs in pbs::Pbs(PbsConfig, "blocks of keys sorted by importance in segments", "PBS-Attn, arXiv:2510.21270");
+    Prefill xattention in xattention::Xattention(XattentionConfig,
+        "blocks, by antidiagonal sums", "XAttention, arXiv:2503.16428");
+    Prefill minference in minference::Minference(MinferenceConfig,
+        "a pattern per head, from a file", "MInference, arXiv:2407.02490");
+    Prefill vertical_slash in vertical_slash::VerticalSlash(VerticalSlashConfig,
+        "columns and diagonals of the last queries", "MInference, arXiv:2407.02490");
+    Prefill block_sparse in block_sparse::BlockSparse(BlockSparseConfig,
+        "the best blocks of 64 by their means", "MInference, arXiv:2407.02490");
+    Prefill a_shape in a_shape::AShape(AShapeConfig, "first and last tokens", "MInference, arXiv:2407.02490");
+    Prefill tri_shape in tri_shape::TriShape(TriShapeConfig,
+        "first and last tokens, a dense end", "SCBench, arXiv:2412.10319");
+    Prefill flexprefill in flexprefill::Flexprefill(FlexprefillConfig,
+        "a pattern and a budget per head", "FlexPrefill, arXiv:2502.20766");
+    Prefill meanpool in meanpool::Meanpool(MeanpoolConfig,
+        "blocks, by the products of their means", "PBS-Attn; MOMO (top_k)");
+    Both streamingllm in streaming::Streamingllm(StreamingConfig,
+        "first and last tokens", "StreamingLLM, arXiv:2309.17453");
+    Both infinitehip in infinitehip::Infinitehip(InfinitehipConfig,
+        "chunks of 8 keys, in three stages", "InfiniteHiP, arXiv:2502.08910");
+    Prefill oracle_topk in oracle_topk::OracleTopk(OracleTopkConfig,
+        "the best blocks by dense mass; no speed", "MOMO, fig. 2");
+    } decode {
+    Decode h2o in h2o::H2o(H2oConfig, "keys with the most attention so far, and the last", "H2O, arXiv:2306.14048");
+    Decode snapkv in snapkv::Snapkv(SnapkvConfig,
+        "keys the end of the prompt looks at, once", "SnapKV, arXiv:2404.14469");
+    Decode quest in quest::Quest(QuestConfig, "pages by an upper bound of their products", "Quest, arXiv:2406.10774");
+    Decode infllm in infllm::Infllm(InfllmConfig,
+        "blocks by representative keys, beside a window", "InfLLM, arXiv:2402.04617");
+    Decode dam in dam::Dam(DamConfig,
+        "a map per head, of a file or the text's beginning", "DAM, arXiv:2506.11104; our reading");
+    Decode exact_top in exact_top::ExactTop(ExactTopConfig,
+        "the largest logits; no speed", "DMA, arXiv:2508.02124, table 3");
+    Decode dma in dma::Dma(DmaConfig, "slots; the key with the smallest score goes", "DMA, arXiv:2508.02124");
+    } } };
+}
+pub(crate) use all_methods;
+
 macro_rules! methods {
     (@read $kind:ident $name:ident $items:ident) => {
         Self::$kind(own($name, $items)?)
@@ -61,27 +86,51 @@ macro_rules! methods {
     (@read $kind:ident $name:ident $items:ident $read:ident) => {
         $read($items)?
     };
-    ($($phase:ident $name:literal $kind:ident($($settings:ty),+) $(by $read:ident)?,
-        $about:literal, $paper:literal;)+) => {
+    (@of_prefill prefill $settings:ident) => {
+        Some($settings)
+    };
+    // A decode method, or one whose settings alone do not make it.
+    (@of_prefill $group:ident $settings:ident $($read:ident)?) => {{
+        let _ = $settings;
+        None
+    }};
+    ($($group:ident { $($phase:ident $name:ident in $module:ident::$kind:ident(
+        $settings:ident $([$base:ty; $read:ident])?, $about:literal, $paper:literal);)+ })+) => {
         /// The methods.
         #[derive(Clone, Debug, PartialEq)]
         #[allow(missing_docs, reason = "each is documented by its settings")]
         pub enum Method {
             /// Every key; for layers that a selector leaves alone.
             Dense,
-            $($kind($($settings),+),)+
+            $($($kind(crate::$group::$module::$settings $(, $base)?),)+)+
         }
 
         /// All methods, in the order of the help.
-        pub const ENTRIES: [Entry; [$($name),+].len()] =
-            [$(Entry { name: $name, phase: Phase::$phase, about: $about, paper: $paper }),+];
+        pub const ENTRIES: [Entry; [$($($about),+),+].len()] =
+            [$($(Entry { name: stringify!($name), phase: Phase::$phase, about: $about, paper: $paper }),+),+];
 
         impl Method {
             /// Its name on the flag.
             pub(super) fn name(&self) -> &'static str {
                 match self {
                     Self::Dense => "dense",
-                    $(Self::$kind(..) => $name,)+
+                    $($(Self::$kind(..) => stringify!($name),)+)+
+                }
+            }
+
+            /// When it acts.
+            pub(super) fn phase(&self) -> Phase {
+                match self {
+                    Self::Dense => Phase::Prefill,
+                    $($(Self::$kind(..) => Phase::$phase,)+)+
+                }
+            }
+
+            /// What it does in prefill, where its settings say it all.
+            pub(super) fn of_prefill(&self) -> Option<&dyn PrefillMethod> {
+                match self {
+                    Self::Dense => None,
+                    $($(Self::$kind(settings, ..) => methods!(@of_prefill $group settings $($read)?),)+)+
                 }
             }
 
@@ -89,7 +138,7 @@ macro_rules! methods {
             pub(super) fn settings(&self) -> Value {
                 let settings = match self {
                     Self::Dense => Ok(Value::Null),
-                    $(Self::$kind(settings, ..) => serde_json::to_value(settings),)+
+                    $($(Self::$kind(settings, ..) => serde_json::to_value(settings),)+)+
                 };
                 settings.unwrap_or_default()
             }
@@ -101,7 +150,7 @@ macro_rules! methods {
             ) -> Result<Option<Self>, SelectError> {
                 Ok(Some(match name {
                     "dense" => Self::Dense,
-                    $($name => methods!(@read $kind name items $($read)?),)+
+                    $($(stringify!($name) => methods!(@read $kind name items $($read)?),)+)+
                     _ => return Ok(None),
                 }))
             }
@@ -109,36 +158,4 @@ macro_rules! methods {
     };
 }
 
-methods! {
-    Prefill "bfla" Bfla(BflaConfig), "tiles, by flattened groups of coarse blocks", "BFLA";
-    Prefill "momo" Momo(MomoConfig), "blocks per dense probe row, corrected by it", "MOMO";
-    Prefill "delta" Delta(DeltaConfig, Box<Selector>) by delta,
-        "any base, corrected by dense probe rows", "Delta Attention, arXiv:2505.11254";
-    Prefill "ba_att" BaAtt(BaAttConfig), "blocks of tokens sorted by norm", "BA-Att, arXiv:2605.19726";
-    Prefill "pbs" Pbs(PbsConfig), "blocks of keys sorted by importance in segments", "PBS-Attn, arXiv:2510.21270";
-    Prefill "xattention" Xattention(XattentionConfig), "blocks, by antidiagonal sums", "XAttention, arXiv:2503.16428";
-    Prefill "minference" Minference(MinferenceConfig),
-        "a pattern per head, from a file", "MInference, arXiv:2407.02490";
-    Prefill "vertical_slash" VerticalSlash(VerticalSlashConfig),
-        "columns and diagonals of the last queries", "MInference, arXiv:2407.02490";
-    Prefill "block_sparse" BlockSparse(BlockSparseConfig),
-        "the best blocks of 64 by their means", "MInference, arXiv:2407.02490";
-    Prefill "a_shape" AShape(AShapeConfig), "first and last tokens", "MInference, arXiv:2407.02490";
-    Prefill "tri_shape" TriShape(TriShapeConfig), "first and last tokens, a dense end", "SCBench, arXiv:2412.10319";
-    Prefill "flexprefill" Flexprefill(FlexprefillConfig),
-        "a pattern and a budget per head", "FlexPrefill, arXiv:2502.20766";
-    Prefill "meanpool" Meanpool(MeanpoolConfig), "blocks, by the products of their means", "PBS-Attn; MOMO (top_k)";
-    Both "streamingllm" Streamingllm(StreamingConfig), "first and last tokens", "StreamingLLM, arXiv:2309.17453";
-    Both "infinitehip" Infinitehip(InfinitehipConfig),
-        "chunks of 8 keys, in three stages", "InfiniteHiP, arXiv:2502.08910";
-    Prefill "oracle_topk" OracleTopk(OracleTopkConfig), "the best blocks by dense mass; no speed", "MOMO, fig. 2";
-    Decode "h2o" H2o(H2oConfig), "keys with the most attention so far, and the last", "H2O, arXiv:2306.14048";
-    Decode "snapkv" Snapkv(SnapkvConfig), "keys the end of the prompt looks at, once", "SnapKV, arXiv:2404.14469";
-    Decode "quest" Quest(QuestConfig), "pages by an upper bound of their products", "Quest, arXiv:2406.10774";
-    Decode "infllm" Infllm(InfllmConfig),
-        "blocks by representative keys, beside a window", "InfLLM, arXiv:2402.04617";
-    Decode "dam" Dam(DamConfig),
-        "a map per head, of a file or the text's beginning", "DAM, arXiv:2506.11104; our reading";
-    Decode "exact_top" ExactTop(ExactTopConfig), "the largest logits; no speed", "DMA, arXiv:2508.02124, table 3";
-    Decode "dma" Dma(DmaConfig), "slots; the key with the smallest score goes", "DMA, arXiv:2508.02124";
-}
+all_methods! { methods }

@@ -2,13 +2,8 @@
 
 use super::{Method, Selector};
 use crate::error::SelectError;
+use crate::prefill::Knob;
 use crate::prefill::momo::TopK;
-
-/// A key and its values.
-type Knob = (&'static str, &'static [&'static str]);
-
-const SHARES: &[&str] = &["0.5", "0.7", "0.9", "0.95", "0.99"];
-const TOKENS: &[&str] = &["64", "128", "256", "512", "1024"];
 
 impl Selector {
     /// The key that trades density for recall; `None` for methods without one and for decode methods.
@@ -17,27 +12,7 @@ impl Selector {
     }
 
     fn knob_values(&self) -> Option<Knob> {
-        Some(match &self.method {
-            Method::Bfla(_) => ("keep_mass", &["0.5", "0.8", "0.9", "0.99", "0.999"]),
-            Method::Momo(_) => ("k", &["2", "4", "8", "16", "32"]),
-            Method::BaAtt(_) => ("sparsity", &["0.9", "0.75", "0.5", "0.25"]),
-            Method::Pbs(_) => ("tau", SHARES),
-            // Thresholds of a file take the place of tau.
-            Method::Xattention(config) if config.head_taus.is_empty() => ("tau", SHARES),
-            Method::VerticalSlash(_) => ("slash", TOKENS),
-            Method::BlockSparse(_) => ("topk", &["2", "4", "8", "16"]),
-            Method::AShape(_) => ("n_local", TOKENS),
-            Method::Flexprefill(_) => ("gamma", SHARES),
-            // A number of blocks takes the place of tau.
-            Method::Meanpool(config) if config.top_k.is_some() => ("top_k", &["2", "4", "8", "16"]),
-            Method::Meanpool(_) => ("tau", SHARES),
-            Method::Streamingllm(config) if !config.reindex => ("n_local", TOKENS),
-            Method::Infinitehip(_) => ("budget", &["64", "128", "256", "512"]),
-            // And here tau that of the number.
-            Method::OracleTopk(config) if config.tau.is_some() => ("tau", SHARES),
-            Method::OracleTopk(_) => ("k", &["4", "8", "16", "32", "64"]),
-            _ => return None,
-        })
+        self.method.of_prefill()?.knob()
     }
 
     /// The same selector with its knob at each of the values of a curve, other settings as they are. A setting that

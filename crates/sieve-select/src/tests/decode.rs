@@ -52,24 +52,12 @@ macro_rules! decode_methods {
 
             const NAME: &str = stringify!($method);
 
-            #[test]
-            fn everything_kept_equals_dense_in_stream_and_prompt_form() {
-                super::everything_kept_equals_dense_in_stream_and_prompt_form(&of(EVERYTHING, NAME));
-            }
-
-            #[test]
-            fn stream_is_causal_and_reads_no_more_than_its_budget() {
-                super::stream_is_causal_and_reads_no_more_than_its_budget(&of(SMALL, NAME));
-            }
-
-            #[test]
-            fn outputs_are_attention_over_the_keys_it_names() {
-                super::outputs_are_attention_over_the_keys_it_names(&of(SMALL, NAME));
-            }
-
-            #[test]
-            fn prompt_form_reads_what_the_stream_reads() {
-                super::prompt_form_reads_what_the_stream_reads(&of(SMALL, NAME));
+            checks! {
+                of(EVERYTHING, NAME) => decode: everything_kept_equals_dense_in_stream_and_prompt_form;
+                of(SMALL, NAME) => decode:
+                    stream_is_causal_and_reads_no_more_than_its_budget
+                    outputs_are_attention_over_the_keys_it_names
+                    prompt_form_reads_what_the_stream_reads;
             }
         }
     )*};
