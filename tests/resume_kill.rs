@@ -12,6 +12,10 @@ use std::time::{Duration, Instant, SystemTime};
 const NUM_KILLS: usize = 20;
 
 /// Random moments: others each time, or those of `SIEVE_TEST_SEED`, which is printed.
+#[expect(
+    clippy::print_stdout,
+    reason = "a test that fails shows what it printed"
+)]
 pub(crate) fn seeded() -> ChaCha8Rng {
     let seed = match std::env::var("SIEVE_TEST_SEED") {
         Ok(seed) => seed.parse().expect("SIEVE_TEST_SEED is a number"),
