@@ -56,11 +56,7 @@ fn recipes_are_checked_before_any_work() {
         .replace("steps = 2", "steps = \"two\"");
     tiny.write("wrong.toml", &text);
     let line = |key: &str| {
-        let number = text
-            .lines()
-            .position(|line| line.starts_with(key))
-            .expect(key)
-            + 1;
+        let number = text.lines().position(|line| line.starts_with(key)).expect(key) + 1;
         format!("line {number}")
     };
     tiny.refuses(
@@ -134,11 +130,7 @@ fn data_that_cannot_be_read_is_named() {
     tiny.write("blank/a.txt", "");
     fs::create_dir(tiny.path("short")).expect("writable");
     for name in ["a", "b", "c", "d", "e", "f", "g", "h"] {
-        fs::write(
-            tiny.path("short").join(format!("{name}.txt")),
-            name.repeat(3),
-        )
-        .expect("writable");
+        fs::write(tiny.path("short").join(format!("{name}.txt")), name.repeat(3)).expect("writable");
     }
     fs::create_dir(tiny.path("latin")).expect("writable");
     tiny.write("latin/a.txt", b"caf\xe9 au lait");
@@ -161,10 +153,7 @@ fn data_that_cannot_be_read_is_named() {
     // Seen while the text is read: the folder has a lock and what was prepared, but no run.
     for (set, words) in [
         ("data.paths=[\"blank\"]", "no document | 1 files"),
-        (
-            "data.paths=[\"latin\"]",
-            "latin/a.txt | not UTF-8 at byte 3",
-        ),
+        ("data.paths=[\"latin\"]", "latin/a.txt | not UTF-8 at byte 3"),
         ("data.paths=[\"short\"]", "vocab_size | 300"),
     ] {
         refused(&mut train_with(&tiny, set), words);
@@ -183,16 +172,8 @@ fn data_that_cannot_be_read_is_named() {
         "--set",
         "data.paths=[\"short\"]",
     ];
-    refused(
-        tiny.train("run", "").args(small),
-        "train.bin | seq_len 32 | hint",
-    );
-    let jsonl = [
-        "--set",
-        "data.paths=[\"lines.jsonl\"]",
-        "--set",
-        "data.format=jsonl",
-    ];
+    refused(tiny.train("run", "").args(small), "train.bin | seq_len 32 | hint");
+    let jsonl = ["--set", "data.paths=[\"lines.jsonl\"]", "--set", "data.format=jsonl"];
     refused(
         tiny.train("run", "").args(jsonl),
         "lines.jsonl | line 2 | text_column | body",
@@ -206,9 +187,7 @@ fn a_vocabulary_that_does_not_fit_is_refused() {
     let tiny = TinyRun::dma();
     tiny.trained("made", "--set training.steps=4");
     let with = |more: &str| {
-        format!(
-            "train --recipe tiny.toml --device cpu --out run --set tokenizer.path=made/data/tokenizer.json {more}"
-        )
+        format!("train --recipe tiny.toml --device cpu --out run --set tokenizer.path=made/data/tokenizer.json {more}")
     };
     tiny.refuses(
         &with("--set model.vocab_size=299"),
@@ -221,18 +200,12 @@ fn a_vocabulary_that_does_not_fit_is_refused() {
 fn a_folder_with_a_run_is_left_alone() {
     let tiny = TinyRun::dma();
     tiny.trained("run", "--set training.steps=4");
-    tiny.refuse(
-        &mut tiny.train("run", ""),
-        "run already holds a run | --resume | --out",
-    );
+    tiny.refuse(&mut tiny.train("run", ""), "run already holds a run | --resume | --out");
     // Another process trains there.
     let lock = fs::File::open(tiny.path("run/run.lock")).expect("written");
     lock.lock().expect("nobody has it");
     let longer = "--resume --set training.steps=8 --set lr_scheduler.decay_ratio=0.25";
-    tiny.refuse(
-        &mut tiny.train("run", longer),
-        "another process | run | --out",
-    );
+    tiny.refuse(&mut tiny.train("run", longer), "another process | run | --out");
 }
 
 #[test]
@@ -241,28 +214,14 @@ fn a_prompt_must_fit_the_context() {
     tiny.trained("run", "--set training.steps=4");
     let long = "the cat sees the river. ".repeat(40);
     let generate = |prompt: &str, more: &[&str]| {
-        let args = [
-            "generate",
-            "--checkpoint",
-            "run",
-            "--device",
-            "cpu",
-            "--prompt",
-            prompt,
-        ];
+        let args = ["generate", "--checkpoint", "run", "--device", "cpu", "--prompt", prompt];
         let mut command = tiny.sieve_args(&args);
         command.args(more);
         command
     };
     tiny.refuse(&mut generate(&long, &[]), "64 | prompt");
-    tiny.refuse(
-        &mut generate("the cat", &["--max-new-tokens", "1000"]),
-        "64",
-    );
-    tiny.refuse(
-        &mut generate("the cat", &["--temperature=-1"]),
-        "temperature",
-    );
+    tiny.refuse(&mut generate("the cat", &["--max-new-tokens", "1000"]), "64");
+    tiny.refuse(&mut generate("the cat", &["--temperature=-1"]), "temperature");
     tiny.refuse(&mut generate("the cat", &["--top-p", "0"]), "top");
     let nowhere = ["generate", "--checkpoint", "corpus", "--prompt", "x"];
     tiny.refuse(&mut tiny.sieve_args(&nowhere), "corpus | no checkpoint");

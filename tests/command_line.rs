@@ -31,10 +31,7 @@ fn quiet_leaves_results_and_verbose_adds_numbers() {
         assert!(kept.contains(line), "{line} is not in {kept}");
     }
     // Appended to, by errors too.
-    refused(
-        &mut tiny.train("quiet", "--log-file all.txt"),
-        "already holds a run",
-    );
+    refused(&mut tiny.train("quiet", "--log-file all.txt"), "already holds a run");
     let more = tiny.read("all.txt");
     assert!(
         more.starts_with(&kept) && more.contains("error: quiet already holds a run"),
@@ -62,13 +59,9 @@ fn the_program_says_what_it_is() {
         "attention by kind",
         "dma ",
     ] {
-        assert!(
-            info.contains(word) || word == "GPU",
-            "no {word:?} in {info}"
-        );
+        assert!(info.contains(word) || word == "GPU", "no {word:?} in {info}");
     }
-    let json: serde_json::Value =
-        serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
+    let json: serde_json::Value = serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
     assert_eq!(json["paths"].as_array().expect("a list").len(), 5);
     assert!(json["threads"].as_u64().expect("a number") > 0, "{json}");
     let version = stdout(&mut tiny.sieve("--version"));
@@ -102,27 +95,18 @@ fn the_page_of_the_command_line_names_every_variable() {
                     .expect("readable")
                     .map(|it| it.expect("readable").path()),
             );
-        } else if path.extension().is_some_and(|ending| ending == "rs")
-            && !path.ends_with("build.rs")
-        {
+        } else if path.extension().is_some_and(|ending| ending == "rs") && !path.ends_with("build.rs") {
             let text = fs::read_to_string(&path).expect("readable");
             for call in ["variable(\"", "env::var(\"", "env::var_os(\""] {
-                let names = text
-                    .split(call)
-                    .skip(1)
-                    .filter_map(|rest| rest.split('"').next());
+                let names = text.split(call).skip(1).filter_map(|rest| rest.split('"').next());
                 found.extend(names.map(|name| (name.to_owned(), path.clone())));
             }
         }
     }
-    assert!(
-        found.iter().any(|(name, _)| name == "HF_TOKEN"),
-        "{found:?}"
-    );
+    assert!(found.iter().any(|(name, _)| name == "HF_TOKEN"), "{found:?}");
     let own = ["SIEVE_TEST_", "CARGO", "PYTHON", "PATH", "OUT_DIR", "X"];
     for (name, path) in found {
-        let is_of_builds = own.iter().any(|start| name.starts_with(start))
-            || path.to_string_lossy().contains("xtask");
+        let is_of_builds = own.iter().any(|start| name.starts_with(start)) || path.to_string_lossy().contains("xtask");
         assert!(
             is_of_builds || page.contains(&format!("`{name}`")),
             "{name}, read by {}, is not on docs/command-line.md",
@@ -178,19 +162,10 @@ fn generate_takes_files_samples_and_stops() {
         );
     }
     // One likeliest token is greedy, whatever the temperature.
-    let greedy = stdout(
-        tiny.sieve(&of_run.replace("1.5", "0"))
-            .args(["--prompt", "the cat"]),
-    );
-    let top = stdout(
-        tiny.sieve(&format!("{of_run} --top-k 1"))
-            .args(["--prompt", "the cat"]),
-    );
+    let greedy = stdout(tiny.sieve(&of_run.replace("1.5", "0")).args(["--prompt", "the cat"]));
+    let top = stdout(tiny.sieve(&format!("{of_run} --top-k 1")).args(["--prompt", "the cat"]));
     assert_eq!(greedy, top);
-    let rest = greedy
-        .trim_end()
-        .strip_prefix("the cat")
-        .expect("the prompt first");
+    let rest = greedy.trim_end().strip_prefix("the cat").expect("the prompt first");
     let middle = rest.chars().skip(6).take(3).collect::<String>();
     let cut = stdout(
         tiny.sieve(&format!("{of_run} --top-k 1"))
@@ -221,10 +196,7 @@ fn generate_takes_files_samples_and_stops() {
     let said = String::from_utf8_lossy(&quest.stderr);
     says(&said, "warning: quest left nothing out |  a second;");
     for (more, words) in [
-        (
-            &["--prompt", "x", "--prompt-file", "prompt.txt"][..],
-            "--prompt-file",
-        ),
+        (&["--prompt", "x", "--prompt-file", "prompt.txt"][..], "--prompt-file"),
         (&[], "--prompt"),
         (&["--prompt-file", "nowhere.txt"], "nowhere.txt"),
         (&["--prompt", "x", "--top-k", "0"], "top-k"),
@@ -233,10 +205,7 @@ fn generate_takes_files_samples_and_stops() {
         refused(tiny.sieve(of_run).args(more), words);
     }
     let negative = of_run.replace("1.5", "-1");
-    refused(
-        tiny.sieve(&negative).args(["--prompt", "x"]),
-        "temperature | 0.8",
-    );
+    refused(tiny.sieve(&negative).args(["--prompt", "x"]), "temperature | 0.8");
 }
 
 #[test]
@@ -255,17 +224,13 @@ fn exports_are_opened_as_checkpoints_are() {
         tiny.trained("run", &format!("--set training.steps=8 {heads}"));
         tiny.prints("export --checkpoint run --out exported");
         let both = |command: &str| {
-            let of = |folder| {
-                stdout(&mut tiny.sieve(&format!("{command} --device cpu --checkpoint {folder}")))
-            };
+            let of = |folder| stdout(&mut tiny.sieve(&format!("{command} --device cpu --checkpoint {folder}")));
             (of("run"), of("exported"))
         };
         let (ours, theirs) = both("generate --prompt the --max-new-tokens 12");
         assert_eq!(ours, theirs, "{attention}");
         let (ours, theirs) = both("eval ppl --json --context 32 --data corpus/03.txt");
-        let loss = |text: &str| {
-            serde_json::from_str::<serde_json::Value>(text).expect(text)["nats"].clone()
-        };
+        let loss = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect(text)["nats"].clone();
         assert_eq!(loss(&ours), loss(&theirs), "{attention}");
         tiny.refuses("export --checkpoint exported --out again", "exported");
         tiny.write("exported/config.json", "{}");
@@ -282,10 +247,7 @@ fn an_import_writes_a_recipe_that_trains() {
         "import --from exported --out in --attention dma --set \
         attention.keep_window_size=8 --data corpus",
     );
-    let train = printed
-        .lines()
-        .find(|line| line.contains(" train "))
-        .expect("a line");
+    let train = printed.lines().find(|line| line.contains(" train ")).expect("a line");
     let (_, train) = train.split_once(" train ").expect("it trains");
     let said = tiny.prints(&format!("train {train} --device cpu --stop-after 2"));
     assert!(said.contains("stopped at step 2 of 1000"), "{said}");
@@ -366,9 +328,7 @@ fn commands_on_the_pages_have_the_flags_they_name() {
     for page in pages {
         let text = fs::read_to_string(&page).expect("readable");
         let fenced = text.split("```").skip(1).step_by(2).flat_map(str::lines);
-        let inline = text
-            .lines()
-            .flat_map(|line| line.split('`').skip(1).step_by(2));
+        let inline = text.lines().flat_map(|line| line.split('`').skip(1).step_by(2));
         let commands = fenced
             .chain(inline)
             .filter_map(|code| code.trim().strip_prefix("sieve "));
@@ -377,8 +337,8 @@ fn commands_on_the_pages_have_the_flags_they_name() {
                 .split_whitespace()
                 .take_while(|word| word.chars().all(|letter| letter.is_ascii_lowercase()));
             let mut words = words.map(str::to_owned).collect::<Vec<_>>();
-            let is_group = ["eval", "data", "recipe", "tokenizer", "kernels"]
-                .contains(&words.first().map_or("", |word| word));
+            let is_group =
+                ["eval", "data", "recipe", "tokenizer", "kernels"].contains(&words.first().map_or("", |word| word));
             words.truncate(if is_group { 2 } else { 1 });
             let mut names = command.split_whitespace().take(2);
             if words.is_empty() || names.any(|name| name.contains('|')) {
@@ -407,8 +367,7 @@ fn commands_on_the_pages_have_the_flags_they_name() {
                 .split("   ")
                 .next()
                 .unwrap_or(command);
-            let flags =
-                own.split(|letter: char| letter.is_whitespace() || "[]()=`',;:".contains(letter));
+            let flags = own.split(|letter: char| letter.is_whitespace() || "[]()=`',;:".contains(letter));
             for flag in flags.filter(|word| word.starts_with("--") && word.len() > 2) {
                 let mut ends = [" ", "\n", "[="].into_iter();
                 let is_there = ends.any(|end| help.contains(&format!("{flag}{end}")));

@@ -68,15 +68,11 @@ fn mutated(text: &str, number: u64) -> Vec<u8> {
             5 => drop(bytes.splice(piece, PIECES[below(PIECES.len())].bytes())),
             // A whole number for another.
             6 => {
-                let is_start = |&at: &usize| {
-                    bytes[at].is_ascii_digit() && (at == 0 || !bytes[at - 1].is_ascii_digit())
-                };
+                let is_start = |&at: &usize| bytes[at].is_ascii_digit() && (at == 0 || !bytes[at - 1].is_ascii_digit());
                 let starts: Vec<usize> = (0..len).filter(is_start).collect();
                 if !starts.is_empty() {
                     let start = starts[below(starts.len())];
-                    let digits = bytes[start..]
-                        .iter()
-                        .take_while(|byte| byte.is_ascii_digit());
+                    let digits = bytes[start..].iter().take_while(|byte| byte.is_ascii_digit());
                     let end = start + digits.count();
                     bytes.splice(start..end, PIECES[below(7)].bytes());
                 }
@@ -85,10 +81,7 @@ fn mutated(text: &str, number: u64) -> Vec<u8> {
             _ => {
                 let line = |byte: &u8| *byte == b'\n';
                 let start = bytes[..at].iter().rposition(line).map_or(0, |end| end + 1);
-                let end = bytes[at..]
-                    .iter()
-                    .position(line)
-                    .map_or(len, |end| at + end + 1);
+                let end = bytes[at..].iter().position(line).map_or(len, |end| at + end + 1);
                 bytes.drain(start..end);
             }
         }
@@ -102,10 +95,7 @@ fn each(text: &str, mut read: impl FnMut(&[u8]) -> bool) {
     assert!(read(text.as_bytes()), "{text} as it is");
     let taken = (0..NUM_INPUTS).filter(|&number| read(&mutated(text, number)));
     let num_taken = taken.count() as u64;
-    assert!(
-        (1..NUM_INPUTS).contains(&num_taken),
-        "{num_taken} were taken"
-    );
+    assert!((1..NUM_INPUTS).contains(&num_taken), "{num_taken} were taken");
 }
 
 /// The same with each mutation as the file `path`.
@@ -197,18 +187,11 @@ fn damaged_tasks_and_their_rows() {
     let path = dir.path().join("rows.jsonl");
     let rows = "{\"question\": \"1 2\", \"answerKey\": \"B\", \
                 \"choices\": {\"text\": [\"3\", \"4 5\"], \"label\": [\"A\", \"B\"]}}\n";
-    let rows = [
-        rows.to_owned(),
-        rows.replace("1 2", "6"),
-        rows.replace("1 2", "7"),
-    ];
+    let rows = [rows.to_owned(), rows.replace("1 2", "6"), rows.replace("1 2", "7")];
     fs::write(&path, rows.concat()).expect("writable");
     let read = || -> Result<TaskRows, sieve_data::DataError> {
         let rows = read_table(&path)?;
-        Ok(TaskRows {
-            rows,
-            examples: None,
-        })
+        Ok(TaskRows { rows, examples: None })
     };
     let data = read().expect("rows");
     let task = "measure = \"choices\"\nprompt = \"Q {question|strip}\"\nchoices = \"choices.text\"\nlabels = \
@@ -335,20 +318,13 @@ fn damaged_runs_to_compare() {
         )
     };
     let validation = "{\"kind\":\"validation\",\"step\":2,\"loss\":2.4,\"perplexity\":11.0,\"bits_per_byte\":1.2}\n";
-    let metrics = write(
-        "metrics.jsonl",
-        &[&step(1), &step(2), validation, &step(3)].concat(),
-    );
+    let metrics = write("metrics.jsonl", &[&step(1), &step(2), validation, &step(3)].concat());
     let scores = write(
         "eval/tasks.json",
         "{\"checkpoint\": \"a\", \"tasks\": [{\"task\": \"piqa\", \"rows\": 20, \"scores\": {\"acc\": 0.5}}]}",
     );
     for path in [config, metrics, scores] {
-        let name = path
-            .file_name()
-            .expect("named")
-            .to_string_lossy()
-            .into_owned();
+        let name = path.file_name().expect("named").to_string_lossy().into_owned();
         each_file(&path, || {
             let run = Run::open(dir.path(), Some("run"));
             let is_run = is_read(run.as_ref().map(|_| ()), &[&name]);

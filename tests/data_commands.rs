@@ -70,9 +70,7 @@ const PREPARE: [&str; 5] = ["data", "prepare", "--recipe", "tiny.toml", "--data-
 fn prepared_ahead_is_found_by_the_run() {
     let tiny = TinyRun::dma();
     let first = succeed(tiny.sieve_args(&PREPARE).arg("shards"));
-    assert!(
-        first.contains("wrote shards") && first.contains("train:") && first.contains("validation:")
-    );
+    assert!(first.contains("wrote shards") && first.contains("train:") && first.contains("validation:"));
     let before = shards(&tiny.path("shards"));
     let again = succeed(tiny.sieve_args(&PREPARE).arg("shards"));
     assert!(again.contains("found shards"), "{again}");
@@ -82,10 +80,7 @@ fn prepared_ahead_is_found_by_the_run() {
     let batch = "data batch --recipe tiny.toml --data-dir shards --step 2 --out b.safetensors";
     tiny.prints(batch);
     assert_eq!(shards(&tiny.path("shards")), before);
-    assert!(
-        before.keys().all(|name| !name.ends_with(".tmp")),
-        "{before:?}"
-    );
+    assert!(before.keys().all(|name| !name.ends_with(".tmp")), "{before:?}");
 }
 
 #[test]
@@ -101,11 +96,10 @@ fn files_of_a_folder_that_are_passed_over_are_counted() {
     let words = "60 files read, 4 passed over: .png, no ending, .bin";
     let run = succeed(&mut tiny.train("run", folder));
     assert!(run.contains(&format!("data: {words}\n")), "{run}");
-    let prepared =
-        succeed(
-            tiny.sieve_args(&PREPARE)
-                .args(["shards", "--set", "data.paths=[\"corpus\"]"]),
-        );
+    let prepared = succeed(
+        tiny.sieve_args(&PREPARE)
+            .args(["shards", "--set", "data.paths=[\"corpus\"]"]),
+    );
     assert!(prepared.contains(words), "{prepared}");
 }
 
@@ -184,12 +178,7 @@ fn parquet_and_packed_lines_give_the_documents_of_the_files() {
     let lines = ["data.format=jsonl", "data.paths=[\"half.jsonl.gz\"]"];
     let lines = prepare("lines", &lines);
     for (found, wanted) in [(parquet, text), (lines, text_half)] {
-        for name in [
-            "train.bin",
-            "train.idx",
-            "validation.bin",
-            "validation.docs.json",
-        ] {
+        for name in ["train.bin", "train.idx", "validation.bin", "validation.docs.json"] {
             assert!(found[name] == wanted[name], "{name}");
         }
     }
@@ -205,17 +194,12 @@ fn cut_back(tiny: &TinyRun, last_step: u64) {
     for entry in fs::read_dir(tiny.path("cut/checkpoint")).expect("checkpoints") {
         let path = entry.expect("readable").path();
         let name = path.file_name().expect("a name").to_string_lossy();
-        let step = name
-            .strip_prefix("step-")
-            .and_then(|step| step.parse::<u64>().ok());
+        let step = name.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok());
         if step.is_some_and(|step| step > last_step) {
             fs::remove_dir_all(path).expect("removable");
         }
     }
-    assert!(
-        tiny.path(&format!("cut/checkpoint/step-{last_step}"))
-            .exists()
-    );
+    assert!(tiny.path(&format!("cut/checkpoint/step-{last_step}")).exists());
 }
 
 #[test]
@@ -288,16 +272,11 @@ fn bad_data_is_told_and_changes_nothing() {
     let whole = fs::read(tiny.path("half.jsonl.gz")).expect("packed");
     let mut damaged = whole.clone();
     let middle = damaged.len() / 2;
-    damaged[middle..middle + 40]
-        .iter_mut()
-        .for_each(|byte| *byte ^= 0x3C);
+    damaged[middle..middle + 40].iter_mut().for_each(|byte| *byte ^= 0x3C);
     tiny.write("damaged.jsonl.gz", damaged);
     tiny.write("cut.jsonl.gz", &whole[..middle]);
     tiny.write("none.parquet", "no parquet");
-    tiny.write(
-        "two.toml",
-        fs::read(tiny.path("tiny.toml")).expect("readable"),
-    );
+    tiny.write("two.toml", fs::read(tiny.path("tiny.toml")).expect("readable"));
     for [sets, words] in cases(
         r#"
         data.format=parquet | data.paths=["half.parquet"] | data.text_column=body => \
@@ -330,20 +309,14 @@ fn bad_data_is_told_and_changes_nothing() {
         data.validation_fraction=0.2 => shards | the validation documents changed
     "#,
     ) {
-        refused(
-            tiny.sieve_args(&PREPARE).args(["shards", "--set", set]),
-            words,
-        );
+        refused(tiny.sieve_args(&PREPARE).args(["shards", "--set", set]), words);
         let run = format!("--set data.cache_dir=shards --set {set}");
         refused(&mut tiny.train("run", &run), words);
         assert_eq!(shards(&tiny.path("shards")), before, "{set}");
     }
     let replaced = ["shards", "--replace", "--set", "tokenizer.path=other.json"];
     succeed(tiny.sieve_args(&PREPARE).args(replaced));
-    assert_ne!(
-        shards(&tiny.path("shards"))["train.bin"],
-        before["train.bin"]
-    );
+    assert_ne!(shards(&tiny.path("shards"))["train.bin"], before["train.bin"]);
 }
 
 #[test]

@@ -34,8 +34,7 @@ fn mutated(bytes: &[u8], header: usize, number: u64) -> Vec<u8> {
                 }
             }
             _ => {
-                let length = [0, 1, u64::MAX, i64::MAX as u64, 1 << 32, 1 << 62, 300]
-                    [random.next_u32() as usize % 7];
+                let length = [0, 1, u64::MAX, i64::MAX as u64, 1 << 32, 1 << 62, 300][random.next_u32() as usize % 7];
                 let end = bytes.len().min(8);
                 bytes[..end].copy_from_slice(&length.to_le_bytes()[..end]);
             }

@@ -15,11 +15,7 @@ pub(crate) struct Rows {
 impl Rows {
     fn new(tokens: usize, heads: usize, width: usize) -> Self {
         let values = vec![0.0; tokens * heads * width];
-        Self {
-            values,
-            heads,
-            width,
-        }
+        Self { values, heads, width }
     }
 
     pub(crate) fn read(written: &Written, name: &str) -> Self {
@@ -27,19 +23,12 @@ impl Rows {
             panic!("{name} has heads")
         };
         let values = written.values(name).to_vec();
-        Self {
-            values,
-            heads,
-            width,
-        }
+        Self { values, heads, width }
     }
 
     fn zeros(&self) -> Self {
         let values = vec![0.0; self.values.len()];
-        Self {
-            values,
-            ..self.clone()
-        }
+        Self { values, ..self.clone() }
     }
 
     pub(crate) fn row(&self, token: usize, head: usize) -> &[f64] {
@@ -63,12 +52,7 @@ fn dot(a: &[f64], b: &[f64]) -> f64 {
 }
 
 /// The output, and for its gradient those of q, k and v. `seen` are the keys of a query's KV head.
-fn attention(
-    qkv: [&Rows; 3],
-    d_o: &Rows,
-    scale: f64,
-    seen: impl Fn(usize, usize) -> Vec<usize>,
-) -> [Rows; 4] {
+fn attention(qkv: [&Rows; 3], d_o: &Rows, scale: f64, seen: impl Fn(usize, usize) -> Vec<usize>) -> [Rows; 4] {
     biased_attention(qkv, d_o, scale, seen, |_, _| 0.0).0
 }
 
@@ -90,9 +74,7 @@ pub(crate) fn biased_attention(
             let keys = seen(token, kv);
             let biases = keys.iter().map(|&key| bias(key, kv));
             let base = biases.fold(f64::NEG_INFINITY, f64::max);
-            let weight = |&key: &usize| {
-                (scale * dot(q.row(token, head), k.row(key, kv)) + bias(key, kv) - base).exp()
-            };
+            let weight = |&key: &usize| (scale * dot(q.row(token, head), k.row(key, kv)) + bias(key, kv) - base).exp();
             let weights: Vec<f64> = keys.iter().map(weight).collect();
             let total: f64 = weights.iter().sum();
             lse.add(token, head, 1.0, &[total.ln()]);
@@ -157,10 +139,7 @@ fn nsa_s_file_agrees_with_its_definition() {
     // A choice: the first block, the last two, none twice, none later than the query.
     let choice = |token: usize, kv: usize| -> Vec<usize> {
         let all = &written.values("block_indices")[(token * k.heads + kv) * count..][..count];
-        all.iter()
-            .filter(|&&x| x >= 0.0)
-            .map(|&x| x as usize)
-            .collect()
+        all.iter().filter(|&&x| x >= 0.0).map(|&x| x as usize).collect()
     };
     for token in 0..n {
         let (own, chosen) = (token / select, choice(token, 1));
@@ -206,10 +185,7 @@ fn nsa_s_file_agrees_with_its_definition() {
     let names = ["compressed", "selected", "window"];
     for (branch, ([out, ..], name)) in branches.iter().zip(names).enumerate() {
         assert!(out.gap(&rows(&format!("{name}_o"))) < 2e-5, "{name}");
-        assert!(
-            gated(branch).gap(&rows(&format!("{name}_do"))) < 2e-5,
-            "{name}"
-        );
+        assert!(gated(branch).gap(&rows(&format!("{name}_do"))) < 2e-5, "{name}");
         for token in 0..n {
             for head in 0..q.heads {
                 let g = gate(token, head, branch);
@@ -231,10 +207,7 @@ fn nsa_s_file_agrees_with_its_definition() {
     // Gradients of all branches, and of the means.
     let [mut dq, mut dk, mut dv] = [q.zeros(), k.zeros(), v.zeros()];
     for (branch, [_, branch_dq, branch_dk, branch_dv]) in branches.iter().enumerate() {
-        dq.values
-            .iter_mut()
-            .zip(&branch_dq.values)
-            .for_each(|(x, y)| *x += y);
+        dq.values.iter_mut().zip(&branch_dq.values).for_each(|(x, y)| *x += y);
         for (sum, part) in [(&mut dk, branch_dk), (&mut dv, branch_dv)] {
             for kv in 0..k.heads {
                 if branch > 0 {
@@ -259,10 +232,7 @@ fn nsa_s_file_agrees_with_its_definition() {
 fn mla_s_file_agrees_with_its_definition() {
     let tiny = TinyRun::dma();
     let (n, heads, d, rope) = (90, 3, 16, 8);
-    let shape = format!(
-        "seq_len={n},heads={heads},head_dim={},head_dim_v={d}",
-        d + rope
-    );
+    let shape = format!("seq_len={n},heads={heads},head_dim={},head_dim_v={d}", d + rope);
     let written = run(&tiny, &format!("mla --shape {shape}"));
     let theta: f64 = written.metadata["rope_theta"].parse().expect("a number");
     // Pairs of columns half the rotated part apart turn by the token's place.
@@ -277,11 +247,7 @@ fn mla_s_file_agrees_with_its_definition() {
         }
         turned
     };
-    let (q_rows, kv_rows, shared) = (
-        written.values("q"),
-        written.values("kv"),
-        written.values("k_rope"),
-    );
+    let (q_rows, kv_rows, shared) = (written.values("q"), written.values("kv"), written.values("k_rope"));
     let [mut q, mut k, mut v] = [d + rope, d + rope, d].map(|width| Rows::new(n, heads, width));
     for token in 0..n {
         for head in 0..heads {
@@ -305,24 +271,15 @@ fn mla_s_file_agrees_with_its_definition() {
             let row = dq.row(token, head);
             let expected = [&row[..d], &turn(&row[d..], token, true)].concat();
             let found = &written.values("dq")[(token * heads + head) * (d + rope)..];
-            worst = expected
-                .iter()
-                .zip(found)
-                .fold(worst, |m, (a, b)| m.max((a - b).abs()));
+            worst = expected.iter().zip(found).fold(worst, |m, (a, b)| m.max((a - b).abs()));
             let expected = [&dk.row(token, head)[..d], dv.row(token, head)].concat();
             let found = &written.values("dkv")[(token * heads + head) * 2 * d..];
-            worst = expected
-                .iter()
-                .zip(found)
-                .fold(worst, |m, (a, b)| m.max((a - b).abs()));
+            worst = expected.iter().zip(found).fold(worst, |m, (a, b)| m.max((a - b).abs()));
             let turned = turn(&dk.row(token, head)[d..], token, true);
             d_shared.iter_mut().zip(turned).for_each(|(x, y)| *x += y);
         }
         let found = &written.values("dk_rope")[token * rope..];
-        worst = d_shared
-            .iter()
-            .zip(found)
-            .fold(worst, |m, (a, b)| m.max((a - b).abs()));
+        worst = d_shared.iter().zip(found).fold(worst, |m, (a, b)| m.max((a - b).abs()));
     }
     assert!(worst < 1e-4, "{worst}");
 }
@@ -411,14 +368,8 @@ fn a_masked_file_agrees_with_its_mask_in_python() {
     let printed = python::run(&interpreter, "masked_attention.py", &files);
     assert_eq!(printed.lines().count(), MASKS.len(), "{printed}");
     for (line, (selector, _, [least, most])) in printed.lines().zip(MASKS) {
-        let numbers: Vec<f64> = line
-            .split(' ')
-            .skip(1)
-            .map(|x| x.parse().expect("a number"))
-            .collect();
-        let [o, lse, density] = *numbers else {
-            panic!("{line}")
-        };
+        let numbers: Vec<f64> = line.split(' ').skip(1).map(|x| x.parse().expect("a number")).collect();
+        let [o, lse, density] = *numbers else { panic!("{line}") };
         assert!(o < 2e-5 && lse < 2e-5, "{selector}: {line}");
         assert!(density >= *least && density <= *most, "{selector}: {line}");
     }

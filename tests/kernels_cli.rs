@@ -30,8 +30,7 @@ impl Written {
         let tensors = Self::read_tensors(path);
         let bytes = fs::read(path).expect("readable");
         let length = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes")) as usize;
-        let header: serde_json::Value =
-            serde_json::from_slice(&bytes[8..8 + length]).expect("a JSON header");
+        let header: serde_json::Value = serde_json::from_slice(&bytes[8..8 + length]).expect("a JSON header");
         let metadata = header["__metadata__"].as_object().expect("metadata");
         let text = |value: &serde_json::Value| value.as_str().expect("text").to_owned();
         let metadata = metadata.iter().map(|(k, v)| (k.clone(), text(v))).collect();
@@ -59,42 +58,28 @@ impl Written {
             panic!("expire has three dimensions")
         };
         // Of `[batch, heads, seq_len]`.
-        let at = |token: usize, head: usize, heads: usize| {
-            (token / seq_len * heads + head) * seq_len + token % seq_len
-        };
+        let at = |token: usize, head: usize, heads: usize| (token / seq_len * heads + head) * seq_len + token % seq_len;
         let (starts, expire) = (self.values("cu_seqlens"), self.values("expire"));
         let seen = |token: usize, kv: usize| {
             let first = starts.iter().rev().find(|&&start| start <= token as f64);
             let keys = *first.expect("0 is one") as usize..=token;
             let place = (token % seq_len) as f64;
-            keys.filter(|&key| place < expire[at(key, kv, kv_heads)])
-                .collect()
+            keys.filter(|&key| place < expire[at(key, kv, kv_heads)]).collect()
         };
         let delta = self.tensors.get("delta");
-        let bias = |key, kv| {
-            delta.map_or(0.0, |(_, values): &(_, Vec<_>)| {
-                values[at(key, kv, kv_heads)]
-            })
-        };
-        let ([o, dq, dk, dv], lse, d_bias) =
-            biased_attention([&q, &k, &v], &d_o, self.scale(), seen, bias);
+        let bias = |key, kv| delta.map_or(0.0, |(_, values): &(_, Vec<_>)| values[at(key, kv, kv_heads)]);
+        let ([o, dq, dk, dv], lse, d_bias) = biased_attention([&q, &k, &v], &d_o, self.scale(), seen, bias);
         // A query without keys has no log-sum-exp.
         let gap = |name: &str, own: &Rows, heads: usize| {
             let tokens = 0..self.values(name).len() / heads;
             let pairs = tokens.flat_map(|token| (0..heads).map(move |head| (token, head)));
             let gaps = pairs
-                .map(|(token, head)| {
-                    (
-                        self.values(name)[at(token, head, heads)],
-                        own.row(token, head)[0],
-                    )
-                })
+                .map(|(token, head)| (self.values(name)[at(token, head, heads)], own.row(token, head)[0]))
                 .filter(|(_, own)| own.is_finite())
                 .map(|(found, own)| (found - own).abs());
             gaps.fold(0.0, f64::max)
         };
-        let gradients =
-            [("dq", dq), ("dk", dk), ("dv", dv)].map(|(name, own)| own.gap(&rows(name)));
+        let gradients = [("dq", dq), ("dk", dk), ("dv", dv)].map(|(name, own)| own.gap(&rows(name)));
         let d_delta = match self.tensors.contains_key("ddelta") {
             true => gap("ddelta", &d_bias, kv_heads),
             false => 0.0,
@@ -113,13 +98,8 @@ impl Written {
         let [batch, kv_heads, seq_len] = *self.shape("rank") else {
             panic!("rank has three dimensions")
         };
-        let starts: Vec<usize> = self
-            .values("cu_seqlens")
-            .iter()
-            .map(|&x| x as usize)
-            .collect();
-        let [z, rank, delta, expire] =
-            ["z", "rank", "delta", "expire"].map(|name| self.values(name));
+        let starts: Vec<usize> = self.values("cu_seqlens").iter().map(|&x| x as usize).collect();
+        let [z, rank, delta, expire] = ["z", "rank", "delta", "expire"].map(|name| self.values(name));
         assert_eq!(rank, delta);
         for row in 0..batch * kv_heads {
             let (at, token) = (row * seq_len, row / kv_heads * seq_len);
@@ -222,10 +202,7 @@ fn decoding_writes_the_rows_of_the_whole_pass() {
                 "kernels run {op} --shape {sizes} {window} --seed 8 --out {file} --device cpu"
             ));
         }
-        let (whole, decode) = (
-            Written::read(&tiny.path("whole")),
-            Written::read(&tiny.path("decode")),
-        );
+        let (whole, decode) = (Written::read(&tiny.path("whole")), Written::read(&tiny.path("decode")));
         assert_eq!(whole.values("q"), decode.values("q"));
         let gap = whole
             .values("o")
@@ -317,16 +294,10 @@ fn a_dense_model_gives_its_queries_keys_and_values() {
     let lengths = |name: &str| -> Vec<f64> {
         let (shape, values) = &written[name];
         let rows = values.chunks_exact(shape[2]);
-        rows.map(|row| row.iter().map(|x| x * x).sum::<f64>().sqrt())
-            .collect()
+        rows.map(|row| row.iter().map(|x| x * x).sum::<f64>().sqrt()).collect()
     };
     let root = (q[2] as f64).sqrt();
-    let spread = |name: &str| {
-        lengths(name)
-            .iter()
-            .map(|x| (x / root - 1.0).abs())
-            .fold(0.0, f64::max)
-    };
+    let spread = |name: &str| lengths(name).iter().map(|x| (x / root - 1.0).abs()).fold(0.0, f64::max);
     assert!(
         spread("q") < 0.1 && spread("k") < 0.1,
         "{} {}",
@@ -375,8 +346,7 @@ echo "ptxas info    : Used 77 registers, used 1 barriers, 512 bytes smem" >&2
 fn kernels_are_built_without_a_gpu_and_once() {
     let tiny = folder();
     fake_nvcc(&tiny);
-    let build =
-        "kernels build --recipe tiny.toml --arch sm_80 --arch sm_90a --nvcc ./nvcc --out cache";
+    let build = "kernels build --recipe tiny.toml --arch sm_80 --arch sm_90a --nvcc ./nvcc --out cache";
     let printed = tiny.prints(build);
     says(
         &printed,

@@ -25,8 +25,7 @@ fn limited(run: &TinyRun, args: &str) -> Command {
     shell
 }
 
-const MANY_ROWS: &str =
-    "--set training.local_batch_size=1000000 --set training.global_batch_size=1000000";
+const MANY_ROWS: &str = "--set training.local_batch_size=1000000 --set training.global_batch_size=1000000";
 const WIDE: &str = "--set model.hidden_size=1000000";
 
 #[test]
@@ -38,18 +37,12 @@ fn a_run_that_cannot_fit_is_refused_before_anything_is_written() {
             "activations ",
             "it would fit with training.local_batch_size=",
         ),
-        (
-            WIDE,
-            "moments ",
-            "the weights and the optimizer's state are too large",
-        ),
+        (WIDE, "moments ", "the weights and the optimizer's state are too large"),
     ] {
         let train = format!("train --recipe tiny.toml --device cpu --out out {settings}");
         refused(
             &mut limited(&run, &train),
-            &format!(
-                "this run does not fit: it needs  |  GiB available | {part} | {hint} | --ignore-memory"
-            ),
+            &format!("this run does not fit: it needs  |  GiB available | {part} | {hint} | --ignore-memory"),
         );
         assert!(!run.path("out").exists(), "{settings}");
     }
@@ -60,10 +53,7 @@ fn processes_on_one_host_share_its_memory() {
     let run = TinyRun::dma();
     let rows = "--set training.local_batch_size=24000 --set training.global_batch_size=96000";
     // One of them fits.
-    let plan = succeed(&mut limited(
-        &run,
-        &format!("plan --recipe tiny.toml {rows}"),
-    ));
+    let plan = succeed(&mut limited(&run, &format!("plan --recipe tiny.toml {rows}")));
     let line = plan.lines().find(|line| line.starts_with("memory"));
     assert!(line.is_some_and(|line| line.contains(": fits")), "{plan}");
     let train = format!("train --recipe tiny.toml --device cpu --out out {rows}");
@@ -78,10 +68,7 @@ fn processes_on_one_host_share_its_memory() {
 #[test]
 fn plan_and_train_say_the_same_of_memory() {
     let run = TinyRun::dma();
-    let plan = succeed(&mut limited(
-        &run,
-        &format!("plan --recipe tiny.toml {MANY_ROWS}"),
-    ));
+    let plan = succeed(&mut limited(&run, &format!("plan --recipe tiny.toml {MANY_ROWS}")));
     let line = plan.lines().find(|line| line.starts_with("memory"));
     let line = line.unwrap_or_else(|| panic!("no memory in {plan}"));
     assert!(line.contains("does not fit"), "{line}");
@@ -115,10 +102,7 @@ fn lengths_of_0_are_refused_before_their_memory_is_planned() {
         "patterns --data corpus/00.txt --length 0 --out patterns.json",
     ] {
         refused(
-            &mut limited(
-                &run,
-                &format!("eval {command} --checkpoint out --device cpu"),
-            ),
+            &mut limited(&run, &format!("eval {command} --checkpoint out --device cpu")),
             "must be positive | hint: ",
         );
     }

@@ -78,9 +78,7 @@ fn needle_maps_are_drawn_for_every_selector() {
     assert!(density < 0.3 && all["density"] == 1.0, "{report}");
     let text = asked(
         &tiny,
-        &format!(
-            "{grid} --selector 0=dense/1-=quest:page=4,budget=16,dense_layers=0 --plot picture.svg"
-        ),
+        &format!("{grid} --selector 0=dense/1-=quest:page=4,budget=16,dense_layers=0 --plot picture.svg"),
     );
     says(
         &text,
@@ -129,9 +127,7 @@ fn needle_mistakes_are_told_and_change_nothing() {
     tiny.refuse(&mut on(small), "30 are kept | use --buffer");
     let window = trained(KINDS[1], "");
     refused(
-        &mut window.sieve(
-            "eval needle --checkpoint run --lengths 300 --buffer 160 --device cpu --selector quest",
-        ),
+        &mut window.sieve("eval needle --checkpoint run --lengths 300 --buffer 160 --device cpu --selector quest"),
         "quest selects for dense attention",
     );
 }
@@ -152,9 +148,7 @@ fn needle_scores_are_full_for_a_model_that_knows_the_answer() {
         "knows",
         "--set model.max_position_embeddings=512 --set training.steps=120",
     );
-    let known = json(&tiny.prints(&format!(
-        "eval needle --checkpoint knows --device cpu {question}"
-    )));
+    let known = json(&tiny.prints(&format!("eval needle --checkpoint knows --device cpu {question}")));
     let method = &known["methods"][0];
     assert_eq!(method["found"], 1.0, "{known}");
     assert_eq!(method["mean_rank"], 1.0, "{known}");

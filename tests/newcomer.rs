@@ -8,16 +8,13 @@ use std::process::{Command, Stdio};
 
 /// `command` with each of `sets` behind a `--set`.
 fn set<'a>(command: &'a mut Command, sets: &[&str]) -> &'a mut Command {
-    sets.iter()
-        .fold(command, |command, set| command.args(["--set", set]))
+    sets.iter().fold(command, |command, set| command.args(["--set", set]))
 }
 
 /// The tiny corpus as one text.
 fn one_text(tiny: &TinyRun) -> String {
     let files = (0..60).map(|number| tiny.path(&format!("corpus/{number:02}.txt")));
-    files
-        .map(|path| fs::read_to_string(path).expect("text"))
-        .collect()
+    files.map(|path| fs::read_to_string(path).expect("text")).collect()
 }
 
 #[test]
@@ -53,10 +50,7 @@ fn one_text_file_trains_however_short() {
     fs::write(empty, "").expect("writable");
     tiny.write("letter.txt", "x");
     for (paths, words) in [
-        (
-            "data.paths=[\"empty.txt\"]",
-            "no document in 1 files (1 blank",
-        ),
+        ("data.paths=[\"empty.txt\"]", "no document in 1 files (1 blank"),
         (
             "data.paths=[\"letter.txt\"]",
             "the validation split holds no document | [validation] paths",
@@ -81,10 +75,7 @@ fn the_ending_of_a_file_says_how_it_is_read() {
     let prepare = |out: &str, path: &str, format: &[&str]| {
         let path = format!("data.paths={path}");
         let mut command = tiny.sieve(&format!("data prepare --recipe tiny.toml --data-dir {out}"));
-        let printed = succeed(set(
-            set(&mut command, &["tokenizer.path=t.json", &path]),
-            format,
-        ));
+        let printed = succeed(set(set(&mut command, &["tokenizer.path=t.json", &path]), format));
         (shards(&tiny.path(out)), printed)
     };
     for (number, (path, format)) in [
@@ -127,17 +118,12 @@ fn the_ending_of_a_file_says_how_it_is_read() {
         refused(&mut tiny.sieve(command), words);
     }
 
-    let train =
-        "--set training.steps=4 --set tokenizer.path=t.json --set data.paths=[\"lines.jsonl\"]";
+    let train = "--set training.steps=4 --set tokenizer.path=t.json --set data.paths=[\"lines.jsonl\"]";
     tiny.trained("run", train);
     let measure = |data: &str| {
-        let ppl =
-            format!("eval ppl --json --device cpu --checkpoint run --max-tokens 300 --data {data}");
+        let ppl = format!("eval ppl --json --device cpu --checkpoint run --max-tokens 300 --data {data}");
         let printed = tiny.prints(&ppl);
-        let json = printed
-            .lines()
-            .find(|line| line.starts_with('{'))
-            .expect("one object");
+        let json = printed.lines().find(|line| line.starts_with('{')).expect("one object");
         let report: serde_json::Value = serde_json::from_str(json).expect(json);
         (report["num_documents"].as_u64().expect("a number"), printed)
     };
@@ -210,8 +196,7 @@ fn rows_left_out_are_told() {
     for word in words {
         assert!(printed.contains(word), "no {word:?} in: {printed}");
     }
-    let corpus =
-        "eval ppl --checkpoint run --device cpu --data corpus --max-tokens 500 --extrapolate";
+    let corpus = "eval ppl --checkpoint run --device cpu --data corpus --max-tokens 500 --extrapolate";
     let printed = tiny.prints(corpus);
     says(&printed, "behind a context of | \n32  | 1.0000\n64 ");
     refused(
@@ -259,10 +244,7 @@ fn a_copied_program_trains_in_an_empty_folder() {
         .expect("one");
     let last: serde_json::Value = serde_json::from_str(last).expect(last);
     let bits = |key: &str| last[key].as_f64().expect("a number");
-    assert!(
-        bits("bits_per_byte") < bits("unigram_bits_per_byte"),
-        "{last}"
-    );
+    assert!(bits("bits_per_byte") < bits("unigram_bits_per_byte"), "{last}");
 
     // The lines of `next:` are typed as they are.
     let next = printed.split_once("next:\n").expect("next").1;
@@ -270,10 +252,7 @@ fn a_copied_program_trains_in_an_empty_folder() {
     assert_eq!(next.len(), 3, "{printed}");
     for line in next {
         let mut shell = Command::new("/bin/sh");
-        shell
-            .args(["-c", line])
-            .current_dir(dir.path())
-            .stdin(Stdio::null());
+        shell.args(["-c", line]).current_dir(dir.path()).stdin(Stdio::null());
         assert!(line.starts_with("./sieve "), "{line}");
         succeed(&mut shell);
     }
@@ -306,9 +285,7 @@ fn a_copied_program_trains_in_an_empty_folder() {
     }
     let text = include_str!("../recipes/quickstart.toml").replace("2048", "265");
     fs::write(dir.path().join("recipes/quickstart.toml"), text).expect("writable");
-    let printed = succeed(&mut sieve(
-        "tokenizer train --recipe quickstart --out t.json",
-    ));
+    let printed = succeed(&mut sieve("tokenizer train --recipe quickstart --out t.json"));
     says(&printed, "text: 3 files of |  265 tokens");
 }
 
@@ -339,10 +316,7 @@ fn odd_files_are_told_by_name() {
         let sets = ["tokenizer.path=t.json", &paths];
         refused(set(&mut tiny.train("run", ""), &sets), words);
         refused(
-            set(
-                &mut tiny.sieve("data prepare --recipe tiny.toml --data-dir new"),
-                &sets,
-            ),
+            set(&mut tiny.sieve("data prepare --recipe tiny.toml --data-dir new"), &sets),
             words,
         );
         let tokenizer = format!("tokenizer train --vocab-size 300 --out n.json --data {path}");
@@ -351,10 +325,6 @@ fn odd_files_are_told_by_name() {
     // One long line is one document like any other.
     let line = one_text(&tiny).replace('\n', " ");
     tiny.write("line.txt", line);
-    let sets = [
-        "tokenizer.path=t.json",
-        "data.paths=[\"line.txt\"]",
-        "training.steps=4",
-    ];
+    let sets = ["tokenizer.path=t.json", "data.paths=[\"line.txt\"]", "training.steps=4"];
     succeed(set(&mut tiny.train("line", ""), &sets));
 }

@@ -32,9 +32,7 @@ fn follow(tiny: &TinyRun, printed: &str) -> Vec<String> {
     let mut open = lines(printed);
     let mut done = Vec::new();
     while let Some(line) = open.pop() {
-        if line.starts_with("python3 ")
-            && python::interpreter("next_lines", "import torch, transformers").is_none()
-        {
+        if line.starts_with("python3 ") && python::interpreter("next_lines", "import torch, transformers").is_none() {
             continue;
         }
         let printed = typed(tiny, &line);
@@ -57,25 +55,14 @@ fn a_run_on_text_suggests_what_works_there() {
         let tiny = TinyRun::new(attention);
         // With a blank and a quote, as people's folders are called.
         let folder = "it's my run";
-        let mut renamed =
-            tiny.sieve("train --recipe tiny.toml --device cpu --set training.steps=4 --out");
+        let mut renamed = tiny.sieve("train --recipe tiny.toml --device cpu --set training.steps=4 --out");
         let printed = succeed(renamed.arg(folder));
         let done = follow(&tiny, &printed);
-        let prompt = done
-            .iter()
-            .find(|line| line.contains("generate"))
-            .expect("one");
+        let prompt = done.iter().find(|line| line.contains("generate")).expect("one");
         // Words of the held-out text, which the recipe names none of.
         assert!(!prompt.contains("fn main"), "{prompt}");
-        for word in [
-            "generate --prompt ",
-            "eval ppl --recipe-validation",
-            "export ",
-        ] {
-            assert!(
-                done.iter().any(|line| line.contains(word)),
-                "no {word:?} in {done:?}"
-            );
+        for word in ["generate --prompt ", "eval ppl --recipe-validation", "export "] {
+            assert!(done.iter().any(|line| line.contains(word)), "no {word:?} in {done:?}");
         }
     }
 }
@@ -87,10 +74,7 @@ fn a_synthetic_run_suggests_its_task() {
                 data.mqar={vocab_size=64,seq_lens=[16],num_pairs=[2],num_samples=[500],num_test_samples=20}";
     let printed = succeed(&mut tiny.train("run", mqar));
     let done = follow(&tiny, &printed);
-    assert!(
-        done.iter().any(|line| line.contains("eval mqar")),
-        "{done:?}"
-    );
+    assert!(done.iter().any(|line| line.contains("eval mqar")), "{done:?}");
     assert!(
         !done
             .iter()
@@ -105,26 +89,19 @@ fn a_new_recipe_on_one_text_trains() {
     let text = (0..60).map(|n| fs::read_to_string(tiny.path(&format!("corpus/{n:02}.txt"))));
     let text = text.collect::<Result<String, _>>().expect("a corpus");
     tiny.write("my text.txt", text);
-    let smaller =
-        "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.steps=1";
+    let smaller = "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.steps=1";
     for kind in ["mha", "swa", "dma", "mla", "nsa"] {
         let new = format!("recipe new --kind {kind} --out {kind}.toml {smaller} --data");
         let printed = succeed(tiny.sieve(&new).arg("my text.txt"));
         // The plan, the training, and what the training suggests.
         let done = follow(&tiny, &printed);
-        assert!(
-            done.iter().any(|line| line.contains("generate --prompt ")),
-            "{done:?}"
-        );
+        assert!(done.iter().any(|line| line.contains("generate --prompt ")), "{done:?}");
         let log = tiny.read(&format!("out/{kind}/log"));
         assert!(log.contains("sample:\n"), "{log}");
         let written = tiny.read(&format!("{kind}.toml"));
         assert!(written.contains("prompts = [\""), "{written}");
     }
-    tiny.refuses(
-        "recipe new --out dma.toml",
-        "dma.toml is there already | --out",
-    );
+    tiny.refuses("recipe new --out dma.toml", "dma.toml is there already | --out");
     tiny.refuses(
         "recipe new --set training.stepz=3",
         "training.stepz | did you mean steps?",
@@ -165,10 +142,7 @@ fn recipes_are_shown_as_written_and_explained() {
     let text = tiny.prints("recipe show quickstart");
     assert_eq!(text, include_str!("../recipes/quickstart.toml"));
     let explained = tiny.prints("recipe show tiny --all --set optimizer.lr=7e-4");
-    says(
-        &explained,
-        "lr = 0.0007 | # Highest learning rate. | # beta1 = 0.9",
-    );
+    says(&explained, "lr = 0.0007 | # Highest learning rate. | # beta1 = 0.9");
     tiny.write("again.toml", explained);
     tiny.prints("plan --recipe again");
 }

@@ -38,10 +38,7 @@ fn assert_same(model: &Qwen3<Flex>, a: &[f32], b: &[f32], what: &str) {
         Attention::Dma(_) => {
             let difference = max_difference(a, b);
             let tolerance = 32.0 * f32::EPSILON * largest;
-            assert!(
-                difference <= tolerance,
-                "{what}: {difference} > {tolerance}"
-            );
+            assert!(difference <= tolerance, "{what}: {difference} > {tolerance}");
         }
         _ => assert!(a == b, "{what}: {} apart", max_difference(a, b)),
     }

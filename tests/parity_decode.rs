@@ -161,8 +161,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
         assert!(texts[1].len() < 10, "{kind}");
 
         let mut cut =
-            TogetherGenerator::new(&model, &prompt, config(6, VOCAB_SIZE as u32), 2, &device)
-                .expect("it fits");
+            TogetherGenerator::new(&model, &prompt, config(6, VOCAB_SIZE as u32), 2, &device).expect("it fits");
         assert!(cut.next().expect("a token").expect("finite")[0].is_some());
         cut.end(0);
         let step = cut.next().expect("the other goes on").expect("finite");
@@ -183,9 +182,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
         eos_id,
         num_tokens: VOCAB_SIZE,
     };
-    let all = |generator: Generator<'_, Flex>| -> Vec<u32> {
-        generator.collect::<Result<_, _>>().expect("finite")
-    };
+    let all = |generator: Generator<'_, Flex>| -> Vec<u32> { generator.collect::<Result<_, _>>().expect("finite") };
     let start = tokens(4, 9);
     let never = VOCAB_SIZE as u32;
     let free = all(Generator::new(&model, &start, config(30, never), &device).expect("fits"));
@@ -205,11 +202,7 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
             .expect_err("too long")
             .to_string()
     };
-    assert!(
-        error(60, 5).contains("at most 4 new tokens"),
-        "{}",
-        error(60, 5)
-    );
+    assert!(error(60, 5).contains("at most 4 new tokens"), "{}", error(60, 5));
     assert!(error(65, 1).contains("context of 64"), "{}", error(65, 1));
     let unknown = Generator::new(&model, &[1, 97], config(1, 0), &device).expect_err("unknown");
     assert!(unknown.to_string().contains("token 97"), "{unknown}");

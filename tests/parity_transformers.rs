@@ -2,20 +2,14 @@
 //!
 //! Live where Python has transformers, and against stored logits everywhere. `UPDATE_GOLDEN=1` rewrites the stored
 //! ones.
-#![allow(
-    clippy::print_stderr,
-    reason = "the largest difference is worth a line"
-)]
+#![allow(clippy::print_stderr, reason = "the largest difference is worth a line")]
 use crate::python;
-use crate::random_model::{
-    KINDS, VOCAB_SIZE, distinct_tokens, max_difference, random_model, recipe, write_checkpoint,
-};
+use crate::random_model::{KINDS, VOCAB_SIZE, distinct_tokens, max_difference, random_model, recipe, write_checkpoint};
 use burn::tensor::TensorData;
 use burn_flex::Flex;
 use sieve_eval::logits;
 use sieve_hf::{
-    DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model,
-    write_tensor_file,
+    DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, TensorFile, export, load_model, write_tensor_file,
 };
 use std::path::{Path, PathBuf};
 
@@ -67,11 +61,7 @@ fn transformers_computes_the_same_logits() {
         let checkpoint = write_checkpoint(&run, &recipe, &model);
         let out = folder.path().join(format!("{kind}-hf"));
         // One of them in several files.
-        let shard_bytes = if kind == "swa" {
-            100_000
-        } else {
-            DEFAULT_SHARD_BYTES
-        };
+        let shard_bytes = if kind == "swa" { 100_000 } else { DEFAULT_SHARD_BYTES };
         let report = export(&checkpoint, &out, &options(shard_bytes)).expect("exports");
         arguments.push(out.display().to_string());
         ours.push((kind, out, report, our_logits(&run, &tokens)));
@@ -87,11 +77,7 @@ fn transformers_computes_the_same_logits() {
         assert_eq!(line["missing"], serde_json::json!([]), "{kind}");
         assert_eq!(line["unexpected"], serde_json::json!([]), "{kind}");
         assert_eq!(line["num_parameters"], report.num_parameters, "{kind}");
-        assert_eq!(
-            line["text_ids"],
-            serde_json::json!([5, 0, 1, 96, 30]),
-            "{kind}"
-        );
+        assert_eq!(line["text_ids"], serde_json::json!([5, 0, 1, 96, 30]), "{kind}");
         assert_eq!(line["eos_token_id"], VOCAB_SIZE - 1, "{kind}");
         let theirs = TensorFile::open(&out.join("transformers.safetensors")).expect("written");
         let theirs = theirs.tensor("logits", &[1, LEN, VOCAB_SIZE]);

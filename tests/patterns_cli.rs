@@ -7,10 +7,7 @@ use std::fs;
 /// A dense model with room for prompts on which MInference's candidates differ.
 fn dense() -> TinyRun {
     let tiny = TinyRun::new("kind = \"mha\"");
-    tiny.trained(
-        "run",
-        "--set training.steps=8 --set model.max_position_embeddings=5100",
-    );
+    tiny.trained("run", "--set training.steps=8 --set model.max_position_embeddings=5100");
     tiny
 }
 
@@ -25,9 +22,7 @@ fn patterns_of_minference_are_written_and_used() {
     let flag = "--selector minference:pattern=found.json";
     says(
         &text,
-        &format!(
-            "minference: 1 prompt of 5050 tokens | all 4 heads keep | wrote found.json | {flag}"
-        ),
+        &format!("minference: 1 prompt of 5050 tokens | all 4 heads keep | wrote found.json | {flag}"),
     );
     let file = tiny.read("found.json");
     let file: Value = serde_json::from_str(&file).expect("JSON");
@@ -39,11 +34,7 @@ fn patterns_of_minference_are_written_and_used() {
     }
     let found = json(&tiny.prints(&command("--length 5050 --out again.json --json")));
     let same = tiny.read("again.json");
-    assert_eq!(
-        serde_json::from_str::<Value>(&same).expect("JSON"),
-        file,
-        "{found}"
-    );
+    assert_eq!(serde_json::from_str::<Value>(&same).expect("JSON"), file, "{found}");
     let counts = found["found"]["patterns"].as_array().expect("a list");
     let heads: f64 = counts.iter().map(|count| number(&count["heads"])).sum();
     assert_eq!((heads, &found["num_tokens"]), (4.0, &5050.into()));
@@ -75,23 +66,14 @@ fn patterns_of_dam_are_written_and_used() {
     let dam = "--method dam:capture=24,density=0.3,sink=2 --windows 3 --out maps.json";
     let text = tiny.prints(&command(dam));
     let flag = "--selector dam:map=maps.json,sink=2";
-    says(
-        &text,
-        &format!("dam: 3 prompts of 24 tokens | pairs on | {flag}"),
-    );
+    says(&text, &format!("dam: 3 prompts of 24 tokens | pairs on | {flag}"));
     let maps = tiny.read("maps.json");
     let maps: Value = serde_json::from_str(&maps).expect("JSON");
     assert_eq!(maps["layers"].as_array().map(Vec::len), Some(2));
-    assert_eq!(
-        maps["layers"][1][1]["rows"].as_array().map(Vec::len),
-        Some(24)
-    );
+    assert_eq!(maps["layers"][1][1]["rows"].as_array().map(Vec::len), Some(24));
     let found = json(&tiny.prints(&command(&format!("{dam} --json"))));
     let layers = found["found"]["layers"].as_array().expect("a list");
-    let told: f64 = layers
-        .iter()
-        .map(|layer| number(&layer["density"]) / 2.0)
-        .sum();
+    let told: f64 = layers.iter().map(|layer| number(&layer["density"]) / 2.0).sum();
     assert!(told >= 0.3, "{found}");
     let table = json(&tiny.prints(&format!(
         "eval selectors --checkpoint run --data corpus --device cpu --lengths 24 --windows 2 --json {flag}"

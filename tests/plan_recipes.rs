@@ -14,14 +14,8 @@ fn every_shipped_recipe_is_planned_within_a_second() {
     let mut planned = 0;
     for entry in std::fs::read_dir(folder).expect("recipes") {
         let path = entry.expect("an entry").path();
-        let name = path
-            .file_stem()
-            .expect("a name")
-            .to_string_lossy()
-            .into_owned();
-        if path.extension().is_none_or(|ending| ending != "toml")
-            || WITHOUT_VOCABULARY.contains(&name.as_str())
-        {
+        let name = path.file_stem().expect("a name").to_string_lossy().into_owned();
+        if path.extension().is_none_or(|ending| ending != "toml") || WITHOUT_VOCABULARY.contains(&name.as_str()) {
             continue;
         }
         let mut fastest = Duration::MAX;
@@ -37,10 +31,7 @@ fn every_shipped_recipe_is_planned_within_a_second() {
         let sum = plan["parameters"].as_array().expect("a list").iter();
         let sum: u64 = sum.map(|part| part[1].as_u64().expect("a count")).sum();
         assert_eq!(plan["num_parameters"].as_u64(), Some(sum), "{name}");
-        assert!(
-            !plan["ops"].as_array().expect("a list").is_empty(),
-            "{name}"
-        );
+        assert!(!plan["ops"].as_array().expect("a list").is_empty(), "{name}");
         for stage in plan["stages"].as_array().expect("a list") {
             let number = |key: &str| stage[key].as_f64().expect("a number");
             assert!(number("executed_flops_per_token") > 0.0, "{name}");
@@ -62,10 +53,7 @@ fn the_text_names_every_part() {
     let run = TinyRun::dma();
     let plan = "plan --recipe dma_1p7b --gpu h100";
     let hybrid = run.prints(plan);
-    says(
-        &hybrid,
-        "attention dma (layers dma, dma, dma, mha) | KiB a token",
-    );
+    says(&hybrid, "attention dma (layers dma, dma, dma, mha) | KiB a token");
     let sparse = format!("{plan} --set model.layer_types=[\"sparse\"]");
     let text = run.prints(&sparse);
     says(
@@ -103,9 +91,7 @@ fn a_plan_says_how_often_the_run_reads_its_text() {
     assert!(one[1].is_null(), "{one}");
     // Shares of a mixture are read at rates of their own.
     let mixture = "--set data.paths=[\"corpus/0*.txt\",\"corpus/1*.txt\"] --set data.weights=[3,1]";
-    succeed(&mut run.sieve(&format!(
-        "data prepare --recipe tiny.toml --data-dir mixed {mixture}"
-    )));
+    succeed(&mut run.sieve(&format!("data prepare --recipe tiny.toml --data-dir mixed {mixture}")));
     let parts = json(&format!("{mixture} --set data.cache_dir=mixed"));
     let read = parts.as_array().expect("a list").iter().map(|part| {
         let number = |key: &str| part[key].as_f64().expect("a number");

@@ -18,9 +18,7 @@ pub(crate) fn interpreter(test: &str, imports: &str) -> Option<PathBuf> {
                 "SIEVE_PYTHON={} cannot `{imports}`: {failed:?}",
                 python.display()
             );
-            eprintln!(
-                "{test}: skipped, python3 cannot `{imports}`; set SIEVE_PYTHON to one that can"
-            );
+            eprintln!("{test}: skipped, python3 cannot `{imports}`; set SIEVE_PYTHON to one that can");
             None
         }
     }

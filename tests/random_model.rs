@@ -71,9 +71,7 @@ pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {
 
 /// A model of `recipe` whose every parameter is random.
 pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
-    let shape = recipe
-        .model_shape(VOCAB_SIZE)
-        .expect("the recipe gives the vocabulary");
+    let shape = recipe.model_shape(VOCAB_SIZE).expect("the recipe gives the vocabulary");
     randomise(Qwen3::new(&shape, 0, &Default::default()), &shape, seed)
 }
 
@@ -87,13 +85,7 @@ fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
 
 /// Uniform in `centre ± spread`, from the tensor's name and the seed alone: goldens outlive any change to the model's
 /// own initialisation.
-pub(crate) fn values(
-    name: &str,
-    dims: &[usize],
-    seed: u64,
-    centre: f64,
-    spread: f64,
-) -> TensorData {
+pub(crate) fn values(name: &str, dims: &[usize], seed: u64, centre: f64, spread: f64) -> TensorData {
     // FNV-1a.
     let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
@@ -158,9 +150,7 @@ pub(crate) fn write_checkpoint(folder: &Path, recipe: &Recipe, model: &Qwen3<Fle
 /// `len` tokens without a pattern.
 pub(crate) fn tokens(len: usize, seed: u64) -> Vec<u32> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
-    (0..len)
-        .map(|_| random.next_u32() % VOCAB_SIZE as u32)
-        .collect()
+    (0..len).map(|_| random.next_u32() % VOCAB_SIZE as u32).collect()
 }
 
 /// `len` tokens, no two alike: equal tokens have equal scores in the first layer, and which of them `torch.topk` keeps

@@ -49,16 +49,10 @@ fn damaged_files_are_refused_by_name() {
             // By its name and with what to type instead; nothing is written, and the one before is not taken silently.
             let named = format!("step-{latest}/{name}");
             let hint = format!("step-{before}");
-            tiny.refuse(
-                &mut tiny.train("run", "--resume"),
-                &format!("{named} | {hint}"),
-            );
+            tiny.refuse(&mut tiny.train("run", "--resume"), &format!("{named} | {hint}"));
         }
         fs::remove_file(&path).expect("writable");
-        tiny.refuse(
-            &mut tiny.train("run", "--resume"),
-            &format!("step-{latest}/{name}"),
-        );
+        tiny.refuse(&mut tiny.train("run", "--resume"), &format!("step-{latest}/{name}"));
         fs::write(&path, whole).expect("writable");
     }
 
@@ -93,10 +87,7 @@ fn damaged_files_are_refused_by_name() {
     ));
     assert!(printed.contains("aside"), "{printed}");
     let aside = folder.with_file_name(format!("step-{latest}.aside-1"));
-    assert_eq!(
-        fs::read(aside.join("model.safetensors")).expect("kept"),
-        b"no weights"
-    );
+    assert_eq!(fs::read(aside.join("model.safetensors")).expect("kept"), b"no weights");
     tiny.assert_same_end("run", "reference");
     tiny.assert_same_metrics("run", "reference");
 }
@@ -122,10 +113,7 @@ fn a_checkpoint_of_another_model_is_refused() {
 
 /// Bytes of all files below a folder.
 fn bytes_below(tiny: &TinyRun, name: &str) -> usize {
-    tiny.snapshot(name)
-        .values()
-        .map(|(bytes, _)| bytes.len())
-        .sum()
+    tiny.snapshot(name).values().map(|(bytes, _)| bytes.len()).sum()
 }
 
 #[test]
@@ -199,24 +187,12 @@ fn a_limit_on_file_sizes_loses_no_checkpoint() {
     let program = tiny.sieve("").get_program().to_owned();
     let mut command = Command::new("sh");
     command
-        .args([
-            "-c",
-            &script,
-            "sh",
-            "train",
-            "--recipe",
-            "tiny.toml",
-            "--device",
-            "cpu",
-        ])
+        .args(["-c", &script, "sh", "train", "--recipe", "tiny.toml", "--device", "cpu"])
         .args(["--out", "run", "--resume"])
         .current_dir(tiny.path(""))
         .env("SIEVE", program)
         .env("RAYON_NUM_THREADS", "2");
-    refused(
-        &mut command,
-        "model.safetensors | File too large | make room",
-    );
+    refused(&mut command, "model.safetensors | File too large | make room");
     assert!(tiny.checkpoint("run", latest) == kept);
     assert!(!tiny.path(&format!("run/checkpoint/step-{STEPS}")).exists());
     succeed(&mut tiny.train("run", "--resume"));

@@ -12,17 +12,11 @@ use std::time::{Duration, Instant, SystemTime};
 const NUM_KILLS: usize = 20;
 
 /// Random moments: others each time, or those of `SIEVE_TEST_SEED`, which is printed.
-#[expect(
-    clippy::print_stdout,
-    reason = "a test that fails shows what it printed"
-)]
+#[expect(clippy::print_stdout, reason = "a test that fails shows what it printed")]
 pub(crate) fn seeded() -> ChaCha8Rng {
     let seed = match std::env::var("SIEVE_TEST_SEED") {
         Ok(seed) => seed.parse().expect("SIEVE_TEST_SEED is a number"),
-        Err(_) => SystemTime::UNIX_EPOCH
-            .elapsed()
-            .expect("after 1970")
-            .as_nanos() as u64,
+        Err(_) => SystemTime::UNIX_EPOCH.elapsed().expect("after 1970").as_nanos() as u64,
     };
     println!("SIEVE_TEST_SEED={seed}");
     ChaCha8Rng::seed_from_u64(seed)
@@ -100,9 +94,7 @@ impl TinyRun {
     /// The last step that a killed run logged.
     fn metrics_of_killed(&self, out: &str) -> u64 {
         let text = fs::read_to_string(self.path(out).join("metrics.jsonl")).unwrap_or_default();
-        let lines = text
-            .lines()
-            .filter_map(|line| serde_json::from_str(line).ok());
+        let lines = text.lines().filter_map(|line| serde_json::from_str(line).ok());
         let steps = lines.filter_map(|line: serde_json::Value| line["step"].as_u64());
         steps.max().unwrap_or(0)
     }
@@ -208,10 +200,7 @@ fn a_finished_run_is_left_alone_or_made_longer() {
     tiny.trained("reference", constant);
     tiny.trained("run", &format!("{constant} --set training.steps=12"));
     let before = tiny.snapshot("run");
-    let printed = succeed(&mut tiny.train(
-        "run",
-        &format!("{constant} --set training.steps=12 --resume"),
-    ));
+    let printed = succeed(&mut tiny.train("run", &format!("{constant} --set training.steps=12 --resume")));
     assert!(printed.contains("nothing to do"), "{printed}");
     assert!(before == tiny.snapshot("run"), "a file was written");
 
@@ -225,10 +214,7 @@ fn a_finished_run_is_left_alone_or_made_longer() {
 #[test]
 fn another_number_of_threads_is_told() {
     let tiny = TinyRun::dma();
-    tiny.trained(
-        "run",
-        "--set training.steps=8 --set lr_scheduler.decay_ratio=0",
-    );
+    tiny.trained("run", "--set training.steps=8 --set lr_scheduler.decay_ratio=0");
     let mut command = tiny.train("run", "--resume --set lr_scheduler.decay_ratio=0");
     let printed = succeed(command.env("RAYON_NUM_THREADS", "1"));
     says(&printed, "note: 1 threads compute, the run used 2");
@@ -277,11 +263,7 @@ fn a_checkpoint_of_another_run_begins_a_new_folder() {
     let from = format!("--resume-from reference/checkpoint/step-{}", 3 * INTERVAL);
     succeed(&mut tiny.train("fork", &from));
     tiny.assert_same_end("fork", "reference");
-    assert!(
-        tiny.metrics("fork", "step")
-            .into_keys()
-            .eq(3 * INTERVAL + 1..=STEPS)
-    );
+    assert!(tiny.metrics("fork", "step").into_keys().eq(3 * INTERVAL + 1..=STEPS));
     assert!(before == tiny.snapshot("reference"));
     // Into a folder that holds a run of its own it does not go.
     tiny.refuse(&mut tiny.train("fork", &from), "fork | --out");

@@ -39,9 +39,7 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
         assert_eq!(samples.len(), 3 * 2 * 3);
         for task in tasks {
             let of_task = samples.iter().filter(|one| one["task"] == task["task"]);
-            let ranks: Vec<f64> = of_task
-                .map(|one| one["rank"].as_f64().expect("a rank"))
-                .collect();
+            let ranks: Vec<f64> = of_task.map(|one| one["rank"].as_f64().expect("a rank")).collect();
             assert!(ranks.iter().all(|rank| (1.0..=11.0).contains(rank)));
             let mean = ranks.iter().sum::<f64>() / ranks.len() as f64;
             assert!((task["mean_rank"].as_f64().expect("a rank") - mean).abs() < 1e-9);
@@ -51,10 +49,7 @@ fn ruler_is_asked_of_kinds_with_files_and_a_picture() {
                 (&900.into(), &1000.into())
             );
             // The words to copy have no single depth.
-            assert_eq!(
-                task["cells"] == Value::Array(Vec::new()),
-                task["task"] == "copy"
-            );
+            assert_eq!(task["cells"] == Value::Array(Vec::new()), task["task"] == "copy");
         }
         let svg = tiny.read("p.svg");
         assert!(
@@ -99,10 +94,7 @@ fn generated_samples_train_a_model_and_repeat() {
     let tiny = trained(KINDS[0]);
     let tokenizer = fs::read_dir(tiny.path("run/checkpoint")).expect("checkpoints");
     let tokenizer = tokenizer.map(|entry| entry.expect("readable").path().join("tokenizer.json"));
-    let tokenizer = tokenizer
-        .into_iter()
-        .find(|path| path.is_file())
-        .expect("a tokenizer");
+    let tokenizer = tokenizer.into_iter().find(|path| path.is_file()).expect("a tokenizer");
     let generate = |out: &str, seed: usize| {
         let command = format!(
             "data generate --tasks passkey,induce,kv_retrieval --tokenizer {} --samples 30 --min-length 700 \
@@ -120,10 +112,7 @@ fn generated_samples_train_a_model_and_repeat() {
     assert_eq!(rows.len(), 30);
     for row in &rows {
         let part = |name: &str| row[name].as_str().expect("a text").to_owned();
-        assert_eq!(
-            part("text"),
-            format!("{} {}", part("prompt"), part("answer"))
-        );
+        assert_eq!(part("text"), format!("{} {}", part("prompt"), part("answer")));
         let length = row["length"].as_u64().expect("a number");
         assert!((700..=900).contains(&length) && length != 768);
     }
@@ -151,10 +140,7 @@ fn ruler_mistakes_are_told_and_change_nothing() {
         --tasks passkey --lengths 900 --plot no/where.svg => no/where.svg | no folder
     "#,
     );
-    tiny.refuses(
-        "data generate --tokenizer nowhere.json --out a.jsonl",
-        "nowhere.json",
-    );
+    tiny.refuses("data generate --tokenizer nowhere.json --out a.jsonl", "nowhere.json");
     tiny.refuses(
         "data generate --tokenizer nowhere.json --out a.jsonl --min-length 9 --max-length 8",
         "--min-length 9",

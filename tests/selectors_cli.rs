@@ -33,10 +33,7 @@ fn selectors_help_needs_no_checkpoint() {
         "eval selectors --selector help",
     ] {
         let text = tiny.prints(command);
-        says(
-            &text,
-            "bfla | momo | flexprefill | snapkv | exact_top | tau=0.9",
-        );
+        says(&text, "bfla | momo | flexprefill | snapkv | exact_top | tau=0.9");
     }
 }
 
@@ -117,17 +114,11 @@ fn selectors_run_on_a_dense_checkpoint() {
     ] {
         let map = fs::read(tiny.path(&format!("maps/{name}.png"))).expect("it was written");
         let is_whole = map.starts_with(b"\x89PNG") && map.ends_with(b"IEND\xae\x42\x60\x82");
-        assert!(
-            is_whole && map[16..24].iter().any(|byte| *byte > 0),
-            "{name}"
-        );
+        assert!(is_whole && map[16..24].iter().any(|byte| *byte > 0), "{name}");
     }
     assert_eq!(fs::read_dir(tiny.path("maps")).expect("written").count(), 4);
     let name = "streamingllm:n_init=2,min_prefill_tokens=0 (n_local)";
-    assert!(
-        picture.starts_with("<svg") && picture.contains(name),
-        "{picture}"
-    );
+    assert!(picture.starts_with("<svg") && picture.contains(name), "{picture}");
 }
 
 /// The values of the curves are the program's own, and settings of one method have rows, lines and files of their own.
@@ -135,9 +126,7 @@ fn selectors_run_on_a_dense_checkpoint() {
 fn selectors_of_one_method_stand_apart() {
     let tiny = TinyRun::new("kind = \"mha\"");
     let run = run_of(&tiny);
-    let base = format!(
-        "eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu"
-    );
+    let base = format!("eval selectors --checkpoint {run} --data text.txt --lengths 32 --windows 1 --device cpu");
     let text = tiny.prints(&format!("{base} --plot all.svg --maps all"));
     assert!(text.contains("wrote all.svg"), "{text}");
     let picture = tiny.read("all.svg");
@@ -153,10 +142,7 @@ fn selectors_of_one_method_stand_apart() {
     let mut maps = Vec::new();
     for (block, tau) in [(4, "0.3"), (8, "0.3"), (4, "0.85")] {
         let label = format!("meanpool:block={block},tau={tau},min_prefill_tokens=0 ");
-        assert!(
-            text.lines().any(|line| line.starts_with(&label)),
-            "{label}: {text}"
-        );
+        assert!(text.lines().any(|line| line.starts_with(&label)), "{label}: {text}");
         let file = format!("three/meanpool-block={block}-tau={tau}-min_prefill_tokens=0.png");
         maps.push(fs::read(tiny.path(&file)).unwrap_or_else(|e| panic!("{file}: {e}")));
     }
@@ -171,10 +157,7 @@ fn selectors_of_one_method_stand_apart() {
     }
     let report = json(&tiny.prints(&format!("{base}{asked} --json")));
     let rows = report["selectors"].as_array().expect("a list");
-    assert_eq!(
-        rows[1]["label"],
-        "meanpool:block=8,tau=0.3,min_prefill_tokens=0"
-    );
+    assert_eq!(rows[1]["label"], "meanpool:block=8,tau=0.3,min_prefill_tokens=0");
     assert_eq!(report["failed"], Value::Array(Vec::new()));
 }
 
@@ -195,16 +178,10 @@ fn selectors_of_which_one_fails_are_told_and_the_rest_is_written() {
     refused(&mut tiny.sieve(&command), words);
     says(&out, "16 tokens: dense loss | 32 tokens: dense loss");
     let label = "meanpool:block=4,tau=0.3,min_prefill_tokens=0 ";
-    assert_eq!(
-        out.lines().filter(|line| line.starts_with(label)).count(),
-        2
-    );
+    assert_eq!(out.lines().filter(|line| line.starts_with(label)).count(), 2);
     let picture = tiny.read("rest.svg");
     assert!(picture.contains("meanpool:block=4,min_prefill_tokens=0 (tau)"));
-    let output = tiny
-        .sieve(&format!("{command} --json"))
-        .output()
-        .expect("it starts");
+    let output = tiny.sieve(&format!("{command} --json")).output().expect("it starts");
     let report = json(&String::from_utf8_lossy(&output.stdout));
     assert_eq!(report["selectors"].as_array().map(Vec::len), Some(2));
     let failed = report["failed"].to_string();
@@ -216,8 +193,7 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
     let tiny = TinyRun::new("kind = \"mha\"");
     let run = run_of(&tiny);
     let ppl = |more: &str| {
-        let command =
-            format!("eval ppl --checkpoint {run} --data text.txt --device cpu --json {more}");
+        let command = format!("eval ppl --checkpoint {run} --data text.txt --device cpu --json {more}");
         json(&tiny.prints(&command))
     };
     let loss = |report: &Value| number(&report["loss"]);
@@ -229,10 +205,7 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
         );
         assert_eq!((&whole["chunk"], &cut["chunk"]), (&Value::Null, &8.into()));
         assert!((loss(&whole) - loss(&cut)).abs() < 1e-5, "{whole} {cut}");
-        assert!(
-            (pairs(&whole) / pairs(&cut) - 1.0).abs() < 1e-9,
-            "{whole} {cut}"
-        );
+        assert!((pairs(&whole) / pairs(&cut) - 1.0).abs() < 1e-9, "{whole} {cut}");
         assert!(
             cut["selection"]["calls"].as_u64() > whole["selection"]["calls"].as_u64(),
             "{whole} {cut}"
@@ -253,10 +226,7 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
                         "--temperature",
                         "0",
                     ][..],
-                    &[
-                        "--prompt",
-                        "the fox sees a dog and the dog sees the fox again",
-                    ],
+                    &["--prompt", "the fox sees a dog and the dog sees the fox again"],
                     &["--max-new-tokens", "8", "--selector", SELECTORS[1]],
                     &more.split_whitespace().collect::<Vec<_>>(),
                 ]
@@ -321,10 +291,7 @@ fn selectors_differ_by_layer() {
         let output = tiny.sieve(&command).output().expect("it starts");
         let out = String::from_utf8_lossy(&output.stdout).into_owned();
         let err = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success() && out.contains(said),
-            "{command}: {out}{err}"
-        );
+        assert!(output.status.success() && out.contains(said), "{command}: {out}{err}");
         assert_eq!(out.matches(said).count(), 1, "{out}");
     }
     // A method of prompts beside one of the tokens after them.
@@ -349,9 +316,12 @@ fn selectors_differ_by_layer() {
 fn selectors_come_from_a_grid() {
     let tiny = TinyRun::new("kind = \"mha\"");
     let run = run_of(&tiny);
-    tiny.write("grid.toml", "selectors = [\"0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0\"]\n\
+    tiny.write(
+        "grid.toml",
+        "selectors = [\"0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0\"]\n\
          [[grid]]\nmethod = \"meanpool\"\nblock = [4, 8]\ntau = [0.3, 0.85]\nmin_prefill_tokens = 0\n\
-         [[grid]]\nmethod = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n");
+         [[grid]]\nmethod = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n",
+    );
     let command = format!(
         "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --grid grid.toml \
          --selector {}",
@@ -359,10 +329,7 @@ fn selectors_come_from_a_grid() {
     );
     let report = json(&tiny.prints(&format!("{command} --json")));
     let rows = report["selectors"].as_array().expect("a list");
-    let labels: Vec<&str> = rows
-        .iter()
-        .filter_map(|row| row["label"].as_str())
-        .collect();
+    let labels: Vec<&str> = rows.iter().filter_map(|row| row["label"].as_str()).collect();
     let wanted = [
         SELECTORS[0],
         "0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0",
@@ -373,11 +340,7 @@ fn selectors_come_from_a_grid() {
         "momo:k=9,k_exact=2,min_prefill_tokens=0",
     ];
     assert_eq!(labels, [wanted, wanted].concat());
-    assert!(
-        report["left_out"]
-            .to_string()
-            .contains("k_exact=2 is more than k=1")
-    );
+    assert!(report["left_out"].to_string().contains("k_exact=2 is more than k=1"));
     let text = tiny.prints(&format!("{command} --scores scores.svg"));
     assert!(text.contains("wrote scores.svg") && text.contains("left out: momo: k_exact=2"));
     let picture = tiny.read("scores.svg");
@@ -400,10 +363,7 @@ fn selectors_stand_beside_models_trained_sparse() {
     let run = run_of(&tiny);
     let others = [
         ("swa", "--set attention.sliding_window=8"),
-        (
-            "dma",
-            "--set attention.keep_window_size=8 --set attention.a_init=0.5",
-        ),
+        ("dma", "--set attention.keep_window_size=8 --set attention.a_init=0.5"),
         (
             "nsa",
             "--set attention.compress_block_size=4 --set attention.compress_stride=2 --set attention.compress=mean \
@@ -457,14 +417,8 @@ fn selectors_stand_beside_models_trained_sparse() {
             SELECTORS[1]
         ))
     };
-    refused(
-        &mut with("--compare nowhere"),
-        "--compare nowhere | no checkpoint",
-    );
-    tiny.trained(
-        "words",
-        "--set training.steps=4 --set tokenizer.train.vocab_size=290",
-    );
+    refused(&mut with("--compare nowhere"), "--compare nowhere | no checkpoint");
+    tiny.trained("words", "--set training.steps=4 --set tokenizer.train.vocab_size=290");
     refused(
         &mut with("--compare words"),
         "--compare words | its tokenizer is not the one",

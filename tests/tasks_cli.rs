@@ -10,14 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Tasks of the stored reference.
-const TASKS: [&str; 6] = [
-    "lambada_openai",
-    "hellaswag",
-    "piqa",
-    "arc_easy",
-    "winogrande",
-    "sciq",
-];
+const TASKS: [&str; 6] = ["lambada_openai", "hellaswag", "piqa", "arc_easy", "winogrande", "sciq"];
 const NUM_ROWS: usize = 24;
 
 /// Rows in the words of the random model's tokenizer.
@@ -65,9 +58,7 @@ impl Rows {
     }
 
     fn write(&mut self, path: &Path, task: &str, num_rows: usize) {
-        let lines: Vec<String> = (0..num_rows)
-            .map(|_| self.row(task).to_string() + "\n")
-            .collect();
+        let lines: Vec<String> = (0..num_rows).map(|_| self.row(task).to_string() + "\n").collect();
         fs::write(path, lines.concat()).expect("the folder is writable");
     }
 }
@@ -104,9 +95,7 @@ fn eval(tiny: &TinyRun, more: &str) -> String {
 fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     let tiny = random_run();
     let test = "tasks_have_the_numbers_of_lm_evaluation_harness";
-    if let Some(python) =
-        python::interpreter(test, "import lm_eval, accelerate, torch, transformers")
-    {
+    if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
         tiny.prints("export --checkpoint run --out exported");
         let path = |name: &str| tiny.path(name).display().to_string();
         let arguments = ["exported", "rows", "out.json"].map(path);
@@ -121,25 +110,16 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
 }
 
 fn assert_same(tiny: &TinyRun, expected: &Value) {
-    let files = |ending: &str| {
-        TASKS
-            .map(|task| format!("{task}=rows/{task}{ending}"))
-            .join(" ")
-    };
+    let files = |ending: &str| TASKS.map(|task| format!("{task}=rows/{task}{ending}")).join(" ");
     let (rows, examples) = (files(".jsonl"), files(".train.jsonl"));
     let report = json(&eval(
         tiny,
-        &format!(
-            "--data {rows} --fewshot-data {examples} --fewshot 1 --truncate --samples samples.jsonl --json"
-        ),
+        &format!("--data {rows} --fewshot-data {examples} --fewshot 1 --truncate --samples samples.jsonl --json"),
     ));
     let samples = tiny.read("samples.jsonl");
     let mut samples = samples.lines().map(json);
     let mut num_cut = 0;
-    for (task, report) in TASKS
-        .iter()
-        .zip(report["tasks"].as_array().expect("a list"))
-    {
+    for (task, report) in TASKS.iter().zip(report["tasks"].as_array().expect("a list")) {
         let expected = &expected[*task];
         num_cut += report["num_truncated"].as_u64().expect("a count");
         for row in expected["rows"].as_array().expect("a list") {
@@ -166,15 +146,8 @@ fn assert_same(tiny: &TinyRun, expected: &Value) {
             let score = scores.iter().find(|score| score["name"] == **name);
             let value = score.and_then(|score| score["value"].as_f64()).expect(name);
             let wanted = wanted.as_f64().expect("a number");
-            let limit = if name == "perplexity" {
-                1e-4 * wanted
-            } else {
-                1e-9
-            };
-            assert!(
-                (value - wanted).abs() <= limit,
-                "{task} {name}: {value}, {wanted}"
-            );
+            let limit = if name == "perplexity" { 1e-4 * wanted } else { 1e-9 };
+            assert!((value - wanted).abs() <= limit, "{task} {name}: {value}, {wanted}");
         }
     }
     assert_eq!(samples.next(), None);
@@ -265,11 +238,7 @@ fn tasks_of_ones_own_generate_and_match() {
     eval(&tiny, "--data mine.toml=mine.jsonl --samples s.jsonl");
     let sample = tiny.read("s.jsonl");
     let sample = json(sample.lines().next().expect("a row"));
-    assert_eq!(
-        sample["answer"].as_str().map(str::trim),
-        Some(first),
-        "{sample}"
-    );
+    assert_eq!(sample["answer"].as_str().map(str::trim), Some(first), "{sample}");
 }
 
 #[test]
@@ -290,7 +259,9 @@ fn tasks_mistakes_are_told_and_change_nothing() {
     tiny.write("long.jsonl", long);
     let uneven = json!({"question": "t1", "choices": {"text": ["t1", "t2"], "label": ["A"]}, "answerKey": "A"});
     tiny.write("uneven.jsonl", uneven.to_string());
-    tiny.refuses_each("eval tasks --checkpoint run --device cpu", r#"
+    tiny.refuses_each(
+        "eval tasks --checkpoint run --device cpu",
+        r#"
         --data pica=rows/piqa.jsonl => no task "pica" | did you mean piqa?
         --data piqa => no TASK=FILE
         --data piqa=nowhere.jsonl => nowhere.jsonl | cannot open
@@ -307,7 +278,8 @@ fn tasks_mistakes_are_told_and_change_nothing() {
         --data piqa=rows/piqa.jsonl --samples no/where.jsonl => no/where.jsonl | no folder
         --data piqa=rows/piqa.jsonl --selector quset => did you mean quest?
         --data triviaqa=rows/piqa.jsonl => no column "question"
-    "#);
+    "#,
+    );
     tiny.refuses("eval tasks --show pica", "did you mean piqa?");
     tiny.refuses("eval tasks --data piqa=rows/piqa.jsonl", "--checkpoint");
 }
@@ -326,9 +298,7 @@ fn longbench_files_are_read_from_their_folder() {
         let rows: Vec<String> = (0..5).map(|_| row(&mut random)).collect();
         tiny.write(&format!("longbench/{name}.jsonl"), rows.join("\n"));
     }
-    let run = |more: &str| {
-        format!("eval longbench --checkpoint run --device cpu --folder longbench {more}")
-    };
+    let run = |more: &str| format!("eval longbench --checkpoint run --device cpu --folder longbench {more}");
     let report = json(&tiny.prints(&run("--json --samples s.jsonl")));
     let tasks = report["tasks"].as_array().expect("a list");
     let names: Vec<_> = tasks
@@ -353,13 +323,8 @@ fn longbench_files_are_read_from_their_folder() {
         "{report}"
     );
     let samples = tiny.read("s.jsonl");
-    for (task, lines) in tasks
-        .iter()
-        .zip(samples.lines().collect::<Vec<_>>().chunks(5))
-    {
-        let values = lines
-            .iter()
-            .map(|line| json(line)["score"].as_f64().expect("a score"));
+    for (task, lines) in tasks.iter().zip(samples.lines().collect::<Vec<_>>().chunks(5)) {
+        let values = lines.iter().map(|line| json(line)["score"].as_f64().expect("a score"));
         let mean = values.sum::<f64>() / 5.0;
         assert!((task["scores"][0]["value"].as_f64().expect("a score") - mean).abs() < 1e-9);
     }
@@ -369,10 +334,7 @@ fn longbench_files_are_read_from_their_folder() {
         &run("--only hotpotqq"),
         "hotpotqq is no data set of LongBench | musique",
     );
-    tiny.refuses(
-        &run("--only musique"),
-        "there is no longbench/musique.jsonl",
-    );
+    tiny.refuses(&run("--only musique"), "there is no longbench/musique.jsonl");
     tiny.refuses(
         "eval longbench --checkpoint run --device cpu --folder corpus",
         "corpus holds no file of LongBench",

@@ -89,9 +89,7 @@ impl TinyRun {
 
     /// `sieve train` on the recipe into `out`, with more arguments.
     pub(crate) fn train(&self, out: &str, more: &str) -> Command {
-        self.sieve(&format!(
-            "train --recipe tiny.toml --device cpu --out {out} {more}"
-        ))
+        self.sieve(&format!("train --recipe tiny.toml --device cpu --out {out} {more}"))
     }
 
     /// The run in `out` from its beginning to its end, undisturbed.
@@ -105,12 +103,7 @@ impl TinyRun {
 
     /// Weights and optimizer of a checkpoint, byte for byte, and where the run stood. Of a checkpoint by several
     /// processes they are put together, by the shapes of `reference`, a run of one process.
-    pub(crate) fn checkpoint_like(
-        &self,
-        out: &str,
-        reference: &str,
-        step: u64,
-    ) -> BTreeMap<String, Vec<u8>> {
+    pub(crate) fn checkpoint_like(&self, out: &str, reference: &str, step: u64) -> BTreeMap<String, Vec<u8>> {
         let folder = |out: &str| self.path(out).join(format!("checkpoint/step-{step}"));
         let [own, shapes] = [out, reference].map(|out| {
             let found = sieve_hf::Checkpoint::open(&folder(out));
@@ -144,15 +137,11 @@ impl TinyRun {
             let path = folder.join(name);
             fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
         };
-        let mut state: serde_json::Value =
-            serde_json::from_slice(&read("state.json")).expect("JSON");
+        let mut state: serde_json::Value = serde_json::from_slice(&read("state.json")).expect("JSON");
         // The recipes may differ in what they may differ in.
         state["checksums"] = serde_json::Value::Null;
         let files = ["model.safetensors", "optimizer.safetensors"];
-        let mut found: BTreeMap<_, _> = files
-            .into_iter()
-            .map(|name| (name.to_owned(), read(name)))
-            .collect();
+        let mut found: BTreeMap<_, _> = files.into_iter().map(|name| (name.to_owned(), read(name))).collect();
         found.insert("state.json".to_owned(), state.to_string().into_bytes());
         found
     }
@@ -194,10 +183,7 @@ impl TinyRun {
     /// Asserts that `metrics.jsonl` has each step of the run once, with the losses of an undisturbed run.
     pub(crate) fn assert_same_metrics(&self, out: &str, reference: &str) {
         for (kind, keys) in [
-            (
-                "step",
-                &["loss", "grad_norm", "lr", "tokens_seen", "attention"][..],
-            ),
+            ("step", &["loss", "grad_norm", "lr", "tokens_seen", "attention"][..]),
             ("validation", &["loss", "bits_per_byte"][..]),
         ] {
             let (found, expected) = (self.metrics(out, kind), self.metrics(reference, kind));
@@ -272,10 +258,7 @@ pub(crate) fn refused(command: &mut Command, words: &str) -> String {
 
 /// The JSON object that a command printed; its remarks may follow.
 pub(crate) fn json(printed: &str) -> serde_json::Value {
-    let object = printed
-        .lines()
-        .rev()
-        .find(|line| line.starts_with(['{', '[']));
+    let object = printed.lines().rev().find(|line| line.starts_with(['{', '[']));
     serde_json::from_str(object.unwrap_or_default()).unwrap_or_else(|e| panic!("{e}: {printed}"))
 }
 

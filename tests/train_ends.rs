@@ -25,9 +25,7 @@ fn a_longer_run_says_its_rate_and_may_have_a_schedule_of_its_own() {
     tiny.trained("run", "");
     let rates = |out: &str| -> Vec<f64> {
         let lines = tiny.metrics(out, "step").into_values();
-        lines
-            .map(|line| line["lr"].as_f64().expect("a rate"))
-            .collect()
+        lines.map(|line| line["lr"].as_f64().expect("a rate")).collect()
     };
     let printed = succeed(&mut tiny.train("run", "--resume"));
     says(&printed, "nothing to do | --resume --extend 80");
@@ -106,19 +104,11 @@ fn a_tokenizer_of_any_name_for_its_end_token_trains() {
     let json = tiny.read("t.json");
     tiny.write("t.json", json.replace("<|endoftext|>", "<|over|>"));
     let train = "--set tokenizer.path=t.json --stop-after 4";
-    refused(
-        &mut tiny.train("run", train),
-        "tokenizer.eos_token | \"<|over|>\"",
-    );
-    succeed(&mut tiny.train(
-        "run",
-        &format!("{train} --set tokenizer.eos_token=<|over|>"),
-    ));
+    refused(&mut tiny.train("run", train), "tokenizer.eos_token | \"<|over|>\"");
+    succeed(&mut tiny.train("run", &format!("{train} --set tokenizer.eos_token=<|over|>")));
     let of_run = "--checkpoint run --device cpu";
     tiny.prints(&format!("eval ppl --recipe-validation {of_run}"));
-    tiny.prints(&format!(
-        "generate --prompt the --max-new-tokens 4 {of_run}"
-    ));
+    tiny.prints(&format!("generate --prompt the --max-new-tokens 4 {of_run}"));
     tiny.prints("export --checkpoint run --out exported");
     let config = tiny.read("exported/tokenizer_config.json");
     assert!(config.contains("<|over|>"), "{config}");

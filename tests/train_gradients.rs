@@ -68,9 +68,7 @@ fn batch(first_row: usize, rows: usize) -> Batch {
                 batch.tokens.push(random.next_u32() % VOCAB_SIZE as u32);
                 let has_label = number < 2 && place + 1 < end;
                 let label = (random.next_u32() % VOCAB_SIZE as u32) as i32;
-                batch
-                    .labels
-                    .push(if has_label { label } else { IGNORE_LABEL });
+                batch.labels.push(if has_label { label } else { IGNORE_LABEL });
                 batch.doc_start.push(start as u32);
                 batch.doc_end.push(end as u32);
                 batch.positions.push((place - start) as u32);
@@ -134,10 +132,7 @@ fn segments_give_the_gradients_of_the_whole_graph_to_the_bit() {
                 assert_eq!(segment.name, whole.name);
                 let (found, expected) = (values(&segment.data), values(&whole.data));
                 assert!(expected.iter().any(|x| *x != 0.0), "{} is zero", whole.name);
-                let same = found
-                    .iter()
-                    .zip(&expected)
-                    .all(|(a, b)| a.to_bits() == b.to_bits());
+                let same = found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
                 assert!(same, "{attention}, tied {tied}: {}", whole.name);
             }
         }
@@ -193,20 +188,13 @@ fn further_micro_batches_are_added_to_the_last_bit() {
                 gradients.named(&model)
             };
             let together = pass(&parts);
-            let alone = parts
-                .each_ref()
-                .map(|part| pass(std::slice::from_ref(part)));
+            let alone = parts.each_ref().map(|part| pass(std::slice::from_ref(part)));
             assert_eq!(together.len(), sieve_hf::parameter_names(&model).len());
             for (place, sum) in together.iter().enumerate() {
                 let [a, b, c] = alone.each_ref().map(|part| values(&part[place].data));
                 let places = a.iter().zip(&b).zip(&c);
                 let expected: Vec<f32> = places.map(|((a, b), c)| a + b + c).collect();
-                assert_eq!(
-                    values(&sum.data),
-                    expected,
-                    "{attention} {mode:?}: {}",
-                    sum.name
-                );
+                assert_eq!(values(&sum.data), expected, "{attention} {mode:?}: {}", sum.name);
             }
         }
     }
@@ -218,8 +206,7 @@ struct Zeros(HashMap<ParamId, Tensor<B, 2>>);
 impl ModuleVisitor<B> for Zeros {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         if let Ok(shape) = <[usize; 2]>::try_from(param.val().dims().as_slice()) {
-            self.0
-                .insert(param.id, Tensor::zeros(shape, &Default::default()));
+            self.0.insert(param.id, Tensor::zeros(shape, &Default::default()));
         }
     }
 }
@@ -263,12 +250,7 @@ fn with_checkpointing(
     let batch = DeviceBatch::<B>::new(&batch, &device);
     let mut gradients = GradientBuffer::default();
     let result = accumulate_gradients_with(&settings, model, &batch, &rope, scale, &mut gradients);
-    let loss = result
-        .loss
-        .into_data()
-        .iter::<f32>()
-        .next()
-        .expect("a loss");
+    let loss = result.loss.into_data().iter::<f32>().next().expect("a loss");
     let expire = result.expire.into_iter().map(|mask| mask.into_data());
     (loss.to_bits(), gradients.named(model), expire.collect())
 }
@@ -311,12 +293,7 @@ fn eight_bit_blocks_are_near_and_recomputed_to_the_last_bit() {
         assert!(off != 0.0 && off.abs() < 2e-2, "{attention}: {off}");
         let (mut error, mut norm) = (0.0, 0.0);
         for ((plain, one), again) in plain.iter().zip(&gradients).zip(&again) {
-            assert_eq!(
-                one.data.as_bytes(),
-                again.data.as_bytes(),
-                "{attention} {}",
-                one.name
-            );
+            assert_eq!(one.data.as_bytes(), again.data.as_bytes(), "{attention} {}", one.name);
             for (a, b) in values(&one.data).iter().zip(values(&plain.data)) {
                 error += f64::from(a - b).powi(2);
                 norm += f64::from(b).powi(2);

@@ -8,8 +8,8 @@ use sieve_data::OnChange;
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
-    DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
-    SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
+    DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, SkippedStep, Start,
+    TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -42,12 +42,7 @@ fn train(run: &TinyRun, out: &str, overrides: &[&str], factor: fn(u64) -> f64) -
 }
 
 /// Trains the tiny recipe with some steps made wrong.
-pub(crate) fn disturbed(
-    run: &TinyRun,
-    out: &str,
-    overrides: &[&str],
-    disturbance: Disturbance,
-) -> Outcome {
+pub(crate) fn disturbed(run: &TinyRun, out: &str, overrides: &[&str], disturbance: Disturbance) -> Outcome {
     disturbed_rank(run, out, overrides, disturbance, None)
 }
 
@@ -60,18 +55,13 @@ pub(crate) fn disturbed_rank(
     mesh: Option<Arc<Mesh>>,
 ) -> Outcome {
     let text = run.read("tiny.toml");
-    let text = text.replace(
-        "corpus/*.txt",
-        &run.path("corpus/*.txt").display().to_string(),
-    );
+    let text = text.replace("corpus/*.txt", &run.path("corpus/*.txt").display().to_string());
     let mut all = vec!["metrics.enable_tensorboard=false".to_owned()];
     all.extend(overrides.iter().map(|item| (*item).to_owned()));
     let recipe = Recipe::load(&text, "tiny.toml", &all).unwrap_or_else(|error| panic!("{error}"));
     let data = DataSource::open(&recipe, &|_| None).expect("the corpus");
     let place = (run.path("data"), OnChange::Refuse);
-    let mut data = data
-        .prepare(&recipe, &place.0, place.1, &mut |_| {})
-        .expect("prepared");
+    let mut data = data.prepare(&recipe, &place.0, place.1, &mut |_| {}).expect("prepared");
     data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {})
         .expect("prepared");
     let name = &recipe.checkpoint.folder;
@@ -118,9 +108,7 @@ pub(crate) fn disturbed_rank(
         steps,
         losses,
         checkpoints,
-        weights: weights
-            .map(|tensor| tensor.data.as_bytes().to_vec())
-            .collect(),
+        weights: weights.map(|tensor| tensor.data.as_bytes().to_vec()).collect(),
         moments: last.map_or(Vec::new(), |path| read(&path, "optimizer.safetensors")),
         result,
     }
@@ -137,10 +125,7 @@ const TWELVE: &[&str] = &["training.steps=12", "lr_scheduler.decay_ratio=0"];
 #[test]
 fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
     let run = TinyRun::dma();
-    for (number, factor) in [f64::NAN, f64::INFINITY, -f64::INFINITY]
-        .into_iter()
-        .enumerate()
-    {
+    for (number, factor) in [f64::NAN, f64::INFINITY, -f64::INFINITY].into_iter().enumerate() {
         // The eleventh step, rows 80 to 87, would be the last but one.
         let bad: fn(u64) -> f64 = match number {
             0 => |row| if row == 80 { f64::NAN } else { 1.0 },
@@ -153,18 +138,12 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
         let ten = &["training.steps=10", "lr_scheduler.decay_ratio=0"];
         let expected = train(&run, &format!("good-{number}"), ten, |_| 1.0);
         found.result.as_ref().expect("the run goes on");
-        assert!(
-            found.weights == expected.weights,
-            "{factor}: weights changed"
-        );
+        assert!(found.weights == expected.weights, "{factor}: weights changed");
         assert_eq!(found.steps, (1..=10).collect::<Vec<_>>());
         let [skipped] = found.skipped.as_slice() else {
             panic!("{factor}: {:?}", found.skipped)
         };
-        assert_eq!(
-            (skipped.step, skipped.first_row, skipped.num_rows),
-            (11, 80, 8)
-        );
+        assert_eq!((skipped.step, skipped.first_row, skipped.num_rows), (11, 80, 8));
         assert!(!skipped.loss.is_finite());
         assert!(skipped.num_documents > 0 && !skipped.documents.is_empty());
         let parts = skipped.grad_norms.iter().map(|(part, _)| part.as_str());
@@ -181,19 +160,9 @@ fn training_goes_on_after_a_bad_batch() {
     let found = train(&run, "out", TWELVE, bad);
     let summary = found.result.expect("the run goes on");
     assert_eq!(summary.step, 12);
-    assert!(
-        found
-            .steps
-            .iter()
-            .copied()
-            .eq([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12])
-    );
+    assert!(found.steps.iter().copied().eq([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]));
     let metrics = run.read("out/metrics.jsonl");
-    assert_eq!(
-        metrics.matches("\"kind\":\"skipped\"").count(),
-        1,
-        "{metrics}"
-    );
+    assert_eq!(metrics.matches("\"kind\":\"skipped\"").count(), 1, "{metrics}");
     let losses = summary.last_step.expect("a step").loss;
     assert!(losses.is_finite());
 }
@@ -216,21 +185,14 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
     let run = TinyRun::dma();
     // Checkpoints every 4 steps; steps 10, 11 and 12 are bad.
     let bad = |row: u64| {
-        if (72..96).contains(&row) {
-            f64::NAN
-        } else {
-            1.0
-        }
+        if (72..96).contains(&row) { f64::NAN } else { 1.0 }
     };
     let found = train(&run, "out", TWELVE, bad);
     let summary = found.result.expect("the run goes on");
     assert_eq!((summary.step, found.skipped.len()), (12, 3));
     let back = found.notices.iter().find(|text| text.starts_with("guard:"));
     let back = back.expect("a notice");
-    says(
-        back,
-        "back from step 12 to | step-8, rows 64 to 95 are skipped",
-    );
+    says(back, "back from step 12 to | step-8, rows 64 to 95 are skipped");
     // Steps 9 to 12 were taken on the rows after the bad ones.
     assert!(
         found.steps.iter().copied().eq((1..=9).chain(9..=12)),

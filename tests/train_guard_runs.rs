@@ -90,10 +90,7 @@ fn healthy(name: &str, run: &TinyRun, overrides: &[&str]) {
 /// Trains the run: every step must be taken, and the guard say nothing.
 fn healthy_run(name: &str, run: &TinyRun, overrides: &[&str]) {
     let found = disturbed(run, "out", overrides, Disturbance::default());
-    let summary = found
-        .result
-        .as_ref()
-        .unwrap_or_else(|error| panic!("{name}: {error}"));
+    let summary = found.result.as_ref().unwrap_or_else(|error| panic!("{name}: {error}"));
     assert!(!summary.interrupted);
     assert!(found.skipped.is_empty(), "{name}: {:?}", found.skipped);
     assert!(alarms(&found).is_empty(), "{name}: {:?}", found.notices);
@@ -119,17 +116,12 @@ fn healthy_runs_of_every_kind_and_rate() {
 #[test]
 fn healthy_runs_on_other_data() {
     let repeated = run(MHA);
-    documents(&repeated, "corpus", |n| {
-        format!("{n}: {}", "zebra quick ".repeat(100))
-    });
+    documents(&repeated, "corpus", |n| format!("{n}: {}", "zebra quick ".repeat(100)));
     healthy("repeated", &repeated, &["optimizer.lr=3e-2"]);
     // One row a step, of sentences or of digits.
     let mixed = run(DMA);
     documents(&mixed, "corpus", |n| digits(n, 900));
-    let one_row = [
-        "training.global_batch_size=1",
-        "training.local_batch_size=1",
-    ];
+    let one_row = ["training.global_batch_size=1", "training.local_batch_size=1"];
     healthy("mixed", &mixed, &one_row);
     let hasty = [
         "lr_scheduler.warmup_steps=0",
@@ -189,9 +181,7 @@ fn in_the_middle(row: u64) -> bool {
 fn poison(row: u64, batches: &mut [Batch]) {
     let mut state = row + 1;
     for label in batches.iter_mut().flat_map(|batch| &mut batch.labels) {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         if *label >= 0 {
             *label = (state >> 33) as i32 % 300;
         }
@@ -204,11 +194,7 @@ fn faults() -> [(&'static str, Disturbance, Expected); 16] {
     let loss = |loss: fn(u64) -> f64| Disturbance { loss, ..none };
     let rate = |rate: fn(u64) -> f64| Disturbance { rate, ..none };
     let data = |batches: fn(u64, &mut [Batch])| Disturbance { batches, ..none };
-    let is = |skipped, returns, ends| Expected {
-        skipped,
-        returns,
-        ends,
-    };
+    let is = |skipped, returns, ends| Expected { skipped, returns, ends };
     const NAN: f64 = f64::NAN;
     [
         (
@@ -314,19 +300,10 @@ fn faults() -> [(&'static str, Disturbance, Expected); 16] {
 fn faults_are_not_missed() {
     for (number, (name, disturbance, expected)) in faults().into_iter().enumerate() {
         let run = run([MHA, DMA][number % 2]);
-        let found = train(
-            &run,
-            &["optimizer.lr=1e-2", "training.steps=120"],
-            disturbance,
-        );
+        let found = train(&run, &["optimizer.lr=1e-2", "training.steps=120"], disturbance);
         let skipped = found.skipped.len();
         assert_eq!(skipped, expected.skipped.unwrap_or(skipped), "{name}");
-        assert_eq!(
-            alarms(&found).len(),
-            expected.returns,
-            "{name}: {:?}",
-            found.notices
-        );
+        assert_eq!(alarms(&found).len(), expected.returns, "{name}: {:?}", found.notices);
         match found.result {
             Ok(summary) => {
                 assert!(!expected.ends, "{name}");

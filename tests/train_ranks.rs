@@ -57,11 +57,7 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
     }
     // Each process has written its part, and one reads them all.
     let folder = tiny.path(&format!("of-2/checkpoint/step-{STEPS}"));
-    assert!(
-        folder
-            .join("optimizer-00002-of-00002.safetensors")
-            .is_file()
-    );
+    assert!(folder.join("optimizer-00002-of-00002.safetensors").is_file());
     let same = |command: &str| {
         let said = ["of-1", "of-2"].map(|run| {
             let said = succeed(&mut tiny.sieve(&command.replace("RUN", run)));
@@ -80,12 +76,7 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
 }
 
 /// Asserts that numbers of two reports are equal up to a relative difference.
-pub(crate) fn assert_near(
-    found: &serde_json::Value,
-    expected: &serde_json::Value,
-    keys: &[&str],
-    most: f64,
-) {
+pub(crate) fn assert_near(found: &serde_json::Value, expected: &serde_json::Value, keys: &[&str], most: f64) {
     for key in keys {
         let [found, expected] = [found, expected].map(|line| line[key].as_f64());
         let (Some(found), Some(expected)) = (found, expected) else {
@@ -121,8 +112,7 @@ fn a_run_goes_on_with_two_processes_then_one_then_two() {
     let all = format!("{UNTIED} --set checkpoint.keep_latest_k=0");
     tiny.trained("one", &all);
     succeed(&mut tiny.launch(2, "a", &all));
-    let from =
-        |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
+    let from = |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
     succeed(&mut tiny.train("b", &from("a", 12)));
     succeed(&mut tiny.launch(2, "c", &from("b", 24)));
     tiny.assert_same_end("c", "one");
@@ -137,15 +127,13 @@ fn a_run_goes_on_with_two_processes_then_one_then_two() {
 #[test]
 fn four_processes_end_with_the_bits_of_one_and_their_run_goes_on_with_two_one_and_four() {
     let tiny = TinyRun::dma();
-    let all = format!(
-        "{UNTIED} --set checkpoint.keep_latest_k=0 --set training.local_batch_size=2 --set training.steps=16"
-    );
+    let all =
+        format!("{UNTIED} --set checkpoint.keep_latest_k=0 --set training.local_batch_size=2 --set training.steps=16");
     // Four micro-batches of one process, one each of four.
     tiny.trained("one", &all);
     succeed(&mut tiny.launch(4, "a", &all));
     tiny.assert_same_at("a", "one", 16);
-    let from =
-        |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
+    let from = |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
     succeed(&mut tiny.launch(2, "b", &from("a", 4)));
     succeed(&mut tiny.train("c", &from("b", 8)));
     succeed(&mut tiny.launch(4, "d", &from("c", 12)));
@@ -209,13 +197,7 @@ fn two_ranks(
         };
         let mesh = Mesh::join(world, "1", patience[rank], |_| {}).expect("two ranks");
         let mesh = Arc::new(mesh);
-        let outcome = disturbed_rank(
-            &tiny,
-            "run",
-            overrides,
-            disturbances[rank],
-            Some(mesh.clone()),
-        );
+        let outcome = disturbed_rank(&tiny, "run", overrides, disturbances[rank], Some(mesh.clone()));
         ended.store(true, Ordering::Release);
         mesh.leave();
         outcome
@@ -247,16 +229,9 @@ fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
     for outcome in [&first, &second] {
         let summary = outcome.result.as_ref().expect("it goes on");
         assert_eq!(summary.step, 16);
-        let skipped = outcome
-            .skipped
-            .iter()
-            .map(|step| step.step)
-            .collect::<Vec<_>>();
+        let skipped = outcome.skipped.iter().map(|step| step.step).collect::<Vec<_>>();
         assert_eq!(skipped, [7, 10, 11, 12]);
-        let back = outcome
-            .notices
-            .iter()
-            .filter(|line| line.contains("back from step 12"));
+        let back = outcome.notices.iter().filter(|line| line.contains("back from step 12"));
         assert_eq!(back.count(), 1, "{:?}", outcome.notices);
     }
     assert!(first.weights == second.weights);
@@ -283,10 +258,7 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
             &AtomicBool::default(),
         );
         for outcome in outcomes {
-            let error = outcome
-                .result
-                .expect_err("their weights differ")
-                .to_string();
+            let error = outcome.result.expect_err("their weights differ").to_string();
             assert!(error.contains("ranks 0 and 1 differ at step 8"), "{error}");
             assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
         }
@@ -302,9 +274,7 @@ const LIMITS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(2)];
 /// Does not go on until the other rank has ended.
 fn stand_still<const CASE: usize>(stands: bool) {
     if stands {
-        wait_until("the other rank ends", || {
-            ENDED[CASE].load(Ordering::Acquire)
-        });
+        wait_until("the other rank ends", || ENDED[CASE].load(Ordering::Acquire));
     }
 }
 
@@ -358,17 +328,11 @@ fn assert_named<const CASE: usize>() {
     }
     let overrides = &["training.steps=12", "validation.interval=4"];
     for outcome in two_ranks(overrides, disturbances, patience, &ENDED[CASE]) {
-        let error = outcome
-            .result
-            .expect_err("a rank does not go on")
-            .to_string();
+        let error = outcome.result.expect_err("a rank does not go on").to_string();
         let seconds = LIMITS[usize::from(!in_step)].as_secs();
         let words = format!("stood still for {seconds} s");
         let name = format!("rank {still} (");
-        assert!(
-            error.contains(&name) && error.contains(&words),
-            "case {CASE}: {error}"
-        );
+        assert!(error.contains(&name) && error.contains(&words), "case {CASE}: {error}");
         assert!(outcome.checkpoints.is_empty(), "case {CASE}");
     }
 }

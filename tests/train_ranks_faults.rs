@@ -37,9 +37,7 @@ fn is_there(id: u32) -> bool {
 }
 
 fn kill(id: u32) {
-    let killed = Command::new("kill")
-        .args(["-s", "KILL", &id.to_string()])
-        .status();
+    let killed = Command::new("kill").args(["-s", "KILL", &id.to_string()]).status();
     assert!(killed.expect("kill starts").success());
 }
 
@@ -53,25 +51,15 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
         let since = Instant::now();
         kill(ranks[rank]);
         let output = child.wait_with_output().expect("it ends");
-        assert!(
-            since.elapsed() < Duration::from_secs(10),
-            "{:?}",
-            since.elapsed()
-        );
+        assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
         assert_eq!(output.status.code(), Some(75), "{}", text(&output));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines = said.lines().collect::<Vec<_>>();
         let [line, hint] = lines[..] else {
             panic!("{said}");
         };
-        let first = format!(
-            "error: rank {rank} (pid {}) was ended by signal 9",
-            ranks[rank]
-        );
-        assert!(
-            line.starts_with(&first) && hint.contains("--resume"),
-            "{said}"
-        );
+        let first = format!("error: rank {rank} (pid {}) was ended by signal 9", ranks[rank]);
+        assert!(line.starts_with(&first) && hint.contains("--resume"), "{said}");
         assert!(!ranks.into_iter().any(is_there));
     }
 }
@@ -102,9 +90,7 @@ fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
             }
             if let Some(id) = lost {
                 // It may have ended meanwhile.
-                _ = Command::new("kill")
-                    .args(["-s", "KILL", &id.to_string()])
-                    .output();
+                _ = Command::new("kill").args(["-s", "KILL", &id.to_string()]).output();
             }
             let output = child.wait_with_output().expect("it ends");
             if output.status.success() {
@@ -139,11 +125,7 @@ fn without_a_launcher_a_lost_rank_is_named_by_another() {
         };
         let second = rank(1).spawn().expect("the program starts");
         let first = started(&mut rank(0), 3);
-        let (lost_child, left) = if lost == 0 {
-            (first, second)
-        } else {
-            (second, first)
-        };
+        let (lost_child, left) = if lost == 0 { (first, second) } else { (second, first) };
         kill(lost_child.id());
         let output = left.wait_with_output().expect("it ends");
         lost_child.wait_with_output().expect("it ended");
@@ -219,18 +201,9 @@ fn what_cannot_be_shared_is_refused_once() {
         &mut tiny.launch(2, "run", "--sweep optimizer.lr=1e-2,2e-2"),
         &["--sweep", "one process"],
     );
-    refuses_once(
-        &mut tiny.launch(2, "run", "--profile 3"),
-        &["--profile traces a GPU"],
-    );
-    refuses_once(
-        &mut tiny.launch(2, "run", "--set training.sed=1"),
-        &["training.sed"],
-    );
-    refuses_once(
-        &mut tiny.launch(2, "run", "--no-such-flag"),
-        &["--no-such-flag"],
-    );
+    refuses_once(&mut tiny.launch(2, "run", "--profile 3"), &["--profile traces a GPU"]);
+    refuses_once(&mut tiny.launch(2, "run", "--set training.sed=1"), &["training.sed"]);
+    refuses_once(&mut tiny.launch(2, "run", "--no-such-flag"), &["--no-such-flag"]);
     refuses_once(
         &mut tiny.sieve("launch --nproc 2 -- plan --recipe tiny.toml"),
         &["starts train"],
@@ -269,10 +242,7 @@ fn a_folder_that_not_all_processes_share_is_refused() {
     let other = other.expect("it starts");
     let mut first = tiny.train("run", "");
     torchrun(&mut first, 0, 2, port);
-    refuses_once(
-        &mut first,
-        &["rank 1", "does not see", "elsewhere", "--out"],
-    );
+    refuses_once(&mut first, &["rank 1", "does not see", "elsewhere", "--out"]);
     let output = other.wait_with_output().expect("it ends");
     assert!(!output.status.success());
     assert!(!tiny.path("run/shared.tmp").exists());
@@ -298,13 +268,8 @@ fn ranks_with_other_recipes_end_by_the_key_that_differs() {
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     };
-    let second = rank(1, "--set training.seed=4")
-        .spawn()
-        .expect("the program starts");
-    refuses_once(
-        &mut rank(0, ""),
-        &["rank 1", "another recipe", "training.seed"],
-    );
+    let second = rank(1, "--set training.seed=4").spawn().expect("the program starts");
+    refuses_once(&mut rank(0, ""), &["rank 1", "another recipe", "training.seed"]);
     let second = second.wait_with_output().expect("it ends");
     assert_eq!(second.status.code(), Some(1));
     assert_eq!(text(&second), "");
@@ -315,9 +280,7 @@ fn an_error_of_one_rank_alone_is_told_with_its_number() {
     let tiny = TinyRun::dma();
     let port = free_port();
     let rank = |rank: usize, device: &str| {
-        let mut command = tiny.sieve(&format!(
-            "train --recipe tiny.toml --out run --device {device}"
-        ));
+        let mut command = tiny.sieve(&format!("train --recipe tiny.toml --out run --device {device}"));
         torchrun(&mut command, rank, 2, port);
         command
             .env("CUDA_VISIBLE_DEVICES", "")
@@ -343,21 +306,14 @@ fn a_disk_that_is_full_for_one_rank_loses_no_checkpoint() {
     let port = free_port();
     let mut full = Command::new("sh");
     let own = tiny.train("run", more);
-    full.arg("-c")
-        .arg(limit)
-        .arg(own.get_program())
-        .args(own.get_args());
-    full.current_dir(tiny.path(""))
-        .env("RAYON_NUM_THREADS", "2");
+    full.arg("-c").arg(limit).arg(own.get_program()).args(own.get_args());
+    full.current_dir(tiny.path("")).env("RAYON_NUM_THREADS", "2");
     torchrun(&mut full, 1, 2, port);
     full.stdout(Stdio::piped()).stderr(Stdio::piped());
     let full = full.spawn().expect("a shell");
     let mut first = tiny.train("run", more);
     torchrun(&mut first, 0, 2, port);
-    refuses_once(
-        &mut first,
-        &["rank 1 (", part, "File too large", "make room"],
-    );
+    refuses_once(&mut first, &["rank 1 (", part, "File too large", "make room"]);
     let full = full.wait_with_output().expect("it ends");
     assert_eq!(full.status.code(), Some(1), "{}", text(&full));
     let checkpoints = std::fs::read_dir(tiny.path("run/checkpoint")).expect("a folder");
@@ -380,21 +336,14 @@ fn a_rank_that_stands_still_ends_the_job_with_one_plain_line() {
         assert!(stopped.expect("kill starts").success());
         let since = Instant::now();
         let output = child.wait_with_output().expect("it ends");
-        assert!(
-            since.elapsed() < Duration::from_secs(20),
-            "{:?}",
-            since.elapsed()
-        );
+        assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
         assert_eq!(output.status.code(), Some(75), "{}", text(&output));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines = said.lines().collect::<Vec<_>>();
         // What rank 1 says carries its number.
         assert!(lines.len() == 2 && lines[1].contains("--resume"), "{said}");
         let words = format!("error: no sign of rank {rank} (");
-        assert!(
-            lines[0].contains(&words) && lines[0].contains(&id),
-            "{said}"
-        );
+        assert!(lines[0].contains(&words) && lines[0].contains(&id), "{said}");
         assert!(!ranks.into_iter().any(is_there));
     }
 }
@@ -476,14 +425,9 @@ fn two_launchers_are_one_job_of_two_hosts() {
         ("--nnodes 2 --master a:1", "--node-rank"),
         ("--nnodes 2 --node-rank 2 --master a:1", "no host of 2"),
         ("--nnodes 2 --node-rank 0 --master a:b", "no port"),
-        (
-            "--nnodes 2 --node-rank 0 --master a:1 --max-restarts 1",
-            "one host",
-        ),
+        ("--nnodes 2 --node-rank 0 --master a:1 --max-restarts 1", "one host"),
     ] {
-        let mut command = tiny.sieve(&format!(
-            "launch --nproc 1 {words} -- train --recipe tiny.toml"
-        ));
+        let mut command = tiny.sieve(&format!("launch --nproc 1 {words} -- train --recipe tiny.toml"));
         refuses_once(&mut command, &[what]);
     }
 }

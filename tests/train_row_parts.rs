@@ -82,9 +82,8 @@ fn rows_that_cannot_be_shared_are_refused_once() {
         &mut tiny.sieve("plan --recipe tiny.toml --gpu h200 --nproc 3 --context-parallel 2"),
         &["context_parallel_degree = 2", "3 processes", "hint"],
     );
-    let latent = TinyRun::new(
-        "kind = \"mla\"\nkv_lora_rank = 16\nqk_nope_head_dim = 8\nqk_rope_head_dim = 8\nv_head_dim = 8",
-    );
+    let latent =
+        TinyRun::new("kind = \"mla\"\nkv_lora_rank = 16\nqk_nope_head_dim = 8\nqk_rope_head_dim = 8\nv_head_dim = 8");
     let words = &["\"mla\" needs whole rows", "mha, swa and dma"];
     refuses_once(&mut latent.launch(2, "run", "--context-parallel 2"), words);
     refuses_once(

@@ -14,29 +14,18 @@ fn a_run_learns_and_leaves_every_file() {
     ] {
         let tiny = TinyRun::new(attention);
         let printed = succeed(&mut tiny.train("run", "--set checkpoint.at_start=true"));
-        says(
-            &printed,
-            "bits per byte | unigram | step: | loss: | grad_norm:",
-        );
+        says(&printed, "bits per byte | unigram | step: | loss: | grad_norm:");
 
         let resolved = tiny.read("run/config.toml");
         let loaded = Recipe::load(&resolved, "config.toml", &[]).expect("it loads");
         let text = tiny.read("tiny.toml");
         let set = ["checkpoint.at_start=true".to_owned()];
-        assert_eq!(
-            loaded,
-            Recipe::load(&text, "tiny.toml", &set).expect("it loads")
-        );
+        assert_eq!(loaded, Recipe::load(&text, "tiny.toml", &set).expect("it loads"));
 
         let steps = tiny.metrics("run", "step");
         assert!(steps.keys().copied().eq(1..=STEPS));
         let loss = |step: u64| steps[&step]["loss"].as_f64().expect("a number");
-        assert!(
-            loss(STEPS) < 0.7 * loss(1),
-            "{} to {}",
-            loss(1),
-            loss(STEPS)
-        );
+        assert!(loss(STEPS) < 0.7 * loss(1), "{} to {}", loss(1), loss(STEPS));
         let density = steps[&STEPS]["attention"]["density"].as_f64();
         let density = density.expect("a number");
         assert_eq!(density == 1.0, attention.contains("mha"), "{density}");
@@ -56,13 +45,7 @@ fn a_run_learns_and_leaves_every_file() {
         // The latest three, and the weights before the first step.
         let mut kept: Vec<_> = fs::read_dir(tiny.path("run/checkpoint"))
             .expect("checkpoint")
-            .map(|entry| {
-                entry
-                    .expect("readable")
-                    .file_name()
-                    .into_string()
-                    .expect("text")
-            })
+            .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
             .collect();
         kept.sort();
         assert_eq!(kept, ["step-0", "step-32", "step-36", "step-40"]);
@@ -77,10 +60,7 @@ fn the_same_seed_gives_the_same_run_in_one_folder_of_data_or_two() {
     let shared = "--set data.cache_dir=shared";
     let spawn = |out: &str| {
         let mut command = tiny.train(out, shared);
-        command
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("the program starts")
+        command.stdout(Stdio::null()).spawn().expect("the program starts")
     };
     let both = [spawn("first"), spawn("second")];
     for mut run in both {
@@ -94,10 +74,7 @@ fn the_same_seed_gives_the_same_run_in_one_folder_of_data_or_two() {
     // Other data in the same folder would pull it from under the runs above.
     let before = tiny.snapshot("shared");
     refused(
-        &mut tiny.train(
-            "third",
-            "--set data.cache_dir=shared --set data.max_bytes=20000",
-        ),
+        &mut tiny.train("third", "--set data.cache_dir=shared --set data.max_bytes=20000"),
         "shared | data.cache_dir=DIR",
     );
     let changed = tiny.snapshot("shared");
@@ -151,12 +128,8 @@ fn data_batch_writes_what_the_loader_gives() {
     let tiny = TinyRun::dma();
     tiny.trained("out/tiny", "--set training.steps=4");
     let prepared = Prepared::open(&tiny.path("out/tiny/data")).expect("prepared");
-    for (packing, name) in [
-        (Packing::Concatenated, "false"),
-        (Packing::OneDocumentPerRow, "true"),
-    ] {
-        let tokenizer =
-            sieve_data::Tokenizer::from_file(&tiny.path("out/tiny/data/tokenizer.json"));
+    for (packing, name) in [(Packing::Concatenated, "false"), (Packing::OneDocumentPerRow, "true")] {
+        let tokenizer = sieve_data::Tokenizer::from_file(&tiny.path("out/tiny/data/tokenizer.json"));
         let config = LoaderConfig {
             seq_len: 32,
             order: Order::Shuffled { seed: 3 },
@@ -164,8 +137,7 @@ fn data_batch_writes_what_the_loader_gives() {
             vocab_size: 300,
             pad_id: tokenizer.expect("trained").pad_id().unwrap_or(0),
         };
-        let loader =
-            Loader::new(prepared.train().expect("a shard").into(), config).expect("a loader");
+        let loader = Loader::new(prepared.train().expect("a shard").into(), config).expect("a loader");
         for step in [1, 2, 17] {
             tiny.prints(&format!(
                 "data batch --recipe tiny.toml --step {step} --out batch.safetensors \
@@ -177,12 +149,7 @@ fn data_batch_writes_what_the_loader_gives() {
                 data.iter::<i64>().collect::<Vec<_>>()
             };
             let batch = loader.batch((step - 1) * 8, 8).expect("a batch");
-            let unsigned = |values: &[u32]| {
-                values
-                    .iter()
-                    .map(|&x| i64::from(x as i32))
-                    .collect::<Vec<_>>()
-            };
+            let unsigned = |values: &[u32]| values.iter().map(|&x| i64::from(x as i32)).collect::<Vec<_>>();
             assert_eq!(values("tokens"), unsigned(&batch.tokens));
             assert_eq!(values("documents"), unsigned(&batch.documents));
             assert_eq!(values("doc_start"), unsigned(&batch.doc_start));
@@ -211,23 +178,19 @@ fn eight_bit_blocks_train_and_a_resumed_run_may_leave_them() {
         line["loss"].as_f64().expect("a number")
     };
     let (plain, rounded) = (last("bf16"), last("fp8"));
-    assert!(
-        plain != rounded && (plain - rounded).abs() < 0.05,
-        "{plain} {rounded}"
-    );
+    assert!(plain != rounded && (plain - rounded).abs() < 0.05, "{plain} {rounded}");
     let log = |out: &str| fs::read_to_string(tiny.path(out).join("log")).expect("log");
-    assert!(
-        log("fp8").contains("2 of 2 blocks multiply in fp8"),
-        "{}",
-        log("fp8")
-    );
+    assert!(log("fp8").contains("2 of 2 blocks multiply in fp8"), "{}", log("fp8"));
     succeed(&mut tiny.train("left", &format!("{fp8} --stop-after 4")));
     succeed(&mut tiny.train("left", "--set training.steps=8 --resume"));
     let end = last("left");
     assert!(end != rounded && (end - plain).abs() < 0.05, "{end}");
     assert_eq!(log("left").matches("multiply in fp8").count(), 1);
-    refused(&mut tiny.train(
+    refused(
+        &mut tiny.train(
             "odd",
             "--set training.precision=fp8 --set training.seq_len=30 --set training.local_batch_size=1",
-        ), "training.local_batch_size | 30 | a multiple of 16 | bf16");
+        ),
+        "training.local_batch_size | 30 | a multiple of 16 | bf16",
+    );
 }

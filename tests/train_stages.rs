@@ -13,19 +13,15 @@ fn staged() -> TinyRun {
     let run = TinyRun::dma();
     let text = run.read("tiny.toml");
     assert!(text.contains("steps = 40\nseq_len = 32"), "{text}");
-    let text = text.replacen("steps = 40\n", "", 1).replacen(
-        "[optimizer]",
-        &format!("{STAGES}[optimizer]"),
-        1,
-    );
+    let text = text
+        .replacen("steps = 40\n", "", 1)
+        .replacen("[optimizer]", &format!("{STAGES}[optimizer]"), 1);
     run.write("staged.toml", text);
     run
 }
 
 fn train(run: &TinyRun, out: &str, more: &str) -> std::process::Command {
-    run.sieve(&format!(
-        "train --recipe staged.toml --device cpu --out {out} {more}"
-    ))
+    run.sieve(&format!("train --recipe staged.toml --device cpu --out {out} {more}"))
 }
 
 /// Losses in the guard's mean of a checkpoint.
@@ -60,9 +56,7 @@ fn a_staged_run_changes_length_base_and_window() {
     // What evaluation reads from a checkpoint are the values of its stage.
     let exported = |step: u64| {
         let out = format!("hf-{step}");
-        run.prints(&format!(
-            "export --checkpoint out/checkpoint/step-{step} --out {out}"
-        ));
+        run.prints(&format!("export --checkpoint out/checkpoint/step-{step} --out {out}"));
         let text = fs::read_to_string(run.path(&out).join("config.json")).expect("a config");
         let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         (
@@ -131,9 +125,7 @@ fn stages_may_be_added_to_a_finished_run_but_not_changed() {
     let longer = |first: &str| {
         text.replacen("steps = 40\n", "", 1).replacen(
             "[optimizer]",
-            &format!(
-                "[[stage]]\nsteps = 20\n{first}[[stage]]\nsteps = 20\nseq_len = 64\n[optimizer]"
-            ),
+            &format!("[[stage]]\nsteps = 20\n{first}[[stage]]\nsteps = 20\nseq_len = 64\n[optimizer]"),
             1,
         )
     };
@@ -175,9 +167,7 @@ fn a_stage_reads_text_of_its_own() {
     assert!(run.path("own/data/stage-2/meta.json").is_file());
 
     // Resumed inside the stage, and when its files are gone.
-    let mut child = train(&run, "killed", own)
-        .spawn()
-        .expect("the program starts");
+    let mut child = train(&run, "killed", own).spawn().expect("the program starts");
     let reached = run.path("killed/checkpoint/step-20");
     wait_until("the checkpoint", || reached.is_dir());
     signal(&child, "KILL");
@@ -226,10 +216,7 @@ fn a_branch_goes_on_under_another_recipe() {
         "its residual scale has 0 parameters there and 128 here",
     );
     let dense = TinyRun::new("kind = \"mha\"");
-    dense.trained(
-        "trunk",
-        "--set training.steps=8 --set lr_scheduler.warmup_steps=2",
-    );
+    dense.trained("trunk", "--set training.steps=8 --set lr_scheduler.warmup_steps=2");
     let sparse = "--branch-from trunk --set attention.kind=dma --set attention.keep_window_size=8";
     refused(
         &mut dense.train("bad", sparse),
@@ -243,8 +230,7 @@ fn an_imported_model_can_be_trained_on() {
     let run = TinyRun::new("kind = \"mha\"");
     run.trained("out", "");
     run.prints("export --checkpoint out --out hf");
-    let text = run
-        .prints("import --from hf --out sparse --attention dma --set attention.keep_window_size=8");
+    let text = run.prints("import --from hf --out sparse --attention dma --set attention.keep_window_size=8");
     assert!(text.contains("4 parameters are new"), "{text}");
     let branch = "--branch-from sparse --set attention.kind=dma --set attention.keep_window_size=8 --set \
         training.steps=8 \
@@ -263,13 +249,9 @@ fn an_imported_model_can_be_trained_on() {
         "sloped",
         &format!("{branch} --set attention.bias=linear --set attention.recency=slope"),
     ));
-    let warned =
-        "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
+    let warned = "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
     assert!(text.contains(warned), "{text}");
-    run.refuses(
-        "import --from hf --out other --attention mla",
-        "attention.kv_lora_rank",
-    );
+    run.refuses("import --from hf --out other --attention mla", "attention.kv_lora_rank");
     run.refuses("import --from nowhere --out other", "nowhere");
     for (folder, found) in [("sparse", "step-0"), ("out", "a run")] {
         let before = run.snapshot(folder);
@@ -288,17 +270,13 @@ fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
     run.prints("export --checkpoint dense --out hf");
     // A window of the whole row, no slope, A at 0: every key is kept and nothing is added to its logits.
     let keys = "--set attention.keep_window_size=32 --set attention.bias=linear --set attention.local_window_size=4";
-    run.prints(&format!(
-        "import --from hf --out sparse --attention dma {keys}"
-    ));
+    run.prints(&format!("import --from hf --out sparse --attention dma {keys}"));
     let text = run.read("tiny.toml");
     let stages = [32, 16, 8].map(|window| format!("[[stage]]\nsteps = 4\nwindow = {window}\n"));
     let text = text.replacen("steps = 40\n", "", 1);
     let text = text.replacen("[optimizer]", &format!("{}[optimizer]", stages.concat()), 1);
     run.write("shrinking.toml", text);
-    let more = format!(
-        "--branch-from sparse --set attention.kind=dma {keys} --set lr_scheduler.warmup_steps=2"
-    );
+    let more = format!("--branch-from sparse --set attention.kind=dma {keys} --set lr_scheduler.warmup_steps=2");
     run.prints(&format!(
         "train --recipe shrinking.toml --device cpu --out tuned {more}"
     ));
@@ -307,15 +285,9 @@ fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
         checks[&step]["loss"].as_f64().expect("a loss")
     };
     let (before, imported, after) = (loss("dense", STEPS), loss("tuned", 0), loss("tuned", 12));
-    assert!(
-        (before - imported).abs() < 1e-5,
-        "{before} became {imported}"
-    );
+    assert!((before - imported).abs() < 1e-5, "{before} became {imported}");
     assert!(after < before + 0.05, "{before} became {after}");
     let steps = run.metrics("tuned", "step");
     let kept = [4, 8, 12].map(|step| number(&steps[&step]["attention"]["mean_active_keys"]));
-    assert!(
-        kept[0] > kept[1] && kept[1] > kept[2] && kept[2] <= 8.0,
-        "{kept:?}"
-    );
+    assert!(kept[0] > kept[1] && kept[1] > kept[2] && kept[2] <= 8.0, "{kept:?}");
 }

@@ -12,21 +12,10 @@ fn every_value_is_a_run_and_the_best_is_named() {
     assert_eq!(rows.len(), 4);
     let loss = |index: usize| rows[index]["loss"].as_f64().expect("a loss");
     // A learning rate of 1e-5 learns nothing in twelve steps.
-    assert!(
-        loss(0) < loss(2) - 0.1 && loss(1) < loss(3) - 0.1,
-        "{rows:?}"
-    );
+    assert!(loss(0) < loss(2) - 0.1 && loss(1) < loss(3) - 0.1, "{rows:?}");
     let folder = "lr=1e-2,keep_window_size=16";
-    assert!(
-        run.path("out")
-            .join(folder)
-            .join("checkpoint/step-12")
-            .is_dir()
-    );
-    let best = text
-        .lines()
-        .find(|line| line.ends_with("best"))
-        .expect("a best row");
+    assert!(run.path("out").join(folder).join("checkpoint/step-12").is_dir());
+    let best = text.lines().find(|line| line.ends_with("best")).expect("a best row");
     assert!(best.contains("optimizer.lr=1e-2"), "{text}");
     assert!(text.contains("best: out/lr=1e-2"), "{text}");
     // Only the first run begins when the program does.

@@ -42,9 +42,7 @@ fn words(line: &str, number: usize) -> Vec<String> {
         _ => piece.split_whitespace().map(str::to_owned).collect(),
     });
     let expanded = words.flat_map(|word| match word.strip_prefix('@') {
-        Some(run) => ["--device", "cpu", "--checkpoint", run]
-            .map(str::to_owned)
-            .to_vec(),
+        Some(run) => ["--device", "cpu", "--checkpoint", run].map(str::to_owned).to_vec(),
         None => vec![word],
     });
     expanded.collect()
@@ -100,16 +98,9 @@ fn prepared() -> TinyRun {
     damaged("hollow", &checkpoint, weights, &empty);
     damaged("no_state", &checkpoint, "state.json", &empty);
     damaged("cut_state", &checkpoint, "state.json", &half);
-    damaged(
-        "edited",
-        &checkpoint,
-        "config.toml",
-        &replaced("seed = 3", "seed = 4"),
-    );
+    damaged("edited", &checkpoint, "config.toml", &replaced("seed = 3", "seed = 4"));
     damaged("cut_recipe", &checkpoint, "config.toml", &half);
-    damaged("no_tokens", &checkpoint, "tokenizer.json", &|_| {
-        b"{}".to_vec()
-    });
+    damaged("no_tokens", &checkpoint, "tokenizer.json", &|_| b"{}".to_vec());
     damaged(
         "newer",
         &checkpoint,
@@ -117,12 +108,7 @@ fn prepared() -> TinyRun {
         &replaced("\"format_version\":", "\"format_version\": 9"),
     );
     let hf = tiny.path("hf");
-    damaged(
-        "hf_llama",
-        &hf,
-        "config.json",
-        &replaced("\"qwen3\"", "\"llama\""),
-    );
+    damaged("hf_llama", &hf, "config.json", &replaced("\"qwen3\"", "\"llama\""));
     damaged("hf_broken", &hf, "config.json", &half);
     damaged("hf_list", &hf, "config.json", &|_| b"[]".to_vec());
     damaged(
@@ -196,18 +182,10 @@ fn prepared() -> TinyRun {
         write(name, bytes);
     }
     fs::create_dir(tiny.path("bench")).expect("writable");
-    fs::rename(
-        tiny.path("hotpotqa.jsonl"),
-        tiny.path("bench/hotpotqa.jsonl"),
-    )
-    .expect("writable");
+    fs::rename(tiny.path("hotpotqa.jsonl"), tiny.path("bench/hotpotqa.jsonl")).expect("writable");
     // A run whose numbers are none.
     fs::create_dir(tiny.path("odd_run")).expect("writable");
-    fs::copy(
-        tiny.path("dense/config.toml"),
-        tiny.path("odd_run/config.toml"),
-    )
-    .expect("writable");
+    fs::copy(tiny.path("dense/config.toml"), tiny.path("odd_run/config.toml")).expect("writable");
     write(
         "odd_run/metrics.jsonl",
         b"{\"kind\": \"step\", \"step\": \"two\"}\nno JSON\n",
@@ -258,12 +236,7 @@ fn run(tiny: &TinyRun, wrong: &Wrong, number: usize) -> Option<String> {
     if !says_how.iter().any(|word| message.contains(word)) {
         faults.push("does not say how to mend it".to_owned());
     }
-    let told = format!(
-        "sieve {}\n  {}\n{}",
-        wrong.line,
-        faults.join("; "),
-        text(&output)
-    );
+    let told = format!("sieve {}\n  {}\n{}", wrong.line, faults.join("; "), text(&output));
     (!faults.is_empty()).then_some(told)
 }
 
@@ -300,9 +273,7 @@ fn two_hundred_wrong_inputs_say_what_where_and_how() {
     );
     // What was there is as it was.
     let after = tiny.snapshot("");
-    let changed = before
-        .iter()
-        .filter(|(path, file)| after.get(*path) != Some(*file));
+    let changed = before.iter().filter(|(path, file)| after.get(*path) != Some(*file));
     let changed: Vec<_> = changed.map(|(path, _)| path).collect();
     assert!(changed.is_empty(), "changed {changed:?}");
 }

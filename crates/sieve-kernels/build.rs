@@ -40,8 +40,7 @@ fn collect(root: &Path, folder: &Path, files: &mut Vec<(String, String)>) {
             println!("cargo:rerun-if-changed={}", path.display());
             let relative = path.strip_prefix(root).expect("found below root");
             let name = relative.to_string_lossy().replace('\\', "/");
-            let text =
-                fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
+            let text = fs::read_to_string(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()));
             files.push((name, text));
         }
     }

@@ -23,12 +23,7 @@ fn main() {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let root = PathBuf::from(manifest).join("../..");
     let mut recipes = Vec::new();
-    collect(
-        &root.join("recipes"),
-        &root.join("recipes"),
-        &["toml"],
-        &mut recipes,
-    );
+    collect(&root.join("recipes"), &root.join("recipes"), &["toml"], &mut recipes);
     let mut text = Vec::new();
     for name in OWN_TEXT {
         collect(&root, &root.join(name), &["rs", "md"], &mut text);
@@ -49,11 +44,7 @@ fn main() {
 /// The commit that is checked out; `unknown` where this is no checkout.
 fn commit(root: &Path) -> String {
     let git = |arguments: &[&str]| {
-        let output = Command::new("git")
-            .current_dir(root)
-            .args(arguments)
-            .output()
-            .ok()?;
+        let output = Command::new("git").current_dir(root).args(arguments).output().ok()?;
         let text = String::from_utf8(output.stdout).ok()?;
         output.status.success().then(|| text.trim().to_owned())
     };
@@ -66,9 +57,7 @@ fn commit(root: &Path) -> String {
 
 /// The text itself, not include_str!: the table must be of one moment, also while files are being edited.
 fn table(name: &str, files: &[(String, String)]) -> String {
-    let rows = files
-        .iter()
-        .map(|(name, text)| format!("    ({name:?}, {text:?}),\n"));
+    let rows = files.iter().map(|(name, text)| format!("    ({name:?}, {text:?}),\n"));
     let rows = rows.collect::<String>();
     format!("static {name}: &[(&str, &str)] = &[\n{rows}];\n")
 }

@@ -18,9 +18,7 @@ use sieve_core::Recipe;
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
-use sieve_kernels::{
-    CudaReport, KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult,
-};
+use sieve_kernels::{CudaReport, KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult};
 use sieve_nn::Qwen3;
 use sieve_ops::{Cuda, TrainBackend, keep_made_again, op_paths, set_sum_order};
 use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
@@ -140,9 +138,7 @@ fn batch(size: Size, seed: u64, one_a_row: bool) -> Batch {
                 batch.tokens.push(random.next_u32() % size.vocab as u32);
                 let label = (random.next_u32() % size.vocab as u32) as i32;
                 let is_last = place + 1 == end;
-                batch
-                    .labels
-                    .push(if is_last { IGNORE_LABEL } else { label });
+                batch.labels.push(if is_last { IGNORE_LABEL } else { label });
                 batch.doc_start.push(start as u32);
                 batch.doc_end.push(end as u32);
                 batch.positions.push((place - start) as u32);
@@ -153,23 +149,14 @@ fn batch(size: Size, seed: u64, one_a_row: bool) -> Batch {
     batch
 }
 
-fn gradients<B: TrainBackend>(
-    model: &Qwen3<B>,
-    batch: &Batch,
-    device: &B::Device,
-) -> (f32, Vec<NamedTensor>) {
+fn gradients<B: TrainBackend>(model: &Qwen3<B>, batch: &Batch, device: &B::Device) -> (f32, Vec<NamedTensor>) {
     let rope = model.rope(batch.seq_len, device);
     let mut gradients = GradientBuffer::default();
     let scale = 1.0 / batch.num_labels() as f64;
     let batch = DeviceBatch::<B>::new(batch, device);
     let settings = settings(model.layers.len());
     let result = accumulate_gradients_with(&settings, model, &batch, &rope, scale, &mut gradients);
-    let loss = result
-        .loss
-        .into_data()
-        .convert::<f32>()
-        .to_vec::<f32>()
-        .expect("f32")[0];
+    let loss = result.loss.into_data().convert::<f32>().to_vec::<f32>().expect("f32")[0];
     (loss, gradients.named(model))
 }
 
@@ -225,9 +212,8 @@ fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice
         _ if FP8.load(Ordering::Relaxed) => FP8_BAR,
         _ => GRADIENT_BAR,
     };
-    let good = errors.iter().all(|(error, tensor)| *error < bar(tensor))
-        && loss_error < 5e-3
-        && found.len() == expected.len();
+    let good =
+        errors.iter().all(|(error, tensor)| *error < bar(tensor)) && loss_error < 5e-3 && found.len() == expected.len();
     println!(
         "{} {name:10} loss {gpu_loss:.5} cpu {cpu_loss:.5}; worst: {}",
         if good { "ok  " } else { "FAIL" },
@@ -327,9 +313,7 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
             MemoryPeak::unwatch();
         }
         if step == STEPS {
-            trace = KernelTrace::start()
-                .map_err(|error| println!("{error}"))
-                .ok();
+            trace = KernelTrace::start().map_err(|error| println!("{error}")).ok();
         }
         let current = model.take().expect("put back below");
         let rope = current.rope(batch.seq_len, device);
@@ -338,14 +322,7 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
         let started = Instant::now();
         let mut gradients = GradientBuffer::default();
         let settings = settings(size.layers);
-        let result = accumulate_gradients_with(
-            &settings,
-            &current,
-            &on_device,
-            &rope,
-            scale,
-            &mut gradients,
-        );
+        let result = accumulate_gradients_with(&settings, &current, &on_device, &rope, scale, &mut gradients);
         let host_pass = started.elapsed().as_secs_f64();
         sync(device);
         let pass = started.elapsed().as_secs_f64();
@@ -394,10 +371,7 @@ const KINDS: [(&str, &str); 4] = [
     ("mha", "kind = \"mha\""),
     ("swa", "kind = \"swa\"\nsliding_window = 70"),
     ("dma", "kind = \"dma\"\nkeep_window_size = 70\na_init = 0.5"),
-    (
-        "dma all",
-        "kind = \"dma\"\nkeep_window_size = 400\na_init = 0.5",
-    ),
+    ("dma all", "kind = \"dma\"\nkeep_window_size = 400\na_init = 0.5"),
 ];
 
 fn main() -> ExitCode {
@@ -519,9 +493,5 @@ fn main() -> ExitCode {
             );
         }
     }
-    if good {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    }
+    if good { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -25,11 +25,7 @@ fn main() -> ExitCode {
     let mut tell = |part| println!("{part}");
     match check_emulated(&settings, Path::new("target/emulator"), &mut tell) {
         Ok((report, kernels)) => {
-            println!(
-                "{report}\n{} kernels ran: {}",
-                kernels.len(),
-                kernels.join(" ")
-            );
+            println!("{report}\n{} kernels ran: {}", kernels.len(), kernels.join(" "));
             if report.failed() == 0 {
                 return ExitCode::SUCCESS;
             }

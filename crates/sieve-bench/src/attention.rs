@@ -67,11 +67,7 @@ impl Draw {
         }
         let window = random.one_of(&[1, 2, 7, 33, 64, 100, seq_len / 2 + 1, seq_len, 5 * seq_len]);
         let shape = AttentionShape {
-            batch: if seq_len < 300 {
-                random.between(1, 4)
-            } else {
-                1
-            },
+            batch: if seq_len < 300 { random.between(1, 4) } else { 1 },
             seq_len,
             num_heads: group * num_kv_heads,
             num_kv_heads,
@@ -87,13 +83,7 @@ impl Draw {
                 2 => Keys::local_of(window, random),
                 _ => Keys::chosen(window),
             },
-            cuts: random.one_of(&[
-                Cuts::Count(1),
-                Cuts::Count(1),
-                Cuts::Few,
-                Cuts::Mixed,
-                Cuts::Tokens,
-            ]),
+            cuts: random.one_of(&[Cuts::Count(1), Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]),
             scores: Scores::RANDOM[random.below(Scores::RANDOM.len())].clone(),
             layout: random.one_of(&Layout::ALL),
             seed: random.between(0, 1 << 30) as u64,
@@ -101,14 +91,7 @@ impl Draw {
     }
 
     fn label(&self) -> String {
-        let [
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        ] = sizes(self.shape);
+        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
         format!(
             "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
              head_dim_v={head_dim_v} {} {:?} {} {} seed {}",
@@ -164,32 +147,21 @@ pub(crate) fn check_ops<B: Place>(
 ) -> Result<()> {
     for_each_case(extent, |prepared| {
         let case = masked_by_nan(&prepared.case);
-        let (qkv, d_o) = (
-            packed(&case, prepared.layout),
-            packed_d_o(&case, Layout::Contiguous),
-        );
+        let (qkv, d_o) = (packed(&case, prepared.layout), packed_d_o(&case, Layout::Contiguous));
         place::poison::<B>(case.shape, device);
         let watch = PathWatch::start();
         let outputs = place::attention::<B>(&case, &qkv, &d_o, device);
         let path = if is_cuda { watch.path() } else { Path::Kernel };
         let name = format!("op {}", name(case.keys));
-        report.add_call(
-            &name,
-            &path,
-            B::family(&case, device),
-            &prepared.label,
-            || judge(prepared, &outputs, is_cuda, ""),
-        );
+        report.add_call(&name, &path, B::family(&case, device), &prepared.label, || {
+            judge(prepared, &outputs, is_cuda, "")
+        });
         Ok(())
     })
 }
 
 /// The launch wrappers: values narrower than keys, gradients into NaN, both orders of sums, two runs in a fixed order.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let drawn = Extent {
         seed: extent.seed + 1,
@@ -198,9 +170,7 @@ pub(crate) fn check_wrappers(
     for_each_case(&drawn, |prepared| {
         let tile_queries = random.one_of(&[32, 64, 64, 128]);
         let name = name(prepared.case.keys);
-        check_wrapper(report, &name, prepared, device, |call| {
-            call.lists(tile_queries)
-        });
+        check_wrapper(report, &name, prepared, device, |call| call.lists(tile_queries));
         Ok(())
     })
 }
@@ -247,16 +217,10 @@ fn wrappers(
     if in_order.is_ok() && fixed != again {
         in_order = Err("two runs differ".to_owned());
     }
-    let mut outcomes = vec![
-        ("", judge(prepared, &any, true, "")),
-        (", fixed order", in_order),
-    ];
+    let mut outcomes = vec![("", judge(prepared, &any, true, "")), (", fixed order", in_order)];
     if result.o_rest.is_some() {
         // As in rows too long to keep what rounding took from o.
-        let rounded = AttentionResult {
-            o_rest: None,
-            ..result
-        };
+        let rounded = AttentionResult { o_rest: None, ..result };
         let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
         outcomes.push((", row sums", judge(prepared, &summed, true, "")));
     }
@@ -268,11 +232,7 @@ const LONG: usize = 17_500;
 
 /// Several launches over one row, in any order against the fixed one: no reference of that length is needed, since the
 /// fixed order goes block by block and is compared with references in short rows.
-pub(crate) fn check_long_row(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let shape = attention_shape(1, LONG, [2, 1], [64, 64]);
     for keys in [Keys::chosen(100), Keys::local(400, 300)] {
         let cuts = Cuts::Count(2);
@@ -348,13 +308,7 @@ fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool, tag: &str) -> Result
     let mut worst = 0.0f32;
     for (name, bar, got, plain, exact) in [
         ("o", bar(Bar::FLOOR, 1e-4, true), &got.o, &plain.o, &exact.o),
-        (
-            "lse",
-            bar(1e-4, 1e-4, false),
-            &got.lse,
-            &plain.lse,
-            &exact.lse,
-        ),
+        ("lse", bar(1e-4, 1e-4, false), &got.lse, &plain.lse, &exact.lse),
         ("dq", gradient, &got.dq, &plain.dq, &exact.dq),
         ("dk", gradient, &got.dk, &plain.dk, &exact.dk),
         ("dv", gradient, &got.dv, &plain.dv, &exact.dv),
@@ -396,8 +350,7 @@ mod tests {
     #[test]
     fn the_cpu_passes_and_a_wrong_result_does_not() {
         let mut report = Report::default();
-        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(12, 70, 5), false)
-            .expect("random cases");
+        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(12, 70, 5), false).expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
         let draw = |seed| Draw {

@@ -28,19 +28,9 @@ impl Bar {
     /// The largest ratio of error to what is allowed; an error when that is over 1.
     ///
     /// A NaN is an infinite error; equal infinities are equal.
-    pub(crate) fn judge(
-        &self,
-        name: &str,
-        got: &[f32],
-        plain: &[f32],
-        exact: &[f32],
-    ) -> Result<f32, String> {
+    pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32]) -> Result<f32, String> {
         if got.len() != exact.len() {
-            return Err(format!(
-                "{name}: {} numbers, expected {}",
-                got.len(),
-                exact.len()
-            ));
+            return Err(format!("{name}: {} numbers, expected {}", got.len(), exact.len()));
         }
         let (error, at) = largest_gap(got, exact);
         let largest = exact
@@ -66,9 +56,7 @@ impl Bar {
                 f64::from(self.plain) * norm(plain, exact) + self.norm_floor(exact),
             );
             if exceeds(error, allowed) {
-                return Err(format!(
-                    "{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"
-                ));
+                return Err(format!("{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"));
             }
             ratio = ratio.max((error / allowed) as f32);
         }
@@ -118,10 +106,7 @@ fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
 /// Norm of the difference over the numbers that are finite in `b`.
 fn norm(a: &[f32], b: &[f32]) -> f64 {
     let squares = a.iter().zip(b).filter(|(_, b)| b.is_finite());
-    squares
-        .map(|(&a, &b)| f64::from(a - b).powi(2))
-        .sum::<f64>()
-        .sqrt()
+    squares.map(|(&a, &b)| f64::from(a - b).powi(2)).sum::<f64>().sqrt()
 }
 
 #[cfg(test)]
@@ -156,14 +141,8 @@ mod tests {
     #[test]
     fn nan_and_missing_numbers_fail() {
         let exact = [1.0, f32::NEG_INFINITY];
-        assert!(
-            BAR.judge("x", &[1.0, f32::NEG_INFINITY], &exact, &exact)
-                .is_ok()
-        );
-        assert!(
-            BAR.judge("x", &[f32::NAN, f32::NEG_INFINITY], &exact, &exact)
-                .is_err()
-        );
+        assert!(BAR.judge("x", &[1.0, f32::NEG_INFINITY], &exact, &exact).is_ok());
+        assert!(BAR.judge("x", &[f32::NAN, f32::NEG_INFINITY], &exact, &exact).is_err());
         assert!(BAR.judge("x", &[1.0, 3.0], &exact, &exact).is_err());
         assert!(BAR.judge("x", &[1.0], &exact, &exact).is_err());
     }

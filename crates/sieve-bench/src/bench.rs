@@ -26,8 +26,7 @@ use burn_cuda::CudaDevice;
 use inputs::Inputs;
 use serde_json::{Value, json};
 use sieve_kernels::{
-    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput,
-    Product, matmul,
+    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput, Product, matmul,
 };
 use sieve_ops::Cuda;
 use std::path::PathBuf;
@@ -97,11 +96,7 @@ pub struct BenchResult {
 ///
 /// # Errors
 /// A GPU that cannot be asked; what does not fit or does not run is a row.
-pub fn bench(
-    settings: &BenchSettings,
-    gpu: &DeviceReport,
-    say: &mut dyn FnMut(BenchEvent),
-) -> Result<BenchResult> {
+pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(BenchEvent)) -> Result<BenchResult> {
     KernelFamily::use_portable_only(settings.portable);
     let mut bench = Bench::new(settings, gpu, say)?;
     match settings.rows {
@@ -147,11 +142,7 @@ enum Work {
 }
 
 impl<'a> Bench<'a> {
-    fn new(
-        settings: &BenchSettings,
-        gpu: &DeviceReport,
-        say: &'a mut dyn FnMut(BenchEvent),
-    ) -> Result<Self> {
+    fn new(settings: &BenchSettings, gpu: &DeviceReport, say: &'a mut dyn FnMut(BenchEvent)) -> Result<Self> {
         let device = CudaDevice::new(gpu.index);
         let clock = Clock::new(&device, settings.repetitions, gpu.num_multiprocessors);
         let overhead = clock.overhead()?;
@@ -214,13 +205,7 @@ impl<'a> Bench<'a> {
     }
 
     /// What a selector keeps of pairs and of mass, in words, and the whole row for programs.
-    pub(crate) fn say_kept(
-        &mut self,
-        name: &str,
-        shape: AttentionShape,
-        kept: Option<[f64; 2]>,
-        row: Value,
-    ) {
+    pub(crate) fn say_kept(&mut self, name: &str, shape: AttentionShape, kept: Option<[f64; 2]>, row: Value) {
         if let Some([density, mass]) = kept {
             let text = format!("keeps {density:.4} of the pairs, {mass:.4} of the mass");
             self.skip(name, shape, &text);
@@ -332,11 +317,7 @@ impl<'a> Bench<'a> {
         drop(held);
         let heads = 2 * shape.num_heads + 2 * shape.num_kv_heads;
         let inputs = (shape.batch * shape.seq_len * shape.head_dim * 2 * heads) as f64;
-        let outcome = Outcome::Memory {
-            before,
-            after,
-            inputs,
-        };
+        let outcome = Outcome::Memory { before, after, inputs };
         self.push(name, &row::shape_name(shape), outcome);
         Ok(after.saturating_sub(before))
     }
@@ -362,11 +343,7 @@ impl<'a> Bench<'a> {
         if bytes <= free as f64 {
             return Ok(true);
         }
-        let reason = format!(
-            "needs {}, {} are free",
-            row::bytes(bytes as u64),
-            row::bytes(free)
-        );
+        let reason = format!("needs {}, {} are free", row::bytes(bytes as u64), row::bytes(free));
         self.skip(name, shape, &reason);
         Ok(false)
     }

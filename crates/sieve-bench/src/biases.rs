@@ -64,9 +64,7 @@ impl Biases {
         };
         match self {
             Self::Ten(at) => ten(random, &mut z, &|_| at),
-            Self::Apart(at) => ten(random, &mut z, &|random| {
-                at + 0.5 * random.normal_with_tails()
-            }),
+            Self::Apart(at) => ten(random, &mut z, &|random| at + 0.5 * random.normal_with_tails()),
             Self::Clamped => ten(random, &mut z, &|random| 60.0 + 10.0 * random.unit() as f32),
             Self::Anywhere => {
                 let at = |_| 16384.0 * random.unit() as f32 - 8192.0;
@@ -74,25 +72,13 @@ impl Biases {
             }
             Self::Rising => {
                 let at = |i: usize| 16384.0 * (i as f32 + 0.5) / seq_len as f32 - 8192.0;
-                z = (0..seq_len)
-                    .map(|i| at(i) + random.normal_with_tails())
-                    .collect();
+                z = (0..seq_len).map(|i| at(i) + random.normal_with_tails()).collect();
             }
-            Self::Around(middle) => {
-                z = (0..seq_len)
-                    .map(|_| middle + random.normal_with_tails())
-                    .collect()
-            }
-            Self::Ends => {
-                z = (0..seq_len)
-                    .map(|_| random.one_of(&[-8192.0, 8192.0]))
-                    .collect()
-            }
+            Self::Around(middle) => z = (0..seq_len).map(|_| middle + random.normal_with_tails()).collect(),
+            Self::Ends => z = (0..seq_len).map(|_| random.one_of(&[-8192.0, 8192.0])).collect(),
         }
         let delta = match self {
-            Self::Ten(_) | Self::Apart(_) | Self::Clamped => {
-                z.iter().map(|z| z.min(60.0).exp()).collect()
-            }
+            Self::Ten(_) | Self::Apart(_) | Self::Clamped => z.iter().map(|z| z.min(60.0).exp()).collect(),
             Self::Anywhere | Self::Rising | Self::Ends | Self::Around(_) => z.clone(),
         };
         (z, delta)
@@ -107,11 +93,7 @@ const SHAPES: &[(usize, usize)] = &[(128, 2), (64, 4), (128, 3), (96, 2)];
 const EMULATED_SHAPES: &[(usize, usize)] = &[(32, 2)];
 
 /// Every kind of biases, over all keys and over lists of several super-blocks, packed documents among them.
-pub(super) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let shapes = match extent.is_emulated {
         true => EMULATED_SHAPES,
         false => SHAPES,
@@ -130,9 +112,7 @@ pub(super) fn check_wrappers(
     let prepared: Vec<Result<Prepared>> = draws
         .into_par_iter()
         .enumerate()
-        .map(|(at, (biases, keys, shape, other))| {
-            prepare(biases, keys, shape, other, extent.seed + at as u64)
-        })
+        .map(|(at, (biases, keys, shape, other))| prepare(biases, keys, shape, other, extent.seed + at as u64))
         .collect();
     for prepared in prepared {
         let name = "attention, large biases";
@@ -145,21 +125,9 @@ pub(super) fn check_wrappers(
 }
 
 /// Decoding over slots whose scores are equal, or all at the clamp: the row that the full pass computes.
-fn check_decoding(
-    report: &mut Report,
-    device: &dyn Device,
-    head_dim: usize,
-    seed: u64,
-) -> Result<()> {
+fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, seed: u64) -> Result<()> {
     for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
-        let case = draw(
-            biases,
-            Keys::chosen(40),
-            150,
-            (head_dim, 2),
-            Cuts::Count(1),
-            seed,
-        )?;
+        let case = draw(biases, Keys::chosen(40), 150, (head_dim, 2), Cuts::Count(1), seed)?;
         let outcome = OnDevice::new(&case, device).dma_decode();
         let outcome = outcome.map_err(|error| error.to_string());
         let outcome = outcome.and_then(|o| decode::judge(&case, &o, true));
@@ -169,13 +137,7 @@ fn check_decoding(
     Ok(())
 }
 
-fn prepare(
-    biases: Biases,
-    keys: Keys,
-    widths: (usize, usize),
-    other: usize,
-    seed: u64,
-) -> Result<Prepared> {
+fn prepare(biases: Biases, keys: Keys, widths: (usize, usize), other: usize, seed: u64) -> Result<Prepared> {
     let seq_len = match keys {
         Keys::Chosen(window) if window.keep_window_size == 64 => 1100,
         Keys::Chosen(_) => 333,
@@ -187,14 +149,7 @@ fn prepare(
     Ok(Prepared::new(case, Layout::Contiguous, label))
 }
 
-fn draw(
-    biases: Biases,
-    keys: Keys,
-    seq_len: usize,
-    widths: (usize, usize),
-    cuts: Cuts,
-    seed: u64,
-) -> Result<Case> {
+fn draw(biases: Biases, keys: Keys, seq_len: usize, widths: (usize, usize), cuts: Cuts, seed: u64) -> Result<Case> {
     let mut case = Case::draw(shape(seq_len, widths), keys, cuts, &Scores::Tied, seed)?;
     let mut random = Random(seed + 1000);
     let rows = case.shape.batch * case.shape.num_kv_heads;
@@ -212,13 +167,7 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
     for &widths in shapes {
         let (seq_len, kept) = (1100, 200);
         let shape = shape(seq_len, widths);
-        let mut case = Case::draw(
-            shape,
-            Keys::chosen(kept),
-            Cuts::Count(1),
-            &Scores::Tied,
-            extent.seed,
-        )?;
+        let mut case = Case::draw(shape, Keys::chosen(kept), Cuts::Count(1), &Scores::Tied, extent.seed)?;
         for (at, expire) in case.expire.iter_mut().enumerate() {
             let key = at % seq_len;
             *expire = if key < 1024 { key } else { seq_len } as i32;
@@ -226,29 +175,18 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
         let expire = case.expire.clone();
         let label = format!("nobody sees the first 1024 keys, {widths:?}");
         let prepared = Prepared::new(case, Layout::Contiguous, label);
-        check_wrapper(
-            report,
-            "dma_attention, empty list",
-            &prepared,
-            device,
-            |call| {
-                let expire = device.int(&expire, &shape.per_key());
-                let selection = Selection::of_expire(&expire, &call.doc_start, kept)?;
-                selection
-                    .dma_lists(&call.doc_start, &call.doc_end, KeyLists::TILE_QUERIES)
-                    .map(Some)
-            },
-        );
+        check_wrapper(report, "dma_attention, empty list", &prepared, device, |call| {
+            let expire = device.int(&expire, &shape.per_key());
+            let selection = Selection::of_expire(&expire, &call.doc_start, kept)?;
+            selection
+                .dma_lists(&call.doc_start, &call.doc_end, KeyLists::TILE_QUERIES)
+                .map(Some)
+        });
     }
     Ok(())
 }
 
 fn shape(seq_len: usize, (head_dim, group): (usize, usize)) -> AttentionShape {
     let num_kv_heads = 2;
-    attention_shape(
-        1,
-        seq_len,
-        [group * num_kv_heads, num_kv_heads],
-        [head_dim, head_dim],
-    )
+    attention_shape(1, seq_len, [group * num_kv_heads, num_kv_heads], [head_dim, head_dim])
 }

@@ -5,8 +5,7 @@ use sieve_core::model::AttentionForm;
 use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{self, CompiledKernel};
 use sieve_kernels::{
-    AttentionNeeds, CudaVersion, KernelCache, KernelError, NeededKernels, NeededKeys, ScoreBias,
-    SourceKernel, SumOrder,
+    AttentionNeeds, CudaVersion, KernelCache, KernelError, NeededKernels, NeededKeys, ScoreBias, SourceKernel, SumOrder,
 };
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -83,12 +82,7 @@ pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Resul
 ///
 /// # Errors
 /// No compiler, or a kernel that does not compile.
-pub fn prefill(
-    cache: &KernelCache,
-    arch: &str,
-    needed: &NeededKernels,
-    say: &mut dyn FnMut(BuildEvent),
-) -> Result<()> {
+pub fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
     let compiler = Compiler::Nvrtc(ahead_of_time::cuda_folder()?);
     let stored = ahead_of_time::are_stored(cache, &needed.kernels)?;
     let missing = stored.iter().filter(|stored| !**stored).count();
@@ -96,14 +90,7 @@ pub fn prefill(
         return Ok(());
     }
     let started = Instant::now();
-    let outcomes = compile_all(
-        arch,
-        &needed.kernels,
-        &stored,
-        &compiler,
-        cache.folder(),
-        say,
-    );
+    let outcomes = compile_all(arch, &needed.kernels, &stored, &compiler, cache.folder(), say);
     let mut ready = Vec::new();
     for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
         match outcome {
@@ -130,14 +117,7 @@ fn build_one(
 ) -> Result<usize> {
     let started = Instant::now();
     let stored: Vec<bool> = ahead_of_time::are_stored(cache, &needed.kernels)?;
-    let outcomes = compile_all(
-        arch,
-        &needed.kernels,
-        &stored,
-        compiler,
-        cache.folder(),
-        say,
-    );
+    let outcomes = compile_all(arch, &needed.kernels, &stored, compiler, cache.folder(), say);
     say(BuildEvent::Table);
     let (mut ready, mut kept, mut failed) = (Vec::new(), 0, 0);
     for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
@@ -224,8 +204,7 @@ fn compile_all(
                     let compiled = match (stored[index], compiler) {
                         (true, _) => Ok(None),
                         (false, Compiler::Nvcc(nvcc)) => {
-                            ahead_of_time::compile_with_nvcc(kernel, arch, nvcc, work_folder)
-                                .map(Some)
+                            ahead_of_time::compile_with_nvcc(kernel, arch, nvcc, work_folder).map(Some)
                         }
                         (false, Compiler::Nvrtc(cuda)) => {
                             ahead_of_time::compile_with_nvrtc(kernel, arch, cuda).map(Some)
@@ -285,11 +264,7 @@ fn compiler(nvcc: Option<&Path>) -> Result<(Compiler, CudaVersion)> {
 ///
 /// # Errors
 /// A recipe whose kernels cannot be listed.
-pub fn needed_by(
-    recipe: Option<&Recipe>,
-    arch: &str,
-    shared_bytes: usize,
-) -> Result<NeededKernels> {
+pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Result<NeededKernels> {
     let Some(recipe) = recipe else {
         return Ok(NeededKernels::shipped_for(arch));
     };

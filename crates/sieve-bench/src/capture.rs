@@ -129,8 +129,7 @@ pub fn kernel_sources() -> Result<String> {
 }
 
 /// What a pass over one row of tokens tells of each layer: its number, the layer, its input and the context.
-type Observe<'a, B> =
-    dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
+type Observe<'a, B> = dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
 
 fn each_layer<B: SieveBackend>(
     model: &Qwen3<B>,
@@ -155,11 +154,7 @@ fn each_layer<B: SieveBackend>(
 }
 
 /// Scores of one row of tokens, for each layer and KV head.
-fn scores_of_row<B: SieveBackend>(
-    model: &Qwen3<B>,
-    tokens: &[u32],
-    device: &B::Device,
-) -> Result<Vec<Vec<f32>>> {
+fn scores_of_row<B: SieveBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {
         let Attention::Dma(dma) = &layer.self_attn else {
@@ -171,12 +166,7 @@ fn scores_of_row<B: SieveBackend>(
         let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
         let z = B::dma_scores(
             qkv.into_primitive().tensor(),
-            dma.dt_proj
-                .weight
-                .val()
-                .transpose()
-                .into_primitive()
-                .tensor(),
+            dma.dt_proj.weight.val().transpose().into_primitive().tensor(),
             dma.a.val().into_primitive().tensor(),
             dma.qkv.spec(None),
         );

@@ -119,21 +119,8 @@ pub(crate) struct Case {
 
 impl Case {
     /// Draws everything for a seed.
-    pub(crate) fn draw(
-        shape: AttentionShape,
-        keys: Keys,
-        cuts: Cuts,
-        scores: &Scores,
-        seed: u64,
-    ) -> Result<Self> {
-        let [
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        ] = sizes(shape);
+    pub(crate) fn draw(shape: AttentionShape, keys: Keys, cuts: Cuts, scores: &Scores, seed: u64) -> Result<Self> {
+        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         let mut random = Random(seed);
         let tokens = batch * seq_len;
         let q = random.bf16_normals(tokens * num_heads * head_dim);
@@ -245,13 +232,7 @@ impl Case {
             }
         }
         let batch = self.shape.batch;
-        for values in [
-            &mut self.q,
-            &mut self.k,
-            &mut self.v,
-            &mut self.z,
-            &mut self.delta,
-        ] {
+        for values in [&mut self.q, &mut self.k, &mut self.v, &mut self.z, &mut self.delta] {
             repeat(values, batch);
         }
         repeat(&mut self.doc_start, batch);
@@ -268,15 +249,7 @@ impl Case {
         let mut expire = vec![0; batch * num_kv_heads * seq_len];
         if let Keys::Chosen(window) = self.keys {
             let kept = window.num_ranked();
-            dma_select(
-                &self.z,
-                documents,
-                batch,
-                num_kv_heads,
-                seq_len,
-                kept,
-                &mut expire,
-            );
+            dma_select(&self.z, documents, batch, num_kv_heads, seq_len, kept, &mut expire);
             let local = window.local_window_size;
             extend_expire(&mut expire, documents, num_kv_heads, seq_len, local);
             return expire;
@@ -292,11 +265,7 @@ impl Case {
 }
 
 /// First position and one past the last of each token's document, `[batch, seq_len]` each.
-fn documents(
-    shape: AttentionShape,
-    cuts: Cuts,
-    random: &mut Random,
-) -> Result<(Vec<i32>, Vec<i32>)> {
+fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(Vec<i32>, Vec<i32>)> {
     let seq_len = shape.seq_len;
     if let Cuts::Count(count) = cuts
         && !(1..=seq_len).contains(&count)
@@ -326,11 +295,7 @@ fn documents(
                 };
                 loop {
                     let short = cuts == Cuts::Mixed && random.chance(0.3);
-                    let length = if short {
-                        1
-                    } else {
-                        1 + random.below(longest.max(1))
-                    };
+                    let length = if short { 1 } else { 1 + random.below(longest.max(1)) };
                     let next = firsts[firsts.len() - 1] + length;
                     if next >= seq_len {
                         break;
@@ -360,13 +325,7 @@ mod tests {
     #[test]
     fn documents_cover_their_rows() {
         let mut random = Random(5);
-        for cuts in [
-            Cuts::Count(3),
-            Cuts::Few,
-            Cuts::Mixed,
-            Cuts::Tokens,
-            Cuts::Count(37),
-        ] {
+        for cuts in [Cuts::Count(3), Cuts::Few, Cuts::Mixed, Cuts::Tokens, Cuts::Count(37)] {
             let (start, end) = documents(shape(), cuts, &mut random).expect("37 tokens");
             assert_eq!((start.len(), end.len()), (74, 74));
             for (at, (&start, &end)) in start.iter().zip(&end).enumerate() {
@@ -379,8 +338,7 @@ mod tests {
 
     #[test]
     fn cu_seqlens_counts_over_the_batch() {
-        let case = Case::draw(shape(), Keys::Dense, Cuts::Count(3), &Scores::Tied, 9)
-            .expect("three documents fit");
+        let case = Case::draw(shape(), Keys::Dense, Cuts::Count(3), &Scores::Tied, 9).expect("three documents fit");
         let bounds = case.cu_seqlens();
         assert_eq!(bounds.len(), 7);
         assert_eq!((bounds[0], bounds[3], bounds[6]), (0, 37, 74));
@@ -388,20 +346,11 @@ mod tests {
 
     #[test]
     fn a_window_expires_its_keys() {
-        let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9)
-            .expect("one document");
-        let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9)
-            .expect("one document");
+        let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
+        let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
         assert_eq!(case.expire, tied.expire, "tied scores are a window");
         assert!(!case.never_active().contains(&true));
-        let falling = Case::draw(
-            shape(),
-            Keys::chosen(5),
-            Cuts::Count(1),
-            &Scores::Falling,
-            9,
-        )
-        .expect("one document");
+        let falling = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Falling, 9).expect("one document");
         assert!(falling.never_active().contains(&true));
     }
 }

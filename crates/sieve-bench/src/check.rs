@@ -13,9 +13,7 @@ use crate::{biases, decode, nsa, select, selection, sparse, step};
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
-use sieve_kernels::{
-    AttentionNeeds, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder,
-};
+use sieve_kernels::{AttentionNeeds, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder};
 use sieve_ops::Cuda;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -89,11 +87,7 @@ impl Target {
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
-pub fn check(
-    settings: &CheckSettings,
-    target: &Target,
-    tell: &mut dyn FnMut(CheckedPart),
-) -> Result<Report> {
+pub fn check(settings: &CheckSettings, target: &Target, tell: &mut dyn FnMut(CheckedPart)) -> Result<Report> {
     let report = Report::default();
     let mut progress = Progress { report, tell };
     match target {
@@ -124,8 +118,7 @@ pub fn check_emulated(
     programs: &Path,
     tell: &mut dyn FnMut(CheckedPart),
 ) -> Result<(Report, Vec<&'static str>)> {
-    let emulator = Emulator::new(programs)
-        .map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
+    let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
     let report = Report::default();
     let mut progress = Progress { report, tell };
     let extent = Extent::emulated(settings.cases, settings.longest, settings.seed);
@@ -136,10 +129,7 @@ pub fn check_emulated(
 }
 
 /// A part's name and its check of the launch wrappers.
-type Part = (
-    &'static str,
-    fn(&mut Report, &dyn Device, &Extent) -> Result<()>,
-);
+type Part = (&'static str, fn(&mut Report, &dyn Device, &Extent) -> Result<()>);
 
 const SELECTIONS: Part = ("selectors", select::check_wrappers);
 const MASKS: Part = ("attention under masks", sparse::check_wrappers);
@@ -199,10 +189,7 @@ impl fmt::Display for CheckedPart {
             failures,
             seconds,
         } = self;
-        write!(
-            out,
-            "{seconds:7.1} s  {name}: {cases} cases, {failures} failed"
-        )
+        write!(out, "{seconds:7.1} s  {name}: {cases} cases, {failures} failed")
     }
 }
 
@@ -226,27 +213,15 @@ impl Progress<'_> {
         Ok(())
     }
 
-    fn wrappers(
-        &mut self,
-        family: &str,
-        parts: &[Part],
-        device: &dyn Device,
-        extent: &Extent,
-    ) -> Result<()> {
+    fn wrappers(&mut self, family: &str, parts: &[Part], device: &dyn Device, extent: &Extent) -> Result<()> {
         parts.iter().try_for_each(|(name, check)| {
-            self.part(format!("{family}, {name}"), |report| {
-                check(report, device, extent)
-            })
+            self.part(format!("{family}, {name}"), |report| check(report, device, extent))
         })
     }
 }
 
 /// Both families of kernels, then the ops as models call them. A GPU that stops answering ends the check, with a row.
-fn on_cuda(
-    progress: &mut Progress<'_>,
-    gpu: &DeviceReport,
-    settings: &CheckSettings,
-) -> Result<()> {
+fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
     let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
     KernelFamily::use_portable_only(true);
@@ -277,17 +252,11 @@ fn on_cuda(
 }
 
 /// Runs a part of the check; false when it panicked, as Burn does when the GPU reports an error.
-fn stage(
-    progress: &mut Progress<'_>,
-    name: &str,
-    part: impl FnOnce(&mut Progress<'_>) -> Result<()>,
-) -> Result<bool> {
+fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progress<'_>) -> Result<()>) -> Result<bool> {
     match catch_unwind(AssertUnwindSafe(|| part(progress))) {
         Ok(result) => result.map(|()| true),
         Err(panic) => {
-            let words = panic
-                .downcast_ref::<String>()
-                .map_or("no message", String::as_str);
+            let words = panic.downcast_ref::<String>().map_or("no message", String::as_str);
             let first = words.lines().next().unwrap_or_default().to_owned();
             let report = &mut progress.report;
             report.add(name, "stopped here", "the GPU", Err(first));
@@ -349,11 +318,10 @@ fn ops<B: Place>(
 ) -> Result<()> {
     let (path, extent) = (if is_cuda { "kernel" } else { "cpu" }, &settings.extent());
     let (asked, all) = (settings.part, settings.part == CheckPart::All);
-    let mut part =
-        |is_asked: bool, name: &str, check: &dyn Fn(&mut Report) -> Result<()>| match is_asked {
-            true => progress.part(format!("ops, {name}"), check),
-            false => Ok(()),
-        };
+    let mut part = |is_asked: bool, name: &str, check: &dyn Fn(&mut Report) -> Result<()>| match is_asked {
+        true => progress.part(format!("ops, {name}"), check),
+        false => Ok(()),
+    };
     part(all, "attention", &|report| {
         attention::check_ops::<B>(report, device, extent, is_cuda)
     })?;
@@ -469,11 +437,7 @@ mod tests {
             total_memory_bytes: 141 << 30,
         };
         let ahead = all_kernels(&gpu).kernels.len();
-        for (compute_capability, parts) in [
-            ((8, 9), ONLY_PORTABLE),
-            ((8, 9), OF_A_FAMILY),
-            ((9, 0), OF_A_FAMILY),
-        ] {
+        for (compute_capability, parts) in [((8, 9), ONLY_PORTABLE), ((8, 9), OF_A_FAMILY), ((9, 0), OF_A_FAMILY)] {
             let hardware = Hardware {
                 compute_capability,
                 ..Hardware::HOPPER

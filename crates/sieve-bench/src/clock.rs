@@ -104,9 +104,7 @@ impl Clock {
         let stamps: Vec<i64> = stamps.to_vec().map_err(BenchError::gpu)?;
         let pairs = stamps.chunks_exact(2).skip(WARM);
         Ok(of_samples(
-            pairs
-                .map(|pair| (pair[1] - pair[0]) as f64 * 1e-6)
-                .collect(),
+            pairs.map(|pair| (pair[1] - pair[0]) as f64 * 1e-6).collect(),
         ))
     }
 
@@ -170,10 +168,7 @@ mod tests {
     fn percentiles_of_samples_in_any_order() {
         let samples = (0..31).map(|x| f64::from((x * 7) % 31)).collect();
         let times = of_samples(samples);
-        assert_eq!(
-            (times.median_ms, times.p10_ms, times.p90_ms),
-            (15.0, 3.0, 27.0)
-        );
+        assert_eq!((times.median_ms, times.p10_ms, times.p90_ms), (15.0, 3.0, 27.0));
         assert!(of_samples(Vec::new()).median_ms.is_nan());
     }
 }

@@ -38,10 +38,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
         let label = format!("{shape:?} {keys} {} seed {seed}", scores.name());
-        Ok((
-            Case::draw(shape, keys, Cuts::Count(1), scores, seed)?,
-            label,
-        ))
+        Ok((Case::draw(shape, keys, Cuts::Count(1), scores, seed)?, label))
     })
 }
 
@@ -86,10 +83,7 @@ pub(crate) fn check_ops<B: Place>(
         match case.keys {
             Keys::Chosen(_) => check(name, place::dma_decode::<B>),
             _ => {
-                check(
-                    name.replace("decode", "cached decode"),
-                    place::cached_attention::<B>,
-                );
+                check(name.replace("decode", "cached decode"), place::cached_attention::<B>);
                 check(name, place::decode::<B>);
             }
         }
@@ -98,11 +92,7 @@ pub(crate) fn check_ops<B: Place>(
 }
 
 /// The launch wrappers, with the token's key written into the cache by the kernel.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (case, label) = case?;
         let call = OnDevice::new(&case, device);

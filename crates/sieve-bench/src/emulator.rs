@@ -193,10 +193,9 @@ impl Emulator {
         let (name, text) = (launch.kernel.name(), launch.kernel.text()?);
         let header = self.header().map_err(|e| failed(name, &e))?;
         let source = program_text(&header, launch.kernel.entry_point(), &text.text);
-        let program = self.programs.join(format!(
-            "{name}-{:016x}",
-            fnv1a(&format!("{FLAGS:?}{source}"))
-        ));
+        let program = self
+            .programs
+            .join(format!("{name}-{:016x}", fnv1a(&format!("{FLAGS:?}{source}"))));
         if program.is_file() {
             return Ok(program);
         }
@@ -291,9 +290,7 @@ impl Device for Emulator {
         Ok(match tensor.dtype() {
             DType::BF16 => {
                 let halves = bytes.as_chunks::<2>().0.iter();
-                halves
-                    .map(|&half| bf16::from_le_bytes(half).to_f32())
-                    .collect()
+                halves.map(|&half| bf16::from_le_bytes(half).to_f32()).collect()
             }
             DType::U8 => bytes.into_iter().map(f32::from).collect(),
             _ => {
@@ -335,9 +332,7 @@ fn fnv1a(text: &str) -> u64 {
 /// The C++ program of a kernel's text, after the header.
 fn program_text(header: &str, entry: &str, kernel: &str) -> String {
     let mut text = format!("#include \"{header}\"\n");
-    text.push_str(&without_asm(&with_shared_memory(&with_own_entry(
-        entry, kernel,
-    ))));
+    text.push_str(&without_asm(&with_shared_memory(&with_own_entry(entry, kernel))));
     text.push_str(RUNNER);
     text.push_str(&format!(
         "int main(int count, char** text) {{ return emu::run_program(count, text, {entry}{ENTRY}); }}\n"
@@ -380,9 +375,7 @@ fn with_shared_memory(kernel: &str) -> String {
     for line in kernel.lines() {
         match declared_shared(line) {
             Some((kind, name)) => {
-                text.push_str(&format!(
-                    "{kind}* const {name} = ({kind}*)emu::dynamic_shared;"
-                ));
+                text.push_str(&format!("{kind}* const {name} = ({kind}*)emu::dynamic_shared;"));
             }
             None => text.push_str(line),
         }
@@ -525,10 +518,7 @@ pub(crate) mod tests {
 
     /// Runs `check` of kernels on the emulator: no row fails, and there are at least `least_rows`. Nothing is checked
     /// where no C++ compiler is installed. The programs are those of the example `emulate`, kept under their texts.
-    pub(crate) fn emulated(
-        least_rows: usize,
-        check: impl FnOnce(&Emulator, &mut Report) -> Result<()>,
-    ) {
+    pub(crate) fn emulated(least_rows: usize, check: impl FnOnce(&Emulator, &mut Report) -> Result<()>) {
         emulated_with(Hardware::AMPERE.max_shared_bytes, least_rows, check);
     }
 
@@ -577,10 +567,7 @@ pub(crate) mod tests {
                 "ptx_block_red_shared_add_u32(a, b);",
             ),
         ] {
-            assert_eq!(
-                without_asm(&format!("x {statement} y")),
-                format!("x {call} y")
-            );
+            assert_eq!(without_asm(&format!("x {statement} y")), format!("x {call} y"));
         }
         assert_eq!(without_asm("plasma(1);"), "plasma(1);");
     }
@@ -588,10 +575,7 @@ pub(crate) mod tests {
     #[test]
     fn the_entry_point_alone_is_renamed() {
         let text = "extern \"C\" __global__ void __launch_bounds__(2)\n    fill(float* x) {\n  fill(x, refill(x));\n}";
-        assert_eq!(
-            with_own_entry("fill", text),
-            text.replacen("fill(", "fill_entry(", 1)
-        );
+        assert_eq!(with_own_entry("fill", text), text.replacen("fill(", "fill_entry(", 1));
     }
 
     #[test]
@@ -615,8 +599,7 @@ pub(crate) mod tests {
         let of = |heads| gpu.tensor(&[1, 70, heads, 64], DType::BF16);
         let qkv = sieve_kernels::Qkv::separate(&of(4), &of(2), &of(2));
         let doc_start = gpu.tensor(&[1, 70], DType::I32);
-        qkv.attention_forward(&doc_start, None, 0.125, None)
-            .expect("usual");
+        qkv.attention_forward(&doc_start, None, 0.125, None).expect("usual");
         let steps = serde_json::to_value(gpu.take_steps()).expect("plain data");
         let launch = &steps[0]["launch"];
         assert_eq!(launch["kernel"]["file"], "attention_forward.cu");
@@ -624,20 +607,12 @@ pub(crate) mod tests {
         assert_eq!(launch["grid"], serde_json::json!([1, 4, 1]));
         assert_eq!(launch["words"][1], 70);
         let defines = launch["kernel"]["defines"].as_array().expect("pairs");
-        assert!(
-            defines.contains(&serde_json::json!(["HEAD_DIM", "64"])),
-            "{defines:?}"
-        );
+        assert!(defines.contains(&serde_json::json!(["HEAD_DIM", "64"])), "{defines:?}");
     }
 
     #[test]
     fn buffers_end_with_their_page() {
-        for (bytes, padding) in [
-            (16, PAGE - 16),
-            (17, PAGE - 32),
-            (PAGE, 0),
-            (PAGE + 1, PAGE - 16),
-        ] {
+        for (bytes, padding) in [(16, PAGE - 16), (17, PAGE - 32), (PAGE, 0), (PAGE + 1, PAGE - 16)] {
             assert_eq!(Emulator::padding(bytes), padding);
         }
         assert_eq!(place(5, &[2, 3], &[10, 2]), 14);

@@ -16,8 +16,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack,
-    NeededKernels, NeededKeys, SumOrder,
+    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack, NeededKernels, NeededKeys,
+    SumOrder,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -57,11 +57,7 @@ pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
 impl Call {
     fn draw(extent: &Extent, random: &mut Random) -> Result<Self> {
-        let widths = if extent.is_emulated {
-            &[[32, 16]][..]
-        } else {
-            WIDTHS
-        };
+        let widths = if extent.is_emulated { &[[32, 16]][..] } else { WIDTHS };
         let [head_dim, rope_dim] = random.one_of(widths);
         let drawn = random.between(2, extent.longest.max(3));
         let seq_len = random.one_of(&[1, 2, 63, 65, 129, drawn, drawn, drawn]);
@@ -75,11 +71,7 @@ impl Call {
         );
         // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
         // against.
-        let largest = if seq_len < 15 {
-            Size::Usual
-        } else {
-            Size::Large
-        };
+        let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
         let seed = random.between(0, 1 << 30) as u64;
@@ -112,11 +104,7 @@ impl Call {
                 .collect(),
         }
         let mut kv = Vec::with_capacity(tokens * num_heads * 2 * head_dim);
-        for (k, v) in case
-            .k
-            .chunks_exact(key_dim)
-            .zip(case.v.chunks_exact(head_dim))
-        {
+        for (k, v) in case.k.chunks_exact(key_dim).zip(case.v.chunks_exact(head_dim)) {
             kv.extend(&k[..head_dim]);
             kv.extend(v);
         }
@@ -148,11 +136,7 @@ impl Call {
             rope_dim,
             ..
         } = self.spec;
-        [
-            num_heads * self.spec.key_dim(),
-            num_heads * 2 * head_dim,
-            rope_dim,
-        ]
+        [num_heads * self.spec.key_dim(), num_heads * 2 * head_dim, rope_dim]
     }
 
     /// Forward and backward pass on a backend: its own ops, or the plain-Burn references.
@@ -164,24 +148,10 @@ impl Call {
             x.cast(dtype).into_primitive().tensor()
         };
         let [q, kv, k_rope] = self.widths();
-        let inputs = [
-            input(&self.case.q, q),
-            input(&self.kv, kv),
-            input(&self.k_rope, k_rope),
-        ];
+        let inputs = [input(&self.case.q, q), input(&self.kv, kv), input(&self.k_rope, k_rope)];
         let documents = self.case.documents::<B>(device);
-        let table_type = if dtype == DType::F64 {
-            DType::F64
-        } else {
-            DType::F32
-        };
-        let rope = RotaryEmbedding::<B>::with_dtype(
-            self.spec.rope_dim,
-            seq_len,
-            ROPE_THETA.into(),
-            device,
-            table_type,
-        );
+        let table_type = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let rope = RotaryEmbedding::<B>::with_dtype(self.spec.rope_dim, seq_len, ROPE_THETA.into(), device, table_type);
         let call = MlaPackCall::<B> {
             positions: documents.positions.clone().into_primitive(),
             rope: rope.tables(),
@@ -236,12 +206,7 @@ impl Call {
             beside(&self.kv, 8, kv, 0)?,
             beside(&self.k_rope, RANK, k_rope, 0)?,
         ];
-        let rope = RotaryEmbedding::<Flex>::new(
-            self.spec.rope_dim,
-            seq_len,
-            ROPE_THETA.into(),
-            &FlexDevice,
-        );
+        let rope = RotaryEmbedding::<Flex>::new(self.spec.rope_dim, seq_len, ROPE_THETA.into(), &FlexDevice);
         let table = |table: Tensor<Flex, 2>| {
             let values: Vec<f32> = table.into_data().to_vec().expect("f32 tables");
             device.float(&values, &[seq_len, self.spec.rope_dim / 2], DType::F32)
@@ -260,8 +225,7 @@ impl Call {
         let widths = [self.spec.head_dim, self.spec.rope_dim];
         let heads = |packed: &CudaTensor| MlaPack::heads(packed, self.spec.num_heads, widths);
         let qkv = heads(&packed)?;
-        let [start, end] =
-            [&self.case.doc_start, &self.case.doc_end].map(|x| device.int(x, &self.rows()));
+        let [start, end] = [&self.case.doc_start, &self.case.doc_end].map(|x| device.int(x, &self.rows()));
         let scale = self.spec.softmax_scale as f32;
         let result = qkv.attention_forward(&start, None, scale, None)?;
         let d_packed = packed.nan_contiguous(packed.shape(), DType::BF16);
@@ -303,9 +267,7 @@ impl Written {
 
     /// What the projections give: queries, keys beside values, the rotated part that heads share.
     pub(crate) fn inputs(&self) -> [(&'static str, &[f32]); 3] {
-        let Call {
-            case, kv, k_rope, ..
-        } = &self.0;
+        let Call { case, kv, k_rope, .. } = &self.0;
         [("q", &case.q), ("kv", kv), ("k_rope", k_rope)]
     }
 
@@ -366,11 +328,7 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
 }
 
 /// The launch wrappers in both orders of sums; two runs in the fixed order are equal.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     decode::check_wrappers(report, device, extent);
     for call in draws(extent) {
         let call = call?;
@@ -469,11 +427,7 @@ mod tests {
         for at in 0..exact.len() {
             let mut wrong = exact.clone();
             wrong[at].1[0] = f32::NAN;
-            assert!(
-                judge(&wrong, &plain, &exact, true).is_err(),
-                "{}",
-                wrong[at].0
-            );
+            assert!(judge(&wrong, &plain, &exact, true).is_err(), "{}", wrong[at].0);
         }
         // The gradient of one head in place of their sum.
         call.spec.softmax_scale *= 1.1;

@@ -41,15 +41,10 @@ mod check;
 mod clock;
 mod run;
 
-pub use bench::{
-    BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Growth, Outcome, Rate,
-    bench,
-};
+pub use bench::{BenchEvent, BenchResult, BenchRow, BenchRows, BenchSettings, Ceilings, Growth, Outcome, Rate, bench};
 pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, prefill};
 pub use capture::{Captured, capture, kernel_sources};
-pub use check::{
-    CheckPart, CheckSettings, CheckedPart, Target, check, check_emulated, check_json, short_check,
-};
+pub use check::{CheckPart, CheckSettings, CheckedPart, Target, check, check_emulated, check_json, short_check};
 pub use clock::Times;
 pub use error::BenchError;
 pub use report::{Report, Row};

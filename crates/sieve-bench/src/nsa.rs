@@ -12,9 +12,9 @@ use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError,
-    KernelFamily, KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward,
-    nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KernelFamily, KeySource,
+    NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, NsaBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -56,11 +56,7 @@ impl Inputs {
     /// `is_long`: one row of [`LONG`] tokens, with the usual blocks.
     fn draw(random: &mut Random, extent: &Extent, is_long: bool) -> Result<(Self, String)> {
         // Each width is another set of programs for an emulator.
-        let widths: &[usize] = if extent.is_emulated {
-            &[64]
-        } else {
-            &[64, 128]
-        };
+        let widths: &[usize] = if extent.is_emulated { &[64] } else { &[64, 128] };
         let group = random.one_of(&GROUPS);
         let num_kv_heads = match (is_long, group < 4) {
             (false, true) => random.between(1, 4),
@@ -189,11 +185,7 @@ pub(crate) fn indices<B: Place>(x: IntTensor<B>) -> Vec<i32> {
 }
 
 /// A contiguous tensor of the type that the backend's attention takes.
-pub(crate) fn typed<B: Place, const D: usize>(
-    values: &[f32],
-    shape: [usize; D],
-    device: &B::Device,
-) -> FloatTensor<B> {
+pub(crate) fn typed<B: Place, const D: usize>(values: &[f32], shape: [usize; D], device: &B::Device) -> FloatTensor<B> {
     let x = TensorPrimitive::Float(float::<B, D>(values, shape, device));
     let x = Tensor::<B, D>::from_primitive(x).cast(B::DTYPE);
     x.into_primitive().tensor()
@@ -217,19 +209,13 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     let size = inputs.blocks.compress_block_size;
     let [qkv, compressed] = inputs.coarse::<B>(device);
     let d_o = typed::<B, 4>(d_o, output, device);
-    let positions = inputs
-        .positions
-        .each_ref()
-        .map(|x| typed::<B, 2>(x, [size, d], device));
+    let positions = inputs.positions.each_ref().map(|x| typed::<B, 2>(x, [size, d], device));
     let d_blocks = typed::<B, 3>(&inputs.d_blocks, [2, rows, size * d], device);
     let mut outputs = Vec::new();
     let mut add = |name, values| outputs.push((name, values));
 
     let dims = [batch, seq_len, packed, d];
-    add(
-        "blocks",
-        floats::<B, 3>(B::nsa_blocks(qkv.clone(), positions, &call)),
-    );
+    add("blocks", floats::<B, 3>(B::nsa_blocks(qkv.clone(), positions, &call)));
     let [dqkv, dk, dv] = B::nsa_blocks_backward(dims, &call, d_blocks);
     add("blocks dqkv", floats::<B, 4>(dqkv));
     add("k_positions", floats::<B, 2>(dk));
@@ -242,13 +228,8 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
     let chosen = indices::<B>(coarse.block_indices.clone());
     add("compressed o", floats::<B, 4>(coarse.output.o.clone()));
-    let [dqkv, d_compressed] = B::nsa_compressed_attention_backward(
-        qkv.clone(),
-        compressed,
-        &call,
-        coarse.output,
-        d_o.clone(),
-    );
+    let [dqkv, d_compressed] =
+        B::nsa_compressed_attention_backward(qkv.clone(), compressed, &call, coarse.output, d_o.clone());
     add("compressed dqkv", floats::<B, 4>(dqkv));
     add("dcompressed", floats::<B, 3>(d_compressed));
 
@@ -267,10 +248,7 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     let dqkv = B::nsa_selected_attention_backward(qkv, block_indices, &call, selected, d_o.clone());
     add("selected dqkv", floats::<B, 4>(dqkv));
 
-    let branches = inputs
-        .branches
-        .each_ref()
-        .map(|x| typed::<B, 4>(x, output, device));
+    let branches = inputs.branches.each_ref().map(|x| typed::<B, 4>(x, output, device));
     let gates = num_heads * 3;
     let logits = typed::<B, 3>(&inputs.logits, [batch, seq_len, gates], device);
     let bias = typed::<B, 1>(&inputs.bias, [gates], device);
@@ -340,18 +318,10 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
     let dqkv = nsa_mean_pool_backward(shape, documents, blocks, &compressed)?;
     add("mean pool dqkv", &dqkv)?;
 
-    let (coarse, indices) =
-        qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
+    let (coarse, indices) = qkv.nsa_compressed_attention_forward(documents, &compressed, blocks, scale)?;
     add("compressed o", &coarse.o)?;
-    let [dqkv, d_compressed] = qkv.nsa_compressed_attention_backward(
-        documents,
-        &compressed,
-        blocks,
-        scale,
-        &coarse,
-        &d_o,
-        order,
-    )?;
+    let [dqkv, d_compressed] =
+        qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &coarse, &d_o, order)?;
     add("compressed dqkv", &dqkv)?;
     add("dcompressed", &d_compressed)?;
 
@@ -461,11 +431,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
 }
 
 /// The launch wrappers.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (inputs, expected, label) = case?;
         match on_device(&inputs, device) {

@@ -10,9 +10,8 @@ use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
-    DmaSlots, KernelError, KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection,
-    SumOrder, dma_select,
+    AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError,
+    KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -62,14 +61,7 @@ pub(crate) struct OnDevice<'a> {
 impl<'a> OnDevice<'a> {
     /// Uploads a case as separate contiguous tensors.
     pub(crate) fn new(case: &'a Case, device: &'a dyn Device) -> Self {
-        let [
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        ] = sizes(case.shape);
+        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
         let bf16 = |values: &[f32], heads: usize, width: usize| {
             device.float(values, &[batch, seq_len, heads, width], DType::BF16)
         };
@@ -159,11 +151,7 @@ impl<'a> OnDevice<'a> {
         };
         match lists {
             Some(lists) => call.dma_attention_backward(&self.delta, lists).map(Some),
-            None => call.attention_backward(
-                [&self.doc_start, &self.doc_end],
-                self.window(),
-                self.bias(),
-            ),
+            None => call.attention_backward([&self.doc_start, &self.doc_end], self.window(), self.bias()),
         }
     }
 
@@ -178,11 +166,7 @@ impl<'a> OnDevice<'a> {
     }
 
     /// Forward and backward pass, read back.
-    pub(crate) fn run(
-        &self,
-        lists: Option<&KeyLists>,
-        order: SumOrder,
-    ) -> Result<Outputs, KernelError> {
+    pub(crate) fn run(&self, lists: Option<&KeyLists>, order: SumOrder) -> Result<Outputs, KernelError> {
         let result = self.forward(lists)?;
         self.gradients(lists, &result, order)
     }
@@ -219,8 +203,7 @@ impl<'a> OnDevice<'a> {
                 .flat_map(|b| &values[(b * shape.seq_len + at) * step..][..step])
                 .copied()
                 .collect();
-            self.device
-                .float(&rows, &[shape.batch, 1, heads, width], DType::BF16)
+            self.device.float(&rows, &[shape.batch, 1, heads, width], DType::BF16)
         };
         let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
         Qkv::separate(
@@ -269,12 +252,8 @@ impl<'a> OnDevice<'a> {
         let heads = shape.batch * shape.num_kv_heads;
         let mut rows = Vec::new();
         for at in 0..shape.seq_len {
-            let z: Vec<f32> = (0..heads)
-                .map(|row| self.case.z[row * shape.seq_len + at])
-                .collect();
-            let z = self
-                .device
-                .float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
+            let z: Vec<f32> = (0..heads).map(|row| self.case.z[row * shape.seq_len + at]).collect();
+            let z = self.device.float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
             let o = slots.dma_decode(
                 &self.token(at),
                 &z,

@@ -8,8 +8,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
-    AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken,
-    DocumentBounds, KeyCache, SieveBackend,
+    AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken, DocumentBounds,
+    KeyCache, SieveBackend,
 };
 
 /// A backend that can be given a tensor of any strides.
@@ -32,9 +32,7 @@ impl Place for Flex {
     fn strided(values: &Strided, device: &FlexDevice) -> FloatTensor<Self> {
         let shape: [usize; 4] = values.shape;
         let data = TensorData::new(values.gathered(), shape);
-        Tensor::<Flex, 4>::from_data(data, device)
-            .into_primitive()
-            .tensor()
+        Tensor::<Flex, 4>::from_data(data, device).into_primitive().tensor()
     }
 }
 
@@ -49,12 +47,7 @@ struct Call<'a, B: Place> {
 }
 
 /// Forward and backward pass through the ops of `B`: packed q, k, v of the given layout.
-pub(crate) fn attention<B: Place>(
-    case: &Case,
-    qkv: &Strided,
-    d_o: &Strided,
-    device: &B::Device,
-) -> Outputs {
+pub(crate) fn attention<B: Place>(case: &Case, qkv: &Strided, d_o: &Strided, device: &B::Device) -> Outputs {
     let call = Call::<B> {
         case,
         qkv: B::strided(qkv, device),
@@ -74,8 +67,7 @@ pub(crate) fn attention<B: Place>(
 
 impl<B: Place> Call<'_, B> {
     fn neighbours(self) -> Outputs {
-        let output =
-            <B as AttentionBackend>::attention(self.qkv.clone(), &self.documents, self.spec);
+        let output = <B as AttentionBackend>::attention(self.qkv.clone(), &self.documents, self.spec);
         let mut outputs = self.forward_outputs(&output.o, &output.lse);
         let dqkv = B::attention_backward(self.qkv, &self.documents, self.spec, output, self.d_o);
         outputs.set_packed_gradient(self.case.shape, &floats::<B, 4>(dqkv));
@@ -164,13 +156,7 @@ pub(crate) fn decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
             seen.into_primitive().tensor()
         };
         let scale = f64::from(case.scale);
-        let o = B::attention_decode(
-            token(&tokens.q, at),
-            keys(&tokens.k),
-            keys(&tokens.v),
-            None,
-            scale,
-        );
+        let o = B::attention_decode(token(&tokens.q, at), keys(&tokens.k), keys(&tokens.v), None, scale);
         rows.push(cut(floats::<B, 3>(o), shape));
     }
     by_token(&rows, shape)
@@ -204,11 +190,7 @@ pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec
 pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
     let shape = case.shape;
     let tokens = Tokens::<B>::new(case, device);
-    let z = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(float::<B, 3>(
-        &case.z,
-        shape.per_key(),
-        device,
-    )));
+    let z = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(float::<B, 3>(&case.z, shape.per_key(), device)));
     let z_of = |at: usize| z.clone().narrow(2, at, 1);
     // The first key is always kept, and its query sees it alone.
     let first = |x: &Tensor<B, 4>| x.clone().narrow(1, 0, 1).into_primitive().tensor();
@@ -264,14 +246,7 @@ struct Tokens<B: Place> {
 
 impl<B: Place> Tokens<B> {
     fn new(case: &Case, device: &B::Device) -> Self {
-        let [
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        ] = sizes(case.shape);
+        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
         let of = |values: Vec<f32>, heads: usize| {
             let data = TensorData::new(values, [batch, seq_len, heads, head_dim]);
             Tensor::<B, 4>::from_data(data, device).cast(B::DTYPE)
@@ -304,9 +279,7 @@ pub(crate) fn padded(values: &[f32], width: usize, wider: usize) -> Vec<f32> {
 /// Rows of width `head_dim` cut to `head_dim_v`.
 fn cut(values: Vec<f32>, shape: AttentionShape) -> Vec<f32> {
     let rows = values.chunks_exact(shape.head_dim);
-    rows.flat_map(|row| &row[..shape.head_dim_v])
-        .copied()
-        .collect()
+    rows.flat_map(|row| &row[..shape.head_dim_v]).copied().collect()
 }
 
 /// A contiguous f32 tensor.
@@ -316,9 +289,7 @@ pub(crate) fn float<B: SieveBackend, const D: usize>(
     device: &B::Device,
 ) -> FloatTensor<B> {
     let data = TensorData::new(values.to_vec(), shape);
-    Tensor::<B, D>::from_data(data, device)
-        .into_primitive()
-        .tensor()
+    Tensor::<B, D>::from_data(data, device).into_primitive().tensor()
 }
 
 /// A tensor's values in f32.

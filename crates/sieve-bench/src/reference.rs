@@ -44,14 +44,7 @@ struct Part {
 
 /// Computes everything for a case.
 pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
-    let [
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        head_dim_v,
-    ] = sizes(case.shape);
+    let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
     let parts: Vec<Part> = (0..batch * num_kv_heads)
         .into_par_iter()
         .map(|row| kv_head(case, row / num_kv_heads, row % num_kv_heads, rounding))
@@ -67,22 +60,8 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
             put(&mut all.dq, &dq, b * seq_len, num_heads, head, head_dim);
             all.lse[(b * num_heads + head) * seq_len..][..seq_len].copy_from_slice(&lse);
         }
-        put(
-            &mut all.dk,
-            &part.dk,
-            b * seq_len,
-            num_kv_heads,
-            kv,
-            head_dim,
-        );
-        put(
-            &mut all.dv,
-            &part.dv,
-            b * seq_len,
-            num_kv_heads,
-            kv,
-            head_dim_v,
-        );
+        put(&mut all.dk, &part.dk, b * seq_len, num_kv_heads, kv, head_dim);
+        put(&mut all.dv, &part.dv, b * seq_len, num_kv_heads, kv, head_dim_v);
         all.ddelta[row * seq_len..][..seq_len].copy_from_slice(&part.ddelta);
         ddelta_terms = part.terms.into_iter().fold(ddelta_terms, f32::max);
     }
@@ -97,14 +76,7 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
 }
 
 /// One query over the keys given, each with a bias: `k` `[keys, head_dim]`, `v` `[keys, head_dim_v]`.
-pub(crate) fn one_query(
-    q: &[f32],
-    k: &[f32],
-    v: &[f32],
-    delta: &[f32],
-    scale: f32,
-    rounding: Rounding,
-) -> Vec<f32> {
+pub(crate) fn one_query(q: &[f32], k: &[f32], v: &[f32], delta: &[f32], scale: f32, rounding: Rounding) -> Vec<f32> {
     let (n, head_dim, head_dim_v) = (delta.len(), q.len(), v.len() / delta.len());
     let (q, k) = (Matrix::new(q, 1, head_dim), Matrix::new(k, n, head_dim));
     let mut p = product(q, k.t(), 1, n, rounding);
@@ -123,14 +95,7 @@ fn put(to: &mut [f32], rows: &[f32], first_token: usize, heads: usize, head: usi
 }
 
 /// One head of a `[batch, seq_len, heads, width]` tensor as a matrix `[seq_len, width]`.
-fn head(
-    x: &[f32],
-    b: usize,
-    seq_len: usize,
-    heads: usize,
-    head: usize,
-    width: usize,
-) -> Matrix<'_> {
+fn head(x: &[f32], b: usize, seq_len: usize, heads: usize, head: usize, width: usize) -> Matrix<'_> {
     let first = (b * seq_len * heads + head) * width;
     Matrix::strided(&x[first..], seq_len, width, heads * width, 1)
 }
@@ -138,14 +103,7 @@ fn head(
 /// `factor * a b`, rounded; `[rows, cols]`.
 fn product(a: Matrix<'_>, b: Matrix<'_>, rows: usize, cols: usize, rounding: Rounding) -> Vec<f32> {
     let mut c = vec![0.0; rows * cols];
-    matmul(
-        Threads::One,
-        1.0,
-        a,
-        b,
-        0.0,
-        MatrixMut::new(&mut c, rows, cols),
-    );
+    matmul(Threads::One, 1.0, a, b, 0.0, MatrixMut::new(&mut c, rows, cols));
     rounding.all(&mut c);
     c
 }
@@ -207,14 +165,7 @@ fn kv_head(case: &Case, b: usize, kv: usize, rounding: Rounding) -> Part {
 /// Softmax of each row, the first of which is that of query `first`, over its active keys; returns the logarithm of
 /// each row's sum. The largest bias that a row sees is taken from all of its biases first, as kernels do: beside a
 /// large one `q . k` would lose its digits.
-fn softmax(
-    p: &mut [f32],
-    n: usize,
-    first: usize,
-    scale: f32,
-    delta: Option<&[f32]>,
-    expire: &[i32],
-) -> Vec<f32> {
+fn softmax(p: &mut [f32], n: usize, first: usize, scale: f32, delta: Option<&[f32]>, expire: &[i32]) -> Vec<f32> {
     let mut lse = vec![f32::NEG_INFINITY; p.len() / n];
     for (row, (p, lse)) in p.chunks_exact_mut(n).zip(&mut lse).enumerate() {
         let (i, row) = (first + row, p);
@@ -298,11 +249,7 @@ mod tests {
     #[test]
     fn a_single_key_has_no_gradient_of_its_bias() {
         let reference = attention(&case(Keys::chosen(1)), Rounding::None);
-        let largest = reference
-            .outputs
-            .ddelta
-            .iter()
-            .fold(0.0f32, |m, x| m.max(x.abs()));
+        let largest = reference.outputs.ddelta.iter().fold(0.0f32, |m, x| m.max(x.abs()));
         assert!(largest <= 1e-6 * reference.ddelta_terms, "{largest}");
         assert!(reference.ddelta_terms > 1.0);
     }
@@ -312,11 +259,7 @@ mod tests {
         let case = case(Keys::Dense);
         let exact = attention(&case, Rounding::None).outputs;
         let plain = attention(&case, Rounding::Bf16).outputs;
-        let gap = |a: &[f32], b: &[f32]| {
-            a.iter()
-                .zip(b)
-                .fold(0.0f32, |m, (a, b)| m.max((a - b).abs()))
-        };
+        let gap = |a: &[f32], b: &[f32]| a.iter().zip(b).fold(0.0f32, |m, (a, b)| m.max((a - b).abs()));
         let error = gap(&exact.o, &plain.o);
         assert!(error > 1e-4 && error < 3e-2, "{error}");
         assert!(exact.ddelta.is_empty(), "no bias, no gradient of it");

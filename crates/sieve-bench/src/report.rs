@@ -84,10 +84,7 @@ impl Report {
     }
 
     fn row(&mut self, name: &str, path: &str) -> &mut Row {
-        let found = self
-            .rows
-            .iter()
-            .position(|row| row.name == name && row.path == path);
+        let found = self.rows.iter().position(|row| row.name == name && row.path == path);
         let at = found.unwrap_or_else(|| {
             self.rows.push(Row {
                 name: name.to_owned(),
@@ -112,10 +109,7 @@ impl Report {
 
     /// Rows with a failure.
     pub fn failed(&self) -> usize {
-        self.rows
-            .iter()
-            .filter(|row| !row.failures.is_empty())
-            .count()
+        self.rows.iter().filter(|row| !row.failures.is_empty()).count()
     }
 }
 
@@ -177,9 +171,7 @@ impl PathWatch {
     pub(crate) fn path(&self) -> Path {
         let mut path = Path::None;
         // The CPU computes what a GPU is compared with.
-        let on_gpu = op_paths()
-            .into_iter()
-            .filter(|((place, _), _)| *place == Place::Cuda);
+        let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
         for (key, now) in on_gpu {
             let (kernels, references) = self
                 .before

@@ -89,9 +89,7 @@ impl Op {
             Self::DmaDecode => "The same against DMA's slots",
             Self::Nsa => "Native sparse attention, its gates, its choice and all gradients",
             Self::Mla => "Latent attention from the projections on, and its gradients",
-            Self::BlockSparse => {
-                "Attention under a selector's mask, without its correction, and the mask"
-            }
+            Self::BlockSparse => "Attention under a selector's mask, without its correction, and the mask",
         }
     }
 }
@@ -144,9 +142,7 @@ pub fn run<E: From<BenchError>>(
             let selector = masked::check(settings.selector.as_ref(), &case.shape)?;
             let done = match &target {
                 Target::Cpu => masked::on_cpu(&selector, &case)?,
-                Target::Cuda(gpu) => {
-                    masked::on_cuda(&selector, &case, &CudaDevice::new(gpu.index))?
-                }
+                Target::Cuda(gpu) => masked::on_cuda(&selector, &case, &CudaDevice::new(gpu.index))?,
             };
             let more = done.metadata(&selector);
             metadata.extend(more.into_iter().map(|(key, value)| (key.to_owned(), value)));
@@ -158,9 +154,7 @@ pub fn run<E: From<BenchError>>(
             let watch = PathWatch::start();
             let found = of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index));
             if let OpPath::Reference(reason) = watch.path() {
-                return Err(
-                    BenchError::Refused(format!("no kernel takes this call: {reason}")).into(),
-                );
+                return Err(BenchError::Refused(format!("no kernel takes this call: {reason}")).into());
             }
             found
         }
@@ -187,9 +181,7 @@ fn case(settings: &RunSettings) -> Result<Case> {
         }
         (Op::Mla, Some(_)) => return refused("mla sees all keys\n  hint: leave --window out"),
         (Op::BlockSparse, Some(_)) => {
-            return refused(
-                "block_sparse sees what its selector keeps\n  hint: leave --window out",
-            );
+            return refused("block_sparse sees what its selector keeps\n  hint: leave --window out");
         }
         (Op::BlockSparse, None) => {
             masked::check(settings.selector.as_ref(), &shape)?;
@@ -229,9 +221,7 @@ fn case(settings: &RunSettings) -> Result<Case> {
     if settings.op == Op::Nsa && rope_dim != 0 {
         return refused("nsa: keys and values have one width\n  hint: leave head_dim_v out");
     }
-    if settings.documents != 1
-        && matches!(settings.op, Op::Decode | Op::DmaDecode | Op::BlockSparse)
-    {
+    if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode | Op::BlockSparse) {
         return refused(format!(
             "--documents {}: {} reads one document a row",
             settings.documents,
@@ -262,13 +252,8 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
             "--periods names {given}, and there are {kv_heads} KV heads: one each"
         ));
     }
-    if let Some(period) = periods
-        .iter()
-        .find(|period| period.is_nan() || **period <= 0.0)
-    {
-        return refused(format!(
-            "--periods: {period} is no number of tokens above 0"
-        ));
+    if let Some(period) = periods.iter().find(|period| period.is_nan() || **period <= 0.0) {
+        return refused(format!("--periods: {period} is no number of tokens above 0"));
     }
     let z = case.z.clone();
     let seq_len = case.shape.seq_len;
@@ -295,10 +280,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     let device = FlexDevice;
     match op {
         Op::Attention | Op::Swa | Op::Dma => {
-            let (qkv, d_o) = (
-                packed(case, Layout::Contiguous),
-                packed_d_o(case, Layout::Contiguous),
-            );
+            let (qkv, d_o) = (packed(case, Layout::Contiguous), packed_d_o(case, Layout::Contiguous));
             place::attention::<Flex>(case, &qkv, &d_o, &device)
         }
         Op::DmaSelect => Outputs {
@@ -317,12 +299,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     }
 }
 
-fn on_cuda(
-    op: Op,
-    case: &Case,
-    order: SumOrder,
-    device: &CudaDevice,
-) -> Result<Outputs, KernelError> {
+fn on_cuda(op: Op, case: &Case, order: SumOrder, device: &CudaDevice) -> Result<Outputs, KernelError> {
     let call = OnDevice::new(case, device);
     let mut outputs = match op {
         Op::Attention | Op::Swa | Op::Dma => {
@@ -347,21 +324,8 @@ fn on_cuda(
 
 /// The tensors of the file, `z` the scores where they are not the ranks. On a GPU o, dq, dk and dv are bf16, as the
 /// kernels wrote them; on the CPU f32.
-fn tensors(
-    op: Op,
-    case: &Case,
-    z: Option<&[f32]>,
-    outputs: Outputs,
-    on_gpu: bool,
-) -> Vec<NamedTensor> {
-    let [
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        head_dim_v,
-    ] = sizes(case.shape);
+fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: bool) -> Vec<NamedTensor> {
+    let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
     let rows = |heads, width| [batch, seq_len, heads, width];
     let per_key = case.shape.per_key();
     let own = if on_gpu { DType::BF16 } else { DType::F32 };

@@ -61,12 +61,7 @@ impl Scores {
     }
 
     /// `rows` rows of `seq_len` scores.
-    pub(crate) fn draw(
-        &self,
-        rows: usize,
-        seq_len: usize,
-        random: &mut Random,
-    ) -> Result<Vec<f32>> {
+    pub(crate) fn draw(&self, rows: usize, seq_len: usize, random: &mut Random) -> Result<Vec<f32>> {
         if let Self::Captured(path) = self {
             return captured(path, rows, seq_len);
         }
@@ -127,10 +122,7 @@ fn captured(path: &Path, rows: usize, seq_len: usize) -> Result<Vec<f32>> {
         .to_vec::<f32>()
         .map_err(|e| BenchError::Refused(format!("{}: z: {e:?}", path.display())))?;
     if !values.iter().all(|z| z.is_finite()) {
-        return refused(format!(
-            "{}: z has numbers that are not finite",
-            path.display()
-        ));
+        return refused(format!("{}: z has numbers that are not finite", path.display()));
     }
     let stored = values.len() / length.max(1);
     if stored == 0 {

@@ -57,11 +57,7 @@ const EMULATED_SIZES: &[[usize; 2]] = &[[180, 180], [90, 235], [1, 70]];
 const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
 
 /// The wrapper with each selector, at several sizes; and once with a number that is none.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let (usual_sizes, groups): (_, &[usize]) = match extent.is_emulated {
         true => (EMULATED_SIZES, &[1, 2]),
@@ -84,9 +80,7 @@ pub(crate) fn check_wrappers(
             };
             for has_nan in [false, true] {
                 // What is dense whatever its operands are needs no steps.
-                let is_dense = Case::draw(shape, name, false, &mut Random(1))
-                    .selection()
-                    .is_none();
+                let is_dense = Case::draw(shape, name, false, &mut Random(1)).selection().is_none();
                 if (has_nan || is_dense) && at != 0 {
                     continue;
                 }
@@ -134,11 +128,7 @@ const BEFORE: usize = 203;
 const BOUNDED: usize = 150;
 
 /// What the last of some tokens reads, and its attention, against a session of the CPU's.
-fn step(
-    device: &dyn Device,
-    text: &str,
-    random: &mut Random,
-) -> Result<Result<f32, String>, KernelError> {
+fn step(device: &dyn Device, text: &str, random: &mut Random) -> Result<Result<f32, String>, KernelError> {
     let shape = CallShape {
         num_queries: 1,
         num_keys: BEFORE + 1,
@@ -169,11 +159,7 @@ fn step(
         Qkv::separate(&put(&q, 4), &put(&k, 2), &put(&v, 2))
     };
     let (qkv, scale) = (qkv_of(BEFORE + 1), shape.softmax_scale());
-    let step_of = |shape, known| {
-        selector
-            .step(shape, 0, known)
-            .expect("a device takes these")
-    };
+    let step_of = |shape, known| selector.step(shape, 0, known).expect("a device takes these");
     let (layout, data) = match step_of(shape, 0) {
         Step::Mask(mask) => {
             let packed = mask.packed().expect("its own arrays");
@@ -183,11 +169,7 @@ fn step(
         Step::Blocks(..) => {
             let page = selector.page().unwrap_or(1);
             let pages = BEFORE / page + 3;
-            let bounds = device.float(
-                &vec![f32::NAN; 2 * pages * 2 * 64],
-                &[2, pages, 2, 64],
-                DType::F32,
-            );
+            let bounds = device.float(&vec![f32::NAN; 2 * pages * 2 * 64], &[2, pages, 2, 64], DType::F32);
             let mut made = None;
             for (tokens, known) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
                 let shape = CallShape {
@@ -216,9 +198,7 @@ fn step(
                     .flat_map(|&j| j as u32 * tile..(j as u32 + 1) * tile);
                 let keys: Vec<u32> = keys.filter(|&key| key as usize <= BEFORE).collect();
                 if keys != *kept || read != kept.len() {
-                    return Ok(Err(format!(
-                        "list {list}: {keys:?}, {read}; the CPU reads {kept:?}"
-                    )));
+                    return Ok(Err(format!("list {list}: {keys:?}, {read}; the CPU reads {kept:?}")));
                 }
             }
             (chosen.layout, chosen.data)
@@ -227,11 +207,7 @@ fn step(
     let o = qkv.sparse_attention_forward(&layout, &data, scale)?.o;
     let found = device.floats(&o)?;
     let far = |(x, y): (&f32, &f32)| {
-        if x.is_nan() {
-            f32::INFINITY
-        } else {
-            (x - y).abs()
-        }
+        if x.is_nan() { f32::INFINITY } else { (x - y).abs() }
     };
     let worst = found.iter().zip(&expected).map(far).fold(0.0, f32::max);
     match worst <= FARTHEST_CORRECTED {
@@ -270,9 +246,7 @@ fn corrected(
     let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
     let selector = selector.expect("the names above are right");
     let expected = selector.prefill(&call).expect("a prefill method").output.o;
-    let mask = selector
-        .select_uncorrected(&call)
-        .expect("a prefill method");
+    let mask = selector.select_uncorrected(&call).expect("a prefill method");
     let packed = mask.packed().expect("its own arrays");
     let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, 64], DType::BF16);
     let mut all = vec![f32::NAN; shape.context() * 4 * 64];
@@ -364,9 +338,7 @@ impl Case {
         // Earlier tokens have no query.
         let mut q = vec![f32::NAN; self.shape.context() * num_heads * head_dim];
         q.extend(&self.q);
-        let put = |values: &[f32], heads| {
-            device.float(values, &[1, num_keys, heads, head_dim], DType::BF16)
-        };
+        let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, head_dim], DType::BF16);
         let k = put(&self.k, num_kv_heads);
         let qkv = Qkv::separate(&put(&q, num_heads), &k, &k);
         let selection = self.selection();
@@ -407,9 +379,7 @@ impl Case {
                 let columns = found.columns(at);
                 if columns != exact.columns(list, i) {
                     let expected = exact.columns(list, i);
-                    return Err(format!(
-                        "{place}: keys {columns:?}, the CPU keeps {expected:?}"
-                    ));
+                    return Err(format!("{place}: keys {columns:?}, the CPU keeps {expected:?}"));
                 }
                 let pairs = pairs(&exact, list, i, tiles, columns);
                 if found.counts[at] as usize != tiles.len() || found.pairs[at] as usize != pairs {
@@ -423,16 +393,8 @@ impl Case {
             }
         }
         for (what, order, expected) in [
-            (
-                "keys",
-                found.order(5, exact.key_order.len()),
-                &exact.key_order,
-            ),
-            (
-                "queries",
-                found.order(6, exact.query_order.len()),
-                &exact.query_order,
-            ),
+            ("keys", found.order(5, exact.key_order.len()), &exact.key_order),
+            ("queries", found.order(6, exact.query_order.len()), &exact.query_order),
         ] {
             if order != *expected {
                 let at = order.iter().zip(expected).position(|(a, b)| a != b);
@@ -449,9 +411,7 @@ impl Case {
 /// Pairs of a query of a row and a kept key not after it.
 fn pairs(mask: &SparseMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]) -> usize {
     let head = mask.heads_of(list).start;
-    let slots = tiles
-        .iter()
-        .flat_map(|&tile| mask.tiles.keys(tile as usize));
+    let slots = tiles.iter().flat_map(|&tile| mask.tiles.keys(tile as usize));
     let slots = slots.chain(columns.iter().map(|&slot| slot as usize));
     let order = mask.key_order_of(list);
     let keys: Vec<usize> = slots

@@ -10,8 +10,8 @@ use crate::scores::Scores;
 use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{
-    CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward,
-    dma_border_keys_forward, dma_last_kept, oracle,
+    CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept,
+    oracle,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -31,8 +31,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         draws.push((seq_len, keys, cuts));
     }
     let fixed = extent.local_windows.iter();
-    let fixed =
-        fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2)));
+    let fixed = fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2)));
     draws.extend(fixed);
     draws.into_iter().map(move |(seq_len, keys, cuts)| {
         let shape = attention_shape(random.between(1, 3), seq_len, [2, 2], [16, 16]);
@@ -48,12 +47,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
 }
 
 /// `expire` of the op of `B`.
-pub(crate) fn check_ops<B: Place>(
-    report: &mut Report,
-    device: &B::Device,
-    extent: &Extent,
-    path: &str,
-) -> Result<()> {
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent, path: &str) -> Result<()> {
     for case in cases(extent) {
         let (case, label) = case?;
         let outcome = if place::select::<B>(&case, device) == case.expire {
@@ -68,11 +62,7 @@ pub(crate) fn check_ops<B: Place>(
 }
 
 /// The wrappers: `expire`, the lists made from it, and the lists made from `expire` alone.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     for case in cases(extent) {
         let (case, label) = case?;
@@ -103,23 +93,13 @@ pub(crate) fn check_wrappers(
             .and_then(|s| s.dma_lists(&call.doc_start, &call.doc_end, tile_queries))
             .map_err(|e| e.to_string())
             .and_then(|lists| compare(&lists, &case, device));
-        report.add(
-            &named("dma_lists from expire alone"),
-            "kernel",
-            &label,
-            rebuilt,
-        );
+        report.add(&named("dma_lists from expire alone"), "kernel", &label, rebuilt);
     }
     Ok(())
 }
 
 /// The keys that are kept at the end of each row, taken out of a packed tensor and added back to it.
-fn border_keys(
-    expire: &CudaTensor,
-    case: &Case,
-    device: &dyn Device,
-    random: &mut Random,
-) -> Result<f32, String> {
+fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &mut Random) -> Result<f32, String> {
     let text = |error: KernelError| error.to_string();
     let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
     let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
@@ -138,9 +118,8 @@ fn border_keys(
     if device.ints(&kept).map_err(text)? != places {
         return Err("other keys are kept at the end".to_owned());
     }
-    let place = |row: usize, head: usize, slot: usize| {
-        usize::try_from(places[(row * kv_heads + head) * slots + slot]).ok()
-    };
+    let place =
+        |row: usize, head: usize, slot: usize| usize::try_from(places[(row * kv_heads + head) * slots + slot]).ok();
     let mut make = |sizes: &[usize], dtype| {
         let values = random.bf16_normals(sizes.iter().product());
         (device.float(&values, sizes, dtype), values)
@@ -212,9 +191,7 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, St
             let got = entries[at * capacity * 2..][..length * 2].chunks_exact(2);
             let equal = got.eq(expected.entries.iter().map(|entry| &entry[..]));
             // Whole tiles of 128 are read: what fills the last one is a real key that no query sees.
-            let padding = entries[at * capacity * 2..]
-                [length * 2..length.next_multiple_of(128) * 2]
-                .chunks_exact(2);
+            let padding = entries[at * capacity * 2..][length * 2..length.next_multiple_of(128) * 2].chunks_exact(2);
             if !padding.eq(std::iter::repeat_n(
                 &[expected.entries[0][0], 0][..],
                 length.next_multiple_of(128) - length,
@@ -230,9 +207,7 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, St
                 let last = (first + lists.tile_queries).min(end) - 1;
                 let at = (row * tiles + first / lists.tile_queries) * 2;
                 if windows[at..at + 2] != oracle::tile_window(&expected, first, last) {
-                    return Err(format!(
-                        "the tile window of row {row}, query {first} differs"
-                    ));
+                    return Err(format!("the tile window of row {row}, query {first} differs"));
                 }
             }
         }

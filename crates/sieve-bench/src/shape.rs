@@ -76,9 +76,8 @@ impl FromStr for CaseShape {
                 return Err(format!("{key} is given twice"));
             }
         }
-        let required = |name: &str, value: Option<usize>| {
-            value.ok_or_else(|| format!("{name} is missing; the keys are {KEYS}"))
-        };
+        let required =
+            |name: &str, value: Option<usize>| value.ok_or_else(|| format!("{name} is missing; the keys are {KEYS}"));
         let (seq_len, num_heads) = (required("seq_len", seq_len)?, required("heads", heads)?);
         let head_dim = required("head_dim", head_dim)?;
         Self::checked(AttentionShape {
@@ -96,23 +95,14 @@ impl CaseShape {
     fn checked(shape: AttentionShape) -> Result<Self, String> {
         let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         if !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(format!(
-                "kv_heads={num_kv_heads} does not divide heads={num_heads}"
-            ));
+            return Err(format!("kv_heads={num_kv_heads} does not divide heads={num_heads}"));
         }
         if head_dim_v > head_dim {
-            return Err(format!(
-                "head_dim_v={head_dim_v} is wider than head_dim={head_dim}"
-            ));
+            return Err(format!("head_dim_v={head_dim_v} is wider than head_dim={head_dim}"));
         }
-        let elements = [
-            shape.batch,
-            shape.seq_len,
-            num_heads + 2 * num_kv_heads,
-            head_dim,
-        ]
-        .iter()
-        .try_fold(1usize, |product, &size| product.checked_mul(size));
+        let elements = [shape.batch, shape.seq_len, num_heads + 2 * num_kv_heads, head_dim]
+            .iter()
+            .try_fold(1usize, |product, &size| product.checked_mul(size));
         match elements {
             Some(elements) if elements <= MAX_ELEMENTS => Ok(Self(shape)),
             _ => Err("the tensors would have more than 2^34 elements".to_owned()),
@@ -126,16 +116,9 @@ mod tests {
 
     #[test]
     fn a_shape_has_its_defaults() {
-        let CaseShape(shape) = "seq_len=300, heads=4,head_dim=64"
-            .parse()
-            .expect("complete");
+        let CaseShape(shape) = "seq_len=300, heads=4,head_dim=64".parse().expect("complete");
         assert_eq!(
-            (
-                shape.batch,
-                shape.seq_len,
-                shape.num_heads,
-                shape.num_kv_heads
-            ),
+            (shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads),
             (1, 300, 4, 4)
         );
         assert_eq!((shape.head_dim, shape.head_dim_v), (64, 64));
@@ -148,10 +131,7 @@ mod tests {
             ("seqlen=3", "no key seqlen"),
             ("seq_len=0,heads=1,head_dim=16", "seq_len=0"),
             ("seq_len=x,heads=1,head_dim=16", "seq_len=x"),
-            (
-                "seq_len=3,heads=4,kv_heads=3,head_dim=16",
-                "does not divide",
-            ),
+            ("seq_len=3,heads=4,kv_heads=3,head_dim=16", "does not divide"),
             ("seq_len=3,seq_len=3", "twice"),
             ("seq_len", "key=number"),
             ("seq_len=3,heads=1,head_dim=16,head_dim_v=32", "wider"),

@@ -9,8 +9,7 @@ use crate::shape::attention_shape;
 use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::{
-    AttentionShape, DeviceReport, KernelError, KernelFamily, KeySource, NeededKernels, Qkv,
-    SparseKeyReads,
+    AttentionShape, DeviceReport, KernelError, KernelFamily, KeySource, NeededKernels, Qkv, SparseKeyReads,
 };
 use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, oracle_row};
@@ -58,11 +57,7 @@ struct Expected {
 }
 
 /// The wrapper with each selector's mask and with random masks.
-pub(crate) fn check_wrappers(
-    report: &mut Report,
-    device: &dyn Device,
-    extent: &Extent,
-) -> Result<()> {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
     let widths: Vec<usize> = match extent.is_emulated {
         true => vec![32, 64, 128],
@@ -70,11 +65,7 @@ pub(crate) fn check_wrappers(
     };
     let mut draws = Vec::new();
     for &name in SELECTORS {
-        let sizes = if extent.is_emulated {
-            &SIZES[1..2]
-        } else {
-            SIZES
-        };
+        let sizes = if extent.is_emulated { &SIZES[1..2] } else { SIZES };
         draws.extend(sizes.iter().map(|&size| (Some(name), size)));
     }
     for case in 0..extent.cases {
@@ -191,24 +182,17 @@ impl Case {
             Ok(packed) => packed,
             Err(error) => return Ok(Err(error.to_string())),
         };
-        let reads_tiles = self.family(device) == KernelFamily::Hopper
-            && SparseKeyReads::of(packed.layout()) == SparseKeyReads::Tiles;
+        let reads_tiles =
+            self.family(device) == KernelFamily::Hopper && SparseKeyReads::of(packed.layout()) == SparseKeyReads::Tiles;
         for at in (0..seen.len()).filter(|&at| self.is_unread(at, &seen, reads_tiles)) {
             k[at * head_dim..][..head_dim].fill(f32::NAN);
             v[at * head_dim..][..head_dim].fill(f32::NAN);
         }
-        let put = |values: &[f32], heads| {
-            device.float(values, &[1, num_keys, heads, head_dim], DType::BF16)
-        };
-        let qkv = Qkv::separate(
-            &put(&q, num_heads),
-            &put(&k, num_kv_heads),
-            &put(&v, num_kv_heads),
-        );
+        let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, head_dim], DType::BF16);
+        let qkv = Qkv::separate(&put(&q, num_heads), &put(&k, num_kv_heads), &put(&v, num_kv_heads));
         let data = device.int(packed.data(), &[packed.data().len()]);
         device.poison(self.shape());
-        let result =
-            qkv.sparse_attention_forward(packed.layout(), &data, self.shape.softmax_scale())?;
+        let result = qkv.sparse_attention_forward(packed.layout(), &data, self.shape.softmax_scale())?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
         let bar = |floor, norm| Bar {
             plain: 2.0,
@@ -240,11 +224,10 @@ impl Case {
                 .into_iter()
                 .any(|slot| order.map_or(slot, |order| order[slot] as usize) == key)
         };
-        let mut lists = (0..mask.num_lists())
-            .filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
-        let beside_dense = |rows: &Range<usize>| {
-            key < (self.shape.context() + rows.end).next_multiple_of(KEYS_OF_A_BOX)
-        };
+        let mut lists =
+            (0..mask.num_lists()).filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
+        let beside_dense =
+            |rows: &Range<usize>| key < (self.shape.context() + rows.end).next_multiple_of(KEYS_OF_A_BOX);
         let may_read = match reads_tiles {
             true => lists.any(list_names) || mask.dense_rows.iter().any(beside_dense),
             false => !mask.query_order.is_empty() && lists.any(list_names),
@@ -315,11 +298,7 @@ fn plain_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f
         }
     }
     o.iter_mut().for_each(|x| *x = round_bf16(*x));
-    let lse = if logits.is_empty() {
-        max
-    } else {
-        max + sum.ln()
-    };
+    let lse = if logits.is_empty() { max } else { max + sum.ln() };
     (o, lse)
 }
 

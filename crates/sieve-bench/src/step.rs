@@ -75,18 +75,15 @@ pub(crate) fn check<B: Place>(report: &mut Report, device: &B::Device, seed: u64
             let seed = seed + at as u64;
             let watch = PathWatch::start();
             // A panic in one op costs its own row only.
-            let outcome = catch_unwind(AssertUnwindSafe(|| {
-                compare::<B>(op, exact, rows, device, seed)
-            }))
-            .unwrap_or_else(|_| Err("panicked".to_owned()));
+            let outcome = catch_unwind(AssertUnwindSafe(|| compare::<B>(op, exact, rows, device, seed)))
+                .unwrap_or_else(|_| Err("panicked".to_owned()));
             let (path, outcome) = match (is_cuda, watch.path()) {
                 (false, _) => ("cpu".to_owned(), outcome),
                 (true, Path::Kernel) => ("kernel".to_owned(), outcome),
                 (true, Path::None) => ("Burn's operations, no kernel".to_owned(), outcome),
-                (true, Path::Reference(reason)) => (
-                    format!("reference: {reason}"),
-                    Err("took the reference".to_owned()),
-                ),
+                (true, Path::Reference(reason)) => {
+                    (format!("reference: {reason}"), Err("took the reference".to_owned()))
+                }
             };
             report.add(name, &path, &format!("{rows} rows, seed {seed}"), outcome);
         }
@@ -100,12 +97,8 @@ fn compare<B: Place>(
     device: &B::Device,
     seed: u64,
 ) -> Result<f32, String> {
-    let exact = exact(
-        &mut On::new(&FlexDevice, DType::F32, Form::Plain, seed),
-        rows,
-    );
-    let [plain, own] =
-        [Form::Plain, Form::Own].map(|form| op(&mut On::new(device, B::DTYPE, form, seed), rows));
+    let exact = exact(&mut On::new(&FlexDevice, DType::F32, Form::Plain, seed), rows);
+    let [plain, own] = [Form::Plain, Form::Own].map(|form| op(&mut On::new(device, B::DTYPE, form, seed), rows));
     judge(&own, &plain, &exact, B::DTYPE == DType::BF16)
 }
 
@@ -161,9 +154,7 @@ impl<'a, B: DeviceBackend> On<'a, B> {
 
     fn indices<const D: usize>(&mut self, shape: [usize; D], limit: usize) -> Tensor<B, D, Int> {
         let count = shape.iter().product();
-        let values: Vec<i32> = (0..count)
-            .map(|_| self.random.below(limit) as i32)
-            .collect();
+        let values: Vec<i32> = (0..count).map(|_| self.random.below(limit) as i32).collect();
         Tensor::from_data(TensorData::new(values, shape), self.device)
     }
 }

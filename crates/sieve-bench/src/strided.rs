@@ -90,11 +90,7 @@ impl Strided {
             at / width % heads,
             at % width,
         ];
-        index
-            .iter()
-            .zip(self.strides)
-            .map(|(i, stride)| i * stride)
-            .sum()
+        index.iter().zip(self.strides).map(|(i, stride)| i * stride).sum()
     }
 
     /// The values in index order.

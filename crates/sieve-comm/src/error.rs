@@ -87,9 +87,7 @@ pub enum CommError {
     #[error("{0}")]
     Lost(Failure),
     /// Ranks ask for different things at the same time: a fault of the program.
-    #[error(
-        "rank {rank} asks for \"{theirs}\" where this rank asks for \"{ours}\": the ranks do different work"
-    )]
+    #[error("rank {rank} asks for \"{theirs}\" where this rank asks for \"{ours}\": the ranks do different work")]
     OutOfStep {
         /// The other rank.
         rank: usize,
@@ -134,10 +132,7 @@ impl fmt::Display for Failure {
         match &self.loss {
             Loss::Ended => write!(f, "rank {rank}{place} ended; all ranks stop"),
             Loss::Silent(seconds) => {
-                write!(
-                    f,
-                    "no sign of rank {rank}{place} for {seconds} s; all ranks stop"
-                )
+                write!(f, "no sign of rank {rank}{place} for {seconds} s; all ranks stop")
             }
             Loss::Still(seconds) => {
                 write!(

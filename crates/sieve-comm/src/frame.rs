@@ -44,29 +44,20 @@ pub(crate) fn send_numbers(mut stream: &TcpStream, kind: u8, values: &[f32]) -> 
     let mut bytes = Vec::with_capacity(4 * PIECE);
     for piece in values.chunks(PIECE) {
         bytes.clear();
-        piece
-            .iter()
-            .for_each(|value| bytes.extend(value.to_le_bytes()));
+        piece.iter().for_each(|value| bytes.extend(value.to_le_bytes()));
         stream.write_all(&bytes)?;
     }
     Ok(())
 }
 
 /// Reads as many numbers as `values` has, after their head; `take` puts each where it belongs.
-pub(crate) fn receive_numbers(
-    mut stream: &TcpStream,
-    values: &mut [f32],
-    take: fn(&mut f32, f32),
-) -> io::Result<()> {
+pub(crate) fn receive_numbers(mut stream: &TcpStream, values: &mut [f32], take: fn(&mut f32, f32)) -> io::Result<()> {
     let mut bytes = vec![0; 4 * PIECE.min(values.len())];
     for piece in values.chunks_mut(PIECE) {
         let bytes = &mut bytes[..4 * piece.len()];
         stream.read_exact(bytes)?;
         for (value, bytes) in piece.iter_mut().zip(bytes.chunks_exact(4)) {
-            take(
-                value,
-                f32::from_le_bytes(bytes.try_into().expect("four bytes")),
-            );
+            take(value, f32::from_le_bytes(bytes.try_into().expect("four bytes")));
         }
     }
     Ok(())

@@ -119,16 +119,10 @@ impl Mesh {
     }
 
     /// Watches over ranks that are all there.
-    fn start(
-        world: World,
-        peers: Vec<Peer>,
-        patience: Patience,
-        give_up: GiveUp,
-    ) -> Result<Self, CommError> {
+    fn start(world: World, peers: Vec<Peer>, patience: Patience, give_up: GiveUp) -> Result<Self, CommError> {
         let peers = Arc::new(peers);
         let watch = Watch::start(world.rank, peers.clone(), patience, give_up);
-        let watch =
-            watch.map_err(|error| CommError::Refused(format!("starting threads: {error}")))?;
+        let watch = watch.map_err(|error| CommError::Refused(format!("starting threads: {error}")))?;
         Ok(Self {
             world,
             peers,
@@ -189,11 +183,7 @@ impl Mesh {
     ///
     /// # Errors
     /// A rank is lost, or brings another number of values.
-    pub fn gather_values(
-        &self,
-        own: &[f32],
-        counts: &dyn Fn(usize) -> usize,
-    ) -> Result<Vec<f32>, CommError> {
+    pub fn gather_values(&self, own: &[f32], counts: &dyn Fn(usize) -> usize) -> Result<Vec<f32>, CommError> {
         let _turn = self.turn();
         let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
         if self.world.rank > 0 {
@@ -224,9 +214,7 @@ impl Mesh {
         if self.world.rank > 0 {
             let first = &self.peers[0];
             send(&first.data, GATHER, bytes).map_err(|e| self.lost(first, &e))?;
-            return (0..self.world.size)
-                .map(|_| self.expect(first, GATHER))
-                .collect();
+            return (0..self.world.size).map(|_| self.expect(first, GATHER)).collect();
         }
         let mut all = vec![bytes.to_vec()];
         for peer in self.peers.iter() {
@@ -434,14 +422,9 @@ struct Hello {
 
 impl Hello {
     fn text(world: &World, version: &str, is_control: bool) -> String {
-        let World {
-            run_id, size, rank, ..
-        } = world;
+        let World { run_id, size, rank, .. } = world;
         let role = if is_control { "control" } else { "data" };
-        format!(
-            "{MAGIC}\n{version}\n{run_id}\n{size}\n{rank}\n{role}\n{}",
-            place()
-        )
+        format!("{MAGIC}\n{version}\n{run_id}\n{size}\n{rank}\n{role}\n{}", place())
     }
 
     /// `None` of a stranger.
@@ -480,9 +463,7 @@ impl Hello {
             ));
         }
         if *rank == 0 || *rank >= world.size {
-            return Some(format!(
-                "a second process ({place}) says that it is rank {rank}"
-            ));
+            return Some(format!("a second process ({place}) says that it is rank {rank}"));
         }
         None
     }
@@ -498,16 +479,10 @@ fn place() -> String {
 }
 
 /// Rank 0: waits for all others.
-fn accept_all(
-    world: &World,
-    listener: TcpListener,
-    version: &str,
-    patience: Patience,
-) -> Result<Vec<Peer>, CommError> {
+fn accept_all(world: &World, listener: TcpListener, version: &str, patience: Patience) -> Result<Vec<Peer>, CommError> {
     let deadline = Instant::now() + patience.join;
-    let mut found: Vec<(Option<TcpStream>, Option<TcpStream>, String)> = (1..world.size)
-        .map(|_| (None, None, String::new()))
-        .collect();
+    let mut found: Vec<(Option<TcpStream>, Option<TcpStream>, String)> =
+        (1..world.size).map(|_| (None, None, String::new())).collect();
     while found
         .iter()
         .any(|(data, control, _)| data.is_none() || control.is_none())
@@ -523,9 +498,7 @@ fn accept_all(
             }
             Err(_) => continue,
         };
-        let ready = stream
-            .set_nonblocking(false)
-            .and_then(|()| stream.set_nodelay(true));
+        let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
         let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) else {
             continue;
         };
@@ -537,11 +510,7 @@ fn accept_all(
         let mut problem = hello.problem(world, version);
         if problem.is_none() {
             let slot = &mut found[hello.rank - 1];
-            let place = if hello.is_control {
-                &mut slot.1
-            } else {
-                &mut slot.0
-            };
+            let place = if hello.is_control { &mut slot.1 } else { &mut slot.0 };
             if place.is_some() {
                 let (rank, first, second) = (hello.rank, &slot.2, &hello.place);
                 problem = Some(format!(
@@ -560,16 +529,14 @@ fn accept_all(
         }
         return Err(CommError::Refused(problem));
     }
-    let peers = (1..)
-        .zip(found)
-        .filter_map(|(rank, (data, control, place))| {
-            Some(Peer {
-                rank,
-                place,
-                data: data?,
-                control: control?,
-            })
-        });
+    let peers = (1..).zip(found).filter_map(|(rank, (data, control, place))| {
+        Some(Peer {
+            rank,
+            place,
+            data: data?,
+            control: control?,
+        })
+    });
     let peers = peers.collect::<Vec<_>>();
     for peer in &peers {
         // A rank that ended meanwhile is noticed by its watch.
@@ -599,9 +566,7 @@ fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
 /// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
 fn listen(world: &World) -> Result<TcpListener, CommError> {
     let bound = match TcpListener::bind(world.address()) {
-        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => {
-            TcpListener::bind(("0.0.0.0", world.master_port))
-        }
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", world.master_port)),
         bound => bound,
     };
     let listener = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
@@ -611,11 +576,7 @@ fn listen(world: &World) -> Result<TcpListener, CommError> {
     })
 }
 
-fn missing(
-    world: &World,
-    patience: Patience,
-    found: &[(Option<TcpStream>, Option<TcpStream>, String)],
-) -> CommError {
+fn missing(world: &World, patience: Patience, found: &[(Option<TcpStream>, Option<TcpStream>, String)]) -> CommError {
     let missing = found
         .iter()
         .zip(1..)
@@ -677,9 +638,7 @@ fn wait_for_all(
             data,
             control,
         }),
-        (Ok((REFUSED, text)), _) => Err(CommError::Refused(
-            String::from_utf8_lossy(&text).into_owned(),
-        )),
+        (Ok((REFUSED, text)), _) => Err(CommError::Refused(String::from_utf8_lossy(&text).into_owned())),
         (Ok(_), _) => Err(failed(io::Error::other("something else answers there"))),
         (Err(error), _) => Err(failed(error)),
     }

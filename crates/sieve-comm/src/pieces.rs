@@ -60,10 +60,7 @@ mod tests {
                     end = piece.end;
                 }
                 assert_eq!(end, len);
-                assert!(
-                    least >= UNIT && most < least + 2 * UNIT,
-                    "{len} among {size}"
-                );
+                assert!(least >= UNIT && most < least + 2 * UNIT, "{len} among {size}");
                 assert_eq!(pieces.are_equal(), least == most, "{len} among {size}");
             }
         }

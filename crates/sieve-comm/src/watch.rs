@@ -64,9 +64,7 @@ impl Pace {
     /// As a sign of life carries it, where the rank must go on by itself: ticks, and milliseconds of the limit.
     fn to_bytes(self) -> Vec<u8> {
         match (self.limit, self.waits_since) {
-            (Some(limit), None) => [self.ticks, limit.as_millis() as u64]
-                .map(u64::to_le_bytes)
-                .concat(),
+            (Some(limit), None) => [self.ticks, limit.as_millis() as u64].map(u64::to_le_bytes).concat(),
             _ => Vec::new(),
         }
     }
@@ -96,21 +94,15 @@ impl Watch {
             changed: Condvar::new(),
         });
         for index in 0..this.peers.len() {
-            this.peers[index]
-                .control
-                .set_read_timeout(Some(patience.silence))?;
+            this.peers[index].control.set_read_timeout(Some(patience.silence))?;
             let watch = this.clone();
-            spawn("sieve-listen", move || {
-                watch.listen(index, patience.silence)
-            })?;
+            spawn("sieve-listen", move || watch.listen(index, patience.silence))?;
         }
         let watch = this.clone();
         let every = BEAT_EVERY.min(patience.silence / BEATS);
         spawn("sieve-beat", move || watch.beat(every))?;
         let watch = this.clone();
-        spawn("sieve-give-up", move || {
-            watch.end(patience.farewell, give_up)
-        })?;
+        spawn("sieve-give-up", move || watch.end(patience.farewell, give_up))?;
         Ok(this)
     }
 
@@ -255,9 +247,7 @@ impl Watch {
         if self.lock().has_left {
             return;
         }
-        let waited = self
-            .changed
-            .wait_timeout_while(self.lock(), farewell, |s| !s.has_left);
+        let waited = self.changed.wait_timeout_while(self.lock(), farewell, |s| !s.has_left);
         drop(waited);
         let state = self.lock();
         if let (false, Some(failure)) = (state.has_left, state.failure.clone()) {
@@ -277,10 +267,7 @@ impl Watch {
 }
 
 fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
-    thread::Builder::new()
-        .name(name.to_owned())
-        .spawn(work)
-        .map(drop)
+    thread::Builder::new().name(name.to_owned()).spawn(work).map(drop)
 }
 
 pub(crate) fn is_timeout(kind: ErrorKind) -> bool {
@@ -296,11 +283,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
     Failure {
         rank,
         // Its own place is not what a rank tells.
-        place: if rank == from.rank {
-            from.place.clone()
-        } else {
-            place
-        },
+        place: if rank == from.rank { from.place.clone() } else { place },
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),
             "still" => Loss::Still(text.parse().unwrap_or(0)),

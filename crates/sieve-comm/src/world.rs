@@ -212,10 +212,7 @@ mod tests {
         assert_eq!(world(&[("MASTER_ADDR", "a")]), Ok(None));
         assert_eq!(world(&[("RANK", "0"), ("WORLD_SIZE", "1")]), Ok(None));
         // An interactive shell inside an allocation is no step.
-        assert_eq!(
-            world(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]),
-            Ok(None)
-        );
+        assert_eq!(world(&[("SLURM_PROCID", "0"), ("SLURM_NTASKS", "4")]), Ok(None));
     }
 
     #[test]
@@ -228,27 +225,12 @@ mod tests {
         }
         let mut variables = TORCHRUN.to_vec();
         variables[0].1 = "8";
-        assert!(
-            world(&variables)
-                .unwrap_err()
-                .to_string()
-                .contains("RANK=8")
-        );
+        assert!(world(&variables).unwrap_err().to_string().contains("RANK=8"));
         variables[0].1 = "one";
-        assert!(
-            world(&variables)
-                .unwrap_err()
-                .to_string()
-                .contains("RANK=one")
-        );
+        assert!(world(&variables).unwrap_err().to_string().contains("RANK=one"));
         let mut variables = TORCHRUN.to_vec();
         variables[2].1 = "4";
-        assert!(
-            world(&variables)
-                .unwrap_err()
-                .to_string()
-                .contains("LOCAL_RANK=4")
-        );
+        assert!(world(&variables).unwrap_err().to_string().contains("LOCAL_RANK=4"));
     }
 
     #[test]

@@ -161,10 +161,7 @@ impl BlockSelection {
     pub fn add_dense_end(&mut self, first: Option<usize>) {
         let first = self.dense_rows.iter().map(|rows| rows.start).chain(first);
         let first = first.min();
-        self.dense_rows = first
-            .map(|first| first..self.num_queries)
-            .into_iter()
-            .collect();
+        self.dense_rows = first.map(|first| first..self.num_queries).into_iter().collect();
     }
 
     /// Blocks of queries and of keys.
@@ -219,9 +216,7 @@ impl BlockSelection {
     /// The most single keys that a list can hold.
     fn most_columns(&self) -> usize {
         match self.scores {
-            BlockScores::Lines { columns, .. } => {
-                self.last_rows().map(|last| columns[0].min(last + 1)).sum()
-            }
+            BlockScores::Lines { columns, .. } => self.last_rows().map(|last| columns[0].min(last + 1)).sum(),
             _ => 0,
         }
     }

@@ -10,8 +10,8 @@ pub mod test_shapes;
 
 pub use crate::recipe::Attention;
 pub use attention::{
-    AttentionForm, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES,
-    NsaCompression, NsaShape,
+    AttentionForm, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, NUM_NSA_BRANCHES, NsaCompression,
+    NsaShape,
 };
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;

@@ -53,8 +53,7 @@ impl NsaBlocks {
             "nsa: a block size is 0"
         );
         assert!(
-            compress_block_size.is_multiple_of(compress_stride)
-                && select_block_size.is_multiple_of(compress_stride),
+            compress_block_size.is_multiple_of(compress_stride) && select_block_size.is_multiple_of(compress_stride),
             "nsa: compress_stride does not divide both block sizes"
         );
         assert!(num_selected_blocks > 0, "nsa: num_selected_blocks is 0");
@@ -75,8 +74,7 @@ impl NsaBlocks {
             let got = format!("{strides} strides in a compressed and a selected block");
             return Some((got, "up to 34 together"));
         }
-        (group_size > CUDA_MAX_GROUP)
-            .then(|| (format!("{group_size} query heads a KV head"), "up to 64"))
+        (group_size > CUDA_MAX_GROUP).then(|| (format!("{group_size} query heads a KV head"), "up to 64"))
     }
 }
 

@@ -117,9 +117,7 @@ impl PackedMask {
         })?;
         for range in &a.dense_rows {
             let inside = range.start < range.end && range.end <= a.num_queries;
-            require(inside, "dense_rows", || {
-                format!("{range:?} is no range of rows")
-            })?;
+            require(inside, "dense_rows", || format!("{range:?} is no range of rows"))?;
         }
         let windows: Vec<i32> = a.windows.iter().flatten().copied().collect();
         let tile_order = tile_order(a, num_tiles);
@@ -186,11 +184,7 @@ fn tile_order(a: &MaskArrays<'_>, num_tiles: usize) -> Vec<i32> {
     all
 }
 
-fn require(
-    fits: bool,
-    array: &'static str,
-    problem: impl FnOnce() -> String,
-) -> Result<(), MaskError> {
+fn require(fits: bool, array: &'static str, problem: impl FnOnce() -> String) -> Result<(), MaskError> {
     match fits {
         true => Ok(()),
         false => Err(MaskError {
@@ -207,13 +201,7 @@ fn require_below(array: &'static str, indices: &[i32], limit: usize) -> Result<(
     })
 }
 
-fn require_csr(
-    array: &'static str,
-    ptr: &[i32],
-    indices: &[i32],
-    rows: usize,
-    limit: usize,
-) -> Result<(), MaskError> {
+fn require_csr(array: &'static str, ptr: &[i32], indices: &[i32], rows: usize, limit: usize) -> Result<(), MaskError> {
     let absent = ptr.is_empty() && indices.is_empty();
     let whole = ptr.len() == rows + 1
         && ptr[0] == 0
@@ -225,12 +213,7 @@ fn require_csr(
     require_below(array, indices, limit)
 }
 
-fn require_orders(
-    array: &'static str,
-    order: &[i32],
-    len: usize,
-    heads: &[usize],
-) -> Result<(), MaskError> {
+fn require_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize]) -> Result<(), MaskError> {
     let fits = order.is_empty() || heads.iter().any(|heads| order.len() == heads * len);
     require(fits, array, || {
         format!("{} entries for {heads:?} heads of {len}", order.len())

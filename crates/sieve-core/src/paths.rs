@@ -10,10 +10,7 @@ use crate::recipe::RecipeError;
 ///
 /// # Errors
 /// [`RecipeError::UndefinedVariable`] and [`RecipeError::BadVariable`].
-pub fn expand(
-    path: &str,
-    variable: &dyn Fn(&str) -> Option<String>,
-) -> Result<String, RecipeError> {
+pub fn expand(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result<String, RecipeError> {
     let undefined = |name: &str| RecipeError::UndefinedVariable {
         path: path.to_owned(),
         variable: name.to_owned(),

@@ -40,10 +40,10 @@ pub use manual::{json_schema, keys_page};
 pub use mistake::{Location, Mistake, Problem};
 pub use resume::KeyChange;
 pub use sections::{
-    ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind,
-    CheckpointSection, DecayType, GenerationSection, LrSchedulerSection, MetricsSection,
-    ModelSection, OptimizerName, OptimizerSection, ParallelismSection, SwaShape, TokenizerSection,
-    TokenizerSource, TokenizerTraining, TrainingPrecision, TrainingSection, ValidationSection,
+    ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind, CheckpointSection, DecayType,
+    GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName, OptimizerSection,
+    ParallelismSection, SwaShape, TokenizerSection, TokenizerSource, TokenizerTraining, TrainingPrecision,
+    TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 pub use template::StartingSize;

@@ -50,10 +50,7 @@ impl fmt::Display for ScoreMatrix {
             num_heads,
             seq_len,
         } = self;
-        write!(
-            f,
-            "{batch} rows x {num_heads} heads x {seq_len} x {seq_len} tokens"
-        )
+        write!(f, "{batch} rows x {num_heads} heads x {seq_len} x {seq_len} tokens")
     }
 }
 

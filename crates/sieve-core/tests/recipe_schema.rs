@@ -9,9 +9,7 @@ use sieve_testing::cases;
 fn misfit(schema: &Value, value: &Value, path: &str) -> Option<String> {
     let told = |what: &str| Some(format!("{path}: {what}"));
     if let Some(kinds) = schema["oneOf"].as_array() {
-        let fits = kinds
-            .iter()
-            .filter(|kind| misfit(kind, value, path).is_none());
+        let fits = kinds.iter().filter(|kind| misfit(kind, value, path).is_none());
         return (fits.count() != 1).then(|| format!("{path}: not exactly one kind"));
     }
     let has_type = match schema["type"].as_str().expect("a type") {

@@ -42,22 +42,13 @@ const TABLE_4: [Row; 4] = [
 
 fn shipped() -> BTreeMap<String, (String, Recipe)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../recipes");
-    let entries =
-        std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let entries = std::fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
     let files = entries.map(|entry| entry.expect("a readable entry").path());
     files
-        .filter(|path| {
-            path.extension()
-                .is_some_and(|extension| extension == "toml")
-        })
+        .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
         .map(|path| {
-            let name = path
-                .file_stem()
-                .expect("a file name")
-                .to_string_lossy()
-                .into_owned();
-            let text =
-                std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
+            let name = path.file_stem().expect("a file name").to_string_lossy().into_owned();
+            let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{name}: {error}"));
             let recipe = Recipe::load(&text, &name, &[]).unwrap_or_else(|error| panic!("{error}"));
             (name, (text, recipe))
         })
@@ -73,18 +64,11 @@ fn every_shipped_recipe_loads_and_is_complete() {
         .flat_map(|row| kinds.map(|kind| format!("{kind}_{}", row.size)));
     let synthetic = kinds.map(|kind| format!("mqar_{kind}"));
     for name in expected.chain(synthetic).chain(["quickstart".to_owned()]) {
-        assert!(
-            recipes.contains_key(&name),
-            "recipes/{name}.toml is missing"
-        );
+        assert!(recipes.contains_key(&name), "recipes/{name}.toml is missing");
     }
     for (name, (_, recipe)) in &recipes {
         let text = recipe.to_toml().expect("a loaded recipe can be written");
-        assert_eq!(
-            Recipe::load(&text, name, &[]).as_ref(),
-            Ok(recipe),
-            "{name}"
-        );
+        assert_eq!(Recipe::load(&text, name, &[]).as_ref(), Ok(recipe), "{name}");
         let kind = match name.split_once('_') {
             Some(("mqar", kind)) => Some(kind.trim_start_matches("hard_")),
             Some((kind, _)) => Some(kind),
@@ -201,10 +185,7 @@ fn the_published_form_of_dma_ships_beside_the_one_that_learns_better() {
         other => panic!("{name}: {other:?}"),
     };
     for Row { size, .. } in TABLE_4 {
-        let (ours, published) = (
-            dma(&format!("dma_{size}")),
-            dma(&format!("dma_{size}_paper")),
-        );
+        let (ours, published) = (dma(&format!("dma_{size}")), dma(&format!("dma_{size}_paper")));
         let window = ours.keep_window_size;
         assert_eq!(published, DmaShape::published(window), "{size}");
         assert!(!ours.ranks_by_content_alone(), "{size}");
@@ -258,9 +239,7 @@ fn mqar_recipes_differ_in_their_attention_alone() {
             let (_, other) = &recipes[&format!("{task}_{kind}")];
             let changes = mha.diff(other).expect("both can be written");
             assert!(
-                changes
-                    .iter()
-                    .all(|change| change.key.starts_with("attention.")),
+                changes.iter().all(|change| change.key.starts_with("attention.")),
                 "{task}_{kind}: {changes:?}"
             );
         }
@@ -270,20 +249,14 @@ fn mqar_recipes_differ_in_their_attention_alone() {
 #[test]
 fn quickstart_is_sparse_and_takes_one_override_to_compare() {
     let (text, recipe) = &shipped()["quickstart"];
-    let Attention::Dma(DmaShape {
-        keep_window_size, ..
-    }) = recipe.attention
-    else {
+    let Attention::Dma(DmaShape { keep_window_size, .. }) = recipe.attention else {
         panic!("not DMA")
     };
     assert!(
         4 * keep_window_size <= recipe.training.seq_len,
         "the window is more than a quarter of the length"
     );
-    assert!(
-        recipe.tokenizer.train.is_some(),
-        "quickstart must need no file"
-    );
+    assert!(recipe.tokenizer.train.is_some(), "quickstart must need no file");
     for overrides in [
         vec!["attention.kind=mha"],
         vec!["attention.kind=swa", "attention.sliding_window=64"],
@@ -295,10 +268,7 @@ fn quickstart_is_sparse_and_takes_one_override_to_compare() {
     for path in &recipe.data.paths {
         let home = |name: &str| (name == "HOME").then(|| "/home/ada".to_owned());
         let expanded = paths::expand(path, &home).unwrap_or_else(|error| panic!("{error}"));
-        assert!(
-            expanded.starts_with("/home/ada/.cargo/registry/src/"),
-            "{expanded}"
-        );
+        assert!(expanded.starts_with("/home/ada/.cargo/registry/src/"), "{expanded}");
     }
 }
 

@@ -8,10 +8,10 @@
 use sieve_core::AdamWStep;
 use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::{
-    AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw,
-    attention_backward, attention_forward, dma_select, embedding_backward, linear_cross_entropy,
-    linear_cross_entropy_with_gradients, mask_statistics, matmul, qk_norm_rope_backward,
-    qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
+    AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw, attention_backward,
+    attention_forward, dma_select, embedding_backward, linear_cross_entropy, linear_cross_entropy_with_gradients,
+    mask_statistics, matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward,
+    sum_of_squares,
 };
 use sieve_testing::{Random, Time, measure};
 
@@ -43,9 +43,7 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
 
 fn main() {
     println!("{} threads", rayon::current_num_threads());
-    println!(
-        "kernel | shape | median ms | rate | % of the 2048^3 product, by wall clock | by CPU time"
-    );
+    println!("kernel | shape | median ms | rate | % of the 2048^3 product, by wall clock | by CPU time");
     let reference = product(2048);
     attention(reference);
     cross_entropy(reference);
@@ -57,14 +55,7 @@ fn product(n: usize) -> Reference {
     let mut c = vec![0.0; n * n];
     let time = measure(|| {
         let c = MatrixMut::new(&mut c, n, n);
-        matmul(
-            Threads::All,
-            1.0,
-            Matrix::new(&a, n, n),
-            Matrix::new(&b, n, n),
-            0.0,
-            c,
-        );
+        matmul(Threads::All, 1.0, Matrix::new(&a, n, n), Matrix::new(&b, n, n), 0.0, c);
     });
     let flops = 2.0 * (n as f64).powi(3);
     let reference = Reference {
@@ -105,10 +96,7 @@ fn attention(reference: Reference) {
                 vec![0.0; keys]
             };
             let mut expire = vec![0; keys];
-            let mut select_time = Time {
-                wall: 0.0,
-                cpu: 0.0,
-            };
+            let mut select_time = Time { wall: 0.0, cpu: 0.0 };
             let mask = match kind {
                 "causal" => {
                     expire.fill(seq_len as i32);
@@ -116,15 +104,7 @@ fn attention(reference: Reference) {
                 }
                 _ => {
                     select_time = measure(|| {
-                        dma_select(
-                            &z,
-                            documents,
-                            batch,
-                            num_kv_heads,
-                            seq_len,
-                            WINDOW,
-                            &mut expire,
-                        );
+                        dma_select(&z, documents, batch, num_kv_heads, seq_len, WINDOW, &mut expire);
                     });
                     if kind == "window" {
                         Mask::Window(WINDOW)
@@ -142,22 +122,14 @@ fn attention(reference: Reference) {
             let d_o = values(TOKENS * num_heads * head_dim, 5);
             let (mut o, mut lse) = (vec![0.0; d_o.len()], vec![0.0; TOKENS * num_heads]);
             let (mut d_qkv, mut d_delta) = (vec![0.0; qkv.len()], vec![0.0; keys]);
-            let forward =
-                measure(|| attention_forward(shape, &qkv, documents, mask, &mut o, &mut lse));
+            let forward = measure(|| attention_forward(shape, &qkv, documents, mask, &mut o, &mut lse));
             let backward = measure(|| {
                 let d_delta = Some(d_delta.as_mut_slice());
-                attention_backward(
-                    shape, &qkv, documents, mask, &o, &lse, &d_o, &mut d_qkv, d_delta,
-                );
+                attention_backward(shape, &qkv, documents, mask, &o, &lse, &d_o, &mut d_qkv, d_delta);
             });
             for (pass, time, flops) in [("forward", forward, 4.0), ("backward", backward, 10.0)] {
                 let shape = format!("batch {batch} seq_len {seq_len}");
-                reference.print(
-                    &format!("{kind} {pass}"),
-                    &shape,
-                    flops * head_dim as f64 * pairs,
-                    time,
-                );
+                reference.print(&format!("{kind} {pass}"), &shape, flops * head_dim as f64 * pairs, time);
             }
             if kind.starts_with("dma") {
                 println!(
@@ -178,24 +150,12 @@ fn cross_entropy(reference: Reference) {
             linear_cross_entropy(&h, &weight, &labels, d_model);
         });
         let both = measure(|| {
-            linear_cross_entropy_with_gradients(
-                &h,
-                &weight,
-                &labels,
-                d_model,
-                &mut dh,
-                &mut dweight,
-            );
+            linear_cross_entropy_with_gradients(&h, &weight, &labels, d_model, &mut dh, &mut dweight);
         });
         let product = 2.0 * (n * d_model * vocab_size) as f64;
         for (pass, time, products) in [("loss", forward, 1.0), ("loss and gradients", both, 3.0)] {
             let shape = format!("{n} x {d_model} x {vocab_size}");
-            reference.print(
-                &format!("cross entropy, {pass}"),
-                &shape,
-                products * product,
-                time,
-            );
+            reference.print(&format!("cross entropy, {pass}"), &shape, products * product, time);
         }
     }
 }
@@ -266,12 +226,7 @@ fn pointwise() {
     let (mut out, mut d_qkv) = (vec![0.0; rows * 1024], vec![0.0; rows * 1024]);
     let (mut d_q_weight, mut d_k_weight) = (vec![0.0; 64], vec![0.0; 64]);
     let time = measure(|| qk_norm_rope_forward(&op, &qkv, documents, &mut out));
-    report(
-        "qk_norm_rope forward",
-        "4096 x 16 x 64",
-        time,
-        8 * rows * 1024,
-    );
+    report("qk_norm_rope forward", "4096 x 16 x 64", time, 8 * rows * 1024);
     let time = measure(|| {
         qk_norm_rope_backward(
             &op,
@@ -283,12 +238,7 @@ fn pointwise() {
             &mut d_k_weight,
         );
     });
-    report(
-        "qk_norm_rope backward",
-        "4096 x 16 x 64",
-        time,
-        12 * rows * 1024,
-    );
+    report("qk_norm_rope backward", "4096 x 16 x 64", time, 12 * rows * 1024);
 
     let ids: Vec<i32> = (0..rows).map(|i| (i * 7919 % 8192) as i32).collect();
     let mut dweight = vec![0.0; 8192 * d];

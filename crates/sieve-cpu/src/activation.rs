@@ -83,20 +83,13 @@ impl WithSimd for Forward<'_> {
             .zip(self.gate_up.chunks_exact(2 * self.d_ff))
         {
             let (gate, up) = gate_up.split_at(self.d_ff);
-            let ((y, y_tail), (gate, gate_tail), (up, up_tail)) = (
-                S::as_mut_simd_f32s(y),
-                S::as_simd_f32s(gate),
-                S::as_simd_f32s(up),
-            );
+            let ((y, y_tail), (gate, gate_tail), (up, up_tail)) =
+                (S::as_mut_simd_f32s(y), S::as_simd_f32s(gate), S::as_simd_f32s(up));
             for ((y, &g), &u) in y.iter_mut().zip(gate).zip(up) {
                 *y = value(simd, g, u);
             }
             if !y_tail.is_empty() {
-                let last = value(
-                    simd,
-                    simd.partial_load_f32s(gate_tail),
-                    simd.partial_load_f32s(up_tail),
-                );
+                let last = value(simd, simd.partial_load_f32s(gate_tail), simd.partial_load_f32s(up_tail));
                 simd.partial_store_f32s(y_tail, last);
             }
         }
@@ -126,22 +119,14 @@ impl WithSimd for Backward<'_> {
             dy,
             d_gate_up,
         } = self;
-        let rows = d_gate_up
-            .chunks_exact_mut(2 * d_ff)
-            .zip(gate_up.chunks_exact(2 * d_ff));
+        let rows = d_gate_up.chunks_exact_mut(2 * d_ff).zip(gate_up.chunks_exact(2 * d_ff));
         for ((d_gate_up, gate_up), dy) in rows.zip(dy.chunks_exact(d_ff)) {
             let (gate, up) = gate_up.split_at(d_ff);
             let (d_gate, d_up) = d_gate_up.split_at_mut(d_ff);
-            let ((gate, gate_tail), (up, up_tail), (dy, dy_tail)) = (
-                S::as_simd_f32s(gate),
-                S::as_simd_f32s(up),
-                S::as_simd_f32s(dy),
-            );
-            let ((d_gate, d_gate_tail), (d_up, d_up_tail)) =
-                (S::as_mut_simd_f32s(d_gate), S::as_mut_simd_f32s(d_up));
-            for (((dg, du), (&g, &u)), &dy) in
-                d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up)).zip(dy)
-            {
+            let ((gate, gate_tail), (up, up_tail), (dy, dy_tail)) =
+                (S::as_simd_f32s(gate), S::as_simd_f32s(up), S::as_simd_f32s(dy));
+            let ((d_gate, d_gate_tail), (d_up, d_up_tail)) = (S::as_mut_simd_f32s(d_gate), S::as_mut_simd_f32s(d_up));
+            for (((dg, du), (&g, &u)), &dy) in d_gate.iter_mut().zip(d_up).zip(gate.iter().zip(up)).zip(dy) {
                 (*dg, *du) = gradients(simd, g, u, dy);
             }
             if !dy_tail.is_empty() {
@@ -161,10 +146,7 @@ fn gradients<S: Simd>(simd: S, g: S::f32s, u: S::f32s, dy: S::f32s) -> (S::f32s,
     let s = sigmoid(simd, g);
     let dy_s = simd.mul_f32s(dy, s);
     let slope = simd.mul_add_e_f32s(g, simd.sub_f32s(one, s), one);
-    (
-        simd.mul_f32s(simd.mul_f32s(dy_s, u), slope),
-        simd.mul_f32s(dy_s, g),
-    )
+    (simd.mul_f32s(simd.mul_f32s(dy_s, u), slope), simd.mul_f32s(dy_s, g))
 }
 
 #[cfg(test)]
@@ -185,19 +167,14 @@ mod tests {
         on_every_arch(|| {
             let mut random = Random(1);
             for (rows, d_ff) in [(1, 1), (3, 5), (2, 16), (19, 37), (5, 100)] {
-                let gate_up: Vec<f32> = random
-                    .vector(rows * 2 * d_ff)
-                    .iter()
-                    .map(|x| 3.0 * x)
-                    .collect();
+                let gate_up: Vec<f32> = random.vector(rows * 2 * d_ff).iter().map(|x| 3.0 * x).collect();
                 let dy = random.vector(rows * d_ff);
                 let mut y = vec![f32::NAN; rows * d_ff];
                 swiglu_forward(&gate_up, d_ff, &mut y);
                 assert_close_relative("y", &y, &reference(&wide(&gate_up), d_ff), 1e-6);
                 let mut d_gate_up = vec![f32::NAN; gate_up.len()];
                 swiglu_backward(&gate_up, d_ff, &dy, &mut d_gate_up);
-                let expected =
-                    finite_differences(&wide(&gate_up), |x| inner(&reference(x, d_ff), &dy));
+                let expected = finite_differences(&wide(&gate_up), |x| inner(&reference(x, d_ff), &dy));
                 assert_close_relative("d_gate_up", &d_gate_up, &expected, 1e-5);
             }
         });

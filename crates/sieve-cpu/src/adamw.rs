@@ -17,14 +17,7 @@ const BLOCK: usize = 1 << 14;
 ///
 /// # Panics
 /// When the lengths differ.
-pub fn adamw(
-    param: &mut [f32],
-    grad: &[f32],
-    m: &mut [f32],
-    v: &mut [f32],
-    grad_scale: f32,
-    step: &AdamWStep,
-) {
+pub fn adamw(param: &mut [f32], grad: &[f32], m: &mut [f32], v: &mut [f32], grad_scale: f32, step: &AdamWStep) {
     let len = param.len();
     assert_eq!(
         (grad.len(), m.len(), v.len()),
@@ -111,8 +104,7 @@ mod tests {
                     v64[i] = step.beta2 * v64[i] + (1.0 - step.beta2) * g * g;
                     param64[i] *= 1.0 - step.lr * step.weight_decay;
                     let m_hat = m64[i] / step.bias_correction1;
-                    param64[i] -=
-                        step.lr * m_hat / ((v64[i] / step.bias_correction2).sqrt() + step.eps);
+                    param64[i] -= step.lr * m_hat / ((v64[i] / step.bias_correction2).sqrt() + step.eps);
                 }
             }
             assert_close_relative("param", &param, &param64, 2e-6);
@@ -124,14 +116,7 @@ mod tests {
     #[test]
     fn decay_comes_first_and_a_zero_gradient_only_decays() {
         let (mut param, mut m, mut v) = ([2.0], [0.0], [0.0]);
-        adamw(
-            &mut param,
-            &[0.0],
-            &mut m,
-            &mut v,
-            GRAD_SCALE,
-            &step_number(1, 0.1),
-        );
+        adamw(&mut param, &[0.0], &mut m, &mut v, GRAD_SCALE, &step_number(1, 0.1));
         assert_eq!(param, [2.0 * (1.0 - 3e-3 * 0.1) as f32]);
         assert_eq!((m, v), ([0.0], [0.0]));
     }
@@ -142,16 +127,7 @@ mod tests {
             let mut random = Random(2);
             let (mut param, grad) = (random.vector(3 * BLOCK + 5), random.vector(3 * BLOCK + 5));
             let (mut m, mut v) = (vec![0.0; param.len()], vec![0.0; param.len()]);
-            threads(count).install(|| {
-                adamw(
-                    &mut param,
-                    &grad,
-                    &mut m,
-                    &mut v,
-                    GRAD_SCALE,
-                    &step_number(1, 0.01),
-                )
-            });
+            threads(count).install(|| adamw(&mut param, &grad, &mut m, &mut v, GRAD_SCALE, &step_number(1, 0.01)));
             param
         };
         assert_eq!(run(1), run(4));

@@ -145,21 +145,13 @@ impl Packed {
 
     fn check_operands(&self, op: &str, qkv: &[f32], o: &[f32], lse: &[f32]) {
         let tokens = self.batch * self.seq_len;
-        assert_eq!(
-            qkv.len(),
-            tokens * self.token_len(),
-            "{op}: qkv has another size"
-        );
+        assert_eq!(qkv.len(), tokens * self.token_len(), "{op}: qkv has another size");
         assert_eq!(
             o.len(),
             tokens * self.num_heads * self.head_dim_v,
             "{op}: o has another size"
         );
-        assert_eq!(
-            lse.len(),
-            tokens * self.num_heads,
-            "{op}: lse has another size"
-        );
+        assert_eq!(lse.len(), tokens * self.num_heads, "{op}: lse has another size");
     }
 }
 
@@ -167,16 +159,8 @@ impl Documents<'_> {
     /// Panics unless the documents of every row are consecutive ranges that cover it.
     pub(crate) fn check(&self, batch: usize, seq_len: usize) {
         let tokens = batch * seq_len;
-        assert_eq!(
-            self.start.len(),
-            tokens,
-            "documents.start is not [batch, seq_len]"
-        );
-        assert_eq!(
-            self.end.len(),
-            tokens,
-            "documents.end is not [batch, seq_len]"
-        );
+        assert_eq!(self.start.len(), tokens, "documents.start is not [batch, seq_len]");
+        assert_eq!(self.end.len(), tokens, "documents.end is not [batch, seq_len]");
         for row in 0..batch {
             let mut first = 0;
             while first < seq_len {
@@ -294,10 +278,7 @@ pub fn attention_backward(
 ///
 /// # Panics
 /// When lengths do not fit or the documents are not consecutive ranges.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of one op, all slices"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 pub fn mla_attention_backward(
     shape: AttentionShape,
     head_dim_v: usize,
@@ -313,10 +294,7 @@ pub fn mla_attention_backward(
     packed_backward(shape, qkv, documents, mask, o, lse, d_o, d_qkv, None);
 }
 
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of the public function"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 fn packed_backward(
     shape: Packed,
     qkv: &[f32],
@@ -330,11 +308,7 @@ fn packed_backward(
 ) {
     shape.check(documents, mask);
     shape.check_operands("attention_backward", qkv, o, lse);
-    assert_eq!(
-        d_o.len(),
-        o.len(),
-        "attention_backward: d_o is not as long as o"
-    );
+    assert_eq!(d_o.len(), o.len(), "attention_backward: d_o is not as long as o");
     assert_eq!(
         d_qkv.len(),
         qkv.len(),

@@ -86,22 +86,14 @@ pub fn dma_scores_backward(
 
 fn check(shape: AttentionShape, op: &str, qkv: &[f32], w: &[f32], a: &[f32], z: &[f32]) {
     let (heads, tokens) = (shape.num_kv_heads, shape.batch * shape.seq_len);
-    assert_eq!(
-        qkv.len(),
-        tokens * shape.token_len(),
-        "{op}: qkv has another size"
-    );
+    assert_eq!(qkv.len(), tokens * shape.token_len(), "{op}: qkv has another size");
     assert_eq!(
         w.len(),
         heads * heads * shape.head_dim,
         "{op}: w is not [num_kv_heads, num_kv_heads * head_dim]"
     );
     assert_eq!(a.len(), heads, "{op}: a is not [num_kv_heads]");
-    assert_eq!(
-        z.len(),
-        tokens * heads,
-        "{op}: z is not [batch, num_kv_heads, seq_len]"
-    );
+    assert_eq!(z.len(), tokens * heads, "{op}: z is not [batch, num_kv_heads, seq_len]");
 }
 
 /// `ln(1 + e^x)` without overflow.
@@ -120,14 +112,7 @@ on_arch! {
 }
 
 #[inline(always)]
-fn forward_tokens_simd<S: Simd>(
-    simd: S,
-    shape: AttentionShape,
-    qkv: &[f32],
-    w: &[f32],
-    a: &[f32],
-    z: &mut [f32],
-) {
+fn forward_tokens_simd<S: Simd>(simd: S, shape: AttentionShape, qkv: &[f32], w: &[f32], a: &[f32], z: &mut [f32]) {
     let width = shape.num_kv_heads * shape.head_dim;
     let tokens = qkv.chunks_exact(shape.token_len());
     for (token, z) in tokens.zip(z.chunks_exact_mut(shape.num_kv_heads)) {
@@ -244,11 +229,7 @@ mod tests {
             assert_close_relative("z", &z, &exact, 1e-6);
 
             let dz = Random(2).vector(z.len());
-            let (mut d_qkv, mut dw, mut da) = (
-                vec![0.5; qkv.len()],
-                vec![f32::NAN; w.len()],
-                vec![f32::NAN; a.len()],
-            );
+            let (mut d_qkv, mut dw, mut da) = (vec![0.5; qkv.len()], vec![f32::NAN; w.len()], vec![f32::NAN; a.len()]);
             dma_scores_backward(shape, &qkv, &w, &a, &dz, &mut d_qkv, &mut dw, &mut da);
             let (qkv, w, a) = (wide(&qkv), wide(&w), wide(&a));
             let numeric = finite_differences(&w, |w| inner(&scores(shape, &qkv, w, &a), &dz));
@@ -269,12 +250,7 @@ mod tests {
             let wide = f64::from(x);
             let exact = wide.max(0.0) + (-wide.abs()).exp().ln_1p();
             assert_close_relative("softplus", &[softplus(x)], &[exact], 1e-6);
-            assert_close_relative(
-                "sigmoid",
-                &[sigmoid(x)],
-                &[1.0 / (1.0 + (-wide).exp())],
-                1e-6,
-            );
+            assert_close_relative("sigmoid", &[sigmoid(x)], &[1.0 / (1.0 + (-wide).exp())], 1e-6);
         }
     }
 

@@ -13,11 +13,7 @@ use crate::simd::on_arch;
 /// # Panics
 /// On an id outside the vocabulary or slices of other lengths.
 pub fn embedding_forward(ids: &[i32], weight: &[f32], d_model: usize, y: &mut [f32]) {
-    assert_eq!(
-        y.len(),
-        ids.len() * d_model,
-        "embedding_forward: y is not [n, d_model]"
-    );
+    assert_eq!(y.len(), ids.len() * d_model, "embedding_forward: y is not [n, d_model]");
     assert_eq!(
         weight.len() % d_model,
         0,
@@ -113,10 +109,7 @@ mod tests {
             let mut random = Random(1);
             for (n, d_model, vocab_size) in [(1, 3, 1), (40, 5, 7), (301, 16, 50), (0, 4, 3)] {
                 let ids: Vec<i32> = (0..n).map(|_| random.below(vocab_size) as i32).collect();
-                let (weight, dy) = (
-                    random.vector(vocab_size * d_model),
-                    random.vector(n * d_model),
-                );
+                let (weight, dy) = (random.vector(vocab_size * d_model), random.vector(n * d_model));
                 let mut y = vec![f32::NAN; n * d_model];
                 embedding_forward(&ids, &weight, d_model, &mut y);
                 let mut dweight = vec![f32::NAN; vocab_size * d_model];

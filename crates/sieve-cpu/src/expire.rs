@@ -34,11 +34,7 @@ pub struct MaskStatistics {
 /// Integer whose order is that of (z, position): -0 counts as +0, of equal z the later position is larger.
 fn rank_key(z: f32, position: usize) -> u64 {
     let bits = (z + 0.0).to_bits();
-    let ordered = if bits >> 31 == 1 {
-        !bits
-    } else {
-        bits | 0x8000_0000
-    };
+    let ordered = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
     (u64::from(ordered) << 32) | position as u64
 }
 
@@ -175,11 +171,7 @@ fn for_each_document(
         batch * num_kv_heads * seq_len,
         "dma_select: z is not [batch, num_kv_heads, seq_len]"
     );
-    assert_eq!(
-        expire.len(),
-        z.len(),
-        "dma_select: expire is not as long as z"
-    );
+    assert_eq!(expire.len(), z.len(), "dma_select: expire is not as long as z");
     documents.check(batch, seq_len);
     let mut pieces = Vec::new();
     let rows = z
@@ -231,28 +223,17 @@ mod tests {
     use sieve_testing::{Random, threads};
 
     /// Per query, the keys kept, by sorting all of its candidates.
-    fn kept_by_definition(
-        z: &[f32],
-        start: &[i32],
-        i: usize,
-        keep_window_size: usize,
-    ) -> Vec<usize> {
+    fn kept_by_definition(z: &[f32], start: &[i32], i: usize, keep_window_size: usize) -> Vec<usize> {
         let mut keys: Vec<usize> = (start[i] as usize..=i).collect();
         // `partial_cmp` holds -0 equal to +0; of equal scores the later key comes first.
-        keys.sort_by(|&a, &b| {
-            z[b].partial_cmp(&z[a])
-                .expect("scores are numbers")
-                .then(b.cmp(&a))
-        });
+        keys.sort_by(|&a, &b| z[b].partial_cmp(&z[a]).expect("scores are numbers").then(b.cmp(&a)));
         keys.truncate(keep_window_size);
         keys.sort_unstable();
         keys
     }
 
     fn kept_by_expire(expire: &[i32], start: &[i32], i: usize) -> Vec<usize> {
-        (start[i] as usize..=i)
-            .filter(|&j| (i as i32) < expire[j])
-            .collect()
+        (start[i] as usize..=i).filter(|&j| (i as i32) < expire[j]).collect()
     }
 
     /// Scores from a few values, both zeros among them, so that most rows have ties.
@@ -267,11 +248,7 @@ mod tests {
 
     fn check(seed: u64) {
         let mut random = Random(seed);
-        let (batch, num_kv_heads, seq_len) = (
-            1 + random.below(3),
-            1 + random.below(3),
-            1 + random.below(70),
-        );
+        let (batch, num_kv_heads, seq_len) = (1 + random.below(3), 1 + random.below(3), 1 + random.below(70));
         let keep_window_size = 1 + random.below(seq_len + 3);
         let z: Vec<f32> = (0..batch * num_kv_heads * seq_len)
             .map(|_| score(&mut random))
@@ -282,15 +259,7 @@ mod tests {
             end: &end,
         };
         let mut heap = vec![-7; z.len()];
-        dma_select(
-            &z,
-            documents,
-            batch,
-            num_kv_heads,
-            seq_len,
-            keep_window_size,
-            &mut heap,
-        );
+        dma_select(&z, documents, batch, num_kv_heads, seq_len, keep_window_size, &mut heap);
 
         let mut expected = MaskStatistics::default();
         for row in 0..batch {
@@ -319,15 +288,8 @@ mod tests {
                 expected.never_active += seen.iter().filter(|&&seen| !seen).count() as u64;
                 for first in (0..seq_len).step_by(STATISTICS_TILE) {
                     let queries = first..(first + STATISTICS_TILE).min(seq_len);
-                    let touched = |j: &usize| {
-                        queries
-                            .clone()
-                            .any(|i| kept_by_expire(expire, start, i).contains(j))
-                    };
-                    expected.tiles += (0..seq_len)
-                        .filter(touched)
-                        .count()
-                        .div_ceil(STATISTICS_TILE) as u64;
+                    let touched = |j: &usize| queries.clone().any(|i| kept_by_expire(expire, start, i).contains(j));
+                    expected.tiles += (0..seq_len).filter(touched).count().div_ceil(STATISTICS_TILE) as u64;
                     let causal = queries.end - start[first] as usize;
                     expected.causal_tiles += causal.div_ceil(STATISTICS_TILE) as u64;
                 }
@@ -349,9 +311,7 @@ mod tests {
 
     #[test]
     fn equal_scores_are_a_sliding_window() {
-        let z: Vec<f32> = (0..40)
-            .map(|j| if j % 3 == 0 { -0.0 } else { 0.0 })
-            .collect();
+        let z: Vec<f32> = (0..40).map(|j| if j % 3 == 0 { -0.0 } else { 0.0 }).collect();
         let (start, end) = (vec![0; 40], vec![40; 40]);
         let mut expire = vec![-1; 40];
         dma_select(
@@ -451,9 +411,7 @@ mod tests {
                 for i in 0..seq_len {
                     let recent = (i + 1).saturating_sub(local).max(start[i] as usize);
                     let mut kept = match recent.checked_sub(1) {
-                        Some(last) if last as i32 >= start[i] => {
-                            kept_by_definition(z, &start, last, window - local)
-                        }
+                        Some(last) if last as i32 >= start[i] => kept_by_definition(z, &start, last, window - local),
                         _ => Vec::new(),
                     };
                     kept.extend(recent..=i);

@@ -62,13 +62,7 @@ impl<'a> Matrix<'a> {
     ///
     /// # Panics
     /// When an element lies outside `data`.
-    pub fn strided(
-        data: &'a [f32],
-        rows: usize,
-        cols: usize,
-        row_stride: usize,
-        col_stride: usize,
-    ) -> Self {
+    pub fn strided(data: &'a [f32], rows: usize, cols: usize, row_stride: usize, col_stride: usize) -> Self {
         let needed = extent(rows, cols, row_stride, col_stride);
         assert!(
             needed.is_some_and(|n| n <= data.len()),
@@ -144,14 +138,7 @@ impl<'a> MatrixMut<'a> {
 ///
 /// # Panics
 /// When the shapes do not fit.
-pub fn matmul(
-    threads: Threads,
-    alpha: f32,
-    a: Matrix<'_>,
-    b: Matrix<'_>,
-    beta: f32,
-    c: MatrixMut<'_>,
-) {
+pub fn matmul(threads: Threads, alpha: f32, a: Matrix<'_>, b: Matrix<'_>, beta: f32, c: MatrixMut<'_>) {
     assert_eq!(a.cols, b.rows, "matmul: a and b disagree in the inner size");
     assert_eq!(
         (a.rows, b.cols),
@@ -219,14 +206,7 @@ mod tests {
             let old = random.vector(m * (n + 1) + 1);
             for (alpha, beta) in [(1.0, 0.0), (-0.5, 1.0), (2.0, 0.25)] {
                 let mut c = old.clone();
-                matmul(
-                    Threads::All,
-                    alpha,
-                    a,
-                    b,
-                    beta,
-                    MatrixMut::strided(&mut c, m, n, n + 1),
-                );
+                matmul(Threads::All, alpha, a, b, beta, MatrixMut::strided(&mut c, m, n, n + 1));
                 let mut expected: Vec<f64> = old.iter().map(|&x| f64::from(x)).collect();
                 for r in 0..m {
                     for col in 0..n {

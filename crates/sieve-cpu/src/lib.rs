@@ -48,15 +48,12 @@ pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{MaskStatistics, dma_select, extend_expire, mask_statistics};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
-pub use linear_cross_entropy::{
-    CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses,
-};
+pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
 pub use mla::{MlaPack, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
     NsaBlocks, nsa_blocks_backward, nsa_blocks_forward, nsa_compressed_attention_backward,
-    nsa_compressed_attention_forward, nsa_gates_backward, nsa_gates_forward,
-    nsa_mean_pool_backward, nsa_mean_pool_forward, nsa_selected_attention_backward,
-    nsa_selected_attention_forward,
+    nsa_compressed_attention_forward, nsa_gates_backward, nsa_gates_forward, nsa_mean_pool_backward,
+    nsa_mean_pool_forward, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward};
 pub use reduce::sum_of_squares;

@@ -44,12 +44,7 @@ pub struct CrossEntropy {
 ///
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
-pub fn linear_cross_entropy(
-    h: &[f32],
-    weight: &[f32],
-    labels: &[i32],
-    d_model: usize,
-) -> CrossEntropy {
+pub fn linear_cross_entropy(h: &[f32], weight: &[f32], labels: &[i32], d_model: usize) -> CrossEntropy {
     run(h, weight, labels, d_model, None, None)
 }
 
@@ -60,13 +55,7 @@ pub fn linear_cross_entropy(
 ///
 /// # Panics
 /// When lengths do not fit or a label is not below vocab_size.
-pub fn token_losses(
-    h: &[f32],
-    weight: &[f32],
-    labels: &[i32],
-    d_model: usize,
-    nll: &mut [f32],
-) -> CrossEntropy {
+pub fn token_losses(h: &[f32], weight: &[f32], labels: &[i32], d_model: usize, nll: &mut [f32]) -> CrossEntropy {
     assert_eq!(nll.len(), labels.len(), "token_losses: nll is not [n]");
     run(h, weight, labels, d_model, None, Some(nll))
 }
@@ -142,11 +131,7 @@ fn run(
     }
     for (chunk, labels) in labels.chunks(chunk_rows).enumerate() {
         let (first_row, rows) = (chunk * chunk_rows, labels.len());
-        let h = Matrix::new(
-            &h[first_row * d_model..(first_row + rows) * d_model],
-            rows,
-            d_model,
-        );
+        let h = Matrix::new(&h[first_row * d_model..(first_row + rows) * d_model], rows, d_model);
         let w = Matrix::new(weight, vocab_size, d_model);
         let logits = &mut logits[..rows * vocab_size];
         matmul(
@@ -203,9 +188,7 @@ fn run_labelled(
     gradients: Option<(&mut [f32], &mut [f32])>,
     nll: Option<&mut [f32]>,
 ) -> CrossEntropy {
-    let rows: Vec<usize> = (0..labels.len())
-        .filter(|&row| labels[row] >= FIRST_LABEL)
-        .collect();
+    let rows: Vec<usize> = (0..labels.len()).filter(|&row| labels[row] >= FIRST_LABEL).collect();
     let labels: Vec<i32> = rows.iter().map(|&row| labels[row]).collect();
     let mut gathered = Vec::with_capacity(rows.len() * d_model);
     for &row in &rows {
@@ -242,12 +225,7 @@ on_arch! {
 
 /// Cross entropy of one row, `None` without a label. With `with_gradient` the logits become their gradient.
 #[inline(always)]
-fn row_loss_simd<S: Simd>(
-    simd: S,
-    row: &mut [f32],
-    label: i32,
-    with_gradient: bool,
-) -> Option<f64> {
+fn row_loss_simd<S: Simd>(simd: S, row: &mut [f32], label: i32, with_gradient: bool) -> Option<f64> {
     if label < FIRST_LABEL {
         if with_gradient {
             row.fill(0.0);
@@ -282,9 +260,7 @@ fn max_of<S: Simd>(simd: S, row: &[f32]) -> f32 {
         max[0] = simd.max_f32s(max[0], x);
     }
     let max = simd.max_f32s(simd.max_f32s(max[0], max[1]), simd.max_f32s(max[2], max[3]));
-    tail.iter()
-        .copied()
-        .fold(simd.reduce_max_f32s(max), f32::max)
+    tail.iter().copied().fold(simd.reduce_max_f32s(max), f32::max)
 }
 
 #[cfg(test)]
@@ -342,24 +318,14 @@ mod tests {
         }
 
         fn with_grad(&self) -> (CrossEntropy, Vec<f32>, Vec<f32>) {
-            let (mut dh, mut dweight) = (
-                vec![f32::NAN; self.h.len()],
-                vec![f32::NAN; self.weight.len()],
-            );
+            let (mut dh, mut dweight) = (vec![f32::NAN; self.h.len()], vec![f32::NAN; self.weight.len()]);
             let Self {
                 h,
                 weight,
                 labels,
                 d_model,
             } = self;
-            let loss = linear_cross_entropy_with_gradients(
-                h,
-                weight,
-                labels,
-                *d_model,
-                &mut dh,
-                &mut dweight,
-            );
+            let loss = linear_cross_entropy_with_gradients(h, weight, labels, *d_model, &mut dh, &mut dweight);
             (loss, dh, dweight)
         }
     }
@@ -372,18 +338,13 @@ mod tests {
             "{} instead of {loss}",
             got.loss_sum
         );
-        assert_eq!(
-            got.num_labels,
-            labels.iter().filter(|&&label| label >= 0).count()
-        );
+        assert_eq!(got.num_labels, labels.iter().filter(|&&label| label >= 0).count());
     }
 
     #[test]
     fn equals_the_definition_and_its_differences() {
         on_every_arch(|| {
-            for (n, d_model, vocab_size) in
-                [(1, 1, 1), (7, 3, 5), (4, 6, 37), (9, 2, 19), (3, 5, 101)]
-            {
+            for (n, d_model, vocab_size) in [(1, 1, 1), (7, 3, 5), (4, 6, 37), (9, 2, 19), (3, 5, 101)] {
                 let case = Case::new(n, d_model, vocab_size, n as u64);
                 let (h, weight) = (wide(&case.h), wide(&case.weight));
                 let rows = case.reference(&h, &weight);
@@ -394,12 +355,7 @@ mod tests {
                 );
                 let (loss, dh, dweight) = case.with_grad();
                 assert_sums(loss, &rows, &case.labels);
-                assert_close_relative(
-                    "dh",
-                    &dh,
-                    &finite_differences(&h, |h| case.total(h, &weight)),
-                    2e-5,
-                );
+                assert_close_relative("dh", &dh, &finite_differences(&h, |h| case.total(h, &weight)), 2e-5);
                 assert_close_relative(
                     "dweight",
                     &dweight,
@@ -417,14 +373,8 @@ mod tests {
         let (loss, dh, dweight) = case.with_grad();
         let (h, weight) = (wide(&case.h), wide(&case.weight));
         assert_sums(loss, &case.reference(&h, &weight), &case.labels);
-        let (mut expected_dh, mut expected_dweight) =
-            (vec![0.0; dh.len()], vec![0.0; dweight.len()]);
-        for (row, &label) in case
-            .labels
-            .iter()
-            .enumerate()
-            .filter(|(_, label)| **label >= 0)
-        {
+        let (mut expected_dh, mut expected_dweight) = (vec![0.0; dh.len()], vec![0.0; dweight.len()]);
+        for (row, &label) in case.labels.iter().enumerate().filter(|(_, label)| **label >= 0) {
             let h = &h[row * 4..row * 4 + 4];
             let logits: Vec<f64> = weight
                 .chunks(4)

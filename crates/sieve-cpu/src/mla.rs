@@ -40,10 +40,7 @@ impl MlaPack<'_> {
             self.num_heads > 0 && self.head_dim > 0 && self.rope_dim > 0,
             "mla_pack: a size is 0"
         );
-        assert!(
-            self.rope_dim.is_multiple_of(2),
-            "mla_pack: rope_dim must be even"
-        );
+        assert!(self.rope_dim.is_multiple_of(2), "mla_pack: rope_dim must be even");
         assert_eq!(
             (q.len(), kv.len(), k_rope.len(), packed.len()),
             (
@@ -94,13 +91,7 @@ fn rotate(x: &[f32], (cos, sin): (&[f32], &[f32]), back: bool, y: &mut [f32]) {
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.
-pub fn mla_pack_forward(
-    op: &MlaPack<'_>,
-    q: &[f32],
-    kv: &[f32],
-    k_rope: &[f32],
-    packed: &mut [f32],
-) {
+pub fn mla_pack_forward(op: &MlaPack<'_>, q: &[f32], kv: &[f32], k_rope: &[f32], packed: &mut [f32]) {
     op.check(q, kv, k_rope, packed);
     let (d, rope) = (op.head_dim, op.rope_dim);
     packed
@@ -134,13 +125,7 @@ pub fn mla_pack_forward(
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.
-pub fn mla_pack_backward(
-    op: &MlaPack<'_>,
-    d_packed: &[f32],
-    d_q: &mut [f32],
-    d_kv: &mut [f32],
-    d_k_rope: &mut [f32],
-) {
+pub fn mla_pack_backward(op: &MlaPack<'_>, d_packed: &[f32], d_q: &mut [f32], d_kv: &mut [f32], d_k_rope: &mut [f32]) {
     op.check(d_q, d_kv, d_k_rope, d_packed);
     let (d, rope) = (op.head_dim, op.rope_dim);
     d_q.par_chunks_exact_mut(op.q_len())
@@ -244,10 +229,7 @@ mod tests {
         let q = random.vector(TOKENS * HEADS * (D + ROPE));
         let kv = random.vector(TOKENS * HEADS * 2 * D);
         let k_rope = random.vector(TOKENS * ROPE);
-        let all: Vec<f64> = [&q, &kv, &k_rope]
-            .into_iter()
-            .flat_map(|x| wide(x))
-            .collect();
+        let all: Vec<f64> = [&q, &kv, &k_rope].into_iter().flat_map(|x| wide(x)).collect();
         let mut packed = vec![f32::NAN; TOKENS * op.token_len()];
         mla_pack_forward(&op, &q, &kv, &k_rope, &mut packed);
         assert_close_relative("packed", &packed, &definition(&all, &positions), 1e-6);
@@ -288,42 +270,20 @@ mod tests {
                         narrow.extend_from_slice(&v[..d_v]);
                     }
                 }
-                let cut = |x: &[f32]| -> Vec<f32> {
-                    x.chunks_exact(d).flat_map(|x| x[..d_v].to_vec()).collect()
-                };
+                let cut = |x: &[f32]| -> Vec<f32> { x.chunks_exact(d).flat_map(|x| x[..d_v].to_vec()).collect() };
                 let mut d_o = random.vector(2 * n * heads * d);
                 d_o.chunks_exact_mut(d).for_each(|x| x[d_v..].fill(0.0));
                 let mask = crate::Mask::Causal;
                 let [mut o, mut lse] = [2 * n * heads * d, 2 * heads * n].map(|len| vec![0.0; len]);
                 crate::attention_forward(shape, &full, documents, mask, &mut o, &mut lse);
                 let mut d_full = vec![0.0; full.len()];
-                crate::attention_backward(
-                    shape,
-                    &full,
-                    documents,
-                    mask,
-                    &o,
-                    &lse,
-                    &d_o,
-                    &mut d_full,
-                    None,
-                );
-                let [mut o_v, mut lse_v] =
-                    [2 * n * heads * d_v, 2 * heads * n].map(|len| vec![f32::NAN; len]);
+                crate::attention_backward(shape, &full, documents, mask, &o, &lse, &d_o, &mut d_full, None);
+                let [mut o_v, mut lse_v] = [2 * n * heads * d_v, 2 * heads * n].map(|len| vec![f32::NAN; len]);
                 crate::mla_attention_forward(shape, d_v, &narrow, documents, &mut o_v, &mut lse_v);
                 assert_close_relative("o", &o_v, &wide(&cut(&o)), 1e-6);
                 assert_close_relative("lse", &lse_v, &wide(&lse), 1e-6);
                 let mut d_narrow = vec![f32::NAN; narrow.len()];
-                crate::mla_attention_backward(
-                    shape,
-                    d_v,
-                    &narrow,
-                    documents,
-                    &o_v,
-                    &lse_v,
-                    &cut(&d_o),
-                    &mut d_narrow,
-                );
+                crate::mla_attention_backward(shape, d_v, &narrow, documents, &o_v, &lse_v, &cut(&d_o), &mut d_narrow);
                 let mut expected = Vec::new();
                 for token in d_full.chunks_exact(3 * heads * d) {
                     expected.extend_from_slice(&token[..2 * heads * d]);

@@ -16,9 +16,7 @@ mod selected_backward;
 #[cfg(test)]
 mod tests;
 
-pub use blocks::{
-    nsa_blocks_backward, nsa_blocks_forward, nsa_mean_pool_backward, nsa_mean_pool_forward,
-};
+pub use blocks::{nsa_blocks_backward, nsa_blocks_forward, nsa_mean_pool_backward, nsa_mean_pool_forward};
 pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
 pub use gates::{nsa_gates_backward, nsa_gates_forward};
 pub use select::{choose_blocks, overlap_weight};
@@ -30,12 +28,7 @@ pub use sieve_core::NsaBlocks;
 use crate::attention::Documents;
 
 /// First token of the block in each slot, `[batch, num_slots]`; -1 where a slot is empty.
-pub fn slot_starts(
-    blocks: NsaBlocks,
-    batch: usize,
-    seq_len: usize,
-    documents: Documents<'_>,
-) -> Vec<i32> {
+pub fn slot_starts(blocks: NsaBlocks, batch: usize, seq_len: usize, documents: Documents<'_>) -> Vec<i32> {
     let mut starts = Vec::new();
     for row in 0..batch {
         let first = starts.len();
@@ -51,11 +44,7 @@ pub fn slot_starts(
 }
 
 /// The documents of one row, in order.
-pub(crate) fn documents_of(
-    documents: Documents<'_>,
-    row: usize,
-    seq_len: usize,
-) -> Vec<std::ops::Range<usize>> {
+pub(crate) fn documents_of(documents: Documents<'_>, row: usize, seq_len: usize) -> Vec<std::ops::Range<usize>> {
     let end = &documents.end[row * seq_len..(row + 1) * seq_len];
     let mut ranges = Vec::new();
     let mut first = 0;

@@ -82,8 +82,7 @@ impl QkNormRope<'_> {
     #[inline(always)]
     fn angles(&self, documents: Documents<'_>, token: usize) -> (&[f32], &[f32]) {
         let half = self.head_dim / 2;
-        let position = (token % self.seq_len) as i64 - i64::from(documents.start[token])
-            + self.position_offset as i64;
+        let position = (token % self.seq_len) as i64 - i64::from(documents.start[token]) + self.position_offset as i64;
         let known = (self.cos.len() / half) as i64;
         assert!(
             (0..known).contains(&position),
@@ -104,12 +103,7 @@ impl QkNormRope<'_> {
 ///
 /// # Panics
 /// When lengths do not fit or a position is outside the tables.
-pub fn qk_norm_rope_forward(
-    op: &QkNormRope<'_>,
-    qkv: &[f32],
-    documents: Documents<'_>,
-    out: &mut [f32],
-) {
+pub fn qk_norm_rope_forward(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mut [f32]) {
     op.check(documents);
     let token_len = op.token_len();
     assert_eq!(
@@ -117,11 +111,7 @@ pub fn qk_norm_rope_forward(
         op.batch * op.seq_len * token_len,
         "qk_norm_rope_forward: qkv has another size"
     );
-    assert_eq!(
-        out.len(),
-        qkv.len(),
-        "qk_norm_rope_forward: out is not as long as qkv"
-    );
+    assert_eq!(out.len(), qkv.len(), "qk_norm_rope_forward: out is not as long as qkv");
     let tasks = out
         .par_chunks_mut(TOKENS * token_len)
         .zip(qkv.par_chunks(TOKENS * token_len))
@@ -249,16 +239,10 @@ impl Forward<'_> {
             let (cos, sin) = op.angles(documents, first + t);
             let ((q, kv), (q_out, kv_out)) = (qkv.split_at(q_len), out.split_at_mut(q_len));
             let ((k, v), (k_out, v_out)) = (kv.split_at(k_len), kv_out.split_at_mut(k_len));
-            for (out, x) in q_out
-                .chunks_exact_mut(head_dim)
-                .zip(q.chunks_exact(head_dim))
-            {
+            for (out, x) in q_out.chunks_exact_mut(head_dim).zip(q.chunks_exact(head_dim)) {
                 norm_and_rotate(simd, x, op.q_weight, op.eps, cos, sin, out);
             }
-            for (out, x) in k_out
-                .chunks_exact_mut(head_dim)
-                .zip(k.chunks_exact(head_dim))
-            {
+            for (out, x) in k_out.chunks_exact_mut(head_dim).zip(k.chunks_exact(head_dim)) {
                 norm_and_rotate(simd, x, op.k_weight, op.eps, cos, sin, out);
             }
             v_out.copy_from_slice(v);
@@ -310,23 +294,17 @@ impl Backward<'_> {
         let token_len = op.token_len();
         let (q_len, k_len) = (op.num_heads * head_dim, op.num_kv_heads * head_dim);
         let mut d_norm = vec![0.0; head_dim];
-        let tokens = d_qkv
-            .chunks_exact_mut(token_len)
-            .zip(qkv.chunks_exact(token_len));
+        let tokens = d_qkv.chunks_exact_mut(token_len).zip(qkv.chunks_exact(token_len));
         for (t, ((d_qkv, qkv), d_out)) in tokens.zip(d_out.chunks_exact(token_len)).enumerate() {
             let (cos, sin) = op.angles(documents, first + t);
             let (dq, dkv) = d_qkv.split_at_mut(q_len);
             let (dk, dv) = dkv.split_at_mut(k_len);
-            let heads = dq
-                .chunks_exact_mut(head_dim)
-                .zip(qkv.chunks_exact(head_dim));
+            let heads = dq.chunks_exact_mut(head_dim).zip(qkv.chunks_exact(head_dim));
             for ((dx, x), dy) in heads.zip(d_out.chunks_exact(head_dim)) {
                 rotate_back(dy, cos, sin, &mut d_norm[..head_dim]);
                 norm_row_backward(simd, x, op.q_weight, op.eps, &d_norm, dx, d_q_weight);
             }
-            let heads = dk
-                .chunks_exact_mut(head_dim)
-                .zip(qkv[q_len..].chunks_exact(head_dim));
+            let heads = dk.chunks_exact_mut(head_dim).zip(qkv[q_len..].chunks_exact(head_dim));
             for ((dx, x), dy) in heads.zip(d_out[q_len..].chunks_exact(head_dim)) {
                 rotate_back(dy, cos, sin, &mut d_norm[..head_dim]);
                 norm_row_backward(simd, x, op.k_weight, op.eps, &d_norm, dx, d_k_weight);
@@ -337,25 +315,13 @@ impl Backward<'_> {
 }
 
 #[inline(always)]
-fn norm_and_rotate<S: Simd>(
-    simd: S,
-    x: &[f32],
-    weight: &[f32],
-    eps: f32,
-    cos: &[f32],
-    sin: &[f32],
-    out: &mut [f32],
-) {
+fn norm_and_rotate<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, cos: &[f32], sin: &[f32], out: &mut [f32]) {
     let half = x.len() / 2;
     let (cos, sin) = (&cos[..half], &sin[..half]);
     let rstd = reciprocal_rms(simd, x, eps);
     let ((x1, x2), (w1, w2)) = (x.split_at(half), weight.split_at(half));
     let (out1, out2) = out.split_at_mut(half);
-    let columns = x1
-        .iter()
-        .zip(x2)
-        .zip(w1.iter().zip(w2))
-        .zip(cos.iter().zip(sin));
+    let columns = x1.iter().zip(x2).zip(w1.iter().zip(w2)).zip(cos.iter().zip(sin));
     for ((o1, o2), (((&x1, &x2), (&w1, &w2)), (&c, &s))) in out1.iter_mut().zip(out2).zip(columns) {
         let (y1, y2) = (w1 * (x1 * rstd), w2 * (x2 * rstd));
         *o1 = y1 * c - y2 * s;
@@ -380,9 +346,7 @@ fn rotate_back(dy: &[f32], cos: &[f32], sin: &[f32], dx: &mut [f32]) {
 mod tests {
     use super::*;
     use crate::simd::tests::on_every_arch;
-    use sieve_testing::{
-        Random, assert_close_relative, finite_differences, inner, threads, whole_rows, wide,
-    };
+    use sieve_testing::{Random, assert_close_relative, finite_differences, inner, threads, whole_rows, wide};
 
     struct Case {
         sizes: [usize; 5],
@@ -406,9 +370,8 @@ mod tests {
             } else {
                 whole_rows(batch, seq_len)
             };
-            let angle = |position: usize, i: usize| {
-                position as f64 * 10_000_f64.powf(-2.0 * i as f64 / head_dim as f64)
-            };
+            let angle =
+                |position: usize, i: usize| position as f64 * 10_000_f64.powf(-2.0 * i as f64 / head_dim as f64);
             let table = |f: fn(f64) -> f64| {
                 (0..(seq_len + offset) * head_dim / 2)
                     .map(|at| f(angle(at / (head_dim / 2), at % (head_dim / 2))) as f32)
@@ -461,10 +424,7 @@ mod tests {
 
         fn backward(&self) -> [Vec<f32>; 3] {
             let mut d_qkv = vec![f32::NAN; self.qkv.len()];
-            let (mut dq, mut dk) = (
-                vec![f32::NAN; self.q_weight.len()],
-                vec![f32::NAN; self.q_weight.len()],
-            );
+            let (mut dq, mut dk) = (vec![f32::NAN; self.q_weight.len()], vec![f32::NAN; self.q_weight.len()]);
             qk_norm_rope_backward(
                 &self.op(),
                 &self.qkv,
@@ -497,13 +457,8 @@ mod tests {
                     .map(|(x, w)| w * x / (mean + 1e-6).sqrt())
                     .collect();
                 for c in 0..d {
-                    let angle =
-                        position as f64 * 10_000_f64.powf(-2.0 * (c % (d / 2)) as f64 / d as f64);
-                    let rotated = if c < d / 2 {
-                        -x[c + d / 2]
-                    } else {
-                        x[c - d / 2]
-                    };
+                    let angle = position as f64 * 10_000_f64.powf(-2.0 * (c % (d / 2)) as f64 / d as f64);
+                    let rotated = if c < d / 2 { -x[c + d / 2] } else { x[c - d / 2] };
                     out.push(x[c] * angle.cos() + rotated * angle.sin());
                 }
             }
@@ -521,8 +476,7 @@ mod tests {
                 ([2, 2, 2, 1, 34], 1, true),
             ] {
                 let case = Case::new(sizes, offset, packed);
-                let (qkv, q_weight, k_weight) =
-                    (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
+                let (qkv, q_weight, k_weight) = (wide(&case.qkv), wide(&case.q_weight), wide(&case.k_weight));
                 assert_close_relative(
                     "out",
                     &case.forward(),
@@ -530,9 +484,7 @@ mod tests {
                     2e-6,
                 );
                 let [d_qkv, dq, dk] = case.backward();
-                let loss = |qkv: &[f64], q: &[f64], k: &[f64]| {
-                    inner(&case.reference(qkv, q, k), &case.d_out)
-                };
+                let loss = |qkv: &[f64], q: &[f64], k: &[f64]| inner(&case.reference(qkv, q, k), &case.d_out);
                 assert_close_relative(
                     "d_qkv",
                     &d_qkv,
@@ -572,10 +524,7 @@ mod tests {
     fn threads_do_not_change_a_bit() {
         let case = Case::new([3, 70, 4, 2, 16], 0, true);
         let one = threads(1).install(|| (case.forward(), case.backward()));
-        assert_eq!(
-            threads(3).install(|| (case.forward(), case.backward())),
-            one
-        );
+        assert_eq!(threads(3).install(|| (case.forward(), case.backward())), one);
     }
 
     #[test]

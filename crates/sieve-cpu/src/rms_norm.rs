@@ -34,14 +34,7 @@ pub fn rms_norm_forward(x: &[f32], weight: &[f32], eps: f32, y: &mut [f32]) {
 ///
 /// # Panics
 /// When the lengths do not fit.
-pub fn rms_norm_backward(
-    x: &[f32],
-    weight: &[f32],
-    eps: f32,
-    dy: &[f32],
-    dx: &mut [f32],
-    dweight: &mut [f32],
-) {
+pub fn rms_norm_backward(x: &[f32], weight: &[f32], eps: f32, dy: &[f32], dx: &mut [f32], dweight: &mut [f32]) {
     let d = weight.len();
     assert!(
         d > 0 && x.len().is_multiple_of(d),
@@ -100,10 +93,7 @@ fn backward_rows_simd<S: Simd>(
     dweight: &mut [f32],
 ) {
     let d = weight.len();
-    let rows = dx
-        .chunks_exact_mut(d)
-        .zip(x.chunks_exact(d))
-        .zip(dy.chunks_exact(d));
+    let rows = dx.chunks_exact_mut(d).zip(x.chunks_exact(d)).zip(dy.chunks_exact(d));
     for ((dx, x), dy) in rows {
         norm_row_backward(simd, x, weight, eps, dy, dx, dweight);
     }
@@ -177,23 +167,16 @@ mod tests {
         on_every_arch(|| {
             let mut random = Random(1);
             for (rows, d) in [(1, 1), (3, 7), (2, 33), (5, 64), (67, 5)] {
-                let (x, weight, dy) = (
-                    random.vector(rows * d),
-                    random.vector(d),
-                    random.vector(rows * d),
-                );
+                let (x, weight, dy) = (random.vector(rows * d), random.vector(d), random.vector(rows * d));
                 let mut y = vec![f32::NAN; rows * d];
                 rms_norm_forward(&x, &weight, EPS, &mut y);
                 assert_close_relative("y", &y, &reference(&wide(&x), &wide(&weight)), 1e-6);
 
                 let (mut dx, mut dweight) = (vec![f32::NAN; rows * d], vec![f32::NAN; d]);
                 rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight);
-                let expected =
-                    finite_differences(&wide(&x), |x| inner(&reference(x, &wide(&weight)), &dy));
+                let expected = finite_differences(&wide(&x), |x| inner(&reference(x, &wide(&weight)), &dy));
                 assert_close_relative("dx", &dx, &expected, 2e-5);
-                let expected = finite_differences(&wide(&weight), |weight| {
-                    inner(&reference(&wide(&x), weight), &dy)
-                });
+                let expected = finite_differences(&wide(&weight), |weight| inner(&reference(&wide(&x), weight), &dy));
                 assert_close_relative("dweight", &dweight, &expected, 2e-5);
             }
         });
@@ -202,15 +185,10 @@ mod tests {
     #[test]
     fn threads_do_not_change_a_bit() {
         let mut random = Random(2);
-        let (x, weight, dy) = (
-            random.vector(500 * 24),
-            random.vector(24),
-            random.vector(500 * 24),
-        );
+        let (x, weight, dy) = (random.vector(500 * 24), random.vector(24), random.vector(500 * 24));
         let run = |count| {
             let (mut dx, mut dweight) = (vec![f32::NAN; x.len()], vec![f32::NAN; 24]);
-            threads(count)
-                .install(|| rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight));
+            threads(count).install(|| rms_norm_backward(&x, &weight, EPS, &dy, &mut dx, &mut dweight));
             (dx, dweight)
         };
         assert_eq!(run(1), run(3));

@@ -61,11 +61,7 @@ pub(crate) fn dot<S: Simd>(simd: S, a: &[f32], b: &[f32]) -> f32 {
         sums[0] = simd.mul_add_e_f32s(a, b, sums[0]);
     }
     if !a_tail.is_empty() {
-        sums[1] = simd.mul_add_e_f32s(
-            simd.partial_load_f32s(a_tail),
-            simd.partial_load_f32s(b_tail),
-            sums[1],
-        );
+        sums[1] = simd.mul_add_e_f32s(simd.partial_load_f32s(a_tail), simd.partial_load_f32s(b_tail), sums[1]);
     }
     reduce_sum(simd, sums)
 }
@@ -73,10 +69,7 @@ pub(crate) fn dot<S: Simd>(simd: S, a: &[f32], b: &[f32]) -> f32 {
 /// The sum of all elements of four vectors.
 #[inline(always)]
 pub(crate) fn reduce_sum<S: Simd>(simd: S, sums: [S::f32s; 4]) -> f32 {
-    simd.reduce_sum_f32s(simd.add_f32s(
-        simd.add_f32s(sums[0], sums[1]),
-        simd.add_f32s(sums[2], sums[3]),
-    ))
+    simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(sums[0], sums[1]), simd.add_f32s(sums[2], sums[3])))
 }
 
 /// Adding this rounds to an integer and leaves that integer in the low bits.
@@ -142,10 +135,7 @@ pub(crate) fn exp_and_sum<S: Simd>(simd: S, row: &mut [f32], max: f32) -> f32 {
         sums[0] = simd.add_f32s(sums[0], *x);
     }
     if !tail.is_empty() {
-        let last = exp(
-            simd,
-            simd.sub_f32s(simd.partial_load_f32s(tail), max_vector),
-        );
+        let last = exp(simd, simd.sub_f32s(simd.partial_load_f32s(tail), max_vector));
         simd.partial_store_f32s(tail, last);
         // Loaded again, so that the unused lanes count as zero.
         sums[1] = simd.add_f32s(sums[1], simd.partial_load_f32s(tail));

@@ -57,10 +57,7 @@ mod tests {
                 }
                 let max = row.iter().fold(f32::NEG_INFINITY, |m, &x| m.max(x));
                 assert_eq!(max_of_row(&row), max);
-                let expected: Vec<f64> = row
-                    .iter()
-                    .map(|&x| (f64::from(x) - f64::from(max)).exp())
-                    .collect();
+                let expected: Vec<f64> = row.iter().map(|&x| (f64::from(x) - f64::from(max)).exp()).collect();
                 let sum = exp_row(&mut row, max);
                 assert_close_relative("row", &row, &expected, 1e-6);
                 assert_close_relative("sum", &[sum], &[expected.iter().sum()], 1e-6);

@@ -86,24 +86,19 @@ pub static REDUCE: &[fn(Primitive, usize) -> Primitive] = &[
 ];
 
 /// Where an extreme is along a dimension.
-pub static ARG: &[fn(Primitive, usize, IntDType) -> Primitive] =
-    &[Cuda::float_argmax, Cuda::float_argmin];
+pub static ARG: &[fn(Primitive, usize, IntDType) -> Primitive] = &[Cuda::float_argmax, Cuda::float_argmin];
 
 /// A tensor, a mask and values.
-pub static MASK: &[fn(Primitive, Primitive, Primitive) -> Primitive] =
-    &[Cuda::float_mask_where, Cuda::int_mask_where];
+pub static MASK: &[fn(Primitive, Primitive, Primitive) -> Primitive] = &[Cuda::float_mask_where, Cuda::int_mask_where];
 
 /// A tensor, a mask and a number.
-pub static MASK_FILL: &[fn(Primitive, Primitive, Scalar) -> Primitive] =
-    &[Cuda::float_mask_fill, Cuda::int_mask_fill];
+pub static MASK_FILL: &[fn(Primitive, Primitive, Scalar) -> Primitive] = &[Cuda::float_mask_fill, Cuda::int_mask_fill];
 
 /// A dimension, a tensor and indices.
-pub static GATHER: &[fn(usize, Primitive, Primitive) -> Primitive] =
-    &[Cuda::float_gather, Cuda::int_gather];
+pub static GATHER: &[fn(usize, Primitive, Primitive) -> Primitive] = &[Cuda::float_gather, Cuda::int_gather];
 
 /// A tensor, a dimension and indices.
-pub static SELECT: &[fn(Primitive, usize, Primitive) -> Primitive] =
-    &[Cuda::float_select, Cuda::int_select];
+pub static SELECT: &[fn(Primitive, usize, Primitive) -> Primitive] = &[Cuda::float_select, Cuda::int_select];
 
 /// A tensor, a dimension, indices and values.
 pub static SELECT_ADD: SelectAdd = Cuda::float_select_add;

@@ -240,10 +240,7 @@ impl Corpus {
     fn list(&mut self, hub: Option<&Hub>) -> Result<(), DataError> {
         (self.files, self.passed_over) = files::expand(&self.config, hub)?;
         if matches!(self.config.format, Format::ByEnding { .. }) {
-            let mut formats = self
-                .files
-                .iter()
-                .map(|file| self.config.format.of(&file.path));
+            let mut formats = self.files.iter().map(|file| self.config.format.of(&file.path));
             if let Some(first) = formats.next()
                 && formats.all(|format| format == first)
             {
@@ -305,9 +302,7 @@ impl Corpus {
             file.num_bytes * if is_packed { USUAL_PACKING } else { 1 }
         });
         let total = total.sum::<u64>();
-        self.config
-            .max_bytes
-            .map_or(total, |limit| total.min(limit))
+        self.config.max_bytes.map_or(total, |limit| total.min(limit))
     }
 
     /// A file that is read as plain text though its first two lines are JSON objects: one of the first text files on

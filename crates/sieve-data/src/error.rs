@@ -233,9 +233,7 @@ pub enum DataError {
         path: String,
     },
     /// Every file was read and no document came out.
-    #[error(
-        "no document in {num_files} files ({summary})\n  hint: check the paths, the format and the limits"
-    )]
+    #[error("no document in {num_files} files ({summary})\n  hint: check the paths, the format and the limits")]
     EmptyCorpus {
         /// Number of files read.
         num_files: usize,
@@ -362,11 +360,7 @@ impl DataError {
     pub(crate) fn io(action: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| {
-            let error = FileError {
-                action,
-                path,
-                source,
-            };
+            let error = FileError { action, path, source };
             error.into()
         }
     }

@@ -29,10 +29,7 @@ mod tests {
     fn a_panic_is_nothing_and_what_is_outside_is_not_guarded() {
         assert_eq!(guarded(|| (expects_panic(), 7)), Some((true, 7)));
         assert_eq!(guarded(|| -> u32 { panic!("damaged") }), None);
-        assert_eq!(
-            guarded(|| guarded(|| ()).is_some() && expects_panic()),
-            Some(true)
-        );
+        assert_eq!(guarded(|| guarded(|| ()).is_some() && expects_panic()), Some(true));
         assert!(!expects_panic());
     }
 }

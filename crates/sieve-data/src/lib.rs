@@ -40,10 +40,7 @@
 //! # }
 //! ```
 
-#![cfg_attr(
-    test,
-    allow(clippy::unwrap_used, reason = "a test may fail by panicking")
-)]
+#![cfg_attr(test, allow(clippy::unwrap_used, reason = "a test may fail by panicking"))]
 
 mod corpus;
 mod error;
@@ -63,20 +60,18 @@ mod test_files;
 mod tokenizer;
 
 pub use corpus::{
-    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig,
-    SourceFile, TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
+    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, SourceFile, TableRow,
+    hub_tokenizer, is_hub_tokenizer, read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;
 pub use loader::{Batch, IGNORE_LABEL, Loader, LoaderConfig, Order, PAD_DOCUMENT, Packing};
-pub use mqar::{
-    Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit,
-};
+pub use mqar::{Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, MqarSample, MqarSplit};
 pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
-    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, SourceMeta, SplitMeta,
-    ValidationSettings, ValidationSource, prepare, read_document_sizes,
+    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, SourceMeta, SplitMeta, ValidationSettings,
+    ValidationSource, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};
 pub use tokenizer::{BpeConfig, DecodeStream, Tokenizer};

@@ -86,10 +86,7 @@ pub struct Batch {
 impl Batch {
     /// Positions with a label.
     pub fn num_labels(&self) -> usize {
-        self.labels
-            .iter()
-            .filter(|&&label| label != IGNORE_LABEL)
-            .count()
+        self.labels.iter().filter(|&&label| label != IGNORE_LABEL).count()
     }
 
     pub(crate) fn empty(first_sample: u64, batch: usize, seq_len: usize) -> Self {
@@ -109,10 +106,8 @@ impl Batch {
 
     /// Appends a segment at place `start` of the current row, all but `tokens` and `labels`.
     pub(crate) fn push_segment(&mut self, document: u32, start: usize, len: usize) {
-        self.doc_start
-            .extend(std::iter::repeat_n(start as u32, len));
-        self.doc_end
-            .extend(std::iter::repeat_n((start + len) as u32, len));
+        self.doc_start.extend(std::iter::repeat_n(start as u32, len));
+        self.doc_end.extend(std::iter::repeat_n((start + len) as u32, len));
         self.positions.extend(0..len as u32);
         self.documents.extend(std::iter::repeat_n(document, len));
     }
@@ -155,10 +150,7 @@ impl Loader {
     /// # Errors
     /// Those of [`new`](Self::new) for each shard, a weight that is not positive, an order that is not shuffled (an
     /// unshuffled reading has an end, a mixture has none).
-    pub fn mixture(
-        sources: Vec<(Arc<ShardReader>, f64)>,
-        config: LoaderConfig,
-    ) -> Result<Self, DataError> {
+    pub fn mixture(sources: Vec<(Arc<ShardReader>, f64)>, config: LoaderConfig) -> Result<Self, DataError> {
         check(&config)?;
         if config.order == Order::Sequential {
             return Err(DataError::BadSetting {
@@ -168,9 +160,7 @@ impl Loader {
         }
         let weights = sources.iter().map(|source| source.1).collect::<Vec<_>>();
         let schedule = Schedule::new(&weights)?;
-        let sources = sources
-            .into_iter()
-            .map(|(shard, _)| ShardRows::new(shard, &config));
+        let sources = sources.into_iter().map(|(shard, _)| ShardRows::new(shard, &config));
         let rows = Rows::Mixture {
             sources: sources.collect::<Result<_, _>>()?,
             schedule,
@@ -251,10 +241,7 @@ impl Loader {
 fn check(config: &LoaderConfig) -> Result<(), DataError> {
     let bad = |name, reason| Err(DataError::BadSetting { name, reason });
     if config.seq_len == 0 || config.seq_len >= u32::MAX as usize {
-        return bad(
-            "seq_len",
-            format!("{} is not a length of a row", config.seq_len),
-        );
+        return bad("seq_len", format!("{} is not a length of a row", config.seq_len));
     }
     if config.vocab_size > i32::MAX as usize {
         return bad(
@@ -265,10 +252,7 @@ fn check(config: &LoaderConfig) -> Result<(), DataError> {
     if config.pad_id as usize >= config.vocab_size {
         return bad(
             "pad_id",
-            format!(
-                "{} is outside the vocabulary of {}",
-                config.pad_id, config.vocab_size
-            ),
+            format!("{} is outside the vocabulary of {}", config.pad_id, config.vocab_size),
         );
     }
     Ok(())

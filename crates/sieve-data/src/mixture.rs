@@ -35,10 +35,7 @@ impl Schedule {
         if weights.is_empty() || weights.len() > 1 << 16 {
             return bad(format!("{} sources cannot be mixed", weights.len()));
         }
-        if let Some(weight) = weights
-            .iter()
-            .find(|weight| !(weight.is_finite() && **weight > 0.0))
-        {
+        if let Some(weight) = weights.iter().find(|weight| !(weight.is_finite() && **weight > 0.0)) {
             return bad(format!(
                 "{weight} is not a positive number\n  hint: remove a source that is not wanted"
             ));
@@ -61,10 +58,7 @@ impl Schedule {
         let period = self.places.len() as u64;
         let (source, earlier) = self.places[(sample % period) as usize];
         let source = source as usize;
-        (
-            source,
-            sample / period * self.counts[source] + u64::from(earlier),
-        )
+        (source, sample / period * self.counts[source] + u64::from(earlier))
     }
 }
 
@@ -102,10 +96,7 @@ fn parts(weights: &[f64]) -> Vec<u64> {
     }
     let total = weights.iter().sum::<f64>();
     let share = |weight: f64| (weight / total * MAX_PERIOD as f64).round();
-    weights
-        .iter()
-        .map(|&weight| (share(weight) as u64).max(1))
-        .collect()
+    weights.iter().map(|&weight| (share(weight) as u64).max(1)).collect()
 }
 
 fn gcd(a: u64, b: u64) -> u64 {
@@ -164,13 +155,7 @@ mod tests {
 
     #[test]
     fn weights_that_are_none_are_refused() {
-        for weights in [
-            vec![],
-            vec![1.0, 0.0],
-            vec![-1.0],
-            vec![f64::NAN],
-            vec![f64::INFINITY],
-        ] {
+        for weights in [vec![], vec![1.0, 0.0], vec![-1.0], vec![f64::NAN], vec![f64::INFINITY]] {
             let error = Schedule::new(&weights).unwrap_err().to_string();
             assert!(error.starts_with("weights: "), "{error}");
         }

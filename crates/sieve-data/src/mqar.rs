@@ -90,9 +90,7 @@ impl MqarConfig {
         if vocab_size % 2 != 0 || vocab_size <= seq_len || vocab_size > i32::MAX as usize {
             return bad(
                 "mqar vocab_size",
-                format!(
-                    "{vocab_size} is not an even number above seq_len = {seq_len} and below 2^31"
-                ),
+                format!("{vocab_size} is not an even number above seq_len = {seq_len} and below 2^31"),
             );
         }
         if seq_len % 2 != 0 {
@@ -203,9 +201,7 @@ impl Mqar {
         let slots = 1..=config.num_slots();
         Ok(Self {
             config,
-            inverse_weights: slots
-                .map(|slot| (slot as f64).powf(1.0 - config.power))
-                .collect(),
+            inverse_weights: slots.map(|slot| (slot as f64).powf(1.0 - config.power)).collect(),
         })
     }
 
@@ -242,20 +238,14 @@ impl Mqar {
                 tokens[place] = token;
                 is_set[place] = true;
             }
-            queries.push(MqarQuery {
-                pair,
-                position,
-                value,
-            });
+            queries.push(MqarQuery { pair, position, value });
         }
         if noise != MqarNoise::Zeros {
             let mut forbidden = keys.iter().map(|key| key + 1).collect::<Vec<_>>();
             forbidden.sort_unstable();
             for (token, _) in tokens.iter_mut().zip(is_set).filter(|(_, set)| !set) {
                 *token = match noise {
-                    MqarNoise::Disjoint => {
-                        draws.below_without(vocab_size as u64, &forbidden) as u32
-                    }
+                    MqarNoise::Disjoint => draws.below_without(vocab_size as u64, &forbidden) as u32,
                     _ => draws.below(vocab_size as u64) as u32,
                 };
             }

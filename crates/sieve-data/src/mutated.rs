@@ -78,10 +78,7 @@ fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool +
     });
     let taken = taken.filter(|&taken| taken).count();
     // All taken or none: then the mutations tested nothing.
-    assert!(
-        taken < NUM_INPUTS as usize,
-        "every mutation of {name} was taken"
-    );
+    assert!(taken < NUM_INPUTS as usize, "every mutation of {name} was taken");
     taken
 }
 
@@ -110,17 +107,12 @@ fn path_of(path: &Path) -> Vec<String> {
 fn assert_named(error: &DataError, path: &Path) {
     let text = error.to_string();
     let name = path.file_name().unwrap().to_str().unwrap();
-    assert!(
-        text.contains(name) || text.contains("no document"),
-        "{text}"
-    );
+    assert!(text.contains(name) || text.contains("no document"), "{text}");
 }
 
 fn lines() -> String {
     let line = |number: u32| {
-        format!(
-            "{{\"id\": {number}, \"text\": \"line {number} \\u00e9 \\\"x\\\"\", \"more\": [1, {{\"text\": 2}}]}}\n"
-        )
+        format!("{{\"id\": {number}, \"text\": \"line {number} \\u00e9 \\\"x\\\"\", \"more\": [1, {{\"text\": 2}}]}}\n")
     };
     (0..12).map(line).collect()
 }
@@ -141,16 +133,10 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
                     .lines()
                     .filter(|line| !line.trim().is_empty());
                 let wanted = wanted.map(|line| {
-                    let value =
-                        serde_json::from_str::<serde_json::Value>(line).expect("taken, so JSON");
-                    value["text"]
-                        .as_str()
-                        .expect("taken, so a string")
-                        .to_owned()
+                    let value = serde_json::from_str::<serde_json::Value>(line).expect("taken, so JSON");
+                    value["text"].as_str().expect("taken, so a string").to_owned()
                 });
-                let wanted = wanted
-                    .filter(|text| !text.trim().is_empty())
-                    .collect::<Vec<_>>();
+                let wanted = wanted.filter(|text| !text.trim().is_empty()).collect::<Vec<_>>();
                 assert_eq!(found, wanted);
                 true
             }
@@ -188,22 +174,15 @@ fn texts_of(lines: &str) -> Vec<String> {
     let values = lines
         .lines()
         .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    values
-        .map(|value| value["text"].as_str().unwrap().to_owned())
-        .collect()
+    values.map(|value| value["text"].as_str().unwrap().to_owned()).collect()
 }
 
 // A page may be damaged in a way that nothing in the file shows; what is taken has all its rows, and is text.
 #[test]
 fn damaged_parquet_has_all_its_rows_or_is_refused() {
     let dir = quick_dir();
-    let rows = (0..90)
-        .map(|row| format!("text of row {row}"))
-        .collect::<Vec<_>>();
-    let rows = rows
-        .iter()
-        .map(|text| Some(text.as_bytes()))
-        .collect::<Vec<_>>();
+    let rows = (0..90).map(|row| format!("text of row {row}")).collect::<Vec<_>>();
+    let rows = rows.iter().map(|text| Some(text.as_bytes())).collect::<Vec<_>>();
     for compression in [Compression::UNCOMPRESSED, Compression::SNAPPY] {
         let path = dir.path().join("whole.parquet");
         write_parquet(&path, &[&rows[..70], &rows[70..]], compression);
@@ -328,26 +307,22 @@ fn damaged_tokenizers_work_or_are_refused() {
                   "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
                   "vocab": vocab.collect::<serde_json::Map<_, _>>(), "merges": merges}
     });
-    let taken = each_mutated(
-        "tokenizer.json",
-        tokenizer.to_string().as_bytes(),
-        |path, _| {
-            let tokenizer = match Tokenizer::from_file(path) {
-                Err(error) => {
-                    assert_named(&error, path);
-                    return false;
-                }
-                Ok(tokenizer) => tokenizer,
-            };
-            for text in ["abc abc a", "", "<|endoftext|>", "é\u{0} b", "cab  \n"] {
-                if let Ok(ids) = tokenizer.encode(text) {
-                    assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab_size()));
-                    let _ = tokenizer.decode(&ids);
-                }
+    let taken = each_mutated("tokenizer.json", tokenizer.to_string().as_bytes(), |path, _| {
+        let tokenizer = match Tokenizer::from_file(path) {
+            Err(error) => {
+                assert_named(&error, path);
+                return false;
             }
-            let _ = tokenizer.eos_id();
-            true
-        },
-    );
+            Ok(tokenizer) => tokenizer,
+        };
+        for text in ["abc abc a", "", "<|endoftext|>", "é\u{0} b", "cab  \n"] {
+            if let Ok(ids) = tokenizer.encode(text) {
+                assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab_size()));
+                let _ = tokenizer.decode(&ids);
+            }
+        }
+        let _ = tokenizer.eos_id();
+        true
+    });
     assert!(taken > 100, "{taken}");
 }

@@ -49,9 +49,7 @@ impl Prefetch {
                 }
             }
         };
-        let thread = std::thread::Builder::new()
-            .name("sieve-loader".into())
-            .spawn(work);
+        let thread = std::thread::Builder::new().name("sieve-loader".into()).spawn(work);
         let thread = thread.map_err(|error| DataError::PrefetchStopped {
             reason: error.to_string(),
         })?;

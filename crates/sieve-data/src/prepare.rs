@@ -23,9 +23,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
-pub use meta::{
-    DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes,
-};
+pub use meta::{DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
 
 use crate::corpus::Corpus;
 use crate::error::DataError;
@@ -172,9 +170,7 @@ const LOCK: &str = "prepare.lock";
 fn train_names(num_corpora: usize) -> Vec<String> {
     match num_corpora {
         1 => vec![TRAIN.to_owned()],
-        _ => (0..num_corpora)
-            .map(|number| format!("{TRAIN}-{number:03}"))
-            .collect(),
+        _ => (0..num_corpora).map(|number| format!("{TRAIN}-{number:03}")).collect(),
     }
 }
 
@@ -261,12 +257,7 @@ fn prepare_at_pace(
 }
 
 /// One string for everything that decides the result.
-fn fingerprint(
-    corpora: &[Corpus],
-    tokenizer: &Tokenizer,
-    config: &PrepareConfig,
-    eos_id: u32,
-) -> String {
+fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig, eos_id: u32) -> String {
     let mut hash = Xxh3::new();
     hash.update(&FORMAT_VERSION.to_le_bytes());
     hash.update(&tokenizer.hash().to_le_bytes());

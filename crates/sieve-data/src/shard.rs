@@ -43,11 +43,7 @@ pub enum TokenDtype {
 impl TokenDtype {
     /// Megatron's choice: `U16` below a vocabulary of 65500.
     pub fn for_vocab_size(vocab_size: usize) -> Self {
-        if vocab_size < 65_500 {
-            Self::U16
-        } else {
-            Self::I32
-        }
+        if vocab_size < 65_500 { Self::U16 } else { Self::I32 }
     }
 
     /// Bytes of a token.

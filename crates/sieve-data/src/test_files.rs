@@ -17,9 +17,7 @@ use parquet::schema::parser::parse_message_type;
 pub(crate) fn quick_dir() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     match memory.is_dir() {
-        true => tempfile::tempdir_in(memory)
-            .or_else(|_| tempfile::tempdir())
-            .unwrap(),
+        true => tempfile::tempdir_in(memory).or_else(|_| tempfile::tempdir()).unwrap(),
         false => tempfile::tempdir().unwrap(),
     }
 }
@@ -47,26 +45,15 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
         .set_write_batch_size(50)
         .build();
     let schema = Arc::new(parse_message_type(schema).unwrap());
-    let mut writer =
-        SerializedFileWriter::new(File::create(path).unwrap(), schema, Arc::new(properties))
-            .unwrap();
+    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, Arc::new(properties)).unwrap();
     for texts in groups {
-        let levels = texts
-            .iter()
-            .map(|text| i16::from(text.is_some()))
-            .collect::<Vec<_>>();
-        let values = texts
-            .iter()
-            .flatten()
-            .map(|text| ByteArray::from(text.to_vec()));
+        let levels = texts.iter().map(|text| i16::from(text.is_some())).collect::<Vec<_>>();
+        let values = texts.iter().flatten().map(|text| ByteArray::from(text.to_vec()));
         let values = values.collect::<Vec<_>>();
         let mut group = writer.next_row_group().unwrap();
         let ids = (0..texts.len() as i64).collect::<Vec<_>>();
         let mut column = group.next_column().unwrap().unwrap();
-        column
-            .typed::<Int64Type>()
-            .write_batch(&ids, None, None)
-            .unwrap();
+        column.typed::<Int64Type>().write_batch(&ids, None, None).unwrap();
         column.close().unwrap();
         for (values, levels, repetition) in [
             (values.clone(), levels.clone(), None),

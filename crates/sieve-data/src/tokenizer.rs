@@ -57,9 +57,7 @@ impl Tokenizer {
     /// A file that cannot be read, or that the `tokenizers` crate does not take.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
         let bytes = std::fs::read(path).map_err(|error| match error.kind() {
-            std::io::ErrorKind::NotFound => DataError::NoTokenizer {
-                path: path.to_owned(),
-            },
+            std::io::ErrorKind::NotFound => DataError::NoTokenizer { path: path.to_owned() },
             _ => DataError::io("read", path)(error),
         })?;
         Self::from_bytes(&bytes).map_err(|reason| DataError::BadTokenizer {
@@ -78,17 +76,11 @@ impl Tokenizer {
     }
 
     fn from_inner(mut inner: HfTokenizer) -> Result<Self, String> {
-        inner
-            .with_truncation(None)
-            .map_err(|error| error.to_string())?;
+        inner.with_truncation(None).map_err(|error| error.to_string())?;
         inner.with_padding(None);
         inner.set_encode_special_tokens(false);
         // Ids may have gaps: the largest id can exceed the count of tokens.
-        let vocab_size = inner
-            .get_vocab(true)
-            .values()
-            .max()
-            .map_or(0, |&id| id as usize + 1);
+        let vocab_size = inner.get_vocab(true).values().max().map_or(0, |&id| id as usize + 1);
         if vocab_size == 0 {
             return Err("its vocabulary is empty".into());
         }
@@ -133,9 +125,7 @@ impl Tokenizer {
     /// A text that the tokenizer cannot express.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, DataError> {
         match &self.fast {
-            Some(fast) => fast
-                .encode(text)
-                .map_err(|error| encode_error(text, &*error)),
+            Some(fast) => fast.encode(text).map_err(|error| encode_error(text, &*error)),
             None => encode(&self.plain, text),
         }
     }
@@ -186,10 +176,7 @@ impl Tokenizer {
 
     /// Whether every character of a token in the vocabulary stands for one byte (GPT-2's alphabet).
     pub fn is_byte_level(&self) -> bool {
-        matches!(
-            self.marked.get_decoder(),
-            Some(DecoderWrapper::ByteLevel(_))
-        )
+        matches!(self.marked.get_decoder(), Some(DecoderWrapper::ByteLevel(_)))
     }
 
     /// The same tokenizer with this name for the token that ends a document; `None` looks for a known one.
@@ -210,9 +197,7 @@ impl Tokenizer {
         let name = self.eos_token.as_deref();
         let found = match name {
             Some(name) => self.token_id(name),
-            None => END_OF_DOCUMENT_NAMES
-                .iter()
-                .find_map(|name| self.token_id(name)),
+            None => END_OF_DOCUMENT_NAMES.iter().find_map(|name| self.token_id(name)),
         };
         found.ok_or_else(|| DataError::NoSuchToken {
             token: name.unwrap_or(END_OF_TEXT).to_owned(),
@@ -232,15 +217,9 @@ impl Tokenizer {
 
     fn special_tokens(&self) -> Vec<String> {
         let added = self.marked.get_added_tokens_decoder();
-        let mut special = added
-            .into_iter()
-            .filter(|(_, token)| token.special)
-            .collect::<Vec<_>>();
+        let mut special = added.into_iter().filter(|(_, token)| token.special).collect::<Vec<_>>();
         special.sort_by_key(|&(id, _)| id);
-        special
-            .into_iter()
-            .map(|(_, token)| token.content)
-            .collect()
+        special.into_iter().map(|(_, token)| token.content).collect()
     }
 }
 
@@ -253,10 +232,7 @@ fn encode(tokenizer: &HfTokenizer, text: &str) -> Result<Vec<u32>, DataError> {
 }
 
 fn encode_error(text: &str, error: &dyn std::error::Error) -> DataError {
-    let what = format!(
-        "the text that begins {:?}",
-        text.chars().take(40).collect::<String>()
-    );
+    let what = format!("the text that begins {:?}", text.chars().take(40).collect::<String>());
     DataError::Tokenize {
         action: "encode",
         what,
@@ -264,11 +240,7 @@ fn encode_error(text: &str, error: &dyn std::error::Error) -> DataError {
     }
 }
 
-fn decode(
-    tokenizer: &HfTokenizer,
-    ids: &[u32],
-    skip_special_tokens: bool,
-) -> Result<String, DataError> {
+fn decode(tokenizer: &HfTokenizer, ids: &[u32], skip_special_tokens: bool) -> Result<String, DataError> {
     tokenizer
         .decode(ids, skip_special_tokens)
         .map_err(|error| DataError::Tokenize {

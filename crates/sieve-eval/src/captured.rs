@@ -124,9 +124,7 @@ impl<B: SieveBackend> Captured<B> {
     pub(crate) fn compare(&self, done: &Done<B>) -> Result<LayerMeasure, EvalError> {
         let (recall, output_error) = match (&done.output, &self.dense) {
             (Output::Device(sparse), Output::Device(dense)) => {
-                let mass = (sparse.lse.clone() - dense.lse.clone())
-                    .exp()
-                    .clamp_max(1.0);
+                let mass = (sparse.lse.clone() - dense.lse.clone()).exp().clamp_max(1.0);
                 let [o, dense] = [&sparse.o, &dense.o].map(|o| o.clone().cast(DType::F32));
                 let square = |x: Tensor<B, 4>| number((x.clone() * x).sum());
                 let size = square(dense.clone()).max(f64::MIN_POSITIVE);
@@ -157,9 +155,7 @@ impl<B: SieveBackend> Captured<B> {
 }
 
 /// Dense attention by the kernel of masks, with every key kept.
-fn dense_on_device<B: SieveBackend>(
-    operands: &LayerOperands<B>,
-) -> Result<SparseOutput<B>, EvalError> {
+fn dense_on_device<B: SieveBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
     let all = PackedMask::new(&MaskArrays {
         num_queries: tokens,

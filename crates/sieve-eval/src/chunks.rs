@@ -4,12 +4,9 @@ use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, PackedMask};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{
-    DeviceMask, DeviceSelection, SieveBackend, SparseOutput, correct_by_probes, select_blocks,
-    sparse_attention,
+    DeviceMask, DeviceSelection, SieveBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention,
 };
-use sieve_select::{
-    BlockMeans, Call, CallShape, Reads, SelectStats, Selector, SparseMask, density,
-};
+use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectStats, Selector, SparseMask, density};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -472,15 +469,9 @@ mod tests {
                     let whole = calls_of(&operands, None).next().expect("a call");
                     let mut cost = Cost::default();
                     for rows in [0..first, first..tokens] {
-                        let mask = select_on_host(
-                            &selector, &operands, whole, rows, &mut kept, &mut None, &mut cost,
-                        );
+                        let mask = select_on_host(&selector, &operands, whole, rows, &mut kept, &mut None, &mut cost);
                         let mask = mask.expect("it selects");
-                        assert_eq!(
-                            mask.stats.dense_call,
-                            dense.contains(&layer),
-                            "{text} {layer}"
-                        );
+                        assert_eq!(mask.stats.dense_call, dense.contains(&layer), "{text} {layer}");
                         if !made.iter().any(|one| Arc::ptr_eq(one, &mask)) {
                             made.push(mask);
                         }
@@ -505,11 +496,7 @@ mod tests {
             head_dim: 4,
         };
         let (q, k) = (vec![0.5; 90 * 8], vec![0.5; 130 * 4]);
-        for text in [
-            "streamingllm:n_local=20",
-            "a_shape:n_local=20",
-            "tri_shape:n_local=20",
-        ] {
+        for text in ["streamingllm:n_local=20", "a_shape:n_local=20", "tri_shape:n_local=20"] {
             let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
             let selector = selector.expect("valid");
             assert_eq!(selector.reads(0, 90), Reads::Nothing);

@@ -73,8 +73,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
                 let on_device = &mut self.on_device;
-                let attend =
-                    &mut |operands: &LayerOperands<B>| selection.continue_text(on_device, operands);
+                let attend = &mut |operands: &LayerOperands<B>| selection.continue_text(on_device, operands);
                 model.next_logits_attending(ids, cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {
@@ -102,10 +101,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
     ///
     /// # Errors
     /// As [`read`](Self::read).
-    pub(crate) fn read_each(
-        texts: &mut [&mut Self],
-        tokens: &[u32],
-    ) -> Result<Vec<Vec<f32>>, EvalError> {
+    pub(crate) fn read_each(texts: &mut [&mut Self], tokens: &[u32]) -> Result<Vec<Vec<f32>>, EvalError> {
         let acts = |text: &&mut Self| (text.selection.as_ref()).is_some_and(|s| s.acts_in_decode());
         let Some(first) = texts.first().filter(|_| !texts.iter().any(acts)) else {
             let each = texts.iter_mut().zip(tokens);
@@ -124,11 +120,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
     ///
     /// # Errors
     /// A token outside the vocabulary, an output that is no number, operands that the selector refuses.
-    pub(crate) fn endings(
-        &mut self,
-        logits: &[f32],
-        endings: &[&[u32]],
-    ) -> Result<Vec<Ending>, EvalError> {
+    pub(crate) fn endings(&mut self, logits: &[f32], endings: &[&[u32]]) -> Result<Vec<Ending>, EvalError> {
         let vocab_size = self.model.shape().vocab_size;
         for ending in endings {
             check_vocabulary(ending, vocab_size)?;
@@ -145,9 +137,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
             let mut texts = vec![text; some.len()];
             for step in 1..endings[some[0]].len() {
                 let going = some.partition_point(|&n| endings[n].len() > step);
-                let tokens: Vec<u32> = (some[..going].iter())
-                    .map(|&n| endings[n][step - 1])
-                    .collect();
+                let tokens: Vec<u32> = (some[..going].iter()).map(|&n| endings[n][step - 1]).collect();
                 let mut going: Vec<_> = texts[..going].iter_mut().collect();
                 let logits = Self::read_each(&mut going, &tokens)?;
                 for (&n, logits) in some.iter().zip(&logits) {
@@ -155,10 +145,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
                 }
             }
             for used in texts.iter().filter_map(Self::selection) {
-                self.selection
-                    .as_mut()
-                    .expect("as its copies")
-                    .add_totals(used);
+                self.selection.as_mut().expect("as its copies").add_totals(used);
             }
         }
         match found.iter().all(|ending| ending.log_likelihood.is_finite()) {

@@ -4,8 +4,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use sieve_nn::LayerOperands;
 use sieve_ops::{
-    AttentionSpec, DeviceMask, DmaCache, KeyCache, SieveBackend, SparseOutput, cached_attention,
-    heavy_decode, keep_heavy_keys, select_blocks_by_bounds, sparse_attention,
+    AttentionSpec, DeviceMask, DmaCache, KeyCache, SieveBackend, SparseOutput, cached_attention, heavy_decode,
+    keep_heavy_keys, select_blocks_by_bounds, sparse_attention,
 };
 use sieve_select::{CallShape, Selector, Step};
 
@@ -56,10 +56,7 @@ impl<B: SieveBackend> DeviceCache<B> {
                 let kept = kept.map_err(|reason| refused(selector, reason))?;
                 match heavy.slots {
                     Some(_) => Keys::Heavy(kept),
-                    None => Keys::Chosen(KeyCache {
-                        k: kept.k,
-                        v: kept.v,
-                    }),
+                    None => Keys::Chosen(KeyCache { k: kept.k, v: kept.v }),
                 }
             }
         };

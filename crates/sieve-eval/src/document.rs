@@ -88,11 +88,7 @@ pub fn first_tokens<'a>(
 }
 
 /// Leaves the first `num_tokens` of a document, and counts the bytes and words of the text that they stand for.
-fn cut(
-    document: &mut EvalDocument,
-    tokenizer: &Tokenizer,
-    num_tokens: usize,
-) -> Result<(), EvalError> {
+fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) -> Result<(), EvalError> {
     document.tokens.truncate(num_tokens);
     document.word_uses.truncate(num_tokens);
     let mut num_bytes = 0;
@@ -106,11 +102,7 @@ fn cut(
 }
 
 /// Bytes of text that the first token stands for, at most `limit`.
-fn first_token_bytes(
-    tokenizer: &Tokenizer,
-    tokens: &[u32],
-    limit: usize,
-) -> Result<u64, EvalError> {
+fn first_token_bytes(tokenizer: &Tokenizer, tokens: &[u32], limit: usize) -> Result<u64, EvalError> {
     let Some(&first) = tokens.first() else {
         return Ok(0);
     };
@@ -175,15 +167,8 @@ mod tests {
             }
         }
         // All but the end-of-document token: the same text, token by token.
-        let cut = first_tokens(
-            documents.iter().cloned().map(Ok),
-            &tokenizer,
-            Some(first - 1),
-        );
+        let cut = first_tokens(documents.iter().cloned().map(Ok), &tokenizer, Some(first - 1));
         let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
-        assert_eq!(
-            (cut[0].num_bytes, cut[0].num_words),
-            (documents[0].num_bytes, 5)
-        );
+        assert_eq!((cut[0].num_bytes, cut[0].num_words), (documents[0].num_bytes, 5));
     }
 }

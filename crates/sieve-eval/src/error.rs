@@ -199,9 +199,7 @@ pub enum EvalError {
         problem: String,
     },
     /// A kernel that refused a selector's mask.
-    #[error(
-        "{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this"
-    )]
+    #[error("{selector}: attention under its mask: {reason}\n  hint: use --device cpu, and report this")]
     Kernel {
         /// The selector.
         selector: &'static str,
@@ -209,9 +207,7 @@ pub enum EvalError {
         reason: String,
     },
     /// Nothing to predict.
-    #[error(
-        "no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents"
-    )]
+    #[error("no document holds a token to predict ({num_documents} documents)\n  hint: give longer documents")]
     NothingToPredict {
         /// Documents read.
         num_documents: u64,

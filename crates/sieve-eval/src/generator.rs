@@ -113,10 +113,7 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
 
     fn step(&mut self) -> Result<u32, EvalError> {
         let Start {
-            text,
-            prompt,
-            config,
-            ..
+            text, prompt, config, ..
         } = &mut self.start;
         let logits = text.read(prompt)?;
         let token = self.sampler.sample(&logits[..config.num_tokens]);

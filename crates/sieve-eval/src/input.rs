@@ -6,10 +6,7 @@ use sieve_core::ModelShape;
 
 /// Refuses ids that are no row of the embedding.
 pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), EvalError> {
-    match tokens
-        .iter()
-        .position(|&token| token as usize >= vocab_size)
-    {
+    match tokens.iter().position(|&token| token as usize >= vocab_size) {
         None => Ok(()),
         Some(position) => Err(EvalError::TokenOutOfVocabulary {
             token: tokens[position],
@@ -21,11 +18,7 @@ pub(crate) fn check_vocabulary(tokens: &[u32], vocab_size: usize) -> Result<(), 
 
 /// Refuses a row that the model cannot read: `num_inputs` of `tokens` go in, one at least, no more than its context
 /// holds.
-pub(crate) fn check_row(
-    tokens: &[u32],
-    num_inputs: usize,
-    shape: &ModelShape,
-) -> Result<(), EvalError> {
+pub(crate) fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -> Result<(), EvalError> {
     if num_inputs == 0 {
         return Err(EvalError::NoTokens);
     }
@@ -49,11 +42,7 @@ pub(crate) fn check_windows(windows: &[Vec<u32>], shape: &ModelShape) -> Result<
 }
 
 /// `[batch, seq_len]` ids from rows laid end to end.
-pub(crate) fn ids<B: Backend>(
-    tokens: &[u32],
-    shape: [usize; 2],
-    device: &B::Device,
-) -> Tensor<B, 2, Int> {
+pub(crate) fn ids<B: Backend>(tokens: &[u32], shape: [usize; 2], device: &B::Device) -> Tensor<B, 2, Int> {
     let tokens: Vec<i32> = tokens.iter().map(|&token| token as i32).collect();
     Tensor::from_data(TensorData::new(tokens, shape), device)
 }

@@ -41,29 +41,28 @@ pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
 pub use long::{
-    LONG_TASKS, LongCell, LongReport, LongSample, LongSource, LongTask, LongTaskReport, LongText,
-    LongTexts, Match, NUM_WRONG, QaData, SampleScore, Split, ask_long, long_texts,
+    LONG_TASKS, LongCell, LongReport, LongSample, LongSource, LongTask, LongTaskReport, LongText, LongTexts, Match,
+    NUM_WRONG, QaData, SampleScore, Split, ask_long, long_texts,
 };
 pub use needle::{
-    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid,
-    needle,
+    Haystack, NUM_DISTRACTORS, NeedleCell, NeedleConfig, NeedleExample, NeedleReport, linear_grid, needle,
 };
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{
-    Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss,
-    extrapolation, perplexity,
+    Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss, extrapolation,
+    perplexity,
 };
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
 pub use selection::{LayerPath, Selection, SelectionTotals};
 pub use selectors::{
-    DensityAndRecall, LayerMeasure, READY_GRIDS, SelectorMeasure, measure_selectors, selector_grid,
-    selector_masks, sweep_selectors,
+    DensityAndRecall, LayerMeasure, READY_GRIDS, SelectorMeasure, measure_selectors, selector_grid, selector_masks,
+    sweep_selectors,
 };
 pub use stop::StopTexts;
 pub use tasks::{
-    Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
-    TaskSize, TaskTexts, run_task,
+    Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
+    run_task,
 };
 pub use together::TogetherGenerator;
 pub use trained::{TrainedMeasure, attention_label, measure_trained};

@@ -9,11 +9,7 @@ use sieve_ops::{Documents, SieveBackend};
 ///
 /// # Errors
 /// No token, a token outside the vocabulary, more tokens than the model's context.
-pub fn logits<B: SieveBackend>(
-    model: &Qwen3<B>,
-    tokens: &[u32],
-    device: &B::Device,
-) -> Result<TensorData, EvalError> {
+pub fn logits<B: SieveBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<TensorData, EvalError> {
     let (num_tokens, shape) = (tokens.len(), model.shape());
     check_row(tokens, num_tokens, shape)?;
     let documents = Documents::whole_rows([1, num_tokens], device);

@@ -250,10 +250,7 @@ impl LongTask {
             Kind::VariableTracking => [lists::CHAIN, usize::MAX],
             Kind::CommonWords => [lists::NUM_COMMON + 1, random::MAX_WORDS],
             Kind::FrequentWords => [lists::FEWEST_CODED, usize::MAX],
-            Kind::Qa(which) => [
-                1,
-                source.qa[which].as_ref().map_or(1, QaData::num_documents),
-            ],
+            Kind::Qa(which) => [1, source.qa[which].as_ref().map_or(1, QaData::num_documents)],
             Kind::KeyValue | Kind::Induce => [2, random::MAX_WORDS],
             Kind::Passkey => [1, usize::MAX],
             Kind::Copy | Kind::Select => [recall::NUM_COPIED, usize::MAX],

@@ -225,9 +225,7 @@ pub fn needle<B: SieveBackend>(
     let is_prefill = selection.is_some_and(|selection| !selection.is_token_by_token());
     Ok(NeedleReport {
         selector: selection.map(|selection| selection.selectors().to_string()),
-        paths: reader
-            .selection
-            .map_or(Vec::new(), |counted| counted.paths()),
+        paths: reader.selection.map_or(Vec::new(), |counted| counted.paths()),
         num_needles: samples.len(),
         found: num_found as f64 / count,
         mean_rank,
@@ -260,12 +258,7 @@ struct Reader<'a, B: SieveBackend> {
 
 impl<B: SieveBackend> Reader<'_, B> {
     /// The rank of the answer's likelihood, and whether the greedy continuation holds it.
-    fn ask(
-        &mut self,
-        sample: &Sample,
-        haystack: &Haystack,
-        buffer: usize,
-    ) -> Result<(f64, bool), EvalError> {
+    fn ask(&mut self, sample: &Sample, haystack: &Haystack, buffer: usize) -> Result<(f64, bool), EvalError> {
         let len = sample.length - buffer;
         let (mut prompt, _place) = haystack.with_needle(len, sample.depth, &sample.statement);
         prompt.extend_from_slice(&sample.question);

@@ -22,9 +22,7 @@ pub(crate) fn own_pass<B: SieveBackend>(
     window: &[u32],
     device: &B::Device,
 ) -> Result<Pass, EvalError> {
-    pass(model, window, device, |ids, context| {
-        Ok(model.hidden(ids, context))
-    })
+    pass(model, window, device, |ids, context| Ok(model.hidden(ids, context)))
 }
 
 /// The same with `attend` on the host as the attention of dense layers.
@@ -45,9 +43,7 @@ pub(crate) fn selecting_pass<B: SieveBackend>(
     device: &B::Device,
     selection: &mut Selection,
 ) -> Result<Pass, EvalError> {
-    layers_pass(model, window, device, &mut |operands| {
-        selection.attend(operands)
-    })
+    layers_pass(model, window, device, &mut |operands| selection.attend(operands))
 }
 
 /// The same with `attend`, which is given a layer's operands where they are.
@@ -81,10 +77,7 @@ fn pass<B: SieveBackend>(
     // A GPU has only been told what to do: wait for one row.
     let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
     let prefill_ms = milliseconds(started);
-    let losses = model
-        .head
-        .token_losses(hidden, labels, &model.embed_tokens)
-        .into_data();
+    let losses = model.head.token_losses(hidden, labels, &model.embed_tokens).into_data();
     let nats: f64 = losses.iter::<f64>().sum();
     match nats.is_finite() {
         true => Ok(Pass { nats, prefill_ms }),

@@ -43,10 +43,7 @@ pub fn search_minference<B: SieveBackend>(
 ) -> Result<PatternSearch, EvalError> {
     check("minference", model.shape(), window)?;
     let mut selector = Selector::parse("minference")?;
-    (
-        selector.common.min_prefill_tokens,
-        selector.common.first_dense_layers,
-    ) = (0, 0);
+    (selector.common.min_prefill_tokens, selector.common.first_dense_layers) = (0, 0);
     let mut found = PatternSearch {
         heads: Vec::new(),
         density: 0.0,
@@ -114,10 +111,7 @@ fn check_dam_memory(shape: &ModelShape, capture: usize) -> Result<(), EvalError>
     }
     Err(EvalError::BadSetting {
         name: "capture",
-        value: format!(
-            "{capture}, whose sums take {} GiB for {heads} heads",
-            bytes >> 30
-        ),
+        value: format!("{capture}, whose sums take {} GiB for {heads} heads", bytes >> 30),
         hint: "give dam a smaller capture",
     })
 }
@@ -149,11 +143,7 @@ mod tests {
         let found = search_minference(&model, &window, &device, &mut |n| heard.push(n));
         let found = found.expect("it fits");
         assert_eq!(heard, [1, 2]);
-        assert!(
-            found.density > 0.0 && found.density < 1.0,
-            "{}",
-            found.density
-        );
+        assert!(found.density > 0.0 && found.density < 1.0, "{}", found.density);
         let mut layers = 0;
         attending_pass(&model, &window, &device, &mut |operands| {
             let call = call(operands)?;
@@ -178,9 +168,8 @@ mod tests {
             ..DamCalibration::default()
         };
         let windows = [window(31), window(41)[10..].to_vec()];
-        let of = |windows: &[Vec<u32>]| {
-            calibrate_dam(&model, windows, &calibration, &device, &mut |_| {}).expect("it fits")
-        };
+        let of =
+            |windows: &[Vec<u32>]| calibrate_dam(&model, windows, &calibration, &device, &mut |_| {}).expect("it fits");
         let both = of(&windows);
         assert_eq!((both.layers.len(), both.layers[0].len()), (2, 4));
         assert_eq!(both.layers[1][2].rows.len(), 24);

@@ -85,9 +85,7 @@ pub fn perplexity<B: SieveBackend>(
 ) -> Result<PerplexityReport, EvalError> {
     let vocab_size = model.shape().vocab_size;
     check(config, model.shape().max_seq_len)?;
-    let PerplexityConfig {
-        context, stride, ..
-    } = *config;
+    let PerplexityConfig { context, stride, .. } = *config;
     let mut pass = Pass {
         model,
         rope: model.rope(context, device),
@@ -104,9 +102,7 @@ pub fn perplexity<B: SieveBackend>(
         num_words += document.num_words;
         num_bytes += document.num_bytes;
         for window in windows(document.tokens.len(), context, stride) {
-            let EvalDocument {
-                tokens, word_uses, ..
-            } = &document;
+            let EvalDocument { tokens, word_uses, .. } = &document;
             if !push(&mut rows, tokens, word_uses, &window) {
                 pass.run(&rows)?;
                 observe(pass.sums.num_tokens());
@@ -145,10 +141,7 @@ fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError>
     if config.context == 0 || config.context > max_seq_len {
         return Err(EvalError::BadSetting {
             name: "context",
-            value: format!(
-                "{}, the model's positions end at {max_seq_len}",
-                config.context
-            ),
+            value: format!("{}, the model's positions end at {max_seq_len}", config.context),
             hint: "use 1 up to the model's max_position_embeddings",
         });
     }
@@ -186,8 +179,7 @@ impl<B: SieveBackend> Pass<'_, B> {
             None => self.model.token_losses(ids, labels, &context),
             Some(selection) => {
                 let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
-                self.model
-                    .token_losses_attending(ids, labels, &context, attend)?
+                self.model.token_losses_attending(ids, labels, &context, attend)?
             }
         };
         let losses = losses.into_data();

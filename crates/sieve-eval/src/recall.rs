@@ -131,10 +131,7 @@ fn check<B: SieveBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), E
     if config.vocab_size > shape.vocab_size {
         return Err(EvalError::BadSetting {
             name: "vocab-size",
-            value: format!(
-                "{}, the model knows {} tokens",
-                config.vocab_size, shape.vocab_size
-            ),
+            value: format!("{}, the model knows {} tokens", config.vocab_size, shape.vocab_size),
             hint: "ask with the vocabulary that the model was trained on",
         });
     }
@@ -243,8 +240,7 @@ mod tests {
         let config = kind(32, 3);
         let mut heard = Vec::new();
         // Two samples a pass, five in all.
-        let report =
-            recall(&model, &[config], 5, 64, &device, &mut |n| heard.push(n)).expect("it fits");
+        let report = recall(&model, &[config], 5, 64, &device, &mut |n| heard.push(n)).expect("it fits");
         assert_eq!(heard, [2, 4, 5]);
         let mqar = Mqar::new(config).expect("valid");
         let (mut correct, mut by_distance) = (0, vec![0; 6]);
@@ -260,21 +256,14 @@ mod tests {
             }
         }
         let of_kind = &report.kinds[0];
-        assert_eq!(
-            (of_kind.answers.num_queries, report.all.num_queries),
-            (15, 15)
-        );
+        assert_eq!((of_kind.answers.num_queries, report.all.num_queries), (15, 15));
         assert_eq!(of_kind.answers.num_correct, correct);
         for bin in &of_kind.by_distance {
             let power = bin.from.ilog2() as usize;
             assert_eq!(bin.answers.num_queries, by_distance[power]);
             assert_eq!(bin.to, 2 * bin.from);
         }
-        let asked: u64 = of_kind
-            .by_distance
-            .iter()
-            .map(|bin| bin.answers.num_queries)
-            .sum();
+        let asked: u64 = of_kind.by_distance.iter().map(|bin| bin.answers.num_queries).sum();
         assert_eq!(asked, 15);
     }
 
@@ -289,10 +278,6 @@ mod tests {
             ..kind(32, 3)
         };
         assert!(error(large).contains("the model knows 80 tokens"));
-        assert!(
-            error(kind(32, 9)).contains("do not fit"),
-            "{}",
-            error(kind(32, 9))
-        );
+        assert!(error(kind(32, 9)).contains("do not fit"), "{}", error(kind(32, 9)));
     }
 }

@@ -71,11 +71,10 @@ impl<P: Copy> Rows<P> {
         let start = row.tokens.len() as u32;
         let end = start + len as u32;
         row.tokens.extend_from_slice(&tokens[input.clone()]);
-        row.labels
-            .extend(input.map(|position| match position >= first_scored {
-                true => tokens[position + 1] as i32,
-                false => IGNORE_LABEL,
-            }));
+        row.labels.extend(input.map(|position| match position >= first_scored {
+            true => tokens[position + 1] as i32,
+            false => IGNORE_LABEL,
+        }));
         row.places.extend(places);
         row.start.extend(std::iter::repeat_n(start, len));
         row.end.extend(std::iter::repeat_n(end, len));
@@ -109,9 +108,7 @@ impl<P: Copy> Rows<P> {
             pad(&mut batch.end, &row.end, row_len as u32);
             batch.places.extend_from_slice(&row.places);
             batch.labels.extend_from_slice(&row.labels);
-            batch
-                .labels
-                .extend(std::iter::repeat_n(IGNORE_LABEL, padding));
+            batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, padding));
         }
         Some(batch)
     }

@@ -265,9 +265,7 @@ mod tests {
     fn a_seed_repeats_and_another_does_not() {
         let draw = |seed| {
             let mut sampler = sampler(1.0, 1.0, seed);
-            (0..40)
-                .map(|_| sampler.sample(&[0.0; 50]))
-                .collect::<Vec<_>>()
+            (0..40).map(|_| sampler.sample(&[0.0; 50])).collect::<Vec<_>>()
         };
         assert_eq!(draw(1), draw(1));
         assert_ne!(draw(1), draw(2));

@@ -95,19 +95,14 @@ impl SelectionTotals {
     fn path(&self, selector: &Selector, layer: usize) -> String {
         if selector.is_dense_layer(layer) {
             let kernel = self.kernel_calls == self.calls;
-            return (if kernel {
-                "dense kernel"
-            } else {
-                "dense on the CPU"
-            })
-            .to_owned();
+            return (if kernel { "dense kernel" } else { "dense on the CPU" }).to_owned();
         }
         let name = selector.name();
         match (self.kernel_calls, self.calls) {
             (0, _) => format!("{name} on the CPU"),
-            (kernel, all) if kernel < all => format!(
-                "{name}, {kernel} of {all} calls by the block-sparse kernel, the others on the CPU"
-            ),
+            (kernel, all) if kernel < all => {
+                format!("{name}, {kernel} of {all} calls by the block-sparse kernel, the others on the CPU")
+            }
             _ => {
                 let chosen = match (self.device_selections, self.host_bytes) {
                     (1.., 0) => "on the device",
@@ -142,10 +137,7 @@ impl Selection {
     /// # Errors
     /// A model whose attention is not dense; layers that it has not, or that no selector names; settings that none of
     /// its contexts can meet; a method that lacks its file.
-    pub fn new(
-        selectors: impl Into<LayerSelectors>,
-        shape: &ModelShape,
-    ) -> Result<Self, EvalError> {
+    pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
         if shape.attention != Attention::Mha {
             return Err(EvalError::NotDense {
@@ -213,9 +205,7 @@ impl Selection {
             let (name, shortest) = (selector.name(), selector.common.min_prefill_tokens);
             if chunk < shortest {
                 return bad(
-                    format!(
-                        "{chunk} with {name}:min_prefill_tokens={shortest}, so that every call would be dense"
-                    ),
+                    format!("{chunk} with {name}:min_prefill_tokens={shortest}, so that every call would be dense"),
                     "use longer chunks, or min_prefill_tokens=0 behind the selector's colon",
                 );
             }
@@ -304,9 +294,7 @@ impl Selection {
         !selector.is_token_by_token()
             && has_sparse_attention(&operands.qkv)
             && calls.all(|call| {
-                let LayerOperands {
-                    layer, num_layers, ..
-                } = *operands;
+                let LayerOperands { layer, num_layers, .. } = *operands;
                 selector.runs_on_device(call, layer, num_layers)
             })
     }
@@ -315,10 +303,7 @@ impl Selection {
     ///
     /// # Errors
     /// Operands that the selector refuses.
-    pub fn attend<B: SieveBackend>(
-        &mut self,
-        operands: &LayerOperands<B>,
-    ) -> Result<Tensor<B, 4>, EvalError> {
+    pub fn attend<B: SieveBackend>(&mut self, operands: &LayerOperands<B>) -> Result<Tensor<B, 4>, EvalError> {
         let (tokens, layer) = (operands.num_tokens(), operands.layer);
         if self.selectors.of(layer).is_dense_layer(layer) {
             let started = Instant::now();

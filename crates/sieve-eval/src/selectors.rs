@@ -101,14 +101,10 @@ pub fn measure_selectors<B: SieveBackend>(
     for (round, window) in warm.chain(timed).enumerate() {
         if round == 1 {
             (dense_nats, dense_ms, dense_prefill_ms) = (0.0, 0.0, f64::INFINITY);
-            sums.iter_mut()
-                .flatten()
-                .for_each(|sum| *sum = Sums::default());
+            sums.iter_mut().flatten().for_each(|sum| *sum = Sums::default());
         }
         let mut captured = Vec::new();
-        dense_prefill_ms = own_pass(model, window, device)?
-            .prefill_ms
-            .min(dense_prefill_ms);
+        dense_prefill_ms = own_pass(model, window, device)?.prefill_ms.min(dense_prefill_ms);
         let dense = layers_pass(model, window, device, &mut |operands| {
             let (layer, o) = Captured::of(operands)?;
             dense_ms += layer.dense_ms;
@@ -135,9 +131,7 @@ pub fn measure_selectors<B: SieveBackend>(
     let measure = |selection: &Selection, sum: Sums| {
         let selectors = selection.selectors();
         let layers: Vec<LayerMeasure> = sum.layers.iter().map(|layer| layer.over(count)).collect();
-        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| {
-            layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64
-        };
+        let mean = |x: &dyn Fn(&LayerMeasure) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
         let is_prefill = !selectors.is_token_by_token();
         SelectorMeasure {
             name: selectors.name(),
@@ -217,10 +211,8 @@ pub fn selector_masks<B: SieveBackend>(
 ) -> Result<Vec<Result<Vec<SparseMask>, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let fits = |one: &LayerSelectors| Selection::new(one.clone(), model.shape());
-    let mut masks: Vec<Result<Vec<SparseMask>, EvalError>> = selectors
-        .iter()
-        .map(|one| fits(one).map(|_| Vec::new()))
-        .collect();
+    let mut masks: Vec<Result<Vec<SparseMask>, EvalError>> =
+        selectors.iter().map(|one| fits(one).map(|_| Vec::new())).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;
         for (one, found) in selectors.iter().zip(&mut masks) {

@@ -20,10 +20,7 @@ impl StopTexts {
     /// The text that can be shown after `piece`, and whether a stop text was met behind it.
     pub fn push(&mut self, piece: &str) -> (String, bool) {
         self.waiting += piece;
-        let found = self
-            .texts
-            .iter()
-            .filter_map(|text| self.waiting.find(text.as_str()));
+        let found = self.texts.iter().filter_map(|text| self.waiting.find(text.as_str()));
         if let Some(at) = found.min() {
             self.waiting.truncate(at);
             return (std::mem::take(&mut self.waiting), true);
@@ -50,10 +47,7 @@ mod tests {
     use super::*;
 
     fn shown(texts: &[&str], pieces: &[&str]) -> (Vec<String>, bool) {
-        let texts = texts
-            .iter()
-            .map(|text| (*text).to_owned())
-            .collect::<Vec<_>>();
+        let texts = texts.iter().map(|text| (*text).to_owned()).collect::<Vec<_>>();
         let mut stop = StopTexts::new(&texts);
         let mut shown = Vec::new();
         for piece in pieces {
@@ -76,17 +70,8 @@ mod tests {
             (strings(&["one ", "", ""]), true)
         );
         // What only began like one is shown after all, also where the text ends there.
-        assert_eq!(
-            shown(&["END"], &["EN", "EN"]),
-            (strings(&["", "EN", "EN"]), false)
-        );
-        assert_eq!(
-            shown(&["\n\n", ".", ""], &["a b.c\n\n"]),
-            (strings(&["a b"]), true)
-        );
-        assert_eq!(
-            shown(&["é!"], &["café", "?"]),
-            (strings(&["caf", "é?", ""]), false)
-        );
+        assert_eq!(shown(&["END"], &["EN", "EN"]), (strings(&["", "EN", "EN"]), false));
+        assert_eq!(shown(&["\n\n", ".", ""], &["a b.c\n\n"]), (strings(&["a b"]), true));
+        assert_eq!(shown(&["é!"], &["café", "?"]), (strings(&["caf", "é?", ""]), false));
     }
 }

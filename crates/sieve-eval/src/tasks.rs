@@ -213,9 +213,7 @@ pub fn run_task<B: SieveBackend>(
     selection: Option<&mut Selection>,
     observe: &mut dyn FnMut(usize, usize),
 ) -> Result<TaskReport, EvalError> {
-    let TaskTexts {
-        task, questions, ..
-    } = texts;
+    let TaskTexts { task, questions, .. } = texts;
     let rows = match &texts.texts {
         Texts::Prompts(prompts) => generated(model, task, questions, prompts, selection, observe)?,
         Texts::Pairs(per_row) => {
@@ -253,12 +251,7 @@ pub fn run_task<B: SieveBackend>(
 }
 
 /// The solved examples before a row's question: the first of the examples, or of the task's own rows but for this one.
-fn shots(
-    task: &Task,
-    data: &TaskRows,
-    fewshot: usize,
-    row: &TableRow,
-) -> Result<String, EvalError> {
+fn shots(task: &Task, data: &TaskRows, fewshot: usize, row: &TableRow) -> Result<String, EvalError> {
     let examples = data.examples.as_ref().unwrap_or(&data.rows).iter();
     let others = examples.filter(|example| data.examples.is_some() || *example != row);
     let (mut text, mut left) = (String::new(), 0);
@@ -305,9 +298,7 @@ impl Encoder<'_> {
 
     fn prompt(&mut self, n: usize, prompt: &str) -> Result<Vec<u32>, EvalError> {
         let mut tokens = self.tokenizer.encode(prompt)?;
-        let room = self
-            .context
-            .saturating_sub(self.task.matching.max_new_tokens);
+        let room = self.context.saturating_sub(self.task.matching.max_new_tokens);
         if room == 0 {
             return Err(self.error(
                 n,
@@ -329,10 +320,13 @@ impl Encoder<'_> {
             return Ok(());
         }
         if !self.truncate {
-            return Err(self.error(n, format!(
-                "has a text of {len} tokens, and the model's context has room for {room}\n  \
+            return Err(self.error(
+                n,
+                format!(
+                    "has a text of {len} tokens, and the model's context has room for {room}\n  \
                  hint: use --truncate to leave out its beginning (lm-evaluation-harness does so), or fewer --fewshot"
-            )));
+                ),
+            ));
         }
         self.num_truncated += 1;
         Ok(())
@@ -362,9 +356,7 @@ fn generated<B: SieveBackend>(
         label: None,
         likelihoods: Vec::new(),
         is_right: task.matching.is_right(&text, &question.endings),
-        score: task
-            .matching
-            .score(&text, &question.endings, &question.classes),
+        score: task.matching.score(&text, &question.endings, &question.classes),
         answer: Some(text),
     };
     Ok(rows.map(row).collect())
@@ -391,8 +383,7 @@ fn mean_of(name: &'static str, values: Vec<f64>) -> Score {
 fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> {
     let count = |is_right: &dyn Fn(&Question, &RowScore) -> bool| {
         let both = questions.iter().zip(rows);
-        both.filter(|(question, row)| is_right(question, row))
-            .count()
+        both.filter(|(question, row)| is_right(question, row)).count()
     };
     let mean = |name, right: usize| {
         let (p, n) = (right as f64 / rows.len() as f64, rows.len() as f64);
@@ -409,10 +400,7 @@ fn scores(task: &Task, questions: &[Question], rows: &[RowScore]) -> Vec<Score> 
             None => vec![mean("exact_match", right)],
         },
         Measure::Continuation => {
-            let nats: f64 = rows
-                .iter()
-                .map(|row| -row.likelihoods[0].log_likelihood)
-                .sum();
+            let nats: f64 = rows.iter().map(|row| -row.likelihoods[0].log_likelihood).sum();
             let perplexity = Score {
                 name: "perplexity",
                 value: (nats / rows.len() as f64).exp(),

@@ -31,7 +31,5 @@ pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape
 
 /// Words for it.
 pub(crate) fn words(len: usize) -> Vec<u32> {
-    (0..len)
-        .map(|n| ((n * n * 5 + n * 3) % 31) as u32)
-        .collect()
+    (0..len).map(|n| ((n * n * 5 + n * 3) % 31) as u32).collect()
 }

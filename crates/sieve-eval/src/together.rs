@@ -49,10 +49,7 @@ impl<'a, B: SieveBackend> TogetherGenerator<'a, B> {
 
     fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
         let Start {
-            text,
-            prompt,
-            config,
-            ..
+            text, prompt, config, ..
         } = &mut self.start;
         let (num_texts, vocab_size) = (self.samplers.len(), text.vocab_size());
         let logits = match self.last.is_empty() {

@@ -37,9 +37,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
     let kind = shape.attention.kind().name();
     let label = match shape.attention.form() {
         AttentionForm::Grouped { window: None } => kind.to_owned(),
-        AttentionForm::Grouped {
-            window: Some(window),
-        } => format!("{kind}, window {window}"),
+        AttentionForm::Grouped { window: Some(window) } => format!("{kind}, window {window}"),
         AttentionForm::Latent(mla) => format!("{kind}, rank {}", mla.kv_lora_rank),
         AttentionForm::Ranked(dma) => format!("{kind}, keeps {}", dma.keep_window_size),
         AttentionForm::Branches(nsa) => format!(
@@ -79,8 +77,7 @@ pub fn measure_trained<B: SieveBackend>(
             sum.distinct += layer.distinct / windows.len() as f64;
         }
     }
-    let mean =
-        |x: fn(&Counted) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
+    let mean = |x: fn(&Counted) -> f64| layers.iter().map(x).sum::<f64>() / layers.len().max(1) as f64;
     Ok(TrainedMeasure {
         attention: attention_label(model.shape()),
         num_tokens,
@@ -118,9 +115,7 @@ fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) 
     let documents = Documents::whole_rows(shape, device);
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
-    let mut x = model
-        .embed_tokens
-        .forward(ids(&window[..num_tokens], shape, device));
+    let mut x = model.embed_tokens.forward(ids(&window[..num_tokens], shape, device));
     let mut counted = Vec::new();
     for (index, layer) in model.layers.iter().enumerate() {
         let attention = model.shape().of_layer(index).attention;
@@ -132,9 +127,7 @@ fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) 
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
                 of_expire(&expire, num_tokens)
             }
-            (None, Some(chosen), sieve_core::Attention::Nsa(nsa)) => {
-                of_blocks(&chosen, nsa, num_tokens)
-            }
+            (None, Some(chosen), sieve_core::Attention::Nsa(nsa)) => of_blocks(&chosen, nsa, num_tokens),
             (None, _, attention) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
                 let pairs = mean * num_tokens as f64;
@@ -221,11 +214,7 @@ mod tests {
     }
 
     fn windows() -> [Vec<u32>; 2] {
-        [1, 3].map(|k| {
-            (0..101)
-                .map(|n| ((n * n * 5 + n * k) % 31) as u32)
-                .collect()
-        })
+        [1, 3].map(|k| (0..101).map(|n| ((n * n * 5 + n * k) % 31) as u32).collect())
     }
 
     #[test]

@@ -80,9 +80,7 @@ pub fn attention_weights<B: SieveBackend>(
     let documents = Documents::whole_rows([1, num_tokens], device);
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
-    let mut x = model
-        .embed_tokens
-        .forward(ids(tokens, [1, num_tokens], device));
+    let mut x = model.embed_tokens.forward(ids(tokens, [1, num_tokens], device));
     let mut all = Vec::new();
     for (idx, layer) in model.layers.iter().enumerate() {
         let is_asked = layers.is_empty() || layers.contains(&idx);
@@ -96,8 +94,7 @@ pub fn attention_weights<B: SieveBackend>(
         if let Some(weights) = weights {
             let heads = weights.chunks(num_tokens * num_tokens);
             let of_layer = shape.of_layer(idx);
-            let heads: Vec<HeadWeights> =
-                heads.map(|head| head_weights(head, num_tokens)).collect();
+            let heads: Vec<HeadWeights> = heads.map(|head| head_weights(head, num_tokens)).collect();
             let group = heads.len() / of_layer.num_kv_heads.max(1);
             let expire = output
                 .expire
@@ -173,10 +170,7 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
             sorted.clear();
             sorted.extend_from_slice(row);
             sorted.sort_unstable_by(|a, b| b.total_cmp(a));
-            let top: f64 = sorted[..row.len() / 5]
-                .iter()
-                .map(|&weight| f64::from(weight))
-                .sum();
+            let top: f64 = sorted[..row.len() / 5].iter().map(|&weight| f64::from(weight)).sum();
             top_fifth += top / sum.max(f64::MIN_POSITIVE);
             num_top += 1;
         }
@@ -291,10 +285,7 @@ mod tests {
         let dma = Attention::Dma(DmaShape::published(5));
         let (model, device) = (tiny_model(dma, 64), Default::default());
         let mut steps = Vec::new();
-        let all = attention_weights(&model, &words(40), &[1], &device, &mut |done| {
-            steps.push(done)
-        })
-        .unwrap();
+        let all = attention_weights(&model, &words(40), &[1], &device, &mut |done| steps.push(done)).unwrap();
         assert_eq!(
             (all.len(), all[0].layer, all[0].heads.len(), steps),
             (1, 1, 4, vec![1, 2])

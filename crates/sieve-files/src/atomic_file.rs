@@ -86,10 +86,7 @@ impl AtomicFile {
     /// What the system refuses.
     pub fn keep(&mut self) -> Result<(), FileError> {
         self.names.remove_on_drop = false;
-        let writer = self
-            .writer
-            .as_mut()
-            .expect("the writer is taken by finish alone");
+        let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
         let synced = writer.flush().and_then(|()| writer.get_ref().sync_data());
         synced.map_err(FileError::on("write", &self.names.temporary))
     }
@@ -99,10 +96,7 @@ impl AtomicFile {
     /// # Errors
     /// What the system refuses.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), FileError> {
-        let writer = self
-            .writer
-            .as_mut()
-            .expect("the writer is taken by finish alone");
+        let writer = self.writer.as_mut().expect("the writer is taken by finish alone");
         writer
             .write_all(bytes)
             .map_err(FileError::on("write", &self.names.temporary))
@@ -113,15 +107,11 @@ impl AtomicFile {
     /// # Errors
     /// What the system refuses.
     pub fn finish(mut self) -> Result<FinishedFile, FileError> {
-        let writer = self
-            .writer
-            .take()
-            .expect("the writer is taken by finish alone");
+        let writer = self.writer.take().expect("the writer is taken by finish alone");
         let file = writer
             .into_inner()
             .map_err(|error| FileError::on("write", &self.names.temporary)(error.into_error()))?;
-        file.sync_all()
-            .map_err(FileError::on("sync", &self.names.temporary))?;
+        file.sync_all().map_err(FileError::on("sync", &self.names.temporary))?;
         Ok(FinishedFile { names: self.names })
     }
 }
@@ -132,8 +122,7 @@ impl FinishedFile {
     /// # Errors
     /// What the system refuses.
     pub fn publish(mut self) -> Result<(), FileError> {
-        fs::rename(&self.names.temporary, &self.names.path)
-            .map_err(FileError::on("rename", &self.names.temporary))?;
+        fs::rename(&self.names.temporary, &self.names.path).map_err(FileError::on("rename", &self.names.temporary))?;
         self.names.remove_on_drop = false;
         Ok(())
     }
@@ -144,8 +133,7 @@ impl FinishedFile {
     /// What the system refuses.
     pub fn remove(mut self) -> Result<(), FileError> {
         self.names.remove_on_drop = false;
-        fs::remove_file(&self.names.temporary)
-            .map_err(FileError::on("remove", &self.names.temporary))
+        fs::remove_file(&self.names.temporary).map_err(FileError::on("remove", &self.names.temporary))
     }
 }
 

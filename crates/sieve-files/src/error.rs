@@ -19,10 +19,6 @@ impl FileError {
     /// For `map_err`: what was tried on which path.
     pub(crate) fn on(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
         let path = path.to_path_buf();
-        move |source| Self {
-            action,
-            path,
-            source,
-        }
+        move |source| Self { action, path, source }
     }
 }

@@ -18,6 +18,4 @@ mod write;
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
 pub use lock::{Taken, try_lock};
-pub use write::{
-    check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_synced,
-};
+pub use write::{check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_synced};

@@ -26,9 +26,7 @@ pub fn try_lock(path: &Path) -> io::Result<Taken> {
         Ok(()) => Ok(Taken::Yes(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::ByAnother(file)),
         // Some network file systems have no locks; two processes at once are then the user's to avoid.
-        Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => {
-            Ok(Taken::Yes(file))
-        }
+        Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => Ok(Taken::Yes(file)),
         Err(TryLockError::Error(error)) => Err(error),
     }
 }

@@ -22,10 +22,7 @@ pub fn write_atomically(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
 ///
 /// # Errors
 /// Those of `write`, and what the system refuses.
-pub fn replace<T, E: From<FileError>>(
-    path: &Path,
-    write: impl FnOnce(&Path) -> Result<T, E>,
-) -> Result<T, E> {
+pub fn replace<T, E: From<FileError>>(path: &Path, write: impl FnOnce(&Path) -> Result<T, E>) -> Result<T, E> {
     let (target, temporary) = target_and_temporary(path);
     let renamed = write(&temporary).and_then(|written| {
         fs::rename(&temporary, &target).map_err(FileError::on("rename", &temporary))?;
@@ -62,8 +59,7 @@ fn target_and_temporary(path: &Path) -> (PathBuf, PathBuf) {
 /// What the system refuses.
 pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
     let mut file = File::create(path).map_err(FileError::on("create", path))?;
-    file.write_all(bytes)
-        .map_err(FileError::on("write", path))?;
+    file.write_all(bytes).map_err(FileError::on("write", path))?;
     file.sync_all().map_err(FileError::on("sync", path))
 }
 

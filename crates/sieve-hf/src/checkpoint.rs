@@ -161,11 +161,7 @@ impl Checkpoint {
     ///
     /// # Errors
     /// Any failure of the file system; then the folder under the final name is as it was before.
-    pub fn write(
-        folder: &Path,
-        state: CheckpointState,
-        files: &CheckpointFiles,
-    ) -> Result<PathBuf, CheckpointError> {
+    pub fn write(folder: &Path, state: CheckpointState, files: &CheckpointFiles) -> Result<PathBuf, CheckpointError> {
         let step = state.step;
         let written = Self::begin(folder, step)
             .and_then(|()| Self::write_shard(folder, step, [0, 1], files))
@@ -202,10 +198,7 @@ impl Checkpoint {
         let partial = partial(folder, step);
         let mut checksums = BTreeMap::new();
         if rank == 0 {
-            for (name, text) in [
-                (RECIPE, &files.recipe_toml),
-                (TOKENIZER, &files.tokenizer_json),
-            ] {
+            for (name, text) in [(RECIPE, &files.recipe_toml), (TOKENIZER, &files.tokenizer_json)] {
                 write_synced(&partial.join(name), text.as_bytes())?;
                 let sum = format!("{:016x}", xxh3_64(text.as_bytes()));
                 checksums.insert(name.to_owned(), sum);
@@ -283,16 +276,10 @@ impl Checkpoint {
             return Ok((path.to_owned(), previous_of(path)));
         }
         let nested = path.join("checkpoint");
-        let folder = if nested.is_dir() {
-            nested.as_path()
-        } else {
-            path
-        };
+        let folder = if nested.is_dir() { nested.as_path() } else { path };
         let all = list_checkpoints(folder)?;
         let Some((_, latest)) = all.last() else {
-            return Err(CheckpointError::NotFound {
-                path: path.to_owned(),
-            });
+            return Err(CheckpointError::NotFound { path: path.to_owned() });
         };
         let previous = all.len().checked_sub(2).map(|n| all[n].1.clone());
         Ok((latest.clone(), previous.or_else(|| previous_of(latest))))
@@ -307,8 +294,8 @@ impl Checkpoint {
         };
         for (name, expected) in &checkpoint.state.checksums {
             let file = path.join(name);
-            let found = checksum_of(&file)
-                .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+            let found =
+                checksum_of(&file).map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
             if found != *expected {
                 let problem = format!("its checksum is {found}, {STATE} says {expected}");
                 return Err(damaged(file, problem));
@@ -324,11 +311,9 @@ impl Checkpoint {
             problem,
             previous: previous.clone(),
         };
-        let text = fs::read_to_string(&file)
-            .map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
-        let no_state = |error: serde_json::Error| {
-            damaged(file.clone(), format!("it is no state of a run ({error})"))
-        };
+        let text =
+            fs::read_to_string(&file).map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+        let no_state = |error: serde_json::Error| damaged(file.clone(), format!("it is no state of a run ({error})"));
         let value: serde_json::Value = serde_json::from_str(&text).map_err(no_state)?;
         let mut state: CheckpointState = serde_json::from_value(value.clone()).map_err(no_state)?;
         if state.format_version != FORMAT_VERSION {
@@ -406,10 +391,7 @@ fn checksum_of(path: &Path) -> std::io::Result<String> {
 /// XXH3 of a state's JSON without the entry that holds it.
 fn checksum_without_own(state: &serde_json::Value) -> String {
     let mut rest = state.clone();
-    if let Some(checksums) = rest
-        .get_mut("checksums")
-        .and_then(|sums| sums.as_object_mut())
-    {
+    if let Some(checksums) = rest.get_mut("checksums").and_then(|sums| sums.as_object_mut()) {
         checksums.shift_remove(STATE);
     }
     format!("{:016x}", xxh3_64(rest.to_string().as_bytes()))
@@ -417,12 +399,7 @@ fn checksum_without_own(state: &serde_json::Value) -> String {
 
 /// The checkpoint of the next lower step beside `path`.
 fn previous_of(path: &Path) -> Option<PathBuf> {
-    let own = path
-        .file_name()?
-        .to_str()?
-        .strip_prefix("step-")?
-        .parse::<u64>()
-        .ok()?;
+    let own = path.file_name()?.to_str()?.strip_prefix("step-")?.parse::<u64>().ok()?;
     let all = list_checkpoints(path.parent()?).ok()?;
     all.into_iter()
         .rev()

@@ -81,10 +81,7 @@ pub struct ExportReport {
 }
 
 /// The Python file that computes NSA, MLA and the general form of DMA.
-const MODELING: (&str, &str) = (
-    "modeling_sieve.py",
-    include_str!("export/modeling_sieve.py"),
-);
+const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeling_sieve.py"));
 
 /// The class of `transformers` that computes a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -107,20 +104,16 @@ impl Architecture {
     /// The class that expresses `shape`, or why there is none.
     fn of(shape: &ModelShape) -> Result<Self, CheckpointError> {
         match shape.attention.form() {
-            AttentionForm::Grouped { .. } if shape.residual_scale => {
-                Err(CheckpointError::NotExportable {
-                    what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual \
+            AttentionForm::Grouped { .. } if shape.residual_scale => Err(CheckpointError::NotExportable {
+                what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual \
                         scales",
-                    hint: "only attention.kind = \"dma\" is exported with them, as Doge",
-                })
-            }
+                hint: "only attention.kind = \"dma\" is exported with them, as Doge",
+            }),
             AttentionForm::Grouped { .. } => Ok(Self::Qwen3),
             AttentionForm::Latent(_) | AttentionForm::Branches(_) => Ok(Self::Sieve),
             // Doge has neither recency nor a local window, and adds the exponential of a score.
             AttentionForm::Ranked(dma)
-                if dma.ranks_by_content_alone()
-                    && dma.bias == DmaBias::Exp
-                    && shape.dense_layers.is_empty() =>
+                if dma.ranks_by_content_alone() && dma.bias == DmaBias::Exp && shape.dense_layers.is_empty() =>
             {
                 Ok(Self::Doge)
             }
@@ -136,11 +129,7 @@ impl Architecture {
 /// # Errors
 /// A model that no stock class expresses, a folder that holds something else, weights that are not the recipe's model,
 /// any failure of the file system.
-pub fn export(
-    checkpoint: &Checkpoint,
-    out: &Path,
-    options: &ExportOptions,
-) -> Result<ExportReport, CheckpointError> {
+pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<ExportReport, CheckpointError> {
     let (_, shape) = checkpoint.recipe_and_shape()?;
     let architecture = Architecture::of(&shape)?;
     let weights = checkpoint.model()?;
@@ -153,12 +142,8 @@ pub fn export(
     ];
     let tokenizer_files = tokenizer_files::read(checkpoint, shape.max_seq_len, options)?;
 
-    let modeling =
-        (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
-    let texts = json_files
-        .into_iter()
-        .chain(modeling)
-        .chain(tokenizer_files);
+    let modeling = (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
+    let texts = json_files.into_iter().chain(modeling).chain(tokenizer_files);
 
     let folder = OutFolder::claim(out)?;
     let mut files = Vec::new();
@@ -180,10 +165,7 @@ pub fn export(
     }
     if shards.len() > 1 {
         let name = "model.safetensors.index.json";
-        write_synced(
-            &folder.partial(name),
-            shards::index(&shards, dtype).as_bytes(),
-        )?;
+        write_synced(&folder.partial(name), shards::index(&shards, dtype).as_bytes())?;
         files.push(name.to_owned());
     }
     folder.publish(&files)?;

@@ -8,8 +8,8 @@ mod config;
 use crate::export::Architecture;
 use crate::export::tensors::{Source, tensors_of};
 use crate::{
-    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile,
-    load_parameters, named_parameters,
+    Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
+    named_parameters,
 };
 use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
@@ -78,8 +78,8 @@ pub fn import<B: Backend>(
         }
     }
     let tokenizer_path = from.join("tokenizer.json");
-    let tokenizer_json = fs::read_to_string(&tokenizer_path)
-        .map_err(CheckpointError::io("reading", &tokenizer_path))?;
+    let tokenizer_json =
+        fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
     let kept = path.join("tokenizer.json");
     let settings = settings(&kept, attention, overrides);
     let (recipe, shape, mut read) = read_model(from, &settings)?;
@@ -133,23 +133,15 @@ pub fn import<B: Backend>(
 }
 
 /// The model of a folder of `transformers`, as [`load_model`](crate::load_model) gives one of a checkpoint.
-pub(crate) fn load<B: Backend>(
-    from: &Path,
-    device: &B::Device,
-) -> Result<LoadedModel<B>, CheckpointError> {
+pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
     let (recipe, shape, mut read) = read_model(from, &settings(&tokenizer_path, None, &[]))?;
     let model = load_parameters(Qwen3::new(&shape, 0, device), &mut |name, dims| {
         let data = read.tensors.remove(name);
-        data.filter(|data| data.shape.to_vec() == dims)
-            .ok_or_else(|| {
-                let problem = format!("{name} is missing or of another shape");
-                not_importable(
-                    from,
-                    problem,
-                    "config.json and the weights must be of one model",
-                )
-            })
+        data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
+            let problem = format!("{name} is missing or of another shape");
+            not_importable(from, problem, "config.json and the weights must be of one model")
+        })
     })?;
     Ok(LoadedModel {
         model,
@@ -162,10 +154,7 @@ pub(crate) fn load<B: Backend>(
 }
 
 /// The recipe, the sizes and the tensors of a folder.
-fn read_model(
-    from: &Path,
-    settings: &[String],
-) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
+fn read_model(from: &Path, settings: &[String]) -> Result<(Recipe, ModelShape, ReadTensors), CheckpointError> {
     let config = HfConfig::read(&from.join("config.json"))?;
     // Doge always has residual scales; whether they say something is known when they are read.
     let is_doge = config.architecture == Architecture::Doge;
@@ -192,11 +181,7 @@ pub fn imported_model(
 }
 
 /// What the user changes in the model's recipe.
-fn settings(
-    tokenizer: &Path,
-    attention: Option<AttentionKind>,
-    overrides: &[String],
-) -> Vec<String> {
+fn settings(tokenizer: &Path, attention: Option<AttentionKind>, overrides: &[String]) -> Vec<String> {
     // Paths in a recipe have variables.
     let path = tokenizer.display().to_string().replace('$', "$$");
     let tokenizer = format!("tokenizer.path={path}");
@@ -212,11 +197,9 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
-    let recipe = Recipe::load(&text, "the imported model", settings)
-        .map_err(|error| bad_recipe(from)(by_set(error)))?;
-    let shape = recipe
-        .model_shape(config.vocab_size)
-        .map_err(bad_recipe(from))?;
+    let recipe =
+        Recipe::load(&text, "the imported model", settings).map_err(|error| bad_recipe(from)(by_set(error)))?;
+    let shape = recipe.model_shape(config.vocab_size).map_err(bad_recipe(from))?;
     Ok((recipe, shape))
 }
 
@@ -255,19 +238,13 @@ impl ReadTensors {
     /// Whether there are scores, and none that tells two keys apart.
     fn all_scores_tie(&self) -> bool {
         let is_a = |name: &str| name.ends_with("self_attn.a");
-        let mut a = self
-            .tensors
-            .iter()
-            .filter(|(name, _)| is_a(name))
-            .peekable();
+        let mut a = self.tensors.iter().filter(|(name, _)| is_a(name)).peekable();
         a.peek().is_some() && a.all(|(_, data)| data.iter::<f32>().all(|value| value == 0.0))
     }
 
     /// Takes residual scales out when every one of them is exactly one, and says so.
     fn drop_unit_scales(&mut self) -> bool {
-        let is_scale = |name: &str| {
-            name.ends_with("input_residual") || name.ends_with("post_attention_residual")
-        };
+        let is_scale = |name: &str| name.ends_with("input_residual") || name.ends_with("post_attention_residual");
         let mut scales = self.tensors.iter().filter(|(name, _)| is_scale(name));
         let all_one = scales.all(|(_, data)| data.iter::<f32>().all(|value| value == 1.0));
         if all_one {
@@ -283,14 +260,8 @@ struct Packed {
     shape: Vec<usize>,
 }
 
-fn read_tensors(
-    from: &Path,
-    wanted: &[crate::export::tensors::ExportTensor],
-) -> Result<ReadTensors, CheckpointError> {
-    let by_name: HashMap<&str, _> = wanted
-        .iter()
-        .map(|tensor| (tensor.name.as_str(), tensor))
-        .collect();
+fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) -> Result<ReadTensors, CheckpointError> {
+    let by_name: HashMap<&str, _> = wanted.iter().map(|tensor| (tensor.name.as_str(), tensor)).collect();
     let is_tied = !by_name.contains_key("lm_head.weight");
     let mut packed: HashMap<String, Packed> = HashMap::new();
     let mut found = BTreeSet::new();
@@ -315,9 +286,7 @@ fn read_tensors(
             if data.shape.to_vec() != tensor.shape {
                 let got = data.shape.to_vec();
                 let wanted = &tensor.shape;
-                problems
-                    .shapes
-                    .insert(format!("{name} {got:?} instead of {wanted:?}"));
+                problems.shapes.insert(format!("{name} {got:?} instead of {wanted:?}"));
                 continue;
             }
             let Source::Rows {
@@ -389,12 +358,7 @@ impl Problems {
 }
 
 fn list(names: &BTreeSet<String>) -> String {
-    let mut text = names
-        .iter()
-        .take(MAX_NAMES)
-        .cloned()
-        .collect::<Vec<_>>()
-        .join(", ");
+    let mut text = names.iter().take(MAX_NAMES).cloned().collect::<Vec<_>>().join(", ");
     if names.len() > MAX_NAMES {
         text.push_str(&format!(" and {} more", names.len() - MAX_NAMES));
     }
@@ -419,8 +383,7 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         path: index.clone(),
         problem,
     };
-    let value: serde_json::Value =
-        serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
+    let value: serde_json::Value = serde_json::from_str(&text).map_err(|error| malformed(error.to_string()))?;
     let map = value["weight_map"].as_object();
     let map = map.ok_or_else(|| malformed("it has no weight_map".to_owned()))?;
     let mut files = BTreeSet::new();
@@ -428,8 +391,7 @@ fn weight_files(from: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
         let plain = file
             .as_str()
             .filter(|file| Path::new(file).file_name() == Some(file.as_ref()));
-        let file = plain
-            .ok_or_else(|| malformed(format!("{tensor} lies in no file beside it: {file}")))?;
+        let file = plain.ok_or_else(|| malformed(format!("{tensor} lies in no file beside it: {file}")))?;
         files.insert(from.join(file));
     }
     Ok(files.into_iter().collect())

@@ -43,10 +43,7 @@ pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> 
 ///
 /// # Errors
 /// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.
-pub fn load_model<B: Backend>(
-    path: &Path,
-    device: &B::Device,
-) -> Result<LoadedModel<B>, CheckpointError> {
+pub fn load_model<B: Backend>(path: &Path, device: &B::Device) -> Result<LoadedModel<B>, CheckpointError> {
     if is_of_transformers(path) {
         return crate::import::load(path, device);
     }

@@ -17,8 +17,7 @@ pub struct NamedTensor {
 pub type TensorSource<'a, E> = dyn FnMut(&str, &[usize]) -> Result<TensorData, E> + 'a;
 
 /// The same, or some of the tensor's flattened elements.
-pub type PartSource<'a, E> =
-    dyn FnMut(&str, &[usize], Option<Range<usize>>) -> Result<TensorData, E> + 'a;
+pub type PartSource<'a, E> = dyn FnMut(&str, &[usize], Option<Range<usize>>) -> Result<TensorData, E> + 'a;
 
 /// All float parameters, copied to the host, in module order.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {
@@ -47,10 +46,7 @@ fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &dyn Fn(
 ///
 /// # Errors
 /// The first error of `source`; the module is consumed either way.
-pub fn load_parameters<B: Backend, M: Module<B>, E>(
-    module: M,
-    source: &mut TensorSource<'_, E>,
-) -> Result<M, E> {
+pub fn load_parameters<B: Backend, M: Module<B>, E>(module: M, source: &mut TensorSource<'_, E>) -> Result<M, E> {
     let mut writer = Writer {
         path: Vec::new(),
         source,
@@ -159,18 +155,12 @@ mod tests {
         let tensors = named_parameters(&model);
         let names: Vec<&str> = tensors.iter().map(|t| t.name.as_str()).collect();
         assert_eq!(names[0], "embed_tokens.weight");
-        assert!(
-            names.contains(&"layers.1.self_attn.qkv.qkv_proj.weight"),
-            "{names:?}"
-        );
+        assert!(names.contains(&"layers.1.self_attn.qkv.qkv_proj.weight"), "{names:?}");
         assert!(names.contains(&"layers.0.self_attn.a"), "{names:?}");
         assert_eq!(names[names.len() - 1], "head.norm.weight");
         let other = Qwen3::<Flex>::new(&shape, 8, &Default::default());
         let loaded = load_parameters(other, &mut |name, shape| {
-            let tensor = tensors
-                .iter()
-                .find(|t| t.name == name)
-                .ok_or(name.to_owned())?;
+            let tensor = tensors.iter().find(|t| t.name == name).ok_or(name.to_owned())?;
             assert_eq!(tensor.data.shape.to_vec(), shape);
             Ok::<_, String>(tensor.data.clone())
         })

@@ -24,8 +24,7 @@ pub fn write_tensor_file(
             .map_err(|error| malformed(path, &format!("tensor {}: {error}", tensor.name)))
     });
     let views = views.collect::<Result<Vec<_>, _>>()?;
-    let bytes = safetensors::tensor::serialize(views, metadata)
-        .map_err(|error| malformed(path, &error.to_string()))?;
+    let bytes = safetensors::tensor::serialize(views, metadata).map_err(|error| malformed(path, &error.to_string()))?;
     sieve_files::write_synced(path, &bytes)?;
     Ok(format!("{:016x}", xxh3_64(&bytes)))
 }
@@ -60,9 +59,7 @@ impl TensorFile {
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let file = File::open(path).map_err(CheckpointError::io("reading", path))?;
         let metadata = file.metadata();
-        let len = metadata
-            .map_err(CheckpointError::io("reading", path))?
-            .len();
+        let len = metadata.map_err(CheckpointError::io("reading", path))?.len();
         let map = match len {
             0 => None,
             // SAFETY: checkpoints are renamed into place and removed, never written again.
@@ -87,8 +84,7 @@ impl TensorFile {
     }
 
     fn tensors(&self) -> SafeTensors<'_> {
-        SafeTensors::deserialize(self.bytes())
-            .expect("the header was checked when the file was opened")
+        SafeTensors::deserialize(self.bytes()).expect("the header was checked when the file was opened")
     }
 
     /// Names of all tensors, sorted.
@@ -135,12 +131,8 @@ impl TensorFile {
         let Ok(view) = tensors.tensor(name) else {
             return Ok(None);
         };
-        let dtype = from_safetensors(view.dtype()).ok_or_else(|| {
-            malformed(
-                &self.path,
-                &format!("tensor {name} has dtype {:?}", view.dtype()),
-            )
-        })?;
+        let dtype = from_safetensors(view.dtype())
+            .ok_or_else(|| malformed(&self.path, &format!("tensor {name} has dtype {:?}", view.dtype())))?;
         Ok(Some(Stored {
             dtype,
             shape: view.shape().to_vec(),
@@ -148,15 +140,8 @@ impl TensorFile {
         }))
     }
 
-    pub(crate) fn other_shape(
-        &self,
-        name: &str,
-        found: &[usize],
-        wanted: &[usize],
-    ) -> CheckpointError {
-        self.other_model(format!(
-            "tensor {name} is {found:?}, the model wants {wanted:?}"
-        ))
+    pub(crate) fn other_shape(&self, name: &str, found: &[usize], wanted: &[usize]) -> CheckpointError {
+        self.other_model(format!("tensor {name} is {found:?}, the model wants {wanted:?}"))
     }
 
     pub(crate) fn other_model(&self, problem: String) -> CheckpointError {

@@ -85,11 +85,7 @@ impl TensorFiles {
             Some(range) => vec![range.len()],
             None => shape.to_vec(),
         };
-        Ok(TensorData::from_bytes(
-            Bytes::from_bytes_vec(bytes),
-            shape,
-            dtype,
-        ))
+        Ok(TensorData::from_bytes(Bytes::from_bytes_vec(bytes), shape, dtype))
     }
 
     /// What the files hold of a tensor, in their order.
@@ -103,9 +99,7 @@ impl TensorFiles {
         for file in &self.files[1..] {
             pieces.push(file.stored(name)?);
         }
-        let mut lengths = pieces
-            .iter()
-            .map(|piece| piece.shape.iter().product::<usize>());
+        let mut lengths = pieces.iter().map(|piece| piece.shape.iter().product::<usize>());
         let total = lengths.try_fold(0usize, usize::checked_add);
         let is_flat = pieces.iter().all(|piece| piece.shape.len() == 1);
         let is_one = pieces.iter().all(|piece| piece.dtype == pieces[0].dtype);
@@ -161,17 +155,9 @@ mod tests {
                 assert_eq!(part, expected);
             }
         }
-        for (name, shape) in [
-            ("a", [4, 4]),
-            ("a", [2, 4]),
-            ("b", [1, 1]),
-            ("norm", [1, 2]),
-        ] {
+        for (name, shape) in [("a", [4, 4]), ("a", [2, 4]), ("b", [1, 1]), ("norm", [1, 2])] {
             let error = files.tensor(name, &shape).expect_err("another model");
-            assert!(
-                matches!(error, CheckpointError::OtherModel { .. }),
-                "{error}"
-            );
+            assert!(matches!(error, CheckpointError::OtherModel { .. }), "{error}");
         }
         assert!(files.part("a", &[3, 4], Some(3..13)).is_err());
     }

@@ -6,9 +6,7 @@
 #![allow(clippy::print_stdout)]
 
 use burn::tensor::{DType, Tensor, TensorData};
-use sieve_kernels::{
-    CudaReport, CudaTensor, KernelCache, KernelError, SourceKernel, ahead_of_time,
-};
+use sieve_kernels::{CudaReport, CudaTensor, KernelCache, KernelError, SourceKernel, ahead_of_time};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -45,8 +43,7 @@ fn upload<const D: usize>(
     dtype: DType,
     device: &burn_cuda::CudaDevice,
 ) -> CudaTensor {
-    let tensor =
-        Tensor::<Cuda, D>::from_data(TensorData::new(values.to_vec(), shape), device).cast(dtype);
+    let tensor = Tensor::<Cuda, D>::from_data(TensorData::new(values.to_vec(), shape), device).cast(dtype);
     CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
 }
 
@@ -78,16 +75,11 @@ fn argument_order(device: &burn_cuda::CudaDevice) -> Result<String, String> {
         .threads(64)
         .shared_bytes(99 * 1024);
     // SAFETY: reads 64 elements, writes 4.
-    unsafe { kernel.launch_text([1, 1, 1], &[&a, &b, &out], &[11, 22, 33]) }
-        .map_err(|e| e.to_string())?;
+    unsafe { kernel.launch_text([1, 1, 1], &[&a, &b, &out], &[11, 22, 33]) }.map_err(|e| e.to_string())?;
     expect(&download(&out), &[2.0, 11.0, 22.0, 33.0])
 }
 
-fn constant(
-    name: &'static str,
-    text: &str,
-    device: &burn_cuda::CudaDevice,
-) -> Result<f32, KernelError> {
+fn constant(name: &'static str, text: &str, device: &burn_cuda::CudaDevice) -> Result<f32, KernelError> {
     let out = upload(&[0.0], [1], DType::F32, device);
     let kernel = SourceKernel::from_text(name, text).threads(32);
     // SAFETY: writes one element.
@@ -96,9 +88,7 @@ fn constant(
 }
 
 fn constant_text(value: &str) -> String {
-    format!(
-        "extern \"C\" __global__ void constant(float* out) {{ if (threadIdx.x == 0) out[0] = {value}; }}"
-    )
+    format!("extern \"C\" __global__ void constant(float* out) {{ if (threadIdx.x == 0) out[0] = {value}; }}")
 }
 
 /// One changed character is another kernel, in one process.
@@ -150,10 +140,7 @@ fn main() -> ExitCode {
     };
     match run(Path::new(folder)) {
         Ok(outcomes) => {
-            println!(
-                "route_check: {} passed, {} failed",
-                outcomes.passed, outcomes.failed
-            );
+            println!("route_check: {} passed, {} failed", outcomes.passed, outcomes.failed);
             if outcomes.failed == 0 {
                 ExitCode::SUCCESS
             } else {
@@ -178,10 +165,7 @@ fn run(folder: &Path) -> Result<Outcomes, KernelError> {
         report.driver,
         report.nvrtc
     );
-    let wrong = report
-        .device(99)
-        .map(|_| String::new())
-        .map_err(|e| e.to_string());
+    let wrong = report.device(99).map(|_| String::new()).map_err(|e| e.to_string());
     outcomes.record(
         "a wrong device number is refused",
         match wrong {
@@ -207,10 +191,7 @@ fn run(folder: &Path) -> Result<Outcomes, KernelError> {
     drop(second);
     let fill = SourceKernel::new("fill_zero").threads(256);
     let warm = ahead_of_time::is_stored(&cache, &fill)?;
-    let cuda_path = report
-        .include_folder
-        .parent()
-        .unwrap_or(Path::new("/usr/local/cuda"));
+    let cuda_path = report.include_folder.parent().unwrap_or(Path::new("/usr/local/cuda"));
     let good = SourceKernel::from_text("constant", constant_text("7.0f")).threads(32);
     let start = Instant::now();
     let compiled = ahead_of_time::compile_with_nvrtc(&good, &device.arch(), cuda_path)?;
@@ -240,21 +221,11 @@ fn run(folder: &Path) -> Result<Outcomes, KernelError> {
         "{} cache, first launch {first_ms:.1} ms",
         if warm { "warm" } else { "cold" }
     );
-    let outcome = if !warm || first_ms < 50.0 {
-        Ok(note)
-    } else {
-        Err(note)
-    };
+    let outcome = if !warm || first_ms < 50.0 { Ok(note) } else { Err(note) };
     outcomes.record("a kernel of an earlier run needs no compiler", outcome);
 
-    outcomes.record(
-        "pointers, words and shared memory in order",
-        argument_order(&gpu),
-    );
-    outcomes.record(
-        "a stored cubin runs instead of its source",
-        stored_cubin_runs(&gpu),
-    );
+    outcomes.record("pointers, words and shared memory in order", argument_order(&gpu));
+    outcomes.record("a stored cubin runs instead of its source", stored_cubin_runs(&gpu));
     outcomes.record("a changed source is compiled anew", changed_source(&gpu));
     outcomes.record("a compile error is reported", compile_error(&gpu));
     Ok(outcomes)

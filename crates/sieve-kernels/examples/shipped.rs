@@ -5,9 +5,7 @@ use sieve_kernels::NeededKernels;
 fn main() {
     for (kernel, architectures) in NeededKernels::shipped() {
         let defines = kernel.defines().iter();
-        let defines: String = defines
-            .map(|(name, value)| format!(" {name}={value}"))
-            .collect();
+        let defines: String = defines.map(|(name, value)| format!(" {name}={value}")).collect();
         println!("{}.cu {}{defines}", kernel.name(), architectures.join(","));
     }
 }

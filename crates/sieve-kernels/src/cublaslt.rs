@@ -124,11 +124,7 @@ impl Cublaslt {
         static PRESENT: OnceLock<bool> = OnceLock::new();
         // SAFETY: only tries to open the library.
         let present = *PRESENT.get_or_init(|| unsafe { cudarc::cublaslt::sys::is_culib_present() });
-        if present {
-            Ok(())
-        } else {
-            Err(KernelError::NoCublasLt)
-        }
+        if present { Ok(()) } else { Err(KernelError::NoCublasLt) }
     }
 
     /// The library's version; `None` where it is not there.
@@ -177,9 +173,8 @@ impl Target {
         let in_place = |tensor: &CudaTensor, beta| {
             require_output_type(tensor.dtype())?;
             let rows = crate::runtime::checks::uniform_rows(tensor.shape(), tensor.strides());
-            let (rows, stride) = rows.ok_or_else(|| {
-                tensor.layout_error(NAME, "the output", "rows one stride apart are needed")
-            })?;
+            let (rows, stride) =
+                rows.ok_or_else(|| tensor.layout_error(NAME, "the output", "rows one stride apart are needed"))?;
             require_matrix("the output", tensor, rows, [m, n])?;
             Ok(Self {
                 c: tensor.clone(),
@@ -252,10 +247,7 @@ static LATE_ERROR: Mutex<Option<String>> = Mutex::new(None);
 /// Queues a product. The first of a shape waits until its algorithm is found, so that a refusal is this call's error.
 fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
     if let Some(reason) = lock(&LATE_ERROR).take() {
-        return Err(KernelError::Launch {
-            kernel: NAME,
-            reason,
-        });
+        return Err(KernelError::Launch { kernel: NAME, reason });
     }
     let queue: DeviceHandle<Server> = DeviceHandle::new(like.device().to_id());
     let key = (like.device().index, call.stream.value, call.problem);
@@ -303,19 +295,14 @@ mod tests {
     #[test]
     fn a_missing_library_is_told_plainly() {
         let text = KernelError::NoCublasLt.to_string();
-        assert!(
-            text.contains("libcublasLt") && text.contains("hint"),
-            "{text}"
-        );
+        assert!(text.contains("libcublasLt") && text.contains("hint"), "{text}");
     }
 
     #[test]
     fn outputs_are_bf16_or_f32() {
         assert!(require_output_type(DType::BF16).is_ok());
         assert!(require_output_type(DType::F32).is_ok());
-        let error = require_output_type(DType::F16)
-            .expect_err("no f16")
-            .to_string();
+        let error = require_output_type(DType::F16).expect_err("no f16").to_string();
         assert!(error.contains("f16"), "{error}");
     }
 

@@ -42,9 +42,7 @@ pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
 pub use mla::decode::mla_decode;
 pub use mla::pack::MlaPack;
-pub use nsa::{
-    ChoiceLists, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
-};
+pub use nsa::{ChoiceLists, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward};
 pub use runtime::cache::KernelCache;
 pub use runtime::cuda_tensor::{CudaPrimitive, CudaTensor};
 pub use runtime::host_copy::{HostCopy, HostReader};

@@ -23,8 +23,7 @@ use compressed::{nsa_compressed_lists_kernel, nsa_place_kernel};
 use gates::{nsa_gates_backward_kernel, nsa_gates_kernel};
 use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
-    nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel,
-    nsa_selected_combine_kernel,
+    nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
 };
 
 use crate::attention::heads::AttentionShape;
@@ -49,11 +48,7 @@ fn require_bounds(
 }
 
 /// Refuses sizes that the compressed and the selected branch have no kernels for.
-fn require_sizes(
-    kernel: &'static str,
-    blocks: NsaBlocks,
-    shape: &AttentionShape,
-) -> Result<(), KernelError> {
+fn require_sizes(kernel: &'static str, blocks: NsaBlocks, shape: &AttentionShape) -> Result<(), KernelError> {
     blocks.check();
     let gap = match shape.head_dim == shape.head_dim_v {
         true => blocks.cuda_gap(shape.head_dim, shape.group_size()),
@@ -109,13 +104,7 @@ mod tests {
 
     #[test]
     fn ranges_cover_a_row_once() {
-        for (seq_len, most) in [
-            (1, 4096),
-            (4096, 4096),
-            (4097, 4096),
-            (10_000, 1000),
-            (5, 0),
-        ] {
+        for (seq_len, most) in [(1, 4096), (4096, 4096), (4097, 4096), (10_000, 1000), (5, 0)] {
             let mut next = 0;
             for (first, count) in query_ranges(seq_len, most) {
                 assert_eq!(first, next);

@@ -67,10 +67,7 @@ impl Qkv {
         let [block_rows, columns] = selection.blocks();
         let like = call.qkv.q.tensor();
         let heads = selection.num_heads;
-        let kept = like.empty_contiguous(
-            &[heads, block_rows, columns.div_ceil(u32::BITS as usize)],
-            DType::I32,
-        );
+        let kept = like.empty_contiguous(&[heads, block_rows, columns.div_ceil(u32::BITS as usize)], DType::I32);
         let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
         let data = like.empty_contiguous(&[selection.layout().words], DType::I32);
         let orders = call.orders(&data, &nan_rows)?;
@@ -140,12 +137,7 @@ impl<'a> Call<'a> {
     fn new(qkv: &Qkv, selection: &'a BlockSelection) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
         let s = selection;
-        let sizes = [
-            shape.batch,
-            shape.seq_len,
-            shape.num_heads,
-            shape.num_kv_heads,
-        ];
+        let sizes = [shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads];
         let fits = sizes == [1, s.num_keys, s.num_heads, s.num_kv_heads]
             && (1..=s.num_keys).contains(&s.num_queries)
             && s.offset < s.query_block
@@ -197,10 +189,7 @@ impl<'a> Call<'a> {
             }
             let per_block = s.block / cell.max(1);
             let fits = s.block.is_multiple_of(cell) && per_block.is_power_of_two();
-            let is_one_by_one = matches!(
-                s.scores,
-                BlockScores::Lines { .. } | BlockScores::Patterns { .. }
-            );
+            let is_one_by_one = matches!(s.scores, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
             if !is_one_by_one && (!fits || per_block > CELL_SIDE) {
                 let got = format!("{cell} tokens of {}", s.block);
                 let supported = "blocks of 1, 2, 4, ... 128 cells";
@@ -244,8 +233,8 @@ impl<'a> Call<'a> {
             absolute: false,
             strict: false,
         });
-        let kernel = select_choose_kernel(choice.is_mass, choice.forced, false)
-            .shared_bytes(columns * DType::F32.size());
+        let kernel =
+            select_choose_kernel(choice.is_mass, choice.forced, false).shared_bytes(columns * DType::F32.size());
         let tensors = [
             choice.scores,
             choice.kept,
@@ -283,9 +272,7 @@ impl<'a> Call<'a> {
             choice.tops.unwrap_or(choice.nan_rows),
         ];
         // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
-        unsafe {
-            select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params)
-        }
+        unsafe { select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params) }
     }
 
     fn segment(&self) -> usize {
@@ -401,9 +388,7 @@ impl<'a> Call<'a> {
                     col_idx_at,
                 });
                 // SAFETY: col_idx has room for every column that rows may keep.
-                unsafe {
-                    select_columns_kernel().launch([rows.div_ceil(4), lists, 1], &tensors, &params)
-                }
+                unsafe { select_columns_kernel().launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
             };
             launch(false)?;
             offsets(&singles, col_ptr_at)?;
@@ -424,9 +409,7 @@ fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
         BlockScores::Means | BlockScores::MeansAndVariances(_) | BlockScores::Bounds(_) => None,
         BlockScores::Logits => Some(1),
-        BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => {
-            Some(1)
-        }
+        BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => Some(1),
         BlockScores::LargestOfGroups(cell) | BlockScores::Cells { stride: cell, .. } => Some(cell),
     }
 }
@@ -491,10 +474,7 @@ fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel>
 }
 
 /// All portable specialisations for heads of these widths; `max_shared_bytes` is the shared memory of a thread block.
-pub(crate) fn select_blocks_kernels(
-    head_dims: &[usize],
-    max_shared_bytes: usize,
-) -> Vec<SourceKernel> {
+pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         select_pool_kernel(),
         select_scores_kernel(),

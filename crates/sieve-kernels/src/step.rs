@@ -81,37 +81,24 @@ impl NeededKernels {
         for (is_bf16, vector) in [(true, 8), (false, 4)] {
             kernels.push(swiglu_forward::swiglu_forward_kernel(is_bf16, vector));
             kernels.push(swiglu_backward::swiglu_backward_kernel(is_bf16, vector));
-            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(
-                is_bf16, vector,
-            ));
+            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(is_bf16, vector));
         }
         for residual in [
             rms_norm_forward::NormResidual::None,
             rms_norm_forward::NormResidual::Added,
         ] {
             for warps_per_row in [1, 4] {
-                kernels.push(rms_norm_forward::rms_norm_forward_kernel(
-                    residual,
-                    warps_per_row,
-                ));
+                kernels.push(rms_norm_forward::rms_norm_forward_kernel(residual, warps_per_row));
             }
             for warps_per_row in [2, 4, 8] {
-                kernels.push(rms_norm_backward::rms_norm_backward_kernel(
-                    residual,
-                    warps_per_row,
-                ));
+                kernels.push(rms_norm_backward::rms_norm_backward_kernel(residual, warps_per_row));
             }
         }
         for warps_per_row in [2, 4, 8] {
-            kernels.push(rms_norm_backward::rms_norm_backward_with_output_kernel(
-                warps_per_row,
-            ));
+            kernels.push(rms_norm_backward::rms_norm_backward_with_output_kernel(warps_per_row));
         }
         for head_dim in [64, 128] {
-            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(
-                head_dim,
-                Reuse::Copy,
-            ));
+            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));
             kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
                 head_dim,
                 Reuse::Copy,
@@ -134,19 +121,12 @@ impl NeededKernels {
         for is_bf16 in [true, false] {
             kernels.push(swiglu_forward::swiglu_forward_kernel(is_bf16, 1));
             kernels.push(swiglu_backward::swiglu_backward_kernel(is_bf16, 1));
-            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(
-                is_bf16, 1,
-            ));
+            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(is_bf16, 1));
         }
         for &head_dim in head_dims {
-            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(
-                head_dim,
-                Reuse::Copy,
-            ));
+            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));
             for reuse in [Reuse::Copy, Reuse::InPlace] {
-                kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
-                    head_dim, reuse,
-                ));
+                kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, reuse));
             }
         }
         for &kv_heads in kv_heads {

@@ -24,17 +24,8 @@ fn main() {
     // One document per row; `Documents::new` packs several.
     let documents = Documents::whole_rows([batch, seq_len], &device);
     let rope = config.rope(seq_len, &device);
-    let x = Tensor::<B, 3>::random(
-        [batch, seq_len, d_model],
-        Distribution::Normal(0.0, 1.0),
-        &device,
-    )
-    .require_grad();
-    let result = layer.forward(
-        x.clone(),
-        x.zeros_like(),
-        &LayerContext::new(&documents, &rope),
-    );
+    let x = Tensor::<B, 3>::random([batch, seq_len, d_model], Distribution::Normal(0.0, 1.0), &device).require_grad();
+    let result = layer.forward(x.clone(), x.zeros_like(), &LayerContext::new(&documents, &rope));
     println!("output {:?}", result.x.dims());
 
     // Key j is seen by the queries j <= i < expire[j].
@@ -50,14 +41,7 @@ fn main() {
 
     let gradients = result.x.powi_scalar(2).sum().backward();
     let dx = x.grad(&gradients).expect("x requires a gradient");
-    let da = layer
-        .a
-        .val()
-        .grad(&gradients)
-        .expect("so does every parameter");
+    let da = layer.a.val().grad(&gradients).expect("so does every parameter");
     println!("|dx| {:.3e}", dx.powi_scalar(2).sum().sqrt().into_scalar());
-    println!(
-        "dA {:?}",
-        da.into_data().to_vec::<f32>().expect("f32 on the CPU")
-    );
+    println!("dA {:?}", da.into_data().to_vec::<f32>().expect("f32 on the CPU"));
 }

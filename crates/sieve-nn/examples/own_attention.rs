@@ -13,9 +13,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::{Attention, ModelShape};
-use sieve_nn::{
-    LayerContext, Linear, LmHead, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit,
-};
+use sieve_nn::{LayerContext, Linear, LmHead, QkvProjection, RmsNorm, SwigluMlp, TokenEmbedding, WeightInit};
 use sieve_ops::{Documents, Residual, RotaryEmbedding, SieveBackend};
 
 /// Dense attention whose heads are gated by the token.
@@ -37,12 +35,7 @@ impl<B: SieveBackend> GatedAttention<B> {
     }
 
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
-    fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> Tensor<B, 3> {
+    fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let gate = sigmoid(self.gate.forward(x.clone())).unsqueeze_dim::<4>(3);
         // Projection, norm of queries and keys, rotary embedding: `[batch, seq_len, heads, head_dim]`.
         let qkv = self.qkv.forward(x, context);
@@ -65,8 +58,7 @@ struct Model<B: Backend> {
 impl<B: SieveBackend> Model<B> {
     fn new(shape: &ModelShape, device: &B::Device) -> Self {
         let init = &mut WeightInit::new(0, shape.initializer_range);
-        let norm =
-            |init: &mut WeightInit| RmsNorm::new(shape.d_model, shape.rms_norm_eps, init, device);
+        let norm = |init: &mut WeightInit| RmsNorm::new(shape.d_model, shape.rms_norm_eps, init, device);
         Self {
             embedding: TokenEmbedding {
                 weight: init.normal([shape.vocab_size, shape.d_model], device),
@@ -83,19 +75,10 @@ impl<B: SieveBackend> Model<B> {
     }
 
     /// Summed cross-entropy in nats.
-    fn loss(
-        &self,
-        ids: Tensor<B, 2, Int>,
-        labels: Tensor<B, 2, Int>,
-        context: &LayerContext<'_, B>,
-    ) -> Tensor<B, 1> {
+    fn loss(&self, ids: Tensor<B, 2, Int>, labels: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 1> {
         let x = self.embedding.forward(ids);
-        let x = self
-            .attention
-            .forward(self.norm.forward(x.clone()), x, context);
-        let x = self
-            .mlp
-            .forward(x, &self.mlp_norm, Residual::Stream, context);
+        let x = self.attention.forward(self.norm.forward(x.clone()), x, context);
+        let x = self.mlp.forward(x, &self.mlp_norm, Residual::Stream, context);
         self.head.loss(x, labels, &self.embedding)
     }
 }

@@ -126,16 +126,10 @@ impl<B: Backend> Attention<B> {
     /// The kind that `shape` names.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         match shape.attention.form() {
-            AttentionForm::Grouped { window } => {
-                Self::Grouped(MultiHeadAttention::new(shape, window, init, device))
-            }
+            AttentionForm::Grouped { window } => Self::Grouped(MultiHeadAttention::new(shape, window, init, device)),
             AttentionForm::Latent(mla) => Self::Mla(LatentAttention::new(shape, mla, init, device)),
-            AttentionForm::Branches(nsa) => {
-                Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device))
-            }
-            AttentionForm::Ranked(dma) => {
-                Self::Dma(DynamicMaskAttention::new(shape, dma, init, device))
-            }
+            AttentionForm::Branches(nsa) => Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device)),
+            AttentionForm::Ranked(dma) => Self::Dma(DynamicMaskAttention::new(shape, dma, init, device)),
         }
     }
 }

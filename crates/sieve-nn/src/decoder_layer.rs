@@ -45,11 +45,7 @@ impl<B: Backend> DecoderLayer<B> {
         let self_attn = Attention::new(shape, init, device);
         let post_attention_layernorm = RmsNorm::new(d_model, rms_norm_eps, init, device);
         let mlp = SwigluMlp::new(d_model, d_ff, init, device);
-        let mut scale = || {
-            shape
-                .residual_scale
-                .then(|| init.constant(1.0, [d_model], device))
-        };
+        let mut scale = || shape.residual_scale.then(|| init.constant(1.0, [d_model], device));
         Self {
             input_layernorm,
             self_attn,
@@ -94,11 +90,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         self.feed_forward(scaled(x, &self.input_residual) + y, context)
     }
 
-    pub(crate) fn feed_forward(
-        &self,
-        x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> Tensor<B, 3> {
+    pub(crate) fn feed_forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let norm = &self.post_attention_layernorm;
         let layer = |x, residual| self.mlp.forward(x, norm, residual, context);
         match &self.post_attention_residual {
@@ -108,10 +100,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
     }
 }
 
-pub(crate) fn scaled<B: Backend>(
-    x: Tensor<B, 3>,
-    scale: &Option<Param<Tensor<B, 1>>>,
-) -> Tensor<B, 3> {
+pub(crate) fn scaled<B: Backend>(x: Tensor<B, 3>, scale: &Option<Param<Tensor<B, 1>>>) -> Tensor<B, 3> {
     match scale {
         Some(scale) => x * scale.val().unsqueeze(),
         None => x,

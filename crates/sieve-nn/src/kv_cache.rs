@@ -9,8 +9,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, SieveBackend, cached_attention,
-    dma_decode, dma_rank,
+    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, SieveBackend, cached_attention, dma_decode, dma_rank,
 };
 
 /// One cache per layer, and the number of tokens that went through.
@@ -112,8 +111,7 @@ pub(crate) fn by_row<B: Backend>(
         return attend(cache, packed);
     }
     let batch = packed.dims()[0];
-    let parts = rows_of(caches, batch)
-        .map(|(row, rows, cache)| attend(cache, packed.clone().narrow(0, row, rows)));
+    let parts = rows_of(caches, batch).map(|(row, rows, cache)| attend(cache, packed.clone().narrow(0, row, rows)));
     Tensor::cat(parts.collect(), 0)
 }
 
@@ -146,9 +144,7 @@ impl<B: SieveBackend> LayerCache<B> {
         };
         match self {
             Self::Empty => {}
-            Self::Recent { cache, .. } => {
-                [&mut cache.k, &mut cache.v].into_iter().for_each(repeated)
-            }
+            Self::Recent { cache, .. } => [&mut cache.k, &mut cache.v].into_iter().for_each(repeated),
             Self::Selected { cache, .. } => {
                 [&mut cache.k, &mut cache.v].into_iter().for_each(repeated);
                 cache.rank = primitive(float::<B, 3>(cache.rank.clone()).repeat_dim(0, rows));
@@ -177,10 +173,7 @@ impl<B: SieveBackend> LayerCache<B> {
             _ => {
                 let [_, k, v] = split(qkv.clone(), spec);
                 let [k, v] = [k, v].map(|x| primitive(recent(x, spec)));
-                (
-                    KeyCache { k, v },
-                    sieve_ops::attention(qkv, documents, spec),
-                )
+                (KeyCache { k, v }, sieve_ops::attention(qkv, documents, spec))
             }
         };
         let window_size = spec.window_size;
@@ -215,21 +208,12 @@ impl<B: SieveBackend> LayerCache<B> {
         let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
         let mut positions = Vec::with_capacity(batch * kv_heads * kept);
         for expire in expire.chunks(seq_len) {
-            let alive = expire
-                .iter()
-                .enumerate()
-                .filter(|(_, e)| **e as usize == seq_len);
+            let alive = expire.iter().enumerate().filter(|(_, e)| **e as usize == seq_len);
             positions.extend(alive.map(|(j, _)| j as i32));
         }
-        let positions = Tensor::<B, 3, Int>::from_data(
-            TensorData::new(positions, [batch, kv_heads, kept]),
-            &device,
-        );
+        let positions = Tensor::<B, 3, Int>::from_data(TensorData::new(positions, [batch, kv_heads, kept]), &device);
         let gather = |x: Tensor<B, 4>| {
-            let rows = positions
-                .clone()
-                .swap_dims(1, 2)
-                .reshape([batch, kept, kv_heads, 1]);
+            let rows = positions.clone().swap_dims(1, 2).reshape([batch, kept, kv_heads, 1]);
             x.gather(1, rows.expand([batch, kept, kv_heads, head_dim]))
         };
         let cache = DmaCache {
@@ -256,11 +240,7 @@ impl<B: SieveBackend> LayerCache<B> {
         spec: AttentionSpec,
         dma: DmaShape,
     ) -> Tensor<B, 4> {
-        let Self::Selected {
-            cache,
-            next_position,
-        } = std::mem::replace(self, Self::Empty)
-        else {
+        let Self::Selected { cache, next_position } = std::mem::replace(self, Self::Empty) else {
             panic!("a DMA layer decodes after a prompt");
         };
         let [batch, new, _, head_dim] = qkv.dims();
@@ -276,19 +256,14 @@ impl<B: SieveBackend> LayerCache<B> {
         let rank = dma_rank(z.clone(), here, dma.slopes(spec.num_kv_heads));
         let [q, k, v] = split(qkv, spec);
         let token = DmaToken {
-            q: q.reshape([batch, spec.num_heads, head_dim])
-                .into_primitive()
-                .tensor(),
+            q: q.reshape([batch, spec.num_heads, head_dim]).into_primitive().tensor(),
             k: k.reshape([batch, spec.num_kv_heads, head_dim])
                 .into_primitive()
                 .tensor(),
             v: v.reshape([batch, spec.num_kv_heads, head_dim])
                 .into_primitive()
                 .tensor(),
-            rank: rank
-                .reshape([batch, spec.num_kv_heads])
-                .into_primitive()
-                .tensor(),
+            rank: rank.reshape([batch, spec.num_kv_heads]).into_primitive().tensor(),
             position: next_position,
         };
         let (cache, o) = dma_decode(cache, token, spec.softmax_scale, dma.bias);

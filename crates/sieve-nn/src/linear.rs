@@ -28,11 +28,7 @@ impl<B: SieveBackend> Linear<B> {
     }
 
     /// As [`forward`](Self::forward), added to `residual`, `[.., out]`.
-    pub fn forward_add<const D: usize>(
-        &self,
-        x: Tensor<B, D>,
-        residual: Tensor<B, D>,
-    ) -> Tensor<B, D> {
+    pub fn forward_add<const D: usize>(&self, x: Tensor<B, D>, residual: Tensor<B, D>) -> Tensor<B, D> {
         sieve_ops::linear_add(x, self.weight.val(), residual)
     }
 }

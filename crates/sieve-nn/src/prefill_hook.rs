@@ -76,10 +76,7 @@ impl<B: Backend> LayerOperands<B> {
     ///
     /// # Errors
     /// Those of `attend`.
-    pub fn on_host<E>(
-        &self,
-        attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>,
-    ) -> Result<Tensor<B, 4>, E> {
+    pub fn on_host<E>(&self, attend: impl FnOnce(HostOperands<'_>) -> Result<Vec<f32>, E>) -> Result<Tensor<B, 4>, E> {
         let [_, num_tokens, _, head_dim] = self.qkv.dims();
         let v = self.copied(self.num_heads + self.num_kv_heads, self.num_kv_heads);
         let o = attend(HostOperands {
@@ -248,13 +245,7 @@ mod tests {
                 let q = &op.q[(t * op.num_heads + head) * d..][..d];
                 let at = |j: usize| (j * op.num_kv_heads + head / m) * d;
                 let logits: Vec<f32> = (0..=t)
-                    .map(|j| {
-                        q.iter()
-                            .zip(&op.k[at(j)..])
-                            .map(|(a, b)| a * b)
-                            .sum::<f32>()
-                            / (d as f32).sqrt()
-                    })
+                    .map(|j| q.iter().zip(&op.k[at(j)..]).map(|(a, b)| a * b).sum::<f32>() / (d as f32).sqrt())
                     .collect();
                 let max = logits.iter().copied().fold(f32::MIN, f32::max);
                 let sum: f32 = logits.iter().map(|x| (x - max).exp()).sum();
@@ -287,14 +278,7 @@ mod tests {
             });
             let hooked = hooked.expect("it never fails");
             assert_close("hidden", &values(hooked), &values(plain), 1e-4);
-            assert_eq!(
-                calls,
-                if kind == sieve_core::Attention::Mha {
-                    6
-                } else {
-                    0
-                }
-            );
+            assert_eq!(calls, if kind == sieve_core::Attention::Mha { 6 } else { 0 });
         }
     }
 
@@ -307,17 +291,11 @@ mod tests {
         let a = model.next_logits(first.clone(), &mut plain, &rope);
         let attend = &mut |op: &LayerOperands<Flex>| op.on_host(dense);
         let b = model.next_logits_attending(first, &mut hooked, &rope, attend);
-        assert_close(
-            "prompt",
-            &values(b.expect("it never fails")),
-            &values(a),
-            1e-4,
-        );
+        assert_close("prompt", &values(b.expect("it never fails")), &values(a), 1e-4);
         let a = model.next_logits(ids([1, 1], 2), &mut plain, &rope);
         let b = model.next_logits(ids([1, 1], 2), &mut hooked, &rope);
         assert_close("next", &values(b), &values(a), 1e-4);
-        let error =
-            model.next_logits_attending(ids([1, 1], 2), &mut hooked, &rope, &mut |_| Err("no"));
+        let error = model.next_logits_attending(ids([1, 1], 2), &mut hooked, &rope, &mut |_| Err("no"));
         assert_eq!(error.err(), Some("no"));
     }
 }

@@ -87,9 +87,7 @@ impl<B: SieveBackend> QkvProjection<B> {
     pub fn project(&self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let heads = self.num_heads + 2 * self.num_kv_heads;
-        self.qkv_proj
-            .forward(x)
-            .reshape([batch, seq_len, heads, self.head_dim])
+        self.qkv_proj.forward(x).reshape([batch, seq_len, heads, self.head_dim])
     }
 
     /// Norms and rotation of a packed tensor.

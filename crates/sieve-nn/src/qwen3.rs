@@ -32,27 +32,16 @@ pub struct LmHead<B: Backend> {
 
 impl<B: SieveBackend> LmHead<B> {
     /// Summed cross-entropy in nats over the labelled tokens, `[1]`; `tied` is the embedding's weight.
-    pub fn loss(
-        &self,
-        x: Tensor<B, 3>,
-        labels: Tensor<B, 2, Int>,
-        tied: &TokenEmbedding<B>,
-    ) -> Tensor<B, 1> {
+    pub fn loss(&self, x: Tensor<B, 3>, labels: Tensor<B, 2, Int>, tied: &TokenEmbedding<B>) -> Tensor<B, 1> {
         let h = self.norm.forward(x).flatten(0, 1);
         sieve_ops::linear_cross_entropy(h, self.weight(tied), labels.flatten(0, 1))
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`; zero where there is no label.
-    pub fn token_losses(
-        &self,
-        x: Tensor<B, 3>,
-        labels: Tensor<B, 2, Int>,
-        tied: &TokenEmbedding<B>,
-    ) -> Tensor<B, 2> {
+    pub fn token_losses(&self, x: Tensor<B, 3>, labels: Tensor<B, 2, Int>, tied: &TokenEmbedding<B>) -> Tensor<B, 2> {
         let [batch, seq_len] = labels.dims();
         let h = self.norm.forward(x).flatten(0, 1);
-        sieve_ops::token_losses(h, self.weight(tied), labels.flatten(0, 1))
-            .reshape([batch, seq_len])
+        sieve_ops::token_losses(h, self.weight(tied), labels.flatten(0, 1)).reshape([batch, seq_len])
     }
 
     /// `[batch, seq_len, vocab_size]`.
@@ -99,8 +88,7 @@ impl<B: Backend> Qwen3<B> {
             .map(|layer| DecoderLayer::new(&shape.of_layer(layer), init, device))
             .collect();
         let norm = RmsNorm::new(d_model, shape.rms_norm_eps, init, device);
-        let lm_head =
-            (!shape.tie_word_embeddings).then(|| Linear::new(d_model, vocab_size, init, device));
+        let lm_head = (!shape.tie_word_embeddings).then(|| Linear::new(d_model, vocab_size, init, device));
         Self {
             embed_tokens,
             layers,
@@ -116,12 +104,7 @@ impl<B: Backend> Qwen3<B> {
 
     /// Rotary tables for `max_positions` positions.
     pub fn rope(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
-        RotaryEmbedding::new(
-            rope_dim(&self.shape),
-            max_positions,
-            self.shape.rope_theta,
-            device,
-        )
+        RotaryEmbedding::new(rope_dim(&self.shape), max_positions, self.shape.rope_theta, device)
     }
 }
 
@@ -129,15 +112,12 @@ impl<B: SieveBackend> Qwen3<B> {
     /// The residual stream after the last block, `[batch, seq_len, d_model]`.
     pub fn hidden(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let x = self.embed_tokens.forward(ids);
-        self.layers
-            .iter()
-            .fold(x, |x, layer| layer.forward(x, context).x)
+        self.layers.iter().fold(x, |x, layer| layer.forward(x, context).x)
     }
 
     /// `[batch, seq_len, vocab_size]`.
     pub fn logits(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        self.head
-            .logits(self.hidden(ids, context), &self.embed_tokens)
+        self.head.logits(self.hidden(ids, context), &self.embed_tokens)
     }
 
     /// Cross-entropy of each token in nats, `[batch, seq_len]`.

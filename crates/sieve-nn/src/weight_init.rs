@@ -29,35 +29,23 @@ impl WeightInit {
     }
 
     /// The next parameter, normal.
-    pub fn normal<B: Backend, const D: usize>(
-        &mut self,
-        shape: [usize; D],
-        device: &B::Device,
-    ) -> Param<Tensor<B, D>> {
+    pub fn normal<B: Backend, const D: usize>(&mut self, shape: [usize; D], device: &B::Device) -> Param<Tensor<B, D>> {
         let first_stream = self.num_drawn << 32;
         self.num_drawn += 1;
         let mut values = vec![0f32; shape.iter().product()];
-        values
-            .par_chunks_mut(CHUNK)
-            .enumerate()
-            .for_each(|(chunk, values)| {
-                let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-                rng.set_stream(first_stream + chunk as u64);
-                for value in values {
-                    let unit: f64 = StandardNormal.sample(&mut rng);
-                    *value = (unit * self.standard_deviation) as f32;
-                }
-            });
+        values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
+            let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
+            rng.set_stream(first_stream + chunk as u64);
+            for value in values {
+                let unit: f64 = StandardNormal.sample(&mut rng);
+                *value = (unit * self.standard_deviation) as f32;
+            }
+        });
         parameter(values, shape, device)
     }
 
     /// A vector of `len` values that repeat `pattern`.
-    pub fn repeated<B: Backend>(
-        &mut self,
-        pattern: &[f64],
-        len: usize,
-        device: &B::Device,
-    ) -> Param<Tensor<B, 1>> {
+    pub fn repeated<B: Backend>(&mut self, pattern: &[f64], len: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
         let values = pattern.iter().map(|&x| x as f32).cycle().take(len);
         parameter(values.collect(), [len], device)
     }

@@ -39,18 +39,14 @@ impl<B: AttentionBackend> Mixer<B> {
         let [batch, seq_len, _d_model] = x.dims();
         // Queries, keys and values side by side, as all of Sieve's ops take them.
         let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
-        let qkv = self
-            .qkv
-            .forward(x)
-            .reshape([batch, seq_len, heads, HEAD_DIM]);
+        let qkv = self.qkv.forward(x).reshape([batch, seq_len, heads, HEAD_DIM]);
         let spec = AttentionSpec {
             num_heads: NUM_HEADS,
             num_kv_heads: NUM_KV_HEADS,
             window_size: Some(24),
             softmax_scale: (HEAD_DIM as f64).powf(-0.5),
         };
-        self.out
-            .forward(attention(qkv, documents, spec).flatten(2, 3))
+        self.out.forward(attention(qkv, documents, spec).flatten(2, 3))
     }
 }
 
@@ -69,13 +65,7 @@ fn train<B: AutodiffBackend + AttentionBackend>(device: &B::Device) -> (f32, f32
         let y = mixer.forward(x.clone(), &documents);
         let y = y.slice([0..batch, 2..seq_len]);
         let loss = (y - past.clone()).powi_scalar(2).mean();
-        losses.push(
-            loss.clone()
-                .into_data()
-                .iter::<f32>()
-                .next()
-                .unwrap_or(f32::NAN),
-        );
+        losses.push(loss.clone().into_data().iter::<f32>().next().unwrap_or(f32::NAN));
         let gradients = GradientsParams::from_grads(loss.backward(), &mixer);
         mixer = optimizer.step(1e-2, mixer, gradients);
     }

@@ -29,13 +29,7 @@ pub fn attention_decode<B: DecodeBackend>(
     softmax_scale: f64,
 ) -> Tensor<B, 3> {
     let (q, delta) = (primitive(q), delta.map(primitive));
-    tensor(B::attention_decode(
-        q,
-        primitive(k),
-        primitive(v),
-        delta,
-        softmax_scale,
-    ))
+    tensor(B::attention_decode(q, primitive(k), primitive(v), delta, softmax_scale))
 }
 
 /// Adds the keys and values of one token a sequence to the cache, then attends with its queries over all of them, or

@@ -26,12 +26,7 @@ impl<B: Backend> Documents<B> {
     /// From host values in row-major order, `batch * seq_len` each.
     ///
     /// Panics when a slice has another length, or a token lies outside its document.
-    pub fn new(
-        start: &[u32],
-        end: &[u32],
-        [batch, seq_len]: [usize; 2],
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(start: &[u32], end: &[u32], [batch, seq_len]: [usize; 2], device: &B::Device) -> Self {
         assert_eq!(start.len(), batch * seq_len, "one start per token");
         assert_eq!(end.len(), batch * seq_len, "one end per token");
         let positions: Vec<i32> = (0..batch * seq_len)
@@ -44,8 +39,7 @@ impl<B: Backend> Documents<B> {
                 (column - start[token]) as i32
             })
             .collect();
-        let ints =
-            |values: Vec<i32>| Tensor::from_data(TensorData::new(values, [batch, seq_len]), device);
+        let ints = |values: Vec<i32>| Tensor::from_data(TensorData::new(values, [batch, seq_len]), device);
         Self {
             start: ints(start.iter().map(|&x| x as i32).collect()),
             end: ints(end.iter().map(|&x| x as i32).collect()),
@@ -66,10 +60,7 @@ impl<B: Backend> Documents<B> {
 
     /// The bounds as backend primitives, `[start, end]`.
     pub fn bounds(&self) -> DocumentBounds<B> {
-        [
-            self.start.clone().into_primitive(),
-            self.end.clone().into_primitive(),
-        ]
+        [self.start.clone().into_primitive(), self.end.clone().into_primitive()]
     }
 }
 

@@ -18,10 +18,7 @@ use burn::tensor::{Int, Tensor};
 /// - weight: `[vocab_size, d_model]`
 /// - ids: `[batch, seq_len]`, each in `0..vocab_size`
 /// - returns: `[batch, seq_len, d_model]`
-pub fn embedding<B: EmbeddingBackend>(
-    weight: Tensor<B, 2>,
-    ids: Tensor<B, 2, Int>,
-) -> Tensor<B, 3> {
+pub fn embedding<B: EmbeddingBackend>(weight: Tensor<B, 2>, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
     let ids = ids.into_primitive();
     tensor(<B as EmbeddingBackend>::embedding(primitive(weight), ids))
 }

@@ -33,25 +33,20 @@ mod tensors;
 #[cfg(test)]
 mod testing;
 
-pub use attention::{
-    AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention,
-};
+pub use attention::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention};
 pub use backend::TrainBackend;
 pub use block::{
-    AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward,
-    FeedForwardBackend, Residual, SeedBackend, WeightSums, attention_layer, feed_forward,
-    keep_made_again, seed_gradient,
+    AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward, FeedForwardBackend, Residual,
+    SeedBackend, WeightSums, attention_layer, feed_forward, keep_made_again, seed_gradient,
 };
 pub use decode::{
-    DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode,
-    mla_decode,
+    DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode, mla_decode,
 };
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use dma::{
-    DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys,
-    DmaSelection, DynamicMaskBackend, dma_attention, dma_bias, dma_rank, dma_select,
-    dynamic_mask_attention,
+    DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection,
+    DynamicMaskBackend, dma_attention, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
@@ -61,22 +56,18 @@ pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, t
 pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};
 pub use norm::{NormBackend, NormGradients, RmsNormCall, rms_norm};
 pub use nsa::{
-    CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients, NsaSelected,
-    choose_blocks, nsa_blocks, nsa_compressed_attention, nsa_gates, nsa_mean_pool,
-    nsa_selected_attention, overlap_weight,
+    CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients, NsaSelected, choose_blocks,
+    nsa_blocks, nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
 };
 pub use optimizer::{
-    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw, join_master,
-    split_master, sum_of_squares,
+    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw, join_master, split_master,
+    sum_of_squares,
 };
-pub use rope::{
-    QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope,
-};
+pub use rope::{QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope};
 pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend};
 pub use sparse::{
-    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes,
-    has_sparse_attention, heavy_decode, keep_heavy_keys, select_blocks, select_blocks_by_bounds,
-    sparse_attention,
+    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes, has_sparse_attention,
+    heavy_decode, keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,
 };
 pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 
@@ -115,17 +106,13 @@ pub mod reference {
     pub use crate::embedding::reference::{embedding, embedding_backward};
     pub use crate::fp8::reference::{fp8_linear, fp8_linear_backward, fp8_quantise};
     pub use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
-    pub use crate::loss::reference::{
-        linear_cross_entropy, linear_cross_entropy_with_gradients, scale, token_losses,
-    };
-    pub use crate::mla::reference::{
-        mla_attention, mla_attention_backward, mla_pack, mla_pack_backward,
-    };
+    pub use crate::loss::reference::{linear_cross_entropy, linear_cross_entropy_with_gradients, scale, token_losses};
+    pub use crate::mla::reference::{mla_attention, mla_attention_backward, mla_pack, mla_pack_backward};
     pub use crate::norm::reference::{rms_norm, rms_norm_backward};
     pub use crate::nsa::reference::{
-        nsa_blocks, nsa_blocks_backward, nsa_compressed_attention,
-        nsa_compressed_attention_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool,
-        nsa_mean_pool_backward, nsa_selected_attention, nsa_selected_attention_backward,
+        nsa_blocks, nsa_blocks_backward, nsa_compressed_attention, nsa_compressed_attention_backward, nsa_gates,
+        nsa_gates_backward, nsa_mean_pool, nsa_mean_pool_backward, nsa_selected_attention,
+        nsa_selected_attention_backward,
     };
     pub use crate::optimizer::reference::{adamw, global_norm, sum_of_squares};
     pub use crate::rope::reference::{qk_norm_rope, qk_norm_rope_backward};

@@ -18,14 +18,8 @@ use burn::tensor::Tensor;
 /// - x: `[.., in]`
 /// - weight: `[out, in]`
 /// - returns: `[.., out]`
-pub fn linear<B: LinearBackend, const D: usize>(
-    x: Tensor<B, D>,
-    weight: Tensor<B, 2>,
-) -> Tensor<B, D> {
-    tensor(<B as LinearBackend>::linear(
-        primitive(x),
-        primitive(weight),
-    ))
+pub fn linear<B: LinearBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
+    tensor(<B as LinearBackend>::linear(primitive(x), primitive(weight)))
 }
 
 /// `y = residual + x Wᵀ`; shapes as [`linear`], residual `[.., out]`.
@@ -34,9 +28,5 @@ pub fn linear_add<B: LinearBackend, const D: usize>(
     weight: Tensor<B, 2>,
     residual: Tensor<B, D>,
 ) -> Tensor<B, D> {
-    tensor(B::linear_add(
-        primitive(x),
-        primitive(weight),
-        primitive(residual),
-    ))
+    tensor(B::linear_add(primitive(x), primitive(weight), primitive(residual)))
 }

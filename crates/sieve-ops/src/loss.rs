@@ -27,19 +27,11 @@ pub fn linear_cross_entropy<B: LossBackend>(
     labels: Tensor<B, 1, Int>,
 ) -> Tensor<B, 1> {
     let labels = labels.into_primitive();
-    tensor(B::linear_cross_entropy(
-        primitive(h),
-        primitive(weight),
-        labels,
-    ))
+    tensor(B::linear_cross_entropy(primitive(h), primitive(weight), labels))
 }
 
 /// Cross-entropy of every token in nats, `[tokens]`; zero where the label is [`IGNORE_LABEL`]. Shapes as above.
-pub fn token_losses<B: LossBackend>(
-    h: Tensor<B, 2>,
-    weight: Tensor<B, 2>,
-    labels: Tensor<B, 1, Int>,
-) -> Tensor<B, 1> {
+pub fn token_losses<B: LossBackend>(h: Tensor<B, 2>, weight: Tensor<B, 2>, labels: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let labels = labels.into_primitive();
     tensor(B::token_losses(primitive(h), primitive(weight), labels))
 }

@@ -45,10 +45,6 @@ pub fn mla_pack<B: MlaBackend>(
 /// # Shapes
 /// - packed: `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
-pub fn mla_attention<B: MlaBackend>(
-    packed: Tensor<B, 3>,
-    documents: &Documents<B>,
-    spec: MlaSpec,
-) -> Tensor<B, 4> {
+pub fn mla_attention<B: MlaBackend>(packed: Tensor<B, 3>, documents: &Documents<B>, spec: MlaSpec) -> Tensor<B, 4> {
     tensor(B::mla_attention(primitive(packed), &documents.bounds(), spec).o)
 }

@@ -18,11 +18,7 @@ use burn::tensor::Tensor;
 /// - x: `[.., d_model]`
 /// - weight: `[d_model]`
 /// - returns: shape of x
-pub fn rms_norm<B: NormBackend, const D: usize>(
-    x: Tensor<B, D>,
-    weight: Tensor<B, 1>,
-    epsilon: f64,
-) -> Tensor<B, D> {
+pub fn rms_norm<B: NormBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 1>, epsilon: f64) -> Tensor<B, D> {
     tensor(B::rms_norm(RmsNormCall {
         x: primitive(x),
         weight: primitive(weight),

@@ -92,11 +92,7 @@ pub fn nsa_selected_attention<B: NsaBackend>(
 /// # Shapes
 /// - branches: `[batch, seq_len, num_heads, head_dim]` each
 /// - logits: `[batch, seq_len, num_heads * 3]`, bias: `[num_heads * 3]`, the branch varying fastest
-pub fn nsa_gates<B: NsaBackend>(
-    branches: [Tensor<B, 4>; 3],
-    logits: Tensor<B, 3>,
-    bias: Tensor<B, 1>,
-) -> Tensor<B, 4> {
+pub fn nsa_gates<B: NsaBackend>(branches: [Tensor<B, 4>; 3], logits: Tensor<B, 3>, bias: Tensor<B, 1>) -> Tensor<B, 4> {
     tensor(B::nsa_gates(
         branches.map(primitive),
         primitive(logits),

@@ -29,18 +29,13 @@ pub fn adamw<B: OptimizerBackend, const D: usize>(
 
 /// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw`] needs beside it, as a primitive that nothing else
 /// reads.
-pub fn split_master<B: OptimizerBackend, const D: usize>(
-    master: Tensor<B, D>,
-) -> (Tensor<B, D>, Float<B>) {
+pub fn split_master<B: OptimizerBackend, const D: usize>(master: Tensor<B, D>) -> (Tensor<B, D>, Float<B>) {
     let (leaf, rest) = B::split_master(primitive(master));
     (tensor(leaf), rest)
 }
 
 /// The master of a leaf and its rest, exactly.
-pub fn join_master<B: OptimizerBackend, const D: usize>(
-    leaf: Tensor<B, D>,
-    rest: Float<B>,
-) -> Tensor<B, D> {
+pub fn join_master<B: OptimizerBackend, const D: usize>(leaf: Tensor<B, D>, rest: Float<B>) -> Tensor<B, D> {
     tensor(B::join_master(primitive(leaf), rest))
 }
 

@@ -31,13 +31,7 @@ impl<B: Backend> RotaryEmbedding<B> {
     }
 
     /// Tables in another float type, for references in f64.
-    pub fn with_dtype(
-        head_dim: usize,
-        max_positions: usize,
-        theta: f64,
-        device: &B::Device,
-        dtype: DType,
-    ) -> Self {
+    pub fn with_dtype(head_dim: usize, max_positions: usize, theta: f64, device: &B::Device, dtype: DType) -> Self {
         let half = head_dim / 2;
         let angles: Vec<f64> = (0..max_positions * half)
             .map(|n| {

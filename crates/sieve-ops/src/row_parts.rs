@@ -60,11 +60,7 @@ impl RowParts {
     ///
     /// # Panics
     /// Rows that cannot be cut into parts of equal length.
-    pub fn new(
-        links: Arc<dyn RowLinks>,
-        bounds: [Vec<u32>; 2],
-        [batch, seq_len]: [usize; 2],
-    ) -> Self {
+    pub fn new(links: Arc<dyn RowLinks>, bounds: [Vec<u32>; 2], [batch, seq_len]: [usize; 2]) -> Self {
         let parts = links.num_parts();
         assert_eq!(seq_len % parts, 0, "{parts} parts of a row of {seq_len}");
         assert!(bounds.iter().all(|bounds| bounds.len() == batch * seq_len));
@@ -136,8 +132,8 @@ impl<B: Backend> Documents<B> {
             (position - parts.document(row, position)[0]) as i32
         });
         let positions = positions.collect::<Vec<_>>();
-        let [start, end, positions] = [start, end, positions]
-            .map(|values| Tensor::from_data(TensorData::new(values, [batch, len]), device));
+        let [start, end, positions] =
+            [start, end, positions].map(|values| Tensor::from_data(TensorData::new(values, [batch, len]), device));
         Self {
             start,
             end,

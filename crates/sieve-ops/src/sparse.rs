@@ -142,10 +142,7 @@ pub fn correct_by_probes<B: SparseBackend>(
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn keep_heavy_keys<B: SparseBackend>(
-    qkv: &Tensor<B, 4>,
-    heavy: &HeavyKeys,
-) -> Result<DmaCache<B>, String> {
+pub fn keep_heavy_keys<B: SparseBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String> {
     B::keep_heavy_keys(primitive(qkv.clone()), heavy)
 }
 

@@ -32,10 +32,7 @@ pub trait SwigluGradients: SwigluBackend {
     /// Gradient of [`crate::swiglu`].
     fn swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> Float<Self>;
     /// `(dgate_up, y)`: gradient of [`crate::swiglu`], and its output once more.
-    fn swiglu_backward_with_output(
-        gate_up: Float<Self>,
-        dy: Float<Self>,
-    ) -> (Float<Self>, Float<Self>);
+    fn swiglu_backward_with_output(gate_up: Float<Self>, dy: Float<Self>) -> (Float<Self>, Float<Self>);
 }
 
 /// `silu(gate) * up` and its gradient in plain Burn operations.
@@ -95,9 +92,7 @@ impl SwigluBackend for Flex {
 impl SwigluGradients for Flex {
     fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
         if !is_f32(&gate_up) {
-            return plain("swiglu_backward", || {
-                reference::swiglu_backward::<Self>(gate_up, dy)
-            });
+            return plain("swiglu_backward", || reference::swiglu_backward::<Self>(gate_up, dy));
         }
         let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
         let mut d_gate_up = zeros_like(&gate_up);
@@ -106,10 +101,7 @@ impl SwigluGradients for Flex {
         from_vec(d_gate_up, gate_up.shape())
     }
 
-    fn swiglu_backward_with_output(
-        gate_up: FlexTensor,
-        dy: FlexTensor,
-    ) -> (FlexTensor, FlexTensor) {
+    fn swiglu_backward_with_output(gate_up: FlexTensor, dy: FlexTensor) -> (FlexTensor, FlexTensor) {
         let y = Self::swiglu(gate_up.clone());
         (Self::swiglu_backward(gate_up, dy), y)
     }
@@ -118,9 +110,7 @@ impl SwigluGradients for Flex {
 impl SwigluBackend for Cuda {
     fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
         let attempt = sieve_kernels::step::swiglu_forward(&CudaTensor::from(gate_up.clone()));
-        kernel_or("swiglu", attempt.map(Into::into), || {
-            reference::swiglu::<Self>(gate_up)
-        })
+        kernel_or("swiglu", attempt.map(Into::into), || reference::swiglu::<Self>(gate_up))
     }
 }
 
@@ -128,17 +118,13 @@ impl SwigluGradients for Cuda {
     fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
         let is_free = gate_up.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
-        let attempt =
-            sieve_kernels::step::swiglu_backward(&x, &d, reuse(is_free && x.is_contiguous()));
+        let attempt = sieve_kernels::step::swiglu_backward(&x, &d, reuse(is_free && x.is_contiguous()));
         kernel_or("swiglu_backward", attempt.map(Into::into), || {
             reference::swiglu_backward::<Self>(gate_up, dy)
         })
     }
 
-    fn swiglu_backward_with_output(
-        gate_up: CudaPrimitive,
-        dy: CudaPrimitive,
-    ) -> (CudaPrimitive, CudaPrimitive) {
+    fn swiglu_backward_with_output(gate_up: CudaPrimitive, dy: CudaPrimitive) -> (CudaPrimitive, CudaPrimitive) {
         let is_free = gate_up.can_mut() && dy.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
         let reuse = reuse(is_free && x.is_contiguous() && d.is_contiguous());
@@ -184,8 +170,7 @@ mod tests {
     use super::swiglu;
     use crate::reference;
     use crate::testing::{
-        Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
-        primitive,
+        Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, primitive,
     };
 
     fn op(inputs: &[Float]) -> Float {

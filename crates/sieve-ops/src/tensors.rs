@@ -17,11 +17,7 @@ pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Flo
 
 /// The dtype a reference computes in: f64 stays, everything else becomes f32.
 pub(crate) fn compute_dtype(dtype: DType) -> DType {
-    if dtype == DType::F64 {
-        DType::F64
-    } else {
-        DType::F32
-    }
+    if dtype == DType::F64 { DType::F64 } else { DType::F32 }
 }
 
 /// A primitive in its compute dtype; its own dtype beside it.
@@ -37,11 +33,7 @@ pub(crate) fn rows<B: Backend>(primitive: Float<B>) -> (Tensor<B, 2>, DType, Vec
     let last = shape[shape.len() - 1];
     let count = shape.iter().product::<usize>() / last.max(1);
     let flat = B::float_reshape(primitive, [count, last].into());
-    (
-        tensor::<B, 2>(flat).cast(compute_dtype(dtype)),
-        dtype,
-        shape,
-    )
+    (tensor::<B, 2>(flat).cast(compute_dtype(dtype)), dtype, shape)
 }
 
 /// The inverse of [`rows`], in `dtype` and with `shape`.

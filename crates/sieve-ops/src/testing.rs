@@ -59,9 +59,7 @@ impl Input {
     }
 
     pub(crate) fn tensor(&self, dtype: DType) -> FlexTensor {
-        FlexTensor::from_data(
-            TensorData::new(self.values.clone(), self.dims.clone()).convert_dtype(dtype),
-        )
+        FlexTensor::from_data(TensorData::new(self.values.clone(), self.dims.clone()).convert_dtype(dtype))
     }
 }
 
@@ -169,11 +167,7 @@ pub(crate) fn evaluate(op: Op, inputs: &[Input], seed: u64, dtype: DType, how: V
 fn max_error(got: &[f64], exact: &[f64]) -> f64 {
     got.iter().zip(exact).fold(0.0, |max: f64, (got, exact)| {
         let error = (got - exact).abs();
-        max.max(if error.is_finite() {
-            error
-        } else {
-            f64::INFINITY
-        })
+        max.max(if error.is_finite() { error } else { f64::INFINITY })
     })
 }
 
@@ -198,13 +192,7 @@ pub(crate) fn check_parity(what: &str, inputs: &[Input], op: Op, reference: Op) 
 
 /// The same with another number of roundings.
 #[track_caller]
-pub(crate) fn check_parity_within(
-    roundings: f64,
-    what: &str,
-    inputs: &[Input],
-    op: Op,
-    reference: Op,
-) {
+pub(crate) fn check_parity_within(roundings: f64, what: &str, inputs: &[Input], op: Op, reference: Op) {
     let run = |op, dtype| evaluate(op, inputs, 77, dtype, View::Contiguous);
     let exact = run(reference, DType::F64);
     let plain = run(reference, DType::F32);
@@ -216,12 +204,7 @@ pub(crate) fn check_parity_within(
     let explicit = parts(what, &explicit);
     for (n, (name, exact)) in parts(what, &exact).into_iter().enumerate() {
         let scale = largest(exact);
-        assert_close(
-            &format!("{name} in f64"),
-            explicit[n].1,
-            exact,
-            1e-11 * (1.0 + scale),
-        );
+        assert_close(&format!("{name} in f64"), explicit[n].1, exact, 1e-11 * (1.0 + scale));
         // Inputs are of order one, so differences that cancel keep roundings of order one.
         let floor = roundings * f64::from(f32::EPSILON) * (1.0 + scale);
         let allowed = 2.0 * max_error(plain[n].1, exact) + floor;
@@ -299,12 +282,7 @@ pub(crate) fn documents<B: burn::tensor::backend::Backend>(
         first = last;
     }
     let device = Default::default();
-    Documents::new(
-        &start.repeat(batch),
-        &end.repeat(batch),
-        [batch, seq_len],
-        &device,
-    )
+    Documents::new(&start.repeat(batch), &end.repeat(batch), [batch, seq_len], &device)
 }
 
 /// Host integers as a tensor.

@@ -29,10 +29,7 @@ pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> Cache
     all.fold(first, |sum, part| CachePlan {
         bytes_per_token: sum.bytes_per_token + part.bytes_per_token,
         // The cache stops growing when the last of its layers does.
-        stops_at_tokens: sum
-            .stops_at_tokens
-            .zip(part.stops_at_tokens)
-            .map(|(a, b)| a.max(b)),
+        stops_at_tokens: sum.stops_at_tokens.zip(part.stops_at_tokens).map(|(a, b)| a.max(b)),
         seq_len,
         bytes_at_seq_len: sum.bytes_at_seq_len + part.bytes_at_seq_len,
     })
@@ -51,11 +48,7 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
         AttentionForm::Branches(nsa) => {
             let copies = nsa.num_kv_copies() as u64;
             // Copies of the compressed and selected branches grow; the window's own does not.
-            let growing = if nsa.shared_kv {
-                1
-            } else {
-                NUM_NSA_BRANCHES as u64 - 1
-            };
+            let growing = if nsa.shared_kv { 1 } else { NUM_NSA_BRANCHES as u64 - 1 };
             let blocks = nsa.num_compressed_blocks(seq_len) as u64;
             let open_block = kv / 2 * nsa.compress_block_size as u64;
             let own_window = (copies - growing) * kv * held(nsa.window_size);

@@ -131,12 +131,7 @@ impl Moment {
 }
 
 /// Memory of one stage's training step, in each of `ranks` processes.
-pub fn memory_plan(
-    recipe: &Recipe,
-    shape: &ModelShape,
-    target: &Target,
-    ranks: usize,
-) -> MemoryPlan {
+pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
         let with = |made_again, rest| {
             let keeping = Keeping { rest, made_again };
@@ -156,13 +151,7 @@ pub fn memory_plan(
     plan
 }
 
-fn needed(
-    recipe: &Recipe,
-    shape: &ModelShape,
-    target: &Target,
-    ranks: usize,
-    keeping: Keeping,
-) -> MemoryPlan {
+fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> MemoryPlan {
     let value_bytes = target.value_bytes();
     let num_parameters = shape.parameters().total();
     let section = &recipe.activation_checkpoint;
@@ -199,8 +188,7 @@ fn needed(
         Target::Gpu(_) if ranks > 1 => GPU_PROGRAM_BYTES + NCCL_BYTES,
         Target::Gpu(_) => GPU_PROGRAM_BYTES,
     };
-    let total_bytes =
-        program_bytes + parameter_bytes + master_bytes + moment_bytes + fullest.total();
+    let total_bytes = program_bytes + parameter_bytes + master_bytes + moment_bytes + fullest.total();
     let available_bytes = target.memory_bytes();
     MemoryPlan {
         parameter_bytes,
@@ -223,24 +211,16 @@ fn needed(
     }
 }
 
-fn moments(
-    recipe: &Recipe,
-    shape: &ModelShape,
-    target: &Target,
-    ranks: usize,
-    keeping: Keeping,
-) -> [Moment; 4] {
+fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> [Moment; 4] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
     let rows = RowShare::of(recipe);
     let (seq_len, tokens) = (rows.attended(shape), rows.tokens() as u64);
-    let of_parts =
-        |layer_idx: usize| rows.kept_bytes(&shape.of_layer(layer_idx), target.value_bytes());
+    let of_parts = |layer_idx: usize| rows.kept_bytes(&shape.of_layer(layer_idx), target.value_bytes());
     let recomputes = |layer_idx: usize| section.recomputes(layer_idx);
     let per_token = activation_bytes_per_token(shape, target, seq_len, keeping, recomputes);
     let layers = (0..shape.num_layers).filter(|&layer_idx| !recomputes(layer_idx));
-    let blocks = times(tokens, per_token)
-        .saturating_add_signed(fp8_bytes(recipe, shape, target, keeping, recomputes))
+    let blocks = times(tokens, per_token).saturating_add_signed(fp8_bytes(recipe, shape, target, keeping, recomputes))
         + layers.map(of_parts).sum::<u64>();
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
@@ -264,8 +244,8 @@ fn moments(
     };
     let exchanged = shape.by_kind().into_iter();
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
-    let temporaries = block_temporaries(shape, target, &rows.recipe_of_part(recipe).training)
-        + exchanged.max().unwrap_or(0);
+    let temporaries =
+        block_temporaries(shape, target, &rows.recipe_of_part(recipe).training) + exchanged.max().unwrap_or(0);
     // A recomputed block is there as a whole while its backward pass runs.
     let kept = |layer_idx: usize| {
         let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping);
@@ -274,11 +254,7 @@ fn moments(
         times(tokens, block).saturating_add_signed(fp8) + of_parts(layer_idx)
     };
     let recomputed = |layer_idx: usize| {
-        if recomputes(layer_idx) {
-            kept(layer_idx)
-        } else {
-            0
-        }
+        if recomputes(layer_idx) { kept(layer_idx) } else { 0 }
     };
     let last = shape.num_layers.saturating_sub(1);
     let written = match target {

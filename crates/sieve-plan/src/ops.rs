@@ -28,9 +28,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
         match part.attention.form() {
             AttentionForm::Grouped { .. } => &["attention"],
             AttentionForm::Latent(_) => &["latent attention"],
-            AttentionForm::Branches(_) => {
-                &["compression", "selection", "selected and window attention"]
-            }
+            AttentionForm::Branches(_) => &["compression", "selection", "selected and window attention"],
             AttentionForm::Ranked(_) => &["dma scores", "dma selection", "dma attention"],
         }
     });
@@ -64,24 +62,17 @@ pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
     match shape.attention {
         Attention::Nsa(nsa) => {
-            let gap = nsa
-                .blocks()
-                .cuda_gap(width, shape.num_heads / shape.num_kv_heads);
+            let gap = nsa.blocks().cuda_gap(width, shape.num_heads / shape.num_kv_heads);
             gap.map(|(got, supported)| format!("{got}, the kernels of nsa take {supported}"))
         }
         Attention::Mla(mla) => {
             let rope = mla.qk_rope_head_dim;
             let fits = [width, rope, width + rope].map(AttentionShape::supports_head_dim);
-            fits.contains(&false).then(|| {
-                format!(
-                    "heads of {width} + {rope} are no multiples of {step} with a sum up to {most}"
-                )
-            })
+            fits.contains(&false)
+                .then(|| format!("heads of {width} + {rope} are no multiples of {step} with a sum up to {most}"))
         }
         _ if AttentionShape::supports_head_dim(width) => None,
-        _ => Some(format!(
-            "heads of {width} are no multiple of {step} up to {most}"
-        )),
+        _ => Some(format!("heads of {width} are no multiple of {step} up to {most}")),
     }
 }
 
@@ -100,9 +91,7 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
                 (width, &[NeededKeys::Neighbours])
             }
             AttentionForm::Ranked(_) => (part.head_dim, &[NeededKeys::Chosen(ScoreBias::Exp)]),
-            AttentionForm::Branches(_) => {
-                (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours])
-            }
+            AttentionForm::Branches(_) => (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours]),
         };
         let shape = AttentionShape {
             batch: 1,
@@ -125,11 +114,7 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
 ///
 /// # Errors
 /// [`ReferenceTooLarge`].
-pub fn check_gpu_attention(
-    recipe: &Recipe,
-    shape: &ModelShape,
-    arch: &str,
-) -> Result<(), ReferenceTooLarge> {
+pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> Result<(), ReferenceTooLarge> {
     let Some(reason) = gpu_training_gap(shape, arch) else {
         return Ok(());
     };
@@ -153,9 +138,7 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
     let width = shape.head_dim;
     let (kv_heads, most) = (shape.num_kv_heads, ScoreBias::MAX_KV_HEADS);
     if op == "dma scores" && kv_heads > most {
-        return plain(format!(
-            "{kv_heads} KV heads, the kernel takes up to {most}"
-        ));
+        return plain(format!("{kv_heads} KV heads, the kernel takes up to {most}"));
     }
     let width = match shape.attention {
         Attention::Mla(mla) => format!("{width} + {}", mla.qk_rope_head_dim),
@@ -165,9 +148,7 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
         "dma attention" => "keys gathered by list, none outside it is read",
         "dma selection" => "exact top w as one integer a key; no n x n mask",
         "compression" => "blocks or their means in one pass, the MLP by cuBLASLt",
-        "selection" => {
-            "compressed keys by list, importance and choice on the chip; no n x n scores"
-        }
+        "selection" => "compressed keys by list, importance and choice on the chip; no n x n scores",
         "selected and window attention" => "block by block over the queries that chose it",
         _ => "bf16 in, f32 sums; packed documents",
     };

@@ -2,8 +2,8 @@
 
 use crate::row_parts::RowShare;
 use crate::{
-    CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan,
-    check_gpu_attention, memory_plan, op_plans, time,
+    CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
+    op_plans, time,
 };
 use serde::Serialize;
 
@@ -48,9 +48,7 @@ impl Target {
     /// Peak FLOP/s in the type the layers compute in.
     pub fn flops_per_second(&self) -> Option<f64> {
         match self {
-            Self::Cpu {
-                flops_per_second, ..
-            } => *flops_per_second,
+            Self::Cpu { flops_per_second, .. } => *flops_per_second,
             Self::Gpu(gpu) => Some(gpu.bf16_flops),
         }
     }
@@ -145,12 +143,7 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
 ///
 /// # Errors
 /// As [`plan`].
-pub fn plan_of_ranks(
-    recipe: &Recipe,
-    vocab_size: usize,
-    target: &Target,
-    ranks: Ranks,
-) -> Result<Plan, RecipeError> {
+pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks: Ranks) -> Result<Plan, RecipeError> {
     let shape = recipe.model_shape(vocab_size)?;
     let counts: ParameterCounts = shape.parameters();
     let together = (ranks.size > 1).then(|| ranks.together(counts.total(), target.value_bytes()));
@@ -173,10 +166,7 @@ pub fn plan_of_ranks(
                 fitting.setting = (fitting.setting).replace("training.local_batch_size=", &own);
             }
         }
-        if memory
-            .as_ref()
-            .is_none_or(|most| most.total_bytes < needed.total_bytes)
-        {
+        if memory.as_ref().is_none_or(|most| most.total_bytes < needed.total_bytes) {
             memory = Some(needed);
         }
         stages.push(planned);
@@ -214,9 +204,7 @@ pub fn plan_of_ranks(
 
 /// Why a GPU cannot train a recipe in eight-bit floats.
 fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
-    let digits = gpu
-        .arch
-        .trim_matches(|letter: char| !letter.is_ascii_digit());
+    let digits = gpu.arch.trim_matches(|letter: char| !letter.is_ascii_digit());
     let is_able = digits.parse().is_ok_and(|number: u32| number >= 89);
     let is_wanted = recipe.training.precision == TrainingPrecision::Fp8;
     (is_wanted && !is_able).then(|| {
@@ -283,9 +271,7 @@ fn stage_plan(
     let exchanged = exchanged * micro_batches as f64;
     let exchange_seconds = together.map_or(0.0, |together| together.row_seconds(exchanged));
     let (speed, pays_from) = match target {
-        Target::Cpu {
-            flops_per_second, ..
-        } => {
+        Target::Cpu { flops_per_second, .. } => {
             let speed = flops_per_second.map(|peak| ASSUMED_MFU * peak / executed_training);
             (speed, None)
         }
@@ -338,12 +324,7 @@ fn stage_plan(
 const LONGEST_ROW: usize = 1 << 23;
 
 /// By kind of attention, the longest rows of which a micro-batch of one fits: dense, and the recipe's own.
-fn longest_rows(
-    recipe: &Recipe,
-    shape: &ModelShape,
-    target: &Target,
-    ranks: usize,
-) -> Vec<(&'static str, usize)> {
+fn longest_rows(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> Vec<(&'static str, usize)> {
     let dense = ModelShape {
         attention: Attention::Mha,
         ..shape.clone()

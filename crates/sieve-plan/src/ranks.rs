@@ -72,12 +72,7 @@ impl RanksPlan {
 
     /// Tokens a second of all ranks together, where one alone takes `step_seconds` for its `step_tokens`,
     /// `update_seconds` of them for the update, of which each rank does its part.
-    pub(crate) fn tokens_per_second(
-        &self,
-        step_tokens: f64,
-        step_seconds: f64,
-        update_seconds: f64,
-    ) -> f64 {
+    pub(crate) fn tokens_per_second(&self, step_tokens: f64, step_seconds: f64, update_seconds: f64) -> f64 {
         let size = self.ranks.size as f64;
         let shared = update_seconds * (1.0 - 1.0 / size);
         let together = LENGTHENING * (self.sum_seconds + self.gather_seconds);
@@ -105,10 +100,7 @@ mod tests {
             let plan = ranks.together(parameters, 2);
             let found = plan.tokens_per_second(tokens, tokens / alone, update);
             let ratio: f64 = found / together;
-            assert!(
-                (ratio - 1.0).abs() < 0.03,
-                "{size} GPUs, {parameters}: {ratio}"
-            );
+            assert!((ratio - 1.0).abs() < 0.03, "{size} GPUs, {parameters}: {ratio}");
         }
     }
 }

@@ -101,12 +101,7 @@ impl RowShare {
     }
 
     /// Bytes that reach the busiest process in one micro-batch, whose forward passes run `1 + recomputed` times.
-    pub(crate) fn exchanged_bytes(
-        &self,
-        shape: &ModelShape,
-        value_bytes: u64,
-        recomputed: f64,
-    ) -> f64 {
+    pub(crate) fn exchanged_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
             let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);
@@ -132,12 +127,7 @@ impl RowShare {
 
     /// Bytes that copies around the exchange read and write in one micro-batch: what goes to one process in one piece,
     /// and the border before a process's own tokens.
-    pub(crate) fn copied_bytes(
-        &self,
-        shape: &ModelShape,
-        value_bytes: u64,
-        recomputed: f64,
-    ) -> f64 {
+    pub(crate) fn copied_bytes(&self, shape: &ModelShape, value_bytes: u64, recomputed: f64) -> f64 {
         let layers = (0..shape.num_layers).map(|layer_idx| {
             let layer = shape.of_layer(layer_idx);
             let (q, kv) = (layer.q_width() as f64, layer.kv_width() as f64);

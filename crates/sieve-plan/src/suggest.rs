@@ -82,18 +82,12 @@ mod tests {
         assert!(long.lr < usual.lr && long.global_batch_size > usual.global_batch_size);
         for suggestion in [usual, long] {
             let sets = suggestion.overrides().replace("--set ", "");
-            let sets = sets
-                .split_whitespace()
-                .map(str::to_owned)
-                .collect::<Vec<_>>();
+            let sets = sets.split_whitespace().map(str::to_owned).collect::<Vec<_>>();
             let set = Recipe::load(text, "mha_80m", &sets).expect("all can be set");
             assert_eq!(set.training.steps, suggestion.steps);
             let tokens = set.num_tokens();
             let over = tokens - suggestion.num_tokens;
-            assert!(
-                over < set.training.tokens_per_step() as u64,
-                "{suggestion:?}"
-            );
+            assert!(over < set.training.tokens_per_step() as u64, "{suggestion:?}");
         }
     }
 }

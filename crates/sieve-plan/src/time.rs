@@ -64,8 +64,7 @@ pub(super) fn memory_seconds(bytes: f64, gpu: &Gpu) -> f64 {
 /// Whether the shares above were measured on this GPU.
 pub(super) fn is_measured(gpu: &Gpu) -> bool {
     sieve_core::model::gpu::find("H200").is_some_and(|h200| {
-        (h200.bf16_flops, h200.memory_bytes_per_second)
-            == (gpu.bf16_flops, gpu.memory_bytes_per_second)
+        (h200.bf16_flops, h200.memory_bytes_per_second) == (gpu.bf16_flops, gpu.memory_bytes_per_second)
     })
 }
 
@@ -137,13 +136,9 @@ pub(super) fn pays_from(shape: &ModelShape, size: &StepSize, gpu: &Gpu) -> Optio
 /// Share of the peak that a kind's pairs reach, and whether it is DMA; `None` where it was not measured.
 fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
     match shape.attention.form() {
-        AttentionForm::Grouped {
-            window: Some(window),
-        } if window < seq_len => Some((WINDOW_PAIRS, false)),
+        AttentionForm::Grouped { window: Some(window) } if window < seq_len => Some((WINDOW_PAIRS, false)),
         AttentionForm::Grouped { .. } => Some((dense_pairs_rate(seq_len), false)),
-        AttentionForm::Ranked(dma) if dma.keep_window_size >= seq_len => {
-            Some((dense_pairs_rate(seq_len), true))
-        }
+        AttentionForm::Ranked(dma) if dma.keep_window_size >= seq_len => Some((dense_pairs_rate(seq_len), true)),
         AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
         AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
         AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
@@ -240,9 +235,7 @@ mod tests {
         runs.push((&[], window(1024).to_vec(), 8192, 4, 597_988.0));
         runs.push((&[], kept(1024).to_vec(), 8192, 4, 565_599.0));
         let one_dense = "model.layer_types=[\"sparse\",\"sparse\",\"sparse\",\"mha\"]";
-        for (width, seq_len, rows, speed) in
-            [(512, 2048, 16, 605_782.0), (1024, 8192, 4, 522_406.0)]
-        {
+        for (width, seq_len, rows, speed) in [(512, 2048, 16, 605_782.0), (1024, 8192, 4, 522_406.0)] {
             let settings = [one_dense.to_owned(), kept(width)[0].clone()];
             runs.push((&[], settings.to_vec(), seq_len, rows, speed));
         }

@@ -39,26 +39,17 @@ fn files(folder: &Path, endings: &[&str]) -> Result<Vec<(String, PathBuf)>, Repo
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(ReportError::io(folder))? {
         let path = entry.map_err(ReportError::io(folder))?.path();
-        let ending = path
-            .extension()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let ending = path.extension().unwrap_or_default().to_string_lossy().into_owned();
         if !endings.contains(&ending.as_str()) || !path.is_file() {
             continue;
         }
         let bytes = path.metadata().map_err(ReportError::io(&path))?.len();
         if bytes > MOST_BYTES {
-            let what = format!(
-                "{bytes} bytes are more than the {MOST_BYTES} of a result\n  hint: move it elsewhere"
-            );
+            let what = format!("{bytes} bytes are more than the {MOST_BYTES} of a result\n  hint: move it elsewhere");
             return Err(ReportError::content(&path, what));
         }
         found.push((
-            path.file_name()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .into_owned(),
+            path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             path,
         ));
     }
@@ -108,11 +99,7 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
                     Value::Number(number) => Some(format!("{label} {number}")),
                     _ => None,
                 });
-                collect(
-                    &below(&label.unwrap_or_else(|| (idx + 1).to_string())),
-                    item,
-                    rows,
-                );
+                collect(&below(&label.unwrap_or_else(|| (idx + 1).to_string())), item, rows);
             }
         }
         _ => {}
@@ -123,11 +110,7 @@ pub(crate) fn pictures(folder: &Path) -> Result<Vec<Picture>, ReportError> {
     let mut all = Vec::new();
     for (file, path) in files(folder, &["png", "svg"])? {
         let bytes = std::fs::read(&path).map_err(ReportError::io(&path))?;
-        let kind = if file.ends_with(".svg") {
-            "svg+xml"
-        } else {
-            "png"
-        };
+        let kind = if file.ends_with(".svg") { "svg+xml" } else { "png" };
         let uri = format!("data:image/{kind};base64,{}", STANDARD.encode(bytes));
         all.push(Picture { file, uri });
     }
@@ -179,9 +162,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("ppl.json"), "loss: 2").unwrap();
         let error = scores(folder.path()).unwrap_err().to_string();
-        assert!(
-            error.contains("ppl.json") && error.contains("--json"),
-            "{error}"
-        );
+        assert!(error.contains("ppl.json") && error.contains("--json"), "{error}");
     }
 }

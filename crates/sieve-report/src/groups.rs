@@ -4,9 +4,7 @@ use std::collections::BTreeSet;
 
 /// A key that seeds of one recipe may differ in.
 fn belongs_to_a_seed(key: &str) -> bool {
-    matches!(key, "training.seed" | "data.cache_dir")
-        || key.starts_with("checkpoint.")
-        || key.starts_with("metrics.")
+    matches!(key, "training.seed" | "data.cache_dir") || key.starts_with("checkpoint.") || key.starts_with("metrics.")
 }
 
 /// A key in which recipes differ, with each run's value; `None` where a recipe lacks the key.
@@ -36,20 +34,16 @@ pub(crate) fn differences(runs: &[Run]) -> Vec<Difference<'_>> {
 pub(crate) fn groups(runs: &[Run]) -> Vec<usize> {
     let identity = |run: &'_ Run| -> Vec<(String, String)> {
         let kept = run.config.iter().filter(|(key, _)| !belongs_to_a_seed(key));
-        kept.map(|(key, value)| (key.clone(), value.clone()))
-            .collect()
+        kept.map(|(key, value)| (key.clone(), value.clone())).collect()
     };
     let mut known: Vec<Vec<(String, String)>> = Vec::new();
     runs.iter()
         .map(|run| {
             let own = identity(run);
-            known
-                .iter()
-                .position(|other| *other == own)
-                .unwrap_or_else(|| {
-                    known.push(own);
-                    known.len() - 1
-                })
+            known.iter().position(|other| *other == own).unwrap_or_else(|| {
+                known.push(own);
+                known.len() - 1
+            })
         })
         .collect()
 }
@@ -75,15 +69,9 @@ mod tests {
         let found = differences(&runs);
         assert_eq!(
             found[0],
-            (
-                "attention.kind",
-                vec![Some("dma"), Some("mha"), Some("dma")]
-            )
+            ("attention.kind", vec![Some("dma"), Some("mha"), Some("dma")])
         );
-        assert_eq!(
-            found[1],
-            ("training.seed", vec![Some("0"), None, Some("1")])
-        );
+        assert_eq!(found[1], ("training.seed", vec![Some("0"), None, Some("1")]));
         assert_eq!(found.len(), 2);
     }
 }

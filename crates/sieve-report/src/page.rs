@@ -32,9 +32,7 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
     }
     for (idx, run) in runs.iter().enumerate() {
         if runs[..idx].iter().any(|other| other.name == run.name) {
-            return Err(ReportError::SameName {
-                name: run.name.clone(),
-            });
+            return Err(ReportError::SameName { name: run.name.clone() });
         }
     }
     let groups = groups(runs);
@@ -67,9 +65,7 @@ pub fn page(runs: &[Run]) -> Result<String, ReportError> {
 
 /// The template with each `{{NAME}}` replaced once; what is put in is not searched again.
 fn filled(template: &str, parts: &[(&str, String)]) -> String {
-    let mut html = String::with_capacity(
-        parts.iter().map(|(_, text)| text.len()).sum::<usize>() + template.len(),
-    );
+    let mut html = String::with_capacity(parts.iter().map(|(_, text)| text.len()).sum::<usize>() + template.len());
     let mut rest = template;
     while let Some((before, after)) = rest.split_once("{{") {
         html.push_str(before);
@@ -86,8 +82,7 @@ fn filled(template: &str, parts: &[(&str, String)]) -> String {
 }
 
 fn charted(run: &Run, group: usize) -> Charted<'_> {
-    let narrow =
-        |values: &[f64]| -> Vec<f32> { values.iter().map(|&value| value as f32).collect() };
+    let narrow = |values: &[f64]| -> Vec<f32> { values.iter().map(|&value| value as f32).collect() };
     let mut series: BTreeMap<&str, Series> = BTreeMap::new();
     for (name, values) in &run.numbers {
         let values = narrow(values);
@@ -98,11 +93,7 @@ fn charted(run: &Run, group: usize) -> Charted<'_> {
         };
         series.insert(name, of);
     }
-    let at: Vec<f32> = run
-        .validations
-        .iter()
-        .map(|check| check.step as f32)
-        .collect();
+    let at: Vec<f32> = run.validations.iter().map(|check| check.step as f32).collect();
     let mut add = |name: &'static str, values: Vec<f64>| {
         if values.iter().any(|value| value.is_finite()) {
             series.insert(name, Series::whole(&at, &narrow(&values)));
@@ -114,10 +105,7 @@ fn charted(run: &Run, group: usize) -> Charted<'_> {
     );
     add(
         "validation bits per byte",
-        run.validations
-            .iter()
-            .map(|check| check.bits_per_byte)
-            .collect(),
+        run.validations.iter().map(|check| check.bits_per_byte).collect(),
     );
     Charted {
         name: &run.name,
@@ -143,10 +131,7 @@ mod tests {
         for pattern in outside {
             assert!(!html.contains(pattern), "{pattern}");
         }
-        assert!(
-            html.contains("Leon Sorokin"),
-            "uPlot's licence goes with it"
-        );
+        assert!(html.contains("Leon Sorokin"), "uPlot's licence goes with it");
     }
 
     #[test]

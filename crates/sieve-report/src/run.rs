@@ -62,16 +62,14 @@ impl Run {
         }
         let path = folder.join(CONFIG);
         let recipe = std::fs::read_to_string(&path).map_err(ReportError::io(&path))?;
-        let table: toml::Table = toml::from_str(&recipe)
-            .map_err(|error| ReportError::content(&path, error.to_string()))?;
+        let table: toml::Table =
+            toml::from_str(&recipe).map_err(|error| ReportError::content(&path, error.to_string()))?;
         let mut config = BTreeMap::new();
         flatten_config("", &toml::Value::Table(table), &mut config);
         let own_name = || {
             let full = folder.canonicalize().unwrap_or_else(|_| folder.to_owned());
-            full.file_name().map_or_else(
-                || "run".to_owned(),
-                |name| name.to_string_lossy().into_owned(),
-            )
+            full.file_name()
+                .map_or_else(|| "run".to_owned(), |name| name.to_string_lossy().into_owned())
         };
         let mut run = Self {
             name: name.map_or_else(own_name, str::to_owned),
@@ -105,28 +103,22 @@ impl Run {
                 // A run that is still being trained may be in the middle of its last line.
                 Err(_) if lines.peek().is_none() => break,
                 Err(error) => {
-                    return Err(ReportError::content(
-                        path,
-                        format!("line {}: {error}", idx + 1),
-                    ));
+                    return Err(ReportError::content(path, format!("line {}: {error}", idx + 1)));
                 }
             };
             match value["kind"].as_str() {
                 Some("step") => self.add_step(&value),
                 Some("skipped") => self.num_skipped += 1,
                 Some("validation") => {
-                    let validation = serde_json::from_value(value).map_err(|error| {
-                        ReportError::content(path, format!("line {}: {error}", idx + 1))
-                    })?;
+                    let validation = serde_json::from_value(value)
+                        .map_err(|error| ReportError::content(path, format!("line {}: {error}", idx + 1)))?;
                     self.validations.push(validation);
                 }
                 _ => {}
             }
         }
         match self.steps.is_empty() {
-            true => Err(ReportError::NoSteps {
-                path: path.to_owned(),
-            }),
+            true => Err(ReportError::NoSteps { path: path.to_owned() }),
             false => Ok(()),
         }
     }
@@ -176,11 +168,7 @@ impl Run {
             if elapsed.is_finite() && elapsed > 0.0 {
                 seconds += elapsed;
                 let rate = at(tflops);
-                flops += if rate.is_finite() {
-                    rate * 1e12 * elapsed
-                } else {
-                    0.0
-                };
+                flops += if rate.is_finite() { rate * 1e12 * elapsed } else { 0.0 };
             }
             if at(tokens).is_finite() {
                 last = at(tokens);
@@ -269,10 +257,7 @@ pub(crate) mod tests {
         assert!(density[1].is_nan());
         assert!(run.column("eta_seconds").is_empty());
         assert_eq!(run.sums(), [[100.0, 2.0, 4e12], [300.0, 4.0, 6e12]]);
-        assert_eq!(
-            (run.validations.len(), run.validations[0].bits_per_byte),
-            (1, 1.5)
-        );
+        assert_eq!((run.validations.len(), run.validations[0].bits_per_byte), (1, 1.5));
         assert_eq!(run.config["training.seed"], "3");
     }
 

@@ -159,10 +159,7 @@ mod tests {
     #[test]
     fn knots_hold_the_first_and_the_last_step() {
         let steps: Vec<f32> = (1..=10_001).map(|step| step as f32).collect();
-        let sums: Vec<[f64; 3]> = steps
-            .iter()
-            .map(|&step| [f64::from(step) * 8.0; 3])
-            .collect();
+        let sums: Vec<[f64; 3]> = steps.iter().map(|&step| [f64::from(step) * 8.0; 3]).collect();
         let knots = Knots::new(&steps, &sums);
         let kept = unpacked(&knots.step);
         assert_eq!((kept[0], *kept.last().unwrap()), (1.0, 10_001.0));

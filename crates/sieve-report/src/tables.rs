@@ -85,11 +85,7 @@ const COLUMNS: [Column; 11] = [
     Column {
         title: "bits per byte",
         about: "of the last validation",
-        of: |run| {
-            run.validations
-                .last()
-                .map_or(f64::NAN, |check| check.bits_per_byte)
-        },
+        of: |run| run.validations.last().map_or(f64::NAN, |check| check.bits_per_byte),
         best: Some(f64::min),
     },
     Column {
@@ -119,12 +115,10 @@ const COLUMNS: [Column; 11] = [
 ];
 
 fn parameters(run: &Run) -> f64 {
-    let shape = Recipe::load(&run.recipe, "config.toml", &[])
-        .ok()
-        .and_then(|recipe| {
-            let vocab_size = recipe.stated_vocab_size()?;
-            recipe.model_shape(vocab_size).ok()
-        });
+    let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {
+        let vocab_size = recipe.stated_vocab_size()?;
+        recipe.model_shape(vocab_size).ok()
+    });
     shape.map_or(f64::NAN, |shape| shape.parameters().total() as f64)
 }
 
@@ -139,11 +133,7 @@ fn late_loss(run: &Run) -> f64 {
 }
 
 fn median(values: &[f64]) -> f64 {
-    let mut finite: Vec<f64> = values
-        .iter()
-        .copied()
-        .filter(|value| value.is_finite())
-        .collect();
+    let mut finite: Vec<f64> = values.iter().copied().filter(|value| value.is_finite()).collect();
     finite.sort_by(f64::total_cmp);
     finite.get(finite.len() / 2).copied().unwrap_or(f64::NAN)
 }
@@ -181,11 +171,7 @@ fn swatch(run: &Run, idx: usize) -> String {
 fn members(groups: &[usize]) -> Vec<Vec<usize>> {
     let num = groups.iter().max().map_or(0, |most| most + 1);
     (0..num)
-        .map(|group| {
-            (0..groups.len())
-                .filter(|&idx| groups[idx] == group)
-                .collect()
-        })
+        .map(|group| (0..groups.len()).filter(|&idx| groups[idx] == group).collect())
         .collect()
 }
 
@@ -193,22 +179,13 @@ fn members(groups: &[usize]) -> Vec<Vec<usize>> {
 pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     let mut html = String::from("<table class=\"wide\"><thead><tr><th>run</th>");
     for column in &COLUMNS {
-        let _ = write!(
-            html,
-            "<th title=\"{}\">{}</th>",
-            escaped(column.about),
-            column.title
-        );
+        let _ = write!(html, "<th title=\"{}\">{}</th>", escaped(column.about), column.title);
     }
     html.push_str("</tr></thead><tbody>");
     let best: Vec<f64> = COLUMNS
         .iter()
         .map(|column| {
-            let values: Vec<f64> = runs
-                .iter()
-                .map(column.of)
-                .filter(|value| value.is_finite())
-                .collect();
+            let values: Vec<f64> = runs.iter().map(column.of).filter(|value| value.is_finite()).collect();
             let differ = values.iter().any(|value| *value != values[0]);
             let best = column.best.filter(|_| differ);
             best.map_or(f64::NAN, |best| values.into_iter().fold(f64::NAN, best))
@@ -226,11 +203,7 @@ pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
             html.push_str("</tr>");
         }
         if members.len() > 1 {
-            let _ = write!(
-                html,
-                "<tr class=\"mean\"><th>mean of {} seeds</th>",
-                members.len()
-            );
+            let _ = write!(html, "<tr class=\"mean\"><th>mean of {} seeds</th>", members.len());
             for column in &COLUMNS {
                 let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
                 let _ = write!(html, "<td>{}</td>", cell(&values));
@@ -383,21 +356,14 @@ mod tests {
         let run = |seed: u32, loss: &str, name: &str| {
             let check = format!("{{\"kind\":\"validation\",\"step\":10,\"loss\":{loss}}}");
             Run::open(
-                folder(
-                    &format!("[training]\nseed = {seed}\n"),
-                    &format!("{STEP}\n{check}\n"),
-                )
-                .path(),
+                folder(&format!("[training]\nseed = {seed}\n"), &format!("{STEP}\n{check}\n")).path(),
                 Some(name),
             )
             .unwrap()
         };
         let runs = [run(0, "2.0", "a<b"), run(1, "3.0", "c")];
         let html = summary(&runs, &[0, 0]);
-        assert!(
-            html.contains("a&lt;b") && html.contains("mean of 2 seeds"),
-            "{html}"
-        );
+        assert!(html.contains("a&lt;b") && html.contains("mean of 2 seeds"), "{html}");
         assert!(html.contains("<td>2.5000 ± 0.7071</td>"), "{html}");
         assert!(html.contains("<td><b>2</b></td>"), "{html}");
         assert!(!summary(&runs, &[0, 1]).contains("mean of 2"), "{html}");

@@ -25,17 +25,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (tokens, num_heads) = (number(0, 32_768)?, number(1, 2)?);
     let (num_kv_heads, head_dim) = (number(2, 1)?, number(3, 128)?);
     let named: Vec<&str> = arguments.iter().skip(4).map(String::as_str).collect();
-    let selectors = if named.is_empty() {
-        DEFAULT.to_vec()
-    } else {
-        named
-    };
-    let operands = Operands::new(
-        tokens.max(GROWTH[GROWTH.len() - 1]),
-        num_heads,
-        num_kv_heads,
-        head_dim,
-    );
+    let selectors = if named.is_empty() { DEFAULT.to_vec() } else { named };
+    let operands = Operands::new(tokens.max(GROWTH[GROWTH.len() - 1]), num_heads, num_kv_heads, head_dim);
 
     println!(
         "{tokens} tokens, {num_heads} query heads on {num_kv_heads}, head_dim {head_dim}, {} threads",
@@ -46,9 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (dense, listed) = timed(|| dense_attention(&call));
     let dense = dense?;
     let flops = 4.0 * call.shape.causal_pairs() as f64 * (num_heads * head_dim) as f64;
-    println!(
-        "seconds are on the clock; CPU seconds are of all threads, which a busy machine changes less"
-    );
+    println!("seconds are on the clock; CPU seconds are of all threads, which a busy machine changes less");
     for (name, time) in [("dense, packed", packed), ("dense, all tiles", listed)] {
         println!(
             "{name:18} {:8.3} s {:8.3} CPU s {:7.1} GFLOP per CPU s",
@@ -59,16 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     println!(
         "{:18} {:>8} {:>8} {:>9} {:>9} {:>8} {:>8} {:>8} {:>9} {:>9}",
-        "selector",
-        "s",
-        "CPU s",
-        "select s",
-        "permute s",
-        "tokens",
-        "tiles",
-        "recall",
-        "x packed",
-        "x tiles"
+        "selector", "s", "CPU s", "select s", "permute s", "tokens", "tiles", "recall", "x packed", "x tiles"
     );
     for text in &selectors {
         let selector = Selector::parse(text)?;
@@ -89,9 +69,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             listed.cpu / time.cpu,
         );
     }
-    println!(
-        "\nselection, best CPU seconds of 5; the exponent over all lengths, and over the last {FITTED}"
-    );
+    println!("\nselection, best CPU seconds of 5; the exponent over all lengths, and over the last {FITTED}");
     for text in &selectors {
         growth(&operands, &Selector::parse(text)?)?;
     }
@@ -213,10 +191,7 @@ impl Operands {
             head_dim: call.shape.head_dim,
             softmax_scale: call.shape.softmax_scale(),
         };
-        let (q_len, k_len) = (
-            shape.num_heads * shape.head_dim,
-            shape.num_kv_heads * shape.head_dim,
-        );
+        let (q_len, k_len) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
         let mut qkv = Vec::with_capacity(tokens * shape.token_len());
         for t in 0..tokens {
             qkv.extend_from_slice(&call.q[t * q_len..(t + 1) * q_len]);
@@ -228,10 +203,7 @@ impl Operands {
             start: &start,
             end: &end,
         };
-        let (mut o, mut lse) = (
-            vec![0.0; tokens * q_len],
-            vec![0.0; tokens * shape.num_heads],
-        );
+        let (mut o, mut lse) = (vec![0.0; tokens * q_len], vec![0.0; tokens * shape.num_heads]);
         let mut run = || attention_forward(shape, &qkv, documents, Mask::Causal, &mut o, &mut lse);
         Ok(timed(&mut run).1)
     }

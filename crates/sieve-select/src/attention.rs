@@ -28,10 +28,7 @@ const DENSE_TILE_ROWS: usize = 192;
 ///
 /// # Errors
 /// A mask that breaks a rule of its form or belongs to another call.
-pub fn block_sparse_attention(
-    call: &Call<'_>,
-    mask: &SparseMask,
-) -> Result<AttentionOutput, SelectError> {
+pub fn block_sparse_attention(call: &Call<'_>, mask: &SparseMask) -> Result<AttentionOutput, SelectError> {
     mask.check(call)?;
     let shape = call.shape;
     let engine = ListedAttention::new(shape.head_dim, shape.softmax_scale());
@@ -52,11 +49,7 @@ pub fn block_sparse_attention(
     scatter(call, &results, &mut output);
     if !mask.dense_rows.is_empty() {
         let rows: Vec<usize> = mask.dense_rows.iter().cloned().flatten().collect();
-        scatter(
-            call,
-            &dense_tiles(call, &engine, &rows, mask.causal),
-            &mut output,
-        );
+        scatter(call, &dense_tiles(call, &engine, &rows, mask.causal), &mut output);
     }
     if let Some(correction) = &mask.correction {
         correct(mask, correction, &mut output.o);
@@ -111,23 +104,13 @@ impl KeyList {
     fn push(&mut self, call: &Call<'_>, mask: &SparseMask, list: usize, key: usize) {
         let kv_head = call.kv_head(mask.heads_of(list).start);
         self.at.push(call.key_at(kv_head, key));
-        self.position
-            .push(if mask.causal { key as i32 } else { i32::MIN });
-        self.expire.push(if mask.causal {
-            mask.expire(list, key)
-        } else {
-            i32::MAX
-        });
+        self.position.push(if mask.causal { key as i32 } else { i32::MIN });
+        self.expire
+            .push(if mask.causal { mask.expire(list, key) } else { i32::MAX });
     }
 }
 
-fn sparse_tile(
-    call: &Call<'_>,
-    mask: &SparseMask,
-    engine: &ListedAttention,
-    list: usize,
-    i: usize,
-) -> TileResult {
+fn sparse_tile(call: &Call<'_>, mask: &SparseMask, engine: &ListedAttention, list: usize, i: usize) -> TileResult {
     let context = call.shape.context();
     let rows: Vec<(usize, usize)> = mask
         .tiles
@@ -139,8 +122,7 @@ fn sparse_tile(
     let first = rows.iter().map(|r| context + r.1).min().unwrap_or(0);
     let last = rows.iter().map(|r| context + r.1).max().unwrap_or(0);
     // A key that no query sees is left out: it may hold NaN.
-    let seen =
-        |key: usize| !mask.causal || (key <= last && mask.expire(list, key) as usize > first);
+    let seen = |key: usize| !mask.causal || (key <= last && mask.expire(list, key) as usize > first);
     let mut keys = KeyList::default();
     let order = mask.key_order_of(list);
     for &j in mask.row(list, i) {
@@ -161,12 +143,7 @@ fn sparse_tile(
 }
 
 /// Tiles of dense attention over some rows of all heads.
-fn dense_tiles(
-    call: &Call<'_>,
-    engine: &ListedAttention,
-    rows: &[usize],
-    causal: bool,
-) -> Vec<TileResult> {
+fn dense_tiles(call: &Call<'_>, engine: &ListedAttention, rows: &[usize], causal: bool) -> Vec<TileResult> {
     let tile_tokens = (DENSE_TILE_ROWS / call.shape.group_size()).max(1);
     let tasks: Vec<(usize, &[usize])> = rows
         .chunks(tile_tokens)
@@ -177,20 +154,11 @@ fn dense_tiles(
         .into_par_iter()
         .with_max_len(1)
         .map(|(kv_head, rows)| {
-            let last = rows
-                .iter()
-                .max()
-                .map_or(0, |row| call.shape.context() + row);
-            let end = if causal {
-                last + 1
-            } else {
-                call.shape.num_keys
-            };
+            let last = rows.iter().max().map_or(0, |row| call.shape.context() + row);
+            let end = if causal { last + 1 } else { call.shape.num_keys };
             let keys = KeyList {
                 at: (0..end).map(|key| call.key_at(kv_head, key)).collect(),
-                position: (0..end)
-                    .map(|key| if causal { key as i32 } else { i32::MIN })
-                    .collect(),
+                position: (0..end).map(|key| if causal { key as i32 } else { i32::MIN }).collect(),
                 expire: vec![i32::MAX; end],
             };
             let rows = rows
@@ -202,12 +170,7 @@ fn dense_tiles(
         .collect()
 }
 
-fn run(
-    call: &Call<'_>,
-    engine: &ListedAttention,
-    rows: Vec<(usize, usize)>,
-    keys: &KeyList,
-) -> TileResult {
+fn run(call: &Call<'_>, engine: &ListedAttention, rows: Vec<(usize, usize)>, keys: &KeyList) -> TileResult {
     let context = call.shape.context();
     let query_at: Vec<usize> = rows.iter().map(|r| call.query_at(r.0, r.1)).collect();
     let query_position: Vec<i32> = rows.iter().map(|r| (context + r.1) as i32).collect();
@@ -239,11 +202,7 @@ fn scatter(call: &Call<'_>, results: &[TileResult], output: &mut AttentionOutput
 }
 
 /// Rows a probe serves: from itself to the next one.
-pub(crate) fn probe_window(
-    correction: &Correction,
-    index: usize,
-    num_queries: usize,
-) -> Range<usize> {
+pub(crate) fn probe_window(correction: &Correction, index: usize, num_queries: usize) -> Range<usize> {
     let first = correction.probe_rows[index] as usize;
     let end = correction
         .probe_rows

@@ -55,10 +55,7 @@ impl CallShape {
                 self.num_heads, self.num_kv_heads
             )
         } else if self.num_queries > self.num_keys {
-            format!(
-                "{} queries but only {} keys",
-                self.num_queries, self.num_keys
-            )
+            format!("{} queries but only {} keys", self.num_queries, self.num_keys)
         } else if self.num_keys > i32::MAX as usize / 2 {
             format!("{} keys are more than 2^30", self.num_keys)
         } else {
@@ -104,11 +101,7 @@ pub struct BlockMeans<'a> {
 fn check_operand(what: &'static str, got: usize, expected: usize) -> Result<(), SelectError> {
     match got == expected {
         true => Ok(()),
-        false => Err(SelectError::Operand {
-            what,
-            got,
-            expected,
-        }),
+        false => Err(SelectError::Operand { what, got, expected }),
     }
 }
 
@@ -118,11 +111,7 @@ impl<'a> Call<'a> {
     ///
     /// # Errors
     /// As [`Call::new`].
-    pub fn without_values(
-        shape: CallShape,
-        q: &'a [f32],
-        k: &'a [f32],
-    ) -> Result<Self, SelectError> {
+    pub fn without_values(shape: CallShape, q: &'a [f32], k: &'a [f32]) -> Result<Self, SelectError> {
         Ok(Self {
             v: &[],
             ..Self::new(shape, q, k, k)?
@@ -167,12 +156,7 @@ impl<'a> Call<'a> {
     ///
     /// # Errors
     /// Sizes that cannot be; operands of another size.
-    pub fn new(
-        shape: CallShape,
-        q: &'a [f32],
-        k: &'a [f32],
-        v: &'a [f32],
-    ) -> Result<Self, SelectError> {
+    pub fn new(shape: CallShape, q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Result<Self, SelectError> {
         let call = Self::of_shape(shape)?;
         let expected_q = shape.num_queries * shape.num_heads * shape.head_dim;
         let expected_k = shape.num_keys * shape.num_kv_heads * shape.head_dim;
@@ -252,24 +236,12 @@ impl<'a> Call<'a> {
 
     /// Consecutive keys of a KV head, `[keys, head_dim]`.
     pub(crate) fn keys(&self, kv_head: usize, keys: Range<usize>) -> Matrix<'a> {
-        matrix(
-            self.k,
-            self.shape.head_dim,
-            self.shape.num_kv_heads,
-            kv_head,
-            keys,
-        )
+        matrix(self.k, self.shape.head_dim, self.shape.num_kv_heads, kv_head, keys)
     }
 
     /// Consecutive values of a KV head, `[keys, head_dim]`.
     pub(crate) fn values(&self, kv_head: usize, keys: Range<usize>) -> Matrix<'a> {
-        matrix(
-            self.v,
-            self.shape.head_dim,
-            self.shape.num_kv_heads,
-            kv_head,
-            keys,
-        )
+        matrix(self.v, self.shape.head_dim, self.shape.num_kv_heads, kv_head, keys)
     }
 
     /// KV head of a query head.
@@ -424,10 +396,7 @@ mod tests {
             head_dim: 4,
         };
         refusal(Call::new(shape, &[], &[], &[]), "3 queries but only 2 keys");
-        let shape = CallShape {
-            num_keys: 3,
-            ..shape
-        };
+        let shape = CallShape { num_keys: 3, ..shape };
         refusal(
             Call::new(shape, &[0.0; 24], &[0.0; 12], &[0.0; 11]),
             "v has 11 elements, expected 12",

@@ -91,9 +91,7 @@ impl DecodeSession {
         let dense = selector.is_dense_layer(shape.layer);
         let state = match &selector.method {
             Method::Dense => State::Dense,
-            Method::Streamingllm(config) => {
-                State::Streaming(streaming::Streaming::new(config.clone())?)
-            }
+            Method::Streamingllm(config) => State::Streaming(streaming::Streaming::new(config.clone())?),
             Method::H2o(config) => State::H2o(h2o::H2o::new(config.clone(), shape)),
             Method::Snapkv(config) => State::Snapkv(snapkv::Snapkv::new(config.clone(), shape)),
             Method::Quest(config) => State::Quest(quest::Quest::new(config.clone(), shape)),
@@ -155,12 +153,7 @@ impl DecodeSession {
     ///
     /// # Errors
     /// Operands of another size; a session that has tokens already.
-    pub fn prompt(
-        &mut self,
-        q: &[f32],
-        k: &[f32],
-        v: &[f32],
-    ) -> Result<AttentionOutput, SelectError> {
+    pub fn prompt(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<AttentionOutput, SelectError> {
         let call = self.prompt_call(q, k, v)?;
         let output = block_sparse_attention(&call, &SparseMask::dense(call.shape))?;
         self.take_prompt(q, k, v)?;
@@ -191,12 +184,7 @@ impl DecodeSession {
     }
 
     /// A prompt as a call.
-    fn prompt_call<'a>(
-        &self,
-        q: &'a [f32],
-        k: &'a [f32],
-        v: &'a [f32],
-    ) -> Result<Call<'a>, SelectError> {
+    fn prompt_call<'a>(&self, q: &'a [f32], k: &'a [f32], v: &'a [f32]) -> Result<Call<'a>, SelectError> {
         let shape = self.cache.shape;
         if self.cache.len > 0 {
             return Err(SelectError::Shape {
@@ -271,10 +259,7 @@ impl DecodeSession {
     /// Operands of another size.
     pub fn stream(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<Vec<f32>, SelectError> {
         let shape = self.cache.shape;
-        let (q_len, k_len) = (
-            shape.num_heads * shape.head_dim,
-            shape.num_kv_heads * shape.head_dim,
-        );
+        let (q_len, k_len) = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim);
         let tokens = q.len() / q_len;
         Call::new(shape.call(tokens, tokens), q, k, v)?;
         let mut o = Vec::with_capacity(q.len());
@@ -363,11 +348,7 @@ impl Cache {
 
 /// A number of tokens: a share of `tokens` when below 1, else itself; at least 1.
 pub(crate) fn amount(value: f64, tokens: usize) -> usize {
-    let amount = if value < 1.0 {
-        value * tokens as f64
-    } else {
-        value
-    };
+    let amount = if value < 1.0 { value * tokens as f64 } else { value };
     (amount.round() as usize).max(1)
 }
 

@@ -16,9 +16,7 @@ pub enum SelectError {
         known: Vec<&'static str>,
     },
     /// Layers that a choice by layer does not name as it must.
-    #[error(
-        "selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla"
-    )]
+    #[error("selectors by layer: {problem}\n  hint: write every layer once, in order, for example 0-3=dense/4-=bfla")]
     Layers {
         /// What is wrong, with the layers.
         problem: String,

@@ -128,9 +128,7 @@ mod tests {
                 // Of equal scores the lower indices stay.
                 for j in 0..len {
                     let dropped = !kept.contains(&j);
-                    assert!(
-                        !dropped || kept.iter().all(|&i| p[i] > p[j] || (p[i] == p[j] && i < j))
-                    );
+                    assert!(!dropped || kept.iter().all(|&i| p[i] > p[j] || (p[i] == p[j] && i < j)));
                 }
             }
         }

@@ -147,15 +147,11 @@ impl SparseMask {
                 mask.row_ptr.push(mask.tile_idx.len() as i32);
             }
         }
-        if rows
-            .iter()
-            .any(|list| list.columns.iter().any(|c| !c.is_empty()))
-        {
+        if rows.iter().any(|list| list.columns.iter().any(|c| !c.is_empty())) {
             mask.col_ptr.push(0);
             for list in rows {
                 for i in 0..list.tiles.len() {
-                    mask.col_idx
-                        .extend(list.columns.get(i).into_iter().flatten());
+                    mask.col_idx.extend(list.columns.get(i).into_iter().flatten());
                     mask.col_ptr.push(mask.col_idx.len() as i32);
                 }
             }
@@ -245,9 +241,7 @@ impl SparseMask {
     /// First position that no longer sees key `j`, `i32::MAX` for never.
     pub(crate) fn expire(&self, list: usize, j: usize) -> i32 {
         match self.window_of(list) {
-            Some(window) if j as i64 >= i64::from(window.init) => {
-                (j as i32).saturating_add(window.local)
-            }
+            Some(window) if j as i64 >= i64::from(window.init) => (j as i32).saturating_add(window.local),
             _ => i32::MAX,
         }
     }
@@ -299,11 +293,9 @@ impl SparseMask {
                 let slots = self.tiles.keys(j);
                 match order {
                     None => (slots.start, slots.end - 1),
-                    Some(order) => order[slots]
-                        .iter()
-                        .fold((usize::MAX, 0), |(low, high), &key| {
-                            (low.min(key as usize), high.max(key as usize))
-                        }),
+                    Some(order) => order[slots].iter().fold((usize::MAX, 0), |(low, high), &key| {
+                        (low.min(key as usize), high.max(key as usize))
+                    }),
                 }
             })
             .collect()
@@ -316,10 +308,7 @@ impl SparseMask {
     pub fn check(&self, call: &Call<'_>) -> Result<(), SelectError> {
         let wrong = |problem: String| Err(SelectError::Mask { problem });
         if self.shape != call.shape {
-            return wrong(format!(
-                "made for {:?}, used for {:?}",
-                self.shape, call.shape
-            ));
+            return wrong(format!("made for {:?}, used for {:?}", self.shape, call.shape));
         }
         let (num_queries, num_keys) = (self.shape.num_queries, self.shape.num_keys);
         if (self.tiles.num_queries, self.tiles.num_keys) != (num_queries, num_keys) {
@@ -374,9 +363,7 @@ impl SparseMask {
         let (row, columns) = (self.row(list, i), self.columns(list, i));
         let wrong = |what: &str| {
             Err(SelectError::Mask {
-                problem: format!(
-                    "list {list}, query tile {i}: {what}: {row:?}, columns {columns:?}"
-                ),
+                problem: format!("list {list}, query tile {i}: {what}: {row:?}, columns {columns:?}"),
             })
         };
         if !row.windows(2).all(|w| w[0] < w[1]) || !columns.windows(2).all(|w| w[0] < w[1]) {
@@ -402,10 +389,7 @@ impl SparseMask {
             if !self.tiles.diagonal(i).all(kept) {
                 return wrong("a diagonal tile is missing");
             }
-            if row
-                .last()
-                .is_some_and(|&j| j as usize >= self.tiles.admissible(i))
-            {
+            if row.last().is_some_and(|&j| j as usize >= self.tiles.admissible(i)) {
                 return wrong("a tile after the last row");
             }
         }
@@ -414,10 +398,7 @@ impl SparseMask {
 
     /// With permutations a query's own key may lie in any tile; it must be kept.
     fn check_own_keys(&self, list: usize, i: usize) -> Result<(), SelectError> {
-        let slots = self
-            .row(list, i)
-            .iter()
-            .flat_map(|&j| self.tiles.keys(j as usize));
+        let slots = self.row(list, i).iter().flat_map(|&j| self.tiles.keys(j as usize));
         let order = self.key_order_of(list);
         let kept: std::collections::HashSet<usize> = slots
             .map(|slot| order.map_or(slot, |order| order[slot] as usize))
@@ -427,9 +408,7 @@ impl SparseMask {
                 let a = self.shape.context() + self.query_row(head, slot);
                 if !kept.contains(&a) {
                     return Err(SelectError::Mask {
-                        problem: format!(
-                            "list {list}, query tile {i}: position {a} does not see itself"
-                        ),
+                        problem: format!("list {list}, query tile {i}: position {a} does not see itself"),
                     });
                 }
             }

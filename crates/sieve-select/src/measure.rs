@@ -60,13 +60,7 @@ pub fn density(mask: &SparseMask) -> Density {
         }
     };
     let heads = shape.num_heads as u64;
-    let dense: u64 = mask
-        .dense_rows
-        .iter()
-        .cloned()
-        .flatten()
-        .map(row_pairs)
-        .sum();
+    let dense: u64 = mask.dense_rows.iter().cloned().flatten().map(row_pairs).sum();
     let probes: u64 = mask
         .correction
         .iter()
@@ -103,25 +97,20 @@ fn pairs_of_tile(mask: &SparseMask, list: usize, i: usize, bounds: &[(usize, usi
             continue;
         };
         let count = |keys: &mut dyn Iterator<Item = usize>| -> u64 {
-            keys.map(|key| {
-                positions
-                    .iter()
-                    .filter(|&&a| mask.visible(list, a, key))
-                    .count() as u64
-            })
-            .sum()
+            keys.map(|key| positions.iter().filter(|&&a| mask.visible(list, a, key)).count() as u64)
+                .sum()
         };
         for &j in mask.row(list, i) {
             let (low, high) = bounds[j as usize];
             let slots = mask.tiles.keys(j as usize);
             let expire = |key| mask.expire(list, key) as i64;
             // The key that expires first is the smallest one outside the window's first keys.
-            let whole =
-                !mask.causal || (high <= first && expire(high).min(expire(low)) > last as i64);
+            let whole = !mask.causal || (high <= first && expire(high).min(expire(low)) > last as i64);
             pairs += if whole
-                && mask.window_of(list).is_none_or(|w| {
-                    low as i64 >= i64::from(w.init) || (high as i64) < i64::from(w.init)
-                }) {
+                && mask
+                    .window_of(list)
+                    .is_none_or(|w| low as i64 >= i64::from(w.init) || (high as i64) < i64::from(w.init))
+            {
                 (slots.len() * positions.len()) as u64
             } else if let Some(order) = order {
                 count(&mut slots.map(|slot| order[slot] as usize))
@@ -131,10 +120,7 @@ fn pairs_of_tile(mask: &SparseMask, list: usize, i: usize, bounds: &[(usize, usi
             };
         }
         let columns = mask.columns(list, i).iter();
-        pairs += count(
-            &mut columns
-                .map(|&slot| order.map_or(slot as usize, |order| order[slot as usize] as usize)),
-        );
+        pairs += count(&mut columns.map(|&slot| order.map_or(slot as usize, |order| order[slot as usize] as usize)));
     }
     same * pairs
 }
@@ -155,8 +141,7 @@ pub fn recall(sparse_lse: &[f32], dense_lse: &[f32]) -> f64 {
     if dense_lse.is_empty() {
         return 1.0;
     }
-    let mass =
-        |(&sparse, &dense): (&f32, &f32)| (f64::from(sparse) - f64::from(dense)).exp().min(1.0);
+    let mass = |(&sparse, &dense): (&f32, &f32)| (f64::from(sparse) - f64::from(dense)).exp().min(1.0);
     sparse_lse.iter().zip(dense_lse).map(mass).sum::<f64>() / dense_lse.len() as f64
 }
 
@@ -194,10 +179,7 @@ mod tests {
                 let pairs: usize = (num_keys - num_queries..num_keys).map(seen).sum();
                 let expected = pairs as f64 / shape.causal_pairs() as f64;
                 let found = density(&mask).token;
-                assert!(
-                    (found - expected).abs() < 1e-12,
-                    "{text}: {found}, {expected}"
-                );
+                assert!((found - expected).abs() < 1e-12, "{text}: {found}, {expected}");
             }
         }
     }

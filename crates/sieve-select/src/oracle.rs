@@ -25,16 +25,11 @@ pub fn expanded_row(mask: &SparseMask, head: usize, row: usize) -> Vec<bool> {
         .find(|&slot| mask.query_row(head, slot) == row)
         .unwrap_or(row);
     let i = mask.tiles.tile_of_row(slot);
-    let tiles = mask
-        .row(list, i)
-        .iter()
-        .flat_map(|&j| mask.tiles.keys(j as usize));
+    let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
     let columns = mask.columns(list, i).iter().map(|&slot| slot as usize);
     let mut shown = vec![false; num_keys];
     for slot in tiles.chain(columns) {
-        let key = mask
-            .key_order_of(list)
-            .map_or(slot, |order| order[slot] as usize);
+        let key = mask.key_order_of(list).map_or(slot, |order| order[slot] as usize);
         shown[key] = mask.visible(list, a, key);
     }
     shown

@@ -45,11 +45,7 @@ impl Segments {
 }
 
 /// Sorts slots of each range by falling score, stable; the rest keeps its order.
-pub(crate) fn sort_ranges(
-    len: usize,
-    ranges: impl Iterator<Item = Range<usize>>,
-    score: &[f32],
-) -> Vec<i32> {
+pub(crate) fn sort_ranges(len: usize, ranges: impl Iterator<Item = Range<usize>>, score: &[f32]) -> Vec<i32> {
     let mut order: Vec<i32> = (0..len as i32).collect();
     for range in ranges {
         let by_score = falling(&score[range.clone()]);
@@ -73,13 +69,7 @@ pub(crate) fn drop_future_tiles(
         let own = list * per_list..(list + 1) * per_list;
         let order = &orders[own.start * orders.len() / heads];
         let smallest: Vec<i32> = (0..tiles.num_key_tiles())
-            .map(|j| {
-                order[tiles.keys(j)]
-                    .iter()
-                    .copied()
-                    .min()
-                    .unwrap_or(i32::MAX)
-            })
+            .map(|j| order[tiles.keys(j)].iter().copied().min().unwrap_or(i32::MAX))
             .collect();
         for (i, row) in rows.tiles.iter_mut().enumerate() {
             let last_of = |head: usize| match queries.get(head) {
@@ -109,12 +99,7 @@ pub(crate) fn key_means(call: &Call<'_>, kv_head: usize, tiles: Tiles, order: &[
 ///
 /// Pairs of a query and a block are visited by falling cosine; a block takes at most `segments.block` queries of a
 /// segment.
-pub(crate) fn order_queries(
-    call: &Call<'_>,
-    head: usize,
-    segments: Segments,
-    means: &[f32],
-) -> Vec<i32> {
+pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, means: &[f32]) -> Vec<i32> {
     let d = call.shape.head_dim;
     let norm = |x: &[f32]| norm(x).max(f32::MIN_POSITIVE);
     let directions: Vec<f32> = means
@@ -159,12 +144,9 @@ pub(crate) fn order_queries(
 /// Puts permutations into a mask; those that change nothing stay out.
 pub(crate) fn attach(mask: &mut SparseMask, key_orders: &[Vec<i32>], query_orders: &[Vec<i32>]) {
     let moved = |orders: &[Vec<i32>]| {
-        orders.iter().any(|order| {
-            order
-                .iter()
-                .enumerate()
-                .any(|(slot, &x)| slot != x as usize)
-        })
+        orders
+            .iter()
+            .any(|order| order.iter().enumerate().any(|(slot, &x)| slot != x as usize))
     };
     if moved(key_orders) {
         mask.key_order = key_orders.concat();

@@ -35,10 +35,7 @@ where
 }
 
 /// Means and variances of blocks of tokens.
-pub(crate) fn mean_and_variance<'x, B>(
-    blocks: impl Iterator<Item = B> + Clone,
-    head_dim: usize,
-) -> Pooled
+pub(crate) fn mean_and_variance<'x, B>(blocks: impl Iterator<Item = B> + Clone, head_dim: usize) -> Pooled
 where
     B: Iterator<Item = &'x [f32]>,
 {
@@ -103,11 +100,7 @@ const CHUNK_ROWS: usize = 64;
 
 /// Calls `add` with every row of a prompt, once for each head of the group, and the row's causal probabilities. Rows
 /// that share a chunk with a NaN are left out.
-pub(crate) fn for_each_prompt_row(
-    call: &Call<'_>,
-    kv_head: usize,
-    mut add: impl FnMut(usize, &[f32]),
-) {
+pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl FnMut(usize, &[f32])) {
     let n = call.shape.num_keys;
     for head in call.group(kv_head) {
         for first in (0..n).step_by(CHUNK_ROWS) {
@@ -124,11 +117,7 @@ pub(crate) fn for_each_prompt_row(
 }
 
 /// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.
-pub(crate) fn causal_probabilities(
-    call: &Call<'_>,
-    head: usize,
-    rows: Range<usize>,
-) -> Option<Vec<f32>> {
+pub(crate) fn causal_probabilities(call: &Call<'_>, head: usize, rows: Range<usize>) -> Option<Vec<f32>> {
     let context = call.shape.context();
     let (num_rows, first) = (rows.len(), rows.start);
     let cols = context + rows.end;
@@ -165,11 +154,7 @@ pub(crate) struct ProbeSums {
 }
 
 /// Column and diagonal sums of the causal softmax of some rows, averaged over heads; `None` on NaN.
-pub(crate) fn probe_sums(
-    call: &Call<'_>,
-    heads: &[usize],
-    rows: Range<usize>,
-) -> Option<ProbeSums> {
+pub(crate) fn probe_sums(call: &Call<'_>, heads: &[usize], rows: Range<usize>) -> Option<ProbeSums> {
     let n = call.shape.num_keys;
     let mut sums = ProbeSums {
         column: vec![0.0; n],
@@ -212,12 +197,7 @@ mod tests {
     fn a_short_block_is_divided_by_its_own_length() {
         let data = [[2.0, 4.0], [4.0, 8.0], [7.0, 1.0]];
         let blocks = [0..2, 2..3];
-        let pooled = mean_and_variance(
-            blocks
-                .iter()
-                .map(|b| data[b.clone()].iter().map(|x| &x[..])),
-            2,
-        );
+        let pooled = mean_and_variance(blocks.iter().map(|b| data[b.clone()].iter().map(|x| &x[..])), 2);
         assert_eq!(pooled.mean, [3.0, 6.0, 7.0, 1.0]);
         assert_eq!(pooled.variance, [1.0, 4.0, 0.0, 0.0]);
     }

@@ -7,11 +7,7 @@ use crate::error::SelectError;
 pub(crate) struct Rules(pub(crate) &'static str);
 
 impl Rules {
-    pub(crate) fn fail<T>(
-        self,
-        problem: String,
-        hint: impl Into<String>,
-    ) -> Result<T, SelectError> {
+    pub(crate) fn fail<T>(self, problem: String, hint: impl Into<String>) -> Result<T, SelectError> {
         Err(SelectError::Value {
             selector: self.0,
             problem,
@@ -46,8 +42,7 @@ impl Rules {
         match value {
             Some(theta) => Ok(theta),
             None => self.fail(
-                "moves keys to other positions, and the base of their rotation is not known"
-                    .to_owned(),
+                "moves keys to other positions, and the base of their rotation is not known".to_owned(),
                 "give rope_theta, as the model's config.json has it",
             ),
         }
@@ -58,20 +53,11 @@ impl Rules {
         if value > 0 {
             return Ok(());
         }
-        self.fail(
-            format!("{key}=0 makes no sense"),
-            format!("give {key} at least 1"),
-        )
+        self.fail(format!("{key}=0 makes no sense"), format!("give {key} at least 1"))
     }
 
     /// A size that others are cut by.
-    pub(crate) fn divides(
-        self,
-        key: &str,
-        value: usize,
-        whole_key: &str,
-        whole: usize,
-    ) -> Result<(), SelectError> {
+    pub(crate) fn divides(self, key: &str, value: usize, whole_key: &str, whole: usize) -> Result<(), SelectError> {
         self.positive(key, value)?;
         self.positive(whole_key, whole)?;
         if whole.is_multiple_of(value) {

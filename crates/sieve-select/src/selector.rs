@@ -59,12 +59,7 @@ pub enum Reads {
 impl Method {
     /// The settings of [`Common`] that change what the method does; the flag takes and prints these alone.
     pub fn common_keys(&self) -> &'static [&'static str] {
-        const KEYS: [&str; 4] = [
-            "first_dense_layers",
-            "last_dense_rows",
-            "min_prefill_tokens",
-            "gqa",
-        ];
+        const KEYS: [&str; 4] = ["first_dense_layers", "last_dense_rows", "min_prefill_tokens", "gqa"];
         match self.of_prefill() {
             _ if matches!(self, Self::Dense) => &[],
             _ if self.is_token_by_token() => &KEYS[..1],
@@ -147,9 +142,7 @@ impl Selector {
     pub fn for_rope_theta(mut self, rope_theta: f64) -> Self {
         match &mut self.method {
             Method::Infllm(config) => config.rope_theta = config.rope_theta.or(Some(rope_theta)),
-            Method::Streamingllm(config) => {
-                config.rope_theta = config.rope_theta.or(Some(rope_theta))
-            }
+            Method::Streamingllm(config) => config.rope_theta = config.rope_theta.or(Some(rope_theta)),
             _ => {}
         }
         self
@@ -185,9 +178,7 @@ impl Selector {
             _ if self.is_dense(layer, num_queries) => Reads::Nothing,
             // Beside what the probes read.
             Method::Delta(_, base) => base.reads(layer, num_queries),
-            method => method
-                .of_prefill()
-                .map_or(Reads::Tokens, PrefillMethod::reads),
+            method => method.of_prefill().map_or(Reads::Tokens, PrefillMethod::reads),
         }
     }
 
@@ -295,11 +286,7 @@ impl Selector {
     ///
     /// # Errors
     /// As [`select`](Self::select); chunks of no rows.
-    pub fn prefill_in_chunks(
-        &self,
-        call: &Call<'_>,
-        chunk_tokens: usize,
-    ) -> Result<Vec<Prefill>, SelectError> {
+    pub fn prefill_in_chunks(&self, call: &Call<'_>, chunk_tokens: usize) -> Result<Vec<Prefill>, SelectError> {
         if chunk_tokens == 0 {
             return Err(SelectError::Shape {
                 problem: "chunks of 0 tokens".to_owned(),

@@ -6,8 +6,7 @@ use sieve_testing::Random;
 use crate::call::{Call, CallShape};
 
 /// Lists of an independent computation, with the inputs made up for them.
-pub(crate) static LISTS: &[u8] =
-    include_bytes!("../../../tests/golden/selectors/lists.safetensors");
+pub(crate) static LISTS: &[u8] = include_bytes!("../../../tests/golden/selectors/lists.safetensors");
 /// Queries and keys of trained models.
 static CAPTURED: &[u8] = include_bytes!("../../../tests/golden/selectors/captured.safetensors");
 
@@ -46,12 +45,7 @@ impl TestCall {
     }
 
     /// As trained heads look: a sink, a few keys that many queries want, topics that come and go, and nearness.
-    pub(crate) fn structured(
-        random: &mut Random,
-        num_tokens: usize,
-        heads: [usize; 2],
-        head_dim: usize,
-    ) -> Self {
+    pub(crate) fn structured(random: &mut Random, num_tokens: usize, heads: [usize; 2], head_dim: usize) -> Self {
         let mut call = Self::random(random, num_tokens, num_tokens, heads, head_dim);
         let topics: Vec<Vec<f32>> = (0..7).map(|_| random.vector(head_dim)).collect();
         for t in 0..num_tokens {
@@ -117,11 +111,7 @@ impl Inputs {
             "trained.2.2" => ("trained.4.2", 2),
             _ => (name, 1),
         };
-        let bytes = if name.starts_with("trained") {
-            CAPTURED
-        } else {
-            LISTS
-        };
+        let bytes = if name.starts_with("trained") { CAPTURED } else { LISTS };
         let file = SafeTensors::deserialize(bytes).expect("a stored file");
         let ([_, heads, head_dim], q) = floats(&file, &format!("{source}/q"));
         let ([_, num_kv_heads, _], k) = floats(&file, &format!("{source}/k"));
@@ -142,10 +132,7 @@ impl Inputs {
 
     /// Queries of the tokens `context..end` and all keys before `end`.
     pub(crate) fn tokens(&self, context: usize, end: usize) -> [&[f32]; 2] {
-        let (q, k) = (
-            self.num_heads * self.head_dim,
-            self.num_kv_heads * self.head_dim,
-        );
+        let (q, k) = (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
         [&self.q[context * q..end * q], &self.k[..end * k]]
     }
 

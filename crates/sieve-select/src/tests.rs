@@ -30,9 +30,7 @@ use crate::test_data::TestCall;
 /// Those of some texts that are of one method.
 fn of<'t>(texts: &[&'t str], method: &str) -> Vec<&'t str> {
     let texts = texts.iter().copied();
-    let mine: Vec<&str> = texts
-        .filter(|text| text.split(':').next() == Some(method))
-        .collect();
+    let mine: Vec<&str> = texts.filter(|text| text.split(':').next() == Some(method)).collect();
     assert!(!mine.is_empty(), "{method} has no settings here");
     mine
 }
@@ -81,8 +79,7 @@ fn every_prefill_method_is_checked() {
         .iter()
         .filter_map(|text| text.split(':').next())
         .collect();
-    let known: std::collections::BTreeSet<&str> =
-        crate::names_of(crate::Phase::Prefill).into_iter().collect();
+    let known: std::collections::BTreeSet<&str> = crate::names_of(crate::Phase::Prefill).into_iter().collect();
     assert_eq!(tested, known);
 }
 
@@ -99,7 +96,6 @@ pub(super) fn select(text: &str, data: &TestCall) -> crate::SparseMask {
     let mask = selector(text)
         .select(&call)
         .unwrap_or_else(|error| panic!("{text}: {error}"));
-    mask.check(&call)
-        .unwrap_or_else(|error| panic!("{text}: {error}"));
+    mask.check(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
     mask
 }

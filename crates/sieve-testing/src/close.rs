@@ -17,9 +17,7 @@ pub fn assert_close_relative<T>(what: &str, got: &[T], expected: &[f64], toleran
 where
     T: Copy + Display + Into<f64>,
 {
-    compare(what, got, expected, tolerance, |expected| {
-        1.0 + expected.abs()
-    });
+    compare(what, got, expected, tolerance, |expected| 1.0 + expected.abs());
 }
 
 /// As [`assert_close_relative`] for log-sum-exps: a query without keys has -inf in both.
@@ -28,11 +26,7 @@ pub fn assert_lse_close(what: &str, got: &[f32], expected: &[f64], tolerance: f6
     assert_eq!(got.len(), expected.len(), "{what}: lengths differ");
     let pairs = got.iter().zip(expected).map(|(&got, &expected)| {
         let is_empty = got == f32::NEG_INFINITY && expected == f64::NEG_INFINITY;
-        if is_empty {
-            (0.0, 0.0)
-        } else {
-            (got, expected)
-        }
+        if is_empty { (0.0, 0.0) } else { (got, expected) }
     });
     let (got, expected): (Vec<f32>, Vec<f64>) = pairs.unzip();
     assert_close_relative(what, &got, &expected, tolerance);

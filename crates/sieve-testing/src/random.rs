@@ -40,9 +40,7 @@ impl Random {
 
     /// About normal, mean 0, variance 1: the sum of twelve uniform numbers, so never beyond 6.
     pub fn normal(&mut self) -> f32 {
-        let sum: f64 = (0..12)
-            .map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64)
-            .sum();
+        let sum: f64 = (0..12).map(|_| (self.bits() >> 11) as f64 / (1_u64 << 53) as f64).sum();
         (sum - 6.0) as f32
     }
 
@@ -77,9 +75,7 @@ impl Random {
     /// Numbers of [`normal_with_tails`](Self::normal_with_tails) rounded to bf16, so that kernels and references read
     /// the same.
     pub fn bf16_normals(&mut self, count: usize) -> Vec<f32> {
-        (0..count)
-            .map(|_| round_bf16(self.normal_with_tails()))
-            .collect()
+        (0..count).map(|_| round_bf16(self.normal_with_tails())).collect()
     }
 }
 
@@ -117,10 +113,7 @@ mod tests {
             let values: Vec<f64> = (0..20000).map(|_| f64::from(draw(&mut random))).collect();
             let mean = values.iter().sum::<f64>() / 2e4;
             let variance = values.iter().map(|x| x * x).sum::<f64>() / 2e4;
-            assert!(
-                mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05,
-                "{mean} {variance}"
-            );
+            assert!(mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05, "{mean} {variance}");
         }
     }
 }

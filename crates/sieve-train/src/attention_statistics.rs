@@ -115,11 +115,7 @@ impl Lifetimes {
 
 impl AttentionStatistics {
     /// Of one micro-batch and all layers of a model.
-    pub fn of_model<B: Backend>(
-        shape: &ModelShape,
-        batch: &Batch,
-        expire: &[Tensor<B, 3, Int>],
-    ) -> Self {
+    pub fn of_model<B: Backend>(shape: &ModelShape, batch: &Batch, expire: &[Tensor<B, 3, Int>]) -> Self {
         let own = Self::of(shape.attention, batch, expire);
         let dense = Self::of::<B>(Attention::Mha, batch, &[]);
         let mean = |own, dense| shape.mean_over_layers(own, dense);
@@ -132,11 +128,7 @@ impl AttentionStatistics {
 
     /// Of one micro-batch and layers of one kind: counted from DMA's masks, or known from the documents for the other
     /// kinds.
-    pub fn of<B: Backend>(
-        attention: Attention,
-        batch: &Batch,
-        expire: &[Tensor<B, 3, Int>],
-    ) -> Self {
+    pub fn of<B: Backend>(attention: Attention, batch: &Batch, expire: &[Tensor<B, 3, Int>]) -> Self {
         let causal: u64 = batch.positions.iter().map(|&p| u64::from(p) + 1).sum();
         let tokens = batch.positions.len() as f64;
         if expire.is_empty() {
@@ -209,10 +201,7 @@ mod tests {
         assert_eq!((dense.density, dense.mean_active_keys), (1.0, 9.0 / 5.0));
         let window = Attention::swa(2);
         let window = AttentionStatistics::of::<Flex>(window, &batch(), &[]);
-        assert_eq!(
-            (window.density, window.mean_active_keys),
-            (8.0 / 9.0, 8.0 / 5.0)
-        );
+        assert_eq!((window.density, window.mean_active_keys), (8.0 / 9.0, 8.0 / 5.0));
     }
 
     #[test]
@@ -247,10 +236,7 @@ mod tests {
         for window in [1, 2, 4, 9] {
             let found = KeyAges::of(&keys, window);
             // 21 pairs: 11 are half of them, 20 are 95 %.
-            assert_eq!(
-                (found.median_key_age, found.late_key_age),
-                (ages[10], ages[19])
-            );
+            assert_eq!((found.median_key_age, found.late_key_age), (ages[10], ages[19]));
             let beyond = ages.iter().filter(|&&age| age >= window as u64).count();
             assert_eq!(found.beyond_window, beyond as f64 / 21.0);
         }
@@ -265,10 +251,7 @@ mod tests {
             let expire = TensorData::new(heads.concat(), [1, 2, 5]);
             Tensor::<Flex, 3, Int>::from_data(expire, &Default::default())
         };
-        let layers = [
-            expire([[3, 1, 3, 5, 5], [3, 1, 2, 5, 5]]),
-            expire([[3, 3, 3, 5, 5]; 2]),
-        ];
+        let layers = [expire([[3, 1, 3, 5, 5], [3, 1, 2, 5, 5]]), expire([[3, 3, 3, 5, 5]; 2])];
         let kind = Attention::Dma(sieve_core::DmaShape::published(2));
         let found = AttentionStatistics::of(kind, &batch(), &layers);
         assert_eq!(found.never_active, 3.0 / 20.0);

@@ -77,18 +77,15 @@ impl<B: TrainBackend> Collectives<B> for OnHost {
         let rank = self.0.world().rank;
         let own = parts(rank);
         let mut rest = sums.as_slice();
-        let sums = places
-            .into_iter()
-            .zip(own)
-            .map(|((_, pieces, shape), own)| {
-                let (values, others) = rest.split_at(own.len());
-                rest = others;
-                let shape = match pieces {
-                    Some(_) => [own.len()].into(),
-                    None => shape,
-                };
-                (values.to_vec(), shape)
-            });
+        let sums = places.into_iter().zip(own).map(|((_, pieces, shape), own)| {
+            let (values, others) = rest.split_at(own.len());
+            rest = others;
+            let shape = match pieces {
+                Some(_) => [own.len()].into(),
+                None => shape,
+            };
+            (values.to_vec(), shape)
+        });
         let sums = sums.collect::<Vec<_>>();
         Ok(Box::new(move || {
             let sums = sums.into_iter();
@@ -105,12 +102,7 @@ impl<B: TrainBackend> Collectives<B> for OnHost {
         let size = self.0.world().size;
         let mut own = Vec::new();
         let mut wholes = Vec::new();
-        for Gathered {
-            piece,
-            whole,
-            pieces,
-        } in tensors
-        {
+        for Gathered { piece, whole, pieces } in tensors {
             own.extend(values_of::<B>(piece));
             wholes.push((whole, pieces));
         }

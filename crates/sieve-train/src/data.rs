@@ -10,8 +10,8 @@ pub use sources::corpus_configs;
 
 use sieve_core::recipe::{DataFormat, TokenizerSource};
 use sieve_data::{
-    BpeConfig, Corpus, CorpusConfig, DataError, HubConfig, MqarPart, OnChange, PrepareConfig,
-    Prepared, Progress, Tokenizer, ValidationSource, prepare,
+    BpeConfig, Corpus, CorpusConfig, DataError, HubConfig, MqarPart, OnChange, PrepareConfig, Prepared, Progress,
+    Tokenizer, ValidationSource, prepare,
 };
 use sieve_hf::Checkpoint;
 use std::collections::BTreeMap;
@@ -94,10 +94,7 @@ impl DataSource {
     ///
     /// # Errors
     /// A path that matches no file, an unreadable tokenizer, a vocabulary that does not fit the model.
-    pub fn open(
-        recipe: &Recipe,
-        variable: &dyn Fn(&str) -> Option<String>,
-    ) -> Result<Self, TrainError> {
+    pub fn open(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<Self, TrainError> {
         let tokenizer = match recipe.tokenizer.source() {
             TokenizerSource::Path(path) => {
                 let path = tokenizer_file(path, variable)?;
@@ -324,10 +321,7 @@ fn hub_token(variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
 ///
 /// # Errors
 /// A variable that is not set; a hub that cannot be reached.
-pub fn tokenizer_file(
-    path: &str,
-    variable: &dyn Fn(&str) -> Option<String>,
-) -> Result<PathBuf, TrainError> {
+pub fn tokenizer_file(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> Result<PathBuf, TrainError> {
     let path = sieve_core::paths::expand(path, variable)?;
     if !sieve_data::is_hub_tokenizer(&path) {
         return Ok(PathBuf::from(path));

@@ -172,9 +172,7 @@ pub enum TrainError {
         ranks: usize,
     },
     /// No label in a whole step.
-    #[error(
-        "step {step} holds no token with a label\n  hint: documents of one token teach nothing; check data.paths"
-    )]
+    #[error("step {step} holds no token with a label\n  hint: documents of one token teach nothing; check data.paths")]
     NoLabels {
         /// The step.
         step: u64,
@@ -207,15 +205,8 @@ fn batch_hint(global: usize, ranks: usize) -> String {
 
 impl TrainError {
     /// Adapter for `map_err`.
-    pub(crate) fn io(
-        action: &'static str,
-        path: impl Into<PathBuf>,
-    ) -> impl FnOnce(std::io::Error) -> Self {
+    pub(crate) fn io(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.into();
-        move |source| Self::Io {
-            action,
-            path,
-            source,
-        }
+        move |source| Self::Io { action, path, source }
     }
 }

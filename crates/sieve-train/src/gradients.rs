@@ -26,9 +26,7 @@ pub(crate) struct Gradient<B: TrainBackend> {
 
 impl<B: TrainBackend> Default for GradientBuffer<B> {
     fn default() -> Self {
-        Self {
-            by_id: HashMap::new(),
-        }
+        Self { by_id: HashMap::new() }
     }
 }
 
@@ -122,10 +120,7 @@ impl<B: TrainBackend> GradientBuffer<B> {
             _ => gradient,
         };
         let sum = match self.take(id) {
-            Some(held) => {
-                Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(held.values))
-                    + gradient
-            }
+            Some(held) => Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(held.values)) + gradient,
             None => gradient,
         };
         let gradient = Gradient {
@@ -175,8 +170,7 @@ impl<B: TrainBackend> ModuleVisitor<B> for All<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let gradient = self.buffer.by_id.get(&param.id);
         let gradient = gradient.filter(|gradient| self.whole || gradient.is_piece);
-        self.found
-            .extend(gradient.map(|gradient| gradient.values.clone()));
+        self.found.extend(gradient.map(|gradient| gradient.values.clone()));
     }
 }
 

@@ -149,18 +149,11 @@ impl<B: TrainBackend> Group<B> {
     }
 
     /// Waits for the sums of all gradients.
-    pub(crate) fn finish_sums(
-        &mut self,
-        gradients: &mut GradientBuffer<B>,
-    ) -> Result<(), TrainError> {
+    pub(crate) fn finish_sums(&mut self, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
         self.finish_sums_but(0, gradients)
     }
 
-    fn finish_sums_but(
-        &mut self,
-        under_way: usize,
-        gradients: &mut GradientBuffer<B>,
-    ) -> Result<(), TrainError> {
+    fn finish_sums_but(&mut self, under_way: usize, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
         while self.sums.len() > under_way {
             let Some(Sums { places, pending }) = self.sums.pop_front() else {
                 break;
@@ -188,23 +181,14 @@ impl<B: TrainBackend> Group<B> {
     }
 
     /// The sum of a small tensor over all ranks.
-    pub(crate) fn sum_of(
-        &self,
-        values: Tensor<B::InnerBackend, 1>,
-    ) -> Result<Tensor<B::InnerBackend, 1>, TrainError> {
-        let pending = self
-            .collectives
-            .sum(vec![(values.into_primitive().tensor(), None)])?;
+    pub(crate) fn sum_of(&self, values: Tensor<B::InnerBackend, 1>) -> Result<Tensor<B::InnerBackend, 1>, TrainError> {
+        let pending = self.collectives.sum(vec![(values.into_primitive().tensor(), None)])?;
         let sum = pending()?.pop().expect("as many as were given");
         Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
     }
 
     /// Begins to gather the leaves of a segment, of which each rank has updated its pieces.
-    pub(crate) fn gather_leaves(
-        &mut self,
-        segment: Segment,
-        updated: Updated<B>,
-    ) -> Result<(), TrainError> {
+    pub(crate) fn gather_leaves(&mut self, segment: Segment, updated: Updated<B>) -> Result<(), TrainError> {
         let (ids, pieces): (Vec<_>, Vec<_>) = updated.into_iter().unzip();
         if !ids.is_empty() {
             let pending = self.collectives.gather(pieces)?;
@@ -228,12 +212,7 @@ impl<B: TrainBackend> Group<B> {
     ///
     /// # Errors
     /// A rank is lost, or stands elsewhere.
-    pub(crate) fn agree(
-        &self,
-        step: u64,
-        mean_loss: f32,
-        own: Agreement,
-    ) -> Result<Agreement, TrainError> {
+    pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
         let labels = own.num_labels as u64;
         let flags = u64::from(own.stops) | u64::from(own.all_written) << 1;
         let words = [step, u64::from(mean_loss.to_bits()), labels, flags];
@@ -246,17 +225,11 @@ impl<B: TrainBackend> Group<B> {
         for (rank, bytes) in all.iter().enumerate() {
             let word = |place: usize| {
                 let bytes = bytes.get(8 * place..8 * place + 8);
-                bytes.map_or(0, |bytes| {
-                    u64::from_le_bytes(bytes.try_into().expect("eight bytes"))
-                })
+                bytes.map_or(0, |bytes| u64::from_le_bytes(bytes.try_into().expect("eight bytes")))
             };
             let [theirs, ours] = [f32::from_bits(word(1) as u32), mean_loss];
             if word(0) != step {
-                return Err(apart(
-                    rank,
-                    format!("step {}", word(0)),
-                    format!("step {step}"),
-                ));
+                return Err(apart(rank, format!("step {}", word(0)), format!("step {step}")));
             }
             if theirs.to_bits() != ours.to_bits() {
                 let mean = |loss: f32| format!("a mean loss of {loss} at step {step}");

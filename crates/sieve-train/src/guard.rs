@@ -30,9 +30,7 @@ pub(crate) fn gate<B: TrainBackend>(
     // Infinity and NaN times 0 are NaN, which equals nothing.
     let zero = (loss.clone() + grad_norm.clone()).mul_scalar(0.0);
     let is_taken: Tensor<B::InnerBackend, 1, Bool> = zero.equal_elem(0.0);
-    let grad_scale = clip_scale
-        .zeros_like()
-        .mask_where(is_taken.clone(), clip_scale);
+    let grad_scale = clip_scale.zeros_like().mask_where(is_taken.clone(), clip_scale);
     let row = Tensor::cat(vec![loss, grad_norm, is_taken.float()], 0);
     GatedStep { grad_scale, row }
 }

@@ -27,8 +27,7 @@ pub(crate) fn process_available() -> u64 {
     let limits = std::fs::read_to_string("/proc/self/limits").unwrap_or_default();
     let machine = Some(field("/proc/meminfo", "MemAvailable:")).filter(|&bytes| bytes > 0);
     let in_groups = cgroup_room(&groups, Path::new("/sys/fs/cgroup"));
-    let addresses = address_space(&limits)
-        .map(|limit| limit.saturating_sub(field("/proc/self/status", "VmSize:")));
+    let addresses = address_space(&limits).map(|limit| limit.saturating_sub(field("/proc/self/status", "VmSize:")));
     let left = [machine, in_groups, addresses].into_iter().flatten().min();
     left.map_or(0, |left| left + own)
 }
@@ -47,9 +46,7 @@ fn cgroup_room(groups: &str, root: &Path) -> Option<u64> {
         };
         // In a container the path may be the host's: the groups around it are looked at too, the hierarchy's root last.
         let path = folder.join(path.trim_start_matches('/'));
-        let around = path
-            .ancestors()
-            .take_while(|group| group.starts_with(&folder));
+        let around = path.ancestors().take_while(|group| group.starts_with(&folder));
         around.filter_map(|group| group_room(group, names)).min()
     });
     rooms.min()
@@ -92,9 +89,7 @@ fn group_room(group: &Path, names: GroupFiles) -> Option<u64> {
 
 /// The soft limit of address space in `/proc/self/limits`; `None` where there is none.
 fn address_space(limits: &str) -> Option<u64> {
-    let line = limits
-        .lines()
-        .find_map(|line| line.strip_prefix("Max address space"))?;
+    let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
@@ -138,10 +133,7 @@ mod tests {
         assert_eq!(cgroup_room("0::/jobs/mine\n", root), Some(450));
         assert_eq!(cgroup_room("0::/others\n", root), None);
         // A container sees its own group at the root, under the host's name.
-        write(
-            root,
-            &[("memory.max", "500\n"), ("memory.current", "100\n")],
-        );
+        write(root, &[("memory.max", "500\n"), ("memory.current", "100\n")]);
         assert_eq!(cgroup_room("0::/of/the/host\n", root), Some(400));
     }
 
@@ -163,13 +155,9 @@ mod tests {
 
     #[test]
     fn a_limit_of_address_space_is_read() {
-        let header =
-            "Limit                     Soft Limit           Hard Limit           Units     \n";
-        let line = |soft: &str| {
-            format!(
-                "{header}Max address space         {soft:<20} unlimited            bytes     \n"
-            )
-        };
+        let header = "Limit                     Soft Limit           Hard Limit           Units     \n";
+        let line =
+            |soft: &str| format!("{header}Max address space         {soft:<20} unlimited            bytes     \n");
         assert_eq!(address_space(&line("8192000000")), Some(8_192_000_000));
         assert_eq!(address_space(&line("unlimited")), None);
     }

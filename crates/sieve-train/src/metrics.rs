@@ -53,11 +53,7 @@ pub(crate) struct History {
 
 impl Metrics {
     /// Opens both; lines of steps after `step`, and a half line left by a process that was killed, are dropped.
-    pub(crate) fn open(
-        folder: &RunFolder,
-        step: u64,
-        enable_tensorboard: bool,
-    ) -> Result<(Self, History), TrainError> {
+    pub(crate) fn open(folder: &RunFolder, step: u64, enable_tensorboard: bool) -> Result<(Self, History), TrainError> {
         let path = folder.metrics_path();
         let history = if path.exists() {
             drop_later_lines(&path, step)?
@@ -117,11 +113,7 @@ impl Metrics {
             ]);
         }
         scalars.extend(report.mfu_percent.map(|mfu| ("mfu(%)", mfu)));
-        scalars.extend(
-            report
-                .dense_mfu_percent
-                .map(|mfu| ("mfu_dense_equivalent(%)", mfu)),
-        );
+        scalars.extend(report.dense_mfu_percent.map(|mfu| ("mfu_dense_equivalent(%)", mfu)));
         self.scalars(&scalars, report.step);
         Ok(())
     }

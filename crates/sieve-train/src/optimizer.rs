@@ -105,9 +105,7 @@ impl<B: TrainBackend> AdamW<B> {
         lr: f64,
     ) -> Update<'a, B> {
         self.num_updates += 1;
-        let OptimizerSection {
-            beta1, beta2, eps, ..
-        } = self.settings;
+        let OptimizerSection { beta1, beta2, eps, .. } = self.settings;
         let power = self.num_updates.min(i32::MAX as u64) as i32;
         let step = AdamWStep {
             lr,
@@ -225,18 +223,11 @@ impl<B: TrainBackend> Update<'_, B> {
             let device = B::InnerBackend::float_device(&param);
             B::InnerBackend::float_zeros(param.shape(), &device, dtype.into())
         };
-        let Moments {
-            exp_avg,
-            exp_avg_sq,
-        } = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
+        let Moments { exp_avg, exp_avg_sq } = optimizer.moments.remove(&id).unwrap_or_else(|| Moments {
             exp_avg: zeros(),
             exp_avg_sq: zeros(),
         });
-        let weight_decay = if decays {
-            optimizer.settings.weight_decay
-        } else {
-            0.0
-        };
+        let weight_decay = if decays { optimizer.settings.weight_decay } else { 0.0 };
         let tensors = AdamWTensors {
             param,
             leaf,
@@ -283,11 +274,7 @@ impl<B: TrainBackend> ModuleMapper<B> for Update<'_, B> {
         let piece = piece.unwrap_or_else(|| cut::<B>(whole.clone(), pieces.of(share.rank)));
         let piece = self.leaf(id, piece, values, decays);
         self.optimizer.pieces.insert(id, piece.clone());
-        let gathered = Gathered {
-            piece,
-            whole,
-            pieces,
-        };
+        let gathered = Gathered { piece, whole, pieces };
         self.updated.push((id, gathered));
         Param::from_mapped_value(id, tensor, mapper)
     }
@@ -316,9 +303,7 @@ impl<B: TrainBackend> ModuleMapper<B> for ToBf16<'_, B> {
             let piece = cut::<B>(master.into_primitive().tensor(), range);
             let piece = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(piece));
             let (piece, own) = sieve_ops::split_master(piece);
-            self.optimizer
-                .pieces
-                .insert(id, piece.into_primitive().tensor());
+            self.optimizer.pieces.insert(id, piece.into_primitive().tensor());
             rest = own;
         }
         self.optimizer.masters.insert(id, rest);

@@ -46,14 +46,10 @@ impl Origin {
             Start::ResumeFrom(path) => Some(Checkpoint::open(path)?),
         };
         let (saved, path) = match &checkpoint {
-            Some(checkpoint) => (
-                checkpoint.recipe_toml()?,
-                checkpoint.path.join("config.toml"),
-            ),
+            Some(checkpoint) => (checkpoint.recipe_toml()?, checkpoint.path.join("config.toml")),
             None => {
                 let path = folder.config_path();
-                let text =
-                    std::fs::read_to_string(&path).map_err(TrainError::io("reading", &path))?;
+                let text = std::fs::read_to_string(&path).map_err(TrainError::io("reading", &path))?;
                 (text, path)
             }
         };
@@ -134,9 +130,7 @@ impl Origin {
 
     /// Optimizer steps done.
     pub fn step(&self) -> u64 {
-        self.checkpoint
-            .as_ref()
-            .map_or(0, |checkpoint| checkpoint.state.step)
+        self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
     }
 }
 
@@ -146,15 +140,12 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
     if steps_done == 0 || steps_done >= steps || saved.training.steps == steps {
         return None;
     }
-    let [before, after] = [
-        saved.learning_rate(steps_done - 1),
-        now.learning_rate(steps_done),
-    ];
+    let [before, after] = [saved.learning_rate(steps_done - 1), now.learning_rate(steps_done)];
     let last = now.learning_rate(steps - 1);
     let hint = match (now.lr_scheduler.after_step, before == after) {
-        (0, false) => format!(
-            "\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps"
-        ),
+        (0, false) => {
+            format!("\n  to give the new steps a schedule of their own: --extend {steps} instead of training.steps")
+        }
         _ => String::new(),
     };
     Some(format!(
@@ -167,11 +158,7 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
 
 /// Two kinds of attention have other parameters, or read the same ones in another way.
 fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
-    let what = format!(
-        "attention.kind is {} there, {} here",
-        saved.name(),
-        now.name()
-    );
+    let what = format!("attention.kind is {} there, {} here", saved.name(), now.name());
     let hint = match (saved, now) {
         (AttentionKind::Mha, AttentionKind::Dma | AttentionKind::Nsa | AttentionKind::Swa) => {
             format!(
@@ -211,9 +198,7 @@ fn other_size(saved: &ModelShape, now: &ModelShape) -> Option<(String, String)> 
         let mut names = parts.iter().flatten().map(|(name, _)| *name);
         let part = names.find(|part| of(0, part) != of(1, part))?;
         let (saved, now) = (of(0, part), of(1, part));
-        Some(format!(
-            "its {part} has {saved} parameters there and {now} here"
-        ))
+        Some(format!("its {part} has {saved} parameters there and {now} here"))
     });
     what.map(|what| (what, hint.to_owned()))
 }

@@ -12,11 +12,7 @@ impl TrainingData {
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
-    pub fn stage_loader(
-        &self,
-        stage_index: usize,
-        config: LoaderConfig,
-    ) -> Result<Loader, TrainError> {
+    pub fn stage_loader(&self, stage_index: usize, config: LoaderConfig) -> Result<Loader, TrainError> {
         match self.stages.get(&stage_index) {
             Some(prepared) => Ok(Loader::new(Arc::new(prepared.train()?), config)?),
             None => self.train_loader(config),
@@ -54,9 +50,7 @@ impl TrainingData {
     /// An unreadable shard, or one with too few tokens for a row.
     pub fn validation_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
         match &self.rows {
-            RowSource::Shards { prepared, .. } => {
-                Ok(Loader::new(Arc::new(prepared.validation()?), config)?)
-            }
+            RowSource::Shards { prepared, .. } => Ok(Loader::new(Arc::new(prepared.validation()?), config)?),
             RowSource::Mqar { test, .. } => {
                 let mixture = MqarMixture::sequential(test, MqarSplit::Test, config.seq_len)?;
                 Ok(Loader::mqar(mixture, config)?)
@@ -76,9 +70,7 @@ impl TrainingData {
     pub(crate) fn base_fingerprint(&self) -> String {
         match &self.rows {
             RowSource::Shards { prepared, .. } => prepared.meta.fingerprint.clone(),
-            RowSource::Mqar { train, test } => {
-                MqarPart::fingerprint(&[train.as_slice(), test].concat())
-            }
+            RowSource::Mqar { train, test } => MqarPart::fingerprint(&[train.as_slice(), test].concat()),
         }
     }
 
@@ -96,11 +88,7 @@ impl TrainingData {
                 }
             }
             RowSource::Mqar { train, .. } => {
-                let seq_len = train
-                    .iter()
-                    .map(|part| part.config.seq_len)
-                    .max()
-                    .unwrap_or(0);
+                let seq_len = train.iter().map(|part| part.config.seq_len).max().unwrap_or(0);
                 let mixture = MqarMixture::shuffled(train, MqarSplit::Train, seq_len, 0)?;
                 for row in 0..SAMPLED_ROWS {
                     // What is predicted are the labels: the statistics a guesser would use.

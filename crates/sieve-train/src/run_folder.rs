@@ -88,19 +88,15 @@ impl RunFolder {
         }
         let found = self.first_of_a_run();
         match (start, found) {
-            (Start::New | Start::BranchFrom(_), Some(found)) => {
-                Err(TrainError::FolderInUse { path, found })
-            }
+            (Start::New | Start::BranchFrom(_), Some(found)) => Err(TrainError::FolderInUse { path, found }),
             (Start::Resume, None) if !path.exists() => Err(TrainError::NothingToResume {
                 path,
                 problem: "there is no such folder",
             }),
-            (Start::Resume, _) if !self.config_path().is_file() => {
-                Err(TrainError::NothingToResume {
-                    path,
-                    problem: "it has no config.toml",
-                })
-            }
+            (Start::Resume, _) if !self.config_path().is_file() => Err(TrainError::NothingToResume {
+                path,
+                problem: "it has no config.toml",
+            }),
             (Start::ResumeFrom(checkpoint), Some(found)) if !self.holds(checkpoint) => {
                 Err(TrainError::FolderInUse { path, found })
             }
@@ -110,13 +106,7 @@ impl RunFolder {
 
     /// The first thing found that a run writes; data prepared beforehand is none of them.
     fn first_of_a_run(&self) -> Option<String> {
-        let names = [
-            "config.toml",
-            "metrics.jsonl",
-            &self.checkpoint_folder,
-            "log",
-            "tb",
-        ];
+        let names = ["config.toml", "metrics.jsonl", &self.checkpoint_folder, "log", "tb"];
         let found = names.into_iter().find(|name| self.path.join(name).exists());
         found.map(str::to_owned)
     }
@@ -183,10 +173,7 @@ mod tests {
         for name in ["config.toml", "metrics.jsonl", "log"] {
             fs::write(path.join(name), "x").unwrap();
             let error = open(&Start::New).unwrap_err().to_string();
-            assert!(
-                error.contains(name) && error.contains("--resume"),
-                "{error}"
-            );
+            assert!(error.contains(name) && error.contains("--resume"), "{error}");
             fs::remove_file(path.join(name)).unwrap();
         }
     }
@@ -221,9 +208,7 @@ mod tests {
             fs::create_dir_all(path).unwrap();
         }
         let run = dir.path().join("run");
-        let open = |path: &Path, from: &PathBuf| {
-            RunFolder::open(path, "checkpoint", &Start::ResumeFrom(from.clone()))
-        };
+        let open = |path: &Path, from: &PathBuf| RunFolder::open(path, "checkpoint", &Start::ResumeFrom(from.clone()));
         open(&run, &own).unwrap();
         open(&run, &run).unwrap();
         assert!(open(&run, &other).is_err());

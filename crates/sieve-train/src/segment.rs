@@ -52,21 +52,14 @@ impl Segment {
     }
 
     /// `model` with the parameters of another one of the same sizes, their ids among them.
-    pub(crate) fn with_parameters_of<B: TrainBackend>(
-        model: Qwen3<B>,
-        other: &Qwen3<B>,
-    ) -> Qwen3<B> {
+    pub(crate) fn with_parameters_of<B: TrainBackend>(model: Qwen3<B>, other: &Qwen3<B>) -> Qwen3<B> {
         let mut all = Parameters(VecDeque::new());
         other.visit(&mut all);
         model.map(&mut all)
     }
 
     /// The model with its parameters mapped.
-    pub(crate) fn map<B: TrainBackend>(
-        self,
-        mut model: Qwen3<B>,
-        mapper: &mut impl ModuleMapper<B>,
-    ) -> Qwen3<B> {
+    pub(crate) fn map<B: TrainBackend>(self, mut model: Qwen3<B>, mapper: &mut impl ModuleMapper<B>) -> Qwen3<B> {
         match self {
             Self::Embedding => model.embed_tokens = model.embed_tokens.map(mapper),
             Self::Head => model.head = model.head.map(mapper),

@@ -99,9 +99,7 @@ pub fn accumulate_gradients_with<B: TrainBackend>(
 ) -> MicroBatchResult<B> {
     // Tensors are shared, not copied.
     let mut model = model.clone();
-    let result = pass(
-        settings, &mut model, batch, rope, loss_scale, gradients, None,
-    );
+    let result = pass(settings, &mut model, batch, rope, loss_scale, gradients, None);
     result.expect("nothing is done beside the pass")
 }
 
@@ -159,9 +157,7 @@ pub(crate) fn pass<B: TrainBackend>(
     after(Segment::Head, gradients)?;
     // The tied embedding is a parameter of two segments.
     gradients.collect(&model.embed_tokens, &mut pass);
-    let mut dy = input
-        .grad_remove(&mut pass)
-        .expect("the loss depends on the stream");
+    let mut dy = input.grad_remove(&mut pass).expect("the loss depends on the stream");
 
     for (layer_idx, block) in blocks.into_iter().enumerate().rev() {
         let layer = &model.layers[layer_idx];
@@ -185,10 +181,7 @@ pub(crate) fn pass<B: TrainBackend>(
     gradients.collect(&model.embed_tokens, &mut pass);
     after(Segment::Embedding, gradients)?;
 
-    Ok(MicroBatchResult {
-        loss: value,
-        expire,
-    })
+    Ok(MicroBatchResult { loss: value, expire })
 }
 
 /// A block's forward pass whose backward pass adds what it can to the gradients so far.

@@ -17,9 +17,8 @@ use crate::metrics::{History, Metrics};
 use crate::segments::{BesidePass, BlockSettings, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin,
-    Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary,
-    TrainingData, Unigram, ValidationReport,
+    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin, Precision,
+    RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
 };
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
@@ -495,17 +494,11 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         }
         let text = self.recipe.to_toml()?;
-        Ok(write_atomically(
-            &self.folder.config_path(),
-            text.as_bytes(),
-        )?)
+        Ok(write_atomically(&self.folder.config_path(), text.as_bytes())?)
     }
 
     /// The first writes of a run: everything that could be refused has been by now.
-    fn begin<'a>(
-        &mut self,
-        observe: &'a mut dyn FnMut(TrainEvent<'_>),
-    ) -> Result<(Reporter<'a>, History), TrainError> {
+    fn begin<'a>(&mut self, observe: &'a mut dyn FnMut(TrainEvent<'_>)) -> Result<(Reporter<'a>, History), TrainError> {
         self.write_config()?;
         let (metrics, history) = self.open_metrics()?;
         let mut reporter = Reporter { metrics, observe };
@@ -524,11 +517,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Where numbers go, and what is there of an earlier process.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
         match self.writes() {
-            true => Metrics::open(
-                &self.folder,
-                self.step,
-                self.recipe.metrics.enable_tensorboard,
-            ),
+            true => Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard),
             false => Ok((Metrics::nowhere(), History::default())),
         }
     }
@@ -536,16 +525,11 @@ impl<B: TrainBackend> Trainer<B> {
     /// Gradients over all micro-batches, clipping, gate, update. `num_labels` counts those of all processes.
     fn train_step(&mut self, batches: &[Batch], num_labels: usize) -> Result<(), TrainError> {
         if num_labels == 0 {
-            return Err(TrainError::NoLabels {
-                step: self.step + 1,
-            });
+            return Err(TrainError::NoLabels { step: self.step + 1 });
         }
         let loss_scale = (self.disturbance.loss)(self.next_sample) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
-        let links = self
-            .group
-            .as_ref()
-            .and_then(|group| group.row_links(degree));
+        let links = self.group.as_ref().and_then(|group| group.row_links(degree));
         let settings = BlockSettings::from(&self.recipe);
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
@@ -640,10 +624,7 @@ impl<B: TrainBackend> Trainer<B> {
         let dense = shape.dense_flops_per_token(seq_len).training() - spared;
         let (tokens_per_second, step_seconds) = clock.restart();
         let device_rate = tokens_per_second / self.share().size as f64;
-        let percent = |flops: f64| {
-            self.peak_flops
-                .map(|peak| 100.0 * flops * device_rate / peak)
-        };
+        let percent = |flops: f64| self.peak_flops.map(|peak| 100.0 * flops * device_rate / peak);
         let (memory_bytes, memory_total_bytes) = self.memory.read();
         let num_steps = self.recipe.training.steps as u64;
         Some(StepReport {
@@ -665,10 +646,7 @@ impl<B: TrainBackend> Trainer<B> {
     }
 
     /// The loss on held-out text; several processes share the batches, and rank 0 gets the report.
-    fn validate(
-        &mut self,
-        reporter: &mut Reporter<'_>,
-    ) -> Result<Option<ValidationReport>, TrainError> {
+    fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
         (self.disturbance.validating)(self.step);
         let model = self.model().valid();
@@ -712,9 +690,6 @@ impl<B: TrainBackend> ModuleMapper<B> for Scaled {
 }
 
 /// `min(1, max_norm / (norm + 1e-6))`, as PyTorch's `clip_grad_norm_`.
-fn clip_scale<B: TrainBackend>(
-    norm: Tensor<B::InnerBackend, 1>,
-    max_norm: f64,
-) -> Tensor<B::InnerBackend, 1> {
+fn clip_scale<B: TrainBackend>(norm: Tensor<B::InnerBackend, 1>, max_norm: f64) -> Tensor<B::InnerBackend, 1> {
     (norm + 1e-6).recip().mul_scalar(max_norm).clamp_max(1.0)
 }

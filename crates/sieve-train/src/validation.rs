@@ -44,16 +44,7 @@ pub fn validate<B: SieveBackend>(
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
 ) -> Result<ValidationReport, TrainError> {
-    let sums = share_sums(
-        Share::ALL,
-        model,
-        loader,
-        rope,
-        size,
-        tokens,
-        device,
-        &|| (),
-    )?;
+    let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device, &|| ())?;
     Ok(report(&sums))
 }
 
@@ -99,11 +90,7 @@ pub(crate) fn sums_to_bytes(sums: &[BatchSums]) -> Vec<u8> {
 pub(crate) fn sums_of_shares(shares: &[Vec<u8>]) -> Vec<BatchSums> {
     let mut shares = shares
         .iter()
-        .map(|bytes| {
-            bytes
-                .chunks_exact(BatchSums::BYTES)
-                .map(BatchSums::of_bytes)
-        })
+        .map(|bytes| bytes.chunks_exact(BatchSums::BYTES).map(BatchSums::of_bytes))
         .collect::<Vec<_>>();
     let mut all = Vec::new();
     while let Some(sums) = {
@@ -129,9 +116,7 @@ pub(crate) fn share_sums<B: SieveBackend>(
     tick: &dyn Fn(),
 ) -> Result<Vec<BatchSums>, TrainError> {
     let (TokenBytes(bytes), unigram) = tokens;
-    let rows = loader
-        .samples_per_epoch()
-        .min((num_batches * batch_size) as u64);
+    let rows = loader.samples_per_epoch().min((num_batches * batch_size) as u64);
     let num_chunks = rows.div_ceil(batch_size as u64);
     let own = (share.rank as u64..num_chunks).step_by(share.size);
     own.map(|chunk| {
@@ -199,10 +184,7 @@ mod tests {
                 sums_to_bytes(&own.collect::<Vec<_>>())
             });
             let all = sums_of_shares(&shares.collect::<Vec<_>>());
-            assert!(
-                all.into_iter().eq((0..num_batches).map(sums)),
-                "{num_batches}, {size}"
-            );
+            assert!(all.into_iter().eq((0..num_batches).map(sums)), "{num_batches}, {size}");
         }
     }
 }

@@ -19,11 +19,7 @@ pub(crate) struct CompareArgs {
 /// Runs the command.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     crate::eval::output::check_replaceable(&args.out)?;
-    let runs = args
-        .runs
-        .iter()
-        .map(|text| open(text))
-        .collect::<Result<Vec<Run>>>()?;
+    let runs = args.runs.iter().map(|text| open(text)).collect::<Result<Vec<Run>>>()?;
     let html = page(&runs)?;
     crate::eval::output::write(&args.out, &html)?;
     terminal::line(&format!(

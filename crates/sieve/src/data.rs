@@ -35,16 +35,10 @@ pub(crate) fn run(command: DataCommand) -> Result<()> {
 
 /// Where the shards of a recipe go: `--data-dir`, else `data.cache_dir`, else where `sieve train` without `--out` puts
 /// them.
-pub(crate) fn folder(
-    args: &RecipeArgs,
-    recipe: &Recipe,
-    data_dir: Option<PathBuf>,
-) -> Result<PathBuf> {
+pub(crate) fn folder(args: &RecipeArgs, recipe: &Recipe, data_dir: Option<PathBuf>) -> Result<PathBuf> {
     Ok(match (data_dir, &recipe.data.cache_dir) {
         (Some(dir), _) => dir,
-        (None, Some(dir)) => {
-            PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?)
-        }
+        (None, Some(dir)) => PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
         (None, None) => PathBuf::from("out").join(args.name()).join("data"),
     })
 }

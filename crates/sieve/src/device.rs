@@ -56,9 +56,7 @@ impl DeviceChoice {
     /// The device for a model: as [`resolve`](Self::resolve), then [`for_model`](Self::for_model).
     pub(crate) fn resolve_for(self, shape: impl FnOnce() -> Result<ModelShape>) -> Result<Device> {
         match self.resolve()? {
-            Device::Cuda(gpu) if self == Self::Auto => {
-                Ok(self.for_model(&Device::Cuda(gpu), &shape()?))
-            }
+            Device::Cuda(gpu) if self == Self::Auto => Ok(self.for_model(&Device::Cuda(gpu), &shape()?)),
             device => Ok(device),
         }
     }
@@ -93,10 +91,7 @@ impl DeviceChoice {
         Ok(found)
     }
 
-    fn look(
-        self,
-        prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>,
-    ) -> Result<Device> {
+    fn look(self, prepare: impl FnOnce(&KernelCache, &DeviceReport) -> Result<()>) -> Result<Device> {
         match self {
             Self::Cpu => Ok(Device::Cpu),
             Self::Auto => match sieve_kernels::CudaReport::probe() {
@@ -148,8 +143,7 @@ pub(crate) fn cache_root() -> Result<PathBuf> {
 
 /// `(in use, total)` memory of a CUDA device, in bytes; zero when the driver does not answer.
 pub(crate) fn cuda_memory(index: usize) -> (u64, u64) {
-    sieve_kernels::DeviceReport::memory_bytes(index)
-        .map_or((0, 0), |(free, total)| (total - free, total))
+    sieve_kernels::DeviceReport::memory_bytes(index).map_or((0, 0), |(free, total)| (total - free, total))
 }
 
 /// The most memory of a CUDA device that tensors took while it was watched.

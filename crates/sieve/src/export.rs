@@ -32,8 +32,8 @@ enum DtypeArg {
 pub(crate) fn run(args: ExportArgs) -> Result<()> {
     let checkpoint = Checkpoint::open(&args.checkpoint)?;
     let (recipe, _) = checkpoint.recipe_and_shape()?;
-    let tokenizer = Tokenizer::from_file(&checkpoint.tokenizer_path())?
-        .with_eos_token(recipe.tokenizer.eos_token.as_deref());
+    let tokenizer =
+        Tokenizer::from_file(&checkpoint.tokenizer_path())?.with_eos_token(recipe.tokenizer.eos_token.as_deref());
     let options = ExportOptions {
         dtype: match args.dtype {
             DtypeArg::F32 => ExportDtype::F32,
@@ -64,19 +64,14 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
 fn prompt(recipe: &Recipe) -> &str {
     match recipe.tokenizer.source() {
         TokenizerSource::Numbers(_) => "1 2 3",
-        _ => recipe
-            .generation
-            .prompts
-            .first()
-            .map_or("Once", |prompt| prompt),
+        _ => recipe.generation.prompts.first().map_or("Once", |prompt| prompt),
     }
 }
 
 /// A command that lets the exported model write a few words.
 fn python_command(folder: &Path, is_remote_code: bool, prompt: &str) -> String {
     // A JSON string is a Python string too.
-    let [folder, prompt] =
-        [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
+    let [folder, prompt] = [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
     let trust = match is_remote_code {
         true => ", trust_remote_code=True",
         false => "",

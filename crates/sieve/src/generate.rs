@@ -86,28 +86,24 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
 /// The text to continue.
 fn prompt(args: &GenerateArgs) -> Result<String> {
     match (&args.prompt_file, args.prompt.as_deref()) {
-        (Some(path), _) if path.as_os_str() != "-" => std::fs::read_to_string(path)
-            .with_context(|| format!("reading the prompt {}", path.display())),
-        (Some(_), _) | (None, Some("-")) => std::io::read_to_string(std::io::stdin())
-            .context("reading the prompt from standard input"),
+        (Some(path), _) if path.as_os_str() != "-" => {
+            std::fs::read_to_string(path).with_context(|| format!("reading the prompt {}", path.display()))
+        }
+        (Some(_), _) | (None, Some("-")) => {
+            std::io::read_to_string(std::io::stdin()).context("reading the prompt from standard input")
+        }
         (None, prompt) => Ok(prompt.unwrap_or_default().to_owned()),
     }
 }
 
-fn run_on<B: SieveBackend>(
-    (args, prompt): (&GenerateArgs, &str),
-    device: &B::Device,
-    dtype: DType,
-) -> Result<()> {
+fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::Device, dtype: DType) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let tokens = tokenizer.encode_marked(prompt)?;
     // An empty prompt takes one position for the token it starts from.
     let room = loaded.shape.max_seq_len.saturating_sub(tokens.len().max(1));
     let config = |seed| -> Result<GenerateConfig> {
         Ok(GenerateConfig {
-            max_new_tokens: args
-                .max_new_tokens
-                .unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
+            max_new_tokens: args.max_new_tokens.unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
             sampling: Sampling {
                 temperature: args.temperature,
                 top_p: args.top_p,
@@ -172,10 +168,7 @@ fn run_on<B: SieveBackend>(
 fn head(args: &GenerateArgs, sample: u64) {
     if args.samples > 1 && !args.json {
         let (number, seed) = (sample + 1, args.seed.wrapping_add(sample));
-        terminal::line(&format!(
-            "--- sample {number} of {}, seed {seed}",
-            args.samples
-        ));
+        terminal::line(&format!("--- sample {number} of {}, seed {seed}", args.samples));
     }
 }
 

@@ -41,8 +41,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         );
     }
     let tokenizer = args.from.join("tokenizer.json");
-    Tokenizer::from_file(&tokenizer)
-        .with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
+    Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
     // A configuration that cannot be read is told below.
     if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
         args.memory.check_import(&shape)?;
@@ -60,8 +59,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         args.from.display(),
         report.recipe.to_template()?
     );
-    std::fs::write(&recipe_path, recipe)
-        .with_context(|| format!("writing {}", recipe_path.display()))?;
+    std::fs::write(&recipe_path, recipe).with_context(|| format!("writing {}", recipe_path.display()))?;
     terminal::line(&format!(
         "imported {} parameters, attention {}, as {}",
         terminal::thousands(report.num_parameters),
@@ -75,9 +73,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         ));
     }
     for name in &report.ignored {
-        terminal::line(&format!(
-            "note: {name} says nothing new and was passed over"
-        ));
+        terminal::line(&format!("note: {name} says nothing new and was passed over"));
     }
     if report.all_scores_tie {
         terminal::line(
@@ -87,9 +83,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
         );
     }
     let checkpoint = terminal::quoted(&report.path);
-    let mut commands = vec![format!(
-        "generate --checkpoint {checkpoint} --prompt 'The '"
-    )];
+    let mut commands = vec![format!("generate --checkpoint {checkpoint} --prompt 'The '")];
     let train = format!(
         "train --recipe {} --branch-from {checkpoint} --out {}",
         terminal::quoted(&recipe_path),
@@ -107,9 +101,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
 }
 
 fn kind(name: &str) -> Result<AttentionKind> {
-    let found = AttentionKind::ALL
-        .into_iter()
-        .find(|kind| kind.name() == name);
+    let found = AttentionKind::ALL.into_iter().find(|kind| kind.name() == name);
     match found {
         Some(kind) => Ok(kind),
         None => bail!(

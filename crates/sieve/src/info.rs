@@ -119,10 +119,7 @@ impl Info {
     fn text(&self) -> String {
         let found = |version: &Option<String>| version.clone().unwrap_or("not found".to_owned());
         let mut lines = vec![
-            format!(
-                "sieve       {} (commit {}, {})",
-                self.version, self.commit, self.target
-            ),
+            format!("sieve       {} (commit {}, {})", self.version, self.commit, self.target),
             format!(
                 "CPU         {} threads, {} of memory, {} free",
                 self.threads,
@@ -139,18 +136,12 @@ impl Info {
                 true => "trains in fp8",
                 false => "no fp8",
             };
-            lines.push(format!(
-                "cuda:{index:<6} {}, {}, {memory}, {fp8}",
-                gpu.name, gpu.arch
-            ));
+            lines.push(format!("cuda:{index:<6} {}, {}, {memory}, {fp8}", gpu.name, gpu.arch));
         }
         if self.no_gpu.is_none() {
             lines.push(format!("driver      CUDA {}", found(&self.driver)));
             let headers = found(&self.cuda_headers);
-            lines.push(format!(
-                "NVRTC       {}, headers in {headers}",
-                found(&self.nvrtc)
-            ));
+            lines.push(format!("NVRTC       {}, headers in {headers}", found(&self.nvrtc)));
         }
         lines.push(format!("cuBLASLt    {}", found(&self.cublaslt)));
         lines.push(format!("NCCL        {}", found(&self.nccl)));
@@ -161,10 +152,7 @@ impl Info {
             false => compiled.collect::<Vec<_>>().join(", "),
         };
         lines.push(format!("kernels     {}: {compiled}", self.kernel_cache));
-        lines.push(format!(
-            "recipes     {} inside the program",
-            self.num_recipes
-        ));
+        lines.push(format!("recipes     {} inside the program", self.num_recipes));
         let place = match self.gpus.first() {
             Some(gpu) => format!("on cuda:0, {}", gpu.name),
             None => "on the CPU".to_owned(),
@@ -179,7 +167,8 @@ impl Info {
         lines.push(match self.gpus.is_empty() {
             true => "cpu: own kernels in f32, any even width".to_owned(),
             false => "hopper, portable: kernels in bf16; reference: n x n scores, so --device auto takes the \
-                CPU".to_owned(),
+                CPU"
+            .to_owned(),
         });
         lines.join("\n")
     }
@@ -190,9 +179,7 @@ fn paths(is_hopper: Option<bool>) -> Vec<(&'static str, Vec<&'static str>)> {
     let kinds = AttentionKind::ALL.into_iter();
     kinds
         .filter_map(|kind| {
-            let recipe = StartingSize::ALL[0]
-                .recipe(kind, &["text".to_owned()], &[])
-                .ok()?;
+            let recipe = StartingSize::ALL[0].recipe(kind, &["text".to_owned()], &[]).ok()?;
             let shape = recipe.model_shape(1024).ok()?;
             let path = |width| match is_hopper {
                 None => "cpu",
@@ -224,9 +211,7 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
         return "reference";
     }
     let (source, width) = match shape.attention.form() {
-        AttentionForm::Ranked(_) | AttentionForm::Branches(_) => {
-            (KeySource::Gathered, shape.head_dim)
-        }
+        AttentionForm::Ranked(_) | AttentionForm::Branches(_) => (KeySource::Gathered, shape.head_dim),
         AttentionForm::Latent(mla) => (KeySource::Dense, shape.head_dim + mla.qk_rope_head_dim),
         AttentionForm::Grouped { .. } => (KeySource::Dense, shape.head_dim),
     };
@@ -288,13 +273,7 @@ mod tests {
             assert_eq!(found, at_128, "{is_hopper:?}");
         }
         let portable = paths(Some(true));
-        let of = |kind: &str| {
-            &portable
-                .iter()
-                .find(|(name, _)| *name == kind)
-                .expect("there")
-                .1
-        };
+        let of = |kind: &str| &portable.iter().find(|(name, _)| *name == kind).expect("there").1;
         assert_eq!(of("nsa")[1], "reference");
         assert_eq!(of("dma")[3], "portable");
     }

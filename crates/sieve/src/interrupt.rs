@@ -24,9 +24,7 @@ impl Interrupt {
         let ask = move || {
             if !has_state.load(Ordering::Relaxed) {
                 if tells {
-                    terminal::line(
-                        "stopped before the first step; nothing is lost, the same command starts again",
-                    );
+                    terminal::line("stopped before the first step; nothing is lost, the same command starts again");
                 }
                 Exit::Interrupted.now();
             }
@@ -34,9 +32,7 @@ impl Interrupt {
                 Exit::Interrupted.now();
             }
             if tells {
-                terminal::line(
-                    "stopping after this step and writing a checkpoint; once more to quit at once",
-                );
+                terminal::line("stopping after this step and writing a checkpoint; once more to quit at once");
             }
         };
         if std::env::var_os(LAUNCHED).is_some() {

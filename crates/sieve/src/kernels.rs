@@ -12,8 +12,8 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use indicatif::ProgressBar;
 use sieve_bench::{
-    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, Captured, CheckPart,
-    CheckSettings, CheckedPart, RunSettings, Scores, Target,
+    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, Captured, CheckPart, CheckSettings, CheckedPart,
+    RunSettings, Scores, Target,
 };
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
@@ -33,9 +33,7 @@ pub(crate) fn run(command: KernelsCommand) -> Result<()> {
 
 fn build(args: BuildArgs) -> Result<()> {
     let overrides = args.overrides;
-    let recipe = args
-        .recipe
-        .map(|recipe| RecipeArgs { recipe, overrides }.load());
+    let recipe = args.recipe.map(|recipe| RecipeArgs { recipe, overrides }.load());
     let settings = BuildSettings {
         recipe: recipe.transpose()?,
         arch: args.arch,
@@ -112,9 +110,7 @@ fn check(args: &CheckArgs) -> Result<()> {
     match report.failed() {
         0 => {
             let cases = args.cases;
-            terminal::line(&format!(
-                "every row passed on {name}, {cases} cases, {seconds:.0} s"
-            ));
+            terminal::line(&format!("every row passed on {name}, {cases} cases, {seconds:.0} s"));
             Ok(())
         }
         failed => bail!("{failed} of {} rows failed on {name}", report.rows().len()),
@@ -154,16 +150,9 @@ fn bench(args: BenchArgs) -> Result<()> {
         scores = vec![Scores::Independent, Scores::Rising, Scores::Tied];
     }
     if let Some(checkpoint) = &args.captured {
-        let file =
-            std::env::temp_dir().join(format!("sieve-scores-{}.safetensors", std::process::id()));
+        let file = std::env::temp_dir().join(format!("sieve-scores-{}.safetensors", std::process::id()));
         let device = CudaDevice::new(gpu.index);
-        capture_to::<Cuda>(
-            checkpoint,
-            args.text.as_deref(),
-            &file,
-            &device,
-            DType::BF16,
-        )?;
+        capture_to::<Cuda>(checkpoint, args.text.as_deref(), &file, &device, DType::BF16)?;
         scores.push(Scores::Captured(file));
     }
     let settings = BenchSettings {
@@ -207,8 +196,7 @@ fn capture_to<B: SieveBackend>(
 ) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
     let text = match text {
-        Some(path) => std::fs::read_to_string(path)
-            .with_context(|| format!("reading text from {}", path.display()))?,
+        Some(path) => std::fs::read_to_string(path).with_context(|| format!("reading text from {}", path.display()))?,
         None => sieve_bench::kernel_sources()?,
     };
     let captured = sieve_bench::capture(&loaded, tokenizer.encode(&text)?, out, device)?;

@@ -112,10 +112,7 @@ impl Place {
                     port.with_context(|| format!("--master {master}: no port"))?,
                 )
             }
-            None => (
-                master.clone(),
-                number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT),
-            ),
+            None => (master.clone(), number("PET_MASTER_PORT")?.unwrap_or(DEFAULT_PORT)),
         };
         Ok(Self {
             nnodes,
@@ -173,12 +170,7 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
 }
 
 /// Starts all processes, and waits for them. Returns how the job ended.
-fn run_once(
-    args: &LaunchArgs,
-    place: &Place,
-    command: &[String],
-    asked: &AtomicUsize,
-) -> Result<Exit> {
+fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &AtomicUsize) -> Result<Exit> {
     let port = match place.port {
         Some(port) => port,
         None => free_port().context("looking for a free port on 127.0.0.1")?,
@@ -186,10 +178,7 @@ fn run_once(
     let mut ranks = Vec::new();
     for local_rank in 0..args.nproc {
         match start(args.nproc, place, command, local_rank, port) {
-            Ok(child) => ranks.push(Rank {
-                child,
-                status: None,
-            }),
+            Ok(child) => ranks.push(Rank { child, status: None }),
             Err(error) => {
                 end(&mut ranks);
                 return Err(error).with_context(|| format!("starting process {local_rank}"));
@@ -297,9 +286,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
         }
         std::thread::sleep(POLL);
     }
-    let codes = ranks
-        .iter()
-        .map(|rank| rank.status.and_then(|status| status.code()));
+    let codes = ranks.iter().map(|rank| rank.status.and_then(|status| status.code()));
     Ok(job_exit(&codes.collect::<Vec<_>>()))
 }
 

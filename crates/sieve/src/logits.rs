@@ -33,8 +33,8 @@ pub(crate) struct LogitsArgs {
 pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     let tokens = match &args.tokens_file {
         Some(path) => {
-            let text = std::fs::read_to_string(path)
-                .with_context(|| format!("reading token ids from {}", path.display()))?;
+            let text =
+                std::fs::read_to_string(path).with_context(|| format!("reading token ids from {}", path.display()))?;
             parse(&text).with_context(|| format!("reading token ids from {}", path.display()))?
         }
         None => args.tokens.clone(),
@@ -46,12 +46,7 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     on_device!(device, run_on(&args, &tokens))
 }
 
-fn run_on<B: SieveBackend>(
-    args: &LogitsArgs,
-    tokens: &[u32],
-    device: &B::Device,
-    dtype: DType,
-) -> Result<()> {
+fn run_on<B: SieveBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, dtype: DType) -> Result<()> {
     let loaded = load_model::<B>(&args.checkpoint, device)?;
     let model = sieve_nn::cast_parameters(loaded.model, dtype);
     let data = sieve_eval::logits(&model, tokens, device)?;

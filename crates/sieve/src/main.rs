@@ -175,9 +175,7 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Train(args) => train::run(args),
         Command::Launch(args) => {
             // What the processes would refuse one by one is refused here, once.
-            Cli::parse_from(
-                std::iter::once("sieve").chain(args.command.iter().map(String::as_str)),
-            );
+            Cli::parse_from(std::iter::once("sieve").chain(args.command.iter().map(String::as_str)));
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),

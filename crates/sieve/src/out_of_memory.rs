@@ -8,8 +8,7 @@ use sieve_core::model::gpu::Gpu;
 use sieve_core::{ModelShape, Recipe};
 use sieve_kernels::KeepRest;
 use sieve_plan::{
-    InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory,
-    plan_of_ranks,
+    InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory, plan_of_ranks,
 };
 use sieve_train::MemoryProbe;
 use std::path::Path;
@@ -48,10 +47,7 @@ impl MemoryArgs {
         if let Target::Cpu { memory_bytes, .. } = &mut target {
             *memory_bytes /= sharers.max(1) as u64;
         }
-        let ranks = Ranks {
-            size: ranks,
-            hosts: 1,
-        };
+        let ranks = Ranks { size: ranks, hosts: 1 };
         let memory = plan_of_ranks(recipe, vocab_size, &target, ranks)?.memory;
         if matches!(device, Device::Cuda(_)) {
             let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
@@ -124,9 +120,7 @@ impl MemoryArgs {
             MemoryVerdict::DoesNotFit if !self.ignore_memory => {
                 bail!("{}\n  --ignore-memory starts it all the same", text())
             }
-            MemoryVerdict::MayNotFit | MemoryVerdict::DoesNotFit => {
-                Ok(Some(format!("warning: {}", text())))
-            }
+            MemoryVerdict::MayNotFit | MemoryVerdict::DoesNotFit => Ok(Some(format!("warning: {}", text()))),
         }
     }
 }
@@ -195,7 +189,8 @@ fn way_out(memory: &MemoryPlan) -> String {
              then"
                 .to_owned()
         }
-        (true, false) => "free memory, or use a machine with more of it".to_owned()};
+        (true, false) => "free memory, or use a machine with more of it".to_owned(),
+    };
     format!("  hint: {hint}")
 }
 
@@ -225,9 +220,7 @@ mod tests {
     use super::*;
     use sieve_plan::plan;
 
-    const REFUSE: MemoryArgs = MemoryArgs {
-        ignore_memory: false,
-    };
+    const REFUSE: MemoryArgs = MemoryArgs { ignore_memory: false };
 
     fn memory(gigabytes: f64, overrides: &[&str]) -> MemoryPlan {
         let text = include_str!("../../../recipes/dma_80m.toml");
@@ -265,12 +258,8 @@ mod tests {
         let wide = &["training.local_batch_size=64"];
         // On a small card nothing is kept that the backward pass can make again.
         let needed = memory(1.0, wide).total_bytes as f64 / 1e9;
-        let ignore = MemoryArgs {
-            ignore_memory: true,
-        };
-        for (share_free, refused, warned) in
-            [(1.01, false, false), (0.9, false, true), (0.8, true, true)]
-        {
+        let ignore = MemoryArgs { ignore_memory: true };
+        for (share_free, refused, warned) in [(1.01, false, false), (0.9, false, true), (0.8, true, true)] {
             let memory = memory(share_free * needed, wide);
             let answer = REFUSE.decide("this run", &memory);
             assert_eq!(answer.is_err(), refused, "{share_free}");
@@ -291,10 +280,7 @@ mod tests {
         let panic = "called `Result::unwrap()` on an `Err` value: can't allocate buffer of size: 2361393152\n   \
             0: frame";
         let text = message(panic).expect("it is about memory");
-        assert!(
-            text.starts_with("the GPU's memory is full: 2.20 GiB more"),
-            "{text}"
-        );
+        assert!(text.starts_with("the GPU's memory is full: 2.20 GiB more"), "{text}");
         assert!(text.contains("hint: ") && !text.contains("frame"), "{text}");
         let driver = "cublaslt: a workspace of 64 MiB: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")";
         assert!(message(driver).is_some());

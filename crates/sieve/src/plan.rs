@@ -13,9 +13,7 @@ use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_plan::{
-    Plan, Ranks, RanksPlan, RowPartsPlan, StagePlan, Suggestion, Target, plan_of_ranks,
-};
+use sieve_plan::{Plan, Ranks, RanksPlan, RowPartsPlan, StagePlan, Suggestion, Target, plan_of_ranks};
 use sieve_train::TrainError;
 
 /// Arguments of `sieve plan`.
@@ -78,12 +76,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         let (global, local) = (training.global_batch_size, training.local_batch_size);
         let ranks = ranks.size / degree;
         if training.accumulation_steps(ranks).is_none() {
-            return Err(TrainError::BatchSizes {
-                global,
-                local,
-                ranks,
-            }
-            .into());
+            return Err(TrainError::BatchSizes { global, local, ranks }.into());
         }
     }
     let plan = plan_of_ranks(&recipe, vocab_size, &target, ranks)?;
@@ -177,9 +170,7 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
 fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>) -> Vec<String> {
     let kind = recipe.attention.kind().name();
     let types = recipe.dense_layers().into_iter();
-    let types: Vec<_> = types
-        .map(|dense| if dense { "mha" } else { kind })
-        .collect();
+    let types: Vec<_> = types.map(|dense| if dense { "mha" } else { kind }).collect();
     let layers = match types.contains(&"mha") {
         true => format!(" (layers {})", types.join(", ")),
         false => String::new(),
@@ -219,10 +210,9 @@ fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>
     }
     lines.push(String::new());
     lines.push(match (plan.seconds, &plan.assumption) {
-        (Some(seconds), Some(assumption)) => format!(
-            "time          a guess: {} at {assumption}",
-            terminal::duration(seconds)
-        ),
+        (Some(seconds), Some(assumption)) => {
+            format!("time          a guess: {} at {assumption}", terminal::duration(seconds))
+        }
         _ => "time          not known: no run of this attention was measured there".to_owned(),
     });
     if let Some(refused) = &plan.refused {

@@ -97,14 +97,9 @@ fn find(recipe: &str) -> Result<(String, String)> {
     }
     let names = [recipe.to_owned(), format!("{recipe}.toml")];
     let beside = names.each_ref().map(|name| Path::new(FOLDER).join(name));
-    let mut paths = names
-        .each_ref()
-        .map(PathBuf::from)
-        .into_iter()
-        .chain(beside);
+    let mut paths = names.each_ref().map(PathBuf::from).into_iter().chain(beside);
     if let Some(path) = paths.find(|path| path.is_file()) {
-        let text = std::fs::read_to_string(&path)
-            .with_context(|| format!("reading the recipe {}", path.display()))?;
+        let text = std::fs::read_to_string(&path).with_context(|| format!("reading the recipe {}", path.display()))?;
         return Ok((text, path.display().to_string()));
     }
     let inside = names.iter().find_map(|name| {

@@ -15,11 +15,7 @@ pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a
     it; prefill methods";
 
 /// A selector for a model, on whole prompts or in chunks.
-pub(crate) fn selection(
-    selectors: &LayerSelectors,
-    chunk: Option<usize>,
-    shape: &ModelShape,
-) -> Result<Selection> {
+pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape: &ModelShape) -> Result<Selection> {
     let selection = Selection::new(selectors.clone(), shape)?;
     Ok(match chunk {
         Some(chunk) => selection.in_chunks(chunk)?,
@@ -33,9 +29,7 @@ pub(crate) fn own_and(
     chunk: Option<usize>,
     shape: &ModelShape,
 ) -> Result<Vec<Option<Selection>>> {
-    let selections = selectors
-        .iter()
-        .map(|one| selection(one, chunk, shape).map(Some));
+    let selections = selectors.iter().map(|one| selection(one, chunk, shape).map(Some));
     std::iter::once(Ok(None)).chain(selections).collect()
 }
 
@@ -93,10 +87,7 @@ pub(crate) fn summary(selection: &Selection) -> String {
         );
     }
     if totals.nan_lists > 0 {
-        text += &format!(
-            "; {} heads ran dense because a score was NaN",
-            totals.nan_lists
-        );
+        text += &format!("; {} heads ran dense because a score was NaN", totals.nan_lists);
     }
     text += &format!(
         "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made on the \

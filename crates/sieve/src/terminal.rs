@@ -1,9 +1,5 @@
 //! All that reaches the terminal: lines, progress bars, errors.
-#![allow(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "the one place that prints"
-)]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "the one place that prints")]
 use crate::exit::Exit;
 use anyhow::{Context, Result};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -44,9 +40,7 @@ pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
 }
 
 fn loudness() -> Loudness {
-    OUTPUT
-        .get()
-        .map_or(Loudness::Usual, |output| output.loudness)
+    OUTPUT.get().map_or(Loudness::Usual, |output| output.loudness)
 }
 
 /// Whether more is printed than usual.
@@ -111,9 +105,7 @@ pub(crate) fn error_text(error: &anyhow::Error) -> String {
             message.push_str(&cause);
         }
     }
-    let system = error
-        .chain()
-        .find_map(|cause| cause.downcast_ref::<std::io::Error>());
+    let system = error.chain().find_map(|cause| cause.downcast_ref::<std::io::Error>());
     if let Some(hint) = system.and_then(|cause| system_hint(cause.kind()))
         && !message.contains("hint: ")
     {
@@ -130,9 +122,7 @@ fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
             "make room there, then go on; checkpoints already written are whole, and --resume uses the last"
         }
-        ErrorKind::NotFound => {
-            "check the path: there is no such file, or no folder to write it into"
-        }
+        ErrorKind::NotFound => "check the path: there is no such file, or no folder to write it into",
         ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
             "name a place that you may read and write, or change its rights"
         }
@@ -168,9 +158,7 @@ pub(crate) fn shell_word(text: &str) -> String {
 /// What to type next: commands of this program, named as it was called, so that the lines can be typed as they are.
 pub(crate) fn next(commands: &[String]) -> String {
     let program = shell_word(&std::env::args().next().unwrap_or("sieve".to_owned()));
-    let lines = commands
-        .iter()
-        .map(|command| format!("\n  {program} {command}"));
+    let lines = commands.iter().map(|command| format!("\n  {program} {command}"));
     format!("next:{}", lines.collect::<String>())
 }
 
@@ -258,9 +246,7 @@ pub(crate) fn install_panic_message() {
             errors(&format!("error: {message}\n"));
             Exit::Failed.now();
         }
-        let place = panic
-            .location()
-            .map(|l| format!(" at {}:{}", l.file(), l.line()));
+        let place = panic.location().map(|l| format!(" at {}:{}", l.file(), l.line()));
         let what = panic.payload_as_str().unwrap_or("no message");
         errors(&format!(
             "error: a bug in Sieve{}: {what}\n  hint: please report it with the command and the recipe; checkpoints \

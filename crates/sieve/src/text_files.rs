@@ -19,11 +19,7 @@ pub(crate) enum FormatArg {
 }
 
 /// The corpus of files, folders and globs: each file as its ending says where no format is given.
-pub(crate) fn config(
-    paths: Vec<String>,
-    format: Option<FormatArg>,
-    text_column: &str,
-) -> CorpusConfig {
+pub(crate) fn config(paths: Vec<String>, format: Option<FormatArg>, text_column: &str) -> CorpusConfig {
     match format {
         None => CorpusConfig::by_ending(paths, text_column),
         Some(FormatArg::Text) => CorpusConfig::text(paths),
@@ -72,10 +68,7 @@ pub(crate) fn passed_over(corpus: &Corpus) -> Option<String> {
     let num_read = thousands(corpus.files().len() as u64);
     let words = || {
         let passed = thousands(total as u64);
-        format!(
-            "{num_read} files read, {passed} passed over: {}",
-            names.join(", ")
-        )
+        format!("{num_read} files read, {passed} passed over: {}", names.join(", "))
     };
     (total > 0).then(words)
 }

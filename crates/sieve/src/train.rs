@@ -20,8 +20,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
 use lines::{
-    describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line,
-    whole_step_line,
+    describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
 };
 use log::Log;
 use profile::{StepProfile, StepRange};
@@ -36,8 +35,8 @@ use sieve_kernels::{Cublaslt, DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision,
-    RunFolder, Start, TrainEvent, TrainSummary, Trainer, TrainingData, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
+    TrainSummary, Trainer, TrainingData, tidy_finished,
 };
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -86,12 +85,7 @@ pub(crate) struct TrainArgs {
     )]
     sweep: Vec<String>,
     /// Go on from the end of a finished run up to this step, with a learning-rate schedule of its own for the new steps
-    #[arg(
-        long,
-        value_name = "STEP",
-        requires = "resume",
-        conflicts_with = "sweep"
-    )]
+    #[arg(long, value_name = "STEP", requires = "resume", conflicts_with = "sweep")]
     extend: Option<usize>,
     /// Stop after N steps, with a checkpoint: the learning rate is that of the whole run
     #[arg(long, value_name = "N", conflicts_with = "sweep", value_parser = clap::value_parser!(u64).range(1..))]
@@ -267,9 +261,7 @@ impl TrainArgs {
 impl Session {
     /// For this process alone, or as one of several that train one recipe.
     fn open(args: &TrainArgs, group: Option<(Arc<Mesh>, &Recipe)>) -> Result<Self> {
-        let tells = group
-            .as_ref()
-            .is_none_or(|(mesh, _)| mesh.world().rank == 0);
+        let tells = group.as_ref().is_none_or(|(mesh, _)| mesh.world().rank == 0);
         Ok(Self {
             choice: args.device,
             found: match &group {
@@ -430,8 +422,7 @@ fn train<B: TrainBackend>(
     };
     // A tokenizer that cannot be read is told by what reads it next.
     if let Ok(vocab_size) = vocab_size {
-        let warning =
-            (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+        let warning = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
         warning.iter().for_each(|warning| log.always(warning));
     }
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
@@ -473,10 +464,7 @@ fn train<B: TrainBackend>(
         ));
     }
     let bar = match session.tells() {
-        true => terminal::progress_bar(
-            recipe.training.steps as u64,
-            "{bar:30} {pos}/{len} steps  {msg}",
-        ),
+        true => terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
         false => ProgressBar::hidden(),
     };
     bar.set_position(trainer.step());
@@ -553,13 +541,7 @@ fn profile<B: TrainBackend>(
 }
 
 /// Shards and tokenizer, with a bar or plain lines. Takes the output folder once the recipe's files are found.
-fn prepare(
-    recipe: &Recipe,
-    folder: &mut RunFolder,
-    start: &Start,
-    origin: &Origin,
-    log: &Log,
-) -> Result<TrainingData> {
+fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Origin, log: &Log) -> Result<TrainingData> {
     let (dir, on_change) = match &recipe.data.cache_dir {
         // Other runs may read what is there.
         Some(dir) => (
@@ -616,9 +598,7 @@ fn prepare(
             let place = (dir.as_path(), on_change);
             TrainingData::branch(recipe, place, checkpoint, &variable, &mut observe)
         }
-        (None, Some(checkpoint)) => {
-            TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe)
-        }
+        (None, Some(checkpoint)) => TrainingData::resume(recipe, &dir, checkpoint, &variable, &mut observe),
         (Some(source), _) => source.prepare(recipe, &dir, on_change, &mut observe),
         (None, None) => unreachable!("without a checkpoint the files were listed above"),
     }?;
@@ -715,12 +695,7 @@ fn finish(log: &Log, summary: &TrainSummary) {
 }
 
 /// A few lines of generated text, as the recipe asks for.
-fn samples<B: TrainBackend>(
-    log: &Log,
-    recipe: &Recipe,
-    trainer: &Trainer<B>,
-    device: &B::Device,
-) -> Result<()> {
+fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &Trainer<B>, device: &B::Device) -> Result<()> {
     let model = trainer.model().valid();
     let tokenizer = &trainer.data().tokenizer;
     for prompt in &recipe.generation.prompts {
@@ -737,8 +712,7 @@ fn samples<B: TrainBackend>(
             eos_id: tokenizer.eos_id()?,
             num_tokens: tokenizer.vocab_size(),
         };
-        let tokens: Vec<u32> =
-            Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
+        let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
         let text = tokenizer.decode(&tokens)?;
         log.line(&format!(
             "sample:\n  {}",

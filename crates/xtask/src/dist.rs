@@ -97,10 +97,7 @@ fn check(archive: &Path, name: &str, empty: &Path) -> Result<()> {
         .map(|_| unaided(&folder, "--version"))
         .collect::<Result<Vec<_>>>()?;
     starts.sort();
-    println!(
-        "dist: starts in {:.1} ms (median of 7)",
-        1e3 * starts[3].as_secs_f64()
-    );
+    println!("dist: starts in {:.1} ms (median of 7)", 1e3 * starts[3].as_secs_f64());
     fs::remove_dir_all(empty).with_context(|| format!("removing {}", empty.display()))
 }
 
@@ -127,8 +124,7 @@ fn unaided(folder: &Path, line: &str) -> Result<Duration> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<()> {
-    fs::copy(from, to)
-        .with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
+    fs::copy(from, to).with_context(|| format!("copying {} to {}", from.display(), to.display()))?;
     Ok(())
 }
 
@@ -145,9 +141,7 @@ fn copy_all(from: &Path, to: &Path) -> Result<()> {
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))?;
-    Ok(entries
-        .map(|entry| Ok(entry?.path()))
-        .collect::<std::io::Result<_>>()?)
+    Ok(entries.map(|entry| Ok(entry?.path())).collect::<std::io::Result<_>>()?)
 }
 
 /// Bytes of a file, or of all files at and below a folder.

@@ -105,14 +105,7 @@ pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
 impl Tool {
     /// Arguments of compute-sanitizer: a finding makes it exit with 9.
     fn words<'a>(&self, program: &'a str, options: &[&'a str]) -> Vec<&'a str> {
-        let mut words = vec![
-            "--tool",
-            self.name,
-            "--error-exitcode",
-            "9",
-            "--print-limit",
-            "50",
-        ];
+        let mut words = vec!["--tool", self.name, "--error-exitcode", "9", "--print-limit", "50"];
         words.extend(self.options);
         words.push(program);
         words.extend(SMALL);
@@ -135,9 +128,7 @@ fn run_here(program: &str, arguments: &[&str]) -> Result<()> {
 }
 
 fn sanitizer() -> Result<&'static str> {
-    let found = SANITIZER
-        .iter()
-        .find(|program| starts(program, "--version"));
+    let found = SANITIZER.iter().find(|program| starts(program, "--version"));
     match found {
         Some(program) => Ok(program),
         None => bail!(
@@ -150,10 +141,7 @@ fn sanitizer() -> Result<&'static str> {
 /// Whether a program can be started and is content.
 fn starts(program: &str, argument: &str) -> bool {
     let mut command = Command::new(program);
-    command
-        .arg(argument)
-        .stdout(Stdio::null())
-        .stderr(Stdio::null());
+    command.arg(argument).stdout(Stdio::null()).stderr(Stdio::null());
     command.status().is_ok_and(|status| status.success())
 }
 
@@ -170,13 +158,9 @@ mod tests {
     #[test]
     fn options_of_the_tool_stand_before_the_program_and_those_of_the_check_behind() {
         let words = TOOLS[3].words("/bin/sieve", &["--nsa"]).join(" ");
-        let (tool, check) = words
-            .split_once(" /bin/sieve ")
-            .expect("the program is named");
+        let (tool, check) = words.split_once(" /bin/sieve ").expect("the program is named");
         assert!(tool.starts_with("--tool racecheck") && tool.contains("--error-exitcode 9"));
-        assert!(
-            check.starts_with("kernels check") && check.ends_with("--every-lane-arrives --nsa")
-        );
+        assert!(check.starts_with("kernels check") && check.ends_with("--every-lane-arrives --nsa"));
     }
 
     #[test]

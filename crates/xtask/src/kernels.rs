@@ -40,10 +40,7 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
 }
 
 /// Compiles on all cores; results come back in the order of the jobs.
-fn compile_all<'a>(
-    nvcc: &Nvcc,
-    jobs: &'a [(&'a Specialisation, &'a str)],
-) -> Result<Vec<Compiled<'a>>> {
+fn compile_all<'a>(nvcc: &Nvcc, jobs: &'a [(&'a Specialisation, &'a str)]) -> Result<Vec<Compiled<'a>>> {
     let next = AtomicUsize::new(0);
     let results = Mutex::new(Vec::new());
     let threads = std::thread::available_parallelism()
@@ -97,8 +94,7 @@ fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
                 continue;
             }
         };
-        let functions = resources::parse(log)
-            .with_context(|| format!("{name}: ptxas printed something unexpected"))?;
+        let functions = resources::parse(log).with_context(|| format!("{name}: ptxas printed something unexpected"))?;
         if functions.is_empty() {
             problems.push(format!("{name}: no function was compiled"));
         }

@@ -19,10 +19,7 @@ fn public_names() -> Result<usize> {
         let path = format!("crates/sieve-kernels/src/{file}.rs");
         text.push_str(&workspace::read(&workspace::root().join(path))?);
     }
-    let uses = text
-        .split("pub use ")
-        .skip(1)
-        .filter_map(|rest| rest.split(';').next());
+    let uses = text.split("pub use ").skip(1).filter_map(|rest| rest.split(';').next());
     Ok(uses
         .map(|path| path.matches(',').count() + usize::from(!path.trim_end().ends_with(",\n}")))
         .sum())
@@ -38,10 +35,7 @@ pub(crate) fn run() -> Result<()> {
     links::check(&mut problems)?;
     ops::check(&mut problems)?;
     if problems.is_empty() {
-        println!(
-            "tidy: clean; sieve-kernels has {} public names",
-            public_names()?
-        );
+        println!("tidy: clean; sieve-kernels has {} public names", public_names()?);
         return Ok(());
     }
     for problem in &problems {

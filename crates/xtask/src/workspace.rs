@@ -42,22 +42,12 @@ pub(crate) fn output(program: &str, arguments: &[&str]) -> Result<String> {
             String::from_utf8_lossy(&output.stderr)
         );
     }
-    String::from_utf8(output.stdout)
-        .with_context(|| format!("`{line}` printed text that is not UTF-8"))
+    String::from_utf8(output.stdout).with_context(|| format!("`{line}` printed text that is not UTF-8"))
 }
 
 /// Files that belong to the repository: tracked, or new and not ignored. Relative to the root, with forward slashes.
 pub(crate) fn files() -> Result<Vec<String>> {
-    let listing = output(
-        "git",
-        &[
-            "ls-files",
-            "-z",
-            "--cached",
-            "--others",
-            "--exclude-standard",
-        ],
-    )?;
+    let listing = output("git", &["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
     let mut files: Vec<String> = listing
         .split('\0')
         .filter(|f| !f.is_empty())
@@ -72,11 +62,9 @@ pub(crate) fn files() -> Result<Vec<String>> {
 
 /// The build folder's subfolder of that name, made if missing.
 pub(crate) fn target_folder(name: &str) -> Result<PathBuf> {
-    let target =
-        std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from);
     let folder = target.join(name);
-    std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot make {}", folder.display()))?;
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     Ok(folder)
 }
 

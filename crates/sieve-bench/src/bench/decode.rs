@@ -72,8 +72,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                     }
                     None => unreachable!("it decodes on a device"),
                 };
-                text.sparse_attention_forward(&layout, &data, scale)
-                    .map(drop)
+                text.sparse_attention_forward(&layout, &data, scale).map(drop)
             };
             // Whole pages have bounds from earlier tokens.
             token(0)?;
@@ -84,13 +83,10 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
             (Some(window), _) => {
                 let room = window.keep_window_size;
                 let slots = slots(bench, shape, room, window.local_window_size);
-                let (token, scratch) =
-                    (token(bench, shape), DecodeScratch::new(like, shape, room)?);
+                let (token, scratch) = (token(bench, shape), DecodeScratch::new(like, shape, room)?);
                 let length = device.int(&[TOKENS as i32], &[1]);
                 bench.time(&format!("{name}, {room} slots"), shape, &mut || {
-                    slots
-                        .heavy_decode(&token, &length, TOKENS, scale, &scratch)
-                        .map(drop)
+                    slots.heavy_decode(&token, &length, TOKENS, scale, &scratch).map(drop)
                 });
             }
             // Dense attention over what stays of the text.

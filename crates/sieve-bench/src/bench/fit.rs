@@ -28,10 +28,7 @@ pub(super) struct Fit {
 }
 
 /// Each round moves each weight by what its probe lacks; the round with the smallest error is kept.
-pub(super) fn fit(
-    target: &[Masses],
-    measure: &mut dyn FnMut(&[Weights]) -> Result<Vec<Masses>>,
-) -> Result<Fit> {
+pub(super) fn fit(target: &[Masses], measure: &mut dyn FnMut(&[Weights]) -> Result<Vec<Masses>>) -> Result<Fit> {
     let mut weights = vec![START; target.len()];
     let mut best: Option<(f64, Fit)> = None;
     for _ in 0..ROUNDS {

@@ -72,15 +72,12 @@ impl<B: Backend> Generated<B> {
         let earlier = (0..DIAGONALS).map(|at| code::<B>(seq_len, &even, &of(at), device));
         let earlier = earlier.reduce(|sum, code| sum + code).expect("a diagonal");
 
-        let normal = |shape: [usize; 3]| {
-            Tensor::<B, 3>::random(shape, Distribution::Normal(0.0, 1.0), device)
-        };
+        let normal = |shape: [usize; 3]| Tensor::<B, 3>::random(shape, Distribution::Normal(0.0, 1.0), device);
         let regions = |heads: usize| {
             let count = seq_len.div_ceil(REGION);
             let x = normal([heads, count, REGION_WIDTH]).reshape([heads, count, 1, REGION_WIDTH]);
             let x = x.expand([heads, count, REGION, REGION_WIDTH]);
-            x.reshape([heads, count * REGION, REGION_WIDTH])
-                .narrow(1, 0, seq_len)
+            x.reshape([heads, count * REGION, REGION_WIDTH]).narrow(1, 0, seq_len)
         };
         let marks: Vec<f32> = (0..num_kv_heads * seq_len)
             .flat_map(|at| {
@@ -145,12 +142,7 @@ fn scales([sinks, lines, local, diagonals, regions]: &Weights) -> Vec<f32> {
 
 /// Cosine and sine of `frequency * (position - shift)`, `[kv_heads, seq_len, 2 * FREQUENCIES]`. Angles are made on the
 /// host, in f64, for a step and for the positions inside one; their sums on the device.
-fn code<B: Backend>(
-    seq_len: usize,
-    frequencies: &[f64],
-    shifts: &[f64],
-    device: &B::Device,
-) -> Tensor<B, 3> {
+fn code<B: Backend>(seq_len: usize, frequencies: &[f64], shifts: &[f64], device: &B::Device) -> Tensor<B, 3> {
     let heads = shifts.len();
     let table = |count: usize, stride: usize, shifts: &[f64], of: fn(f64) -> f64| {
         let mut values = Vec::with_capacity(heads * count * FREQUENCIES);

@@ -5,8 +5,8 @@ use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists,
-    MlaPack, Qkv, Selection, SumOrder, dma_select,
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, MlaPack, Qkv, Selection,
+    SumOrder, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -40,14 +40,7 @@ impl Inputs {
     }
 
     pub(crate) fn new(shape: AttentionShape, device: &CudaDevice) -> Self {
-        let [
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        ] = sizes(shape);
+        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         let tokens = batch * seq_len;
         let packed = if head_dim == head_dim_v {
             let heads = num_heads + 2 * num_kv_heads;
@@ -118,8 +111,7 @@ impl Inputs {
         window: Option<usize>,
         bias: Option<&CudaTensor>,
     ) -> Result<AttentionResult, KernelError> {
-        self.qkv
-            .attention_forward(&self.doc_start, window, self.scale, bias)
+        self.qkv.attention_forward(&self.doc_start, window, self.scale, bias)
     }
 
     /// Its gradients.
@@ -141,11 +133,7 @@ impl Inputs {
     }
 
     /// DMA over ready lists.
-    pub(crate) fn dma_forward(
-        &self,
-        delta: &CudaTensor,
-        lists: &KeyLists,
-    ) -> Result<AttentionResult, KernelError> {
+    pub(crate) fn dma_forward(&self, delta: &CudaTensor, lists: &KeyLists) -> Result<AttentionResult, KernelError> {
         self.qkv.dma_attention_forward(delta, lists, self.scale)
     }
 
@@ -157,17 +145,11 @@ impl Inputs {
         lists: &KeyLists,
         order: SumOrder,
     ) -> Result<(), KernelError> {
-        self.call(result, order)
-            .dma_attention_backward(delta, lists)
-            .map(drop)
+        self.call(result, order).dma_attention_backward(delta, lists).map(drop)
     }
 
     /// What a backward call is given.
-    pub(super) fn call<'a>(
-        &'a self,
-        result: &'a AttentionResult,
-        order: SumOrder,
-    ) -> AttentionGradients<'a> {
+    pub(super) fn call<'a>(&'a self, result: &'a AttentionResult, order: SumOrder) -> AttentionGradients<'a> {
         AttentionGradients {
             qkv: &self.qkv,
             result,

@@ -25,12 +25,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 pub(super) fn shape(batch: usize, seq_len: usize) -> AttentionShape {
-    attention_shape(
-        batch,
-        seq_len,
-        [HEADS, HEADS],
-        [HEAD_DIM + ROPE_DIM, HEAD_DIM],
-    )
+    attention_shape(batch, seq_len, [HEADS, HEADS], [HEAD_DIM + ROPE_DIM, HEAD_DIM])
 }
 
 /// Packing with rotation, and its gradient.
@@ -47,9 +42,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         input(HEADS * 2 * HEAD_DIM),
         input(ROPE_DIM),
     ];
-    let places: Vec<i32> = (0..batch * seq_len)
-        .map(|at| (at % seq_len) as i32)
-        .collect();
+    let places: Vec<i32> = (0..batch * seq_len).map(|at| (at % seq_len) as i32).collect();
     let half = ROPE_DIM / 2;
     let table = || device.float(&vec![0.5; seq_len * half], &[seq_len, half], DType::F32);
     let (positions, cos, sin) = (device.int(&places, &[batch, seq_len]), table(), table());
@@ -62,8 +55,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         sin: &sin,
     };
     let packed = args.mla_pack_forward(inputs.each_ref())?;
-    let elements =
-        packed.num_elements() + inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
+    let elements = packed.num_elements() + inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
     let bytes = 2.0 * elements as f64;
     bench.bytes("latent pack forward", shape, bytes, &mut || {
         args.mla_pack_forward(inputs.each_ref()).map(drop)

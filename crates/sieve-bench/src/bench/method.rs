@@ -40,11 +40,7 @@ pub(super) struct Lists {
 
 impl<'a> Method<'a> {
     /// `None` where the method is dense at this length.
-    pub(super) fn of(
-        selector: &Selector,
-        operands: &'a Operands,
-        device: &'a CudaDevice,
-    ) -> Result<Option<Self>> {
+    pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a CudaDevice) -> Result<Option<Self>> {
         let shape = operands.shape;
         let call = CallShape {
             num_queries: shape.seq_len,
@@ -56,8 +52,7 @@ impl<'a> Method<'a> {
         let kind = match selector.block_selection(call, 0, 0) {
             Some(selection) => Kind::Chooses(selection),
             None => {
-                let refused =
-                    |error: sieve_select::SelectError| BenchError::Refused(error.to_string());
+                let refused = |error: sieve_select::SelectError| BenchError::Refused(error.to_string());
                 let started = Instant::now();
                 let empty = Call::of_shape(call).map_err(refused)?;
                 let mask = selector.select_uncorrected(&empty).map_err(refused)?;
@@ -138,12 +133,7 @@ impl<'a> Method<'a> {
 }
 
 /// The share of dense attention's mass that attention kept, of each head.
-pub(super) fn masses(
-    device: &CudaDevice,
-    lse: &CudaTensor,
-    dense_lse: &[f32],
-    num_heads: usize,
-) -> Result<Vec<f64>> {
+pub(super) fn masses(device: &CudaDevice, lse: &CudaTensor, dense_lse: &[f32], num_heads: usize) -> Result<Vec<f64>> {
     let lse = device.floats(lse)?;
     let rows = lse.len() / num_heads;
     let of_head = lse.chunks_exact(rows).zip(dense_lse.chunks_exact(rows));

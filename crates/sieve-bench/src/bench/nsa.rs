@@ -6,8 +6,8 @@ use crate::error::Result;
 use crate::shape::sizes;
 use burn::tensor::DType;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder,
-    nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks_backward, nsa_gates,
+    nsa_gates_backward,
 };
 use sieve_ops::NsaBlocks;
 
@@ -77,10 +77,8 @@ impl Call {
         let Inputs { qkv, scale, .. } = &self.inputs;
         let documents = self.inputs.documents();
         let [k, v] = &self.positions;
-        let (compressed, chosen) =
-            qkv.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
-        let (selected, lists) =
-            qkv.nsa_selected_attention_forward(documents, &chosen, BLOCKS, *scale)?;
+        let (compressed, chosen) = qkv.nsa_compressed_attention_forward(documents, &self.compressed, BLOCKS, *scale)?;
+        let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &chosen, BLOCKS, *scale)?;
         let branches = Branches {
             blocks: qkv.nsa_blocks([k, v], documents, BLOCKS)?,
             selected,
@@ -96,16 +94,11 @@ impl Call {
     /// Each branch with the output's gradient, which has the size of its own.
     pub(super) fn backward(&self, branches: &Branches) -> Result<(), KernelError> {
         let Inputs {
-            shape,
-            qkv,
-            d_o,
-            scale,
-            ..
+            shape, qkv, d_o, scale, ..
         } = &self.inputs;
         let (documents, order) = (self.inputs.documents(), SumOrder::Any);
         nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
-        self.inputs
-            .backward(&branches.window, Some(WINDOW), None, order)?;
+        self.inputs.backward(&branches.window, Some(WINDOW), None, order)?;
         let call = self.inputs.call(&branches.selected, order);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
         call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
@@ -123,20 +116,14 @@ impl Call {
 }
 
 fn outputs(branches: &Branches) -> [&CudaTensor; 3] {
-    [
-        &branches.compressed.o,
-        &branches.selected.o,
-        &branches.window.o,
-    ]
+    [&branches.compressed.o, &branches.selected.o, &branches.window.o]
 }
 
 /// FLOPs of a forward pass: the products of the pairs that are attended to.
 pub(super) fn flops(shape: AttentionShape) -> f64 {
     let dense = forward_flops(shape, shape.seq_len);
     let chosen = BLOCKS.num_selected_blocks * BLOCKS.select_block_size;
-    dense / BLOCKS.compress_stride as f64
-        + forward_flops(shape, chosen)
-        + forward_flops(shape, WINDOW)
+    dense / BLOCKS.compress_stride as f64 + forward_flops(shape, chosen) + forward_flops(shape, WINDOW)
 }
 
 fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
@@ -145,12 +132,8 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     };
     let call = Call::new(inputs, bench)?;
     let flops = flops(shape);
-    bench.flops("nsa forward", shape, flops, &mut || {
-        call.forward().map(drop)
-    });
+    bench.flops("nsa forward", shape, flops, &mut || call.forward().map(drop));
     let branches = call.forward()?;
-    bench.flops("nsa backward", shape, 2.5 * flops, &mut || {
-        call.backward(&branches)
-    });
+    bench.flops("nsa backward", shape, 2.5 * flops, &mut || call.backward(&branches));
     Ok(())
 }

@@ -40,16 +40,8 @@ impl Operands {
     }
 
     /// Generated ones under some weights.
-    pub(super) fn weighted(
-        drawn: &Generated<Cuda>,
-        weights: &[Weights],
-        device: &CudaDevice,
-    ) -> Self {
-        let qkv = [
-            drawn.queries(weights),
-            drawn.keys.clone(),
-            drawn.values.clone(),
-        ];
+    pub(super) fn weighted(drawn: &Generated<Cuda>, weights: &[Weights], device: &CudaDevice) -> Self {
+        let qkv = [drawn.queries(weights), drawn.keys.clone(), drawn.values.clone()];
         Self::stored(qkv, device)
     }
 
@@ -76,8 +68,7 @@ impl Operands {
 
     /// Dense attention.
     pub(super) fn dense(&self) -> Result<AttentionResult, KernelError> {
-        self.qkv
-            .attention_forward(&self.doc_start, None, self.scale(), None)
+        self.qkv.attention_forward(&self.doc_start, None, self.scale(), None)
     }
 }
 

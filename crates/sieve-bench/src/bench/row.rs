@@ -33,12 +33,7 @@ impl fmt::Display for Ceilings {
             out,
             "{} ({}), {} multiprocessors, {} attention kernels; medians of {} on the GPU's clock, L2 flushed; reading \
              the clock takes {:.1} us",
-            self.device,
-            self.arch,
-            self.num_multiprocessors,
-            self.family,
-            self.repetitions,
-            self.clock_us
+            self.device, self.arch, self.num_multiprocessors, self.family, self.repetitions, self.clock_us
         )?;
         writeln!(
             out,
@@ -149,11 +144,7 @@ impl BenchRow {
                     "of_peak": rate.map(|rate| rate.of_peak),
                 }),
             )),
-            Outcome::Memory {
-                before,
-                after,
-                inputs,
-            } => Some((
+            Outcome::Memory { before, after, inputs } => Some((
                 "memory",
                 json!({
                     "name": name, "shape": shape, "in_use_before": before,
@@ -167,10 +158,7 @@ impl BenchRow {
                     "time_power": growth.time, "memory_power": growth.memory,
                 }),
             )),
-            Outcome::Skipped(reason) => Some((
-                "rows",
-                json!({ "name": name, "shape": shape, "skipped": reason }),
-            )),
+            Outcome::Skipped(reason) => Some(("rows", json!({ "name": name, "shape": shape, "skipped": reason }))),
             Outcome::Failed(_) => None,
         }
     }
@@ -193,11 +181,7 @@ impl fmt::Display for BenchRow {
                     ),
                 }
             }
-            Outcome::Memory {
-                before,
-                after,
-                inputs,
-            } => {
+            Outcome::Memory { before, after, inputs } => {
                 let kept = after.saturating_sub(*before);
                 write!(
                     out,
@@ -278,10 +262,7 @@ mod tests {
         }));
         assert!(timed.to_string().ends_with("7.0 GB/s     50.0%"), "{timed}");
         let alone = row(None);
-        assert!(
-            alone.to_string().ends_with("2.0000       1.0000-3.0000"),
-            "{alone}"
-        );
+        assert!(alone.to_string().ends_with("2.0000       1.0000-3.0000"), "{alone}");
         let (_, json) = alone.json().expect("a row");
         assert!(json["rate"].is_null() && json["median_ms"] == 2.0);
     }

@@ -8,8 +8,8 @@ use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow};
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError,
-    KvCache, Qkv, ScoreBias, SumOrder,
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError, KvCache, Qkv, ScoreBias,
+    SumOrder,
 };
 use sieve_testing::Random;
 
@@ -20,12 +20,7 @@ pub(super) const HEADS: [usize; 2] = [16, 8];
 pub(super) const SEED: u64 = 7;
 
 /// Sizes of a row.
-pub(crate) fn shape(
-    batch: usize,
-    seq_len: usize,
-    heads: [usize; 2],
-    width: usize,
-) -> AttentionShape {
+pub(crate) fn shape(batch: usize, seq_len: usize, heads: [usize; 2], width: usize) -> AttentionShape {
     attention_shape(batch, seq_len, [heads[0], heads[1]], [width, width])
 }
 
@@ -88,11 +83,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
     super::latent::rows(bench)
 }
 
-pub(super) fn dense(
-    bench: &mut Bench<'_>,
-    shape: AttentionShape,
-    window: Option<usize>,
-) -> Result<()> {
+pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
@@ -102,9 +93,7 @@ pub(super) fn dense(
     };
     let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
     let forward = || inputs.forward(window, None);
-    bench.flops(&format!("{what} forward"), shape, flops, &mut || {
-        forward().map(drop)
-    });
+    bench.flops(&format!("{what} forward"), shape, flops, &mut || forward().map(drop));
     let result = forward()?;
     for (order, name) in [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")] {
         bench.flops(
@@ -122,25 +111,16 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
-    let z = Scores::Independent.draw(
-        shape.batch * shape.num_kv_heads,
-        shape.seq_len,
-        &mut Random(SEED),
-    )?;
+    let z = Scores::Independent.draw(shape.batch * shape.num_kv_heads, shape.seq_len, &mut Random(SEED))?;
     let [_, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
     let flops = forward_flops(shape, shape.seq_len);
     let name = format!("dma w {} (nothing masked)", shape.seq_len);
     let forward = || inputs.forward(None, Some(&delta));
-    bench.flops(&format!("{name} forward"), shape, flops, &mut || {
-        forward().map(drop)
-    });
+    bench.flops(&format!("{name} forward"), shape, flops, &mut || forward().map(drop));
     let result = forward()?;
-    bench.flops(
-        &format!("{name} backward"),
-        shape,
-        BACKWARD * flops,
-        &mut || inputs.backward(&result, None, Some(&delta), SumOrder::Any),
-    );
+    bench.flops(&format!("{name} backward"), shape, BACKWARD * flops, &mut || {
+        inputs.backward(&result, None, Some(&delta), SumOrder::Any)
+    });
     Ok(())
 }
 
@@ -190,12 +170,7 @@ fn form_name(form: DmaShape, scores: &Scores) -> String {
     format!("{name}, {}", scores.name())
 }
 
-fn dma(
-    bench: &mut Bench<'_>,
-    shape: AttentionShape,
-    form: DmaShape,
-    scores: &Scores,
-) -> Result<()> {
+fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Scores) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
@@ -213,22 +188,13 @@ fn dma(
     bench.bytes(&format!("{name}: select"), shape, 8.0 * scored, &mut || {
         inputs.select(&z, window)
     });
-    bench.bytes(
-        &format!("{name}: select and lists"),
-        shape,
-        8.0 * scored,
-        &mut || inputs.lists(&z, window).map(drop),
-    );
+    bench.bytes(&format!("{name}: select and lists"), shape, 8.0 * scored, &mut || {
+        inputs.lists(&z, window).map(drop)
+    });
     passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
         KeepRest::set(KeepRest::Always);
-        passes(
-            bench,
-            &inputs,
-            [&z, &delta],
-            window,
-            &format!("{name}, rest of o kept"),
-        )?;
+        passes(bench, &inputs, [&z, &delta], window, &format!("{name}, rest of o kept"))?;
         KeepRest::set(KeepRest::ShortRows);
     }
     if *scores == Scores::Independent {
@@ -276,18 +242,10 @@ fn passes(
 
 /// Memory that a forward pass leaves in use for the backward pass: of dense attention o and lse, of DMA also the
 /// selection and the lists. What the calls free again before they return is not in it.
-fn memory(
-    bench: &mut Bench<'_>,
-    inputs: &Inputs,
-    [z, delta]: [&CudaTensor; 2],
-    window: DmaWindow,
-) -> Result<()> {
+fn memory(bench: &mut Bench<'_>, inputs: &Inputs, [z, delta]: [&CudaTensor; 2], window: DmaWindow) -> Result<()> {
     let shape = inputs.shape;
     bench.memory("dense: o, lse", shape, || inputs.forward(None, None))?;
-    let name = format!(
-        "dma w {}: selection, lists, o, lse",
-        window.keep_window_size
-    );
+    let name = format!("dma w {}: selection, lists, o, lse", window.keep_window_size);
     let kept = bench.memory(&name, shape, || {
         let (selection, lists) = inputs.selection_and_lists(z, window)?;
         let result = inputs.dma_forward(delta, &lists)?;
@@ -305,12 +263,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     }
     let token = token(bench, shape);
     let like = token.q.tensor();
-    let place = [
-        shape.batch,
-        shape.num_kv_heads,
-        shape.seq_len,
-        shape.head_dim,
-    ];
+    let place = [shape.batch, shape.num_kv_heads, shape.seq_len, shape.head_dim];
     let cache = KvCache {
         k: random(place, &bench.device),
         v: random(place, &bench.device),
@@ -324,19 +277,13 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);
     bench.bytes(name, shape, bytes, &mut || {
-        cache
-            .attention_decode(&token, &length, step, &scratch)
-            .map(drop)
+        cache.attention_decode(&token, &length, step, &scratch).map(drop)
     });
     Ok(())
 }
 
 /// One token a row against DMA's slots, the replacement of a slot included.
-pub(crate) fn dma_decoding(
-    bench: &mut Bench<'_>,
-    shape: AttentionShape,
-    kept: usize,
-) -> Result<()> {
+pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: usize) -> Result<()> {
     let token = token(bench, shape);
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
     let slots = slots(bench, shape, kept, 0);
@@ -345,9 +292,7 @@ pub(crate) fn dma_decoding(
         .device
         .float(&vec![0.5; batch * kv_heads], &[batch, kv_heads], DType::F32);
     let scratch = DecodeScratch::new(token.q.tensor(), shape, kept)?;
-    let length = bench
-        .device
-        .int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
+    let length = bench.device.int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
     let scale = 1.0 / (shape.head_dim as f32).sqrt();
     let bytes = (batch * kv_heads * kept * (4 * shape.head_dim + 8)) as f64;
     bench.bytes(&format!("dma_decode w {kept}"), shape, bytes, &mut || {
@@ -359,17 +304,9 @@ pub(crate) fn dma_decoding(
 }
 
 /// Slots that are in use, with the first positions of a row.
-pub(super) fn slots(
-    bench: &Bench<'_>,
-    shape: AttentionShape,
-    kept: usize,
-    local_window_size: usize,
-) -> DmaSlots {
+pub(super) fn slots(bench: &Bench<'_>, shape: AttentionShape, kept: usize, local_window_size: usize) -> DmaSlots {
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
-    let (place, per_slot) = (
-        [batch, kv_heads, kept, shape.head_dim],
-        [batch, kv_heads, kept],
-    );
+    let (place, per_slot) = ([batch, kv_heads, kept, shape.head_dim], [batch, kv_heads, kept]);
     let count = batch * kv_heads * kept;
     let mut numbers = Random(SEED);
     let z: Vec<f32> = (0..count).map(|_| numbers.normal_with_tails()).collect();
@@ -388,20 +325,14 @@ pub(super) fn slots(
 /// `[batch, 1, heads, width]` tensors.
 pub(super) fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
     let of = |heads| random([shape.batch, 1, heads, shape.head_dim], &bench.device);
-    Qkv::separate(
-        &of(shape.num_heads),
-        &of(shape.num_kv_heads),
-        &of(shape.num_kv_heads),
-    )
+    Qkv::separate(&of(shape.num_heads), &of(shape.num_kv_heads), &of(shape.num_kv_heads))
 }
 
 /// The shapes of Table 2 of arXiv:2508.02124, forward passes: dense, and DMA with its selection. The first scores asked
 /// for.
 pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     const KEPT: usize = 2048;
-    let mut shapes: Vec<AttentionShape> = (8..16)
-        .map(|power| shape(1, 1 << power, [2, 1], 128))
-        .collect();
+    let mut shapes: Vec<AttentionShape> = (8..16).map(|power| shape(1, 1 << power, [2, 1], 128)).collect();
     shapes.extend([1, 2, 4, 8].map(|batch| shape(batch, 4096, [2, 1], 32)));
     shapes.extend([[1, 1], [4, 1], [8, 2]].map(|heads| shape(1, 4096, heads, 32)));
     shapes.extend([64, 96, 128].map(|width| shape(1, 4096, [2, 1], width)));
@@ -413,12 +344,9 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
         let rows = shape.batch * shape.num_kv_heads;
         let z = scores.draw(rows, shape.seq_len, &mut Random(SEED))?;
         let [z, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
-        bench.flops(
-            "dense forward",
-            shape,
-            forward_flops(shape, shape.seq_len),
-            &mut || inputs.forward(None, None).map(drop),
-        );
+        bench.flops("dense forward", shape, forward_flops(shape, shape.seq_len), &mut || {
+            inputs.forward(None, None).map(drop)
+        });
         let name = format!("dma w {KEPT}, {}: select, forward", scores.name());
         let flops = forward_flops(shape, KEPT);
         bench.flops(&name, shape, flops, &mut || -> Result<(), KernelError> {

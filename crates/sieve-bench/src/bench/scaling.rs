@@ -64,12 +64,7 @@ fn points(
     Ok(points?.into_iter().flatten().collect())
 }
 
-fn neighbours(
-    bench: &mut Bench<'_>,
-    name: &str,
-    len: usize,
-    window: Option<usize>,
-) -> Result<Option<Point>> {
+fn neighbours(bench: &mut Bench<'_>, name: &str, len: usize, window: Option<usize>) -> Result<Option<Point>> {
     let shape = shape(1, len, HEADS, WIDTH);
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(None);
@@ -84,23 +79,11 @@ fn latents(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
     dense(bench, "mla", &inputs, None)
 }
 
-fn dense(
-    bench: &mut Bench<'_>,
-    name: &str,
-    inputs: &Inputs,
-    window: Option<usize>,
-) -> Result<Option<Point>> {
+fn dense(bench: &mut Bench<'_>, name: &str, inputs: &Inputs, window: Option<usize>) -> Result<Option<Point>> {
     let shape = inputs.shape;
     let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
     let backward = |result: &_| inputs.backward(result, window, None, SumOrder::Any);
-    pass(
-        bench,
-        name,
-        shape,
-        flops,
-        || inputs.forward(window, None),
-        backward,
-    )
+    pass(bench, name, shape, flops, || inputs.forward(window, None), backward)
 }
 
 fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
@@ -127,8 +110,7 @@ fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> 
         let result = inputs.dma_forward(&delta, &lists)?;
         Ok((selection, lists, result))
     };
-    let backward =
-        |(_, lists, result): &(_, _, _)| inputs.dma_backward(result, &delta, lists, SumOrder::Any);
+    let backward = |(_, lists, result): &(_, _, _)| inputs.dma_backward(result, &delta, lists, SumOrder::Any);
     pass(bench, &name, shape, flops, forward, backward)
 }
 
@@ -159,14 +141,8 @@ fn pass<R>(
     backward: impl Fn(&R) -> std::result::Result<(), KernelError>,
 ) -> Result<Option<Point>> {
     let both = format!("{name}: forward, backward");
-    let milliseconds = bench.flops(&both, shape, 3.5 * forward_flops, &mut || {
-        backward(&forward()?)
-    });
-    let bytes = bench.memory(
-        &format!("{name}: kept for the backward pass"),
-        shape,
-        &forward,
-    )?;
+    let milliseconds = bench.flops(&both, shape, 3.5 * forward_flops, &mut || backward(&forward()?));
+    let bytes = bench.memory(&format!("{name}: kept for the backward pass"), shape, &forward)?;
     Ok(milliseconds.map(|milliseconds| Point {
         at: shape.seq_len,
         milliseconds,
@@ -180,10 +156,7 @@ fn growth(bench: &mut Bench<'_>, name: &str, with: &'static str, points: Vec<Poi
         return;
     };
     let power = |of: fn(&Point) -> f64| {
-        let pairs: Vec<_> = points
-            .iter()
-            .map(|point| (point.at as f64, of(point)))
-            .collect();
+        let pairs: Vec<_> = points.iter().map(|point| (point.at as f64, of(point))).collect();
         log_log_slope(&pairs)
     };
     let growth = Growth {

@@ -18,9 +18,7 @@ use std::path::Path;
 use std::time::Instant;
 
 /// Tokens of a generated prompt where none are asked for.
-const LENGTHS: [usize; 8] = [
-    8_192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576,
-];
+const LENGTHS: [usize; 8] = [8_192, 16_384, 32_768, 65_536, 131_072, 262_144, 524_288, 1_048_576];
 
 /// Up to this many tokens there are 32 query and 8 KV heads, beyond it 8 and 2: a tensor must not have more elements
 /// than Burn can count.
@@ -60,17 +58,9 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         methods(bench, "captured", &captured)?;
     }
     let asked = std::mem::take(&mut bench.lengths);
-    for seq_len in if asked.is_empty() {
-        LENGTHS.to_vec()
-    } else {
-        asked
-    } {
+    for seq_len in if asked.is_empty() { LENGTHS.to_vec() } else { asked } {
         let seq_len = seq_len.next_multiple_of(STEP);
-        let heads = if seq_len <= MANY_HEADS_UP_TO {
-            [32, 8]
-        } else {
-            [8, 2]
-        };
+        let heads = if seq_len <= MANY_HEADS_UP_TO { [32, 8] } else { [8, 2] };
         // What is drawn in f32, twice, and in bf16; scores and lists take no more than the rest.
         let bytes = 24.0 * (seq_len * (heads[0] + 2 * heads[1]) * 128) as f64 + 6e9;
         if bench.fits("selectors", shape(1, seq_len, heads, 128), bytes)? {
@@ -102,10 +92,7 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
                 }
                 None => vec![1.0; heads],
             };
-            found
-                .iter_mut()
-                .zip(kept)
-                .for_each(|(of, kept)| of[at] = kept);
+            found.iter_mut().zip(kept).for_each(|(of, kept)| of[at] = kept);
         }
         Ok(found)
     };
@@ -117,21 +104,14 @@ fn fitted(bench: &mut Bench<'_>, captured: &Operands, path: &Path) -> Result<Vec
     let Fit { weights, masses } = fit(&target, &mut |weights| {
         measure(&Operands::weighted(&drawn, weights, &device))
     })?;
-    let mean = |masses: &[Masses], at: usize| {
-        masses.iter().map(|of| of[at]).sum::<f64>() / masses.len() as f64
-    };
+    let mean = |masses: &[Masses], at: usize| masses.iter().map(|of| of[at]).sum::<f64>() / masses.len() as f64;
     for (at, probe) in PROBES.iter().enumerate() {
         let [captured, generated] = [mean(&target, at), mean(&masses, at)];
-        let text =
-            format!("keeps {captured:.4} of the captured mass, {generated:.4} of the generated");
+        let text = format!("keeps {captured:.4} of the captured mass, {generated:.4} of the generated");
         bench.skip(&format!("{}, by {probe}", PARTS[at]), of, &text);
     }
     let error = mean_error(&target, &masses);
-    bench.skip(
-        "captured and generated",
-        of,
-        &format!("differ by {error:.4} a head"),
-    );
+    bench.skip("captured and generated", of, &format!("differ by {error:.4} a head"));
     bench.json["fit"] = json!({
         "operands": path.display().to_string(), "tokens": of.seq_len, "parts": PARTS, "probes": PROBES,
         "weights": weights, "captured": target, "generated": masses, "error": error,
@@ -154,10 +134,15 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         return Ok(());
     };
     let dense_lse = device.floats(&lse)?;
-    bench.say_kept(&dense_row, shape, None, json!({
-        "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": "dense", "whole_ms": dense_ms,
-        "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
-    }));
+    bench.say_kept(
+        &dense_row,
+        shape,
+        None,
+        json!({
+            "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": "dense", "whole_ms": dense_ms,
+            "tflops": dense_ms.map(|ms| forward_flops(shape, seq_len) / ms * 1e-9),
+        }),
+    );
     for name in SELECTORS {
         let name = match name {
             "xattention" if seq_len >= LONG => "xattention:stride=16",
@@ -180,9 +165,7 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         let density = method.density(&lists)?;
         let select_ms = match method.host_ms() {
             Some(_) => Some(0.0),
-            None => timed(bench, &row("selection"), operands, &mut || {
-                method.select().map(drop)
-            })?,
+            None => timed(bench, &row("selection"), operands, &mut || method.select().map(drop))?,
         };
         let mut last = None;
         let whole_ms = timed(bench, &row("whole"), operands, &mut || {
@@ -196,11 +179,16 @@ fn methods(bench: &mut Bench<'_>, of: &str, operands: &Operands) -> Result<()> {
         };
         let mass = masses(&device, &lse, &dense_lse, shape.num_heads)?;
         let mass = mass.iter().sum::<f64>() / mass.len() as f64;
-        bench.say_kept(&row("whole"), shape, Some([density, mass]), json!({
-            "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": name, "density": density,
-            "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense_ms,
-            "host_ms": method.host_ms(),
-        }));
+        bench.say_kept(
+            &row("whole"),
+            shape,
+            Some([density, mass]),
+            json!({
+                "operands": of, "tokens": seq_len, "heads": shape.num_heads, "method": name, "density": density,
+                "mass": mass, "selection_ms": select_ms, "whole_ms": whole_ms, "dense_ms": dense_ms,
+                "host_ms": method.host_ms(),
+            }),
+        );
     }
     Ok(())
 }
@@ -220,10 +208,6 @@ fn timed(
     work()?;
     wait(&bench.device)?;
     let ms = 1e3 * started.elapsed().as_secs_f64();
-    bench.skip(
-        row,
-        operands.shape,
-        &format!("{ms:.1} ms, once, on the host's clock"),
-    );
+    bench.skip(row, operands.shape, &format!("{ms:.1} ms, once, on the host's clock"));
     Ok(Some(ms))
 }

@@ -9,8 +9,7 @@ use crate::scores::Scores;
 use crate::shape::{attention_shape, sizes};
 use burn::tensor::DType;
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
-    ScoreBias,
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias,
 };
 use sieve_testing::Random;
 
@@ -91,9 +90,7 @@ impl Calls<'_> {
         let [batch, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
         let mut draw = |heads: usize, width: usize| {
             let values = self.random.bf16_normals(batch * heads * width);
-            let on = self
-                .device
-                .float(&values, &[batch, 1, heads, width], DType::BF16);
+            let on = self.device.float(&values, &[batch, 1, heads, width], DType::BF16);
             (values, on)
         };
         let ((q, q_on), (k, k_on)) = (draw(num_heads, head_dim), draw(num_kv_heads, head_dim));
@@ -126,8 +123,7 @@ impl Calls<'_> {
         for (at, q) in token.q.chunks_exact(head_dim).enumerate() {
             let row = at / num_heads * self.shape.num_kv_heads + at % num_heads / group;
             let of = |values: fn(&Key) -> &[f32]| keys[row].iter().flat_map(values).copied();
-            let (k, v): (Vec<f32>, Vec<f32>) =
-                (of(|key| &key.k).collect(), of(|key| &key.v).collect());
+            let (k, v): (Vec<f32>, Vec<f32>) = (of(|key| &key.k).collect(), of(|key| &key.v).collect());
             let delta: Vec<f32> = keys[row].iter().map(|key| key.bias).collect();
             let o = |rounding| one_query(q, &k, &v, &delta, scale, rounding);
             exact.extend(o(Rounding::None));
@@ -141,10 +137,7 @@ impl Calls<'_> {
     fn dense(&mut self) -> Result<(), String> {
         let [batch, _, _, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
         let capacity = self.random.between(1, 700);
-        let window = self
-            .random
-            .chance(0.5)
-            .then(|| self.random.between(1, capacity + 1));
+        let window = self.random.chance(0.5).then(|| self.random.between(1, capacity + 1));
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(capacity)).collect();
         let rows = batch * num_kv_heads;
         let first = |row: usize| {
@@ -281,22 +274,11 @@ impl Calls<'_> {
                 let score = z[row * seq_len + position];
                 new_z.push(score);
                 let score = score + 0.0;
-                held.push(self.key_of(
-                    &token,
-                    row,
-                    score.min(60.0).exp(),
-                    (score, position as i32),
-                ));
+                held.push(self.key_of(&token, row, score.min(60.0).exp(), (score, position as i32)));
                 if held.len() > kept {
                     let rank = |at: &usize| held[*at].rank;
-                    let older =
-                        (0..held.len()).filter(|at| rank(at).1 as usize + local <= position);
-                    let worst = older.min_by(|a, b| {
-                        rank(a)
-                            .0
-                            .total_cmp(&rank(b).0)
-                            .then(rank(a).1.cmp(&rank(b).1))
-                    });
+                    let older = (0..held.len()).filter(|at| rank(at).1 as usize + local <= position);
+                    let worst = older.min_by(|a, b| rank(a).0.total_cmp(&rank(b).0).then(rank(a).1.cmp(&rank(b).1)));
                     held.swap_remove(worst.unwrap_or(0));
                 }
             }
@@ -304,9 +286,7 @@ impl Calls<'_> {
             let o = slots
                 .dma_decode(
                     &token.on,
-                    &self
-                        .device
-                        .float(&new_z, &[batch, num_kv_heads], DType::F32),
+                    &self.device.float(&new_z, &[batch, num_kv_heads], DType::F32),
                     &self.device.int(&length, &[batch]),
                     self.scale(),
                     ScoreBias::Exp,

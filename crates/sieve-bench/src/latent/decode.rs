@@ -11,14 +11,7 @@ use sieve_ops::reference;
 use sieve_testing::{Random, round_bf16};
 
 /// Ranks of latents, and widths of the rotated key.
-pub(super) const WIDTHS: &[[usize; 2]] = &[
-    [512, 64],
-    [256, 64],
-    [192, 64],
-    [96, 32],
-    [48, 16],
-    [16, 16],
-];
+pub(super) const WIDTHS: &[[usize; 2]] = &[[512, 64], [256, 64], [192, 64], [96, 32], [48, 16], [16, 16]];
 
 /// Elements between a latent and the next, NaN.
 const GAP: usize = 8;
@@ -56,9 +49,7 @@ impl Call {
         };
         let q = scaled(batch * new * heads * (rank + rope), size);
         let latents = scaled(batch * len * (rank + rope), 1.0);
-        let label = format!(
-            "{batch} rows, {new} of {len} tokens, {heads} heads, rank {rank} + {rope}, q x {size}"
-        );
+        let label = format!("{batch} rows, {new} of {len} tokens, {heads} heads, rank {rank} + {rope}, q x {size}");
         Self {
             batch,
             new,
@@ -81,21 +72,14 @@ impl Call {
 
     fn on<B: Place>(&self, device: &B::Device, dtype: DType, own: bool) -> Vec<f32> {
         let Self {
-            batch,
-            new,
-            heads,
-            len,
-            ..
+            batch, new, heads, len, ..
         } = *self;
         let (width, rank, scale) = (self.width(), self.widths[0], self.scale());
         let q = float::<B, 4>(&self.q, [batch, new, heads, width], device);
         let q = Tensor::<B, 4>::from_primitive(TensorPrimitive::Float(q)).cast(dtype);
         let latents = float::<B, 3>(&self.latents, [batch, len, width], device);
         let latents = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(latents)).cast(dtype);
-        let [q, latents] = [
-            q.into_primitive().tensor(),
-            latents.into_primitive().tensor(),
-        ];
+        let [q, latents] = [q.into_primitive().tensor(), latents.into_primitive().tensor()];
         floats::<B, 4>(match own {
             true => B::mla_decode(q, latents, rank, scale),
             false => reference::mla_decode::<B>(q, latents, rank, scale),
@@ -104,11 +88,7 @@ impl Call {
 
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
         let Self {
-            batch,
-            new,
-            heads,
-            len,
-            ..
+            batch, new, heads, len, ..
         } = *self;
         let (width, pitch) = (self.width(), self.width() + GAP);
         let q = device.float(&self.q, &[batch, new, heads, width], DType::BF16);
@@ -121,12 +101,7 @@ impl Call {
         let all: CudaTensor = device.float(&all, &[batch, len + 1, pitch], DType::BF16);
         let strides = [(len + 1) * pitch, pitch, 1];
         let latents = all.view("check", "latents", &[batch, len, width], &strides)?;
-        device.floats(&mla_decode(
-            &q,
-            &latents,
-            self.widths[0],
-            self.scale() as f32,
-        )?)
+        device.floats(&mla_decode(&q, &latents, self.widths[0], self.scale() as f32)?)
     }
 
     fn judge(&self, got: &[f32], is_bf16: bool) -> Result<f32, String> {
@@ -155,12 +130,7 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
-pub(super) fn check_ops<B: Place>(
-    report: &mut Report,
-    device: &B::Device,
-    extent: &Extent,
-    is_cuda: bool,
-) {
+pub(super) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent, is_cuda: bool) {
     for call in draws(extent) {
         let watch = PathWatch::start();
         let o = call.on::<B>(device, B::DTYPE, true);

@@ -28,10 +28,7 @@ pub(super) struct Tensors {
 impl Tensors {
     /// None yet.
     pub(super) fn new(own: DType) -> Self {
-        Self {
-            list: Vec::new(),
-            own,
-        }
+        Self { list: Vec::new(), own }
     }
 
     /// The list, which ends with the bounds of the documents.
@@ -92,10 +89,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     let output = case.shape.output();
     let gates = num_heads * 3;
     let mut random = Random(seed ^ 0x0067_6174);
-    let (logits, bias) = (
-        random.bf16_normals(batch * seq_len * gates),
-        random.bf16_normals(gates),
-    );
+    let (logits, bias) = (random.bf16_normals(batch * seq_len * gates), random.bf16_normals(gates));
     let sides = [
         ("q", &case.q, num_heads),
         ("k", &case.k, num_kv_heads),
@@ -141,8 +135,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     }
     tensors.output("o", &floats::<B, 4>(o), &output);
 
-    let [coarse_do, selected_do, window_do, d_logits, d_bias] =
-        B::nsa_gates_backward(branches, logits, bias, d_o);
+    let [coarse_do, selected_do, window_do, d_logits, d_bias] = B::nsa_gates_backward(branches, logits, bias, d_o);
     let gradients = [&coarse_do, &selected_do, &window_do];
     for (name, x) in names.iter().zip(gradients) {
         tensors.output(&format!("{name}_do"), &floats::<B, 4>(x.clone()), &output);
@@ -152,11 +145,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.floats("dgate_bias", &d_bias, &[num_heads, 3], DType::F32);
     let [coarse_dqkv, d_means] =
         B::nsa_compressed_attention_backward(qkv.clone(), means, &call, coarse.output, coarse_do);
-    tensors.output(
-        "dcompressed",
-        &floats::<B, 3>(d_means.clone()),
-        &means_shape,
-    );
+    tensors.output("dcompressed", &floats::<B, 3>(d_means.clone()), &means_shape);
     let parts = [
         coarse_dqkv,
         B::nsa_mean_pool_backward(dims, &call, d_means),
@@ -170,11 +159,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
         sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
     }
     let mut first = 0;
-    for (name, heads) in [
-        ("dq", num_heads),
-        ("dk", num_kv_heads),
-        ("dv", num_kv_heads),
-    ] {
+    for (name, heads) in [("dq", num_heads), ("dk", num_kv_heads), ("dv", num_kv_heads)] {
         let columns = first * d..(first + heads) * d;
         let of_token = |token: &[f32]| token[columns.clone()].to_vec();
         let values: Vec<f32> = sum.chunks_exact(packed * d).flat_map(of_token).collect();

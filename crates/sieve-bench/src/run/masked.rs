@@ -22,9 +22,7 @@ pub(super) struct Masked {
 /// Refuses calls that have no mask.
 pub(super) fn check(selector: Option<&Selector>, shape: &AttentionShape) -> Result<Selector> {
     let Some(selector) = selector else {
-        return refused(
-            "block_sparse needs --selector: the method that chooses\n  hint: --selector help",
-        );
+        return refused("block_sparse needs --selector: the method that chooses\n  hint: --selector help");
     };
     if selector.phase() == Phase::Decode {
         let name = selector.name();
@@ -67,20 +65,11 @@ pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
 
 pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> Result<Masked> {
     let s = &case.shape;
-    let put = |values: &[f32], heads: usize| {
-        device.float(values, &[1, s.seq_len, heads, s.head_dim], DType::BF16)
-    };
+    let put = |values: &[f32], heads: usize| device.float(values, &[1, s.seq_len, heads, s.head_dim], DType::BF16);
     let q = put(&case.q, s.num_heads);
-    let qkv = Qkv::separate(
-        &q,
-        &put(&case.k, s.num_kv_heads),
-        &put(&case.v, s.num_kv_heads),
-    );
+    let qkv = Qkv::separate(&q, &put(&case.k, s.num_kv_heads), &put(&case.v, s.num_kv_heads));
     let selection = selector.block_selection(call_shape(s), 0, 1);
-    let chosen = selection
-        .as_ref()
-        .map(|of| qkv.select_blocks(of, None))
-        .transpose()?;
+    let chosen = selection.as_ref().map(|of| qkv.select_blocks(of, None)).transpose()?;
     let (layout, on, is_chosen) = match chosen {
         Some(chosen) => (chosen.layout, chosen.data, true),
         None => {
@@ -111,11 +100,7 @@ impl Masked {
         let (n, lists) = (s.seq_len, s.num_heads / self.layout.heads_per[0]);
         let rows = |heads: usize| vec![1, n, heads, s.head_dim];
         let mut list: Vec<NamedTensor> = Vec::new();
-        let own = if self.on_device[1] {
-            DType::BF16
-        } else {
-            DType::F32
-        };
+        let own = if self.on_device[1] { DType::BF16 } else { DType::F32 };
         for (name, values, shape, dtype) in [
             ("q", &case.q, rows(s.num_heads), DType::BF16),
             ("k", &case.k, rows(s.num_kv_heads), DType::BF16),
@@ -128,16 +113,7 @@ impl Masked {
             list.push(NamedTensor { name, data });
         }
         let [.., tiles] = self.layout.cuts;
-        let [
-            _,
-            row_ptr,
-            tile_idx,
-            col_ptr,
-            col_idx,
-            key_order,
-            query_order,
-            windows,
-        ] = self.layout.places;
+        let [_, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows] = self.layout.places;
         let starts = lists * tiles;
         let last = |place: usize| match place {
             0 => 0,

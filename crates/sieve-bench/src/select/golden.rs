@@ -42,9 +42,7 @@ impl Stored {
         let numbers = |key: &str| -> Vec<usize> {
             let list = self.header[name][key].as_array();
             let list = list.unwrap_or_else(|| panic!("{name} is not there"));
-            list.iter()
-                .filter_map(|x| Some(x.as_u64()? as usize))
-                .collect()
+            list.iter().filter_map(|x| Some(x.as_u64()? as usize)).collect()
         };
         let at = numbers("data_offsets");
         (numbers("shape"), &self.body[at[0]..at[1]])
@@ -59,9 +57,7 @@ impl Stored {
     fn heads(&self, name: &str) -> Tokens {
         let (shape, bytes) = self.bytes(name);
         let halves = bytes.as_chunks::<2>().0;
-        let values = halves
-            .iter()
-            .map(|b| half::bf16::from_le_bytes(*b).to_f32());
+        let values = halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
         Tokens {
             values: values.collect(),
             heads: shape[1],
@@ -104,19 +100,9 @@ impl Tokens {
 }
 
 /// Compares every stored call of a method that the device takes and that `wanted` names; returns how many there were.
-fn compare(
-    device: &dyn Device,
-    method: &str,
-    wanted: impl Fn(&str, &str) -> bool,
-) -> Result<usize, KernelError> {
+fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> bool) -> Result<usize, KernelError> {
     let (lists, captured) = (Stored::of(LISTS), Stored::of(CAPTURED));
-    let names: Vec<String> = lists
-        .header
-        .as_object()
-        .expect("a header")
-        .keys()
-        .cloned()
-        .collect();
+    let names: Vec<String> = lists.header.as_object().expect("a header").keys().cloned().collect();
     let mut compared = 0;
     for name in names {
         let parts: Vec<&str> = name.split('/').collect();

@@ -3,9 +3,7 @@ use super::FARTHEST_CORRECTED;
 use crate::device::Device;
 use burn::tensor::DType;
 use sieve_core::HeavyKeys;
-use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv,
-};
+use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
 use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
@@ -37,11 +35,7 @@ struct Text {
 }
 
 /// The largest difference of an output, of what is allowed.
-pub(super) fn check(
-    device: &dyn Device,
-    text: &str,
-    random: &mut Random,
-) -> Result<Result<f32, String>, KernelError> {
+pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Result<Result<f32, String>, KernelError> {
     let all = PROMPT + WRITTEN;
     let drawn = Text {
         q: random.bf16_normals(all * HEADS * WIDTH),
@@ -119,9 +113,7 @@ impl Text {
     fn upload(&self, device: &dyn Device, tokens: Range<usize>) -> Qkv {
         let count = tokens.len();
         let [q, k, v] = self.rows(tokens);
-        let put = |values: &[f32], heads: usize| {
-            device.float(values, &[1, count, heads, WIDTH], DType::BF16)
-        };
+        let put = |values: &[f32], heads: usize| device.float(values, &[1, count, heads, WIDTH], DType::BF16);
         Qkv::separate(&put(q, HEADS), &put(k, KV_HEADS), &put(v, KV_HEADS))
     }
 
@@ -143,9 +135,7 @@ impl Text {
             let token = position as usize * KV_HEADS + at / used;
             for (name, found, all) in [("k", &k, &self.k), ("v", &v, &self.v)] {
                 if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
-                    return Ok(Err(format!(
-                        "{name} of slot {at} is not that of {position}"
-                    )));
+                    return Ok(Err(format!("{name} of slot {at} is not that of {position}")));
                 }
             }
         }
@@ -172,10 +162,7 @@ impl Text {
             let values = padded(values, WIDTH);
             device.float(&values, &[1, KV_HEADS, room, WIDTH], DType::BF16)
         };
-        let kv = KvCache {
-            k: put(&k),
-            v: put(&v),
-        };
+        let kv = KvCache { k: put(&k), v: put(&v) };
         Ok(Ok(Some(DmaSlots {
             kv,
             z: device.float(&padded(&z, 1), &[1, KV_HEADS, room], DType::F32),
@@ -184,13 +171,7 @@ impl Text {
         })))
     }
 
-    fn step(
-        &self,
-        device: &dyn Device,
-        slots: &DmaSlots,
-        token: usize,
-        scale: f32,
-    ) -> Result<CudaTensor, KernelError> {
+    fn step(&self, device: &dyn Device, slots: &DmaSlots, token: usize, scale: f32) -> Result<CudaTensor, KernelError> {
         let length = device.int(&[token as i32], &[1]);
         let shape = AttentionShape {
             batch: 1,

@@ -68,10 +68,7 @@ fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
 }
 
 fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize, dtype: DType) -> Outcome {
-    let (gate_up, dy) = (
-        calls.pitched(rows, 2 * d_ff, dtype)?,
-        calls.pitched(rows, d_ff, dtype)?,
-    );
+    let (gate_up, dy) = (calls.pitched(rows, 2 * d_ff, dtype)?, calls.pitched(rows, d_ff, dtype)?);
     let host = || float::<Flex, 2>(&gate_up.values, [rows, 2 * d_ff], &FlexDevice);
     let y = swiglu_forward(&gate_up.on).map_err(text)?;
     let exact = floats::<Flex, 2>(reference::swiglu::<Flex>(host()));
@@ -81,9 +78,7 @@ fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize, dtype: DType)
     let dx_exact = floats::<Flex, 2>(reference::swiglu_backward::<Flex>(host(), host_dy));
     calls.close("dx", &dx, &dx_exact)?;
     // Without gaps, so that the results can take their place: a copy, since one row has no gap in any case.
-    let copy = calls
-        .device
-        .float(&gate_up.values, &[rows, 2 * d_ff], dtype);
+    let copy = calls.device.float(&gate_up.values, &[rows, 2 * d_ff], dtype);
     let alone = swiglu_backward(&copy, &dy.on, Reuse::InPlace);
     calls.equal("dx alone in place", &alone.map_err(text)?, &dx)?;
     let (gate_up, dy) = (gate_up.on.contiguous(), dy.on.contiguous());

@@ -34,8 +34,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         for ids in [Ids::Any, Ids::Same, Ids::Outside] {
             let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");
             let calls = Calls::new(device, extent.seed + 1);
-            let outcome =
-                embedding_launches(calls, [&weight, &before], [tokens, vocab, width], ids);
+            let outcome = embedding_launches(calls, [&weight, &before], [tokens, vocab, width], ids);
             report.add("embedding", "kernel", &case, outcome);
         }
     }
@@ -60,9 +59,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let mut random = Random(SEED);
     // As words of a text: the rank r with a probability of about 1 / r.
     let zipf = |random: &mut Random| ((VOCAB as f64).powf(random.unit()) - 1.0) as usize;
-    let ids: Vec<i32> = (0..tokens)
-        .map(|_| zipf(&mut random).min(VOCAB - 1) as i32)
-        .collect();
+    let ids: Vec<i32> = (0..tokens).map(|_| zipf(&mut random).min(VOCAB - 1) as i32).collect();
     let mut unique = ids.clone();
     unique.sort_unstable();
     unique.dedup();
@@ -102,10 +99,7 @@ fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
             reference::embedding_backward::<B>(dy, ids, WORDS),
         )
     };
-    vec![
-        ("y", floats::<B, 3>(y)),
-        ("dweight", floats::<B, 2>(dweight)),
-    ]
+    vec![("y", floats::<B, 3>(y)), ("dweight", floats::<B, 2>(dweight))]
 }
 
 fn embedding_launches(
@@ -149,11 +143,7 @@ fn embedding_launches(
     let backward = |target| embedding_backward(&dy_on, &on, vocab, target).map_err(text);
     let dweight = backward(GradientTarget::New)?;
     calls.close("dweight", &dweight, &sums)?;
-    calls.equal(
-        "dweight of two runs",
-        &backward(GradientTarget::New)?,
-        &dweight,
-    )?;
+    calls.equal("dweight of two runs", &backward(GradientTarget::New)?, &dweight)?;
     let total = calls.device.float(before, &table, DType::F32);
     let total = backward(GradientTarget::AddTo(&total))?;
     calls.close("dweight added", &total, &added_of(&sums, before))?;

@@ -26,12 +26,7 @@ pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &
 }
 
 /// Checks the products; where the GPU has none, the row says so.
-pub(crate) fn check_products(
-    report: &mut Report,
-    device: &CudaDevice,
-    extent: &Extent,
-    cc: (u32, u32),
-) {
+pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &Extent, cc: (u32, u32)) {
     if let Err(error) = Cublaslt::require().and_then(|()| Fp8Format::require(cc)) {
         report.add_missing(PRODUCT, &error.to_string());
         return;
@@ -63,19 +58,12 @@ fn decoded(byte: f32, format: Fp8Format) -> f32 {
         0 => fraction * 2f32.powi(1 - bias),
         _ => (1.0 + fraction) * 2f32.powi(exponent - bias),
     };
-    if byte & 0x80 == 0 {
-        magnitude
-    } else {
-        -magnitude
-    }
+    if byte & 0x80 == 0 { magnitude } else { -magnitude }
 }
 
 fn numbers(calls: &Calls<'_>, matrix: &Fp8Matrix) -> Result<Vec<f32>, String> {
     let bytes = calls.device.floats(&matrix.values).map_err(text)?;
-    Ok(bytes
-        .iter()
-        .map(|&byte| decoded(byte, matrix.format))
-        .collect())
+    Ok(bytes.iter().map(|&byte| decoded(byte, matrix.format)).collect())
 }
 
 fn turned(values: &[f32], width: usize) -> Vec<f32> {
@@ -94,11 +82,7 @@ fn rounding(mut calls: Calls<'_>, [rows, width]: [usize; 2], format: Fp8Format) 
         let found = calls.device.floats(&pair.rows.scale).map_err(text)?;
         same("the scale", &found, &[scale])?;
         same("rows", &numbers(&calls, &pair.rows)?, &exact)?;
-        same(
-            "columns",
-            &numbers(&calls, &pair.columns)?,
-            &turned(&exact, width),
-        )?;
+        same("columns", &numbers(&calls, &pair.columns)?, &turned(&exact, width))?;
         Ok(pair)
     };
     checked(&x.on, &x.values)?;
@@ -150,12 +134,7 @@ fn operand(values: &[f32], format: Fp8Format) -> Operand {
 }
 
 /// `x wᵀ` of operands with rows of `k` numbers, each sum by `sum`.
-fn products(
-    (x, x_scale): &Operand,
-    (w, w_scale): &Operand,
-    k: usize,
-    sum: impl Fn(&[f64], &[f64]) -> f64,
-) -> Vec<f64> {
+fn products((x, x_scale): &Operand, (w, w_scale): &Operand, k: usize, sum: impl Fn(&[f64], &[f64]) -> f64) -> Vec<f64> {
     let rows = x.chunks(k);
     let of_row = |x| w.chunks(k).map(move |w| (x, w));
     let scaled = |(x, w): (&[f64], &[f64])| sum(x, w) * x_scale * w_scale;
@@ -225,10 +204,7 @@ mod tests {
         assert_eq!((kept[2749], exact[2749]), (20.096191, 20.08929));
         let bar = bar(DType::F32, false);
         let judged = bar.judge("f32", &kept, &kept, &exact);
-        assert!(
-            judged.as_ref().is_ok_and(|ratio| *ratio > 0.5),
-            "{judged:?}"
-        );
+        assert!(judged.as_ref().is_ok_and(|ratio| *ratio > 0.5), "{judged:?}");
         let lost = of(&|x, w| exact_sum(&x[1..], &w[1..]));
         assert!(bar.judge("f32", &lost, &kept, &exact).is_err());
     }

@@ -40,11 +40,7 @@ pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
 
 /// Checks every size in both types.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let count = if extent.is_emulated {
-        EMULATED
-    } else {
-        SIZES.len()
-    };
+    let count = if extent.is_emulated { EMULATED } else { SIZES.len() };
     for &[rows, vocab] in &SIZES[..count] {
         for dtype in [DType::BF16, DType::F32] {
             let case = format!("{rows} x {vocab} {}", dtype.name());
@@ -121,10 +117,7 @@ impl Row {
         };
         let wide = |x: f32| f64::from(x);
         let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-        let total: f64 = logits
-            .iter()
-            .map(|&x| (wide(x) - wide(largest)).exp())
-            .sum();
+        let total: f64 = logits.iter().map(|&x| (wide(x) - wide(largest)).exp()).sum();
         let lse = wide(largest) + total.ln();
         let gradient = |(at, &x): (usize, &f32)| {
             let p = (wide(x) - lse).exp();
@@ -219,8 +212,6 @@ fn outside(mut calls: Calls<'_>) -> Outcome {
     let got = device.floats(&losses).map_err(text)?;
     match got.iter().map(|x| x.is_nan()).eq([false, true, false]) {
         true => Ok(0.0),
-        false => Err(format!(
-            "the losses of labels 2, 9 and 7 among 8 are {got:?}"
-        )),
+        false => Err(format!("the losses of labels 2, 9 and 7 among 8 are {got:?}")),
     }
 }

@@ -15,10 +15,7 @@ use sieve_testing::{Random, round_bf16};
 
 /// The ops, with the names of their rows.
 pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 2] {
-    [
-        ("op adamw", adamw_op),
-        ("op sum_of_squares", sum_of_squares_op),
-    ]
+    [("op adamw", adamw_op), ("op sum_of_squares", sum_of_squares_op)]
 }
 
 /// Checks the launches.
@@ -68,9 +65,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
     let shape = size.to_string();
     let moved = |times: usize| (times * size) as f64;
     bench.moved("adamw, f32 master", &shape, moved(30), &mut || step(&param));
-    bench.moved("adamw, split master", &shape, moved(28), &mut || {
-        step(&rest)
-    });
+    bench.moved("adamw, split master", &shape, moved(28), &mut || step(&rest));
     bench.moved("sum of squares", &shape, moved(4), &mut || {
         FixedSum::sum_of_squares(&grad).map(drop)
     });
@@ -81,8 +76,7 @@ fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let param = on.input_in(shape, DType::F32);
     let exp_avg = on.input_in(shape, DType::F32);
     // Squares are positive.
-    let root =
-        Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(on.input_in(shape, DType::F32)));
+    let root = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(on.input_in(shape, DType::F32)));
     let tensors = AdamWTensors::<B> {
         param,
         leaf: None,
@@ -151,11 +145,7 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
         bias_correction1: 0.521_703_1,
         bias_correction2: 0.301_662_7,
     };
-    let normal = |random: &mut Random| {
-        (0..size)
-            .map(|_| random.normal_with_tails())
-            .collect::<Vec<f32>>()
-    };
+    let normal = |random: &mut Random| (0..size).map(|_| random.normal_with_tails()).collect::<Vec<f32>>();
     let [p, m, g] = [0, 1, 2].map(|_| normal(&mut calls.random));
     let v: Vec<f32> = normal(&mut calls.random).iter().map(|x| x * x).collect();
     let device = calls.device;
@@ -207,9 +197,7 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     let (leaf, rest) = split_master(&on(&p)).map_err(text)?;
     same(
         "split and joined",
-        &device
-            .floats(&join_master(&leaf, &rest).map_err(text)?)
-            .map_err(text)?,
+        &device.floats(&join_master(&leaf, &rest).map_err(text)?).map_err(text)?,
         &p,
     )?;
     let (moment, second) = (on(&m), on(&v));
@@ -228,21 +216,9 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
         let gate = device.float(&[gate], &[1], DType::F32);
         let (p, m, v) = (on(&whole), on(&exact[1]), on(&exact[2]));
         step(&p, [&m, &v], &nan, &gate, None)?;
-        same(
-            "param behind a gate",
-            &device.floats(&p).map_err(text)?,
-            &whole,
-        )?;
-        same(
-            "exp_avg behind a gate",
-            &device.floats(&m).map_err(text)?,
-            &exact[1],
-        )?;
-        same(
-            "exp_avg_sq behind a gate",
-            &device.floats(&v).map_err(text)?,
-            &exact[2],
-        )?;
+        same("param behind a gate", &device.floats(&p).map_err(text)?, &whole)?;
+        same("exp_avg behind a gate", &device.floats(&m).map_err(text)?, &exact[1])?;
+        same("exp_avg_sq behind a gate", &device.floats(&v).map_err(text)?, &exact[2])?;
         step(&rest, [&m, &v], &nan, &gate, Some(&leaf))?;
         calls.equal(
             "a split master behind a gate",
@@ -259,17 +235,11 @@ fn sums_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
         let wide = || x.values.iter().map(|&x| f64::from(x));
         // The error is held against the sum of magnitudes: where terms cancel, the sum is small and its rounding is
         // not.
-        let sum = calls
-            .device
-            .floats(&FixedSum::of(&x.on).map_err(text)?)
-            .map_err(text)?[0];
+        let sum = calls.device.floats(&FixedSum::of(&x.on).map_err(text)?).map_err(text)?[0];
         let largest = wide().map(f64::abs).sum::<f64>();
         let off = (f64::from(sum) - wide().sum::<f64>()).abs();
         if off.is_nan() || off > 1e-5 * largest {
-            return Err(format!(
-                "the sum of {size} is {sum}, expected {}",
-                wide().sum::<f64>()
-            ));
+            return Err(format!("the sum of {size} is {sum}, expected {}", wide().sum::<f64>()));
         }
         let squares: f64 = wide().map(|x| x * x).sum();
         calls.close(

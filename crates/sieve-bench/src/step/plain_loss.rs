@@ -59,9 +59,8 @@ mod tests {
         );
         let labels = || Tensor::<Flex, 1, Int>::from_data([2, 0], &FlexDevice).into_primitive();
         let [losses, loss, dh, dweight] = plain_loss::<Flex>(h.clone(), weight.clone(), labels());
-        let (exact_loss, exact_dh, exact_dweight) = reference::linear_cross_entropy_with_gradients::<
-            Flex,
-        >(h.clone(), weight.clone(), labels());
+        let (exact_loss, exact_dh, exact_dweight) =
+            reference::linear_cross_entropy_with_gradients::<Flex>(h.clone(), weight.clone(), labels());
         let exact_losses = reference::token_losses::<Flex>(h, weight, labels());
         for (found, expected, bar) in [
             (losses, exact_losses, 1e-5),
@@ -74,10 +73,7 @@ mod tests {
                 data.to_vec::<f32>().expect("f32")
             };
             for (found, expected) in floats(found).iter().zip(floats(expected)) {
-                assert!(
-                    (found - expected).abs() <= bar,
-                    "{found}, expected {expected}"
-                );
+                assert!((found - expected).abs() <= bar, "{found}, expected {expected}");
             }
         }
     }

@@ -49,11 +49,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
         [2048, 512, 512],
     ] {
         let of = |rows: usize, cols: usize, dtype| normal([rows, cols], dtype, &bench.device);
-        let (x, w, dy) = (
-            of(m, k, DType::BF16),
-            of(n, k, DType::BF16),
-            of(m, n, DType::BF16),
-        );
+        let (x, w, dy) = (of(m, k, DType::BF16), of(n, k, DType::BF16), of(m, n, DType::BF16));
         let dweight = of(n, k, DType::F32);
         let (shape, flops) = (format!("{m}x{n}x{k}"), 2.0 * (m * n * k) as f64);
         bench.computed("product NT", &shape, flops, &mut || {
@@ -110,8 +106,7 @@ pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &
             for &([m, n, k], gap) in SIZES {
                 // A search must meet each shape anew.
                 let m = if candidates == 1 { m } else { m + 8 };
-                let case =
-                    format!("{product:?} {m} x {n} x {k}, gap {gap}, the fastest of {candidates}");
+                let case = format!("{product:?} {m} x {n} x {k}, gap {gap}, the fastest of {candidates}");
                 let outcome = outputs(Calls::new(device, extent.seed), product, [m, n, k], gap);
                 report.add(NAME, path(), &case, outcome);
             }
@@ -193,12 +188,7 @@ fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: u
     Ok(calls.worst)
 }
 
-fn within(
-    calls: &mut Calls<'_>,
-    name: &str,
-    got: &CudaTensor,
-    exact: &[f32],
-) -> Result<(), String> {
+fn within(calls: &mut Calls<'_>, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), String> {
     let bar = Bar {
         plain: 0.0,
         floor: 0.0,
@@ -241,10 +231,7 @@ fn in_order(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
 }
 
 fn refused(mut calls: Calls<'_>) -> Outcome {
-    let (a, b) = (
-        calls.flat(&[16, 24], DType::BF16),
-        calls.flat(&[8, 8], DType::BF16),
-    );
+    let (a, b) = (calls.flat(&[16, 24], DType::BF16), calls.flat(&[8, 8], DType::BF16));
     match rounded(Product::Nt, &a.on, &b.on) {
         Ok(_) => Err("they were taken".to_owned()),
         Err(_) => Ok(0.0),

@@ -31,12 +31,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     ];
     for &[tokens, heads, kv_heads, head_dim] in extent.sizes(heads) {
         let case = format!("{tokens} tokens, {heads}/{kv_heads} heads of {head_dim}");
-        let outcome = qk_norm_rope_launches(
-            Calls::new(device, extent.seed),
-            tokens,
-            [heads, kv_heads],
-            head_dim,
-        );
+        let outcome = qk_norm_rope_launches(Calls::new(device, extent.seed), tokens, [heads, kv_heads], head_dim);
         report.add("qk_norm_rope", "kernel", &case, outcome);
     }
 }
@@ -76,17 +71,12 @@ pub(super) fn bench(
     });
     let backward = |reuse| {
         let targets = [&dq_weight, &dk_weight].map(GradientTarget::AddTo);
-        args.qk_norm_rope_backward(&qkv, &dy, reuse, targets)
-            .map(drop)
+        args.qk_norm_rope_backward(&qkv, &dy, reuse, targets).map(drop)
     };
     let bytes = 4.0 * all + 2.0 * rotated;
-    bench.moved("qk_norm_rope backward", &shape, bytes, &mut || {
-        backward(Reuse::Copy)
-    });
+    bench.moved("qk_norm_rope backward", &shape, bytes, &mut || backward(Reuse::Copy));
     let name = "qk_norm_rope backward, in place";
-    bench.moved(name, &shape, 6.0 * rotated, &mut || {
-        backward(Reuse::InPlace)
-    });
+    bench.moved(name, &shape, 6.0 * rotated, &mut || backward(Reuse::InPlace));
     Ok(())
 }
 
@@ -143,21 +133,12 @@ fn qk_norm_rope_launches(
     const POSITIONS: usize = 5000;
     let packed = heads + 2 * kv_heads;
     let shape = [1, tokens, packed, head_dim];
-    let (qkv, dy) = (
-        calls.flat(&shape, DType::BF16),
-        calls.flat(&shape, DType::BF16),
-    );
+    let (qkv, dy) = (calls.flat(&shape, DType::BF16), calls.flat(&shape, DType::BF16));
     let weights = [0, 1].map(|_| calls.flat(&[head_dim], DType::BF16));
-    let positions: Vec<i32> = (0..tokens)
-        .map(|_| calls.random.below(POSITIONS) as i32)
-        .collect();
+    let positions: Vec<i32> = (0..tokens).map(|_| calls.random.below(POSITIONS) as i32).collect();
     let half = head_dim / 2;
     let angle = |at: usize| (at / half) as f64 * 10000f64.powf(-((at % half) as f64) / half as f64);
-    let table = |of: fn(f64) -> f64| -> Vec<f32> {
-        (0..POSITIONS * half)
-            .map(|at| of(angle(at)) as f32)
-            .collect()
-    };
+    let table = |of: fn(f64) -> f64| -> Vec<f32> { (0..POSITIONS * half).map(|at| of(angle(at)) as f32).collect() };
     let (cos, sin) = (table(f64::cos), table(f64::sin));
     let on = |values: &[f32]| calls.device.float(values, &[POSITIONS, half], DType::F32);
     let (cos_on, sin_on) = (on(&cos), on(&sin));
@@ -175,11 +156,8 @@ fn qk_norm_rope_launches(
     let host_call = || QkNormRopeCall::<Flex> {
         q_weight: float::<Flex, 1>(&weights[0].values, [head_dim], &FlexDevice),
         k_weight: float::<Flex, 1>(&weights[1].values, [head_dim], &FlexDevice),
-        positions: Tensor::<Flex, 2, Int>::from_data(
-            TensorData::new(positions.clone(), [1, tokens]),
-            &FlexDevice,
-        )
-        .into_primitive(),
+        positions: Tensor::<Flex, 2, Int>::from_data(TensorData::new(positions.clone(), [1, tokens]), &FlexDevice)
+            .into_primitive(),
         rope: RopeTables {
             cos: float::<Flex, 2>(&cos, [POSITIONS, half], &FlexDevice),
             sin: float::<Flex, 2>(&sin, [POSITIONS, half], &FlexDevice),
@@ -187,13 +165,10 @@ fn qk_norm_rope_launches(
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let y = args
-        .qk_norm_rope_forward(&qkv.on, Reuse::Copy)
-        .map_err(text)?;
+    let y = args.qk_norm_rope_forward(&qkv.on, Reuse::Copy).map_err(text)?;
     let y_exact = reference::qk_norm_rope::<Flex>(host(&qkv.values), host_call());
     calls.close("y", &y, &floats::<Flex, 4>(y_exact))?;
-    let (dqkv, dq, dk) =
-        reference::qk_norm_rope_backward::<Flex>(host(&qkv.values), host_call(), host(&dy.values));
+    let (dqkv, dq, dk) = reference::qk_norm_rope_backward::<Flex>(host(&qkv.values), host_call(), host(&dy.values));
     let backward = |reuse| {
         let targets = [GradientTarget::New; 2];
         args.qk_norm_rope_backward(&qkv.on, &dy.on, reuse, targets)
@@ -205,14 +180,8 @@ fn qk_norm_rope_launches(
     calls.close("dk_weight", &copied.dk_weight, &floats::<Flex, 1>(dk))?;
     let in_place = backward(Reuse::InPlace)?;
     calls.equal("dqkv in place", &in_place.dqkv, &copied.dqkv)?;
-    calls.equal(
-        "dq_weight of two runs",
-        &in_place.dq_weight,
-        &copied.dq_weight,
-    )?;
-    let y_in_place = args
-        .qk_norm_rope_forward(&qkv.on, Reuse::InPlace)
-        .map_err(text)?;
+    calls.equal("dq_weight of two runs", &in_place.dq_weight, &copied.dq_weight)?;
+    let y_in_place = args.qk_norm_rope_forward(&qkv.on, Reuse::InPlace).map_err(text)?;
     calls.equal("y in place", &y_in_place, &y)?;
     Ok(calls.worst)
 }

@@ -31,8 +31,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     for &kv_heads in kv_heads {
         for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
             let case = format!("{tokens} tokens, {kv_heads} heads of {head_dim}");
-            let outcome =
-                dma_scores_launches(Calls::new(device, extent.seed), tokens, kv_heads, head_dim);
+            let outcome = dma_scores_launches(Calls::new(device, extent.seed), tokens, kv_heads, head_dim);
             report.add("dma_scores", "kernel", &case, outcome);
         }
     }
@@ -50,17 +49,12 @@ pub(super) fn bench(
     let w_dt = normal([kv_heads * head_dim, kv_heads], DType::F32, &device);
     let a = normal([kv_heads], DType::F32, &device);
     let dz = normal([1, kv_heads, tokens], DType::F32, &device);
-    let (qkv, dqkv) = (
-        Qkv::packed(&qkv, heads, kv_heads),
-        Qkv::packed(&dqkv, heads, kv_heads),
-    );
+    let (qkv, dqkv) = (Qkv::packed(&qkv, heads, kv_heads), Qkv::packed(&dqkv, heads, kv_heads));
     let forward = || qkv.dma_scores(&w_dt, &a, ScoreBias::Exp);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
     let keys = (tokens * kv_heads) as f64;
     let bytes = keys * (2 * head_dim + 12) as f64;
-    bench.moved("dma_scores forward", &shape, bytes, &mut || {
-        forward().map(drop)
-    });
+    bench.moved("dma_scores forward", &shape, bytes, &mut || forward().map(drop));
     let scored = forward()?;
     let bytes = keys * (6 * head_dim + 8) as f64;
     bench.moved("dma_scores backward", &shape, bytes, &mut || {
@@ -110,24 +104,14 @@ fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     ]
 }
 
-fn dma_scores_launches(
-    mut calls: Calls<'_>,
-    tokens: usize,
-    kv_heads: usize,
-    head_dim: usize,
-) -> Outcome {
+fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, head_dim: usize) -> Outcome {
     const BATCH: usize = 2;
     let shape = [BATCH, tokens, 4 * kv_heads, head_dim];
-    let (qkv, dqkv) = (
-        calls.flat(&shape, DType::BF16),
-        calls.flat(&shape, DType::BF16),
-    );
+    let (qkv, dqkv) = (calls.flat(&shape, DType::BF16), calls.flat(&shape, DType::BF16));
     let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
         .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
         .collect();
-    let w_dt_on = calls
-        .device
-        .float(&w_dt, &[kv_heads * head_dim, kv_heads], DType::F32);
+    let w_dt_on = calls.device.float(&w_dt, &[kv_heads * head_dim, kv_heads], DType::F32);
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
     let spec = AttentionSpec {
@@ -141,9 +125,7 @@ fn dma_scores_launches(
     let host_a = || float::<Flex, 1>(&a.values, [kv_heads], &FlexDevice);
     let z = reference::dma_scores::<Flex>(host(&qkv.values), host_w(), host_a(), spec);
     let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
-    let scores = heads
-        .dma_scores(&w_dt_on, &a.on, ScoreBias::Exp)
-        .map_err(text)?;
+    let scores = heads.dma_scores(&w_dt_on, &a.on, ScoreBias::Exp).map_err(text)?;
     let z = floats::<Flex, 3>(z);
     calls.close("z", &scores.z, &z)?;
     let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();

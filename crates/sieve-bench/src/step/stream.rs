@@ -9,8 +9,8 @@ use crate::report::Report;
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::step::{
-    GradientTarget, residual_add, rms_norm_backward, rms_norm_backward_with_output,
-    rms_norm_forward, rms_norm_residual_forward,
+    GradientTarget, residual_add, rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward,
+    rms_norm_residual_forward,
 };
 use sieve_ops::{DeviceBackend, RmsNormCall, reference};
 use sieve_testing::round_bf16;
@@ -69,12 +69,9 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     bench.moved("rms_norm backward", &shape, moved(6), &mut || {
         rms_norm_backward(&x, &weight, epsilon, &dy, None, target()).map(drop)
     });
-    bench.moved(
-        "rms_norm backward + residual",
-        &shape,
-        moved(8),
-        &mut || rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual), target()).map(drop),
-    );
+    bench.moved("rms_norm backward + residual", &shape, moved(8), &mut || {
+        rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual), target()).map(drop)
+    });
     let name = "rms_norm backward + residual + output";
     bench.moved(name, &shape, moved(10), &mut || {
         rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual, target()).map(drop)
@@ -122,10 +119,7 @@ fn rms_norm_launches(mut calls: Calls<'_>, rows: usize, width: usize) -> Outcome
         calls.pitched(rows, width, DType::BF16)?,
         calls.pitched(rows, width, DType::BF16)?,
     ];
-    let (weight, before) = (
-        calls.flat(&[width], DType::BF16),
-        calls.flat(&[width], DType::F32),
-    );
+    let (weight, before) = (calls.flat(&[width], DType::BF16), calls.flat(&[width], DType::F32));
     let host = |values: &[f32]| float::<Flex, 2>(values, [rows, width], &FlexDevice);
     let host_weight = || float::<Flex, 1>(&weight.values, [width], &FlexDevice);
     let call = |x: &[f32]| RmsNormCall::<Flex> {
@@ -137,25 +131,15 @@ fn rms_norm_launches(mut calls: Calls<'_>, rows: usize, width: usize) -> Outcome
     let epsilon = EPSILON as f32;
     let y = rms_norm_forward(&x.on, &weight.on, epsilon).map_err(text)?;
     calls.close("y", &y, &norm(&x.values))?;
-    let (sum, y_of_sum) =
-        rms_norm_residual_forward(&x.on, &residual.on, &weight.on, epsilon).map_err(text)?;
+    let (sum, y_of_sum) = rms_norm_residual_forward(&x.on, &residual.on, &weight.on, epsilon).map_err(text)?;
     let added: Vec<f32> = added(&x.values, &residual.values).map(round_bf16).collect();
-    same(
-        "x + residual",
-        &calls.device.floats(&sum).map_err(text)?,
-        &added,
-    )?;
+    same("x + residual", &calls.device.floats(&sum).map_err(text)?, &added)?;
     calls.close("y of x + residual", &y_of_sum, &norm(&added))?;
 
-    let (dx_exact, dweight_exact) =
-        reference::rms_norm_backward::<Flex>(call(&x.values), host(&dy.values));
-    let (dx_exact, dweight_exact) = (
-        floats::<Flex, 2>(dx_exact),
-        floats::<Flex, 1>(dweight_exact),
-    );
-    let backward = |d_residual, target| {
-        rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual, target).map_err(text)
-    };
+    let (dx_exact, dweight_exact) = reference::rms_norm_backward::<Flex>(call(&x.values), host(&dy.values));
+    let (dx_exact, dweight_exact) = (floats::<Flex, 2>(dx_exact), floats::<Flex, 1>(dweight_exact));
+    let backward =
+        |d_residual, target| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual, target).map_err(text);
     let (dx, dweight) = backward(None, GradientTarget::New)?;
     calls.close("dx", &dx, &dx_exact)?;
     calls.close("dweight", &dweight, &dweight_exact)?;
@@ -165,20 +149,10 @@ fn rms_norm_launches(mut calls: Calls<'_>, rows: usize, width: usize) -> Outcome
     let (both, total) = backward(Some(&beside.on), GradientTarget::AddTo(&before.on))?;
     let expected: Vec<f32> = added_of(&dx_exact, &beside.values);
     calls.close("dx + its residual", &both, &expected)?;
-    calls.close(
-        "dweight added",
-        &total,
-        &added_of(&dweight_exact, &before.values),
-    )?;
-    let (with_y, dweight_too, y_again) = rms_norm_backward_with_output(
-        &x.on,
-        &weight.on,
-        epsilon,
-        &dy.on,
-        &beside.on,
-        GradientTarget::New,
-    )
-    .map_err(text)?;
+    calls.close("dweight added", &total, &added_of(&dweight_exact, &before.values))?;
+    let (with_y, dweight_too, y_again) =
+        rms_norm_backward_with_output(&x.on, &weight.on, epsilon, &dy.on, &beside.on, GradientTarget::New)
+            .map_err(text)?;
     calls.equal("dx beside y", &with_y, &both)?;
     calls.equal("dweight beside y", &dweight_too, &dweight)?;
     calls.close("y again", &y_again, &norm(&x.values))?;
@@ -193,10 +167,7 @@ fn residual_add_launches(mut calls: Calls<'_>) -> Outcome {
     let sum = residual_add(&a.on, &b.on).map_err(text)?;
     let exact: Vec<f32> = added(&a.values, &b.values).map(round_bf16).collect();
     same("bf16", &calls.device.floats(&sum).map_err(text)?, &exact)?;
-    let (a, b) = (
-        calls.flat(&[77, 2056], DType::F32),
-        calls.flat(&[77, 2056], DType::F32),
-    );
+    let (a, b) = (calls.flat(&[77, 2056], DType::F32), calls.flat(&[77, 2056], DType::F32));
     let sum = residual_add(&a.on, &b.on).map_err(text)?;
     same(
         "f32",

@@ -34,22 +34,12 @@ impl<'a> Calls<'a> {
         }
     }
 
-    pub(super) fn pitched(
-        &mut self,
-        rows: usize,
-        width: usize,
-        dtype: DType,
-    ) -> Result<Input, String> {
+    pub(super) fn pitched(&mut self, rows: usize, width: usize, dtype: DType) -> Result<Input, String> {
         self.with_gaps([rows, width], GAP, dtype)
     }
 
     /// Rows with this many NaN between them.
-    pub(super) fn with_gaps(
-        &mut self,
-        [rows, width]: [usize; 2],
-        gap: usize,
-        dtype: DType,
-    ) -> Result<Input, String> {
+    pub(super) fn with_gaps(&mut self, [rows, width]: [usize; 2], gap: usize, dtype: DType) -> Result<Input, String> {
         let values = self.random.bf16_normals(rows * width);
         let mut buffer = Vec::with_capacity(rows * (width + gap));
         for row in values.chunks_exact(width) {
@@ -72,17 +62,8 @@ impl<'a> Calls<'a> {
     }
 
     /// Within one rounding to bf16, or, in f32, within the noise of a sum.
-    pub(super) fn close(
-        &mut self,
-        name: &str,
-        got: &CudaTensor,
-        exact: &[f32],
-    ) -> Result<(), String> {
-        let share = if got.dtype() == DType::BF16 {
-            1.0 / 256.0
-        } else {
-            2e-5
-        };
+    pub(super) fn close(&mut self, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), String> {
+        let share = if got.dtype() == DType::BF16 { 1.0 / 256.0 } else { 2e-5 };
         let bar = Bar {
             plain: 0.0,
             floor: 1e-6,
@@ -122,14 +103,7 @@ pub(super) fn same(what: &str, got: &[f32], expected: &[f32]) -> Result<(), Stri
     let differ = got.iter().zip(expected).position(|pair| !equal(pair));
     match differ {
         None if got.len() == expected.len() => Ok(()),
-        None => Err(format!(
-            "{what}: {} numbers, expected {}",
-            got.len(),
-            expected.len()
-        )),
-        Some(at) => Err(format!(
-            "{what}: number {at} is {}, expected {}",
-            got[at], expected[at]
-        )),
+        None => Err(format!("{what}: {} numbers, expected {}", got.len(), expected.len())),
+        Some(at) => Err(format!("{what}: number {at} is {}, expected {}", got[at], expected[at])),
     }
 }

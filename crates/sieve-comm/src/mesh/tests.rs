@@ -43,10 +43,7 @@ fn world(rank: usize, size: usize, port: u16) -> World {
 }
 
 /// Runs `work` in each of `size` ranks, and gives what they return.
-fn ranks<T: Send + 'static>(
-    size: usize,
-    work: impl Fn(&Mesh) -> T + Clone + Send + 'static,
-) -> Vec<T> {
+fn ranks<T: Send + 'static>(size: usize, work: impl Fn(&Mesh) -> T + Clone + Send + 'static) -> Vec<T> {
     ranks_of(QUICK, size, work)
 }
 
@@ -69,10 +66,7 @@ fn ranks_of<T: Send + 'static>(
         })
     });
     let threads = threads.collect::<Vec<_>>();
-    threads
-        .into_iter()
-        .map(|thread| thread.join().unwrap())
-        .collect()
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
 /// Values whose sum depends on the order of the addends.
@@ -104,10 +98,7 @@ fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
             }
             let bits = |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
             for sums in &found {
-                assert!(
-                    bits(&sums[place]) == bits(&expected),
-                    "{size} ranks, {count} values"
-                );
+                assert!(bits(&sums[place]) == bits(&expected), "{size} ranks, {count} values");
             }
         }
     }
@@ -192,11 +183,7 @@ fn a_rank_that_ends_is_named_to_all_others() {
         let Some(CommError::Lost(failure)) = &errors[rank] else {
             panic!("{errors:?}");
         };
-        assert_eq!(
-            (failure.rank, &failure.loss),
-            (1, &Loss::Ended),
-            "{failure}"
-        );
+        assert_eq!((failure.rank, &failure.loss), (1, &Loss::Ended), "{failure}");
         assert!(failure.place.contains("pid"), "{failure}");
     }
 }
@@ -229,14 +216,9 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
     // A rank that is there and then stands still: it never starts its threads.
     let silent = thread::spawn(move || connect(&world(1, 2, port), "1", patience).unwrap());
     let (sender, receiver) = channel();
-    let mesh = join(
-        world(0, 2, port),
-        Some(listener),
-        patience,
-        move |failure| {
-            sender.send(failure.clone()).unwrap();
-        },
-    );
+    let mesh = join(world(0, 2, port), Some(listener), patience, move |failure| {
+        sender.send(failure.clone()).unwrap();
+    });
     let _mesh = mesh.unwrap();
     let _silent = silent.join().unwrap();
     // This rank never asks the mesh: it waits for its device, say.
@@ -245,10 +227,7 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
 }
 
 /// What each of three ranks meets at a barrier to which `late` comes after `work`.
-fn late_at_a_barrier(
-    late: usize,
-    work: impl Fn(&Mesh) + Clone + Send + 'static,
-) -> Vec<Result<(), CommError>> {
+fn late_at_a_barrier(late: usize, work: impl Fn(&Mesh) + Clone + Send + 'static) -> Vec<Result<(), CommError>> {
     let patience = Patience {
         silence: Duration::from_secs(1),
         ..QUICK
@@ -294,32 +273,29 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
 
 #[test]
 fn also_what_may_last_has_a_limit() {
-    side_by_side(
-        &[(Work::Long, true), (Work::Any, false)],
-        |&(work, is_lost)| {
-            let late = move |mesh: &Mesh| {
-                mesh.set_work(work);
-                // It goes on once, then no more.
-                thread::sleep(Duration::from_millis(1200));
-                mesh.tick();
-                let ticked = Instant::now();
-                match is_lost {
-                    true => stand_still(mesh),
-                    false => thread::sleep(Duration::from_millis(2900)),
-                }
-                assert!(ticked.elapsed() >= QUICK.long, "{:?}", ticked.elapsed());
-            };
-            for met in late_at_a_barrier(2, late) {
-                match (met, is_lost) {
-                    (Ok(()), false) => {}
-                    (Err(CommError::Lost(failure)), true) => {
-                        assert_eq!((failure.rank, &failure.loss), (2, &Loss::Still(2)));
-                    }
-                    (met, _) => panic!("{work:?}: {met:?}"),
-                }
+    side_by_side(&[(Work::Long, true), (Work::Any, false)], |&(work, is_lost)| {
+        let late = move |mesh: &Mesh| {
+            mesh.set_work(work);
+            // It goes on once, then no more.
+            thread::sleep(Duration::from_millis(1200));
+            mesh.tick();
+            let ticked = Instant::now();
+            match is_lost {
+                true => stand_still(mesh),
+                false => thread::sleep(Duration::from_millis(2900)),
             }
-        },
-    );
+            assert!(ticked.elapsed() >= QUICK.long, "{:?}", ticked.elapsed());
+        };
+        for met in late_at_a_barrier(2, late) {
+            match (met, is_lost) {
+                (Ok(()), false) => {}
+                (Err(CommError::Lost(failure)), true) => {
+                    assert_eq!((failure.rank, &failure.loss), (2, &Loss::Still(2)));
+                }
+                (met, _) => panic!("{work:?}: {met:?}"),
+            }
+        }
+    });
 }
 
 #[test]
@@ -334,19 +310,10 @@ fn a_host_that_nobody_knows_is_named() {
         let since = std::time::Instant::now();
         let error = Mesh::join(world, "1", patience, |_| {}).expect_err("unknown");
         let text = error.to_string();
-        for part in [
-            &format!("rank {rank} "),
-            "no-such-host.invalid",
-            "hint",
-            "--master",
-        ] {
+        for part in [&format!("rank {rank} "), "no-such-host.invalid", "hint", "--master"] {
             assert!(text.contains(part), "{text}");
         }
-        assert!(
-            since.elapsed() < Duration::from_secs(20),
-            "{:?}",
-            since.elapsed()
-        );
+        assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
     }
 }
 
@@ -442,10 +409,7 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
 fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let (taken, port) = host();
     let error = Mesh::join(world(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
-    assert!(
-        error.to_string().contains(&format!("127.0.0.1:{port}")),
-        "{error}"
-    );
+    assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
     let patience = Patience {
         join: Duration::from_millis(50),
         ..QUICK
@@ -461,8 +425,5 @@ fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let port = held.local_addr().unwrap().port();
     let error = Mesh::join(world(2, 3, port), "1", patience, |_| {}).unwrap_err();
     drop((other, held));
-    assert!(
-        error.to_string().contains("rank 2 found no rank 0"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("rank 2 found no rank 0"), "{error}");
 }

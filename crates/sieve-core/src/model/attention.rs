@@ -124,8 +124,7 @@ impl DmaShape {
 
     /// `longest_period` or its default.
     fn longest_period(&self) -> f64 {
-        self.longest_period
-            .unwrap_or(4.0 * self.keep_window_size as f64)
+        self.longest_period.unwrap_or(4.0 * self.keep_window_size as f64)
     }
 
     /// The same layer with another `keep_window_size`; the slopes stay.
@@ -232,8 +231,7 @@ keys! {
 
 /// Blocks that every query selects.
 const NUM_FORCED_BLOCKS: usize = 3;
-const FORCED_BLOCKS: &str =
-    "the first block, the query's own and the one before are always selected";
+const FORCED_BLOCKS: &str = "the first block, the query's own and the one before are always selected";
 
 /// Branches of NSA: compressed, selected, window.
 pub const NUM_NSA_BRANCHES: usize = 3;
@@ -313,10 +311,7 @@ mod tests {
         };
         let periods = |dma: DmaShape, heads| -> Vec<i64> {
             let slopes = dma.slopes(heads).expect("recency");
-            slopes
-                .iter()
-                .map(|slope| (1.0 / slope).round() as i64)
-                .collect()
+            slopes.iter().map(|slope| (1.0 / slope).round() as i64).collect()
         };
         assert_eq!(periods(slope, 3), [64, 512, 4096]);
         assert_eq!(periods(slope, 1), [4096]);

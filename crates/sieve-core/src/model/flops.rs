@@ -64,17 +64,11 @@ impl ModelShape {
 
     /// Weights that one layer of the model's kind multiplies a token with, and the widths of a pair's two products.
     fn attention_widths(&self) -> (f64, f64) {
-        let (d_model, q_width, kv_width) = (
-            self.d_model as f64,
-            self.q_width() as f64,
-            self.kv_width() as f64,
-        );
+        let (d_model, q_width, kv_width) = (self.d_model as f64, self.q_width() as f64, self.kv_width() as f64);
         let grouped = 2.0 * d_model * (q_width + kv_width);
         match self.attention.form() {
             AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
-            AttentionForm::Ranked(_) => {
-                (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width)
-            }
+            AttentionForm::Ranked(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
                 let q = q_width + self.num_heads as f64 * rope;
@@ -123,28 +117,16 @@ pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
 }
 
 /// Mean number of keys a query sees over packed documents of these lengths; 0 without tokens.
-pub fn mean_active_keys_of_documents(
-    attention: Attention,
-    lengths: impl IntoIterator<Item = usize>,
-) -> f64 {
+pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIterator<Item = usize>) -> f64 {
     let window = match attention.form() {
         AttentionForm::Grouped { window } => window.unwrap_or(usize::MAX),
         AttentionForm::Latent(_) => usize::MAX,
         AttentionForm::Ranked(dma) => dma.keep_window_size,
         AttentionForm::Branches(nsa) => {
-            let (pairs, tokens) = lengths
-                .into_iter()
-                .fold((0.0, 0), |(pairs, tokens), length| {
-                    (
-                        pairs + nsa.pairs(length).iter().sum::<f64>(),
-                        tokens + length,
-                    )
-                });
-            return if tokens == 0 {
-                0.0
-            } else {
-                pairs / tokens as f64
-            };
+            let (pairs, tokens) = lengths.into_iter().fold((0.0, 0), |(pairs, tokens), length| {
+                (pairs + nsa.pairs(length).iter().sum::<f64>(), tokens + length)
+            });
+            return if tokens == 0 { 0.0 } else { pairs / tokens as f64 };
         }
     };
     let (mut pairs, mut tokens) = (0.0, 0.0);
@@ -170,9 +152,7 @@ mod tests {
     fn mean_active_keys_equals_the_count_of_pairs() {
         for seq_len in 1..40usize {
             for window in 1..45usize {
-                let pairs = (0..seq_len)
-                    .map(|query| (query + 1).min(window))
-                    .sum::<usize>();
+                let pairs = (0..seq_len).map(|query| (query + 1).min(window)).sum::<usize>();
                 let expected = pairs as f64 / seq_len as f64;
                 for attention in [dma(window), Attention::swa(window)] {
                     let mean = mean_active_keys(attention, seq_len);
@@ -182,10 +162,7 @@ mod tests {
                     );
                 }
             }
-            assert_eq!(
-                mean_active_keys(Attention::Mha, seq_len),
-                (seq_len as f64 + 1.0) / 2.0
-            );
+            assert_eq!(mean_active_keys(Attention::Mha, seq_len), (seq_len as f64 + 1.0) / 2.0);
         }
     }
 
@@ -214,15 +191,9 @@ mod tests {
     fn sparse_attention_changes_the_executed_count_alone() {
         // w = 4 at 10 tokens: 1 + 2 + 3 + 7 * 4 = 34 pairs; dense 55. 3 layers, 4 heads of 6.
         let shape = tiny_dma();
-        let (executed, dense) = (
-            shape.executed_flops_per_token(10),
-            shape.dense_flops_per_token(10),
-        );
+        let (executed, dense) = (shape.executed_flops_per_token(10), shape.dense_flops_per_token(10));
         assert_eq!(executed.linear, dense.linear);
-        assert_eq!(
-            executed.linear,
-            2.0 * (3.0 * (864.0 + 720.0 + 24.0) + 600.0)
-        );
+        assert_eq!(executed.linear, 2.0 * (3.0 * (864.0 + 720.0 + 24.0) + 600.0));
         assert!((executed.attention - 3.0 * 4.0 * 24.0 * 3.4).abs() < 1e-9);
         assert!((dense.attention - 3.0 * 4.0 * 24.0 * 5.5).abs() < 1e-9);
     }

@@ -66,9 +66,7 @@ pub fn why_not(name: &str) -> String {
     }
     let names = names();
     let likeness = |known: &&String| strsim::jaro_winkler(&name.to_ascii_lowercase(), known);
-    let nearest = names
-        .iter()
-        .max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
+    let nearest = names.iter().max_by(|a, b| likeness(a).total_cmp(&likeness(b)));
     format!("did you mean {}?", nearest.expect("GPUs are listed"))
 }
 
@@ -156,17 +154,10 @@ mod tests {
     #[test]
     fn people_write_short_names() {
         let h200 = find("h200").expect("known");
-        assert_eq!(
-            (h200.bf16_flops, h200.memory_bytes),
-            (989e12, 141_000_000_000)
-        );
+        assert_eq!((h200.bf16_flops, h200.memory_bytes), (989e12, 141_000_000_000));
         assert_eq!(find("rtx 4090").map(|gpu| gpu.bf16_flops), Some(165.2e12));
         for name in ["3090", "rtx3090", "RTX-3090", "GeForce RTX 3090"] {
-            assert_eq!(
-                find(name).map(|gpu| gpu.memory_bytes),
-                Some(24_000_000_000),
-                "{name}"
-            );
+            assert_eq!(find(name).map(|gpu| gpu.memory_bytes), Some(24_000_000_000), "{name}");
             assert_eq!(find(name).map(|gpu| gpu.bf16_flops), Some(71e12), "{name}");
         }
         assert_eq!(find("3090ti").map(|gpu| gpu.bf16_flops), Some(80e12));

@@ -70,10 +70,7 @@ mod tests {
         shape.dense_layers = vec![false, true, false];
         let layers = (0..6).map(|layer| shape.of_layer(layer).attention);
         let dense = Attention::Mha;
-        assert_eq!(
-            layers.collect::<Vec<_>>(),
-            [kind, dense, kind, kind, dense, kind]
-        );
+        assert_eq!(layers.collect::<Vec<_>>(), [kind, dense, kind, kind, dense, kind]);
         let kinds = shape.by_kind();
         let found = kinds.iter().map(|part| (part.attention, part.num_layers));
         assert_eq!(found.collect::<Vec<_>>(), [(kind, 4), (dense, 2)]);

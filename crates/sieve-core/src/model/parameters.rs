@@ -68,21 +68,13 @@ impl ModelShape {
         }
         ParameterCounts {
             embedding,
-            output: if self.tie_word_embeddings {
-                0
-            } else {
-                embedding
-            },
+            output: if self.tie_word_embeddings { 0 } else { embedding },
             attention,
             mask,
             branches,
             mlp: layers * 3 * d_model * self.d_ff as u64,
             norms: layers * 2 * d_model + head_norms + d_model,
-            residual_scale: if self.residual_scale {
-                layers * 2 * d_model
-            } else {
-                0
-            },
+            residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
         }
     }
 
@@ -137,10 +129,7 @@ mod tests {
         let counts = tiny_dma().parameters();
         assert_eq!(counts.embedding, 600);
         assert_eq!(counts.output, 600);
-        assert_eq!(
-            counts.attention,
-            3 * (12 * 24 + 12 * 12 + 12 * 12 + 24 * 12)
-        );
+        assert_eq!(counts.attention, 3 * (12 * 24 + 12 * 12 + 12 * 12 + 24 * 12));
         assert_eq!(counts.mask, 3 * (2 + 12 * 2));
         assert_eq!(counts.mlp, 3 * 3 * 12 * 20);
         assert_eq!(counts.norms, 3 * (12 + 12 + 6 + 6) + 12);

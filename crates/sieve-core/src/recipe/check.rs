@@ -97,12 +97,7 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
 
 fn not_built(key: &str) -> Mistake {
     let hint = "one process trains on one device for now; leave the section out";
-    Mistake::new(
-        key,
-        Problem::NotBuilt {
-            hint: hint.to_owned(),
-        },
-    )
+    Mistake::new(key, Problem::NotBuilt { hint: hint.to_owned() })
 }
 
 /// Returns whether the value is a table at all.
@@ -137,12 +132,7 @@ fn check_stages(value: &mut Value, mistakes: &mut Vec<Mistake>) -> bool {
     }
     let stages = value.as_array_mut().into_iter().flatten();
     for (number, stage) in (1..).zip(stages.filter_map(Value::as_table_mut)) {
-        check_keys(
-            &format!("{name}.{number}"),
-            schema::STAGE_KEYS,
-            stage,
-            mistakes,
-        );
+        check_keys(&format!("{name}.{number}"), schema::STAGE_KEYS, stage, mistakes);
     }
     true
 }
@@ -158,21 +148,13 @@ fn check_keys(owner: &str, keys: &'static [Key], table: &mut Table, mistakes: &m
             false
         }
     });
-    for key in keys
-        .iter()
-        .filter(|key| key.required && !table.contains_key(key.name))
-    {
+    for key in keys.iter().filter(|key| key.required && !table.contains_key(key.name)) {
         mistakes.push(missing(&format!("{owner}.{}", key.name), key.kind));
     }
 }
 
 fn missing(path: &str, kind: Kind) -> Mistake {
-    Mistake::new(
-        path,
-        Problem::MissingKey {
-            wanted: wanted(kind),
-        },
-    )
+    Mistake::new(path, Problem::MissingKey { wanted: wanted(kind) })
 }
 
 fn check_value(path: &str, kind: Kind, value: &mut Value, mistakes: &mut Vec<Mistake>) {
@@ -246,10 +228,7 @@ fn check_attention(table: &mut Table, mistakes: &mut Vec<Mistake>) {
         }
         belongs
     });
-    for key in own
-        .iter()
-        .filter(|key| key.required && !table.contains_key(key.name))
-    {
+    for key in own.iter().filter(|key| key.required && !table.contains_key(key.name)) {
         let wanted = format!("{} for kind = {kind:?}", wanted(key.kind));
         mistakes.push(Mistake::new(
             format!("attention.{}", key.name),
@@ -288,10 +267,7 @@ fn wanted(kind: Kind) -> String {
         Kind::Numbers => "a list of numbers, like [0.7, 0.3]".to_owned(),
         Kind::Choice(choices) => format!("one of {}", quoted(choices.names)),
         Kind::Table(keys) | Kind::Tables(keys) => {
-            let keys = keys
-                .iter()
-                .map(|key| format!("{} = …", key.name))
-                .collect::<Vec<_>>();
+            let keys = keys.iter().map(|key| format!("{} = …", key.name)).collect::<Vec<_>>();
             format!("a table, like {{ {} }}", keys.join(", "))
         }
     }

@@ -143,10 +143,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rule
             false,
             "data.mqar",
             || "is missing, and format = \"mqar\" needs it".to_owned(),
-            || {
-                "mqar = { vocab_size = 8192, seq_lens = [64], num_pairs = [4], num_samples = [100000] }"
-                    .to_owned()
-            },
+            || "mqar = { vocab_size = 8192, seq_lens = [64], num_pairs = [4], num_samples = [100000] }".to_owned(),
         ),
         (_, mqar) => {
             check_paths("data.paths", &data.paths, rules);
@@ -182,9 +179,7 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rule
         || "name the field or column that holds the text; \"text\" is usual".to_owned(),
     );
     rules.require(
-        data.cache_dir
-            .as_ref()
-            .is_none_or(|folder| !folder.trim().is_empty()),
+        data.cache_dir.as_ref().is_none_or(|folder| !folder.trim().is_empty()),
         "data.cache_dir",
         || "is empty".to_owned(),
         || "leave it out to keep the shards under the output folder".to_owned(),
@@ -229,11 +224,7 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
     rules.require(
         vocab_size.is_multiple_of(2) && vocab_size > longest && vocab_size <= MAX_VOCAB,
         "data.mqar.vocab_size",
-        || {
-            format!(
-                "is {vocab_size}, not an even number above the longest sample's {longest} tokens"
-            )
-        },
+        || format!("is {vocab_size}, not an even number above the longest sample's {longest} tokens"),
         || "8192 is usual".to_owned(),
     );
     if let Some(tokenizer) = parts.tokenizer.and_then(TokenizerSection::given) {
@@ -272,15 +263,10 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
         .zip(&vocab_sizes);
     for (((&seq_len, &num_pairs), &num_samples), &of_kind) in kinds {
         rules.require(
-            mqar.vocab_sizes.is_none()
-                || (of_kind.is_multiple_of(2) && of_kind > seq_len && of_kind <= vocab_size),
+            mqar.vocab_sizes.is_none() || (of_kind.is_multiple_of(2) && of_kind > seq_len && of_kind <= vocab_size),
             "data.mqar.vocab_sizes",
             || format!("holds {of_kind} beside samples of {seq_len} tokens"),
-            || {
-                format!(
-                    "use even numbers above the sample's length, up to vocab_size = {vocab_size}"
-                )
-            },
+            || format!("use even numbers above the sample's length, up to vocab_size = {vocab_size}"),
         );
         rules.require(
             seq_len.is_multiple_of(2),
@@ -292,15 +278,8 @@ fn check_mqar(mqar: &MqarSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
         rules.require(
             (1..=room).contains(&num_pairs),
             "data.mqar.num_pairs",
-            || {
-                format!(
-                    "holds {num_pairs}, but samples of {seq_len} tokens have room for 1 to {room}"
-                )
-            },
-            || {
-                "a pair takes two tokens, its query two more, and each needs a key of its own"
-                    .to_owned()
-            },
+            || format!("holds {num_pairs}, but samples of {seq_len} tokens have room for 1 to {room}"),
+            || "a pair takes two tokens, its query two more, and each needs a key of its own".to_owned(),
         );
         rules.at_least_one("data.mqar.num_samples", num_samples as u64);
     }

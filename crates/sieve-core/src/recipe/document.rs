@@ -50,8 +50,7 @@ impl Document {
         for item in overrides {
             match self.apply_one(item) {
                 Ok(key) => {
-                    self.locations
-                        .insert(key.clone(), Location::Override(item.clone()));
+                    self.locations.insert(key.clone(), Location::Override(item.clone()));
                     set.insert(key);
                 }
                 Err(mut mistake) => {
@@ -79,10 +78,7 @@ impl Document {
         let (path, text) = item.split_once('=').ok_or_else(form)?;
         let (path, text) = (path.trim(), text.trim());
         let mut names = path.split('.');
-        let section_name = names
-            .next()
-            .filter(|name| !name.is_empty())
-            .ok_or_else(form)?;
+        let section_name = names.next().filter(|name| !name.is_empty()).ok_or_else(form)?;
         let names = names.collect::<Vec<_>>();
         if let (true, Some(home)) = (names.is_empty(), schema::home_of(section_name)) {
             let problem = Problem::Rule {
@@ -97,16 +93,13 @@ impl Document {
         if section_name == schema::STAGE {
             return self.apply_to_stage(path, &names, text);
         }
-        let section = schema::section(section_name)
-            .ok_or_else(|| Box::new(check::unknown_section(section_name)))?;
+        let section = schema::section(section_name).ok_or_else(|| Box::new(check::unknown_section(section_name)))?;
         let kind = resolve_key(section.name, section.keys(), &names)?;
         let value = parse_value(text, kind);
 
         let mut target = &mut self.table;
         for name in std::iter::once(section_name).chain(names[..names.len() - 1].iter().copied()) {
-            let entry = target
-                .entry(name)
-                .or_insert_with(|| Value::Table(toml::Table::new()));
+            let entry = target.entry(name).or_insert_with(|| Value::Table(toml::Table::new()));
             if !entry.is_table() {
                 // The text has something else where a table belongs; the override replaces it.
                 *entry = Value::Table(toml::Table::new());
@@ -118,12 +111,7 @@ impl Document {
     }
 
     /// `stage.2.steps=…`: a key of one of the text's stages, counted from 1.
-    fn apply_to_stage(
-        &mut self,
-        path: &str,
-        names: &[&str],
-        text: &str,
-    ) -> Result<String, Box<Mistake>> {
+    fn apply_to_stage(&mut self, path: &str, names: &[&str], text: &str) -> Result<String, Box<Mistake>> {
         let stages = self.table.get_mut(schema::STAGE);
         let mut stages = stages.and_then(Value::as_array_mut);
         let count = stages.as_ref().map_or(0, |stages| stages.len());
@@ -161,10 +149,7 @@ impl Document {
         let sources = TokenizerSection::SOURCES.into_iter();
         let chosen = sources.filter(|source| tokenizer_source(source));
         if let [chosen] = chosen.collect::<Vec<_>>()[..]
-            && let Some(tokenizer) = self
-                .table
-                .get_mut("tokenizer")
-                .and_then(Value::as_table_mut)
+            && let Some(tokenizer) = self.table.get_mut("tokenizer").and_then(Value::as_table_mut)
         {
             tokenizer.retain(|key, _| key == chosen || !TokenizerSection::SOURCES.contains(&key));
         }
@@ -195,18 +180,10 @@ impl Document {
         if !set.contains("attention.kind") {
             return;
         }
-        let Some(attention) = self
-            .table
-            .get_mut("attention")
-            .and_then(Value::as_table_mut)
-        else {
+        let Some(attention) = self.table.get_mut("attention").and_then(Value::as_table_mut) else {
             return;
         };
-        let Some(kind) = attention
-            .get("kind")
-            .and_then(Value::as_str)
-            .map(str::to_owned)
-        else {
+        let Some(kind) = attention.get("kind").and_then(Value::as_str).map(str::to_owned) else {
             return;
         };
         attention.retain(|name, _| {
@@ -261,12 +238,7 @@ impl LineStarts {
     }
 }
 
-fn record_lines(
-    table: &DeTable<'_>,
-    prefix: &str,
-    lines: &LineStarts,
-    locations: &mut BTreeMap<String, Location>,
-) {
+fn record_lines(table: &DeTable<'_>, prefix: &str, lines: &LineStarts, locations: &mut BTreeMap<String, Location>) {
     for (name, value) in table {
         let key = if prefix.is_empty() {
             name.get_ref().to_string()

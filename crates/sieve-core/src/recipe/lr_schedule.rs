@@ -163,21 +163,13 @@ mod tests {
             for warmup_steps in [0, 1, 2, total_steps / 2, total_steps] {
                 for decay_ratio in [0.0, 0.01, 0.2, 0.5, 0.999, 1.0] {
                     for decay_type in [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine] {
-                        let schedule =
-                            schedule(warmup_steps.min(total_steps), decay_ratio, decay_type, 0.05);
-                        let factors =
-                            (0..total_steps + 5).map(|step| schedule.factor(step, total_steps));
+                        let schedule = schedule(warmup_steps.min(total_steps), decay_ratio, decay_type, 0.05);
+                        let factors = (0..total_steps + 5).map(|step| schedule.factor(step, total_steps));
                         let factors = factors.collect::<Vec<_>>();
                         assert!(factors.iter().all(|factor| *factor > 0.0 && *factor <= 1.0));
                         let after = &factors[schedule.warmup_steps..];
-                        assert!(
-                            after.iter().all(|factor| *factor >= 0.05 - 1e-12),
-                            "{schedule:?}"
-                        );
-                        assert!(
-                            after.windows(2).all(|pair| pair[1] <= pair[0] + 1e-12),
-                            "{schedule:?}"
-                        );
+                        assert!(after.iter().all(|factor| *factor >= 0.05 - 1e-12), "{schedule:?}");
+                        assert!(after.windows(2).all(|pair| pair[1] <= pair[0] + 1e-12), "{schedule:?}");
                     }
                 }
             }

@@ -57,15 +57,9 @@ pub fn json_schema() -> String {
     schema["title"] = json!("Sieve recipe");
     let tokenizer = &mut schema["properties"]["tokenizer"];
     let of_sources = TokenizerSection::SOURCES.map(|source| {
-        let is_other =
-            |key: &Key| key.name != source && TokenizerSection::SOURCES.contains(&key.name);
+        let is_other = |key: &Key| key.name != source && TokenizerSection::SOURCES.contains(&key.name);
         let keys = TokenizerSection::KEYS.iter();
-        let mut of_source = object(
-            &keys
-                .filter(|key| !is_other(key))
-                .copied()
-                .collect::<Vec<_>>(),
-        );
+        let mut of_source = object(&keys.filter(|key| !is_other(key)).copied().collect::<Vec<_>>());
         of_source["required"] = json!([source]);
         of_source
     });
@@ -86,8 +80,7 @@ pub fn json_schema() -> String {
 }
 
 fn table(keys: &[Key]) -> String {
-    let mut text =
-        "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n".to_owned();
+    let mut text = "| key | value | default | resume | meaning |\n|---|---|---|---|---|\n".to_owned();
     for key in keys {
         let cells = [
             format!("`{}`", key.name),
@@ -96,10 +89,7 @@ fn table(keys: &[Key]) -> String {
             if key.may_change { "may change" } else { "" }.to_owned(),
             meaning(key),
         ];
-        text += &format!(
-            "| {} |\n",
-            cells.map(|cell| cell.replace('|', "\\|")).join(" | ")
-        );
+        text += &format!("| {} |\n", cells.map(|cell| cell.replace('|', "\\|")).join(" | "));
     }
     text
 }
@@ -162,10 +152,7 @@ pub(super) fn one_line(doc: &str) -> String {
 }
 
 fn object(keys: &[Key]) -> Value {
-    let properties: Map<String, Value> = keys
-        .iter()
-        .map(|key| (key.name.to_owned(), schema_of(key)))
-        .collect();
+    let properties: Map<String, Value> = keys.iter().map(|key| (key.name.to_owned(), schema_of(key))).collect();
     let required = keys
         .iter()
         .filter(|key| key.required && key.source.is_none())
@@ -217,11 +204,7 @@ fn schema_of(key: &Key) -> Value {
     }
     schema["description"] = json!(one_line(key.doc));
     let is_section = matches!(key.kind, Kind::Table(_) | Kind::Tables(_));
-    if let Some(value) = key
-        .default
-        .filter(|_| !is_section)
-        .and_then(|value| value())
-    {
+    if let Some(value) = key.default.filter(|_| !is_section).and_then(|value| value()) {
         schema["default"] = json!(value);
     }
     schema

@@ -164,27 +164,37 @@ impl Problem {
             Self::UnknownSection { known, .. } => Some(format!("the sections are {}", known.join(", "))),
             Self::OutsideSection { home: Some(home) } => Some(format!("move it below [{home}]")),
             Self::OutsideSection { home: None } => Some("move it below the section it belongs to".to_owned()),
-            Self::UnknownKey { name, home: Some(home), .. } => Some(format!("{name} belongs to [{home}]")),
+            Self::UnknownKey {
+                name, home: Some(home), ..
+            } => Some(format!("{name} belongs to [{home}]")),
             Self::UnknownKey { section, known, .. } if known.is_empty() => {
                 Some(format!("{section} is a value, not a table"))
             }
-            Self::UnknownKey { section, known, .. } => Some(format!("the keys of [{section}] \
-                are {}", known.join(", "))),
+            Self::UnknownKey { section, known, .. } => Some(format!(
+                "the keys of [{section}] \
+                are {}",
+                known.join(", ")
+            )),
             Self::MissingSection { section, required } if !required.is_empty() => {
                 Some(format!("[{section}] must give {}", required.join(", ")))
             }
             Self::UnknownChoice { known, .. } => Some(format!("it can be {}", quoted(known))),
             Self::OtherKind { kind, kinds, keys } => {
-                let own = if keys.is_empty() { "none".to_owned() } else { keys.join(", ") };
-                Some(format!("it belongs to kind = {}; besides kind, {kind:?} takes {own}", quoted(kinds)))
+                let own = if keys.is_empty() {
+                    "none".to_owned()
+                } else {
+                    keys.join(", ")
+                };
+                Some(format!(
+                    "it belongs to kind = {}; besides kind, {kind:?} takes {own}",
+                    quoted(kinds)
+                ))
             }
-            Self::TokenizerSource { .. } => {
-                Some(
-                    "path = \"…/tokenizer.json\" to read one, train = { vocab_size = 4096 } to make one, or numbers = \
+            Self::TokenizerSource { .. } => Some(
+                "path = \"…/tokenizer.json\" to read one, train = { vocab_size = 4096 } to make one, or numbers = \
                      8192 for a synthetic task"
-                        .to_owned(),
-                )
-            }
+                    .to_owned(),
+            ),
             Self::NotBuilt { hint } | Self::Rule { hint, .. } => Some(hint.clone()).filter(|hint| !hint.is_empty()),
             Self::MissingSection { .. } | Self::MissingKey { .. } | Self::WrongType { .. } => None,
         }

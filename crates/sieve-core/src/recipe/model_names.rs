@@ -45,9 +45,7 @@ impl Recipe {
             return Vec::new();
         }
         let types = self.model.layer_types.iter().flatten();
-        types
-            .map(|name| name == AttentionKind::Mha.name())
-            .collect()
+        types.map(|name| name == AttentionKind::Mha.name()).collect()
     }
 
     /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.

@@ -52,9 +52,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             }
         }
         let steps = stage.get("steps").and_then(Value::as_integer);
-        sum = sum
-            .zip(steps)
-            .and_then(|(sum, steps)| sum.checked_add(steps));
+        sum = sum.zip(steps).and_then(|(sum, steps)| sum.checked_add(steps));
     }
     if let Some(sum) = sum
         && let Some(training) = table.get_mut("training").and_then(Value::as_table_mut)
@@ -211,7 +209,5 @@ fn tables<'t>(table: &'t mut Table, name: &str) -> impl Iterator<Item = &'t mut 
 fn value_at(table: &Table, path: &str) -> Option<Value> {
     let (section, key) = path.split_once('.')?;
     let written = table.get(section).and_then(|section| section.get(key));
-    written
-        .cloned()
-        .or_else(|| schema::key_at(path)?.default?())
+    written.cloned().or_else(|| schema::key_at(path)?.default?())
 }

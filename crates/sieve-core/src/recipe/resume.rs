@@ -78,22 +78,15 @@ impl Recipe {
     ///
     /// # Errors
     /// [`RecipeError::ResumeChanged`] with every key that differs and [may not](KeyChange::is_allowed).
-    pub fn check_resume(
-        &self,
-        now: &Self,
-        steps_done: usize,
-    ) -> Result<Vec<KeyChange>, RecipeError> {
+    pub fn check_resume(&self, now: &Self, steps_done: usize) -> Result<Vec<KeyChange>, RecipeError> {
         let same_past = self.past(steps_done) == now.past(steps_done);
-        let (allowed, refused) = self
-            .diff(now)?
-            .into_iter()
-            .partition::<Vec<_>, _>(|change| {
-                change.is_allowed()
+        let (allowed, refused) = self.diff(now)?.into_iter().partition::<Vec<_>, _>(|change| {
+            change.is_allowed()
                     || (same_past && change.key.starts_with("stage."))
                     // Both warm-ups are over: no step of them was computed by another rate.
                     || (change.key == WARMUP
                         && [self, now].iter().all(|r| r.lr_scheduler.warmup_steps <= steps_done))
-            });
+        });
         if refused.is_empty() {
             Ok(allowed)
         } else {

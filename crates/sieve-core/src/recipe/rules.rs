@@ -11,10 +11,9 @@ use attention::{check_attention, check_layer_types};
 use super::data;
 use super::mistake::{Mistake, Problem};
 use super::{
-    ActivationCheckpointSection, Attention, CheckpointSection, DataSection, GenerationSection,
-    LrSchedulerSection, MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe,
-    StageSection, TokenizerSection, TokenizerSource, TrainingPrecision, TrainingSection,
-    ValidationSection,
+    ActivationCheckpointSection, Attention, CheckpointSection, DataSection, GenerationSection, LrSchedulerSection,
+    MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe, StageSection, TokenizerSection,
+    TokenizerSource, TrainingPrecision, TrainingSection, ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section};
 
@@ -127,10 +126,7 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
         || format!("is {kv_heads}, which does not divide num_attention_heads = {heads}"),
         || {
             let divisors = (1..=heads.min(MAX_COUNT)).filter(|count| heads.is_multiple_of(*count));
-            let divisors = divisors
-                .map(|count| count.to_string())
-                .collect::<Vec<_>>()
-                .join(", ");
+            let divisors = divisors.map(|count| count.to_string()).collect::<Vec<_>>().join(", ");
             format!("{heads} heads can share {divisors} key-value heads")
         },
     );
@@ -153,11 +149,7 @@ fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     );
 }
 
-fn check_tokenizer(
-    tokenizer: &TokenizerSection,
-    model: Option<&ModelSection>,
-    rules: &mut Rules<'_>,
-) {
+fn check_tokenizer(tokenizer: &TokenizerSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     rules.bounds("tokenizer", tokenizer);
     match tokenizer.given() {
         None => {} // Told where the text is read.
@@ -214,9 +206,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     let (local, global) = (training.local_batch_size, training.global_batch_size);
     if (local, global) == (0, 0) {
         // One mistake: the global batch is the local one where the text leaves it out.
-        rules
-            .0
-            .retain(|mistake| mistake.key != "training.global_batch_size");
+        rules.0.retain(|mistake| mistake.key != "training.global_batch_size");
     }
     rules.require(
         local == 0 || global.is_multiple_of(local),
@@ -238,12 +228,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
                     training.seq_len
                 )
             },
-            || {
-                format!(
-                    "set model.max_position_embeddings to {} or more",
-                    training.seq_len
-                )
-            },
+            || format!("set model.max_position_embeddings to {} or more", training.seq_len),
         );
     }
     if training.precision == TrainingPrecision::Fp8 {
@@ -296,11 +281,7 @@ fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &m
     }
 }
 
-fn check_lr_scheduler(
-    section: &LrSchedulerSection,
-    training: Option<&TrainingSection>,
-    rules: &mut Rules<'_>,
-) {
+fn check_lr_scheduler(section: &LrSchedulerSection, training: Option<&TrainingSection>, rules: &mut Rules<'_>) {
     rules.bounds("lr_scheduler", section);
     if let Some(training) = training {
         let (warmup_steps, steps) = (section.warmup_steps, training.steps);
@@ -391,12 +372,7 @@ impl Rules<'_> {
     }
 
     pub(super) fn at_least_one(&mut self, key: &str, value: u64) {
-        self.require(
-            value > 0,
-            key,
-            || "is 0".to_owned(),
-            || "the smallest is 1".to_owned(),
-        );
+        self.require(value > 0, key, || "is 0".to_owned(), || "the smallest is 1".to_owned());
     }
 
     fn positive(&mut self, key: &str, value: f64) {

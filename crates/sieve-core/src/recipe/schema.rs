@@ -24,9 +24,7 @@ pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
 
 /// The attention kind called `name`.
 pub(super) fn attention_kind(name: &str) -> Option<AttentionKind> {
-    AttentionKind::ALL
-        .into_iter()
-        .find(|kind| kind.name() == name)
+    AttentionKind::ALL.into_iter().find(|kind| kind.name() == name)
 }
 
 /// The attention kinds that know `key`.

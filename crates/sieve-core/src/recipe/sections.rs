@@ -2,8 +2,8 @@
 
 use super::rules::Rules;
 use crate::keys::{
-    Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB,
-    MAX_WIDTH, Section, choices, joined, keys,
+    Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB, MAX_WIDTH, Section,
+    choices, joined, keys,
 };
 use crate::model::{AttentionForm, DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
@@ -295,8 +295,7 @@ impl TrainingSection {
     /// `None` when the global batch is not a multiple of one round over all devices.
     pub fn accumulation_steps(&self, world_size: usize) -> Option<usize> {
         let rows = self.local_batch_size.checked_mul(world_size)?;
-        (rows > 0 && self.global_batch_size.is_multiple_of(rows))
-            .then(|| self.global_batch_size / rows)
+        (rows > 0 && self.global_batch_size.is_multiple_of(rows)).then(|| self.global_batch_size / rows)
     }
 }
 
@@ -443,9 +442,7 @@ impl ActivationCheckpointSection {
     pub fn recomputes(&self, layer_idx: usize) -> bool {
         match self.mode {
             ActivationCheckpointMode::None => false,
-            ActivationCheckpointMode::Selective => {
-                layer_idx.is_multiple_of(self.selective_ac_option.max(1))
-            }
+            ActivationCheckpointMode::Selective => layer_idx.is_multiple_of(self.selective_ac_option.max(1)),
             ActivationCheckpointMode::Full => true,
         }
     }

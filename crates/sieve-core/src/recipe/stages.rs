@@ -104,11 +104,7 @@ impl Recipe {
             .map(|(index, section)| {
                 let steps = first..first + section.steps;
                 first = steps.end;
-                Stage {
-                    index,
-                    steps,
-                    section,
-                }
+                Stage { index, steps, section }
             })
             .collect()
     }
@@ -151,9 +147,7 @@ impl Recipe {
     pub fn num_tokens(&self) -> u64 {
         let stages = self.stages().into_iter();
         stages
-            .map(|Stage { section, .. }| {
-                (section.steps * section.global_batch_size * section.seq_len) as u64
-            })
+            .map(|Stage { section, .. }| (section.steps * section.global_batch_size * section.seq_len) as u64)
             .sum()
     }
 

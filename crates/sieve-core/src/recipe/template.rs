@@ -200,12 +200,7 @@ impl StartingSize {
     ///
     /// # Errors
     /// Those of [`Recipe::load`], for paths that cannot be.
-    pub fn recipe(
-        &self,
-        kind: AttentionKind,
-        paths: &[String],
-        overrides: &[String],
-    ) -> Result<Recipe, RecipeError> {
+    pub fn recipe(&self, kind: AttentionKind, paths: &[String], overrides: &[String]) -> Result<Recipe, RecipeError> {
         let window = self.seq_len / 4;
         let attention = match kind {
             AttentionKind::Swa => format!("sliding_window = {window}"),
@@ -214,10 +209,7 @@ impl StartingSize {
                 "keep_window_size = {window}\nbias = \"linear\"\nrecency = \"slope\"\nlocal_window_size = {}",
                 window / 8
             ),
-            AttentionKind::Mla => format!(
-                "kv_lora_rank = {}\nqk_rope_head_dim = 32",
-                self.hidden_size / 4
-            ),
+            AttentionKind::Mla => format!("kv_lora_rank = {}\nqk_rope_head_dim = 32", self.hidden_size / 4),
             AttentionKind::Nsa => format!(
                 "compress_block_size = 16\ncompress_stride = 8\ncompress = \"mean\"\nselect_block_size = 16\n\
                  num_selected_blocks = 4\nwindow_size = {}",
@@ -273,10 +265,7 @@ mod tests {
                 assert_eq!(tried.lr_scheduler.warmup_steps, 0);
                 let read = Recipe::load(&text, "template", &[]);
                 assert_eq!(read, Ok(recipe), "{} {kind:?}\n{text}", size.name);
-                assert!(
-                    text.lines().all(|line| line.chars().count() <= 120),
-                    "{text}"
-                );
+                assert!(text.lines().all(|line| line.chars().count() <= 120), "{text}");
                 for section in Recipe::KEYS.iter().filter(|it| it.name != "attention") {
                     let Kind::Table(keys) = section.kind else {
                         continue;
@@ -300,11 +289,7 @@ mod tests {
                 let recipe = size.recipe(kind, &["x".to_owned()], &[]).expect("valid");
                 let shape = recipe.model_shape(size.vocab_size).expect("a shape");
                 let number = shape.parameters().non_embedding() as f64;
-                assert!(
-                    (most * 0.6..most).contains(&number),
-                    "{} {kind:?}: {number}",
-                    size.name
-                );
+                assert!((most * 0.6..most).contains(&number), "{} {kind:?}: {number}", size.name);
             }
         }
     }

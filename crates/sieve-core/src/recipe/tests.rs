@@ -116,10 +116,7 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     let recipe = load(&[]).expect("short");
     let model = &recipe.model;
     assert_eq!((model.intermediate_size, model.head_dim), (144, 8));
-    assert_eq!(
-        (model.max_position_embeddings, model.tie_word_embeddings),
-        (64, true)
-    );
+    assert_eq!((model.max_position_embeddings, model.tie_word_embeddings), (64, true));
     let schedule = &recipe.lr_scheduler;
     assert_eq!((schedule.warmup_steps, schedule.decay_ratio), (8, 0.2));
     // A smoke run of fewer steps, and a long one.
@@ -156,22 +153,12 @@ fn every_required_key_is_really_required_and_no_other() {
     for section in schema::sections() {
         for key in section.keys() {
             let mut table = full.clone();
-            let Some(_) = table[section.name]
-                .as_table_mut()
-                .expect("a section")
-                .remove(key.name)
-            else {
+            let Some(_) = table[section.name].as_table_mut().expect("a section").remove(key.name) else {
                 continue;
             };
             let loaded = Recipe::load(&table.to_string(), "r.toml", &[]);
             let needed = key.required || ["keep_window_size", "train", "paths"].contains(&key.name);
-            assert_eq!(
-                loaded.is_err(),
-                needed,
-                "{}.{}: {loaded:?}",
-                section.name,
-                key.name
-            );
+            assert_eq!(loaded.is_err(), needed, "{}.{}: {loaded:?}", section.name, key.name);
         }
         let mut table = full.clone();
         table.remove(section.name);
@@ -211,25 +198,13 @@ fn model_shape_translates_every_name() {
     let mut recipe = minimal();
     let shape = recipe.model_shape(512).expect("the vocabulary fits");
     assert_eq!((shape.d_model, shape.d_ff, shape.num_layers), (48, 80, 3));
-    assert_eq!(
-        (shape.num_heads, shape.num_kv_heads, shape.head_dim),
-        (6, 2, 10)
-    );
-    assert_eq!(
-        (shape.vocab_size, shape.max_seq_len, shape.group_size()),
-        (512, 128, 3)
-    );
+    assert_eq!((shape.num_heads, shape.num_kv_heads, shape.head_dim), (6, 2, 10));
+    assert_eq!((shape.vocab_size, shape.max_seq_len, shape.group_size()), (512, 128, 3));
     assert_eq!((shape.q_width(), shape.kv_width()), (60, 20));
-    assert_eq!(
-        shape.attention,
-        crate::model::Attention::Dma(DmaShape::published(16))
-    );
+    assert_eq!(shape.attention, crate::model::Attention::Dma(DmaShape::published(16)));
 
     recipe.model.vocab_size = Some(640);
-    assert_eq!(
-        recipe.model_shape(512).map(|shape| shape.vocab_size),
-        Ok(640)
-    );
+    assert_eq!(recipe.model_shape(512).map(|shape| shape.vocab_size), Ok(640));
     let error = recipe.model_shape(641).expect_err("641 tokens do not fit");
     assert_eq!(
         error,

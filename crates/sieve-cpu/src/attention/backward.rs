@@ -51,10 +51,7 @@ pub(crate) struct RowStatistics {
     pub(crate) correction: Aligned<[f32; LANES]>,
 }
 
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of the public function"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of the public function")]
 pub(super) fn run<const W: usize>(
     shape: Packed,
     qkv: &[f32],
@@ -94,9 +91,7 @@ pub(super) fn run<const W: usize>(
             let sums: Vec<KeySums> = work
                 .into_par_iter()
                 .with_max_len(1)
-                .map(|(tokens, dq)| {
-                    pool.lend(|scratch| segment(inputs, row, kv_head, tokens, dq, scratch))
-                })
+                .map(|(tokens, dq)| pool.lend(|scratch| segment(inputs, row, kv_head, tokens, dq, scratch)))
                 .collect();
             write_sums(shape, &sums, rows);
         });
@@ -144,13 +139,7 @@ fn segment_simd<S: Simd, const W: usize>(
     let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
     // Keys only leave, so no later tile touches a key before the first tile's first.
     let first_tile_end = (tokens.start + keys.tile_tokens()).min(tokens.end);
-    keys.of_tile(
-        row,
-        kv_head,
-        tokens.start,
-        first_tile_end - 1,
-        &mut scratch.list,
-    );
+    keys.of_tile(row, kv_head, tokens.start, first_tile_end - 1, &mut scratch.list);
     let first_key = scratch.list.first().map_or(tokens.start, |&j| j as usize);
     let len = tokens.end - first_key;
     let mut sums = KeySums {
@@ -180,10 +169,7 @@ fn segment_simd<S: Simd, const W: usize>(
         let columns = d.div_ceil(W);
         for (r, dq) in dq.iter_mut().enumerate() {
             for (c, dq) in dq.chunks_mut(W).enumerate() {
-                for (dq, &x) in dq
-                    .iter_mut()
-                    .zip(&scratch.dq[r / LANES * columns + c][r % LANES])
-                {
+                for (dq, &x) in dq.iter_mut().zip(&scratch.dq[r / LANES * columns + c][r % LANES]) {
                     *dq = x * shape.softmax_scale;
                 }
             }
@@ -201,9 +187,7 @@ fn one_tile<S: Simd, const W: usize>(
     scratch: &mut Scratch<W>,
     sums: &mut KeySums,
 ) {
-    let Inputs {
-        shape, qkv, keys, ..
-    } = inputs;
+    let Inputs { shape, qkv, keys, .. } = inputs;
     let (d, d_v, group_size) = (shape.head_dim, shape.head_dim_v, shape.group_size());
     let (columns, columns_v) = (d.div_ceil(W), d_v.div_ceil(W));
     load_rows(simd, inputs, tile, scratch);
@@ -233,8 +217,7 @@ fn one_tile<S: Simd, const W: usize>(
         dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
         d_delta.fill(0.0);
         for (panel, positions) in positions.iter().enumerate() {
-            let last =
-                (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
+            let last = (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
             let Some(meeting) = block.meeting(positions[0], last) else {
                 continue;
             };
@@ -262,22 +245,14 @@ fn one_tile<S: Simd, const W: usize>(
                 positions,
                 key: &block.position[range.clone()],
                 expire: &block.expire[range.clone()],
-                delta: keys
-                    .delta(tile.row, tile.kv_head)
-                    .map(|_| &block.delta[range.clone()]),
+                delta: keys.delta(tile.row, tile.kv_head).map(|_| &block.delta[range.clone()]),
                 base: &bases,
                 // Unused rows see nothing either.
                 masked: meeting.masked || positions[LANES - 1] < 0,
                 statistics: &statistics[panel],
             };
             let d_delta = &mut d_delta[range.clone()];
-            probabilities_and_gradients(
-                simd,
-                &shown,
-                &mut p[range.clone()],
-                &mut ds[range.clone()],
-                d_delta,
-            );
+            probabilities_and_gradients(simd, &shown, &mut p[range.clone()], &mut ds[range.clone()], d_delta);
             for (c, dv) in dv.iter_mut().enumerate().take(columns_v) {
                 multiply(
                     simd,
@@ -289,19 +264,8 @@ fn one_tile<S: Simd, const W: usize>(
             }
             for (c, dk) in dk.iter_mut().enumerate() {
                 let at = panel * columns + c;
-                multiply(
-                    simd,
-                    &ds[range.clone()],
-                    &q.natural[at],
-                    &mut dk[range.clone()],
-                    true,
-                );
-                multiply_transposed(
-                    simd,
-                    &ds[range.clone()],
-                    &block.k[c][range.clone()],
-                    &mut dq[at],
-                );
+                multiply(simd, &ds[range.clone()], &q.natural[at], &mut dk[range.clone()], true);
+                multiply_transposed(simd, &ds[range.clone()], &block.k[c][range.clone()], &mut dq[at]);
             }
         }
         for (slot, &j) in list.iter().enumerate() {
@@ -315,12 +279,7 @@ fn one_tile<S: Simd, const W: usize>(
 
 /// Fills the panels of q (times the scale) and d_o and the statistics of their rows.
 #[inline(always)]
-fn load_rows<S: Simd, const W: usize>(
-    simd: S,
-    inputs: Inputs<'_>,
-    tile: Tile,
-    scratch: &mut Scratch<W>,
-) {
+fn load_rows<S: Simd, const W: usize>(simd: S, inputs: Inputs<'_>, tile: Tile, scratch: &mut Scratch<W>) {
     let Inputs {
         shape,
         qkv,
@@ -331,12 +290,7 @@ fn load_rows<S: Simd, const W: usize>(
     } = inputs;
     let (d, d_v) = (shape.head_dim, shape.head_dim_v);
     let (group_size, n) = (shape.group_size(), shape.seq_len);
-    let place = |r: usize| {
-        (
-            tile.first + r / group_size,
-            tile.kv_head * group_size + r % group_size,
-        )
-    };
+    let place = |r: usize| (tile.first + r / group_size, tile.kv_head * group_size + r % group_size);
     let q_rows = (0..tile.num_rows(shape)).map(|r| {
         let (token, head) = place(r);
         let at = (tile.row * n + token) * shape.token_len() + head * d;
@@ -402,10 +356,7 @@ pub(crate) fn probabilities_and_gradients<S: Simd>(
         let p = S::as_mut_simd_f32s(p).0;
         let ds = S::as_mut_simd_f32s(ds).0;
         let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
-        let (key, expire) = (
-            simd.splat_i32s(shown.key[s]),
-            simd.splat_i32s(shown.expire[s]),
-        );
+        let (key, expire) = (simd.splat_i32s(shown.key[s]), simd.splat_i32s(shown.expire[s]));
         let mut total = [zero; SIDE];
         for col in (0..LANES / S::F32_LANES).step_by(SIDE) {
             for v in 0..SIDE {
@@ -413,35 +364,24 @@ pub(crate) fn probabilities_and_gradients<S: Simd>(
                 let mut probability = exp(simd, simd.sub_f32s(x, lse[col + v]));
                 if shown.masked {
                     let at = positions[col + v];
-                    let seen = simd.and_m32s(
-                        simd.less_than_or_equal_i32s(key, at),
-                        simd.less_than_i32s(at, expire),
-                    );
+                    let seen = simd.and_m32s(simd.less_than_or_equal_i32s(key, at), simd.less_than_i32s(at, expire));
                     probability = simd.select_f32s(seen, probability, zero);
                 }
-                let gradient =
-                    simd.mul_f32s(probability, simd.sub_f32s(ds[col + v], correction[col + v]));
+                let gradient = simd.mul_f32s(probability, simd.sub_f32s(ds[col + v], correction[col + v]));
                 p[col + v] = probability;
                 ds[col + v] = gradient;
                 total[v] = simd.add_f32s(total[v], gradient);
             }
         }
         if shown.delta.is_some() {
-            let total = simd.add_f32s(
-                simd.add_f32s(total[0], total[1]),
-                simd.add_f32s(total[2], total[3]),
-            );
+            let total = simd.add_f32s(simd.add_f32s(total[0], total[1]), simd.add_f32s(total[2], total[3]));
             d_delta[s] += simd.reduce_sum_f32s(total);
         }
     }
 }
 
 #[inline(always)]
-pub(crate) fn add_columns<const W: usize>(
-    target: &mut [f32],
-    slot: usize,
-    panels: &[Aligned<[[f32; W]; BLOCK_KEYS]>],
-) {
+pub(crate) fn add_columns<const W: usize>(target: &mut [f32], slot: usize, panels: &[Aligned<[[f32; W]; BLOCK_KEYS]>]) {
     for (target, panel) in target.chunks_mut(W).zip(panels) {
         for (target, &x) in target.iter_mut().zip(&panel[slot]) {
             *target += x;

@@ -90,8 +90,7 @@ pub fn attention_decode(
             len == 0 || (slot(k, len - 1) && slot(v, len - 1)),
             "attention_decode: k or v is too short"
         );
-        let delta =
-            delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
+        let delta = delta.map(|delta| &delta[row_and_head * capacity..row_and_head * capacity + len]);
         let mut logits = vec![0.0; len];
         let (k, v) = (&k[first.min(k.len())..], &v[first.min(v.len())..]);
         attend_group(shape, q, k, v, delta, &mut logits, o);
@@ -234,14 +233,7 @@ mod tests {
         );
         let mut delta = random.vector(3 * KV_HEADS * capacity);
         let mut o = vec![f32::NAN; 3 * HEADS * d];
-        attention_decode(
-            &decode_shape(d, &kv_len, capacity),
-            &q,
-            &k,
-            &v,
-            Some(&delta),
-            &mut o,
-        );
+        attention_decode(&decode_shape(d, &kv_len, capacity), &q, &k, &v, Some(&delta), &mut o);
         assert!(o[HEADS * d..2 * HEADS * d].iter().all(|&x| x == 0.0));
         for row in 0..3 {
             for slot in kv_len[row]..capacity {
@@ -271,13 +263,7 @@ mod tests {
         let mut random = Random(2);
         let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
         let (q, k, v) = split(&qkv, d);
-        let reverse = |x: &[f32]| {
-            x.chunks(KV_HEADS * d)
-                .rev()
-                .flatten()
-                .copied()
-                .collect::<Vec<f32>>()
-        };
+        let reverse = |x: &[f32]| x.chunks(KV_HEADS * d).rev().flatten().copied().collect::<Vec<f32>>();
         let (mut o, mut reversed) = (vec![f32::NAN; HEADS * d], vec![f32::NAN; HEADS * d]);
         attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, None, &mut o);
         attention_decode(

@@ -168,8 +168,7 @@ fn one_tile<S: Simd, const W: usize>(
         softmax,
     } = scratch;
     let rows = (0..tile.num_rows(shape)).map(|r| {
-        let at = (tile.first + r / group_size) * shape.token_len()
-            + (tile.kv_head * group_size + r % group_size) * d;
+        let at = (tile.first + r / group_size) * shape.token_len() + (tile.kv_head * group_size + r % group_size) * d;
         &qkv_row[at..at + d]
     });
     q.load(rows, d, shape.softmax_scale);
@@ -186,17 +185,13 @@ fn one_tile<S: Simd, const W: usize>(
         block.gather(qkv_row, shape, keys, tile, list);
         for (panel, positions) in positions.iter().enumerate() {
             let first = positions[0];
-            let last =
-                (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
+            let last = (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
             let Some(meeting) = block.meeting(first, last) else {
                 continue;
             };
             let range = meeting.keys.clone();
             for c in 0..columns {
-                let (k, q) = (
-                    &block.k[c][range.clone()],
-                    &q.transposed[panel * columns + c],
-                );
+                let (k, q) = (&block.k[c][range.clone()], &q.transposed[panel * columns + c]);
                 multiply(simd, k, q, &mut scores[range.clone()], c > 0);
             }
             let bases = keys.bases(tile.row, tile.kv_head, positions);
@@ -204,9 +199,7 @@ fn one_tile<S: Simd, const W: usize>(
                 positions,
                 key: &block.position[range.clone()],
                 expire: &block.expire[range.clone()],
-                delta: keys
-                    .delta(tile.row, tile.kv_head)
-                    .map(|_| &block.delta[range.clone()]),
+                delta: keys.delta(tile.row, tile.kv_head).map(|_| &block.delta[range.clone()]),
                 base: &bases,
                 // Unused rows see nothing either.
                 masked: meeting.masked || positions[LANES - 1] < 0,
@@ -214,13 +207,7 @@ fn one_tile<S: Simd, const W: usize>(
             let state = &mut softmax[panel];
             let o = &mut o[panel * columns_v..(panel + 1) * columns_v];
             let mut rescale = Aligned([1.0; LANES]);
-            if online_softmax(
-                simd,
-                &shown,
-                &mut scores[range.clone()],
-                state,
-                &mut rescale,
-            ) {
+            if online_softmax(simd, &shown, &mut scores[range.clone()], state, &mut rescale) {
                 for o in o.iter_mut() {
                     scale_rows(simd, o, &rescale);
                 }
@@ -267,16 +254,10 @@ pub(crate) fn online_softmax<S: Simd>(
             for (s, row) in scores.iter_mut().enumerate() {
                 let row = S::as_mut_simd_f32s(row).0;
                 let delta = simd.splat_f32s(shown.delta.map_or(0.0, |delta| delta[s]));
-                let (key, expire) = (
-                    simd.splat_i32s(shown.key[s]),
-                    simd.splat_i32s(shown.expire[s]),
-                );
+                let (key, expire) = (simd.splat_i32s(shown.key[s]), simd.splat_i32s(shown.expire[s]));
                 for v in 0..SIDE {
                     let at = positions[col + v];
-                    let seen = simd.and_m32s(
-                        simd.less_than_or_equal_i32s(key, at),
-                        simd.less_than_i32s(at, expire),
-                    );
+                    let seen = simd.and_m32s(simd.less_than_or_equal_i32s(key, at), simd.less_than_i32s(at, expire));
                     let bias = simd.sub_f32s(delta, base[col + v]);
                     let x = simd.select_f32s(seen, simd.add_f32s(row[col + v], bias), low);
                     row[col + v] = x;

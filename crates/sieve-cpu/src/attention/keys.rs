@@ -45,10 +45,7 @@ impl<'a> Keys<'a> {
                 .flat_map(|(row_and_head, expire)| {
                     let row = row_and_head / shape.num_kv_heads;
                     let end = &documents.end[row * seq_len..(row + 1) * seq_len];
-                    expire
-                        .iter()
-                        .zip(end)
-                        .map(|(&expire, &end)| expire.min(end))
+                    expire.iter().zip(end).map(|(&expire, &end)| expire.min(end))
                 })
                 .collect(),
         };
@@ -105,12 +102,7 @@ impl<'a> Keys<'a> {
     /// The largest bias that the query of each lane sees, which is taken from all biases of its row: the softmax is the
     /// same, and its logits are then of the size of `q . k`, of which a large bias would leave no digit. 0 in lanes
     /// without a query.
-    pub(super) fn bases(
-        &self,
-        row: usize,
-        kv_head: usize,
-        positions: &[i32; LANES],
-    ) -> Aligned<[f32; LANES]> {
+    pub(super) fn bases(&self, row: usize, kv_head: usize, positions: &[i32; LANES]) -> Aligned<[f32; LANES]> {
         let at = (row * self.shape.num_kv_heads + kv_head) * self.shape.seq_len;
         let base = |position: i32| match usize::try_from(position) {
             Ok(position) => self.bases.get(at + position).copied().unwrap_or(0.0),
@@ -120,20 +112,11 @@ impl<'a> Keys<'a> {
     }
 
     /// Writes the keys that some query in `[first, last]` sees, ascending.
-    pub(super) fn of_tile(
-        &self,
-        row: usize,
-        kv_head: usize,
-        first: usize,
-        last: usize,
-        keys: &mut Vec<u32>,
-    ) {
+    pub(super) fn of_tile(&self, row: usize, kv_head: usize, first: usize, last: usize, keys: &mut Vec<u32>) {
         keys.clear();
         if let Mask::Expire { .. } = self.mask {
             let expire = self.expire(row, kv_head);
-            let sees = |&&j: &&u32| {
-                j as usize <= last && expire[j as usize] > (j as i32).max(first as i32)
-            };
+            let sees = |&&j: &&u32| j as usize <= last && expire[j as usize] > (j as i32).max(first as i32);
             keys.extend(self.list(row, kv_head, first).iter().filter(sees));
         } else {
             keys.extend(self.first_key(row, first)..=last as u32);
@@ -171,13 +154,7 @@ impl<'a> Keys<'a> {
         let mut lists: Vec<Vec<u32>> = Vec::with_capacity(n.div_ceil(list_tokens));
         for first in (0..n).step_by(list_tokens) {
             let alive = |&j: &u32| expire[j as usize] > first as i32;
-            let mut list: Vec<u32> = lists
-                .last()
-                .into_iter()
-                .flatten()
-                .copied()
-                .filter(alive)
-                .collect();
+            let mut list: Vec<u32> = lists.last().into_iter().flatten().copied().filter(alive).collect();
             let end = (first + list_tokens).min(n);
             list.extend((first as u32..end as u32).filter(|&j| expire[j as usize] > j as i32));
             lists.push(list);

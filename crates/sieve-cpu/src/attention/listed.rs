@@ -115,13 +115,7 @@ impl ListedAttention {
         }
     }
 
-    fn dispatch<const W: usize>(
-        &self,
-        pool: &Pool<Scratch<W>>,
-        tile: ListedTile<'_>,
-        o: &mut [f32],
-        lse: &mut [f32],
-    ) {
+    fn dispatch<const W: usize>(&self, pool: &Pool<Scratch<W>>, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
         pool.lend(|scratch| {
             attend_tile(self.head_dim, self.softmax_scale, tile, scratch, o, lse);
         });
@@ -205,10 +199,7 @@ fn attend_tile_simd<S: Simd, const W: usize>(
             };
             let range = meeting.keys.clone();
             for c in 0..columns {
-                let (k, q) = (
-                    &block.k[c][range.clone()],
-                    &q.transposed[index * columns + c],
-                );
+                let (k, q) = (&block.k[c][range.clone()], &q.transposed[index * columns + c]);
                 multiply(simd, k, q, &mut scores[range.clone()], c > 0);
             }
             let shown = Shown {
@@ -222,13 +213,7 @@ fn attend_tile_simd<S: Simd, const W: usize>(
             let o = &mut o[index * columns..(index + 1) * columns];
             let mut rescale = Aligned([1.0; LANES]);
             let softmax = &mut panel.softmax;
-            if online_softmax(
-                simd,
-                &shown,
-                &mut scores[range.clone()],
-                softmax,
-                &mut rescale,
-            ) {
+            if online_softmax(simd, &shown, &mut scores[range.clone()], softmax, &mut rescale) {
                 for o in o.iter_mut() {
                     scale_rows(simd, o, &rescale);
                 }
@@ -255,12 +240,7 @@ fn attend_tile_simd<S: Simd, const W: usize>(
 impl<const W: usize> KeyBlock<W> {
     /// Gathers the listed keys `range` (at most [`BLOCK_KEYS`]); the other slots are hidden from every query.
     #[inline(always)]
-    fn gather_listed(
-        &mut self,
-        tile: &ListedTile<'_>,
-        range: std::ops::Range<usize>,
-        head_dim: usize,
-    ) {
+    fn gather_listed(&mut self, tile: &ListedTile<'_>, range: std::ops::Range<usize>, head_dim: usize) {
         let used = range.len();
         for (slot, key) in range.enumerate() {
             let at = tile.key_at[key];
@@ -330,8 +310,7 @@ mod tests {
                 let (q, k) = (random.vector(rows * d), random.vector(tokens * d));
                 let v = random.vector(tokens * d);
                 let query_at: Vec<usize> = (0..rows).rev().map(|r| r * d).collect();
-                let query_position: Vec<i32> =
-                    (0..rows).map(|_| random.below(tokens) as i32).collect();
+                let query_position: Vec<i32> = (0..rows).map(|_| random.below(tokens) as i32).collect();
                 let mut order: Vec<usize> = (0..tokens).collect();
                 for i in (1..tokens).rev() {
                     order.swap(i, random.below(i + 1));
@@ -341,13 +320,7 @@ mod tests {
                 let key_position: Vec<i32> = order.iter().map(|&j| j as i32).collect();
                 let key_expire: Vec<i32> = order
                     .iter()
-                    .map(|&j| {
-                        if j % 3 == 0 {
-                            (j + 1 + j % 50) as i32
-                        } else {
-                            i32::MAX
-                        }
-                    })
+                    .map(|&j| if j % 3 == 0 { (j + 1 + j % 50) as i32 } else { i32::MAX })
                     .collect();
                 let tile = ListedTile {
                     q: &q,

@@ -165,11 +165,7 @@ fn finish<S: Simd, const MR: usize, const NV: usize, const W: usize>(
 
 /// Elementwise `row *= factor` for each row of a panel.
 #[inline(always)]
-pub(crate) fn scale_rows<S: Simd, const W: usize>(
-    simd: S,
-    c: &mut [[f32; W]; LANES],
-    factor: &[f32; LANES],
-) {
+pub(crate) fn scale_rows<S: Simd, const W: usize>(simd: S, c: &mut [[f32; W]; LANES], factor: &[f32; LANES]) {
     for (row, &factor) in c.iter_mut().zip(factor) {
         let factor = simd.splat_f32s(factor);
         for x in S::as_mut_simd_f32s(row).0 {

@@ -30,9 +30,7 @@ pub(crate) fn visible(
     match mask {
         Mask::Causal => inside.then_some(0.0),
         Mask::Window(window_size) => (inside && j + window_size > i).then_some(0.0),
-        Mask::Expire { expire, delta } => {
-            (inside && (i as i32) < expire[at]).then(|| f64::from(delta[at]))
-        }
+        Mask::Expire { expire, delta } => (inside && (i as i32) < expire[at]).then(|| f64::from(delta[at])),
     }
 }
 
@@ -62,12 +60,7 @@ fn logits(
     logits
 }
 
-pub(crate) fn forward(
-    shape: AttentionShape,
-    qkv: &[f32],
-    documents: Documents<'_>,
-    mask: Mask<'_>,
-) -> Forward {
+pub(crate) fn forward(shape: AttentionShape, qkv: &[f32], documents: Documents<'_>, mask: Mask<'_>) -> Forward {
     let d = shape.head_dim;
     let mut o = vec![0.0; shape.batch * shape.seq_len * shape.num_heads * d];
     let mut lse = vec![f64::NEG_INFINITY; shape.batch * shape.num_heads * shape.seq_len];

@@ -42,8 +42,7 @@ pub(crate) fn split_by_group<'g>(
     let mut groups: Vec<GroupRows<'g>> = Vec::new();
     groups.resize_with(shape.batch * shape.num_kv_heads, GroupRows::default);
     for (token, packed) in d_qkv.chunks_exact_mut(shape.token_len()).enumerate() {
-        let groups =
-            &mut groups[token / shape.seq_len * shape.num_kv_heads..][..shape.num_kv_heads];
+        let groups = &mut groups[token / shape.seq_len * shape.num_kv_heads..][..shape.num_kv_heads];
         let (q, kv) = packed.split_at_mut(shape.num_heads * shape.head_dim);
         let (k, v) = kv.split_at_mut(shape.num_kv_heads * shape.head_dim);
         for (head, x) in q.chunks_exact_mut(shape.head_dim).enumerate() {
@@ -57,10 +56,7 @@ pub(crate) fn split_by_group<'g>(
         }
     }
     if let Some(d_delta) = d_delta {
-        for (group, d_delta) in groups
-            .iter_mut()
-            .zip(d_delta.chunks_exact_mut(shape.seq_len))
-        {
+        for (group, d_delta) in groups.iter_mut().zip(d_delta.chunks_exact_mut(shape.seq_len)) {
             group.d_delta = Some(d_delta);
         }
     }
@@ -68,16 +64,10 @@ pub(crate) fn split_by_group<'g>(
 }
 
 /// Cuts the tokens of a row, at tile borders, into segments that touch about equally many keys.
-pub(crate) fn segments_of(
-    shape: Packed,
-    keys: &Keys<'_>,
-    row: usize,
-    kv_head: usize,
-) -> Vec<Range<usize>> {
+pub(crate) fn segments_of(shape: Packed, keys: &Keys<'_>, row: usize, kv_head: usize) -> Vec<Range<usize>> {
     let (n, tile_tokens) = (shape.seq_len, keys.tile_tokens());
     let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
-    let cost =
-        |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
+    let cost = |first: usize| keys.estimate(row, kv_head, first, (first + tile_tokens).min(n) - 1) as u64;
     let total: u64 = (0..n).step_by(tile_tokens).map(cost).sum();
     let mut segments = Vec::with_capacity(count);
     let (mut start, mut done) = (0, 0);

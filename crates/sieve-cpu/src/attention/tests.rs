@@ -31,13 +31,7 @@ enum Kind {
     Expire,
 }
 
-fn shape(
-    batch: usize,
-    seq_len: usize,
-    num_heads: usize,
-    num_kv_heads: usize,
-    head_dim: usize,
-) -> AttentionShape {
+fn shape(batch: usize, seq_len: usize, num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionShape {
     let softmax_scale = 1.0 / (head_dim as f32).sqrt();
     AttentionShape {
         batch,
@@ -59,9 +53,7 @@ impl Case {
         };
         let keys = shape.batch * shape.num_kv_heads * shape.seq_len;
         // Few distinct scores, so that ties are common.
-        let z: Vec<f32> = (0..keys)
-            .map(|_| random.below(40) as f32 / 20.0 - 1.0)
-            .collect();
+        let z: Vec<f32> = (0..keys).map(|_| random.below(40) as f32 / 20.0 - 1.0).collect();
         let mut expire = vec![0; keys];
         let documents = Documents {
             start: &start,
@@ -130,33 +122,20 @@ impl Case {
             &mut d_qkv,
             Some(&mut d_delta),
         );
-        Results {
-            o,
-            lse,
-            d_qkv,
-            d_delta,
-        }
+        Results { o, lse, d_qkv, d_delta }
     }
 
     fn check(&self, kind: Kind) {
         let got = self.run(kind);
         let forward = reference::forward(self.shape, &self.qkv, self.documents(), self.mask(kind));
-        let backward = reference::backward(
-            self.shape,
-            &self.qkv,
-            self.documents(),
-            self.mask(kind),
-            &self.d_o,
-        );
+        let backward = reference::backward(self.shape, &self.qkv, self.documents(), self.mask(kind), &self.d_o);
         let name = |what: &str| format!("{what} of {kind:?} at {:?}", self.shape);
         assert_close_relative(&name("o"), &got.o, &forward.o, 2e-6);
         assert_lse_close(&name("lse"), &got.lse, &forward.lse, 2e-6);
         assert_close_relative(&name("d_qkv"), &got.d_qkv, &backward.d_qkv, 8e-6);
         // Sums over many rows that cancel: 9.9e-6 measured with scalar code, 6e-6 with vectors.
         match kind {
-            Kind::Expire => {
-                assert_close_relative(&name("d_delta"), &got.d_delta, &backward.d_delta, 2e-5)
-            }
+            Kind::Expire => assert_close_relative(&name("d_delta"), &got.d_delta, &backward.d_delta, 2e-5),
             Kind::Causal | Kind::Window(_) => assert!(got.d_delta.iter().all(|&x| x == 0.0)),
         }
     }
@@ -265,9 +244,7 @@ fn later_tokens_leave_earlier_rows_of_dma_within_rounding() {
         let other = Case::new(shape, false, 20, 9);
         let mut random = Random(8);
         let keys = shape.num_kv_heads * shape.seq_len;
-        let mut z: Vec<f32> = (0..keys)
-            .map(|_| random.below(40) as f32 / 20.0 - 1.0)
-            .collect();
+        let mut z: Vec<f32> = (0..keys).map(|_| random.below(40) as f32 / 20.0 - 1.0).collect();
         let mut changed = Case::new(shape, false, 20, 8);
         for head in 0..shape.num_kv_heads {
             for j in t + 1..shape.seq_len {
@@ -314,17 +291,13 @@ fn keys_that_nobody_sees_may_be_nan() {
                         shape.num_heads + kv_head,
                         shape.num_heads + shape.num_kv_heads + kv_head,
                     ] {
-                        let first =
-                            (row * shape.seq_len + j) * shape.token_len() + head * shape.head_dim;
+                        let first = (row * shape.seq_len + j) * shape.token_len() + head * shape.head_dim;
                         poisoned.qkv[first..first + shape.head_dim].fill(f32::NAN);
                     }
                 }
             }
         }
-        assert!(
-            count > 100,
-            "the case has few keys that nobody sees: {count}"
-        );
+        assert!(count > 100, "the case has few keys that nobody sees: {count}");
         let after = poisoned.run(Kind::Expire);
         assert_eq!(before.o, after.o);
         assert_eq!(before.lse, after.lse);
@@ -418,20 +391,9 @@ fn the_definition_s_gradients_are_its_differences() {
                 .collect()
         };
         let narrow = |x: &[f64]| x.iter().map(|&x| x as f32).collect::<Vec<f32>>();
-        let got = reference::backward(
-            case.shape,
-            &case.qkv,
-            case.documents(),
-            case.mask(kind),
-            &case.d_o,
-        );
+        let got = reference::backward(case.shape, &case.qkv, case.documents(), case.mask(kind), &case.d_o);
         let expected = differences(&case.qkv, &|qkv| loss(qkv, &case.delta));
-        assert_close_relative(
-            &format!("d_qkv, {kind:?}"),
-            &narrow(&got.d_qkv),
-            &expected,
-            1e-5,
-        );
+        assert_close_relative(&format!("d_qkv, {kind:?}"), &narrow(&got.d_qkv), &expected, 1e-5);
         if matches!(kind, Kind::Expire) {
             let expected = differences(&case.delta, &|delta| loss(&case.qkv, delta));
             assert_close_relative("d_delta", &narrow(&got.d_delta), &expected, 1e-5);

@@ -54,12 +54,7 @@ impl<const W: usize> RowPanels<W> {
 
     /// Copies `scale * rows` into the natural panels.
     #[inline(always)]
-    pub(crate) fn load<'r>(
-        &mut self,
-        rows: impl ExactSizeIterator<Item = &'r [f32]>,
-        head_dim: usize,
-        scale: f32,
-    ) {
+    pub(crate) fn load<'r>(&mut self, rows: impl ExactSizeIterator<Item = &'r [f32]>, head_dim: usize, scale: f32) {
         let columns = head_dim.div_ceil(W);
         let num_panels = rows.len().div_ceil(LANES) * columns;
         self.natural.resize(num_panels, Aligned([[0.0; W]; LANES]));
@@ -83,8 +78,7 @@ impl<const W: usize> RowPanels<W> {
     /// Fills the transposed panels from the natural ones.
     #[inline(always)]
     pub(crate) fn transpose(&mut self) {
-        self.transposed
-            .resize(self.natural.len(), Aligned([[0.0; LANES]; W]));
+        self.transposed.resize(self.natural.len(), Aligned([[0.0; LANES]; W]));
         for (transposed, natural) in self.transposed.iter_mut().zip(&self.natural) {
             for (block, rows) in natural.as_chunks::<SQUARE>().0.iter().enumerate() {
                 for at in 0..W / SQUARE {
@@ -165,14 +159,7 @@ impl<const W: usize> KeyBlock<W> {
 
     /// Gathers `list` (at most [`BLOCK_KEYS`] keys) of one KV head from a batch row of qkv.
     #[inline(always)]
-    pub(crate) fn gather(
-        &mut self,
-        qkv_row: &[f32],
-        shape: Packed,
-        keys: &Keys<'_>,
-        tile: Tile,
-        list: &[u32],
-    ) {
+    pub(crate) fn gather(&mut self, qkv_row: &[f32], shape: Packed, keys: &Keys<'_>, tile: Tile, list: &[u32]) {
         let (d, d_v) = (shape.head_dim, shape.head_dim_v);
         let k_at = (shape.num_heads + tile.kv_head) * d;
         let v_at = (shape.num_heads + shape.num_kv_heads) * d + tile.kv_head * d_v;
@@ -200,24 +187,17 @@ impl<const W: usize> KeyBlock<W> {
     /// Where the rows of tokens `[first, last]` meet this block, `None` when nowhere.
     #[inline(always)]
     pub(crate) fn meeting(&self, first: i32, last: i32) -> Option<Meeting> {
-        let sees =
-            |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
+        let sees = |s: &usize| self.position[*s] <= last && self.expire[*s] > self.position[*s].max(first);
         let low = (0..self.len).find(sees)?;
         let high = (0..self.len).rfind(sees)?;
         let keys = low / KEY_STEP * KEY_STEP..(high + 1).next_multiple_of(KEY_STEP);
-        let masked = keys
-            .clone()
-            .any(|s| self.position[s] > first || self.expire[s] <= last);
+        let masked = keys.clone().any(|s| self.position[s] > first || self.expire[s] <= last);
         Some(Meeting { keys, masked })
     }
 }
 
 #[inline(always)]
-pub(crate) fn copy_columns<const W: usize>(
-    x: &[f32],
-    slot: usize,
-    panels: &mut [Aligned<[[f32; W]; BLOCK_KEYS]>],
-) {
+pub(crate) fn copy_columns<const W: usize>(x: &[f32], slot: usize, panels: &mut [Aligned<[[f32; W]; BLOCK_KEYS]>]) {
     for (c, panel) in panels.iter_mut().enumerate() {
         let x = &x[(c * W).min(x.len())..((c + 1) * W).min(x.len())];
         match <&[f32; W]>::try_from(x) {

@@ -65,11 +65,7 @@ pub fn nsa_blocks_forward(
     let places = Places::new(shape, blocks, documents);
     let (d, l) = (shape.head_dim, blocks.compress_block_size);
     let rows = places.rows();
-    assert_eq!(
-        out.len(),
-        2 * rows * l * d,
-        "nsa_blocks_forward: out has another size"
-    );
+    assert_eq!(out.len(), 2 * rows * l * d, "nsa_blocks_forward: out has another size");
     for (which, (out, positions)) in out
         .chunks_exact_mut((rows * l * d).max(1))
         .zip([k_positions, v_positions])
@@ -170,11 +166,7 @@ pub fn nsa_mean_pool_forward(
     let places = Places::new(shape, blocks, documents);
     let (d, l) = (shape.head_dim, blocks.compress_block_size);
     let rows = places.rows();
-    assert_eq!(
-        out.len(),
-        2 * rows * d,
-        "nsa_mean_pool_forward: out has another size"
-    );
+    assert_eq!(out.len(), 2 * rows * d, "nsa_mean_pool_forward: out has another size");
     let slots = out.par_chunks_mut((shape.num_kv_heads * d).max(1));
     let num_slots = shape.batch * places.num_slots;
     slots.enumerate().for_each(|(slot, out)| {
@@ -228,11 +220,7 @@ pub fn nsa_mean_pool_backward(
 
 /// Writes d_qkv: for each key and value the sum of `gradient(which, compressed row, token in block)` over the blocks
 /// that hold it, in order of the blocks; zeros for queries.
-fn scatter<'g>(
-    places: &Places,
-    d_qkv: &mut [f32],
-    gradient: impl Fn(usize, usize, usize) -> (&'g [f32], f32) + Sync,
-) {
+fn scatter<'g>(places: &Places, d_qkv: &mut [f32], gradient: impl Fn(usize, usize, usize) -> (&'g [f32], f32) + Sync) {
     let Places {
         shape,
         blocks,

@@ -58,9 +58,7 @@ fn place(
         .zip(qkv.par_chunks_exact(token_len))
         .for_each(|(placed, qkv)| placed[..q_len].copy_from_slice(&qkv[..q_len]));
     // A key whose expiry is its own position is never seen.
-    let mut expire: Vec<i32> = (0..shape.batch * kv_heads)
-        .flat_map(|_| 0..n as i32)
-        .collect();
+    let mut expire: Vec<i32> = (0..shape.batch * kv_heads).flat_map(|_| 0..n as i32).collect();
     let (k, v) = compressed.split_at(compressed.len() / 2);
     for_each_block(shape, blocks, documents, |row, last, slot| {
         let token = &mut placed[(row * n + last) * token_len..][..token_len];
@@ -94,10 +92,7 @@ fn place(
 ///
 /// # Panics
 /// When lengths do not fit.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of one op, all slices"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 pub fn nsa_compressed_attention_forward(
     shape: AttentionShape,
     blocks: NsaBlocks,
@@ -126,10 +121,7 @@ pub fn nsa_compressed_attention_forward(
 ///
 /// # Panics
 /// When lengths do not fit.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of one op, all slices"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 pub fn nsa_compressed_attention_backward(
     shape: AttentionShape,
     blocks: NsaBlocks,
@@ -153,17 +145,7 @@ pub fn nsa_compressed_attention_backward(
         expire: &placed.expire,
         delta: &placed.delta,
     };
-    attention_backward(
-        shape,
-        &placed.qkv,
-        documents,
-        mask,
-        o,
-        lse,
-        d_o,
-        d_qkv,
-        None,
-    );
+    attention_backward(shape, &placed.qkv, documents, mask, o, lse, d_o, d_qkv, None);
     let (n, d, kv_heads) = (shape.seq_len, shape.head_dim, shape.num_kv_heads);
     let (token_len, q_len) = (shape.token_len(), shape.num_heads * d);
     d_compressed.fill(0.0);

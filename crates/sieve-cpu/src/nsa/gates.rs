@@ -20,32 +20,24 @@ const TOKENS: usize = 64;
 ///
 /// # Panics
 /// When lengths do not fit.
-pub fn nsa_gates_forward(
-    branches: [&[f32]; BRANCHES],
-    logits: &[f32],
-    bias: &[f32],
-    head_dim: usize,
-    o: &mut [f32],
-) {
+pub fn nsa_gates_forward(branches: [&[f32]; BRANCHES], logits: &[f32], bias: &[f32], head_dim: usize, o: &mut [f32]) {
     let heads = check(branches, logits, bias, head_dim, o.len());
     let width = heads * head_dim;
-    o.par_chunks_mut(TOKENS * width)
-        .enumerate()
-        .for_each(|(task, o)| {
-            for (token, o) in o.chunks_exact_mut(width).enumerate() {
-                let token = task * TOKENS + token;
-                let logits = &logits[token * heads * BRANCHES..(token + 1) * heads * BRANCHES];
-                for (head, o) in o.chunks_exact_mut(head_dim).enumerate() {
-                    let at = token * width + head * head_dim;
-                    let gate = |c| sigmoid(logits[head * BRANCHES + c] + bias[head * BRANCHES + c]);
-                    let [g0, g1, g2] = [gate(0), gate(1), gate(2)];
-                    let [x0, x1, x2] = branches.map(|x| &x[at..at + head_dim]);
-                    for (((o, x0), x1), x2) in o.iter_mut().zip(x0).zip(x1).zip(x2) {
-                        *o = g0 * x0 + g1 * x1 + g2 * x2;
-                    }
+    o.par_chunks_mut(TOKENS * width).enumerate().for_each(|(task, o)| {
+        for (token, o) in o.chunks_exact_mut(width).enumerate() {
+            let token = task * TOKENS + token;
+            let logits = &logits[token * heads * BRANCHES..(token + 1) * heads * BRANCHES];
+            for (head, o) in o.chunks_exact_mut(head_dim).enumerate() {
+                let at = token * width + head * head_dim;
+                let gate = |c| sigmoid(logits[head * BRANCHES + c] + bias[head * BRANCHES + c]);
+                let [g0, g1, g2] = [gate(0), gate(1), gate(2)];
+                let [x0, x1, x2] = branches.map(|x| &x[at..at + head_dim]);
+                for (((o, x0), x1), x2) in o.iter_mut().zip(x0).zip(x1).zip(x2) {
+                    *o = g0 * x0 + g1 * x1 + g2 * x2;
                 }
             }
-        });
+        }
+    });
 }
 
 /// Gradients of [`nsa_gates_forward`].
@@ -55,10 +47,7 @@ pub fn nsa_gates_forward(
 ///
 /// # Panics
 /// When lengths do not fit.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of one op, all slices"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 pub fn nsa_gates_backward(
     branches: [&[f32]; BRANCHES],
     logits: &[f32],
@@ -78,11 +67,7 @@ pub fn nsa_gates_backward(
     let width = heads * head_dim;
     let [d0, d1, d2] = d_branches;
     for d in [&d0, &d1, &d2] {
-        assert_eq!(
-            d.len(),
-            d_o.len(),
-            "nsa_gates_backward: gradients have other sizes"
-        );
+        assert_eq!(d.len(), d_o.len(), "nsa_gates_backward: gradients have other sizes");
     }
     let tasks = d0
         .par_chunks_mut(TOKENS * width)
@@ -107,13 +92,7 @@ pub fn nsa_gates_backward(
     add_partials(&partial, d_bias);
 }
 
-fn check(
-    branches: [&[f32]; BRANCHES],
-    logits: &[f32],
-    bias: &[f32],
-    head_dim: usize,
-    len: usize,
-) -> usize {
+fn check(branches: [&[f32]; BRANCHES], logits: &[f32], bias: &[f32], head_dim: usize, len: usize) -> usize {
     assert!(
         head_dim > 0 && !bias.is_empty() && bias.len().is_multiple_of(BRANCHES),
         "nsa_gates: bias is not [num_heads, 3]"

@@ -39,10 +39,7 @@ fn overlapped(blocks: NsaBlocks, c: usize) -> Range<usize> {
 /// # Panics
 /// When `importance` does not hold `own + 1` values.
 pub fn choose_blocks(importance: &[f32], own: usize, chosen: &mut [i32]) {
-    assert!(
-        importance.len() > own,
-        "choose_blocks: importance is not [own + 1]"
-    );
+    assert!(importance.len() > own, "choose_blocks: importance is not [own + 1]");
     let count = chosen.len().min(own + 1);
     let forced = [own, own.saturating_sub(1), 0];
     let mut num = 0;
@@ -140,11 +137,7 @@ fn run<const W: usize>(
         .into_par_iter()
         .with_max_len(1)
         .for_each(|(row, document, tokens, chosen)| {
-            pool.lend(|scratch| {
-                select_tile(
-                    shape, blocks, qkv, keys, lse, row, document, tokens, chosen, scratch,
-                )
-            });
+            pool.lend(|scratch| select_tile(shape, blocks, qkv, keys, lse, row, document, tokens, chosen, scratch));
         });
 }
 

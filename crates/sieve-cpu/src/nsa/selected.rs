@@ -37,12 +37,7 @@ impl Choosers {
     ///
     /// Panics on a block that no token of the tile can see.
     #[inline(always)]
-    pub(super) fn read<'c>(
-        &mut self,
-        num_tokens: usize,
-        num_blocks: usize,
-        chosen: impl Fn(usize) -> &'c [i32],
-    ) {
+    pub(super) fn read<'c>(&mut self, num_tokens: usize, num_blocks: usize, chosen: impl Fn(usize) -> &'c [i32]) {
         self.first.clear();
         self.first.resize(num_blocks + 1, 0);
         let blocks = |token| chosen(token).iter().filter(|&&block| block >= 0);
@@ -252,16 +247,7 @@ fn selected_tile_simd<S: Simd, const W: usize>(
     scratch: &mut Scratch<W>,
 ) {
     for kv_head in 0..shape.num_kv_heads {
-        one_head(
-            simd,
-            shape,
-            blocks,
-            qkv,
-            block_indices,
-            &task,
-            kv_head,
-            scratch,
-        );
+        one_head(simd, shape, blocks, qkv, block_indices, &task, kv_head, scratch);
         store(shape, kv_head, scratch, &mut task);
     }
 }
@@ -283,10 +269,7 @@ fn one_head<S: Simd, const W: usize>(
     scratch: &mut Scratch<W>,
 ) {
     let Task {
-        row,
-        document,
-        tokens,
-        ..
+        row, document, tokens, ..
     } = task;
     let (n, d, m) = (shape.seq_len, shape.head_dim, shape.group_size());
     let block_len = blocks.select_block_size;
@@ -356,13 +339,7 @@ fn one_head<S: Simd, const W: usize>(
                 // Tokens ascend, so the first row is the earliest.
                 let masked = positions[0] < keys.end as i32 - 1 || used > keys.len();
                 for (c, k) in k.iter().enumerate() {
-                    multiply(
-                        simd,
-                        &k[..used],
-                        &q.transposed[c],
-                        &mut scores[..used],
-                        c > 0,
-                    );
+                    multiply(simd, &k[..used], &q.transposed[c], &mut scores[..used], c > 0);
                 }
                 let shown = Shown {
                     positions: &positions,
@@ -396,12 +373,7 @@ fn one_head<S: Simd, const W: usize>(
 
 /// Normalises and writes the rows of one KV head.
 #[inline(always)]
-fn store<const W: usize>(
-    shape: AttentionShape,
-    kv_head: usize,
-    scratch: &Scratch<W>,
-    task: &mut Task<'_>,
-) {
+fn store<const W: usize>(shape: AttentionShape, kv_head: usize, scratch: &Scratch<W>, task: &mut Task<'_>) {
     let (d, m) = (shape.head_dim, shape.group_size());
     for (r, o) in scratch.o.chunks_exact(d).enumerate() {
         let (token, head) = (r / m, kv_head * m + r % m);

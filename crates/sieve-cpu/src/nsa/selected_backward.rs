@@ -22,10 +22,7 @@ use crate::simd::{dot, on_arch};
 ///
 /// # Panics
 /// When lengths do not fit or a block lies after its query's tile.
-#[allow(
-    clippy::too_many_arguments,
-    reason = "the operands of one op, all slices"
-)]
+#[allow(clippy::too_many_arguments, reason = "the operands of one op, all slices")]
 pub fn nsa_selected_attention_backward(
     shape: AttentionShape,
     blocks: NsaBlocks,
@@ -143,9 +140,7 @@ fn run<const W: usize>(inputs: Inputs<'_>, d_qkv: &mut [f32]) {
             let sums: Vec<KeySums> = work
                 .into_par_iter()
                 .with_max_len(1)
-                .map(|(tiles, dq)| {
-                    pool.lend(|scratch| segment(inputs, row, kv_head, tiles, dq, scratch))
-                })
+                .map(|(tiles, dq)| pool.lend(|scratch| segment(inputs, row, kv_head, tiles, dq, scratch)))
                 .collect();
             write_sums(shape.into(), &sums, rows);
         });
@@ -153,9 +148,7 @@ fn run<const W: usize>(inputs: Inputs<'_>, d_qkv: &mut [f32]) {
 
 /// The tiles of a row in as many parts as give enough tasks, about equally many tokens each.
 fn segments(inputs: Inputs<'_>, row: usize) -> Vec<Vec<Tile>> {
-    let Inputs {
-        shape, documents, ..
-    } = inputs;
+    let Inputs { shape, documents, .. } = inputs;
     let n = shape.seq_len;
     let count = TARGET_TASKS.div_ceil(shape.batch * shape.num_kv_heads);
     let mut parts: Vec<Vec<Tile>> = vec![Vec::new()];
@@ -341,9 +334,7 @@ fn one_tile<S: Simd, const W: usize>(
                     expire: &[i32::MAX; BLOCK_KEYS][..used],
                     delta: None,
                     base: &[0.0; LANES],
-                    masked: positions[0] < keys.end as i32 - 1
-                        || used > keys.len()
-                        || lanes.len() < LANES,
+                    masked: positions[0] < keys.end as i32 - 1 || used > keys.len() || lanes.len() < LANES,
                     statistics: &statistics,
                 };
                 probabilities_and_gradients(simd, &shown, &mut p[..used], &mut ds[..used], &mut []);

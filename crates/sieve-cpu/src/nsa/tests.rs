@@ -5,8 +5,7 @@ use super::*;
 use crate::attention::{AttentionShape, Mask, attention_backward, attention_forward};
 use crate::simd::tests::on_every_arch;
 use sieve_testing::{
-    Random, assert_close_relative, assert_lse_close, finite_differences, inner, threads,
-    whole_rows, wide,
+    Random, assert_close_relative, assert_lse_close, finite_differences, inner, threads, whole_rows, wide,
 };
 
 struct Case {
@@ -81,8 +80,7 @@ impl Case {
     fn run(&self) -> Branches {
         let Self { shape, blocks, .. } = self;
         let tokens = shape.batch * shape.seq_len;
-        let mut block_indices =
-            vec![i32::MIN; tokens * shape.num_kv_heads * blocks.num_selected_blocks];
+        let mut block_indices = vec![i32::MIN; tokens * shape.num_kv_heads * blocks.num_selected_blocks];
         let [mut o, mut lse] = self.outputs();
         nsa_compressed_attention_forward(
             *shape,
@@ -97,15 +95,7 @@ impl Case {
         let compressed = [o, lse];
         let [mut o, mut lse] = self.outputs();
         let documents = self.documents();
-        nsa_selected_attention_forward(
-            *shape,
-            *blocks,
-            &self.qkv,
-            documents,
-            &block_indices,
-            &mut o,
-            &mut lse,
-        );
+        nsa_selected_attention_forward(*shape, *blocks, &self.qkv, documents, &block_indices, &mut o, &mut lse);
         Branches {
             compressed,
             block_indices,
@@ -161,12 +151,7 @@ impl Case {
         let expected = reference::compressed(packed, self.blocks, documents, &compressed);
         let name = |what: &str| format!("{what} at {:?}, {:?}", self.shape, self.blocks);
         assert_close_relative(&name("compressed o"), &got.compressed[0], &expected.o, 3e-6);
-        assert_lse_close(
-            &name("compressed lse"),
-            &got.compressed[1],
-            &expected.lse,
-            3e-6,
-        );
+        assert_lse_close(&name("compressed lse"), &got.compressed[1], &expected.lse, 3e-6);
         let k = self.blocks.num_selected_blocks;
         let chosen = got.block_indices.chunks_exact(k);
         assert_eq!(chosen.len(), expected.importance.len());
@@ -245,25 +230,16 @@ fn nsa_gradients_equal_differences() {
             let o = reference::selected(packed, blocks, documents, &got.block_indices).o;
             inner(&o, &case.d_o)
         });
-        assert_close_relative(
-            "selected d_qkv",
-            &case.selected_backward(&got),
-            &expected,
-            1e-5,
-        );
+        assert_close_relative("selected d_qkv", &case.selected_backward(&got), &expected, 1e-5);
     }
 }
 
 #[test]
 fn nsa_selected_with_every_block_is_dense_attention() {
     on_every_arch(|| {
-        for (seed, sizes) in [
-            [2usize, 130, 6, 2, 32],
-            [1, 700, 2, 2, 64],
-            [1, 301, 4, 1, 16],
-        ]
-        .into_iter()
-        .enumerate()
+        for (seed, sizes) in [[2usize, 130, 6, 2, 32], [1, 700, 2, 2, 64], [1, 301, 4, 1, 16]]
+            .into_iter()
+            .enumerate()
         {
             // k l' >= n
             let blocks = blocks(32, 16, 64, sizes[1].div_ceil(64));
@@ -422,21 +398,11 @@ fn nsa_blocks_and_means_equal_the_definition() {
         let mut d_qkv = vec![f32::NAN; case.qkv.len()];
         let (mut dk, mut dv) = (vec![f32::NAN; l * d], vec![f32::NAN; l * d]);
         let d_positions = [dk.as_mut_slice(), dv.as_mut_slice()];
-        nsa_blocks_backward(
-            case.shape,
-            case.blocks,
-            documents,
-            &d_out,
-            &mut d_qkv,
-            d_positions,
-        );
+        nsa_blocks_backward(case.shape, case.blocks, documents, &d_out, &mut d_qkv, d_positions);
         let forward = inner(&expected, &d_out);
         let backward = inner(&qkv, &d_qkv) + inner(k, &dk) + inner(v, &dv);
         let size = 1.0 + inner(&wide(&d_out), &d_out).sqrt() * (expected.len() as f64).sqrt();
-        assert!(
-            (forward - backward).abs() < 1e-6 * size,
-            "{forward} {backward}"
-        );
+        assert!((forward - backward).abs() < 1e-6 * size, "{forward} {backward}");
 
         let mut mean = vec![f32::NAN; case.compressed.len()];
         nsa_mean_pool_forward(case.shape, case.blocks, &case.qkv, documents, &mut mean);
@@ -444,18 +410,13 @@ fn nsa_blocks_and_means_equal_the_definition() {
         let tokens = reference::blocks_of(packed, case.blocks, documents, [&zeros, &zeros]);
         let expected: Vec<f64> = tokens
             .chunks_exact(l * d)
-            .flat_map(|block| {
-                (0..d).map(move |c| block.iter().skip(c).step_by(d).sum::<f64>() / l as f64)
-            })
+            .flat_map(|block| (0..d).map(move |c| block.iter().skip(c).step_by(d).sum::<f64>() / l as f64))
             .collect();
         assert_close_relative("means", &mean, &expected, 1e-6);
         d_out.truncate(mean.len());
         nsa_mean_pool_backward(case.shape, case.blocks, documents, &d_out, &mut d_qkv);
         let (forward, backward) = (inner(&expected, &d_out), inner(&qkv, &d_qkv));
-        assert!(
-            (forward - backward).abs() < 1e-6 * size,
-            "{forward} {backward}"
-        );
+        assert!((forward - backward).abs() < 1e-6 * size, "{forward} {backward}");
     }
 }
 
@@ -467,11 +428,7 @@ fn nsa_gates_equal_the_definition() {
     let (logits, bias) = (random.vector(tokens * heads * 3), random.vector(heads * 3));
     let d_o = random.vector(tokens * heads * d);
     // All inputs in one vector: branches, logits, bias.
-    let all: Vec<f64> = branches
-        .iter()
-        .chain([&logits, &bias])
-        .flat_map(|x| wide(x))
-        .collect();
+    let all: Vec<f64> = branches.iter().chain([&logits, &bias]).flat_map(|x| wide(x)).collect();
     let width = tokens * heads * d;
     let output = |x: &[f64]| -> Vec<f64> {
         let (logits, bias) = x[3 * width..].split_at(tokens * heads * 3);
@@ -504,12 +461,7 @@ fn nsa_gates_equal_the_definition() {
         &mut d_logits,
         &mut d_bias,
     );
-    let got: Vec<f32> = d_branches
-        .into_iter()
-        .flatten()
-        .chain(d_logits)
-        .chain(d_bias)
-        .collect();
+    let got: Vec<f32> = d_branches.into_iter().flatten().chain(d_logits).chain(d_bias).collect();
     // Every input touches one output row, except the bias; some of each kind are enough.
     let some: Vec<usize> = (0..3 * width)
         .step_by(97)

@@ -171,9 +171,7 @@ impl<'a> Documents<'a> {
                 }
                 Some(Err(error)) if config.skip_invalid && error.is_invalid_document() => {
                     report.num_invalid += 1;
-                    report
-                        .first_invalid
-                        .get_or_insert_with(|| error.to_string());
+                    report.first_invalid.get_or_insert_with(|| error.to_string());
                     continue;
                 }
                 Some(Err(error)) if error.is_invalid_document() => {

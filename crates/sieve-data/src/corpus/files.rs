@@ -24,10 +24,7 @@ struct Found {
 pub(super) type PassedOver = BTreeMap<String, usize>;
 
 /// `hub` is asked for the paths that name a data set of the hub.
-pub(super) fn expand(
-    config: &CorpusConfig,
-    hub: Option<&Hub>,
-) -> Result<(Vec<SourceFile>, PassedOver), DataError> {
+pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<SourceFile>, PassedOver), DataError> {
     if config.paths.is_empty() {
         return Err(DataError::NoPaths);
     }
@@ -40,9 +37,7 @@ pub(super) fn expand(
             }
             (true, Some(hub)) => expand_remote(pattern, &config.extensions, hub, &mut found)?,
             (true, None) => {
-                return Err(DataError::NotConnected {
-                    path: pattern.clone(),
-                });
+                return Err(DataError::NotConnected { path: pattern.clone() });
             }
         }
         if found.len() == before {
@@ -57,16 +52,10 @@ pub(super) fn expand(
         }
         check_one_kind(pattern, &config.format, &found[before..])?;
     }
-    found.sort_by(|a, b| {
-        a.path
-            .cmp(&b.path)
-            .then_with(|| a.relative.cmp(&b.relative))
-    });
+    found.sort_by(|a, b| a.path.cmp(&b.path).then_with(|| a.relative.cmp(&b.relative)));
     found.dedup_by(|a, b| a.path == b.path);
     if let FileOrder::Hashed { seed } = config.order {
-        found.sort_by_cached_key(|file| {
-            xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed)
-        });
+        found.sort_by_cached_key(|file| xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed));
     }
     let files = found.into_iter().map(stat).collect::<Result<_, _>>()?;
     Ok((files, passed_over))
@@ -102,12 +91,7 @@ fn check_one_kind(pattern: &str, format: &Format, found: &[Found]) -> Result<(),
     })
 }
 
-fn expand_remote(
-    pattern: &str,
-    extensions: &[String],
-    hub: &Hub,
-    found: &mut Vec<Found>,
-) -> Result<(), DataError> {
+fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Vec<Found>) -> Result<(), DataError> {
     let files = hub.list(pattern, &|path| has_extension(path, extensions))?;
     found.extend(files.into_iter().map(|file| Found {
         path: file.display_path(),
@@ -235,9 +219,7 @@ fn walk(
 
 fn has_extension(path: &Path, extensions: &[String]) -> bool {
     let ending = ending(path);
-    extensions
-        .iter()
-        .any(|wanted| wanted.eq_ignore_ascii_case(ending))
+    extensions.iter().any(|wanted| wanted.eq_ignore_ascii_case(ending))
 }
 
 /// The ending of a file's name, without that of its packing.

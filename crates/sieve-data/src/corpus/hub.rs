@@ -57,9 +57,7 @@ pub fn is_hub_tokenizer(path: &str) -> bool {
 /// # Errors
 /// A path of another form; a hub that cannot be reached or has no such file.
 pub fn hub_tokenizer(path: &str, config: HubConfig) -> Result<PathBuf, DataError> {
-    let bad = || DataError::BadHubTokenizer {
-        path: path.to_owned(),
-    };
+    let bad = || DataError::BadHubTokenizer { path: path.to_owned() };
     let model = path.strip_prefix("hf://").ok_or_else(bad)?;
     if model.starts_with("datasets/") {
         return Err(bad());
@@ -92,10 +90,7 @@ pub(super) struct RemoteFile {
 impl RemoteFile {
     /// A name for messages and for the order of files.
     pub(super) fn display_path(&self) -> PathBuf {
-        PathBuf::from(format!(
-            "{PREFIX}{}@{}/{}",
-            self.repo, self.commit, self.name
-        ))
+        PathBuf::from(format!("{PREFIX}{}@{}/{}", self.repo, self.commit, self.name))
     }
 
     pub(super) fn num_bytes(&self) -> u64 {
@@ -248,11 +243,7 @@ impl Hub {
     }
 
     /// The files that a path names, by name.
-    pub(super) fn list(
-        &self,
-        path: &str,
-        has_extension: &dyn Fn(&Path) -> bool,
-    ) -> Result<Vec<RemoteFile>, DataError> {
+    pub(super) fn list(&self, path: &str, has_extension: &dyn Fn(&Path) -> bool) -> Result<Vec<RemoteFile>, DataError> {
         let remote = RemotePath::parse(path)?;
         let listing = self.listing(path, &remote)?;
         let mut files = Vec::new();
@@ -282,33 +273,21 @@ impl Hub {
                 Err(error) => Err(self.bad_listing(&kept, &error.to_string())),
             };
         }
-        let repo = Repo::with_revision(
-            remote.repo.clone(),
-            RepoType::Dataset,
-            remote.revision.clone(),
-        );
+        let repo = Repo::with_revision(remote.repo.clone(), RepoType::Dataset, remote.revision.clone());
         let request = self.api.repo(repo).info_request().query("blobs", "true");
         let failed = |reason: String| self.failed(&remote.repo, reason);
         let mut response = request.call().map_err(|error| failed(error.to_string()))?;
         let body = response.body_mut().with_config().limit(MAX_ANSWER_BYTES);
-        let body = body
-            .read_to_string()
-            .map_err(|error| failed(error.to_string()))?;
+        let body = body.read_to_string().map_err(|error| failed(error.to_string()))?;
         let answer = serde_json::from_str::<Answer>(&body)
             .map_err(|error| failed(format!("the answer is no listing: {error}")))?;
         if !answer.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) || answer.sha.is_empty() {
-            return Err(failed(format!(
-                "the answer's commit {:?} is none",
-                answer.sha
-            )));
+            return Err(failed(format!("the answer's commit {:?} is none", answer.sha)));
         }
         // Names become paths below our folder.
         let leaves = |name: &str| name.starts_with('/') || name.split('/').any(|part| part == "..");
         if let Some(odd) = answer.siblings.iter().find(|sibling| leaves(&sibling.name)) {
-            return Err(failed(format!(
-                "the file name {:?} leads elsewhere",
-                odd.name
-            )));
+            return Err(failed(format!("the file name {:?} leads elsewhere", odd.name)));
         }
         let listing = Listing {
             path: path.to_owned(),
@@ -339,9 +318,7 @@ impl Hub {
             match repo.get(name) {
                 Ok(path) => return Ok(path),
                 // The hub has answered; asking again changes nothing.
-                Err(error)
-                    if tries == NUM_TRIES || error.to_string().contains("http status: 4") =>
-                {
+                Err(error) if tries == NUM_TRIES || error.to_string().contains("http status: 4") => {
                     return Err(self.failed(&of, format!("fetching {name}: {error}")));
                 }
                 Err(_) => std::thread::sleep(pause),
@@ -356,9 +333,7 @@ impl Hub {
         self.drop_whole_parts(file);
         let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
         let path = self.get(repo, &file.name)?;
-        let found = fs::metadata(&path)
-            .map_err(DataError::io("read", &path))?
-            .len();
+        let found = fs::metadata(&path).map_err(DataError::io("read", &path))?.len();
         match file.num_bytes {
             Some(wanted) if wanted != found => {
                 self.remove(&path);
@@ -372,10 +347,7 @@ impl Hub {
     /// Removes what a file takes on this disk, if anything.
     pub(super) fn discard(&self, file: &RemoteFile) {
         let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
-        if let Some(path) = Cache::new(self.config.dir.clone())
-            .repo(repo)
-            .get(&file.name)
-        {
+        if let Some(path) = Cache::new(self.config.dir.clone()).repo(repo).get(&file.name) {
             self.remove(&path);
         }
     }
@@ -396,10 +368,7 @@ impl Hub {
         let blobs = self.config.dir.join(folder).join("blobs");
         let entries = fs::read_dir(blobs).into_iter().flatten().flatten();
         let whole = entries.filter(|entry| {
-            let is_part = entry
-                .path()
-                .extension()
-                .is_some_and(|ending| ending == "part");
+            let is_part = entry.path().extension().is_some_and(|ending| ending == "part");
             let len = entry.metadata().map_or(0, |metadata| metadata.len());
             is_part && file.num_bytes.is_some_and(|num_bytes| len >= num_bytes)
         });

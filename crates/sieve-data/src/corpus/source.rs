@@ -38,9 +38,7 @@ pub(super) fn open(
             done: false,
         }),
         Format::Jsonl { text_column } => Box::new(JsonlSource::open(path, text_column, max_bytes)?),
-        Format::Parquet { text_column } => {
-            Box::new(ParquetSource::open(path, text_column, max_bytes)?)
-        }
+        Format::Parquet { text_column } => Box::new(ParquetSource::open(path, text_column, max_bytes)?),
     })
 }
 

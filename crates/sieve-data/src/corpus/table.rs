@@ -60,14 +60,10 @@ fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
         })?;
         offset += num_bytes;
         if !text.trim().is_empty() {
-            rows.push(serde_json::from_str(text).map_err(|error| {
-                DataError::BadJson {
-                    path: path.to_path_buf(),
-                    line,
-                    reason: error
-                        .to_string()
-                        .replace(" at line 1 column ", " at column "),
-                }
+            rows.push(serde_json::from_str(text).map_err(|error| DataError::BadJson {
+                path: path.to_path_buf(),
+                line,
+                reason: error.to_string().replace(" at line 1 column ", " at column "),
             })?);
         }
     }
@@ -96,9 +92,7 @@ fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
 }
 
 fn object<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> TableRow {
-    columns
-        .map(|(name, field)| (name.clone(), value(field)))
-        .collect()
+    columns.map(|(name, field)| (name.clone(), value(field))).collect()
 }
 
 fn value(field: &Field) -> Value {
@@ -154,8 +148,7 @@ mod tests {
                       { required binary element (UTF8); } } } required int64 label; }";
         let schema = parse_message_type(schema).expect("a schema").into();
         let mut bytes = Vec::new();
-        let mut writer =
-            SerializedFileWriter::new(&mut bytes, schema, Default::default()).expect("a writer");
+        let mut writer = SerializedFileWriter::new(&mut bytes, schema, Default::default()).expect("a writer");
         let mut group = writer.next_row_group().expect("a group");
         let texts = ["x", "y", "z"].map(ByteArray::from);
         let mut column = group.next_column().expect("it").expect("choices");
@@ -174,10 +167,7 @@ mod tests {
         let lines = "{\"choices\":{\"text\":[\"x\",\"y\"]},\"label\":1}\n{\"choices\":{\"text\":[\"z\"]},\
             \"label\":0}\n";
         let (_other, lines) = written("rows.jsonl", lines.as_bytes());
-        assert_eq!(
-            read_table(&path).expect("parquet"),
-            read_table(&lines).expect("jsonl")
-        );
+        assert_eq!(read_table(&path).expect("parquet"), read_table(&lines).expect("jsonl"));
     }
 
     #[test]

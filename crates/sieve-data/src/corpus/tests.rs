@@ -45,26 +45,15 @@ fn folders_globs_and_files_give_each_file_once_and_sorted() {
         .iter()
         .map(|f| f.path.clone())
         .collect::<Vec<_>>();
-    let wanted =
-        ["a.md", "b.txt", "g.toml", "sub/c.rs", "sub/deep/d.TXT"].map(|name| root.join(name));
+    let wanted = ["a.md", "b.txt", "g.toml", "sub/c.rs", "sub/deep/d.TXT"].map(|name| root.join(name));
     assert_eq!(names, wanted);
     let mut reversed = config;
     reversed.paths.reverse();
     let again = Corpus::open(reversed).unwrap();
-    assert_eq!(
-        again
-            .files()
-            .iter()
-            .map(|f| f.path.clone())
-            .collect::<Vec<_>>(),
-        names
-    );
+    assert_eq!(again.files().iter().map(|f| f.path.clone()).collect::<Vec<_>>(), names);
     // A glob may match folders, and takes any ending of a file.
     assert_eq!(texts(CorpusConfig::text(vec![at("s*")])).unwrap().len(), 2);
-    assert_eq!(
-        texts(CorpusConfig::text(vec![at("*.bin")])).unwrap(),
-        ["text of e.bin"]
-    );
+    assert_eq!(texts(CorpusConfig::text(vec![at("*.bin")])).unwrap(), ["text of e.bin"]);
 }
 
 #[test]
@@ -92,10 +81,7 @@ fn hashed_order_does_not_depend_on_the_folder() {
     assert_ne!(order(1), order(2));
     let mut sorted = order(1);
     sorted.sort_by_key(|text| text.parse::<u32>().unwrap());
-    assert_eq!(
-        sorted,
-        (0..40).map(|number| number.to_string()).collect::<Vec<_>>()
-    );
+    assert_eq!(sorted, (0..40).map(|number| number.to_string()).collect::<Vec<_>>());
 }
 
 #[test]
@@ -105,14 +91,8 @@ fn bad_paths_are_named() {
     let root = dir.path().to_str().unwrap().to_owned();
     refusal(Corpus::open(CorpusConfig::text(vec![])), "no data paths");
     let missing = format!("{root}/missing.txt");
-    refusal(
-        Corpus::open(CorpusConfig::text(vec![missing.clone()])),
-        &missing,
-    );
-    refusal(
-        Corpus::open(CorpusConfig::text(vec![format!("{root}/*.zzz")])),
-        "*.zzz",
-    );
+    refusal(Corpus::open(CorpusConfig::text(vec![missing.clone()])), &missing);
+    refusal(Corpus::open(CorpusConfig::text(vec![format!("{root}/*.zzz")])), "*.zzz");
     refusal(
         Corpus::open(CorpusConfig::text(vec!["a***b".into()])),
         "not a valid glob",
@@ -172,10 +152,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     );
     assert!(documents.next().is_none());
     let report = documents.report();
-    assert_eq!(
-        (report.num_files, report.num_documents, report.num_bytes),
-        (5, 1, 4)
-    );
+    assert_eq!((report.num_files, report.num_documents, report.num_bytes), (5, 1, 4));
     assert_eq!((report.num_invalid, report.num_blank), (3, 1));
     assert!(report.first_invalid.as_ref().unwrap().contains("1.txt"));
 }
@@ -187,15 +164,9 @@ fn jsonl_gives_one_document_a_line() {
         \n{\"t\\u0065xt\": \"h\\u00e9\"}";
     let path = write(dir.path(), "a.jsonl", lines);
     let corpus = Corpus::open(CorpusConfig::jsonl(vec![path], "text")).unwrap();
-    let documents = corpus
-        .documents()
-        .map(|document| document.unwrap())
-        .collect::<Vec<_>>();
+    let documents = corpus.documents().map(|document| document.unwrap()).collect::<Vec<_>>();
     assert_eq!(
-        documents
-            .iter()
-            .map(|d| (d.text.as_str(), d.line))
-            .collect::<Vec<_>>(),
+        documents.iter().map(|d| (d.text.as_str(), d.line)).collect::<Vec<_>>(),
         [("first\nline", 1), ("hé", 4)]
     );
 }
@@ -212,19 +183,11 @@ fn bad_jsonl_lines_are_named_or_skipped() {
         (b"{\"text\": null}", "line 2: column \"text\" is null"),
         (b"{\"text\": \"x\"", "line 2 is not a JSON object"),
         (b"[1, 2]", "line 2 is not a JSON object"),
-        (
-            b"{\"text\": \"x\"} {\"text\": \"y\"}",
-            "line 2 is not a JSON object",
-        ),
+        (b"{\"text\": \"x\"} {\"text\": \"y\"}", "line 2 is not a JSON object"),
         (b"{\"text\": \"\xff\"}", "not UTF-8 at byte 27"),
     ];
     for (bad, wanted) in cases {
-        let bytes = [
-            b"{\"text\": \"good\"}\n".as_slice(),
-            bad,
-            b"\n{\"text\": \"last\"}\n",
-        ]
-        .concat();
+        let bytes = [b"{\"text\": \"good\"}\n".as_slice(), bad, b"\n{\"text\": \"last\"}\n"].concat();
         let path = write(dir.path(), "a.jsonl", bytes);
         let config = CorpusConfig::jsonl(vec![path], "text");
         refusal(texts(config.clone()), &format!("a.jsonl | {wanted}"));
@@ -269,11 +232,7 @@ fn max_bytes_is_never_passed() {
             max_bytes: Some(max_bytes),
             ..config.clone()
         };
-        assert_eq!(
-            texts(config).unwrap().len(),
-            num_documents,
-            "max_bytes {max_bytes}"
-        );
+        assert_eq!(texts(config).unwrap().len(), num_documents, "max_bytes {max_bytes}");
     }
     refusal(
         texts(CorpusConfig {
@@ -288,10 +247,7 @@ fn max_bytes_is_never_passed() {
 fn a_corpus_of_nothing_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
-    refusal(
-        texts(CorpusConfig::text(vec![path])),
-        "no document in 1 files (1 blank",
-    );
+    refusal(texts(CorpusConfig::text(vec![path])), "no document in 1 files (1 blank");
 }
 
 #[test]
@@ -349,15 +305,9 @@ fn the_ending_names_the_format() {
         let paths = paths.iter().map(|path| path.to_string()).collect();
         CorpusConfig::by_ending(paths, "text")
     };
-    assert_eq!(
-        texts(by_ending(&[&lines, &more])).unwrap(),
-        ["of b line", "of a line"]
-    );
+    assert_eq!(texts(by_ending(&[&lines, &more])).unwrap(), ["of b line", "of a line"]);
     // Each path may name another format.
-    assert_eq!(
-        texts(by_ending(&[&lines, &plain])).unwrap(),
-        ["of a line", line]
-    );
+    assert_eq!(texts(by_ending(&[&lines, &plain])).unwrap(), ["of a line", line]);
     let named = Corpus::open(CorpusConfig::jsonl(vec![lines.clone()], "text")).unwrap();
     let found = Corpus::open(by_ending(&[&lines])).unwrap();
     assert_eq!(found.config(), named.config());
@@ -378,11 +328,7 @@ fn the_ending_names_the_format() {
 fn text_that_looks_like_json_lines_is_told() {
     let dir = tempfile::tempdir().unwrap();
     for (name, text, is_told) in [
-        (
-            "rows.json",
-            "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n",
-            true,
-        ),
+        ("rows.json", "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n", true),
         ("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n", true),
         ("marked.txt", "\u{feff}{\"a\": 1}\r\n{\"b\": 2}\r\n", true),
         ("object.json", "{\n  \"text\": \"a\"\n}\n", false),

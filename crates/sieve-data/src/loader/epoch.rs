@@ -42,9 +42,7 @@ impl Epoch {
             Order::Sequential => None,
         };
         let lengths = (0..shard.num_documents()).into_par_iter().map(|place| {
-            let document = permutation
-                .as_ref()
-                .map_or(place, |permutation| permutation.get(place));
+            let document = permutation.as_ref().map_or(place, |permutation| permutation.get(place));
             let len = shard.document_len(document);
             match config.packing {
                 Packing::Concatenated => len,
@@ -64,9 +62,7 @@ impl Epoch {
             (Packing::Concatenated, Order::Sequential) => total.saturating_sub(1).div_ceil(seq_len),
         };
         let row_order = match config.order {
-            Order::Shuffled { seed } => {
-                Some(Permutation::new(num_samples, seed ^ ROW_ORDER_SALT, number))
-            }
+            Order::Shuffled { seed } => Some(Permutation::new(num_samples, seed ^ ROW_ORDER_SALT, number)),
             Order::Sequential => None,
         };
         Self {
@@ -90,10 +86,7 @@ impl Epoch {
 
     /// The pieces of one row, at most `seq_len` tokens in all.
     pub(super) fn row(&self, shard: &ShardReader, sample: u64) -> Vec<Piece> {
-        let sample = self
-            .row_order
-            .as_ref()
-            .map_or(sample, |order| order.get(sample));
+        let sample = self.row_order.as_ref().map_or(sample, |order| order.get(sample));
         match self.packing {
             Packing::Concatenated => self.concatenated_row(shard, sample),
             Packing::OneDocumentPerRow => vec![self.single_row(shard, sample)],

@@ -52,12 +52,7 @@ impl ShardRows {
     }
 
     /// Appends row `sample`, counted over all epochs.
-    pub(super) fn push(
-        &self,
-        sample: u64,
-        config: &LoaderConfig,
-        batch: &mut Batch,
-    ) -> Result<(), DataError> {
+    pub(super) fn push(&self, sample: u64, config: &LoaderConfig, batch: &mut Batch) -> Result<(), DataError> {
         let epoch = self.epoch(sample / self.samples_per_epoch, config);
         let mut filled = 0;
         let mut buffer = Vec::with_capacity(config.seq_len + 1);
@@ -67,12 +62,9 @@ impl ShardRows {
             let document_len = self.shard.document_len(piece.document);
             buffer.clear();
             let range = piece.tokens.start..document_len.min(piece.tokens.end + 1);
-            self.shard
-                .read(piece.document, range, config.vocab_size, &mut buffer)?;
+            self.shard.read(piece.document, range, config.vocab_size, &mut buffer)?;
             batch.tokens.extend_from_slice(&buffer[..len]);
-            batch
-                .labels
-                .extend(buffer[1..].iter().map(|&token| token as i32));
+            batch.labels.extend(buffer[1..].iter().map(|&token| token as i32));
             if buffer.len() == len {
                 batch.labels.push(IGNORE_LABEL);
             }
@@ -80,12 +72,8 @@ impl ShardRows {
             filled += len;
         }
         let num_pads = config.seq_len - filled;
-        batch
-            .tokens
-            .extend(std::iter::repeat_n(config.pad_id, num_pads));
-        batch
-            .labels
-            .extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
+        batch.tokens.extend(std::iter::repeat_n(config.pad_id, num_pads));
+        batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
         batch.push_segment(PAD_DOCUMENT, filled, num_pads);
         Ok(())
     }
@@ -96,10 +84,7 @@ impl ShardRows {
             Order::Shuffled { .. } => number,
         };
         // A panic elsewhere leaves the list whole: entries are only ever put in or taken out.
-        let mut epochs = self
-            .epochs
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner());
+        let mut epochs = self.epochs.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         if let Some(epoch) = epochs.iter().find(|epoch| epoch.number() == number) {
             return Arc::clone(epoch);
         }

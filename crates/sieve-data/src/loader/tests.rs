@@ -80,26 +80,16 @@ fn a_packed_row_is_as_written_by_hand() {
 #[test]
 fn one_document_per_row_is_as_written_by_hand() {
     let (_dir, shard) = shard(&[6, 1, 3]);
-    let loader = Loader::new(
-        shard,
-        config(4, Order::Sequential, Packing::OneDocumentPerRow),
-    )
-    .unwrap();
+    let loader = Loader::new(shard, config(4, Order::Sequential, Packing::OneDocumentPerRow)).unwrap();
     assert_eq!(loader.samples_per_epoch(), 3);
     let batch = loader.batch(0, 3).unwrap();
     assert_eq!(batch.tokens, [2, 3, 4, 5, 6, 1, 1, 1, 202, 203, 1, 1]);
-    assert_eq!(
-        batch.labels,
-        [3, 4, 5, 6, 0, -100, -100, -100, 203, 0, -100, -100]
-    );
+    assert_eq!(batch.labels, [3, 4, 5, 6, 0, -100, -100, -100, 203, 0, -100, -100]);
     assert_eq!(batch.doc_start, [0, 0, 0, 0, 0, 1, 1, 1, 0, 0, 2, 2]);
     assert_eq!(batch.doc_end, [4, 4, 4, 4, 1, 4, 4, 4, 2, 2, 4, 4]);
     assert_eq!(batch.positions, [0, 1, 2, 3, 0, 0, 1, 2, 0, 1, 0, 1]);
     let pad = PAD_DOCUMENT;
-    assert_eq!(
-        batch.documents,
-        [0, 0, 0, 0, 0, pad, pad, pad, 2, 2, pad, pad]
-    );
+    assert_eq!(batch.documents, [0, 0, 0, 0, 0, pad, pad, pad, 2, 2, pad, pad]);
 }
 
 #[test]
@@ -117,11 +107,7 @@ fn rows_of_one_token_are_rows() {
 fn settings_are_checked() {
     let (_dir, small) = shard(&[3, 4]);
     let shuffled = Order::Shuffled { seed: 1 };
-    let message = |config| {
-        Loader::new(Arc::clone(&small), config)
-            .unwrap_err()
-            .to_string()
-    };
+    let message = |config| Loader::new(Arc::clone(&small), config).unwrap_err().to_string();
     let good = config(4, shuffled, Packing::Concatenated);
     assert!(message(LoaderConfig { seq_len: 0, ..good }).contains("seq_len"));
     assert!(
@@ -132,8 +118,7 @@ fn settings_are_checked() {
         .contains("pad_id")
     );
     assert!(
-        message(LoaderConfig { seq_len: 8, ..good })
-            .contains("7 tokens in 2 documents give no sample of seq_len 8")
+        message(LoaderConfig { seq_len: 8, ..good }).contains("7 tokens in 2 documents give no sample of seq_len 8")
     );
     assert_eq!(
         Loader::new(Arc::clone(&small), LoaderConfig { seq_len: 7, ..good })
@@ -147,16 +132,8 @@ fn settings_are_checked() {
         order: Order::Sequential,
         ..good
     };
-    assert_eq!(
-        Loader::new(Arc::clone(&small), padded)
-            .unwrap()
-            .samples_per_epoch(),
-        1
-    );
-    for (lengths, packing) in [
-        (&[][..], Packing::Concatenated),
-        (&[1, 1], Packing::OneDocumentPerRow),
-    ] {
+    assert_eq!(Loader::new(Arc::clone(&small), padded).unwrap().samples_per_epoch(), 1);
+    for (lengths, packing) in [(&[][..], Packing::Concatenated), (&[1, 1], Packing::OneDocumentPerRow)] {
         let (_dir, none) = shard(lengths);
         assert!(Loader::new(none, config(2, Order::Sequential, packing)).is_err());
     }
@@ -174,11 +151,7 @@ fn settings_are_checked() {
 #[test]
 fn prefetching_gives_the_same_batches_and_ends() {
     let (_dir, shard) = shard(&[30, 7, 12, 90, 4]);
-    let loader = Loader::new(
-        shard,
-        config(8, Order::Shuffled { seed: 4 }, Packing::Concatenated),
-    )
-    .unwrap();
+    let loader = Loader::new(shard, config(8, Order::Shuffled { seed: 4 }, Packing::Concatenated)).unwrap();
     let loader = Arc::new(loader);
     let plan = PrefetchPlan {
         first_sample: 5,
@@ -241,11 +214,7 @@ fn a_cut_file_is_refused_before_the_loader_sees_it() {
 }
 
 /// What a row should be, by the plainest means: the epoch's whole stream as (document, place in it).
-fn brute_force_row(
-    lengths: &[usize],
-    config: LoaderConfig,
-    sample: u64,
-) -> Vec<Option<(usize, usize)>> {
+fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<Option<(usize, usize)>> {
     let num_documents = lengths.len() as u64;
     let order = |epoch| match config.order {
         Order::Sequential => (0..lengths.len()).collect::<Vec<_>>(),
@@ -265,9 +234,7 @@ fn brute_force_row(
                     .flat_map(|d| (0..lengths[d]).map(move |token| (d, token)));
                 let mut stream = stream.collect::<Vec<_>>();
                 match config.order {
-                    Order::Shuffled { .. } => {
-                        stream.truncate(stream.len() / config.seq_len * config.seq_len)
-                    }
+                    Order::Shuffled { .. } => stream.truncate(stream.len() / config.seq_len * config.seq_len),
                     // The stream's last token has no label and gets no row of its own.
                     Order::Sequential if stream.len() % config.seq_len == 1 % config.seq_len => {
                         stream.pop();
@@ -288,8 +255,7 @@ fn brute_force_row(
         match config.order {
             Order::Sequential => rows,
             Order::Shuffled { seed } => {
-                let order =
-                    Permutation::new(rows.len() as u64, seed ^ 0x726F_775F_6F72_6465, epoch);
+                let order = Permutation::new(rows.len() as u64, seed ^ 0x726F_775F_6F72_6465, epoch);
                 (0..rows.len() as u64)
                     .map(|row| rows[order.get(row) as usize].clone())
                     .collect()
@@ -318,12 +284,8 @@ fn any_config() -> impl Strategy<Value = LoaderConfig> {
         any::<u64>().prop_map(|seed| Order::Shuffled { seed }),
         Just(Order::Sequential)
     ];
-    let packing = prop_oneof![
-        Just(Packing::Concatenated),
-        Just(Packing::OneDocumentPerRow)
-    ];
-    (1usize..20, order, packing)
-        .prop_map(|(seq_len, order, packing)| config(seq_len, order, packing))
+    let packing = prop_oneof![Just(Packing::Concatenated), Just(Packing::OneDocumentPerRow)];
+    (1usize..20, order, packing).prop_map(|(seq_len, order, packing)| config(seq_len, order, packing))
 }
 
 proptest! {
@@ -432,10 +394,7 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
     let shards = [shard(&[9; 40]), shard(&[5; 7])].map(|(dir, shard)| (dir, shard));
     let config = config(6, SHUFFLED, Packing::Concatenated);
     let alone = [0, 1].map(|source| Loader::new(Arc::clone(&shards[source].1), config).unwrap());
-    let sources = vec![
-        (Arc::clone(&shards[0].1), 0.75),
-        (Arc::clone(&shards[1].1), 0.25),
-    ];
+    let sources = vec![(Arc::clone(&shards[0].1), 0.75), (Arc::clone(&shards[1].1), 0.25)];
     let mixture = Loader::mixture(sources, config).unwrap();
     assert_eq!(
         mixture.samples_per_epoch(),
@@ -453,11 +412,8 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
     }
     // The smaller source is in its ninth epoch by now; a batch does not depend on those before it.
     let whole = mixture.batch(0, 200).unwrap();
-    let parts = [0..64, 64..65, 65..200].map(|part: std::ops::Range<u64>| {
-        mixture
-            .batch(part.start, (part.end - part.start) as usize)
-            .unwrap()
-    });
+    let parts = [0..64, 64..65, 65..200]
+        .map(|part: std::ops::Range<u64>| mixture.batch(part.start, (part.end - part.start) as usize).unwrap());
     assert_eq!(parts.into_iter().reduce(join).unwrap(), whole);
 }
 
@@ -465,10 +421,7 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
 fn a_mixture_that_cannot_be_is_refused() {
     let (_dir, shard) = shard(&[9; 40]);
     let mixture = |weights: &[f64], order| {
-        let sources = weights
-            .iter()
-            .map(|&weight| (Arc::clone(&shard), weight))
-            .collect();
+        let sources = weights.iter().map(|&weight| (Arc::clone(&shard), weight)).collect();
         Loader::mixture(sources, config(6, order, Packing::Concatenated))
             .unwrap_err()
             .to_string()
@@ -499,9 +452,7 @@ fn an_mqar_loader_gives_the_mixture_and_prefetches() {
         num_batches: Some(3),
         depth: 2,
     };
-    let made = Prefetch::new(Arc::clone(&loader), plan)
-        .unwrap()
-        .map(Result::unwrap);
+    let made = Prefetch::new(Arc::clone(&loader), plan).unwrap().map(Result::unwrap);
     assert_eq!(made.reduce(join).unwrap(), loader.batch(0, 6).unwrap());
     for (settings, wanted) in [
         (config(64, SHUFFLED, Packing::Concatenated), "seq_len: 64"),

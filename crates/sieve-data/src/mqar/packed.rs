@@ -81,12 +81,7 @@ impl MqarMixture {
     ///
     /// # Errors
     /// No parts, a part without samples or with samples longer than `seq_len`, and those of [`MqarConfig::validate`].
-    pub fn shuffled(
-        parts: &[MqarPart],
-        split: MqarSplit,
-        seq_len: usize,
-        seed: u64,
-    ) -> Result<Self, DataError> {
+    pub fn shuffled(parts: &[MqarPart], split: MqarSplit, seq_len: usize, seed: u64) -> Result<Self, DataError> {
         let mut mixture = Self::sequential(parts, split, seq_len)?;
         let rows = |part: &Part| part.num_samples as f64 / part.per_row as f64;
         let weights = mixture.parts.iter().map(rows).collect::<Vec<_>>();
@@ -99,17 +94,8 @@ impl MqarMixture {
     ///
     /// # Errors
     /// Those of [`shuffled`](Self::shuffled).
-    pub fn sequential(
-        parts: &[MqarPart],
-        split: MqarSplit,
-        seq_len: usize,
-    ) -> Result<Self, DataError> {
-        let bad = |reason| {
-            Err(DataError::BadSetting {
-                name: "mqar",
-                reason,
-            })
-        };
+    pub fn sequential(parts: &[MqarPart], split: MqarSplit, seq_len: usize) -> Result<Self, DataError> {
+        let bad = |reason| Err(DataError::BadSetting { name: "mqar", reason });
         if parts.is_empty() {
             return bad("no kind of sample is named".to_owned());
         }
@@ -165,9 +151,7 @@ impl MqarMixture {
             let filled = self.push_row(row, &mut batch);
             let num_pads = self.seq_len - filled;
             batch.tokens.extend(std::iter::repeat_n(pad_id, num_pads));
-            batch
-                .labels
-                .extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
+            batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
             batch.push_segment(PAD_DOCUMENT, filled, num_pads);
         }
         batch
@@ -185,12 +169,7 @@ impl MqarMixture {
                     let (epoch, place) = (place / part.num_samples, place % part.num_samples);
                     Permutation::new(part.num_samples, seed, epoch).get(place)
                 };
-                (
-                    part,
-                    (first..first + part.per_row)
-                        .map(sample)
-                        .collect::<Vec<_>>(),
-                )
+                (part, (first..first + part.per_row).map(sample).collect::<Vec<_>>())
             }
             None => {
                 let mut row = row % self.rows_per_epoch();
@@ -201,21 +180,13 @@ impl MqarMixture {
                     part = parts.next().expect("the row is one of the epoch's");
                 }
                 let first = row * part.per_row;
-                (
-                    part,
-                    (first..part.num_samples.min(first + part.per_row)).collect(),
-                )
+                (part, (first..part.num_samples.min(first + part.per_row)).collect())
             }
         };
         let len = part.mqar.config().seq_len;
         for (place, &index) in samples.iter().enumerate() {
             let sample = part.mqar.sample(self.split, index);
-            push_sample(
-                &sample,
-                (part.first_document + index) as u32,
-                place * len,
-                batch,
-            );
+            push_sample(&sample, (part.first_document + index) as u32, place * len, batch);
         }
         samples.len() * len
     }

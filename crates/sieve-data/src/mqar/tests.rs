@@ -19,9 +19,7 @@ fn assert_defined(config: MqarConfig, sample: &MqarSample) {
         list.len() == len
     };
     let keys = (0..pairs).map(|pair| tokens[2 * pair]).collect::<Vec<_>>();
-    let values = (0..pairs)
-        .map(|pair| tokens[2 * pair + 1])
-        .collect::<Vec<_>>();
+    let values = (0..pairs).map(|pair| tokens[2 * pair + 1]).collect::<Vec<_>>();
     assert!(keys.iter().all(|key| (1..half).contains(key)), "{keys:?}");
     assert!(
         values.iter().all(|value| (half..2 * half).contains(value)),
@@ -48,13 +46,7 @@ fn assert_defined(config: MqarConfig, sample: &MqarSample) {
         );
         assert_eq!(query.distance(), query.position - 2 * pair - 1);
     }
-    assert_eq!(
-        labels
-            .iter()
-            .filter(|&&label| label != IGNORE_LABEL)
-            .count(),
-        pairs
-    );
+    assert_eq!(labels.iter().filter(|&&label| label != IGNORE_LABEL).count(), pairs);
     let is_query = |position: usize| labels[position] != IGNORE_LABEL;
     let fill = (2 * pairs..config.seq_len).filter(|&position| !is_query(position));
     for token in fill.map(|position| tokens[position]) {
@@ -143,9 +135,7 @@ fn later_slots_are_drawn_from_those_left() {
     for first in 0..5 {
         for second in (0..5).filter(|&second| second != first) {
             seen.push(counts[first][second]);
-            expected.push(
-                NUM as f64 * weights[first] / 16.0 * weights[second] / (16.0 - weights[first]),
-            );
+            expected.push(NUM as f64 * weights[first] / 16.0 * weights[second] / (16.0 - weights[first]));
         }
         assert_eq!(counts[first][first], 0);
     }
@@ -185,9 +175,7 @@ fn keys_values_and_noise_are_uniform() {
 // and 31.0 % within two windows, at lengths 2048, 4096 and 8192.
 #[test]
 fn the_hard_variant_has_the_known_share_of_near_answers() {
-    for (seq_len, one_window, two_windows) in
-        [(2048, 2.0, 54.8), (4096, 5.0, 36.3), (8192, 5.1, 31.0)]
-    {
+    for (seq_len, one_window, two_windows) in [(2048, 2.0, 54.8), (4096, 5.0, 36.3), (8192, 5.1, 31.0)] {
         let mqar = mqar(MqarConfig::hard(seq_len, 1));
         let (mut near, mut twice, mut all) = (0, 0, 0);
         for index in 0..200 {
@@ -199,14 +187,8 @@ fn the_hard_variant_has_the_known_share_of_near_answers() {
         }
         let percent = |count: i32| 100.0 * f64::from(count) / f64::from(all);
         let (near, twice) = (percent(near as i32), percent(twice as i32));
-        assert!(
-            (near - one_window).abs() < 0.25,
-            "{near} % within 512 at {seq_len}"
-        );
-        assert!(
-            (twice - two_windows).abs() < 0.6,
-            "{twice} % within 1024 at {seq_len}"
-        );
+        assert!((near - one_window).abs() < 0.25, "{near} % within 512 at {seq_len}");
+        assert!((twice - two_windows).abs() < 0.6, "{twice} % within 1024 at {seq_len}");
     }
 }
 
@@ -232,19 +214,13 @@ fn settings_that_cannot_be_are_refused() {
         config: base,
         num_samples: 3,
     };
-    let none = MqarPart {
-        num_samples: 0,
-        ..part
-    };
+    let none = MqarPart { num_samples: 0, ..part };
     for (parts, seq_len, wanted) in [
         (vec![], 64, "no kind"),
         (vec![part], 62, "do not fit rows of 62"),
         (vec![none], 64, "0 samples"),
     ] {
-        refusal(
-            MqarMixture::sequential(&parts, MqarSplit::Test, seq_len),
-            wanted,
-        );
+        refusal(MqarMixture::sequential(&parts, MqarSplit::Test, seq_len), wanted);
     }
 }
 
@@ -276,15 +252,10 @@ fn a_sequential_mixture_holds_every_sample_once() {
     );
     assert_eq!(third.positions[64..70], [0, 1, 2, 3, 4, 5]);
     assert_eq!(third.tokens[128..], [9; 128]);
-    let sample = Mqar::new(MqarConfig::new(64, 4, 1))
-        .unwrap()
-        .sample(MqarSplit::Test, 9);
+    let sample = Mqar::new(MqarConfig::new(64, 4, 1)).unwrap().sample(MqarSplit::Test, 9);
     assert_eq!(third.tokens[64..128], sample.tokens);
     assert_eq!(third.labels[64..128], sample.labels());
-    assert_eq!(
-        mixture.batch(12, 2, 0).tokens,
-        mixture.batch(0, 2, 0).tokens
-    );
+    assert_eq!(mixture.batch(12, 2, 0).tokens, mixture.batch(0, 2, 0).tokens);
 }
 
 #[test]
@@ -314,10 +285,7 @@ fn a_batch_of_one_kind_is_its_samples() {
         batch.tokens,
         [samples[0].tokens.clone(), samples[1].tokens.clone()].concat()
     );
-    assert_eq!(
-        batch.labels,
-        [samples[0].labels(), samples[1].labels()].concat()
-    );
+    assert_eq!(batch.labels, [samples[0].labels(), samples[1].labels()].concat());
     assert_eq!((batch.first_sample, batch.batch, batch.seq_len), (3, 2, 64));
     assert_eq!(batch.doc_end, vec![64; 128]);
 }

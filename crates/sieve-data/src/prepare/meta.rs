@@ -126,17 +126,14 @@ impl PreparedMeta {
     /// Whether it was made from these corpora: the same settings and files, none of them changed since. Data sets of
     /// the hub that are not connected to count as the same.
     pub fn is_made_of(&self, train: &[Corpus], validation: Option<&Corpus>) -> bool {
-        let is_same = |hash: &String, corpus: &Corpus| {
-            corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint())
-        };
+        let is_same =
+            |hash: &String, corpus: &Corpus| corpus.check_connected().is_err() || *hash == hex(corpus.fingerprint());
         let hashes = match self.sources.as_slice() {
             [] => vec![&self.sources_hash],
             sources => sources.iter().map(|source| &source.sources_hash).collect(),
         };
         let held_out = match (&self.validation_settings, validation) {
-            (ValidationSettings::Corpus { sources_hash, .. }, Some(corpus)) => {
-                is_same(sources_hash, corpus)
-            }
+            (ValidationSettings::Corpus { sources_hash, .. }, Some(corpus)) => is_same(sources_hash, corpus),
             _ => true,
         };
         let mut pairs = hashes.iter().zip(train);
@@ -151,30 +148,21 @@ impl PreparedMeta {
             what,
         };
         // The version first: the rest of another version need not fit.
-        let value: serde_json::Value =
-            serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
-        match value
-            .get("format_version")
-            .and_then(serde_json::Value::as_u64)
-        {
+        let value: serde_json::Value = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
+        match value.get("format_version").and_then(serde_json::Value::as_u64) {
             Some(version) if version == u64::from(FORMAT_VERSION) => {}
             Some(version) => {
-                return Err(bad(format!(
-                    "format_version {version}; only {FORMAT_VERSION} is known"
-                )));
+                return Err(bad(format!("format_version {version}; only {FORMAT_VERSION} is known")));
             }
             None => {
-                return Err(bad(
-                    "is no meta.json of a preparation: no format_version".into()
-                ));
+                return Err(bad("is no meta.json of a preparation: no format_version".into()));
             }
         }
         serde_json::from_value(value).map_err(|error| bad(error.to_string()))
     }
 
     pub(super) fn to_json(&self) -> Vec<u8> {
-        let mut json =
-            serde_json::to_vec_pretty(self).expect("plain numbers and strings serialise");
+        let mut json = serde_json::to_vec_pretty(self).expect("plain numbers and strings serialise");
         json.push(b'\n');
         json
     }
@@ -190,9 +178,7 @@ impl PreparedMeta {
         for (name, split) in trains.chain([(VALIDATION, &self.validation)]) {
             for (ending, wanted) in [(".bin", split.bin_bytes), (".idx", split.idx_bytes)] {
                 let path = with_ending(&dir.join(name), ending);
-                let found = fs::metadata(&path)
-                    .map_err(DataError::io("read", &path))?
-                    .len();
+                let found = fs::metadata(&path).map_err(DataError::io("read", &path))?.len();
                 if found != wanted {
                     return Err(DataError::BadShard {
                         path,
@@ -241,8 +227,7 @@ pub fn read_document_sizes(path: &Path) -> Result<Vec<DocumentSize>, DataError> 
         path: path.to_path_buf(),
         what,
     };
-    let sizes: DocumentSizes =
-        serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
+    let sizes: DocumentSizes = serde_json::from_slice(&bytes).map_err(|error| bad(error.to_string()))?;
     if sizes.format_version != FORMAT_VERSION {
         return Err(bad(format!(
             "format_version {}; only {FORMAT_VERSION} is known",
@@ -258,9 +243,6 @@ pub fn read_document_sizes(path: &Path) -> Result<Vec<DocumentSize>, DataError> 
     }
     let pairs = sizes.num_bytes.into_iter().zip(sizes.num_words);
     Ok(pairs
-        .map(|(num_bytes, num_words)| DocumentSize {
-            num_bytes,
-            num_words,
-        })
+        .map(|(num_bytes, num_words)| DocumentSize { num_bytes, num_words })
         .collect())
 }

@@ -115,11 +115,9 @@ impl Partial {
         let num_sizes = state.splits.last()?.num_documents;
         let (sizes, size_records) = Log::resume(&dir.join(SIZES_LOG), num_sizes).ok()?;
         let (seen, seen_records) = Log::resume(&dir.join(SEEN_LOG), state.num_seen).ok()?;
-        let (held_out, held_out_records) =
-            Log::resume(&dir.join(HELD_OUT_LOG), state.num_held_out).ok()?;
+        let (held_out, held_out_records) = Log::resume(&dir.join(HELD_OUT_LOG), state.num_held_out).ok()?;
         let split = |(name, meta): (&String, SplitMeta)| {
-            let writer =
-                ShardWriter::resume(&dir.join(name), vocab_size, meta.num_documents).ok()?;
+            let writer = ShardWriter::resume(&dir.join(name), vocab_size, meta.num_documents).ok()?;
             (writer.num_tokens() == meta.num_tokens).then(|| Split {
                 name: name.clone(),
                 writer,
@@ -129,19 +127,12 @@ impl Partial {
         let partial = Self {
             dir: dir.to_path_buf(),
             fingerprint: state.fingerprint,
-            splits: names
-                .iter()
-                .zip(state.splits)
-                .map(split)
-                .collect::<Option<_>>()?,
+            splits: names.iter().zip(state.splits).map(split).collect::<Option<_>>()?,
             sizes,
             sizes_list: size_records.into_iter().map(size_of_record).collect(),
             seen,
             held_out,
-            held_out_set: held_out_records
-                .into_iter()
-                .map(u128::from_le_bytes)
-                .collect(),
+            held_out_set: held_out_records.into_iter().map(u128::from_le_bytes).collect(),
             place: state.place,
         };
         let seen = seen_records.into_iter().map(u128::from_le_bytes).collect();
@@ -160,9 +151,7 @@ impl Partial {
 
     /// Notes texts met, where duplicates are dropped.
     pub(super) fn push_seen(&mut self, hashes: &[u128]) -> Result<(), DataError> {
-        hashes
-            .iter()
-            .try_for_each(|hash| self.seen.push(hash.to_le_bytes()))
+        hashes.iter().try_for_each(|hash| self.seen.push(hash.to_le_bytes()))
     }
 
     /// Notes a document of the validation corpus.

@@ -10,10 +10,7 @@ use super::meta::{self, FORMAT_VERSION, PreparedMeta, SourceMeta, SplitMeta, Val
 use super::partial::{self, Partial};
 use super::split::{Split, Target, cuts};
 use super::tokenise::{Encoded, Pace, Pass, Sink};
-use super::{
-    PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex,
-    train_names,
-};
+use super::{PrepareConfig, Progress, TRAIN, VALIDATION, VALIDATION_SIZES, ValidationSource, hex, train_names};
 use crate::corpus::{Corpus, CorpusReport, Cursor, Documents};
 use crate::error::DataError;
 use crate::shard::{FinishedShard, TokenDtype};
@@ -44,12 +41,7 @@ struct Intake<'a> {
 }
 
 impl Sink for Intake<'_> {
-    fn take(
-        &mut self,
-        documents: Vec<Encoded>,
-        cursor: Cursor,
-        newly_seen: &[u128],
-    ) -> Result<(), DataError> {
+    fn take(&mut self, documents: Vec<Encoded>, cursor: Cursor, newly_seen: &[u128]) -> Result<(), DataError> {
         let validation_split = self.partial.splits.len() - 1;
         for document in documents {
             let split = match document.target {
@@ -91,17 +83,16 @@ impl Plan<'_> {
         let mut names = train_names(self.corpora.len());
         names.push(VALIDATION.to_owned());
         let vocab_size = self.tokenizer.vocab_size();
-        let (mut partial, mut seen) =
-            match Partial::resume(dir, &names, vocab_size, &self.fingerprint) {
-                Some(found) => found,
-                None => {
-                    if self.lock.has_mark()? {
-                        remove_leftovers(dir)?;
-                    }
-                    let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint)?;
-                    (partial, HashSet::new())
+        let (mut partial, mut seen) = match Partial::resume(dir, &names, vocab_size, &self.fingerprint) {
+            Some(found) => found,
+            None => {
+                if self.lock.has_mark()? {
+                    remove_leftovers(dir)?;
                 }
-            };
+                let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint)?;
+                (partial, HashSet::new())
+            }
+        };
         let own_validation = match self.config.validation {
             ValidationSource::Corpus(corpus) => Some(corpus),
             ValidationSource::Fraction(_) => None,
@@ -117,9 +108,7 @@ impl Plan<'_> {
         let (fraction, cuts) = match (self.config.validation, partial.place.cuts.take()) {
             (ValidationSource::Corpus(_), _) => (0.0, Vec::new()),
             (ValidationSource::Fraction(fraction), Some(found)) => (fraction, found),
-            (ValidationSource::Fraction(fraction), None) => {
-                (fraction, cuts(self.corpora, fraction)?)
-            }
+            (ValidationSource::Fraction(fraction), None) => (fraction, cuts(self.corpora, fraction)?),
         };
         partial.place.cuts = Some(cuts.clone());
         let split = |number: usize| match (own_validation, cuts.get(number)) {
@@ -203,10 +192,7 @@ impl Plan<'_> {
         let mut sizes_file = AtomicFile::create(&dir.join(VALIDATION_SIZES))?;
         sizes_file.write(&meta::document_sizes_json(sizes_list))?;
         let sizes_file = sizes_file.finish()?;
-        let mut names = splits
-            .iter()
-            .map(|split| split.name.clone())
-            .collect::<Vec<_>>();
+        let mut names = splits.iter().map(|split| split.name.clone()).collect::<Vec<_>>();
         let is_cut = place.cuts.iter().flatten().any(Option::is_some);
         let mut reports = place.done.clone();
         let validation_report = match self.config.validation {
@@ -323,10 +309,7 @@ impl Plan<'_> {
         if changed.is_empty() {
             changed.push("the validation documents");
         }
-        format!(
-            "holds data prepared otherwise: {} changed",
-            changed.join(" and ")
-        )
+        format!("holds data prepared otherwise: {} changed", changed.join(" and "))
     }
 }
 
@@ -345,10 +328,7 @@ fn finish(partial: Partial) -> Result<(Vec<FinishedShard>, Vec<SplitMeta>), Data
 }
 
 /// What a whole earlier preparation says of itself; refuses files that are not ours.
-pub(super) fn earlier_preparation(
-    dir: &Path,
-    has_mark: bool,
-) -> Result<Option<PreparedMeta>, DataError> {
+pub(super) fn earlier_preparation(dir: &Path, has_mark: bool) -> Result<Option<PreparedMeta>, DataError> {
     if meta::path(dir).exists() {
         return PreparedMeta::read(dir).map(Some);
     }
@@ -424,9 +404,7 @@ fn own_names(dir: &Path) -> Result<Vec<String>, DataError> {
 }
 
 fn is_shard_name(name: &str) -> bool {
-    let numbered = name
-        .strip_prefix(TRAIN)
-        .and_then(|rest| rest.strip_prefix('-'));
+    let numbered = name.strip_prefix(TRAIN).and_then(|rest| rest.strip_prefix('-'));
     let is_number = |digits: &str| digits.len() == 3 && digits.bytes().all(|b| b.is_ascii_digit());
     name == TRAIN || name == VALIDATION || numbered.is_some_and(is_number)
 }

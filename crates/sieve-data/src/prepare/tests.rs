@@ -37,9 +37,7 @@ impl Place {
     }
 
     fn text(&self) -> CorpusConfig {
-        CorpusConfig::text(vec![
-            self.dir.path().join("text").to_str().unwrap().to_owned(),
-        ])
+        CorpusConfig::text(vec![self.dir.path().join("text").to_str().unwrap().to_owned()])
     }
 
     fn corpus(&self) -> Corpus {
@@ -122,11 +120,7 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
 
     // Equal texts stay together.
     let held_out = documents(&validation);
-    assert!(
-        documents(&train)
-            .iter()
-            .all(|document| !held_out.contains(document))
-    );
+    assert!(documents(&train).iter().all(|document| !held_out.contains(document)));
 
     let sizes = prepared.validation_sizes().unwrap();
     assert_eq!(sizes.len(), held_out.len());
@@ -146,10 +140,7 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
         meta.validation.num_words,
         sizes.iter().map(|size| size.num_words).sum::<u64>()
     );
-    assert_eq!(
-        meta.train.num_documents + meta.validation.num_documents,
-        200
-    );
+    assert_eq!(meta.train.num_documents + meta.validation.num_documents, 200);
     assert_eq!(
         (meta.train.num_tokens, meta.validation.num_tokens),
         (train.num_tokens(), validation.num_tokens())
@@ -177,18 +168,9 @@ fn preparing_twice_writes_the_same_bytes() {
 #[test]
 fn more_text_moves_no_document_to_the_other_side() {
     let place = Place::new();
-    let before = documents(
-        &place
-            .prepare(&place.config())
-            .unwrap()
-            .validation()
-            .unwrap(),
-    );
+    let before = documents(&place.prepare(&place.config()).unwrap().validation().unwrap());
     for number in 0..100 {
-        place.write(
-            &format!("more{number}.txt"),
-            &format!("other text {number}"),
-        );
+        place.write(&format!("more{number}.txt"), &format!("other text {number}"));
     }
     let config = place.replacing();
     let after = place.prepare(&config).unwrap();
@@ -221,21 +203,13 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
     let other = Tokenizer::train_on(["other words here"].into_iter(), 260).unwrap();
     assert!(refused(place.text(), &other, &place.config()).contains("the tokenizer changed"));
     let fraction = place.holding_out(0.3);
-    assert!(
-        refused(place.text(), &place.tokenizer, &fraction)
-            .contains("the validation documents changed")
-    );
+    assert!(refused(place.text(), &place.tokenizer, &fraction).contains("the validation documents changed"));
     place.write("000.txt", "changed to another length");
-    assert!(
-        refused(place.text(), &place.tokenizer, &place.config())
-            .contains("the source files changed")
-    );
+    assert!(refused(place.text(), &place.tokenizer, &place.config()).contains("the source files changed"));
     assert_eq!(place.files(), first, "nothing is overwritten");
 
     let replaced = place.prepare(&place.replacing()).unwrap();
-    assert!(
-        !replaced.reused && replaced.meta.train.tokens_hash != fs_meta(&first).train.tokens_hash
-    );
+    assert!(!replaced.reused && replaced.meta.train.tokens_hash != fs_meta(&first).train.tokens_hash);
     assert!(place.prepare(&place.config()).unwrap().reused);
 }
 
@@ -267,10 +241,7 @@ fn a_damaged_or_half_renamed_preparation_is_made_again() {
     ];
     for (number, damage) in damage.iter().enumerate() {
         damage(&place.out());
-        assert!(
-            !place.prepare(&place.config()).unwrap().reused,
-            "damage {number}"
-        );
+        assert!(!place.prepare(&place.config()).unwrap().reused, "damage {number}");
         assert_eq!(place.files(), whole, "damage {number}");
     }
 }
@@ -280,20 +251,11 @@ fn foreign_files_are_left_alone() {
     let place = Place::new();
     fs::create_dir(place.out()).unwrap();
     fs::write(place.out().join("train.bin"), "somebody else's").unwrap();
-    refusal(
-        place.prepare(&place.config()),
-        "train.bin without the meta.json",
-    );
-    assert_eq!(
-        fs::read(place.out().join("train.bin")).unwrap(),
-        b"somebody else's"
-    );
+    refusal(place.prepare(&place.config()), "train.bin without the meta.json");
+    assert_eq!(fs::read(place.out().join("train.bin")).unwrap(), b"somebody else's");
     // A second attempt fails too: the lock file that the first one made is empty, not a mark of ownership.
     assert!(place.prepare(&place.config()).is_err());
-    assert_eq!(
-        fs::read(place.out().join("train.bin")).unwrap(),
-        b"somebody else's"
-    );
+    assert_eq!(fs::read(place.out().join("train.bin")).unwrap(), b"somebody else's");
 
     fs::remove_file(place.out().join("train.bin")).unwrap();
     for (content, wanted) in [
@@ -302,10 +264,7 @@ fn foreign_files_are_left_alone() {
         ("", "EOF"),
     ] {
         fs::write(place.out().join("meta.json"), content).unwrap();
-        refusal(
-            place.prepare(&place.config()),
-            &format!("meta.json | {wanted}"),
-        );
+        refusal(place.prepare(&place.config()), &format!("meta.json | {wanted}"));
         assert!(Prepared::open(&place.out()).is_err());
     }
 }
@@ -316,10 +275,7 @@ fn an_error_on_the_way_leaves_the_earlier_preparation() {
     place.prepare(&place.config()).unwrap();
     let first = place.files();
     fs::write(place.dir.path().join("text/zzz.txt"), b"bad \xff").unwrap();
-    refusal(
-        place.prepare(&place.replacing()),
-        "zzz.txt: not UTF-8 at byte 4",
-    );
+    refusal(place.prepare(&place.replacing()), "zzz.txt: not UTF-8 at byte 4");
     assert_eq!(place.files(), first);
 }
 
@@ -352,11 +308,7 @@ fn an_own_validation_corpus_is_kept_out_of_training() {
         "{\"text\": \"fn number_7 () {\\n Grüße }\\n\"}\n{\"text\": \"fresh words\"}\n",
     )
     .unwrap();
-    let held = Corpus::open(CorpusConfig::jsonl(
-        vec![path.to_str().unwrap().into()],
-        "text",
-    ))
-    .unwrap();
+    let held = Corpus::open(CorpusConfig::jsonl(vec![path.to_str().unwrap().into()], "text")).unwrap();
     let config = PrepareConfig {
         validation: ValidationSource::Corpus(&held),
         ..place.config()
@@ -367,11 +319,7 @@ fn an_own_validation_corpus_is_kept_out_of_training() {
     // Number 7 comes twice among the 200 files: 7 and 157.
     assert_eq!(train.num_documents(), 198);
     let held_out = documents(&validation);
-    assert!(
-        documents(&train)
-            .iter()
-            .all(|document| !held_out.contains(document))
-    );
+    assert!(documents(&train).iter().all(|document| !held_out.contains(document)));
     assert_eq!(prepared.meta.validation_report.unwrap().num_documents, 2);
     assert!(place.prepare(&config).unwrap().reused);
 }
@@ -380,10 +328,7 @@ fn an_own_validation_corpus_is_kept_out_of_training() {
 fn bad_settings_and_empty_splits_are_refused() {
     let place = Place::new();
     for fraction in [0.0, 1.0, -0.5, f64::NAN] {
-        refusal(
-            place.prepare(&place.holding_out(fraction)),
-            "validation_fraction",
-        );
+        refusal(place.prepare(&place.holding_out(fraction)), "validation_fraction");
     }
     refusal(
         place.prepare(&place.holding_out(1e-9)),
@@ -409,12 +354,9 @@ fn bad_settings_and_empty_splits_are_refused() {
 fn progress_ends_at_the_whole() {
     let place = Place::new();
     let calls = RefCell::new(Vec::new());
-    prepare(
-        &[place.corpus()],
-        &place.tokenizer,
-        &place.config(),
-        &|progress| calls.borrow_mut().push(progress),
-    )
+    prepare(&[place.corpus()], &place.tokenizer, &place.config(), &|progress| {
+        calls.borrow_mut().push(progress)
+    })
     .unwrap();
     let calls = calls.into_inner();
     let Progress::Tokenising {
@@ -434,15 +376,10 @@ fn progress_ends_at_the_whole() {
 fn two_at_once_do_the_work_once() {
     let place = Place::new();
     let reused = std::thread::scope(|scope| {
-        let threads =
-            [0, 1, 2].map(|_| scope.spawn(|| place.prepare(&place.config()).unwrap().reused));
+        let threads = [0, 1, 2].map(|_| scope.spawn(|| place.prepare(&place.config()).unwrap().reused));
         threads.map(|thread| thread.join().unwrap())
     });
-    assert_eq!(
-        reused.iter().filter(|&&reused| !reused).count(),
-        1,
-        "{reused:?}"
-    );
+    assert_eq!(reused.iter().filter(|&&reused| !reused).count(), 1, "{reused:?}");
 }
 
 const KILL_DIR: &str = "SIEVE_TEST_KILL_DIR";
@@ -456,10 +393,7 @@ fn prepare_for_ever() {
     let Some(dir) = std::env::var_os(KILL_DIR).map(PathBuf::from) else {
         return;
     };
-    let corpus = Corpus::open(CorpusConfig::text(vec![
-        dir.join("text").to_str().unwrap().to_owned(),
-    ]))
-    .unwrap();
+    let corpus = Corpus::open(CorpusConfig::text(vec![dir.join("text").to_str().unwrap().to_owned()])).unwrap();
     let tokenizer = Tokenizer::from_file(&dir.join("tokenizer.json")).unwrap();
     for fraction in [0.2, 0.3].into_iter().cycle() {
         let config = PrepareConfig {
@@ -475,10 +409,7 @@ fn prepare_for_ever() {
 #[test]
 fn killed_at_any_moment_it_leaves_nothing_half_valid() {
     let place = Place::new();
-    place
-        .tokenizer
-        .save(&place.dir.path().join("tokenizer.json"))
-        .unwrap();
+    place.tokenizer.save(&place.dir.path().join("tokenizer.json")).unwrap();
     place.prepare(&place.config()).unwrap();
     let whole = place.files();
     let (mut num_whole, mut num_partial) = (0, 0);
@@ -491,10 +422,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
             .unwrap();
         // Once it is at work: starting takes longer than a preparation.
         while !place.dir.path().join(AT_WORK).exists() {
-            assert!(
-                child.try_wait().unwrap().is_none(),
-                "the child ended by itself"
-            );
+            assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
             std::thread::sleep(Duration::from_millis(1));
         }
         if moment % 2 == 0 {
@@ -502,10 +430,7 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
         } else {
             // Between the first and the last rename, a time too short to meet by chance.
             while place.out().join("meta.json").exists() {
-                assert!(
-                    child.try_wait().unwrap().is_none(),
-                    "the child ended by itself"
-                );
+                assert!(child.try_wait().unwrap().is_none(), "the child ended by itself");
             }
         }
         child.kill().unwrap();

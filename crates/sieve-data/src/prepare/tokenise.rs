@@ -56,12 +56,7 @@ pub(super) struct Pass<'a> {
 /// What a pass does with its documents.
 pub(super) trait Sink {
     /// Takes the documents of one batch, in the corpus's order.
-    fn take(
-        &mut self,
-        documents: Vec<Encoded>,
-        cursor: Cursor,
-        newly_seen: &[u128],
-    ) -> Result<(), DataError>;
+    fn take(&mut self, documents: Vec<Encoded>, cursor: Cursor, newly_seen: &[u128]) -> Result<(), DataError>;
 
     /// Makes all that was taken durable.
     fn keep(&mut self) -> Result<(), DataError>;
@@ -131,10 +126,7 @@ impl Pass<'_> {
             );
             let encoded = encoded?;
             num_documents += encoded.len() as u64;
-            num_tokens += encoded
-                .iter()
-                .map(|document| document.ids.len() as u64)
-                .sum::<u64>();
+            num_tokens += encoded.iter().map(|document| document.ids.len() as u64).sum::<u64>();
             let num_files_done = batch.cursor.file_idx;
             sink.take(encoded, batch.cursor, &batch.newly_seen)?;
             // What was done is also worth keeping when the next batch cannot be read: a network that fails, say.

@@ -21,9 +21,7 @@ impl Layout {
     pub(super) fn check(idx: &[u8], bin_bytes: u64) -> Result<Self, String> {
         let idx_bytes = idx.len() as u64;
         if idx_bytes < HEADER_BYTES {
-            return Err(format!(
-                "{idx_bytes} bytes are fewer than the header's {HEADER_BYTES}"
-            ));
+            return Err(format!("{idx_bytes} bytes are fewer than the header's {HEADER_BYTES}"));
         }
         if &idx[..MAGIC.len()] != MAGIC {
             return Err("does not begin with MMIDIDX".into());
@@ -102,9 +100,7 @@ impl Layout {
         for document in 0..=self.num_documents {
             let boundary = self.boundary(idx, document);
             if document == 0 && boundary != 0 {
-                return Err(format!(
-                    "the first document begins at sequence {boundary}, not 0"
-                ));
+                return Err(format!("the first document begins at sequence {boundary}, not 0"));
             }
             if boundary < before {
                 return Err(format!(

@@ -30,10 +30,8 @@ impl ShardReader {
         let idx_path = with_ending(prefix, ".idx");
         let idx = MappedFile::open(&idx_path)?;
         let bin = MappedFile::open(&with_ending(prefix, ".bin"))?;
-        let layout = Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::BadShard {
-            path: idx_path,
-            what,
-        })?;
+        let layout =
+            Layout::check(&idx, bin.len() as u64).map_err(|what| DataError::BadShard { path: idx_path, what })?;
         Ok(Self {
             prefix: prefix.to_path_buf(),
             bin,
@@ -80,12 +78,7 @@ impl ShardReader {
     /// When `document >= num_documents`.
     pub fn document(&self, document: u64) -> Result<Vec<u32>, DataError> {
         let mut tokens = Vec::new();
-        self.read(
-            document,
-            0..self.document_len(document),
-            usize::MAX,
-            &mut tokens,
-        )?;
+        self.read(document, 0..self.document_len(document), usize::MAX, &mut tokens)?;
         Ok(tokens)
     }
 
@@ -96,19 +89,12 @@ impl ShardReader {
     pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, DataError> {
         let count = |mut counts: Vec<u64>, document| {
             let mut tokens = Vec::new();
-            self.read(
-                document,
-                0..self.document_len(document),
-                vocab_size,
-                &mut tokens,
-            )?;
+            self.read(document, 0..self.document_len(document), vocab_size, &mut tokens)?;
             tokens.iter().for_each(|&token| counts[token as usize] += 1);
             Ok(counts)
         };
         let add = |mut left: Vec<u64>, right: Vec<u64>| {
-            left.iter_mut()
-                .zip(right)
-                .for_each(|(left, right)| *left += right);
+            left.iter_mut().zip(right).for_each(|(left, right)| *left += right);
             Ok(left)
         };
         // Few, long pieces: each holds counts for the whole vocabulary.
@@ -116,8 +102,7 @@ impl ShardReader {
         (0..self.num_documents().div_ceil(piece_len))
             .into_par_iter()
             .map(|piece| {
-                let documents =
-                    piece * piece_len..((piece + 1) * piece_len).min(self.num_documents());
+                let documents = piece * piece_len..((piece + 1) * piece_len).min(self.num_documents());
                 documents.into_iter().try_fold(vec![0; vocab_size], count)
             })
             .try_reduce(|| vec![0; vocab_size], add)
@@ -140,8 +125,8 @@ impl ShardReader {
             "token range outside the document"
         );
         let size = self.layout.dtype.num_bytes();
-        let bytes = &self.bin[((tokens.start + range.start) * size) as usize
-            ..((tokens.start + range.end) * size) as usize];
+        let bytes =
+            &self.bin[((tokens.start + range.start) * size) as usize..((tokens.start + range.end) * size) as usize];
         let already = out.len();
         match self.layout.dtype {
             TokenDtype::U16 => out.extend(
@@ -152,13 +137,7 @@ impl ShardReader {
                     .map(|&two| u32::from(u16::from_le_bytes(two))),
             ),
             // A negative id turns into one above any vocabulary, and is refused below.
-            TokenDtype::I32 => out.extend(
-                bytes
-                    .as_chunks()
-                    .0
-                    .iter()
-                    .map(|&four| u32::from_le_bytes(four)),
-            ),
+            TokenDtype::I32 => out.extend(bytes.as_chunks().0.iter().map(|&four| u32::from_le_bytes(four))),
         }
         let limit = vocab_size.min(1 << 31) as u32;
         if let Some(&token) = out[already..].iter().find(|&&token| token >= limit) {

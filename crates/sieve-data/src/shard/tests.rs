@@ -38,10 +38,7 @@ fn the_bytes_are_megatrons() {
     let small = [vec![1, 2, 3], vec![4], vec![5, 65_498]];
     let prefix = write_shard(dir.path(), "v1.5", 65_499, &small);
     assert_eq!(fs::read(dir.path().join("v1.5.idx")).unwrap(), GOLDEN_IDX);
-    assert_eq!(
-        fs::read(dir.path().join("v1.5.bin")).unwrap()[..10],
-        GOLDEN_BIN[..10]
-    );
+    assert_eq!(fs::read(dir.path().join("v1.5.bin")).unwrap()[..10], GOLDEN_BIN[..10]);
     fs::write(dir.path().join("v1.5.bin"), GOLDEN_BIN).unwrap();
     let reader = ShardReader::open(&prefix).unwrap();
     assert_eq!(
@@ -66,10 +63,7 @@ fn a_large_vocabulary_is_stored_in_four_bytes() {
         (idx[17], &idx[42..58]),
         (4, &[0, 0, 0, 0, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0][..])
     );
-    assert_eq!(
-        ShardReader::open(&prefix).unwrap().document(0).unwrap(),
-        [65_499, 0]
-    );
+    assert_eq!(ShardReader::open(&prefix).unwrap().document(0).unwrap(), [65_499, 0]);
 }
 
 #[test]
@@ -104,10 +98,7 @@ fn malformed_indices_are_told_apart() {
         Layout::check(&idx, GOLDEN_BIN.len() as u64).unwrap_err()
     };
     let cases: [(&Change, &str); 14] = [
-        (
-            &|idx| idx.truncate(33),
-            "33 bytes are fewer than the header's 34",
-        ),
+        (&|idx| idx.truncate(33), "33 bytes are fewer than the header's 34"),
         (&|idx| idx[0] = b'X', "does not begin with MMIDIDX"),
         (&|idx| idx[9] = 2, "version 2"),
         (&|idx| idx[17] = 5, "dtype code 5"),
@@ -123,15 +114,9 @@ fn malformed_indices_are_told_apart() {
         ),
         (&|idx| idx[37] = 0xFF, "sequence 0 has length"),
         (&|idx| idx[54] = 4, "sequence 1 begins at byte 4"),
-        (
-            &|idx| idx[70] = 1,
-            "the first document begins at sequence 1",
-        ),
+        (&|idx| idx[70] = 1, "the first document begins at sequence 1"),
         (&|idx| idx[78] = 3, "document boundary 2 is 2, below"),
-        (
-            &|idx| idx[94] = 2,
-            "the last document ends at sequence 2 of 3",
-        ),
+        (&|idx| idx[94] = 2, "the last document ends at sequence 2 of 3"),
         (
             &|idx| idx[42] = 3,
             "7 tokens of 2 bytes, but the .bin file has 12 bytes",
@@ -143,30 +128,19 @@ fn malformed_indices_are_told_apart() {
     }
     // 2 sequences of 20 bytes fewer tables, but no boundaries at all.
     let idx = [&GOLDEN_IDX[..18], &[0; 16]].concat();
-    assert!(
-        Layout::check(&idx, 0)
-            .unwrap_err()
-            .contains("no document boundaries")
-    );
+    assert!(Layout::check(&idx, 0).unwrap_err().contains("no document boundaries"));
 }
 
 #[test]
 fn errors_name_the_file() {
     let dir = tempfile::tempdir().unwrap();
-    let open = |name: &str| {
-        ShardReader::open(&dir.path().join(name))
-            .unwrap_err()
-            .to_string()
-    };
+    let open = |name: &str| ShardReader::open(&dir.path().join(name)).unwrap_err().to_string();
     assert!(open("missing").contains("missing.idx"));
     fs::write(dir.path().join("a.idx"), GOLDEN_IDX).unwrap();
     assert!(open("a").contains("a.bin"));
     fs::write(dir.path().join("a.bin"), &GOLDEN_BIN[..11]).unwrap();
     let error = open("a");
-    says(
-        &error,
-        "a.idx: 6 tokens of 2 bytes, but the .bin file has 11 bytes",
-    );
+    says(&error, "a.idx: 6 tokens of 2 bytes, but the .bin file has 11 bytes");
     fs::create_dir(dir.path().join("b.idx")).unwrap();
     assert!(open("b").contains("b.idx"));
 }
@@ -177,18 +151,12 @@ fn tokens_outside_the_vocabulary_are_refused() {
     let prefix = dir.path().join("a");
     let mut writer = ShardWriter::create(&prefix, 10).unwrap();
     writer.push(&[1, 9]).unwrap();
-    refusal(
-        writer.push(&[3, 10]),
-        "token 10 is outside the vocabulary of 10",
-    );
+    refusal(writer.push(&[3, 10]), "token 10 is outside the vocabulary of 10");
     writer.push(&[2]).unwrap();
     writer.finish().unwrap();
     let reader = ShardReader::open(&prefix).unwrap();
     assert_eq!(reader.num_documents(), 2);
-    assert_eq!(
-        reader.token_counts(10).unwrap(),
-        [0, 1, 1, 0, 0, 0, 0, 0, 0, 1]
-    );
+    assert_eq!(reader.token_counts(10).unwrap(), [0, 1, 1, 0, 0, 0, 0, 0, 0, 1]);
     let error = reader.token_counts(9).unwrap_err();
     assert!(
         matches!(
@@ -205,11 +173,7 @@ fn tokens_outside_the_vocabulary_are_refused() {
 
     // A negative id in an i32 shard.
     let prefix = write_shard(dir.path(), "n", 70_000, &[vec![1, 2]]);
-    fs::write(
-        dir.path().join("n.bin"),
-        [1, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF],
-    )
-    .unwrap();
+    fs::write(dir.path().join("n.bin"), [1, 0, 0, 0, 0xFF, 0xFF, 0xFF, 0xFF]).unwrap();
     let error = ShardReader::open(&prefix).unwrap().document(0).unwrap_err();
     assert!(
         matches!(error, DataError::TokenOutOfVocabulary { token: -1, .. }),

@@ -54,20 +54,12 @@ impl ShardWriter {
     }
 
     /// Goes on after `num_documents` documents that [`keep`](Self::keep) made durable.
-    pub(crate) fn resume(
-        prefix: &Path,
-        vocab_size: usize,
-        num_documents: u64,
-    ) -> Result<Self, DataError> {
+    pub(crate) fn resume(prefix: &Path, vocab_size: usize, num_documents: u64) -> Result<Self, DataError> {
         check_vocab_size(vocab_size)?;
         let lengths_log = AtomicFile::resume(&lengths_path(prefix), 4 * num_documents)?;
         let temporary = temporary_name(&lengths_path(prefix));
         let bytes = fs::read(&temporary).map_err(DataError::io("read", &temporary))?;
-        let lengths = bytes
-            .as_chunks()
-            .0
-            .iter()
-            .map(|&four| i32::from_le_bytes(four));
+        let lengths = bytes.as_chunks().0.iter().map(|&four| i32::from_le_bytes(four));
         let lengths = lengths.collect::<Vec<_>>();
         let dtype = TokenDtype::for_vocab_size(vocab_size);
         let num_tokens = lengths.iter().map(|&length| i64::from(length)).sum::<i64>();
@@ -114,25 +106,17 @@ impl ShardWriter {
                 document.len()
             ),
         })?;
-        if let Some(&token) = document
-            .iter()
-            .find(|&&token| token as usize >= self.vocab_size)
-        {
+        if let Some(&token) = document.iter().find(|&&token| token as usize >= self.vocab_size) {
             return Err(DataError::BadSetting {
                 name: "document",
-                reason: format!(
-                    "token {token} is outside the vocabulary of {}",
-                    self.vocab_size
-                ),
+                reason: format!("token {token} is outside the vocabulary of {}", self.vocab_size),
             });
         }
         self.bytes.clear();
         match self.dtype {
-            TokenDtype::U16 => self.bytes.extend(
-                document
-                    .iter()
-                    .flat_map(|&token| (token as u16).to_le_bytes()),
-            ),
+            TokenDtype::U16 => self
+                .bytes
+                .extend(document.iter().flat_map(|&token| (token as u16).to_le_bytes())),
             TokenDtype::I32 => self
                 .bytes
                 .extend(document.iter().flat_map(|&token| token.to_le_bytes())),
@@ -212,10 +196,7 @@ fn hash_file(path: &Path) -> Result<Xxh3, DataError> {
     let mut file = File::open(path).map_err(DataError::io("open", path))?;
     let (mut hash, mut buffer) = (Xxh3::new(), vec![0; 1 << 20]);
     loop {
-        match file
-            .read(&mut buffer)
-            .map_err(DataError::io("read", path))?
-        {
+        match file.read(&mut buffer).map_err(DataError::io("read", path))? {
             0 => return Ok(hash),
             num_bytes => hash.update(&buffer[..num_bytes]),
         }

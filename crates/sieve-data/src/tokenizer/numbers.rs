@@ -32,8 +32,7 @@ impl Tokenizer {
             "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": null, "decoder": null,
             "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
         });
-        Self::from_bytes(tokenizer.to_string().as_bytes())
-            .map_err(|reason| DataError::TokenizerTraining { reason })
+        Self::from_bytes(tokenizer.to_string().as_bytes()).map_err(|reason| DataError::TokenizerTraining { reason })
     }
 }
 
@@ -45,10 +44,7 @@ mod tests {
     fn words_are_their_numbers() {
         let tokenizer = Tokenizer::numbers(8192).unwrap();
         assert_eq!(tokenizer.vocab_size(), 8192);
-        assert_eq!(
-            tokenizer.encode("17 4099\n8191  1").unwrap(),
-            [17, 4099, 8191, 1]
-        );
+        assert_eq!(tokenizer.encode("17 4099\n8191  1").unwrap(), [17, 4099, 8191, 1]);
         assert_eq!(tokenizer.decode(&[5, 8191, 0]).unwrap(), "5 8191");
         assert_eq!(tokenizer.eos_id().unwrap(), 0);
         for text in ["8192", "0", "-1", "word"] {
@@ -57,10 +53,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("tokenizer.json");
         tokenizer.save(&path).unwrap();
-        assert_eq!(
-            Tokenizer::from_file(&path).unwrap().hash(),
-            tokenizer.hash()
-        );
+        assert_eq!(Tokenizer::from_file(&path).unwrap().hash(), tokenizer.hash());
         assert!(Tokenizer::numbers(1).is_err());
     }
 }

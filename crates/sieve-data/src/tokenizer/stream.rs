@@ -35,9 +35,7 @@ impl<'a> DecodeStream<'a> {
     pub fn push(&mut self, id: u32) -> Result<String, DataError> {
         self.ids.push(id);
         let text = self.pending_text()?;
-        if text.ends_with(char::REPLACEMENT_CHARACTER)
-            && self.ids.len() - self.num_context <= MAX_PENDING
-        {
+        if text.ends_with(char::REPLACEMENT_CHARACTER) && self.ids.len() - self.num_context <= MAX_PENDING {
             return Ok(String::new());
         }
         if !text.is_empty() {

@@ -6,17 +6,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::corpus::{Corpus, CorpusConfig};
 
-const TEXT: &str =
-    "fn main() {\n    println!(\"Grüße, 世界! 👩‍🚀 naïve café\");\n}\n// Ünïcödé 漢字 и кириллица\n";
+const TEXT: &str = "fn main() {\n    println!(\"Grüße, 世界! 👩‍🚀 naïve café\");\n}\n// Ünïcödé 漢字 и кириллица\n";
 
 fn texts() -> Vec<String> {
-    let word = |number: usize| {
-        format!(
-            "{TEXT}let value_{} = {}; ",
-            number % 37,
-            number * number % 1009
-        )
-    };
+    let word = |number: usize| format!("{TEXT}let value_{} = {}; ", number % 37, number * number % 1009);
     (0..300).map(word).collect()
 }
 
@@ -68,10 +61,7 @@ fn ties_and_runs_do_not_make_training_depend_on_hash_order() {
 fn special_tokens_and_sizes_are_as_asked() {
     let tokenizer = small();
     assert_eq!(tokenizer.vocab_size(), 400);
-    assert_eq!(
-        (tokenizer.eos_id().unwrap(), tokenizer.pad_id()),
-        (0, Some(1))
-    );
+    assert_eq!((tokenizer.eos_id().unwrap(), tokenizer.pad_id()), (0, Some(1)));
     let tokenizer = tokenizer.with_eos_token(Some("<|pad|>"));
     assert_eq!(tokenizer.eos_id().unwrap(), 1);
     assert_eq!(tokenizer.id_token(0).unwrap(), "<|endoftext|>");
@@ -115,14 +105,8 @@ fn saved_and_loaded_it_is_the_same() {
     let tokenizer = small();
     tokenizer.save(&path).unwrap();
     let loaded = Tokenizer::from_file(&path).unwrap();
-    assert_eq!(
-        (loaded.hash(), loaded.vocab_size()),
-        (tokenizer.hash(), 400)
-    );
-    assert_eq!(
-        loaded.encode(TEXT).unwrap(),
-        tokenizer.encode(TEXT).unwrap()
-    );
+    assert_eq!((loaded.hash(), loaded.vocab_size()), (tokenizer.hash(), 400));
+    assert_eq!(loaded.encode(TEXT).unwrap(), tokenizer.encode(TEXT).unwrap());
     let words = texts();
     let other = Tokenizer::train_on(words.iter().map(String::as_str), 390).unwrap();
     assert_ne!(other.hash(), tokenizer.hash());
@@ -153,26 +137,17 @@ fn gaps_in_the_ids_count() {
             "rstrip": false, "normalized": false}],
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 7, "</s>": 9}, "unk_token": "a"}}"#;
     let tokenizer = Tokenizer::from_bytes(json.as_bytes()).unwrap();
-    assert_eq!(
-        (tokenizer.vocab_size(), tokenizer.eos_id().unwrap()),
-        (10, 9)
-    );
+    assert_eq!((tokenizer.vocab_size(), tokenizer.eos_id().unwrap()), (10, 9));
 }
 
 #[test]
 fn unusable_files_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("broken.json");
-    refusal(
-        Tokenizer::from_file(&path),
-        "there is no tokenizer | broken.json",
-    );
+    refusal(Tokenizer::from_file(&path), "there is no tokenizer | broken.json");
     for content in ["", "{}", "[1]", "{\"model\": {\"type\": \"BPE\"}}", "\u{0}"] {
         fs::write(&path, content).unwrap();
-        refusal(
-            Tokenizer::from_file(&path),
-            "broken.json: not a usable tokenizer.json",
-        );
+        refusal(Tokenizer::from_file(&path), "broken.json: not a usable tokenizer.json");
     }
 }
 
@@ -182,10 +157,7 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
     for (number, text) in texts().iter().enumerate() {
         fs::write(dir.path().join(format!("{number}.txt")), text).unwrap();
     }
-    let corpus = Corpus::open(CorpusConfig::text(vec![
-        dir.path().to_str().unwrap().into(),
-    ]))
-    .unwrap();
+    let corpus = Corpus::open(CorpusConfig::text(vec![dir.path().to_str().unwrap().into()])).unwrap();
     let train = |sample_bytes| {
         Tokenizer::train(
             &corpus,
@@ -262,10 +234,7 @@ fn a_file_of_qwens_kind_works() {
 
 fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
     let mut stream = tokenizer.decode_stream();
-    let mut pieces = ids
-        .iter()
-        .map(|&id| stream.push(id).unwrap())
-        .collect::<Vec<_>>();
+    let mut pieces = ids.iter().map(|&id| stream.push(id).unwrap()).collect::<Vec<_>>();
     pieces.push(stream.finish().unwrap());
     pieces
 }

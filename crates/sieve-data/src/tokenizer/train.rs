@@ -51,10 +51,7 @@ impl Tokenizer {
     ///
     /// # Errors
     /// A `vocab_size` that is too small, or larger than the text gives merges for.
-    pub fn train_on<'a>(
-        texts: impl Iterator<Item = &'a str> + Send,
-        vocab_size: usize,
-    ) -> Result<Self, DataError> {
+    pub fn train_on<'a>(texts: impl Iterator<Item = &'a str> + Send, vocab_size: usize) -> Result<Self, DataError> {
         if vocab_size < MIN_VOCAB_SIZE {
             let reason = format!(
                 "{vocab_size} is too small: 256 bytes and 2 special tokens take {MIN_VOCAB_SIZE}\n  \
@@ -66,9 +63,7 @@ impl Tokenizer {
             });
         }
         let failed = |reason: String| DataError::TokenizerTraining { reason };
-        let special_tokens = [END_OF_TEXT, PAD]
-            .map(|token| AddedToken::from(token, true))
-            .to_vec();
+        let special_tokens = [END_OF_TEXT, PAD].map(|token| AddedToken::from(token, true)).to_vec();
         let mut trainer = BpeTrainer::builder()
             .vocab_size(vocab_size)
             .show_progress(false)
@@ -80,9 +75,7 @@ impl Tokenizer {
         let mut model = BPE::default();
         trainer
             .feed(texts, |text| {
-                Ok(words(text)
-                    .map(|word| in_byte_chars(word, &byte_chars))
-                    .collect())
+                Ok(words(text).map(|word| in_byte_chars(word, &byte_chars)).collect())
             })
             .and_then(|()| trainer.train(&mut model))
             .map_err(|error| failed(error.to_string()))?;

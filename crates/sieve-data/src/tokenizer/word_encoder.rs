@@ -24,9 +24,7 @@ impl WordEncoder {
     pub(super) fn for_tokenizer(tokenizer: &HfTokenizer, json: &str) -> Option<Self> {
         let json: Value = serde_json::from_str(json).ok()?;
         let (model, splitting) = (&json["model"], &json["pre_tokenizer"]);
-        let absent = |key: &str| {
-            model[key].is_null() || model[key] == "" || model[key] == false || model[key] == 0.0
-        };
+        let absent = |key: &str| model[key].is_null() || model[key] == "" || model[key] == false || model[key] == 0.0;
         let fits = json["normalizer"].is_null()
             && splitting["type"] == "ByteLevel"
             && splitting["add_prefix_space"] == false
@@ -56,19 +54,12 @@ impl WordEncoder {
 
     fn encode_word(&self, word: &str) -> tokenizers::Result<Vec<u32>> {
         let chars = in_byte_chars(word, &self.byte_chars);
-        Ok(self
-            .model
-            .tokenize(&chars)?
-            .into_iter()
-            .map(|token| token.id)
-            .collect())
+        Ok(self.model.tokenize(&chars)?.into_iter().map(|token| token.id).collect())
     }
 
     fn caches(&self) -> std::sync::MutexGuard<'_, Vec<WordCache>> {
         // A panic elsewhere leaves the list whole: caches are only ever put in or taken out.
-        self.caches
-            .lock()
-            .unwrap_or_else(|poisoned| poisoned.into_inner())
+        self.caches.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
     }
 }
 
@@ -94,9 +85,7 @@ const MAX_WORD_BYTES: usize = 64;
 impl WordCache {
     fn new() -> Self {
         Self {
-            slots: std::iter::repeat_with(|| None)
-                .take(NUM_SLOTS as usize)
-                .collect(),
+            slots: std::iter::repeat_with(|| None).take(NUM_SLOTS as usize).collect(),
         }
     }
 
@@ -114,9 +103,7 @@ impl WordCache {
         let hash = xxh3_64(word.as_bytes());
         let slot = &mut self.slots[(hash % NUM_SLOTS) as usize];
         match slot {
-            Some(slot) if slot.hash == hash && *slot.word == *word => {
-                ids.extend_from_slice(&slot.ids)
-            }
+            Some(slot) if slot.hash == hash && *slot.word == *word => ids.extend_from_slice(&slot.ids),
             _ => {
                 let new = encode(word)?;
                 ids.extend_from_slice(&new);

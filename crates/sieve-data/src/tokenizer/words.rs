@@ -21,9 +21,7 @@ const NUM_CHARS: usize = 0x11_0000;
 /// The class of every character, asked from the engine that the `tokenizers` crate splits with, so that both know the
 /// same version of Unicode.
 static CLASSES: LazyLock<Vec<Class>> = LazyLock::new(|| {
-    let every_char = (0..NUM_CHARS as u32)
-        .filter_map(char::from_u32)
-        .collect::<String>();
+    let every_char = (0..NUM_CHARS as u32).filter_map(char::from_u32).collect::<String>();
     let mut classes = vec![Class::Other; NUM_CHARS];
     for (pattern, class) in [
         (r"\p{L}+", Class::Letter),
@@ -103,9 +101,7 @@ pub(super) fn byte_chars() -> [char; 256] {
 
 /// A word as the vocabulary of a byte-level BPE writes it: one character a byte.
 pub(super) fn in_byte_chars(word: &str, byte_chars: &[char; 256]) -> String {
-    word.bytes()
-        .map(|byte| byte_chars[usize::from(byte)])
-        .collect()
+    word.bytes().map(|byte| byte_chars[usize::from(byte)]).collect()
 }
 
 #[cfg(test)]
@@ -118,9 +114,7 @@ mod tests {
 
     fn by_regex(text: &str) -> Vec<String> {
         let mut split = PreTokenizedString::from(text);
-        ByteLevel::new(false, false, true)
-            .pre_tokenize(&mut split)
-            .unwrap();
+        ByteLevel::new(false, false, true).pre_tokenize(&mut split).unwrap();
         let splits = split.get_splits(OffsetReferential::Original, OffsetType::Byte);
         splits
             .into_iter()
@@ -131,12 +125,10 @@ mod tests {
 
     #[test]
     fn each_alternative_is_met() {
-        let text =
-            "it's we'LL they'll 've  two   spaces\n\n\tx 12 3½ a1 !?'s ''t\u{3000}\u{a0}y \n z  ";
+        let text = "it's we'LL they'll 've  two   spaces\n\n\tx 12 3½ a1 !?'s ''t\u{3000}\u{a0}y \n z  ";
         let wanted = [
-            "it", "'s", " we", "'", "LL", " they", "'ll", " '", "ve", " ", " two", "  ", " spaces",
-            "\n\n", "\t", "x", " 12", " 3½", " a", "1", " !?'", "s", " ''", "t", "\u{3000}",
-            "\u{a0}", "y", " \n", " z", "  ",
+            "it", "'s", " we", "'", "LL", " they", "'ll", " '", "ve", " ", " two", "  ", " spaces", "\n\n", "\t", "x",
+            " 12", " 3½", " a", "1", " !?'", "s", " ''", "t", "\u{3000}", "\u{a0}", "y", " \n", " z", "  ",
         ];
         assert_eq!(words(text).collect::<Vec<_>>(), wanted);
         assert_eq!(by_regex(text), wanted);
@@ -154,8 +146,7 @@ mod tests {
         assert!(words(&text).eq(wanted));
     }
 
-    const PATTERN: &str =
-        r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+    const PATTERN: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(2_000))]

@@ -181,16 +181,10 @@ impl LongTaskReport {
 }
 
 impl LongCell {
-    fn new<'a>(
-        length: usize,
-        depth: Option<f64>,
-        samples: impl Iterator<Item = &'a SampleScore>,
-    ) -> Option<Self> {
+    fn new<'a>(length: usize, depth: Option<f64>, samples: impl Iterator<Item = &'a SampleScore>) -> Option<Self> {
         let samples: Vec<&SampleScore> = samples.collect();
         let count = samples.len() as f64;
-        let mean = |value: fn(&SampleScore) -> f64| {
-            samples.iter().map(|sample| value(sample)).sum::<f64>() / count
-        };
+        let mean = |value: fn(&SampleScore) -> f64| samples.iter().map(|sample| value(sample)).sum::<f64>() / count;
         (!samples.is_empty()).then(|| Self {
             length,
             depth,

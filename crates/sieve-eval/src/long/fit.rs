@@ -62,11 +62,7 @@ pub fn long_texts(
             parts = parts.saturating_sub(surplus.max(1)).max(fewest);
         });
     }
-    Ok(LongTexts {
-        task,
-        length,
-        samples,
-    })
+    Ok(LongTexts { task, length, samples })
 }
 
 struct Maker<'a> {
@@ -92,13 +88,7 @@ impl Maker<'_> {
     }
 
     /// Parts of the longest text with room, to within 1 %.
-    fn largest(
-        &self,
-        number: u64,
-        room: usize,
-        fewest: usize,
-        most: usize,
-    ) -> Result<usize, EvalError> {
+    fn largest(&self, number: u64, room: usize, fewest: usize, most: usize) -> Result<usize, EvalError> {
         let tokens = |parts| Ok::<_, EvalError>(self.make(number, parts)?.1.len());
         let first = tokens(fewest)?;
         if first > room {

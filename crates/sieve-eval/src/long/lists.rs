@@ -87,9 +87,7 @@ pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
     let (text, common) = word_list(random, size.parts, often, seldom);
     let prompt = format!("{example}{text}");
     let mut others = random.words(20 * NUM_COMMON + NUM_COMMON).into_iter();
-    let wrong = wrong(&prompt, || {
-        others.next().unwrap_or_else(|| random.letters(b'a', 6))
-    });
+    let wrong = wrong(&prompt, || others.next().unwrap_or_else(|| random.letters(b'a', 6)));
     LongSample {
         prompt,
         references: common,
@@ -99,20 +97,11 @@ pub(super) fn common_words(random: &mut Random, size: Size) -> LongSample {
     }
 }
 
-fn word_list(
-    random: &mut Random,
-    words: usize,
-    often: usize,
-    seldom: usize,
-) -> (String, Vec<String>) {
+fn word_list(random: &mut Random, words: usize, often: usize, seldom: usize) -> (String, Vec<String>) {
     let words = random.words(words);
     let (common, others) = words.split_at(NUM_COMMON);
-    let common_words = common
-        .iter()
-        .flat_map(|word| std::iter::repeat_n(word, often));
-    let other_words = others
-        .iter()
-        .flat_map(|word| std::iter::repeat_n(word, seldom));
+    let common_words = common.iter().flat_map(|word| std::iter::repeat_n(word, often));
+    let other_words = others.iter().flat_map(|word| std::iter::repeat_n(word, seldom));
     let mut list: Vec<&String> = common_words.chain(other_words).collect();
     random.shuffle(&mut list);
     let context = numbered(&list);

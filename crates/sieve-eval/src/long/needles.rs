@@ -72,10 +72,7 @@ impl Needles {
                 values: Thing::Uuids,
                 ..plain
             },
-            "niah_multikey_1" => Self {
-                num_keys: 4,
-                ..plain
-            },
+            "niah_multikey_1" => Self { num_keys: 4, ..plain },
             "niah_multikey_2" => Self {
                 hay: Hay::Needles,
                 ..plain
@@ -86,10 +83,7 @@ impl Needles {
                 values: Thing::Uuids,
                 ..plain
             },
-            "niah_multivalue" => Self {
-                num_values: 4,
-                ..plain
-            },
+            "niah_multivalue" => Self { num_values: 4, ..plain },
             "niah_multiquery" => Self {
                 num_keys: 4,
                 num_queries: 4,
@@ -122,14 +116,8 @@ impl Needles {
         let mut values: Vec<Vec<String>> = Vec::new();
         let mut needles = Vec::new();
         for key in &keys {
-            let of_key: Vec<String> = (0..self.num_values)
-                .map(|_| self.values.draw(random))
-                .collect();
-            needles.extend(
-                of_key
-                    .iter()
-                    .map(|value| (self.needle(key, value), key.clone())),
-            );
+            let of_key: Vec<String> = (0..self.num_values).map(|_| self.values.draw(random)).collect();
+            needles.extend(of_key.iter().map(|value| (self.needle(key, value), key.clone())));
             values.push(of_key);
         }
         random.shuffle(&mut needles);
@@ -171,10 +159,7 @@ impl Needles {
     }
 
     fn needle(self, key: &str, value: &str) -> String {
-        format!(
-            "One of the special magic {} for {key} is: {value}.",
-            self.values.name()
-        )
+        format!("One of the special magic {} for {key} is: {value}.", self.values.name())
     }
 
     /// The sentences that the needles are put between, and the text that joins them.
@@ -187,10 +172,7 @@ impl Needles {
     ) -> (Vec<String>, &'static str) {
         match self.hay {
             Hay::Noise => (vec![NOISE.to_owned(); parts], "\n"),
-            Hay::Essay => (
-                text.first(parts).into_iter().map(str::to_owned).collect(),
-                text.joint,
-            ),
+            Hay::Essay => (text.first(parts).into_iter().map(str::to_owned).collect(), text.joint),
             Hay::Needles => {
                 let mut other = || loop {
                     let key = self.keys.draw(random);

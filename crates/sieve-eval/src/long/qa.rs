@@ -101,36 +101,24 @@ impl QaData {
                     let near = of_article.iter().copied().filter(|&n| n != gold);
                     questions.push(Question {
                         query: question.question.clone(),
-                        answers: question
-                            .answers
-                            .iter()
-                            .map(|one| one.text.clone())
-                            .collect(),
+                        answers: question.answers.iter().map(|one| one.text.clone()).collect(),
                         gold: vec![gold],
                         near: near.collect(),
                     });
                 }
             }
         }
-        Self {
-            documents,
-            questions,
-        }
+        Self { documents, questions }
     }
 
     fn of_hotpot(hotpot: Vec<HotpotQuestion>) -> Self {
-        let text =
-            |(title, sentences): &(String, Vec<String>)| format!("{title}\n{}", sentences.concat());
+        let text = |(title, sentences): &(String, Vec<String>)| format!("{title}\n{}", sentences.concat());
         let contexts = hotpot.iter().flat_map(|question| &question.context);
         let (documents, numbers) = numbered(contexts.map(text));
         let question = |one: &HotpotQuestion| Question {
             query: one.question.clone(),
             answers: vec![one.answer.clone()],
-            gold: one
-                .context
-                .iter()
-                .map(|part| numbers[&text(part)])
-                .collect(),
+            gold: one.context.iter().map(|part| numbers[&text(part)]).collect(),
             near: Vec::new(),
         };
         Self {
@@ -160,8 +148,7 @@ impl QaData {
         }
         random.shuffle(&mut chosen);
         let documents = chosen.iter().enumerate();
-        let documents =
-            documents.map(|(n, &one)| format!("Document {}:\n{}", n + 1, self.documents[one]));
+        let documents = documents.map(|(n, &one)| format!("Document {}:\n{}", n + 1, self.documents[one]));
         let context = documents.collect::<Vec<_>>().join("\n\n");
         let order = "Answer the question based on the given documents. Only give me the answer and do not output any \
             other words.";

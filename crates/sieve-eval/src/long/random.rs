@@ -134,9 +134,7 @@ impl Random {
 
     /// `count` letters of the 26 that begin at `first` in ASCII.
     pub(super) fn letters(&mut self, first: u8, count: usize) -> String {
-        (0..count)
-            .map(|_| char::from(first + self.below(26) as u8))
-            .collect()
+        (0..count).map(|_| char::from(first + self.below(26) as u8)).collect()
     }
 
     /// An adjective and a noun with a hyphen.
@@ -167,10 +165,7 @@ impl Random {
 
     /// The split's words of a list.
     fn own(&self, list: &'static str) -> Vec<&'static str> {
-        list.split_whitespace()
-            .skip(self.split as usize)
-            .step_by(2)
-            .collect()
+        list.split_whitespace().skip(self.split as usize).step_by(2).collect()
     }
 }
 
@@ -191,10 +186,7 @@ mod tests {
             counts[one.below(5)] += 1;
         }
         // Five standard deviations of 10,000 draws.
-        assert!(
-            counts.iter().all(|&n: &i32| (n - 2000).abs() < 200),
-            "{counts:?}"
-        );
+        assert!(counts.iter().all(|&n: &i32| (n - 2000).abs() < 200), "{counts:?}");
         assert_eq!(random(1, 2).uuid(), random(1, 2).uuid());
         assert_ne!(random(1, 2).uuid(), random(1, 3).uuid());
         assert_ne!(random(1, 2).uuid(), random(2, 2).uuid());
@@ -203,10 +195,7 @@ mod tests {
         let uuid = random(3, 0).uuid();
         let parts: Vec<usize> = uuid.split('-').map(str::len).collect();
         assert_eq!(parts, [8, 4, 4, 4, 12]);
-        assert!(
-            uuid[14..].starts_with('4') && "89ab".contains(&uuid[19..20]),
-            "{uuid}"
-        );
+        assert!(uuid[14..].starts_with('4') && "89ab".contains(&uuid[19..20]), "{uuid}");
         let mut order = random(1, 0).sample(9, 9);
         assert_ne!(order, (0..9).collect::<Vec<_>>());
         order.sort_unstable();
@@ -227,12 +216,7 @@ mod tests {
         let both: Vec<&String> = test.intersection(&train).collect();
         assert!(both.is_empty(), "{both:?}");
         let mut random = Random::new(Split::Test, 0, "cwe", 512, 0);
-        assert!(
-            random
-                .words(30)
-                .iter()
-                .all(|word| NOUNS.contains(word.as_str()))
-        );
+        assert!(random.words(30).iter().all(|word| NOUNS.contains(word.as_str())));
         assert!(random.pair_of_words().contains('-'));
     }
 }

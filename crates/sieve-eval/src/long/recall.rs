@@ -33,10 +33,7 @@ pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
     let pairs: Vec<[String; 2]> = (0..parts).map(|_| [random.uuid(), random.uuid()]).collect();
     let place = random.below(parts);
     let [key, value] = &pairs[place];
-    let lines: Vec<String> = pairs
-        .iter()
-        .map(|[k, v]| format!("\"{k}\": \"{v}\""))
-        .collect();
+    let lines: Vec<String> = pairs.iter().map(|[k, v]| format!("\"{k}\": \"{v}\"")).collect();
     let context = lines.join(",\n ");
     let wrong = wrong(&context, || random.uuid());
     LongSample {
@@ -55,24 +52,14 @@ pub(super) fn key_value(random: &mut Random, parts: usize) -> LongSample {
 /// Words at the beginning, then noise; they are asked for in their order.
 pub(super) fn copy(random: &mut Random, parts: usize) -> LongSample {
     let places = vec![0; NUM_COPIED];
-    copied(
-        random,
-        parts,
-        places,
-        "The text begins with eight words in brackets.",
-    )
+    copied(random, parts, places, "The text begins with eight words in brackets.")
 }
 
 /// Words at random places of the noise (selective copying, arXiv:2312.00752); they are asked for in their order.
 pub(super) fn select(random: &mut Random, parts: usize) -> LongSample {
     let mut places = random.sample(parts + 1, NUM_COPIED);
     places.sort_unstable();
-    copied(
-        random,
-        parts,
-        places,
-        "Eight words in brackets are hidden in the text.",
-    )
+    copied(random, parts, places, "Eight words in brackets are hidden in the text.")
 }
 
 fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) -> LongSample {
@@ -83,18 +70,13 @@ fn copied(random: &mut Random, parts: usize, places: Vec<usize>, about: &str) ->
         sentences.insert(*place, format!("[{word}]"));
     }
     let context = sentences.join("\n");
-    let prompt =
-        format!("{about} Say them again in their order.\n{context}\nThe words in their order:");
+    let prompt = format!("{about} Say them again in their order.\n{context}\nThe words in their order:");
     // The same words in another order would be as likely to a model that knows no order.
     let mut number = 0;
     let mut other = || {
         number += 1;
         let words = others.iter().cycle().skip(number * NUM_COPIED);
-        words
-            .take(NUM_COPIED)
-            .cloned()
-            .collect::<Vec<_>>()
-            .join(" ")
+        words.take(NUM_COPIED).cloned().collect::<Vec<_>>().join(" ")
     };
     LongSample {
         prompt,

@@ -5,12 +5,8 @@ use std::collections::{BTreeMap, HashSet};
 
 /// What lies between two marks.
 fn between<'a>(text: &'a str, before: &str, after: &str) -> &'a str {
-    let (_, rest) = text
-        .split_once(before)
-        .unwrap_or_else(|| panic!("no {before:?}"));
-    rest.split_once(after)
-        .unwrap_or_else(|| panic!("no {after:?}"))
-        .0
+    let (_, rest) = text.split_once(before).unwrap_or_else(|| panic!("no {before:?}"));
+    rest.split_once(after).unwrap_or_else(|| panic!("no {after:?}")).0
 }
 
 fn source() -> LongSource {
@@ -52,9 +48,7 @@ fn oracle(name: &str, prompt: &str) -> String {
     match name {
         "vt" => {
             // The question behind the solved example.
-            let (_, prompt) = prompt
-                .rsplit_once("Memorize and track")
-                .expect("a question");
+            let (_, prompt) = prompt.rsplit_once("Memorize and track").expect("a question");
             let value = between(prompt, "assigned the value ", " in");
             let text = prompt.split("Question:").next().expect("a text");
             let words: Vec<&str> = text.split_whitespace().collect();
@@ -122,9 +116,7 @@ fn oracle(name: &str, prompt: &str) -> String {
             let values = keys.split(", ").flat_map(|key| {
                 let mark = format!(" for {key} is: ");
                 let parts: Vec<&str> = prompt.split(mark.as_str()).skip(1).collect();
-                parts
-                    .into_iter()
-                    .map(|part| part.split('.').next().expect("a value"))
+                parts.into_iter().map(|part| part.split('.').next().expect("a value"))
             });
             values.collect::<Vec<_>>().join(" ")
         }
@@ -168,8 +160,7 @@ fn wrong_answers_are_ten_others_that_the_text_does_not_hold() {
     };
     for name in LONG_TASKS {
         for sample in samples(name, Split::Test, size, 8) {
-            let different: HashSet<&String> =
-                sample.wrong.iter().chain(&sample.references[..1]).collect();
+            let different: HashSet<&String> = sample.wrong.iter().chain(&sample.references[..1]).collect();
             assert_eq!(different.len(), NUM_WRONG + 1, "{name}: {:?}", sample.wrong);
             for wrong in &sample.wrong {
                 assert!(!sample.references.contains(wrong), "{name}: {wrong}");
@@ -190,17 +181,10 @@ fn samples_repeat_and_differ_by_number_and_split() {
         length: 1024,
     };
     for name in LONG_TASKS {
-        let (a, b) = (
-            samples(name, Split::Test, size, 5),
-            samples(name, Split::Test, size, 5),
-        );
+        let (a, b) = (samples(name, Split::Test, size, 5), samples(name, Split::Test, size, 5));
         assert_eq!(a, b, "{name}");
         let train = samples(name, Split::Train, size, 5);
-        let all: HashSet<&String> = a
-            .iter()
-            .chain(&train)
-            .map(|sample| &sample.prompt)
-            .collect();
+        let all: HashSet<&String> = a.iter().chain(&train).map(|sample| &sample.prompt).collect();
         // Questions of a file may come twice, in another order of documents.
         assert_eq!(all.len(), 10, "{name}");
     }
@@ -231,10 +215,7 @@ fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
             let found_keys = found.iter().map(|one| between(one, " for ", " is: "));
             let found_keys: HashSet<&str> = found_keys.collect();
             // Two of the other needles may have one key.
-            assert!(
-                found_keys.len() + 8 > keys && found_keys.len() <= keys,
-                "{name}"
-            );
+            assert!(found_keys.len() + 8 > keys && found_keys.len() <= keys, "{name}");
             assert_eq!(sample.references.len(), references, "{name}");
             let uuids = ["niah_single_3", "niah_multikey_3"].contains(&name);
             for value in &sample.references {
@@ -249,20 +230,12 @@ fn needles_are_as_many_as_their_task_says_and_lie_everywhere() {
             assert_eq!(mentions_noise, name == "niah_single_1");
             depths.extend(sample.depth);
         }
-        assert_eq!(
-            depths.len(),
-            if references == 1 { 400 } else { 0 },
-            "{name}"
-        );
+        assert_eq!(depths.len(), if references == 1 { 400 } else { 0 }, "{name}");
         if references == 1 {
             let mean = depths.iter().sum::<f64>() / 400.0;
             // Four standard deviations of the mean of 400 even draws.
             assert!((mean - 50.0).abs() < 6.0, "{name}: {mean}");
-            let spread = depths
-                .iter()
-                .map(|depth| (depth - mean).powi(2))
-                .sum::<f64>()
-                / 400.0;
+            let spread = depths.iter().map(|depth| (depth - mean).powi(2)).sum::<f64>() / 400.0;
             assert!((spread.sqrt() - 28.9).abs() < 3.0, "{name}: {spread}");
         }
     }
@@ -302,10 +275,9 @@ fn words_are_as_frequent_as_their_task_says() {
         length: 4000,
     };
     for sample in samples("fwe", Split::Test, size, 5) {
-        let mut found: Vec<(String, usize)> =
-            counts(between(&sample.prompt, "coded words. ", "\nQuestion"))
-                .into_iter()
-                .collect();
+        let mut found: Vec<(String, usize)> = counts(between(&sample.prompt, "coded words. ", "\nQuestion"))
+            .into_iter()
+            .collect();
         found.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
         // 1000 k^-2 6/pi^2 of rank k, rounded down; 80 words, of which those beyond rank 24 round to none.
         let top: Vec<usize> = found.iter().take(5).map(|(_, count)| *count).collect();
@@ -323,10 +295,7 @@ fn variables_form_one_chain_in_order() {
         for sample in samples("vt", Split::Test, size, 20) {
             assert_eq!(sample.references.len(), 5);
             assert!(sample.references.iter().all(|name| name.len() == 5));
-            let (example, text) = sample
-                .prompt
-                .rsplit_once("Memorize and track")
-                .expect("a question");
+            let (example, text) = sample.prompt.rsplit_once("Memorize and track").expect("a question");
             assert_eq!(example.matches("Memorize and track").count(), examples);
             assert_eq!(text.matches("VAR ").count(), 9);
             let places: Vec<usize> = (sample.references.iter())
@@ -390,10 +359,7 @@ fn texts_fill_their_length() {
                 assert!(tokens.len() <= room, "{name}");
                 // The file of questions is short.
                 let filled = tokens.len() as f64 / room as f64;
-                assert!(
-                    filled > 0.93 || name.starts_with("qa"),
-                    "{name} {length}: {filled}"
-                );
+                assert!(filled > 0.93 || name.starts_with("qa"), "{name} {length}: {filled}");
             }
         }
     }
@@ -437,9 +403,7 @@ fn scores_are_the_harnesss() {
 
 #[test]
 fn what_cannot_be_made_is_told() {
-    let error = LongTask::new("niah_singel_1")
-        .expect_err("unknown")
-        .to_string();
+    let error = LongTask::new("niah_singel_1").expect_err("unknown").to_string();
     assert!(error.contains("did you mean niah_single_1?"), "{error}");
     let (tokenizer, mut source) = (tokenizer(), source());
     let made = |name: &str, source: &LongSource, length| {
@@ -449,20 +413,13 @@ fn what_cannot_be_made_is_told() {
     };
     let error = made("cwe", &source, 200).expect_err("too short");
     says(&error, "the length is 200 | --lengths");
-    let needed = error
-        .split("takes ")
-        .nth(1)
-        .and_then(|rest| rest.split(' ').next());
+    let needed = error.split("takes ").nth(1).and_then(|rest| rest.split(' ').next());
     let needed: usize = needed.and_then(|n| n.parse().ok()).expect("a number");
     // A little more: samples are not all as long.
     made("cwe", &source, needed + 40).expect("it fits");
     source.qa = [None, None];
     refusal(made("qa_2", &source, 4096), "--qa-2");
-    for (text, words) in [
-        ("{}", "missing field"),
-        ("[]", "no question"),
-        ("x", "expected"),
-    ] {
+    for (text, words) in [("{}", "missing field"), ("[]", "no question"), ("x", "expected")] {
         refusal(QaData::parse("a.json", text), &format!("{words} | a.json"));
     }
 }
@@ -471,10 +428,7 @@ fn what_cannot_be_made_is_told() {
 fn prose_is_cut_behind_its_sentences() {
     let text = LongText::prose("a".to_owned(), "One two.\n Three 1.5 four?  Five");
     assert_eq!(text.parts, ["One two.", "Three 1.5 four?", "Five"]);
-    assert_eq!(
-        text.first(4),
-        ["One two.", "Three 1.5 four?", "Five", "One two."]
-    );
+    assert_eq!(text.first(4), ["One two.", "Three 1.5 four?", "Five", "One two."]);
     let code = LongText::code("b".to_owned(), "fn a() {\n\n}");
     assert_eq!((code.parts.len(), code.joint), (3, "\n"));
 }

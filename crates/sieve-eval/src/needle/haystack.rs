@@ -9,8 +9,7 @@ use std::collections::HashMap;
 const PARAGRAPH: usize = 6;
 
 const ADJECTIVES: [&str; 12] = [
-    "quiet", "old", "narrow", "bright", "distant", "wooden", "gentle", "heavy", "early", "pale",
-    "busy", "empty",
+    "quiet", "old", "narrow", "bright", "distant", "wooden", "gentle", "heavy", "early", "pale", "busy", "empty",
 ];
 const NOUNS: [&str; 16] = [
     "harbour",
@@ -111,9 +110,7 @@ impl Haystack {
         for (at, pair) in tokens.windows(2).enumerate() {
             let text = match texts.get(&pair[0]) {
                 Some(text) => text,
-                None => texts
-                    .entry(pair[0])
-                    .or_insert(tokenizer.decode(&pair[..1])?),
+                None => texts.entry(pair[0]).or_insert(tokenizer.decode(&pair[..1])?),
             };
             // A dot before a space: `self.len` ends no sentence.
             let dot = text.trim_end().ends_with('.');

@@ -10,8 +10,8 @@ const COLOURS: [&str; 10] = [
     "red", "blue", "green", "yellow", "orange", "purple", "silver", "golden", "white", "black",
 ];
 const ANIMALS: [&str; 12] = [
-    "falcon", "tiger", "rabbit", "salmon", "beetle", "badger", "camel", "dolphin", "spider",
-    "parrot", "lizard", "otter",
+    "falcon", "tiger", "rabbit", "salmon", "beetle", "badger", "camel", "dolphin", "spider", "parrot", "lizard",
+    "otter",
 ];
 
 /// Tokens after the answer's own that a greedy continuation may take to say it.
@@ -43,11 +43,7 @@ pub(super) struct Sample {
 /// The needle of a cell of the grid: from the seed, the cell and its number alone.
 pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Texts {
     let mut random = seeded([seed, length as u64, depth.to_bits(), number as u64]);
-    let key = format!(
-        "{} {}",
-        pick(&mut random, &COLOURS),
-        pick(&mut random, &ANIMALS)
-    );
+    let key = format!("{} {}", pick(&mut random, &COLOURS), pick(&mut random, &ANIMALS));
     let mut numbers: Vec<String> = Vec::new();
     while numbers.len() <= NUM_DISTRACTORS {
         let number = (1_000_000 + random.next_u64() % 9_000_000).to_string();
@@ -66,12 +62,7 @@ pub(super) fn texts(seed: u64, length: usize, depth: f64, number: usize) -> Text
 }
 
 impl Sample {
-    fn new(
-        texts: Texts,
-        length: usize,
-        depth: f64,
-        tokenizer: &Tokenizer,
-    ) -> Result<Self, EvalError> {
+    fn new(texts: Texts, length: usize, depth: f64, tokenizer: &Tokenizer) -> Result<Self, EvalError> {
         let numbers = std::iter::once(&texts.answer).chain(&texts.distractors);
         let candidates = numbers
             .map(|number| Ok(tokenizer.encode(&format!(" {number}"))?))
@@ -99,10 +90,7 @@ impl Sample {
 }
 
 /// The needles of every cell, `num_needles` of each, length by length.
-pub(super) fn samples(
-    config: &NeedleConfig,
-    tokenizer: &Tokenizer,
-) -> Result<Vec<Sample>, EvalError> {
+pub(super) fn samples(config: &NeedleConfig, tokenizer: &Tokenizer) -> Result<Vec<Sample>, EvalError> {
     let mut samples = Vec::new();
     for &length in &config.lengths {
         for &depth in &config.depths {
@@ -132,11 +120,7 @@ mod tests {
         let (a, b) = (texts(3, 512, 50.0, 0), texts(3, 512, 50.0, 1));
         assert_ne!(a.answer, b.answer);
         assert_eq!(a.answer, texts(3, 512, 50.0, 0).answer);
-        for other in [
-            texts(4, 512, 50.0, 0),
-            texts(3, 513, 50.0, 0),
-            texts(3, 512, 50.5, 0),
-        ] {
+        for other in [texts(4, 512, 50.0, 0), texts(3, 513, 50.0, 0), texts(3, 512, 50.5, 0)] {
             assert_ne!(a.answer, other.answer);
         }
         let mut all = a.distractors.clone();

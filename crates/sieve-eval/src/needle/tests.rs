@@ -13,11 +13,7 @@ pub(crate) fn tokenizer() -> Tokenizer {
 
 fn model(attention: Attention) -> Qwen3<Flex> {
     let shape = ModelShape {
-        num_kv_heads: if matches!(attention, Attention::Mla(_)) {
-            4
-        } else {
-            2
-        },
+        num_kv_heads: if matches!(attention, Attention::Mla(_)) { 4 } else { 2 },
         vocab_size: 288,
         ..tiny_shape(attention, 256)
     };
@@ -59,11 +55,7 @@ fn config() -> NeedleConfig {
     }
 }
 
-fn asked(
-    attention: Attention,
-    config: &NeedleConfig,
-    selector: Option<&str>,
-) -> Result<NeedleReport, EvalError> {
+fn asked(attention: Attention, config: &NeedleConfig, selector: Option<&str>) -> Result<NeedleReport, EvalError> {
     let (model, tokenizer) = (model(attention), tokenizer());
     let haystack = Haystack::made_up(config.haystack_tokens(), &tokenizer)?;
     let selection = selector
@@ -101,8 +93,7 @@ fn ranks_are_those_of_whole_passes_for_every_kind() {
                 text.extend_from_slice(&sample.question);
                 let likelihood = |candidate: &Vec<u32>| -> f64 {
                     let all = [&text[..], candidate].concat();
-                    let logits =
-                        crate::logits(&model, &all, &Default::default()).expect("it is short");
+                    let logits = crate::logits(&model, &all, &Default::default()).expect("it is short");
                     let logits: Vec<f32> = logits.to_vec().expect("f32");
                     let rows = logits.chunks(288).skip(text.len() - 1).zip(candidate);
                     rows.map(|(row, &token)| {
@@ -129,10 +120,7 @@ fn a_model_that_knows_nothing_ranks_as_a_guess_does() {
     };
     let report = asked(Attention::Mha, &config, None).expect("it fits");
     assert_eq!((report.num_needles, report.chance_rank), (100, 6.0));
-    assert!(
-        report.sigmas.abs() < 4.0 && report.found == 0.0,
-        "{report:?}"
-    );
+    assert!(report.sigmas.abs() < 4.0 && report.found == 0.0, "{report:?}");
     let from_cells: f64 = report.cells.iter().map(|cell| cell.mean_rank / 5.0).sum();
     assert!((from_cells - report.mean_rank).abs() < 1e-9);
 }

@@ -120,11 +120,7 @@ impl Breakdown {
     /// The loss by the number of tokens seen, from each power of two to the next; ranges without a prediction are left
     /// out.
     pub(super) fn by_position(&self) -> Vec<PositionLoss> {
-        let filled = self
-            .by_power
-            .iter()
-            .enumerate()
-            .filter(|(_, sum)| sum.num_tokens > 0);
+        let filled = self.by_power.iter().enumerate().filter(|(_, sum)| sum.num_tokens > 0);
         filled
             .map(|(power, sum)| PositionLoss {
                 from: 1 << power,

@@ -54,12 +54,7 @@ pub fn extrapolation<B: SieveBackend>(
         check_vocabulary(&document.tokens, model.shape().vocab_size)?;
         num_documents += 1;
         longest_document = longest_document.max(document.tokens.len());
-        pieces.extend(
-            document
-                .tokens
-                .chunks_exact(longest + 1)
-                .map(<[u32]>::to_vec),
-        );
+        pieces.extend(document.tokens.chunks_exact(longest + 1).map(<[u32]>::to_vec));
         if pieces.len() >= max_pieces {
             pieces.truncate(max_pieces);
             break;

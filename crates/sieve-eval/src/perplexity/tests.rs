@@ -42,15 +42,7 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
 
 fn run(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> PerplexityReport {
     let documents = documents(lengths).into_iter().map(Ok);
-    perplexity(
-        model,
-        documents,
-        config,
-        &Default::default(),
-        None,
-        &mut |_| {},
-    )
-    .expect("valid")
+    perplexity(model, documents, config, &Default::default(), None, &mut |_| {}).expect("valid")
 }
 
 /// Each window alone, through [`crate::logits`] and an own softmax.
@@ -136,17 +128,8 @@ fn the_parts_sum_to_the_whole_and_a_use_out_of_sight_is_none() {
     };
     let report = far(16, &[9, 10]);
     let count = |parts: &[MeanLoss]| parts.iter().map(|part| part.num_tokens).sum::<u64>();
-    let nats = |parts: &[MeanLoss]| {
-        parts
-            .iter()
-            .map(|part| part.num_tokens as f64 * part.loss)
-            .sum::<f64>()
-    };
-    let WordLoss {
-        again,
-        new,
-        no_word,
-    } = &report.by_word;
+    let nats = |parts: &[MeanLoss]| parts.iter().map(|part| part.num_tokens as f64 * part.loss).sum::<f64>();
+    let WordLoss { again, new, no_word } = &report.by_word;
     let by_word = [again[0].far, again[0].near, *new, *no_word];
     let by_position: Vec<MeanLoss> = report.by_position.iter().map(|bin| bin.mean).collect();
     for parts in [&by_word[..], &by_position] {
@@ -225,14 +208,7 @@ fn longer_contexts_predict_the_same_tokens() {
             ..document.clone()
         };
         let parts = std::iter::once(Ok(part));
-        let report = perplexity(
-            &model,
-            parts,
-            &config,
-            &Default::default(),
-            None,
-            &mut |_| {},
-        );
+        let report = perplexity(&model, parts, &config, &Default::default(), None, &mut |_| {});
         report.expect("tokens").nats
     };
     // Eight predictions, less the six before: 8..17 holds the last eight inputs and what follows them.
@@ -240,10 +216,7 @@ fn longer_contexts_predict_the_same_tokens() {
     let found = run(&[17], &[4, 8]).expect("one piece of nine and one more");
     assert_eq!(found[0].num_tokens, 2);
     let piece = run(&[17], &[4, 8, 16]).expect("one piece");
-    assert!(
-        (piece[1].loss - by_hand / 2.0).abs() < 1e-5,
-        "{piece:?} {by_hand}"
-    );
+    assert!((piece[1].loss - by_hand / 2.0).abs() < 1e-5, "{piece:?} {by_hand}");
     refusal(
         run(&[9, 16], &[4, 16]),
         "none of 2 documents has 17 tokens; the longest has 16",

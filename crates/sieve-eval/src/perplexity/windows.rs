@@ -51,12 +51,7 @@ pub(super) struct Place {
 }
 
 /// Lays a window into a row; false when there is no room left.
-pub(super) fn push(
-    rows: &mut Rows<Place>,
-    tokens: &[u32],
-    uses: &[WordUse],
-    window: &Window,
-) -> bool {
+pub(super) fn push(rows: &mut Rows<Place>, tokens: &[u32], uses: &[WordUse], window: &Window) -> bool {
     let places = (window.first_scored..window.input.end).map(|position| {
         let num_seen = position + 1 - window.input.start;
         let word = match uses[position + 1] {
@@ -86,10 +81,7 @@ mod tests {
                         for position in window.first_scored..window.input.end {
                             predicted[position + 1] += 1;
                             let seen = position + 1 - window.input.start;
-                            assert!(
-                                n == 0 || seen > context - stride,
-                                "{len} {context} {stride}"
-                            );
+                            assert!(n == 0 || seen > context - stride, "{len} {context} {stride}");
                         }
                     }
                     let expected: Vec<i32> = (0..len).map(|n| i32::from(n > 0)).collect();
@@ -102,10 +94,7 @@ mod tests {
     #[test]
     fn windows_share_rows_and_keep_their_bounds() {
         let mut rows = Rows::new(5, 2);
-        let window = |input: Range<usize>, first_scored| Window {
-            input,
-            first_scored,
-        };
+        let window = |input: Range<usize>, first_scored| Window { input, first_scored };
         let tokens = [10, 11, 12, 13, 14, 15];
         let again = |distance| WordUse::Again { distance };
         let (new, none) = (WordUse::New, WordUse::NoWord);
@@ -113,10 +102,7 @@ mod tests {
         assert!(push(&mut rows, &tokens, &uses, &window(0..3, 0)));
         assert!(push(&mut rows, &tokens, &uses, &window(3..5, 4)));
         assert!(push(&mut rows, &tokens, &uses, &window(1..4, 1)));
-        assert!(
-            !push(&mut rows, &tokens, &uses, &window(0..3, 0)),
-            "two rows are full"
-        );
+        assert!(!push(&mut rows, &tokens, &uses, &window(0..3, 0)), "two rows are full");
         let place = |num_seen, word| Place { num_seen, word };
         let ignored = IGNORE_LABEL;
         assert_eq!(

@@ -28,10 +28,7 @@ struct File {
 ///
 /// # Errors
 /// Text of another form; a name or key that no method has; a table of which every combination is forbidden.
-pub fn selector_grid(
-    file: &str,
-    text: &str,
-) -> Result<(Vec<LayerSelectors>, Vec<SelectError>), EvalError> {
+pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec<SelectError>), EvalError> {
     let wrong = |problem: String| EvalError::Grid {
         file: file.to_owned(),
         problem,
@@ -80,9 +77,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
             .iter()
             .map(|value| written(value).map(|text| format!("{key}={text}")))
             .collect::<Option<_>>()
-            .ok_or_else(|| {
-                format!("{key} of {method} is no number, text, true or false, or a list of them")
-            })?;
+            .ok_or_else(|| format!("{key} of {method} is no number, text, true or false, or a list of them"))?;
         let with = |start: &String| -> Vec<String> {
             let comma = if start.is_empty() { "" } else { "," };
             let of = texts.iter().map(|text| format!("{start}{comma}{text}"));
@@ -90,10 +85,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
         };
         all = all.iter().flat_map(with).collect();
     }
-    Ok(all
-        .iter()
-        .map(|settings| format!("{method}:{settings}"))
-        .collect())
+    Ok(all.iter().map(|settings| format!("{method}:{settings}")).collect())
 }
 
 fn written(value: &Value) -> Option<String> {
@@ -128,11 +120,7 @@ mod tests {
         ];
         assert_eq!(labels, wanted);
         assert_eq!(forbidden.len(), 1);
-        assert!(
-            forbidden[0]
-                .to_string()
-                .contains("k_exact=8 is more than k=4")
-        );
+        assert!(forbidden[0].to_string().contains("k_exact=8 is more than k=4"));
     }
 
     #[test]

@@ -27,10 +27,7 @@ fn measured_with(selections: &[Selection]) -> Vec<SelectorMeasure> {
 }
 
 fn measured_each(selections: &[Selection]) -> Vec<Result<SelectorMeasure, EvalError>> {
-    let windows = [
-        window(301),
-        window(301)[1..].iter().chain(&[3]).copied().collect(),
-    ];
+    let windows = [window(301), window(301)[1..].iter().chain(&[3]).copied().collect()];
     measure_selectors(
         &model(Attention::Mha),
         &windows,
@@ -45,21 +42,14 @@ fn measured_each(selections: &[Selection]) -> Vec<Result<SelectorMeasure, EvalEr
 fn a_selector_that_fails_leaves_the_others_their_measures() {
     // The bidirectional form needs all tokens in one call.
     let failing = selection("ba_att:causal=false,block=16,segment=32,min_prefill_tokens=0");
-    let selections = [
-        "meanpool:block=16,tau=0.5,min_prefill_tokens=0",
-        "meanpool:tau=1",
-    ]
-    .map(selection);
+    let selections = ["meanpool:block=16,tau=0.5,min_prefill_tokens=0", "meanpool:tau=1"].map(selection);
     let [good, all] = selections;
     let cut = |selection: &Selection| selection.clone().in_chunks(256).expect("a prefill method");
     let found = measured_each(&[cut(&good), cut(&failing), cut(&all)]);
     let [Ok(a), Err(error), Ok(b)] = &found[..] else {
         panic!("{found:?}");
     };
-    assert!(
-        error.to_string().contains("causal=false needs all tokens"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("causal=false needs all tokens"), "{error}");
     assert_eq!(vec![a.clone().name, b.clone().name], ["meanpool"; 2]);
     let alone = &measured_with(&[cut(&good)])[0];
     assert_eq!((a.density, a.loss), (alone.density, alone.loss));
@@ -149,9 +139,7 @@ fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
         panic!("two rows");
     };
     assert_eq!(last.layers[0].density, 1.0);
-    assert!(
-        last.layers[0].output_error < 1e-6 && last.layers[0].recall.expect("prefill") > 0.999_999
-    );
+    assert!(last.layers[0].output_error < 1e-6 && last.layers[0].recall.expect("prefill") > 0.999_999);
     assert_eq!(last.layers[1], every.layers[1]);
     assert!(last.density > every.density && last.name == "streamingllm");
     let paths: Vec<&str> = last.paths.iter().map(|path| &path.path[..]).collect();
@@ -161,18 +149,11 @@ fn a_selector_of_some_layers_leaves_the_others_as_they_are() {
 #[test]
 fn a_sweep_moves_density_and_recall_together() {
     let selections = [40, 80, 160].map(|local| selection(&format!("streamingllm:n_local={local}")));
-    let points = sweep_selectors(
-        &model(Attention::Mha),
-        &window(301),
-        &selections,
-        &Default::default(),
-    );
+    let points = sweep_selectors(&model(Attention::Mha), &window(301), &selections, &Default::default());
     let points: Result<Vec<(f64, f64)>, EvalError> = points.expect("valid").into_iter().collect();
     let points = points.expect("valid");
     assert!(
-        points
-            .windows(2)
-            .all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1),
+        points.windows(2).all(|w| w[0].0 < w[1].0 && w[0].1 < w[1].1),
         "{points:?}"
     );
 }
@@ -192,10 +173,7 @@ fn chunks_of_whole_blocks_measure_as_the_whole_prompt_does() {
         };
         assert_eq!((a.chunk, b.chunk), (None, Some(64)));
         assert!((a.density - b.density).abs() < 1e-12, "{a:?} {b:?}");
-        assert!(
-            (a.output_error - b.output_error).abs() < 1e-5,
-            "{a:?} {b:?}"
-        );
+        assert!((a.output_error - b.output_error).abs() < 1e-5, "{a:?} {b:?}");
         assert!((a.loss - b.loss).abs() < 1e-5, "{a:?} {b:?}");
         let recalls = a.recall.zip(b.recall).expect("prefill methods");
         assert!((recalls.0 - recalls.1).abs() < 1e-5, "{a:?} {b:?}");

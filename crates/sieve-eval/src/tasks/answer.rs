@@ -92,12 +92,7 @@ struct Going<'a, 't, B: SieveBackend> {
 
 impl<B: SieveBackend> Going<'_, '_, B> {
     /// Says the likeliest token; `None` at the end.
-    fn say(
-        &mut self,
-        num_tokens: usize,
-        eos_id: u32,
-        matching: &Matching,
-    ) -> Result<Option<u32>, EvalError> {
+    fn say(&mut self, num_tokens: usize, eos_id: u32, matching: &Matching) -> Result<Option<u32>, EvalError> {
         let token = likeliest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite {
             num_tokens: self.text.cache().num_tokens,
         })?;
@@ -106,8 +101,7 @@ impl<B: SieveBackend> Going<'_, '_, B> {
         }
         self.num_said += 1;
         self.said += &self.stream.push(token)?;
-        let goes_on =
-            end(&self.said, &matching.stop).is_none() && self.num_said < matching.max_new_tokens;
+        let goes_on = end(&self.said, &matching.stop).is_none() && self.num_said < matching.max_new_tokens;
         Ok(goes_on.then_some(token))
     }
 
@@ -129,11 +123,7 @@ impl Matching {
     /// From 0 to 1; `None` where texts are right or wrong.
     pub(super) fn score(&self, text: &str, answers: &[String], classes: &[String]) -> Option<f64> {
         let text = match self.first_line {
-            true => text
-                .trim_start_matches('\n')
-                .split('\n')
-                .next()
-                .unwrap_or(""),
+            true => text.trim_start_matches('\n').split('\n').next().unwrap_or(""),
             false => text,
         };
         let best = || self.score.best(text, answers, classes);

@@ -161,10 +161,7 @@ pub(super) fn likelihoods<B: SieveBackend>(
             layout.add(question);
         }
         layout.run(model, &rope, with_greedy, &mut keep)?;
-        done += some
-            .iter()
-            .map(|question| question.pairs.len())
-            .sum::<usize>();
+        done += some.iter().map(|question| question.pairs.len()).sum::<usize>();
         observe(done);
         rest = others;
     }
@@ -360,11 +357,7 @@ impl Layout {
         });
         let hidden: Tensor<B, 2> = hidden.flatten(0, 1);
         let hidden: Tensor<B, 3> = hidden.select(0, ints(at.collect())).unsqueeze();
-        let labels: Vec<i32> = self
-            .scored
-            .iter()
-            .map(|&(_, token, _)| token as i32)
-            .collect();
+        let labels: Vec<i32> = self.scored.iter().map(|&(_, token, _)| token as i32).collect();
         let labels = ints(labels).unsqueeze::<2>();
         let (head, embed) = (&model.head, &model.embed_tokens);
         let losses = head.token_losses(hidden.clone(), labels, embed).into_data();
@@ -376,9 +369,7 @@ impl Layout {
         for (n, (loss, &(_, token, place))) in losses.iter::<f64>().zip(&self.scored).enumerate() {
             let ending = endings.entry(place).or_default();
             ending.log_likelihood -= loss;
-            ending.is_greedy &= likeliest
-                .get(n)
-                .is_none_or(|&first| first == i64::from(token));
+            ending.is_greedy &= likeliest.get(n).is_none_or(|&first| first == i64::from(token));
         }
         for (place, num_scored) in self.pairs {
             let ending = endings[&place];

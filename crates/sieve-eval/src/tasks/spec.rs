@@ -182,8 +182,7 @@ impl Task {
     }
 
     fn compile(name: &str, text: &str) -> Result<Self, String> {
-        let file: File =
-            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
+        let file: File = toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
         let template = |text: &Option<String>| text.as_deref().map(Template::parse).transpose();
         let source = |texts: &Option<Texts>| {
             Ok::<_, String>(match texts {
@@ -228,9 +227,7 @@ impl Task {
             return Err("score belongs to measure = \"generation\"".to_owned());
         }
         if (file.score == TextScore::Classification) != file.classes.is_some() {
-            return Err(
-                "score = \"classification\" and classes, a column, belong together".to_owned(),
-            );
+            return Err("score = \"classification\" and classes, a column, belong together".to_owned());
         }
         if answers.is_some() && file.measure != Measure::Generation {
             return Err("answers belong to measure = \"generation\"".to_owned());
@@ -309,20 +306,11 @@ impl Task {
             .map(|prompt| prompt.render(row).and_then(filtered))
             .collect::<Result<_, _>>()?;
         let endings = list(&self.endings)?;
-        let endings: Vec<String> = endings
-            .into_iter()
-            .map(filtered)
-            .collect::<Result<_, _>>()?;
+        let endings: Vec<String> = endings.into_iter().map(filtered).collect::<Result<_, _>>()?;
         let num_choices = prompts.len().max(endings.len());
         if self.measure == Measure::Choices && num_choices < 2 {
-            let choices = if num_choices == 1 {
-                "choice"
-            } else {
-                "choices"
-            };
-            return Err(format!(
-                "has {num_choices} {choices}, and two are the least"
-            ));
+            let choices = if num_choices == 1 { "choice" } else { "choices" };
+            return Err(format!("has {num_choices} {choices}, and two are the least"));
         }
         if endings.is_empty() {
             return Err("has no answer".to_owned());
@@ -405,17 +393,10 @@ fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Resul
         Some(labels) => labels
             .iter()
             .position(|known| known == label)
-            .ok_or_else(|| {
-                format!(
-                    "has the label {label:?}, which is none of {}",
-                    labels.join(", ")
-                )
-            }),
+            .ok_or_else(|| format!("has the label {label:?}, which is none of {}", labels.join(", "))),
         None => (label.parse().ok())
             .filter(|&n| n < num_choices)
-            .ok_or_else(|| {
-                format!("has the label {label:?}, which is no number below {num_choices}")
-            }),
+            .ok_or_else(|| format!("has the label {label:?}, which is no number below {num_choices}")),
     }
 }
 
@@ -469,10 +450,7 @@ mod tests {
         assert_eq!(shot, "Ann met Eve, and Eve smiled.\n\n");
         let lambada = questions("lambada_openai", r#"{"text": "It was a cat"}"#).expect("one");
         let task = Task::ready("lambada_openai").expect("ready");
-        assert_eq!(
-            task.pairs(&lambada[0], "x\n\n"),
-            [pair("x\n\nIt was a", " cat")]
-        );
+        assert_eq!(task.pairs(&lambada[0], "x\n\n"), [pair("x\n\nIt was a", " cat")]);
     }
 
     #[test]
@@ -491,10 +469,7 @@ mod tests {
             let error = refusal(questions("arc_easy", &format!("{good}\n{row}")), words);
             assert!(error.starts_with("task arc_easy: "), "{error}");
         }
-        let error = questions(
-            "piqa",
-            r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#,
-        );
+        let error = questions("piqa", r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#);
         refusal(error, "no number below 2");
     }
 

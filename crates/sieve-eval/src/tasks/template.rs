@@ -9,10 +9,7 @@ pub(super) struct Template(Vec<Part>);
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum Part {
     Text(String),
-    Place {
-        column: String,
-        filters: Vec<Filter>,
-    },
+    Place { column: String, filters: Vec<Filter> },
 }
 
 /// What a text is changed by, in a place as `{column|filter}`. Each does what the templates of lm-evaluation-harness
@@ -68,10 +65,7 @@ impl Filter {
                 first.collect::<String>() + &chars.as_str().to_lowercase()
             }
             Self::UnderscoresToSpaces => text.replace('_', " "),
-            Self::AllButLastWord => text
-                .rsplit_once(' ')
-                .map_or("", |(before, _)| before)
-                .into(),
+            Self::AllButLastWord => text.rsplit_once(' ').map_or("", |(before, _)| before).into(),
             Self::LastWord => text.rsplit_once(' ').map_or(text, |(_, last)| last).into(),
             Self::BeforeBlank => blank()?.0.to_owned(),
             Self::AfterBlank => blank()?.1.to_owned(),
@@ -122,9 +116,7 @@ impl Template {
             let mut names = place.split('|').map(str::trim);
             let column = names.next().unwrap_or_default().to_owned();
             if column.is_empty() {
-                return Err(format!(
-                    "the template {text:?} has a place without a column"
-                ));
+                return Err(format!("the template {text:?} has a place without a column"));
             }
             if !literal.is_empty() {
                 parts.push(Part::Text(std::mem::take(&mut literal)));

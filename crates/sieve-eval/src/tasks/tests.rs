@@ -30,17 +30,11 @@ fn rows(lines: &[String]) -> Vec<TableRow> {
 /// PIQA's columns, texts of several lengths.
 fn piqa(num_rows: usize) -> Vec<TableRow> {
     let text = |n: usize, len: usize| {
-        let words: Vec<String> = (0..len)
-            .map(|k| format!("t{}", (n * 7 + k * k * 3 + k) % 30))
-            .collect();
+        let words: Vec<String> = (0..len).map(|k| format!("t{}", (n * 7 + k * k * 3 + k) % 30)).collect();
         words.join(" ")
     };
     let row = |n: usize| {
-        let (goal, one, two) = (
-            text(n, 1 + n % 9),
-            text(n + 1, 1 + n % 4),
-            text(n + 2, 2 + n % 3),
-        );
+        let (goal, one, two) = (text(n, 1 + n % 9), text(n + 1, 1 + n % 4), text(n + 2, 2 + n % 3));
         format!(
             r#"{{"goal": "{goal}", "sol1": "{one}", "sol2": "{two}", "label": {}}}"#,
             n % 2
@@ -49,12 +43,7 @@ fn piqa(num_rows: usize) -> Vec<TableRow> {
     rows(&(0..num_rows).map(row).collect::<Vec<_>>())
 }
 
-fn ask(
-    attention: Attention,
-    task: &str,
-    data: &TaskRows,
-    run: TaskRun,
-) -> Result<TaskReport, EvalError> {
+fn ask(attention: Attention, task: &str, data: &TaskRows, run: TaskRun) -> Result<TaskReport, EvalError> {
     let folder = tempfile::tempdir().expect("a folder");
     let tokenizer = tokenizer(folder.path());
     let (model, device) = (tiny_model(attention, 64), Default::default());
@@ -108,10 +97,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
         for (pair, found) in pairs.iter().zip(&found) {
             let (tokens, num_scored) = pair.parts();
             let inputs = &tokens[..tokens.len() - 1];
-            let logits: Vec<f32> = logits(&model, inputs, &device)
-                .expect("known")
-                .to_vec()
-                .expect("f32");
+            let logits: Vec<f32> = logits(&model, inputs, &device).expect("known").to_vec().expect("f32");
             let (mut expected, mut greedy) = (0.0, true);
             for at in inputs.len() - num_scored..inputs.len() {
                 let row = &logits[at * 31..(at + 1) * 31];
@@ -120,10 +106,7 @@ fn packed_rows_give_each_pair_what_it_has_alone() {
                 expected += f64::from(row[label]) - sum.ln();
                 greedy &= row.iter().all(|&x| x <= row[label]);
             }
-            assert!(
-                (found.log_likelihood - expected).abs() < 1e-4,
-                "{found:?} {expected}"
-            );
+            assert!((found.log_likelihood - expected).abs() < 1e-4, "{found:?} {expected}");
             assert_eq!(found.num_tokens, num_scored);
             assert_eq!(found.is_greedy, Some(greedy));
         }
@@ -188,10 +171,7 @@ fn long_texts_are_refused_or_cut_at_their_beginning() {
     let long = |len: usize| {
         let words: Vec<String> = (0..len).map(|n| format!("t{}", n % 29)).collect();
         let rows = rows(&[format!(r#"{{"text": "{}"}}"#, words.join(" "))]);
-        TaskRows {
-            rows,
-            examples: None,
-        }
+        TaskRows { rows, examples: None }
     };
     let fits = ask(Attention::Mha, "lambada_openai", &long(65), ZERO_SHOT).expect("64 go in");
     assert_eq!(fits.num_truncated, 0);
@@ -215,10 +195,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
         let row = serde_json::json!({"context": context, "input": "t3", "answers": ["t5 t6", "x"],
             "all_classes": null, "length": 3, "dataset": "hotpotqa"});
         let rows = rows(&[row.to_string()]);
-        TaskRows {
-            rows,
-            examples: None,
-        }
+        TaskRows { rows, examples: None }
     };
     let (folder, context) = (tempfile::tempdir().expect("a folder"), 64 + 32);
     let tokenizer = tokenizer(folder.path());
@@ -233,9 +210,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let Texts::Prompts(prompts) = &texts.texts else {
         panic!("prompts")
     };
-    let question = task
-        .questions(&row(&words.join(" ")).rows)
-        .expect("columns");
+    let question = task.questions(&row(&words.join(" ")).rows).expect("columns");
     let whole = tokenizer.encode(&question[0].prompts[0]).expect("words");
     let ends = [&whole[..32], &whole[whole.len() - 32..]].concat();
     assert_eq!((&prompts[0], texts.num_truncated), (&ends, 1));
@@ -252,10 +227,7 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     let exact = Task::ready("triviaqa").expect("ready");
     assert_eq!(exact.matching.score("x", &["x".to_owned()], &[]), None);
     let mean = mean_of("x", vec![0.0, 1.0, 0.5]);
-    assert_eq!(
-        (mean.value, mean.stderr),
-        (0.5, Some((0.25f64 / 3.0).sqrt()))
-    );
+    assert_eq!((mean.value, mean.stderr), (0.5, Some((0.25f64 / 3.0).sqrt())));
 }
 
 #[test]
@@ -264,17 +236,14 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let text = "the cat sat on the mat and the cat ran to the cat on the mat ".repeat(40);
     let path = folder.path().join("a.txt");
     std::fs::write(&path, text).expect("writable");
-    let corpus =
-        Corpus::open(CorpusConfig::text(vec![path.display().to_string()])).expect("a file");
+    let corpus = Corpus::open(CorpusConfig::text(vec![path.display().to_string()])).expect("a file");
     let config = BpeConfig {
         vocab_size: 270,
         sample_bytes: 1 << 20,
     };
     let tokenizer = Tokenizer::train(&corpus, config).expect("enough text");
     let eos_id = tokenizer.eos_id().expect("its own name");
-    let encode = |context: &str, ending: &str| {
-        Pair::encode(&tokenizer, eos_id, context, ending).expect("text")
-    };
+    let encode = |context: &str, ending: &str| Pair::encode(&tokenizer, eos_id, context, ending).expect("text");
     let whole = tokenizer.encode("the cat sat").expect("text");
     let before = tokenizer.encode("the cat").expect("text").len();
     let parts = (&whole[..], whole.len() - before);
@@ -282,10 +251,7 @@ fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     assert_eq!(encode("the cat ", "sat").expect("an ending").parts(), parts);
     let first = encode("", "the cat sat").expect("an ending");
     let (tokens, num_scored) = first.parts();
-    assert_eq!(
-        (tokens[0], &tokens[1..], num_scored),
-        (eos_id, &whole[..], whole.len())
-    );
+    assert_eq!((tokens[0], &tokens[1..], num_scored), (eos_id, &whole[..], whole.len()));
     assert_eq!(encode("the cat", ""), None);
 }
 
@@ -329,9 +295,7 @@ fn endings_of_a_shared_prompt_get_what_they_get_alone() {
             tokenizer: &tokenizer,
             device: &device,
         };
-        let ask = |questions: &[Vec<Pair>]| {
-            likelihoods(&asked, questions, true, None, &mut |_| {}).expect("finite")
-        };
+        let ask = |questions: &[Vec<Pair>]| likelihoods(&asked, questions, true, None, &mut |_| {}).expect("finite");
         let flat = questions.iter().flatten();
         let alone: Vec<Vec<Pair>> = flat.map(|pair| vec![pair.clone()]).collect();
         let (together, alone) = (ask(&questions), ask(&alone));
@@ -378,9 +342,7 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
             device: &device,
         };
         let mut heard = Vec::new();
-        let found = answers(&asked, &prompts, &task.matching, None, &mut |n| {
-            heard.push(n)
-        });
+        let found = answers(&asked, &prompts, &task.matching, None, &mut |n| heard.push(n));
         let found = found.expect("answers");
         assert_eq!(heard, (1..=70).collect::<Vec<_>>());
         let mut num_stopped = 0;
@@ -394,18 +356,12 @@ fn answers_of_many_prompts_are_those_of_each_alone() {
             let generator = Generator::new(&model, prompt, config, &device).expect("room");
             let tokens: Vec<u32> = generator.collect::<Result<_, _>>().expect("finite");
             let mut stream = tokenizer.decode_stream();
-            let pushed = tokens
-                .iter()
-                .map(|&token| stream.push(token).expect("known"));
+            let pushed = tokens.iter().map(|&token| stream.push(token).expect("known"));
             let mut text: String = pushed.collect();
             text += &stream.finish().expect("known");
             let end = ["t1", "t2"].iter().filter_map(|stop| text.find(stop)).min();
             num_stopped += usize::from(end.is_some());
-            assert_eq!(
-                found,
-                &text[..end.unwrap_or(text.len())],
-                "{attention:?} {prompt:?}"
-            );
+            assert_eq!(found, &text[..end.unwrap_or(text.len())], "{attention:?} {prompt:?}");
         }
         assert!(num_stopped > 5 && num_stopped < 65, "{num_stopped}");
     }

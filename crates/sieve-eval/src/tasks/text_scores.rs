@@ -130,10 +130,7 @@ fn rouge_l(text: &str, answer: &str) -> f64 {
         }
     }
     let common = union.len() as f64;
-    let (recall, precision) = (
-        common / unique(&answer) as f64,
-        common / unique(&text) as f64,
-    );
+    let (recall, precision) = (common / unique(&answer) as f64, common / unique(&text) as f64);
     2.0 * (precision * recall / (precision + recall + 1e-8))
 }
 
@@ -164,10 +161,7 @@ fn longest_common<'a>(x: &[&'a str], y: &[&str]) -> Vec<&'a str> {
 }
 
 fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
-    let mut named: Vec<&String> = classes
-        .iter()
-        .filter(|class| text.contains(*class))
-        .collect();
+    let mut named: Vec<&String> = classes.iter().filter(|class| text.contains(*class)).collect();
     // A class inside the right one's name does not count against it. The scorer takes entries out of the list that it
     // walks over, and so passes over the entry behind each.
     let mut at = 0;
@@ -188,10 +182,7 @@ fn classification(text: &str, answer: &str, classes: &[String]) -> f64 {
 /// Runs of digits.
 fn numbers(text: &str) -> impl Iterator<Item = String> {
     let runs = text.split(|c: char| !c.is_ascii_digit());
-    let runs: Vec<String> = runs
-        .filter(|run| !run.is_empty())
-        .map(str::to_owned)
-        .collect();
+    let runs: Vec<String> = runs.filter(|run| !run.is_empty()).map(str::to_owned).collect();
     runs.into_iter()
 }
 
@@ -247,8 +238,7 @@ fn matching(a: &[char], b: &[char]) -> usize {
         while best_a > a_first && best_b > b_first && a[best_a - 1] == b[best_b - 1] {
             (best_a, best_b, size) = (best_a - 1, best_b - 1, size + 1);
         }
-        while best_a + size < a_end && best_b + size < b_end && a[best_a + size] == b[best_b + size]
-        {
+        while best_a + size < a_end && best_b + size < b_end && a[best_a + size] == b[best_b + size] {
             size += 1;
         }
         if size > 0 {
@@ -268,16 +258,12 @@ mod tests {
     /// (tests/python/longbench_scores.py).
     #[test]
     fn scores_are_those_of_the_scorer() {
-        let golden: Vec<serde_json::Value> = serde_json::from_str(include_str!(
-            "../../../../tests/golden/longbench_scores.json"
-        ))
-        .expect("JSON");
+        let golden: Vec<serde_json::Value> =
+            serde_json::from_str(include_str!("../../../../tests/golden/longbench_scores.json")).expect("JSON");
         assert!(golden.len() > 200);
         let mut between = HashMap::<String, usize>::new();
         for case in &golden {
-            let texts = |name: &str| -> Vec<String> {
-                serde_json::from_value(case[name].clone()).expect("texts")
-            };
+            let texts = |name: &str| -> Vec<String> { serde_json::from_value(case[name].clone()).expect("texts") };
             let score: TextScore = serde_json::from_value(case["score"].clone()).expect("a score");
             let text = case["text"].as_str().expect("a text");
             let found = score.best(text, &texts("answers"), &texts("classes"));

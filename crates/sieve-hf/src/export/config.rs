@@ -12,11 +12,7 @@ pub(super) fn to_text(value: &Value) -> String {
 }
 
 /// `config.json`.
-pub(super) fn model(
-    shape: &ModelShape,
-    architecture: Architecture,
-    options: &ExportOptions,
-) -> String {
+pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &ExportOptions) -> String {
     let mut config = json!({
         "architectures": [architecture.class_name()],
         "model_type": match architecture {
@@ -71,9 +67,7 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             "layer_types": layer_types("full_attention"),
         }),
         // Layers from max_window_layers on have the window.
-        AttentionForm::Grouped {
-            window: Some(window),
-        } => json!({
+        AttentionForm::Grouped { window: Some(window) } => json!({
             "use_sliding_window": true,
             "sliding_window": window,
             "max_window_layers": 0,

@@ -105,11 +105,7 @@ fn listed_files(marker: &Path) -> Option<BTreeSet<String>> {
     let marker: Value = serde_json::from_str(&fs::read_to_string(marker).ok()?).ok()?;
     let files = marker["files"].as_array()?;
     // A name with a path in it is not ours to touch.
-    let plain = |name: &&str| {
-        Path::new(name)
-            .file_name()
-            .is_some_and(|file| file == *name)
-    };
+    let plain = |name: &&str| Path::new(name).file_name().is_some_and(|file| file == *name);
     Some(
         files
             .iter()

@@ -35,13 +35,7 @@ impl ExportTensor {
         Self::rows(name, shape, source, 0..shape[0], shape[0])
     }
 
-    fn rows(
-        name: String,
-        shape: &[usize],
-        source: String,
-        rows: Range<usize>,
-        num_rows: usize,
-    ) -> Self {
+    fn rows(name: String, shape: &[usize], source: String, rows: Range<usize>, num_rows: usize) -> Self {
         Self {
             name,
             shape: shape.to_vec(),
@@ -62,30 +56,16 @@ impl ExportTensor {
     }
 
     /// The values as `dtype`.
-    pub(super) fn read(
-        &self,
-        weights: &TensorFiles,
-        dtype: DType,
-    ) -> Result<NamedTensor, CheckpointError> {
+    pub(super) fn read(&self, weights: &TensorFiles, dtype: DType) -> Result<NamedTensor, CheckpointError> {
         let data = match &self.source {
-            Source::Ones => {
-                TensorData::new(vec![1f32; self.num_elements() as usize], self.shape.clone())
-            }
-            Source::Rows {
-                name,
-                rows,
-                num_rows,
-            } => {
+            Source::Ones => TensorData::new(vec![1f32; self.num_elements() as usize], self.shape.clone()),
+            Source::Rows { name, rows, num_rows } => {
                 let mut shape = self.shape.clone();
                 shape[0] = *num_rows;
                 let whole = weights.tensor(name, &shape)?;
                 let row_bytes = whole.bytes.len() / num_rows;
                 let bytes = whole.bytes[rows.start * row_bytes..rows.end * row_bytes].to_vec();
-                TensorData::from_bytes(
-                    Bytes::from_bytes_vec(bytes),
-                    self.shape.clone(),
-                    whole.dtype,
-                )
+                TensorData::from_bytes(Bytes::from_bytes_vec(bytes), self.shape.clone(), whole.dtype)
             }
         };
         Ok(NamedTensor {
@@ -105,12 +85,7 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
         embedding.to_owned(),
     )];
     for layer_idx in 0..shape.num_layers {
-        push_layer(
-            &mut tensors,
-            &shape.of_layer(layer_idx),
-            architecture,
-            layer_idx,
-        );
+        push_layer(&mut tensors, &shape.of_layer(layer_idx), architecture, layer_idx);
     }
     tensors.push(ExportTensor::whole(
         "model.norm.weight".to_owned(),
@@ -127,20 +102,13 @@ pub(crate) fn tensors_of(shape: &ModelShape, architecture: Architecture) -> Vec<
     tensors
 }
 
-fn push_layer(
-    tensors: &mut Vec<ExportTensor>,
-    shape: &ModelShape,
-    architecture: Architecture,
-    layer_idx: usize,
-) {
+fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture: Architecture, layer_idx: usize) {
     let (d_model, d_ff, head_dim) = (shape.d_model, shape.d_ff, shape.head_dim);
     let (q_width, kv_width) = (shape.q_width(), shape.kv_width());
     let theirs = |name: &str| format!("model.layers.{layer_idx}.{name}");
     let ours = |name: &str| format!("layers.{layer_idx}.{name}");
 
-    let whole = |name: &str, source: &str, shape: &[usize]| {
-        ExportTensor::whole(theirs(name), shape, ours(source))
-    };
+    let whole = |name: &str, source: &str, shape: &[usize]| ExportTensor::whole(theirs(name), shape, ours(source));
     // Packed products are split by rows, which is their output.
     let split = |source: &str, parts: &[(&str, usize)]| {
         let num_rows = parts.iter().map(|(_, rows)| rows).sum();
@@ -232,23 +200,14 @@ fn push_layer(
 type Whole<'a> = dyn Fn(&str, &str, &[usize]) -> ExportTensor + 'a;
 
 /// MLA's projections but the last, in DeepSeek's names.
-fn push_latent(
-    tensors: &mut Vec<ExportTensor>,
-    shape: &ModelShape,
-    mla: MlaShape,
-    whole: &Whole<'_>,
-) {
+fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShape, whole: &Whole<'_>) {
     let (d_model, num_heads, head_dim) = (shape.d_model, shape.num_heads, shape.head_dim);
     let MlaShape {
         kv_lora_rank: rank,
         qk_rope_head_dim: rope,
     } = mla;
     let parts: [(&str, &str, &[usize]); 4] = [
-        (
-            "q_proj",
-            "q_proj",
-            &[num_heads * (head_dim + rope), d_model],
-        ),
+        ("q_proj", "q_proj", &[num_heads * (head_dim + rope), d_model]),
         ("kv_a_proj_with_mqa", "kv_a_proj", &[rank + rope, d_model]),
         ("kv_a_layernorm", "kv_a_norm", &[rank]),
         ("kv_b_proj", "kv_b_proj", &[num_heads * 2 * head_dim, rank]),
@@ -260,12 +219,7 @@ fn push_latent(
 }
 
 /// NSA's compression MLPs and gates.
-fn push_compression(
-    tensors: &mut Vec<ExportTensor>,
-    shape: &ModelShape,
-    nsa: NsaShape,
-    whole: &Whole<'_>,
-) {
+fn push_compression(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, nsa: NsaShape, whole: &Whole<'_>) {
     let (head_dim, block) = (shape.head_dim, nsa.compress_block_size);
     if let Some(hidden) = nsa.compress_hidden_size {
         for part in ["k_compress", "v_compress"] {
@@ -288,10 +242,7 @@ fn push_compression(
 }
 
 /// Refuses weights with a tensor that the export would lose.
-pub(super) fn check_complete(
-    tensors: &[ExportTensor],
-    weights: &TensorFiles,
-) -> Result<(), CheckpointError> {
+pub(super) fn check_complete(tensors: &[ExportTensor], weights: &TensorFiles) -> Result<(), CheckpointError> {
     let used: BTreeSet<&str> = tensors
         .iter()
         .filter_map(|tensor| match &tensor.source {
@@ -299,11 +250,7 @@ pub(super) fn check_complete(
             Source::Ones => None,
         })
         .collect();
-    match weights
-        .names()
-        .into_iter()
-        .find(|name| !used.contains(name.as_str()))
-    {
+    match weights.names().into_iter().find(|name| !used.contains(name.as_str())) {
         None => Ok(()),
         Some(name) => Err(CheckpointError::OtherModel {
             path: weights.path().to_owned(),

@@ -121,10 +121,7 @@ fn packed_rows_are_split_and_nothing_is_lost() {
     let gate = values(&theirs, "model.layers.0.mlp.gate_proj.weight");
     let up = values(&theirs, "model.layers.0.mlp.up_proj.weight");
     assert_eq!(packed, [gate, up].concat());
-    assert_eq!(
-        values(&ours, "head.lm_head.weight"),
-        values(&theirs, "lm_head.weight")
-    );
+    assert_eq!(values(&ours, "head.lm_head.weight"), values(&theirs, "lm_head.weight"));
 
     let config = json(out.join("config.json"));
     assert_eq!(config["model_type"], "qwen3");
@@ -139,10 +136,7 @@ fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
     let folder = tempfile::tempdir().expect("a folder");
     let tied = "tie_word_embeddings = true";
     let scaled = "tie_word_embeddings = true\nresidual_scale = true";
-    for (name, line, expected) in [
-        ("ones", tied, vec![1.0; 12]),
-        ("trained", scaled, trained_scale()),
-    ] {
+    for (name, line, expected) in [("ones", tied, vec![1.0; 12]), ("trained", scaled, trained_scale())] {
         let checkpoint = checkpoint(&folder.path().join(name), line, DMA);
         let out = folder.path().join(format!("{name}-hf"));
         let report = export(&checkpoint, &out, &options()).expect("exports");
@@ -151,8 +145,7 @@ fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
         assert!(!theirs.names().contains(&"lm_head.weight".to_owned()));
         let scale = values(&theirs, "model.layers.0.post_attention_residual");
         assert_eq!(scale, expected);
-        let ours =
-            TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+        let ours = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
         assert_eq!(
             values(&ours, "layers.1.self_attn.a"),
             values(&theirs, "model.layers.1.self_attn.A")
@@ -204,10 +197,7 @@ fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone
     export(&checkpoint, &second, &options()).expect("replaces its own");
     let (one, mut two) = (folder_bytes(&first), folder_bytes(&second));
     assert_eq!(two.remove("NOTES.md").as_deref(), Some(&b"mine"[..]));
-    assert_eq!(
-        one.keys().collect::<Vec<_>>(),
-        two.keys().collect::<Vec<_>>()
-    );
+    assert_eq!(one.keys().collect::<Vec<_>>(), two.keys().collect::<Vec<_>>());
     assert!(one == two, "the bytes differ");
 }
 
@@ -256,10 +246,7 @@ fn refuses_what_it_cannot_express_and_folders_of_others() {
     fs::write(out.join("config.json"), "mine").expect("writable");
     let error = export(&checkpoint, &out, &options()).expect_err("holds something else");
     assert!(error.to_string().contains("config.json"), "{error}");
-    assert_eq!(
-        fs::read_to_string(out.join("config.json")).expect("kept"),
-        "mine"
-    );
+    assert_eq!(fs::read_to_string(out.join("config.json")).expect("kept"), "mine");
 }
 
 #[test]
@@ -270,13 +257,9 @@ fn loads_the_model_it_was_written_from() {
     let checkpoint = checkpoint(&run, tied, DMA);
     let loaded = load_model::<Flex>(&run, &Default::default()).expect("loads");
     assert_eq!(loaded.path, checkpoint.path);
-    let weights =
-        TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
+    let weights = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
     for tensor in named_parameters(&loaded.model) {
-        assert_eq!(
-            weights.any_tensor(&tensor.name).expect("same names"),
-            tensor.data
-        );
+        assert_eq!(weights.any_tensor(&tensor.name).expect("same names"), tensor.data);
     }
     let empty = folder.path().join("empty");
     let error = load_model::<Flex>(&empty, &Default::default()).expect_err("nothing there");

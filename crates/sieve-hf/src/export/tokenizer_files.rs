@@ -14,17 +14,13 @@ pub(super) fn read(
 ) -> Result<Vec<(&'static str, String)>, CheckpointError> {
     let path = checkpoint.tokenizer_path();
     let text = fs::read_to_string(&path).map_err(CheckpointError::io("reading", &path))?;
-    let tokenizer: Value =
-        serde_json::from_str(&text).map_err(|error| CheckpointError::Malformed {
-            path: path.clone(),
-            problem: format!("it is no tokenizer.json ({error})"),
-        })?;
+    let tokenizer: Value = serde_json::from_str(&text).map_err(|error| CheckpointError::Malformed {
+        path: path.clone(),
+        problem: format!("it is no tokenizer.json ({error})"),
+    })?;
 
     let mut special = Map::new();
-    special.insert(
-        "eos_token".into(),
-        content(&tokenizer, options.eos_token_id, &path)?,
-    );
+    special.insert("eos_token".into(), content(&tokenizer, options.eos_token_id, &path)?);
     if let Some(id) = options.pad_token_id {
         special.insert("pad_token".into(), content(&tokenizer, id, &path)?);
     }
@@ -49,9 +45,7 @@ fn added_tokens(tokenizer: &Value) -> &[Value] {
 
 /// The text of a special token.
 fn content(tokenizer: &Value, id: u32, path: &Path) -> Result<Value, CheckpointError> {
-    let added = added_tokens(tokenizer)
-        .iter()
-        .find(|token| token["id"] == id);
+    let added = added_tokens(tokenizer).iter().find(|token| token["id"] == id);
     let content = match added {
         Some(token) => token["content"].clone(),
         // A token of the vocabulary itself: an object of text to id, or a list of (text, score).

@@ -72,10 +72,7 @@ impl Reader {
     /// The attention of a Qwen3 model, and which of its layers are dense: all, none, or those between windows.
     fn qwen3_attention(&self, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
         let is_dense: Vec<bool> = match self.value["layer_types"].as_array() {
-            Some(types) => types
-                .iter()
-                .map(|kind| kind != "sliding_attention")
-                .collect(),
+            Some(types) => types.iter().map(|kind| kind != "sliding_attention").collect(),
             None if self.value["use_sliding_window"] == Value::Bool(true) => {
                 let dense = self.value["max_window_layers"].as_u64().unwrap_or(0) as usize;
                 (0..num_layers).map(|layer| layer < dense).collect()
@@ -135,8 +132,7 @@ impl Reader {
             match &self.value[*key] {
                 Value::Null => {}
                 // Numbers, strings and truth values are written alike in JSON and TOML.
-                value
-                @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
+                value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
                     lines.push_str(&format!("\n{key} = {value}"));
                 }
                 other => return Err(self.refuse(format!("{key} is {other}"))),
@@ -189,9 +185,7 @@ impl HfConfig {
         };
         let vocab_size = reader.integer("vocab_size")?;
         let max_positions = reader.integer("max_position_embeddings")?;
-        let tied = reader.value["tie_word_embeddings"]
-            .as_bool()
-            .unwrap_or(false);
+        let tied = reader.value["tie_word_embeddings"].as_bool().unwrap_or(false);
         let mut model = format!(
             "hidden_size = {hidden_size}\nintermediate_size = {}\nnum_hidden_layers = {num_layers}\n\
              num_attention_heads = {heads}\nnum_key_value_heads = {}\nhead_dim = {head_dim}\n\

@@ -39,10 +39,7 @@ fn imported(
     attention: Option<AttentionKind>,
     overrides: &[&str],
 ) -> Result<ImportReport, CheckpointError> {
-    let overrides = overrides
-        .iter()
-        .map(|item| (*item).to_owned())
-        .collect::<Vec<_>>();
+    let overrides = overrides.iter().map(|item| (*item).to_owned()).collect::<Vec<_>>();
     import::<Flex>(from, out, attention, &overrides, &Default::default())
 }
 
@@ -59,14 +56,8 @@ fn export_import_export_gives_the_same_bytes() {
     for (model, attention) in [
         ("tie_word_embeddings = true", "kind = \"mha\""),
         ("tie_word_embeddings = false", "kind = \"mha\""),
-        (
-            "tie_word_embeddings = false",
-            "kind = \"swa\"\nsliding_window = 5",
-        ),
-        (
-            "tie_word_embeddings = true",
-            "kind = \"dma\"\nkeep_window_size = 3",
-        ),
+        ("tie_word_embeddings = false", "kind = \"swa\"\nsliding_window = 5"),
+        ("tie_word_embeddings = true", "kind = \"dma\"\nkeep_window_size = 3"),
         (
             "tie_word_embeddings = true\nresidual_scale = true",
             "kind = \"dma\"\nkeep_window_size = 3",
@@ -158,10 +149,7 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
     let nsa = folder.path().join("nsa");
     let report = imported(&hf, &nsa, Some(AttentionKind::Nsa), &sizes).expect("imports");
     assert!(!report.added.is_empty(), "the gates are new");
-    assert!(
-        report.added.iter().all(|name| name.contains("self_attn")),
-        "{report:?}"
-    );
+    assert!(report.added.iter().all(|name| name.contains("self_attn")), "{report:?}");
     // The rest is what was exported.
     let theirs = TensorFile::open(&hf.join(SINGLE)).expect("exported");
     let name = "model.layers.1.self_attn.o_proj.weight";
@@ -201,10 +189,7 @@ fn what_says_nothing_new_is_passed_over() {
     let tied = "tie_word_embeddings = true";
     let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
     rewrite(&hf, |tensors| {
-        for name in [
-            "lm_head.weight",
-            "model.layers.0.self_attn.rotary_emb.inv_freq",
-        ] {
+        for name in ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"] {
             tensors.push(NamedTensor {
                 name: name.to_owned(),
                 data: TensorData::new(vec![0f32; 3], [3]),
@@ -221,8 +206,7 @@ fn configurations_without_a_recipe_are_refused() {
     let tied = "tie_word_embeddings = true";
     let hf = exported(folder.path(), tied, "kind = \"mha\"", whole());
     let path = hf.join("config.json");
-    let config: serde_json::Value =
-        serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
+    let config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
     let out = folder.path().join("out");
     for (key, value, word) in [
         ("model_type", json!("llama"), "model_type is \"llama\""),
@@ -261,12 +245,7 @@ fn configurations_without_a_recipe_are_refused() {
 #[test]
 fn a_dense_model_takes_sparse_layers_between_its_dense_ones() {
     let folder = tempfile::tempdir().expect("a folder");
-    let hf = exported(
-        folder.path(),
-        "tie_word_embeddings = true",
-        "kind = \"mha\"",
-        whole(),
-    );
+    let hf = exported(folder.path(), "tie_word_embeddings = true", "kind = \"mha\"", whole());
     let settings = [
         "attention.keep_window_size=16",
         "attention.bias=linear",

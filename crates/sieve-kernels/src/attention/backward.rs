@@ -81,10 +81,7 @@ impl AttentionGradients<'_> {
         };
         let stats = row_stats(&self, &d_o, &shape)?;
         let dq_sum = match self.order {
-            SumOrder::Any => Some(empty_zero(
-                &d_o,
-                &dq_sum_shape(&shape, padded_len(shape.seq_len)),
-            )?),
+            SumOrder::Any => Some(empty_zero(&d_o, &dq_sum_shape(&shape, padded_len(shape.seq_len)))?),
             SumOrder::Fixed => None,
         };
         let dbias = bias
@@ -273,11 +270,5 @@ pub(crate) fn convert_dq(
     });
     let kernel = attention_backward_convert_kernel(shape.head_dim);
     // SAFETY: reads `rows` rows of sums a head; rows past the sequence are skipped.
-    unsafe {
-        kernel.launch(
-            [warps.div_ceil(8), 1, 1],
-            &[dq_sum, call.grads.q.tensor()],
-            &params,
-        )
-    }
+    unsafe { kernel.launch([warps.div_ceil(8), 1, 1], &[dq_sum, call.grads.q.tensor()], &params) }
 }

@@ -104,31 +104,18 @@ impl BackwardTiling {
                 },
             ];
         }
-        vec![GradientSet {
-            dq,
-            dk: true,
-            dv: true,
-        }]
+        vec![GradientSet { dq, dk: true, dv: true }]
     }
 
     /// Dynamic shared memory of a block.
-    pub(crate) fn shared_bytes(
-        &self,
-        shape: &AttentionShape,
-        source: KeySource,
-        set: GradientSet,
-    ) -> usize {
+    pub(crate) fn shared_bytes(&self, shape: &AttentionShape, source: KeySource, set: GradientSet) -> usize {
         let (keys, queries) = (self.block_kv(), self.block_q);
         let tiles = (keys + 2 * queries) * (shape.head_dim + shape.head_dim_v) * BF16;
         // P for dv and dS for dk change hands between warps; dS of two steps where dq is made a step later.
         let ds = if set.dq { 2 } else { usize::from(set.dk) };
         let swapped = keys * queries * BF16 * (usize::from(set.dv) + ds);
         // Two steps' lse and D of each query, and with a bias its base; each key's entry, and its bias.
-        let (stats, entries) = if source == KeySource::Dense {
-            (16, 8)
-        } else {
-            (24, 12)
-        };
+        let (stats, entries) = if source == KeySource::Dense { (16, 8) } else { (24, 12) };
         tiles + swapped + stats * queries + keys * entries + 128
     }
 
@@ -191,14 +178,10 @@ mod tests {
         let error = BackwardTiling::choose("k", &shape(256, 256), KeySource::Dense, 99 * 1024);
         assert!(error.is_err(), "refused before the launch, not by it");
         let on = |kib: usize| {
-            let tiling =
-                BackwardTiling::choose("k", &shape(128, 128), KeySource::Gathered, kib * 1024);
+            let tiling = BackwardTiling::choose("k", &shape(128, 128), KeySource::Gathered, kib * 1024);
             tiling.map(|tiling| (tiling.num_warps, tiling.block_q))
         };
-        assert_eq!(
-            [on(227), on(163), on(99)],
-            [Ok((8, 64)), Ok((8, 32)), Ok((4, 32))]
-        );
+        assert_eq!([on(227), on(163), on(99)], [Ok((8, 64)), Ok((8, 32)), Ok((4, 32))]);
     }
 
     #[test]
@@ -206,21 +189,13 @@ mod tests {
         for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128), (256, 256)] {
             for order in [SumOrder::Any, SumOrder::Fixed] {
                 let launches = BackwardTiling::launches(&shape(head_dim, head_dim_v), order);
-                let count = |made: fn(&GradientSet) -> bool| {
-                    launches.iter().filter(|set| made(set)).count()
-                };
+                let count = |made: fn(&GradientSet) -> bool| launches.iter().filter(|set| made(set)).count();
                 assert_eq!(count(|set| set.dq), (order == SumOrder::Any) as usize);
                 assert_eq!(count(|set| set.dk), 1);
                 assert_eq!(count(|set| set.dv), 1);
             }
         }
-        assert_eq!(
-            BackwardTiling::launches(&shape(192, 128), SumOrder::Any).len(),
-            1
-        );
-        assert_eq!(
-            BackwardTiling::launches(&shape(256, 256), SumOrder::Any).len(),
-            2
-        );
+        assert_eq!(BackwardTiling::launches(&shape(192, 128), SumOrder::Any).len(), 1);
+        assert_eq!(BackwardTiling::launches(&shape(256, 256), SumOrder::Any).len(), 2);
     }
 }

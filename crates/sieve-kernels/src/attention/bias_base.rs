@@ -29,20 +29,14 @@ pub(crate) struct Bias {
 
 impl Bias {
     /// `delta` and the rest must have the sizes of `shape`.
-    pub(crate) fn new(
-        delta: CudaTensor,
-        keys: SeenKeys,
-        shape: &AttentionShape,
-    ) -> Result<Self, KernelError> {
+    pub(crate) fn new(delta: CudaTensor, keys: SeenKeys, shape: &AttentionShape) -> Result<Self, KernelError> {
         let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
         let padded = padded_len(seq_len);
         let base = delta.empty_contiguous(&[batch, heads, padded], DType::F32);
         let (kernel, mut tensors, reach) = match keys {
-            SeenKeys::Neighbours(doc_start, window) => (
-                bias_base_kernel(KeySource::Biased),
-                vec![&delta, doc_start],
-                window,
-            ),
+            SeenKeys::Neighbours(doc_start, window) => {
+                (bias_base_kernel(KeySource::Biased), vec![&delta, doc_start], window)
+            }
             SeenKeys::Listed(lists) => (
                 bias_base_kernel(KeySource::Gathered),
                 vec![&delta, &lists.list, &lists.list_len],

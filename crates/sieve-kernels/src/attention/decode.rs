@@ -34,12 +34,7 @@ pub struct DecodeStep {
 impl KvCache {
     /// An empty cache of `capacity` keys a row; `like` is any tensor on the device.
     pub fn new(like: &CudaTensor, shape: &AttentionShape, capacity: usize) -> Self {
-        let new = |width| {
-            like.empty_contiguous(
-                &[shape.batch, shape.num_kv_heads, capacity, width],
-                DType::BF16,
-            )
-        };
+        let new = |width| like.empty_contiguous(&[shape.batch, shape.num_kv_heads, capacity, width], DType::BF16);
         Self {
             k: new(shape.head_dim),
             v: new(shape.head_dim_v),
@@ -47,22 +42,14 @@ impl KvCache {
     }
 
     /// Checks a cache against a call and returns its capacity.
-    pub(crate) fn capacity(
-        &self,
-        kernel: &'static str,
-        shape: &AttentionShape,
-    ) -> Result<usize, KernelError> {
+    pub(crate) fn capacity(&self, kernel: &'static str, shape: &AttentionShape) -> Result<usize, KernelError> {
         let [_, _, capacity, _] = self.k.dims::<4>(kernel, "k_cache")?;
         for (name, cache, width) in [
             ("k_cache", &self.k, shape.head_dim),
             ("v_cache", &self.v, shape.head_dim_v),
         ] {
             cache.require_dtype(kernel, name, DType::BF16)?;
-            cache.require_shape(
-                kernel,
-                name,
-                &[shape.batch, shape.num_kv_heads, capacity, width],
-            )?;
+            cache.require_shape(kernel, name, &[shape.batch, shape.num_kv_heads, capacity, width])?;
             cache.require_contiguous(kernel, name)?;
         }
         Ok(capacity)
@@ -114,16 +101,7 @@ impl KvCache {
     ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
         let token = token.walkable();
-        launch(
-            &shape,
-            &token,
-            &[token.q.tensor()],
-            self,
-            length,
-            step,
-            scratch,
-            0,
-        )
+        launch(&shape, &token, &[token.q.tensor()], self, length, step, scratch, 0)
     }
 }
 
@@ -149,14 +127,7 @@ fn launch(
     }
     let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
     let mut tensors = inputs.to_vec();
-    tensors.extend([
-        &cache.k,
-        &cache.v,
-        length,
-        &o,
-        &scratch.partials,
-        &scratch.counters,
-    ]);
+    tensors.extend([&cache.k, &cache.v, length, &o, &scratch.partials, &scratch.counters]);
     let [q, k, v] = token.head_words(NAME)?;
     let params = params!(AttentionDecodeParams {
         num_heads: shape.num_heads,
@@ -181,9 +152,7 @@ fn launch(
 
 /// The specialisation for a tiling; `append` is 1 when the token joins the cache.
 pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize) -> SourceKernel {
-    tiling
-        .kernel(SourceKernel::new(NAME))
-        .define("APPEND", append)
+    tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append)
 }
 
 /// The sizes of a call with one token a row.

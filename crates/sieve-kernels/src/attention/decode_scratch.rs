@@ -89,23 +89,11 @@ impl DecodeScratch {
     ///
     /// # Errors
     /// An empty batch.
-    pub fn new(
-        like: &CudaTensor,
-        shape: AttentionShape,
-        max_keys: usize,
-    ) -> Result<Self, KernelError> {
+    pub fn new(like: &CudaTensor, shape: AttentionShape, max_keys: usize) -> Result<Self, KernelError> {
         let hardware = like.hardware();
-        let tiling = DecodeTiling::new(
-            [shape.head_dim, shape.head_dim_v],
-            hardware.max_shared_bytes,
-        );
+        let tiling = DecodeTiling::new([shape.head_dim, shape.head_dim_v], hardware.max_shared_bytes);
         let num_splits = tiling.num_splits(&shape, max_keys, hardware.num_multiprocessors);
-        let partials = [
-            shape.batch,
-            shape.num_heads,
-            num_splits,
-            shape.head_dim_v + 2,
-        ];
+        let partials = [shape.batch, shape.num_heads, num_splits, shape.head_dim_v + 2];
         let partials = like.empty_contiguous(&partials, DType::F32);
         // 32-bit counters; zero has the same bits as an f32.
         let counters = empty_zero(like, &[shape.batch, shape.num_kv_heads])?;
@@ -133,10 +121,7 @@ impl DecodeScratch {
 
     /// An error for buffers of another batch or model.
     pub(crate) fn misfit(&self, kernel: &'static str, shape: &AttentionShape) -> KernelError {
-        let (got, supported) = (
-            format!("{shape:?}"),
-            format!("what it was made for, {:?}", self.shape),
-        );
+        let (got, supported) = (format!("{shape:?}"), format!("what it was made for, {:?}", self.shape));
         KernelError::Unsupported {
             kernel,
             what: "shape for this DecodeScratch:",
@@ -169,11 +154,7 @@ mod tests {
     #[test]
     fn splits_fill_the_device_and_no_more() {
         let splits = |batch, max_keys, shared: usize| {
-            DecodeTiling::new([128, 128], shared << 10).num_splits(
-                &shape(batch, 16, 8),
-                max_keys,
-                132,
-            )
+            DecodeTiling::new([128, 128], shared << 10).num_splits(&shape(batch, 16, 8), max_keys, 132)
         };
         assert_eq!(splits(16, 2048, 227), 1);
         assert_eq!(splits(1, 2048, 227), 16, "a tile a warp at least");
@@ -182,11 +163,7 @@ mod tests {
         assert_eq!(splits(1, 1, 227), 1);
         assert_eq!(splits(16, 2048, 99), 2, "two blocks of four warps");
         assert_eq!(splits(1, 2048, 99), 32);
-        assert_eq!(
-            row_blocks(&shape(1, 64, 2)),
-            4,
-            "a group of 32 takes two blocks"
-        );
+        assert_eq!(row_blocks(&shape(1, 64, 2)), 4, "a group of 32 takes two blocks");
     }
 
     #[test]

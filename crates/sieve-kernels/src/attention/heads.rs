@@ -107,11 +107,7 @@ impl Heads {
         let shape: [usize; 4] = self.tensor.shape().try_into().ok()?;
         let strides: [usize; 4] = self.tensor.strides().try_into().ok()?;
         let layout = row_layout(shape, strides, ALIGN_ELEMENTS)?;
-        Some([
-            self.first_head * shape[3],
-            layout.token_stride,
-            layout.batch_stride,
-        ])
+        Some([self.first_head * shape[3], layout.token_stride, layout.batch_stride])
     }
 }
 
@@ -144,12 +140,7 @@ impl Qkv {
         let (num_heads, num_kv_heads) = (self.q.num_heads, self.k.num_heads);
         let expected = |heads: &Heads, width: usize| {
             let total = heads.tensor.shape().get(2).copied().unwrap_or(0);
-            [
-                batch,
-                seq_len,
-                total.max(heads.first_head + heads.num_heads),
-                width,
-            ]
+            [batch, seq_len, total.max(heads.first_head + heads.num_heads), width]
         };
         for (name, heads, width) in [
             ("q", &self.q, head_dim),
@@ -157,9 +148,7 @@ impl Qkv {
             ("v", &self.v, head_dim_v),
         ] {
             heads.tensor.require_dtype(kernel, name, DType::BF16)?;
-            heads
-                .tensor
-                .require_shape(kernel, name, &expected(heads, width))?;
+            heads.tensor.require_shape(kernel, name, &expected(heads, width))?;
         }
         let unsupported = |what, got: String, supported: &str| {
             Err(KernelError::Unsupported {
@@ -174,10 +163,7 @@ impl Qkv {
             || !num_heads.is_multiple_of(num_kv_heads)
             || num_heads == 0
         {
-            let got = format!(
-                "{num_heads}/{num_kv_heads}/{} of {q_total}",
-                self.v.num_heads
-            );
+            let got = format!("{num_heads}/{num_kv_heads}/{} of {q_total}", self.v.num_heads);
             return unsupported(
                 "number of q/k/v heads",
                 got,
@@ -231,11 +217,7 @@ impl Qkv {
     ///
     /// # Errors
     /// [`KernelError::Layout`] when [`walkable`](Self::walkable) was not called.
-    pub(crate) fn params(
-        &self,
-        kernel: &'static str,
-        shape: &AttentionShape,
-    ) -> Result<AttentionParams, KernelError> {
+    pub(crate) fn params(&self, kernel: &'static str, shape: &AttentionShape) -> Result<AttentionParams, KernelError> {
         let [q, k, v] = self.head_words(kernel)?;
         Ok(params!(AttentionParams {
             batch: shape.batch,

@@ -294,11 +294,7 @@ pub(crate) fn hopper_backward_kernel(
     let stages = q_stages + do_stages;
     // A warp's part of dQ, on its way to the sums: the columns that are added at once.
     let dq_columns = if d > 128 { 128 } else { d };
-    let dq_bytes = if set.dq {
-        256 * dq_columns * dq_bulk
-    } else {
-        0
-    };
+    let dq_bytes = if set.dq { 256 * dq_columns * dq_bulk } else { 0 };
     // lse and D of 64 queries: as plain numbers, or 16 bytes each where they are steps of the products; with a bias 16
     // bytes for the base of each too, and for the bias of each key.
     let stats_bytes = match source {
@@ -471,8 +467,7 @@ mod tests {
 
     #[test]
     fn the_rest_of_o_is_kept_where_a_hopper_kernel_is_told() {
-        let kept =
-            |rows: KeepRest| [1024, 32768, 32769].map(|len| rows.in_row(KernelFamily::Hopper, len));
+        let kept = |rows: KeepRest| [1024, 32768, 32769].map(|len| rows.in_row(KernelFamily::Hopper, len));
         assert_eq!(kept(KeepRest::Never), [false; 3]);
         assert_eq!(kept(KeepRest::ShortRows), [true, true, false]);
         assert_eq!(kept(KeepRest::Always), [true; 3]);
@@ -481,9 +476,7 @@ mod tests {
 
     #[test]
     fn two_heads_share_a_gathered_tile_where_the_group_is_even() {
-        let heads = |group, source| {
-            HopperTiling::new(QueryPass::Output, &shape(128, group), source).heads_per_tile
-        };
+        let heads = |group, source| HopperTiling::new(QueryPass::Output, &shape(128, group), source).heads_per_tile;
         assert_eq!(
             [1, 2, 3, 4].map(|group| heads(group, KeySource::Gathered)),
             [1, 2, 1, 2]

@@ -2,8 +2,7 @@
 use crate::attention::backward_tiling::{BackwardTiling, GradientSet, SumOrder};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, backward_maps, has_hopper_gradient,
-    hopper_backward_kernel,
+    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, backward_maps, has_hopper_gradient, hopper_backward_kernel,
 };
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
 use crate::error::KernelError;

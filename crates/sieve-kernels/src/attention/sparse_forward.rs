@@ -73,14 +73,7 @@ impl Qkv {
                 head_dim,
                 head_dim_v,
             } = *shape;
-            [
-                batch,
-                seq_len,
-                num_heads,
-                num_kv_heads,
-                head_dim_v,
-                head_dim,
-            ]
+            [batch, seq_len, num_heads, num_kv_heads, head_dim_v, head_dim]
         };
         let [num_heads, num_kv_heads] = mask.heads;
         let expected = AttentionShape {
@@ -152,8 +145,7 @@ impl Qkv {
                         SparseKeyReads::Tiles => {
                             let [_, k, v] = qkv.head_words(NAME)?;
                             let width = shape.num_kv_heads * shape.head_dim;
-                            let map =
-                                |heads, words| head_map(heads, words, width, &shape, KEYS_OF_A_BOX);
+                            let map = |heads, words| head_map(heads, words, width, &shape, KEYS_OF_A_BOX);
                             vec![map(&qkv.k, k), map(&qkv.v, v)]
                         }
                     };
@@ -183,12 +175,7 @@ impl Qkv {
             launch(&Rows {
                 first: rows.start,
                 num_slots: rows.len(),
-                cuts: [
-                    HOPPER_ROWS,
-                    0,
-                    HOPPER_ROWS,
-                    rows.len().div_ceil(HOPPER_ROWS),
-                ],
+                cuts: [HOPPER_ROWS, 0, HOPPER_ROWS, rows.len().div_ceil(HOPPER_ROWS)],
                 heads_per: [1, 1],
                 places: [0; 8],
             })?;
@@ -225,10 +212,7 @@ pub(crate) fn sparse_attention_tiling(
 }
 
 /// The portable specialisation for a shape and tiling.
-pub(crate) fn sparse_attention_forward_kernel(
-    shape: &AttentionShape,
-    tiling: &QueryTiling,
-) -> SourceKernel {
+pub(crate) fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
     let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
     tiling
         .apply(SourceKernel::new(NAME), shape, KeySource::Dense)
@@ -249,8 +233,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         SparseKeyReads::Keys => 4096,
         SparseKeyReads::Tiles => 128,
     };
-    let shared =
-        256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
+    let shared = 256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
     SourceKernel::new("hopper_sparse_attention_forward")
         .define("HEAD_DIM", d)
         .define("NUM_CONSUMERS", 2)

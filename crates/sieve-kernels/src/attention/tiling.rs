@@ -48,11 +48,7 @@ pub(crate) enum QueryPass {
 
 impl QueryPass {
     pub(crate) fn output(with_rest: bool) -> Self {
-        if with_rest {
-            Self::OutputAndRest
-        } else {
-            Self::Output
-        }
+        if with_rest { Self::OutputAndRest } else { Self::Output }
     }
 
     /// Whether the gradient of the output is an input.
@@ -180,12 +176,7 @@ impl QueryTiling {
     }
 
     /// Sets the defines, block and shared memory of a kernel.
-    pub(crate) fn apply(
-        &self,
-        kernel: SourceKernel,
-        shape: &AttentionShape,
-        source: KeySource,
-    ) -> SourceKernel {
+    pub(crate) fn apply(&self, kernel: SourceKernel, shape: &AttentionShape, source: KeySource) -> SourceKernel {
         let kernel = define_head_dims(kernel, [shape.head_dim, shape.head_dim_v])
             .define("NUM_WARPS", self.num_warps)
             .define("BLOCK_KV", self.block_kv)
@@ -217,16 +208,10 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
     match (source.is_gathered(), pass) {
         (true, Output | OutputAndRest) => ["dma_attention_forward", "hopper_dma_attention_forward"],
         (true, RowSums) => ["dma_attention_row_sums", "hopper_dma_attention_row_sums"],
-        (true, Gradient) => [
-            "dma_attention_backward_query",
-            "hopper_dma_attention_backward_query",
-        ],
+        (true, Gradient) => ["dma_attention_backward_query", "hopper_dma_attention_backward_query"],
         (false, Output | OutputAndRest) => ["attention_forward", "hopper_attention_forward"],
         (false, RowSums) => ["attention_row_sums", "hopper_attention_row_sums"],
-        (false, Gradient) => [
-            "attention_backward_query",
-            "hopper_attention_backward_query",
-        ],
+        (false, Gradient) => ["attention_backward_query", "hopper_attention_backward_query"],
     }
 }
 
@@ -241,14 +226,8 @@ pub(crate) fn define_bias(kernel: SourceKernel, source: KeySource) -> SourceKern
 /// Query heads of a group whose rows share a gathered tile of `block_rows` rows. Widths in wide use have a form for
 /// every group; others one for two heads.
 pub(crate) fn heads_sharing_a_tile(shape: &AttentionShape, block_rows: usize) -> usize {
-    let most = if matches!(shape.head_dim, 64 | 128) {
-        8
-    } else {
-        2
-    };
-    let fits = |heads: &usize| {
-        *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16
-    };
+    let most = if matches!(shape.head_dim, 64 | 128) { 8 } else { 2 };
+    let fits = |heads: &usize| *heads <= most && shape.group_size().is_multiple_of(*heads) && block_rows / heads >= 16;
     [8, 4, 2, 1].into_iter().find(fits).unwrap_or(1)
 }
 
@@ -294,26 +273,14 @@ mod tests {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
                 for limit in [HOPPER, ADA] {
                     let shape = shape(head_dim, head_dim, 4);
-                    let tiling = QueryTiling::choose("k", QueryPass::Output, &shape, source, limit)
-                        .expect("a tiling exists");
+                    let tiling =
+                        QueryTiling::choose("k", QueryPass::Output, &shape, source, limit).expect("a tiling exists");
                     assert!(tiling.shared_bytes(&shape, source) <= limit);
-                    assert!(
-                        tiling.tile_queries() >= 4,
-                        "{head_dim} {source:?} {limit}: {tiling:?}"
-                    );
+                    assert!(tiling.tile_queries() >= 4, "{head_dim} {source:?} {limit}: {tiling:?}");
                 }
             }
         }
-        assert!(
-            QueryTiling::choose(
-                "k",
-                QueryPass::Output,
-                &shape(256, 256, 1),
-                KeySource::Dense,
-                10_000
-            )
-            .is_err()
-        );
+        assert!(QueryTiling::choose("k", QueryPass::Output, &shape(256, 256, 1), KeySource::Dense, 10_000).is_err());
     }
 
     #[test]
@@ -334,12 +301,9 @@ mod tests {
     #[test]
     fn grids_cover_every_query() {
         let shape = shape(128, 128, 2);
-        let dense = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Dense, HOPPER)
-            .expect("fits");
+        let dense = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Dense, HOPPER).expect("fits");
         assert_eq!(dense.grid(&shape, KeySource::Dense), [20, 6, 2]);
-        let gathered =
-            QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER)
-                .expect("fits");
+        let gathered = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER).expect("fits");
         // 3 super-blocks of 16 tiles of 64 queries; two heads a tile.
         assert_eq!(gathered.grid(&shape, KeySource::Gathered), [48, 3, 2]);
     }
@@ -347,9 +311,7 @@ mod tests {
     #[test]
     fn shared_memory_is_the_sum_of_its_parts() {
         let shape = shape(192, 128, 2);
-        let tiling =
-            QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER)
-                .expect("fits");
+        let tiling = QueryTiling::choose("k", QueryPass::Output, &shape, KeySource::Gathered, HOPPER).expect("fits");
         assert_eq!(
             tiling.shared_bytes(&shape, KeySource::Dense),
             128 * 192 * 2 + 2 * 64 * 320 * 2

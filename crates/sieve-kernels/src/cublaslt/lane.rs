@@ -22,9 +22,7 @@ use cubecl::stream_id::StreamId;
 use cubecl_runtime::server::{ComputeServer, ExecutionMode, KernelArguments, MetadataBindingInfo};
 use cudarc::cublaslt::{result as lt, sys::cublasLtHandle_t};
 use cudarc::driver::result as driver;
-use cudarc::driver::sys::{
-    self as cuda, CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUresult, CUstream,
-};
+use cudarc::driver::sys::{self as cuda, CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUresult, CUstream};
 use std::cell::RefCell;
 use std::collections::{HashMap, HashSet};
 use std::fmt;
@@ -102,10 +100,7 @@ pub(super) fn inline_products() -> Option<bool> {
 }
 
 /// Queues `work` in order with Burn's launches on `stream`, whose lane is open; on the device thread.
-pub(crate) fn on_lane(
-    stream: StreamId,
-    work: impl FnOnce(CUstream) -> Result<(), String>,
-) -> Result<(), String> {
+pub(crate) fn on_lane(stream: StreamId, work: impl FnOnce(CUstream) -> Result<(), String>) -> Result<(), String> {
     let queued = Library::with(|library| {
         let lane = library.lanes.get(&stream.value);
         let lane = lane.ok_or_else(|| Refusal::Failed("no lane for this stream".to_owned()))?;
@@ -132,10 +127,7 @@ pub(crate) fn open(like: &CudaTensor) -> Result<(), KernelError> {
     };
     let queue: DeviceHandle<Server> = DeviceHandle::new(like.device().to_id());
     let opened = queue.submit_blocking(move |server| Library::open_lane(server, probe));
-    let failed = |reason: String| KernelError::Launch {
-        kernel: NAME,
-        reason,
-    };
+    let failed = |reason: String| KernelError::Launch { kernel: NAME, reason };
     let inline = opened
         .map_err(|_| failed("the device thread is gone".to_owned()))?
         .map_err(|refusal| failed(refusal.to_string()))?;
@@ -184,8 +176,7 @@ impl Library {
             let library = match slot {
                 Some(library) => library,
                 None => slot.insert(Self {
-                    handle: lt::create_handle()
-                        .map_err(|e| Refusal::Failed(format!("cublasLtCreate: {e}")))?,
+                    handle: lt::create_handle().map_err(|e| Refusal::Failed(format!("cublasLtCreate: {e}")))?,
                     lanes: HashMap::new(),
                     plans: HashMap::new(),
                 }),
@@ -237,46 +228,28 @@ impl Lane {
 
     /// A stream of our own, ordered against the whole context.
     fn with_events() -> Result<Self, Refusal> {
-        let failed =
-            |what: &str, e: cudarc::driver::DriverError| Refusal::Failed(format!("{what}: {e:?}"));
+        let failed = |what: &str, e: cudarc::driver::DriverError| Refusal::Failed(format!("{what}: {e:?}"));
         let mut context = std::ptr::null_mut();
         // SAFETY: writes one pointer.
-        check("cuCtxGetCurrent", unsafe {
-            cuda::cuCtxGetCurrent(&mut context)
-        })?;
-        let event = || {
-            driver::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING)
-                .map_err(|e| failed("cuEventCreate", e))
-        };
+        check("cuCtxGetCurrent", unsafe { cuda::cuCtxGetCurrent(&mut context) })?;
+        let event =
+            || driver::event::create(CUevent_flags::CU_EVENT_DISABLE_TIMING).map_err(|e| failed("cuEventCreate", e));
         let (before, after) = (event()?, event()?);
-        let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking)
-            .map_err(|e| failed("cuStreamCreate", e))?;
-        Self::new(
-            stream,
-            Order::Events {
-                context,
-                before,
-                after,
-            },
-        )
+        let stream =
+            driver::stream::create(driver::stream::StreamKind::NonBlocking).map_err(|e| failed("cuStreamCreate", e))?;
+        Self::new(stream, Order::Events { context, before, after })
     }
 
     /// Everything queued so far comes before what follows.
     fn enter(&self) -> Result<(), Refusal> {
-        let Order::Events {
-            context, before, ..
-        } = self.order
-        else {
+        let Order::Events { context, before, .. } = self.order else {
             return Ok(());
         };
         // SAFETY: context, event and stream live as long as the process.
         unsafe {
             check("cuCtxRecordEvent", cuda::cuCtxRecordEvent(context, before))?;
             let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT as u32;
-            check(
-                "cuStreamWaitEvent",
-                cuda::cuStreamWaitEvent(self.stream, before, flags),
-            )
+            check("cuStreamWaitEvent", cuda::cuStreamWaitEvent(self.stream, before, flags))
         }
     }
 
@@ -340,9 +313,7 @@ fn stream_addresses(text: &str) -> Vec<u64> {
     text.split("sys: 0x")
         .skip(1)
         .filter_map(|rest| {
-            let end = rest
-                .find(|c: char| !c.is_ascii_hexdigit())
-                .unwrap_or(rest.len());
+            let end = rest.find(|c: char| !c.is_ascii_hexdigit()).unwrap_or(rest.len());
             u64::from_str_radix(&rest[..end], 16).ok()
         })
         .filter(|&address| address != 0 && seen.insert(address))
@@ -363,12 +334,7 @@ fn check(what: &str, result: CUresult) -> Result<(), Refusal> {
 }
 
 /// Milliseconds of one run, into a scratch output. Three runs after a first one.
-fn time_ms(
-    library: cublasLtHandle_t,
-    plan: &Plan,
-    operands: &Operands,
-    output_bytes: usize,
-) -> Result<f32, Refusal> {
+fn time_ms(library: cublasLtHandle_t, plan: &Plan, operands: &Operands, output_bytes: usize) -> Result<f32, Refusal> {
     const RUNS: usize = 3;
     let failed = |e| Refusal::Failed(format!("timing a product: {e:?}"));
     // SAFETY: an allocation that is freed below; the runs read the operands and write the scratch alone.

@@ -4,11 +4,9 @@ use super::problem::{Layout, Operands as OperandTypes, Problem};
 use crate::step::fp8_quantise::Fp8Format;
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoGetHeuristic,
-    cublasLtMatmulDesc_t, cublasLtMatmulDescAttributes_t as Attribute,
-    cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
-    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtReductionScheme_t,
-    cudaDataType_t,
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoGetHeuristic, cublasLtMatmulDesc_t,
+    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
+    cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtReductionScheme_t, cudaDataType_t,
 };
 use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
@@ -78,11 +76,7 @@ impl Plan {
     /// # Safety
     /// The addresses must hold matrices of the plan's layouts, the workspace [`WORKSPACE_BYTES`], on the current
     /// context.
-    pub(super) unsafe fn launch(
-        &self,
-        library: cublasLtHandle_t,
-        operands: &Operands,
-    ) -> Result<(), Refusal> {
+    pub(super) unsafe fn launch(&self, library: cublasLtHandle_t, operands: &Operands) -> Result<(), Refusal> {
         let (alpha, beta) = (1.0f32, operands.beta);
         let [x, w, c, d] = operands.pointers.map(|address| address as *mut c_void);
         let [a_layout, b_layout, c_layout, d_layout] = self.layouts;
@@ -131,11 +125,8 @@ impl Plan {
         } else {
             bf16
         };
-        let operation = lt::create_matmul_desc(
-            cublasComputeType_t::CUBLAS_COMPUTE_32F,
-            cudaDataType_t::CUDA_R_32F,
-        )
-        .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescCreate: {e}")))?;
+        let operation = lt::create_matmul_desc(cublasComputeType_t::CUBLAS_COMPUTE_32F, cudaDataType_t::CUDA_R_32F)
+            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescCreate: {e}")))?;
         // The layouts follow one by one, so that a failure half way frees what there is.
         let mut plan = Self {
             operation,
@@ -149,16 +140,13 @@ impl Plan {
         if problem.operands.sum_fast() {
             plan.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &1i8)?;
         }
-        for (slot, (layout, dtype)) in
-            plan.layouts
-                .iter_mut()
-                .zip([(a, w_type), (b, x_type), (c, output), (d, output)])
+        for (slot, (layout, dtype)) in plan
+            .layouts
+            .iter_mut()
+            .zip([(a, w_type), (b, x_type), (c, output), (d, output)])
         {
             let Layout {
-                rows,
-                cols,
-                leading,
-                ..
+                rows, cols, leading, ..
             } = layout;
             *slot = lt::create_matrix_layout(dtype, rows, cols, leading)
                 .map_err(|e| Refusal::Failed(format!("cublasLtMatrixLayoutCreate: {e}")))?;
@@ -169,15 +157,8 @@ impl Plan {
     /// Sets an attribute of the operation; `value` must be of the attribute's type.
     fn set<T: Copy>(&self, attribute: Attribute, value: &T) -> Result<(), Refusal> {
         // SAFETY: the descriptor is alive, and the value has the size that is passed.
-        unsafe {
-            lt::set_matmul_desc_attribute(
-                self.operation,
-                attribute,
-                (&raw const *value).cast(),
-                size_of::<T>(),
-            )
-        }
-        .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescSetAttribute: {e}")))
+        unsafe { lt::set_matmul_desc_attribute(self.operation, attribute, (&raw const *value).cast(), size_of::<T>()) }
+            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulDescSetAttribute: {e}")))
     }
 
     fn heuristic(
@@ -188,16 +169,10 @@ impl Plan {
     ) -> Result<Vec<cublasLtMatmulAlgo_t>, Refusal> {
         use cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = Preference::new()?;
-        preference.set(
-            Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-            &WORKSPACE_BYTES,
-        )?;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &WORKSPACE_BYTES)?;
         // Parts of a product may be added up in f32 only: some algorithms would add them in the output's bf16.
         let scheme = cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
-        preference.set(
-            Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-            &scheme,
-        )?;
+        preference.set(Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, &scheme)?;
         // A is w and B is x.
         for (attribute, bytes) in [
             (Attribute::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, w),
@@ -207,8 +182,7 @@ impl Plan {
         ] {
             preference.set(attribute, &bytes)?;
         }
-        let mut found =
-            [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; MAX_CANDIDATES];
+        let mut found = [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; MAX_CANDIDATES];
         let mut count = 0;
         let [a, b, c, d] = self.layouts;
         // SAFETY: the descriptors are alive, and the array has room for as many results as are asked for.
@@ -226,9 +200,7 @@ impl Plan {
                 &mut count,
             )
         };
-        status
-            .result()
-            .map_err(|e| Refusal::NoAlgorithm(e.to_string()))?;
+        status.result().map_err(|e| Refusal::NoAlgorithm(e.to_string()))?;
         let found = found.iter().take(count.max(0) as usize);
         // SAFETY: the call filled the first `count`.
         let found = found.map(|result| unsafe { result.assume_init_ref() });
@@ -260,21 +232,10 @@ impl Preference {
             .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceCreate: {e}")))
     }
 
-    fn set<T: Copy>(
-        &self,
-        attribute: cublasLtMatmulPreferenceAttributes_t,
-        value: &T,
-    ) -> Result<(), Refusal> {
+    fn set<T: Copy>(&self, attribute: cublasLtMatmulPreferenceAttributes_t, value: &T) -> Result<(), Refusal> {
         // SAFETY: the preference is alive, and the value has the size that is passed.
-        unsafe {
-            lt::set_matmul_pref_attribute(
-                self.0,
-                attribute,
-                (&raw const *value).cast(),
-                size_of::<T>(),
-            )
-        }
-        .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceSetAttribute: {e}")))
+        unsafe { lt::set_matmul_pref_attribute(self.0, attribute, (&raw const *value).cast(), size_of::<T>()) }
+            .map_err(|e| Refusal::Failed(format!("cublasLtMatmulPreferenceSetAttribute: {e}")))
     }
 }
 

@@ -71,18 +71,9 @@ impl Problem {
             is_transposed,
         };
         let (a, b) = match self.product {
-            Product::Nt => (
-                layout(k, n, self.w_stride, true),
-                layout(k, m, self.x_stride, false),
-            ),
-            Product::Nn => (
-                layout(n, k, self.w_stride, false),
-                layout(k, m, self.x_stride, false),
-            ),
-            Product::Tn => (
-                layout(n, k, self.w_stride, false),
-                layout(m, k, self.x_stride, true),
-            ),
+            Product::Nt => (layout(k, n, self.w_stride, true), layout(k, m, self.x_stride, false)),
+            Product::Nn => (layout(n, k, self.w_stride, false), layout(k, m, self.x_stride, false)),
+            Product::Tn => (layout(n, k, self.w_stride, false), layout(m, k, self.x_stride, true)),
         };
         let c = layout(n, m, self.c_stride, false);
         let d = layout(n, m, self.d_stride, false);
@@ -116,11 +107,7 @@ impl fmt::Display for Problem {
 ///
 /// # Errors
 /// Inner sizes that differ, or a size of zero.
-pub(super) fn operand_rows(
-    product: Product,
-    x: [usize; 2],
-    w: [usize; 2],
-) -> Result<[usize; 3], KernelError> {
+pub(super) fn operand_rows(product: Product, x: [usize; 2], w: [usize; 2]) -> Result<[usize; 3], KernelError> {
     let (sizes, inner, expected) = match product {
         Product::Nt => ([x[0], w[0], x[1]], w[1], [w[0], x[1]]),
         Product::Nn => ([x[0], w[1], x[1]], w[0], [x[1], w[1]]),
@@ -160,11 +147,7 @@ mod tests {
     fn column_major(problem: &Problem, x: &[f64], w: &[f64], c: &[f64], beta: f64) -> Vec<f64> {
         let [a, b, c_layout, d] = problem.layouts();
         let at = |values: &[f64], layout: Layout, row: u64, col: u64| {
-            let (row, col) = if layout.is_transposed {
-                (col, row)
-            } else {
-                (row, col)
-            };
+            let (row, col) = if layout.is_transposed { (col, row) } else { (row, col) };
             assert!(row < layout.rows && col < layout.cols);
             values[row as usize + col as usize * layout.leading as usize]
         };
@@ -172,9 +155,7 @@ mod tests {
         let mut out = vec![f64::NAN; d.leading as usize * d.cols as usize];
         for col in 0..d.cols {
             for row in 0..d.rows {
-                let sum: f64 = (0..inner)
-                    .map(|i| at(w, a, row, i) * at(x, b, i, col))
-                    .sum();
+                let sum: f64 = (0..inner).map(|i| at(w, a, row, i) * at(x, b, i, col)).sum();
                 let old = if beta == 0.0 {
                     0.0
                 } else {
@@ -187,25 +168,15 @@ mod tests {
     }
 
     fn numbers(count: usize, seed: usize) -> Vec<f64> {
-        (0..count)
-            .map(|i| ((i * 37 + seed * 11) % 23) as f64 - 11.0)
-            .collect()
+        (0..count).map(|i| ((i * 37 + seed * 11) % 23) as f64 - 11.0).collect()
     }
 
     #[test]
     fn column_major_words_give_the_row_major_product() {
         let [m, n, k] = [3, 5, 4];
         for product in [Product::Nt, Product::Nn, Product::Tn] {
-            let (x_rows, x_cols) = if product == Product::Tn {
-                (k, m)
-            } else {
-                (m, k)
-            };
-            let (w_rows, w_cols) = if product == Product::Nt {
-                (n, k)
-            } else {
-                (k, n)
-            };
+            let (x_rows, x_cols) = if product == Product::Tn { (k, m) } else { (m, k) };
+            let (w_rows, w_cols) = if product == Product::Nt { (n, k) } else { (k, n) };
             // Pitched rows everywhere, each by another amount.
             let problem = Problem {
                 product,
@@ -237,12 +208,7 @@ mod tests {
                         })
                         .sum();
                     let expected = product + c[i * problem.c_stride + j];
-                    assert_eq!(
-                        d[i * problem.d_stride + j],
-                        expected,
-                        "{:?} {i} {j}",
-                        problem.product
-                    );
+                    assert_eq!(d[i * problem.d_stride + j], expected, "{:?} {i} {j}", problem.product);
                 }
             }
             assert_eq!(problem.output_bytes(), ((m - 1) * (n + 4) + n) * 4);
@@ -257,10 +223,7 @@ mod tests {
         let error = operand_rows(Product::Nn, [7, 4], [5, 4])
             .expect_err("k differs")
             .to_string();
-        assert!(
-            error.contains("[5, 4]") && error.contains("[4, 4]"),
-            "{error}"
-        );
+        assert!(error.contains("[5, 4]") && error.contains("[4, 4]"), "{error}");
         assert!(operand_rows(Product::Nt, [0, 4], [5, 4]).is_err());
         assert!(operand_rows(Product::Nt, [7, 0], [5, 0]).is_err());
     }

@@ -37,11 +37,7 @@ impl AttentionGradients<'_> {
     ///
     /// # Errors
     /// Types or sizes that do not fit the forward call; a width whose tiles do not fit the device's shared memory.
-    pub fn dma_attention_backward(
-        self,
-        delta: &CudaTensor,
-        lists: &KeyLists,
-    ) -> Result<CudaTensor, KernelError> {
+    pub fn dma_attention_backward(self, delta: &CudaTensor, lists: &KeyLists) -> Result<CudaTensor, KernelError> {
         let gradient = listed_attention_backward(self, Some(delta), lists)?;
         gradient.ok_or(KernelError::Empty {
             kernel: NAME,
@@ -170,13 +166,7 @@ pub(crate) fn listed_key_sums(
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         if let Some(dq_sum) = &dq_sum {
-            convert_dq(
-                dq_sum,
-                call,
-                &shape,
-                count * SUPER_BLOCK,
-                first * SUPER_BLOCK,
-            )?;
+            convert_dq(dq_sum, call, &shape, count * SUPER_BLOCK, first * SUPER_BLOCK)?;
         }
     }
     if call.order == SumOrder::Fixed {
@@ -208,12 +198,7 @@ pub(crate) fn dma_attention_backward_convert_kernel(row_dim: usize) -> SourceKer
 }
 
 /// Writes one gradient's bf16 rows from its f32 sums.
-pub(crate) fn convert_rows(
-    sums: &CudaTensor,
-    grad: &Heads,
-    layout: [u64; 3],
-    scale: f32,
-) -> Result<(), KernelError> {
+pub(crate) fn convert_rows(sums: &CudaTensor, grad: &Heads, layout: [u64; 3], scale: f32) -> Result<(), KernelError> {
     let [batch, kv_heads, seq_len, row_dim] = sums.dims(NAME, "sums")?;
     let threads = batch * kv_heads * seq_len * (row_dim / 16);
     let params = params!(DmaAttentionBackwardConvertParams {
@@ -227,11 +212,5 @@ pub(crate) fn convert_rows(
     });
     let kernel = dma_attention_backward_convert_kernel(row_dim);
     // SAFETY: reads all sums, writes every element of these heads; require_gradients checked their shape.
-    unsafe {
-        kernel.launch(
-            [threads.div_ceil(256), 1, 1],
-            &[sums, grad.tensor()],
-            &params,
-        )
-    }
+    unsafe { kernel.launch([threads.div_ceil(256), 1, 1], &[sums, grad.tensor()], &params) }
 }

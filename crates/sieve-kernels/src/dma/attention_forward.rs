@@ -93,11 +93,7 @@ pub(crate) fn listed_attention_forward(
 }
 
 /// Checks that lists were made for a shape.
-pub(crate) fn require_lists(
-    kernel: &'static str,
-    lists: &KeyLists,
-    shape: &AttentionShape,
-) -> Result<(), KernelError> {
+pub(crate) fn require_lists(kernel: &'static str, lists: &KeyLists, shape: &AttentionShape) -> Result<(), KernelError> {
     let (batch, heads) = (shape.batch, shape.num_kv_heads);
     let blocks = shape.seq_len.div_ceil(SUPER_BLOCK);
     let tiles = shape.seq_len.div_ceil(lists.tile_queries);

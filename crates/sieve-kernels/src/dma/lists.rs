@@ -78,10 +78,7 @@ impl Selection {
         require_sequence(NAME, batch, seq_len)?;
         require_non_empty(NAME, "tile_queries", tile_queries)?;
         if !SUPER_BLOCK.is_multiple_of(tile_queries) {
-            let (got, supported) = (
-                tile_queries.to_string(),
-                format!("divisors of {SUPER_BLOCK}"),
-            );
+            let (got, supported) = (tile_queries.to_string(), format!("divisors of {SUPER_BLOCK}"));
             return Err(KernelError::Unsupported {
                 kernel: NAME,
                 what: "tile_queries",
@@ -158,9 +155,7 @@ impl Selection {
         });
         let grid = [shape[2], num_kv_heads, batch];
         // SAFETY: reads expire and the bounds, writes within survivors.
-        unsafe {
-            dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params)
-        }?;
+        unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params) }?;
         Ok(Selection {
             expire,
             survivors,
@@ -206,9 +201,7 @@ pub(crate) mod tests {
         let (seq_len, window) = (3000, 200);
         let scores: Vec<f32> = (0..seq_len).map(|i| i as f32).collect();
         let expire = expire_of_one_document(&scores, window);
-        let longest = (0..3)
-            .map(|block| oracle::key_list(&expire, block).entries.len())
-            .max();
+        let longest = (0..3).map(|block| oracle::key_list(&expire, block).entries.len()).max();
         let capacity = list_capacity(seq_len, window);
         assert!(
             longest.is_some_and(|longest| longest <= capacity),

@@ -20,22 +20,13 @@ pub fn key_list(expire: &[i32], block: usize) -> KeyList {
     let first = block * SUPER_BLOCK;
     let end = (first + SUPER_BLOCK).min(expire.len());
     let entry = |position: usize| [position as i32, expire[position]];
-    let entering = (first..end)
-        .rev()
-        .filter(|&j| expire[j] > j as i32)
-        .map(entry);
+    let entering = (first..end).rev().filter(|&j| expire[j] > j as i32).map(entry);
     let mut entries: Vec<[i32; 2]> = entering.collect();
     let num_entering = entries.len();
-    let mut old: Vec<[i32; 2]> = (0..first)
-        .filter(|&j| expire[j] > first as i32)
-        .map(entry)
-        .collect();
+    let mut old: Vec<[i32; 2]> = (0..first).filter(|&j| expire[j] > first as i32).map(entry).collect();
     old.sort_by_key(|&[position, expire]| Reverse((expire, position)));
     entries.extend(old);
-    KeyList {
-        entries,
-        num_entering,
-    }
+    KeyList { entries, num_entering }
 }
 
 /// The window `[begin, end)` of a list that holds every key queries `first_query..=last_query` may see.
@@ -45,10 +36,7 @@ pub fn tile_window(list: &KeyList, first_query: usize, last_query: usize) -> [i3
         .iter()
         .filter(|[position, _]| *position > last_query as i32)
         .count();
-    let alive = old
-        .iter()
-        .filter(|[_, expire]| *expire > first_query as i32)
-        .count();
+    let alive = old.iter().filter(|[_, expire]| *expire > first_query as i32).count();
     [begin as i32, (list.num_entering + alive) as i32]
 }
 

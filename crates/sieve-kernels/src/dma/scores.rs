@@ -44,12 +44,7 @@ impl Qkv {
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
-    pub fn dma_scores(
-        &self,
-        w_dt: &CudaTensor,
-        a: &CudaTensor,
-        bias: ScoreBias,
-    ) -> Result<Scores, KernelError> {
+    pub fn dma_scores(&self, w_dt: &CudaTensor, a: &CudaTensor, bias: ScoreBias) -> Result<Scores, KernelError> {
         let shape = self.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
@@ -79,11 +74,7 @@ impl Qkv {
 }
 
 /// The specialisation for a number of KV heads and a form of the bias.
-pub(crate) fn dma_scores_kernel(
-    num_kv_heads: usize,
-    head_dim: usize,
-    bias: ScoreBias,
-) -> SourceKernel {
+pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, bias: ScoreBias) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
         .define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8)
@@ -117,16 +108,8 @@ mod tests {
 
     #[test]
     fn a_wide_w_dt_is_tiled() {
-        assert_eq!(
-            shared_bytes(8, 128),
-            32 * 8 * 128,
-            "8 heads of 128: all of it"
-        );
-        assert_eq!(
-            shared_bytes(32, 128),
-            32 * 32 * 48,
-            "32 heads: 48 KiB of 512"
-        );
+        assert_eq!(shared_bytes(8, 128), 32 * 8 * 128, "8 heads of 128: all of it");
+        assert_eq!(shared_bytes(32, 128), 32 * 32 * 48, "32 heads: 48 KiB of 512");
         assert!((1..=32).all(|heads| shared_bytes(heads, 256) <= 48 * 1024));
     }
 }

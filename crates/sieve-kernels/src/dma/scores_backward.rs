@@ -90,24 +90,10 @@ impl ScoresBackward<'_> {
             dv_token_stride: dv[1],
             dv_batch_stride: dv[2],
         });
-        let tensors = [
-            qkv.v.tensor(),
-            &w_dt,
-            &a,
-            &x,
-            &dz,
-            dqkv.v.tensor(),
-            &partials,
-        ];
+        let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
-        unsafe {
-            dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params)
-        }?;
-        let [dw_dt, da] = column_sums(
-            NAME,
-            &partials,
-            [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])],
-        )?;
+        unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
+        let [dw_dt, da] = column_sums(NAME, &partials, [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])])?;
         Ok((dw_dt, da))
     }
 }

@@ -117,12 +117,7 @@ pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
 }
 
 /// Shape of the survivors' tensor.
-pub(crate) fn survivors_shape(
-    batch: usize,
-    num_kv_heads: usize,
-    seq_len: usize,
-    window: usize,
-) -> [usize; 4] {
+pub(crate) fn survivors_shape(batch: usize, num_kv_heads: usize, seq_len: usize, window: usize) -> [usize; 4] {
     let boundaries = seq_len.div_ceil(PREFIX_BLOCK) - 1;
     [batch, num_kv_heads, boundaries.max(1), window]
 }
@@ -145,11 +140,7 @@ pub(crate) fn require_local_window(
 }
 
 /// Refuses an empty batch and sequences whose positions the selection cannot hold.
-pub(crate) fn require_sequence(
-    kernel: &'static str,
-    batch: usize,
-    seq_len: usize,
-) -> Result<(), KernelError> {
+pub(crate) fn require_sequence(kernel: &'static str, batch: usize, seq_len: usize) -> Result<(), KernelError> {
     require_non_empty(kernel, "batch", batch)?;
     require_non_empty(kernel, "seq_len", seq_len)?;
     if seq_len < MAX_SEQ_LEN {
@@ -184,9 +175,7 @@ mod tests {
         assert!(require_sequence("k", 1, 0).is_err());
         assert!(require_sequence("k", 0, 5).is_err());
         assert!(require_sequence("k", 1, MAX_SEQ_LEN - 1).is_ok());
-        let error = require_sequence("k", 1, MAX_SEQ_LEN)
-            .expect_err("22 bits")
-            .to_string();
+        let error = require_sequence("k", 1, MAX_SEQ_LEN).expect_err("22 bits").to_string();
         assert!(error.contains("4194304"), "{error}");
     }
 }

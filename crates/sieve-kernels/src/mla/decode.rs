@@ -101,11 +101,7 @@ pub fn mla_decode(
 }
 
 /// The specialisation for widths of keys and values on a device with `max_shared_bytes` of shared memory a block.
-pub(crate) fn mla_decode_kernel(
-    width: usize,
-    rank: usize,
-    max_shared_bytes: usize,
-) -> SourceKernel {
+pub(crate) fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
     let fits = |num_warps: &usize| shared_bytes(width, *num_warps) <= max_shared_bytes;
     let num_warps = [4, 2].into_iter().find(fits).unwrap_or(2);
     SourceKernel::new(NAME)
@@ -146,11 +142,7 @@ fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<()
         })
     };
     if new > len {
-        return unsupported(
-            "new tokens",
-            new,
-            format!("as many as the {len} latents at most"),
-        );
+        return unsupported("new tokens", new, format!("as many as the {len} latents at most"));
     }
     if len > i32::MAX as usize / 2 {
         return unsupported("latents", len, "below 2^30".to_owned());
@@ -163,11 +155,7 @@ fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<()
         );
     }
     if !rank.is_multiple_of(16) || rank == 0 || rank > width.min(512) {
-        return unsupported(
-            "rank",
-            rank,
-            "multiples of 16 up to the width and 512".to_owned(),
-        );
+        return unsupported("rank", rank, "multiples of 16 up to the width and 512".to_owned());
     }
     Ok(())
 }
@@ -184,18 +172,12 @@ mod tests {
             "new tokens are among the latents"
         );
         for (width, rank) in [(8, 8), (592, 512), (64, 80), (64, 0), (576, 528), (72, 48)] {
-            assert!(
-                require_sizes([1, 5], [width, rank]).is_err(),
-                "{width} {rank}"
-            );
+            assert!(require_sizes([1, 5], [width, rank]).is_err(), "{width} {rank}");
         }
         for width in (16..=MAX_KEY_DIM).step_by(16) {
             let small = mla_decode_kernel(width, 16, 99 * 1024);
             assert!(small.dynamic_shared_bytes() <= 99 * 1024, "{width}");
         }
-        assert_eq!(
-            mla_decode_kernel(576, 512, 227 * 1024).dynamic_shared_bytes(),
-            171_008
-        );
+        assert_eq!(mla_decode_kernel(576, 512, 227 * 1024).dynamic_shared_bytes(), 171_008);
     }
 }

@@ -68,10 +68,7 @@ impl MlaPack<'_> {
     ///
     /// # Errors
     /// Other types or shapes, no tokens, widths that are no whole 16-byte words.
-    pub fn mla_pack_forward(
-        &self,
-        [q, kv, k_rope]: [&CudaTensor; 3],
-    ) -> Result<CudaTensor, KernelError> {
+    pub fn mla_pack_forward(&self, [q, kv, k_rope]: [&CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
         self.require_widths(FORWARD)?;
         let [batch, seq_len, _] = q.dims(FORWARD, "q")?;
         let rows = |name, tensor: &CudaTensor, width| {
@@ -139,15 +136,7 @@ impl MlaPack<'_> {
             table_stride: tables.stride,
         });
         let [dq, dkv, dk_rope] = &grads;
-        let tensors = [
-            &dy.tensor,
-            &positions,
-            &tables.cos,
-            &tables.sin,
-            dq,
-            dkv,
-            dk_rope,
-        ];
+        let tensors = [&dy.tensor, &positions, &tables.cos, &tables.sin, dq, dkv, dk_rope];
         let kernel = mla_pack_backward_kernel(self.head_dim, self.rope_dim);
         // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients.
         unsafe { kernel.launch([dy.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
@@ -159,11 +148,7 @@ impl MlaPack<'_> {
     ///
     /// # Errors
     /// Another width, or a tensor of another rank.
-    pub fn heads(
-        packed: &CudaTensor,
-        num_heads: usize,
-        [head_dim, rope_dim]: [usize; 2],
-    ) -> Result<Qkv, KernelError> {
+    pub fn heads(packed: &CudaTensor, num_heads: usize, [head_dim, rope_dim]: [usize; 2]) -> Result<Qkv, KernelError> {
         const NAME: &str = "mla_attention";
         let key_dim = head_dim + rope_dim;
         let token_len = num_heads * (2 * key_dim + head_dim);
@@ -172,13 +157,7 @@ impl MlaPack<'_> {
         let packed = packed.contiguous();
         let heads = |first: usize, width: usize| {
             let strides = [seq_len * token_len, token_len, width, 1];
-            packed.view_at(
-                NAME,
-                "packed",
-                first,
-                &[batch, seq_len, num_heads, width],
-                &strides,
-            )
+            packed.view_at(NAME, "packed", first, &[batch, seq_len, num_heads, width], &strides)
         };
         let q = heads(0, key_dim)?;
         let k = heads(num_heads * key_dim, key_dim)?;

@@ -37,11 +37,7 @@ impl Qkv {
     ///
     /// # Errors
     /// As [`Self::nsa_blocks`].
-    pub fn nsa_mean_pool(
-        &self,
-        documents: Bounds,
-        blocks: NsaBlocks,
-    ) -> Result<CudaTensor, KernelError> {
+    pub fn nsa_mean_pool(&self, documents: Bounds, blocks: NsaBlocks) -> Result<CudaTensor, KernelError> {
         forward(self, None, documents, blocks)
     }
 }
@@ -182,9 +178,7 @@ fn backward(
 
 /// The kernel that lays blocks side by side, or takes their means.
 pub(super) fn nsa_blocks_kernel(is_mean: bool) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("MEAN", u8::from(is_mean))
-        .threads(256)
+    SourceKernel::new(NAME).define("MEAN", u8::from(is_mean)).threads(256)
 }
 
 /// Its gradient to keys and values.

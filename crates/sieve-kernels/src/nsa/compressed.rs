@@ -38,19 +38,13 @@ impl Placed {
         blocks: NsaBlocks,
         sums: Option<[&CudaTensor; 2]>,
     ) -> Result<Self, KernelError> {
-        let tokens = [
-            shape.batch,
-            shape.seq_len,
-            shape.num_kv_heads,
-            shape.head_dim,
-        ];
+        let tokens = [shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim];
         let new = || compressed.empty_contiguous(&tokens, DType::BF16);
         let (k, v) = (new(), new());
         let [start, end] = documents;
         let mut tensors = vec![compressed, start, end, &k, &v];
         tensors.extend(sums.iter().flatten());
-        let blocks_of_threads =
-            blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
+        let blocks_of_threads = blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
         let grid = [blocks_of_threads, shape.batch, 1];
         let (kernel, params) = (
             nsa_place_kernel(false, sums.is_some()),
@@ -83,11 +77,7 @@ fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPla
     })
 }
 
-fn lists(
-    shape: &AttentionShape,
-    [start, end]: &[CudaTensor; 2],
-    blocks: NsaBlocks,
-) -> Result<KeyLists, KernelError> {
+fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBlocks) -> Result<KeyLists, KernelError> {
     let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
     let num_slots = blocks.num_slots(seq_len);
     let (super_blocks, capacity) = (
@@ -155,14 +145,7 @@ impl Qkv {
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, None)?;
         let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
         let [start, end] = &documents;
-        let indices = nsa_choose(
-            self,
-            &compressed,
-            &result.lse,
-            [start, end],
-            blocks,
-            softmax_scale,
-        )?;
+        let indices = nsa_choose(self, &compressed, &result.lse, [start, end], blocks, softmax_scale)?;
         Ok((result, indices))
     }
 

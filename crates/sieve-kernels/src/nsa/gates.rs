@@ -38,11 +38,7 @@ struct Inputs {
 }
 
 impl Inputs {
-    fn new(
-        branches: [&CudaTensor; BRANCHES],
-        logits: &CudaTensor,
-        bias: &CudaTensor,
-    ) -> Result<Self, KernelError> {
+    fn new(branches: [&CudaTensor; BRANCHES], logits: &CudaTensor, bias: &CudaTensor) -> Result<Self, KernelError> {
         let dims: [usize; 4] = branches[0].dims(NAME, "a branch")?;
         let [batch, seq_len, heads, width] = dims;
         for branch in branches {
@@ -62,11 +58,7 @@ impl Inputs {
                 supported: format!("up to {MAX_WIDTH}"),
             });
         }
-        crate::runtime::checks::require_non_empty(
-            NAME,
-            "the number of rows",
-            batch * seq_len * heads,
-        )?;
+        crate::runtime::checks::require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
         Ok(Self {
             branches: branches.map(CudaTensor::contiguous),
             logits: logits.contiguous(),

@@ -32,11 +32,7 @@ pub(super) fn is_hopper(shape: &AttentionShape, like: &CudaTensor) -> bool {
 }
 
 /// Whether its gradients do: each warpgroup adds its keys' gradients on its own, in no fixed order.
-pub(super) fn is_hopper_backward(
-    shape: &AttentionShape,
-    order: SumOrder,
-    like: &CudaTensor,
-) -> bool {
+pub(super) fn is_hopper_backward(shape: &AttentionShape, order: SumOrder, like: &CudaTensor) -> bool {
     order == SumOrder::Any && is_hopper(shape, like)
 }
 
@@ -59,40 +55,23 @@ pub(super) fn nsa_importance_kernel(head_dim: usize) -> SourceKernel {
 /// The selected branch's kernel for a head width.
 pub(super) fn selected_forward_kernel(head_dim: usize) -> SourceKernel {
     let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
-    selected(
-        "hopper_nsa_selected_attention_forward",
-        head_dim,
-        stages,
-        [216, 72],
-    )
-    .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
+    selected("hopper_nsa_selected_attention_forward", head_dim, stages, [216, 72])
+        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 8 * TILE_ROWS + 16) + DESCRIPTIONS)
 }
 
 /// The kernel of its gradients. The gradient of the scores of 64 rows a warpgroup lies in shared memory, too.
 pub(super) fn selected_backward_kernel(head_dim: usize) -> SourceKernel {
     let (stages, tile_bytes) = (2, 2 * TILE_ROWS * head_dim * 2);
     let scores = TILE_ROWS * BLOCK_KEYS * 2;
-    selected(
-        "hopper_nsa_selected_attention_backward",
-        head_dim,
-        stages,
-        [224, 56],
-    )
-    .shared_bytes(
-        keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS,
-    )
+    selected("hopper_nsa_selected_attention_backward", head_dim, stages, [224, 56])
+        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS)
 }
 
 fn keys_bytes(head_dim: usize) -> usize {
     KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
 }
 
-fn selected(
-    name: &'static str,
-    head_dim: usize,
-    stages: usize,
-    [consumer, producer]: [usize; 2],
-) -> SourceKernel {
+fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, producer]: [usize; 2]) -> SourceKernel {
     let kernel = SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)
         .define("ROW_STAGES", stages)

@@ -53,11 +53,7 @@ impl Work {
         require_scale(NAME, softmax_scale)?;
         let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
         indices.require_dtype(NAME, "block_indices", DType::I32)?;
-        indices.require_shape(
-            NAME,
-            "block_indices",
-            &[batch, seq_len, shape.num_kv_heads, k],
-        )?;
+        indices.require_shape(NAME, "block_indices", &[batch, seq_len, shape.num_kv_heads, k])?;
         Ok(Self {
             qkv: qkv.walkable(),
             documents: require_bounds(NAME, documents, [batch, seq_len])?,
@@ -81,11 +77,7 @@ impl Work {
         query_ranges(seq_len, ChoiceLists::PART_BYTES / a_query)
     }
 
-    fn lists(
-        &self,
-        range: (usize, usize),
-        item_queries: usize,
-    ) -> Result<ChoiceLists, KernelError> {
+    fn lists(&self, range: (usize, usize), item_queries: usize) -> Result<ChoiceLists, KernelError> {
         let [start, _] = &self.documents;
         ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
     }
@@ -97,9 +89,7 @@ impl Work {
 
     fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
         let AttentionShape {
-            batch,
-            num_kv_heads,
-            ..
+            batch, num_kv_heads, ..
         } = self.shape;
         let [choices, _] = lists.capacity();
         let sizes = [batch, num_kv_heads, choices, self.shape.group_size(), width];
@@ -107,10 +97,7 @@ impl Work {
     }
 
     /// What the params of both attention kernels begin with.
-    fn params(
-        &self,
-        lists: &ChoiceLists,
-    ) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
+    fn params(&self, lists: &ChoiceLists) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
         let [q, k, v] = self.qkv.head_words(NAME)?;
         let [choices, max_items] = lists.capacity();
         Ok(params!(NsaSelectedAttentionForwardParams {
@@ -230,14 +217,7 @@ impl Qkv {
             // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its
             // part.
             unsafe { kernel.launch(grid, &tensors, &params) }?;
-            work.combine(
-                &lists,
-                [&parts, &part_lse],
-                [&o, &lse],
-                layout,
-                range,
-                false,
-            )?;
+            work.combine(&lists, [&parts, &part_lse], [&o, &lse], layout, range, false)?;
             all_lists.push(lists);
         }
         let result = AttentionResult {
@@ -264,13 +244,7 @@ impl AttentionGradients<'_> {
         blocks: NsaBlocks,
         lists: &[ChoiceLists],
     ) -> Result<(), KernelError> {
-        let work = Work::new(
-            self.qkv,
-            documents,
-            block_indices,
-            blocks,
-            self.softmax_scale,
-        )?;
+        let work = Work::new(self.qkv, documents, block_indices, blocks, self.softmax_scale)?;
         let shape = &work.shape;
         require_gradients(NAME, &self, shape)?;
         let d_o = self.d_o.contiguous();

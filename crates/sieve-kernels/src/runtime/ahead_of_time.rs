@@ -63,9 +63,7 @@ pub fn nvcc_version(nvcc: &Path) -> Result<CudaVersion, KernelError> {
         .output()
         .map_err(|e| error(e.to_string()))?;
     let text = String::from_utf8_lossy(&output.stdout);
-    release(&text).ok_or_else(|| {
-        error("it does not print a CUDA release when asked for its --version".to_owned())
-    })
+    release(&text).ok_or_else(|| error("it does not print a CUDA release when asked for its --version".to_owned()))
 }
 
 /// `13.0` of `Cuda compilation tools, release 13.0, V13.0.88`.
@@ -84,11 +82,7 @@ fn release(text: &str) -> Option<CudaVersion> {
 ///
 /// # Errors
 /// Missing library or headers, or [`KernelError::Compile`] with the compiler's log.
-pub fn compile_with_nvrtc(
-    kernel: &SourceKernel,
-    arch: &str,
-    cuda_path: &Path,
-) -> Result<CompiledKernel, KernelError> {
+pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str, cuda_path: &Path) -> Result<CompiledKernel, KernelError> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
         return Err(KernelError::NoNvrtc);
@@ -111,11 +105,7 @@ pub fn compile_with_nvrtc(
         "--ptxas-options=-v".to_owned(),
         format!("--include-path={}", cccl.display()),
     ];
-    let used = if cccl.is_dir() {
-        &options[..]
-    } else {
-        &options[..4]
-    };
+    let used = if cccl.is_dir() { &options[..] } else { &options[..4] };
     // SAFETY: the program is alive.
     let compiled = unsafe { nvrtc::compile_program(program.0, used) };
     // SAFETY: the program is alive and was compiled.
@@ -149,11 +139,7 @@ pub fn compile_with_nvcc(
     nvcc: &Path,
     work_folder: &Path,
 ) -> Result<CompiledKernel, KernelError> {
-    let stem = format!(
-        "{}-{arch}-{:032x}",
-        kernel.entry_point(),
-        kernel.cache_key()?
-    );
+    let stem = format!("{}-{arch}-{:032x}", kernel.entry_point(), kernel.cache_key()?);
     let (source, cubin) = (
         work_folder.join(format!("{stem}.cu")),
         work_folder.join(format!("{stem}.cubin")),
@@ -193,10 +179,7 @@ pub fn compile_with_nvcc(
 ///
 /// # Errors
 /// An unresolvable source, a folder without room for the kernels.
-pub fn store(
-    cache: &KernelCache,
-    kernels: &[(SourceKernel, Vec<u8>)],
-) -> Result<usize, KernelError> {
+pub fn store(cache: &KernelCache, kernels: &[(SourceKernel, Vec<u8>)]) -> Result<usize, KernelError> {
     require_room(cache, kernels)?;
     let mut files = open_files(cache.folder());
     let mut stored = 0;
@@ -240,10 +223,7 @@ pub fn is_stored(cache: &KernelCache, kernel: &SourceKernel) -> Result<bool, Ker
 
 /// CubeCL's files panic when the disk is full, so the room is tried first: as much as they will take (an entry stores
 /// most bytes as two).
-fn require_room(
-    cache: &KernelCache,
-    kernels: &[(SourceKernel, Vec<u8>)],
-) -> Result<(), KernelError> {
+fn require_room(cache: &KernelCache, kernels: &[(SourceKernel, Vec<u8>)]) -> Result<(), KernelError> {
     let bytes: usize = kernels.iter().map(|(_, cubin)| 2 * cubin.len() + 512).sum();
     let trial = cache.folder().join("room");
     let written = std::fs::write(&trial, vec![1u8; bytes]);
@@ -273,11 +253,7 @@ fn c_string(kernel: &SourceKernel, text: &str) -> Result<CString, KernelError> {
 }
 
 fn text_of(log: &[c_char]) -> String {
-    let bytes: Vec<u8> = log
-        .iter()
-        .map(|&c| c as u8)
-        .take_while(|&b| b != 0)
-        .collect();
+    let bytes: Vec<u8> = log.iter().map(|&c| c as u8).take_while(|&b| b != 0).collect();
     String::from_utf8_lossy(&bytes).trim().to_owned()
 }
 
@@ -288,10 +264,7 @@ mod tests {
     #[test]
     fn an_nvcc_tells_its_release() {
         let text = "nvcc: NVIDIA (R) Cuda compiler driver\nCuda compilation tools, release 12.8, V12.8.93\n";
-        let version = CudaVersion {
-            major: 12,
-            minor: 8,
-        };
+        let version = CudaVersion { major: 12, minor: 8 };
         assert_eq!(release(text), Some(version));
         assert_eq!(release("something else"), None);
         let error = nvcc_version(Path::new("no-such-nvcc"))
@@ -309,17 +282,11 @@ mod tests {
             let cache = KernelCache::open(root.path(), "sm_80", "13.0").expect("writable");
             assert!(!is_stored(&cache, &kernel).expect("plain text"));
             assert_eq!(store(&cache, &[(kernel.clone(), vec![1, 2, 250])]), Ok(1));
-            assert_eq!(
-                store(&cache, &[(kernel.clone(), vec![9])]),
-                Ok(0),
-                "the first stays"
-            );
+            assert_eq!(store(&cache, &[(kernel.clone(), vec![9])]), Ok(0), "the first stays");
         }
         let cache = KernelCache::open(root.path(), "sm_80", "13.0").expect("writable");
         let files = open_files(cache.folder());
-        let entry = files
-            .get(&kernel.cache_key().expect("plain text"))
-            .expect("stored");
+        let entry = files.get(&kernel.cache_key().expect("plain text")).expect("stored");
         assert_eq!(
             (entry.entrypoint_name.as_str(), entry.shared_mem_bytes),
             ("probe", 2048)

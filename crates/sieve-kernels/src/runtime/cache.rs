@@ -35,11 +35,7 @@ impl KernelCache {
     ///
     /// # Errors
     /// [`KernelError::Cache`] when the folder cannot be made or written.
-    pub fn open(
-        root: &Path,
-        arch: &str,
-        nvrtc: impl std::fmt::Display,
-    ) -> Result<Self, KernelError> {
+    pub fn open(root: &Path, arch: &str, nvrtc: impl std::fmt::Display) -> Result<Self, KernelError> {
         let shared = root.join(format!("{arch}-nvrtc{nvrtc}"));
         create_folder(&shared)?;
         if let Some(lock) = lock_folder(&shared)? {
@@ -55,11 +51,9 @@ impl KernelCache {
         // A folder of that name is what a dead process with our number left.
         let _ = fs::remove_dir_all(&folder);
         create_folder(&folder)?;
-        let lock = lock_folder(&folder)?
-            .ok_or_else(|| cache_error(&folder, "locked by another process"))?;
+        let lock = lock_folder(&folder)?.ok_or_else(|| cache_error(&folder, "locked by another process"))?;
         // Reading while the owner appends is fine: CubeCL skips an entry that ends early.
-        copy_folder(&cubecl_folder(&shared), &cubecl_folder(&folder))
-            .map_err(|e| cache_error(&folder, e))?;
+        copy_folder(&cubecl_folder(&shared), &cubecl_folder(&folder)).map_err(|e| cache_error(&folder, e))?;
         Ok(Self {
             folder,
             private: true,
@@ -117,9 +111,7 @@ impl KernelCache {
     /// [`KernelError::AlreadyInitialised`] on a second call.
     pub fn init_runtime(&self) -> Result<(), KernelError> {
         static INITIALISED: AtomicBool = AtomicBool::new(false);
-        if INITIALISED.swap(true, Ordering::SeqCst)
-            || CubeClRuntimeConfig::storage().lock().is_some()
-        {
+        if INITIALISED.swap(true, Ordering::SeqCst) || CubeClRuntimeConfig::storage().lock().is_some() {
             return Err(KernelError::AlreadyInitialised);
         }
         let mut config = CubeClRuntimeConfig::default();
@@ -163,11 +155,7 @@ fn remove_abandoned(shared: &Path) {
         return;
     };
     for entry in entries.flatten() {
-        if !entry
-            .file_name()
-            .to_string_lossy()
-            .starts_with(PRIVATE_PREFIX)
-        {
+        if !entry.file_name().to_string_lossy().starts_with(PRIVATE_PREFIX) {
             continue;
         }
         if let Ok(Some(_lock)) = lock_folder(&entry.path()) {
@@ -247,9 +235,7 @@ mod tests {
         let compiled = release.path().join("sm_80-nvrtc13.0/cuda/0.10.0/ptx");
         fs::create_dir_all(&compiled).expect("created");
         fs::write(compiled.join("chunk0.cbor"), "compiled").expect("written");
-        let chunk = |cache: &KernelCache| {
-            fs::read_to_string(cache.folder().join("cuda/0.10.0/ptx/chunk0.cbor")).ok()
-        };
+        let chunk = |cache: &KernelCache| fs::read_to_string(cache.folder().join("cuda/0.10.0/ptx/chunk0.cbor")).ok();
         for (arch, nvrtc) in [("sm_86", "13.0"), ("sm_80", "13.1")] {
             let other = KernelCache::open(root.path(), arch, nvrtc).expect("writable");
             other.fill_from(release.path()).expect("nothing to do");
@@ -282,10 +268,7 @@ mod tests {
             fs::read_to_string(copy.join("chunk0.cbor")).expect("copied"),
             "compiled"
         );
-        assert!(
-            !copy.join("toc.json.log.lock").exists(),
-            "a lock is not content"
-        );
+        assert!(!copy.join("toc.json.log.lock").exists(), "a lock is not content");
 
         let private = second.folder().to_owned();
         drop(second);
@@ -318,22 +301,11 @@ mod tests {
         let whole = fs::read(&chunk).expect("written");
         fs::write(&chunk, [&whole[..], &whole[..20]].concat()).expect("written");
         drop(open());
-        assert_eq!(
-            fs::read(&chunk).expect("there"),
-            whole,
-            "the torn end is gone"
-        );
-        let before = fs::metadata(&chunk)
-            .and_then(|m| m.modified())
-            .expect("a time");
+        assert_eq!(fs::read(&chunk).expect("there"), whole, "the torn end is gone");
+        let before = fs::metadata(&chunk).and_then(|m| m.modified()).expect("a time");
         drop(open());
-        let after = fs::metadata(&chunk)
-            .and_then(|m| m.modified())
-            .expect("a time");
-        assert_eq!(
-            before, after,
-            "nothing was written since, so nothing is done"
-        );
+        let after = fs::metadata(&chunk).and_then(|m| m.modified()).expect("a time");
+        assert_eq!(before, after, "nothing was written since, so nothing is done");
         assert_eq!(open_files(&folder).get(&7), Some(&entry));
     }
 
@@ -349,8 +321,7 @@ mod tests {
     #[test]
     fn an_unusable_folder_is_named() {
         let root = tempfile::NamedTempFile::new().expect("a temporary file");
-        let error =
-            KernelCache::open(root.path(), "sm_80", "12.8").expect_err("a file is no folder");
+        let error = KernelCache::open(root.path(), "sm_80", "12.8").expect_err("a file is no folder");
         assert!(error.to_string().contains("sm_80-nvrtc12.8"), "{error}");
     }
 }

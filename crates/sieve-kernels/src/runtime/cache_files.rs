@@ -47,10 +47,8 @@ pub(crate) fn repair(folder: &Path) -> Result<(), KernelError> {
         moved => moved.map_err(error)?,
     }
     // The table of contents names what was written to the end; its text lines survive a torn one.
-    let mut contents: Cache<u128, String> = Cache::new(
-        "ptx/toc",
-        CacheOption::default().name("cuda").root(old.clone()),
-    );
+    let mut contents: Cache<u128, String> =
+        Cache::new("ptx/toc", CacheOption::default().name("cuda").root(old.clone()));
     let mut keys = Vec::new();
     contents.for_each(|key, _chunk| keys.push(*key));
     let readable = open_files(&old);
@@ -109,11 +107,7 @@ mod tests {
         open_files(folder.path()).insert(2, entry(2)).expect("new");
         let files = open_files(folder.path());
         assert_eq!(files.get(&1), Some(&entry(1)), "what was whole stays");
-        assert_eq!(
-            files.get(&2),
-            Some(&entry(2)),
-            "and what comes later is readable"
-        );
+        assert_eq!(files.get(&2), Some(&entry(2)), "and what comes later is readable");
     }
 
     #[test]

@@ -4,11 +4,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use burn::tensor::DType;
 
 /// Refuses a size of zero.
-pub(crate) fn require_non_empty(
-    kernel: &'static str,
-    what: &'static str,
-    size: usize,
-) -> Result<(), KernelError> {
+pub(crate) fn require_non_empty(kernel: &'static str, what: &'static str, size: usize) -> Result<(), KernelError> {
     if size > 0 {
         Ok(())
     } else {
@@ -78,16 +74,8 @@ mod tests {
     #[test]
     fn rows_of_pitched_and_sliced_tensors() {
         assert_eq!(uniform_rows(&[2, 3, 5], &[15, 5, 1]), Some((6, 5)));
-        assert_eq!(
-            uniform_rows(&[2, 3, 5], &[24, 8, 1]),
-            Some((6, 8)),
-            "pitched rows"
-        );
-        assert_eq!(
-            uniform_rows(&[2, 3, 5], &[64, 8, 1]),
-            None,
-            "a gap between batches"
-        );
+        assert_eq!(uniform_rows(&[2, 3, 5], &[24, 8, 1]), Some((6, 8)), "pitched rows");
+        assert_eq!(uniform_rows(&[2, 3, 5], &[64, 8, 1]), None, "a gap between batches");
         assert_eq!(uniform_rows(&[2, 3, 5], &[0, 8, 1]), None, "expanded batch");
         assert_eq!(uniform_rows(&[3, 5], &[0, 1]), None, "expanded rows");
         assert_eq!(uniform_rows(&[5, 3], &[1, 5]), None, "transposed");
@@ -99,9 +87,7 @@ mod tests {
 
     #[test]
     fn nothing_to_compute_is_said_plainly() {
-        let error = require_non_empty("k", "seq_len", 0)
-            .expect_err("zero")
-            .to_string();
+        let error = require_non_empty("k", "seq_len", 0).expect_err("zero").to_string();
         assert!(error.starts_with("k: seq_len is 0"), "{error}");
         assert!(require_non_empty("k", "seq_len", 1).is_ok());
     }

@@ -151,11 +151,7 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::Rank`] when there are not `D` dimensions.
-    pub fn dims<const D: usize>(
-        &self,
-        kernel: &'static str,
-        tensor: &'static str,
-    ) -> Result<[usize; D], KernelError> {
+    pub fn dims<const D: usize>(&self, kernel: &'static str, tensor: &'static str) -> Result<[usize; D], KernelError> {
         let shape = self.shape();
         shape.try_into().map_err(|_| KernelError::Rank {
             kernel,
@@ -195,12 +191,7 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::Layout`] when the tensor is not contiguous, [`KernelError::Shape`] when the sizes differ.
-    pub fn reshaped(
-        &self,
-        kernel: &'static str,
-        tensor: &'static str,
-        shape: &[usize],
-    ) -> Result<Self, KernelError> {
+    pub fn reshaped(&self, kernel: &'static str, tensor: &'static str, shape: &[usize]) -> Result<Self, KernelError> {
         self.require_contiguous(kernel, tensor)?;
         if shape.iter().product::<usize>() != self.num_elements() {
             return Err(KernelError::Shape {
@@ -270,11 +261,7 @@ impl CudaTensor {
     ) -> Result<Self, KernelError> {
         let mut shape = self.shape().to_vec();
         if !self.is_contiguous() || shape.first().is_none_or(|&rows| first + count > rows) {
-            return Err(self.layout_error(
-                kernel,
-                tensor,
-                "a contiguous tensor of more rows is needed",
-            ));
+            return Err(self.layout_error(kernel, tensor, "a contiguous tensor of more rows is needed"));
         }
         shape[0] = count;
         let row_bytes = shape[1..].iter().product::<usize>() * self.dtype().size();
@@ -316,12 +303,7 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::DType`].
-    pub fn require_dtype(
-        &self,
-        kernel: &'static str,
-        tensor: &'static str,
-        dtype: DType,
-    ) -> Result<(), KernelError> {
+    pub fn require_dtype(&self, kernel: &'static str, tensor: &'static str, dtype: DType) -> Result<(), KernelError> {
         if self.dtype() == dtype {
             return Ok(());
         }
@@ -359,11 +341,7 @@ impl CudaTensor {
     ///
     /// # Errors
     /// [`KernelError::Layout`].
-    pub fn require_contiguous(
-        &self,
-        kernel: &'static str,
-        tensor: &'static str,
-    ) -> Result<(), KernelError> {
+    pub fn require_contiguous(&self, kernel: &'static str, tensor: &'static str) -> Result<(), KernelError> {
         if self.is_contiguous() {
             return Ok(());
         }
@@ -371,12 +349,7 @@ impl CudaTensor {
     }
 
     /// A [`KernelError::Layout`] about this tensor; `expected` says in words what the kernel needs.
-    pub fn layout_error(
-        &self,
-        kernel: &'static str,
-        tensor: &'static str,
-        expected: &'static str,
-    ) -> KernelError {
+    pub fn layout_error(&self, kernel: &'static str, tensor: &'static str, expected: &'static str) -> KernelError {
         let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
         KernelError::Layout {
             kernel,
@@ -415,13 +388,7 @@ impl CudaTensor {
         }
     }
 
-    fn with_handle(
-        &self,
-        handle: cubecl::server::Handle,
-        shape: &[usize],
-        strides: &[usize],
-        dtype: DType,
-    ) -> Self {
+    fn with_handle(&self, handle: cubecl::server::Handle, shape: &[usize], strides: &[usize], dtype: DType) -> Self {
         let metadata = Metadata::new(shape.to_vec(), strides.to_vec());
         let (client, device) = (self.client().clone(), self.device().clone());
         Self::from(CubeTensor::new(client, handle, metadata, device, dtype))

@@ -85,18 +85,15 @@ impl HostReader {
     /// # Errors
     /// The driver refuses, say for want of lockable memory.
     pub fn open(device_index: usize) -> Result<Self, KernelError> {
-        let device =
-            driver::device::get(device_index as i32).map_err(|e| refused("cuDeviceGet", e))?;
+        let device = driver::device::get(device_index as i32).map_err(|e| refused("cuDeviceGet", e))?;
         // SAFETY: the primary context is retained once here and released when this is dropped; the buffer and the
         // stream are this value's own.
         unsafe {
-            let context = driver::primary_ctx::retain(device)
-                .map_err(|e| refused("cuDevicePrimaryCtxRetain", e))?;
+            let context = driver::primary_ctx::retain(device).map_err(|e| refused("cuDevicePrimaryCtxRetain", e))?;
             driver::ctx::set_current(context).map_err(|e| refused("cuCtxSetCurrent", e))?;
             let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking)
                 .map_err(|e| refused("cuStreamCreate", e))?;
-            let staging =
-                driver::malloc_host(STAGING_BYTES, 0).map_err(|e| refused("cuMemHostAlloc", e))?;
+            let staging = driver::malloc_host(STAGING_BYTES, 0).map_err(|e| refused("cuMemHostAlloc", e))?;
             Ok(Self {
                 device,
                 stream,
@@ -119,10 +116,8 @@ impl HostReader {
             let chunk = unsafe {
                 let chunk = std::slice::from_raw_parts_mut(self.staging.cast::<u8>(), len);
                 let from = copy.address + bytes.len() as u64;
-                driver::memcpy_dtoh_async(chunk, from, self.stream)
-                    .map_err(|e| refused("cuMemcpyDtoHAsync", e))?;
-                driver::stream::synchronize(self.stream)
-                    .map_err(|e| refused("cuStreamSynchronize", e))?;
+                driver::memcpy_dtoh_async(chunk, from, self.stream).map_err(|e| refused("cuMemcpyDtoHAsync", e))?;
+                driver::stream::synchronize(self.stream).map_err(|e| refused("cuStreamSynchronize", e))?;
                 chunk
             };
             bytes.extend_from_slice(chunk);
@@ -143,10 +138,7 @@ impl Drop for HostReader {
 }
 
 fn failed(reason: String) -> KernelError {
-    KernelError::Launch {
-        kernel: NAME,
-        reason,
-    }
+    KernelError::Launch { kernel: NAME, reason }
 }
 
 fn refused(call: &str, error: cudarc::driver::DriverError) -> KernelError {

@@ -5,8 +5,7 @@
 use crate::error::KernelError;
 use cudarc::cupti::result::{CuptiError, activity};
 use cudarc::cupti::sys::{
-    self, CUpti_Activity, CUpti_ActivityKernel9, CUpti_ActivityKind, CUpti_ActivityMemcpy5,
-    CUpti_ActivityMemset4,
+    self, CUpti_Activity, CUpti_ActivityKernel9, CUpti_ActivityKind, CUpti_ActivityMemcpy5, CUpti_ActivityMemset4,
 };
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -74,8 +73,7 @@ impl KernelTrace {
             return Err(KernelError::NoCupti { reason });
         }
         lock().clear();
-        activity::register_callbacks(Some(buffer_requested), Some(buffer_completed))
-            .map_err(refused)?;
+        activity::register_callbacks(Some(buffer_requested), Some(buffer_completed)).map_err(refused)?;
         for kind in KINDS {
             activity::enable(kind).map_err(refused)?;
         }
@@ -251,11 +249,7 @@ mod tests {
 
     fn record(name: &str, start_ns: u64, end_ns: u64) -> KernelRecord {
         let name = name.to_owned();
-        KernelRecord {
-            name,
-            start_ns,
-            end_ns,
-        }
+        KernelRecord { name, start_ns, end_ns }
     }
 
     #[test]

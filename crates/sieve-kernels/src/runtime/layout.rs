@@ -48,27 +48,15 @@ pub(crate) struct RowLayout {
 
 /// Reads a [`RowLayout`] off a `[batch, seq_len, heads, width]` tensor. `None` when heads or columns have gaps between
 /// them, when rows overlap, or when a stride is no multiple of `align` elements (vector loads need that).
-pub(crate) fn row_layout(
-    shape: [usize; 4],
-    strides: [usize; 4],
-    align: usize,
-) -> Option<RowLayout> {
+pub(crate) fn row_layout(shape: [usize; 4], strides: [usize; 4], align: usize) -> Option<RowLayout> {
     let [batch, seq_len, heads, width] = shape;
     let columns_fit = width == 1 || strides[3] == 1;
     let heads_fit = heads == 1 || strides[2] == width;
     // A dimension of size 1 has no neighbour, so its stride may be anything; give the kernel a harmless one.
-    let token_stride = if seq_len == 1 {
-        heads * width
-    } else {
-        strides[1]
-    };
-    let batch_stride = if batch == 1 {
-        seq_len * token_stride
-    } else {
-        strides[0]
-    };
-    let apart = token_stride >= heads * width
-        && (batch == 1 || batch_stride >= (seq_len - 1) * token_stride + heads * width);
+    let token_stride = if seq_len == 1 { heads * width } else { strides[1] };
+    let batch_stride = if batch == 1 { seq_len * token_stride } else { strides[0] };
+    let apart =
+        token_stride >= heads * width && (batch == 1 || batch_stride >= (seq_len - 1) * token_stride + heads * width);
     let aligned = token_stride.is_multiple_of(align) && batch_stride.is_multiple_of(align);
     (columns_fit && heads_fit && apart && aligned).then_some(RowLayout {
         batch_stride,
@@ -98,10 +86,7 @@ mod tests {
     #[test]
     fn pitched_sliced_and_expanded_tensors_are_not_contiguous() {
         assert!(strides_are_contiguous(&[2, 3, 5], &[15, 5, 1]));
-        assert!(
-            !strides_are_contiguous(&[2, 3, 96], &[384, 128, 1]),
-            "pitched rows"
-        );
+        assert!(!strides_are_contiguous(&[2, 3, 96], &[384, 128, 1]), "pitched rows");
         assert!(!strides_are_contiguous(&[4, 7], &[0, 1]), "expanded");
         assert!(!strides_are_contiguous(&[4, 7], &[1, 4]), "transposed");
         assert!(
@@ -127,11 +112,7 @@ mod tests {
             None,
             "pitched heads"
         );
-        assert_eq!(
-            row_layout([3, 10, 2, 64], [0, 128, 64, 1], 8),
-            None,
-            "expanded batch"
-        );
+        assert_eq!(row_layout([3, 10, 2, 64], [0, 128, 64, 1], 8), None, "expanded batch");
         assert_eq!(
             row_layout([3, 10, 2, 64], [64, 192, 1920, 1], 8),
             None,

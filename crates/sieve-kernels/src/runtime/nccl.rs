@@ -130,12 +130,7 @@ impl NcclGroup {
     ///
     /// # Errors
     /// No library; an id of another length; GPUs that cannot reach each other, or one GPU for two ranks.
-    pub fn join(
-        device_index: usize,
-        id: &[u8],
-        [rank, size]: [usize; 2],
-        overlaps: bool,
-    ) -> Result<Self, KernelError> {
+    pub fn join(device_index: usize, id: &[u8], [rank, size]: [usize; 2], overlaps: bool) -> Result<Self, KernelError> {
         let nccl = Nccl::get()?;
         let id: [u8; NCCL_ID_BYTES] = id
             .try_into()
@@ -143,8 +138,8 @@ impl NcclGroup {
         let id = sys::ncclUniqueId {
             internal: id.map(|byte| byte as _),
         };
-        let device = driver::device::get(device_index as i32)
-            .map_err(|error| failed(format!("cuDeviceGet: {error:?}")))?;
+        let device =
+            driver::device::get(device_index as i32).map_err(|error| failed(format!("cuDeviceGet: {error:?}")))?;
         let mut communicator = std::ptr::null_mut();
         // SAFETY: Burn's primary context is retained for the life of the process; NCCL takes the device of the current
         // context, and writes one handle.
@@ -176,10 +171,7 @@ impl NcclGroup {
     ///
     /// # Errors
     /// Tensors that are not f32; an error of an earlier call.
-    pub fn sum(
-        &self,
-        tensors: Vec<(CudaTensor, Option<Vec<Range<usize>>>)>,
-    ) -> Result<NcclWork, KernelError> {
+    pub fn sum(&self, tensors: Vec<(CudaTensor, Option<Vec<Range<usize>>>)>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
         let mut results = Vec::with_capacity(tensors.len());
         for (tensor, ranges) in tensors {
@@ -210,19 +202,13 @@ impl NcclGroup {
     pub fn gather(&self, tensors: Vec<NcclPiece>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
         let mut like = None;
-        for NcclPiece {
-            piece,
-            whole,
-            ranges,
-        } in tensors
-        {
+        for NcclPiece { piece, whole, ranges } in tensors {
             whole.require_contiguous(NAME, "the whole tensor")?;
             piece.require_contiguous(NAME, "a piece")?;
             piece.require_dtype(NAME, "a piece", whole.dtype())?;
             piece.require_shape(NAME, "a piece", &[ranges[self.rank].len()])?;
             jobs.push(Job {
-                bindings: [&piece, &whole]
-                    .map(|tensor| tensor.primitive().handle.clone().binding()),
+                bindings: [&piece, &whole].map(|tensor| tensor.primitive().handle.clone().binding()),
                 count: whole.num_elements(),
                 work: match whole.dtype() {
                     DType::BF16 => Work::GatherBf16,
@@ -328,10 +314,7 @@ impl NcclGroup {
                     let resource = resource.map_err(|error| format!("get_resource: {error}"))?;
                     Ok::<_, String>(resource.resource().ptr)
                 });
-                let address = Address {
-                    from: from?,
-                    to: to?,
-                };
+                let address = Address { from: from?, to: to? };
                 Ok((address, job.count, job.work, job.ranges))
             });
             let addresses = addresses.collect::<Result<Vec<_>, String>>();
@@ -418,12 +401,7 @@ impl Link {
     ///
     /// # Safety
     /// The addresses hold as many values as the ranges and counts say, until the work is waited for.
-    unsafe fn queue(
-        &self,
-        lane: CUstream,
-        rank: usize,
-        jobs: &[Addressed],
-    ) -> Result<Option<CUevent>, String> {
+    unsafe fn queue(&self, lane: CUstream, rank: usize, jobs: &[Addressed]) -> Result<Option<CUevent>, String> {
         let stream = self.stream.unwrap_or(lane);
         if self.stream.is_some() {
             let before = record(lane)?;
@@ -460,9 +438,7 @@ impl Link {
         let (kind, bytes) = match work {
             Work::GatherBf16 => (sys::ncclDataType_t::ncclBfloat16, 2),
             Work::Sum | Work::GatherF32 => (f32s, 4),
-            Work::Send(_) | Work::Receive(_) | Work::AllToAll(_) => {
-                (sys::ncclDataType_t::ncclUint8, 1)
-            }
+            Work::Send(_) | Work::Receive(_) | Work::AllToAll(_) => (sys::ncclDataType_t::ncclUint8, 1),
         };
         if let Work::AllToAll(ranks) = *work {
             let count = count / ranks;
@@ -485,22 +461,8 @@ impl Link {
         // SAFETY: `count` bytes at the address.
         let moved = unsafe {
             match *work {
-                Work::Send(peer) => Some((nccl.send)(
-                    from as _,
-                    *count,
-                    kind,
-                    peer as i32,
-                    comm,
-                    stream,
-                )),
-                Work::Receive(peer) => Some((nccl.receive)(
-                    to as _,
-                    *count,
-                    kind,
-                    peer as i32,
-                    comm,
-                    stream,
-                )),
+                Work::Send(peer) => Some((nccl.send)(from as _, *count, kind, peer as i32, comm, stream)),
+                Work::Receive(peer) => Some((nccl.receive)(to as _, *count, kind, peer as i32, comm, stream)),
                 _ => None,
             }
         };
@@ -509,8 +471,7 @@ impl Link {
         }
         let Some(ranges) = ranges else {
             // SAFETY: `count` values at both addresses.
-            let queued =
-                unsafe { (nccl.all_reduce)(from as _, to as _, *count, f32s, sum, comm, stream) };
+            let queued = unsafe { (nccl.all_reduce)(from as _, to as _, *count, f32s, sum, comm, stream) };
             return nccl.check("ncclAllReduce", queued);
         };
         let own = ranges[rank].len();
@@ -518,9 +479,7 @@ impl Link {
             // SAFETY: the whole tensor at one address, a piece at the other.
             let queued = unsafe {
                 match work {
-                    Work::Sum => {
-                        (nccl.reduce_scatter)(from as _, to as _, own, f32s, sum, comm, stream)
-                    }
+                    Work::Sum => (nccl.reduce_scatter)(from as _, to as _, own, f32s, sum, comm, stream),
                     _ => (nccl.all_gather)(from as _, to as _, own, kind, comm, stream),
                 }
             };
@@ -573,8 +532,5 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 }
 
 fn failed(reason: String) -> KernelError {
-    KernelError::Launch {
-        kernel: NAME,
-        reason,
-    }
+    KernelError::Launch { kernel: NAME, reason }
 }

@@ -65,10 +65,7 @@ include!(concat!(env!("OUT_DIR"), "/kernel_params.rs"));
 ///
 /// # Errors
 /// [`KernelError::Launch`] when the kernel takes another struct.
-pub(crate) fn words_for<P: Params>(
-    entry: &'static str,
-    params: &P,
-) -> Result<Vec<u64>, KernelError> {
+pub(crate) fn words_for<P: Params>(entry: &'static str, params: &P) -> Result<Vec<u64>, KernelError> {
     let at = ENTRY_PARAMS.binary_search_by(|(known, _)| (*known).cmp(entry));
     let declared = at.map_or("no struct", |at| ENTRY_PARAMS[at].1);
     if declared != P::NAME {
@@ -112,18 +109,12 @@ mod tests {
         });
         let words = words_for("attention_forward", &params).expect("its own struct");
         assert_eq!(words[..14], (1..=14).collect::<Vec<u64>>());
-        assert_eq!(
-            words[14..],
-            [0x3f80_0000],
-            "an f32's bits are the low half of a word"
-        );
+        assert_eq!(words[14..], [0x3f80_0000], "an f32's bits are the low half of a word");
     }
 
     #[test]
     fn another_kernels_struct_is_refused() {
-        let params = params!(FillZeroParams {
-            num_elements: 4usize
-        });
+        let params = params!(FillZeroParams { num_elements: 4usize });
         let error = words_for("split_master", &params)
             .expect_err("another struct")
             .to_string();
@@ -136,10 +127,7 @@ mod tests {
     #[test]
     fn every_kernel_declares_its_params() {
         for file in KernelText::files().filter_map(|file| file.strip_suffix(".cu")) {
-            assert!(
-                ENTRY_PARAMS.iter().any(|(entry, _)| *entry == file),
-                "{file}"
-            );
+            assert!(ENTRY_PARAMS.iter().any(|(entry, _)| *entry == file), "{file}");
         }
     }
 }

@@ -33,23 +33,15 @@ pub(crate) fn rust_of(files: &[(String, String)]) -> Result<String, String> {
         if let Some(base) = base.as_ref().filter(|base| !structs.contains_key(*base)) {
             return Err(format!("{name}: its base {base} is nowhere"));
         }
-        let base = base
-            .as_ref()
-            .map(|base| format!("pub(crate) base: {base},"));
+        let base = base.as_ref().map(|base| format!("pub(crate) base: {base},"));
         let base = base.unwrap_or_default();
-        let fields: String = words
-            .iter()
-            .map(|w| format!("pub(crate) {w}: Word,"))
-            .collect();
+        let fields: String = words.iter().map(|w| format!("pub(crate) {w}: Word,")).collect();
         let first = if base.is_empty() {
             ""
         } else {
             "self.base.append(words);"
         };
-        let rest: String = words
-            .iter()
-            .map(|w| format!("words.push(self.{w}.0);"))
-            .collect();
+        let rest: String = words.iter().map(|w| format!("words.push(self.{w}.0);")).collect();
         // Infallible for a String.
         let _ = write!(
             rust,
@@ -70,9 +62,7 @@ pub(crate) fn rust_of(files: &[(String, String)]) -> Result<String, String> {
 }
 
 fn without_comments(text: &str) -> String {
-    let lines = text
-        .lines()
-        .map(|line| line.split("//").next().unwrap_or(""));
+    let lines = text.lines().map(|line| line.split("//").next().unwrap_or(""));
     lines.collect::<Vec<_>>().join("\n")
 }
 
@@ -92,11 +82,7 @@ fn structs_in(code: &str) -> Result<Vec<(String, ParamsStruct)>, String> {
         }
         let body = rest.split('}').next().unwrap_or("");
         let mut words = Vec::new();
-        for line in body
-            .split(';')
-            .map(str::trim)
-            .filter(|line| !line.is_empty())
-        {
+        for line in body.split(';').map(str::trim).filter(|line| !line.is_empty()) {
             let Some(names) = line.strip_prefix("u64 ") else {
                 return Err(format!("{name} holds u64 words only, not `{line}`"));
             };
@@ -116,9 +102,7 @@ fn entry_in(code: &str) -> Result<Option<(String, String)>, String> {
         return Err("a file has one entry point".to_owned());
     }
     let head = entry.split('{').next().unwrap_or("");
-    let words: Vec<&str> = head
-        .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-        .collect();
+    let words: Vec<&str> = head.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').collect();
     let params = words.iter().find(|word| word.ends_with("Params"));
     match (entry_name(head), params) {
         (Some(name), Some(params)) => Ok(Some((name, (*params).to_owned()))),

@@ -112,9 +112,7 @@ impl CudaReport {
         let (driver, nvrtc) = (driver_version()?, nvrtc_version()?);
         check_versions(driver, nvrtc)?;
         let include_folder = check_headers(install::cuda_path().as_deref())?;
-        let devices = (0..count as usize)
-            .map(describe)
-            .collect::<Result<_, _>>()?;
+        let devices = (0..count as usize).map(describe).collect::<Result<_, _>>()?;
         Ok(CudaReport {
             driver,
             nvrtc,
@@ -194,16 +192,13 @@ pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelE
 fn describe(index: usize) -> Result<DeviceReport, KernelError> {
     let device = driver::device::get(index as i32).map_err(init_error)?;
     // SAFETY: the handle comes from the driver, the attributes are plain integers.
-    let attribute =
-        |which| unsafe { driver::device::get_attribute(device, which) }.map_err(init_error);
+    let attribute = |which| unsafe { driver::device::get_attribute(device, which) }.map_err(init_error);
     let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
     let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
-    let num_multiprocessors =
-        attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+    let num_multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
     let name = driver::device::get_name(device).map_err(init_error)?;
     // SAFETY: the handle comes from the driver.
-    let total_memory_bytes =
-        unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
+    let total_memory_bytes = unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
     Ok(DeviceReport {
         index,
         name,
@@ -257,10 +252,7 @@ mod tests {
 
     #[test]
     fn a_wrong_device_number_tells_how_many_there_are() {
-        let error = report(&[9, 9])
-            .device(2)
-            .expect_err("two devices only")
-            .to_string();
+        let error = report(&[9, 9]).device(2).expect_err("two devices only").to_string();
         assert!(
             error.contains("no device 2") && error.contains("has 2") && error.contains("cuda:1"),
             "{error}"
@@ -296,10 +288,7 @@ mod tests {
         for header in [HEADER, RUNTIME_HEADER] {
             std::fs::write(folder.path().join("include").join(header), "").expect("written");
         }
-        assert_eq!(
-            check_headers(Some(folder.path())),
-            Ok(folder.path().join("include"))
-        );
+        assert_eq!(check_headers(Some(folder.path())), Ok(folder.path().join("include")));
         assert!(check_headers(None).is_err());
     }
 }

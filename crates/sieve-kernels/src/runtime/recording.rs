@@ -141,10 +141,7 @@ impl Recorder {
     /// A recorder for a kind of GPU.
     pub fn new(hardware: Hardware) -> Self {
         let recording = Arc::default();
-        Self {
-            hardware,
-            recording,
-        }
+        Self { hardware, recording }
     }
 
     /// The GPU it stands for.
@@ -162,12 +159,7 @@ impl Recorder {
         CudaTensor::from(self.allocate(shape, strides, dtype))
     }
 
-    pub(crate) fn allocate(
-        &self,
-        shape: &[usize],
-        strides: &[usize],
-        dtype: DType,
-    ) -> RecordedTensor {
+    pub(crate) fn allocate(&self, shape: &[usize], strides: &[usize], dtype: DType) -> RecordedTensor {
         let mut recording = self.recording();
         let bytes = required_elements(shape, strides) * dtype.size();
         recording.buffers.push(bytes);
@@ -198,9 +190,7 @@ impl Recorder {
     }
 
     fn recording(&self) -> MutexGuard<'_, Recording> {
-        self.recording
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -269,10 +259,7 @@ mod tests {
         assert_eq!(launch.kernel.name(), "hopper_attention_forward");
         assert_eq!((launch.grid, launch.maps.len()), ([132, 1, 1], 3));
         // Keys in tiles of 128 rows and 64 columns.
-        assert_eq!(
-            (launch.maps[1].shape, launch.maps[1].tile),
-            ([1, 300, 256], [128, 64])
-        );
+        assert_eq!((launch.maps[1].shape, launch.maps[1].tile), ([1, 300, 256], [128, 64]));
     }
 
     #[test]

@@ -34,9 +34,7 @@ impl KernelText {
         KERNEL_FILES
             .binary_search_by(|(known, _)| (*known).cmp(name))
             .map(|at| KERNEL_FILES[at].1)
-            .map_err(|_| KernelError::UnknownSource {
-                name: name.to_owned(),
-            })
+            .map_err(|_| KernelError::UnknownSource { name: name.to_owned() })
     }
 }
 
@@ -45,12 +43,8 @@ impl KernelText {
 ///
 /// # Errors
 /// An unknown file, or an include that cannot be resolved.
-pub(crate) fn assemble_file(
-    file: &str,
-    defines: &[(&'static str, String)],
-) -> Result<Arc<KernelText>, KernelError> {
-    static ASSEMBLED: LazyLock<Mutex<HashMap<String, Arc<KernelText>>>> =
-        LazyLock::new(Mutex::default);
+pub(crate) fn assemble_file(file: &str, defines: &[(&'static str, String)]) -> Result<Arc<KernelText>, KernelError> {
+    static ASSEMBLED: LazyLock<Mutex<HashMap<String, Arc<KernelText>>>> = LazyLock::new(Mutex::default);
     let mut key = file.to_owned();
     for (name, value) in defines {
         // Infallible for a String; the newline keeps `A=1 B` and `A`, `1 B` apart.
@@ -85,12 +79,7 @@ pub(crate) fn assemble_text(
 
 /// Copies `source` line by line, replacing each `#include "..."` by the file it names unless that is already in `seen`.
 /// `#line` directives keep the compiler's messages pointing at the real files.
-fn paste(
-    file: &str,
-    source: &str,
-    seen: &mut Vec<String>,
-    out: &mut String,
-) -> Result<(), KernelError> {
+fn paste(file: &str, source: &str, seen: &mut Vec<String>, out: &mut String) -> Result<(), KernelError> {
     let _ = writeln!(out, "#line 1 \"kernels/{file}\"");
     let mut depth = 0usize;
     for (index, line) in source.lines().enumerate() {
@@ -107,9 +96,8 @@ fn paste(
             Some(d) if d.starts_with("include") => {
                 if let Some(name) = quoted(d) {
                     if depth > 0 {
-                        let reason = format!(
-                            "include \"{name}\" stands inside #if; includes are pasted once, so put it above"
-                        );
+                        let reason =
+                            format!("include \"{name}\" stands inside #if; includes are pasted once, so put it above");
                         return Err(KernelError::Include {
                             file: file.to_owned(),
                             line: number,
@@ -135,10 +123,7 @@ fn paste(
 
 /// The name in `include "name"`; `None` for `include <name>`, which is the compiler's own.
 fn quoted(directive: &str) -> Option<&str> {
-    let rest = directive
-        .strip_prefix("include")?
-        .trim_start()
-        .strip_prefix('"')?;
+    let rest = directive.strip_prefix("include")?.trim_start().strip_prefix('"')?;
     rest.split_once('"').map(|(name, _)| name)
 }
 
@@ -171,10 +156,7 @@ mod tests {
         assert!(!kernels.is_empty(), "no kernel is built in");
         for file in kernels {
             let text = assemble_file(file, &[("HEAD_DIM", "64".into())]).expect(file);
-            let left = text
-                .text
-                .lines()
-                .find(|l| l.trim_start().starts_with("#include \""));
+            let left = text.text.lines().find(|l| l.trim_start().starts_with("#include \""));
             assert_eq!(left, None, "{file}");
             assert!(text.text.starts_with("#define HEAD_DIM 64\n"));
         }
@@ -199,29 +181,19 @@ mod tests {
             .find(|f| f.ends_with(".cuh"))
             .expect("a shared header exists");
         let source = format!("#include \"{header}\"\n#include \"{header}\"\nlast\n");
-        let text = assemble_text("a.cu", &source, &[])
-            .expect("header exists")
-            .text;
-        assert_eq!(
-            text.matches(&format!("#line 1 \"kernels/{header}\""))
-                .count(),
-            1
-        );
+        let text = assemble_text("a.cu", &source, &[]).expect("header exists").text;
+        assert_eq!(text.matches(&format!("#line 1 \"kernels/{header}\"")).count(), 1);
         assert!(text.ends_with("#line 3 \"kernels/a.cu\"\nlast\n"), "{text}");
     }
 
     #[test]
     fn a_missing_include_names_file_and_line() {
-        let error =
-            assemble_text("a.cu", "\n#include \"nowhere.cuh\"\n", &[]).expect_err("no such file");
+        let error = assemble_text("a.cu", "\n#include \"nowhere.cuh\"\n", &[]).expect_err("no such file");
         assert!(
-            error
-                .to_string()
-                .starts_with("a.cu, line 2: include \"nowhere.cuh\""),
+            error.to_string().starts_with("a.cu, line 2: include \"nowhere.cuh\""),
             "{error}"
         );
-        let inside = assemble_text("a.cu", "#if 1\n#include \"nowhere.cuh\"\n#endif\n", &[])
-            .expect_err("inside #if");
+        let inside = assemble_text("a.cu", "#if 1\n#include \"nowhere.cuh\"\n#endif\n", &[]).expect_err("inside #if");
         assert!(inside.to_string().contains("inside #if"), "{inside}");
     }
 }

@@ -16,8 +16,7 @@ use cubecl_runtime::compiler::{CompilationError, Compiler, CubeTask};
 use cubecl_runtime::id::KernelId;
 use cubecl_runtime::kernel::{CompiledKernel, KernelDefinition, KernelMetadata, KernelOptions};
 use cubecl_runtime::server::{
-    ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError,
-    TensorMapBinding, TensorMapMeta,
+    ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError, TensorMapBinding, TensorMapMeta,
 };
 use cubecl_runtime::tma::{
     OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
@@ -185,9 +184,7 @@ impl SourceKernel {
     pub fn text(&self) -> Result<Arc<KernelText>, KernelError> {
         match &self.text {
             None => assemble_file(&format!("{}.cu", self.name), &self.defines),
-            Some(text) => {
-                assemble_text(&format!("{}.cu", self.name), text, &self.defines).map(Arc::new)
-            }
+            Some(text) => assemble_text(&format!("{}.cu", self.name), text, &self.defines).map(Arc::new),
         }
     }
 
@@ -281,10 +278,7 @@ impl SourceKernel {
         let task = self.prepare()?;
         let first_of_its_kind = first_launch(first.device().index, task.hash);
         let arguments = KernelArguments {
-            buffers: tensors
-                .iter()
-                .map(|t| t.primitive().handle.clone().binding())
-                .collect(),
+            buffers: tensors.iter().map(|t| t.primitive().handle.clone().binding()).collect(),
             // The whole struct stays in constant memory: CubeCL copies words past this offset to a buffer.
             info: MetadataBindingInfo {
                 dynamic_metadata_offset: words.len(),
@@ -331,23 +325,14 @@ impl SourceKernel {
         Ok(())
     }
 
-    fn check_limits(
-        &self,
-        grid: [usize; 3],
-        words: usize,
-        device: &Hardware,
-    ) -> Result<(), KernelError> {
+    fn check_limits(&self, grid: [usize; 3], words: usize, device: &Hardware) -> Result<(), KernelError> {
         let threads = self.threads as usize;
         let checks = [
             ("grid size x", grid[0], device.max_grid[0]),
             ("grid size y", grid[1], device.max_grid[1]),
             ("grid size z", grid[2], device.max_grid[2]),
             ("threads of a block", threads, device.max_threads),
-            (
-                "shared memory in bytes",
-                self.shared_bytes,
-                device.max_shared_bytes,
-            ),
+            ("shared memory in bytes", self.shared_bytes, device.max_shared_bytes),
             ("number of parameter words", words, MAX_PARAM_WORDS),
         ];
         for (what, got, limit) in checks {
@@ -441,17 +426,12 @@ impl CubeTask<CudaCompiler> for PreparedKernel {
             body: Scope::root(false),
             options: KernelOptions::default(),
         };
-        let mut repr = compiler
-            .clone()
-            .compile(empty, options, mode, address_type)?;
+        let mut repr = compiler.clone().compile(empty, options, mode, address_type)?;
         if self.shared_bytes > 0 {
             let bytes = Item::scalar(Elem::U8, true);
-            repr.body.shared_memories.push(SharedMemory::new_array(
-                0,
-                bytes,
-                self.shared_bytes,
-                1024,
-            ));
+            repr.body
+                .shared_memories
+                .push(SharedMemory::new_array(0, bytes, self.shared_bytes, 1024));
         }
         Ok(CompiledKernel {
             entrypoint_name: self.entry.into(),
@@ -486,11 +466,7 @@ fn launch_error(kernel: &'static str, error: &ServerError) -> KernelError {
     let mut leaves = Vec::new();
     collect_leaves(error, &mut leaves);
     for leaf in &leaves {
-        if let ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic {
-            reason,
-            ..
-        })) = leaf
-        {
+        if let ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic { reason, .. })) = leaf {
             return KernelError::Compile {
                 kernel,
                 log: compiler_log(reason),
@@ -512,9 +488,7 @@ fn launch_error(kernel: &'static str, error: &ServerError) -> KernelError {
 
 fn collect_leaves<'a>(error: &'a ServerError, leaves: &mut Vec<&'a ServerError>) {
     match error {
-        ServerError::ServerUnhealthy { errors, .. } => {
-            errors.iter().for_each(|e| collect_leaves(e, leaves))
-        }
+        ServerError::ServerUnhealthy { errors, .. } => errors.iter().for_each(|e| collect_leaves(e, leaves)),
         leaf => leaves.push(leaf),
     }
 }
@@ -522,9 +496,7 @@ fn collect_leaves<'a>(error: &'a ServerError, leaves: &mut Vec<&'a ServerError>)
 /// NVRTC's log without the full source that CubeCL appends.
 fn compiler_log(reason: &str) -> String {
     let log = reason.split("\n[Source]").next().unwrap_or(reason);
-    log.trim_start_matches("[Compilation Error]")
-        .trim()
-        .to_owned()
+    log.trim_start_matches("[Compilation Error]").trim().to_owned()
 }
 
 #[cfg(test)]
@@ -532,29 +504,20 @@ mod tests {
     use super::*;
 
     fn kernel() -> SourceKernel {
-        SourceKernel::from_text(
-            "probe",
-            "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }",
-        )
+        SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }")
     }
 
     #[test]
     fn the_cache_key_follows_everything_that_matters() {
         let base = kernel().cache_key().expect("plain text");
         let others = [
-            SourceKernel::from_text(
-                "probe",
-                "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }",
-            ),
+            SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }"),
             kernel().define("A", 1),
             kernel().threads(256),
             kernel().shared_bytes(16),
             kernel().entry("other"),
         ];
-        let mut keys: Vec<_> = others
-            .iter()
-            .map(|k| k.cache_key().expect("plain text"))
-            .collect();
+        let mut keys: Vec<_> = others.iter().map(|k| k.cache_key().expect("plain text")).collect();
         keys.push(base);
         let distinct: HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
@@ -575,16 +538,8 @@ mod tests {
         let too_tall = kernel()
             .check_limits([1, 65536, 1], 3, &device)
             .expect_err("y is 16 bits");
-        assert!(
-            too_tall.to_string().contains("grid size y 65536"),
-            "{too_tall}"
-        );
-        assert!(
-            kernel()
-                .shared_bytes(1001)
-                .check_limits([1, 1, 1], 3, &device)
-                .is_err()
-        );
+        assert!(too_tall.to_string().contains("grid size y 65536"), "{too_tall}");
+        assert!(kernel().shared_bytes(1001).check_limits([1, 1, 1], 3, &device).is_err());
         assert!(kernel().check_limits([1, 1, 0], 3, &device).is_err());
         assert!(kernel().check_limits([1, 1, 1], 61, &device).is_err());
     }

@@ -216,11 +216,7 @@ fn slot_logits_kernel() -> SourceKernel {
 }
 
 pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
-    let mut kernels = vec![
-        select_smooth_kernel(),
-        select_gather_kernel(),
-        slot_logits_kernel(),
-    ];
+    let mut kernels = vec![select_smooth_kernel(), select_gather_kernel(), slot_logits_kernel()];
     let tilings = head_dims
         .iter()
         .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));

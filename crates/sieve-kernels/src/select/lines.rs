@@ -88,12 +88,7 @@ impl Call<'_> {
     }
 
     /// The same of all heads.
-    fn all_probe_sums(
-        &self,
-        rows: usize,
-        nan_rows: &CudaTensor,
-        factor: f32,
-    ) -> Result<[CudaTensor; 2], KernelError> {
+    fn all_probe_sums(&self, rows: usize, nan_rows: &CudaTensor, factor: f32) -> Result<[CudaTensor; 2], KernelError> {
         let s = self.selection;
         let group = s.num_heads / s.num_kv_heads;
         let new = || self.new_f32(&[s.num_heads, s.num_keys]);
@@ -120,19 +115,11 @@ impl Call<'_> {
         let kept = choice
             .nan_rows
             .empty_contiguous(&[self.selection.num_heads, words], DType::I32);
-        self.choose_long(&LongChoice {
-            kept: &kept,
-            ..choice
-        })?;
+        self.choose_long(&LongChoice { kept: &kept, ..choice })?;
         Ok(kept)
     }
 
-    fn of_all_heads<'a>(
-        &self,
-        scores: &'a CudaTensor,
-        nan_rows: &'a CudaTensor,
-        length: usize,
-    ) -> LongChoice<'a> {
+    fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
         LongChoice {
             scores,
             kept: nan_rows,
@@ -186,11 +173,7 @@ impl Call<'_> {
         let sums = self.all_probe_sums(rows, &marks.nan_rows, 1.0)?;
         let best = |sums: &CudaTensor, [top, num_first]: [usize; 2]| {
             let all = self.of_all_heads(sums, &marks.nan_rows, s.num_keys);
-            self.best_of(LongChoice {
-                top,
-                num_first,
-                ..all
-            })
+            self.best_of(LongChoice { top, num_first, ..all })
         };
         let lines = [best(&sums[0], columns)?, best(&sums[1], diagonals)?];
         self.slashes(&lines, None, true, &marks.kept)?;
@@ -239,11 +222,7 @@ impl Call<'_> {
         let passes = |sums: &CudaTensor| {
             let all = self.of_all_heads(sums, nan_rows, s.num_keys);
             // A rounded sum may pass 1 before the end.
-            let goal = if gamma < 1.0 {
-                gamma as f32
-            } else {
-                f32::INFINITY
-            };
+            let goal = if gamma < 1.0 { gamma as f32 } else { f32::INFINITY };
             self.best_of(LongChoice {
                 goal,
                 strict: true,
@@ -291,12 +270,7 @@ impl Call<'_> {
     }
 
     /// Bits of the largest entries of the map of all blocks, of heads that want it.
-    fn map(
-        &self,
-        wanted: &CudaTensor,
-        nan_rows: &CudaTensor,
-        gamma: f64,
-    ) -> Result<CudaTensor, KernelError> {
+    fn map(&self, wanted: &CudaTensor, nan_rows: &CudaTensor, gamma: f64) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let length = rows * columns;

@@ -33,19 +33,13 @@ struct Sorted<'a> {
 
 impl Call<'_> {
     /// Writes the orders of keys and queries into the mask.
-    pub(super) fn orders(
-        &self,
-        data: &CudaTensor,
-        nan_rows: &CudaTensor,
-    ) -> Result<Orders, KernelError> {
+    pub(super) fn orders(&self, data: &CudaTensor, nan_rows: &CudaTensor) -> Result<Orders, KernelError> {
         let s = self.selection;
         let Some(order) = s.order else {
             return Ok(Orders::default());
         };
         let [.., keys_at, queries_at, _] = s.layout().places;
-        let part = |at: usize, sets: usize, count: usize| {
-            data.view_at(NAME, "order", at, &[sets, count], &[count, 1])
-        };
+        let part = |at: usize, sets: usize, count: usize| data.view_at(NAME, "order", at, &[sets, count], &[count, 1]);
         let keys = part(keys_at, s.num_kv_heads, s.num_keys)?;
         let (score, heads_per_set) = match order.keys {
             KeyScores::Attention(rows) => (
@@ -54,10 +48,7 @@ impl Call<'_> {
             ),
             KeyScores::Length => {
                 let tokens = [0, s.num_keys];
-                (
-                    self.lengths(&self.qkv.k, self.k, s.num_kv_heads, tokens)?,
-                    0,
-                )
+                (self.lengths(&self.qkv.k, self.k, s.num_kv_heads, tokens)?, 0)
             }
         };
         let sorted = Sorted {
@@ -95,11 +86,7 @@ impl Call<'_> {
     }
 
     /// What the last queries of a group's heads look at, f32 `[num_kv_heads, num_keys]`.
-    fn attention_of_last(
-        &self,
-        rows: usize,
-        nan_rows: &CudaTensor,
-    ) -> Result<CudaTensor, KernelError> {
+    fn attention_of_last(&self, rows: usize, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let group = s.num_heads / s.num_kv_heads;
         let all = self.new_f32(&[s.num_kv_heads, s.num_keys]);
@@ -141,12 +128,7 @@ impl Call<'_> {
         Ok(score)
     }
 
-    fn sort(
-        &self,
-        sorted: &Sorted<'_>,
-        segment: usize,
-        order: &CudaTensor,
-    ) -> Result<(), KernelError> {
+    fn sort(&self, sorted: &Sorted<'_>, segment: usize, order: &CudaTensor) -> Result<(), KernelError> {
         let params = params!(SelectOrderParams {
             num_tokens: sorted.count,
             first_position: sorted.first,

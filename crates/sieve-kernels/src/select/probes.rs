@@ -120,8 +120,7 @@ impl Qkv {
                 kernel: NAME,
                 what: "shape",
                 got: format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
-                supported: "the outputs of a call of more than gamma queries, gamma above 1"
-                    .to_owned(),
+                supported: "the outputs of a call of more than gamma queries, gamma above 1".to_owned(),
             });
         }
         let context = shape.seq_len - num_queries;

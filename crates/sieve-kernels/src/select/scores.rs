@@ -1,8 +1,6 @@
 //! Scores of blocks: products of means, and of cells.
 use super::order::Orders;
-use super::{
-    Call, select_cell_sums_kernel, select_cells_kernel, select_pool_kernel, select_scores_kernel,
-};
+use super::{Call, select_cell_sums_kernel, select_cells_kernel, select_pool_kernel, select_scores_kernel};
 use crate::attention::heads::Heads;
 use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::tiling::KeySource;
@@ -80,9 +78,7 @@ impl Call<'_> {
     /// Rows of the largest array of scores.
     pub(super) fn score_rows(&self) -> usize {
         match self.selection.scores {
-            BlockScores::Cells { stride, .. } => {
-                (self.selection.num_keys - self.first_query()).div_ceil(stride)
-            }
+            BlockScores::Cells { stride, .. } => (self.selection.num_keys - self.first_query()).div_ceil(stride),
             _ => self.selection.blocks()[0],
         }
     }
@@ -92,11 +88,7 @@ impl Call<'_> {
     }
 
     /// Means of blocks, f32 `[heads, blocks, head_dim]`, and their variances.
-    pub(super) fn pool(
-        &self,
-        pooled: &Pooled<'_>,
-        has_variance: bool,
-    ) -> Result<[CudaTensor; 2], KernelError> {
+    pub(super) fn pool(&self, pooled: &Pooled<'_>, has_variance: bool) -> Result<[CudaTensor; 2], KernelError> {
         let p = pooled;
         let blocks = (p.num_tokens + p.offset).div_ceil(p.block);
         let d = self.shape.head_dim;
@@ -116,12 +108,7 @@ impl Call<'_> {
             has_order: p.order.is_some(),
             has_variance,
         });
-        let tensors = [
-            p.heads.tensor(),
-            p.order.unwrap_or(&means),
-            &means,
-            &variances,
-        ];
+        let tensors = [p.heads.tensor(), p.order.unwrap_or(&means), &means, &variances];
         // SAFETY: tokens, heads and strides are the tensor's own, an order names them; every mean is written.
         unsafe { select_pool_kernel().launch([blocks, p.num_heads, 1], &tensors, &params) }?;
         Ok([means, variances])
@@ -165,11 +152,7 @@ impl Call<'_> {
     }
 
     /// Products of means, f32 `[heads, rows, columns]`.
-    pub(super) fn products(
-        &self,
-        means: &Means,
-        heads: Range<usize>,
-    ) -> Result<CudaTensor, KernelError> {
+    pub(super) fn products(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let scores = self.new_f32(&[heads.len(), rows, columns]);
@@ -179,17 +162,8 @@ impl Call<'_> {
             query_block: s.query_block,
             offset: s.offset,
         };
-        self.add_products(
-            &means.means,
-            &scores,
-            cut,
-            heads.clone(),
-            s.softmax_scale,
-            false,
-        )?;
-        if let (Some(variances), BlockScores::MeansAndVariances(weight)) =
-            (&means.variances, s.scores)
-        {
+        self.add_products(&means.means, &scores, cut, heads.clone(), s.softmax_scale, false)?;
+        if let (Some(variances), BlockScores::MeansAndVariances(weight)) = (&means.variances, s.scores) {
             self.add_products(variances, &scores, cut, heads, weight, true)?;
         }
         Ok(scores)
@@ -230,11 +204,7 @@ impl Call<'_> {
     }
 
     /// Scores by cells, f32 `[heads, rows, key blocks]`.
-    pub(super) fn launch_cells(
-        &self,
-        cells: &Cells,
-        heads: Range<usize>,
-    ) -> Result<CudaTensor, KernelError> {
+    pub(super) fn launch_cells(&self, cells: &Cells, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let columns = s.num_keys.div_ceil(cells.cell * cells.per_block);
         let scores = self.new_f32(&[heads.len(), cells.rows, columns]);
@@ -273,11 +243,7 @@ impl Call<'_> {
     }
 
     /// Logits of the queries at some positions, f32 `[heads, positions, num_keys]`.
-    pub(super) fn logits(
-        &self,
-        positions: Range<usize>,
-        heads: Range<usize>,
-    ) -> Result<CudaTensor, KernelError> {
+    pub(super) fn logits(&self, positions: Range<usize>, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let cells = Cells {
             first: positions.start,
             step: 1,
@@ -296,11 +262,7 @@ impl Call<'_> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
         let (cell, scale, reversed) = match s.scores {
-            BlockScores::Cells {
-                stride,
-                reversed,
-                norm,
-            } => {
+            BlockScores::Cells { stride, reversed, norm } => {
                 let scale = s.softmax_scale / (stride as f64 * norm) as f32;
                 (stride, scale, reversed)
             }

@@ -36,12 +36,7 @@ impl Call<'_> {
     }
 
     /// Marks the pages with the largest bounds; those before `known` have bounds already.
-    pub(super) fn pages(
-        &self,
-        marks: &Marks,
-        known: usize,
-        bounds: Option<&CudaTensor>,
-    ) -> Result<(), KernelError> {
+    pub(super) fn pages(&self, marks: &Marks, known: usize, bounds: Option<&CudaTensor>) -> Result<(), KernelError> {
         let s = self.selection;
         let [_, pages] = s.blocks();
         let d = self.shape.head_dim;
@@ -90,10 +85,9 @@ impl Call<'_> {
             kernel: NAME,
             what: "selection",
             got: format!("{:?}", self.selection),
-            supported:
-                "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
+            supported: "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
                 columns"
-                    .to_owned(),
+                .to_owned(),
         }
     }
 }

@@ -1,8 +1,6 @@
 //! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
 use super::NeededKernels;
-use crate::attention::backward::{
-    attention_backward_convert_kernel, attention_backward_prepare_kernel,
-};
+use crate::attention::backward::{attention_backward_convert_kernel, attention_backward_prepare_kernel};
 use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
 use crate::attention::bias_base::bias_base_kernel;
 use crate::attention::decode::attention_decode_kernel;
@@ -13,8 +11,7 @@ use crate::attention::hopper_tiling::{
     hopper_backward_kernel,
 };
 use crate::attention::sparse_forward::{
-    SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel,
-    sparse_attention_tiling,
+    SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
 };
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
 use crate::dma::attention_backward::dma_attention_backward_convert_kernel;
@@ -153,12 +150,7 @@ pub(super) enum Part {
 }
 
 /// Adds a part's portable kernels.
-pub(super) fn portable(
-    list: &mut NeededKernels,
-    needs: &AttentionNeeds,
-    part: Part,
-    shared_bytes: usize,
-) {
+pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part, shared_bytes: usize) {
     let AttentionShape {
         head_dim,
         head_dim_v,
@@ -201,14 +193,9 @@ pub(super) fn portable(
             list.extend_kernels(select_blocks_kernels(&[head_dim], shared_bytes));
         }
         Part::Around => {
-            list.extend_kernels([
-                fill_zero_kernel(),
-                attention_backward_prepare_kernel(head_dim_v),
-            ]);
+            list.extend_kernels([fill_zero_kernel(), attention_backward_prepare_kernel(head_dim_v)]);
             if source == KeySource::Gathered {
-                list.extend_kernels(
-                    [head_dim, head_dim_v].map(dma_attention_backward_convert_kernel),
-                );
+                list.extend_kernels([head_dim, head_dim_v].map(dma_attention_backward_convert_kernel));
             }
         }
         Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
@@ -285,8 +272,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         Part::Masked => {
             use SparseKeyReads::{Keys, Tiles};
             let forms = [(Keys, false), (Tiles, false), (Tiles, true)];
-            let attention =
-                |(reads, pairs)| hopper_sparse_attention_forward_kernel(shape, reads, pairs);
+            let attention = |(reads, pairs)| hopper_sparse_attention_forward_kernel(shape, reads, pairs);
             list.extend_kernels(forms.map(attention));
             list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
         }
@@ -426,11 +412,7 @@ mod tests {
     fn what_does_not_fit_is_named_and_the_rest_is_kept() {
         let needed = needs(256, NeededKeys::Neighbours, SumOrder::Any).kernels("sm_86");
         assert!(names(&needed).contains("attention_forward"));
-        let reason = needed
-            .refused
-            .first()
-            .expect("no tile of 256 fits")
-            .to_string();
+        let reason = needed.refused.first().expect("no tile of 256 fits").to_string();
         assert!(
             reason.contains("attention_backward") && reason.contains("shared memory"),
             "{reason}"

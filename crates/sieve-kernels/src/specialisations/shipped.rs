@@ -25,14 +25,7 @@ const ALL: Widths = &[
     (192, 128),
     (256, 256),
 ];
-const TRAINED: Widths = &[
-    (32, 32),
-    (64, 64),
-    (96, 96),
-    (128, 128),
-    (192, 128),
-    (256, 256),
-];
+const TRAINED: Widths = &[(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)];
 const USUAL: Widths = &[(64, 64), (128, 128)];
 const WIDE: Widths = &[(128, 128)];
 const NARROW: Widths = &[(32, 32)];
@@ -54,37 +47,13 @@ const DMA: NeededKeys = NeededKeys::Chosen(ScoreBias::Exp);
 const SHIPPED: &[(KernelFamily, NeededKeys, Widths, HeadCounts, &[Part])] = &[
     (Portable, Neighbours, ALL, PAIRS, &[Forward]),
     (Portable, Neighbours, TRAINED, PAIRS, &[Gradients(Any)]),
-    (
-        Portable,
-        Neighbours,
-        WIDE,
-        PAIRS,
-        &[Gradients(Fixed), Masked],
-    ),
-    (
-        Portable,
-        Neighbours,
-        USUAL,
-        PAIRS,
-        &[Around, ConvertDq, Decode],
-    ),
-    (
-        Portable,
-        AllBiased,
-        USUAL,
-        PAIRS,
-        &[Forward, RowSums, Gradients(Any)],
-    ),
+    (Portable, Neighbours, WIDE, PAIRS, &[Gradients(Fixed), Masked]),
+    (Portable, Neighbours, USUAL, PAIRS, &[Around, ConvertDq, Decode]),
+    (Portable, AllBiased, USUAL, PAIRS, &[Forward, RowSums, Gradients(Any)]),
     (Portable, DMA, OTHER, PAIRS, &[Forward]),
     (Portable, DMA, USUAL, UP_TO_FOUR, &[Forward]),
     (Portable, DMA, NARROW, PAIRS, &[Gradients(Any)]),
-    (
-        Portable,
-        DMA,
-        USUAL,
-        PAIRS,
-        &[RowSums, Gradients(Any), Around, Decode],
-    ),
+    (Portable, DMA, USUAL, PAIRS, &[RowSums, Gradients(Any), Around, Decode]),
     (Portable, DMA, WIDE, PAIRS, &[Gradients(Fixed)]),
     (Portable, DMA, WIDE, MODELS, &[Choose]),
     (Portable, Blocks, USUAL, PAIRS, &[Choose]),
@@ -126,10 +95,7 @@ impl NeededKernels {
         let mut all: Vec<(SourceKernel, Vec<&str>)> = Vec::new();
         for arch in ARCHITECTURES {
             for kernel in NeededKernels::shipped_for(arch).kernels {
-                match all
-                    .iter_mut()
-                    .find(|(known, _)| known.is_same_code(&kernel))
-                {
+                match all.iter_mut().find(|(known, _)| known.is_same_code(&kernel)) {
                     Some((_, architectures)) => architectures.push(arch),
                     None => all.push((kernel, vec![arch])),
                 }
@@ -176,13 +142,8 @@ impl NeededKernels {
 }
 
 /// Each of one list with each of the other.
-fn pairs<A, B>(
-    first: &'static [A],
-    second: &'static [B],
-) -> impl Iterator<Item = (&'static A, &'static B)> {
-    first
-        .iter()
-        .flat_map(move |a| second.iter().map(move |b| (a, b)))
+fn pairs<A, B>(first: &'static [A], second: &'static [B]) -> impl Iterator<Item = (&'static A, &'static B)> {
+    first.iter().flat_map(move |a| second.iter().map(move |b| (a, b)))
 }
 
 #[cfg(test)]
@@ -193,9 +154,7 @@ mod tests {
     #[test]
     fn every_shipped_kernel_has_a_key_of_its_own() {
         let kernels = NeededKernels::shipped();
-        let keys = kernels
-            .iter()
-            .map(|(k, _)| k.cache_key().expect("the file exists"));
+        let keys = kernels.iter().map(|(k, _)| k.cache_key().expect("the file exists"));
         assert_eq!(keys.collect::<BTreeSet<u128>>().len(), kernels.len());
     }
 

@@ -69,16 +69,9 @@ impl AdamwTensors<'_> {
                 });
             }
         }
-        self.grad_scale
-            .require_dtype(NAME, "grad_scale", DType::F32)?;
+        self.grad_scale.require_dtype(NAME, "grad_scale", DType::F32)?;
         self.grad_scale.require_shape(NAME, "grad_scale", &[1])?;
-        let mut buffers = vec![
-            self.param,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.grad,
-            self.grad_scale,
-        ];
+        let mut buffers = vec![self.param, self.exp_avg, self.exp_avg_sq, self.grad, self.grad_scale];
         buffers.extend(self.leaf);
         let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
         let kernel = adamw_kernel(master);

@@ -29,15 +29,8 @@ pub(crate) fn column_sums<const N: usize>(
     }
     let outputs: [CudaTensor; N] = outputs.try_into().expect("one output for each gradient");
     let accumulate = gradients.map(|(target, _)| matches!(target, GradientTarget::AddTo(_)));
-    let (split, sizes) = (
-        outputs[0].num_elements(),
-        outputs.iter().map(CudaTensor::num_elements),
-    );
-    debug_assert_eq!(
-        sizes.sum::<usize>(),
-        width,
-        "the gradients divide the columns"
-    );
+    let (split, sizes) = (outputs[0].num_elements(), outputs.iter().map(CudaTensor::num_elements));
+    debug_assert_eq!(sizes.sum::<usize>(), width, "the gradients divide the columns");
     let params = params!(ColumnSumsParams {
         num_partials,
         width,

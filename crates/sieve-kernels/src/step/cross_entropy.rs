@@ -45,8 +45,7 @@ impl LogitRows {
     /// The first rows, without their padding: pitched.
     pub(crate) fn matrix(&self, rows: usize) -> Result<CudaTensor, KernelError> {
         let strides = [padded_width(self.vocab_size), 1];
-        self.tensor
-            .view(NAME, "logits", &[rows, self.vocab_size], &strides)
+        self.tensor.view(NAME, "logits", &[rows, self.vocab_size], &strides)
     }
 }
 
@@ -71,10 +70,7 @@ pub fn cross_entropy(
     let is_bf16 = require_float(NAME, "logits' type", &logits.tensor)?;
     require_alignment(NAME, "logits", &logits.tensor)?;
     let [rows] = labels.dims(NAME, "labels")?;
-    for (what, tensor, dtype) in [
-        ("labels", labels, DType::I32),
-        ("losses", losses, DType::F32),
-    ] {
+    for (what, tensor, dtype) in [("labels", labels, DType::I32), ("losses", losses, DType::F32)] {
         tensor.require_dtype(NAME, what, dtype)?;
         tensor.require_shape(NAME, what, &[rows])?;
         tensor.require_contiguous(NAME, what)?;

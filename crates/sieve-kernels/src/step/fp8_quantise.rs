@@ -71,10 +71,7 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format) -> Result<Fp8Pair, Kernel
     let num_partials = num_elements.div_ceil(AMAX_ELEMENTS).min(MAX_PARTIALS);
     let new = |shape: &[usize], dtype| x.empty_contiguous(shape, dtype);
     let amax = new(&[num_partials], DType::F32);
-    let (values, turned) = (
-        new(&[rows, width], DType::U8),
-        new(&[width, rows], DType::U8),
-    );
+    let (values, turned) = (new(&[rows, width], DType::U8), new(&[width, rows], DType::U8));
     let scale = new(&[1], DType::F32);
     // SAFETY: reads all elements, writes one number a block.
     unsafe {

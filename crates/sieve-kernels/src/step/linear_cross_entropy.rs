@@ -32,11 +32,7 @@ pub struct LinearCrossEntropyGradients {
 ///
 /// # Errors
 /// Other types or shapes, no tokens, no cuBLASLt.
-pub fn token_losses(
-    h: &CudaTensor,
-    weight: &CudaTensor,
-    labels: &CudaTensor,
-) -> Result<CudaTensor, KernelError> {
+pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let input = Input::of(h, weight, labels)?;
     let block = block_tokens(input.tokens, input.vocab_size, 4);
     let logits = LogitRows::new(h, block, input.vocab_size, DType::F32);
@@ -114,11 +110,7 @@ impl Input {
     fn of(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<Self, KernelError> {
         let [tokens, d_model] = h.dims(NAME, "h")?;
         let [vocab_size, _] = weight.dims(NAME, "weight")?;
-        for (what, size) in [
-            ("tokens", tokens),
-            ("d_model", d_model),
-            ("vocab_size", vocab_size),
-        ] {
+        for (what, size) in [("tokens", tokens), ("d_model", d_model), ("vocab_size", vocab_size)] {
             crate::runtime::checks::require_non_empty(NAME, what, size)?;
         }
         h.require_dtype(NAME, "h", DType::BF16)?;
@@ -168,11 +160,7 @@ mod tests {
         assert_eq!(block_tokens(16384, 151_936, 2), 1664);
         assert_eq!(block_tokens(100, 50280, 2), 100);
         assert_eq!(block_tokens(1, 1, 2), 1);
-        assert_eq!(
-            block_tokens(6000, 50280, 2),
-            3072,
-            "two blocks, not 5248 and 752"
-        );
+        assert_eq!(block_tokens(6000, 50280, 2), 3072, "two blocks, not 5248 and 752");
         for (tokens, vocab, bytes) in [(16384, 50280, 4), (65536, 50280, 2), (777, 1 << 20, 2)] {
             let block = block_tokens(tokens, vocab, bytes);
             let small = block * padded_width(vocab) * bytes <= BLOCK_BYTES;

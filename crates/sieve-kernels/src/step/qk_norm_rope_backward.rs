@@ -51,9 +51,7 @@ impl QkNormRope<'_> {
             Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
         };
         let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_BLOCKS);
-        let partials = qkv
-            .tensor
-            .empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
+        let partials = qkv.tensor.empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
         let params = params!(QkNormRopeBackwardParams {
             tokens: qkv.tokens,
             num_heads: args.num_heads,
@@ -78,13 +76,7 @@ impl QkNormRope<'_> {
             &partials,
         ];
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
-        unsafe {
-            qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch(
-                [blocks, 1, 1],
-                &tensors,
-                &params,
-            )
-        }?;
+        unsafe { qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params) }?;
         let shape = [qkv.head_dim];
         let targets = dweights.map(|target| (target, shape.as_slice()));
         let [dq_weight, dk_weight] = column_sums(NAME, &partials, targets)?;

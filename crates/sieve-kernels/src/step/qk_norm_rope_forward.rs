@@ -49,11 +49,7 @@ impl QkNormRope<'_> {
     ///
     /// # Errors
     /// Other types or shapes, no tokens, a table that does not fit.
-    pub fn qk_norm_rope_forward(
-        &self,
-        qkv: &CudaTensor,
-        reuse: Reuse,
-    ) -> Result<CudaTensor, KernelError> {
+    pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
         let qkv = PackedTokens::of(NAME, "qkv", qkv, reuse)?;
         let args = Checked::of(NAME, &qkv, self)?;
         let out = match reuse {
@@ -161,11 +157,7 @@ pub(crate) struct Checked {
 }
 
 impl Checked {
-    pub(crate) fn of(
-        kernel: &'static str,
-        qkv: &PackedTokens,
-        args: &QkNormRope<'_>,
-    ) -> Result<Self, KernelError> {
+    pub(crate) fn of(kernel: &'static str, qkv: &PackedTokens, args: &QkNormRope<'_>) -> Result<Self, KernelError> {
         let head_dim = qkv.head_dim;
         let num_heads = query_heads(kernel, qkv.heads, args.num_kv_heads)?;
         require_head_dim(kernel, head_dim)?;
@@ -206,24 +198,14 @@ impl RotaryTables {
     ///
     /// # Errors
     /// Another type or shape, no positions.
-    pub(crate) fn of(
-        kernel: &'static str,
-        [cos, sin]: [&CudaTensor; 2],
-        width: usize,
-    ) -> Result<Self, KernelError> {
+    pub(crate) fn of(kernel: &'static str, [cos, sin]: [&CudaTensor; 2], width: usize) -> Result<Self, KernelError> {
         let [max_positions, _] = cos.dims(kernel, "cos")?;
-        crate::runtime::checks::require_non_empty(
-            kernel,
-            "the number of positions",
-            max_positions,
-        )?;
+        crate::runtime::checks::require_non_empty(kernel, "the number of positions", max_positions)?;
         for (name, table) in [("cos", cos), ("sin", sin)] {
             table.require_dtype(kernel, name, DType::F32)?;
             table.require_shape(kernel, name, &[max_positions, width / 2])?;
         }
-        let walkable = cos.strides() == sin.strides()
-            && cos.strides()[1] == 1
-            && cos.strides()[0].is_multiple_of(4);
+        let walkable = cos.strides() == sin.strides() && cos.strides()[1] == 1 && cos.strides()[0].is_multiple_of(4);
         let (cos, sin, stride) = if walkable {
             (cos.clone(), sin.clone(), cos.strides()[0])
         } else {
@@ -241,21 +223,14 @@ impl RotaryTables {
     }
 }
 
-fn query_heads(
-    kernel: &'static str,
-    heads: usize,
-    num_kv_heads: usize,
-) -> Result<usize, KernelError> {
+fn query_heads(kernel: &'static str, heads: usize, num_kv_heads: usize) -> Result<usize, KernelError> {
     match heads.checked_sub(2 * num_kv_heads) {
         Some(num_heads) if num_heads > 0 && num_kv_heads > 0 => Ok(num_heads),
         _ => Err(KernelError::Unsupported {
             kernel,
             what: "number of KV heads",
             got: num_kv_heads.to_string(),
-            supported: format!(
-                "1 to {} of {heads} packed heads",
-                heads.saturating_sub(1) / 2
-            ),
+            supported: format!("1 to {} of {heads} packed heads", heads.saturating_sub(1) / 2),
         }),
     }
 }
@@ -292,10 +267,6 @@ mod tests {
                 .iter()
                 .all(|&d| require_head_dim("k", d).is_ok())
         );
-        assert!(
-            [0, 8, 40, 272]
-                .iter()
-                .all(|&d| require_head_dim("k", d).is_err())
-        );
+        assert!([0, 8, 40, 272].iter().all(|&d| require_head_dim("k", d).is_err()));
     }
 }

@@ -89,12 +89,7 @@ struct Call {
 }
 
 impl Call {
-    fn of(
-        x: &CudaTensor,
-        weight: &CudaTensor,
-        epsilon: f32,
-        dy: &CudaTensor,
-    ) -> Result<Self, KernelError> {
+    fn of(x: &CudaTensor, weight: &CudaTensor, epsilon: f32, dy: &CudaTensor) -> Result<Self, KernelError> {
         let x = VectorRows::of(NAME, "x", x)?;
         let dy = x.like(NAME, "dy", dy)?;
         let weight = x.weight(NAME, weight)?;
@@ -148,10 +143,7 @@ impl Call {
 }
 
 /// The specialisation with or without a residual gradient, for rows that `warps_per_row` warps share.
-pub(crate) fn rms_norm_backward_kernel(
-    residual: NormResidual,
-    warps_per_row: usize,
-) -> SourceKernel {
+pub(crate) fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
         .define("WARPS_PER_ROW", warps_per_row)

@@ -19,11 +19,7 @@ const MAX_WIDTH: usize = 4 * WARP_WIDTH;
 ///
 /// # Errors
 /// Other types or shapes, no rows.
-pub fn rms_norm_forward(
-    x: &CudaTensor,
-    weight: &CudaTensor,
-    epsilon: f32,
-) -> Result<CudaTensor, KernelError> {
+pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Result<CudaTensor, KernelError> {
     let x = VectorRows::of(NAME, "x", x)?;
     let weight = x.weight(NAME, weight)?;
     let warps = warps_per_row(NAME, x.width)?;
@@ -75,10 +71,7 @@ pub(crate) enum NormResidual {
 }
 
 /// The specialisation with or without a residual stream, for rows that `warps_per_row` warps share.
-pub(crate) fn rms_norm_forward_kernel(
-    residual: NormResidual,
-    warps_per_row: usize,
-) -> SourceKernel {
+pub(crate) fn rms_norm_forward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
         .define("WARPS_PER_ROW", warps_per_row)

@@ -75,13 +75,7 @@ impl FixedSum {
             first_partial: self.used
         });
         // SAFETY: reads the tensor, writes `count` partial sums, for which there is room.
-        unsafe {
-            sum_partials_kernel(self.term, is_bf16).launch(
-                [count, 1, 1],
-                &[&x, &self.partials],
-                &params,
-            )
-        }?;
+        unsafe { sum_partials_kernel(self.term, is_bf16).launch([count, 1, 1], &[&x, &self.partials], &params) }?;
         self.used += count;
         Ok(())
     }
@@ -98,13 +92,7 @@ impl FixedSum {
             max_norm: 0f32
         });
         // SAFETY: reads the partial sums that were written, writes one element.
-        unsafe {
-            finish_sum_kernel(SumResult::Total).launch(
-                [1, 1, 1],
-                &[&self.partials, &total],
-                &params,
-            )
-        }?;
+        unsafe { finish_sum_kernel(SumResult::Total).launch([1, 1, 1], &[&self.partials, &total], &params) }?;
         Ok(total)
     }
 
@@ -122,11 +110,7 @@ impl FixedSum {
         });
         // SAFETY: reads the partial sums that were written, writes two elements.
         unsafe {
-            finish_sum_kernel(SumResult::ClippedNorm).launch(
-                [1, 1, 1],
-                &[&self.partials, &norm, &scale],
-                &params,
-            )
+            finish_sum_kernel(SumResult::ClippedNorm).launch([1, 1, 1], &[&self.partials, &norm, &scale], &params)
         }?;
         Ok(ClippedNorm { norm, scale })
     }

@@ -15,23 +15,13 @@ const NAME: &str = "swiglu_backward";
 ///
 /// # Errors
 /// Another type, shapes that do not fit each other, no rows; a tensor to be reused that is not contiguous.
-pub fn swiglu_backward(
-    gate_up: &CudaTensor,
-    dy: &CudaTensor,
-    reuse: Reuse,
-) -> Result<CudaTensor, KernelError> {
+pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
     let input = Input::of(gate_up, dy)?;
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let kernel = swiglu_backward_kernel(input.is_bf16, input.vector);
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up; sizes were read off the tensors.
     // dgate_up may lie where gate_up does: a thread writes only columns that it alone has read.
-    unsafe {
-        kernel.launch(
-            input.grid(),
-            &[&input.gate_up, &input.dy, &dgate_up],
-            &input.params(),
-        )
-    }?;
+    unsafe { kernel.launch(input.grid(), &[&input.gate_up, &input.dy, &dgate_up], &input.params()) }?;
     Ok(dgate_up)
 }
 

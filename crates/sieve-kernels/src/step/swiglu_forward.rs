@@ -47,10 +47,7 @@ pub(crate) fn swiglu_forward_kernel(is_bf16: bool, vector: usize) -> SourceKerne
 }
 
 /// Half the width of a packed tensor.
-pub(crate) fn packed_width(
-    kernel: &'static str,
-    gate_up: &CudaTensor,
-) -> Result<usize, KernelError> {
+pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result<usize, KernelError> {
     let width = gate_up.shape().last().copied().unwrap_or(0);
     require_non_empty(kernel, "d_ff", width)?;
     if !width.is_multiple_of(2) {

@@ -51,11 +51,7 @@ impl VectorRows {
     ///
     /// # Errors
     /// A type other than bf16, a width that is no multiple of 8, no rows, a view that begins between two 16-byte words.
-    pub(crate) fn of(
-        kernel: &'static str,
-        name: &'static str,
-        tensor: &CudaTensor,
-    ) -> Result<Self, KernelError> {
+    pub(crate) fn of(kernel: &'static str, name: &'static str, tensor: &CudaTensor) -> Result<Self, KernelError> {
         tensor.require_dtype(kernel, name, DType::BF16)?;
         let (mut tensor, rows, mut stride) = as_rows(tensor);
         let width = tensor.shape().last().copied().unwrap_or(0);
@@ -86,11 +82,7 @@ impl VectorRows {
     }
 
     /// A contiguous bf16 vector of the rows' width.
-    pub(crate) fn weight(
-        &self,
-        kernel: &'static str,
-        weight: &CudaTensor,
-    ) -> Result<CudaTensor, KernelError> {
+    pub(crate) fn weight(&self, kernel: &'static str, weight: &CudaTensor) -> Result<CudaTensor, KernelError> {
         weight.require_dtype(kernel, "weight", DType::BF16)?;
         weight.require_shape(kernel, "weight", &[self.width])?;
         let weight = weight.contiguous();

@@ -19,13 +19,7 @@ pub struct BlockMlp<B: Backend> {
 
 impl<B: Backend> BlockMlp<B> {
     /// Normal weights from `init`.
-    pub fn new(
-        block_size: usize,
-        head_dim: usize,
-        hidden: usize,
-        init: &mut WeightInit,
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(block_size: usize, head_dim: usize, hidden: usize, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             positions: init.normal([block_size, head_dim], device),
             up_proj: Linear::new(block_size * head_dim, hidden, init, device),

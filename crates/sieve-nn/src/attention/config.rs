@@ -57,9 +57,7 @@ pub enum AttentionConfigError {
         num_kv_heads: usize,
     },
     /// A head that RoPE cannot split into pairs.
-    #[error(
-        "attention: head_dim {head_dim} is odd\n  hint: RoPE rotates pairs of channels; give an even number"
-    )]
+    #[error("attention: head_dim {head_dim} is odd\n  hint: RoPE rotates pairs of channels; give an even number")]
     OddHeadDim {
         /// Width of one head.
         head_dim: usize,
@@ -118,22 +116,14 @@ impl AttentionConfig {
     }
 
     /// Attention over the last `window_size` tokens. Panics when [`validate`](Self::validate) fails or the window is 0.
-    pub fn sliding_window<B: Backend>(
-        &self,
-        window_size: usize,
-        device: &B::Device,
-    ) -> MultiHeadAttention<B> {
+    pub fn sliding_window<B: Backend>(&self, window_size: usize, device: &B::Device) -> MultiHeadAttention<B> {
         assert!(window_size > 0, "a window holds at least the token itself");
         let shape = self.shape(Attention::swa(window_size));
         MultiHeadAttention::new(&shape, Some(window_size), &mut self.weights(), device)
     }
 
     /// Attention over the `keep_window_size` best keys. Panics when [`validate`](Self::validate) fails or it is 0.
-    pub fn dynamic_mask<B: Backend>(
-        &self,
-        keep_window_size: usize,
-        device: &B::Device,
-    ) -> DynamicMaskAttention<B> {
+    pub fn dynamic_mask<B: Backend>(&self, keep_window_size: usize, device: &B::Device) -> DynamicMaskAttention<B> {
         assert!(keep_window_size > 0, "a query keeps at least one key");
         let dma = DmaShape {
             bias: self.dma_bias,
@@ -145,11 +135,7 @@ impl AttentionConfig {
     }
 
     /// Native sparse attention. Panics when [`validate`](Self::validate) fails or a block size does.
-    pub fn native_sparse<B: Backend>(
-        &self,
-        nsa: NsaShape,
-        device: &B::Device,
-    ) -> NativeSparseAttention<B> {
+    pub fn native_sparse<B: Backend>(&self, nsa: NsaShape, device: &B::Device) -> NativeSparseAttention<B> {
         let shape = self.shape(Attention::Nsa(nsa));
         NativeSparseAttention::new(&shape, nsa, &mut self.weights(), device)
     }
@@ -216,10 +202,7 @@ mod tests {
         for (config, message) in [
             (AttentionConfig::new(0, 4, 2, 16), "d_model is 0"),
             (AttentionConfig::new(64, 4, 0, 16), "num_kv_heads is 0"),
-            (
-                AttentionConfig::new(64, 4, 3, 16),
-                "num_heads 4 is not a multiple",
-            ),
+            (AttentionConfig::new(64, 4, 3, 16), "num_heads 4 is not a multiple"),
             (AttentionConfig::new(64, 4, 2, 15), "head_dim 15 is odd"),
         ] {
             let error = config.validate().expect_err("an invalid size").to_string();

@@ -25,12 +25,7 @@ pub struct DynamicMaskAttention<B: Backend> {
 
 impl<B: Backend> DynamicMaskAttention<B> {
     /// Normal weights from `init`; A filled with `dma.a_init`.
-    pub fn new(
-        shape: &ModelShape,
-        dma: DmaShape,
-        init: &mut WeightInit,
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(shape: &ModelShape, dma: DmaShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
             num_heads,
@@ -96,11 +91,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         (layer, self.spec())
     }
 
-    pub(super) fn attend(
-        &self,
-        qkv: Tensor<B, 4>,
-        documents: &Documents<B>,
-    ) -> sieve_ops::DmaAttention<B> {
+    pub(super) fn attend(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> sieve_ops::DmaAttention<B> {
         sieve_ops::dynamic_mask_attention(
             qkv,
             self.dt_proj.weight.val().transpose(),

@@ -31,12 +31,7 @@ pub struct LatentAttention<B: Backend> {
 
 impl<B: Backend> LatentAttention<B> {
     /// Normal weights from `init`, a norm of one.
-    pub fn new(
-        shape: &ModelShape,
-        mla: MlaShape,
-        init: &mut WeightInit,
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(shape: &ModelShape, mla: MlaShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
             num_heads,
@@ -145,9 +140,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// What the cache keeps of new tokens: latent and rotated key, `[batch, new, 1, kv_lora_rank + rope_dim]`.
     fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>) -> Tensor<B, 4> {
         let first_key = self.num_heads * self.spec().key_dim();
-        let k_rope = packed
-            .clone()
-            .narrow(2, first_key + self.head_dim, self.rope_dim);
+        let k_rope = packed.clone().narrow(2, first_key + self.head_dim, self.rope_dim);
         Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2)
     }
 

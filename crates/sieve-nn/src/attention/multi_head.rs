@@ -21,20 +21,10 @@ pub struct MultiHeadAttention<B: Backend> {
 impl<B: Backend> MultiHeadAttention<B> {
     /// Weights drawn by `init` from a normal distribution; `window_size` counts tokens, the query's own included, and
     /// `None` is dense attention.
-    pub fn new(
-        shape: &ModelShape,
-        window_size: Option<usize>,
-        init: &mut WeightInit,
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(shape: &ModelShape, window_size: Option<usize>, init: &mut WeightInit, device: &B::Device) -> Self {
         Self {
             qkv: QkvProjection::new(shape, init, device),
-            o_proj: Linear::new(
-                shape.num_heads * shape.head_dim,
-                shape.d_model,
-                init,
-                device,
-            ),
+            o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
             window_size,
         }
     }
@@ -52,16 +42,9 @@ impl<B: Backend> MultiHeadAttention<B> {
 
 impl<B: SieveBackend> MultiHeadAttention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> Tensor<B, 3> {
+    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = context.attend(qkv, |qkv, documents| {
-            sieve_ops::attention(qkv, documents, self.spec())
-        });
+        let o = context.attend(qkv, |qkv, documents| sieve_ops::attention(qkv, documents, self.spec()));
         self.o_proj.forward_add(o.flatten(2, 3), residual)
     }
 
@@ -71,10 +54,7 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
     ) -> (AttentionLayer<B>, AttentionSpec) {
-        (
-            self.qkv.stream_layer(norm, &self.o_proj, context),
-            self.spec(),
-        )
+        (self.qkv.stream_layer(norm, &self.o_proj, context), self.spec())
     }
 
     /// The output alone, with a cache; see [`LayerCache`].

@@ -81,12 +81,7 @@ impl<B: Backend> Branches<B> {
 
 impl<B: Backend> NativeSparseAttention<B> {
     /// Normal weights from `init`; gates of weight 0 that let the window through.
-    pub fn new(
-        shape: &ModelShape,
-        nsa: NsaShape,
-        init: &mut WeightInit,
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(shape: &ModelShape, nsa: NsaShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
             num_heads,
@@ -94,14 +89,12 @@ impl<B: Backend> NativeSparseAttention<B> {
             ..
         } = *shape;
         let qkv = QkvProjection::new(shape, init, device);
-        let mut kv_proj =
-            || (!nsa.shared_kv).then(|| Linear::new(d_model, 2 * shape.kv_width(), init, device));
+        let mut kv_proj = || (!nsa.shared_kv).then(|| Linear::new(d_model, 2 * shape.kv_width(), init, device));
         let (compress_kv_proj, select_kv_proj) = (kv_proj(), kv_proj());
         let mut mlp = || {
             let hidden = nsa.compress_hidden_size.unwrap_or(head_dim);
             let size = nsa.compress_block_size;
-            (nsa.compress == NsaCompression::Mlp)
-                .then(|| BlockMlp::new(size, head_dim, hidden, init, device))
+            (nsa.compress == NsaCompression::Mlp).then(|| BlockMlp::new(size, head_dim, hidden, init, device))
         };
         let (k_compress, v_compress) = (mlp(), mlp());
         let num_gates = num_heads * NUM_NSA_BRANCHES;
@@ -156,11 +149,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
     /// counted from the document's first token, ascending, then -1. For measures; [`forward`](Self::forward) chooses
     /// the same.
-    pub fn block_indices(
-        &self,
-        x: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> Tensor<B, 4, Int> {
+    pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
         let compressed = self.branches(x, context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
         let call = self.call(context.documents);
@@ -180,8 +169,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             && cache.is_empty()
         {
             let compressed = self.compress(branches.compressed.clone(), context.documents);
-            let of_prompt =
-                BlockCache::of_prompt(branches.growing(), compressed.clone(), spec, blocks);
+            let of_prompt = BlockCache::of_prompt(branches.growing(), compressed.clone(), spec, blocks);
             **cache = LayerCache::Blocks(of_prompt);
             let o = self.attend(branches, compressed, context.documents);
             return self.gate(x, o);
@@ -201,11 +189,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 
-    fn attend_compressing(
-        &self,
-        branches: Branches<B>,
-        documents: &Documents<B>,
-    ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
+    fn attend_compressing(&self, branches: Branches<B>, documents: &Documents<B>) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
         let compressed = self.compress(branches.compressed.clone(), documents);
         self.attend(branches, compressed, documents)
     }
@@ -231,11 +215,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     }
 
     /// The gated sum, `[batch, seq_len, num_heads, head_dim]`.
-    pub(super) fn gated(
-        &self,
-        x: Tensor<B, 3>,
-        branches: [Tensor<B, 4>; NUM_NSA_BRANCHES],
-    ) -> Tensor<B, 4> {
+    pub(super) fn gated(&self, x: Tensor<B, 3>, branches: [Tensor<B, 4>; NUM_NSA_BRANCHES]) -> Tensor<B, 4> {
         sieve_ops::nsa_gates(branches, self.gate_proj.forward(x), self.gate_bias.val())
     }
 

@@ -20,12 +20,7 @@ impl<B: Backend> SharedPrompts<B> {
     /// first time.
     ///
     /// Panics when `tokens` are not as many as the places of `documents`.
-    pub fn new(
-        documents: Documents<B>,
-        tokens: &[u32],
-        place: &[usize],
-        device: &B::Device,
-    ) -> Self {
+    pub fn new(documents: Documents<B>, tokens: &[u32], place: &[usize], device: &B::Device) -> Self {
         assert_eq!(documents.start.shape().num_elements(), tokens.len());
         let ints = |values: Vec<i32>| {
             let len = values.len();
@@ -55,11 +50,7 @@ impl<B: Backend> SharedPrompts<B> {
     }
 }
 
-fn select<B: Backend>(
-    x: Tensor<B, 4>,
-    tokens: &Tensor<B, 1, Int>,
-    [rows, row_len]: [usize; 2],
-) -> Tensor<B, 4> {
+fn select<B: Backend>(x: Tensor<B, 4>, tokens: &Tensor<B, 1, Int>, [rows, row_len]: [usize; 2]) -> Tensor<B, 4> {
     let [batch, seq_len, heads, width] = x.dims();
     x.reshape([batch * seq_len, heads * width])
         .select(0, tokens.clone())

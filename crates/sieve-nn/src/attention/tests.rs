@@ -18,8 +18,7 @@ fn every_kind_keeps_the_shape_and_dma_returns_its_mask() {
         for dims in [[2, 13], [1, 1]] {
             let rows = Rows::new(dims, &shape(attention));
             let x = input::<Flex, 3>([dims[0], dims[1], 24], 2);
-            let result =
-                layer::<Flex>(attention).forward(x.clone(), x.zeros_like(), &rows.context());
+            let result = layer::<Flex>(attention).forward(x.clone(), x.zeros_like(), &rows.context());
             assert_eq!(result.x.dims(), [dims[0], dims[1], 24]);
             let is_dma = matches!(attention, sieve_core::Attention::Dma(_));
             assert_eq!(
@@ -99,9 +98,7 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
             got.push(layer.forward_cached(tokens, &context, &mut [&mut cache]));
             done += new;
             let most = match attention {
-                sieve_core::Attention::Mha
-                | sieve_core::Attention::Mla(_)
-                | sieve_core::Attention::Nsa(_) => len,
+                sieve_core::Attention::Mha | sieve_core::Attention::Mla(_) | sieve_core::Attention::Nsa(_) => len,
                 _ => KEEP_WINDOW_SIZE,
             };
             assert_eq!(cache.num_keys(), done.min(most), "{attention:?}");
@@ -159,9 +156,8 @@ fn every_parameter_and_the_input_get_gradients() {
     let layer = config.dynamic_mask::<Ad>(4, &Default::default());
     let y = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
     let gradients = (y * input([2, 13, 24], 7)).sum().backward();
-    let matrix = |weight: &burn::module::Param<Tensor<Ad, 2>>| {
-        values(weight.val().grad(&gradients).expect("a parameter"))
-    };
+    let matrix =
+        |weight: &burn::module::Param<Tensor<Ad, 2>>| values(weight.val().grad(&gradients).expect("a parameter"));
     for weight in [&layer.qkv.qkv_proj.weight, &layer.o_proj.weight] {
         let gradient = matrix(weight);
         assert!(gradient.iter().all(|dw| dw.is_finite()));
@@ -200,10 +196,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
-    let whole = inner.attend(
-        inner.qkv.forward(x.clone(), &rows.context()),
-        rows.context().documents,
-    );
+    let whole = inner.attend(inner.qkv.forward(x.clone(), &rows.context()), rows.context().documents);
     let ranks: Vec<f32> = whole.rank.into_data().iter().collect();
     let expire: Vec<i32> = whole.expire.into_data().iter().collect();
 
@@ -235,17 +228,11 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     for (head, (positions, held)) in positions.chunks(64).zip(held.chunks(64)).enumerate() {
         let of_head = |at: usize| head * len + at;
         for (&at, held) in positions.iter().zip(held) {
-            assert_eq!(
-                held.to_bits(),
-                ranks[of_head(at)].to_bits(),
-                "head {head}, key {at}"
-            );
+            assert_eq!(held.to_bits(), ranks[of_head(at)].to_bits(), "head {head}, key {at}");
         }
         let mut positions = positions.to_vec();
         positions.sort_unstable();
-        let seen: Vec<usize> = (0..len)
-            .filter(|&at| expire[of_head(at)] as usize == len)
-            .collect();
+        let seen: Vec<usize> = (0..len).filter(|&at| expire[of_head(at)] as usize == len).collect();
         assert_eq!(positions, seen, "head {head}");
         assert!(seen[0] < len - 64, "head {head} keeps the last keys alone");
     }

@@ -25,11 +25,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Grouped(layer) => {
                 let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
                 by_key(&qkv.clone(), |one_hot| {
-                    sieve_ops::attention(
-                        with_values(&qkv, one_hot, spec.num_kv_heads),
-                        documents,
-                        spec,
-                    )
+                    sieve_ops::attention(with_values(&qkv, one_hot, spec.num_kv_heads), documents, spec)
                 })
             }
             Self::Dma(layer) => {
@@ -47,10 +43,7 @@ impl<B: SieveBackend> Attention<B> {
                 let [_, seq_len, width] = packed.dims();
                 let values = spec.num_heads * spec.head_dim;
                 let kept = packed.narrow(2, 0, width - values);
-                let like = Tensor::<B, 4>::zeros(
-                    [1, seq_len, 1, spec.head_dim],
-                    (&kept.device(), kept.dtype()),
-                );
+                let like = Tensor::<B, 4>::zeros([1, seq_len, 1, spec.head_dim], (&kept.device(), kept.dtype()));
                 by_key(&like, |one_hot| {
                     let v = one_hot.unsqueeze_dim::<4>(2).repeat_dim(2, spec.num_heads);
                     let v = v.reshape([1, seq_len, values]);
@@ -75,28 +68,18 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let starts = (0..rows / kv_heads).map(|slot| slot * blocks.compress_stride);
             let means: Vec<Tensor<B, 3>> = starts
                 .map(|start| {
-                    let size = blocks
-                        .compress_block_size
-                        .min(seq_len.saturating_sub(start));
+                    let size = blocks.compress_block_size.min(seq_len.saturating_sub(start));
                     match size {
                         0 => Tensor::zeros([1, 1, head_dim], (&one_hot.device(), one_hot.dtype())),
-                        _ => {
-                            one_hot.clone().narrow(1, start, size).sum_dim(1)
-                                / blocks.compress_block_size as f64
-                        }
+                        _ => one_hot.clone().narrow(1, start, size).sum_dim(1) / blocks.compress_block_size as f64,
                     }
                 })
                 .collect();
-            let means = Tensor::cat(means, 1)
-                .unsqueeze_dim::<4>(2)
-                .repeat_dim(2, kv_heads);
+            let means = Tensor::cat(means, 1).unsqueeze_dim::<4>(2).repeat_dim(2, kv_heads);
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
             let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(
-                x.clone(),
-                self.attend(branches, compressed, context.documents),
-            )
+            self.gated(x.clone(), self.attend(branches, compressed, context.documents))
         })
     }
 }
@@ -109,18 +92,12 @@ pub(super) fn with_values<B: SieveBackend>(
 ) -> Tensor<B, 4> {
     let heads = qkv.dims()[2];
     let values = values.unsqueeze_dim::<4>(2).repeat_dim(2, num_kv_heads);
-    Tensor::cat(
-        vec![qkv.clone().narrow(2, 0, heads - num_kv_heads), values],
-        2,
-    )
+    Tensor::cat(vec![qkv.clone().narrow(2, 0, heads - num_kv_heads), values], 2)
 }
 
 /// Calls `attend` with the one-hot rows `[1, seq_len, head_dim]` of `head_dim` keys at a time and joins its outputs,
 /// `[1, seq_len, num_heads, head_dim]`, to `[num_heads, seq_len, seq_len]`. `like` is `[1, seq_len, _, head_dim]`.
-fn by_key<B: SieveBackend>(
-    like: &Tensor<B, 4>,
-    attend: impl Fn(Tensor<B, 3>) -> Tensor<B, 4>,
-) -> Tensor<B, 3> {
+fn by_key<B: SieveBackend>(like: &Tensor<B, 4>, attend: impl Fn(Tensor<B, 3>) -> Tensor<B, 4>) -> Tensor<B, 3> {
     let [batch, seq_len, _, head_dim] = like.dims();
     assert_eq!(batch, 1, "weights are of one document");
     let columns = (0..seq_len).step_by(head_dim).map(|first| {
@@ -147,9 +124,7 @@ mod tests {
     /// Values of every query head, `[seq_len, num_heads, head_dim]`.
     fn of_queries(kv: Tensor<Flex, 4>, group: usize) -> Tensor<Flex, 3> {
         let [_, seq_len, heads, head_dim] = kv.dims();
-        let all = kv
-            .reshape([seq_len, heads, 1, head_dim])
-            .repeat_dim(2, group);
+        let all = kv.reshape([seq_len, heads, 1, head_dim]).repeat_dim(2, group);
         all.reshape([seq_len, heads * group, head_dim])
     }
 
@@ -171,25 +146,17 @@ mod tests {
             let kv_heads = shape.num_kv_heads;
             let v = |qkv: Tensor<Flex, 4>| {
                 let heads = qkv.dims()[2];
-                of_queries(
-                    qkv.narrow(2, heads - kv_heads, kv_heads),
-                    shape.num_heads / kv_heads,
-                )
+                of_queries(qkv.narrow(2, heads - kv_heads, kv_heads), shape.num_heads / kv_heads)
             };
             let (v, o_proj) = match &layer {
-                Attention::Grouped(layer) => {
-                    (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj)
-                }
+                Attention::Grouped(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Dma(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
                 Attention::Mla(layer) => {
                     let packed = layer.packed_of(x.clone(), &context);
                     let spec = layer.spec();
                     let (width, values) = (packed.dims()[2], spec.num_heads * spec.head_dim);
                     let v = packed.narrow(2, width - values, values);
-                    (
-                        v.reshape([29, spec.num_heads, spec.head_dim]),
-                        &layer.o_proj,
-                    )
+                    (v.reshape([29, spec.num_heads, spec.head_dim]), &layer.o_proj)
                 }
                 Attention::Nsa(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
             };
@@ -197,12 +164,7 @@ mod tests {
             let [seq_len, heads, head_dim] = o.dims();
             let y = o_proj.forward(o.reshape([1, seq_len, heads * head_dim]));
             let expected = layer.forward(x.clone(), x.zeros_like(), &context).x;
-            assert_close(
-                &format!("{attention:?}"),
-                &values(y),
-                &values(expected),
-                1e-5,
-            );
+            assert_close(&format!("{attention:?}"), &values(y), &values(expected), 1e-5);
         }
     }
 

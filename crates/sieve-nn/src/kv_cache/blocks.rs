@@ -3,10 +3,7 @@
 use super::{recent, split};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
-use sieve_ops::{
-    AttentionSpec, Documents, NsaBlocks, SieveBackend, attention_decode, choose_blocks,
-    overlap_weight,
-};
+use sieve_ops::{AttentionSpec, Documents, NsaBlocks, SieveBackend, attention_decode, choose_blocks, overlap_weight};
 
 /// Packed tensors of new tokens, by branch.
 pub(crate) struct Growing<'a, B: Backend> {
@@ -80,8 +77,7 @@ impl<B: Backend> BlockCache<B> {
         Self {
             selected: [k, v],
             window: [recent(window_k, spec), recent(window_v, spec)],
-            compressed: (count > 0)
-                .then(|| first_blocks(compressed, batch, blocks.num_slots(len), count, spec)),
+            compressed: (count > 0).then(|| first_blocks(compressed, batch, blocks.num_slots(len), count, spec)),
             tail: last(new.compressed.clone(), blocks.compress_block_size),
         }
     }
@@ -160,20 +156,12 @@ impl<B: SieveBackend> BlockCache<B> {
 
     /// The compressed branch of one query, `[batch, num_heads, head_dim]`, and the importance of the blocks up to its
     /// own, per row and KV head.
-    fn coarse(
-        &self,
-        q: Tensor<B, 3>,
-        spec: AttentionSpec,
-        blocks: NsaBlocks,
-    ) -> (Tensor<B, 3>, Vec<Vec<f32>>) {
+    fn coarse(&self, q: Tensor<B, 3>, spec: AttentionSpec, blocks: NsaBlocks) -> (Tensor<B, 3>, Vec<Vec<f32>>) {
         let [batch, num_heads, d] = q.dims();
         let kv_heads = spec.num_kv_heads;
         let num_blocks = (self.num_tokens() - 1) / blocks.select_block_size + 1;
         let Some([k, v]) = self.compressed.clone() else {
-            return (
-                q.zeros_like(),
-                vec![vec![0.0; num_blocks]; batch * kv_heads],
-            );
+            return (q.zeros_like(), vec![vec![0.0; num_blocks]; batch * kv_heads]);
         };
         let o = attention_decode(q.clone(), k.clone(), v, None, spec.softmax_scale);
         let count = k.dims()[1];
@@ -184,11 +172,7 @@ impl<B: SieveBackend> BlockCache<B> {
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
             .matmul(k.permute([0, 2, 3, 1]))
             * spec.softmax_scale;
-        let p: Vec<f32> = softmax(logits, 3)
-            .sum_dim(2)
-            .into_data()
-            .iter::<f32>()
-            .collect();
+        let p: Vec<f32> = softmax(logits, 3).sum_dim(2).into_data().iter::<f32>().collect();
         let importance = p.chunks_exact(count).map(|p| {
             let mut sums = vec![0.0; num_blocks];
             for (c, p) in p.iter().enumerate() {

@@ -136,16 +136,13 @@ fn residual_scales_of_one_change_nothing_and_others_do() {
     };
     let rows = Rows::new(DIMS, &plain);
     let x = input::<Flex, 3>([2, 13, 24], 3);
-    let layer = |shape: &ModelShape| {
-        DecoderLayer::<Flex>::new(shape, &mut WeightInit::new(1, 0.2), &Default::default())
-    };
+    let layer =
+        |shape: &ModelShape| DecoderLayer::<Flex>::new(shape, &mut WeightInit::new(1, 0.2), &Default::default());
     let expected = values(layer(&plain).forward(x.clone(), &rows.context()).x);
     let mut ones = layer(&scaled);
     let got = values(ones.forward(x.clone(), &rows.context()).x);
     assert_close("scales of one", &got, &expected, 0.0);
-    ones.input_residual = ones
-        .input_residual
-        .map(|scale| scale.map(|scale| scale * 2.0));
+    ones.input_residual = ones.input_residual.map(|scale| scale.map(|scale| scale * 2.0));
     let got = values(ones.forward(x, &rows.context()).x);
     assert!(got != expected);
 }

@@ -41,13 +41,7 @@ fn a_parameter_depends_on_its_number_and_the_seed_alone() {
 fn values_are_normal_with_the_given_deviation() {
     let values = draw(&mut WeightInit::new(7, 0.02), [400, 500]);
     let count = values.len() as f64;
-    let moment = |power: i32| {
-        values
-            .iter()
-            .map(|&x| (f64::from(x) / 0.02).powi(power))
-            .sum::<f64>()
-            / count
-    };
+    let moment = |power: i32| values.iter().map(|&x| (f64::from(x) / 0.02).powi(power)).sum::<f64>() / count;
     // Standard errors are 0.0022, 0.0032 and 0.022.
     assert!(moment(1).abs() < 0.01, "{}", moment(1));
     assert!((moment(2) - 1.0).abs() < 0.015, "{}", moment(2));

@@ -28,11 +28,7 @@ impl<B: AttentionGradients> Gradient<B, 1> for Attended<B> {
 }
 
 impl<B: AttentionGradients, C: CheckpointStrategy> AttentionBackend for Autodiff<B, C> {
-    fn attention(
-        qkv: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-    ) -> AttentionOutput<Self> {
+    fn attention(qkv: Float<Self>, documents: &DocumentBounds<Self>, spec: AttentionSpec) -> AttentionOutput<Self> {
         let output = <B as AttentionBackend>::attention(qkv.primitive.clone(), documents, spec);
         let kept = Attended::<B> {
             qkv: qkv.primitive.clone(),

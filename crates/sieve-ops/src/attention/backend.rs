@@ -47,11 +47,7 @@ pub struct AttentionOutput<B: Backend> {
 /// Burn's own backend trait has an `attention` too: write `<B as AttentionBackend>::attention`.
 pub trait AttentionBackend: Backend {
     /// See [`crate::attention`].
-    fn attention(
-        qkv: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-    ) -> AttentionOutput<Self>;
+    fn attention(qkv: Float<Self>, documents: &DocumentBounds<Self>, spec: AttentionSpec) -> AttentionOutput<Self>;
 }
 
 /// Their gradient, as a device computes it.

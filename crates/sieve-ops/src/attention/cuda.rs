@@ -5,16 +5,11 @@ use crate::device::cuda::Cuda;
 use crate::device::paths::{kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
 use sieve_kernels::{
-    AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor,
-    KernelError, Qkv,
+    AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv,
 };
 
 impl AttentionBackend for Cuda {
-    fn attention(
-        qkv: Float,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-    ) -> AttentionOutput<Self> {
+    fn attention(qkv: Float, documents: &DocumentBounds<Self>, spec: AttentionSpec) -> AttentionOutput<Self> {
         let attempt = forward(&qkv, documents, spec, None);
         kernel_or_scores("attention", attempt, scores(&qkv, spec.num_heads), || {
             reference::attention::<Self>(qkv, documents, spec)
@@ -83,12 +78,7 @@ pub(crate) struct Backward {
 }
 
 impl Backward {
-    pub(crate) fn new(
-        qkv: &Float,
-        spec: AttentionSpec,
-        output: &AttentionOutput<Cuda>,
-        d_o: &Float,
-    ) -> Self {
+    pub(crate) fn new(qkv: &Float, spec: AttentionSpec, output: &AttentionOutput<Cuda>, d_o: &Float) -> Self {
         let input = CudaTensor::from(qkv.clone());
         let dqkv = input.empty_contiguous(input.shape(), input.dtype());
         Self {
@@ -138,8 +128,6 @@ pub(crate) fn backward(
     let [start, end] = bounds(documents);
     let backward = Backward::new(qkv, spec, output, d_o);
     let window = spec.window_size;
-    let dbias = backward
-        .call()
-        .attention_backward([&start, &end], window, bias)?;
+    let dbias = backward.call().attention_backward([&start, &end], window, bias)?;
     Ok((backward.dqkv.into(), dbias))
 }

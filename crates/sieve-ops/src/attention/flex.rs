@@ -9,22 +9,13 @@ use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::AttentionShape;
 
 impl AttentionBackend for Flex {
-    fn attention(
-        qkv: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-    ) -> AttentionOutput<Self> {
+    fn attention(qkv: FlexTensor, bounds: &DocumentBounds<Self>, spec: AttentionSpec) -> AttentionOutput<Self> {
         if !is_f32(&qkv) {
             return plain_scores("attention", scores(&qkv, spec.num_heads), || {
                 reference::attention::<Self>(qkv, bounds, spec)
             });
         }
-        forward(
-            &contiguous(qkv),
-            &contiguous_bounds(bounds),
-            window(spec),
-            spec,
-        )
+        forward(&contiguous(qkv), &contiguous_bounds(bounds), window(spec), spec)
     }
 }
 
@@ -71,11 +62,7 @@ pub(crate) fn empty_output(shape: AttentionShape, width: usize) -> [Vec<f32>; 2]
 }
 
 /// What a kernel wrote there.
-pub(crate) fn output_of(
-    shape: AttentionShape,
-    width: usize,
-    [o, lse]: [Vec<f32>; 2],
-) -> AttentionOutput<Flex> {
+pub(crate) fn output_of(shape: AttentionShape, width: usize, [o, lse]: [Vec<f32>; 2]) -> AttentionOutput<Flex> {
     let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
     AttentionOutput {
         o: from_vec(o, [batch, seq_len, heads, width]),

@@ -24,9 +24,7 @@ pub(crate) fn hidden_by_documents<B: Backend>(
     let (i, j) = grid::<B>(seq_len, &start.device());
     let i = i.expand([batch, seq_len, seq_len]);
     let j = j.expand([batch, seq_len, seq_len]);
-    let start = start
-        .reshape([batch, seq_len, 1])
-        .expand([batch, seq_len, seq_len]);
+    let start = start.reshape([batch, seq_len, 1]).expand([batch, seq_len, seq_len]);
     let mut hidden = j.clone().greater(i.clone()).bool_or(j.clone().lower(start));
     if let Some(window_size) = spec.window_size {
         hidden = hidden.bool_or((i - j).greater_equal_elem(window_size as i64));
@@ -35,10 +33,7 @@ pub(crate) fn hidden_by_documents<B: Backend>(
 }
 
 /// True where a pair is masked, `[batch, num_kv_heads, 1, seq_len, seq_len]`.
-pub(crate) fn hidden_by_expiry<B: Backend>(
-    documents: &DocumentBounds<B>,
-    expire: Ints<B>,
-) -> Tensor<B, 5, Bool> {
+pub(crate) fn hidden_by_expiry<B: Backend>(documents: &DocumentBounds<B>, expire: Ints<B>) -> Tensor<B, 5, Bool> {
     let expire: Tensor<B, 3, Int> = Tensor::from_primitive(expire);
     let start: Tensor<B, 2, Int> = Tensor::from_primitive(documents[0].clone());
     let [batch, kv_heads, seq_len] = expire.dims();
@@ -46,9 +41,7 @@ pub(crate) fn hidden_by_expiry<B: Backend>(
     let full = [batch, kv_heads, 1, seq_len, seq_len];
     let i = i.reshape([1, 1, 1, seq_len, 1]).expand(full);
     let j = j.reshape([1, 1, 1, 1, seq_len]).expand(full);
-    let expire = expire
-        .reshape([batch, kv_heads, 1, 1, seq_len])
-        .expand(full);
+    let expire = expire.reshape([batch, kv_heads, 1, 1, seq_len]).expand(full);
     let start = start.reshape([batch, 1, 1, seq_len, 1]).expand(full);
     j.clone()
         .greater(i.clone())

@@ -8,11 +8,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};
 
 /// Dense causal or sliding-window attention; see [`crate::attention`].
-pub fn attention<B: Backend>(
-    qkv: Float<B>,
-    documents: &DocumentBounds<B>,
-    spec: AttentionSpec,
-) -> AttentionOutput<B> {
+pub fn attention<B: Backend>(qkv: Float<B>, documents: &DocumentBounds<B>, spec: AttentionSpec) -> AttentionOutput<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_documents(documents, spec);
     forward(Grouped::new(qkv, spec), None, hidden, spec, dtype)

@@ -28,14 +28,8 @@ impl<B: Backend> Grouped<B> {
 /// `[batch, seq_len, heads, head_dim]` to `[batch, num_kv_heads, heads / num_kv_heads, seq_len, head_dim]`.
 pub(crate) fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
     let [batch, seq_len, heads, head_dim] = x.dims();
-    x.reshape([
-        batch,
-        seq_len,
-        spec.num_kv_heads,
-        heads / spec.num_kv_heads,
-        head_dim,
-    ])
-    .permute([0, 2, 3, 1, 4])
+    x.reshape([batch, seq_len, spec.num_kv_heads, heads / spec.num_kv_heads, head_dim])
+        .permute([0, 2, 3, 1, 4])
 }
 
 /// The inverse of [`group`].
@@ -55,21 +49,17 @@ pub(crate) fn logits<B: Backend>(
     let Grouped { q, k, .. } = grouped;
     let [batch, kv_heads, group_size, seq_len, _] = q.dims();
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
-    let mut s = q.clone().matmul(k.clone().swap_dims(3, 4).expand([
-        batch,
-        kv_heads,
-        group_size,
-        k.dims()[4],
-        seq_len,
-    ])) * spec.softmax_scale;
+    let mut s = q.clone().matmul(
+        k.clone()
+            .swap_dims(3, 4)
+            .expand([batch, kv_heads, group_size, k.dims()[4], seq_len]),
+    ) * spec.softmax_scale;
     if let Some(delta) = delta {
         // Less the largest bias that a row sees: beside a large one q . k would lose its digits.
         let delta = tensor::<B, 3>(delta).cast(s.dtype());
         let per_row = [batch, kv_heads, 1, seq_len, seq_len];
         let bias = delta.reshape([batch, kv_heads, 1, 1, seq_len]);
-        let bias = bias
-            .expand(per_row)
-            .mask_fill(hidden.clone().expand(per_row), MASKED);
+        let bias = bias.expand(per_row).mask_fill(hidden.clone().expand(per_row), MASKED);
         s = s + (bias.clone() - bias.max_dim(4));
     }
     s.mask_fill(hidden.clone().expand(full), MASKED)
@@ -87,14 +77,10 @@ pub(crate) fn forward<B: Backend>(
     let head_dim = grouped.v.dims()[4];
     let full = [batch, kv_heads, group_size, seq_len, seq_len];
     let largest = s.clone().max_dim(4);
-    let p = (s - largest.clone())
-        .exp()
-        .mask_fill(hidden.expand(full), 0.0);
+    let p = (s - largest.clone()).exp().mask_fill(hidden.expand(full), 0.0);
     let sum = p.clone().sum_dim(4);
     let empty = sum.clone().equal_elem(0.0);
-    let v = grouped
-        .v
-        .expand([batch, kv_heads, group_size, seq_len, head_dim]);
+    let v = grouped.v.expand([batch, kv_heads, group_size, seq_len, head_dim]);
     let o = p.matmul(v) / sum.clone().mask_fill(empty.clone(), 1.0);
     let lse = (sum.log() + largest).mask_fill(empty, f64::NEG_INFINITY);
     AttentionOutput {
@@ -149,13 +135,12 @@ pub(crate) fn backward<B: Backend>(
     let lse = finite_lse(output.lse, &s);
     let p = (s - lse).exp().mask_fill(hidden.expand(full), 0.0);
     let dv = p.clone().swap_dims(3, 4).matmul(d_o.clone()).sum_dim(2);
-    let dp = d_o.clone().matmul(grouped.v.swap_dims(3, 4).expand([
-        batch,
-        kv_heads,
-        group_size,
-        value_width,
-        seq_len,
-    ]));
+    let dp = d_o.clone().matmul(
+        grouped
+            .v
+            .swap_dims(3, 4)
+            .expand([batch, kv_heads, group_size, value_width, seq_len]),
+    );
     let row = (d_o * o).sum_dim(4);
     let ds = p * (dp - row);
     let dq = ds.clone().matmul(grouped.k.expand(like_q)) * spec.softmax_scale;

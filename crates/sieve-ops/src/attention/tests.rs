@@ -1,7 +1,7 @@
 use super::attention;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity,
-    check_views, documents, float, host, primitive,
+    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity, check_views,
+    documents, float, host, primitive,
 };
 use crate::{AttentionBackend, AttentionSpec, Documents, reference};
 use burn::tensor::DType;
@@ -35,12 +35,9 @@ fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
     let inputs = [packed(spec, dims, 1)];
     let documents = documents::<Ad>(lengths, [dims[0], dims[1]]);
     let what = format!("attention {spec:?} {dims:?} {lengths:?}");
-    check_parity(
-        &what,
-        &inputs,
-        &|inputs| run(&inputs[0], &documents, spec),
-        &|inputs| reference_run(&inputs[0], &documents, spec),
-    );
+    check_parity(&what, &inputs, &|inputs| run(&inputs[0], &documents, spec), &|inputs| {
+        reference_run(&inputs[0], &documents, spec)
+    });
 }
 
 #[test]
@@ -163,9 +160,7 @@ fn other_documents_change_no_bit() {
         for document in [0..50, 50..51, 51..84, 84..120] {
             let mut other = qkv.clone();
             let its = document.start * token..document.end * token;
-            other.values[its]
-                .iter_mut()
-                .for_each(|x| *x = -20.0 * *x + 1e3);
+            other.values[its].iter_mut().for_each(|x| *x = -20.0 * *x + 1e3);
             let after = rows(&other, &lengths, spec);
             for (row, (before, after)) in before.iter().zip(&after).enumerate() {
                 let same = before == after;

@@ -125,11 +125,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
             call,
         };
         let [q_norm, k_norm] = [layer.qk_norm.q_weight, layer.qk_norm.k_weight].map(primitive);
-        let (norm, qkv, o) = (
-            primitive(layer.norm),
-            primitive(layer.qkv),
-            primitive(layer.o),
-        );
+        let (norm, qkv, o) = (primitive(layer.norm), primitive(layer.qkv), primitive(layer.o));
         let y = match layer.dma {
             None => {
                 let parents = [&x, &norm, &qkv, &q_norm, &k_norm, &o];

@@ -76,10 +76,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B,
     fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
         let inner = layer.inner();
         let FeedForward {
-            norm,
-            gate_up,
-            down,
-            ..
+            norm, gate_up, down, ..
         } = layer;
         let forward = forward::<B>(x.primitive.clone(), inner.clone(), residual);
         let kept = Kept::<B> {
@@ -103,11 +100,7 @@ struct LayerForward<B: Backend> {
     y: Float<B>,
 }
 
-fn forward<B: DeviceBackend>(
-    x: Float<B>,
-    layer: FeedForward<B>,
-    residual: Residual,
-) -> LayerForward<B> {
+fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Residual) -> LayerForward<B> {
     let normed = B::rms_norm(RmsNormCall {
         x: x.clone(),
         weight: primitive(layer.norm),
@@ -160,10 +153,7 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
                 let Weight(down, sum) = down;
                 let d_hidden = B::linear_input_gradient(down, dy.clone());
                 let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
-                (
-                    d_gate_up,
-                    B::linear_weight_gradient(hidden, dy.clone(), sum),
-                )
+                (d_gate_up, B::linear_weight_gradient(hidden, dy.clone(), sum))
             }
         };
         let norm = RmsNormCall {
@@ -172,8 +162,7 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             epsilon,
         };
         let first = (first, Weight::new(gate_up_weight, gate_up_sum));
-        let [dx, d_norm, d_gate_up_weight] =
-            begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
+        let [dx, d_norm, d_gate_up_weight] = begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
         [dx, d_norm, d_gate_up_weight, d_down]
     }
 }

@@ -77,11 +77,7 @@ pub(super) fn begin_gradients<B: DeviceBackend>(
         let Weight(weight, sum) = weight;
         let d_normed = B::linear_input_gradient(weight, d_product.clone());
         let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (residual, dy));
-        return [
-            dx,
-            d_norm,
-            B::linear_weight_gradient(normed, d_product, sum),
-        ];
+        return [dx, d_norm, B::linear_weight_gradient(normed, d_product, sum)];
     };
     let beside = (residual == Residual::Stream).then_some(dy);
     let (dx, d_norm) = B::rms_norm_backward(norm, d_normed, beside);

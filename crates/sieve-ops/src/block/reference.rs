@@ -17,11 +17,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`.
-pub fn attention_layer<B: Backend>(
-    x: Float<B>,
-    layer: AttentionLayer<B>,
-    call: AttentionLayerCall<B>,
-) -> Float<B> {
+pub fn attention_layer<B: Backend>(x: Float<B>, layer: AttentionLayer<B>, call: AttentionLayerCall<B>) -> Float<B> {
     let AttentionLayerCall {
         positions,
         rope,
@@ -34,10 +30,7 @@ pub fn attention_layer<B: Backend>(
     let packed = linear::<B>(normed, primitive(layer.qkv));
     let shape = packed.shape();
     let (tokens, heads) = ([shape[0], shape[1]], spec.packed_heads());
-    let packed = B::float_reshape(
-        packed,
-        [tokens[0], tokens[1], heads, shape[2] / heads].into(),
-    );
+    let packed = B::float_reshape(packed, [tokens[0], tokens[1], heads, shape[2] / heads].into());
     let rotation = QkNormRopeCall {
         q_weight: primitive(layer.qk_norm.q_weight),
         k_weight: primitive(layer.qk_norm.k_weight),
@@ -68,11 +61,7 @@ pub fn attention_layer<B: Backend>(
     }
 }
 /// `[x +] down(swiglu(gate_up(rms_norm(x))))`.
-pub fn feed_forward<B: Backend>(
-    x: Float<B>,
-    layer: FeedForward<B>,
-    residual: Residual,
-) -> Float<B> {
+pub fn feed_forward<B: Backend>(x: Float<B>, layer: FeedForward<B>, residual: Residual) -> Float<B> {
     let normed = normed(x.clone(), layer.norm, layer.epsilon);
     let hidden = swiglu::<B>(linear::<B>(normed, primitive(layer.gate_up)));
     let y = linear::<B>(hidden, primitive(layer.down));

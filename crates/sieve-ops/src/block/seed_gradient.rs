@@ -11,10 +11,7 @@ use burn::tensor::{Tensor, TensorMetadata};
 ///
 /// Calling `backward()` on the result walks one segment of the model from its output gradient, which lets a trainer
 /// treat each segment as a graph of its own.
-pub fn seed_gradient<B: SeedBackend, const D: usize>(
-    y: Tensor<B, D>,
-    dy: Tensor<B, D>,
-) -> Tensor<B, 1> {
+pub fn seed_gradient<B: SeedBackend, const D: usize>(y: Tensor<B, D>, dy: Tensor<B, D>) -> Tensor<B, 1> {
     tensor(B::seed_gradient(primitive(y), primitive(dy)))
 }
 

@@ -19,20 +19,11 @@ impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
         reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
     }
 
-    fn cached_attention(
-        cache: KeyCache<Self>,
-        qkv: Float<Self>,
-        spec: AttentionSpec,
-    ) -> (KeyCache<Self>, Float<Self>) {
+    fn cached_attention(cache: KeyCache<Self>, qkv: Float<Self>, spec: AttentionSpec) -> (KeyCache<Self>, Float<Self>) {
         reference::cached_attention(cache, qkv, spec)
     }
 
-    fn mla_decode(
-        q: Float<Self>,
-        latents: Float<Self>,
-        rank: usize,
-        softmax_scale: f64,
-    ) -> Float<Self> {
+    fn mla_decode(q: Float<Self>, latents: Float<Self>, rank: usize, softmax_scale: f64) -> Float<Self> {
         reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
     }
 

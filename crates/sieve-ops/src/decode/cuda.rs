@@ -9,31 +9,21 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::{DmaBias, DmaWindow, HeavyKeys};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::{
-    AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots,
-    KernelError, KvCache, Qkv, ScoreBias, contiguous_strides,
+    AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
+    ScoreBias, contiguous_strides,
 };
 use std::sync::Mutex;
 use std::thread::ThreadId;
 
 impl DecodeBackend for Cuda {
-    fn attention_decode(
-        q: Float,
-        k: Float,
-        v: Float,
-        delta: Option<Float>,
-        softmax_scale: f64,
-    ) -> Float {
+    fn attention_decode(q: Float, k: Float, v: Float, delta: Option<Float>, softmax_scale: f64) -> Float {
         let attempt = attend(&q, &k, &v, delta.as_ref(), softmax_scale);
         kernel_or("attention_decode", attempt, || {
             reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
         })
     }
 
-    fn cached_attention(
-        cache: KeyCache<Self>,
-        qkv: Float,
-        spec: AttentionSpec,
-    ) -> (KeyCache<Self>, Float) {
+    fn cached_attention(cache: KeyCache<Self>, qkv: Float, spec: AttentionSpec) -> (KeyCache<Self>, Float) {
         let attempt = append(&cache, &qkv, spec);
         kernel_or("attention_decode", attempt, || {
             reference::cached_attention(cache, qkv, spec)
@@ -98,12 +88,7 @@ impl<K: PartialEq, V: Clone> Shared<K, V> {
         Self(Mutex::new(None))
     }
 
-    fn get<E>(
-        &self,
-        like: &CudaTensor,
-        key: K,
-        new: impl FnOnce() -> Result<V, E>,
-    ) -> Result<V, E> {
+    fn get<E>(&self, like: &CudaTensor, key: K, new: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
         let key = (std::thread::current().id(), like.device().clone(), key);
         let mut last = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
         if let Some((of, value)) = &*last
@@ -130,16 +115,10 @@ fn lengths(like: &CudaTensor, batch: usize, length: usize) -> CudaTensor {
 }
 
 /// Buffers of the decode kernels for at most `keys` keys. Launches leave them as they found them.
-fn scratch(
-    like: &CudaTensor,
-    shape: AttentionShape,
-    keys: usize,
-) -> Result<DecodeScratch, KernelError> {
+fn scratch(like: &CudaTensor, shape: AttentionShape, keys: usize) -> Result<DecodeScratch, KernelError> {
     static SCRATCH: Shared<(AttentionShape, usize), DecodeScratch> = Shared::new();
     let keys = keys.next_multiple_of(SCRATCH_KEYS);
-    SCRATCH.get(like, (shape, keys), || {
-        DecodeScratch::new(like, shape, keys)
-    })
+    SCRATCH.get(like, (shape, keys), || DecodeScratch::new(like, shape, keys))
 }
 
 fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
@@ -148,13 +127,7 @@ fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
 }
 
 /// `q [batch, num_heads, head_dim]` over `k, v [batch, kv_len, num_kv_heads, head_dim]`, without a bias.
-fn attend(
-    q: &Float,
-    k: &Float,
-    v: &Float,
-    delta: Option<&Float>,
-    softmax_scale: f64,
-) -> Result<Float, KernelError> {
+fn attend(q: &Float, k: &Float, v: &Float, delta: Option<&Float>, softmax_scale: f64) -> Result<Float, KernelError> {
     if delta.is_some() {
         return Err(KernelError::Unsupported {
             kernel: "attention_decode",
@@ -191,11 +164,7 @@ fn attend(
 ///
 /// As with DMA's slots the cache's tensors are views of the used part of larger buffers. A cache that is full, or held
 /// by somebody else too, is copied to a larger one; of a window its last keys alone.
-fn append(
-    cache: &KeyCache<Cuda>,
-    qkv: &Float,
-    spec: AttentionSpec,
-) -> Result<(KeyCache<Cuda>, Float), KernelError> {
+fn append(cache: &KeyCache<Cuda>, qkv: &Float, spec: AttentionSpec) -> Result<(KeyCache<Cuda>, Float), KernelError> {
     let token = packed(qkv, spec);
     let shape = token.shape(NAME)?;
     let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
@@ -210,11 +179,7 @@ fn append(
         max_length: len,
     };
     let length = lengths(&kv.k, shape.batch, len);
-    let scratch = scratch(
-        &kv.k,
-        shape,
-        spec.window_size.unwrap_or(len + 1).min(len + 1),
-    )?;
+    let scratch = scratch(&kv.k, shape, spec.window_size.unwrap_or(len + 1).min(len + 1))?;
     let o = kv.attention_decode(&token, &length, step, &scratch)?;
     let (sizes, strides) = (
         [shape.batch, len + 1, shape.num_kv_heads, shape.head_dim],
@@ -231,8 +196,7 @@ fn room_of(cache: &KeyCache<Cuda>, shape: &AttentionShape, len: usize) -> Option
     let whole = |x: &Float| {
         let capacity = x.meta.strides()[2] / shape.head_dim;
         let (wide, _) = view_strides(shape, capacity, shape.head_dim);
-        if capacity <= len || x.meta.strides()[..] != wide || x.dtype != DType::BF16 || !x.can_mut()
-        {
+        if capacity <= len || x.meta.strides()[..] != wide || x.dtype != DType::BF16 || !x.can_mut() {
             return None;
         }
         let sizes = [shape.batch, shape.num_kv_heads, capacity, shape.head_dim];
@@ -245,12 +209,7 @@ fn room_of(cache: &KeyCache<Cuda>, shape: &AttentionShape, len: usize) -> Option
 }
 
 /// New buffers with the keys and values that the next query sees, and how many those are.
-fn larger(
-    cache: &KeyCache<Cuda>,
-    shape: &AttentionShape,
-    len: usize,
-    window: Option<usize>,
-) -> (KvCache, usize) {
+fn larger(cache: &KeyCache<Cuda>, shape: &AttentionShape, len: usize, window: Option<usize>) -> (KvCache, usize) {
     let kept = window.map_or(len, |window| len.min(window - 1));
     let capacity = (kept + LEAST_ROOM.max(kept / ROOM_SHARE)).next_multiple_of(64);
     let sizes = [shape.batch, shape.num_kv_heads, capacity, shape.head_dim];
@@ -279,11 +238,7 @@ fn dma_step(
     softmax_scale: f64,
     bias: DmaBias,
 ) -> Result<(DmaCache<Cuda>, Float), KernelError> {
-    let (q, k, v) = (
-        one_token(&token.q)?,
-        one_token(&token.k)?,
-        one_token(&token.v)?,
-    );
+    let (q, k, v) = (one_token(&token.q)?, one_token(&token.k)?, one_token(&token.v)?);
     let qkv = Qkv::separate(&q, &k, &v);
     let shape = qkv.shape(NAME)?;
     let window = cache.window.keep_window_size;
@@ -327,10 +282,7 @@ pub(crate) fn kept_cache(qkv: &Qkv, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>,
         local_window_size: 0,
     });
     let slots = DmaSlots {
-        kv: KvCache {
-            k: kept.k,
-            v: kept.v,
-        },
+        kv: KvCache { k: kept.k, v: kept.v },
         z: kept.received,
         positions: kept.positions,
         local_window_size: window.local_window_size,
@@ -384,9 +336,7 @@ fn slots_of(cache: &DmaCache<Cuda>, shape: &AttentionShape) -> Option<DmaSlots> 
         let mut sizes = vec![shape.batch, shape.num_kv_heads, window];
         sizes.extend((strides.len() == 4).then_some(width));
         let whole = CudaTensor::from(x.clone());
-        whole
-            .view(NAME, "slots", &sizes, &contiguous_strides(&sizes))
-            .ok()
+        whole.view(NAME, "slots", &sizes, &contiguous_strides(&sizes)).ok()
     };
     let (key, per_key) = view_strides(shape, window, shape.head_dim);
     let (value, _) = view_strides(shape, window, shape.head_dim_v);
@@ -413,8 +363,7 @@ fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTenso
         let x = float::<4>(x).swap_dims(1, 2);
         let len = x.dims()[2];
         let zeros = Tensor::<Cuda, 4>::zeros([batch, heads, window, width], (device, DType::BF16));
-        let filled =
-            zeros.slice_assign([0..batch, 0..heads, 0..len, 0..width], x.cast(DType::BF16));
+        let filled = zeros.slice_assign([0..batch, 0..heads, 0..len, 0..width], x.cast(DType::BF16));
         primitive(filled).contiguous()
     };
     let z = float::<3>(&cache.rank).cast(DType::F32);
@@ -422,9 +371,7 @@ fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTenso
     let slots_z = Tensor::<Cuda, 3>::zeros([batch, heads, window], (device, DType::F32));
     let positions = Tensor::<Cuda, 3, Int>::from_primitive(cache.positions.clone());
     let slots_positions = Tensor::<Cuda, 3, Int>::zeros([batch, heads, window], device);
-    let positions = slots_positions
-        .slice_assign(used.clone(), positions)
-        .into_primitive();
+    let positions = slots_positions.slice_assign(used.clone(), positions).into_primitive();
     DmaSlots {
         kv: KvCache {
             k: wide(&cache.k, shape.head_dim),
@@ -446,9 +393,8 @@ fn view_of(
     let (batch, heads) = (shape.batch, shape.num_kv_heads);
     let (key, per_key) = view_strides(shape, window.keep_window_size, shape.head_dim);
     let (value, _) = view_strides(shape, window.keep_window_size, shape.head_dim_v);
-    let view = |x: &CudaTensor, sizes: &[usize], strides: &[usize]| {
-        x.view(NAME, "slots", sizes, strides).map(Float::from)
-    };
+    let view =
+        |x: &CudaTensor, sizes: &[usize], strides: &[usize]| x.view(NAME, "slots", sizes, strides).map(Float::from);
     Ok(DmaCache {
         k: view(&slots.kv.k, &[batch, len, heads, shape.head_dim], &key)?,
         v: view(&slots.kv.v, &[batch, len, heads, shape.head_dim_v], &value)?,

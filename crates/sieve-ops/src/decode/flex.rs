@@ -39,21 +39,12 @@ impl DecodeBackend for Flex {
         from_vec(o, q_shape)
     }
 
-    fn cached_attention(
-        cache: KeyCache<Self>,
-        qkv: FlexTensor,
-        spec: AttentionSpec,
-    ) -> (KeyCache<Self>, FlexTensor) {
+    fn cached_attention(cache: KeyCache<Self>, qkv: FlexTensor, spec: AttentionSpec) -> (KeyCache<Self>, FlexTensor) {
         reference::cached_attention(cache, qkv, spec)
     }
 
     /// Each token is a query of [`attention_decode`](Self::attention_decode).
-    fn mla_decode(
-        q: FlexTensor,
-        latents: FlexTensor,
-        rank: usize,
-        softmax_scale: f64,
-    ) -> FlexTensor {
+    fn mla_decode(q: FlexTensor, latents: FlexTensor, rank: usize, softmax_scale: f64) -> FlexTensor {
         reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
     }
 

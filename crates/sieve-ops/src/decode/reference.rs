@@ -56,22 +56,14 @@ pub(crate) fn cached_attention<B: DecodeBackend>(
 
 /// See [`crate::mla_decode`]: each token alone, by [`DecodeBackend::attention_decode`], the latents as keys and values
 /// of one KV head. Of the sum only the first `rank` numbers mean something.
-pub fn mla_decode<B: DecodeBackend>(
-    q: Float<B>,
-    latents: Float<B>,
-    rank: usize,
-    softmax_scale: f64,
-) -> Float<B> {
+pub fn mla_decode<B: DecodeBackend>(q: Float<B>, latents: Float<B>, rank: usize, softmax_scale: f64) -> Float<B> {
     let (q, latents) = (tensor::<B, 4>(q), tensor::<B, 3>(latents));
     let [batch, new, num_heads, width] = q.dims();
     let len = latents.dims()[1];
     let latents: Tensor<B, 4> = latents.unsqueeze_dim(2);
     let rows = (0..new).map(|at| {
         let seen = primitive(latents.clone().narrow(1, 0, len - new + at + 1));
-        let q = q
-            .clone()
-            .narrow(1, at, 1)
-            .reshape([batch, num_heads, width]);
+        let q = q.clone().narrow(1, at, 1).reshape([batch, num_heads, width]);
         let o = B::attention_decode(primitive(q), seen.clone(), seen, None, softmax_scale);
         tensor::<B, 3>(o)
             .narrow(2, 0, rank)
@@ -124,21 +116,12 @@ struct Slots<B: Backend> {
 }
 
 impl<B: Backend> Slots<B> {
-    fn offer(
-        self,
-        k: Tensor<B, 3>,
-        v: Tensor<B, 3>,
-        rank: Tensor<B, 2>,
-        position: usize,
-        window: DmaWindow,
-    ) -> Self {
+    fn offer(self, k: Tensor<B, 3>, v: Tensor<B, 3>, rank: Tensor<B, 2>, position: usize, window: DmaWindow) -> Self {
         let [batch, len, kv_heads, head_dim] = self.k.dims();
         let k = k.reshape([batch, 1, kv_heads, head_dim]);
         let v = v.reshape([batch, 1, kv_heads, head_dim]);
         let rank = rank.reshape([batch, kv_heads, 1]);
-        let here = |shape: [usize; 3]| {
-            Tensor::<B, 3, Int>::full(shape, position as i64, &self.rank.device())
-        };
+        let here = |shape: [usize; 3]| Tensor::<B, 3, Int>::full(shape, position as i64, &self.rank.device());
         if len < window.keep_window_size {
             let here = here([batch, kv_heads, 1]);
             return Self {
@@ -167,12 +150,7 @@ impl<B: Backend> Slots<B> {
 
     /// True at the slot that the key at `position` takes, `[batch, num_kv_heads, len]`; false everywhere when it takes
     /// none.
-    fn replaced_slot(
-        &self,
-        rank: Tensor<B, 3>,
-        position: usize,
-        local: usize,
-    ) -> Tensor<B, 3, Bool> {
+    fn replaced_slot(&self, rank: Tensor<B, 3>, position: usize, local: usize) -> Tensor<B, 3, Bool> {
         let all = self.rank.dims();
         // With the new key, the last `local` keys are those after this position.
         let last_candidate = position as i64 - local as i64;

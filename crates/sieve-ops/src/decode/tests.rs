@@ -110,9 +110,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let all = documents::<Flex>(&[], [2, seq_len]);
         let expire = dma_select(tensor::<3>(z.clone()), &all, window);
         let selection = DmaSelection::of_expire(expire.clone().into_primitive());
-        let delta = dma_bias(tensor::<3>(z.clone()), bias)
-            .into_primitive()
-            .tensor();
+        let delta = dma_bias(tensor::<3>(z.clone()), bias).into_primitive().tensor();
         let rows = Flex::dma_attention(qkv.clone(), delta, &all.bounds(), &selection, spec).o;
         let expire = bits(expire);
 
@@ -121,15 +119,12 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
             k: token(0).narrow(2, heads, KV_HEADS),
             v: token(0).narrow(2, heads + KV_HEADS, KV_HEADS),
             rank: z.narrow(2, 0, 1),
-            positions: Tensor::<Flex, 3, Int>::zeros([2, KV_HEADS, 1], &Default::default())
-                .into_primitive(),
+            positions: Tensor::<Flex, 3, Int>::zeros([2, KV_HEADS, 1], &Default::default()).into_primitive(),
             window,
         };
         for at in 1..seq_len {
             let offered = DmaToken {
-                q: token(at)
-                    .narrow(2, 0, heads)
-                    .reshape([2, heads, HEAD_DIM].into()),
+                q: token(at).narrow(2, 0, heads).reshape([2, heads, HEAD_DIM].into()),
                 k: token(at)
                     .narrow(2, heads, KV_HEADS)
                     .reshape([2, KV_HEADS, HEAD_DIM].into()),
@@ -153,8 +148,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
             for (head, held) in positions.chunks(slots).enumerate() {
                 let mut held = held.to_vec();
                 held.sort_unstable();
-                let seen = (0..=at as i64)
-                    .filter(|&key| expire[head * seq_len + key as usize] > at as i64);
+                let seen = (0..=at as i64).filter(|&key| expire[head * seq_len + key as usize] > at as i64);
                 assert_eq!(held, seen.collect::<Vec<_>>(), "row {at}, head {head}");
             }
         }

@@ -10,9 +10,7 @@ use std::fmt::Debug;
 use std::marker::PhantomData;
 
 /// What the forward pass of an op with `N` differentiable inputs keeps, and its backward pass.
-pub(crate) trait Gradient<B: Backend, const N: usize>:
-    Clone + Debug + Send + 'static
-{
+pub(crate) trait Gradient<B: Backend, const N: usize>: Clone + Debug + Send + 'static {
     /// Gradients of the inputs from the gradient of the output.
     fn gradients(self, dy: Float<B>) -> [Float<B>; N];
 }
@@ -44,11 +42,7 @@ pub(crate) fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const 
     output: Float<B>,
 ) -> Tracked<B, C> {
     let nodes = parents.map(|parent| parent.node.clone());
-    match Node::<G>(PhantomData)
-        .prepare::<C>(nodes)
-        .compute_bound()
-        .stateful()
-    {
+    match Node::<G>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
         OpsKind::Tracked(prep) => prep.finish(kept, output),
         OpsKind::UnTracked(prep) => prep.finish(output),
     }

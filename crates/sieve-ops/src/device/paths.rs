@@ -96,37 +96,23 @@ pub(crate) fn reference<T>(
 /// The CUDA kernel's result, or the reference's when the kernel cannot take the call.
 ///
 /// Panics when a launch failed: the stream is broken then, and no other path on it would compute anything.
-pub(crate) fn kernel_or<T>(
-    op: &'static str,
-    attempt: Result<T, KernelError>,
-    run: impl FnOnce() -> T,
-) -> T {
+pub(crate) fn kernel_or<T>(op: &'static str, attempt: Result<T, KernelError>, run: impl FnOnce() -> T) -> T {
     kernel_or_within(op, attempt, Memory::Linear, run)
 }
 
 /// The CUDA kernel's result, or why it cannot take the call, for an op that another crate computes then.
 ///
 /// Panics when a launch failed, as [`kernel_or`].
-pub(crate) fn kernel_or_refusal<T>(
-    op: &'static str,
-    attempt: Result<T, KernelError>,
-) -> Result<T, String> {
+pub(crate) fn kernel_or_refusal<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result<T, String> {
     match attempt {
-        Ok(value) => Ok(kernel_or(op, Ok(value), || {
-            unreachable!("the kernel succeeded")
-        })),
+        Ok(value) => Ok(kernel_or(op, Ok(value), || unreachable!("the kernel succeeded"))),
         Err(error @ KernelError::Launch { .. }) => panic!("{error}"),
         Err(error) => Err(error.to_string()),
     }
 }
 
 /// As [`kernel_or`] for a kernel that worked in place on `kept`, which the reference takes over after a refusal.
-pub(crate) fn kernel_on<T>(
-    op: &'static str,
-    kept: T,
-    outcome: Result<(), KernelError>,
-    run: impl FnOnce(T) -> T,
-) -> T {
+pub(crate) fn kernel_on<T>(op: &'static str, kept: T, outcome: Result<(), KernelError>, run: impl FnOnce(T) -> T) -> T {
     match outcome {
         Ok(()) => kernel_or(op, Ok(kept), || unreachable!("the kernel succeeded")),
         Err(error) => kernel_or(op, Err(error), || run(kept)),

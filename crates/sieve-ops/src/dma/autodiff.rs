@@ -10,20 +10,11 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use sieve_core::DmaWindow;
 
 impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
-    fn dma_scores(
-        qkv: Float<Self>,
-        w_dt: Float<Self>,
-        a: Float<Self>,
-        spec: AttentionSpec,
-    ) -> Float<Self> {
+    fn dma_scores(qkv: Float<Self>, w_dt: Float<Self>, a: Float<Self>, spec: AttentionSpec) -> Float<Self> {
         reference::dma_scores::<Self>(qkv, w_dt, a, spec)
     }
 
-    fn dma_select(
-        rank: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        window: DmaWindow,
-    ) -> DmaSelection<Self> {
+    fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self> {
         B::dma_select(rank.primitive, documents, window).on()
     }
 

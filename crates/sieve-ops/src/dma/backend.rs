@@ -76,18 +76,9 @@ pub trait DmaBackend: Backend {
     /// DMA's scores `z[b, g, j] = A[g] * softplus(concat(v_j) . W_dt[:, g])`, f32 `[batch, num_kv_heads, seq_len]`.
     ///
     /// `w_dt` is `[num_kv_heads * head_dim, num_kv_heads]`, `a` is `[num_kv_heads]`; v is read from the packed tensor.
-    fn dma_scores(
-        qkv: Float<Self>,
-        w_dt: Float<Self>,
-        a: Float<Self>,
-        spec: AttentionSpec,
-    ) -> Float<Self>;
+    fn dma_scores(qkv: Float<Self>, w_dt: Float<Self>, a: Float<Self>, spec: AttentionSpec) -> Float<Self>;
     /// See [`crate::dma_select`].
-    fn dma_select(
-        rank: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        window: DmaWindow,
-    ) -> DmaSelection<Self>;
+    fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
     /// Attention over the kept keys with an additive bias per key, `delta` `[batch, num_kv_heads, seq_len]`.
     fn dma_attention(
         qkv: Float<Self>,

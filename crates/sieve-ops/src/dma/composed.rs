@@ -127,10 +127,7 @@ pub(crate) struct DmaState<B: Backend> {
 }
 
 /// `(dqkv, dw_dt, da)`.
-pub(crate) fn backward<B: DmaGradients>(
-    state: DmaState<B>,
-    d_o: Float<B>,
-) -> (Float<B>, Float<B>, Float<B>) {
+pub(crate) fn backward<B: DmaGradients>(state: DmaState<B>, d_o: Float<B>) -> (Float<B>, Float<B>, Float<B>) {
     let DmaState {
         qkv,
         w_dt,

@@ -9,9 +9,7 @@ use crate::documents::DocumentBounds;
 use burn::tensor::DType;
 use sieve_core::DmaWindow;
 use sieve_kernels::step::GradientTarget;
-use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoreBias, ScoresBackward,
-};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoreBias, ScoresBackward};
 
 impl DmaBackend for Cuda {
     fn dma_scores(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec) -> Float {
@@ -21,11 +19,7 @@ impl DmaBackend for Cuda {
         })
     }
 
-    fn dma_select(
-        rank: Float,
-        documents: &DocumentBounds<Self>,
-        window: DmaWindow,
-    ) -> DmaSelection<Self> {
+    fn dma_select(rank: Float, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self> {
         let attempt = launch_select(&rank, documents, window);
         kernel_or("dma_select", attempt, || {
             reference::dma_select::<Self>(rank, documents, window)
@@ -40,12 +34,9 @@ impl DmaBackend for Cuda {
         spec: AttentionSpec,
     ) -> AttentionOutput<Self> {
         let attempt = launch(&qkv, &delta, documents, selection, spec);
-        kernel_or_scores(
-            "dma_attention",
-            attempt,
-            scores(&qkv, spec.num_heads),
-            || reference::dma_attention::<Self>(qkv, delta, documents, selection, spec),
-        )
+        kernel_or_scores("dma_attention", attempt, scores(&qkv, spec.num_heads), || {
+            reference::dma_attention::<Self>(qkv, delta, documents, selection, spec)
+        })
     }
 }
 
@@ -80,19 +71,12 @@ impl DmaGradients for Cuda {
         let attempt = launch_backward(&qkv, &delta, documents, selection, spec, &output, &d_o);
         let scores = scores(&qkv, spec.num_heads);
         kernel_or_scores("dma_attention_backward", attempt, scores, || {
-            reference::dma_attention_backward::<Self>(
-                qkv, delta, documents, selection, spec, output, d_o,
-            )
+            reference::dma_attention_backward::<Self>(qkv, delta, documents, selection, spec, output, d_o)
         })
     }
 }
 
-fn launch_scores(
-    qkv: &Float,
-    w_dt: &Float,
-    a: &Float,
-    spec: AttentionSpec,
-) -> Result<Float, KernelError> {
+fn launch_scores(qkv: &Float, w_dt: &Float, a: &Float, spec: AttentionSpec) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
     // The bias that the kernel computes along is not used: the caller makes it from z.
     let scores = packed(qkv, spec).dma_scores(&w_dt, &a, ScoreBias::Linear)?;

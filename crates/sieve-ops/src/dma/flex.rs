@@ -3,9 +3,7 @@ use super::backend::{DmaBackend, DmaGradients, DmaSelection};
 use super::reference;
 use crate::attention::flex::{attention_shape, backward, contiguous_bounds, documents, forward};
 use crate::attention::{AttentionOutput, AttentionSpec};
-use crate::device::flex::{
-    contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
-};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
 use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
 use burn::tensor::{TensorData, TensorMetadata};
@@ -13,16 +11,9 @@ use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaWindow;
 
 impl DmaBackend for Flex {
-    fn dma_scores(
-        qkv: FlexTensor,
-        w_dt: FlexTensor,
-        a: FlexTensor,
-        spec: AttentionSpec,
-    ) -> FlexTensor {
+    fn dma_scores(qkv: FlexTensor, w_dt: FlexTensor, a: FlexTensor, spec: AttentionSpec) -> FlexTensor {
         if !is_f32(&qkv) {
-            return plain("dma_scores", || {
-                reference::dma_scores::<Self>(qkv, w_dt, a, spec)
-            });
+            return plain("dma_scores", || reference::dma_scores::<Self>(qkv, w_dt, a, spec));
         }
         // The kernel reads W_dt by KV head; a layer stores it so, and hands over a transposed view.
         let [qkv, w, a] = [qkv, w_dt.transpose(0, 1), a].map(contiguous);
@@ -32,15 +23,9 @@ impl DmaBackend for Flex {
         from_vec(z, [shape.batch, shape.num_kv_heads, shape.seq_len])
     }
 
-    fn dma_select(
-        rank: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        window: DmaWindow,
-    ) -> DmaSelection<Self> {
+    fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self> {
         if !is_f32(&rank) {
-            return plain("dma_select", || {
-                reference::dma_select::<Self>(rank, bounds, window)
-            });
+            return plain("dma_select", || reference::dma_select::<Self>(rank, bounds, window));
         }
         let (rank, bounds) = (contiguous(rank), contiguous_bounds(bounds));
         let shape = rank.shape();
@@ -123,15 +108,9 @@ impl DmaGradients for Flex {
         d_o: FlexTensor,
     ) -> (FlexTensor, FlexTensor) {
         if !is_f32(&qkv) {
-            return plain_scores(
-                "dma_attention_backward",
-                scores(&qkv, spec.num_heads),
-                || {
-                    reference::dma_attention_backward::<Self>(
-                        qkv, delta, bounds, selection, spec, output, d_o,
-                    )
-                },
-            );
+            return plain_scores("dma_attention_backward", scores(&qkv, spec.num_heads), || {
+                reference::dma_attention_backward::<Self>(qkv, delta, bounds, selection, spec, output, d_o)
+            });
         }
         let [qkv, delta, expire] = [qkv, delta, selection.expire.clone()].map(contiguous);
         let mask = sieve_cpu::Mask::Expire {

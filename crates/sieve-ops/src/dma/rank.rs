@@ -28,9 +28,7 @@ pub fn dma_rank<B: Backend>(
 }
 
 /// Positions inside documents, `[batch, seq_len]`, from the documents' starts.
-pub(crate) fn positions_in_documents<B: Backend>(
-    documents: &DocumentBounds<B>,
-) -> Tensor<B, 2, Int> {
+pub(crate) fn positions_in_documents<B: Backend>(documents: &DocumentBounds<B>) -> Tensor<B, 2, Int> {
     let start = Tensor::<B, 2, Int>::from_primitive(documents[0].clone());
     let seq_len = start.dims()[1] as i64;
     let in_row = Tensor::<B, 1, Int>::arange(0..seq_len, &start.device());

@@ -18,21 +18,13 @@ fn value_rows<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 2
 }
 
 /// `z = A * softplus(concat(v) . W_dt)`, `[batch, num_kv_heads, seq_len]`.
-pub fn dma_scores<B: Backend>(
-    qkv: Float<B>,
-    w_dt: Float<B>,
-    a: Float<B>,
-    spec: AttentionSpec,
-) -> Float<B> {
+pub fn dma_scores<B: Backend>(qkv: Float<B>, w_dt: Float<B>, a: Float<B>, spec: AttentionSpec) -> Float<B> {
     let (qkv, _) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, _] = qkv.dims();
     let dtype = qkv.dtype();
     let x = value_rows(qkv, spec).matmul(tensor::<B, 2>(w_dt).cast(dtype));
     let z = softplus(x, 1.0) * tensor::<B, 1>(a).cast(dtype).unsqueeze();
-    primitive(
-        z.reshape([batch, seq_len, spec.num_kv_heads])
-            .swap_dims(1, 2),
-    )
+    primitive(z.reshape([batch, seq_len, spec.num_kv_heads]).swap_dims(1, 2))
 }
 
 /// `(dqkv + the path through v, dw_dt, da)`.
@@ -54,20 +46,14 @@ pub fn dma_scores_backward<B: Backend>(
     let x = v.clone().matmul(w_dt.clone());
     let dz = tensor::<B, 3>(dz).cast(compute).swap_dims(1, 2);
     let dz = dz.reshape([batch * seq_len, spec.num_kv_heads]);
-    let da = (dz.clone() * softplus(x.clone(), 1.0))
-        .sum_dim(0)
-        .squeeze_dim::<1>(0);
+    let da = (dz.clone() * softplus(x.clone(), 1.0)).sum_dim(0).squeeze_dim::<1>(0);
     let dx = dz * a.unsqueeze() * sigmoid(x);
     let dw = v.transpose().matmul(dx.clone());
     let dv = dx.matmul(w_dt.transpose());
     let dv = dv.reshape([batch, seq_len, spec.num_kv_heads, head_dim]);
     let first_value = heads - spec.num_kv_heads;
     let dqkv = tensor::<B, 4>(dqkv);
-    let values = dqkv
-        .clone()
-        .narrow(2, first_value, spec.num_kv_heads)
-        .cast(compute)
-        + dv;
+    let values = dqkv.clone().narrow(2, first_value, spec.num_kv_heads).cast(compute) + dv;
     let dqkv = Tensor::cat(vec![dqkv.narrow(2, 0, first_value), values.cast(dtype)], 2);
     (
         primitive(dqkv),
@@ -79,11 +65,7 @@ pub fn dma_scores_backward<B: Backend>(
 /// `expire` by definition: for each query the last keys and the best of the older ones, on the host, O(n² log n).
 ///
 /// Reads the ranks back; an oracle, not a path for training.
-pub fn dma_select<B: Backend>(
-    rank: Float<B>,
-    documents: &DocumentBounds<B>,
-    window: DmaWindow,
-) -> DmaSelection<B> {
+pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, window: DmaWindow) -> DmaSelection<B> {
     let z = tensor::<B, 3>(rank);
     let [batch, kv_heads, seq_len] = z.dims();
     let device = z.device();
@@ -104,11 +86,7 @@ pub fn dma_select<B: Backend>(
             let older = (i + 1).saturating_sub(window.local_window_size).max(first);
             let mut keys: Vec<usize> = (first..older).collect();
             // Best first: larger score, then the more recent key. `+ 0.0` makes -0 equal to +0.
-            keys.sort_by(|&a, &b| {
-                (scores[b] + 0.0)
-                    .total_cmp(&(scores[a] + 0.0))
-                    .then(b.cmp(&a))
-            });
+            keys.sort_by(|&a, &b| (scores[b] + 0.0).total_cmp(&(scores[a] + 0.0)).then(b.cmp(&a)));
             for &j in keys.iter().skip(window.num_ranked()) {
                 expire[j] = expire[j].min(i as i32);
             }

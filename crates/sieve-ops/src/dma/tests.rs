@@ -56,12 +56,7 @@ fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: Dm
 }
 
 /// Scores, brute-force selection and attention with the whole score matrix, in plain Burn ops.
-fn reference_run(
-    inputs: &[Float],
-    documents: &Documents<Ad>,
-    spec: AttentionSpec,
-    dma: DmaShape,
-) -> Float {
+fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
     let [qkv, w_dt, a] = [0, 1, 2].map(|n| inputs[n].clone());
     let bounds = documents.bounds();
     let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
@@ -76,14 +71,10 @@ fn reference_run(
 fn at_131072_tokens_a_rank_is_off_by_two_roundings() {
     let (len, periods) = (131_072, [64.0, 8192.0]);
     let z = Random(3).input(&[1, 2, len]);
-    let positions =
-        || Tensor::<Flex, 1, Int>::arange(0..len as i64, &Default::default()).unsqueeze::<2>();
+    let positions = || Tensor::<Flex, 1, Int>::arange(0..len as i64, &Default::default()).unsqueeze::<2>();
     let slopes = periods.map(|period| 1.0 / period).to_vec();
     let tensor = Tensor::<Flex, 3>::from_primitive(TensorPrimitive::Float(z.tensor(DType::F32)));
-    let rank: Vec<f32> = dma_rank(tensor, positions, Some(slopes))
-        .into_data()
-        .iter()
-        .collect();
+    let rank: Vec<f32> = dma_rank(tensor, positions, Some(slopes)).into_data().iter().collect();
     let z: Vec<f64> = z.values.iter().map(|&z| f64::from(z as f32)).collect();
     for (head, period) in periods.into_iter().enumerate() {
         let off = (0..len).map(|at| {

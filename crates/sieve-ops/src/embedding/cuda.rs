@@ -25,8 +25,7 @@ impl EmbeddingGradients for Cuda {
     /// In f32, by a sort of the ids: no atomics.
     fn embedding_backward(dy: Float, ids: Float, vocab_size: usize) -> Float {
         let [d, rows] = tensors([&dy, &ids]);
-        let attempt =
-            sieve_kernels::step::embedding_backward(&d, &rows, vocab_size, GradientTarget::New);
+        let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size, GradientTarget::New);
         kernel_or("embedding_backward", attempt.map(Into::into), || {
             plain_backward(dy, ids, vocab_size)
         })
@@ -50,11 +49,7 @@ fn plain_backward(dy: Float, ids: Float, vocab_size: usize) -> Float {
 }
 
 /// One-hot products, chunk after chunk: slower than a scatter, which adds in whatever order its atomics meet.
-fn by_products(
-    dy: Tensor<Cuda, 3>,
-    ids: Tensor<Cuda, 2, Int>,
-    vocab_size: usize,
-) -> Tensor<Cuda, 2> {
+fn by_products(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
     let [batch, seq_len, d_model] = dy.dims();
     let device = dy.device();
     let tokens = batch * seq_len;

@@ -22,10 +22,7 @@ pub fn embedding_backward<B: Backend>(dy: Float<B>, ids: Ints<B>, vocab_size: us
     let [batch, seq_len] = ids.dims();
     let dy = tensor::<B, 3>(dy);
     let [_, _, d_model] = dy.dims();
-    let zeros = Tensor::<B, 2>::zeros(
-        Shape::new([vocab_size, d_model]),
-        (&dy.device(), dy.dtype()),
-    );
+    let zeros = Tensor::<B, 2>::zeros(Shape::new([vocab_size, d_model]), (&dy.device(), dy.dtype()));
     let dy = dy.reshape([batch * seq_len, d_model]);
     primitive(zeros.select_assign(0, ids.reshape([batch * seq_len]), dy, IndexingUpdateOp::Add))
 }

@@ -1,8 +1,7 @@
 use super::embedding;
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
-    ints, primitive,
+    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, ints, primitive,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};
@@ -22,9 +21,7 @@ fn equals_the_reference() {
         let ids = ids(batch, seq_len);
         let inputs = [Random(1).input(&[VOCAB_SIZE, d_model])];
         let op = |inputs: &[Float]| primitive(embedding(float(&inputs[0]), ids.clone()));
-        let reference = |inputs: &[Float]| {
-            reference::embedding::<Ad>(inputs[0].clone(), ids.clone().into_primitive())
-        };
+        let reference = |inputs: &[Float]| reference::embedding::<Ad>(inputs[0].clone(), ids.clone().into_primitive());
         check_parity("embedding", &inputs, &op, &reference);
         check_views("embedding", &inputs, &op);
     }

@@ -16,16 +16,8 @@ pub struct Fp8Kept<B: Backend> {
 /// Products with a weight in eight-bit floats.
 pub trait Fp8Gradients: Backend {
     /// `x wᵀ`, and the residual where there is one, of x and w rounded to e4m3; what the gradients need beside it.
-    fn fp8_linear(
-        x: Float<Self>,
-        weight: Float<Self>,
-        residual: Option<Float<Self>>,
-    ) -> (Float<Self>, Fp8Kept<Self>);
+    fn fp8_linear(x: Float<Self>, weight: Float<Self>, residual: Option<Float<Self>>) -> (Float<Self>, Fp8Kept<Self>);
     /// `[dx, dweight]` of dy rounded to e5m2 and the rounded operands; the rounding counts as the identity. dweight is
     /// added to `sum` where there is one, which may be changed in place.
-    fn fp8_linear_backward(
-        kept: Fp8Kept<Self>,
-        dy: Float<Self>,
-        sum: Option<Float<Self>>,
-    ) -> [Float<Self>; 2];
+    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> [Float<Self>; 2];
 }

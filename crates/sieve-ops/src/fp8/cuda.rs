@@ -13,9 +13,7 @@ const NAME: &str = "fp8_linear";
 impl Fp8Gradients for Cuda {
     fn fp8_linear(x: Float, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Self>) {
         let attempt = forward(tensors([&x, &weight]), residual.as_ref());
-        kernel_or(NAME, attempt, || {
-            reference::fp8_linear::<Self>(x, weight, residual)
-        })
+        kernel_or(NAME, attempt, || reference::fp8_linear::<Self>(x, weight, residual))
     }
 
     fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: Float, sum: Option<Float>) -> [Float; 2] {
@@ -33,10 +31,7 @@ impl Fp8Gradients for Cuda {
     }
 }
 
-fn forward(
-    [x, weight]: [CudaTensor; 2],
-    residual: Option<&Float>,
-) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
+fn forward([x, weight]: [CudaTensor; 2], residual: Option<&Float>) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
     let mut shape = x.shape().to_vec();
     let [out, inner] = weight.dims(NAME, "weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = out;
@@ -66,12 +61,11 @@ fn backward(
     dy: &CudaTensor,
     sum: Option<&CudaTensor>,
 ) -> Result<[Float; 2], KernelError> {
-    let [x, weight] =
-        [(&kept.x, &scales[0]), (&kept.weight, &scales[1])].map(|(values, scale)| Fp8Matrix {
-            values: values.clone().into(),
-            scale: scale.clone().into(),
-            format: Fp8Format::E4m3,
-        });
+    let [x, weight] = [(&kept.x, &scales[0]), (&kept.weight, &scales[1])].map(|(values, scale)| Fp8Matrix {
+        values: values.clone().into(),
+        scale: scale.clone().into(),
+        format: Fp8Format::E4m3,
+    });
     let mut shape = dy.shape().to_vec();
     let [inner, _out] = weight.values.dims(NAME, "the weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = inner;

@@ -12,24 +12,12 @@ fn counted<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
 }
 
 impl Fp8Gradients for Flex {
-    fn fp8_linear(
-        x: FlexTensor,
-        weight: FlexTensor,
-        residual: Option<FlexTensor>,
-    ) -> (FlexTensor, Fp8Kept<Self>) {
-        counted("fp8_linear", || {
-            reference::fp8_linear::<Self>(x, weight, residual)
-        })
+    fn fp8_linear(x: FlexTensor, weight: FlexTensor, residual: Option<FlexTensor>) -> (FlexTensor, Fp8Kept<Self>) {
+        counted("fp8_linear", || reference::fp8_linear::<Self>(x, weight, residual))
     }
 
-    fn fp8_linear_backward(
-        kept: Fp8Kept<Self>,
-        dy: FlexTensor,
-        sum: Option<FlexTensor>,
-    ) -> [FlexTensor; 2] {
-        let [dx, dweight] = counted("fp8_linear_backward", || {
-            reference::fp8_linear_backward(kept, dy)
-        });
+    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: FlexTensor, sum: Option<FlexTensor>) -> [FlexTensor; 2] {
+        let [dx, dweight] = counted("fp8_linear_backward", || reference::fp8_linear_backward(kept, dy));
         [dx, added::<Self>(sum, dweight)]
     }
 }

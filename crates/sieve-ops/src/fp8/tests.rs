@@ -69,13 +69,8 @@ fn scales_bring_the_largest_to_the_formats_largest() {
 fn products_and_gradients_are_those_of_rounded_operands() {
     let (tokens, d_in, d_out) = (6, 5, 4);
     let mut random = Random(2);
-    let [x, w, dy, residual] = [
-        [tokens, d_in],
-        [d_out, d_in],
-        [tokens, d_out],
-        [tokens, d_out],
-    ]
-    .map(|dims| random.input(&dims));
+    let [x, w, dy, residual] =
+        [[tokens, d_in], [d_out, d_in], [tokens, d_out], [tokens, d_out]].map(|dims| random.input(&dims));
     let exact = |values: &[f64], format| {
         let values: Vec<f32> = values.iter().map(|&x| x as f32).collect();
         let (codes, scale) = fp8_quantise(&values, format);

@@ -17,9 +17,5 @@ pub trait LinearGradients: LinearBackend {
     /// `dx` of [`crate::linear`].
     fn linear_input_gradient(weight: Float<Self>, dy: Float<Self>) -> Float<Self>;
     /// `dweight` of [`crate::linear`], added to `sum` where there is one, which may be changed in place.
-    fn linear_weight_gradient(
-        x: Float<Self>,
-        dy: Float<Self>,
-        sum: Option<Float<Self>>,
-    ) -> Float<Self>;
+    fn linear_weight_gradient(x: Float<Self>, dy: Float<Self>, sum: Option<Float<Self>>) -> Float<Self>;
 }

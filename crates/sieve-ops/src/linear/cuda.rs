@@ -6,9 +6,7 @@ use crate::device::paths::kernel_or;
 use burn::tensor::DType::{BF16, F32};
 use burn::tensor::ops::FloatTensorOps;
 use sieve_kernels::step::residual_add;
-use sieve_kernels::{
-    CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, Product, matmul,
-};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, Product, matmul};
 
 impl LinearBackend for Cuda {
     fn linear(x: Float, weight: Float) -> Float {
@@ -40,9 +38,7 @@ impl LinearGradients for Cuda {
     fn linear_weight_gradient(x: Float, dy: Float, sum: Option<Float>) -> Float {
         let [a, b] = tensors([&dy, &x]);
         let total = sum.clone().map(CudaTensor::from);
-        let output = total
-            .as_ref()
-            .map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
+        let output = total.as_ref().map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
         let attempt = matmul(Product::Tn, &a, &b, output);
         kernel_or("linear_weight_gradient", attempt.map(Into::into), || {
             reference::added::<Self>(sum, reference::linear_weight_gradient::<Self>(x, dy))

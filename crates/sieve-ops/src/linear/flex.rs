@@ -50,11 +50,7 @@ impl LinearGradients for Flex {
         reference::linear_input_gradient::<Self>(weight, dy)
     }
 
-    fn linear_weight_gradient(
-        x: FlexTensor,
-        dy: FlexTensor,
-        sum: Option<FlexTensor>,
-    ) -> FlexTensor {
+    fn linear_weight_gradient(x: FlexTensor, dy: FlexTensor, sum: Option<FlexTensor>) -> FlexTensor {
         reference::added::<Self>(sum, reference::linear_weight_gradient::<Self>(x, dy))
     }
 }

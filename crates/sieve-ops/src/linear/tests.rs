@@ -1,8 +1,7 @@
 use super::linear;
 use crate::reference;
 use crate::testing::{
-    Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
-    primitive,
+    Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, primitive,
 };
 
 fn op(inputs: &[Float]) -> Float {
@@ -23,10 +22,7 @@ fn equals_the_reference_for_any_sizes() {
         [1, 129, 17, 1],
         [2, 5, 1, 7],
     ] {
-        let inputs = [
-            random.input(&[batch, seq_len, d_in]),
-            random.input(&[d_out, d_in]),
-        ];
+        let inputs = [random.input(&[batch, seq_len, d_in]), random.input(&[d_out, d_in])];
         let what = format!("linear {batch} {seq_len} {d_in} {d_out}");
         check_parity(&what, &inputs, &op, &reference_op);
     }
@@ -62,19 +58,10 @@ fn a_row_does_not_depend_on_the_number_of_rows() {
     let device = Default::default();
     let mut random = Random(1);
     for [d_in, d_out] in [[64, 128], [192, 1024], [48, 40], [512, 192]] {
-        let weight = Tensor::<Flex, 2>::from_data(
-            TensorData::new(random.vector(d_in * d_out), [d_out, d_in]),
-            &device,
-        );
+        let weight = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(d_in * d_out), [d_out, d_in]), &device);
         let rows = 61;
-        let x = Tensor::<Flex, 2>::from_data(
-            TensorData::new(random.vector(rows * d_in), [rows, d_in]),
-            &device,
-        );
-        let all: Vec<f32> = linear(x.clone(), weight.clone())
-            .into_data()
-            .to_vec()
-            .unwrap();
+        let x = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(rows * d_in), [rows, d_in]), &device);
+        let all: Vec<f32> = linear(x.clone(), weight.clone()).into_data().to_vec().unwrap();
         for count in [1, 2, 5, 7, 8, 9, 16, 33] {
             let some: Vec<f32> = linear(x.clone().narrow(0, 3, count), weight.clone())
                 .into_data()

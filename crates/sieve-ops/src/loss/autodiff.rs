@@ -24,18 +24,13 @@ impl<B: LossGradients, C: CheckpointStrategy> LossBackend for Autodiff<B, C> {
         constant::<B, C>(B::token_losses(h.primitive, weight.primitive, labels))
     }
 
-    fn linear_cross_entropy(
-        h: Float<Self>,
-        weight: Float<Self>,
-        labels: Ints<Self>,
-    ) -> Float<Self> {
+    fn linear_cross_entropy(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self> {
         if !h.is_tracked() && !weight.is_tracked() {
             let loss = B::linear_cross_entropy(h.primitive, weight.primitive, labels);
             return constant::<B, C>(loss);
         }
         let [inner_h, inner_weight] = [&h, &weight].map(inner::<B, C>);
-        let (loss, dh, dweight) =
-            B::linear_cross_entropy_with_gradients(inner_h, inner_weight, labels);
+        let (loss, dh, dweight) = B::linear_cross_entropy_with_gradients(inner_h, inner_weight, labels);
         enter::<B, C, _, 2>([&h, &weight], Known::<B> { dh, dweight }, loss)
     }
 }

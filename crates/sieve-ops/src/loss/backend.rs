@@ -8,8 +8,7 @@ pub trait LossBackend: Backend {
     /// gradient.
     fn token_losses(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self>;
     /// See [`crate::linear_cross_entropy`].
-    fn linear_cross_entropy(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>)
-    -> Float<Self>;
+    fn linear_cross_entropy(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self>;
 }
 
 /// Their gradients, as a device computes them.

@@ -25,11 +25,7 @@ impl LossBackend for Cuda {
 }
 
 impl LossGradients for Cuda {
-    fn linear_cross_entropy_with_gradients(
-        h: Float,
-        weight: Float,
-        labels: Float,
-    ) -> (Float, Float, Float) {
+    fn linear_cross_entropy_with_gradients(h: Float, weight: Float, labels: Float) -> (Float, Float, Float) {
         let attempt = with_gradients(&h, &weight, &labels);
         kernel_or("linear_cross_entropy_with_gradients", attempt, || {
             reference::linear_cross_entropy_with_gradients::<Self>(h, weight, labels)
@@ -40,9 +36,7 @@ impl LossGradients for Cuda {
     fn scale(x: Float, factor: Float) -> Float {
         let x = writable(x);
         let outcome = sieve_kernels::step::scale(&x, &cast(&factor, DType::F32));
-        kernel_on("scale", x.into(), outcome, |x| {
-            reference::scale::<Self>(x, factor)
-        })
+        kernel_on("scale", x.into(), outcome, |x| reference::scale::<Self>(x, factor))
     }
 }
 
@@ -54,14 +48,9 @@ fn summed(h: &Float, weight: &Float, labels: &Float) -> Result<Float, KernelErro
 }
 
 /// `(loss, dh, dweight)`, dweight in f32.
-fn with_gradients(
-    h: &Float,
-    weight: &Float,
-    labels: &Float,
-) -> Result<(Float, Float, Float), KernelError> {
+fn with_gradients(h: &Float, weight: &Float, labels: &Float) -> Result<(Float, Float, Float), KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
     let target = GradientTarget::New;
-    let all =
-        sieve_kernels::step::linear_cross_entropy_with_gradients(&h, &weight, &labels, target)?;
+    let all = sieve_kernels::step::linear_cross_entropy_with_gradients(&h, &weight, &labels, target)?;
     Ok((all.loss.into(), all.dh.into(), all.dweight.into()))
 }

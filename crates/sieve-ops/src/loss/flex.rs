@@ -1,29 +1,19 @@
 //! Projection and cross-entropy on the CPU.
 use super::backend::{LossBackend, LossGradients};
 use super::reference;
-use crate::device::flex::{
-    contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like,
-};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 
 impl LossBackend for Flex {
     fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
         if !is_f32(&h) {
-            return plain("token_losses", || {
-                reference::token_losses::<Self>(h, weight, labels)
-            });
+            return plain("token_losses", || reference::token_losses::<Self>(h, weight, labels));
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let mut losses = vec![0.0; labels.shape().num_elements()];
         let d_model = last_dim(&h);
-        sieve_cpu::token_losses(
-            floats(&h),
-            floats(&weight),
-            ints(&labels),
-            d_model,
-            &mut losses,
-        );
+        sieve_cpu::token_losses(floats(&h), floats(&weight), ints(&labels), d_model, &mut losses);
         let count = losses.len();
         from_vec(losses, [count])
     }
@@ -36,8 +26,7 @@ impl LossBackend for Flex {
         }
         let [h, weight, labels] = [h, weight, labels].map(contiguous);
         let d_model = last_dim(&h);
-        let loss =
-            sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
+        let loss = sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
         from_vec(vec![loss.loss_sum as f32], [1])
     }
 }

@@ -44,11 +44,7 @@ pub fn token_losses<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) 
 }
 
 /// The sum of all losses, `[1]`.
-pub fn linear_cross_entropy<B: Backend>(
-    h: Float<B>,
-    weight: Float<B>,
-    labels: Ints<B>,
-) -> Float<B> {
+pub fn linear_cross_entropy<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Float<B> {
     primitive(losses(&logits::<B>(h, weight, labels)).sum())
 }
 

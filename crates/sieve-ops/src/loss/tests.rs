@@ -1,8 +1,8 @@
 use super::{IGNORE_LABEL, linear_cross_entropy, token_losses};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity,
-    check_views, float, ints, primitive,
+    Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity, check_views, float,
+    ints, primitive,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor};

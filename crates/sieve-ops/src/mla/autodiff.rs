@@ -25,13 +25,7 @@ struct Attention<B: Backend> {
 impl<B: MlaGradients> Gradient<B, 1> for Attention<B> {
     fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
         let (packed, documents) = (self.packed, &self.documents);
-        [B::mla_attention_backward(
-            packed,
-            documents,
-            self.spec,
-            self.output,
-            dy,
-        )]
+        [B::mla_attention_backward(packed, documents, self.spec, self.output, dy)]
     }
 }
 
@@ -46,11 +40,7 @@ impl<B: MlaGradients, C: CheckpointStrategy> MlaBackend for Autodiff<B, C> {
         enter::<B, C, _, 3>(inputs.each_ref(), call, y)
     }
 
-    fn mla_attention(
-        packed: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: MlaSpec,
-    ) -> AttentionOutput<Self> {
+    fn mla_attention(packed: Float<Self>, documents: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self> {
         let output = B::mla_attention(packed.primitive.clone(), documents, spec);
         let kept = Attention {
             packed: packed.primitive.clone(),

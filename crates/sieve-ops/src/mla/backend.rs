@@ -57,11 +57,7 @@ pub trait MlaBackend: Backend {
     /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
     fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> Float<Self>;
     /// See [`crate::mla_attention`].
-    fn mla_attention(
-        packed: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: MlaSpec,
-    ) -> AttentionOutput<Self>;
+    fn mla_attention(packed: Float<Self>, documents: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self>;
 }
 
 /// Gradients of MLA's ops, as a device computes them.

@@ -16,11 +16,7 @@ impl MlaBackend for Cuda {
         kernel_or("mla_pack", attempt, || reference::mla_pack(inputs, call))
     }
 
-    fn mla_attention(
-        packed: Float,
-        documents: &DocumentBounds<Self>,
-        spec: MlaSpec,
-    ) -> AttentionOutput<Self> {
+    fn mla_attention(packed: Float, documents: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self> {
         let attempt = attend(&packed, documents, spec);
         let scores = scores(&packed, spec.num_heads);
         kernel_or_scores("mla_attention", attempt, scores, || {
@@ -32,9 +28,7 @@ impl MlaBackend for Cuda {
 impl MlaGradients for Cuda {
     fn mla_pack_backward(call: MlaPackCall<Self>, dy: Float) -> [Float; 3] {
         let attempt = Rotation::new(&call).backward(&dy);
-        kernel_or("mla_pack_backward", attempt, || {
-            reference::mla_pack_backward(call, dy)
-        })
+        kernel_or("mla_pack_backward", attempt, || reference::mla_pack_backward(call, dy))
     }
 
     fn mla_attention_backward(
@@ -101,9 +95,7 @@ fn attend(
     let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
     let [start, _] = bounds(documents);
     let scale = spec.softmax_scale as f32;
-    heads
-        .attention_forward(&start, None, scale, None)
-        .map(output)
+    heads.attention_forward(&start, None, scale, None).map(output)
 }
 
 /// The gradient of the packed tensor, every element of it.

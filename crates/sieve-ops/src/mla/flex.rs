@@ -3,9 +3,7 @@ use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
 use super::reference;
 use crate::attention::AttentionOutput;
 use crate::attention::flex::{contiguous_bounds, documents, empty_output, output_of, shape_of};
-use crate::device::flex::{
-    contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
-};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
 use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
 use crate::rope::RopeTables;
@@ -16,10 +14,7 @@ use sieve_cpu::{AttentionShape, MlaPack};
 fn attention_shape(packed: &FlexTensor, spec: MlaSpec) -> AttentionShape {
     let dims = packed.shape();
     let packed_heads = spec.attention().packed_heads();
-    shape_of(
-        [dims[0], dims[1], packed_heads, spec.key_dim()],
-        spec.attention(),
-    )
+    shape_of([dims[0], dims[1], packed_heads, spec.key_dim()], spec.attention())
 }
 
 /// A call with contiguous tensors.
@@ -60,11 +55,7 @@ impl MlaBackend for Flex {
         from_vec(packed, sizes)
     }
 
-    fn mla_attention(
-        packed: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: MlaSpec,
-    ) -> AttentionOutput<Self> {
+    fn mla_attention(packed: FlexTensor, bounds: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self> {
         if !is_f32(&packed) {
             let scores = scores(&packed, spec.num_heads);
             return plain_scores("mla_attention", scores, || {
@@ -89,9 +80,7 @@ impl MlaBackend for Flex {
 impl MlaGradients for Flex {
     fn mla_pack_backward(call: MlaPackCall<Self>, dy: FlexTensor) -> [FlexTensor; 3] {
         if !is_f32(&dy) {
-            return plain("mla_pack_backward", || {
-                reference::mla_pack_backward(call, dy)
-            });
+            return plain("mla_pack_backward", || reference::mla_pack_backward(call, dy));
         }
         let (dy, call) = (contiguous(dy), contiguous_call(call));
         let (shape, spec) = (dy.shape(), call.spec);

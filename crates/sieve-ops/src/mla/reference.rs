@@ -61,14 +61,8 @@ pub fn mla_pack_backward<B: Backend>(call: MlaPackCall<B>, dy: Float<B>) -> [Flo
     let dkv = Tensor::cat(vec![dk_c, dv], 3);
     let dk_rope = angles.rotate(dk_r.sum_dim(2), -1.0);
     [
-        primitive(
-            dq.reshape([batch, n, num_heads * spec.key_dim()])
-                .cast(dtype),
-        ),
-        primitive(
-            dkv.reshape([batch, n, num_heads * 2 * head_dim])
-                .cast(dtype),
-        ),
+        primitive(dq.reshape([batch, n, num_heads * spec.key_dim()]).cast(dtype)),
+        primitive(dkv.reshape([batch, n, num_heads * 2 * head_dim]).cast(dtype)),
         primitive(dk_rope.reshape([batch, n, rope_dim]).cast(dtype)),
     ]
 }
@@ -86,9 +80,7 @@ fn join<B: Backend>(qkv: [Tensor<B, 4>; 3]) -> Tensor<B, 3> {
 fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
     let [batch, n, _] = packed.dims();
     let MlaSpec {
-        num_heads,
-        head_dim,
-        ..
+        num_heads, head_dim, ..
     } = spec;
     let wide = num_heads * spec.key_dim();
     let part = |first: usize, len: usize, width: usize| {
@@ -103,11 +95,7 @@ fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
 }
 
 /// See [`crate::mla_attention`].
-pub fn mla_attention<B: Backend>(
-    packed: Float<B>,
-    documents: &DocumentBounds<B>,
-    spec: MlaSpec,
-) -> AttentionOutput<B> {
+pub fn mla_attention<B: Backend>(packed: Float<B>, documents: &DocumentBounds<B>, spec: MlaSpec) -> AttentionOutput<B> {
     let (packed, dtype) = upcast::<B, 3>(packed);
     separate_attention(split(packed, spec), documents, spec.attention(), dtype)
 }

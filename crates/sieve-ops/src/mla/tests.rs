@@ -2,8 +2,8 @@
 use super::*;
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
-    documents, float, primitive,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, documents, float,
+    primitive,
 };
 use burn::tensor::DType;
 
@@ -73,7 +73,5 @@ fn mla_equals_the_reference() {
 #[test]
 fn mla_gradients_are_those_of_the_function() {
     let (dims, spec) = ([2, 9], spec(2, 3, 4));
-    check_finite_differences("mla", &inputs(spec, dims, 2), &|inputs| {
-        run(inputs, &[4], dims, spec)
-    });
+    check_finite_differences("mla", &inputs(spec, dims, 2), &|inputs| run(inputs, &[4], dims, spec));
 }

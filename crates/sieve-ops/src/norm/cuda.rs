@@ -11,29 +11,16 @@ impl NormBackend for Cuda {
     fn rms_norm(call: RmsNormCall<Self>) -> Float {
         let [x, weight] = tensors([&call.x, &call.weight]);
         let attempt = sieve_kernels::step::rms_norm_forward(&x, &weight, call.epsilon as f32);
-        kernel_or("rms_norm", attempt.map(Into::into), || {
-            reference::rms_norm(call)
-        })
+        kernel_or("rms_norm", attempt.map(Into::into), || reference::rms_norm(call))
     }
 }
 
 impl NormGradients for Cuda {
-    fn rms_norm_backward(
-        call: RmsNormCall<Self>,
-        dy: Float,
-        d_residual: Option<Float>,
-    ) -> (Float, Float) {
+    fn rms_norm_backward(call: RmsNormCall<Self>, dy: Float, d_residual: Option<Float>) -> (Float, Float) {
         let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
         let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
         let beside = d_residual.clone().map(CudaTensor::from);
-        let attempt = sieve_kernels::step::rms_norm_backward(
-            &x,
-            &weight,
-            epsilon,
-            &d,
-            beside.as_ref(),
-            target,
-        );
+        let attempt = sieve_kernels::step::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref(), target);
         let attempt = attempt.map(|(dx, dweight)| (dx.into(), dweight.into()));
         kernel_or("rms_norm_backward", attempt, || {
             let (dx, dweight) = reference::rms_norm_backward(call, dy);
@@ -41,16 +28,10 @@ impl NormGradients for Cuda {
         })
     }
 
-    fn rms_norm_backward_with_output(
-        call: RmsNormCall<Self>,
-        dy: Float,
-        d_residual: Float,
-    ) -> (Float, Float, Float) {
+    fn rms_norm_backward_with_output(call: RmsNormCall<Self>, dy: Float, d_residual: Float) -> (Float, Float, Float) {
         let [x, weight, d, residual] = tensors([&call.x, &call.weight, &dy, &d_residual]);
         let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
-        let attempt = sieve_kernels::step::rms_norm_backward_with_output(
-            &x, &weight, epsilon, &d, &residual, target,
-        );
+        let attempt = sieve_kernels::step::rms_norm_backward_with_output(&x, &weight, epsilon, &d, &residual, target);
         let attempt = attempt.map(|(dx, dweight, y)| (dx.into(), dweight.into(), y.into()));
         kernel_or("rms_norm_backward", attempt, || {
             let y = reference::rms_norm(call.clone());

@@ -24,9 +24,7 @@ impl NormGradients for Flex {
         d_residual: Option<FlexTensor>,
     ) -> (FlexTensor, FlexTensor) {
         if !is_f32(&call.x) {
-            let (dx, dweight) = plain("rms_norm_backward", || {
-                reference::rms_norm_backward(call, dy)
-            });
+            let (dx, dweight) = plain("rms_norm_backward", || reference::rms_norm_backward(call, dy));
             return (plus::<Self>(dx, d_residual), dweight);
         }
         let [x, weight, dy] = [call.x, call.weight, dy].map(contiguous);

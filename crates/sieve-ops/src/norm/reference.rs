@@ -8,11 +8,7 @@ use burn::tensor::{Tensor, TensorMetadata};
 pub fn rms_norm<B: Backend>(call: RmsNormCall<B>) -> Float<B> {
     let (x, dtype, shape) = rows::<B>(call.x);
     let weight = tensor::<B, 1>(call.weight).cast(x.dtype());
-    unrows(
-        normalise(x, call.epsilon).0 * weight.unsqueeze(),
-        dtype,
-        shape,
-    )
+    unrows(normalise(x, call.epsilon).0 * weight.unsqueeze(), dtype, shape)
 }
 
 /// With `r = 1/sqrt(mean(x²) + epsilon)`, `n = x r`, `g = dy * weight`: `dx = r (g - n mean(g n))`, `dweight = sum(dy
@@ -23,17 +19,12 @@ pub fn rms_norm_backward<B: Backend>(call: RmsNormCall<B>, dy: Float<B>) -> (Flo
     let weight_dtype = call.weight.dtype();
     let weight = tensor::<B, 1>(call.weight).cast(x.dtype());
     let (dx, dweight) = normalise_backward(x, weight, call.epsilon, dy);
-    (
-        unrows(dx, dtype, shape),
-        primitive(dweight.cast(weight_dtype)),
-    )
+    (unrows(dx, dtype, shape), primitive(dweight.cast(weight_dtype)))
 }
 
 /// `(n, r)` of the rows.
 pub(crate) fn normalise<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>) {
-    let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon)
-        .sqrt()
-        .recip();
+    let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon).sqrt().recip();
     (x * r.clone(), r)
 }
 

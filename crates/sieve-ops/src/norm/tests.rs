@@ -1,8 +1,7 @@
 use super::{RmsNormCall, rms_norm};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float,
-    primitive,
+    Ad, Float, Random, RandomInput, check_finite_differences, check_parity, check_views, float, primitive,
 };
 
 const EPSILON: f64 = 1e-6;
@@ -42,9 +41,6 @@ fn gradients_are_those_of_the_function() {
 
 #[test]
 fn epsilon_keeps_a_row_of_zeros_finite() {
-    let inputs = [
-        Random(3).input(&[1, 2, 8]).affine(0.0, 0.0),
-        Random(4).input(&[8]),
-    ];
+    let inputs = [Random(3).input(&[1, 2, 8]).affine(0.0, 0.0), Random(4).input(&[8])];
     check_parity("rms_norm of zeros", &inputs, &op, &reference_op);
 }

@@ -101,10 +101,7 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
     ) -> NsaCompressed<Self> {
         let call = call.on::<B>();
         let [q, c] = [&qkv, &compressed].map(inner::<B, C>);
-        let NsaCompressed {
-            output,
-            block_indices,
-        } = B::nsa_compressed_attention(q.clone(), c.clone(), &call);
+        let NsaCompressed { output, block_indices } = B::nsa_compressed_attention(q.clone(), c.clone(), &call);
         let kept = Compressed {
             call,
             qkv: q,
@@ -122,14 +119,9 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
         }
     }
 
-    fn nsa_selected_attention(
-        qkv: Float<Self>,
-        block_indices: Ints<Self>,
-        call: &NsaCall<Self>,
-    ) -> NsaSelected<Self> {
+    fn nsa_selected_attention(qkv: Float<Self>, block_indices: Ints<Self>, call: &NsaCall<Self>) -> NsaSelected<Self> {
         let call = call.on::<B>();
-        let selected =
-            B::nsa_selected_attention(qkv.primitive.clone(), block_indices.clone(), &call);
+        let selected = B::nsa_selected_attention(qkv.primitive.clone(), block_indices.clone(), &call);
         let output = selected.output.clone();
         let kept = Selected {
             call,
@@ -145,11 +137,7 @@ impl<B: NsaGradients, C: CheckpointStrategy> NsaBackend for Autodiff<B, C> {
         })
     }
 
-    fn nsa_gates(
-        branches: [Float<Self>; 3],
-        logits: Float<Self>,
-        bias: Float<Self>,
-    ) -> Float<Self> {
+    fn nsa_gates(branches: [Float<Self>; 3], logits: Float<Self>, bias: Float<Self>) -> Float<Self> {
         let kept = Gates {
             branches: branches.each_ref().map(inner::<B, C>),
             logits: logits.primitive.clone(),

@@ -70,44 +70,24 @@ impl<B: Backend> NsaSelected<B> {
 /// NSA's ops.
 pub trait NsaBackend: Backend {
     /// See [`crate::nsa_blocks`]; positions of keys, then of values.
-    fn nsa_blocks(
-        qkv: Float<Self>,
-        positions: [Float<Self>; 2],
-        call: &NsaCall<Self>,
-    ) -> Float<Self>;
+    fn nsa_blocks(qkv: Float<Self>, positions: [Float<Self>; 2], call: &NsaCall<Self>) -> Float<Self>;
     /// See [`crate::nsa_mean_pool`].
     fn nsa_mean_pool(qkv: Float<Self>, call: &NsaCall<Self>) -> Float<Self>;
     /// See [`crate::nsa_compressed_attention`].
-    fn nsa_compressed_attention(
-        qkv: Float<Self>,
-        compressed: Float<Self>,
-        call: &NsaCall<Self>,
-    ) -> NsaCompressed<Self>;
+    fn nsa_compressed_attention(qkv: Float<Self>, compressed: Float<Self>, call: &NsaCall<Self>)
+    -> NsaCompressed<Self>;
     /// See [`crate::nsa_selected_attention`].
-    fn nsa_selected_attention(
-        qkv: Float<Self>,
-        block_indices: Ints<Self>,
-        call: &NsaCall<Self>,
-    ) -> NsaSelected<Self>;
+    fn nsa_selected_attention(qkv: Float<Self>, block_indices: Ints<Self>, call: &NsaCall<Self>) -> NsaSelected<Self>;
     /// See [`crate::nsa_gates`].
-    fn nsa_gates(branches: [Float<Self>; 3], logits: Float<Self>, bias: Float<Self>)
-    -> Float<Self>;
+    fn nsa_gates(branches: [Float<Self>; 3], logits: Float<Self>, bias: Float<Self>) -> Float<Self>;
 }
 
 /// Gradients of NSA's ops, as a device computes them.
 pub trait NsaGradients: NsaBackend {
     /// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](NsaBackend::nsa_blocks); `dims` are qkv's.
-    fn nsa_blocks_backward(
-        dims: [usize; 4],
-        call: &NsaCall<Self>,
-        dy: Float<Self>,
-    ) -> [Float<Self>; 3];
+    fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
     /// `dqkv` of [`nsa_mean_pool`](NsaBackend::nsa_mean_pool); `dims` are qkv's.
-    fn nsa_mean_pool_backward(
-        dims: [usize; 4],
-        call: &NsaCall<Self>,
-        dy: Float<Self>,
-    ) -> Float<Self>;
+    fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float<Self>) -> Float<Self>;
     /// `[dqkv, dcompressed]` of [`nsa_compressed_attention`](NsaBackend::nsa_compressed_attention); dqkv is zero for
     /// keys and values.
     fn nsa_compressed_attention_backward(

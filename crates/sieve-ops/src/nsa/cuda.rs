@@ -6,21 +6,15 @@ use crate::attention::cuda::{Backward, bounds, output, packed, result};
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use burn::tensor::DType;
-use sieve_kernels::{
-    AttentionShape, ChoiceLists, CudaPrimitive as Float, CudaTensor, KernelError, SumOrder,
-};
+use sieve_kernels::{AttentionShape, ChoiceLists, CudaPrimitive as Float, CudaTensor, KernelError, SumOrder};
 
 impl NsaBackend for Cuda {
     fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Self>) -> Float {
         let [k, v] = positions.each_ref().map(|x| CudaTensor::from(x.clone()));
         let [start, end] = bounds(&call.documents);
         let input = packed(&qkv, call.spec);
-        let attempt = input
-            .nsa_blocks([&k, &v], [&start, &end], call.blocks)
-            .map(Into::into);
-        kernel_or("nsa_blocks", attempt, || {
-            reference::nsa_blocks(qkv, positions, call)
-        })
+        let attempt = input.nsa_blocks([&k, &v], [&start, &end], call.blocks).map(Into::into);
+        kernel_or("nsa_blocks", attempt, || reference::nsa_blocks(qkv, positions, call))
     }
 
     fn nsa_mean_pool(qkv: Float, call: &NsaCall<Self>) -> Float {
@@ -32,11 +26,7 @@ impl NsaBackend for Cuda {
         })
     }
 
-    fn nsa_compressed_attention(
-        qkv: Float,
-        compressed: Float,
-        call: &NsaCall<Self>,
-    ) -> NsaCompressed<Self> {
+    fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &NsaCall<Self>) -> NsaCompressed<Self> {
         let attempt = compressed_forward(&qkv, &compressed, call);
         let scores = scores(&qkv, call.spec.num_heads);
         kernel_or_scores("nsa_compressed_attention", attempt, scores, || {
@@ -44,11 +34,7 @@ impl NsaBackend for Cuda {
         })
     }
 
-    fn nsa_selected_attention(
-        qkv: Float,
-        block_indices: Float,
-        call: &NsaCall<Self>,
-    ) -> NsaSelected<Self> {
+    fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &NsaCall<Self>) -> NsaSelected<Self> {
         let [start, end] = bounds(&call.documents);
         let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
             [&start, &end],
@@ -84,8 +70,7 @@ impl NsaGradients for Cuda {
         let [start, end] = bounds(&call.documents);
         let shape = shape(dims, call);
         let gradient = dy.clone().into();
-        let attempt =
-            sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
+        let attempt = sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
         let attempt = attempt.map(|gradients| gradients.map(Into::into));
         kernel_or("nsa_blocks_backward", attempt, || {
             reference::nsa_blocks_backward(dims, call, dy)
@@ -96,8 +81,7 @@ impl NsaGradients for Cuda {
         let [start, end] = bounds(&call.documents);
         let shape = shape(dims, call);
         let gradient = dy.clone().into();
-        let attempt =
-            sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
+        let attempt = sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
         kernel_or("nsa_mean_pool_backward", attempt.map(Into::into), || {
             reference::nsa_mean_pool_backward(dims, call, dy)
         })
@@ -140,12 +124,7 @@ impl NsaGradients for Cuda {
         })
     }
 
-    fn nsa_gates_backward(
-        branches: [Float; 3],
-        logits: Float,
-        bias: Float,
-        d_o: Float,
-    ) -> [Float; 5] {
+    fn nsa_gates_backward(branches: [Float; 3], logits: Float, bias: Float, d_o: Float) -> [Float; 5] {
         let [a, b, c, l, d] = tensors([&branches[0], &branches[1], &branches[2], &logits, &d_o]);
         let bias_f32 = cast(&bias, DType::F32);
         let attempt = sieve_kernels::nsa_gates_backward([&a, &b, &c], &l, &bias_f32, &d);

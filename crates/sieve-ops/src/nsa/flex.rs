@@ -4,12 +4,8 @@ mod gates;
 use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
 use super::reference;
 use crate::attention::AttentionOutput;
-use crate::attention::flex::{
-    attention_shape, contiguous_bounds, documents, empty_output, output_of, shape_of,
-};
-use crate::device::flex::{
-    contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like,
-};
+use crate::attention::flex::{attention_shape, contiguous_bounds, documents, empty_output, output_of, shape_of};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
 use crate::device::paths::scores;
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
@@ -55,26 +51,17 @@ impl NsaBackend for Flex {
         from_vec(out, [2, rows, shape.head_dim])
     }
 
-    fn nsa_compressed_attention(
-        qkv: FlexTensor,
-        compressed: FlexTensor,
-        call: &NsaCall<Self>,
-    ) -> NsaCompressed<Self> {
+    fn nsa_compressed_attention(qkv: FlexTensor, compressed: FlexTensor, call: &NsaCall<Self>) -> NsaCompressed<Self> {
         if !is_f32(&qkv) {
-            return plain_scores(
-                "nsa_compressed_attention",
-                scores(&qkv, call.spec.num_heads),
-                || reference::nsa_compressed_attention(qkv, compressed, call),
-            );
+            return plain_scores("nsa_compressed_attention", scores(&qkv, call.spec.num_heads), || {
+                reference::nsa_compressed_attention(qkv, compressed, call)
+            });
         }
         let [qkv, compressed] = [qkv, compressed].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
         let shape = attention_shape(&qkv, call.spec);
         let [mut o, mut lse] = empty_output(shape, shape.head_dim);
-        let (tokens, per_query) = (
-            [shape.batch, shape.seq_len],
-            call.blocks.num_selected_blocks,
-        );
+        let (tokens, per_query) = ([shape.batch, shape.seq_len], call.blocks.num_selected_blocks);
         let chosen = [tokens[0], tokens[1], shape.num_kv_heads, per_query];
         let mut block_indices = vec![0i32; chosen.iter().product()];
         sieve_cpu::nsa_compressed_attention_forward(
@@ -93,17 +80,11 @@ impl NsaBackend for Flex {
         }
     }
 
-    fn nsa_selected_attention(
-        qkv: FlexTensor,
-        block_indices: FlexTensor,
-        call: &NsaCall<Self>,
-    ) -> NsaSelected<Self> {
+    fn nsa_selected_attention(qkv: FlexTensor, block_indices: FlexTensor, call: &NsaCall<Self>) -> NsaSelected<Self> {
         if !is_f32(&qkv) {
-            return plain_scores(
-                "nsa_selected_attention",
-                scores(&qkv, call.spec.num_heads),
-                || reference::nsa_selected_attention(qkv, block_indices, call),
-            );
+            return plain_scores("nsa_selected_attention", scores(&qkv, call.spec.num_heads), || {
+                reference::nsa_selected_attention(qkv, block_indices, call)
+            });
         }
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);
         let bounds = contiguous_bounds(&call.documents);
@@ -123,24 +104,16 @@ impl NsaBackend for Flex {
 
     fn nsa_gates(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
         if !is_f32(&logits) {
-            return plain("nsa_gates", || {
-                reference::nsa_gates::<Self>(branches, logits, bias)
-            });
+            return plain("nsa_gates", || reference::nsa_gates::<Self>(branches, logits, bias));
         }
         gates::forward(branches, logits, bias)
     }
 }
 
 impl NsaGradients for Flex {
-    fn nsa_blocks_backward(
-        dims: [usize; 4],
-        call: &NsaCall<Self>,
-        dy: FlexTensor,
-    ) -> [FlexTensor; 3] {
+    fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: FlexTensor) -> [FlexTensor; 3] {
         if !is_f32(&dy) {
-            return plain("nsa_blocks_backward", || {
-                reference::nsa_blocks_backward(dims, call, dy)
-            });
+            return plain("nsa_blocks_backward", || reference::nsa_blocks_backward(dims, call, dy));
         }
         let (dy, bounds) = (contiguous(dy), contiguous_bounds(&call.documents));
         let (l, d) = (call.blocks.compress_block_size, dims[3]);
@@ -154,18 +127,10 @@ impl NsaGradients for Flex {
             &mut dqkv,
             [&mut dk, &mut dv],
         );
-        [
-            from_vec(dqkv, dims),
-            from_vec(dk, [l, d]),
-            from_vec(dv, [l, d]),
-        ]
+        [from_vec(dqkv, dims), from_vec(dk, [l, d]), from_vec(dv, [l, d])]
     }
 
-    fn nsa_mean_pool_backward(
-        dims: [usize; 4],
-        call: &NsaCall<Self>,
-        dy: FlexTensor,
-    ) -> FlexTensor {
+    fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: FlexTensor) -> FlexTensor {
         if !is_f32(&dy) {
             return plain("nsa_mean_pool_backward", || {
                 reference::nsa_mean_pool_backward(dims, call, dy)
@@ -208,10 +173,7 @@ impl NsaGradients for Flex {
             &mut dqkv,
             &mut d_compressed,
         );
-        [
-            from_vec(dqkv, qkv.shape()),
-            from_vec(d_compressed, compressed.shape()),
-        ]
+        [from_vec(dqkv, qkv.shape()), from_vec(d_compressed, compressed.shape())]
     }
 
     fn nsa_selected_attention_backward(
@@ -225,15 +187,7 @@ impl NsaGradients for Flex {
             return plain_scores(
                 "nsa_selected_attention_backward",
                 scores(&qkv, call.spec.num_heads),
-                || {
-                    reference::nsa_selected_attention_backward(
-                        qkv,
-                        block_indices,
-                        call,
-                        selected,
-                        d_o,
-                    )
-                },
+                || reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o),
             );
         }
         let [qkv, block_indices] = [qkv, block_indices].map(contiguous);

@@ -2,8 +2,7 @@
 use super::*;
 use crate::tensors::primitive;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
-    documents, float, ints,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, documents, float, ints,
 };
 use crate::{AttentionSpec, Documents, reference};
 use burn_flex::Flex;
@@ -103,15 +102,10 @@ fn positions(call: &Call, seed: u64) -> Input {
 fn nsa_blocks_equal_the_reference() {
     for call in calls() {
         let inputs = [call.qkv(1), positions(&call, 2), positions(&call, 3)];
-        check_parity(
-            "nsa_blocks",
-            &inputs,
-            &|inputs| blocks_op(&call, inputs),
-            &|inputs| {
-                let positions = [inputs[1].clone(), inputs[2].clone()];
-                reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
-            },
-        );
+        check_parity("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs), &|inputs| {
+            let positions = [inputs[1].clone(), inputs[2].clone()];
+            reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
+        });
         check_views("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
         let pool = |inputs: &[Float]| Ad::nsa_mean_pool(inputs[0].clone(), &call.call());
         check_parity("nsa_mean_pool", &inputs[..1], &pool, &|inputs| {
@@ -129,9 +123,7 @@ fn nsa_blocks_equal_the_reference() {
 fn nsa_compressed_attention_equals_the_reference() {
     let op = |call: &Call, inputs: &[Float]| {
         let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
-        Ad::nsa_compressed_attention(qkv, compressed, &call.call())
-            .output
-            .o
+        Ad::nsa_compressed_attention(qkv, compressed, &call.call()).output.o
     };
     for call in calls() {
         let inputs = [call.qkv(1), call.compressed(2)];
@@ -146,23 +138,19 @@ fn nsa_compressed_attention_equals_the_reference() {
                 result.output.o
             },
         );
-        check_views("nsa_compressed_attention", &inputs, &|inputs| {
-            op(&call, inputs)
-        });
+        check_views("nsa_compressed_attention", &inputs, &|inputs| op(&call, inputs));
     }
     let call = Call::new([2, 13], [4, 2], 3, &[6]);
     let inputs = [call.qkv(4), call.compressed(5)];
-    check_finite_differences("nsa_compressed_attention", &inputs, &|inputs| {
-        op(&call, inputs)
-    });
+    check_finite_differences("nsa_compressed_attention", &inputs, &|inputs| op(&call, inputs));
 }
 
 #[test]
 fn nsa_choice_of_blocks_equals_the_reference() {
     for call in calls() {
         for seed in 0..3 {
-            let [qkv, compressed] = [call.qkv(seed), call.compressed(seed + 9)]
-                .map(|input| input.tensor(burn::tensor::DType::F32));
+            let [qkv, compressed] =
+                [call.qkv(seed), call.compressed(seed + 9)].map(|input| input.tensor(burn::tensor::DType::F32));
             let call = call.call().on::<Flex>();
             let run = |reference: bool| -> Vec<i64> {
                 let (qkv, compressed) = (qkv.clone(), compressed.clone());
@@ -183,9 +171,7 @@ fn nsa_selected_attention_equals_the_reference() {
     let op = |call: &Call, chosen: &Tensor<Ad, 4, Int>, inputs: &[Float]| {
         let chosen = chosen.clone().into_primitive();
         let qkv = inputs[0].clone();
-        Ad::nsa_selected_attention(qkv, chosen, &call.call())
-            .output
-            .o
+        Ad::nsa_selected_attention(qkv, chosen, &call.call()).output.o
     };
     for call in calls() {
         let (inputs, chosen) = ([call.qkv(1)], call.chosen(2));
@@ -200,9 +186,7 @@ fn nsa_selected_attention_equals_the_reference() {
                     .o
             },
         );
-        check_views("nsa_selected_attention", &inputs, &|inputs| {
-            op(&call, &chosen, inputs)
-        });
+        check_views("nsa_selected_attention", &inputs, &|inputs| op(&call, &chosen, inputs));
     }
     let call = Call::new([2, 13], [4, 2], 3, &[6]);
     let chosen = call.chosen(5);

@@ -12,12 +12,7 @@ use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, HostCopy, KernelError};
 
 impl OptimizerBackend for Cuda {
-    fn adamw(
-        tensors: AdamWTensors<Self>,
-        grad: Float,
-        grad_scale: Float,
-        step: AdamWStep,
-    ) -> AdamWTensors<Self> {
+    fn adamw(tensors: AdamWTensors<Self>, grad: Float, grad_scale: Float, step: AdamWStep) -> AdamWTensors<Self> {
         let (tensors, outcome) = launch(tensors, &grad, &grad_scale, step);
         kernel_on("adamw", tensors, outcome, |tensors| {
             let AdamWTensors { param, leaf, .. } = &tensors;
@@ -37,8 +32,7 @@ impl OptimizerBackend for Cuda {
     }
 
     fn split_master(master: Float) -> (Float, Float) {
-        let attempt =
-            sieve_kernels::step::split_master(&CudaTensor::from(master.clone()).contiguous());
+        let attempt = sieve_kernels::step::split_master(&CudaTensor::from(master.clone()).contiguous());
         let attempt = attempt.map(|(leaf, rest)| (leaf.into(), rest.into()));
         kernel_or("split_master", attempt, || {
             (Self::float_cast(master.clone(), FloatDType::BF16), master)
@@ -65,9 +59,7 @@ impl OptimizerBackend for Cuda {
 
     fn global_norm(tensors: Vec<Float>) -> Float {
         let attempt = norm_of(&tensors);
-        kernel_or("global_norm", attempt, || {
-            reference::global_norm::<Self>(tensors)
-        })
+        kernel_or("global_norm", attempt, || reference::global_norm::<Self>(tensors))
     }
 
     fn snapshot(tensor: Float) -> Snapshot {
@@ -91,8 +83,7 @@ fn launch(
     grad_scale: &Float,
     step: AdamWStep,
 ) -> (AdamWTensors<Cuda>, Result<(), KernelError>) {
-    let [param, exp_avg, exp_avg_sq] =
-        [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(writable);
+    let [param, exp_avg, exp_avg_sq] = [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(writable);
     let leaf = tensors.leaf.map(writable);
     let grad = cast(grad, DType::F32).contiguous();
     let grad_scale = cast(grad_scale, DType::F32);
@@ -116,10 +107,7 @@ fn launch(
 
 /// The norm over all tensors, one launch each.
 fn norm_of(tensors: &[Float]) -> Result<Float, KernelError> {
-    let tensors: Vec<CudaTensor> = tensors
-        .iter()
-        .map(|tensor| CudaTensor::from(tensor.clone()))
-        .collect();
+    let tensors: Vec<CudaTensor> = tensors.iter().map(|tensor| CudaTensor::from(tensor.clone())).collect();
     let sizes = tensors.iter().map(CudaTensor::num_elements);
     let mut sum = FixedSum::new(&tensors[0], Term::Square, sizes);
     for tensor in &tensors {

@@ -16,9 +16,7 @@ impl OptimizerBackend for Flex {
         step: AdamWStep,
     ) -> AdamWTensors<Self> {
         if !is_f32(&tensors.param) || tensors.leaf.is_some() {
-            return plain("adamw", || {
-                reference::adamw::<Self>(tensors, grad, grad_scale, step)
-            });
+            return plain("adamw", || reference::adamw::<Self>(tensors, grad, grad_scale, step));
         }
         let grad = contiguous(grad);
         let grad_scale = floats(&contiguous(grad_scale))[0];

@@ -29,10 +29,7 @@ pub fn adamw<B: Backend>(
     let update = exp_avg.clone() / denominator * (step.lr / step.bias_correction1);
     let param = param * (1.0 - step.lr * step.weight_decay) - update;
 
-    let spoilt = scale
-        .clone()
-        .equal_elem(0.0)
-        .bool_or(scale.is_finite().bool_not());
+    let spoilt = scale.clone().equal_elem(0.0).bool_or(scale.is_finite().bool_not());
     let [old_param, old_avg, old_avg_sq] = old;
     let gated = |next: Tensor<B, 1>, old: Tensor<B, 1>| {
         let spoilt = spoilt.clone().expand(old.dims());
@@ -40,9 +37,7 @@ pub fn adamw<B: Backend>(
     };
     let back = |x: Tensor<B, 1>| B::float_reshape(primitive(x), shape.clone().into());
     let param = gated(param, old_param);
-    let leaf = tensors
-        .leaf
-        .map(|leaf| back(param.clone().cast(leaf.dtype())));
+    let leaf = tensors.leaf.map(|leaf| back(param.clone().cast(leaf.dtype())));
     AdamWTensors {
         param: back(param),
         leaf,
@@ -59,9 +54,7 @@ pub fn sum_of_squares<B: Backend>(x: Float<B>) -> Float<B> {
 
 /// `sqrt(sum over tensors of sum(x²))`, `[1]`.
 pub fn global_norm<B: OptimizerBackend>(tensors: Vec<Float<B>>) -> Float<B> {
-    let squares = tensors
-        .into_iter()
-        .map(|x| tensor::<B, 1>(B::sum_of_squares(x)));
+    let squares = tensors.into_iter().map(|x| tensor::<B, 1>(B::sum_of_squares(x)));
     let sum = squares.reduce(|sum, square| sum + square);
     primitive(sum.expect("at least one tensor").sqrt())
 }

@@ -84,12 +84,7 @@ fn a_scale_of_zero_or_nan_changes_nothing() {
             step_number(1),
         );
         for gate in [0.0, f64::NAN, f64::INFINITY] {
-            let after = adamw(
-                once.clone(),
-                gradient.clone(),
-                scale(gate, dtype),
-                step_number(2),
-            );
+            let after = adamw(once.clone(), gradient.clone(), scale(gate, dtype), step_number(2));
             assert_eq!(host(after.param), host(once.param.clone()), "{dtype:?}");
             assert_eq!(host(after.exp_avg), host(once.exp_avg.clone()));
             assert_eq!(host(after.exp_avg_sq), host(once.exp_avg_sq.clone()));
@@ -118,13 +113,7 @@ fn address(x: &FlexTensor) -> *const f32 {
 #[test]
 fn tensors_that_nobody_else_holds_are_updated_in_place() {
     let tensors = start(Random(2).input(&[300, 7]).tensor(DType::F32));
-    let addresses = |x: &AdamWTensors<Flex>| {
-        [
-            address(&x.param),
-            address(&x.exp_avg),
-            address(&x.exp_avg_sq),
-        ]
-    };
+    let addresses = |x: &AdamWTensors<Flex>| [address(&x.param), address(&x.exp_avg), address(&x.exp_avg_sq)];
     let before = addresses(&tensors);
     let gradient = tensor::<2>(Random(3).input(&[300, 7]).tensor(DType::F32));
     let after = adamw(tensors, gradient, scale(1.0, DType::F32), step_number(1));
@@ -183,23 +172,11 @@ fn squares_add_up_in_any_view() {
     let x = input.tensor(DType::F32);
     let sum = |x: FlexTensor| -> f64 { sum_of_squares(tensor::<2>(x)).into_scalar().into() };
     assert_close("sum", &[sum(x.clone())], &[exact], 2e-7 * exact);
-    assert_close(
-        "transposed",
-        &[sum(x.transpose(0, 1))],
-        &[exact],
-        2e-7 * exact,
-    );
+    assert_close("transposed", &[sum(x.transpose(0, 1))], &[exact], 2e-7 * exact);
     let f64s: Vec<f64> = sum_of_squares(tensor::<2>(input.tensor(DType::F64)))
         .into_data()
         .iter::<f64>()
         .collect();
     assert_close("in f64", &f64s, &[exact], 1e-11 * exact);
-    assert!(
-        sum(FlexTensor::filled_typed(
-            [3, 4].into(),
-            DType::F32,
-            f32::NAN
-        ))
-        .is_nan()
-    );
+    assert!(sum(FlexTensor::filled_typed([3, 4].into(), DType::F32, f32::NAN)).is_nan());
 }

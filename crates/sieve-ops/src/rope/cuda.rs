@@ -10,18 +10,12 @@ use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError};
 impl RopeBackend for Cuda {
     fn qk_norm_rope(qkv: Float, call: QkNormRopeCall<Self>) -> Float {
         let attempt = Rotation::new(&call).forward(&qkv);
-        kernel_or("qk_norm_rope", attempt, || {
-            reference::qk_norm_rope(qkv, call)
-        })
+        kernel_or("qk_norm_rope", attempt, || reference::qk_norm_rope(qkv, call))
     }
 }
 
 impl RopeGradients for Cuda {
-    fn qk_norm_rope_backward(
-        qkv: Float,
-        call: QkNormRopeCall<Self>,
-        dy: Float,
-    ) -> (Float, Float, Float) {
+    fn qk_norm_rope_backward(qkv: Float, call: QkNormRopeCall<Self>, dy: Float) -> (Float, Float, Float) {
         let is_free = dy.can_mut();
         let attempt = Rotation::new(&call).backward(&qkv, &dy, is_free);
         kernel_or("qk_norm_rope_backward", attempt, || {
@@ -74,12 +68,7 @@ impl Rotation {
     }
 
     /// `(dqkv, dq_weight, dk_weight)`, the weights' in f32; dqkv lies in `dy` where nobody else holds it.
-    fn backward(
-        &self,
-        qkv: &Float,
-        dy: &Float,
-        is_free: bool,
-    ) -> Result<(Float, Float, Float), KernelError> {
+    fn backward(&self, qkv: &Float, dy: &Float, is_free: bool) -> Result<(Float, Float, Float), KernelError> {
         let [qkv, dy] = tensors([qkv, dy]);
         let reuse = if is_free && dy.is_contiguous() {
             Reuse::InPlace
@@ -87,9 +76,7 @@ impl Rotation {
             Reuse::Copy
         };
         let targets = [GradientTarget::New; 2];
-        let gradients = self
-            .args()
-            .qk_norm_rope_backward(&qkv, &dy, reuse, targets)?;
+        let gradients = self.args().qk_norm_rope_backward(&qkv, &dy, reuse, targets)?;
         Ok((
             gradients.dqkv.into(),
             gradients.dq_weight.into(),

@@ -32,10 +32,7 @@ impl RopeGradients for Flex {
         let [qkv, dy] = [qkv, dy].map(contiguous);
         let operands = Operands::new(call);
         let mut dqkv = zeros_like(&qkv);
-        let (mut dq, mut dk) = (
-            zeros_like(&operands.q_weight),
-            zeros_like(&operands.k_weight),
-        );
+        let (mut dq, mut dk) = (zeros_like(&operands.q_weight), zeros_like(&operands.k_weight));
         sieve_cpu::qk_norm_rope_backward(
             &operands.op(&qkv),
             floats(&qkv),

@@ -1,8 +1,8 @@
 use super::{QkNorm, QkNormRopeCall, RotaryEmbedding, qk_norm_rope};
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
-    documents, float, ints, primitive,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, documents, float, ints,
+    primitive,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorMetadata};
@@ -51,8 +51,7 @@ fn inputs(dims: [usize; 4]) -> [Input; 3] {
 
 #[test]
 fn equals_the_reference_for_groups_and_documents() {
-    for (batch, seq_len, num_kv_heads, group_size, head_dim) in
-        [(2, 63, 3, 1, 16), (2, 63, 3, 2, 6), (1, 1, 3, 4, 10)]
+    for (batch, seq_len, num_kv_heads, group_size, head_dim) in [(2, 63, 3, 1, 16), (2, 63, 3, 2, 6), (1, 1, 3, 4, 10)]
     {
         let heads = (group_size + 2) * num_kv_heads;
         let inputs = inputs([batch, seq_len, heads, head_dim]);

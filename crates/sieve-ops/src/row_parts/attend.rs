@@ -146,10 +146,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let mut d_o = tensor::<B, 4>(d_o);
     if slots > 0 {
         let [batch, _, heads, head_dim] = d_o.dims();
-        let none = Tensor::zeros(
-            [batch, slots, heads, head_dim],
-            (&d_o.device(), d_o.dtype()),
-        );
+        let none = Tensor::zeros([batch, slots, heads, head_dim], (&d_o.device(), d_o.dtype()));
         d_o = Tensor::cat(vec![none, d_o], 1);
     }
     let d_o = primitive(d_o);
@@ -181,20 +178,12 @@ fn kinds(spec: AttentionSpec) -> [usize; 3] {
     [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
 }
 
-fn to_own_heads<B: DeviceBackend>(
-    parts: &RowParts,
-    qkv: Float<B>,
-    spec: AttentionSpec,
-) -> Float<B> {
+fn to_own_heads<B: DeviceBackend>(parts: &RowParts, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
 /// Bounds of the whole rows, and the spec of this rank's heads.
-fn whole<B: Backend>(
-    parts: &RowParts,
-    own: &Float<B>,
-    spec: AttentionSpec,
-) -> (DocumentBounds<B>, AttentionSpec) {
+fn whole<B: Backend>(parts: &RowParts, own: &Float<B>, spec: AttentionSpec) -> (DocumentBounds<B>, AttentionSpec) {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];
     let documents = [0, 1].map(|bound| {
@@ -210,11 +199,7 @@ fn whole<B: Backend>(
     (documents, own_spec)
 }
 
-pub(super) fn int_primitive<B: Backend>(
-    values: Vec<i32>,
-    shape: [usize; 2],
-    device: &B::Device,
-) -> Ints<B> {
+pub(super) fn int_primitive<B: Backend>(values: Vec<i32>, shape: [usize; 2], device: &B::Device) -> Ints<B> {
     Tensor::<B, 2, Int>::from_data(TensorData::new(values, shape), device).into_primitive()
 }
 

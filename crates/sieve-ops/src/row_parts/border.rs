@@ -130,16 +130,13 @@ impl<B: DeviceBackend> Border<B> {
         {
             let bounds = candidate_bounds::<B>(&valid, all, &device);
             let chosen = B::dma_last_kept(candidates.clone(), &bounds, window, border.slots);
-            let [best, best_ranks] =
-                B::dma_border_keys(keys, candidates.clone(), chosen.clone(), spec);
+            let [best, best_ranks] = B::dma_border_keys(keys, candidates.clone(), chosen.clone(), spec);
             (keys, ranks, border.chosen) = (best, Some(best_ranks), Some(chosen));
         } else if all > border.slots {
             let last = tensor::<B, 4>(keys).narrow(1, all - border.slots, border.slots);
             keys = primitive(last);
         }
-        let pads = valid
-            .iter()
-            .map(|&keys| border.slots - keys.min(border.slots));
+        let pads = valid.iter().map(|&keys| border.slots - keys.min(border.slots));
         let bounds = parts.bounds_behind(border.slots, &pads.collect::<Vec<_>>());
         let shape = [batch, border.slots + len];
         border.documents = Some(bounds.map(|bounds| int_primitive::<B>(bounds, shape, &device)));
@@ -149,13 +146,7 @@ impl<B: DeviceBackend> Border<B> {
     }
 
     /// Gives this part's tensor to the later parts, and returns those of the earlier ones.
-    fn give_on(
-        &self,
-        parts: &RowParts,
-        given: Option<Float<B>>,
-        shape: Vec<usize>,
-        like: &Float<B>,
-    ) -> Vec<Float<B>> {
+    fn give_on(&self, parts: &RowParts, given: Option<Float<B>>, shape: Vec<usize>, like: &Float<B>) -> Vec<Float<B>> {
         let to = self.to.clone();
         let given = to.filter_map(|part| Some((part, given.clone()?)));
         let parcel = Parcel {
@@ -217,12 +208,7 @@ impl<B: DeviceBackend> Border<B> {
         let own = primitive(own);
         let of_border = (slots > 0).then(|| self.of_candidates(d_longer, d_delta));
         let (d_keys, d_ranks) = of_border.unzip();
-        let d_keys = self.take_back::<4>(
-            parts,
-            d_keys,
-            (1, self.shape_of_keys(batch, head_dim)),
-            &own,
-        );
+        let d_keys = self.take_back::<4>(parts, d_keys, (1, self.shape_of_keys(batch, head_dim)), &own);
         let d_ranks = own_delta.as_ref().map(|like| {
             let shape = vec![batch, spec.num_kv_heads, self.share];
             self.take_back::<3>(parts, d_ranks.flatten(), (2, shape), like)
@@ -230,13 +216,10 @@ impl<B: DeviceBackend> Border<B> {
         let Some(d_keys) = d_keys else {
             return (own, own_delta);
         };
-        if let (Some(given), Some(Some(d_ranks)), Some(own_delta)) =
-            (&self.given, d_ranks, &own_delta)
-        {
+        if let (Some(given), Some(Some(d_ranks)), Some(own_delta)) = (&self.given, d_ranks, &own_delta) {
             let sums = [own, own_delta.clone()];
             let gradients = [primitive(d_keys), primitive(d_ranks)];
-            let [own, own_delta] =
-                B::dma_border_keys_backward(sums, given.clone(), gradients, spec);
+            let [own, own_delta] = B::dma_border_keys_backward(sums, given.clone(), gradients, spec);
             return (own, Some(own_delta));
         }
         let range = [
@@ -255,11 +238,7 @@ impl<B: DeviceBackend> Border<B> {
     }
 
     /// Gradients of all keys that earlier parts gave, and of DMA's ranks, from those of the longer rows.
-    fn of_candidates(
-        &self,
-        d_longer: Tensor<B, 4>,
-        d_delta: Option<Float<B>>,
-    ) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
+    fn of_candidates(&self, d_longer: Tensor<B, 4>, d_delta: Option<Float<B>>) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
         let (slots, spec) = (self.slots, self.spec);
         let all = self.from.len() * self.share;
         let d_keys = keys_of(d_longer.narrow(1, 0, slots), spec);
@@ -282,9 +261,7 @@ impl<B: DeviceBackend> Border<B> {
                 (tensor(keys), Some(tensor(ranks)))
             }
             // Of the first part's some were too early.
-            (_, d_ranks) if all > slots => {
-                (Tensor::cat(vec![zeros(all - slots), d_keys], 1), d_ranks)
-            }
+            (_, d_ranks) if all > slots => (Tensor::cat(vec![zeros(all - slots), d_keys], 1), d_ranks),
             (_, d_ranks) => (d_keys, d_ranks),
         }
     }
@@ -321,11 +298,7 @@ fn keys_of<B: Backend>(packed: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4
 }
 
 /// Document bounds of rows of `all` candidates: the last `valid` are one document, padding before them is another.
-fn candidate_bounds<B: Backend>(
-    valid: &[usize],
-    all: usize,
-    device: &B::Device,
-) -> DocumentBounds<B> {
+fn candidate_bounds<B: Backend>(valid: &[usize], all: usize, device: &B::Device) -> DocumentBounds<B> {
     let mut bounds = [Vec::new(), Vec::new()];
     for &valid in valid {
         let pads = all - valid;

@@ -12,12 +12,7 @@ use sieve_core::DmaWindow;
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError};
 
 impl RowPartsBackend for Cuda {
-    fn dma_last_kept(
-        rank: Float,
-        documents: &DocumentBounds<Self>,
-        window: DmaWindow,
-        slots: usize,
-    ) -> Float {
+    fn dma_last_kept(rank: Float, documents: &DocumentBounds<Self>, window: DmaWindow, slots: usize) -> Float {
         let attempt = last_kept(&rank, documents, window, slots);
         kernel_or("dma_last_kept", attempt.map(Into::into), || {
             let selection = Self::dma_select(rank, documents, window);
@@ -48,11 +43,9 @@ impl RowPartsBackend for Cuda {
             [&d_keys, &d_ranks],
         );
         let sums = sums.map(Float::from);
-        kernel_or(
-            "dma_border_keys_backward",
-            attempt.map(|()| sums.clone()),
-            || reference::dma_border_keys_backward::<Self>(sums, kept, gradients, spec),
-        )
+        kernel_or("dma_border_keys_backward", attempt.map(|()| sums.clone()), || {
+            reference::dma_border_keys_backward::<Self>(sums, kept, gradients, spec)
+        })
     }
 
     fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<Float> {

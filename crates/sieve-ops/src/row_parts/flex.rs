@@ -22,12 +22,7 @@ impl RowPartsBackend for Flex {
         reference::dma_last_kept::<Self>(selection.expire, slots)
     }
 
-    fn dma_border_keys(
-        packed: FlexTensor,
-        rank: FlexTensor,
-        kept: FlexTensor,
-        spec: AttentionSpec,
-    ) -> [FlexTensor; 2] {
+    fn dma_border_keys(packed: FlexTensor, rank: FlexTensor, kept: FlexTensor, spec: AttentionSpec) -> [FlexTensor; 2] {
         reference::dma_border_keys::<Self>(packed, rank, kept, spec)
     }
 
@@ -61,10 +56,7 @@ pub(super) fn slices_over_hosts<B: RowPartsBackend>(links: &dyn RowLinks, x: Flo
         like: x,
     };
     let found = over_hosts::<B>(links, parcel);
-    primitive(Tensor::cat(
-        found.into_iter().map(tensor::<B, 5>).collect(),
-        0,
-    ))
+    primitive(Tensor::cat(found.into_iter().map(tensor::<B, 5>).collect(), 0))
 }
 
 /// An exchange by way of the host.

@@ -10,11 +10,7 @@ use std::ops::Range;
 
 /// From `[batch, len, heads, width]` of this part to whole rows of every rank's share of the heads. `kinds` says how
 /// many heads follow one another that are shared out alike: queries, keys, values.
-pub(super) fn to_heads<B: DeviceBackend>(
-    links: &dyn RowLinks,
-    x: Tensor<B, 4>,
-    kinds: &[usize],
-) -> Tensor<B, 4> {
+pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[usize]) -> Tensor<B, 4> {
     let (parts, [batch, len, heads, width]) = (links.num_parts(), x.dims());
     let own = heads / parts;
     let mut given = Tensor::empty([parts, batch, len, own, width], (&x.device(), x.dtype()));
@@ -31,11 +27,7 @@ pub(super) fn to_heads<B: DeviceBackend>(
 }
 
 /// The inverse of [`to_heads`].
-pub(super) fn to_tokens<B: DeviceBackend>(
-    links: &dyn RowLinks,
-    x: Tensor<B, 4>,
-    kinds: &[usize],
-) -> Tensor<B, 4> {
+pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[usize]) -> Tensor<B, 4> {
     let (parts, [batch, seq_len, own, width]) = (links.num_parts(), x.dims());
     let len = seq_len / parts;
     let given = match batch {
@@ -43,10 +35,7 @@ pub(super) fn to_tokens<B: DeviceBackend>(
         _ => (x.reshape([batch, parts, len, own, width])).swap_dims(0, 1),
     };
     let found = tensor::<B, 5>(B::all_to_all(links, primitive(given)));
-    let mut rows = Tensor::empty(
-        [batch, len, own * parts, width],
-        (&found.device(), found.dtype()),
-    );
+    let mut rows = Tensor::empty([batch, len, own * parts, width], (&found.device(), found.dtype()));
     for Stretch { part, all, of_part } in stretches(kinds, parts) {
         let some = found.clone().slice(s![part..=part, .., .., of_part, ..]);
         rows = rows.slice_assign(s![.., .., all, ..], some.squeeze_dim::<4>(0));

@@ -45,9 +45,7 @@ pub(super) fn dma_border_keys_backward<B: Backend>(
     let d_keys = tensor::<B, 4>(d_keys).mask_fill(places.no_keys, 0.0);
     let d_ranks = tensor::<B, 3>(d_ranks).mask_fill(places.no_ranks, 0.0);
     let range = heads - 2 * spec.num_kv_heads..heads;
-    let own = d_packed
-        .clone()
-        .slice([0..batch, 0..seq_len, range.clone()]);
+    let own = d_packed.clone().slice([0..batch, 0..seq_len, range.clone()]);
     let sums = own.scatter(1, places.keys, d_keys, IndexingUpdateOp::Add);
     let d_packed = d_packed.slice_assign([0..batch, 0..seq_len, range, 0..head_dim], sums);
     let d_rank = d_rank.scatter(2, places.ranks, d_ranks, IndexingUpdateOp::Add);

@@ -37,9 +37,7 @@ impl Threads {
             }
         }
         let links = to.into_iter().zip(from).enumerate();
-        links
-            .map(|(part, (to, from))| Self { part, to, from })
-            .collect()
+        links.map(|(part, (to, from))| Self { part, to, from }).collect()
     }
 }
 
@@ -268,9 +266,8 @@ fn positions(border: &Border<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     let [_, slots, heads, _] = keys.shape().dims();
     let [_, _, all_heads, _] = qkv.shape().dims();
     let (keys, qkv) = (values::<4>(keys.clone()), values::<4>(qkv));
-    let key = |of: &[f32], token: usize, [head, heads]: [usize; 2]| {
-        of[(token * heads + head) * WIDTH..][..WIDTH].to_vec()
-    };
+    let key =
+        |of: &[f32], token: usize, [head, heads]: [usize; 2]| of[(token * heads + head) * WIDTH..][..WIDTH].to_vec();
     let mut positions = Vec::new();
     for row in 0..BATCH {
         for head in 0..heads / 2 {
@@ -284,21 +281,14 @@ fn positions(border: &Border<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
     positions
 }
 
-fn all_parts(
-    case: Case,
-    num_parts: usize,
-    bounds: &[Vec<u32>; 2],
-    inputs: &[FlexTensor; 4],
-) -> Vec<Found> {
+fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Vec<Found> {
     std::thread::scope(|scope| {
         let ranks = Threads::all(num_parts).into_iter().map(|links| {
             let parts = RowParts::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
             scope.spawn(move || part(case, parts, inputs))
         });
         let ranks = ranks.collect::<Vec<_>>().into_iter();
-        ranks
-            .map(|rank| rank.join().expect("it ends well"))
-            .collect()
+        ranks.map(|rank| rank.join().expect("it ends well")).collect()
     })
 }
 
@@ -318,10 +308,7 @@ fn assert_near(what: &str, found: &[f32], expected: &[f32]) {
     let largest = expected.iter().fold(1.0f32, |most, x| most.max(x.abs()));
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
         let apart = (found - expected).abs();
-        assert!(
-            apart <= 2e-6 * largest,
-            "{what} at {index}: {found}, {expected}"
-        );
+        assert!(apart <= 2e-6 * largest, "{what} at {index}: {found}, {expected}");
     }
 }
 
@@ -331,11 +318,7 @@ fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     let expected = whole(case, &bounds, &inputs);
     let found = all_parts(case, num_parts, &bounds, &inputs);
     let joined = |of: fn(&Found) -> &[f32]| rows(&found.iter().map(of).collect::<Vec<_>>());
-    assert_near(
-        &format!("o of {what}"),
-        &joined(|part| &part.o),
-        &expected.o,
-    );
+    assert_near(&format!("o of {what}"), &joined(|part| &part.o), &expected.o);
     let d_qkv = joined(|part| &part.d_qkv);
     assert_near(&format!("dqkv of {what}"), &d_qkv, &expected.d_qkv);
     // Gradients of weights are those of all parts added up.
@@ -349,11 +332,7 @@ fn check(case: Case, num_parts: usize, lengths: [&[usize]; BATCH], a: f64) {
     };
     let d_w_dt = sum(|part| &part.d_w_dt);
     assert_near(&format!("dw_dt of {what}"), &d_w_dt, &expected.d_w_dt);
-    assert_near(
-        &format!("da of {what}"),
-        &sum(|part| &part.d_a),
-        &expected.d_a,
-    );
+    assert_near(&format!("da of {what}"), &sum(|part| &part.d_a), &expected.d_a);
     // Masks are the same to the last key.
     let len = ROW / num_parts;
     for (index, expected) in expected.active.iter().enumerate() {
@@ -408,9 +387,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                 })
             });
             let ranks = ranks.collect::<Vec<_>>().into_iter();
-            ranks
-                .map(|rank| rank.join().expect("it ends well"))
-                .collect::<Vec<_>>()
+            ranks.map(|rank| rank.join().expect("it ends well")).collect::<Vec<_>>()
         });
         // As many as there are before the part, or as many as are kept.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));

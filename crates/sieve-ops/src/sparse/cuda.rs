@@ -44,8 +44,7 @@ impl SparseBackend for Cuda {
         let qkv = packed_heads(&qkv, heads);
         let chosen = qkv.select_blocks(selection, bounds.as_ref());
         let chosen = chosen.and_then(|chosen| {
-            let [data, counts, pairs, nan_rows] =
-                [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
+            let [data, counts, pairs, nan_rows] = [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
             Ok(ChosenBlocks {
                 layout: chosen.layout,
                 tensors: [data?, counts?, pairs?, nan_rows?],

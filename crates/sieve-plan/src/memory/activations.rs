@@ -21,12 +21,7 @@ pub(super) fn times(count: u64, bytes: u64) -> u64 {
 const PLAIN_SCORES: u64 = 4;
 
 /// Bytes of one token of a row of `seq_len` that one block keeps for its backward pass.
-pub(super) fn block_kept(
-    shape: &ModelShape,
-    target: &Target,
-    seq_len: usize,
-    keeping: Keeping,
-) -> u64 {
+pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, keeping: Keeping) -> u64 {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (heads, kv_heads) = (shape.num_heads as u64, shape.num_kv_heads as u64);
@@ -42,18 +37,14 @@ pub(super) fn block_kept(
         // q, k and v before q/k-norm and rotation, and the output.
         AttentionForm::Grouped { .. } => (common + packed + q, lse),
         // z and expire beside them, key lists, and the lower 16 bits of the output.
-        AttentionForm::Ranked(DmaShape {
-            keep_window_size, ..
-        }) => {
+        AttentionForm::Ranked(DmaShape { keep_window_size, .. }) => {
             let rest = if keeps_rest(shape, target, seq_len, keeping.rest) {
                 q
             } else {
                 0
             };
             let lists = match target {
-                Target::Gpu(_) if keep_window_size < seq_len => {
-                    key_list_bytes(shape, seq_len, keep_window_size)
-                }
+                Target::Gpu(_) if keep_window_size < seq_len => key_list_bytes(shape, seq_len, keep_window_size),
                 _ => 0,
             };
             let per_key = 2 * F32 * kv_heads + lists;
@@ -183,11 +174,7 @@ pub fn activation_bytes_per_token(
 
 /// Most bytes that one block's backward pass holds beside what the forward pass kept, gradients of its weights
 /// included.
-pub(super) fn block_temporaries(
-    shape: &ModelShape,
-    target: &Target,
-    training: &TrainingSection,
-) -> u64 {
+pub(super) fn block_temporaries(shape: &ModelShape, target: &Target, training: &TrainingSection) -> u64 {
     let bytes = target.value_bytes();
     let tokens = (training.local_batch_size * training.seq_len) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
@@ -214,9 +201,7 @@ pub(super) fn block_temporaries(
     // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums
     // of dq. Gate and up, and the stream between the halves, are gone by then.
     let kinds = shape.by_kind();
-    let sums = kinds
-        .iter()
-        .map(|part| attention_sums(part, target, training));
+    let sums = kinds.iter().map(|part| attention_sums(part, target, training));
     let sums = sums.max().unwrap_or(0);
     let attention = 3 * matrix + times(tokens, (d_model + q + 2 * packed) * bytes) + sums;
     let gone = times(tokens, (2 * d_ff + d_model) * bytes);
@@ -240,14 +225,11 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             let slots = nsa.blocks().num_slots(seq_len) as u64;
             let lists = 2 * F32 * slots * shape.num_kv_heads as u64 / SUPER_BLOCK as u64;
-            let by_list =
-                times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
+            let by_list = times(tokens, 4 * target.value_bytes() * kv + lists) + times(rows, F32 * q);
             // The selected branch: a part of dq for each block that a query chose, and lists of these choices.
             let choices = nsa.num_selected_blocks as u64;
-            let a_query =
-                choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
-            let parts =
-                times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
+            let a_query = choices * (target.value_bytes() * q + 2 * F32 * shape.num_kv_heads as u64);
+            let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             row_stats + sums + by_list.max(parts)
         }
         Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
@@ -258,9 +240,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             let queries = q + heads * mla.qk_rope_head_dim as u64;
             row_stats + times(tokens, F32 * queries)
         }
-        Attention::Dma(DmaShape {
-            keep_window_size, ..
-        }) if keep_window_size < seq_len => {
+        Attention::Dma(DmaShape { keep_window_size, .. }) if keep_window_size < seq_len => {
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }

@@ -1,9 +1,7 @@
 //! Memory of using a model: reading its weights, a forward pass, caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{
-    CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, Keeping, MemoryPlan, MemoryVerdict, logit_bytes,
-};
+use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, Keeping, MemoryPlan, MemoryVerdict, logit_bytes};
 use crate::{Target, cache_plan};
 use sieve_core::model::ModelShape;
 

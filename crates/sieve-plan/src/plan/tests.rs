@@ -6,10 +6,7 @@ use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
 fn recipe(text: &str, overrides: &[&str]) -> Recipe {
-    let overrides = overrides
-        .iter()
-        .map(|item| (*item).to_owned())
-        .collect::<Vec<_>>();
+    let overrides = overrides.iter().map(|item| (*item).to_owned()).collect::<Vec<_>>();
     Recipe::load(text, "a recipe", &overrides).unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -46,10 +43,7 @@ fn cache_of_each_kind() {
     assert_eq!(cache_plan(&shape, 5, 4).bytes_at_seq_len, 3 * 5 * 24 * 4);
     assert_eq!(cache_plan(&shape, 50, 4).bytes_at_seq_len, 3 * 7 * 24 * 4);
     // Latent of 8 and rotated key of 2.
-    assert_eq!(
-        cache_plan(&tiny_mla(), 9, 2).bytes_at_seq_len,
-        3 * 9 * 10 * 2
-    );
+    assert_eq!(cache_plan(&tiny_mla(), 9, 2).bytes_at_seq_len, 3 * 9 * 10 * 2);
     // Two growing copies of 24 numbers, a window of 7, 9 compressed blocks, 4 un-rotated keys.
     let at = 2 * 24 * 20 + 24 * 7 + 24 * 9 + 12 * 4;
     assert_eq!(cache_plan(&tiny_nsa(), 20, 1).bytes_at_seq_len, 3 * at);
@@ -81,10 +75,7 @@ fn memory_of_dma_80m_on_an_h200() {
     // The normed stream and its gradient, 4,736 rows of logits (32,768 in seven even blocks), the embedding's new
     // gradient.
     let logits = 4736 * 50_304 * 2;
-    assert_eq!(
-        memory.workspace_bytes,
-        2 * stream + logits + 4 * 50_304 * 768
-    );
+    assert_eq!(memory.workspace_bytes, 2 * stream + logits + 4 * 50_304 * 768);
     let modes = &memory.activations_by_mode;
     assert_eq!(modes[0], ("none", tokens * 12 * block));
     assert_eq!(modes[1], ("selective", tokens * (6 * block + 6 * 1536)));
@@ -112,10 +103,7 @@ fn both_stages_of_dma_1p7b_are_planned() {
         + (8000u64 << 20) as f64 * second.executed_flops_per_token;
     assert_eq!(plan.total_flops, flops);
     let seconds = plan.seconds.expect("a known GPU");
-    let speeds = plan
-        .stages
-        .iter()
-        .map(|x| x.tokens_per_second.expect("a known GPU"));
+    let speeds = plan.stages.iter().map(|x| x.tokens_per_second.expect("a known GPU"));
     let tokens = [32_000u64 << 20, 8000u64 << 20];
     let expected: f64 = speeds.zip(tokens).map(|(v, n)| n as f64 / v).sum();
     assert!((seconds - expected).abs() < 1e-6 * seconds);
@@ -132,10 +120,7 @@ fn tokens_are_counted_per_parameter_besides_the_embedding() {
     let recipe = recipe(include_str!("../../../../recipes/mha_80m.toml"), &[]);
     let plan = plan(&recipe, 50_277, &h200()).expect("plans");
     assert_eq!(plan.num_non_embedding, 84_956_928);
-    assert_eq!(
-        plan.tokens_per_parameter,
-        13_500.0 * 131_072.0 / 84_956_928.0
-    );
+    assert_eq!(plan.tokens_per_parameter, 13_500.0 * 131_072.0 / 84_956_928.0);
 }
 
 #[test]
@@ -161,18 +146,12 @@ fn long_rows_keep_the_rest_of_o_where_there_is_room() {
 fn activation_checkpointing_is_in_the_total() {
     let total = |mode: &str| {
         let recipe = recipe(DMA_80M, &[mode]);
-        plan(&recipe, 50_277, &h200())
-            .expect("plans")
-            .memory
-            .total_bytes
+        plan(&recipe, 50_277, &h200()).expect("plans").memory.total_bytes
     };
     let none = total("activation_checkpoint.mode=none");
     let selective = total("activation_checkpoint.mode=selective");
     let full = total("activation_checkpoint.mode=full");
-    assert!(
-        full < selective && selective < none,
-        "{full} {selective} {none}"
-    );
+    assert!(full < selective && selective < none, "{full} {selective} {none}");
 }
 
 #[test]
@@ -205,10 +184,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     // With room: two normed streams, rotated heads and the gated activation more.
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
     let more = 2 * (2 * 2048 + 4096 + 6144);
-    assert_eq!(
-        roomy.activation_bytes,
-        memory.activation_bytes + 16_384 * 28 * more
-    );
+    assert_eq!(roomy.activation_bytes, memory.activation_bytes + 16_384 * 28 * more);
     assert!(roomy.keeps_made_again && !memory.keeps_made_again);
 
     // With few tokens the gradients are what counts, all of them at the end.
@@ -275,10 +251,7 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
         ([wide, grouped, "attention.kind=mha", "selective"], 0.75),
         ([wide, grouped, "attention.kind=mha", "full"], 0.69),
         ([wide, grouped, swa, "none"], 1.03),
-        (
-            [wide, grouped, "attention.keep_window_size=64", "none"],
-            1.03,
-        ),
+        ([wide, grouped, "attention.keep_window_size=64", "none"], 1.03),
         ([wide, "", mla, "none"], 1.21),
         ([wide, "", mla, "selective"], 0.88),
         ([wide, grouped, nsa, "none"], 1.66),
@@ -351,10 +324,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     // The file beside the model while it is read; a few tokens need less.
     let memory = inference_memory(&shape, size, &cpu);
     assert_eq!(memory.moment, "reading the weights");
-    assert_eq!(
-        memory.parameter_bytes + memory.workspace_bytes,
-        8 * parameters
-    );
+    assert_eq!(memory.parameter_bytes + memory.workspace_bytes, 8 * parameters);
     // A GPU holds f32 weights before they are rounded; many tokens need more than that.
     let memory = inference_memory(&shape, size, &h200());
     assert_eq!(memory.moment, "reading the weights");
@@ -415,9 +385,8 @@ fn rows_without_a_token_need_no_less_than_one_token() {
         memory_bytes: 0,
     };
     for target in [cpu, h200()] {
-        let [none, one] = [0, 1].map(|seq_len| {
-            inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target)
-        });
+        let [none, one] =
+            [0, 1].map(|seq_len| inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target));
         assert_eq!(none, one);
     }
 }
@@ -438,16 +407,10 @@ fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
         .collect();
     assert_eq!(
         settings,
-        [
-            "activation_checkpoint.mode=selective",
-            "training.local_batch_size=32"
-        ]
+        ["activation_checkpoint.mode=selective", "training.local_batch_size=32"]
     );
     for fitting in &wide.memory.would_fit {
-        assert!(
-            fitting.total_bytes * 10 <= 24_000_000_000 * 9,
-            "{fitting:?}"
-        );
+        assert!(fitting.total_bytes * 10 <= 24_000_000_000 * 9, "{fitting:?}");
         let set = [fitting.setting.as_str(), "training.global_batch_size=64"];
         let wide = ["training.local_batch_size=64", set[0], set[1]];
         let again = plan(&recipe(DMA_80M, &wide), 50_277, &target("a30")).expect("plans");
@@ -459,10 +422,7 @@ fn a_gpu_that_is_too_small_is_told_with_what_would_fit() {
     let settings = &stages.memory.would_fit;
     assert!(!settings.is_empty());
     let named = |setting: &str| setting.contains("stage 1") || setting.contains("mode=");
-    assert!(
-        settings.iter().all(|fitting| named(&fitting.setting)),
-        "{settings:?}"
-    );
+    assert!(settings.iter().all(|fitting| named(&fitting.setting)), "{settings:?}");
 }
 
 #[test]
@@ -481,10 +441,7 @@ fn ops_say_their_path_and_why() {
     };
     assert_eq!(path(&shape, &cpu, "attention").0, "cpu kernel");
     assert_eq!(path(&shape, &h200(), "attention").0, "cuda kernel");
-    let narrow = ModelShape {
-        head_dim: 40,
-        ..shape
-    };
+    let narrow = ModelShape { head_dim: 40, ..shape };
     let (way, reason) = path(&narrow, &h200(), "attention");
     assert_eq!(way, "plain");
     assert!(reason.contains("heads of 40"), "{reason}");
@@ -497,18 +454,11 @@ fn ops_say_their_path_and_why() {
     for (name, way) in [("a100", "cuda kernel"), ("rtx 4090", "plain")] {
         let target = Target::Gpu(gpu::find(name).expect("known"));
         assert_eq!(path(&wide, &target, "attention").0, way, "{name}");
-        assert_eq!(
-            path(&qwen3_0_6b(), &target, "attention").0,
-            "cuda kernel",
-            "{name}"
-        );
+        assert_eq!(path(&qwen3_0_6b(), &target, "attention").0, "cuda kernel", "{name}");
     }
     let ada = Target::Gpu(gpu::find("rtx 4090").expect("known"));
     let (_, reason) = path(&wide, &ada, "attention");
-    assert!(
-        reason.contains("attention_backward: shared memory"),
-        "{reason}"
-    );
+    assert!(reason.contains("attention_backward: shared memory"), "{reason}");
     // Heads of a width that the kernels of nsa do not take.
     let (way, reason) = path(&tiny_nsa(), &h200(), "selection");
     assert_eq!(way, "plain");
@@ -531,9 +481,7 @@ fn ops_say_their_path_and_why() {
 #[test]
 fn latent_attention_has_kernels_where_its_widths_fit() {
     let gap = |text: &str, overrides: &[&str]| {
-        let shape = recipe(text, overrides)
-            .model_shape(50_277)
-            .expect("a shape");
+        let shape = recipe(text, overrides).model_shape(50_277).expect("a shape");
         gpu_attention_gap(&shape)
     };
     let mla = include_str!("../../../../recipes/mla_80m.toml");
@@ -548,9 +496,8 @@ fn latent_attention_has_kernels_where_its_widths_fit() {
 #[test]
 fn no_speed_is_told_where_nothing_was_measured() {
     let target = |name| Target::Gpu(gpu::find(name).expect("known"));
-    let planned = |text: &str, overrides: &[&str], name| {
-        plan(&recipe(text, overrides), 50_277, &target(name)).expect("plans")
-    };
+    let planned =
+        |text: &str, overrides: &[&str], name| plan(&recipe(text, overrides), 50_277, &target(name)).expect("plans");
     let nsa = include_str!("../../../../recipes/nsa_80m.toml");
     let mla = include_str!("../../../../recipes/mla_80m.toml");
     // Heads of 40: no attention kernel takes them, whatever the kind.
@@ -595,10 +542,7 @@ fn tokens_without_a_label_have_no_output_projection() {
     let attention = 2.0 * 4.0 * 64.0 * 128.5;
     let expected = 3.0 * (2.0 * weights + attention);
     let found = plan.stages[0].executed_flops_per_token;
-    assert!(
-        (found - expected).abs() < 1e-6 * expected,
-        "{found} {expected}"
-    );
+    assert!((found - expected).abs() < 1e-6 * expected, "{found} {expected}");
 }
 
 #[test]
@@ -614,10 +558,7 @@ fn several_processes_share_masters_and_moments() {
     assert_eq!(four.memory.parameter_bytes, alone.memory.parameter_bytes);
     // Rests of masters and the pieces of the leaves that they belong to.
     assert_eq!(four.memory.master_bytes, alone.memory.master_bytes / 2);
-    assert_eq!(
-        four.stages[0].micro_batches * 4,
-        alone.stages[0].micro_batches
-    );
+    assert_eq!(four.stages[0].micro_batches * 4, alone.stages[0].micro_batches);
     let speed = |plan: &Plan| plan.stages[0].tokens_per_second.expect("a GPU");
     let share = speed(&four) / speed(&alone) / 4.0;
     assert!((0.97..1.0).contains(&share), "{share}");
@@ -626,11 +567,7 @@ fn several_processes_share_masters_and_moments() {
     // In one micro-batch the gradients of the first blocks are gone when the last are there.
     let gradients = |size| {
         let rows = format!("training.global_batch_size={size}");
-        let small = [
-            "training.local_batch_size=1",
-            "activation_checkpoint.mode=full",
-            &rows,
-        ];
+        let small = ["training.local_batch_size=1", "activation_checkpoint.mode=full", &rows];
         let recipe = recipe(DMA_80M, &small);
         let ranks = Ranks { size, hosts: 1 };
         let plan = plan_of_ranks(&recipe, 50_304, &h200(), ranks).expect("plans");
@@ -664,12 +601,7 @@ fn rows_in_parts_need_what_was_measured() {
     let parts = planned_on(&h200_of(60.0), 4, &[]);
     let tensors = (parts.memory.total_bytes - parts.memory.program_bytes) as f64;
     // Rank 0, which has no border, and ranks 1, 2 and 3.
-    for measured in [
-        54_346_356_224.0,
-        54_897_267_200.0,
-        54_898_643_456.0,
-        54_897_267_200.0,
-    ] {
+    for measured in [54_346_356_224.0, 54_897_267_200.0, 54_898_643_456.0, 54_897_267_200.0] {
         let ratio: f64 = tensors / measured;
         assert!((ratio - 1.0).abs() < 0.03, "{ratio}");
     }
@@ -687,10 +619,7 @@ fn rows_in_parts_need_what_was_measured() {
     assert_eq!((row_parts.degree, row_parts.tokens), (4, 32_768));
     assert!(row_parts.exchange_seconds > 0.0);
     let longest = row_parts.longest_rows;
-    assert_eq!(
-        longest.iter().map(|row| row.0).collect::<Vec<_>>(),
-        ["mha", "dma"]
-    );
+    assert_eq!(longest.iter().map(|row| row.0).collect::<Vec<_>>(), ["mha", "dma"]);
     assert!(longest.iter().all(|row| row.1 >= 131_072), "{longest:?}");
     // A row that each process has whole does not fit; in parts four rows are four micro-batches.
     let four_rows = ["training.global_batch_size=4"];
@@ -722,8 +651,5 @@ fn a_gpu_without_eight_bit_floats_is_told() {
     }
     assert_eq!(refused("a100", "bf16"), None);
     let told = refused("a100", "fp8").expect("refused");
-    assert!(
-        told.contains("sm_80") && told.contains("precision=bf16"),
-        "{told}"
-    );
+    assert!(told.contains("sm_80") && told.contains("precision=bf16"), "{told}");
 }

@@ -101,10 +101,7 @@ impl DamCalibration {
         rules.positive("capture", self.capture)?;
         if self.capture > MAX_CAPTURE {
             return rules.fail(
-                format!(
-                    "capture={} asks for maps of so many rows squared",
-                    self.capture
-                ),
+                format!("capture={} asks for maps of so many rows squared", self.capture),
                 format!("give capture at most {MAX_CAPTURE}"),
             );
         }
@@ -173,9 +170,7 @@ impl DamCapture {
     fn add_row(&mut self, head: usize, row: usize, p: &[f32]) {
         let at = row * self.calibration.capture;
         let sums = &mut self.sums[head][at..at + p.len()];
-        sums.iter_mut()
-            .zip(p)
-            .for_each(|(sum, &p)| *sum += f64::from(p));
+        sums.iter_mut().zip(p).for_each(|(sum, &p)| *sum += f64::from(p));
     }
 
     /// The maps of the layer's heads.
@@ -193,8 +188,7 @@ impl DamCapture {
                 (x.powf(settings.lambda) - 1.0) / settings.lambda
             }
         };
-        let pairs: Vec<(usize, usize)> =
-            (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
+        let pairs: Vec<(usize, usize)> = (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
         let transformed: Vec<f64> = pairs
             .iter()
             .map(|&(i, j)| box_cox((sums[i * side + j] / self.rows[i] as f64).max(settings.floor)))
@@ -242,17 +236,13 @@ impl DamMap {
         let ascends = |keys: &[u32]| keys.windows(2).all(|pair| pair[0] < pair[1]);
         for (at, row) in self.rows.iter().enumerate() {
             if !ascends(row) || row.last().is_some_and(|&key| key as usize > at) {
-                return Err(format!(
-                    "row {at} has keys that do not ascend to {at} at most"
-                ));
+                return Err(format!("row {at} has keys that do not ascend to {at} at most"));
             }
         }
         let rows = self.rows.len();
         for (name, keys) in [("columns", &self.columns), ("offsets", &self.offsets)] {
             if !ascends(keys) || keys.last().is_some_and(|&key| key as usize >= rows) {
-                return Err(format!(
-                    "{name} do not ascend below the number of rows, {rows}"
-                ));
+                return Err(format!("{name} do not ascend below the number of rows, {rows}"));
             }
         }
         Ok(())
@@ -391,10 +381,7 @@ impl Dam {
             self.source = Source::Maps(capture.maps());
         }
         match &self.source {
-            Source::Maps(maps) => maps
-                .iter()
-                .map(|map| map.keys(position, self.sink))
-                .collect(),
+            Source::Maps(maps) => maps.iter().map(|map| map.keys(position, self.sink)).collect(),
             Source::Text(_) => vec![(0..cache.len as u32).collect(); cache.shape.num_heads],
         }
     }

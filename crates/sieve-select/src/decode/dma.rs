@@ -83,19 +83,16 @@ impl DmaWeights {
             let layer = weights.layers.len();
             let find = |names: &[&str]| {
                 names.iter().find_map(|name| {
-                    ["", "model."].iter().find_map(|prefix| {
-                        file.tensor(&format!("{prefix}layers.{layer}.self_attn.{name}"))
-                            .ok()
-                    })
+                    ["", "model."]
+                        .iter()
+                        .find_map(|prefix| file.tensor(&format!("{prefix}layers.{layer}.self_attn.{name}")).ok())
                 })
             };
             let (Some(a), Some(w_dt)) = (find(&["a", "A"]), find(&["dt_proj.weight"])) else {
                 break;
             };
             let read = |tensor: safetensors::tensor::TensorView<'_>| {
-                floats(&tensor).ok_or_else(|| {
-                    problem(format!("layer {layer}: scores of {:?}", tensor.dtype()))
-                })
+                floats(&tensor).ok_or_else(|| problem(format!("layer {layer}: scores of {:?}", tensor.dtype())))
             };
             weights.layers.push(DmaLayerWeights {
                 a: read(a)?,
@@ -172,9 +169,7 @@ impl Dma {
         let weights = match &config.weights {
             None => untrained,
             Some(all) => match all.layers.get(shape.layer) {
-                Some(layer) if (layer.a.len(), layer.w_dt.len()) == (heads, heads * width) => {
-                    layer.clone()
-                }
+                Some(layer) if (layer.a.len(), layer.w_dt.len()) == (heads, heads * width) => layer.clone(),
                 found => {
                     return Rules("dma").fail(
                         format!(
@@ -201,10 +196,7 @@ impl Dma {
         let heads = cache.shape.num_kv_heads;
         let width = heads * cache.shape.head_dim;
         for position in self.z.len() / heads..cache.len {
-            let z = self.scores(
-                cache,
-                &cache.values[position * width..(position + 1) * width],
-            );
+            let z = self.scores(cache, &cache.values[position * width..(position + 1) * width]);
             for (slots, &z) in self.slots.iter_mut().zip(&z) {
                 slots.push(Reverse(Slot {
                     z,
@@ -242,19 +234,12 @@ impl Dma {
 
     pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
         self.extend(cache);
-        let positions = |slots: &BinaryHeap<Reverse<Slot>>| {
-            ascending(slots.iter().map(|slot| slot.0.position as usize))
-        };
+        let positions =
+            |slots: &BinaryHeap<Reverse<Slot>>| ascending(slots.iter().map(|slot| slot.0.position as usize));
         self.slots.iter().map(positions).collect()
     }
 
-    pub(crate) fn attend(
-        &self,
-        cache: &Cache,
-        head: usize,
-        q: &[f32],
-        list: &[u32],
-    ) -> RowAttention {
+    pub(crate) fn attend(&self, cache: &Cache, head: usize, q: &[f32], list: &[u32]) -> RowAttention {
         let kv_head = head / cache.shape.group_size();
         let mut logits = cache.logits(kv_head, q, list);
         for (logit, &key) in logits.iter_mut().zip(list) {

@@ -23,10 +23,7 @@ impl H2oConfig {
             return Ok(());
         }
         Rules("h2o").fail(
-            format!(
-                "heavy={} and recent={} must be positive",
-                self.heavy, self.recent
-            ),
+            format!("heavy={} and recent={} must be positive", self.heavy, self.recent),
             "give shares below 1 or numbers of tokens",
         )
     }
@@ -95,10 +92,7 @@ impl H2o {
         } else {
             tokens
         };
-        let (heavy, recent) = (
-            amount(self.config.heavy, of),
-            amount(self.config.recent, of),
-        );
+        let (heavy, recent) = (amount(self.config.heavy, of), amount(self.config.recent, of));
         let kept = &mut self.kept[kv_head];
         let surplus = kept.len().saturating_sub(heavy + recent);
         if surplus == 0 {
@@ -107,8 +101,7 @@ impl H2o {
         let old = kept.len() - recent;
         let mut order: Vec<usize> = (0..old).collect();
         order.sort_by(|&a, &b| kept[a].1.total_cmp(&kept[b].1).then(a.cmp(&b)));
-        let evicted: std::collections::HashSet<u32> =
-            order[..surplus].iter().map(|&at| kept[at].0).collect();
+        let evicted: std::collections::HashSet<u32> = order[..surplus].iter().map(|&at| kept[at].0).collect();
         kept.retain(|key| !evicted.contains(&key.0));
     }
 }

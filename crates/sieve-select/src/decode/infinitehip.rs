@@ -56,8 +56,7 @@ impl Infinitehip {
             let query = &q[head * d..(head + 1) * d];
             let scores_of = |keys: &[usize]| -> Vec<f32> {
                 let keys = keys.iter();
-                keys.map(|&key| dot(query, cache.key(head / m, key)))
-                    .collect()
+                keys.map(|&key| dot(query, cache.key(head / m, key))).collect()
             };
             if due.contains(&true) {
                 self.dense[head] = false;
@@ -69,9 +68,7 @@ impl Infinitehip {
                 chunks[at] = kept.unwrap_or_default();
             }
         }
-        let lists: Vec<Vec<u32>> = (0..self.chunks.len())
-            .map(|head| self.list(head, cache.len))
-            .collect();
+        let lists: Vec<Vec<u32>> = (0..self.chunks.len()).map(|head| self.list(head, cache.len)).collect();
         if !self.union {
             return lists;
         }
@@ -83,13 +80,7 @@ impl Infinitehip {
         if self.dense[head] {
             return (0..len as u32).collect();
         }
-        let chosen = self.chunks[head][2]
-            .iter()
-            .flat_map(|&(start, end)| start..end);
-        ascending(
-            (0..self.config.sink.min(len))
-                .chain(chosen)
-                .chain(self.end..len),
-        )
+        let chosen = self.chunks[head][2].iter().flat_map(|&(start, end)| start..end);
+        ascending((0..self.config.sink.min(len)).chain(chosen).chain(self.end..len))
     }
 }

@@ -108,9 +108,7 @@ impl Infllm {
         let rows = q.len() / q_len;
         for (row, q) in q.chunks_exact(q_len).enumerate() {
             let far = self.at_distance(q, cache.len + row);
-            mean.iter_mut()
-                .zip(far)
-                .for_each(|(mean, x)| *mean += x / rows as f32);
+            mean.iter_mut().zip(far).for_each(|(mean, x)| *mean += x / rows as f32);
         }
         self.chosen = Some(self.best_blocks(&mean));
     }
@@ -123,11 +121,7 @@ impl Infllm {
     pub(crate) fn step(&mut self, cache: &Cache, q: &[f32], kept: &mut Vec<Vec<u32>>) -> Vec<f32> {
         let (n, d, m) = (cache.len, self.shape.head_dim, self.shape.group_size());
         for kv_head in 0..self.shape.num_kv_heads {
-            let k = rotate(
-                cache.key(kv_head, n - 1),
-                -((n - 1) as f64),
-                self.rope_theta,
-            );
+            let k = rotate(cache.key(kv_head, n - 1), -((n - 1) as f64), self.rope_theta);
             self.unrotated.extend(k);
             self.received[kv_head].push(0.0);
         }
@@ -145,11 +139,8 @@ impl Infllm {
             let first = self.config.init + block * self.config.block;
             first..first + self.config.block
         };
-        let remainder =
-            (self.config.init + self.num_blocks() * self.config.block).min(local)..local;
-        let past = (0..init)
-            .chain(blocks.iter().flat_map(tokens))
-            .chain(remainder);
+        let remainder = (self.config.init + self.num_blocks() * self.config.block).min(local)..local;
+        let past = (0..init).chain(blocks.iter().flat_map(tokens)).chain(remainder);
         let list = ascending(past.chain(local..n));
         let mut o = Vec::with_capacity(q.len());
         for head in 0..self.shape.num_heads {
@@ -167,11 +158,7 @@ impl Infllm {
                 })
                 .collect();
             let row = cache.weigh(kv_head, logits, &list);
-            for (&j, p) in list
-                .iter()
-                .zip(&row.p)
-                .filter(|(j, _)| **j as usize >= local)
-            {
+            for (&j, p) in list.iter().zip(&row.p).filter(|(j, _)| **j as usize >= local) {
                 self.received[kv_head][j as usize] += p;
             }
             o.extend(row.o);
@@ -208,10 +195,7 @@ impl Infllm {
             }
             for kv_head in 0..self.shape.num_kv_heads {
                 let received = &self.received[kv_head][keys.clone()];
-                let most: Vec<usize> = falling(received)
-                    .into_iter()
-                    .take(self.config.repr)
-                    .collect();
+                let most: Vec<usize> = falling(received).into_iter().take(self.config.repr).collect();
                 let mut mean = vec![0.0_f32; self.shape.head_dim];
                 for &at in &most {
                     let key = self.unrotated_key(kv_head, keys.start + at);
@@ -231,8 +215,7 @@ impl Infllm {
             .representatives
             .chunks_exact(self.shape.num_kv_heads * d)
             .map(|block| {
-                let head =
-                    |(head, q): (usize, &[f32])| dot(q, &block[head / m * d..(head / m + 1) * d]);
+                let head = |(head, q): (usize, &[f32])| dot(q, &block[head / m * d..(head / m + 1) * d]);
                 far.chunks_exact(d).enumerate().map(head).sum()
             })
             .collect();

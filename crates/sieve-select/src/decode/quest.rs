@@ -62,8 +62,7 @@ impl Quest {
         for key in self.len..cache.len {
             if key % self.config.page == 0 {
                 self.min.extend(std::iter::repeat_n(f32::INFINITY, width));
-                self.max
-                    .extend(std::iter::repeat_n(f32::NEG_INFINITY, width));
+                self.max.extend(std::iter::repeat_n(f32::NEG_INFINITY, width));
             }
             let at = self.min.len() - width;
             let k = &cache.keys[key * width..(key + 1) * width];
@@ -108,8 +107,7 @@ impl Quest {
                 let last = scores.len() - 1;
                 let pages = (amount(self.config.budget, n) / self.config.page).max(MIN_PAGES);
                 let kept = top_k_forced(&scores, pages, |page| page == last);
-                let tokens =
-                    |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);
+                let tokens = |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);
                 ascending(kept.into_iter().flat_map(tokens))
             })
             .collect()
@@ -145,10 +143,7 @@ mod tests {
                 for (page, &bound) in quest.page_scores(&cache, &q, h).iter().enumerate() {
                     for key in page * 16..(page * 16 + 16).min(50) {
                         let product = dot(&q[h * 12..(h + 1) * 12], cache.key(h, key));
-                        assert!(
-                            product <= bound + 1e-5,
-                            "page {page}: {product} above {bound}"
-                        );
+                        assert!(product <= bound + 1e-5, "page {page}: {product} above {bound}");
                     }
                 }
             }

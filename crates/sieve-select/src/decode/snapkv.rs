@@ -50,10 +50,7 @@ impl SnapkvConfig {
         if self.kernel % 2 == 1 {
             return Ok(());
         }
-        rules.fail(
-            format!("kernel={} is even", self.kernel),
-            "give an odd width",
-        )
+        rules.fail(format!("kernel={} is even", self.kernel), "give an odd width")
     }
 }
 
@@ -118,9 +115,7 @@ impl Snapkv {
         if self.queries.len() > self.config.window {
             self.queries.remove(0);
         }
-        if self.kept[0].len() < self.config.capacity + self.config.window
-            || self.queries.len() < self.config.window
-        {
+        if self.kept[0].len() < self.config.capacity + self.config.window || self.queries.len() < self.config.window {
             return;
         }
         let (d, m) = (self.shape.head_dim, self.shape.group_size());
@@ -140,10 +135,7 @@ impl Snapkv {
 
     /// Keeps the best by smoothed votes, and the window.
     fn keep(&mut self, kv_head: usize, votes: &[f32]) {
-        let best = top_k(
-            &self.smooth(votes),
-            self.config.capacity - self.config.window,
-        );
+        let best = top_k(&self.smooth(votes), self.config.capacity - self.config.window);
         let kept = &self.kept[kv_head];
         let window = kept.len() - self.config.window..kept.len();
         self.kept[kv_head] = ascending(best.into_iter().chain(window).map(|at| kept[at] as usize));

@@ -48,11 +48,7 @@ impl Selector {
                 let selection = BlockSelection {
                     heads_per_list: shape.group_size(),
                     // The last page is one of them.
-                    ..of(
-                        config.page,
-                        BlockScores::Bounds(known),
-                        KeepBlocks::Top(pages - 1),
-                    )
+                    ..of(config.page, BlockScores::Bounds(known), KeepBlocks::Top(pages - 1))
                 };
                 Some(Step::Blocks(Box::new(selection), keys))
             }

@@ -28,21 +28,12 @@ impl Streaming {
     pub(crate) fn choose(&self, cache: &Cache) -> Vec<Vec<u32>> {
         let local = cache.len.saturating_sub(self.config.n_local);
         let init = self.config.n_init.min(local);
-        let list: Vec<u32> = (0..init)
-            .chain(local..cache.len)
-            .map(|key| key as u32)
-            .collect();
+        let list: Vec<u32> = (0..init).chain(local..cache.len).map(|key| key as u32).collect();
         vec![list; cache.shape.num_kv_heads]
     }
 
     /// With `reindex`, the first keys are as near as their place in the cache says.
-    pub(crate) fn attend(
-        &self,
-        cache: &Cache,
-        head: usize,
-        q: &[f32],
-        list: &[u32],
-    ) -> RowAttention {
+    pub(crate) fn attend(&self, cache: &Cache, head: usize, q: &[f32], list: &[u32]) -> RowAttention {
         let Some(rope_theta) = self.rope_theta else {
             return cache.attend(head, q, list);
         };
@@ -53,11 +44,7 @@ impl Streaming {
         let logits = list
             .iter()
             .map(|&j| {
-                let q = if (j as usize) < self.config.n_init {
-                    &near
-                } else {
-                    q
-                };
+                let q = if (j as usize) < self.config.n_init { &near } else { q };
                 cache.scale() * dot(q, cache.key(kv_head, j as usize))
             })
             .collect();

@@ -70,8 +70,6 @@ pub(crate) fn tiles_of_ranges(tiles: Tiles, n_init: usize, n_local: usize) -> Li
     gqa::rows(tiles, |i| {
         let init = n_init.div_ceil(tiles.key_tile).min(tiles.admissible(i));
         let local = (tiles.first(i) + 1).saturating_sub(n_local) / tiles.key_tile;
-        (0..init)
-            .chain(local.max(init)..tiles.admissible(i))
-            .collect()
+        (0..init).chain(local.max(init)..tiles.admissible(i)).collect()
     })
 }

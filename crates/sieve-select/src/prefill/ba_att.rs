@@ -202,20 +202,14 @@ impl BaAttConfig {
         let kv_head = call.kv_head(heads[0]);
         let order = &keys[kv_head];
         let key = |slot: usize| call.key(kv_head, order[slot] as usize);
-        let k = mean_and_variance(
-            (0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)),
-            d,
-        );
+        let k = mean_and_variance((0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)), d);
         let mut sum: Vec<f32> = Vec::new();
         for &head in heads {
             let query = |slot: usize| {
                 let row = queries.get(head).map_or(slot, |order| order[slot] as usize);
                 call.query(head, row)
             };
-            let q = mean_and_variance(
-                (0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)),
-                d,
-            );
+            let q = mean_and_variance((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
             add(&mut sum, self.block_logits(call, &q, &k));
         }
         if sum.iter().any(|x| x.is_nan()) {
@@ -223,11 +217,7 @@ impl BaAttConfig {
         }
         let cols = tiles.num_key_tiles();
         let rows = sum.chunks_exact(cols).enumerate().map(|(i, row)| {
-            let competing = if self.causal {
-                segments.earlier(tiles, i)
-            } else {
-                cols
-            };
+            let competing = if self.causal { segments.earlier(tiles, i) } else { cols };
             // The softmax over blocks keeps their order, so the logits decide.
             // 1 - 0.7 is a little more than 0.3; that must not round up.
             let kappa = ((1.0 - self.sparsity) * competing as f64 - 1e-9).ceil() as usize;
@@ -289,14 +279,7 @@ pub fn pooling_bound(q: &[f32], k: &[f32], head_dim: usize) -> f32 {
         let mean = crate::pool::mean_pool(std::iter::once(tokens.clone()), head_dim);
         let largest = tokens.clone().map(norm).fold(0.0, f32::max);
         let radius = tokens
-            .map(|x| {
-                norm(
-                    &x.iter()
-                        .zip(&mean)
-                        .map(|(x, mean)| x - mean)
-                        .collect::<Vec<f32>>(),
-                )
-            })
+            .map(|x| norm(&x.iter().zip(&mean).map(|(x, mean)| x - mean).collect::<Vec<f32>>()))
             .fold(0.0, f32::max);
         (largest, radius)
     });

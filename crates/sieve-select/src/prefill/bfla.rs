@@ -103,9 +103,7 @@ impl PrefillMethod for BflaConfig {
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let blocks = Tiles::new(call.shape, self.block, self.block);
-        let coarse = gqa::lists(call, blocks, gqa, |heads| {
-            self.kept_blocks(call, blocks, heads)
-        });
+        let coarse = gqa::lists(call, blocks, gqa, |heads| self.kept_blocks(call, blocks, heads));
         let tiles = Tiles::new(call.shape, self.tile, self.tile);
         let rows: Vec<ListRows> = coarse
             .rows
@@ -221,17 +219,12 @@ impl BflaConfig {
             }
             Pooling::Mean => {
                 let token = &token;
-                (
-                    mean_pool((0..num_blocks).map(|i| range(i).map(token)), d),
-                    d,
-                )
+                (mean_pool((0..num_blocks).map(|i| range(i).map(token)), d), d)
             }
             Pooling::Center => {
                 let middle = |i: usize| (range(i).start + range(i).end) / 2;
                 (
-                    (0..num_blocks)
-                        .flat_map(|i| token(middle(i)).iter().copied())
-                        .collect(),
+                    (0..num_blocks).flat_map(|i| token(middle(i)).iter().copied()).collect(),
                     d,
                 )
             }
@@ -267,8 +260,7 @@ impl BflaConfig {
             kept[..self.sink_tiles.min(admissible)].fill(true);
             // Absolute coordinates, so that chunks of a prompt agree.
             let row = (tiles.first(i) / self.tile) as u64;
-            let block_row =
-                (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
+            let block_row = (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
             for (j, kept) in kept.iter_mut().enumerate().filter(|(_, kept)| !**kept) {
                 *kept = match self.rescue_grid {
                     RescueGrid::Tile => self.rescued(list, row, j as u64),
@@ -293,8 +285,7 @@ impl BflaConfig {
     fn draw(&self, head: u64, row: u64, column: u64) -> f64 {
         match self.hash {
             RescueHash::Mix => {
-                let mixed = mix(mix(mix(mix(head).wrapping_add(row)).wrapping_add(column))
-                    .wrapping_add(self.seed));
+                let mixed = mix(mix(mix(mix(head).wrapping_add(row)).wrapping_add(column)).wrapping_add(self.seed));
                 (mixed >> 40) as f64 / f64::from(1 << 24)
             }
             RescueHash::Linear => {

@@ -30,9 +30,7 @@ impl PrefillMethod for BlockSparseConfig {
 
     fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
         let tiles = Tiles::new(call.shape, self.block, self.block);
-        gqa::mask(call, tiles, gqa, |heads| {
-            best_blocks(call, tiles, heads, |_| self.topk)
-        })
+        gqa::mask(call, tiles, gqa, |heads| best_blocks(call, tiles, heads, |_| self.topk))
     }
 
     fn reads(&self) -> Reads {

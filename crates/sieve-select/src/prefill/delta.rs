@@ -46,8 +46,7 @@ impl DeltaConfig {
     /// The first row of the dense end.
     pub(crate) fn tail(&self, shape: CallShape) -> Option<usize> {
         let tail = shape.num_keys % self.gamma + self.gamma.max(128);
-        self.dense_tail
-            .then_some(shape.num_queries.saturating_sub(tail))
+        self.dense_tail.then_some(shape.num_queries.saturating_sub(tail))
     }
 }
 

@@ -115,10 +115,7 @@ impl FlexprefillConfig {
         }
         let columns = self.num_blocks(&sums.column);
         let diagonals = self.num_blocks(&sums.diagonal);
-        Some((
-            list_of(slashes(tiles, &column, &diagonal, columns, diagonals)),
-            false,
-        ))
+        Some((list_of(slashes(tiles, &column, &diagonal, columns, diagonals)), false))
     }
 
     /// Blocks that hold as many tokens as are needed to pass gamma in sorted order.
@@ -141,13 +138,7 @@ impl FlexprefillConfig {
     }
 
     /// Adds the largest entries of the whole block map until they reach gamma times the number of rows.
-    fn add_query_aware(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        head: usize,
-        kept: &mut [Vec<bool>],
-    ) -> Option<()> {
+    fn add_query_aware(&self, call: &Call<'_>, tiles: Tiles, head: usize, kept: &mut [Vec<bool>]) -> Option<()> {
         let cols = tiles.num_key_tiles();
         let mut map = pooled_scores(call, tiles, &[head]);
         for (i, row) in map.chunks_exact_mut(cols).enumerate() {
@@ -177,13 +168,7 @@ impl FlexprefillConfig {
 }
 
 /// The best block columns (0 among them) and block diagonals (0 among them), on every row.
-fn slashes(
-    tiles: Tiles,
-    column: &[f32],
-    diagonal: &[f32],
-    num_columns: usize,
-    num_diagonals: usize,
-) -> Vec<Vec<bool>> {
+fn slashes(tiles: Tiles, column: &[f32], diagonal: &[f32], num_columns: usize, num_diagonals: usize) -> Vec<Vec<bool>> {
     let columns = top_k_forced(column, num_columns.max(1), |j| j == 0);
     let diagonals = top_k_forced(diagonal, num_diagonals.max(1), |o| o == 0);
     (0..tiles.num_query_tiles())

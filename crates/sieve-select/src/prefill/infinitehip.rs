@@ -185,11 +185,7 @@ impl InfinitehipConfig {
 
 impl Stage {
     /// The best chunks by the scores of their representatives, cut for the next stage; `None` on NaN.
-    pub(crate) fn run(
-        self,
-        chunks: &[Chunk],
-        scores_of: impl Fn(&[usize]) -> Vec<f32>,
-    ) -> Option<Vec<Chunk>> {
+    pub(crate) fn run(self, chunks: &[Chunk], scores_of: impl Fn(&[usize]) -> Vec<f32>) -> Option<Vec<Chunk>> {
         if chunks.len() <= self.num_kept {
             return Some(cut(chunks.iter().copied(), self.next_chunk));
         }
@@ -205,11 +201,7 @@ impl Stage {
 /// Ranges cut into chunks.
 fn cut(ranges: impl Iterator<Item = Chunk>, chunk: usize) -> Vec<Chunk> {
     ranges
-        .flat_map(|(start, end)| {
-            (start..end)
-                .step_by(chunk)
-                .map(move |at| (at, (at + chunk).min(end)))
-        })
+        .flat_map(|(start, end)| (start..end).step_by(chunk).map(move |at| (at, (at + chunk).min(end))))
         .collect()
 }
 

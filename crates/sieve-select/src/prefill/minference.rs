@@ -133,17 +133,11 @@ impl MinferenceConfig {
 /// A mask of one pattern per query head.
 fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
     let tiles = Tiles::new(call.shape, TILE, TILE);
-    let mut mask = gqa::mask(call, tiles, GqaPolicy::PerQuery, |heads| {
-        match patterns[heads[0]] {
-            Pattern::AShape { n_init, n_local } => Some(tiles_of_ranges(tiles, n_init, n_local)),
-            Pattern::VerticalSlash { vertical, slash } => {
-                VerticalSlashConfig { vertical, slash }.rows(call, tiles, heads)
-            }
-            Pattern::BlockSparse { topk } => best_blocks(call, tiles, heads, |_| topk),
-            Pattern::BlockSparseEighth => {
-                best_blocks(call, tiles, heads, |blocks| blocks.div_ceil(8))
-            }
-        }
+    let mut mask = gqa::mask(call, tiles, GqaPolicy::PerQuery, |heads| match patterns[heads[0]] {
+        Pattern::AShape { n_init, n_local } => Some(tiles_of_ranges(tiles, n_init, n_local)),
+        Pattern::VerticalSlash { vertical, slash } => VerticalSlashConfig { vertical, slash }.rows(call, tiles, heads),
+        Pattern::BlockSparse { topk } => best_blocks(call, tiles, heads, |_| topk),
+        Pattern::BlockSparseEighth => best_blocks(call, tiles, heads, |blocks| blocks.div_ceil(8)),
     });
     let everything = TokenWindow {
         init: 0,
@@ -159,14 +153,10 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
     if windows.iter().any(|window| *window != everything) {
         mask.windows = windows;
     }
-    let count =
-        |wanted: fn(&Pattern) -> bool| patterns.iter().filter(|pattern| wanted(pattern)).count();
+    let count = |wanted: fn(&Pattern) -> bool| patterns.iter().filter(|pattern| wanted(pattern)).count();
     mask.stats.patterns = vec![
         ("a_shape", count(|p| matches!(p, Pattern::AShape { .. }))),
-        (
-            "vertical_slash",
-            count(|p| matches!(p, Pattern::VerticalSlash { .. })),
-        ),
+        ("vertical_slash", count(|p| matches!(p, Pattern::VerticalSlash { .. }))),
         (
             "block_sparse",
             count(|p| matches!(p, Pattern::BlockSparse { .. } | Pattern::BlockSparseEighth)),
@@ -236,10 +226,7 @@ impl PatternFile {
                 if at >= heads.len() {
                     heads.resize(at + 1, None);
                 }
-                heads[at] = Some(
-                    pattern_of(value)
-                        .ok_or_else(|| problem(format!("{} is no pattern", place())))?,
-                );
+                heads[at] = Some(pattern_of(value).ok_or_else(|| problem(format!("{} is no pattern", place())))?);
             }
             file.layers.push(heads);
         }
@@ -259,9 +246,7 @@ impl PatternFile {
             };
             Some((head.to_string(), value))
         };
-        let layer = |heads: &Vec<Option<Pattern>>| {
-            Value::Object(heads.iter().enumerate().filter_map(head).collect())
-        };
+        let layer = |heads: &Vec<Option<Pattern>>| Value::Object(heads.iter().enumerate().filter_map(head).collect());
         Value::Array(self.layers.iter().map(layer).collect()).to_string()
     }
 }

@@ -95,17 +95,9 @@ impl PrefillMethod for MomoConfig {
         }
         let (small, large) = (self.gamma.min(self.chi), self.gamma.max(self.chi));
         rules.divides(
-            if self.gamma <= self.chi {
-                "gamma"
-            } else {
-                "chi"
-            },
+            if self.gamma <= self.chi { "gamma" } else { "chi" },
             small,
-            if self.gamma <= self.chi {
-                "chi"
-            } else {
-                "gamma"
-            },
+            if self.gamma <= self.chi { "chi" } else { "gamma" },
             large,
         )?;
         if self.topk == TopK::Hybrid && self.k_exact > self.k {
@@ -133,16 +125,11 @@ impl PrefillMethod for MomoConfig {
             .collect();
         let mut mask = gqa::mask(call, tiles, gqa, |list| {
             let found = heads[list[0]].as_ref()?;
-            Some(gqa::rows(tiles, |i| {
-                self.tile_row(tiles, i, &probes, found)
-            }))
+            Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, found)))
         });
         let mut probe_o = vec![f32::NAN; probes.len() * call.shape.num_heads * d];
         for (head, found) in heads.iter().enumerate() {
-            for (index, o) in probe_o
-                .chunks_exact_mut(call.shape.num_heads * d)
-                .enumerate()
-            {
+            for (index, o) in probe_o.chunks_exact_mut(call.shape.num_heads * d).enumerate() {
                 if let Some(probe) = found.as_ref().map(|found| &found[index]) {
                     o[head * d..(head + 1) * d].copy_from_slice(&probe.o);
                 }
@@ -180,13 +167,7 @@ impl MomoConfig {
     }
 
     /// Dense attention of all probes of a head, with their choice of blocks; `None` on NaN.
-    fn probe_pass(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        head: usize,
-        probes: &[usize],
-    ) -> Option<Vec<Probe>> {
+    fn probe_pass(&self, call: &Call<'_>, tiles: Tiles, head: usize, probes: &[usize]) -> Option<Vec<Probe>> {
         let chunks: Option<Vec<Vec<Probe>>> = probes
             .par_chunks(CHUNK_PROBES)
             .map(|rows| self.probe_chunk(call, tiles, head, rows, probes))
@@ -237,17 +218,11 @@ impl MomoConfig {
                 let finite = max.max(f32::MIN);
                 let sum = exp_row(block, finite);
                 maxima.push(finite);
-                scores.push(if max == f32::NEG_INFINITY {
-                    max
-                } else {
-                    max + sum.ln()
-                });
+                scores.push(if max == f32::NEG_INFINITY { max } else { max + sum.ln() });
             }
             let max = max_of_row(&maxima);
             let mut total = 0.0;
-            for ((block, &block_max), &score) in
-                seen.chunks_mut(self.beta).zip(&maxima).zip(&scores)
-            {
+            for ((block, &block_max), &score) in seen.chunks_mut(self.beta).zip(&maxima).zip(&scores) {
                 let factor = (block_max - max).exp();
                 block.iter_mut().for_each(|x| *x *= factor);
                 total += (score - max).exp();
@@ -267,10 +242,7 @@ impl MomoConfig {
             );
         }
         let mut o = vec![0.0; rows.len() * d];
-        let (weights, values) = (
-            Matrix::new(&p, rows.len(), end),
-            call.values(kv_head, 0..end),
-        );
+        let (weights, values) = (Matrix::new(&p, rows.len(), end), call.values(kv_head, 0..end));
         matmul(
             Threads::One,
             1.0,

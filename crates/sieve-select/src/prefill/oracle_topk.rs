@@ -62,12 +62,7 @@ impl PrefillMethod for OracleTopkConfig {
 }
 
 /// Dense probability mass of a query tile on each admissible block, `[admissible]`, averaged over heads.
-pub(crate) fn block_mass(
-    call: &Call<'_>,
-    tiles: Tiles,
-    heads: &[usize],
-    i: usize,
-) -> Option<Vec<f32>> {
+pub(crate) fn block_mass(call: &Call<'_>, tiles: Tiles, heads: &[usize], i: usize) -> Option<Vec<f32>> {
     let mut mass = Vec::new();
     for &head in heads {
         let p = causal_probabilities(call, head, tiles.rows(i))?;

@@ -112,7 +112,8 @@ impl PrefillMethod for PbsConfig {
         if gqa != GqaPolicy::PerQuery && self.perm == PermutePer::Query {
             return rules.fail(
                 "perm=query gives the heads of a group different keys per block, so they cannot share a \
-                 list".to_owned(),
+                 list"
+                    .to_owned(),
                 "use perm=kv, or gqa=per_query",
             );
         }
@@ -171,9 +172,7 @@ impl PbsConfig {
         let keys = |queries: &[Vec<i32>]| -> Vec<Vec<i32>> {
             importance_heads
                 .par_iter()
-                .map(|heads| {
-                    key_order(call, segments, heads, queries).unwrap_or_else(|| identity.clone())
-                })
+                .map(|heads| key_order(call, segments, heads, queries).unwrap_or_else(|| identity.clone()))
                 .collect()
         };
         let queries = |keys: &[Vec<i32>]| -> Vec<Vec<i32>> {
@@ -232,9 +231,7 @@ impl PbsConfig {
         for &head in heads {
             let rows = match self.select {
                 PbsSelect::Meanpool => self.pooled(call, tiles, segments, head, order, orders)?,
-                PbsSelect::Xattention => {
-                    self.antidiagonals(call, tiles, segments, head, order, orders)?
-                }
+                PbsSelect::Xattention => self.antidiagonals(call, tiles, segments, head, order, orders)?,
             };
             for (p, row) in p.iter_mut().zip(rows) {
                 add(p, row);
@@ -269,10 +266,7 @@ impl PbsConfig {
         let d = call.shape.head_dim;
         let k = key_means(call, call.kv_head(head), tiles, order);
         let query = |slot: usize| call.query(head, orders.query_row(head, slot));
-        let q = mean_pool(
-            (0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)),
-            d,
-        );
+        let q = mean_pool((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
         let mut all = scores(&q, &k, d, call.shape.softmax_scale());
         all.chunks_exact_mut(tiles.num_key_tiles())
             .enumerate()
@@ -299,9 +293,7 @@ impl PbsConfig {
             ..XattentionConfig::default()
         };
         let (s, width) = (self.stride, self.stride * call.shape.head_dim);
-        let keys = cells.cells_of_keys(call, head, 0..call.shape.num_keys, |slot| {
-            order[slot] as usize
-        });
+        let keys = cells.cells_of_keys(call, head, 0..call.shape.num_keys, |slot| order[slot] as usize);
         (0..tiles.num_query_tiles())
             .into_par_iter()
             .map(|i| {
@@ -317,9 +309,7 @@ impl PbsConfig {
                     return Some(sum);
                 }
                 let scale = call.shape.softmax_scale() / s as f32;
-                for row in cell_scores(&queries, &keys[..cols * width], width, scale)
-                    .chunks_exact_mut(cols)
-                {
+                for row in cell_scores(&queries, &keys[..cols * width], width, scale).chunks_exact_mut(cols) {
                     add_block_softmax(row, self.block / s, &mut sum)?;
                 }
                 Some(sum)
@@ -330,47 +320,31 @@ impl PbsConfig {
 
 impl Orders {
     fn query_row(&self, head: usize, slot: usize) -> usize {
-        self.queries
-            .get(head)
-            .map_or(slot, |order| order[slot] as usize)
+        self.queries.get(head).map_or(slot, |order| order[slot] as usize)
     }
 }
 
 /// Keys of each whole segment by falling importance: the mean attention of the last block of queries (eq. 10, with the
 /// token rule inside that block). `None` on NaN.
-fn key_order(
-    call: &Call<'_>,
-    segments: Segments,
-    heads: &[usize],
-    queries: &[Vec<i32>],
-) -> Option<Vec<i32>> {
+fn key_order(call: &Call<'_>, segments: Segments, heads: &[usize], queries: &[Vec<i32>]) -> Option<Vec<i32>> {
     let n = call.shape.num_keys;
     let rows = last_rows(call, segments.block);
     let mut importance = vec![0.0; n];
     for &head in heads {
         // Permuted queries: the last block of slots, whose rows need not be the last ones.
         let rows: Vec<usize> = match queries.get(head) {
-            Some(order) => order[rows.clone()]
-                .iter()
-                .map(|&row| row as usize)
-                .collect(),
+            Some(order) => order[rows.clone()].iter().map(|&row| row as usize).collect(),
             None => rows.clone().collect(),
         };
         if rows.windows(2).all(|w| w[0] + 1 == w[1]) {
             let p = causal_probabilities(call, head, rows[0]..rows[0] + rows.len())?;
             for row in p.chunks_exact(call.shape.context() + rows[0] + rows.len()) {
-                importance
-                    .iter_mut()
-                    .zip(row)
-                    .for_each(|(sum, &p)| *sum += p);
+                importance.iter_mut().zip(row).for_each(|(sum, &p)| *sum += p);
             }
         } else {
             for row in rows {
                 let p = causal_probabilities(call, head, row..row + 1)?;
-                importance
-                    .iter_mut()
-                    .zip(&p)
-                    .for_each(|(sum, &p)| *sum += p);
+                importance.iter_mut().zip(&p).for_each(|(sum, &p)| *sum += p);
             }
         }
     }

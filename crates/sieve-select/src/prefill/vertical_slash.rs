@@ -53,12 +53,8 @@ impl VerticalSlashConfig {
     /// Tiles and columns of one list; `None` on NaN.
     pub(crate) fn rows(&self, call: &Call<'_>, tiles: Tiles, heads: &[usize]) -> Option<ListRows> {
         let sums = probe_sums(call, heads, last_rows(call, PROBE))?;
-        let columns = top_k_forced(&sums.column, self.vertical.max(FORCED_COLUMNS), |j| {
-            j < FORCED_COLUMNS
-        });
-        let offsets = top_k_forced(&sums.diagonal, self.slash.max(MIN_OFFSETS), |o| {
-            o < FORCED_OFFSETS
-        });
+        let columns = top_k_forced(&sums.column, self.vertical.max(FORCED_COLUMNS), |j| j < FORCED_COLUMNS);
+        let offsets = top_k_forced(&sums.diagonal, self.slash.max(MIN_OFFSETS), |o| o < FORCED_OFFSETS);
         let mut list = ListRows::default();
         for i in 0..tiles.num_query_tiles() {
             let (first, last) = (tiles.first(i), tiles.last(i));
@@ -68,19 +64,10 @@ impl VerticalSlashConfig {
                 kept[low / tiles.key_tile..=high / tiles.key_tile].fill(true);
             }
             let single = |&&key: &&usize| key <= last && !kept[key / tiles.key_tile];
-            list.columns.push(
-                columns
-                    .iter()
-                    .filter(single)
-                    .map(|&key| key as i32)
-                    .collect(),
-            );
-            list.tiles.push(
-                (0..kept.len())
-                    .filter(|&j| kept[j])
-                    .map(|j| j as i32)
-                    .collect(),
-            );
+            list.columns
+                .push(columns.iter().filter(single).map(|&key| key as i32).collect());
+            list.tiles
+                .push((0..kept.len()).filter(|&j| kept[j]).map(|j| j as i32).collect());
         }
         Some(list)
     }

@@ -78,8 +78,7 @@ impl PrefillMethod for XattentionConfig {
         }
         if gqa == GqaPolicy::Mean && !self.head_taus.is_empty() {
             return rules.fail(
-                "taus gives the heads of a group thresholds of their own, gqa=mean one list"
-                    .to_owned(),
+                "taus gives the heads of a group thresholds of their own, gqa=mean one list".to_owned(),
                 "use gqa=per_query or gqa=union",
             );
         }
@@ -127,17 +126,14 @@ impl XattentionConfig {
             problem,
             hint: "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
         };
-        let text =
-            std::fs::read_to_string(&self.taus).map_err(|error| problem(error.to_string()))?;
+        let text = std::fs::read_to_string(&self.taus).map_err(|error| problem(error.to_string()))?;
         self.head_taus = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
         Ok(())
     }
 
     fn tau_of(&self, layer: usize, head: usize) -> f64 {
         let layer = self.head_taus.get(layer);
-        layer
-            .and_then(|taus| taus.get(head).copied())
-            .unwrap_or(self.tau)
+        layer.and_then(|taus| taus.get(head).copied()).unwrap_or(self.tau)
     }
 
     /// Sums of the cells' softmax per block, `[num_heads][query tiles][admissible]`; `None` for heads with NaN.
@@ -177,9 +173,7 @@ impl XattentionConfig {
         // Back in the order of the rows, so that sums do not depend on the order of the tasks.
         for (head, sums) in done.into_iter().rev().flatten() {
             match (sums, &mut all[head]) {
-                (Some(sums), Some(tiles)) => sums
-                    .into_iter()
-                    .for_each(|(i, sum)| add(&mut tiles[i], sum)),
+                (Some(sums), Some(tiles)) => sums.into_iter().for_each(|(i, sum)| add(&mut tiles[i], sum)),
                 (None, scores) => *scores = None,
                 (Some(_), None) => {}
             }
@@ -223,9 +217,7 @@ impl XattentionConfig {
             }
             Some(sums)
         };
-        let heads = call
-            .group(kv_head)
-            .zip(x.chunks_exact_mut(cells.len() * cols));
+        let heads = call.group(kv_head).zip(x.chunks_exact_mut(cells.len() * cols));
         heads.map(|(head, x)| (head, of_head(x))).collect()
     }
 
@@ -285,11 +277,7 @@ impl XattentionConfig {
 }
 
 /// Adds the softmax of a row of cells to sums per block; `None` on NaN. The row is used up.
-pub(crate) fn add_block_softmax(
-    row: &mut [f32],
-    cells_per_block: usize,
-    sums: &mut [f32],
-) -> Option<()> {
+pub(crate) fn add_block_softmax(row: &mut [f32], cells_per_block: usize, sums: &mut [f32]) -> Option<()> {
     let max = max_of_row(row);
     if max == f32::NEG_INFINITY {
         return Some(());

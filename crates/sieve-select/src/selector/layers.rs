@@ -118,9 +118,7 @@ impl LayerSelectors {
             selector: change(part.selector),
             ..part
         });
-        Self {
-            parts: parts.collect(),
-        }
+        Self { parts: parts.collect() }
     }
 
     /// Names of the methods, `dense` only where there is no other.
@@ -213,10 +211,7 @@ fn pieces(text: &str) -> Vec<(&str, &str)> {
     let mut firsts: Vec<usize> = vec![0];
     firsts.extend(cuts.filter(|&at| begins(&text[at..]).is_some()));
     let ends = firsts.iter().skip(1).map(|&at| at - 1).chain([text.len()]);
-    let parts = firsts
-        .iter()
-        .zip(ends)
-        .map(|(&first, end)| &text[first..end]);
+    let parts = firsts.iter().zip(ends).map(|(&first, end)| &text[first..end]);
     parts.filter_map(|part| part.split_once('=')).collect()
 }
 
@@ -251,14 +246,8 @@ mod tests {
         let text = "0-1=dense/2=meanpool:tau=0.5/3-=quest:budget=64";
         let selectors = parsed(text).for_layers(6).expect("they fit");
         let names: Vec<&str> = (0..6).map(|layer| selectors.of(layer).name()).collect();
-        assert_eq!(
-            names,
-            ["dense", "dense", "meanpool", "quest", "quest", "quest"]
-        );
-        assert_eq!(
-            (selectors.name().as_str(), selectors.only()),
-            ("meanpool+quest", None)
-        );
+        assert_eq!(names, ["dense", "dense", "meanpool", "quest", "quest", "quest"]);
+        assert_eq!((selectors.name().as_str(), selectors.only()), ("meanpool+quest", None));
         assert_eq!(selectors.label(), text);
         assert_eq!(parsed(&selectors.to_string()), selectors);
         assert!(selectors.is_token_by_token() && selectors.acts_in_decode());
@@ -297,10 +286,7 @@ mod tests {
             ("0-3=dense/4-=bfal", "did you mean bfla?"),
             ("0-3=dense/4-=", "there is no selector \"\""),
             ("0-3=dens/4-=bfla", "there is no selector \"dens\""),
-            (
-                "0-3=dense:tau=1/4-=bfla",
-                "dense: tau is given, and it has no settings",
-            ),
+            ("0-3=dense:tau=1/4-=bfla", "dense: tau is given, and it has no settings"),
         ] {
             let error = LayerSelectors::parse(text).expect_err(text).to_string();
             assert!(error.contains(wanted), "{text}: {error}");
@@ -308,10 +294,7 @@ mod tests {
         }
         for (text, wanted) in [
             ("0-3=dense/4-=bfla", "layer 4 is beyond the model's last, 3"),
-            (
-                "0-1=dense/2-4=bfla",
-                "layer 4 is beyond the model's last, 3",
-            ),
+            ("0-1=dense/2-4=bfla", "layer 4 is beyond the model's last, 3"),
             ("0-1=dense/2=bfla", "nothing is said of layer 3"),
         ] {
             refusal(parsed(text).for_layers(4), wanted);

@@ -15,12 +15,7 @@ use crate::prefill::xattention::SampleMode;
 use crate::selector::{Method, Reads, Selector};
 
 /// Blocks of `block` queries and keys, a list for each query head, which keeps its own block.
-pub(crate) fn of_blocks(
-    shape: CallShape,
-    block: usize,
-    scores: BlockScores,
-    keep: KeepBlocks,
-) -> BlockSelection {
+pub(crate) fn of_blocks(shape: CallShape, block: usize, scores: BlockScores, keep: KeepBlocks) -> BlockSelection {
     BlockSelection {
         num_queries: shape.num_queries,
         num_keys: shape.num_keys,
@@ -46,12 +41,7 @@ pub(crate) fn of_blocks(
 impl Selector {
     /// The selection of a call in a layer as steps of a device; `None` where the method, or one of its settings,
     /// selects on the host. A call that is dense whatever its operands are has none.
-    pub fn block_selection(
-        &self,
-        shape: CallShape,
-        layer: usize,
-        num_layers: usize,
-    ) -> Option<BlockSelection> {
+    pub fn block_selection(&self, shape: CallShape, layer: usize, num_layers: usize) -> Option<BlockSelection> {
         let heads_per_list = match self.common.gqa {
             GqaPolicy::PerQuery => 1,
             GqaPolicy::Union => shape.group_size(),
@@ -66,19 +56,13 @@ impl Selector {
         };
         let mut selection = match &self.method {
             Method::Meanpool(config) => {
-                let keep = config
-                    .top_k
-                    .map_or(KeepBlocks::Mass(config.tau), KeepBlocks::Top);
+                let keep = config.top_k.map_or(KeepBlocks::Mass(config.tau), KeepBlocks::Top);
                 BlockSelection {
                     first_tiles: 1,
                     ..of(config.block, BlockScores::Means, keep)
                 }
             }
-            Method::BlockSparse(config) => of(
-                config.block,
-                BlockScores::Means,
-                KeepBlocks::Top(config.topk),
-            ),
+            Method::BlockSparse(config) => of(config.block, BlockScores::Means, KeepBlocks::Top(config.topk)),
             Method::Bfla(config) if !config.rescues() => BlockSelection {
                 tile: config.tile,
                 local_tokens: config.local_tokens,
@@ -112,27 +96,17 @@ impl Selector {
                     reversed: false,
                     norm: 1.0,
                 };
-                let keep = config
-                    .tau
-                    .map_or(KeepBlocks::Top(config.k), KeepBlocks::Mass);
+                let keep = config.tau.map_or(KeepBlocks::Top(config.k), KeepBlocks::Mass);
                 of(config.block, scores, keep)
             }
             Method::VerticalSlash(config) if heads_per_list == 1 => BlockSelection {
                 scores: scores_of_lines(config),
-                ..of(
-                    vertical_slash::TILE,
-                    BlockScores::Means,
-                    KeepBlocks::Mass(1.0),
-                )
+                ..of(vertical_slash::TILE, BlockScores::Means, KeepBlocks::Mass(1.0))
             },
             Method::Minference(config) => BlockSelection {
                 scores: scores_of_lines(&config.same_lines(layer, shape.num_heads)?),
                 heads_per_list: 1,
-                ..of(
-                    vertical_slash::TILE,
-                    BlockScores::Means,
-                    KeepBlocks::Mass(1.0),
-                )
+                ..of(vertical_slash::TILE, BlockScores::Means, KeepBlocks::Mass(1.0))
             },
             Method::Flexprefill(config) => {
                 let scores = scores_of_patterns(config, shape.num_keys)?;
@@ -140,11 +114,7 @@ impl Selector {
             }
             Method::Pbs(config) => BlockSelection {
                 order: Some(order_of_pbs(config, shape.num_keys)?),
-                ..of(
-                    config.block,
-                    BlockScores::Means,
-                    KeepBlocks::Mass(config.tau),
-                )
+                ..of(config.block, BlockScores::Means, KeepBlocks::Mass(config.tau))
             },
             Method::BaAtt(config) => {
                 let (order, scores) = steps_of_ba_att(config, shape, layer, num_layers)?;
@@ -154,11 +124,7 @@ impl Selector {
                 }
                 BlockSelection {
                     order: Some(order),
-                    ..of(
-                        config.block,
-                        scores,
-                        KeepBlocks::Share(1.0 - config.sparsity),
-                    )
+                    ..of(config.block, scores, KeepBlocks::Share(1.0 - config.sparsity))
                 }
             }
             Method::Momo(config) => {
@@ -187,15 +153,10 @@ impl Selector {
 
     /// Whether a call's attention can run on a device with kernels for it: a correction by probes among them.
     pub fn runs_on_device(&self, shape: CallShape, layer: usize, num_layers: usize) -> bool {
-        let corrects = |correction: ProbeCorrection| {
-            correction.gamma > 1 && shape.num_queries > correction.gamma
-        };
+        let corrects = |correction: ProbeCorrection| correction.gamma > 1 && shape.num_queries > correction.gamma;
         let (values, made) = match &self.method {
             _ if self.is_dense(layer, shape.num_queries) => return true,
-            Method::Momo(_) => (
-                true,
-                self.block_selection(shape, layer, num_layers).is_some(),
-            ),
+            Method::Momo(_) => (true, self.block_selection(shape, layer, num_layers).is_some()),
             Method::Delta(_, base) => (
                 base.reads(layer, shape.num_queries) == Reads::Values,
                 base.correction(shape, layer).is_none(),
@@ -213,9 +174,7 @@ impl Selector {
         }
         let (gamma, mode) = match &self.method {
             Method::Momo(config) => (config.gamma, config.mode),
-            Method::Delta(config, base) if !base.is_dense(layer, shape.num_queries) => {
-                (config.gamma, config.mode)
-            }
+            Method::Delta(config, base) if !base.is_dense(layer, shape.num_queries) => (config.gamma, config.mode),
             _ => return None,
         };
         (mode != CorrectionMode::SparseOnly).then_some(ProbeCorrection {
@@ -243,9 +202,7 @@ fn scores_of_lines(config: &VerticalSlashConfig) -> BlockScores {
 }
 
 fn scores_of_patterns(config: &FlexprefillConfig, num_keys: usize) -> Option<BlockScores> {
-    let most = config
-        .max_budget
-        .map_or(num_keys, |most| most / config.block);
+    let most = config.max_budget.map_or(num_keys, |most| most / config.block);
     (!config.is_short(num_keys)).then_some(BlockScores::Patterns {
         gamma: config.gamma,
         tau: config.tau,
@@ -279,9 +236,7 @@ fn steps_of_ba_att(
         }
         true => return None,
     };
-    let fits = matches!(config.sort, NormSort::K | NormSort::Qk)
-        && config.causal
-        && shape.num_keys > config.segment;
+    let fits = matches!(config.sort, NormSort::K | NormSort::Qk) && config.causal && shape.num_keys > config.segment;
     let order = SlotOrder {
         segment: config.segment,
         keys: KeyScores::Length,
@@ -354,18 +309,11 @@ mod tests {
         }
         let of = |text| selection(text).expect("a device takes it");
         let bfla = of("bfla:last_dense_rows=7");
-        assert_eq!(
-            (bfla.heads_per_list, bfla.tile, bfla.first_tiles),
-            (2, 64, 1)
-        );
+        assert_eq!((bfla.heads_per_list, bfla.tile, bfla.first_tiles), (2, 64, 1));
         assert_eq!(bfla.dense_rows.len(), 1);
         assert_eq!(bfla.dense_rows[0], 293..300);
         // Its blocks end at multiples of 128 tokens; the others' begin at the call's first row.
-        let offsets = [
-            "xattention:block=64",
-            "xattention:block=256,stride=16",
-            "meanpool",
-        ];
+        let offsets = ["xattention:block=64", "xattention:block=256,stride=16", "meanpool"];
         assert_eq!(offsets.map(|text| of(text).offset), [0, 128, 0]);
     }
 }

@@ -25,11 +25,7 @@ impl Selector {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
         let name = name.trim();
         let mut items = Vec::new();
-        for item in rest
-            .split(',')
-            .map(str::trim)
-            .filter(|item| !item.is_empty())
-        {
+        for item in rest.split(',').map(str::trim).filter(|item| !item.is_empty()) {
             let Some((key, value)) = item.split_once('=') else {
                 return Err(SelectError::Form {
                     selector: name.to_owned(),
@@ -39,9 +35,7 @@ impl Selector {
             };
             items.push((key.trim(), value.trim()));
         }
-        if let Some(at) =
-            (1..items.len()).find(|&at| items[..at].iter().any(|item| item.0 == items[at].0))
-        {
+        if let Some(at) = (1..items.len()).find(|&at| items[..at].iter().any(|item| item.0 == items[at].0)) {
             return Err(SelectError::Form {
                 selector: name.to_owned(),
                 item: format!("{}={}", items[at].0, items[at].1),
@@ -75,11 +69,7 @@ impl Selector {
             });
         }
         Err(match common_items(&self.common).any(|item| item.0 == key) {
-            true => SelectError::UnusedKey {
-                selector,
-                key,
-                known,
-            },
+            true => SelectError::UnusedKey { selector, key, known },
             false => SelectError::UnknownKey {
                 selector,
                 nearest: nearest(&key, known.iter().map(String::as_str)),
@@ -117,10 +107,7 @@ impl Selector {
                 } else {
                     ""
                 };
-                text += &format!(
-                    "  {:15} {}{both}  [{}]\n",
-                    entry.name, entry.about, entry.paper
-                );
+                text += &format!("  {:15} {}{both}  [{}]\n", entry.name, entry.about, entry.paper);
                 let keys = Self::parse(entry.name).map(|selector| selector.own_items());
                 let keys: Vec<String> = keys
                     .into_iter()
@@ -151,9 +138,7 @@ impl Selector {
             Method::Delta(_, base) => base.all_items(),
             _ => Vec::new(),
         };
-        let base = base
-            .into_iter()
-            .map(|(key, value)| (format!("base.{key}"), value));
+        let base = base.into_iter().map(|(key, value)| (format!("base.{key}"), value));
         own.chain(base).collect()
     }
 
@@ -175,10 +160,7 @@ impl FromStr for Selector {
 /// The whole setting, every key with its value; [`Selector::parse`] reads it back.
 impl fmt::Display for Selector {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let items = self
-            .all_items()
-            .into_iter()
-            .filter(|(_, value)| !value.is_empty());
+        let items = self.all_items().into_iter().filter(|(_, value)| !value.is_empty());
         let items: Vec<String> = items.map(|(key, value)| format!("{key}={value}")).collect();
         match items.is_empty() {
             true => write!(out, "{}", self.name()),
@@ -210,9 +192,8 @@ fn method_of(name: &str, items: &mut Vec<Item<'_>>) -> Result<Method, SelectErro
 
 /// The settings of delta's base are given as `base.key=value`.
 pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
-    let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items
-        .drain(..)
-        .partition(|item| item.0.starts_with("base."));
+    let (base_items, rest): (Vec<Item<'_>>, Vec<Item<'_>>) =
+        items.drain(..).partition(|item| item.0.starts_with("base."));
     *items = rest;
     let config: DeltaConfig = own("delta", items)?;
     let keys: Vec<String> = base_items
@@ -236,11 +217,7 @@ pub(super) fn delta(items: &mut Vec<Item<'_>>) -> Result<Method, SelectError> {
 fn method_common(name: &str) -> Common {
     Common {
         min_prefill_tokens: 256,
-        first_dense_layers: if matches!(name, "momo" | "infinitehip") {
-            3
-        } else {
-            0
-        },
+        first_dense_layers: if matches!(name, "momo" | "infinitehip") { 3 } else { 0 },
         last_dense_rows: 0,
         gqa: if name == "bfla" {
             GqaPolicy::Union
@@ -259,8 +236,7 @@ pub(super) fn own<T: Default + Serialize + DeserializeOwned>(
     let Some(Value::Object(map)) = &defaults else {
         return Ok(T::default());
     };
-    let (mine, rest): (Vec<Item<'_>>, Vec<Item<'_>>) =
-        items.drain(..).partition(|item| map.contains_key(item.0));
+    let (mine, rest): (Vec<Item<'_>>, Vec<Item<'_>>) = items.drain(..).partition(|item| map.contains_key(item.0));
     *items = rest;
     read(name, &mine, defaults)
 }
@@ -274,11 +250,7 @@ fn common_items(common: &Common) -> impl Iterator<Item = (String, String)> + use
 }
 
 /// Defaults with the given values in their place.
-fn read<T: DeserializeOwned>(
-    name: &str,
-    items: &[Item<'_>],
-    defaults: Option<Value>,
-) -> Result<T, SelectError> {
+fn read<T: DeserializeOwned>(name: &str, items: &[Item<'_>], defaults: Option<Value>) -> Result<T, SelectError> {
     let mut map = match defaults {
         Some(Value::Object(map)) => map,
         _ => Map::new(),
@@ -306,9 +278,7 @@ fn read<T: DeserializeOwned>(
 fn value_of(text: &str, default: &Value) -> Result<Value, String> {
     let float = |text: &str| {
         let number = text.parse::<f64>().ok().and_then(Number::from_f64);
-        number
-            .map(Value::Number)
-            .ok_or_else(|| "wanted a number".to_owned())
+        number.map(Value::Number).ok_or_else(|| "wanted a number".to_owned())
     };
     let whole = |text: &str| {
         text.parse::<u64>()
@@ -366,27 +336,21 @@ mod tests {
 
     #[test]
     fn values_reach_their_settings() {
-        let selector =
-            Selector::parse("pbs:select=xattention, tau=0.8,segment=512,gqa=union").expect("valid");
+        let selector = Selector::parse("pbs:select=xattention, tau=0.8,segment=512,gqa=union").expect("valid");
         let Method::Pbs(config) = &selector.method else {
             panic!("another method");
         };
         assert_eq!((config.tau, config.segment), (0.8, 512));
         assert_eq!(config.select, crate::prefill::pbs::PbsSelect::Xattention);
         assert_eq!(selector.common.gqa, GqaPolicy::Union);
-        let selector =
-            Selector::parse("delta:base=a_shape,base.n_local=77,gamma=8").expect("valid");
+        let selector = Selector::parse("delta:base=a_shape,base.n_local=77,gamma=8").expect("valid");
         assert!(selector.to_string().contains("base.n_local=77"));
         let moved = selector
             .with("gamma", "4")
             .and_then(|s| s.with("base.n_init", "3"))
             .expect("valid")
             .to_string();
-        assert!(
-            moved.contains("gamma=4")
-                && moved.contains("base.n_local=77")
-                && moved.contains("base.n_init=3")
-        );
+        assert!(moved.contains("gamma=4") && moved.contains("base.n_local=77") && moved.contains("base.n_init=3"));
         assert!(selector.with("gama", "4").is_err());
         let selector = Selector::parse("meanpool:top_k=5").expect("valid");
         assert!(selector.to_string().contains("top_k=5"));
@@ -427,15 +391,11 @@ mod tests {
             ("a_shape:gqa=union", "gqa"),
             ("delta:gqa=mean", "gqa"),
             ("minference:gqa=per_query", "gqa"),
-            (
-                "streamingllm:reindex=true,last_dense_rows=5",
-                "last_dense_rows",
-            ),
+            ("streamingllm:reindex=true,last_dense_rows=5", "last_dense_rows"),
         ] {
             let name = text.split(':').next().unwrap_or(text);
             let error = Selector::parse(text).expect_err(text).to_string();
-            let wanted =
-                format!("{name} takes no {key}: it would change nothing\n  hint: its keys are ");
+            let wanted = format!("{name} takes no {key}: it would change nothing\n  hint: its keys are ");
             assert!(error.starts_with(&wanted), "{error}");
             let keys = error.trim_start_matches(&wanted).split(", ");
             assert!(

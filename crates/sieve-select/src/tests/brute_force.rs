@@ -66,9 +66,7 @@ impl<'a> Naive<'a> {
 
     /// Blocks that hold the position of a row of the tile.
     fn diagonal(&self, rows: &[usize]) -> Vec<usize> {
-        rows.iter()
-            .map(|row| (self.context + row) / self.block)
-            .collect()
+        rows.iter().map(|row| (self.context + row) / self.block).collect()
     }
 
     /// Softmax of one row over the keys up to its position.
@@ -158,10 +156,7 @@ fn calls() -> [TestCall; 3] {
 /// Scores of the admissible blocks of each query tile: products of the means of real rows and real keys, scaled.
 fn pooled(naive: &Naive<'_>, head: usize) -> Vec<Vec<f64>> {
     let of_keys = |keys: &Vec<usize>| {
-        let keys: Vec<Vec<f64>> = keys
-            .iter()
-            .map(|&key| naive.key(naive.kv_head(head), key))
-            .collect();
+        let keys: Vec<Vec<f64>> = keys.iter().map(|&key| naive.key(naive.kv_head(head), key)).collect();
         mean(&keys)
     };
     let keys: Vec<Vec<f64>> = naive.key_blocks().iter().map(of_keys).collect();
@@ -197,9 +192,7 @@ fn meanpool_keeps_the_mass_of_pooled_scores() {
     for data in calls() {
         let naive = Naive::new(&data, 16);
         let scores: Vec<Vec<Vec<f64>>> = (0..4).map(|head| pooled(&naive, head)).collect();
-        let list = |scores: &[Vec<f64>], tau: f64| {
-            kept_rows(&naive, scores, |s| by_mass(&softmax(s), tau), &[0])
-        };
+        let list = |scores: &[Vec<f64>], tau: f64| kept_rows(&naive, scores, |s| by_mass(&softmax(s), tau), &[0]);
         for tau in [0.35, 0.7] {
             let text = format!("meanpool:block=16,tau={tau}");
             let each: Vec<Vec<Vec<i32>>> = scores.iter().map(|scores| list(scores, tau)).collect();
@@ -272,9 +265,7 @@ fn oracle_topk_keeps_the_blocks_with_the_most_dense_mass() {
         let text = "oracle_topk:block=16,k=5";
         assert_rows(text, &select(text, &data), &rows.collect::<Vec<_>>());
         let share = |s: &[f64]| by_mass(s, 0.6);
-        let rows = all
-            .iter()
-            .map(|masses| kept_rows(&naive, masses, share, &[]));
+        let rows = all.iter().map(|masses| kept_rows(&naive, masses, share, &[]));
         let text = "oracle_topk:block=16,tau=0.6";
         assert_rows(text, &select(text, &data), &rows.collect::<Vec<_>>());
     }
@@ -327,10 +318,7 @@ impl BaAtt {
                     false => in_order,
                 };
                 let of = |slots: &[usize], order: &[usize], tokens: &[Vec<f64>]| {
-                    let tokens: Vec<Vec<f64>> = slots
-                        .iter()
-                        .map(|&slot| tokens[order[slot]].clone())
-                        .collect();
+                    let tokens: Vec<Vec<f64>> = slots.iter().map(|&slot| tokens[order[slot]].clone()).collect();
                     (mean(&tokens), variance(&tokens))
                 };
                 let blocks = naive.key_blocks();
@@ -340,8 +328,7 @@ impl BaAtt {
                     let (q_mean, q_variance) = of(slots, &sigma, &queries);
                     let logit = |(k_mean, k_variance): &(Vec<f64>, Vec<f64>)| {
                         let d = data.shape.head_dim as f64;
-                        let crossed = product(&square(&q_mean), k_variance)
-                            + product(&q_variance, &square(k_mean));
+                        let crossed = product(&square(&q_mean), k_variance) + product(&q_variance, &square(k_mean));
                         naive.scale() * product(&q_mean, k_mean)
                             + self.terms[0] * product(&q_variance, k_variance) / d
                             + self.terms[1] * crossed / d
@@ -407,23 +394,9 @@ fn ba_att_keeps_the_largest_compensated_scores_of_sorted_blocks() {
         ..paper
     };
     check("compensate_layers=none", BaAtt { ..plain }, &even);
-    check(
-        "sort=q,compensate_layers=none",
-        BaAtt {
-            sort_k: false,
-            ..plain
-        },
-        &even,
-    );
+    check("sort=q,compensate_layers=none", BaAtt { sort_k: false, ..plain }, &even);
     for data in [&even, &odd] {
-        check(
-            "sort=k",
-            BaAtt {
-                sort_q: false,
-                ..paper
-            },
-            data,
-        );
+        check("sort=k", BaAtt { sort_q: false, ..paper }, data);
         check(
             "sort=none,sparsity=0.8",
             BaAtt {
@@ -474,10 +447,7 @@ fn minference_gives_each_head_the_keys_of_its_pattern() {
         (Pattern::BlockSparse { topk: 3 }, "block_sparse:topk=3"),
         (vertical_slash, "vertical_slash:vertical=40,slash=60"),
         (
-            Pattern::AShape {
-                n_init: 9,
-                n_local: 70,
-            },
+            Pattern::AShape { n_init: 9, n_local: 70 },
             "a_shape:n_init=9,n_local=70",
         ),
         (Pattern::BlockSparse { topk: 2 }, "block_sparse:topk=2"),
@@ -551,8 +521,7 @@ fn dam_maps_are_the_pairs_with_the_most_mean_attention() {
         capture.add(&data.call()).expect("valid");
     }
     for (head, map) in capture.maps().iter().enumerate() {
-        let pairs: Vec<(usize, usize)> =
-            (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
+        let pairs: Vec<(usize, usize)> = (0..n).flat_map(|i| (0..=i).map(move |j| (i, j))).collect();
         let attention = |&(i, j): &(usize, usize)| -> f64 {
             let each = sequences.iter().map(|data| Naive::new(data, 1));
             each.map(|naive| naive.probabilities(head, i)[j]).sum()
@@ -582,14 +551,7 @@ fn dam_maps_are_the_pairs_with_the_most_mean_attention() {
             .filter(|&o| often((o..n).filter(|&i| on[i][i - o]).count(), n - o))
             .map(|o| o as u32)
             .collect();
-        assert_eq!(
-            (&map.columns, &map.offsets),
-            (&columns, &offsets),
-            "head {head}"
-        );
-        assert!(
-            columns.len() > sink && !offsets.is_empty(),
-            "{columns:?} {offsets:?}"
-        );
+        assert_eq!((&map.columns, &map.offsets), (&columns, &offsets), "head {head}");
+        assert!(columns.len() > sink && !offsets.is_empty(), "{columns:?} {offsets:?}");
     }
 }

@@ -12,10 +12,7 @@ const SAME: &[(&str, usize)] = &[
         "bfla:block=32,group=8,tile=8,local_tokens=16,keep_mass=0.6,stride=7,prob=0.1",
         32,
     ),
-    (
-        "momo:gamma=4,beta=8,chi=16,k=3,k_exact=1,first_dense_layers=0",
-        16,
-    ),
+    ("momo:gamma=4,beta=8,chi=16,k=3,k_exact=1,first_dense_layers=0", 16),
     ("xattention:block=16,stride=4,tau=0.5", 16),
     ("meanpool:block=16,tau=0.5", 16),
     ("block_sparse:block=16,topk=2", 16),
@@ -64,9 +61,7 @@ pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
     let data = TestCall::structured(&mut Random(71), 275, [4, 2], 16);
     let call = data.call();
     for &&(text, step) in &cases {
-        let whole = selector(text)
-            .prefill(&call)
-            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        let whole = selector(text).prefill(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
         for chunk in [step, 3 * step] {
             let parts = selector(text)
                 .prefill_in_chunks(&call, chunk)
@@ -75,10 +70,7 @@ pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
             let mut joined: Vec<Vec<Vec<i32>>> = vec![Vec::new(); whole.mask.num_lists()];
             for part in &parts {
                 let part = rows(&part.mask);
-                joined
-                    .iter_mut()
-                    .zip(part)
-                    .for_each(|(all, part)| all.extend(part));
+                joined.iter_mut().zip(part).for_each(|(all, part)| all.extend(part));
             }
             if step % whole.mask.tiles.query_tile == 0 {
                 assert_eq!(joined, rows(&whole.mask), "{text}, chunks of {chunk}");
@@ -104,8 +96,7 @@ pub(super) fn misaligned_chunks_are_valid_and_equal_their_oracle(texts: &[&str])
             let part = data.chunk(first, end);
             let call = part.call();
             let mask = select(text, &part);
-            let output = crate::block_sparse_attention(&call, &mask)
-                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            let output = crate::block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
             assert_close_relative(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
         }
     }

@@ -11,10 +11,7 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
     let data = TestCall::random(&mut Random(45), 130, 203, [2, 1], 16);
     let (call, mask) = (
         data.call(),
-        select(
-            "momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0",
-            &data,
-        ),
+        select("momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0", &data),
     );
     let correction = mask.correction.clone().expect("momo corrects");
     // Context 73: the first row is a probe, then absolute multiples of 8.
@@ -34,8 +31,7 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
                 .find(|p| **p as usize <= row)
                 .expect("row 0 is one");
             let of_probe = *probe as usize * 32 + c;
-            let expected =
-                f64::from(sparse.o[at]) + dense.o[of_probe] - f64::from(sparse.o[of_probe]);
+            let expected = f64::from(sparse.o[at]) + dense.o[of_probe] - f64::from(sparse.o[of_probe]);
             assert!((f64::from(output.o[at]) - expected).abs() < 1e-5);
             if *probe as usize == row {
                 assert!((f64::from(output.o[at]) - dense.o[at]).abs() < 1e-6);
@@ -62,10 +58,7 @@ fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
 #[test]
 fn momo_keeps_sink_and_everything_since_the_first_probe() {
     let data = TestCall::random(&mut Random(47), 256, 256, [1, 1], 16);
-    let mask = select(
-        "momo:gamma=16,beta=8,chi=32,k=1,k_exact=1,first_dense_layers=0",
-        &data,
-    );
+    let mask = select("momo:gamma=16,beta=8,chi=32,k=1,k_exact=1,first_dense_layers=0", &data);
     for i in 0..8 {
         let row = mask.row(0, i);
         let complete = (32 * i as i32 + 1) / 8;
@@ -91,30 +84,20 @@ fn momo_row_cost_is_that_of_equation_9() {
     }
     // C / gamma for the probes: a share of 1 / gamma of all pairs.
     let shares = density(&mask);
-    assert!(
-        (shares.probes * gamma as f64 - 1.0).abs() < 0.01,
-        "{shares:?}"
-    );
+    assert!((shares.probes * gamma as f64 - 1.0).abs() < 0.01, "{shares:?}");
     let row = |c: f64| ((beta * (k + 1)) as f64 + 24.0).min(c);
     let pairs: f64 = (1..=n).map(|c| row(c as f64)).sum();
     let expected = pairs / (n * (n + 1) / 2) as f64;
-    assert!(
-        (shares.token / expected - 1.0).abs() < 0.03,
-        "{shares:?} {expected}"
-    );
+    assert!((shares.token / expected - 1.0).abs() < 0.03, "{shares:?} {expected}");
 }
 
 #[test]
 fn momo_trims_the_union_of_its_probes() {
     let data = TestCall::random(&mut Random(161), 1024, 1024, [1, 1], 16);
     let rows = |k_trim: usize| {
-        let text = format!(
-            "momo:gamma=4,beta=16,chi=64,k=4,topk=exact,k_trim={k_trim},first_dense_layers=0"
-        );
+        let text = format!("momo:gamma=4,beta=16,chi=64,k=4,topk=exact,k_trim={k_trim},first_dense_layers=0");
         let mask = select(&text, &data);
-        (10..16)
-            .map(|i| mask.row(0, i).to_vec())
-            .collect::<Vec<_>>()
+        (10..16).map(|i| mask.row(0, i).to_vec()).collect::<Vec<_>>()
     };
     // Sink, the last complete block before the tile, and the four blocks of the tile.
     let (trimmed, whole) = (rows(4), rows(1000));
@@ -149,9 +132,8 @@ fn delta_probes_and_tail_are_dense_and_modes_differ() {
     let dense = oracle_dense(&call);
     let text = "delta:base=streamingllm,base.n_local=20,base.min_prefill_tokens=0,gamma=16";
     let done = selector(text).prefill(&call).expect("valid");
-    let is_dense = |o: &[f32], row: usize| {
-        (0..32).all(|c| (f64::from(o[row * 32 + c]) - dense.o[row * 32 + c]).abs() < 1e-5)
-    };
+    let is_dense =
+        |o: &[f32], row: usize| (0..32).all(|c| (f64::from(o[row * 32 + c]) - dense.o[row * 32 + c]).abs() < 1e-5);
     for row in 0..300 {
         // 300 mod 16 + 128 rows at the end.
         let expected = row % 16 == 0 || !(20..300 - 12 - 128).contains(&row);
@@ -159,11 +141,7 @@ fn delta_probes_and_tail_are_dense_and_modes_differ() {
             assert!(row >= 16 || is_dense(&done.output.o, row), "row {row}");
         }
     }
-    assert!(
-        (0..160)
-            .step_by(16)
-            .all(|row| is_dense(&done.output.o, row))
-    );
+    assert!((0..160).step_by(16).all(|row| is_dense(&done.output.o, row)));
     assert!((160..300).all(|row| is_dense(&done.output.o, row)));
     let sparse = selector(&format!("{text},mode=sparse_only"))
         .prefill(&call)
@@ -171,28 +149,16 @@ fn delta_probes_and_tail_are_dense_and_modes_differ() {
     let recompute = selector(&format!("{text},mode=recompute"))
         .prefill(&call)
         .expect("valid");
-    assert_eq!(
-        sparse.output.o[65 * 32..66 * 32],
-        recompute.output.o[65 * 32..66 * 32]
-    );
-    assert_ne!(
-        sparse.output.o[65 * 32..66 * 32],
-        done.output.o[65 * 32..66 * 32]
-    );
-    assert_ne!(
-        sparse.output.o[64 * 32..65 * 32],
-        recompute.output.o[64 * 32..65 * 32]
-    );
+    assert_eq!(sparse.output.o[65 * 32..66 * 32], recompute.output.o[65 * 32..66 * 32]);
+    assert_ne!(sparse.output.o[65 * 32..66 * 32], done.output.o[65 * 32..66 * 32]);
+    assert_ne!(sparse.output.o[64 * 32..65 * 32], recompute.output.o[64 * 32..65 * 32]);
 }
 
 #[test]
 fn delta_probe_rows_are_the_dense_output_itself() {
     let data = TestCall::structured(&mut Random(163), 260, [4, 2], 16);
     let call = data.call();
-    for base in [
-        "streamingllm,base.n_local=20",
-        "xattention,base.block=16,base.tau=0.3",
-    ] {
+    for base in ["streamingllm,base.n_local=20", "xattention,base.block=16,base.tau=0.3"] {
         let text = format!("delta:base={base},gamma=16,dense_tail=false,base.min_prefill_tokens=0");
         let done = selector(&text).prefill(&call).expect("valid");
         let rows: Vec<usize> = (0..260).step_by(16).collect();

@@ -67,10 +67,7 @@ decode_methods! { h2o snapkv quest infllm exact_top streamingllm infinitehip dma
 
 #[test]
 fn every_decode_method_is_checked() {
-    let tested: Vec<&str> = SMALL
-        .iter()
-        .filter_map(|text| text.split(':').next())
-        .collect();
+    let tested: Vec<&str> = SMALL.iter().filter_map(|text| text.split(':').next()).collect();
     for name in crate::names_of(crate::Phase::Decode) {
         assert!(tested.contains(&name), "{name}");
     }
@@ -110,11 +107,7 @@ fn stream(text: &str, data: &TestCall) -> (Vec<f32>, Vec<Vec<Vec<u32>>>) {
     let (mut o, mut kept) = (Vec::new(), Vec::new());
     for t in 0..data.shape.num_keys {
         let [q, k, v] = tokens(data, t..t + 1);
-        o.extend(
-            session
-                .step(q, k, v)
-                .unwrap_or_else(|e| panic!("{text}: {e}")),
-        );
+        o.extend(session.step(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}")));
         kept.push(session.kept().to_vec());
     }
     (o, kept)
@@ -129,16 +122,9 @@ fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
         // The prompt form: dense prompt, then decoding.
         let mut session = session(text, &data);
         let [q, k, v] = tokens(&data, 0..41);
-        let mut o = session
-            .prompt(q, k, v)
-            .unwrap_or_else(|e| panic!("{text}: {e}"))
-            .o;
+        let mut o = session.prompt(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}")).o;
         let [q, k, v] = tokens(&data, 41..60);
-        o.extend(
-            session
-                .stream(q, k, v)
-                .unwrap_or_else(|e| panic!("{text}: {e}")),
-        );
+        o.extend(session.stream(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}")));
         assert_close_relative(text, &o, &dense.o, 2e-5);
     }
 }
@@ -195,10 +181,7 @@ fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
                 let shown: Vec<bool> = (0..90).map(|j| list.contains(&j)).collect();
                 let (expected, _) = crate::oracle::oracle_row(&call, head, t, &shown);
                 let o = &o[(t * 4 + head) * 8..][..8];
-                let same = o
-                    .iter()
-                    .zip(&expected)
-                    .all(|(o, e)| (f64::from(*o) - e).abs() < 2e-5);
+                let same = o.iter().zip(&expected).all(|(o, e)| (f64::from(*o) - e).abs() < 2e-5);
                 // Keys read at another distance give another output, unless they weigh nothing.
                 let moves = text.starts_with("infllm") || text.contains("reindex=true");
                 assert!(same || (moves && t >= 8), "{text}, token {t}, head {head}");
@@ -214,21 +197,15 @@ fn outputs_are_attention_over_the_keys_it_names(texts: &[&str]) {
 fn prompt_form_reads_what_the_stream_reads(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(104), 100, [4, 2], 8);
     for text in texts {
-        let history = ["h2o", "snapkv", "infllm"]
-            .iter()
-            .any(|name| text.starts_with(name));
+        let history = ["h2o", "snapkv", "infllm"].iter().any(|name| text.starts_with(name));
         let (_, kept) = stream(text, &data);
         let mut session = session(text, &data);
         // Steps are counted from the prompt's end: refreshes agree when it is a multiple of them.
         let [q, k, v] = tokens(&data, 0..64);
-        session
-            .prompt(q, k, v)
-            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        session.prompt(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}"));
         for (t, kept) in kept.iter().enumerate().skip(64) {
             let [q, k, v] = tokens(&data, t..t + 1);
-            session
-                .step(q, k, v)
-                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            session.step(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}"));
             if history {
                 assert!(session.kept()[0].contains(&(t as u32)), "{text}, token {t}");
             } else {
@@ -259,9 +236,7 @@ fn h2o_equals_a_naive_version() {
                 f64::from(dot) / 8.0_f64.sqrt()
             };
             let sum: f64 = keys.iter().map(|&j| logit(j).exp()).sum();
-            cache
-                .iter_mut()
-                .for_each(|x| x.1 += logit(x.0 as u32).exp() / sum);
+            cache.iter_mut().for_each(|x| x.1 += logit(x.0 as u32).exp() / sum);
         }
         if cache.len() > 8 {
             let old = &cache[..cache.len() - 3];
@@ -300,11 +275,7 @@ fn h2o_prompt_keeps_the_column_sums_of_the_prompt() {
         }
         let mut order: Vec<usize> = (0..77).collect();
         order.sort_by(|a, b| sums[*b].total_cmp(&sums[*a]));
-        let mut expected: Vec<u32> = order[..5]
-            .iter()
-            .map(|&j| j as u32)
-            .chain([77, 78, 79, 80])
-            .collect();
+        let mut expected: Vec<u32> = order[..5].iter().map(|&j| j as u32).chain([77, 78, 79, 80]).collect();
         expected.sort_unstable();
         assert_eq!(session.kept()[head], expected);
     }
@@ -314,10 +285,7 @@ fn h2o_prompt_keeps_the_column_sums_of_the_prompt() {
 fn snapkv_prompt_keeps_pooled_votes_and_the_window_once() {
     let data = TestCall::structured(&mut Random(95), 100, [2, 1], 8);
     for pool in ["avg", "max"] {
-        let mut session = session(
-            &format!("snapkv:window=4,capacity=10,kernel=3,pool={pool}"),
-            &data,
-        );
+        let mut session = session(&format!("snapkv:window=4,capacity=10,kernel=3,pool={pool}"), &data);
         let [q, k, v] = tokens(&data, 0..60);
         session.prompt(q, k, v).expect("valid");
         let mut votes = vec![0.0; 56];
@@ -353,11 +321,7 @@ fn snapkv_prompt_keeps_pooled_votes_and_the_window_once() {
         for t in 60..100 {
             let [q, k, v] = tokens(&data, t..t + 1);
             session.step(q, k, v).expect("valid");
-            let mut expected: Vec<u32> = order[..6]
-                .iter()
-                .map(|&j| j as u32)
-                .chain(56..=t as u32)
-                .collect();
+            let mut expected: Vec<u32> = order[..6].iter().map(|&j| j as u32).chain(56..=t as u32).collect();
             expected.sort_unstable();
             assert_eq!(session.kept()[0], expected, "{pool}, token {t}");
         }
@@ -392,12 +356,7 @@ fn exact_top_keeps_the_largest_logits_ties_to_the_later() {
     let data = TestCall::random(&mut Random(97), 40, 40, [2, 1], 8);
     let (exact, _) = stream("exact_top:k=12", &data);
     let dense = oracle_dense(&data.call());
-    let error = |o: &[f32]| -> f64 {
-        o.iter()
-            .zip(&dense.o)
-            .map(|(a, b)| (f64::from(*a) - b).powi(2))
-            .sum()
-    };
+    let error = |o: &[f32]| -> f64 { o.iter().zip(&dense.o).map(|(a, b)| (f64::from(*a) - b).powi(2)).sum() };
     let (recent, _) = stream("streamingllm:n_init=2,n_local=10", &data);
     assert!(error(&exact) < error(&recent));
 }
@@ -422,18 +381,11 @@ fn infllm_reads_init_blocks_and_local() {
     let (_, kept) = stream("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=1", &data);
     for t in 30..100_u32 {
         let list = &kept[t as usize][0];
-        assert!(
-            (0..4).chain(t - 7..=t).all(|j| list.contains(&j)),
-            "token {t}"
-        );
+        assert!((0..4).chain(t - 7..=t).all(|j| list.contains(&j)), "token {t}");
         // Two whole blocks, and what has not become a block yet.
         let local = t + 1 - 8;
         let blocks = (local - 4) / 4;
-        let between: Vec<u32> = list
-            .iter()
-            .copied()
-            .filter(|&j| j >= 4 && j < 4 + 4 * blocks)
-            .collect();
+        let between: Vec<u32> = list.iter().copied().filter(|&j| j >= 4 && j < 4 + 4 * blocks).collect();
         assert_eq!(between.len(), 8, "token {t}: {list:?}");
         assert!(
             between
@@ -442,10 +394,7 @@ fn infllm_reads_init_blocks_and_local() {
         );
     }
     // A chunk of queries shares its blocks, all of them fixed at its start.
-    let mut session = session(
-        "infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20",
-        &data,
-    );
+    let mut session = session("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20", &data);
     let o = session.stream(&data.q, &data.k, &data.v).expect("valid");
     assert!(o.iter().all(|x| x.is_finite()));
 }
@@ -466,10 +415,7 @@ fn dam_maps_meet_their_density_and_extend() {
     for map in &maps.layers[0] {
         let on: usize = map.rows.iter().map(Vec::len).sum();
         // Sink and diagonal come on top.
-        assert!(
-            on >= (0.3 * 64.0 * 65.0 / 2.0) as usize
-                && on < (0.3 * 64.0 * 65.0 / 2.0) as usize + 64 * 5
-        );
+        assert!(on >= (0.3 * 64.0 * 65.0 / 2.0) as usize && on < (0.3 * 64.0 * 65.0 / 2.0) as usize + 64 * 5);
         assert!(
             map.rows
                 .iter()
@@ -504,16 +450,8 @@ fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
     let faults = [
         ("[0, 1]], \"columns", "[0, 2]], \"columns", "row 1 has keys"),
         ("[[0], [0, 1]]", "[[0], [1, 0]]", "row 1 has keys"),
-        (
-            "\"columns\": [0]",
-            "\"columns\": [2]",
-            "columns do not ascend",
-        ),
-        (
-            "\"offsets\": [0, 1]",
-            "\"offsets\": [7]",
-            "offsets do not ascend",
-        ),
+        ("\"columns\": [0]", "\"columns\": [2]", "columns do not ascend"),
+        ("\"offsets\": [0, 1]", "\"offsets\": [7]", "offsets do not ascend"),
     ];
     let read = |map: &str| {
         let text = format!(r#"{{"layers": [[{map}]]}}"#);
@@ -525,10 +463,7 @@ fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
     read(whole).expect("a good file");
     for (good, bad, words) in faults {
         assert!(whole.contains(good), "{good}");
-        refusal(
-            read(&whole.replace(good, bad)),
-            &format!("layer 0, head 0 | {words}"),
-        );
+        refusal(read(&whole.replace(good, bad)), &format!("layer 0, head 0 | {words}"));
     }
 }
 
@@ -567,10 +502,7 @@ fn decode_mistakes_are_told() {
     );
     for text in ["infllm", "streamingllm:reindex=true"] {
         let selector = Selector::parse(text).expect("valid");
-        refusal(
-            DecodeSession::new(&selector, layer(&data)),
-            "give rope_theta",
-        );
+        refusal(DecodeSession::new(&selector, layer(&data)), "give rope_theta");
         let given = Selector::parse("infllm:rope_theta=500")
             .expect("valid")
             .for_rope_theta(9.0);
@@ -581,9 +513,7 @@ fn decode_mistakes_are_told() {
     session.prompt(&data.q, &data.k, &data.v).expect("valid");
     assert_eq!((session.len(), session.is_empty()), (10, false));
     assert_eq!(session.pairs_read(), 0);
-    session
-        .step(&data.q[..16], &data.k[..8], &data.v[..8])
-        .expect("valid");
+    session.step(&data.q[..16], &data.k[..8], &data.v[..8]).expect("valid");
     // Heavy and recent keep one key each of the ten, and the new one is read too.
     assert_eq!(session.pairs_read(), 2 * 3);
     refusal(
@@ -613,8 +543,7 @@ fn decode_mistakes_are_told() {
 fn infllm_equals_a_naive_version() {
     let (n, init, local, block, topk, repr) = (70, 3, 9, 4, 2, 2);
     let data = TestCall::random(&mut Random(113), n, n, [2, 1], 8);
-    let text =
-        format!("infllm:init={init},local={local},block={block},topk={topk},repr={repr},chunk=1");
+    let text = format!("infllm:init={init},local={local},block={block},topk={topk},repr={repr},chunk=1");
     let (o, kept) = stream(&text, &data);
     let call = data.call();
     let wide = |x: &[f32]| -> Vec<f64> { x.iter().map(|&x| f64::from(x)).collect() };
@@ -639,17 +568,11 @@ fn infllm_equals_a_naive_version() {
         }
         let far = |head: usize| turned(call.query(head, t), local as i64 - t as i64);
         let mut order: Vec<usize> = (0..representatives.len()).collect();
-        let score = |b: usize| {
-            (0..2)
-                .map(|head| product(&far(head), &representatives[b]))
-                .sum::<f64>()
-        };
+        let score = |b: usize| (0..2).map(|head| product(&far(head), &representatives[b])).sum::<f64>();
         order.sort_by(|&a, &b| score(b).total_cmp(&score(a)));
         order.truncate(topk);
         let blocked = init + representatives.len() * block;
-        let shown = |j: usize| {
-            j >= first_local || j < init || j >= blocked || order.contains(&((j - init) / block))
-        };
+        let shown = |j: usize| j >= first_local || j < init || j >= blocked || order.contains(&((j - init) / block));
         let list: Vec<u32> = (0..=t as u32).filter(|&j| shown(j as usize)).collect();
         assert_eq!(kept[t][0], list, "token {t}");
         for head in 0..2 {
@@ -666,11 +589,7 @@ fn infllm_equals_a_naive_version() {
                 })
                 .collect();
             let sum: f64 = logits.iter().sum();
-            for (&j, p) in list
-                .iter()
-                .zip(&logits)
-                .filter(|(j, _)| **j as usize >= first_local)
-            {
+            for (&j, p) in list.iter().zip(&logits).filter(|(j, _)| **j as usize >= first_local) {
                 received[j as usize] += p / sum;
             }
             for c in 0..8 {

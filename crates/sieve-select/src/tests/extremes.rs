@@ -3,9 +3,7 @@
 use super::{select, selector};
 use crate::mask::ListRows;
 use crate::test_data::TestCall;
-use crate::{
-    ListsPer, Reads, SparseMask, Tiles, block_sparse_attention, density, oracle_attention,
-};
+use crate::{ListsPer, Reads, SparseMask, Tiles, block_sparse_attention, density, oracle_attention};
 use sieve_testing::{Random, assert_close_relative};
 
 fn agrees_with_the_oracle(text: &str, data: &TestCall) {
@@ -31,11 +29,7 @@ fn threshold_zero_keeps_the_forced_blocks_only() {
         let mask = select(text, &data);
         for list in 0..mask.num_lists() {
             for i in 0..mask.tiles.num_query_tiles() {
-                assert!(
-                    mask.row(list, i).len() <= most,
-                    "{text}: {:?}",
-                    mask.row(list, i)
-                );
+                assert!(mask.row(list, i).len() <= most, "{text}: {:?}", mask.row(list, i));
             }
         }
         agrees_with_the_oracle(text, &data);
@@ -51,12 +45,8 @@ pub(super) fn equal_scores_zeros_and_a_huge_key(texts: &[&str]) {
         agrees_with_the_oracle(text, &data);
 
         let mut data = TestCall::random(&mut random, 120, 150, [2, 2], 16);
-        data.q
-            .chunks_exact_mut(32)
-            .for_each(|token| token[..16].fill(0.0));
-        data.k
-            .chunks_exact_mut(32)
-            .for_each(|token| token[..16].fill(0.0));
+        data.q.chunks_exact_mut(32).for_each(|token| token[..16].fill(0.0));
+        data.k.chunks_exact_mut(32).for_each(|token| token[..16].fill(0.0));
         agrees_with_the_oracle(text, &data);
 
         let mut data = TestCall::random(&mut random, 120, 150, [2, 1], 16);
@@ -104,10 +94,7 @@ pub(super) fn a_nan_makes_its_head_dense_and_leaves_the_others_alone(texts: &[&s
             .prefill(&data.call())
             .unwrap_or_else(|e| panic!("{text}: {e}"));
         for (row, o) in done.output.o.chunks_exact(32).enumerate() {
-            assert!(
-                o[..16].iter().all(|x| x.is_finite()),
-                "{text}: head 0, row {row}"
-            );
+            assert!(o[..16].iter().all(|x| x.is_finite()), "{text}: head 0, row {row}");
         }
     }
 }
@@ -141,10 +128,7 @@ fn density_grows_with_every_threshold() {
             "momo:gamma=4,beta=8,chi=16,first_dense_layers=0,k_exact=0,k=",
             ["2", "8", "32"],
         ),
-        (
-            "flexprefill:block=16,min_budget=16,gamma=",
-            ["0.3", "0.6", "0.95"],
-        ),
+        ("flexprefill:block=16,min_budget=16,gamma=", ["0.3", "0.6", "0.95"]),
         ("vertical_slash:vertical=30,slash=", ["50", "200", "400"]),
         ("oracle_topk:block=16,k=", ["2", "6", "12"]),
     ] {
@@ -161,9 +145,7 @@ fn density_grows_with_every_threshold() {
 
 #[test]
 fn as_many_tiles_as_everything_has_are_not_everything() {
-    let shape = TestCall::random(&mut Random(3), 32, 32, [1, 1], 8)
-        .call()
-        .shape;
+    let shape = TestCall::random(&mut Random(3), 32, 32, [1, 1], 8).call().shape;
     let tiles = Tiles::new(shape, 16, 16);
     let mask = |rows: [Vec<i32>; 2]| {
         let rows = ListRows {

@@ -22,20 +22,13 @@ pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
         ] {
             let data = TestCall::random(&mut random, queries, keys, heads, 16);
             let (call, mask) = (data.call(), select(text, &data));
-            let output =
-                block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
+            let output = block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
             let expected = oracle_attention(&call, &mask);
             assert_close_relative(text, &output.o, &expected.o, 2e-5);
             assert_close_relative(text, &output.lse, &expected.lse, 2e-5);
             let density = density(&mask);
-            assert!(
-                (0.0..=1.0 + 1e-9).contains(&density.token),
-                "{text}: {density:?}"
-            );
-            assert!(
-                (0.0..=1.0 + 1e-9).contains(&density.tile),
-                "{text}: {density:?}"
-            );
+            assert!((0.0..=1.0 + 1e-9).contains(&density.token), "{text}: {density:?}");
+            assert!((0.0..=1.0 + 1e-9).contains(&density.tile), "{text}: {density:?}");
         }
     }
 }
@@ -46,9 +39,7 @@ pub(super) fn everything_kept_equals_dense(texts: &[&str]) {
         for (queries, keys, heads) in [(200, 200, [2, 1]), (90, 187, [2, 2]), (40, 40, [8, 1])] {
             let data = TestCall::random(&mut random, queries, keys, heads, 16);
             let call = data.call();
-            let done = selector(text)
-                .prefill(&call)
-                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            let done = selector(text).prefill(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
             assert_close_relative(text, &done.output.o, &oracle_dense(&call).o, 2e-5);
         }
     }
@@ -132,10 +123,7 @@ pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[
             .unwrap_or_else(|e| panic!("{text}: {e}"));
         for row in 0..130 {
             for c in 0..16 {
-                let (a, b) = (
-                    done[0].output.o[row * 32 + c],
-                    done[1].output.o[row * 32 + 16 + c],
-                );
+                let (a, b) = (done[0].output.o[row * 32 + c], done[1].output.o[row * 32 + 16 + c]);
                 assert!((a - b).abs() < 1e-5, "{text}, row {row}");
             }
         }
@@ -207,12 +195,7 @@ pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts:
             "{text}"
         );
         for (done, call) in done.iter().zip(&calls) {
-            assert_close_relative(
-                text,
-                &done.output.o,
-                &oracle_attention(call, &done.mask).o,
-                2e-5,
-            );
+            assert_close_relative(text, &done.output.o, &oracle_attention(call, &done.mask).o, 2e-5);
         }
     }
 }
@@ -220,15 +203,8 @@ pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts:
 #[test]
 fn short_calls_early_layers_and_decode_methods() {
     let data = TestCall::random(&mut Random(28), 255, 255, [2, 1], 16);
-    let selector =
-        crate::Selector::parse("meanpool:block=16,tau=0,first_dense_layers=2").expect("valid");
-    assert!(
-        selector
-            .select(&data.call())
-            .expect("valid")
-            .stats
-            .dense_call
-    );
+    let selector = crate::Selector::parse("meanpool:block=16,tau=0,first_dense_layers=2").expect("valid");
+    assert!(selector.select(&data.call()).expect("valid").stats.dense_call);
     let data = TestCall::random(&mut Random(29), 256, 256, [2, 1], 16);
     assert!(
         selector
@@ -244,9 +220,7 @@ fn short_calls_early_layers_and_decode_methods() {
             .stats
             .dense_call
     );
-    let error = crate::Selector::parse("quest")
-        .expect("valid")
-        .select(&data.call());
+    let error = crate::Selector::parse("quest").expect("valid").select(&data.call());
     refusal(error, "quest: acts while decoding");
     let error = crate::Selector::parse("pbs:segment=1024")
         .expect("valid")

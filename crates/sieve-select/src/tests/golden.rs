@@ -20,11 +20,7 @@ fn i32s(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
 
 /// Cases of one method: (inputs, place, selector).
 fn cases(file: &SafeTensors<'_>, method: &str) -> Vec<(String, String, String)> {
-    let names: BTreeMap<String, ()> = file
-        .names()
-        .into_iter()
-        .map(|name| (name.to_owned(), ()))
-        .collect();
+    let names: BTreeMap<String, ()> = file.names().into_iter().map(|name| (name.to_owned(), ())).collect();
     let cases: Vec<_> = names
         .keys()
         .filter_map(|name| {
@@ -32,8 +28,7 @@ fn cases(file: &SafeTensors<'_>, method: &str) -> Vec<(String, String, String)> 
             let [inputs, place, text, "ptr"] = parts[..] else {
                 return None;
             };
-            (text.split(':').next() == Some(method))
-                .then(|| (inputs.to_owned(), place.to_owned(), text.to_owned()))
+            (text.split(':').next() == Some(method)).then(|| (inputs.to_owned(), place.to_owned(), text.to_owned()))
         })
         .collect();
     let trained = cases.iter().filter(|case| case.0.starts_with("trained"));
@@ -51,10 +46,7 @@ fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
     for (name, place, text) in cases(&file, method) {
         let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
-        let (context, end): (usize, usize) = (
-            context.parse().expect("a number"),
-            end.parse().expect("a number"),
-        );
+        let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
         let shape = CallShape {
             num_queries: end - context,
             num_keys: end,
@@ -66,9 +58,7 @@ fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
         let call = Call::new(shape, q, k, k).expect("the sizes fit");
         let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
         selector.common.min_prefill_tokens = 0;
-        let mask = selector
-            .select(&call)
-            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        let mask = selector.select(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
         mask.check(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
         check(&file, &format!("{name}/{place}/{text}"), &mask);
     }
@@ -76,15 +66,8 @@ fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
 
 /// Tiles equal the stored ones, with the first differing row in the message.
 fn same_tiles(file: &SafeTensors<'_>, case: &str, mask: &SparseMask) {
-    let (ptr, idx) = (
-        i32s(file, &format!("{case}/ptr")),
-        i32s(file, &format!("{case}/idx")),
-    );
-    assert_eq!(
-        ptr.len(),
-        mask.row_ptr.len(),
-        "{case}: another number of rows"
-    );
+    let (ptr, idx) = (i32s(file, &format!("{case}/ptr")), i32s(file, &format!("{case}/idx")));
+    assert_eq!(ptr.len(), mask.row_ptr.len(), "{case}: another number of rows");
     for row in 0..ptr.len() - 1 {
         let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
         let got = &mask.tile_idx[mask.row_ptr[row] as usize..mask.row_ptr[row + 1] as usize];
@@ -123,11 +106,7 @@ fn golden_vertical_slash() {
         let col_idx = i32s(file, &format!("{case}/col_idx"));
         assert_eq!(mask.col_idx, col_idx, "{case}");
         if !mask.col_idx.is_empty() {
-            assert_eq!(
-                mask.col_ptr,
-                i32s(file, &format!("{case}/col_ptr")),
-                "{case}"
-            );
+            assert_eq!(mask.col_ptr, i32s(file, &format!("{case}/col_ptr")), "{case}");
         }
     });
 }
@@ -142,25 +121,18 @@ fn golden_quest() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
     for (name, place, text) in cases(&file, "quest") {
         let inputs = Inputs::stored(&name);
-        let token: usize = place
-            .trim_start_matches("token-")
-            .parse()
-            .expect("a number");
+        let token: usize = place.trim_start_matches("token-").parse().expect("a number");
         let shape = LayerShape {
             num_heads: inputs.num_heads,
             num_kv_heads: inputs.num_kv_heads,
             head_dim: inputs.head_dim,
             layer: 0,
         };
-        let mut session =
-            DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
+        let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
         let [q, k] = inputs.tokens(0, token + 1);
         session.stream(q, k, k).expect("valid");
         let case = format!("{name}/{place}/{text}");
-        let (ptr, idx) = (
-            i32s(&file, &format!("{case}/ptr")),
-            i32s(&file, &format!("{case}/idx")),
-        );
+        let (ptr, idx) = (i32s(&file, &format!("{case}/ptr")), i32s(&file, &format!("{case}/idx")));
         for (head, kept) in session.kept().iter().enumerate() {
             let expected: Vec<u32> = idx[ptr[head] as usize..ptr[head + 1] as usize]
                 .iter()

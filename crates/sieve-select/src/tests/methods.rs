@@ -46,10 +46,7 @@ fn bfla_stride_rescues_one_of_eta_and_random_the_given_share() {
     ] {
         let rescued = density(&select(&format!("{base},{extra}"), &data)).tile - (1.0 - dropped);
         let share = rescued / dropped;
-        assert!(
-            (share - expected).abs() < 0.02 * (1.0 + expected),
-            "{extra}: {share}"
-        );
+        assert!((share - expected).abs() < 0.02 * (1.0 + expected), "{extra}: {share}");
     }
 }
 
@@ -86,10 +83,7 @@ fn bfla_union_keeps_what_any_head_keeps() {
     let settings = "block=32,group=8,tile=8,keep_mass=0.4,local_tokens=8";
     let each = select(&format!("bfla:{settings},gqa=per_query"), &data);
     let union = select(&format!("bfla:{settings}"), &data);
-    assert_eq!(
-        (each.lists, union.lists),
-        (ListsPer::QueryHead, ListsPer::KvHead)
-    );
+    assert_eq!((each.lists, union.lists), (ListsPer::QueryHead, ListsPer::KvHead));
     for i in 0..union.tiles.num_query_tiles() {
         let mut both = [each.row(2, i), each.row(3, i)].concat();
         both.sort_unstable();
@@ -184,20 +178,13 @@ fn flexprefill_takes_the_estimate_when_it_is_close() {
     // Almost no preference: pooled columns and the estimate are both flat.
     data.q.iter_mut().for_each(|x| *x *= 0.01);
     let patterns = |text: &str| select(text, &data).stats.patterns;
-    assert_eq!(
-        patterns("flexprefill:block=16,min_budget=16")[0],
-        ("query_aware", 2)
-    );
+    assert_eq!(patterns("flexprefill:block=16,min_budget=16")[0], ("query_aware", 2));
     assert_eq!(
         patterns("flexprefill:block=16,min_budget=16,tau=0")[1],
         ("vertical_slash", 2)
     );
     let small = TestCall::random(&mut Random(61), 32, 32, [1, 1], 8);
-    assert!(
-        select("flexprefill:block=16,min_budget=16", &small)
-            .stats
-            .dense_call
-    );
+    assert!(select("flexprefill:block=16,min_budget=16", &small).stats.dense_call);
 }
 
 #[test]
@@ -209,10 +196,7 @@ fn infinitehip_budget_and_ranges() {
     let mask = select(text, &data);
     for row in 0..300_usize {
         let keys = shown(&mask, 0, row);
-        assert!(
-            (0..8.min(row + 1)).all(|j| keys.contains(&j)),
-            "sink of {row}"
-        );
+        assert!((0..8.min(row + 1)).all(|j| keys.contains(&j)), "sink of {row}");
         assert!(
             (row.saturating_sub(15)..=row).all(|j| keys.contains(&j)),
             "window of {row}"
@@ -226,10 +210,7 @@ fn infinitehip_budget_and_ranges() {
 fn minference_patterns_of_a_file_and_the_search() {
     let file = PatternFile {
         layers: vec![vec![
-            Some(Pattern::AShape {
-                n_init: 8,
-                n_local: 40,
-            }),
+            Some(Pattern::AShape { n_init: 8, n_local: 40 }),
             Some(Pattern::VerticalSlash {
                 vertical: 30,
                 slash: 50,
@@ -248,12 +229,7 @@ fn minference_patterns_of_a_file_and_the_search() {
     assert_eq!(shown(&mask, 2, 300).len(), 301);
     assert!(mask.row(3, 5).len() <= 3);
     let a = block_sparse_attention(&data.call(), &mask).expect("valid");
-    assert_close_relative(
-        "mixed",
-        &a.o,
-        &crate::oracle_attention(&data.call(), &mask).o,
-        2e-5,
-    );
+    assert_close_relative("mixed", &a.o, &crate::oracle_attention(&data.call(), &mask).o, 2e-5);
 
     for bad in ["[{\"x\": [1]}]", "[{\"0\": [\"spiral\", 1, 2]}]", "{}"] {
         let path = std::env::temp_dir().join(format!("sieve-bad-{}.json", std::process::id()));
@@ -273,12 +249,7 @@ fn oracle_topk_keeps_the_heaviest_blocks() {
         let all: Vec<bool> = (0..200).map(|j| j <= row).collect();
         let (_, lse) = oracle_row(&call, 0, row, &all);
         for j in 0..=row {
-            let logit: f32 = call
-                .query(0, row)
-                .iter()
-                .zip(call.key(0, j))
-                .map(|(a, b)| a * b)
-                .sum();
+            let logit: f32 = call.query(0, row).iter().zip(call.key(0, j)).map(|(a, b)| a * b).sum();
             mass[j / 8] += (f64::from(logit) / 4.0 - lse).exp();
         }
     }
@@ -304,9 +275,7 @@ fn bfla_rescue_on_blocks_takes_whole_blocks() {
         let row = mask.row(0, i);
         // All four tiles of a block before the diagonal one, or none; the sink tile is in the first block.
         for block in 1..i as i32 / 4 {
-            let kept = (block * 4..block * 4 + 4)
-                .filter(|j| row.contains(j))
-                .count();
+            let kept = (block * 4..block * 4 + 4).filter(|j| row.contains(j)).count();
             assert!(kept == 0 || kept == 4, "tile {i}, block {block}: {row:?}");
         }
     }
@@ -356,16 +325,9 @@ fn xattention_forced_first_equals_the_published_loop() {
 fn xattention_thresholds_of_a_file_and_the_norm() {
     let path = std::env::temp_dir().join(format!("sieve-taus-{}.json", std::process::id()));
     std::fs::write(&path, "[[0.0, 1.0], [0.3]]").expect("a temporary file");
-    let text = format!(
-        "xattention:block=16,stride=4,tau=0.5,taus={}",
-        path.display()
-    );
+    let text = format!("xattention:block=16,stride=4,tau=0.5,taus={}", path.display());
     let data = TestCall::structured(&mut Random(143), 256, [2, 1], 16);
-    let select_in = |text: &str, layer: usize| {
-        selector(text)
-            .select(&data.call().in_layer(layer, 3))
-            .expect("valid")
-    };
+    let select_in = |text: &str, layer: usize| selector(text).select(&data.call().in_layer(layer, 3)).expect("valid");
     let mask = select_in(&text, 0);
     assert!((0..16).all(|i| mask.row(0, i).len() <= 2 && mask.row(1, i).len() == i + 1));
     let (mask, plain) = (
@@ -407,18 +369,9 @@ fn a_shape_and_streamingllm_outputs_depend_on_no_later_token() {
         let from = x.len() / 150 * 90;
         x[from..].iter_mut().for_each(|x| *x = -*x);
     }
-    for text in [
-        "a_shape:n_init=7,n_local=30",
-        "streamingllm:n_init=3,n_local=20",
-    ] {
+    for text in ["a_shape:n_init=7,n_local=30", "streamingllm:n_init=3,n_local=20"] {
         assert!(selector(text).is_causal_map());
-        let [a, b] = [&data, &other].map(|data| {
-            selector(text)
-                .prefill(&data.call())
-                .expect("valid")
-                .output
-                .o
-        });
+        let [a, b] = [&data, &other].map(|data| selector(text).prefill(&data.call()).expect("valid").output.o);
         assert_eq!(a[..90 * 16], b[..90 * 16], "{text}");
         assert_ne!(a[90 * 16..], b[90 * 16..], "{text}");
     }
@@ -432,10 +385,7 @@ fn a_shape_and_streamingllm_outputs_depend_on_no_later_token() {
 fn flexprefill_with_gamma_1_keeps_everything_however_sums_round() {
     let data = TestCall::random(&mut Random(145), 3000, 3000, [2, 1], 8);
     for tau in ["0", "1"] {
-        let mask = select(
-            &format!("flexprefill:block=32,gamma=1,min_budget=32,tau={tau}"),
-            &data,
-        );
+        let mask = select(&format!("flexprefill:block=32,gamma=1,min_budget=32,tau={tau}"), &data);
         assert!(mask.keeps_everything(), "tau={tau}");
     }
 }
@@ -534,9 +484,7 @@ fn infinitehip_equals_a_naive_version() {
     }
     for data in [random, equal] {
         let (call, mask) = (data.call(), select(text, &data));
-        for (head, i) in
-            (0..2).flat_map(|head| (0..mask.tiles.num_query_tiles()).map(move |i| (head, i)))
-        {
+        for (head, i) in (0..2).flat_map(|head| (0..mask.tiles.num_query_tiles()).map(move |i| (head, i))) {
             let rows: Vec<usize> = mask.tiles.rows(i).collect();
             let high = ((rows[0] + 1).saturating_sub(16) / 4 * 4).max(8);
             let mut chunks: Vec<Vec<usize>> = (8..high)
@@ -547,8 +495,7 @@ fn infinitehip_equals_a_naive_version() {
             for (stride, kept, next) in [(4, 6, 8), (2, 6, 4), (1, 4, 4)] {
                 let score = |key: usize| {
                     let sampled = rows.iter().step_by(stride);
-                    let products = sampled
-                        .map(|&row| crate::vector::dot(call.query(head, row), call.key(0, key)));
+                    let products = sampled.map(|&row| crate::vector::dot(call.query(head, row), call.key(0, key)));
                     products.fold(f32::NEG_INFINITY, f32::max)
                 };
                 let scores: Vec<f32> = chunks
@@ -566,12 +513,7 @@ fn infinitehip_equals_a_naive_version() {
                 best.sort_unstable();
                 chunks = best
                     .into_iter()
-                    .flat_map(|at| {
-                        chunks[at]
-                            .chunks(next)
-                            .map(<[usize]>::to_vec)
-                            .collect::<Vec<_>>()
-                    })
+                    .flat_map(|at| chunks[at].chunks(next).map(<[usize]>::to_vec).collect::<Vec<_>>())
                     .collect();
             }
             let admissible = mask.tiles.admissible(i) as i32;

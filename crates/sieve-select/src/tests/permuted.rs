@@ -22,10 +22,7 @@ fn ba_att_bidirectional_equals_its_definition() {
         .flat_map(|(head, row)| oracle_row(&call, head, row, &all).0)
         .collect();
     assert_close_relative("bidirectional", &everything.output.o, &expected, 2e-5);
-    let mask = select(
-        "ba_att:causal=false,sparsity=0.7,block=16,segment=32",
-        &data,
-    );
+    let mask = select("ba_att:causal=false,sparsity=0.7,block=16,segment=32", &data);
     // ceil(0.3 * 10) blocks of each row, sorted by norm.
     assert!((0..4).all(|head| (0..10).all(|i| mask.row(head, i).len() == 3)));
     let norm = |x: &[f32]| x.iter().map(|x| x * x).sum::<f32>();
@@ -35,18 +32,13 @@ fn ba_att_bidirectional_equals_its_definition() {
             .windows(2)
             .all(|w| norm(call.key(0, w[0] as usize)) <= norm(call.key(0, w[1] as usize)))
     );
-    assert!((1..150).all(|s| {
-        norm(call.query(3, mask.query_row(3, s - 1))) <= norm(call.query(3, mask.query_row(3, s)))
-    }));
-    let output = block_sparse_attention(&call, &mask).expect("valid");
-    assert_close_relative(
-        "sparse",
-        &output.o,
-        &crate::oracle_attention(&call, &mask).o,
-        2e-5,
+    assert!(
+        (1..150)
+            .all(|s| { norm(call.query(3, mask.query_row(3, s - 1))) <= norm(call.query(3, mask.query_row(3, s))) })
     );
-    let error = selector("ba_att:causal=false")
-        .select(&TestCall::random(&mut Random(1), 20, 30, [1, 1], 4).call());
+    let output = block_sparse_attention(&call, &mask).expect("valid");
+    assert_close_relative("sparse", &output.o, &crate::oracle_attention(&call, &mask).o, 2e-5);
+    let error = selector("ba_att:causal=false").select(&TestCall::random(&mut Random(1), 20, 30, [1, 1], 4).call());
     refusal(error, "causal=false needs all tokens at once");
 }
 
@@ -64,9 +56,7 @@ fn ba_att_pooling_bound_holds() {
                 .map(|c| x.iter().skip(c).step_by(12).sum::<f32>() / 8.0)
                 .collect()
         };
-        let dot = |a: &[f32], b: &[f32]| {
-            a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>() / 12.0_f32.sqrt()
-        };
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>() / 12.0_f32.sqrt();
         let pooled = dot(&mean(&q), &mean(&k));
         for a in q.chunks_exact(12) {
             for b in k.chunks_exact(12) {
@@ -97,20 +87,10 @@ fn sorted_by_norm(x: &[f32], d: usize) -> Vec<f32> {
 fn ba_att_variance_of_a_blocks_logits_has_three_terms() {
     let (n, d) = (24, 6);
     let mut random = Random(150);
-    let (q, k) = (
-        heavy_tailed(&mut random, n, d),
-        heavy_tailed(&mut random, n, d),
-    );
+    let (q, k) = (heavy_tailed(&mut random, n, d), heavy_tailed(&mut random, n, d));
     let mean = |x: &[f32]| -> Vec<f64> {
         (0..d)
-            .map(|c| {
-                x.iter()
-                    .skip(c)
-                    .step_by(d)
-                    .map(|&x| f64::from(x))
-                    .sum::<f64>()
-                    / n as f64
-            })
+            .map(|c| x.iter().skip(c).step_by(d).map(|&x| f64::from(x)).sum::<f64>() / n as f64)
             .collect()
     };
     let (qbar, kbar) = (mean(&q), mean(&k));
@@ -121,40 +101,26 @@ fn ba_att_variance_of_a_blocks_logits_has_three_terms() {
                 .map(|x| (f64::from(x[a]) - mean[a]) * (f64::from(x[b]) - mean[b]));
             terms.sum::<f64>() / n as f64
         };
-        (0..d)
-            .map(|a| (0..d).map(|b| entry(a, b)).collect())
-            .collect()
+        (0..d).map(|a| (0..d).map(|b| entry(a, b)).collect()).collect()
     };
     let (s_q, s_k) = (covariance(&q, &qbar), covariance(&k, &kbar));
-    let form = |x: &[f64], s: &[Vec<f64>]| -> f64 {
-        (0..d)
-            .map(|a| (0..d).map(|b| x[a] * s[a][b] * x[b]).sum::<f64>())
-            .sum()
-    };
-    let trace: f64 = (0..d)
-        .map(|a| (0..d).map(|b| s_q[a][b] * s_k[b][a]).sum::<f64>())
-        .sum();
+    let form =
+        |x: &[f64], s: &[Vec<f64>]| -> f64 { (0..d).map(|a| (0..d).map(|b| x[a] * s[a][b] * x[b]).sum::<f64>()).sum() };
+    let trace: f64 = (0..d).map(|a| (0..d).map(|b| s_q[a][b] * s_k[b][a]).sum::<f64>()).sum();
     let expected = form(&qbar, &s_k) + form(&kbar, &s_q) + trace;
     let pooled: f64 = qbar.iter().zip(&kbar).map(|(q, k)| q * k).sum();
     let errors: Vec<f64> = q
         .chunks_exact(d)
         .flat_map(|q| k.chunks_exact(d).map(move |k| (q, k)))
         .map(|(q, k)| {
-            let product: f64 = q
-                .iter()
-                .zip(k)
-                .map(|(q, k)| f64::from(*q) * f64::from(*k))
-                .sum();
+            let product: f64 = q.iter().zip(k).map(|(q, k)| f64::from(*q) * f64::from(*k)).sum();
             product - pooled
         })
         .collect();
     // The mean of the error is zero: what pooling misses is the spread.
     assert!(errors.iter().sum::<f64>().abs() < 1e-9 * errors.len() as f64);
     let variance = errors.iter().map(|e| e * e).sum::<f64>() / errors.len() as f64;
-    assert!(
-        (variance - expected).abs() < 1e-9 * expected,
-        "{variance} {expected}"
-    );
+    assert!((variance - expected).abs() < 1e-9 * expected, "{variance} {expected}");
 }
 
 /// Rank correlation with the log-mean-exp of the logits of a block, by row and on average.
@@ -165,10 +131,7 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
     let call = data.call();
     let pool = |x: &[f32]| {
         let cut: Vec<&[f32]> = x.chunks_exact(block * d).collect();
-        let cut: Vec<Vec<&[f32]>> = cut
-            .into_iter()
-            .map(|x| x.chunks_exact(d).collect())
-            .collect();
+        let cut: Vec<Vec<&[f32]>> = cut.into_iter().map(|x| x.chunks_exact(d).collect()).collect();
         mean_and_variance(cut.iter().map(|tokens| tokens.iter().copied()), d)
     };
     let config = BaAttConfig {
@@ -184,10 +147,7 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
         let mut order: Vec<usize> = (0..x.len()).collect();
         order.sort_by(|&a, &b| x[a].total_cmp(&x[b]));
         let mut rank = vec![0.0; x.len()];
-        order
-            .into_iter()
-            .enumerate()
-            .for_each(|(r, at)| rank[at] = r as f64);
+        order.into_iter().enumerate().for_each(|(r, at)| rank[at] = r as f64);
         rank
     };
     let mut total = 0.0;
@@ -195,9 +155,7 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
         let exact: Vec<f64> = k
             .chunks_exact(block * d)
             .map(|k| {
-                let pairs = q
-                    .chunks_exact(d)
-                    .flat_map(|q| k.chunks_exact(d).map(move |k| (q, k)));
+                let pairs = q.chunks_exact(d).flat_map(|q| k.chunks_exact(d).map(move |k| (q, k)));
                 let scale = f64::from(call.shape.softmax_scale());
                 pairs
                     .map(|(q, k)| (scale * f64::from(dot(q, k))).exp())
@@ -223,10 +181,7 @@ fn rank_correlation(q: &[f32], k: &[f32], d: usize, compensation: Option<Compens
 fn ba_att_compensation_and_sorting_rank_blocks() {
     let d = 32;
     let mut random = Random(151);
-    let (q, k) = (
-        heavy_tailed(&mut random, 1024, d),
-        heavy_tailed(&mut random, 1024, d),
-    );
+    let (q, k) = (heavy_tailed(&mut random, 1024, d), heavy_tailed(&mut random, 1024, d));
     let (sorted_q, sorted_k) = (sorted_by_norm(&q, d), sorted_by_norm(&k, d));
     let plain = rank_correlation(&q, &k, d, None);
     let sorted = rank_correlation(&sorted_q, &sorted_k, d, None);
@@ -234,10 +189,7 @@ fn ba_att_compensation_and_sorting_rank_blocks() {
     for compensation in [Compensation::Covariance, Compensation::Variance] {
         let alone = rank_correlation(&q, &k, d, Some(compensation));
         let both = rank_correlation(&sorted_q, &sorted_k, d, Some(compensation));
-        assert!(
-            alone > 0.5 && both > 0.95,
-            "{compensation:?}: {alone} {both}"
-        );
+        assert!(alone > 0.5 && both > 0.95, "{compensation:?}: {alone} {both}");
     }
 }
 
@@ -259,10 +211,7 @@ fn ba_att_compensates_the_first_and_the_last_layer() {
             "layer {layer}"
         );
     }
-    assert_eq!(
-        lists(&with.replace("beta=300", "beta=0"), 0),
-        lists(&without, 0)
-    );
+    assert_eq!(lists(&with.replace("beta=300", "beta=0"), 0), lists(&without, 0));
 }
 
 #[test]
@@ -296,11 +245,7 @@ fn pbs_earlier_blocks_hold_no_future_and_the_remainder_stays() {
             for &j in mask.row(list, i) {
                 if (j as usize) * 16 < own {
                     let slots = mask.tiles.keys(j as usize);
-                    assert!(
-                        order[slots]
-                            .iter()
-                            .all(|&key| (key as usize) < mask.tiles.first(i))
-                    );
+                    assert!(order[slots].iter().all(|&key| (key as usize) < mask.tiles.first(i)));
                 }
             }
             let token_0 = order.iter().position(|&key| key == 0).expect("there") / 16;
@@ -317,12 +262,7 @@ fn pbs_earlier_blocks_hold_no_future_and_the_remainder_stays() {
 fn pbs_of_one_segment_is_dense_and_of_one_more_token_is_not() {
     for (n, dense) in [(32, true), (33, false)] {
         let data = TestCall::random(&mut Random(52), n, n, [1, 1], 8);
-        assert_eq!(
-            select("pbs:block=16,segment=32,tau=0.1", &data)
-                .stats
-                .dense_call,
-            dense
-        );
+        assert_eq!(select("pbs:block=16,segment=32,tau=0.1", &data).stats.dense_call, dense);
     }
 }
 
@@ -342,9 +282,7 @@ fn pbs_query_order_equals_a_naive_greedy_assignment() {
             let len = keys.len() as f64;
             keys.fold(vec![0.0; 16], |mut mean, key| {
                 let key = wide(call.key(0, key));
-                mean.iter_mut()
-                    .zip(key)
-                    .for_each(|(mean, k)| *mean += k / len);
+                mean.iter_mut().zip(key).for_each(|(mean, k)| *mean += k / len);
                 mean
             })
         })
@@ -376,10 +314,7 @@ fn pbs_query_order_equals_a_naive_greedy_assignment() {
             full += taken.iter().filter(|&&taken| taken == block).count();
             let mut expected = rows.clone();
             expected.sort_by_key(|&row| block_of[row - first]);
-            let order: Vec<usize> = rows
-                .iter()
-                .map(|&slot| mask.query_row(head, slot))
-                .collect();
+            let order: Vec<usize> = rows.iter().map(|&slot| mask.query_row(head, slot)).collect();
             assert_eq!(order, expected, "head {head}, segment at {first}");
         }
     }
@@ -413,10 +348,7 @@ fn pbs_with_every_block_kept_is_dense_to_rounding_in_f64() {
     let call = data.call();
     let dense = oracle_dense(&call);
     for permute in ["keys", "queries", "both", "none"] {
-        let mask = select(
-            &format!("pbs:block=16,segment=64,tau=1,permute={permute}"),
-            &data,
-        );
+        let mask = select(&format!("pbs:block=16,segment=64,tau=1,permute={permute}"), &data);
         let output = oracle_attention(&call, &mask);
         for (at, (a, b)) in output.o.iter().zip(&dense.o).enumerate() {
             assert!((a - b).abs() < 1e-14, "permute={permute}, {at}: {a} {b}");
@@ -432,10 +364,7 @@ fn pbs_without_a_permutation_keeps_the_order_and_its_rule() {
     let plain = select("meanpool:block=16,tau=0.4", &data);
     for i in 0..mask.tiles.num_query_tiles() {
         let own = i as i32 / 4 * 4..=i as i32;
-        assert!(
-            own.clone().chain([0]).all(|j| mask.row(0, i).contains(&j)),
-            "{i}"
-        );
+        assert!(own.clone().chain([0]).all(|j| mask.row(0, i).contains(&j)), "{i}");
         // A row at the start of a segment competes for the blocks that meanpool has before the diagonal.
         if i % 4 == 0 && i > 0 {
             assert!(mask.row(0, i).len() <= plain.row(0, i).len() + 4);

@@ -53,10 +53,7 @@ fn oracle_topk_is_an_upper_bound_at_equal_density() {
                 .iter()
                 .find(|oracle| oracle.0 >= density)
                 .expect("all blocks are enough");
-            assert!(
-                above.1 >= kept - 1e-6,
-                "{text}: {kept} at {density}, oracle {above:?}"
-            );
+            assert!(above.1 >= kept - 1e-6, "{text}: {kept} at {density}, oracle {above:?}");
         }
     }
 }

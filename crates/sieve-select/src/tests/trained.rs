@@ -43,11 +43,7 @@ fn measured(data: &TestCall, text: &str) -> (f64, f64) {
 
 /// As many tiles in every row as the mask has: the own ones, and the first others that `order` gives, in the mask's
 /// own order of keys. `order` gets the dense mass of each tile.
-fn as_many_tiles(
-    data: &TestCall,
-    mask: &SparseMask,
-    order: &dyn Fn(&[f32]) -> Vec<usize>,
-) -> SparseMask {
+fn as_many_tiles(data: &TestCall, mask: &SparseMask, order: &dyn Fn(&[f32]) -> Vec<usize>) -> SparseMask {
     let (call, tiles) = (data.call(), mask.tiles);
     let lists: Vec<ListRows> = (0..mask.num_lists())
         .map(|list| {
@@ -57,10 +53,7 @@ fn as_many_tiles(
                 let p = causal_probabilities(&call, head, tiles.rows(i)).expect("finite");
                 let mass = |j: usize| -> f32 {
                     let slots = tiles.keys(j);
-                    let keys = slots.map(|slot| {
-                        mask.key_order_of(list)
-                            .map_or(slot, |order| order[slot] as usize)
-                    });
+                    let keys = slots.map(|slot| mask.key_order_of(list).map_or(slot, |order| order[slot] as usize));
                     keys.filter(|&key| key < end)
                         .map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>())
                         .sum()
@@ -97,9 +90,7 @@ fn as_many_tiles(
 fn holds_an_own_key(mask: &SparseMask, list: usize, i: usize, j: usize) -> bool {
     let positions = mask.tiles.first(i)..mask.tiles.last(i) + 1;
     mask.tiles.keys(j).any(|slot| {
-        let key = mask
-            .key_order_of(list)
-            .map_or(slot, |order| order[slot] as usize);
+        let key = mask.key_order_of(list).map_or(slot, |order| order[slot] as usize);
         positions.contains(&key)
     })
 }
@@ -142,10 +133,7 @@ fn oracle_topk_bounds_the_methods_on_its_blocks_at_equal_density() {
                 .filter_map(|form| form.iter().find(|oracle| oracle.0 >= density))
                 .map(|oracle| oracle.1)
                 .fold(0.0, f64::max);
-            assert!(
-                best >= kept - 1e-6,
-                "{text}: {kept} at {density}, oracle {best}"
-            );
+            assert!(best >= kept - 1e-6, "{text}: {kept} at {density}, oracle {best}");
         }
     }
 }

@@ -18,9 +18,7 @@ pub fn corpus_configs(
     variable: &dyn Fn(&str) -> Option<String>,
 ) -> Result<(CorpusConfig, Option<CorpusConfig>), TrainError> {
     let expand = |paths: &[String]| {
-        let expanded = paths
-            .iter()
-            .map(|path| sieve_core::paths::expand(path, variable));
+        let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, variable));
         expanded.collect::<Result<Vec<_>, _>>()
     };
     let data = &recipe.data;

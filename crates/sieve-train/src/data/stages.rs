@@ -17,10 +17,7 @@ fn with_paths(recipe: &Recipe) -> impl Iterator<Item = Stage> {
 }
 
 /// Lists the text of every stage, so that a path without files is told before anything is written.
-pub(super) fn check_stages(
-    recipe: &Recipe,
-    variable: &dyn Fn(&str) -> Option<String>,
-) -> Result<(), TrainError> {
+pub(super) fn check_stages(recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> Result<(), TrainError> {
     for stage in with_paths(recipe) {
         let (config, _) = corpus_configs(&recipe.at_stage(&stage), variable)?;
         Corpus::open(config)?;
@@ -82,11 +79,7 @@ impl TrainingData {
 
     /// Whether the recipe's files are no longer those that the shards were made from: changed, gone, or more of them.
     /// No hub is asked for its data sets.
-    pub fn text_has_changed(
-        &self,
-        recipe: &Recipe,
-        variable: &dyn Fn(&str) -> Option<String>,
-    ) -> bool {
+    pub fn text_has_changed(&self, recipe: &Recipe, variable: &dyn Fn(&str) -> Option<String>) -> bool {
         let is_made_of = |prepared: &Prepared, recipe: &Recipe| {
             let (whole, validation) = corpus_configs(recipe, variable)?;
             let train = weighted_configs(recipe, &whole).into_iter();
@@ -106,11 +99,8 @@ impl TrainingData {
     /// What tells this data from other data: the run's own, then each stage's.
     pub fn fingerprint(&self) -> String {
         let stages = self.stages.iter();
-        let stages =
-            stages.map(|(index, prepared)| format!("{PART}{index}:{}", prepared.meta.fingerprint));
-        std::iter::once(self.base_fingerprint())
-            .chain(stages)
-            .collect()
+        let stages = stages.map(|(index, prepared)| format!("{PART}{index}:{}", prepared.meta.fingerprint));
+        std::iter::once(self.base_fingerprint()).chain(stages).collect()
     }
 }
 

@@ -18,12 +18,7 @@ impl<B: TrainBackend> AdamW<B> {
     ///
     /// # Panics
     /// The device reports an error, also one of work queued before.
-    pub fn snapshot<M: Module<B>>(
-        &self,
-        module: &M,
-        device: &B::Device,
-        distance: usize,
-    ) -> OptimizerSnapshot {
+    pub fn snapshot<M: Module<B>>(&self, module: &M, device: &B::Device, distance: usize) -> OptimizerSnapshot {
         let share = self.share;
         let parameters = parameter_ids(module).into_iter().filter_map(|parameter| {
             let (name, id, shape) = parameter;
@@ -33,9 +28,7 @@ impl<B: TrainBackend> AdamW<B> {
             }
         });
         let parameters = parameters.collect::<Vec<_>>();
-        let elements = parameters
-            .iter()
-            .map(|(_, _, shape)| shape.iter().product::<usize>());
+        let elements = parameters.iter().map(|(_, _, shape)| shape.iter().product::<usize>());
         // Two moments and the joined master, in f32, and something to go on with.
         let needed = 3 * 4 * elements.sum::<usize>() as u64;
         let waits = B::InnerBackend::snapshot_room(device) > needed + needed / 4;
@@ -200,10 +193,7 @@ impl<B: TrainBackend> Taker<'_, B> {
 impl<B: TrainBackend> ModuleVisitor<B> for Taker<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let AdamW {
-            share,
-            masters,
-            pieces,
-            ..
+            share, masters, pieces, ..
         } = self.optimizer;
         let tensor = param.val();
         let cuts = share.pieces(&tensor.dims());

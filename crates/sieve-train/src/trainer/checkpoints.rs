@@ -16,10 +16,7 @@ impl<B: TrainBackend> Trainer<B> {
     ///
     /// # Errors
     /// Any failure of the file system, also of the checkpoint before. Earlier checkpoints stay.
-    pub(super) fn start_checkpoint(
-        &mut self,
-        reporter: &mut Reporter<'_>,
-    ) -> Result<(), TrainError> {
+    pub(super) fn start_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let folder = self.folder.checkpoint_path();
         if [self.last_checkpoint, self.writer.step()].contains(&Some(self.step)) {
             return Ok(());
@@ -34,8 +31,7 @@ impl<B: TrainBackend> Trainer<B> {
             // The others write into the folder that rank 0 has made.
             group.gather(&[])?;
         }
-        let (recipe_toml, tokenizer_json) =
-            (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
+        let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.step);
         let snapshot = (self.optimizer).snapshot(self.model(), &self.device, distance);
         let (step, writing) = (self.step, self.disturbance.writing);
@@ -71,16 +67,8 @@ impl<B: TrainBackend> Trainer<B> {
     ///
     /// # Errors
     /// Why it could not be written.
-    pub(super) fn finish_checkpoint(
-        &mut self,
-        reporter: &mut Reporter<'_>,
-    ) -> Result<(), TrainError> {
-        let Some(Written {
-            folder,
-            state,
-            shard,
-        }) = self.finish_writing()?
-        else {
+    pub(super) fn finish_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let Some(Written { folder, state, shard }) = self.finish_writing()? else {
             return Ok(());
         };
         let step = state.step;
@@ -123,9 +111,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Waits for this process's files.
     fn finish_writing(&mut self) -> Result<Option<Written>, TrainError> {
         let group = self.group.as_ref();
-        let written = self
-            .writer
-            .finish(&|| group.into_iter().for_each(Group::tick));
+        let written = self.writer.finish(&|| group.into_iter().for_each(Group::tick));
         // Where a rank is lost, rank 0 has removed the folder: that is no error of this rank.
         written.or_else(|error| {
             group.map_or(Ok(()), Group::check)?;
@@ -145,10 +131,7 @@ impl<B: TrainBackend> Trainer<B> {
     ///
     /// # Errors
     /// Why it could not be written.
-    pub(super) fn poll_checkpoint(
-        &mut self,
-        reporter: &mut Reporter<'_>,
-    ) -> Result<(), TrainError> {
+    pub(super) fn poll_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let is_done = match &self.group {
             Some(_) => self.all_written,
             None => self.writer.is_done(),

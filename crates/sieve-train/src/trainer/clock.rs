@@ -38,10 +38,7 @@ impl Clock {
     pub(super) fn restart(&mut self) -> (f64, f64) {
         let elapsed = self.since.elapsed().saturating_sub(self.paused);
         let seconds = elapsed.as_secs_f64().max(1e-9);
-        let result = (
-            self.tokens as f64 / seconds,
-            seconds / f64::from(self.steps.max(1)),
-        );
+        let result = (self.tokens as f64 / seconds, seconds / f64::from(self.steps.max(1)));
         *self = Self::start();
         result
     }

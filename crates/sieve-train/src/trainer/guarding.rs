@@ -86,8 +86,7 @@ struct Streak {
 impl Streak {
     /// Whether the run must go back.
     fn is_over(&self, patience: usize) -> bool {
-        self.skipped.len() >= patience
-            || self.num_steps >= patience.saturating_mul(PATIENCE_WITH_LOSS)
+        self.skipped.len() >= patience || self.num_steps >= patience.saturating_mul(PATIENCE_WITH_LOSS)
     }
 }
 
@@ -180,11 +179,7 @@ pub(super) fn norms_by_part<B: TrainBackend>(
 
 impl<B: TrainBackend> Trainer<B> {
     /// Reads the numbers of past steps: of all of them where `now` is set, else when they are many or watched.
-    pub(super) fn check_steps(
-        &mut self,
-        now: bool,
-        reporter: &mut Reporter<'_>,
-    ) -> Result<Verdict, TrainError> {
+    pub(super) fn check_steps(&mut self, now: bool, reporter: &mut Reporter<'_>) -> Result<Verdict, TrainError> {
         let is_watched = self.step <= self.guard_log.watched_until;
         if !(now || is_watched || self.guard_log.unread.len() >= MAX_UNREAD) {
             return Ok(Verdict::GoOn);
@@ -211,11 +206,7 @@ impl<B: TrainBackend> Trainer<B> {
                 reporter.tell(TrainEvent::Skipped(&skipped));
                 self.guard_log.streak.skipped.push(skipped);
             }
-            if self
-                .guard_log
-                .streak
-                .is_over(self.recipe.training.guard_patience)
-            {
+            if self.guard_log.streak.is_over(self.recipe.training.guard_patience) {
                 self.go_back(numbers, mean_loss, lr, reporter)?;
                 return Ok(Verdict::WentBack);
             }
@@ -237,9 +228,7 @@ impl<B: TrainBackend> Trainer<B> {
             Some(step) if !(step == to && times >= MAX_RETURNS) => self.last_checkpoint_path(),
             _ => None,
         };
-        let StepNumbers {
-            loss, grad_norm, ..
-        } = numbers;
+        let StepNumbers { loss, grad_norm, .. } = numbers;
         let Some(path) = path else {
             return Err(TrainError::Diverged {
                 step: self.step,
@@ -270,23 +259,15 @@ impl<B: TrainBackend> Trainer<B> {
         }
         log.unread.clear();
         log.last = None;
-        let times = if log.returns.0 == self.step {
-            log.returns.1
-        } else {
-            0
-        };
+        let times = if log.returns.0 == self.step { log.returns.1 } else { 0 };
         log.returns = (self.step, times + 1);
         let rows = if same_stage {
-            format!(
-                "rows {first_skipped} to {} are skipped",
-                next_sample.max(1) - 1
-            )
+            format!("rows {first_skipped} to {} are skipped", next_sample.max(1) - 1)
         } else {
             "the rows of the stage before are read again".to_owned()
         };
         let num_steps = streak.num_steps;
-        let far =
-            format!("had a loss far above its mean (the last {loss:.4}, the mean {mean_loss:.4})");
+        let far = format!("had a loss far above its mean (the last {loss:.4}, the mean {mean_loss:.4})");
         let what = match streak.skipped.len() {
             0 => far,
             skipped if skipped == num_steps => "were not taken".to_owned(),
@@ -299,21 +280,13 @@ impl<B: TrainBackend> Trainer<B> {
         Ok(())
     }
 
-    fn skipped_step(
-        &self,
-        unread: Unread<B>,
-        numbers: StepNumbers,
-        mean_loss: f32,
-    ) -> Result<SkippedStep, TrainError> {
+    fn skipped_step(&self, unread: Unread<B>, numbers: StepNumbers, mean_loss: f32) -> Result<SkippedStep, TrainError> {
         let documents = match &self.group {
             None => unread.documents,
             // Each process knows the documents of its own rows; the one that reports reads the rows of all.
             Some(_) if self.writes() => {
                 let rows = unread.num_rows as usize;
-                self.stage
-                    .loader
-                    .batch(unread.first_sample, rows)?
-                    .documents
+                self.stage.loader.batch(unread.first_sample, rows)?.documents
             }
             Some(_) => Vec::new(),
         };

@@ -12,10 +12,7 @@ pub(super) struct PeakWatch {
 
 impl PeakWatch {
     pub(super) fn start(memory: MemoryProbe) -> Self {
-        let mut watch = Self {
-            memory,
-            steps_left: 0,
-        };
+        let mut watch = Self { memory, steps_left: 0 };
         watch.restart();
         watch
     }
@@ -53,10 +50,7 @@ mod tests {
     static STOPPED: AtomicU32 = AtomicU32::new(0);
 
     fn counts() -> (u32, u32) {
-        (
-            STARTED.load(Ordering::Relaxed),
-            STOPPED.load(Ordering::Relaxed),
-        )
+        (STARTED.load(Ordering::Relaxed), STOPPED.load(Ordering::Relaxed))
     }
 
     #[test]

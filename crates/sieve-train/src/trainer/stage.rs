@@ -36,9 +36,7 @@ pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -
     let training = &recipe.training;
     LoaderConfig {
         seq_len: training.seq_len,
-        order: Order::Shuffled {
-            seed: training.seed,
-        },
+        order: Order::Shuffled { seed: training.seed },
         packing: if training.one_document_per_row {
             Packing::OneDocumentPerRow
         } else {
@@ -50,25 +48,17 @@ pub fn loader_config(recipe: &Recipe, shape: &ModelShape, data: &TrainingData) -
 }
 
 impl StageState {
-    pub(super) fn new(
-        recipe: &Recipe,
-        stage: Stage,
-        data: &TrainingData,
-        share: Share,
-    ) -> Result<Self, TrainError> {
+    pub(super) fn new(recipe: &Recipe, stage: Stage, data: &TrainingData, share: Share) -> Result<Self, TrainError> {
         let recipe = recipe.at_stage(&stage);
         let shape = recipe.model_shape(data.tokenizer.vocab_size())?;
         let share = share.of_rows(recipe.parallelism.context_parallel_degree);
         let training = &recipe.training;
         let (global, local) = (training.global_batch_size, training.local_batch_size);
-        let micro_batches =
-            training
-                .accumulation_steps(share.size)
-                .ok_or(TrainError::BatchSizes {
-                    global,
-                    local,
-                    ranks: share.size,
-                })?;
+        let micro_batches = training.accumulation_steps(share.size).ok_or(TrainError::BatchSizes {
+            global,
+            local,
+            ranks: share.size,
+        })?;
         let mut config = loader_config(&recipe, &shape, data);
         if let Order::Shuffled { seed } = &mut config.order {
             // Other rows in another order: a stage does not begin with what the one before began with.

@@ -90,11 +90,7 @@ impl CheckpointWriter {
         let Some(job) = self.job.take() else {
             return Ok(None);
         };
-        let Job {
-            folder,
-            state,
-            thread,
-        } = job;
+        let Job { folder, state, thread } = job;
         let (mut looked, mut written) = (Instant::now(), 0);
         while !thread.is_finished() {
             std::thread::sleep(Duration::from_millis(10));
@@ -108,11 +104,7 @@ impl CheckpointWriter {
             (looked, written) = (Instant::now(), bytes);
         }
         match thread.join() {
-            Ok(Ok(shard)) => Ok(Some(Written {
-                folder,
-                state,
-                shard,
-            })),
+            Ok(Ok(shard)) => Ok(Some(Written { folder, state, shard })),
             Ok(Err(error)) => Err(error.into()),
             Err(panic) => std::panic::resume_unwind(panic),
         }

@@ -40,13 +40,7 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
-    data.prepare_stages(
-        &recipe,
-        place,
-        None,
-        &crate::train::variable,
-        &mut |_event| {},
-    )?;
+    data.prepare_stages(&recipe, place, None, &crate::train::variable, &mut |_event| {})?;
     let batch = sieve_train::step_batch(&recipe, &data, args.step)?;
     let (rows, seq_len) = (batch.batch, batch.seq_len);
     let named = |name: &str, values: Vec<i32>| NamedTensor {
@@ -62,10 +56,8 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
         named("doc_end", signed(&batch.doc_end)),
         named("positions", signed(&batch.positions)),
     ];
-    sieve_files::replace(&args.out, |partial| {
-        write_tensor_file(partial, &tensors, None)
-    })
-    .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
+    sieve_files::replace(&args.out, |partial| write_tensor_file(partial, &tensors, None))
+        .with_context(|| format!("writing step {} to {}", args.step, args.out.display()))?;
     terminal::line(&format!(
         "wrote step {}: {} rows x {} tokens, {} labels, to {}",
         args.step,

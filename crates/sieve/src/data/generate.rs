@@ -58,10 +58,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     }
     let cannot = || format!("cannot write {}", args.out.display());
     let mut file = BufWriter::new(File::create(&args.out).with_context(cannot)?);
-    let bar = terminal::progress_bar(
-        args.samples,
-        "{bar:30} {human_pos}/{human_len} samples, {eta} left",
-    );
+    let bar = terminal::progress_bar(args.samples, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
     for number in 0..args.samples {
         let task = tasks[(number % tasks.len() as u64) as usize];
         // Steps of the golden ratio meet all lengths evenly.

@@ -46,13 +46,9 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let mut watch = Watch::default();
     let mut data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
     let place = (dir.as_path(), on_change);
-    data.prepare_stages(
-        &recipe,
-        place,
-        None,
-        &crate::train::variable,
-        &mut |event| watch.see(event),
-    )?;
+    data.prepare_stages(&recipe, place, None, &crate::train::variable, &mut |event| {
+        watch.see(event)
+    })?;
     watch.end();
     let prepared = data.prepared().expect("text becomes shards");
     let meta = &prepared.meta;
@@ -130,9 +126,7 @@ impl Watch {
                 // The total is a guess for packed files, which may hold more.
                 bar.set_length(bytes_total.max(bytes_done));
                 bar.set_position(bytes_done);
-                let is_due = self
-                    .last_line
-                    .is_none_or(|last| last.elapsed() >= BETWEEN_LINES);
+                let is_due = self.last_line.is_none_or(|last| last.elapsed() >= BETWEEN_LINES);
                 if !terminal::is_interactive() && is_due {
                     terminal::line(&format!(
                         "{split}: {} of about {} of text, {num_files_done} of {num_files} files, {} tokens in this run",

@@ -19,12 +19,7 @@ pub(crate) enum TokenizerCommand {
 #[derive(Args, Debug)]
 pub(crate) struct TrainArgs {
     /// Train on the text of this recipe: a path, else a name in recipes/
-    #[arg(
-        long,
-        value_name = "FILE",
-        required_unless_present = "data",
-        conflicts_with = "data"
-    )]
+    #[arg(long, value_name = "FILE", required_unless_present = "data", conflicts_with = "data")]
     recipe: Option<String>,
     /// Override a key of the recipe; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]

@@ -62,8 +62,7 @@ pub(crate) fn run(args: AttentionArgs) -> Result<()> {
 }
 
 fn length(args: &AttentionArgs, context: usize) -> usize {
-    args.length
-        .map_or(LENGTH.min(context), |length| length as usize)
+    args.length.map_or(LENGTH.min(context), |length| length as usize)
 }
 
 fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DType) -> Result<()> {
@@ -105,9 +104,7 @@ fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DTyp
 
 /// A row for each layer, and what its columns mean.
 fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
-    let far: Vec<usize> = (0..DISTANCES.len())
-        .filter(|&idx| DISTANCES[idx] < length)
-        .collect();
+    let far: Vec<usize> = (0..DISTANCES.len()).filter(|&idx| DISTANCES[idx] < length).collect();
     let mut head = format!(
         "{:5} {:>8} {:>9} {:>8} {:>8} {:>7} {:>7} {:>8}",
         "layer", "density", "top fifth", "entropy", "distance", "own", "first", "overlap"
@@ -120,9 +117,7 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
         let mean = |of: &dyn Fn(&HeadWeights) -> f64| {
             layer.heads.iter().map(of).sum::<f64>() / layer.heads.len().max(1) as f64
         };
-        let overlap = layer
-            .overlap
-            .map_or("-".to_owned(), |overlap| format!("{overlap:.3}"));
+        let overlap = layer.overlap.map_or("-".to_owned(), |overlap| format!("{overlap:.3}"));
         let mut line = format!(
             "{:5} {:>8.3} {:>9.3} {:>8.2} {:>8.1} {:>7.3} {:>7.3} {overlap:>8}",
             layer.layer,
@@ -134,18 +129,16 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
             mean(&|head| head.first),
         );
         for &idx in &far {
-            let _ = write!(
-                line,
-                " {:>7.3}",
-                mean(&|head| head.beyond[idx].unwrap_or(f64::NAN))
-            );
+            let _ = write!(line, " {:>7.3}", mean(&|head| head.beyond[idx].unwrap_or(f64::NAN)));
         }
         let _ = write!(line, "  {}", layer.attention);
         lines.push(line);
         if let Some(life) = &layer.life {
-            let spans = life.percentiles.map_or("no key has left".to_owned(), |[low, middle, high]| {
-                format!("of those that left, half stayed {middle} queries or fewer (10 %: {low}, 90 %: {high})")
-            });
+            let spans = life
+                .percentiles
+                .map_or("no key has left".to_owned(), |[low, middle, high]| {
+                    format!("of those that left, half stayed {middle} queries or fewer (10 %: {low}, 90 %: {high})")
+                });
             lines.push(format!(
                 "      keys: {:.1} % seen by no query, {:.1} % kept to the end; {spans}",
                 100.0 * life.never,
@@ -166,15 +159,8 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
 /// Layers downwards, heads to the right; in each square queries downwards, keys to the right.
 fn picture(layers: &[LayerWeights], length: usize) -> String {
     let (left, top, gap) = (70, 64, 8);
-    let heads = layers
-        .iter()
-        .map(|layer| layer.heads.len())
-        .max()
-        .unwrap_or(0);
-    let (width, height) = (
-        left + heads * (SIDE + gap) + 90,
-        top + layers.len() * (SIDE + gap) + 20,
-    );
+    let heads = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);
+    let (width, height) = (left + heads * (SIDE + gap) + 90, top + layers.len() * (SIDE + gap) + 20);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 \
          0 {width} {height}\" \
@@ -290,15 +276,7 @@ mod tests {
     #[test]
     fn distances_longer_than_the_prompt_have_no_column() {
         let lines = lines(&[layer(vec![0.0; 4])], 20);
-        assert!(
-            lines[0].contains("> 16") && !lines[0].contains("> 64"),
-            "{}",
-            lines[0]
-        );
-        assert!(
-            lines[1].contains("0.250") && lines[1].ends_with("mha"),
-            "{}",
-            lines[1]
-        );
+        assert!(lines[0].contains("> 16") && !lines[0].contains("> 64"), "{}", lines[0]);
+        assert!(lines[1].contains("0.250") && lines[1].ends_with("mha"), "{}", lines[1]);
     }
 }

@@ -83,10 +83,7 @@ mod tests {
             value: "accuracy",
             ends: 0.0..1.0,
             label: |value| format!("{:.0} %", 100.0 * value),
-            lines: vec![
-                line("first", vec![(2, 1.0), (5, 0.5)]),
-                line("second", vec![]),
-            ],
+            lines: vec![line("first", vec![(2, 1.0), (5, 0.5)]), line("second", vec![])],
         };
         let svg = chart.svg();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
@@ -100,9 +97,6 @@ mod tests {
             panic!("two marks: {svg}");
         };
         assert!(first[0] < 80 && first[1] < 50, "{first:?}");
-        assert!(
-            second[0] > 600 && (200..300).contains(&second[1]),
-            "{second:?}"
-        );
+        assert!(second[0] > 600 && (200..300).contains(&second[1]), "{second:?}");
     }
 }

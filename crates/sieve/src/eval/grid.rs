@@ -137,10 +137,7 @@ impl Picture {
                 top + 28.0,
                 escape(&map.summary),
             );
-            for (score, left) in [
-                (Score::Found, LEFT),
-                (Score::Rank, LEFT + PANEL_WIDTH + GAP),
-            ] {
+            for (score, left) in [(Score::Found, LEFT), (Score::Rank, LEFT + PANEL_WIDTH + GAP)] {
                 self.panel(&mut svg, map, score, left, top + HEAD);
             }
         }
@@ -222,15 +219,9 @@ impl Picture {
         let within = lengths.partition_point(|&length| length <= self.trained_len);
         let text = match within {
             _ if lengths.is_empty() => return,
-            0 => format!(
-                "all longer than the {} tokens of training",
-                self.trained_len
-            ),
+            0 => format!("all longer than the {} tokens of training", self.trained_len),
             n if n == lengths.len() => {
-                format!(
-                    "none longer than the {} tokens of training",
-                    self.trained_len
-                )
+                format!("none longer than the {} tokens of training", self.trained_len)
             }
             _ => {
                 let x = left + within as f64 * cell_width;

@@ -131,12 +131,7 @@ fn look(n: usize) -> Look {
 }
 
 fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
-    let Plot {
-        title,
-        x,
-        y,
-        curves,
-    } = plot;
+    let Plot { title, x, y, curves } = plot;
     let mut chart = ChartBuilder::on(area)
         .caption(title, (FONT, 17))
         .margin(12)
@@ -166,9 +161,7 @@ fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
             mark,
         } = look(n);
         let points = curve.points.iter();
-        let points: Vec<_> = points
-            .map(|point| (inside(point.0, x), inside(point.1, y)))
-            .collect();
+        let points: Vec<_> = points.map(|point| (inside(point.0, x), inside(point.1, y))).collect();
         chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(width)))?;
         chart.draw_series(points.into_iter().map(|at| {
             EmptyElement::at(at)
@@ -221,18 +214,10 @@ mod tests {
         let all = marks(&svg).into_iter();
         let (legend, inside): (Vec<_>, Vec<_>) = all.partition(|mark| mark[0] > PLOT_WIDTH);
         assert_eq!((legend.len(), inside.len()), (10, 20));
-        assert!(
-            inside
-                .iter()
-                .all(|[x, y]| *x >= 50 && (16..HEIGHT - 50).contains(y))
-        );
+        assert!(inside.iter().all(|[x, y]| *x >= 50 && (16..HEIGHT - 50).contains(y)));
         // The second points lie above the axis and are drawn at its upper end.
         let (firsts, seconds) = (inside.iter().step_by(2), inside.iter().skip(1).step_by(2));
-        assert!(
-            firsts
-                .zip(seconds)
-                .all(|(first, second)| second[1] + 50 < first[1])
-        );
+        assert!(firsts.zip(seconds).all(|(first, second)| second[1] + 50 < first[1]));
         let colours = svg.matches("fill=\"#0072B2\"").count();
         assert!(colours > 0, "{svg}");
         // Curves of one colour have different marks.

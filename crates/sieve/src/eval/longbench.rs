@@ -24,15 +24,9 @@ pub(crate) struct LongbenchArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
-    let names = READY_TASKS
-        .iter()
-        .filter_map(|(name, _)| name.strip_prefix(PREFIX));
+    let names = READY_TASKS.iter().filter_map(|(name, _)| name.strip_prefix(PREFIX));
     let names: Vec<&str> = names.collect();
-    if let Some(unknown) = args
-        .only
-        .iter()
-        .find(|name| !names.contains(&name.as_str()))
-    {
+    if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {
         bail!(
             "{unknown} is no data set of LongBench that is read here\n  hint: these are {}",
             names.join(", ")

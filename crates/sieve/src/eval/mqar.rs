@@ -83,19 +83,9 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
     let of_recipe = trained.map(|mqar| mqar.num_test_samples as u64);
     let num_samples = args.samples.or(of_recipe).unwrap_or(NUM_SAMPLES);
     let total = num_samples * kinds.len() as u64;
-    let bar = terminal::progress_bar(
-        total,
-        "{bar:30} {human_pos}/{human_len} samples, {eta} left",
-    );
+    let bar = terminal::progress_bar(total, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
     let mut observe = |done: u64| bar.set_position(done);
-    let report = recall(
-        &loaded.model,
-        &kinds,
-        num_samples,
-        BATCH_TOKENS,
-        device,
-        &mut observe,
-    );
+    let report = recall(&loaded.model, &kinds, num_samples, BATCH_TOKENS, device, &mut observe);
     bar.finish_and_clear();
     let report = report?;
     print(args, &loaded, &report)?;
@@ -138,9 +128,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
         (false, _) => args.kinds.clone(),
         (true, Some(mqar)) => {
             let sizes = mqar.seq_lens.iter().zip(&mqar.num_pairs);
-            sizes
-                .map(|(&seq_len, &num_pairs)| (seq_len, num_pairs))
-                .collect()
+            sizes.map(|(&seq_len, &num_pairs)| (seq_len, num_pairs)).collect()
         }
         (true, None) => bail!(
             "the recipe of this checkpoint has no [data] mqar\n  \
@@ -164,11 +152,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
     sizes.into_iter().map(config).collect()
 }
 
-fn print<B: SieveBackend>(
-    args: &MqarArgs,
-    loaded: &LoadedModel<B>,
-    report: &RecallReport,
-) -> Result<()> {
+fn print<B: SieveBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &RecallReport) -> Result<()> {
     if args.json {
         output::print_json(loaded, serde_json::to_value(report)?);
         return Ok(());

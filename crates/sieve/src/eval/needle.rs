@@ -8,8 +8,8 @@ use burn::tensor::DType;
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle,
-    text_documents, texts_together,
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle, text_documents,
+    texts_together,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
@@ -30,12 +30,7 @@ pub(crate) struct NeedleArgs {
     #[arg(long, value_delimiter = ',', value_name = "N,…")]
     lengths: Vec<usize>,
     /// Percent of the haystack before the needle; --grid even steps from 0 to 100 when absent
-    #[arg(
-        long,
-        value_delimiter = ',',
-        value_name = "P,…",
-        allow_negative_numbers = true
-    )]
+    #[arg(long, value_delimiter = ',', value_name = "P,…", allow_negative_numbers = true)]
     depths: Vec<f64>,
     /// Lengths, and depths, where they are not listed
     #[arg(long, default_value_t = 35, value_name = "N")]
@@ -117,13 +112,9 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
         let picture = Picture {
             title: format!("Needle in a haystack: {}", output::model_name(&loaded)),
             trained_len: loaded.recipe.training.seq_len,
-            maps: reports
-                .iter()
-                .map(|report| map(&config, report, &own))
-                .collect(),
+            maps: reports.iter().map(|report| map(&config, report, &own)).collect(),
         };
-        std::fs::write(path, picture.svg())
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(path, picture.svg()).with_context(|| format!("cannot write {}", path.display()))?;
         if !args.json {
             terminal::line(&format!("wrote {}", path.display()));
         }
@@ -149,17 +140,9 @@ fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
             .selector
             .as_deref()
             .map_or_else(|| own.to_owned(), selector::short),
-        summary: format!(
-            "{:.1} % found, mean rank {:.2}",
-            100.0 * report.found,
-            report.mean_rank
-        ),
+        summary: format!("{:.1} % found, mean rank {:.2}", 100.0 * report.found, report.mean_rank),
         lengths: config.lengths.clone(),
-        rows: config
-            .depths
-            .iter()
-            .map(|depth| format!("{depth:.0} %"))
-            .collect(),
+        rows: config.depths.iter().map(|depth| format!("{depth:.0} %")).collect(),
         about_rows: "depth of the needle",
         cells: cells.collect(),
     }
@@ -204,12 +187,7 @@ fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> 
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 
-fn print<B: SieveBackend>(
-    args: &NeedleArgs,
-    loaded: &LoadedModel<B>,
-    config: &NeedleConfig,
-    reports: &[NeedleReport],
-) {
+fn print<B: SieveBackend>(args: &NeedleArgs, loaded: &LoadedModel<B>, config: &NeedleConfig, reports: &[NeedleReport]) {
     if args.json {
         let json = serde_json::json!({
             "attention": attention_label(&loaded.shape),
@@ -243,9 +221,9 @@ fn print<B: SieveBackend>(
     }
     for report in reports {
         let name = selector::method(report.selector.as_deref(), &loaded.shape);
-        let density = report.density.map_or(String::new(), |x| {
-            format!(", {:.1} % of the pairs", 100.0 * x)
-        });
+        let density = report
+            .density
+            .map_or(String::new(), |x| format!(", {:.1} % of the pairs", 100.0 * x));
         terminal::line(&format!(
             "\n{name}{density}\n{}: {:.1} % found, mean rank {:.2} ({}), {:.1} % first",
             count(report.num_needles),

@@ -10,11 +10,7 @@ use std::path::Path;
 /// What a picture calls a model: the name of its run and the step, and no path.
 pub(super) fn model_name<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
     let folder = &loaded.recipe.checkpoint.folder;
-    format!(
-        "{}, step {}",
-        run_name(&loaded.path, folder),
-        loaded.state.step
-    )
+    format!("{}, step {}", run_name(&loaded.path, folder), loaded.state.step)
 }
 
 /// What a report begins with: the checkpoint and its step.
@@ -41,10 +37,7 @@ fn run_name(checkpoint: &Path, folder: &str) -> String {
         None => Some(absolute.as_path()),
     };
     let run = run.and_then(Path::file_name);
-    run.map_or_else(
-        || "model".to_owned(),
-        |name| name.to_string_lossy().into_owned(),
-    )
+    run.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Refuses a file that could not be written before the work is done for it.
@@ -88,9 +81,7 @@ pub(crate) fn write(path: &Path, text: &str) -> Result<()> {
 
 /// Text without the characters that XML gives a meaning, for pictures.
 pub(crate) fn escape(text: &str) -> String {
-    text.replace('&', "&amp;")
-        .replace('<', "&lt;")
-        .replace('>', "&gt;")
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }
 
 #[cfg(test)]

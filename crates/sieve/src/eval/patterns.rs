@@ -92,9 +92,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
             }))
         }
         Method::Minference(_) if !text.contains('=') => Ok(Search::Minference),
-        Method::Minference(_) => {
-            Err("minference's search has no settings\n  hint: use --method minference".to_owned())
-        }
+        Method::Minference(_) => Err("minference's search has no settings\n  hint: use --method minference".to_owned()),
         _ => Err(
             "a calibration has the settings capture, density, lambda, floor, matching and sink\n  \
              hint: leave the others out"
@@ -117,12 +115,7 @@ pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     on_device!(device, run_on(&args, &flag))
 }
 
-fn run_on<B: SieveBackend>(
-    args: &PatternsArgs,
-    flag: &str,
-    device: &B::Device,
-    dtype: DType,
-) -> Result<()> {
+fn run_on<B: SieveBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, dtype: DType) -> Result<()> {
     output::check_replaceable(&args.out)?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
@@ -166,8 +159,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
              hint: choose another name for --out"
         );
     }
-    if matches!(args.method, Search::Minference) && args.windows.is_some_and(|windows| windows != 1)
-    {
+    if matches!(args.method, Search::Minference) && args.windows.is_some_and(|windows| windows != 1) {
         bail!(
             "--windows is for dam; minference searches one prompt\n  \
              hint: leave --windows out, or give a longer --length"
@@ -264,9 +256,7 @@ fn minference_report(found: &PatternSearch, length: usize) -> Report {
             100.0 * mean,
             100.0 * least
         ));
-        patterns.push(
-            json!({"pattern": label, "heads": masses.len(), "recall": mean, "least_recall": least}),
-        );
+        patterns.push(json!({"pattern": label, "heads": masses.len(), "recall": mean, "least_recall": least}));
     }
     let heads: usize = counts.iter().map(|(_, masses)| masses.len()).sum();
     let recall = all / heads.max(1) as f64;
@@ -299,10 +289,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
             heads.iter().map(count).sum::<usize>() as f64 / heads.len().max(1) as f64
         };
         let density = mean(&|map| map.rows.iter().map(Vec::len).sum()) / causal;
-        let (columns, offsets) = (
-            mean(&|map| map.columns.len()),
-            mean(&|map| map.offsets.len()),
-        );
+        let (columns, offsets) = (mean(&|map| map.columns.len()), mean(&|map| map.offsets.len()));
         lines.push(format!(
             "{layer:5} {:>5}  {:>10.2} % {columns:>22.1} {offsets:>24.1}",
             heads.len(),

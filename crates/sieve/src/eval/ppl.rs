@@ -13,8 +13,8 @@ use clap::{ArgGroup, Args};
 use serde_json::json;
 use sieve_data::{Corpus, Prepared};
 use sieve_eval::{
-    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport,
-    Selection, first_tokens, perplexity, prepared_documents, text_documents,
+    EvalDocument, EvalError, Extrapolation, MeanLoss, PerplexityConfig, PerplexityReport, Selection, first_tokens,
+    perplexity, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
@@ -121,14 +121,7 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         let mut read = corpus.documents();
         let documents = text_documents(read.by_ref(), &tokenizer, tokenizer.eos_id()?);
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
-        let report = with_progress(
-            &loaded,
-            documents,
-            &config,
-            device,
-            selection.as_mut(),
-            args.max_tokens,
-        )?;
+        let report = with_progress(&loaded, documents, &config, device, selection.as_mut(), args.max_tokens)?;
         let mut lines = Vec::new();
         account::left_out("", read.report(), &mut lines);
         for line in lines {
@@ -149,21 +142,14 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
 
 impl PplArgs {
     fn corpus(&self) -> Result<Corpus> {
-        text::open(
-            &self.data,
-            self.format,
-            &self.text_column,
-            self.skip_invalid,
-        )
+        text::open(&self.data, self.format, &self.text_column, self.skip_invalid)
     }
 }
 
 /// Loss over the tokens seen, from powers of two on; all tokens together as a second line.
 fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
-    let points: Vec<_> = bins
-        .map(|bin| (bin.from.max(1).ilog2(), bin.mean.loss))
-        .collect();
+    let points: Vec<_> = bins.map(|bin| (bin.from.max(1).ilog2(), bin.mean.loss)).collect();
     let mean = (points.iter()).map(|(power, _)| (*power, report.loss));
     let losses = points.iter().map(|(_, loss)| *loss);
     let low = losses.clone().fold(report.loss, f64::min).floor();

@@ -8,9 +8,8 @@ use burn::tensor::DType;
 use clap::{Args, ValueEnum};
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts,
-    NUM_WRONG, QaData, SampleScore, Split, TaskModel, ask_long, attention_label, long_texts,
-    texts_together,
+    LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
+    SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, texts_together,
 };
 use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::SieveBackend;
@@ -106,8 +105,7 @@ impl SourceArgs {
         let qa = |path: &Option<PathBuf>| {
             let read = |path: &PathBuf| {
                 let name = path.display().to_string();
-                let text =
-                    std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
+                let text = std::fs::read_to_string(path).with_context(|| format!("reading {name}"))?;
                 Ok::<_, anyhow::Error>(QaData::parse(&name, &text)?)
             };
             path.as_ref().map(read).transpose()
@@ -169,11 +167,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     if args.lengths.is_empty() {
         args.lengths.push(shape.max_seq_len);
     }
-    if let Some(length) = args
-        .lengths
-        .iter()
-        .find(|&&length| length > shape.max_seq_len)
-    {
+    if let Some(length) = args.lengths.iter().find(|&&length| length > shape.max_seq_len) {
         bail!(
             "--lengths has {length}, and the model's positions end at {}\n  \
              hint: use lengths up to max_position_embeddings",
@@ -234,11 +228,7 @@ fn run_on<B: SieveBackend>(
         device,
     };
     let selections = selector::own_and(&args.selector, args.chunk, &loaded.shape)?;
-    let all = asked
-        .texts
-        .iter()
-        .flatten()
-        .map(|texts| texts.samples.len());
+    let all = asked.texts.iter().flatten().map(|texts| texts.samples.len());
     let bar = terminal::progress_bar(
         (all.sum::<usize>() * selections.len()) as u64,
         "{bar:30} {human_pos}/{human_len} samples, {eta} left",
@@ -246,9 +236,7 @@ fn run_on<B: SieveBackend>(
     let (mut reports, mut lines) = (Vec::new(), String::new());
     let mut before = 0;
     for mut selection in selections {
-        let name = selection
-            .as_ref()
-            .map(|selection| selection.selectors().to_string());
+        let name = selection.as_ref().map(|selection| selection.selectors().to_string());
         let mut tasks = Vec::new();
         for of_task in &asked.texts {
             let mut scores = Vec::new();
@@ -329,10 +317,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
         ));
         for task in &report.tasks {
             let cell = |score: f64, rank: f64| format!("{:>7.1} / {rank:>5.2}", 100.0 * score);
-            let cells = task
-                .lengths
-                .iter()
-                .map(|one| cell(one.score, one.mean_rank));
+            let cells = task.lengths.iter().map(|one| cell(one.score, one.mean_rank));
             terminal::line(&format!(
                 "{:<17}{}{}  {}",
                 task.task,
@@ -375,24 +360,16 @@ fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> 
         let tasks = report.tasks.iter().enumerate();
         let cells = tasks.flat_map(|(row, task)| {
             let cells = task.lengths.iter();
-            cells
-                .map(move |one| cell(one, row, task.task))
-                .collect::<Vec<_>>()
+            cells.map(move |one| cell(one, row, task.task)).collect::<Vec<_>>()
         });
-        let mean = |value: fn(&LongTaskReport) -> f64| {
-            report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64
-        };
-        let summary =
-            |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
+        let mean =
+            |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
+        let summary = |score: f64, rank: f64| format!("score {:.1} %, mean rank {rank:.2}", 100.0 * score);
         maps.push(Map {
             name: format!("{method}: all tasks"),
             summary: summary(mean(|task| task.score), mean(|task| task.mean_rank)),
             lengths: lengths.clone(),
-            rows: report
-                .tasks
-                .iter()
-                .map(|task| task.task.to_owned())
-                .collect(),
+            rows: report.tasks.iter().map(|task| task.task.to_owned()).collect(),
             about_rows: "",
             cells: cells.collect(),
         });
@@ -402,15 +379,9 @@ fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> 
                 name: format!("{method}: {}, {}", task.task, task.haystack),
                 summary: summary(task.score, task.mean_rank),
                 lengths: lengths.clone(),
-                rows: (0..5)
-                    .map(|n| format!("{}-{} %", 20 * n, 20 * n + 20))
-                    .collect(),
+                rows: (0..5).map(|n| format!("{}-{} %", 20 * n, 20 * n + 20)).collect(),
                 about_rows: "depth",
-                cells: task
-                    .cells
-                    .iter()
-                    .map(|one| cell(one, row(one), task.task))
-                    .collect(),
+                cells: task.cells.iter().map(|one| cell(one, row(one), task.task)).collect(),
             });
         }
     }

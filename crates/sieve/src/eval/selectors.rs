@@ -15,9 +15,7 @@ use burn::tensor::DType;
 use clap::Args;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_eval::{
-    READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors,
-};
+use sieve_eval::{READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors};
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
@@ -176,11 +174,7 @@ impl Failures {
         self.0.push(Failure {
             label: label.to_owned(),
             wanted: wanted.to_owned(),
-            error: text
-                .lines()
-                .next()
-                .unwrap_or_default()
-                .replacen("error: ", "", 1),
+            error: text.lines().next().unwrap_or_default().replacen("error: ", "", 1),
         });
     }
 
@@ -203,10 +197,7 @@ impl Failures {
 }
 
 /// The methods asked for, and those of a grid, or all, that this model's context has room for; why others are left out.
-fn selectors(
-    args: &SelectorsArgs,
-    shape: &ModelShape,
-) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
+fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
     let (candidates, mut left_out) = match &args.grid {
         Some(grid) => read_grid(grid)?,
@@ -290,8 +281,7 @@ impl<B: SieveBackend> Run<'_, B> {
                 }
             };
             let path = dir.join(format!("{name}.png"));
-            std::fs::write(&path, heat_map::png(&masks))
-                .with_context(|| format!("cannot write {}", path.display()))?;
+            std::fs::write(&path, heat_map::png(&masks)).with_context(|| format!("cannot write {}", path.display()))?;
             written += 1;
         }
         self.say(&format!("wrote {written} maps into {}", dir.display()));
@@ -331,8 +321,7 @@ impl<B: SieveBackend> Run<'_, B> {
             self.tokens.len() - 1,
             output::model_name(self.loaded)
         );
-        std::fs::write(path, plot::svg(&title, curves))
-            .with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(path, plot::svg(&title, curves)).with_context(|| format!("cannot write {}", path.display()))?;
         self.say(&format!("wrote {}", path.display()));
         Ok(())
     }

@@ -7,8 +7,7 @@ use burn::tensor::DType;
 use clap::Args;
 use sieve_data::{Tokenizer, read_table};
 use sieve_eval::{
-    READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
-    run_task,
+    READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts, run_task,
 };
 use sieve_hf::Checkpoint;
 use sieve_ops::SieveBackend;
@@ -110,13 +109,10 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
             limit: args.limit.map(|limit| limit as usize),
             truncate: args.truncate,
         };
-        TaskTexts::new(&asked.task, &asked.rows, run, &tokenizer, shape.max_seq_len)
-            .with_context(|| asked.file.clone())
+        TaskTexts::new(&asked.task, &asked.rows, run, &tokenizer, shape.max_seq_len).with_context(|| asked.file.clone())
     });
     let texts: Vec<TaskTexts<'_>> = texts.collect::<Result<_>>()?;
-    let sizes = texts
-        .iter()
-        .map(|texts| texts.size(args.selector.is_some()));
+    let sizes = texts.iter().map(|texts| texts.size(args.selector.is_some()));
     let size = sizes.reduce(TaskSize::max).unwrap_or_default();
     (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
         cached_tokens: size.cached,
@@ -133,8 +129,7 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
         let task = match name.ends_with(".toml") {
             false => Task::ready(name)?,
             true => {
-                let text = std::fs::read_to_string(name)
-                    .with_context(|| format!("reading the task {name}"))?;
+                let text = std::fs::read_to_string(name).with_context(|| format!("reading the task {name}"))?;
                 Task::parse(name, &text)?
             }
         };
@@ -160,7 +155,9 @@ fn asked(args: &TasksArgs) -> Result<Vec<Asked>> {
 /// `TASK=FILE`, taken apart.
 fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     let pairs = arguments.iter().map(|argument| {
-        let pair = argument.split_once('=').filter(|(name, file)| !name.is_empty() && !file.is_empty());
+        let pair = argument
+            .split_once('=')
+            .filter(|(name, file)| !name.is_empty() && !file.is_empty());
         pair.with_context(|| {
             format!("{argument:?} is no TASK=FILE\n  hint: write for example --data piqa=validation.jsonl")
         })
@@ -200,13 +197,7 @@ fn run_on<B: SieveBackend>(
     if let Some(path) = &args.samples {
         output::write(path, &samples(&reports)?)?;
     }
-    print(
-        args,
-        &output::heading(&loaded),
-        &reports,
-        &seconds,
-        selection.as_ref(),
-    )
+    print(args, &output::heading(&loaded), &reports, &seconds, selection.as_ref())
 }
 
 /// One line a row, with its task.
@@ -214,8 +205,7 @@ fn samples(reports: &[TaskReport]) -> Result<String> {
     let mut text = String::new();
     for report in reports {
         for row in &report.rows {
-            let mut line =
-                serde_json::Map::from_iter([("task".to_owned(), report.task.as_str().into())]);
+            let mut line = serde_json::Map::from_iter([("task".to_owned(), report.task.as_str().into())]);
             if let serde_json::Value::Object(row) = serde_json::to_value(row)? {
                 line.extend(row);
             }
@@ -246,10 +236,7 @@ fn print(
             object.insert("selector".into(), selector.to_string().into());
             object.insert("chunk".into(), selection.chunk().into());
             object.insert("is_causal_map".into(), selector.is_causal_map().into());
-            object.insert(
-                "selection".into(),
-                serde_json::to_value(selection.totals())?,
-            );
+            object.insert("selection".into(), serde_json::to_value(selection.totals())?);
             object.insert("paths".into(), serde_json::to_value(selection.paths())?);
         }
         terminal::line(&json.to_string());
@@ -280,10 +267,7 @@ fn print(
         }
         if report.num_truncated > 0 {
             let cut = terminal::thousands(report.num_truncated as u64);
-            terminal::line(&format!(
-                "{:<18}{cut} texts were cut at their beginning",
-                ""
-            ));
+            terminal::line(&format!("{:<18}{cut} texts were cut at their beginning", ""));
         }
     }
     if let Some(selection) = selection {

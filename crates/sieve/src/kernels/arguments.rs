@@ -116,12 +116,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "FILE", requires = "selectors")]
     pub(super) operands: Option<PathBuf>,
     /// Tokens of the generated operands of selectors, rounded up to multiples of 1024; 8192 to 1048576 when absent
-    #[arg(
-        long,
-        value_name = "N,…",
-        value_delimiter = ',',
-        requires = "selectors"
-    )]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', requires = "selectors")]
     pub(super) lengths: Vec<usize>,
     /// Timed repetitions of a row
     #[arg(long, default_value_t = 30)]

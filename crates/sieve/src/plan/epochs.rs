@@ -35,19 +35,13 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
         }
         let dir = dir.join(format!("stage-{}", stage.index + 1));
         let meta = Prepared::open(&dir).ok()?.meta;
-        all.push(one(
-            dir.display().to_string(),
-            meta.train.num_tokens,
-            tokens,
-        ));
+        all.push(one(dir.display().to_string(), meta.train.num_tokens, tokens));
     }
     let meta = Prepared::open(dir).ok()?.meta;
     let weights = recipe.data.weights.iter().flatten();
     let total = weights.clone().sum::<f64>();
     let mixed = meta.sources.iter().zip(weights).zip(&recipe.data.paths);
-    let own = mixed.map(|((source, weight), path)| {
-        one(path.clone(), source.train.num_tokens, read * weight / total)
-    });
+    let own = mixed.map(|((source, weight), path)| one(path.clone(), source.train.num_tokens, read * weight / total));
     let mut own = own.collect::<Vec<_>>();
     if own.is_empty() {
         own.push(one(dir.display().to_string(), meta.train.num_tokens, read));

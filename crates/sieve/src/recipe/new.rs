@@ -141,19 +141,13 @@ pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
 
 /// The recipe that is asked for.
 fn start(args: &NewArgs) -> Result<Recipe> {
-    let kind = AttentionKind::ALL
-        .into_iter()
-        .find(|kind| kind.name() == args.kind);
+    let kind = AttentionKind::ALL.into_iter().find(|kind| kind.name() == args.kind);
     let kind = kind.context("clap takes known kinds alone")?;
     let mut sets = Vec::new();
     if let Some(prompt) = first_words(&args.data) {
         sets.push(format!("generation.prompts={:?}", [prompt]));
     }
-    sets.extend(
-        args.tokenizer
-            .iter()
-            .map(|path| format!("tokenizer.path={path}")),
-    );
+    sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
     let mut own = StartingSize::ALL.into_iter();
     if let Some(size) = own.find(|size| size.name == args.size) {
@@ -175,9 +169,7 @@ fn start(args: &NewArgs) -> Result<Recipe> {
 
 /// The beginning of the text, where it is on this machine and can be read: the model will have seen its like.
 fn first_words(paths: &[String]) -> Option<String> {
-    let expanded = paths
-        .iter()
-        .map(|path| sieve_core::paths::expand(path, &variable));
+    let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, &variable));
     let paths = expanded.collect::<Result<_, _>>().ok()?;
     let corpus = Corpus::open(text_files::config(paths, None, "text")).ok()?;
     let text = corpus.documents().next()?.ok()?.text;

@@ -3,18 +3,12 @@ use crate::terminal::{self, gib};
 use sieve_core::Recipe;
 use sieve_core::recipe::{Attention, SwaShape};
 use sieve_ops::TrainBackend;
-use sieve_train::{
-    MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport,
-};
+use sieve_train::{MemoryProbe, PeakMemory, SkippedStep, StepReport, TrainSummary, Trainer, ValidationReport};
 use std::path::Path;
 use std::time::Duration;
 
 /// The model and the run in two lines.
-pub(super) fn describe<B: TrainBackend>(
-    recipe: &Recipe,
-    trainer: &Trainer<B>,
-    hardware: &str,
-) -> String {
+pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, hardware: &str) -> String {
     let shape = trainer.shape();
     let parameters = shape.parameters();
     let training = &recipe.training;

@@ -97,9 +97,7 @@ impl StepProfile {
             span / steps_f * 1e-6,
             100.0 * (1.0 - busy / span)
         );
-        let flops = self
-            .shape
-            .flops_per_token(report.attention.mean_active_keys);
+        let flops = self.shape.flops_per_token(report.attention.mean_active_keys);
         let work = Work {
             tokens: self.tokens_per_step * steps_f,
             linear: 3.0 * flops.linear,
@@ -109,11 +107,7 @@ impl StepProfile {
         let totals = result.totals();
         let _ = writeln!(text, "  share        ms  launches");
         for group in Group::ALL {
-            let members = || {
-                totals
-                    .iter()
-                    .filter(|total| Group::of(&total.name) == group)
-            };
+            let members = || totals.iter().filter(|total| Group::of(&total.name) == group);
             let ns: u64 = members().map(|total| total.total_ns).sum();
             if ns == 0 {
                 continue;
@@ -275,10 +269,7 @@ mod tests {
                 "_Z43ncclDevKernel_ReduceScatter_Sum_f32_RING_LL24ncclDevKernelArgsStorageILm4096EE",
                 "sums, gatherings and exchanges with other GPUs, waiting included",
             ),
-            (
-                "kernel_binop_c_bf16_n_8",
-                "the rest: residual gradients, copies, fills",
-            ),
+            ("kernel_binop_c_bf16_n_8", "the rest: residual gradients, copies, fills"),
         ] {
             assert_eq!(Group::of(kernel).name(), group, "{kernel}");
         }
@@ -293,21 +284,11 @@ mod tests {
                     [lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n";
         let recipe = sieve_core::Recipe::load(text, "a test's recipe", &[]).expect("valid");
         let shape = recipe.model_shape(100).expect("it fits");
-        let profile = |num_steps, first, last| {
-            StepProfile::new(
-                num_steps,
-                StepRange { first, last },
-                &shape,
-                32,
-                "NVIDIA H200",
-            )
-        };
+        let profile =
+            |num_steps, first, last| StepProfile::new(num_steps, StepRange { first, last }, &shape, 32, "NVIDIA H200");
         assert!(profile(3, 0, 9).is_ok());
         let error = profile(3, 0, 8).err().expect("too short").to_string();
-        assert!(
-            error.contains("step 9") && error.contains("ends at 8"),
-            "{error}"
-        );
+        assert!(error.contains("step 9") && error.contains("ends at 8"), "{error}");
         assert!(profile(3, 100, 105).is_err(), "a resumed run warms up too");
     }
 }

@@ -10,9 +10,7 @@ use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
-use sieve_kernels::{
-    CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels,
-};
+use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels};
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
@@ -34,9 +32,7 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
         if rank > 0 {
             return Ok(Exit::Failed);
         }
-        bail!(
-            "--sweep works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun"
-        );
+        bail!("--sweep works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun");
     }
     let give_up = move |failure: &Failure| {
         tell(rank, failure);
@@ -157,9 +153,7 @@ fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
     let shows_one = variable("CUDA_VISIBLE_DEVICES").is_some_and(|list| !list.contains(','));
     let own = if shows_one { 0 } else { world.local_rank };
     match choice {
-        DeviceChoice::Auto if sieve_kernels::CudaReport::probe().is_ok() => {
-            Ok(DeviceChoice::Cuda(own))
-        }
+        DeviceChoice::Auto if sieve_kernels::CudaReport::probe().is_ok() => Ok(DeviceChoice::Cuda(own)),
         DeviceChoice::Cuda(0) => Ok(DeviceChoice::Cuda(own)),
         DeviceChoice::Cuda(index) if world.local_size > 1 => bail!(
             "--device cuda:{index} would put {} processes of this host on one GPU\n  hint: write --device cuda; each \
@@ -173,11 +167,7 @@ fn own_choice(choice: DeviceChoice, world: &World) -> Result<DeviceChoice> {
 /// Checks that all ranks were given one recipe.
 pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
     let all = mesh.gather(recipe.to_toml()?.as_bytes())?;
-    let first = Recipe::load(
-        &String::from_utf8_lossy(&all[0]),
-        "the recipe of rank 0",
-        &[],
-    )?;
+    let first = Recipe::load(&String::from_utf8_lossy(&all[0]), "the recipe of rank 0", &[])?;
     for (rank, text) in all.iter().enumerate().skip(1) {
         let name = format!("the recipe of rank {rank}");
         let other = Recipe::load(&String::from_utf8_lossy(text), &name, &[])?;
@@ -197,12 +187,7 @@ pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
 }
 
 /// The folder and where the run goes on from: rank 0 looks, the others open what it found.
-pub(super) fn open(
-    mesh: &Mesh,
-    out: &Path,
-    start: &Start,
-    recipe: &Recipe,
-) -> Result<(RunFolder, Origin)> {
+pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     if mesh.world().rank == 0 {
         let folder = RunFolder::open(out, name, start)?;
@@ -257,10 +242,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
 }
 
 /// Does `work` in rank 0, then in all others: they find what it made.
-pub(super) fn first_then_others<T>(
-    mesh: Option<&Mesh>,
-    work: impl FnOnce() -> Result<T>,
-) -> Result<T> {
+pub(super) fn first_then_others<T>(mesh: Option<&Mesh>, work: impl FnOnce() -> Result<T>) -> Result<T> {
     let Some(mesh) = mesh else {
         return work();
     };
@@ -274,11 +256,7 @@ pub(super) fn first_then_others<T>(
 }
 
 /// Ranks whose GPUs work together by NCCL, `degree` of them on each row.
-pub(super) fn on_cuda(
-    mesh: Arc<Mesh>,
-    device: &CudaDevice,
-    degree: usize,
-) -> Result<Group<Autodiff<Cuda>>> {
+pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
     let one = Tensor::<Cuda, 1>::ones([1], device);
     NcclGroup::require()?;
@@ -368,10 +346,7 @@ impl Nccl {
 }
 
 impl Collectives<Autodiff<Cuda>> for Nccl {
-    fn sum(
-        &self,
-        tensors: Vec<(CudaPrimitive, Option<Pieces>)>,
-    ) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+    fn sum(&self, tensors: Vec<(CudaPrimitive, Option<Pieces>)>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
         let tensors = tensors.into_iter().map(|(tensor, pieces)| {
             let ranges = pieces.map(|pieces| self.ranges(pieces));
             (CudaTensor::from(tensor), ranges)
@@ -379,10 +354,7 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
         pending(self.group.sum(tensors.collect()))
     }
 
-    fn gather(
-        &self,
-        tensors: Vec<Gathered<Autodiff<Cuda>>>,
-    ) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
+    fn gather(&self, tensors: Vec<Gathered<Autodiff<Cuda>>>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
         let tensors = tensors.into_iter().map(|gathered| NcclPiece {
             piece: gathered.piece.into(),
             whole: gathered.whole.into(),
@@ -415,14 +387,9 @@ mod tests {
             master_port: 1,
             run_id: String::new(),
         };
-        let error =
-            |count| without_gpu(KernelError::WrongDevice { wanted: 4, count }.into(), &world);
+        let error = |count| without_gpu(KernelError::WrongDevice { wanted: 4, count }.into(), &world);
         let text = error(4).to_string();
-        for part in [
-            "LOCAL_RANK 4",
-            "has 4, and 8 processes",
-            "start 4 processes",
-        ] {
+        for part in ["LOCAL_RANK 4", "has 4, and 8 processes", "start 4 processes"] {
             assert!(text.contains(part), "{text}");
         }
         // Another reason stays as it is.

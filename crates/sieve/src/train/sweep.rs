@@ -186,10 +186,7 @@ fn table(rows: &[Row]) -> Vec<String> {
         .map(|row| row.overrides.join(" ").chars().count())
         .max()
         .unwrap_or(0);
-    let mut lines = vec![format!(
-        "{:<width$}  {:>10}  {:>12}",
-        "sweep", "loss", "perplexity"
-    )];
+    let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
     for row in rows {
         let name = row.overrides.join(" ");
         lines.push(match (row.loss, row.perplexity) {

@@ -33,9 +33,7 @@ impl Nvcc {
             Some(program) => program,
             None => {
                 install(&venv)?;
-                find(&venv).with_context(|| {
-                    format!("the wheels brought no nvcc into {}", venv.display())
-                })?
+                find(&venv).with_context(|| format!("the wheels brought no nvcc into {}", venv.display()))?
             }
         };
         let output = Command::new(&program).arg("--version").output();
@@ -88,8 +86,7 @@ impl Nvcc {
             bail!("nvcc refused it\n{log}");
         }
         // The log is written last, so that its presence says the cubin is complete.
-        fs::write(&log_file, &log)
-            .with_context(|| format!("cannot write {}", log_file.display()))?;
+        fs::write(&log_file, &log).with_context(|| format!("cannot write {}", log_file.display()))?;
         Ok(log)
     }
 
@@ -108,20 +105,16 @@ impl Nvcc {
 
 /// nvcc below a venv, whatever its Python is called.
 fn find(venv: &Path) -> Option<PathBuf> {
-    fs::read_dir(venv.join("lib"))
-        .ok()?
-        .flatten()
-        .find_map(|python| {
-            let program = python.path().join("site-packages/nvidia/cu13/bin/nvcc");
-            program.is_file().then_some(program)
-        })
+    fs::read_dir(venv.join("lib")).ok()?.flatten().find_map(|python| {
+        let program = python.path().join("site-packages/nvidia/cu13/bin/nvcc");
+        program.is_file().then_some(program)
+    })
 }
 
 fn install(venv: &Path) -> Result<()> {
     let path = venv.to_str().context("the path of target/ is not UTF-8")?;
-    workspace::run("python3", &["-m", "venv", path]).context(
-        "a Python virtual environment is needed for nvcc; on Debian: apt-get install python3-venv",
-    )?;
+    workspace::run("python3", &["-m", "venv", path])
+        .context("a Python virtual environment is needed for nvcc; on Debian: apt-get install python3-venv")?;
     let pip = venv.join("bin/pip");
     let pip = pip.to_str().context("the path of target/ is not UTF-8")?;
     let arguments: Vec<&str> = ["install", "--quiet", "--disable-pip-version-check"]
@@ -154,11 +147,7 @@ fn collect_includes(file: &Path, root: &Path, files: &mut BTreeSet<PathBuf>) -> 
         };
         let name = name.split('"').next().unwrap_or_default();
         let beside = folder.join(name);
-        let included = if beside.is_file() {
-            beside
-        } else {
-            root.join(name)
-        };
+        let included = if beside.is_file() { beside } else { root.join(name) };
         collect_includes(&included, root, files)?;
     }
     Ok(())
@@ -171,21 +160,15 @@ mod tests {
     #[test]
     fn includes_are_followed_from_beside_and_from_the_root() {
         let root = tempfile::tempdir().expect("a temporary folder");
-        let write =
-            |name: &str, text: &str| fs::write(root.path().join(name), text).expect("written");
+        let write = |name: &str, text: &str| fs::write(root.path().join(name), text).expect("written");
         fs::create_dir(root.path().join("common")).expect("created");
-        write(
-            "a.cu",
-            "#include \"common/x.cuh\"\n#include <cuda_bf16.h>\n",
-        );
+        write("a.cu", "#include \"common/x.cuh\"\n#include <cuda_bf16.h>\n");
         write("common/x.cuh", "#include \"y.cuh\"\n");
         write("common/y.cuh", "# include \"common/x.cuh\"\n");
         let mut files = BTreeSet::new();
         collect_includes(&root.path().join("a.cu"), root.path(), &mut files).expect("all there");
         assert_eq!(files.len(), 3);
         write("common/y.cuh", "#include \"missing.cuh\"\n");
-        assert!(
-            collect_includes(&root.path().join("a.cu"), root.path(), &mut BTreeSet::new()).is_err()
-        );
+        assert!(collect_includes(&root.path().join("a.cu"), root.path(), &mut BTreeSet::new()).is_err());
     }
 }

@@ -33,12 +33,9 @@ pub(crate) fn parse(log: &str) -> Result<Vec<Resources>> {
             continue;
         };
         if line.contains("bytes stack frame") {
-            function.stack_bytes =
-                number_before(line, " bytes stack frame").context("stack frame")?;
-            function.spill_store_bytes =
-                number_before(line, " bytes spill stores").context("spill stores")?;
-            function.spill_load_bytes =
-                number_before(line, " bytes spill loads").context("spill loads")?;
+            function.stack_bytes = number_before(line, " bytes stack frame").context("stack frame")?;
+            function.spill_store_bytes = number_before(line, " bytes spill stores").context("spill stores")?;
+            function.spill_load_bytes = number_before(line, " bytes spill loads").context("spill loads")?;
         } else if line.contains(" registers") && line.contains("Used ") {
             function.registers = number_before(line, " registers").context("registers")?;
             function.shared_bytes = number_before(line, " bytes smem").unwrap_or(0);
@@ -88,11 +85,7 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
             ("decode", 168, 49152)
         );
         assert_eq!(
-            (
-                decode.stack_bytes,
-                decode.spill_store_bytes,
-                decode.spill_load_bytes
-            ),
+            (decode.stack_bytes, decode.spill_store_bytes, decode.spill_load_bytes),
             (16, 12, 24)
         );
         assert_eq!(functions[1].registers, 31);

@@ -65,10 +65,8 @@ impl Shipped {
 
     /// A specialisation is a line: the file, its architectures with commas between, and `NAME=value` of each define.
     fn parse(list: &str, allowed: &str) -> Result<Self> {
-        let specialisations: Option<Vec<Specialisation>> =
-            list.lines().map(Specialisation::parse).collect();
-        let specialisations =
-            specialisations.context("a line of the list that is not understood")?;
+        let specialisations: Option<Vec<Specialisation>> = list.lines().map(Specialisation::parse).collect();
+        let specialisations = specialisations.context("a line of the list that is not understood")?;
         let count = specialisations.len();
         if count > MAX_SPECIALISATIONS {
             bail!("{count} specialisations, at most {MAX_SPECIALISATIONS}");
@@ -101,13 +99,10 @@ impl Shipped {
                 .defines
                 .iter()
                 .all(|(name, value)| specialisation.defines.get(name) == Some(&value.to_string()));
-            allowance.entry == function.name
-                && variant
-                && allowance.arch.as_deref().is_none_or(|only| only == arch)
+            allowance.entry == function.name && variant && allowance.arch.as_deref().is_none_or(|only| only == arch)
         };
         let allowance = self.allowances.iter().find(fits);
-        let (spill_allowed, stack_allowed) =
-            allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
+        let (spill_allowed, stack_allowed) = allowance.map_or((0, 0), |a| (a.spill_bytes, a.stack_bytes));
         (spill > spill_allowed || function.stack_bytes > stack_allowed).then(|| {
             format!(
                 "{} spills {spill} bytes (allowed {spill_allowed}) and has a stack frame of {} \
@@ -123,8 +118,7 @@ impl Specialisation {
         let mut words = line.split(' ');
         let (file, arch) = (words.next()?, words.next()?);
         let pairs = words.map(|word| word.split_once('='));
-        let defines =
-            pairs.map(|pair| pair.map(|(name, value)| (name.to_owned(), value.to_owned())));
+        let defines = pairs.map(|pair| pair.map(|(name, value)| (name.to_owned(), value.to_owned())));
         Some(Self {
             file: file.to_owned(),
             arch: arch.split(',').map(str::to_owned).collect(),
@@ -135,9 +129,7 @@ impl Specialisation {
     /// All defines as `A=1 B=2`.
     pub(crate) fn text(&self) -> String {
         let pairs = self.defines.iter();
-        let pairs: Vec<String> = pairs
-            .map(|(name, value)| format!("{name}={value}"))
-            .collect();
+        let pairs: Vec<String> = pairs.map(|(name, value)| format!("{name}={value}")).collect();
         pairs.join(" ")
     }
 }
@@ -146,8 +138,7 @@ impl Specialisation {
 mod tests {
     use super::*;
 
-    const TEXT: &str =
-        "a.cu sm_80,sm_90a COMMON=1 WIDTH=4\na.cu sm_80,sm_90a TYPE=float COMMON=1\nb.cu sm_90a\n";
+    const TEXT: &str = "a.cu sm_80,sm_90a COMMON=1 WIDTH=4\na.cu sm_80,sm_90a TYPE=float COMMON=1\nb.cu sm_90a\n";
 
     const ALLOWED: &str = r#"
         [[allow]]
@@ -177,26 +168,17 @@ mod tests {
             spill_store_bytes: bytes,
             ..Resources::default()
         };
-        assert_eq!(
-            shipped.over_allowance(&all[0], &spilling(16), "sm_80"),
-            None
-        );
+        assert_eq!(shipped.over_allowance(&all[0], &spilling(16), "sm_80"), None);
         assert!(
-            shipped
-                .over_allowance(&all[0], &spilling(20), "sm_80")
-                .is_some(),
+            shipped.over_allowance(&all[0], &spilling(20), "sm_80").is_some(),
             "more than allowed"
         );
         assert!(
-            shipped
-                .over_allowance(&all[0], &spilling(16), "sm_90a")
-                .is_some(),
+            shipped.over_allowance(&all[0], &spilling(16), "sm_90a").is_some(),
             "another architecture"
         );
         assert!(
-            shipped
-                .over_allowance(&all[1], &spilling(4), "sm_80")
-                .is_some(),
+            shipped.over_allowance(&all[1], &spilling(4), "sm_80").is_some(),
             "another variant"
         );
         let stack = Resources {
@@ -215,14 +197,8 @@ mod tests {
         let refused = |list: &str, allowed: &str| Shipped::parse(list, allowed).is_err();
         assert!(refused("a.cu", ALLOWED), "no architecture");
         assert!(refused("a.cu sm_80 WIDTH", ALLOWED), "no value");
-        assert!(
-            refused(TEXT, &format!("{ALLOWED}\nspills = 1")),
-            "unknown key"
-        );
-        let fine = ALLOWED.replace(
-            "0.2 % slower than with one block less a multiprocessor",
-            "fine",
-        );
+        assert!(refused(TEXT, &format!("{ALLOWED}\nspills = 1")), "unknown key");
+        let fine = ALLOWED.replace("0.2 % slower than with one block less a multiprocessor", "fine");
         assert!(refused(TEXT, &fine), "no reason");
         let many = "a.cu sm_80\n".repeat(MAX_SPECIALISATIONS + 1);
         assert!(refused(&many, ALLOWED), "one too many");

@@ -20,13 +20,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     (
         "sieve-eval",
-        &[
-            "sieve-nn",
-            "sieve-data",
-            "sieve-select",
-            "sieve-ops",
-            "sieve-core",
-        ],
+        &["sieve-nn", "sieve-data", "sieve-select", "sieve-ops", "sieve-core"],
     ),
     (
         "sieve-bench",
@@ -45,10 +39,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("sieve-report", &["sieve-core"]),
     ("sieve-hf", &["sieve-nn", "sieve-core", "sieve-files"]),
     ("sieve-nn", &["sieve-ops", "sieve-core"]),
-    (
-        "sieve-ops",
-        &["sieve-cuda", "sieve-kernels", "sieve-cpu", "sieve-core"],
-    ),
+    ("sieve-ops", &["sieve-cuda", "sieve-kernels", "sieve-cpu", "sieve-core"]),
     ("sieve-select", &["sieve-cpu", "sieve-core"]),
     ("sieve-kernels", &["sieve-core"]),
     ("sieve-cpu", &["sieve-core"]),
@@ -85,8 +76,7 @@ const FORBIDDEN_FEATURES: &[&str] = &["autotune", "fusion"];
 /// Checks the dependencies of the workspace.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let metadata = workspace::output("cargo", &["metadata", "--format-version", "1", "--no-deps"])?;
-    let metadata: Value =
-        serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
+    let metadata: Value = serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
     let packages = metadata["packages"]
         .as_array()
         .context("cargo metadata has no packages")?;
@@ -101,13 +91,9 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             .collect();
         check_package(name, &uses, problems);
     }
-    let page = std::fs::read_to_string(workspace::root().join(PAGE))
-        .with_context(|| format!("reading {PAGE}"))?;
+    let page = std::fs::read_to_string(workspace::root().join(PAGE)).with_context(|| format!("reading {PAGE}"))?;
     check_page(&page, problems);
-    let tree = workspace::output(
-        "cargo",
-        &["tree", "--workspace", "-e", "features", "--prefix", "none"],
-    )?;
+    let tree = workspace::output("cargo", &["tree", "--workspace", "-e", "features", "--prefix", "none"])?;
     check_features(&tree, problems);
     Ok(())
 }
@@ -165,9 +151,7 @@ fn check_page(page: &str, problems: &mut Vec<String>) {
     let words: Vec<&str> = page.split_whitespace().collect();
     let sentence = arrow_sentence();
     if !words.join(" ").contains(&sentence) {
-        problems.push(format!(
-            "{PAGE} does not show the crate map; it should say: {sentence}"
-        ));
+        problems.push(format!("{PAGE} does not show the crate map; it should say: {sentence}"));
     }
     for (name, _) in ARROWS {
         if !page.contains(&format!("| `{name}` |")) {
@@ -214,13 +198,7 @@ mod tests {
         assert!(problems("sieve-nn", &["sieve-ops", "sieve-core", "burn"]).is_empty());
         // An arrow that no code needs is taken out too.
         assert_eq!(problems("sieve-nn", &["sieve-ops"]).len(), 1);
-        let upwards = [
-            "sieve-cuda",
-            "sieve-kernels",
-            "sieve-cpu",
-            "sieve-core",
-            "sieve-nn",
-        ];
+        let upwards = ["sieve-cuda", "sieve-kernels", "sieve-cpu", "sieve-core", "sieve-nn"];
         assert_eq!(problems("sieve-ops", &upwards).len(), 1);
         assert_eq!(problems("sieve-core", &["burn-flex"]).len(), 1);
         assert_eq!(problems("sieve-new", &[]).len(), 1);

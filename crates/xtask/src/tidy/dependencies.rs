@@ -42,14 +42,11 @@ const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")];
 /// Checks all packages.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let metadata = workspace::output("cargo", &["metadata", "--format-version", "1"])?;
-    let metadata: Value =
-        serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
+    let metadata: Value = serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
     let packages = metadata["packages"]
         .as_array()
         .context("cargo metadata has no packages")?;
-    let (ours, foreign): (Vec<&Value>, Vec<&Value>) = packages
-        .iter()
-        .partition(|package| package["source"].is_null());
+    let (ours, foreign): (Vec<&Value>, Vec<&Value>) = packages.iter().partition(|package| package["source"].is_null());
     let mut versions = BTreeMap::<&str, Vec<&str>>::new();
     for package in foreign {
         let (name, version) = (text(package, "name"), text(package, "version"));
@@ -63,9 +60,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         }
         let source = text(package, "source");
         if !source.contains("crates.io-index") {
-            problems.push(format!(
-                "{name} {version} comes from {source}, not from crates.io"
-            ));
+            problems.push(format!("{name} {version} comes from {source}, not from crates.io"));
         }
     }
     let mut named = BTreeSet::new();
@@ -96,10 +91,7 @@ fn text<'a>(value: &'a Value, key: &str) -> &'a str {
 fn sources(folder: &std::path::Path) -> Result<String> {
     let mut all = String::new();
     let root = workspace::root();
-    for file in workspace::files()?
-        .iter()
-        .filter(|file| file.ends_with(".rs"))
-    {
+    for file in workspace::files()?.iter().filter(|file| file.ends_with(".rs")) {
         let path = root.join(file);
         if path.starts_with(folder) {
             all.push_str(&workspace::read(&path)?);
@@ -109,11 +101,7 @@ fn sources(folder: &std::path::Path) -> Result<String> {
 }
 
 /// Crates that we name must be there once, or stand in the list; what stands in the list must be there twice.
-fn check_versions(
-    versions: &BTreeMap<&str, Vec<&str>>,
-    named: &BTreeSet<&str>,
-    problems: &mut Vec<String>,
-) {
+fn check_versions(versions: &BTreeMap<&str, Vec<&str>>, named: &BTreeSet<&str>, problems: &mut Vec<String>) {
     let is_listed = |name: &str| SECOND_VERSIONS.iter().any(|(listed, _)| *listed == name);
     for (name, versions) in versions {
         if versions.len() > 1 && named.contains(name) && !is_listed(name) {
@@ -162,13 +150,7 @@ mod tests {
         ] {
             assert!(is_allowed(good), "{good}");
         }
-        for bad in [
-            "",
-            "GPL-3.0",
-            "MIT AND GPL-3.0",
-            "(GPL-2.0 OR GPL-3.0) AND MIT",
-            "(MIT",
-        ] {
+        for bad in ["", "GPL-3.0", "MIT AND GPL-3.0", "(GPL-2.0 OR GPL-3.0) AND MIT", "(MIT"] {
             assert!(!is_allowed(bad), "{bad}");
         }
     }

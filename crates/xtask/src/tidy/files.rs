@@ -77,10 +77,7 @@ fn long_lines(text: &str) -> impl Iterator<Item = usize> {
     let before = std::iter::once("").chain(text.lines());
     let lines = text.lines().zip(before).zip(1..);
     lines.filter_map(|((line, before), number)| {
-        let is_table = line
-            .trim_start()
-            .trim_start_matches(['/', '!'])
-            .starts_with(" |");
+        let is_table = line.trim_start().trim_start_matches(['/', '!']).starts_with(" |");
         let has_reason = before.trim_start().starts_with(LONG_LINE);
         (line.chars().count() > MAX_COLUMNS && !is_table && !has_reason).then_some(number)
     })

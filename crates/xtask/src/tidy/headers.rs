@@ -33,9 +33,7 @@ pub(crate) fn unnamed_defines(shipped: &Shipped) -> Result<Vec<String>> {
         defines.sort_unstable();
         defines.dedup();
         if forms.count() == 0 {
-            problems.push(format!(
-                "kernels/{name}: does not ship, so CI never compiles it"
-            ));
+            problems.push(format!("kernels/{name}: does not ship, so CI never compiles it"));
         }
         for define in missing(text, &referred_headers(text, read), &defines) {
             problems.push(format!(
@@ -52,10 +50,7 @@ fn kernels() -> Result<Vec<(String, String)>> {
     for file in workspace::files()? {
         let name = file.strip_prefix("kernels/");
         if let Some(name) = name.filter(|name| name.ends_with(".cu")) {
-            kernels.push((
-                name.to_owned(),
-                workspace::read(&workspace::root().join(&file))?,
-            ));
+            kernels.push((name.to_owned(), workspace::read(&workspace::root().join(&file))?));
         }
     }
     Ok(kernels)
@@ -81,11 +76,10 @@ fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
     }
     let mut next = 0;
     for field in FIELDS {
-        match header[next.min(header.len())..].iter().position(|line| {
-            line.trim_start_matches("//")
-                .trim_start()
-                .starts_with(field)
-        }) {
+        match header[next.min(header.len())..]
+            .iter()
+            .position(|line| line.trim_start_matches("//").trim_start().starts_with(field))
+        {
             Some(at) => next += at + 1,
             None => problems.push(format!(
                 "kernels/{name}: the header has no field `{field}` (order: {})",
@@ -97,9 +91,7 @@ fn check_header(name: &str, text: &str, problems: &mut Vec<String>) {
 
 /// The comment lines that a file opens with.
 fn header_of(text: &str) -> Vec<&str> {
-    text.lines()
-        .take_while(|line| line.starts_with("//"))
-        .collect()
+    text.lines().take_while(|line| line.starts_with("//")).collect()
 }
 
 /// Headers of the kernels that a header refers to as `as <kernel>`, directly or through another.
@@ -110,12 +102,8 @@ fn referred_headers(text: &str, read: impl Fn(&str) -> Option<String>) -> String
     while let Some(text) = open.pop() {
         for line in header_of(&text) {
             for rest in line.split("as ").skip(1) {
-                let name = rest
-                    .split(|c: char| !c.is_ascii_alphanumeric() && c != '_')
-                    .next();
-                let Some(name) =
-                    name.filter(|name| name.contains('_') && !seen.contains(&name.to_string()))
-                else {
+                let name = rest.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').next();
+                let Some(name) = name.filter(|name| name.contains('_') && !seen.contains(&name.to_string())) else {
                     continue;
                 };
                 seen.push(name.to_owned());
@@ -144,10 +132,7 @@ mod tests {
         };
         assert_eq!(count(good), 0);
         assert_eq!(missing(good, "", &["N", "UNNAMED"]), ["UNNAMED"]);
-        assert_eq!(
-            missing(good, "// Defines UNNAMED", &["N", "UNNAMED"]),
-            [""; 0]
-        );
+        assert_eq!(missing(good, "// Defines UNNAMED", &["N", "UNNAMED"]), [""; 0]);
         assert_eq!(count(&good.replace("// Tiling 3\n", "")), 1);
         assert_eq!(count(&good.replace("// a: x", "// b: x")), 1);
         assert_eq!(count("code"), 7);

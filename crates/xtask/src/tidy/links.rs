@@ -16,8 +16,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let files = workspace::files()?;
     let pages = files.iter().filter(|file| file.ends_with(".md"));
     let known = files.iter().map(String::as_str).collect::<BTreeSet<_>>();
-    let read =
-        |file: &str| std::fs::read_to_string(workspace::root().join(file)).unwrap_or_default();
+    let read = |file: &str| std::fs::read_to_string(workspace::root().join(file)).unwrap_or_default();
     for page in pages.clone() {
         let text = read(page);
         for link in links(&text) {
@@ -26,8 +25,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
             }
         }
     }
-    let is_naming =
-        |file: &&String| *file != OWN && NAMING.iter().any(|ending| file.ends_with(ending));
+    let is_naming = |file: &&String| *file != OWN && NAMING.iter().any(|ending| file.ends_with(ending));
     for file in files.iter().filter(is_naming) {
         for name in named_pages(&read(file)) {
             if !known.contains(name.as_str()) {
@@ -59,12 +57,7 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-fn broken(
-    page: &str,
-    link: &str,
-    known: &BTreeSet<&str>,
-    read: &dyn Fn(&str) -> String,
-) -> Option<String> {
+fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) -> String) -> Option<String> {
     let is_elsewhere = ["http://", "https://", "mailto:"]
         .iter()
         .any(|start| link.starts_with(start));
@@ -88,8 +81,7 @@ fn broken(
     let text = read(&target);
     let headings = text.lines().filter(|line| line.starts_with('#'));
     let mut slugs = headings.map(slug);
-    (!anchor.is_empty() && !slugs.any(|found| found == anchor))
-        .then(|| format!("{target} has no heading #{anchor}"))
+    (!anchor.is_empty() && !slugs.any(|found| found == anchor)).then(|| format!("{target} has no heading #{anchor}"))
 }
 
 /// A heading as links name it.
@@ -98,16 +90,14 @@ fn slug(heading: &str) -> String {
     let kept = text
         .chars()
         .filter(|letter| letter.is_alphanumeric() || " -_".contains(*letter));
-    kept.map(|letter| if letter == ' ' { '-' } else { letter })
-        .collect()
+    kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 
 /// `docs/NAME.md` in running text.
 fn named_pages(text: &str) -> Vec<String> {
     let parts = text.split("docs/").skip(1);
     let names = parts.filter_map(|rest| {
-        let end =
-            rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
+        let end = rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
         let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
         name.ends_with(".md").then(|| format!("docs/{name}"))
     });
@@ -123,24 +113,14 @@ mod tests {
         let text = "# A page\n[a](b.md) and [c](b.md#two-words) `x[i](y)`\n```\n[d](no.md)\n```\n[e](#a-page) \
             [f](https://x.y)";
         let found = links(text).collect::<Vec<_>>();
-        assert_eq!(
-            found,
-            ["b.md", "b.md#two-words", "y", "#a-page", "https://x.y"]
-        );
+        assert_eq!(found, ["b.md", "b.md#two-words", "y", "#a-page", "https://x.y"]);
         let known = BTreeSet::from(["docs/a.md", "docs/b.md", "docs/pictures/x.svg"]);
         let read = |file: &str| match file {
             "docs/a.md" => text.to_owned(),
             _ => "## Two words\n".to_owned(),
         };
         let broken = |link| broken("docs/a.md", link, &known, &read);
-        for good in [
-            "b.md",
-            "b.md#two-words",
-            "y",
-            "#a-page",
-            "https://x.y",
-            "pictures/",
-        ] {
+        for good in ["b.md", "b.md#two-words", "y", "#a-page", "https://x.y", "pictures/"] {
             assert_eq!(broken(good), None, "{good}");
         }
         for bad in ["no.md", "b.md#three", "#elsewhere"] {

@@ -64,8 +64,7 @@ const PASSES: &[&str] = &["_forward", "_backward", "_backward_with_output"];
 /// Checks every floor against the list.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let root = workspace::root();
-    let (mut launches, mut cpu, mut methods, mut kernels) =
-        (String::new(), String::new(), Vec::new(), Vec::new());
+    let (mut launches, mut cpu, mut methods, mut kernels) = (String::new(), String::new(), Vec::new(), Vec::new());
     for file in workspace::files()? {
         if let Some(name) = file.strip_prefix("kernels/") {
             kernels.push(name.trim_end_matches(".cu").to_owned());
@@ -83,17 +82,12 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     ops.dedup();
     for op in ops {
         if !methods.iter().any(|method| method == op) {
-            problems.push(format!(
-                "op {op}: no family of sieve-ops has a method of that name"
-            ));
+            problems.push(format!("op {op}: no family of sieve-ops has a method of that name"));
         }
         let row = FLOORS.iter().find(|(of, _)| *of == op);
         for floor in row.map_or(ALL, |(_, floors)| floors) {
             let (found, place) = match floor {
-                Cuda => (
-                    kernels.iter().any(|kernel| is_pass_of(kernel, op)),
-                    "kernels/",
-                ),
+                Cuda => (kernels.iter().any(|kernel| is_pass_of(kernel, op)), "kernels/"),
                 Launch => (has_function(&launches, op), "sieve-kernels"),
                 Cpu => (has_function(&cpu, op), "sieve-cpu"),
             };

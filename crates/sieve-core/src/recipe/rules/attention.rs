@@ -4,11 +4,7 @@ use super::Rules;
 use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
 use crate::recipe::{Attention, ModelSection};
 
-pub(super) fn check_attention(
-    attention: &Attention,
-    model: Option<&ModelSection>,
-    rules: &mut Rules<'_>,
-) {
+pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     attention.check_bounds(rules);
     match attention {
         Attention::Mla(mla) => check_mla(mla, model, rules),
@@ -18,11 +14,7 @@ pub(super) fn check_attention(
     }
 }
 
-pub(super) fn check_layer_types(
-    model: &ModelSection,
-    attention: &Attention,
-    rules: &mut Rules<'_>,
-) {
+pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rules: &mut Rules<'_>) {
     let Some(types) = &model.layer_types else {
         return;
     };
@@ -32,11 +24,7 @@ pub(super) fn check_layer_types(
     rules.require(
         !matches!(attention, Attention::Mla(_)) || types.iter().all(is_own),
         KEY,
-        || {
-            format!(
-                "holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"
-            )
-        },
+        || format!("holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"),
         || "leave it out, or take kind swa, nsa or dma".to_owned(),
     );
     for name in types {
@@ -44,10 +32,7 @@ pub(super) fn check_layer_types(
             is_own(name) || name == "mha",
             KEY,
             || format!("holds \"{name}\", which is neither \"sparse\", attention.kind nor \"mha\""),
-            || {
-                "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense"
-                    .to_owned()
-            },
+            || "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense".to_owned(),
         );
     }
     if types.is_empty() {
@@ -80,12 +65,7 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
     rules.require(
         dma.local_window_size <= window,
         "attention.local_window_size",
-        || {
-            format!(
-                "is {}, more than keep_window_size = {window}",
-                dma.local_window_size
-            )
-        },
+        || format!("is {}, more than keep_window_size = {window}", dma.local_window_size),
         || format!("{window} keeps the last {window} keys and no other: a sliding window"),
     );
     let has_slopes = dma.recency == DmaRecency::Slope;
@@ -112,12 +92,7 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
     rules.require(
         mla.qk_rope_head_dim.is_multiple_of(2),
         "attention.qk_rope_head_dim",
-        || {
-            format!(
-                "is {}, but rotary embedding turns pairs",
-                mla.qk_rope_head_dim
-            )
-        },
+        || format!("is {}, but rotary embedding turns pairs", mla.qk_rope_head_dim),
         || format!("use {}", mla.qk_rope_head_dim + 1),
     );
     let Some(model) = model else { return };

@@ -5,11 +5,7 @@ use crate::recipe::{AttentionKind, ParallelismSection};
 
 const DEGREE: &str = "parallelism.context_parallel_degree";
 
-pub(super) fn check_parallelism(
-    section: &ParallelismSection,
-    parts: &Parts<'_>,
-    rules: &mut Rules<'_>,
-) {
+pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
     rules.bounds("parallelism", section);
     let degree = section.context_parallel_degree;
     if degree < 2 {

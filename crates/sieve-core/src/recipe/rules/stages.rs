@@ -7,9 +7,7 @@ pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &m
     for (number, stage) in (1..).zip(stages) {
         check_stage(number, stage, parts, rules);
     }
-    let sum = stages
-        .iter()
-        .fold(0usize, |sum, stage| sum.saturating_add(stage.steps));
+    let sum = stages.iter().fold(0usize, |sum, stage| sum.saturating_add(stage.steps));
     if let Some(training) = parts.training {
         rules.require(
             training.steps == sum,
@@ -28,12 +26,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
         rules.require(
             stage.seq_len <= longest,
             &key("seq_len"),
-            || {
-                format!(
-                    "is {}, above model.max_position_embeddings = {longest}",
-                    stage.seq_len
-                )
-            },
+            || format!("is {}, above model.max_position_embeddings = {longest}", stage.seq_len),
             || format!("set model.max_position_embeddings to {}", stage.seq_len),
         );
     }
@@ -59,9 +52,7 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
     }
     if let Some(paths) = &stage.paths {
         check_paths(&key("paths"), paths, rules);
-        let is_text = parts
-            .data
-            .is_none_or(|data| data.format != DataFormat::Mqar);
+        let is_text = parts.data.is_none_or(|data| data.format != DataFormat::Mqar);
         rules.require(
             is_text,
             &key("paths"),

@@ -29,10 +29,7 @@ fn unknown_key_names_section_key_neighbour_and_list() {
         &text,
         "line 2: model.hidden_size: is missing; it must be a whole number of at least 0",
     );
-    assert!(
-        text.starts_with("r.toml is not a valid recipe: 2 mistakes\n"),
-        "{text}"
-    );
+    assert!(text.starts_with("r.toml is not a valid recipe: 2 mistakes\n"), "{text}");
 }
 
 #[test]
@@ -49,20 +46,14 @@ fn misplaced_keys_are_sent_home() {
 #[test]
 fn unknown_sections_and_unbuilt_names_are_told_apart() {
     let text = message("[optimizer]", "[optimiser]");
-    says(
-        &text,
-        "there is no section [optimiser], did you mean optimizer?",
-    );
+    says(&text, "there is no section [optimiser], did you mean optimizer?");
     says(
         &text,
         "section [optimizer] is missing\n    hint: [optimizer] must give lr",
     );
     let text = message("[optimizer]", "[[stages]]\nsteps = 3\n[optimizer]");
     says(&text, "there is no section [stages], did you mean stage?");
-    let text = message(
-        "[optimizer]",
-        "[activation_checkpoint]\nmode = \"ful\"\n[optimizer]",
-    );
+    let text = message("[optimizer]", "[activation_checkpoint]\nmode = \"ful\"\n[optimizer]");
     says(&text, "there is no \"ful\", did you mean full?");
     let text = message("kind = \"dma\"", "kind = \"dmaa\"");
     says(&text, "there is no \"dmaa\", did you mean dma?");
@@ -182,11 +173,7 @@ fn each_rule_is_checked() {
         let error = load_replaced(from, to).expect_err(to);
         let text = error.to_string();
         assert!(text.contains(expected), "{to}: {text}");
-        assert_eq!(
-            mistakes(&error).len(),
-            1,
-            "one broken rule, one mistake: {text}"
-        );
+        assert_eq!(mistakes(&error).len(), 1, "one broken rule, one mistake: {text}");
         assert!(mistakes(&error)[0].location.is_some(), "{text}");
     }
 }
@@ -222,10 +209,7 @@ fn edges_of_the_rules_are_allowed() {
         ("vocab_size = 512", "vocab_size = 258"),
         ("paths =", "validation_fraction = 1e-9\npaths ="),
         ("head_dim = 10", "head_dim = 10\nvocab_size = 512"),
-        (
-            "train = { vocab_size = 512 }",
-            "path = \"~/tokenizer.json\"",
-        ),
+        ("train = { vocab_size = 512 }", "path = \"~/tokenizer.json\""),
     ] {
         assert!(load_replaced(from, to).is_ok(), "{to}");
     }
@@ -240,8 +224,7 @@ fn every_mistake_is_reported_at_once_in_the_order_of_the_text() {
         .replace("steps = 40", "steps = \"many\"")
         .replace("lr = 1e-3", "lr = -1.0")
         .replace("decay_ratio = 0.2", "decay_ratio = 2.0");
-    let error = Recipe::load(&text, "r.toml", &["training.seq_len=x".to_owned()])
-        .expect_err("seven mistakes and more");
+    let error = Recipe::load(&text, "r.toml", &["training.seq_len=x".to_owned()]).expect_err("seven mistakes and more");
     let keys = mistakes(&error)
         .iter()
         .map(|mistake| mistake.key.as_str())
@@ -275,10 +258,7 @@ fn validate_reports_the_rules_for_a_recipe_changed_in_code() {
         .map(|mistake| mistake.key.as_str())
         .collect::<Vec<_>>();
     assert_eq!(keys, ["model.head_dim", "training.seed", "optimizer.lr"]);
-    assert!(matches!(
-        recipe.to_toml(),
-        Err(RecipeError::NotRepresentable { .. })
-    ));
+    assert!(matches!(recipe.to_toml(), Err(RecipeError::NotRepresentable { .. })));
     assert!(matches!(
         recipe.diff(&minimal()),
         Err(RecipeError::NotRepresentable { .. })
@@ -325,10 +305,7 @@ fn rules_of_the_general_form_of_dma() {
         "\nshortest_period = 4\nlongest_period = 64.5",
         "\nlocal_window_size = 16",
     ] {
-        assert!(
-            load_replaced(dma, &format!("{slope}{rest}")).is_ok(),
-            "{rest}"
-        );
+        assert!(load_replaced(dma, &format!("{slope}{rest}")).is_ok(), "{rest}");
     }
     for (text, expected) in [
         (
@@ -392,23 +369,17 @@ fn mixtures_and_synthetic_data_are_checked() {
     const MQAR: &str = "format = \"mqar\"\nmqar \
         = { vocab_size = 512, seq_lens = [64, 32], num_pairs = [4, 8], num_samples = [10, 5] }";
     let load = |data: &str, tokenizer: &str| {
-        let text = MINIMAL
-            .replacen("paths = [\"text/*.md\"]", data, 1)
-            .replacen("train = { vocab_size = 512 }", tokenizer, 1);
+        let text =
+            MINIMAL
+                .replacen("paths = [\"text/*.md\"]", data, 1)
+                .replacen("train = { vocab_size = 512 }", tokenizer, 1);
         Recipe::load(&text, "r.toml", &[])
     };
     let recipe = load(MQAR, "numbers = 512").expect("a synthetic task");
     let mqar = recipe.data.mqar.expect("its section");
-    assert_eq!(
-        (mqar.num_test_samples, mqar.power, mqar.seed),
-        (1000, 0.01, 0)
-    );
-    assert_eq!(
-        (mqar.seq_lens, mqar.noise),
-        (vec![64, 32], MqarNoise::Zeros)
-    );
-    let recipe =
-        load("paths = [\"a\", \"b\"]\nweights = [3, 0.5]", "numbers = 9").expect("a mixture");
+    assert_eq!((mqar.num_test_samples, mqar.power, mqar.seed), (1000, 0.01, 0));
+    assert_eq!((mqar.seq_lens, mqar.noise), (vec![64, 32], MqarNoise::Zeros));
+    let recipe = load("paths = [\"a\", \"b\"]\nweights = [3, 0.5]", "numbers = 9").expect("a mixture");
     assert_eq!(recipe.data.weights, Some(vec![3.0, 0.5]));
     for [from, to, wanted] in cases(
         r#"

@@ -35,11 +35,7 @@ fn a_pattern_of_layers_fits_the_model() {
             dma,
             "model.layer_types: holds \"swa\", which is neither",
         ),
-        (
-            "[\"mha\"]",
-            dma,
-            "model.layer_types: holds dense layers alone",
-        ),
+        ("[\"mha\"]", dma, "model.layer_types: holds dense layers alone"),
         (
             "[\"dma\", \"mha\"]",
             dma,

@@ -15,64 +15,31 @@ fn loaded(overrides: &[&str]) -> Recipe {
 fn values_are_toml_or_bare_strings() {
     assert_eq!(loaded(&["optimizer.lr=3e-4"]).optimizer.lr, 3e-4);
     assert_eq!(loaded(&["training.max_norm=2"]).training.max_norm, 2.0);
-    assert!(
-        loaded(&["training.deterministic=true"])
-            .training
-            .deterministic
-    );
-    assert_eq!(
-        loaded(&["data.paths=[\"a\", \"b\"]"]).data.paths,
-        ["a", "b"]
-    );
-    assert_eq!(
-        loaded(&["data.format=jsonl"]).data.format,
-        DataFormat::Jsonl
-    );
-    assert_eq!(
-        loaded(&["data.format=\"jsonl\""]).data.format,
-        DataFormat::Jsonl
-    );
-    assert_eq!(
-        loaded(&["data.text_column=a = b"]).data.text_column,
-        "a = b"
-    );
+    assert!(loaded(&["training.deterministic=true"]).training.deterministic);
+    assert_eq!(loaded(&["data.paths=[\"a\", \"b\"]"]).data.paths, ["a", "b"]);
+    assert_eq!(loaded(&["data.format=jsonl"]).data.format, DataFormat::Jsonl);
+    assert_eq!(loaded(&["data.format=\"jsonl\""]).data.format, DataFormat::Jsonl);
+    assert_eq!(loaded(&["data.text_column=a = b"]).data.text_column, "a = b");
     assert_eq!(loaded(&["data.text_column=12"]).data.text_column, "12");
     assert_eq!(loaded(&[" training.steps = 50 "]).training.steps, 50);
     assert_eq!(
-        loaded(&["data.cache_dir=x\n[model]\nhidden_size=3"])
-            .model
-            .hidden_size,
+        loaded(&["data.cache_dir=x\n[model]\nhidden_size=3"]).model.hidden_size,
         48
     );
 }
 
 #[test]
 fn later_overrides_win_and_sections_appear_when_needed() {
-    let recipe = loaded(&[
-        "training.steps=50",
-        "checkpoint.at_start=true",
-        "training.steps=60",
-    ]);
+    let recipe = loaded(&["training.steps=50", "checkpoint.at_start=true", "training.steps=60"]);
     assert_eq!(recipe.training.steps, 60);
     assert!(recipe.checkpoint.at_start);
-    assert_eq!(
-        recipe.checkpoint.interval,
-        CheckpointSection::default().interval
-    );
+    assert_eq!(recipe.checkpoint.interval, CheckpointSection::default().interval);
 }
 
 #[test]
 fn global_batch_follows_an_overridden_local_batch_unless_given() {
-    assert_eq!(
-        loaded(&["training.local_batch_size=9"])
-            .training
-            .global_batch_size,
-        9
-    );
-    let both = loaded(&[
-        "training.local_batch_size=9",
-        "training.global_batch_size=27",
-    ]);
+    assert_eq!(loaded(&["training.local_batch_size=9"]).training.global_batch_size, 9);
+    let both = loaded(&["training.local_batch_size=9", "training.global_batch_size=27"]);
     assert_eq!(both.training.global_batch_size, 27);
 }
 
@@ -80,20 +47,14 @@ fn global_batch_follows_an_overridden_local_batch_unless_given() {
 fn another_kind_drops_the_keys_of_the_texts_kind_only() {
     assert_eq!(loaded(&["attention.kind=mha"]).attention, Attention::Mha);
     let swa = loaded(&["attention.kind=swa", "attention.sliding_window=9"]);
-    assert_eq!(
-        swa.attention,
-        Attention::Swa(SwaShape { sliding_window: 9 })
-    );
+    assert_eq!(swa.attention, Attention::Swa(SwaShape { sliding_window: 9 }));
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
     refusal(
         load(&["attention.kind=mha", "attention.keep_window_size=4"]),
         "does not go with kind = \"mha\"",
     );
-    refusal(
-        load(&["attention.kind=swa"]),
-        "attention.sliding_window: is missing",
-    );
+    refusal(load(&["attention.kind=swa"]), "attention.sliding_window: is missing");
 }
 
 #[test]
@@ -116,21 +77,15 @@ fn another_tokenizer_source_replaces_the_texts() {
     let recipe = loaded(&["tokenizer.path=my/tokenizer.json"]);
     let path = TokenizerSource::Path("my/tokenizer.json");
     assert_eq!(recipe.tokenizer.source(), path);
-    let named = loaded(&[
-        "tokenizer.path=my/tokenizer.json",
-        "tokenizer.eos_token=</s>",
-    ]);
+    let named = loaded(&["tokenizer.path=my/tokenizer.json", "tokenizer.eos_token=</s>"]);
     assert_eq!(named.tokenizer.source(), path);
     assert_eq!(named.tokenizer.eos_token.as_deref(), Some("</s>"));
     let train = loaded(&["tokenizer.train.vocab_size=700"]).tokenizer.train;
     let train = train.expect("train");
     assert_eq!((train.vocab_size, train.sample_bytes), (700, 16 << 20));
-    let train = loaded(&["tokenizer.train={vocab_size=701}"])
-        .tokenizer
-        .train;
+    let train = loaded(&["tokenizer.train={vocab_size=701}"]).tokenizer.train;
     assert_eq!(train.expect("train").vocab_size, 701);
-    let error =
-        load(&["tokenizer.train.vocab_size=700", "tokenizer.path=x"]).expect_err("both by name");
+    let error = load(&["tokenizer.train.vocab_size=700", "tokenizer.path=x"]).expect_err("both by name");
     assert!(error.to_string().contains("got two"), "{error}");
 }
 

@@ -18,12 +18,7 @@ fn finite_share() -> impl Strategy<Value = f64> {
 }
 
 fn positive() -> impl Strategy<Value = f64> {
-    prop_oneof![
-        1e-12..1.0f64,
-        1.0..1e12f64,
-        Just(f64::MIN_POSITIVE),
-        Just(0.1)
-    ]
+    prop_oneof![1e-12..1.0f64, 1.0..1e12f64, Just(f64::MIN_POSITIVE), Just(0.1)]
 }
 
 fn text() -> impl Strategy<Value = String> {
@@ -67,15 +62,7 @@ fn model() -> impl Strategy<Value = ModelSection> {
     );
     (sizes, rest).prop_map(
         |(sizes, (rope_theta, rms_norm_eps, initializer_range, residual_scale, vocab_size))| {
-            let (
-                hidden_size,
-                intermediate_size,
-                num_hidden_layers,
-                num_key_value_heads,
-                group,
-                half,
-                tied,
-            ) = sizes;
+            let (hidden_size, intermediate_size, num_hidden_layers, num_key_value_heads, group, half, tied) = sizes;
             ModelSection {
                 hidden_size,
                 intermediate_size,
@@ -109,46 +96,34 @@ fn attention() -> impl Strategy<Value = Attention> {
             any::<bool>(),
             proptest::option::of(1usize..500)
         )
-            .prop_map(
-                |(stride, blocks, select, k, window_size, shared_kv, hidden)| {
-                    Attention::Nsa(NsaShape {
-                        compress_block_size: stride * blocks,
-                        compress_stride: stride,
-                        compress: match hidden {
-                            Some(_) => NsaCompression::Mlp,
-                            None => NsaCompression::Mean,
-                        },
-                        compress_hidden_size: hidden,
-                        select_block_size: stride * select,
-                        num_selected_blocks: k,
-                        window_size,
-                        shared_kv,
-                    })
-                }
-            ),
-        (1usize..1 << 27, any::<bool>(), -1e9..1e9f64).prop_map(
-            |(keep_window_size, linear, a_init)| {
-                let bias = if linear {
-                    DmaBias::Linear
-                } else {
-                    DmaBias::Exp
-                };
-                let recency = if linear {
-                    DmaRecency::Slope
-                } else {
-                    DmaRecency::None
-                };
-                Attention::Dma(DmaShape {
-                    bias,
-                    a_init,
-                    recency,
-                    shortest_period: linear.then_some(3.0),
-                    longest_period: linear.then_some(1e6),
-                    local_window_size: keep_window_size / 3,
-                    ..DmaShape::published(keep_window_size)
+            .prop_map(|(stride, blocks, select, k, window_size, shared_kv, hidden)| {
+                Attention::Nsa(NsaShape {
+                    compress_block_size: stride * blocks,
+                    compress_stride: stride,
+                    compress: match hidden {
+                        Some(_) => NsaCompression::Mlp,
+                        None => NsaCompression::Mean,
+                    },
+                    compress_hidden_size: hidden,
+                    select_block_size: stride * select,
+                    num_selected_blocks: k,
+                    window_size,
+                    shared_kv,
                 })
-            }
-        ),
+            }),
+        (1usize..1 << 27, any::<bool>(), -1e9..1e9f64).prop_map(|(keep_window_size, linear, a_init)| {
+            let bias = if linear { DmaBias::Linear } else { DmaBias::Exp };
+            let recency = if linear { DmaRecency::Slope } else { DmaRecency::None };
+            Attention::Dma(DmaShape {
+                bias,
+                a_init,
+                recency,
+                shortest_period: linear.then_some(3.0),
+                longest_period: linear.then_some(1e6),
+                local_window_size: keep_window_size / 3,
+                ..DmaShape::published(keep_window_size)
+            })
+        }),
     ]
 }
 
@@ -204,15 +179,10 @@ fn data() -> impl Strategy<Value = DataSection> {
                 cache_dir,
             )| {
                 DataSection {
-                    weights: jsonl
-                        .then(|| (1..=paths.len()).map(|part| part as f64 / 3.0).collect()),
+                    weights: jsonl.then(|| (1..=paths.len()).map(|part| part as f64 / 3.0).collect()),
                     paths,
                     fallback: jsonl.then_some(DataFallback::Sieve),
-                    format: if jsonl {
-                        DataFormat::Jsonl
-                    } else {
-                        DataFormat::Parquet
-                    },
+                    format: if jsonl { DataFormat::Jsonl } else { DataFormat::Parquet },
                     text_column,
                     max_bytes,
                     max_document_bytes,
@@ -238,40 +208,24 @@ fn training() -> impl Strategy<Value = TrainingSection> {
         any::<(bool, bool)>(),
     )
         .prop_map(
-            |(
+            |(steps, seq_len, local, rounds, max_norm, seed, (deterministic, one_document_per_row))| TrainingSection {
                 steps,
                 seq_len,
-                local,
-                rounds,
+                local_batch_size: local,
+                global_batch_size: local * rounds,
                 max_norm,
                 seed,
-                (deterministic, one_document_per_row),
-            )| {
-                TrainingSection {
-                    steps,
-                    seq_len,
-                    local_batch_size: local,
-                    global_batch_size: local * rounds,
-                    max_norm,
-                    seed,
-                    deterministic,
-                    one_document_per_row,
-                    guard_spike_factor: max_norm + 2.0,
-                    guard_patience: rounds,
-                    ..BASE.training.clone()
-                }
+                deterministic,
+                one_document_per_row,
+                guard_spike_factor: max_norm + 2.0,
+                guard_patience: rounds,
+                ..BASE.training.clone()
             },
         )
 }
 
 fn recipe() -> impl Strategy<Value = Recipe> {
-    let optimizer = (
-        positive(),
-        0.0..1.0f64,
-        0.0..1.0f64,
-        positive(),
-        0.0..10.0f64,
-    );
+    let optimizer = (positive(), 0.0..1.0f64, 0.0..1.0f64, positive(), 0.0..10.0f64);
     let lr_scheduler = (finite_share(), finite_share(), finite_share(), 0..3u8);
     let rest = (
         (1usize..1000, 0usize..10, any::<(bool, bool)>(), 1usize..100),
@@ -296,23 +250,16 @@ fn recipe() -> impl Strategy<Value = Recipe> {
             |(model, attention, tokenizer, data, training, optimizer, lr_scheduler, rest)| {
                 let (lr, beta1, beta2, eps, weight_decay) = optimizer;
                 let (warmup_share, decay_ratio, min_lr_factor, decay) = lr_scheduler;
-                let (
-                    (interval, keep_latest_k, (at_start, enable_tensorboard), log_freq),
-                    validation,
-                    generation,
-                ) = rest;
+                let ((interval, keep_latest_k, (at_start, enable_tensorboard), log_freq), validation, generation) =
+                    rest;
                 // Half of them in two stages.
-                let steps =
-                    (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
+                let steps = (training.seed % 2 == 1 && training.steps > 1).then(|| [1, training.steps - 1]);
                 let stage = steps.into_iter().flatten().map(|steps| StageSection {
                     steps,
                     seq_len: training.seq_len,
                     rope_theta: weight_decay + 1.0,
                     window: attention.window(),
-                    paths: validation
-                        .2
-                        .clone()
-                        .filter(|_| data.format != DataFormat::Mqar),
+                    paths: validation.2.clone().filter(|_| data.format != DataFormat::Mqar),
                     local_batch_size: training.local_batch_size,
                     global_batch_size: training.global_batch_size,
                     ..BASE.stages()[0].section.clone()
@@ -322,8 +269,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     lr_scheduler: LrSchedulerSection {
                         warmup_steps: (training.steps as f64 * warmup_share * 0.99) as usize,
                         decay_ratio,
-                        decay_type: [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine]
-                            [decay as usize],
+                        decay_type: [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine][decay as usize],
                         min_lr_factor,
                         ..BASE.lr_scheduler.clone()
                     },
@@ -472,9 +418,7 @@ fn snippet() -> impl Strategy<Value = String> {
 
 #[test]
 fn mutated_texts_and_overrides_never_panic() {
-    let full = minimal()
-        .to_toml()
-        .expect("the minimal recipe can be written");
+    let full = minimal().to_toml().expect("the minimal recipe can be written");
     let change = (any::<u8>(), any::<usize>(), any::<usize>(), snippet());
     let override_key = prop::sample::select(
         schema::sections()
@@ -502,11 +446,9 @@ fn mutated_texts_and_overrides_never_panic() {
     .run(
         &(proptest::collection::vec(change, 1..4), overrides),
         |(changes, overrides)| {
-            let text = changes
-                .iter()
-                .fold(full.clone(), |text, (kind, at, other, with)| {
-                    mutate(&text, *kind, *at, *other, with)
-                });
+            let text = changes.iter().fold(full.clone(), |text, (kind, at, other, with)| {
+                mutate(&text, *kind, *at, *other, with)
+            });
             match Recipe::load(&text, "mutated", &overrides) {
                 Ok(recipe) => {
                     loaded.set(loaded.get() + 1);
@@ -527,9 +469,5 @@ fn mutated_texts_and_overrides_never_panic() {
     )
     .unwrap_or_else(|error| panic!("{error}"));
     // Neither everything nor nothing loads, so both branches are tried.
-    assert!(
-        (100..9900).contains(&loaded.get()),
-        "{} of 10000 loaded",
-        loaded.get()
-    );
+    assert!((100..9900).contains(&loaded.get()), "{} of 10000 loaded", loaded.get());
 }

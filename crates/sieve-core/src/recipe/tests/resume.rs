@@ -52,15 +52,10 @@ fn refused_changes_are_all_named() {
     now.checkpoint.folder = "elsewhere".to_owned();
     now.validation.paths = Some(vec!["held/*.md".to_owned()]);
     now.attention = Attention::Swa(SwaShape { sliding_window: 16 });
-    let RecipeError::ResumeChanged { refused } =
-        minimal().check_resume(&now, 8).expect_err("another model")
-    else {
+    let RecipeError::ResumeChanged { refused } = minimal().check_resume(&now, 8).expect_err("another model") else {
         panic!("wrong error")
     };
-    let keys = refused
-        .iter()
-        .map(|change| change.key.as_str())
-        .collect::<Vec<_>>();
+    let keys = refused.iter().map(|change| change.key.as_str()).collect::<Vec<_>>();
     assert_eq!(
         keys,
         [
@@ -138,14 +133,10 @@ fn a_warm_up_that_is_over_may_have_another_length() {
     let mut now = minimal();
     now.lr_scheduler.warmup_steps = 9;
     assert!(minimal().check_resume(&now, 9).is_ok());
-    refusal(
-        minimal().check_resume(&now, 8),
-        "--branch-from CHECKPOINT --out DIR",
-    );
+    refusal(minimal().check_resume(&now, 8), "--branch-from CHECKPOINT --out DIR");
 }
 
-const STAGES: &str =
-    "[[stage]]\nsteps = 30\n[[stage]]\nsteps = 10\nseq_len = 128\nwindow = 32\n[optimizer]";
+const STAGES: &str = "[[stage]]\nsteps = 30\n[[stage]]\nsteps = 10\nseq_len = 128\nwindow = 32\n[optimizer]";
 
 #[test]
 fn stages_may_change_where_no_step_was_taken() {
@@ -164,11 +155,7 @@ fn stages_may_change_where_no_step_was_taken() {
     else {
         panic!("wrong error")
     };
-    assert!(
-        refused
-            .iter()
-            .all(|change| change.key.starts_with("stage."))
-    );
+    assert!(refused.iter().all(|change| change.key.starts_with("stage.")));
     let mut longer = now.clone();
     longer.stage[1].steps = 20;
     longer.training.steps = 50;

@@ -58,10 +58,7 @@ fn steps_and_states_find_their_stage() {
     assert_eq!(second.training.steps, 36);
     let shape = second.model_shape(512).expect("fits");
     assert_eq!(shape.rope_theta, 5e4);
-    let Attention::Dma(DmaShape {
-        keep_window_size, ..
-    }) = shape.attention
-    else {
+    let Attention::Dma(DmaShape { keep_window_size, .. }) = shape.attention else {
         panic!("not DMA")
     };
     assert_eq!(keep_window_size, 32);

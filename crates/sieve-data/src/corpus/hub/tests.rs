@@ -34,9 +34,7 @@ impl Server {
     fn new(files: &[(&str, Vec<u8>)]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = format!("http://{}", listener.local_addr().unwrap());
-        let files = files
-            .iter()
-            .map(|(name, bytes)| ((*name).to_owned(), bytes.clone()));
+        let files = files.iter().map(|(name, bytes)| ((*name).to_owned(), bytes.clone()));
         let state = Arc::new(Mutex::new(State {
             files: files.collect(),
             ..State::default()
@@ -62,10 +60,7 @@ impl Server {
 
     fn requests(&self, part: &str) -> Vec<usize> {
         let state = self.state.lock().unwrap();
-        let found = state
-            .requests
-            .iter()
-            .filter(|(path, _)| path.contains(part));
+        let found = state.requests.iter().filter(|(path, _)| path.contains(part));
         found.map(|(_, first)| *first).collect()
     }
 }
@@ -86,14 +81,10 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
         }
     }
     let mut state = state.lock().ok()?;
-    state
-        .requests
-        .push((path.clone(), range.map_or(0, |range| range.0)));
+    state.requests.push((path.clone(), range.map_or(0, |range| range.0)));
     let mut stream = stream;
     let mut send = |status: &str, headers: &str, body: &[u8], len: usize| {
-        let head = format!(
-            "HTTP/1.1 {status}\r\nContent-Length: {len}\r\nConnection: close\r\n{headers}\r\n"
-        );
+        let head = format!("HTTP/1.1 {status}\r\nContent-Length: {len}\r\nConnection: close\r\n{headers}\r\n");
         let _ = stream.write_all(head.as_bytes());
         let _ = stream.write_all(body);
     };
@@ -101,12 +92,12 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
         send("503 Service Unavailable", "", b"", 0);
         return None;
     }
-    let listing_at =
-        |revision: &str| format!("/api/datasets/me/texts/revision/{revision}?blobs=true");
+    let listing_at = |revision: &str| format!("/api/datasets/me/texts/revision/{revision}?blobs=true");
     if path == listing_at("main") || path == listing_at("refs%2Fconvert%2Fparquet") {
-        let siblings = state.files.iter().map(|(name, bytes)| {
-            serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": "x"})
-        });
+        let siblings = state
+            .files
+            .iter()
+            .map(|(name, bytes)| serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": "x"}));
         let body = serde_json::json!({"sha": COMMIT, "private": false, "siblings": siblings.collect::<Vec<_>>()});
         let body = body.to_string();
         send("200 OK", "", body.as_bytes(), body.len());
@@ -146,10 +137,7 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
 fn parquet(texts: &[&str]) -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.parquet");
-    let rows = texts
-        .iter()
-        .map(|text| Some(text.as_bytes()))
-        .collect::<Vec<_>>();
+    let rows = texts.iter().map(|text| Some(text.as_bytes())).collect::<Vec<_>>();
     write_parquet(&path, &[&rows], Compression::SNAPPY);
     fs::read(path).unwrap()
 }
@@ -179,39 +167,23 @@ fn texts(corpus: &Corpus) -> Result<Vec<String>, DataError> {
 fn a_data_set_is_read_by_name_folder_and_glob() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     for (path, wanted) in [
-        (
-            "hf://datasets/me/texts",
-            vec!["first", "second", "third", "other"],
-        ),
-        (
-            "hf://datasets/me/texts/one",
-            vec!["first", "second", "third"],
-        ),
+        ("hf://datasets/me/texts", vec!["first", "second", "third", "other"]),
+        ("hf://datasets/me/texts/one", vec!["first", "second", "third"]),
         (
             "hf://datasets/me/texts@main/*/train-00000.parquet",
             vec!["first", "second", "other"],
         ),
-        (
-            "hf://datasets/me/texts@refs/convert/parquet/two",
-            vec!["other"],
-        ),
+        ("hf://datasets/me/texts@refs/convert/parquet/two", vec!["other"]),
     ] {
         let mut corpus = corpus(path);
         corpus.connect(&server.config(dir.path())).unwrap();
         assert_eq!(texts(&corpus).unwrap(), wanted, "{path}");
     }
-    let mut lines = Corpus::open(CorpusConfig::jsonl(
-        vec!["hf://datasets/me/texts".into()],
-        "text",
-    ))
-    .unwrap();
+    let mut lines = Corpus::open(CorpusConfig::jsonl(vec!["hf://datasets/me/texts".into()], "text")).unwrap();
     lines.connect(&server.config(dir.path())).unwrap();
     assert_eq!(texts(&lines).unwrap(), ["packed"]);
     let shown = lines.files()[0].path.display().to_string();
-    assert_eq!(
-        shown,
-        format!("hf://datasets/me/texts@{COMMIT}/lines/a.jsonl.gz")
-    );
+    assert_eq!(shown, format!("hf://datasets/me/texts@{COMMIT}/lines/a.jsonl.gz"));
     // Each file was fetched once, each listing asked for once.
     assert_eq!(
         server
@@ -251,10 +223,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     corpus.connect(&server.config(dir.path())).unwrap();
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     let requests = server.requests("two/train");
-    assert!(
-        requests.contains(&100) && requests.contains(&200),
-        "{requests:?}"
-    );
+    assert!(requests.contains(&100) && requests.contains(&200), "{requests:?}");
     // A name that comes a second time is served from the disk.
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert_eq!(server.requests("two/train"), requests);
@@ -287,10 +256,7 @@ fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
     let mut documents = corpus.documents();
     assert_eq!(documents.next().unwrap().unwrap().text, "first");
     assert_eq!(documents.next().unwrap().unwrap().text, "second");
-    refusal(
-        documents.next().unwrap(),
-        "fetching one/train-00001.parquet | 404",
-    );
+    refusal(documents.next().unwrap(), "fetching one/train-00001.parquet | 404");
     // A file of another size than listed is not taken.
     let cut = gone[..gone.len() - 9].to_vec();
     server
@@ -379,10 +345,7 @@ fn answers_that_are_none_are_told() {
     let dir = tempfile::tempdir().unwrap();
     let server = server();
     let mut missing = corpus("hf://datasets/me/nothing");
-    refusal(
-        missing.connect(&server.config(dir.path())),
-        "data set me/nothing | 404",
-    );
+    refusal(missing.connect(&server.config(dir.path())), "data set me/nothing | 404");
     let mut empty = corpus("hf://datasets/me/texts/three");
     refusal(
         empty.connect(&server.config(dir.path())),

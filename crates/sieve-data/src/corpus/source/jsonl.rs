@@ -70,9 +70,7 @@ impl JsonlSource {
             path: path(),
             line: self.line,
             // The parser counts lines too, from the start of this one.
-            reason: error
-                .to_string()
-                .replace(" at line 1 column ", " at column "),
+            reason: error.to_string().replace(" at line 1 column ", " at column "),
         };
         let mut parser = serde_json::Deserializer::from_str(line);
         let value = Column { name: &self.column }
@@ -91,8 +89,7 @@ impl JsonlSource {
                 });
             }
             None => {
-                let found = serde_json::from_str::<serde_json::Map<String, Value>>(line)
-                    .map_err(bad_json)?;
+                let found = serde_json::from_str::<serde_json::Map<String, Value>>(line).map_err(bad_json)?;
                 let found = found.keys().take(16).cloned().collect();
                 return Err(DataError::MissingColumn {
                     path: path(),

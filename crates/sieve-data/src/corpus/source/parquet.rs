@@ -40,11 +40,7 @@ impl ParquetSource {
         let reader = guarded(path, || SerializedFileReader::new(file))?;
         let groups = reader.metadata().row_groups().iter();
         let num_rows = reader.metadata().file_metadata().num_rows();
-        if groups
-            .map(|group| i128::from(group.num_rows()))
-            .sum::<i128>()
-            != i128::from(num_rows)
-        {
+        if groups.map(|group| i128::from(group.num_rows())).sum::<i128>() != i128::from(num_rows) {
             return Err(DataError::BadParquet {
                 path: path.to_path_buf(),
                 reason: format!("its row groups do not hold the {num_rows} rows it names"),
@@ -95,11 +91,7 @@ impl ParquetSource {
                     return Ok(());
                 }
                 self.current = Some(self.open_row_group(self.next_row_group)?);
-                self.rows_left = self
-                    .reader
-                    .metadata()
-                    .row_group(self.next_row_group)
-                    .num_rows();
+                self.rows_left = self.reader.metadata().row_group(self.next_row_group).num_rows();
                 self.next_row_group += 1;
                 continue;
             };
@@ -137,11 +129,7 @@ impl ParquetSource {
     }
 
     fn open_row_group(&self, idx: usize) -> Result<ColumnReaderImpl<ByteArrayType>, DataError> {
-        let open = || {
-            self.reader
-                .get_row_group(idx)?
-                .get_column_reader(self.column_idx)
-        };
+        let open = || self.reader.get_row_group(idx)?.get_column_reader(self.column_idx);
         match guarded(&self.path, open)? {
             ColumnReader::ByteArrayColumnReader(column) => Ok(column),
             _ => Err(self.bad("a row group has another schema than the file".to_owned())),
@@ -172,9 +160,7 @@ impl ParquetSource {
             what,
         };
         if bytes.contains(&0) {
-            return Err(bad_text(
-                "holds a NUL, so it is probably not text".to_owned(),
-            ));
+            return Err(bad_text("holds a NUL, so it is probably not text".to_owned()));
         }
         let text = std::str::from_utf8(bytes);
         text.map(str::to_owned)

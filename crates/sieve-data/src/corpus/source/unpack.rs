@@ -57,14 +57,10 @@ impl Unpacked {
         let file = BufReader::with_capacity(BUFFER_BYTES, file);
         let reader: Box<dyn BufRead + Send> = match packed {
             None => Box::new(file),
-            Some(Packed::Gzip) => Box::new(BufReader::with_capacity(
-                BUFFER_BYTES,
-                MultiGzDecoder::new(file),
-            )),
+            Some(Packed::Gzip) => Box::new(BufReader::with_capacity(BUFFER_BYTES, MultiGzDecoder::new(file))),
             Some(Packed::Zstd) => Box::new(BufReader::with_capacity(
                 BUFFER_BYTES,
-                zstd::stream::read::Decoder::with_buffer(file)
-                    .map_err(DataError::io("unpack", path))?,
+                zstd::stream::read::Decoder::with_buffer(file).map_err(DataError::io("unpack", path))?,
             )),
         };
         let unpacked = Self {

@@ -22,10 +22,7 @@ fn packed_files_are_read_as_what_they_hold() {
     let folder = dir.path().to_str().unwrap().to_owned();
     let found = texts(CorpusConfig::jsonl(vec![folder.clone()], "text")).unwrap();
     assert_eq!(found, ["first", "second", "third"].repeat(5));
-    assert_eq!(
-        texts(CorpusConfig::text(vec![folder.clone()])).unwrap(),
-        ["no line"]
-    );
+    assert_eq!(texts(CorpusConfig::text(vec![folder.clone()])).unwrap(), ["no line"]);
     // A glob names packed files as any others.
     let globbed = CorpusConfig::jsonl(vec![format!("{folder}/*.gz")], "text");
     refusal(texts(globbed), "f.txt.gz: line 1 is not a JSON object");
@@ -45,12 +42,7 @@ fn the_size_limit_holds_for_the_unpacked_text() {
 
 // Text that a packer cannot shorten much, so that damage in the middle is damage of the middle.
 fn many_lines() -> String {
-    let line = |number: u64| {
-        format!(
-            "{{\"text\": \"{:x}\"}}\n",
-            number.wrapping_mul(0x9E37_79B9_7F4A_7C15)
-        )
-    };
+    let line = |number: u64| format!("{{\"text\": \"{:x}\"}}\n", number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
     (0..20_000).map(line).collect()
 }
 
@@ -64,9 +56,7 @@ fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_
     ] {
         let middle = whole.len() / 2;
         let mut damaged = whole.clone();
-        damaged[middle..middle + 64]
-            .iter_mut()
-            .for_each(|byte| *byte ^= 0x5A);
+        damaged[middle..middle + 64].iter_mut().for_each(|byte| *byte ^= 0x5A);
         for (what, bytes) in [
             ("damaged", damaged),
             ("cut", whole[..middle].to_vec()),
@@ -86,12 +76,7 @@ fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_
             }
         }
         let path = write(dir.path(), name, whole);
-        assert_eq!(
-            texts(CorpusConfig::jsonl(vec![path], "text"))
-                .unwrap()
-                .len(),
-            20_000
-        );
+        assert_eq!(texts(CorpusConfig::jsonl(vec![path], "text")).unwrap().len(), 20_000);
     }
 }
 
@@ -102,13 +87,8 @@ fn parquet(path: String) -> CorpusConfig {
 #[test]
 fn parquet_gives_a_document_a_row_in_order() {
     let dir = tempfile::tempdir().unwrap();
-    let wanted = (0..700)
-        .map(|row| format!("text of row {row}"))
-        .collect::<Vec<_>>();
-    let rows = wanted
-        .iter()
-        .map(|text| Some(text.as_bytes()))
-        .collect::<Vec<_>>();
+    let wanted = (0..700).map(|row| format!("text of row {row}")).collect::<Vec<_>>();
+    let rows = wanted.iter().map(|text| Some(text.as_bytes())).collect::<Vec<_>>();
     for (number, compression) in [
         Compression::UNCOMPRESSED,
         Compression::SNAPPY,
@@ -123,10 +103,7 @@ fn parquet_gives_a_document_a_row_in_order() {
         write_parquet(&path, &[&rows[..300], &[], &rows[300..]], compression);
         let path = path.to_str().unwrap().to_owned();
         assert_eq!(texts(parquet(path.clone())).unwrap(), wanted);
-        assert_eq!(
-            texts(CorpusConfig::parquet(vec![path], "meta.note")).unwrap(),
-            wanted
-        );
+        assert_eq!(texts(CorpusConfig::parquet(vec![path], "meta.note")).unwrap(), wanted);
     }
     let folder = dir.path().to_str().unwrap().to_owned();
     let corpus = Corpus::open(parquet(folder)).unwrap();
@@ -143,11 +120,7 @@ fn parquet_rows_without_text_are_named_or_skipped() {
         (Some(b"\xff".as_slice()), "row 2 is not UTF-8 at its byte 0"),
         (Some(b"a\0b".as_slice()), "row 2 holds a NUL"),
     ] {
-        write_parquet(
-            &path,
-            &[&[Some(b"one"), bad, Some(b"three")]],
-            Compression::SNAPPY,
-        );
+        write_parquet(&path, &[&[Some(b"one"), bad, Some(b"three")]], Compression::SNAPPY);
         let config = parquet(path.to_str().unwrap().to_owned());
         refusal(texts(config.clone()), &format!("a.parquet | {wanted}"));
         let lenient = CorpusConfig {
@@ -183,11 +156,7 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
 fn a_parquet_file_that_is_cut_or_none_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
-    write_parquet(
-        &path,
-        &[&[Some(b"one".as_slice()); 200]],
-        Compression::SNAPPY,
-    );
+    write_parquet(&path, &[&[Some(b"one".as_slice()); 200]], Compression::SNAPPY);
     let whole = fs::read(&path).unwrap();
     for bytes in [
         &whole[..whole.len() - 3],
@@ -220,11 +189,7 @@ fn a_reading_goes_on_from_its_cursor() {
         "2.jsonl.gz",
         gzip(lines.replace(": \"c", ": \"d").as_bytes()),
     );
-    write(
-        dir.path(),
-        "3.jsonl",
-        "{\"text\": \"eeee\"}\n{\"text\": \"f\"}\n",
-    );
+    write(dir.path(), "3.jsonl", "{\"text\": \"eeee\"}\n{\"text\": \"f\"}\n");
     for max_bytes in [None, Some(6)] {
         let config = CorpusConfig {
             deduplicate: true,
@@ -237,11 +202,7 @@ fn a_reading_goes_on_from_its_cursor() {
         let all = whole.by_ref().map(Result::unwrap).collect::<Vec<_>>();
         for stop in 1..=all.len() + 1 {
             let mut first = corpus.documents();
-            let mut given = first
-                .by_ref()
-                .take(stop)
-                .map(Result::unwrap)
-                .collect::<Vec<_>>();
+            let mut given = first.by_ref().take(stop).map(Result::unwrap).collect::<Vec<_>>();
             let cursor = serde_json::to_string(first.cursor()).unwrap();
             let seen = first.take_newly_seen().into_iter().collect();
             let mut rest = Documents::resume(&corpus, serde_json::from_str(&cursor).unwrap(), seen);

@@ -26,10 +26,7 @@ impl Few {
 
     fn prepare(&self, corpora: &[Corpus], fraction: f64) -> Result<Prepared, DataError> {
         let config = PrepareConfig {
-            dir: self
-                .dir
-                .path()
-                .join(format!("out-{fraction}-{}", corpora.len())),
+            dir: self.dir.path().join(format!("out-{fraction}-{}", corpora.len())),
             validation: ValidationSource::Fraction(fraction),
             on_change: OnChange::Replace,
         };
@@ -45,9 +42,7 @@ impl Few {
 #[test]
 fn the_end_of_a_single_text_is_held_out() {
     let few = Few::new();
-    let text = (0..20_000)
-        .map(|n| format!("line {n} of Grüße\n"))
-        .collect::<String>();
+    let text = (0..20_000).map(|n| format!("line {n} of Grüße\n")).collect::<String>();
     for fraction in [0.05, 0.5, 0.999] {
         let corpus = few.corpus("one.txt", &text);
         let prepared = few.prepare(&[corpus], fraction).unwrap();
@@ -72,10 +67,7 @@ fn documents_before_the_cut_are_trained_on_and_those_behind_it_held_out() {
     refusal(few.prepare(&[corpus()], 0.01), "[validation] paths");
     let prepared = few.prepare(&[corpus()], 0.1).unwrap();
     assert!(prepared.meta.is_cut);
-    assert_eq!(
-        few.texts(&prepared.train().unwrap()),
-        ["aaaa", "bbbb", "cccc", "dd"]
-    );
+    assert_eq!(few.texts(&prepared.train().unwrap()), ["aaaa", "bbbb", "cccc", "dd"]);
     assert_eq!(few.texts(&prepared.validation().unwrap()), ["dd"]);
 }
 
@@ -86,10 +78,7 @@ fn each_corpus_of_a_mixture_is_cut_where_none_has_a_document_to_spare() {
     let corpora = corpora.map(|(name, text)| few.corpus(name, text));
     let prepared = few.prepare(&corpora, 0.2).unwrap();
     let shards = prepared.train_shards().unwrap();
-    let train = shards
-        .iter()
-        .flat_map(|shard| few.texts(shard))
-        .collect::<Vec<_>>();
+    let train = shards.iter().flat_map(|shard| few.texts(shard)).collect::<Vec<_>>();
     assert_eq!(train, ["01234567", "abcdefgh"]);
     assert_eq!(few.texts(&prepared.validation().unwrap()), ["89", "ij"]);
 }
@@ -109,9 +98,6 @@ fn the_split_by_hash_is_as_it_ever_was() {
     let meta = place.prepare(&place.config()).unwrap().meta;
     assert_eq!(
         [&meta.train, &meta.validation].map(|split| split.tokens_hash.as_str()),
-        [
-            "11b25e38365ca88d1f1e649a97d0f3fe",
-            "c2174e893b9113c194fe93ff7dc355ed"
-        ]
+        ["11b25e38365ca88d1f1e649a97d0f3fe", "c2174e893b9113c194fe93ff7dc355ed"]
     );
 }

@@ -23,20 +23,14 @@ impl Mixture {
         for folder in ["a", "b"] {
             fs::create_dir(dir.path().join(folder)).unwrap();
             for file in 0..3 {
-                let line = |number: u32| {
-                    format!("{{\"text\": \"{folder} {file} line {}\"}}\n", number % 40)
-                };
+                let line = |number: u32| format!("{{\"text\": \"{folder} {file} line {}\"}}\n", number % 40);
                 let mut lines = (0..60).map(line).collect::<String>();
                 lines += "{\"text\": \"in both\"}\n{\"none\": 1}\n\n";
                 let path = dir.path().join(folder).join(format!("{file}.jsonl"));
                 match file {
                     0 => fs::write(path, lines).unwrap(),
-                    1 => {
-                        fs::write(path.with_extension("jsonl.gz"), gzip(lines.as_bytes())).unwrap()
-                    }
-                    _ => {
-                        fs::write(path.with_extension("jsonl.zst"), zstd(lines.as_bytes())).unwrap()
-                    }
+                    1 => fs::write(path.with_extension("jsonl.gz"), gzip(lines.as_bytes())).unwrap(),
+                    _ => fs::write(path.with_extension("jsonl.zst"), zstd(lines.as_bytes())).unwrap(),
                 }
             }
         }
@@ -73,11 +67,7 @@ impl Mixture {
         }
     }
 
-    fn prepare(
-        &self,
-        config: &PrepareConfig,
-        progress: &dyn Fn(Progress),
-    ) -> Result<Prepared, DataError> {
+    fn prepare(&self, config: &PrepareConfig, progress: &dyn Fn(Progress)) -> Result<Prepared, DataError> {
         prepare_at_pace(&self.corpora(), &self.tokenizer, config, progress, PACE)
     }
 
@@ -95,9 +85,7 @@ impl Mixture {
     }
 
     fn files(&self, out: &str) -> Vec<(String, Vec<u8>)> {
-        let entries = fs::read_dir(self.dir.path().join(out))
-            .unwrap()
-            .map(Result::unwrap);
+        let entries = fs::read_dir(self.dir.path().join(out)).unwrap().map(Result::unwrap);
         let mut files = entries
             .map(|entry| {
                 (
@@ -127,11 +115,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     assert_eq!(prepared.validation_sizes().unwrap().len(), all.len());
     for (shard, name) in shards.iter().zip(["a", "b"]) {
         let texts = texts(&mixture, shard);
-        assert!(
-            texts
-                .iter()
-                .all(|text| text.starts_with(name) || text == "in both")
-        );
+        assert!(texts.iter().all(|text| text.starts_with(name) || text == "in both"));
         all.extend(texts);
     }
     // 40 different lines in each of six files, and one that all of them have, kept once.
@@ -150,13 +134,7 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
         total.num_tokens,
         shards.iter().map(ShardReader::num_tokens).sum::<u64>()
     );
-    assert!(
-        prepared
-            .train()
-            .unwrap_err()
-            .to_string()
-            .contains("2 sources")
-    );
+    assert!(prepared.train().unwrap_err().to_string().contains("2 sources"));
     assert_eq!(Prepared::open(&config.dir).unwrap().meta, prepared.meta);
     assert!(mixture.prepare(&config, &|_| {}).unwrap().reused);
 
@@ -169,16 +147,9 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
     let refused = prepare(&one, &mixture.tokenizer, &config, &|_| {})
         .unwrap_err()
         .to_string();
-    assert!(
-        refused.contains("the corpus's settings changed"),
-        "{refused}"
-    );
+    assert!(refused.contains("the corpus's settings changed"), "{refused}");
     prepare(&one, &mixture.tokenizer, &replace, &|_| {}).unwrap();
-    let names = mixture
-        .files("out")
-        .into_iter()
-        .map(|file| file.0)
-        .collect::<Vec<_>>();
+    let names = mixture.files("out").into_iter().map(|file| file.0).collect::<Vec<_>>();
     assert_eq!(
         names,
         [
@@ -202,12 +173,9 @@ fn several_corpora_get_a_shard_each_and_share_what_is_held_out() {
 fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
     let mixture = Mixture::new();
     let held = mixture.corpus("held.jsonl");
-    for (number, validation) in [
-        ValidationSource::Fraction(0.2),
-        ValidationSource::Corpus(&held),
-    ]
-    .into_iter()
-    .enumerate()
+    for (number, validation) in [ValidationSource::Fraction(0.2), ValidationSource::Corpus(&held)]
+        .into_iter()
+        .enumerate()
     {
         let whole = format!("whole{number}");
         let num_calls = mixture.prepare_counted(&mixture.config(&whole, validation), u32::MAX);
@@ -216,9 +184,8 @@ fn interrupted_anywhere_it_goes_on_and_ends_the_same() {
         for stop in (1..num_calls).step_by(3) {
             let out = format!("cut{number}-{stop}");
             let config = mixture.config(&out, validation);
-            let stopped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                mixture.prepare_counted(&config, stop)
-            }));
+            let stopped =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| mixture.prepare_counted(&config, stop)));
             assert!(stopped.is_err());
             num_resumed += u32::from(config.dir.join("prepare.state.json").exists());
             assert!(Prepared::open(&config.dir).is_err());
@@ -248,15 +215,9 @@ fn an_unfinished_preparation_that_does_not_fit_is_begun_again() {
     mixture.prepare(&whole, &|_| {}).unwrap();
     type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
     let damage: [Damage; 5] = [
-        ("cut", &|dir| {
-            fs::write(dir.join("train-000.bin.tmp"), "x").unwrap()
-        }),
-        ("gone", &|dir| {
-            fs::remove_file(dir.join("prepare.seen.tmp")).unwrap()
-        }),
-        ("state", &|dir| {
-            fs::write(dir.join("prepare.state.json"), "{}").unwrap()
-        }),
+        ("cut", &|dir| fs::write(dir.join("train-000.bin.tmp"), "x").unwrap()),
+        ("gone", &|dir| fs::remove_file(dir.join("prepare.seen.tmp")).unwrap()),
+        ("state", &|dir| fs::write(dir.join("prepare.state.json"), "{}").unwrap()),
         ("longer", &|dir| {
             let path = dir.join("train-000.bin.tmp");
             let bytes = [fs::read(&path).unwrap(), vec![7; 99]].concat();
@@ -301,10 +262,7 @@ fn a_damaged_file_in_the_middle_is_told_and_nothing_is_lost() {
     fs::write(&path, whole).unwrap();
     mixture.prepare(&config, &|_| {}).unwrap();
     mixture
-        .prepare(
-            &mixture.config("again", ValidationSource::Fraction(0.2)),
-            &|_| {},
-        )
+        .prepare(&mixture.config("again", ValidationSource::Fraction(0.2)), &|_| {})
         .unwrap();
     assert_eq!(mixture.files("out"), mixture.files("again"));
 }
@@ -346,11 +304,7 @@ fn killed_again_and_again_it_ends_the_same() {
     let mut num_killed = 0;
     for attempt in 0u64.. {
         let mut child = std::process::Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--ignored",
-                "--exact",
-                "prepare::tests::resume::prepare_slowly",
-            ])
+            .args(["--ignored", "--exact", "prepare::tests::resume::prepare_slowly"])
             .env(KILL_DIR, mixture.dir.path())
             .stdout(std::process::Stdio::null())
             .spawn()

@@ -43,11 +43,7 @@ pub(super) fn parse(log: &str, entry: &str) -> Option<KernelResources> {
 
 fn number_before(line: &str, label: &str) -> Option<usize> {
     let (before, _) = line.split_once(label)?;
-    before
-        .rsplit(|c: char| !c.is_ascii_digit())
-        .next()?
-        .parse()
-        .ok()
+    before.rsplit(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
 #[cfg(test)]
@@ -83,9 +79,6 @@ ptxas info    : Used 168 registers, used 9 barriers, 16 bytes cumulative stack s
 ptxas info    : Used 31 registers, used 0 barriers, 384 bytes cmem[0]
 ";
         let resources = parse(log, "f").expect("the usual lines");
-        assert_eq!(
-            (resources.registers, resources.static_shared_bytes),
-            (31, 0)
-        );
+        assert_eq!((resources.registers, resources.static_shared_bytes), (31, 0));
     }
 }

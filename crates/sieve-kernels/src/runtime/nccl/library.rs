@@ -17,53 +17,20 @@ type To = *mut c_void;
 /// The functions that are used. Results are numbers of `ncclResult_t`.
 pub(super) struct Nccl {
     pub(super) get_unique_id: unsafe extern "C" fn(*mut ncclUniqueId) -> c_int,
-    pub(super) comm_init_rank:
-        unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int) -> c_int,
+    pub(super) comm_init_rank: unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int) -> c_int,
     pub(super) group_start: unsafe extern "C" fn() -> c_int,
     pub(super) group_end: unsafe extern "C" fn() -> c_int,
-    pub(super) all_reduce: unsafe extern "C" fn(
-        From,
-        To,
-        usize,
-        ncclDataType_t,
-        ncclRedOp_t,
-        ncclComm_t,
-        cudaStream_t,
-    ) -> c_int,
-    pub(super) reduce_scatter: unsafe extern "C" fn(
-        From,
-        To,
-        usize,
-        ncclDataType_t,
-        ncclRedOp_t,
-        ncclComm_t,
-        cudaStream_t,
-    ) -> c_int,
-    pub(super) reduce: unsafe extern "C" fn(
-        From,
-        To,
-        usize,
-        ncclDataType_t,
-        ncclRedOp_t,
-        c_int,
-        ncclComm_t,
-        cudaStream_t,
-    ) -> c_int,
-    pub(super) all_gather:
-        unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclComm_t, cudaStream_t) -> c_int,
-    pub(super) broadcast: unsafe extern "C" fn(
-        From,
-        To,
-        usize,
-        ncclDataType_t,
-        c_int,
-        ncclComm_t,
-        cudaStream_t,
-    ) -> c_int,
-    pub(super) send:
-        unsafe extern "C" fn(From, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
-    pub(super) receive:
-        unsafe extern "C" fn(To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) all_reduce:
+        unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) reduce_scatter:
+        unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) reduce:
+        unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) all_gather: unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) broadcast:
+        unsafe extern "C" fn(From, To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) send: unsafe extern "C" fn(From, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) receive: unsafe extern "C" fn(To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     get_error_string: unsafe extern "C" fn(c_int) -> *const c_char,
     _library: Library,
@@ -74,9 +41,9 @@ impl Nccl {
     pub(super) fn get() -> Result<&'static Self, KernelError> {
         static FOUND: OnceLock<Result<Nccl, String>> = OnceLock::new();
         let found = FOUND.get_or_init(|| Self::open(&NAMES));
-        found.as_ref().map_err(|reason| KernelError::NoNccl {
-            reason: reason.clone(),
-        })
+        found
+            .as_ref()
+            .map_err(|reason| KernelError::NoNccl { reason: reason.clone() })
     }
 
     fn open(names: &[&str]) -> Result<Self, String> {
@@ -163,15 +130,9 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_told_with_the_names_that_were_tried() {
-        let reason =
-            Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
+        let reason = Nccl::open(&["libnccl.so.none", "libnccl-none.so"]).expect_err("none is there");
         let text = KernelError::NoNccl { reason }.to_string();
-        for part in [
-            "libnccl.so.none",
-            "libnccl-none.so",
-            "nvidia-nccl-cu13",
-            "hint",
-        ] {
+        for part in ["libnccl.so.none", "libnccl-none.so", "nvidia-nccl-cu13", "hint"] {
             assert!(text.contains(part), "{text}");
         }
     }

@@ -1,7 +1,5 @@
 //! The backward pass of an attention layer.
-use super::forward::{
-    Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation,
-};
+use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation};
 use crate::DeviceBackend;
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::device::autodiff::Gradient;
@@ -48,10 +46,7 @@ impl<B: DeviceBackend> Gradient<B, 8> for Selected<B> {
 
 /// Gradients of x, norm, qkv, q_norm, k_norm and o; those of w_dt and a beside them.
 #[allow(clippy::type_complexity)]
-fn backward<B: DeviceBackend>(
-    kept: Kept<B>,
-    dy: Float<B>,
-) -> ([Float<B>; 6], Option<(Float<B>, Float<B>)>) {
+fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<(Float<B>, Float<B>)>) {
     let Kept {
         x,
         qkv,
@@ -73,8 +68,7 @@ fn backward<B: DeviceBackend>(
     let [d_o, d_o_weight] = gradients.expect("both kinds give them");
     let d_o = B::float_reshape(d_o, o_shape);
 
-    let again = rotated
-        .unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
+    let again = rotated.unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
     let (d_rotated, d_dma) = match (attended, layer.dma) {
         (Attended::Selected(forward), Some(dma)) => {
             let state = DmaState {
@@ -111,8 +105,5 @@ fn backward<B: DeviceBackend>(
     };
     let first = (first, Weight::new(layer.qkv, qkv_sum));
     let [dx, d_norm, d_qkv_weight] = begin_gradients::<B>(norm, first, dqkv, (call.residual, dy));
-    (
-        [dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight],
-        d_dma,
-    )
+    ([dx, d_norm, d_qkv_weight, d_q_norm, d_k_norm, d_o_weight], d_dma)
 }

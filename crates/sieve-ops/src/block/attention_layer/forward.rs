@@ -122,9 +122,7 @@ pub(super) fn forward<B: DeviceBackend>(
             let dma = dma.map(|dma| of_parts(dma, call));
             Attended::Parted(row_parts::forward(rotated, dma, (parts, documents, spec)))
         }
-        (None, None) => {
-            Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec))
-        }
+        (None, None) => Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec)),
         (None, Some(dma)) => {
             let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
             let forward = B::dynamic_mask_attention(rotated, w_dt, a, documents, spec, dma.spec);
@@ -149,10 +147,7 @@ pub(super) fn of_parts<B: Backend>(dma: DmaLayer<B>, call: &AttentionLayerCall<B
     (primitive(dma.w_dt), primitive(dma.a), dma.spec, positions)
 }
 
-pub(super) fn rotation<B: Backend>(
-    norm: QkNorm<B>,
-    call: &AttentionLayerCall<B>,
-) -> QkNormRopeCall<B> {
+pub(super) fn rotation<B: Backend>(norm: QkNorm<B>, call: &AttentionLayerCall<B>) -> QkNormRopeCall<B> {
     QkNormRopeCall {
         q_weight: primitive(norm.q_weight),
         k_weight: primitive(norm.k_weight),

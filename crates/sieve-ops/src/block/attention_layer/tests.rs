@@ -2,12 +2,12 @@ use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_la
 use crate::block::product::Operands;
 use crate::block::while_all_is_kept;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity,
-    check_views, documents, evaluate, float, primitive,
+    Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity, check_views, documents,
+    evaluate, float, primitive,
 };
 use crate::{
-    AttentionSpec, DmaBias, Documents, ProductPrecision, QkNorm, RotaryEmbedding, attention,
-    dynamic_mask_attention, linear, linear_add, qk_norm_rope, reference, rms_norm,
+    AttentionSpec, DmaBias, Documents, ProductPrecision, QkNorm, RotaryEmbedding, attention, dynamic_mask_attention,
+    linear, linear_add, qk_norm_rope, reference, rms_norm,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
@@ -215,9 +215,7 @@ fn equals_its_parts_to_the_last_bit() {
         for residual in [Residual::Stream, Residual::None] {
             let case = Case::new(2, kind, dims, residual);
             let inputs = case.inputs(dims, 20);
-            let run = |op: &dyn Fn(&[Float]) -> Float| {
-                evaluate(op, &inputs, 5, DType::F32, View::Contiguous)
-            };
+            let run = |op: &dyn Fn(&[Float]) -> Float| evaluate(op, &inputs, 5, DType::F32, View::Contiguous);
             let found = run(&|inputs| case.op(inputs));
             let expected = run(&|inputs| case.parts(inputs));
             assert_eq!(found, expected, "{kind:?} {residual:?}");
@@ -233,11 +231,7 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
     let dims = [2, 19];
     for kind in KINDS {
         let case = Case::new(2, kind, dims, Residual::Stream);
-        let inputs: Vec<_> = case
-            .inputs(dims, 3)
-            .iter()
-            .map(|x| x.tensor(DType::F32))
-            .collect();
+        let inputs: Vec<_> = case.inputs(dims, 3).iter().map(|x| x.tensor(DType::F32)).collect();
         let leaves: Vec<_> = inputs.iter().cloned().map(Ad::from_inner).collect();
         let rope = case.rope(&leaves[0]);
         let call = AttentionLayerCall {
@@ -248,13 +242,7 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
             spec: case.spec,
             residual: case.residual,
         };
-        let all = while_all_is_kept(|| {
-            forward::<Flex>(
-                inputs[0].clone(),
-                case.layer(&leaves).inner(),
-                &call.inner(),
-            )
-        });
+        let all = while_all_is_kept(|| forward::<Flex>(inputs[0].clone(), case.layer(&leaves).inner(), &call.inner()));
         let [Operands::X(normed), _] = all.operands else {
             panic!("{kind:?}: no normed stream");
         };

@@ -2,8 +2,8 @@ use super::{FeedForward, Residual, feed_forward, forward};
 use crate::block::product::Operands;
 use crate::block::while_all_is_kept;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views,
-    evaluate, float, primitive,
+    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, evaluate, float,
+    primitive,
 };
 use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::backend::AutodiffBackend;
@@ -34,13 +34,7 @@ fn layer(inputs: &[Float]) -> FeedForward<Ad> {
 }
 
 fn op(residual: Residual) -> impl Fn(&[Float]) -> Float {
-    move |inputs| {
-        primitive(feed_forward(
-            float::<3>(&inputs[0]),
-            layer(inputs),
-            residual,
-        ))
-    }
+    move |inputs| primitive(feed_forward(float::<3>(&inputs[0]), layer(inputs), residual))
 }
 
 fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
@@ -90,8 +84,7 @@ fn equals_its_parts_to_the_last_bit() {
         let expected = evaluate(&parts, &inputs, 5, DType::F32, whole);
         let found = evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole);
         assert_eq!(found, expected, "{sizes:?}");
-        let found =
-            while_all_is_kept(|| evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole));
+        let found = while_all_is_kept(|| evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole));
         assert_eq!(found, expected, "{sizes:?}, all kept");
     }
 }

@@ -1,7 +1,7 @@
 use super::{dma, inputs, reference_run, run, spec, with_recency};
 use crate::testing::{
-    Ad, Float, Input, View, assert_close, check_finite_differences, check_parity_within,
-    check_views, documents, evaluate,
+    Ad, Float, Input, View, assert_close, check_finite_differences, check_parity_within, check_views, documents,
+    evaluate,
 };
 use crate::{DMA_SCORE_CLAMP, DmaBias};
 use burn::tensor::DType;
@@ -61,11 +61,7 @@ fn a_query_that_keeps_one_key_copies_its_value() {
 fn gradients_are_those_of_the_function() {
     let spec = spec(2, 4);
     let documents = documents::<Ad>(&[6, 1], [2, 12]);
-    for dma in [
-        dma(3, DmaBias::Exp),
-        dma(3, DmaBias::Linear),
-        with_recency(3),
-    ] {
+    for dma in [dma(3, DmaBias::Exp), dma(3, DmaBias::Linear), with_recency(3)] {
         let op = |inputs: &[Float]| run(inputs, &documents, spec, dma);
         check_finite_differences("dma", &inputs(spec, [2, 12, 4], 2), &op);
     }
@@ -125,16 +121,10 @@ fn above_the_clamp_the_bias_is_flat() {
             values: z.to_vec(),
             dims: vec![1, 1, z.len()],
         };
-        let z: burn::tensor::Tensor<burn_flex::Flex, 3> = burn::tensor::Tensor::from_primitive(
-            burn::tensor::TensorPrimitive::Float(z.tensor(dtype)),
-        );
+        let z: burn::tensor::Tensor<burn_flex::Flex, 3> =
+            burn::tensor::Tensor::from_primitive(burn::tensor::TensorPrimitive::Float(z.tensor(dtype)));
         let delta = super::dma_bias(z.clone(), DmaBias::Exp);
-        let dz = crate::dma::bias::dma_bias_backward(
-            z.clone(),
-            delta.clone(),
-            z.ones_like(),
-            DmaBias::Exp,
-        );
+        let dz = crate::dma::bias::dma_bias_backward(z.clone(), delta.clone(), z.ones_like(), DmaBias::Exp);
         let delta: Vec<f64> = delta.into_data().iter::<f64>().collect();
         let dz: Vec<f64> = dz.into_data().iter::<f64>().collect();
         assert!(delta.iter().all(|x| x.is_finite()));

@@ -1,10 +1,8 @@
 use super::{dma, inputs, run, spec};
-use crate::testing::{
-    Ad, Input, Random, RandomInput, assert_close, documents, float, host, primitive,
-};
+use crate::testing::{Ad, Input, Random, RandomInput, assert_close, documents, float, host, primitive};
 use crate::{
-    AttentionOutput, AttentionSpec, DmaBackend, DmaBias, DmaGradients, DmaSelection, Documents,
-    attention, dma_select, reference,
+    AttentionOutput, AttentionSpec, DmaBackend, DmaBias, DmaGradients, DmaSelection, Documents, attention, dma_select,
+    reference,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -22,9 +20,7 @@ fn integers<const D: usize>(x: Tensor<Flex, D, Int>) -> Vec<i64> {
 
 /// The last keys and the best older ones of a row, found row by row with nothing shared between rows.
 fn visible(z: &[f32], start: usize, query: usize, window: DmaWindow) -> Vec<usize> {
-    let local = (query + 1)
-        .saturating_sub(window.local_window_size)
-        .max(start);
+    let local = (query + 1).saturating_sub(window.local_window_size).max(start);
     let mut keys: Vec<usize> = (start..local).collect();
     // Larger score first, then later key; == so that -0 ties with +0.
     keys.sort_by(|&a, &b| match z[a] == z[b] {
@@ -96,25 +92,15 @@ fn attend(
 ) -> Attended {
     let [batch, seq_len, head_dim] = [qkv.dims[0], qkv.dims[1], qkv.dims[3]];
     let dims = [batch, spec.num_kv_heads, seq_len];
-    let expire = Tensor::<Flex, 3, Int>::from_data(
-        TensorData::new(expire.to_vec(), dims),
-        &Default::default(),
-    );
+    let expire = Tensor::<Flex, 3, Int>::from_data(TensorData::new(expire.to_vec(), dims), &Default::default());
     let selection = DmaSelection::of_expire(expire.into_primitive());
     let bounds = documents.bounds();
     let (qkv, delta) = (qkv.tensor(dtype), delta.tensor(dtype));
     let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec);
     let o_dims = [batch, seq_len, spec.num_heads, head_dim];
     let d_o = Random(9).input(&o_dims);
-    let (dqkv, d_delta) = Flex::dma_attention_backward(
-        qkv,
-        delta,
-        &bounds,
-        &selection,
-        spec,
-        output.clone(),
-        d_o.tensor(dtype),
-    );
+    let (dqkv, d_delta) =
+        Flex::dma_attention_backward(qkv, delta, &bounds, &selection, spec, output.clone(), d_o.tensor(dtype));
     Attended {
         output,
         dqkv: host(dqkv),
@@ -152,12 +138,7 @@ fn keys_that_no_query_sees_are_never_read() {
     }
     let after = attend(&qkv, &delta_nan, &expire, &documents, spec, DType::F32);
     assert_close("o", &host(after.output.o), &host(before.output.o), 0.0);
-    assert_close(
-        "lse",
-        &host(after.output.lse),
-        &host(before.output.lse),
-        0.0,
-    );
+    assert_close("lse", &host(after.output.lse), &host(before.output.lse), 0.0);
     assert_close("dqkv", &after.dqkv, &before.dqkv, 0.0);
     assert_close("ddelta", &after.d_delta, &before.d_delta, 0.0);
     for &(head, key) in &dead {
@@ -256,9 +237,8 @@ fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
             let (qkv, w_dt, a) = (inputs[0].clone(), inputs[1].clone(), inputs[2].clone());
             let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
             let delta = primitive(crate::dma_bias(float::<3>(&z), bias));
-            let selection = DmaSelection::of_expire(
-                crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive(),
-            );
+            let selection =
+                DmaSelection::of_expire(crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive());
             reference::dma_attention::<Ad>(qkv, delta, &all.bounds(), &selection, spec).o
         });
         for keep_window_size in [62, 63, 1000] {

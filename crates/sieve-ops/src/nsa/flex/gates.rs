@@ -3,11 +3,7 @@ use crate::device::flex::{contiguous, floats, from_vec, zeros_like};
 use burn::tensor::TensorMetadata;
 use burn_flex::FlexTensor;
 
-pub(super) fn forward(
-    branches: [FlexTensor; 3],
-    logits: FlexTensor,
-    bias: FlexTensor,
-) -> FlexTensor {
+pub(super) fn forward(branches: [FlexTensor; 3], logits: FlexTensor, bias: FlexTensor) -> FlexTensor {
     let branches = branches.map(contiguous);
     let [logits, bias] = [logits, bias].map(contiguous);
     let shape = branches[0].shape();

@@ -2,9 +2,7 @@
 use super::host::{Host, ints};
 use crate::attention::AttentionOutput;
 use crate::attention::masks::hidden_by_expiry;
-use crate::attention::reference::{
-    group_probabilities, masked_attention, masked_attention_backward,
-};
+use crate::attention::reference::{group_probabilities, masked_attention, masked_attention_backward};
 use crate::dma::DmaSelection;
 use crate::dma::reference::{dma_attention, dma_attention_backward};
 use crate::documents::DocumentBounds;
@@ -64,10 +62,7 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
 }
 
 fn no_bias<B: Backend>(expire: &Tensor<B, 3, Int>, dtype: DType) -> Float<B> {
-    primitive(Tensor::<B, 3>::zeros(
-        expire.dims(),
-        (&expire.device(), dtype),
-    ))
+    primitive(Tensor::<B, 3>::zeros(expire.dims(), (&expire.device(), dtype)))
 }
 
 fn selection<B: Backend>(expire: &Tensor<B, 3, Int>) -> DmaSelection<B> {
@@ -109,11 +104,7 @@ pub fn nsa_compressed_attention<B: Backend>(
 
 /// Chooses blocks from the probabilities `[batch, num_kv_heads, seq_len, seq_len]` of keys at their blocks' last
 /// tokens.
-fn select<B: Backend>(
-    p: Tensor<B, 4>,
-    documents: &DocumentBounds<B>,
-    blocks: NsaBlocks,
-) -> Ints<B> {
+fn select<B: Backend>(p: Tensor<B, 4>, documents: &DocumentBounds<B>, blocks: NsaBlocks) -> Ints<B> {
     let [batch, kv_heads, n, _] = p.dims();
     let device = p.device();
     let host = Host::new::<B>(documents);
@@ -169,8 +160,7 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
     );
     let [dq, dk, dv] = split_heads(tensor::<B, 4>(d_placed), kv_heads);
     let d_compressed = [dk.clone(), dv.clone()].map(|dx| {
-        let zeros =
-            Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
+        let zeros = Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
         let dx = dx.reshape([batch * n, kv_heads * d]) * placed.used.clone();
         zeros
             .select_assign(0, placed.slots.clone(), dx, IndexingUpdateOp::Add)
@@ -209,11 +199,7 @@ fn hidden_by_blocks<B: Backend>(
 }
 
 /// See [`crate::nsa_selected_attention`].
-pub fn nsa_selected_attention<B: Backend>(
-    qkv: Float<B>,
-    block_indices: Ints<B>,
-    call: &NsaCall<B>,
-) -> NsaSelected<B> {
+pub fn nsa_selected_attention<B: Backend>(qkv: Float<B>, block_indices: Ints<B>, call: &NsaCall<B>) -> NsaSelected<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
     NsaSelected::without_lists(masked_attention::<B>(qkv, hidden, call.spec))
 }

@@ -17,10 +17,7 @@ fn gather_plan<B: Backend>(
 ) -> (Tensor<B, 1, Int>, Tensor<B, 4>) {
     let host = Host::new::<B>(documents);
     let starts = host.slot_starts(blocks);
-    let (l, num_slots) = (
-        blocks.compress_block_size as i32,
-        blocks.num_slots(host.seq_len),
-    );
+    let (l, num_slots) = (blocks.compress_block_size as i32, blocks.num_slots(host.seq_len));
     let (mut tokens, mut used) = (Vec::new(), Vec::new());
     for (slot, &start) in starts.iter().enumerate() {
         let row = (slot / num_slots * host.seq_len) as i32;
@@ -29,18 +26,11 @@ fn gather_plan<B: Backend>(
     }
     let len = tokens.len();
     let used = TensorData::new(used, [starts.len(), 1, 1, 1]).convert_dtype(dtype);
-    (
-        ints(tokens, [len], device),
-        Tensor::from_data(used, (device, dtype)),
-    )
+    (ints(tokens, [len], device), Tensor::from_data(used, (device, dtype)))
 }
 
 /// See [`crate::nsa_blocks`].
-pub fn nsa_blocks<B: Backend>(
-    qkv: Float<B>,
-    positions: [Float<B>; 2],
-    call: &NsaCall<B>,
-) -> Float<B> {
+pub fn nsa_blocks<B: Backend>(qkv: Float<B>, positions: [Float<B>; 2], call: &NsaCall<B>) -> Float<B> {
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, d] = qkv.dims();
@@ -114,11 +104,7 @@ pub fn nsa_mean_pool<B: Backend>(qkv: Float<B>, call: &NsaCall<B>) -> Float<B> {
 }
 
 /// `dqkv` of [`nsa_mean_pool`].
-pub fn nsa_mean_pool_backward<B: Backend>(
-    dims: [usize; 4],
-    call: &NsaCall<B>,
-    dy: Float<B>,
-) -> Float<B> {
+pub fn nsa_mean_pool_backward<B: Backend>(dims: [usize; 4], call: &NsaCall<B>, dy: Float<B>) -> Float<B> {
     let (dy, dtype) = upcast::<B, 3>(dy);
     let (l, [_, rows, d]) = (call.blocks.compress_block_size, dy.dims());
     let dy = (dy / l as f64)

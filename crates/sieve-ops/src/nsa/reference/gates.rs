@@ -13,11 +13,7 @@ fn gates<B: Backend>(logits: Float<B>, bias: Float<B>, num_heads: usize) -> Tens
 }
 
 /// See [`crate::nsa_gates`].
-pub fn nsa_gates<B: Backend>(
-    branches: [Float<B>; 3],
-    logits: Float<B>,
-    bias: Float<B>,
-) -> Float<B> {
+pub fn nsa_gates<B: Backend>(branches: [Float<B>; 3], logits: Float<B>, bias: Float<B>) -> Float<B> {
     let dtype = branches[0].dtype();
     let [a, b, c] = branches.map(|x| upcast::<B, 4>(x).0);
     let gates = gates::<B>(logits, bias, a.dims()[2]);
@@ -41,11 +37,7 @@ pub fn nsa_gates_backward<B: Backend>(
     let d_gates = Tensor::cat(d_gates.into(), 3);
     let slope = gates.clone() * (gates.ones_like() - gates.clone());
     let d_logits = (d_gates * slope).reshape([batch, n, num_heads * 3]);
-    let d_bias = d_logits
-        .clone()
-        .sum_dim(0)
-        .sum_dim(1)
-        .reshape([num_heads * 3]);
+    let d_bias = d_logits.clone().sum_dim(0).sum_dim(1).reshape([num_heads * 3]);
     let of_branch = |c| primitive((d_o.clone() * gates.clone().narrow(3, c, 1)).cast(dtype));
     [
         of_branch(0),

@@ -88,8 +88,7 @@ impl Gpu {
     fn open([first, len]: [usize; 2]) -> Self {
         let report = CudaReport::probe().expect("a GPU");
         let device = report.device(0).expect("a GPU");
-        let root =
-            std::env::var_os("XDG_CACHE_HOME").map_or_else(std::env::temp_dir, PathBuf::from);
+        let root = std::env::var_os("XDG_CACHE_HOME").map_or_else(std::env::temp_dir, PathBuf::from);
         let cache = KernelCache::open(&root.join("sieve"), &device.arch(), report.nvrtc);
         let cache = cache.expect("a folder for kernels");
         cache.init_runtime().expect("once");
@@ -112,9 +111,7 @@ impl Gpu {
     fn weights(&self, case: &Case) -> [Float<Cuda>; 2] {
         let kv = SPEC.num_kv_heads;
         let w_dt = (0..kv * WIDTH * kv).map(|at| 0.1 * value(7, at)).collect();
-        let a = (0..kv)
-            .map(|head| case.a * (1.0 + 0.1 * head as f32))
-            .collect();
+        let a = (0..kv).map(|head| case.a * (1.0 + 0.1 * head as f32)).collect();
         [
             primitive(upload(w_dt, [kv * WIDTH, kv], &self.device)),
             primitive(upload(a, [kv], &self.device)),
@@ -122,11 +119,7 @@ impl Gpu {
     }
 }
 
-fn upload<const D: usize>(
-    values: Vec<f32>,
-    shape: [usize; D],
-    device: &burn::tensor::Device<Cuda>,
-) -> Tensor<Cuda, D> {
+fn upload<const D: usize>(values: Vec<f32>, shape: [usize; D], device: &burn::tensor::Device<Cuda>) -> Tensor<Cuda, D> {
     Tensor::from_data(TensorData::new(values, shape), (device, DType::F32))
 }
 
@@ -161,9 +154,7 @@ fn some(x: Float<Cuda>) -> Vec<f32> {
     let x = tensor::<Cuda, 4>(x);
     let [_, len, heads, width] = x.dims();
     let token = heads * width;
-    let x = x
-        .reshape([len / 16, 16 * token])
-        .narrow(1, 15 * token, token);
+    let x = x.reshape([len / 16, 16 * token]).narrow(1, 15 * token, token);
     x.cast(DType::F32).into_data().iter::<f32>().collect()
 }
 
@@ -189,10 +180,7 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
     let [w_dt, a] = gpu.weights(case);
     let (x, weights, gates) = (qkv.clone(), w_dt.clone(), a.clone());
     let forward = composed::forward::<Cuda>(x, weights, gates, &documents, SPEC, dma);
-    let (o, expire) = (
-        some(forward.output.o.clone()),
-        ints(forward.selection.expire.clone()),
-    );
+    let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
     let state = DmaState {
         qkv,
         w_dt,
@@ -266,10 +254,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
                             Some(at) if at % kv == head => at / kv,
                             _ => {
                                 // A place that no key takes.
-                                assert!(
-                                    key.iter().all(|&x| x == 0.0),
-                                    "key {place} of head {head}"
-                                );
+                                assert!(key.iter().all(|&x| x == 0.0), "key {place} of head {head}");
                                 continue;
                             }
                         }
@@ -329,10 +314,7 @@ fn run_part(part_idx: usize, folder: &Path) {
     }
     let id = std::fs::read(id_file).expect("it is there");
     let nccl = NcclGroup::join(0, &id, [part_idx, PARTS], false).expect("a group");
-    let links = Arc::new(Gpus {
-        part: part_idx,
-        nccl,
-    });
+    let links = Arc::new(Gpus { part: part_idx, nccl });
     let keys = all_keys();
     for (number, case) in cases().iter().enumerate() {
         let found = part(&gpu, &links, case, &keys);
@@ -343,10 +325,7 @@ fn run_part(part_idx: usize, folder: &Path) {
         let bytes = |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect();
         write("o", bytes(&found.o));
         write("d_qkv", bytes(&found.d_qkv));
-        write(
-            "expire",
-            found.expire.iter().flat_map(|x| x.to_le_bytes()).collect(),
-        );
+        write("expire", found.expire.iter().flat_map(|x| x.to_le_bytes()).collect());
     }
 }
 
@@ -361,10 +340,7 @@ fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
 #[ignore = "needs four GPUs of one host and NCCL"]
 fn four_gpus_choose_the_keys_that_one_chooses() {
     if let Some(part) = std::env::var(PART).ok().and_then(|part| part.parse().ok()) {
-        return run_part(
-            part,
-            Path::new(&std::env::var_os(FOLDER).expect("set with it")),
-        );
+        return run_part(part, Path::new(&std::env::var_os(FOLDER).expect("set with it")));
     }
     let folder = std::env::temp_dir().join(format!("sieve-parts-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a folder");
@@ -387,9 +363,7 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
             bytes.expect("written above")
         };
         let joined = |what: &str| {
-            let bytes = (0..PARTS)
-                .flat_map(|part| read(part, what))
-                .collect::<Vec<_>>();
+            let bytes = (0..PARTS).flat_map(|part| read(part, what)).collect::<Vec<_>>();
             let values = bytes
                 .chunks_exact(4)
                 .map(|x| f32::from_le_bytes([x[0], x[1], x[2], x[3]]));
@@ -407,18 +381,11 @@ fn four_gpus_choose_the_keys_that_one_chooses() {
                 let (head, key) = (at / all, at % all);
                 let whole = expected.expire[head * ROW + key].min(all as i32);
                 let expected = if whole > first { whole } else { GONE };
-                assert_eq!(
-                    found, expected,
-                    "{}: part {part}, head {head}, key {key}",
-                    case.name
-                );
+                assert_eq!(found, expected, "{}: part {part}, head {head}, key {key}", case.name);
                 compared += 1;
             }
         }
-        let errors = [
-            relative_error(&o, &expected.o),
-            relative_error(&d_qkv, &expected.d_qkv),
-        ];
+        let errors = [relative_error(&o, &expected.o), relative_error(&d_qkv, &expected.d_qkv)];
         println!(
             "{}: {compared} keys of parts are active for the same queries; o differs by {:.1e}, dqkv by {:.1e}",
             case.name, errors[0], errors[1]

@@ -49,9 +49,7 @@ impl Buffer {
 
     fn find_worst(&mut self) {
         let items = self.items.iter().enumerate();
-        self.worst = items
-            .min_by(|a, b| worse(*a.1, *b.1))
-            .map_or(0, |(at, _)| at);
+        self.worst = items.min_by(|a, b| worse(*a.1, *b.1)).map_or(0, |(at, _)| at);
     }
 }
 
@@ -84,8 +82,7 @@ impl Gate {
             return false;
         }
         let p = 1.0 - self.slots as f64 / remaining as f64;
-        let accepted =
-            p <= 0.0 || score > self.mean + (self.m2 / self.count).sqrt() * normal_quantile(p);
+        let accepted = p <= 0.0 || score > self.mean + (self.m2 / self.count).sqrt() * normal_quantile(p);
         self.slots -= usize::from(accepted);
         accepted
     }
@@ -155,10 +152,7 @@ pub(crate) fn hybrid(scores: &[f32], k: usize, k_exact: usize) -> Vec<usize> {
             kept.push(out.1);
         }
     }
-    ascending(
-        kept.into_iter()
-            .chain(buffer.items.into_iter().map(|item| item.1)),
-    )
+    ascending(kept.into_iter().chain(buffer.items.into_iter().map(|item| item.1)))
 }
 
 fn ascending(indices: impl Iterator<Item = usize>) -> Vec<usize> {
@@ -262,14 +256,9 @@ mod tests {
         let mut recall = |drift: f32| {
             let mut hits = 0;
             for _ in 0..trials {
-                let scores: Vec<f32> = (0..n)
-                    .map(|j| random.normal() + drift * j as f32 / n as f32)
-                    .collect();
+                let scores: Vec<f32> = (0..n).map(|j| random.normal() + drift * j as f32 / n as f32).collect();
                 let best = top_k(&scores, k);
-                hits += hybrid(&scores, k, 8)
-                    .iter()
-                    .filter(|j| best.contains(j))
-                    .count();
+                hits += hybrid(&scores, k, 8).iter().filter(|j| best.contains(j)).count();
             }
             hits as f64 / (trials * k) as f64
         };

@@ -22,8 +22,7 @@ fn says_and_does(text: &str, num_tokens: usize, at: usize) -> (bool, bool) {
             layer: 9,
             ..layer(data)
         };
-        let mut session =
-            DecodeSession::new(&selector, shape).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let mut session = DecodeSession::new(&selector, shape).unwrap_or_else(|e| panic!("{text}: {e}"));
         let o = session.stream(&data.q, &data.k, &data.v);
         o.unwrap_or_else(|e| panic!("{text}: {e}"))
     });

@@ -26,8 +26,7 @@ fn dma_decode_equals_a_sort_of_all_keys() {
         f64::from(weights.a[head]) * x.exp().ln_1p()
     };
     for (bias, w) in [("exp", 9), ("linear", 9), ("exp", 1)] {
-        let mut selector =
-            Selector::parse(&format!("dma:keep_window_size={w},bias={bias}")).expect("valid");
+        let mut selector = Selector::parse(&format!("dma:keep_window_size={w},bias={bias}")).expect("valid");
         if let Method::Dma(config) = &mut selector.method {
             config.weights = Some(DmaWeights {
                 layers: vec![weights.clone()],
@@ -53,11 +52,7 @@ fn dma_decode_equals_a_sort_of_all_keys() {
                             .zip(data.call().key(head, j))
                             .map(|(q, k)| f64::from(*q) * f64::from(*k))
                             .sum();
-                        let delta = if bias == "exp" {
-                            z(j, head).exp()
-                        } else {
-                            z(j, head)
-                        };
+                        let delta = if bias == "exp" { z(j, head).exp() } else { z(j, head) };
                         product / 8.0_f64.sqrt() + delta
                     };
                     let weights: Vec<f64> = order.iter().map(|j| logit(j).exp()).collect();
@@ -92,30 +87,22 @@ fn dma_without_scores_is_a_sliding_window() {
 fn dma_scores_come_from_a_checkpoint_or_its_export() {
     let path = std::env::temp_dir().join(format!("sieve-dma-{}.safetensors", std::process::id()));
     let (a, w_dt): (Vec<u8>, Vec<u8>) = (
-        [0.5_f32, -1.0]
-            .iter()
-            .flat_map(|x| x.to_le_bytes())
-            .collect(),
+        [0.5_f32, -1.0].iter().flat_map(|x| x.to_le_bytes()).collect(),
         (0..32).flat_map(|i| (i as f32).to_le_bytes()).collect(),
     );
     let text = format!("dma:keep_window_size=5,scores={}", path.display());
     for (prefix, name) in [("", "a"), ("model.", "A")] {
         let view = |shape: Vec<usize>, data| {
-            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, data)
-                .expect("whole")
+            safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, data).expect("whole")
         };
         let tensors = [
-            (
-                format!("{prefix}layers.0.self_attn.{name}"),
-                view(vec![2], &a),
-            ),
+            (format!("{prefix}layers.0.self_attn.{name}"), view(vec![2], &a)),
             (
                 format!("{prefix}layers.0.self_attn.dt_proj.weight"),
                 view(vec![2, 16], &w_dt),
             ),
         ];
-        std::fs::write(&path, safetensors::serialize(tensors, None).expect("small"))
-            .expect("a temporary file");
+        std::fs::write(&path, safetensors::serialize(tensors, None).expect("small")).expect("a temporary file");
         let selector = Selector::parse(&text).expect("valid");
         let Method::Dma(config) = &selector.method else {
             panic!("another method");
@@ -138,9 +125,6 @@ fn dma_scores_come_from_a_checkpoint_or_its_export() {
     std::fs::write(&path, [0; 8]).expect("a temporary file");
     assert!(Selector::parse(&text).is_err());
     std::fs::remove_file(&path).expect("it was there");
-    refusal(
-        Selector::parse(&text),
-        "model.safetensors of a DMA checkpoint",
-    );
+    refusal(Selector::parse(&text), "model.safetensors of a DMA checkpoint");
     assert!(Selector::parse("dma:keep_window_size=0").is_err());
 }

@@ -13,11 +13,9 @@ fn infinitehip_decode_chooses_as_its_prefill_with_blocks_of_one() {
         .expect("it is there");
     let data = TestCall::structured(&mut Random(105), 120, [4, 2], 8);
     let (_, kept) = stream(text, &data);
-    let prefill = Selector::parse(&format!(
-        "{text},prefill_dense_below=0,min_prefill_tokens=0"
-    ))
-    .and_then(|selector| selector.select(&data.call()))
-    .expect("valid");
+    let prefill = Selector::parse(&format!("{text},prefill_dense_below=0,min_prefill_tokens=0"))
+        .and_then(|selector| selector.select(&data.call()))
+        .expect("valid");
     for (t, kept) in kept.iter().enumerate() {
         for (head, kept) in kept.iter().enumerate() {
             let shown = crate::oracle::expanded_row(&prefill, head, t);
@@ -41,8 +39,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
         let far = |(t, lists): (usize, &Vec<Vec<u32>>)| -> Vec<u32> {
             // Beside the sink and all that the window and what left it can hold.
             let keys = lists[0].iter().copied();
-            keys.filter(|&j| j >= 4 && (j as usize) + 6 + 16 < t)
-                .collect()
+            keys.filter(|&j| j >= 4 && (j as usize) + 6 + 16 < t).collect()
         };
         kept.iter().enumerate().map(far).collect()
     };
@@ -72,10 +69,7 @@ fn infinitehip_decode_refreshes_each_stage_at_its_own_steps() {
             .all(|t| first[t] == fresh[t] && third[t] == fresh[t])
     );
     for (text, wanted) in [
-        (
-            "infinitehip:refresh_2=5",
-            "refresh_2=5 does not divide refresh_1=32",
-        ),
+        ("infinitehip:refresh_2=5", "refresh_2=5 does not divide refresh_1=32"),
         ("infinitehip:refresh_3=0", "refresh_3=0 makes no sense"),
     ] {
         refusal(Selector::parse(text), wanted);

@@ -3,9 +3,7 @@ use super::{BATCH_TOKENS, PplArgs, prepared_data};
 use crate::terminal;
 use anyhow::{Result, bail};
 use sieve_data::Tokenizer;
-use sieve_eval::{
-    EvalDocument, EvalError, Extrapolation, extrapolation, prepared_documents, text_documents,
-};
+use sieve_eval::{EvalDocument, EvalError, Extrapolation, extrapolation, prepared_documents, text_documents};
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
 
@@ -41,14 +39,7 @@ pub(super) fn measure<B: SieveBackend>(
         let bar = terminal::progress_bar(0, "{human_pos} tokens behind longer contexts, {elapsed}");
         let sizes = (BATCH_TOKENS, max_pieces);
         let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
-        let found = extrapolation(
-            &loaded.model,
-            documents,
-            &contexts,
-            sizes,
-            device,
-            &mut observe,
-        );
+        let found = extrapolation(&loaded.model, documents, &contexts, sizes, device, &mut observe);
         bar.finish_and_clear();
         found
     };

@@ -80,10 +80,7 @@ mod tests {
         };
         let mask = SparseMask::dense(shape);
         let o = OUTSIDE;
-        assert_eq!(
-            cells(&mask, 1, 4),
-            [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]
-        );
+        assert_eq!(cells(&mask, 1, 4), [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]);
         let encoded = png(&[mask.clone(), mask]);
         let decoder = png::Decoder::new(encoded.as_slice());
         let (frame, mut reader) = decoder.read_info().expect("a header");

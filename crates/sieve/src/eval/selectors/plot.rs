@@ -42,10 +42,7 @@ mod tests {
             points,
         };
         let svg = svg("t", vec![curve(vec![(1.0, 1.0), (0.1, 0.75)])]);
-        assert!(
-            svg.contains("\n0.70\n") && svg.contains("\n1.00\n"),
-            "{svg}"
-        );
+        assert!(svg.contains("\n0.70\n") && svg.contains("\n1.00\n"), "{svg}");
         assert!(!svg.contains("\n0.60\n"), "{svg}");
     }
 }

@@ -42,10 +42,7 @@ pub(super) fn svg<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Tr
             None => curves.push((name, vec![point])),
         }
     }
-    for row in trained
-        .iter()
-        .filter(|row| row.measure.num_tokens == longest)
-    {
+    for row in trained.iter().filter(|row| row.measure.num_tokens == longest) {
         let point = Point {
             density: row.measure.density,
             prefill_ms: row.measure.prefill_ms,
@@ -159,9 +156,6 @@ mod tests {
         assert_eq!(svg.matches("<polygon").count(), 2 * 4 + 3, "{svg}");
         assert!(svg.contains("the same against time") && svg.contains("\n0.02"));
         let range = added_range(vec![0.01, 5.0, 0.02, -0.01]);
-        assert!(
-            range.start < -0.01 && range.end > 0.02 && range.end < 0.1,
-            "{range:?}"
-        );
+        assert!(range.start < -0.01 && range.end > 0.02 && range.end < 0.1, "{range:?}");
     }
 }

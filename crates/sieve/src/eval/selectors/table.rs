@@ -37,12 +37,7 @@ pub(super) fn print_json<B: SieveBackend>(
 }
 
 /// Prints all lengths.
-pub(super) fn print<B: SieveBackend>(
-    run: &Run<'_, B>,
-    rows: &[Row],
-    trained: &[Trained],
-    left_out: &[anyhow::Error],
-) {
+pub(super) fn print<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained], left_out: &[anyhow::Error]) {
     let (args, loaded) = (run.args, run.loaded);
     let chunks = match args.chunk {
         Some(chunk) => format!(", read in chunks of {chunk} tokens"),
@@ -59,13 +54,7 @@ pub(super) fn print<B: SieveBackend>(
         args.windows,
         crate::device::num_threads(),
     ));
-    let width = run
-        .labels
-        .iter()
-        .map(String::len)
-        .max()
-        .unwrap_or(0)
-        .max(15);
+    let width = run.labels.iter().map(String::len).max().unwrap_or(0).max(15);
     for &length in &args.lengths {
         let of_length = rows.iter().filter(|row| row.measure.num_tokens == length);
         print_selectors(length, width, &of_length.collect::<Vec<_>>());
@@ -172,12 +161,7 @@ fn print_trained(rows: &[&Trained], dense_loss: Option<f64>) {
     }
     terminal::line(&format!(
         "{:40} {:>8} {:>15} {:>11} {:>8} {:>9}",
-        "trained with its own attention",
-        "density",
-        "distinct tokens",
-        "prefill ms",
-        "loss",
-        "loss +"
+        "trained with its own attention", "density", "distinct tokens", "prefill ms", "loss", "loss +"
     ));
     for row in rows {
         let m = &row.measure;
