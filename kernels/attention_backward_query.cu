@@ -14,10 +14,7 @@
 // Numerics   dS rounded to bf16 for the product, f32 accumulator, fixed order, one rounding; writes every element of dq
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #include "common/attention_params.cuh"
-#include "common/block_order.cuh"
 #include "common/attention_backward_query.cuh"
-
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_backward_query(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_start,
@@ -25,19 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     const float* delta, const float* base,
 #endif
     bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-#include "common/begin_dense_tile.cuh"
-  stream.ring = shared_memory + BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;
-
-  BackwardQueries back;
-  back.d_out = d_out;
-  back.stats = row_stats;
-  back.dq = dq + params.dq_offset + batch * params.dq_batch_stride + (u64)head * HEAD_DIM;
-  back.dq_stride = params.dq_token_stride;
-  back.padded_len = (int)params.padded_len;
-  back.softmax_scale = f32_word(params.softmax_scale);
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
-  if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
-  attention_backward_query_tile(shared_tile, back, stream, shared_memory);
+#include "common/begin_tile.cuh"
+  const BackwardQueries back = backward_queries(d_out, row_stats, dq, params, tile);
+  attention_backward_query_tile(shared_copy(tile), back, stream, shared_memory);
 }

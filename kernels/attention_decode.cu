@@ -25,24 +25,9 @@
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
 #include "common/split_decode.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef HEAD_DIM_V
-#define HEAD_DIM_V HEAD_DIM
-#endif
 #ifndef APPEND
 #define APPEND 1
 #endif
-#ifndef NUM_STAGES
-#define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
-#endif
-
-#ifndef NUM_WARPS
-#define NUM_WARPS (HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4)
-#endif
-constexpr int NUM_THREADS = NUM_WARPS * 32;
-typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
 
 struct AttentionDecodeParams {
   u64 num_heads, num_kv_heads, capacity, window_size, num_splits, softmax_scale;
@@ -56,14 +41,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #endif
                      bf16* k_cache, bf16* v_cache, const i32* __restrict__ length, bf16* __restrict__ o,
                      float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ u32 last_flag;
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int group_size = (int)(params.num_heads / params.num_kv_heads),
-            row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
-  const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
-  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x,
-            num_splits = (int)params.num_splits;
+#include "common/begin_decode.cuh"
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head, capacity = params.capacity;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
 

@@ -28,10 +28,7 @@
 //            Masked weights are 0, and 0 times NaN is NaN: NaN or infinity in v of one document reaches queries of its
 //            neighbours in the same tile of keys
 #include "common/attention_params.cuh"
-#include "common/block_order.cuh"
 #include "common/attention_forward.cuh"
-
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forward(
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
@@ -39,11 +36,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_forw
     const float* delta, const float* base,
 #endif
     bf16* o, float* lse, const __grid_constant__ AttentionForwardParams params) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-#include "common/begin_dense_tile.cuh"
-  stream.ring = shared_memory + Q_TILE_BYTES;
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
-  if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
-  attention_forward_tile(shared_tile, {o, lse}, stream, shared_memory);
+#include "common/begin_tile.cuh"
+  attention_forward_tile(shared_copy(tile), {o, lse}, stream, shared_memory);
 }

@@ -16,10 +16,7 @@
 // Numerics   f32 probabilities and sums, fixed order; writes D of every query, no padding
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #include "common/attention_params.cuh"
-#include "common/block_order.cuh"
 #include "common/attention_row_sums.cuh"
-
-constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_row_sums(
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
@@ -27,11 +24,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_row_
     const float* delta, const float* base,
 #endif
     const __grid_constant__ AttentionRowSumsParams params) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-#include "common/begin_dense_tile.cuh"
-  stream.ring = shared_memory + Q_AND_DO_BYTES;
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
-  if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
-  attention_row_sums_tile(shared_tile, {d_out, row_stats, (int)params.padded_len}, stream, shared_memory);
+#include "common/begin_tile.cuh"
+  attention_row_sums_tile(shared_copy(tile), {d_out, row_stats, (int)params.padded_len}, stream, shared_memory);
 }

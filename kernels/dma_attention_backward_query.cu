@@ -16,28 +16,12 @@
 #include "common/attention_params.cuh"
 #include "common/attention_backward_query.cuh"
 
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     dma_attention_backward_query(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out,
                                  const float2* row_stats, const float* delta, const float* base, const int2* list,
                                  const i32* tile_window, bf16* dq,
                                  const __grid_constant__ DmaAttentionBackwardQueryParams params) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-#include "common/begin_listed_tile.cuh"
-  stream.ring = shared_memory + BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;
-
-  BackwardQueries back;
-  back.d_out = d_out;
-  back.stats = row_stats;
-  back.dq = dq + params.dq_offset + batch * params.dq_batch_stride + (u64)head * HEAD_DIM;
-  back.dq_stride = params.dq_token_stride;
-  back.padded_len = (int)params.padded_len;
-  back.softmax_scale = f32_word(params.softmax_scale);
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
-  if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
-  attention_backward_query_tile(shared_tile, back, stream, shared_memory);
+#include "common/begin_tile.cuh"
+  const BackwardQueries back = backward_queries(d_out, row_stats, dq, params, tile);
+  attention_backward_query_tile(shared_copy(tile), back, stream, shared_memory);
 }

@@ -27,19 +27,10 @@
 #include "common/attention_params.cuh"
 #include "common/attention_forward.cuh"
 
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     dma_attention_forward(const bf16* q, const bf16* k, const bf16* v, const float* delta, const float* base,
                           const int2* list, const i32* tile_window, bf16* o, float* lse,
                           const __grid_constant__ DmaAttentionForwardParams params) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-#include "common/begin_listed_tile.cuh"
-  stream.ring = shared_memory + Q_TILE_BYTES;
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
-  if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
-  attention_forward_tile(shared_tile, {o, lse}, stream, shared_memory);
+#include "common/begin_tile.cuh"
+  attention_forward_tile(shared_copy(tile), {o, lse}, stream, shared_memory);
 }

@@ -13,19 +13,10 @@
 #include "common/attention_params.cuh"
 #include "common/attention_row_sums.cuh"
 
-#ifndef SUPER_BLOCK
-#define SUPER_BLOCK 1024
-#endif
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     dma_attention_row_sums(const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats,
                            const float* delta, const float* base, const int2* list, const i32* tile_window,
                            const __grid_constant__ DmaAttentionRowSumsParams params) {
-  extern __shared__ __align__(128) unsigned char shared_memory[];
-#include "common/begin_listed_tile.cuh"
-  stream.ring = shared_memory + Q_AND_DO_BYTES;
-  __shared__ QueryTile shared_tile;  // what is needed at the ends of the loop only would cost it registers
-  if (threadIdx.x == 0) shared_tile = tile;
-  __syncthreads();  // every thread reads it
-  attention_row_sums_tile(shared_tile, {d_out, row_stats, (int)params.padded_len}, stream, shared_memory);
+#include "common/begin_tile.cuh"
+  attention_row_sums_tile(shared_copy(tile), {d_out, row_stats, (int)params.padded_len}, stream, shared_memory);
 }

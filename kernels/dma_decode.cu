@@ -30,32 +30,17 @@
 #include "common/order_key.cuh"
 #include "common/split_decode.cuh"
 
-#ifndef HEAD_DIM
-#define HEAD_DIM 128
-#endif
-#ifndef HEAD_DIM_V
-#define HEAD_DIM_V HEAD_DIM
-#endif
 #ifndef BIAS_LINEAR
 #define BIAS_LINEAR 0
 #endif
 #ifndef NO_BIAS
 #define NO_BIAS 0
 #endif
-#ifndef NUM_STAGES
-#define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
-#endif
-
-#ifndef NUM_WARPS
-#define NUM_WARPS (HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4)
-#endif
-constexpr int NUM_THREADS = NUM_WARPS * 32;
 constexpr float MAX_EXPONENT = 60.f;  // exp overflows at 88.7, and one such key would own the softmax
 constexpr i32 NO_SLOT = -1;
 constexpr int EARLY = NUM_WARPS > 4 ? 2 : 4;  // vectors of scores a thread asks for at once: 2048 slots in all
 constexpr int K_CHUNKS = HEAD_DIM / 8, V_CHUNKS = HEAD_DIM_V / 8;
 static_assert(K_CHUNKS + V_CHUNKS <= NUM_THREADS, "a thread keeps one chunk of the new key or value");
-typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;
 
 struct DmaDecodeParams {
   u64 num_heads, num_kv_heads, keep_window_size, num_splits, softmax_scale;
@@ -70,17 +55,10 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
                const float* __restrict__ z_new, bf16* k_cache, bf16* v_cache, float* slot_z, i32* slot_position,
                const i32* __restrict__ length, bf16* __restrict__ o, float* partials, u32* counters,
                const __grid_constant__ DmaDecodeParams params) {
-  extern __shared__ __align__(16) unsigned char shared_bytes[];
-  __shared__ u32 last_flag;
+#include "common/begin_decode.cuh"
   __shared__ u64 warp_smallest[NUM_WARPS];
   __shared__ float warp_largest[NUM_WARPS];
   __shared__ i32 warp_slot[NUM_WARPS];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int group_size = (int)(params.num_heads / params.num_kv_heads),
-            row_blocks = (group_size + DECODE_ROWS - 1) / DECODE_ROWS;
-  const int kv_head = blockIdx.y / row_blocks, first_row = blockIdx.y % row_blocks * DECODE_ROWS;
-  const int num_rows = min(group_size - first_row, DECODE_ROWS), split = blockIdx.x,
-            num_splits = (int)params.num_splits;
   const i32 window = (i32)params.keep_window_size;
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group

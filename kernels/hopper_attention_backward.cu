@@ -7,12 +7,11 @@
 //            dS_ij = P_ij (do_i . v_j - D_i); dk_j = softmax_scale * sum_i dS_ij q_i; ddelta_j = sum_i dS_ij;
 //            dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, doc_end,
-//            (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
-// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM),
-//            HAS_BIAS, COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES,
-//            DO_STAGES, TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its
-//            strides, base at its offset) and do, box 1 x 64 x 64, 128-byte swizzle;
+// Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
+//            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then as many unread pointers, q, k, v, do,
+//            row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
+//            COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first
 //            (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
@@ -27,7 +26,8 @@
 #include "common/hopper_backward.cuh"
 #include "common/hopper_backward_wide.cuh"
 
-constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
+// Queries and output gradients of the heads in work at a time; their sums of dq take as much again of the L2 cache.
+constexpr u64 SECTION_BYTES = 32 << 20;
 
 // 128 successive keys.
 struct DenseKeys {
@@ -66,11 +66,9 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
-#if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-#endif
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const i32* doc_end,
+    const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats, const i32* doc_end,
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
@@ -96,20 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   keys.seq_len = seq_len;
   keys.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
   BackwardBlock block;
-#if TENSOR_MAPS
   block.q_map = &q_map;
   block.do_map = &do_map;
-#endif
   block.batch = batch;
   block.head = head;
   block.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
   block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
   block.k_stride = (u32)params.k_token_stride;
   block.v_stride = (u32)params.v_token_stride;
-  block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
-  block.q_stride = (u32)params.q_token_stride;
-  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM_V;
-  block.do_stride = (u32)num_heads * HEAD_DIM_V;
   block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
 #if HAS_BIAS
   block.base = base + ((u64)batch * num_kv_heads + kv_head) * params.padded_len;
@@ -118,7 +110,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #endif
   block.group_size = group_size;
-  block.seq_len = seq_len;
   block.padded_len = (int)params.padded_len;
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;

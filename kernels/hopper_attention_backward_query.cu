@@ -26,22 +26,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
     const float* delta, const float* base,
 #endif
     bf16* dq, const __grid_constant__ AttentionBackwardQueryParams params) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 shared = start_block(shared_memory);
-  InputTensors tensors = input_tensors(q, k, v, params);
-#if HAS_BIAS
-  tensors.delta = delta;
-  tensors.base = base;
-#endif
-  tensors.d_out = d_out;
-  const DenseWork work(doc_start, params);
+#include "common/begin_hopper_tile.cuh"
   const QueryGradientConsumer consumer = {row_stats, (int)params.padded_len, dq + params.dq_offset,
                                           params.dq_token_stride, params.dq_batch_stride};
-  __syncthreads();  // the barriers are set up
-#if TENSOR_MAPS
-  const TensorMap* maps[4] = {&q_map, &k_map, &v_map, &do_map};
   run_block(tensors, work, consumer, maps, shared);
-#else
-  run_block(tensors, work, consumer, nullptr, shared);
-#endif
 }

@@ -24,21 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_su
     const float* delta, const float* base,
 #endif
     const __grid_constant__ AttentionRowSumsParams params) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 shared = start_block(shared_memory);
-  InputTensors tensors = input_tensors(q, k, v, params);
-#if HAS_BIAS
-  tensors.delta = delta;
-  tensors.base = base;
-#endif
-  tensors.d_out = d_out;
-  const DenseWork work(doc_start, params);
+#include "common/begin_hopper_tile.cuh"
   const RowSumsConsumer consumer = {row_stats, (int)params.padded_len};
-  __syncthreads();  // the barriers are set up
-#if TENSOR_MAPS
-  const TensorMap* maps[4] = {&q_map, &k_map, &v_map, &do_map};
   run_block(tensors, work, consumer, maps, shared);
-#else
-  run_block(tensors, work, consumer, nullptr, shared);
-#endif
 }

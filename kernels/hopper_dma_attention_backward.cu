@@ -6,8 +6,8 @@
 //            softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j
 //            += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, (HAS_BIAS:
-//            delta, base,) list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, (HAS_BIAS: ddelta)
+// Buffers    q_map, do_map by value, then as many unread pointers, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
+//            list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, (HAS_BIAS: ddelta)
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made
 //            without atomics, COMPUTE_DQ must be 0 and a launch covers one super-block (launches in ascending order fix
 //            the order of every sum; dq comes from dma_attention_backward_query)
@@ -106,11 +106,9 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward(
-#if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-#endif
-    const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats,
+    const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats,
 #if HAS_BIAS
     const float* delta, const float* base,
 #endif
@@ -148,20 +146,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   keys.end_query = min(keys.first_query + SUPER_BLOCK, seq_len);
 
   BackwardBlock block;
-#if TENSOR_MAPS
   block.q_map = &q_map;
   block.do_map = &do_map;
-#endif
   block.batch = batch;
   block.head = head;
   block.k = k + params.k_offset + batch * params.k_batch_stride + (u64)kv_head * HEAD_DIM;
   block.v = v + params.v_offset + batch * params.v_batch_stride + (u64)kv_head * HEAD_DIM;
   block.k_stride = (u32)params.k_token_stride;
   block.v_stride = (u32)params.v_token_stride;
-  block.q = q + params.q_offset + batch * params.q_batch_stride + (u64)head * HEAD_DIM;
-  block.q_stride = (u32)params.q_token_stride;
-  block.d_out = d_out + ((u64)batch * seq_len * num_heads + head) * HEAD_DIM;
-  block.do_stride = (u32)num_heads * HEAD_DIM;
   block.stats = row_stats + ((u64)batch * num_heads + head) * params.padded_len;
 #if HAS_BIAS
   block.base = base + list_row * params.padded_len;
@@ -170,7 +162,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #endif
   block.group_size = group_size;
-  block.seq_len = seq_len;
   block.padded_len = (int)params.padded_len;
   block.dq_first = (int)params.first_super_block * SUPER_BLOCK;
   block.dq_len = (int)params.dq_len;

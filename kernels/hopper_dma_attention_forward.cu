@@ -38,24 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_fo
     short* o_low,
 #endif
     const __grid_constant__ DmaAttentionForwardParams params) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 shared = start_block(shared_memory);
-  InputTensors tensors = input_tensors(q, k, v, params);
-#if HAS_BIAS
-  tensors.delta = delta;
-  tensors.base = base;
-#endif
-  const GatherWork work(list, tile_window, params);
+#include "common/begin_hopper_tile.cuh"
 #if RESIDUAL
   const ForwardConsumer consumer = {{o, lse, o_low}};
 #else
   const ForwardConsumer consumer = {{o, lse, nullptr}};
 #endif
-  __syncthreads();  // the barriers are set up
-#if TENSOR_MAPS
-  const TensorMap* maps[4] = {&q_map, nullptr, nullptr, nullptr};
   run_block(tensors, work, consumer, maps, shared);
-#else
-  run_block(tensors, work, consumer, nullptr, shared);
-#endif
 }

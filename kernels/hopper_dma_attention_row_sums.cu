@@ -24,19 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ro
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta,
     const float* base, const int2* list, const i32* tile_window,
     const __grid_constant__ DmaAttentionRowSumsParams params) {
-  extern __shared__ __align__(1024) unsigned char shared_memory[];
-  const u32 shared = start_block(shared_memory);
-  InputTensors tensors = input_tensors(q, k, v, params);
-  tensors.delta = delta;
-  tensors.base = base;
-  tensors.d_out = d_out;
-  const GatherWork work(list, tile_window, params);
+#include "common/begin_hopper_tile.cuh"
   const RowSumsConsumer consumer = {row_stats, (int)params.padded_len};
-  __syncthreads();  // the barriers are set up
-#if TENSOR_MAPS
-  const TensorMap* maps[4] = {&q_map, nullptr, nullptr, &do_map};
   run_block(tensors, work, consumer, maps, shared);
-#else
-  run_block(tensors, work, consumer, nullptr, shared);
-#endif
 }

@@ -8,8 +8,8 @@
 // Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; TENSOR_MAPS 0: keys
 //            one by one, for any mask;
 //            1: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are
-//            multiples of 64, PAIRS 1: whose query tiles have 64 rows;
-//            maps of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x 64 x 64, 128-byte swizzle
+//            multiples of KEY_BOX (64, 128), PAIRS 1: whose query tiles have 64 rows, with KEY_BOX 64;
+//            maps of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x KEY_BOX x 64, 128-byte swizzle
 // Tiling     a tile is 128 rows of one query tile, or with PAIRS two neighbouring ones.
 //            Persistent: grid (multiprocessors, 1, 1);
 //            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (TENSOR_MAPS
@@ -44,7 +44,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention
   __syncthreads();  // the barriers are set up
 #if TENSOR_MAPS
   const TensorMap* maps[2] = {&k_map, &v_map};
-  run_block(tensors, BlockWork(sparse), BlockConsumer{out}, maps, shared);
+#if PAIRS
+  const PairConsumer consumer = {out};
+#else
+  const ForwardConsumer consumer = {out};
+#endif
+  run_block(tensors, BlockWork(sparse), consumer, maps, shared);
 #else
   run_block(tensors, SparseWork(sparse), ForwardConsumer{out}, nullptr, shared);
 #endif

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   stream.keys = &shared_keys;
   stream.num_keys = keys.count();
   stream.num_tiles = ceil_div(stream.num_keys, BLOCK_KV);
-  stream.ring = shared_memory + Q_TILE_BYTES;
+  stream.ring = shared_memory + RING_AT;
   if (threadIdx.x == 0) {
     shared_tile = tile;
     shared_keys = keys;

@@ -4,15 +4,17 @@
 //            5); y as the forward
 // Layout     gate_up [rows, 2*d_ff], rows row_stride elements apart; dy [rows, d_ff], rows dy_stride apart; dgate_up
 //            [rows, 2*d_ff] contiguous, gate columns first; y [rows, d_ff] contiguous; all bf16 or all f32
-// Buffers    gate_up, dy, dgate_up, y (HAS_OUTPUT); dgate_up may be gate_up and y may be dy where those are contiguous:
-//            a thread reads its columns before it writes them
-// Defines    HAS_OUTPUT (0), IS_BF16 (1: bf16, 0: f32), VECTOR (elements a thread loads at once: 8 bf16 or 4 f32, or 1
-//            when d_ff or a stride is no multiple of that) (set by sieve-kernels/src/step/swiglu_backward.rs)
+// Buffers    gate_up, dy, dgate_up, amax (AMAX_PARTIALS), y (HAS_OUTPUT); dgate_up may be gate_up and y may be dy where
+//            those are contiguous: a thread reads its columns before it writes them
+// Defines    HAS_OUTPUT (0), AMAX_PARTIALS (0; else into how many parts dgate_up's largest magnitude goes,
+//            common/amax.cuh), IS_BF16 (1: bf16, 0: f32), VECTOR (elements a thread loads at once: 8 bf16 or 4 f32, or
+//            1 when d_ff or a stride is no multiple of that) (set by sieve-kernels/src/step/swiglu_backward.rs)
 // Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
 //            no shared memory
 // Numerics   f32 inside, one rounding at each store; writes every element of dgate_up and y, accumulates into nothing;
 //            memory-bound, each input is read once
 // Edges      the last block of columns may be short; rows = 0 or d_ff = 0 is refused by the wrapper
+#include "common/amax.cuh"
 #include "common/row_vector.cuh"
 
 #ifndef HAS_OUTPUT
@@ -28,36 +30,41 @@ struct SwigluBackwardParams { u64 d_ff, row_stride, dy_stride; };
 
 extern "C" __global__ void __launch_bounds__(256)
     swiglu_backward(const element* gate_up, const element* dy, element* dgate_up,
-                    OUTPUT_BUFFER const __grid_constant__ SwigluBackwardParams params) {
+                    AMAX_BUFFER OUTPUT_BUFFER const __grid_constant__ SwigluBackwardParams params) {
   const u64 row = blockIdx.x;
   const u64 column = (u64(blockIdx.y) * 256 + threadIdx.x) * VECTOR;
-  if (column >= params.d_ff) return;
+  Amax largest;
+  if (column < params.d_ff) {
+    // Load
+    float gate[VECTOR], up[VECTOR], grad[VECTOR];
+    load_vector(gate_up + row * params.row_stride + column, gate);
+    load_vector(gate_up + row * params.row_stride + params.d_ff + column, up);
+    load_vector(dy + row * params.dy_stride + column, grad);
 
-  // Load
-  float gate[VECTOR], up[VECTOR], grad[VECTOR];
-  load_vector(gate_up + row * params.row_stride + column, gate);
-  load_vector(gate_up + row * params.row_stride + params.d_ff + column, up);
-  load_vector(dy + row * params.dy_stride + column, grad);
-
-  float dgate[VECTOR], dup[VECTOR];
+    float dgate[VECTOR], dup[VECTOR];
 #if HAS_OUTPUT
-  float result[VECTOR];
+    float result[VECTOR];
 #endif
 #pragma unroll
-  for (int i = 0; i < VECTOR; ++i) {
-    const float sigmoid = 1.0f / (1.0f + expf(-gate[i]));
-    dgate[i] = grad[i] * up[i] * sigmoid * (1.0f + gate[i] * (1.0f - sigmoid));
-    dup[i] = grad[i] * gate[i] * sigmoid;
+    for (int i = 0; i < VECTOR; ++i) {
+      const float sigmoid = 1.0f / (1.0f + expf(-gate[i]));
+      dgate[i] = grad[i] * up[i] * sigmoid * (1.0f + gate[i] * (1.0f - sigmoid));
+      dup[i] = grad[i] * gate[i] * sigmoid;
+      largest.keep(dgate[i]), largest.keep(dup[i]);
 #if HAS_OUTPUT
-    result[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];  // as the forward rounds it
+      result[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];  // as the forward rounds it
+#endif
+    }
+
+    // Store
+    element* out = dgate_up + row * 2 * params.d_ff;
+    store_vector(out + column, dgate);
+    store_vector(out + params.d_ff + column, dup);
+#if HAS_OUTPUT
+    store_vector(y + row * params.d_ff + column, result);
 #endif
   }
-
-  // Store
-  element* out = dgate_up + row * 2 * params.d_ff;
-  store_vector(out + column, dgate);
-  store_vector(out + params.d_ff + column, dup);
-#if HAS_OUTPUT
-  store_vector(y + row * params.d_ff + column, result);
+#if AMAX_PARTIALS
+  largest.store(amax);
 #endif
 }

@@ -15,9 +15,23 @@ struct BackwardQueries {
   float softmax_scale;
 };
 
-static_assert(BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2 + KV_STREAM_BYTES <= 227 * 1024,
+constexpr int RING_AT = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;  // behind queries and output gradients
+static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
               "no device gives a block more shared memory");
 static_assert(WARP_ROWS == 16, "one row tile a warp: scores and their gradients stand in registers together");
+
+template <class Params>
+DEVICE BackwardQueries backward_queries(const bf16* d_out, const float2* row_stats, bf16* dq, const Params& params,
+                                        const QueryTile& tile) {
+  BackwardQueries back;
+  back.d_out = d_out;
+  back.stats = row_stats;
+  back.dq = dq + params.dq_offset + tile.batch * params.dq_batch_stride + (u64)tile.head * HEAD_DIM;
+  back.dq_stride = params.dq_token_stride;
+  back.padded_len = (int)params.padded_len;
+  back.softmax_scale = f32_word(params.softmax_scale);
+  return back;
+}
 
 DEVICE void attention_backward_query_tile(const QueryTile& tile, const BackwardQueries& back, KvStream& stream,
                                           unsigned char* memory) {

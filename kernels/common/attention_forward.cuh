@@ -14,8 +14,8 @@
 
 constexpr int KEY_TILES = BLOCK_KV / 8;
 constexpr int VALUE_TILES = HEAD_DIM_V / 8;
-constexpr int Q_TILE_BYTES = BLOCK_Q * HEAD_DIM * 2;
-static_assert(Q_TILE_BYTES + KV_STREAM_BYTES <= 227 * 1024,
+constexpr int RING_AT = BLOCK_Q * HEAD_DIM * 2;  // behind the queries
+static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
               "no device gives a block more shared memory; the caller checks its own limit");
 static_assert(HEAD_DIM_V <= HEAD_DIM, "the output tile is staged where the queries were");
 

@@ -9,8 +9,8 @@
 #define Q_IN_REGISTERS 0
 #endif
 
-constexpr int Q_AND_DO_BYTES = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;
-static_assert(Q_AND_DO_BYTES + KV_STREAM_BYTES <= 227 * 1024,
+constexpr int RING_AT = BLOCK_Q * (HEAD_DIM + HEAD_DIM_V) * 2;  // behind queries and output gradients
+static_assert(RING_AT + KV_STREAM_BYTES <= 227 * 1024,
               "no device gives a block more shared memory; the caller checks its own limit");
 
 struct RowSums {

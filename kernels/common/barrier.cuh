@@ -9,7 +9,7 @@ DEVICE void barrier_init(u32 barrier, int arrivals) {
 // Makes initialised barriers known to the copy engine; a __syncthreads must follow.
 DEVICE void barrier_ready() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  asm volatile("fence.proxy.async;" ::: "memory");
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 DEVICE void barrier_arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");

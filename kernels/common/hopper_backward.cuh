@@ -1,11 +1,10 @@
 // hopper_backward: the gradients of a block of 128 keys on Hopper (sm_90a), from every query that sees one of them
 // (arXiv:2407.08608, section 3 and its backward). Used by hopper_attention_backward.cu (dense, sliding window) and
 // hopper_dma_attention_backward.cu (gathered lists), which document it.
-// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS, DQ_BULK and no bias: hopper_backward_wide.cuh has
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias: hopper_backward_wide.cuh has
 //            the consumer); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
 //            from registers;
-//            Q_STAGES, DO_STAGES; TENSOR_MAPS 0|1: queries and output gradients by the copy engine instead of cp.async;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            Q_STAGES, DO_STAGES; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK
 // += dS^T Q, whose sums stay in registers. dS^T also goes through shared memory, for dQ = dS K, of which each warpgroup
@@ -31,9 +30,6 @@
 #ifndef DQ_BULK
 #define DQ_BULK 1
 #endif
-#ifndef TENSOR_MAPS
-#define TENSOR_MAPS 0
-#endif
 // Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps
 // are paid in power: long dense rows of 128 columns are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
 // against 19.7), everything else with (gathered 32768 1.83 against 1.97, 64 columns 1.46 against 1.60).
@@ -51,7 +47,7 @@ constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 constexpr int SUM_REGISTERS = HEAD_DIM_V / 2;
 constexpr int DQ_COLUMNS = HEAD_DIM / NUM_CONSUMERS;
 static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128, "a thread keeps 64 or 128 registers of sums, or 160");
-static_assert(HEAD_DIM == HEAD_DIM_V || (IS_WIDE && HEAD_DIM_V == 128 && TENSOR_MAPS && !HAS_BIAS),
+static_assert(HEAD_DIM == HEAD_DIM_V || (IS_WIDE && HEAD_DIM_V == 128 && !HAS_BIAS),
               "wider keys come in one form");
 
 static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168,
@@ -100,18 +96,16 @@ static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made 
 struct BackwardBlock {
   const bf16* k;         // at the batch row and KV head
   const bf16* v;
-  u32 k_stride, v_stride, q_stride, do_stride;  // elements from token to token
-  const bf16* q;
-  const bf16* d_out;     // [seq_len, num_heads, HEAD_DIM_V]
+  u32 k_stride, v_stride;  // elements from token to token
   const float2* stats;   // [heads, padded_len] {lse * log2(e) or +inf, D}
   const float* base;     // HAS_BIAS: [padded_len] of the KV head
   float* dq_sum;         // [heads, dq_len] x HEAD_DIM, in fragment order
-  int group_size, seq_len, padded_len;
+  int group_size, padded_len;
   int dq_first, dq_len;  // the queries dq_sum holds
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
-  const TensorMap* q_map;     // TENSOR_MAPS: of bf16 [batch, seq_len, num_heads * HEAD_DIM]
-  const TensorMap* do_map;
+  const TensorMap* q_map;     // of bf16 [batch, seq_len, num_heads * HEAD_DIM]
+  const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
 };
 
@@ -146,15 +140,14 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies (one expect_tx with tensor maps), one of each warp that stores
-    // statistics; one of each consumer warp.
+    // Arrivals: one for the copies, one of each warp that stores statistics; one of each consumer warp.
     barrier_init(barrier_at(shared, FULL_KV), HAS_BIAS ? 256 : 128);  // copies; biases stored
     for (int i = 0; i < Q_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_Q + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? STATS_ARRIVALS : 0));
+      barrier_init(barrier_at(shared, FULL_Q + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
       barrier_init(barrier_at(shared, EMPTY_Q + i), NUM_CONSUMERS * 4);
     }
     for (int i = 0; i < DO_STAGES; ++i) {
-      barrier_init(barrier_at(shared, FULL_DO + i), (TENSOR_MAPS ? 1 : 128) + (SPLIT_STATS ? STATS_ARRIVALS : 0));
+      barrier_init(barrier_at(shared, FULL_DO + i), 1 + (SPLIT_STATS ? STATS_ARRIVALS : 0));
       barrier_init(barrier_at(shared, EMPTY_DO + i), NUM_CONSUMERS * 4);
     }
     barrier_ready();
@@ -165,18 +158,74 @@ DEVICE u32 start_block(void* memory) {
 // ---- Producer
 // ---------------------------------------------------------------------------------------------------------------------
 
-#if !TENSOR_MAPS
-// Copies 64 rows from `first_row` on; rows at or past `end_row` arrive as zeros.
-DEVICE void copy_query_rows(u32 to, const bf16* rows, u32 stride, int first_row, int end_row) {
-  constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;
-  const int thread = (int)opaque(threadIdx.x) % 128, chunk = thread % CHUNKS, row = thread / CHUNKS;
-  to += chunk / 8 * BLOCK_Q * 128 + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
-  const bf16* from = rows + (u64)(u32)(first_row + row) * stride + chunk * 8;
+// Queries and output gradients by the copy engine: thread 0's part.
+DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
+  RingPlace<Q_STAGES> q_place;
+  RingPlace<DO_STAGES> do_place;
+#pragma unroll 1
+  for (int head = 0; head < block.group_size; ++head) {
+#pragma unroll 1
+    for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
+      const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot),
+                full_do = barrier_at(shared, FULL_DO + do_place.slot);
+      barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+      barrier_expect(full_q, QUERY_TILE_BYTES);
 #pragma unroll
-  for (int i = 0; i < BLOCK_Q / STEP; ++i) {
-    copy_async_16(to + i * STEP * 128, first_row + row + i * STEP < end_row ? from : rows,
-                  first_row + row + i * STEP < end_row ? 16 : 0);
-    from += STEP * stride;
+      for (int h = 0; h < DIM_BLOCKS; ++h)
+        tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q,
+                       (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
+      barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
+      barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
+#pragma unroll
+      for (int h = 0; h < DIM_BLOCKS_V; ++h)
+        tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do,
+                       (block.head + head) * HEAD_DIM_V + h * 64, tile * BLOCK_Q, block.batch);
+      if (!SPLIT_STATS)
+        bulk_load(shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES,
+                  block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
+      q_place.advance();
+      do_place.advance();
+    }
+  }
+}
+
+#if SPLIT_STATS
+// Statistics of query `own` of each tile, asked for before the tile's slot is free: the part of warps 1 and 2.
+DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
+  const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q, end_row = block.group_size * block.padded_len;
+  RingPlace<Q_STAGES> q_place;
+  RingPlace<DO_STAGES> do_place;
+  u32 row = 0, query = block.first_tile * BLOCK_Q + own;
+#pragma unroll 1
+  while (row < end_row) {
+    const float2 stat = block.stats[row + query];
+    const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES,
+              do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
+#if HAS_BIAS
+    const float base = block.base[query];
+    barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+    store_split_column(q_stats, -in_scores(base, block.bias_unit), BF16_ONE);
+#else
+    const float inverse_scale = 1.0f / block.scale_log2;
+    barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
+    store_split_column(q_stats, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
+#endif
+    fence_async_proxy();
+    release_stats(barrier_at(shared, FULL_Q + q_place.slot));
+    barrier_wait(barrier_at(shared, EMPTY_DO + do_place.slot), do_place.phase ^ 1);
+    store_split_column(do_stats + own * SPLIT_BYTES, -stat.y, 0);
+#if HAS_BIAS
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x) : "memory");
+#endif
+    fence_async_proxy();
+    release_stats(barrier_at(shared, FULL_DO + do_place.slot));
+    q_place.advance();
+    do_place.advance();
+    query += BLOCK_Q;
+    if (query >= end_query) {  // the next head
+      query -= block.num_tiles * BLOCK_Q;
+      row += block.padded_len;
+    }
   }
 }
 #endif
@@ -197,91 +246,12 @@ DEVICE void produce(BackwardBlock& block, const Keys& keys, [[maybe_unused]] flo
 #endif
   }
   keys.find_tiles(block);
-#if SPLIT_STATS && !HAS_BIAS
-  const float inverse_scale = 1.0f / block.scale_log2;
-#endif
-  RingPlace<Q_STAGES> q_place;
-  RingPlace<DO_STAGES> do_place;
+  if (block.num_tiles > 0) {
+    if (thread == 0) produce_tiles(block, shared);
 #if SPLIT_STATS
-  // Warps 1 and 2 store statistics, a query a thread; they are loaded a tile ahead.
-  const int own = thread - 32;
-  const bool has_query = own >= 0 && own < BLOCK_Q;
-  const float2* stats = block.stats + block.first_tile * BLOCK_Q + own;
-  float2 next_stat = {};
-  if (has_query && block.num_tiles > 0) next_stat = *stats;
-#if HAS_BIAS
-  const float* bases = block.base + block.first_tile * BLOCK_Q + own;
-  float next_base = 0.0f;
-  if (has_query && block.num_tiles > 0) next_base = *bases;
+    const u32 own = thread - 32;
+    if (own < BLOCK_Q) produce_stats(block, own, shared);
 #endif
-#endif
-  for (int head = 0; head < block.group_size; ++head) {
-    for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
-      const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot),
-                full_do = barrier_at(shared, FULL_DO + do_place.slot);
-      const u32 empty_q = barrier_at(shared, EMPTY_Q + q_place.slot),
-                empty_do = barrier_at(shared, EMPTY_DO + do_place.slot);
-      const u32 do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
-#if TENSOR_MAPS
-      if (thread == 0) {
-        barrier_wait(empty_q, q_place.phase ^ 1);
-        barrier_expect(full_q, QUERY_TILE_BYTES);
-#pragma unroll
-        for (int h = 0; h < DIM_BLOCKS; ++h)
-          tensor_load_3d(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES + h * BLOCK_Q * 128, block.q_map, full_q,
-                         (block.head + head) * HEAD_DIM + h * 64, tile * BLOCK_Q, block.batch);
-        barrier_wait(empty_do, do_place.phase ^ 1);
-        barrier_expect(full_do, DO_TILE_BYTES + (SPLIT_STATS ? 0 : DO_STATS_BYTES));
-#pragma unroll
-        for (int h = 0; h < DIM_BLOCKS_V; ++h)
-          tensor_load_3d(shared + DO_AT + do_place.slot * DO_TILE_BYTES + h * BLOCK_Q * 128, block.do_map, full_do,
-                         (block.head + head) * HEAD_DIM_V + h * 64, tile * BLOCK_Q, block.batch);
-        if (!SPLIT_STATS)
-          bulk_load(do_stats, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q, DO_STATS_BYTES, full_do);
-      }
-#else
-      barrier_wait(empty_q, q_place.phase ^ 1);
-      copy_query_rows(shared + Q_AT + q_place.slot * QUERY_TILE_BYTES, block.q + head * HEAD_DIM, block.q_stride,
-                      tile * BLOCK_Q, block.seq_len);
-      barrier_arrive_copies(full_q);
-      barrier_wait(empty_do, do_place.phase ^ 1);
-      copy_query_rows(shared + DO_AT + do_place.slot * DO_TILE_BYTES, block.d_out + head * HEAD_DIM, block.do_stride,
-                      tile * BLOCK_Q, block.seq_len);
-      if (!SPLIT_STATS && thread < BLOCK_Q / 2)
-        copy_async_16(do_stats + thread * 16, block.stats + (u64)head * block.padded_len + tile * BLOCK_Q + thread * 2,
-                      16);
-      barrier_arrive_copies(full_do);
-#endif
-#if SPLIT_STATS
-      if (has_query) {
-        const float2 stat = next_stat;
-        const bool last_tile = tile + 1 == block.first_tile + block.num_tiles;
-        stats += last_tile ? block.padded_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
-        if (!last_tile || head + 1 < block.group_size) next_stat = *stats;
-        const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES;
-        barrier_wait(empty_q, q_place.phase ^ 1);
-#if HAS_BIAS
-        store_split_column(q_stats, -in_scores(next_base, block.bias_unit), BF16_ONE);
-        bases += last_tile ? -(block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
-        next_base = *bases;
-#else
-        store_split_column(q_stats, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
-#endif
-        fence_async_proxy();
-        release_stats(full_q);
-        barrier_wait(empty_do, do_place.phase ^ 1);
-        store_split_column(do_stats + own * SPLIT_BYTES, -stat.y, 0);
-#if HAS_BIAS
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(do_stats + BLOCK_Q * SPLIT_BYTES + own * 4), "f"(stat.x)
-                     : "memory");
-#endif
-        fence_async_proxy();
-        release_stats(full_do);
-      }
-#endif
-      q_place.advance();
-      do_place.advance();
-    }
   }
   copy_async_wait<0>();
 }
@@ -471,7 +441,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
 
   barrier_wait(barrier_at(shared, FULL_KV), 0);
   barrier_wait(barrier_at(shared, FULL_Q), 0);
-  fence_async_proxy();  // keys and values (and queries) came by cp.async
+  fence_async_proxy();  // keys and values came by cp.async
   wgmma_fence();
   multiply_queries<SCORE_SPLIT>(scores, k, shared + Q_AT, key_split, shared + STATS_AT);
   wgmma_wait<0>();
@@ -481,7 +451,6 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
               d_out = shared + DO_AT + do_place.slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
-    if (!TENSOR_MAPS) fence_async_proxy();
     wgmma_fence();
     // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
     multiply_queries<SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE>(dp, v, d_out, key_split, stats);

@@ -1,30 +1,31 @@
 // hopper_blocks: tiles of queries and the tiles of keys that a selector's mask lists, which the copy engine brings in
-// halves of a stage (64 keys).
+// boxes: whole stages (128 keys) or halves.
 // Each consumer has 64 rows. Query tiles of 64 rows go in pairs (PAIRS): the halves of both lists stream past in order,
-// and a consumer lets go by what its own list lacks. Else both see every stage, and the loop asks nothing of a stage
-// before its products: what differs by warpgroup there keeps addresses out of the uniform registers.
+// and a consumer lets go by what its own list lacks. Else both see every stage, as with dense attention: the loop asks
+// nothing of a stage before its products, since what differs by warpgroup there keeps addresses out of the uniform
+// registers.
 // Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
-//            2; PAIRS 0|1
+//            2; PAIRS 0|1; KEY_BOX 64, or 128 without PAIRS
 #pragma once
 #include "common/hopper_forward.cuh"
 #include "common/hopper_listed.cuh"
 
 #if !GATHER  // hopper_sparse.cuh has the other way to read keys
 
-constexpr int ABSENT_HALF = 0xffffff;  // behind all keys
-static_assert(HALF_KV == 64, "a box of the copy engine has 64 keys");
+constexpr int ABSENT_BOX = (1 << 30) / KEY_BOX;  // behind all keys
+static_assert(KEY_BOX == HALF_KV || (KEY_BOX == BLOCK_KV && !PAIRS), "consumers of a pair see halves of a stage");
 
-// A list of key tiles, half by half of a stage, as a warp reads it: 32 halves at a time, 32 more on their way.
-struct HalfList {
-  const i32* tiles;  // null: all halves
-  int count;         // halves
-  int per_tile;      // halves of a key tile
+// A list of key tiles, box by box, as a warp reads it: 32 boxes at a time, 32 more on their way.
+struct BoxList {
+  const i32* tiles;  // null: all boxes
+  int count;         // boxes
+  int per_tile;      // boxes of a key tile
   int at, here, ahead;
 
-  DEVICE HalfList(const SparseMask& mask, int head, int tile, int end_query, bool is_there)
-      : per_tile(mask.key_tile / HALF_KV), at(0) {
+  DEVICE BoxList(const SparseMask& mask, int head, int tile, int end_query, bool is_there)
+      : per_tile(mask.key_tile / KEY_BOX), at(0) {
     tiles = nullptr;
-    count = is_there ? ceil_div(end_query, HALF_KV) : 0;
+    count = is_there ? ceil_div(end_query, KEY_BOX) : 0;
     if (is_there && mask.row_ptr) {
       const i32* ptr = mask.data + mask.row_ptr + (u64)(head / mask.heads_per_list) * mask.num_query_tiles + tile;
       tiles = mask.data + mask.tile_idx + ptr[0];
@@ -35,9 +36,9 @@ struct HalfList {
   }
 
   DEVICE int load(int from) const {
-    const int half = from + (int)threadIdx.x % 32;
-    if (half >= count) return ABSENT_HALF;
-    return tiles ? tiles[half / per_tile] * per_tile + half % per_tile : half;
+    const int box = from + (int)threadIdx.x % 32;
+    if (box >= count) return ABSENT_BOX;
+    return tiles ? tiles[box / per_tile] * per_tile + box % per_tile : box;
   }
   DEVICE int first() const { return __shfl_sync(~0u, here, at % 32); }
   DEVICE void advance() {
@@ -48,9 +49,9 @@ struct HalfList {
   }
 };
 
-// The halves of a stage: the key where each begins, and which consumers see it.
-struct StageHalves {
-  int key[2], seen[2];  // seen: bit w for consumer w
+// The boxes of a stage: the key where each begins, and of a pair of query tiles which consumers see it.
+struct StageBoxes {
+  int key[BOXES], seen[BOXES];  // seen: bit w for consumer w
 };
 
 struct BlockSchedule {
@@ -98,7 +99,6 @@ struct BlockWork {
     tile.head = place.head;
     tile.first_query = queries.first;
     tile.end_query = max(queries.end, more.num_slots > 0 ? more.end : 0);
-    tile.num_stages = 1;
     tile.last_stage = mask.windows ? mask.data[mask.windows + 2 * list] : NEVER;
     tile.local = mask.windows ? mask.data[mask.windows + 2 * list + 1] : NEVER;
     const int position = own.position(thread % 64, tile.end_query);
@@ -107,60 +107,77 @@ struct BlockWork {
       return;
     }
 
-    HalfList lists[2] = {HalfList(mask, place.head, schedule.query_tile(place, 0), tile.end_query, true),
-                         HalfList(mask, place.head, schedule.query_tile(place, 1), tile.end_query,
-                                  PAIRS && more.num_slots > 0)};
-    const auto next_half = [&](StageHalves& stage, int half) {
-      const int a = lists[0].first(), b = lists[1].first(), smallest = min(a, b);
-      stage.key[half] = smallest * HALF_KV;
-      stage.seen[half] = smallest == ABSENT_HALF ? 0 : !PAIRS ? 3 : (a == smallest) + 2 * (b == smallest);
-      if (a == smallest) lists[0].advance();
-      if (b == smallest) lists[1].advance();
+    const auto list_of = [&](int consumer, bool is_there) {
+      return BoxList(mask, place.head, schedule.query_tile(place, consumer), tile.end_query, is_there);
     };
+    BoxList boxes = list_of(0, true);
+    tile.num_stages = PAIRS ? 1 : max(ceil_div(boxes.count, BOXES), 1);
+#if PAIRS
+    BoxList others = list_of(1, more.num_slots > 0);
+#endif
     const auto next_stage = [&] {
-      StageHalves stage;
-      next_half(stage, 0);
-      next_half(stage, 1);
+      StageBoxes stage;
+#pragma unroll
+      for (int box = 0; box < BOXES; ++box) {
+        const int first = boxes.first();
+#if PAIRS
+        const int other = others.first(), smallest = min(first, other);
+        stage.seen[box] = smallest == ABSENT_BOX ? 0 : (first == smallest) + 2 * (other == smallest);
+        if (first == smallest) boxes.advance();
+        if (other == smallest) others.advance();
+#else
+        const int smallest = first;
+        boxes.advance();
+#endif
+        stage.key[box] = smallest * KEY_BOX;
+      }
       return stage;
     };
-    // Half `half` of a tile of keys or values; one behind all keys arrives as zeros.
-    const auto load_half = [&](u32 to, const TensorMap* map, u32 full, int half, int key) {
+    const auto is_absent = [](const StageBoxes& stage) { return stage.key[0] == ABSENT_BOX * KEY_BOX; };
+    // A stage of keys or values; a box behind all keys arrives as zeros.
+    const auto load_stage = [&](u32 to, const TensorMap* map, u32 full, const StageBoxes& stage) {
 #pragma unroll
-      for (int h = 0; h < DIM_BLOCKS; ++h)
-        tensor_load_3d(to + h * BLOCK_KV * 128 + half * HALF_KV * 128, map, full, kv_head * HEAD_DIM + h * 64,
-                       min(key, mask.num_keys), 0);
+      for (int box = 0; box < BOXES; ++box)
+#pragma unroll
+        for (int h = 0; h < DIM_BLOCKS; ++h)
+          tensor_load_3d(to + h * BLOCK_KV * 128 + box * KEY_BOX * 128, map, full, kv_head * HEAD_DIM + h * 64,
+                         min(stage.key[box], mask.num_keys), 0);
     };
-    const auto bring_keys = [&](const StageHalves& stage, bool is_last) {
+    const auto bring_keys = [&](const StageBoxes& stage, [[maybe_unused]] bool is_last) {
       if (thread == 0) {
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
         barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         int* slot = (int*)__cvta_shared_to_generic(key_slot(shared, places.stage));
+#if PAIRS
         for (int at = 0; at < 4; ++at)
-          slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_HALF * HALF_KV;
+          slot[at] = stage.seen[at % 2] >> at / 2 & 1 ? stage.key[at % 2] : ABSENT_BOX * KEY_BOX;
         slot[LAST_AT / 4] = is_last;
+#else
+        for (int box = 0; box < BOXES; ++box) slot[box] = stage.key[box];
+#endif
         barrier_expect(full, STAGE_BYTES);
-        for (int half = 0; half < 2; ++half) load_half(to, maps[0], full, half, stage.key[half]);
+        load_stage(to, maps[0], full, stage);
       }
       places.k.advance();
       places.stage += 1;
     };
 
     // Keys run one stage ahead of values.
-    StageHalves stage = next_stage(), next = next_stage();
-    bring_keys(stage, next.seen[0] == 0);
+    StageBoxes stage = next_stage(), next = next_stage();
+    bring_keys(stage, is_absent(next));
     bring_queries(tensors, tile, position, done, shared);
     for (bool is_last = false; !is_last;) {
-      is_last = next.seen[0] == 0;
-      StageHalves after = stage;
+      is_last = is_absent(next);
+      StageBoxes after = stage;
       if (!is_last) {
         after = next_stage();
-        bring_keys(next, after.seen[0] == 0);
+        bring_keys(next, is_absent(after));
       }
       if (thread == 0) {
         const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * V_STAGE_BYTES;
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         barrier_expect(full, V_STAGE_BYTES);
-        for (int half = 0; half < 2; ++half) load_half(to, maps[1], full, half, stage.key[half]);
+        load_stage(to, maps[1], full, stage);
       }
       places.v.advance();
       stage = next;
@@ -169,7 +186,8 @@ struct BlockWork {
   }
 };
 
-struct BlockConsumer {
+#if PAIRS
+struct PairConsumer {
   ForwardOutput out;
 
   // Attention of the warpgroup's 64 rows of one tile; false when there was none.
@@ -193,13 +211,6 @@ struct BlockConsumer {
     RowsInWork work = {
         rows,   places, shared, shared + warpgroup * 64 * 128, 0, warpgroup, tensors.softmax_scale * LOG2_E,
         output, state};
-#if !PAIRS
-    barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-    bool is_last = work.stage_is_last();
-    work.first_stage(weights, is_last);
-    for (int it = 1; !is_last; ++it) is_last = work.next_stage(weights, weights, it, false);
-    work.finish(weights);
-#else
     bool is_pending = false, is_last = false;  // pending: `weights` wait for their values
     for (int it = 0; !is_last; ++it) {
       RingPlace<K_STAGES> k = places.k;
@@ -208,7 +219,7 @@ struct BlockConsumer {
       const u32 slot = key_slot(shared, places.stage + (it > 0));
       const int2 first = first_keys(slot);
       is_last = load_shared_int(slot + LAST_AT);
-      const bool is_seen = min(first.x, first.y) < ABSENT_HALF * HALF_KV;
+      const bool is_seen = min(first.x, first.y) < ABSENT_BOX * KEY_BOX;
       if (is_seen && is_pending) {
         work.next_stage(weights, weights, it, is_last);
         continue;
@@ -227,9 +238,9 @@ struct BlockConsumer {
       places.k.advance();
       places.stage += 1;
     }
-#endif
     store_rows(output, state, work.logit_scale, tensors, out, tile, warpgroup);
     return true;
   }
 };
+#endif
 #endif

@@ -189,10 +189,9 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
-  // The weights of the next stage, `it` of the tile, while the values of the last are weighed. Returns whether it is
-  // the last, which blocks of a selector's mask are told by the stage itself.
+  // The weights of the next stage, `it` of the tile, while the values of the last are weighed.
   template <int STEPS>
-  DEVICE bool next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
+  DEVICE void next_stage(const u32 (&last_weights)[STEPS][4], u32 (&weights)[BLOCK_KV / 16][4], int it, bool is_last) {
     float score[64], factor[2];
     places.k.advance();
     places.stage += 1;
@@ -213,9 +212,6 @@ struct RowsInWork {
 #if TAKE_TURNS == 2
     barrier_pass(1 + (warpgroup + 1) % NUM_CONSUMERS, 256);
 #endif
-#if SPARSE && !GATHER && !PAIRS
-    is_last = stage_is_last();
-#endif
     release_keys(is_last);
     if (partial) mask_stage(score, rows, key_slot(shared, places.stage), it, -INFINITY_F32);
     const bool outgrown = softmax_stage(score, state, factor, logit_scale);
@@ -233,12 +229,9 @@ struct RowsInWork {
       for (int i = 0; i < O_REGISTERS; ++i) output[i] *= factor[i % 4 / 2];
     }
     pack_weights(weights, score);
-    return is_last;
   }
 
-#if SPARSE && !GATHER
-  DEVICE bool stage_is_last() const { return load_shared_int(key_slot(shared, places.stage) + LAST_AT); }
-
+#if PAIRS
   // This consumer's turn at the tensor cores, which every stage but the first takes.
   DEVICE void take_turn(int it) const {
     if (TAKE_TURNS && it > 0) barrier_sync(1 + warpgroup, 256);
@@ -306,7 +299,7 @@ struct ForwardConsumer {
   DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
-    if (!TENSOR_MAPS) fence_async_proxy();  // the queries came by cp.async
+    if (!QUERY_MAPS) fence_async_proxy();  // the queries came by cp.async
     const int num_stages = load_shared_int(tile + 16);
     if (num_stages == 0) return false;
 

@@ -7,8 +7,8 @@
 //            cp.async (gathered keys and values always by cp.async); TAKE_TURNS: consumers issue their products in
 //            turns, 1: the next one's follow at once, 2: after this one's first product;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key, without in
-//            halves of a stage by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a tile's
-//            first stage may be one of 64 keys
+//            boxes of KEY_BOX keys by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a
+//            tile's first stage may be one of 64 keys
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when
 // its copies are there; each consumer warp releases the slot after the products that read it.
 #pragma once
@@ -299,11 +299,17 @@ DEVICE ConsumerRows consumer_rows(u32 tile, int warpgroup) {
 }
 
 #if SPARSE && !GATHER
+constexpr int BOXES = BLOCK_KV / KEY_BOX;  // that a stage comes in
+constexpr int LAST_AT = 16;                // in a stage's key slot, with PAIRS: 1 in the tile's last stage
 // The first key of each half of a stage, for this thread's warpgroup; one behind all keys where its rows see nothing of
 // a half.
-constexpr int LAST_AT = 16;  // in a stage's key slot: 1 in the tile's last stage
 DEVICE int2 first_keys(u32 keys) {
   int2 first;
+  if (BOXES == 1) {
+    first.x = load_shared_int(keys);
+    first.y = first.x + HALF_KV;
+    return first;
+  }
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
                : "=r"(first.x), "=r"(first.y)
                : "r"(keys + (PAIRS ? threadIdx.x / 128 - 1 : 0) * 8)

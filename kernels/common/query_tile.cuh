@@ -2,6 +2,7 @@
 // keep queries in place.
 // Defines    as kv_stream; WARP_ROWS rows a warp (16 or 32), HEADS_PER_TILE query heads of a group that share a tile
 #pragma once
+#include "common/block_order.cuh"
 #include "common/kv_stream.cuh"
 
 #ifndef HEADS_PER_TILE
@@ -36,6 +37,14 @@ struct QueryTile {
   const float* base;       // HAS_BIAS: [padded_len] of the KV head, the largest bias that each query sees
   float bias_unit;         // HAS_BIAS: 1 / softmax_scale
 };
+
+// The tile in shared memory: what is needed at the ends of the loop only would cost it registers.
+DEVICE const QueryTile& shared_copy(const QueryTile& tile) {
+  __shared__ QueryTile shared_tile;
+  if (threadIdx.x == 0) shared_tile = tile;
+  __syncthreads();  // every thread reads it
+  return shared_tile;
+}
 
 // A tile row is (head, query), head-major.
 #if SPARSE

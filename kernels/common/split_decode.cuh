@@ -5,9 +5,25 @@
 // Warps never wait for each other until their keys are done; then a block joins its warps, and the last block its
 // splits.
 // Head sizes are K_DIM for q and k, V_DIM for v and o.
+// Defines    HEAD_DIM (128), HEAD_DIM_V (HEAD_DIM), NUM_WARPS, NUM_STAGES: of the entry kernel's `Decode`
 #pragma once
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
+
+#ifndef HEAD_DIM
+#define HEAD_DIM 128
+#endif
+#ifndef HEAD_DIM_V
+#define HEAD_DIM_V HEAD_DIM
+#endif
+#ifndef NUM_STAGES
+#define NUM_STAGES (HEAD_DIM <= 64 && HEAD_DIM_V <= 64 ? 4 : 2)
+#endif
+
+#ifndef NUM_WARPS
+#define NUM_WARPS (HEAD_DIM > 128 || HEAD_DIM_V > 128 ? 2 : 4)
+#endif
+constexpr int NUM_THREADS = NUM_WARPS * 32;
 
 constexpr int DECODE_ROWS = 16;  // query heads a block serves
 constexpr int DECODE_KEYS = 16;  // keys of a warp's tile
@@ -290,3 +306,5 @@ DEVICE bool decode_finish(float* shared_partials, float* partials, bf16* o, u32*
   }
   return true;
 }
+
+typedef SplitDecode<HEAD_DIM, HEAD_DIM_V, NUM_WARPS, NUM_STAGES> Decode;

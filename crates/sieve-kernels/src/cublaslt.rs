@@ -100,8 +100,11 @@ fn queued(
         d_stride: target.d_stride,
         is_f32: target.d.dtype() == DType::F32,
     };
+    // On other architectures nobody has measured.
+    let is_hopper = x.hardware().compute_capability == (9, 0);
     let call = Call {
         problem,
+        cuts: if is_hopper { problem.preferred_cuts() } else { &[] },
         bindings: [&x, &w, &target.c, &target.d]
             .iter()
             .chain(scales)
@@ -141,7 +144,7 @@ impl Cublaslt {
     }
 
     /// How many of the heuristic's choices are timed, once and on the operands at hand (some milliseconds), at the
-    /// first product of a shape from now on. 1, which it is unless told, takes the first choice: the same in every run.
+    /// first product of a shape from now on. 1, which it is unless told, times none: the same choice in every run.
     /// With more, two runs may choose differently and then sum in another order.
     pub fn set_candidates(count: usize) {
         CANDIDATES.store(count.clamp(1, plan::MAX_CANDIDATES), Ordering::Relaxed);

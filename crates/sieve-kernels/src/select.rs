@@ -15,6 +15,7 @@ use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::fill_zero_kernel;
 use burn::tensor::DType;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
@@ -487,6 +488,7 @@ pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize
         select_choose_kernel(true, true, false),
         select_choose_kernel(true, false, false),
         select_choose_kernel(true, false, true),
+        fill_zero_kernel(),
     ];
     kernels.extend(lines::lines_kernels());
     kernels.extend(order::order_kernels());

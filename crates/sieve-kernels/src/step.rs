@@ -34,8 +34,8 @@ pub use rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
 pub use scale::scale;
 pub use split_master::{join_master, split_master};
 pub use sum_of_squares::{FixedSum, Term};
-pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_output};
-pub use swiglu_forward::swiglu_forward;
+pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output};
+pub use swiglu_forward::{swiglu_forward, swiglu_forward_with_amax};
 pub use vector_rows::GradientTarget;
 
 use crate::dma::scores::{ScoreBias, dma_scores_kernel};
@@ -76,6 +76,8 @@ impl NeededKernels {
                 fp8_quantise::fp8_amax_kernel(),
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
+                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(true, 8)),
+                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(true, 8)),
             ]);
         }
         for (is_bf16, vector) in [(true, 8), (false, 4)] {

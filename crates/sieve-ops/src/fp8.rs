@@ -9,7 +9,7 @@ pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{Fp8Gradients, Fp8Kept};
+pub use backend::{Fp8Gradients, Fp8Kept, ToRound};
 
 /// In which numbers the blocks of a model multiply by their weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

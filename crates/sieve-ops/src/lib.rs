@@ -50,7 +50,7 @@ pub use dma::{
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
-pub use fp8::{Fp8Gradients, Fp8Kept, ProductPrecision};
+pub use fp8::{Fp8Gradients, Fp8Kept, ProductPrecision, ToRound};
 pub use linear::{LinearBackend, LinearGradients, linear, linear_add};
 pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, token_losses};
 pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};

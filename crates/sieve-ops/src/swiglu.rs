@@ -137,7 +137,7 @@ impl SwigluGradients for Cuda {
     }
 }
 
-fn reuse(is_free: bool) -> Reuse {
+pub(crate) fn reuse(is_free: bool) -> Reuse {
     match is_free {
         true => Reuse::InPlace,
         false => Reuse::Copy,

@@ -28,7 +28,7 @@ pub enum KernelFamily {
 }
 
 /// Keys of a stage of the forward kernels, and of a block of the backward kernels.
-const BLOCK_KV: usize = 128;
+pub(crate) const BLOCK_KV: usize = 128;
 /// Queries of a step of the backward kernels.
 const BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
@@ -318,7 +318,6 @@ pub(crate) fn hopper_backward_kernel(
         .define("DQ_BULK", dq_bulk)
         .define("Q_STAGES", q_stages)
         .define("DO_STAGES", do_stages)
-        .define("TENSOR_MAPS", 1)
         .define("CONSUMER_REGISTERS", consumer)
         .define("PRODUCER_REGISTERS", producer)
         .define("COMPUTE_DQ", set.dq as u8)

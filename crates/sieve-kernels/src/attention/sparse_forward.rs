@@ -1,7 +1,7 @@
 //! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
 use crate::attention::forward::{AttentionResult, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::{KernelFamily, head_map};
+use crate::attention::hopper_tiling::{BLOCK_KV, KernelFamily, head_map};
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling, list_entries_in_flight};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -20,20 +20,28 @@ const HOPPER_ROWS: usize = 128;
 pub enum SparseKeyReads {
     /// One by one: any mask.
     Keys,
-    /// Whole tiles by the copy engine: key tiles that are multiples of [`KEYS_OF_A_BOX`], in order, without single
+    /// Whole tiles by the copy engine: key tiles that are multiples of 64 keys, in order, without single
     /// keys. It also reads keys of a listed tile that no query sees.
     Tiles,
 }
 
-/// Keys that the copy engine brings at a time.
-const KEYS_OF_A_BOX: usize = 64;
+/// The fewest keys that the copy engine brings at a time.
+const SMALL_BOX: usize = 64;
+
+/// Whether two query tiles share a tile of the Hopper kernel, and how many keys the copy engine brings at a time: a
+/// stage where tiles allow it.
+fn pairs_and_box([query_tile, key_tile]: [usize; 2]) -> (bool, usize) {
+    let pairs = query_tile == HOPPER_ROWS / 2;
+    let brings_stages = !pairs && key_tile.is_multiple_of(BLOCK_KV);
+    (pairs, if brings_stages { BLOCK_KV } else { SMALL_BOX })
+}
 
 impl SparseKeyReads {
     /// How the keys of a mask are read.
     pub fn of(mask: &MaskLayout) -> Self {
         let [.., key_tile, _] = mask.cuts;
         let [_, _, _, col_ptr, _, key_order, _, _] = mask.places;
-        match col_ptr == 0 && key_order == 0 && key_tile.is_multiple_of(KEYS_OF_A_BOX) {
+        match col_ptr == 0 && key_order == 0 && key_tile.is_multiple_of(SMALL_BOX) {
             true => Self::Tiles,
             false => Self::Keys,
         }
@@ -138,14 +146,15 @@ impl Qkv {
             });
             let (kernel, grid, maps) = match family {
                 KernelFamily::Hopper => {
-                    let pairs = query_tile == HOPPER_ROWS / 2;
-                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, pairs);
+                    let tiles = [query_tile, key_tile];
+                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, tiles);
                     let maps = match reads {
                         SparseKeyReads::Keys => Vec::new(),
                         SparseKeyReads::Tiles => {
                             let [_, k, v] = qkv.head_words(NAME)?;
                             let width = shape.num_kv_heads * shape.head_dim;
-                            let map = |heads, words| head_map(heads, words, width, &shape, KEYS_OF_A_BOX);
+                            let (_, keys) = pairs_and_box(tiles);
+                            let map = |heads, words| head_map(heads, words, width, &shape, keys);
                             vec![map(&qkv.k, k), map(&qkv.v, v)]
                         }
                     };
@@ -219,12 +228,12 @@ pub(crate) fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &Q
         .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
 }
 
-/// The Hopper specialisation for a shape; `pairs` is for query tiles of 64 rows, two of which share a tile where keys
-/// come by tiles.
+/// The Hopper specialisation for a shape and for query and key tiles of some size, which matter where keys come by
+/// tiles.
 pub(crate) fn hopper_sparse_attention_forward_kernel(
     shape: &AttentionShape,
     reads: SparseKeyReads,
-    pairs: bool,
+    tiles: [usize; 2],
 ) -> SourceKernel {
     let d = shape.head_dim;
     let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
@@ -234,18 +243,43 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         SparseKeyReads::Tiles => 128,
     };
     let shared = 256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
-    SourceKernel::new("hopper_sparse_attention_forward")
+    let kernel = SourceKernel::new("hopper_sparse_attention_forward")
         .define("HEAD_DIM", d)
         .define("NUM_CONSUMERS", 2)
-        .define("BLOCK_KV", 128)
+        .define("BLOCK_KV", BLOCK_KV)
         .define("K_STAGES", k_stages)
         .define("V_STAGES", v_stages)
-        .define("TAKE_TURNS", 2)
         .define("TENSOR_MAPS", (reads == SparseKeyReads::Tiles) as u8)
-        .define("PAIRS", (pairs && reads == SparseKeyReads::Tiles) as u8)
         .define("CONSUMER_REGISTERS", 216)
         .define("PRODUCER_REGISTERS", 72)
         .define("HEADS_PER_TILE", 1)
         .threads(384)
-        .shared_bytes(shared)
+        .shared_bytes(shared);
+    if reads == SparseKeyReads::Keys {
+        return kernel.define("TAKE_TURNS", 2);
+    }
+    let (pairs, keys) = pairs_and_box(tiles);
+    // Without pairs a few percent faster by no turns.
+    kernel
+        .define("TAKE_TURNS", if pairs { 2 } else { 0 })
+        .define("PAIRS", pairs as u8)
+        .define("KEY_BOX", keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_come_whole_where_tiles_allow() {
+        for (tiles, form) in [
+            ([128, 128], (false, 128)),
+            ([100, 256], (false, 128)),
+            ([128, 64], (false, 64)),
+            ([128, 192], (false, 64)),
+            ([64, 128], (true, 64)),
+        ] {
+            assert_eq!(pairs_and_box(tiles), form, "{tiles:?}");
+        }
+    }
 }

@@ -7,7 +7,7 @@
 //! captured graph holds it, that is where the server queues our work. A captured launch does not run, and one that went
 //! elsewhere clears a scratch buffer. A later CubeCL whose text says nothing simply takes the fallback.
 use super::plan::{Operands, Plan, WORKSPACE_BYTES};
-use super::problem::Problem;
+use super::problem::{Cut, Problem};
 use super::{NAME, lock};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -51,6 +51,8 @@ impl fmt::Display for Refusal {
 /// they do not hinder the next op from writing in place.
 pub(super) struct Call {
     pub(super) problem: Problem,
+    /// The cuts to take where they are offered, the best first.
+    pub(super) cuts: &'static [Cut],
     /// x, w, C and D; then, where x and w are eight-bit floats, their scales.
     pub(super) bindings: Vec<Binding>,
     pub(super) beta: f32,
@@ -201,7 +203,8 @@ impl Library {
         let key = (call.problem, pointers.map(alignment));
         if !self.plans.contains_key(&key) {
             let bytes = call.problem.output_bytes();
-            let plan = Plan::find(self.handle, &call.problem, key.1, call.candidates, |plan| {
+            let choice = (call.cuts, call.candidates);
+            let plan = Plan::find(self.handle, &call.problem, key.1, choice, |plan| {
                 time_ms(self.handle, plan, &operands, bytes)
             })?;
             self.plans.insert(key, plan);

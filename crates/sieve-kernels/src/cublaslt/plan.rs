@@ -1,10 +1,11 @@
 //! One product's descriptors and algorithm, made once per shape and kept.
 use super::lane::Refusal;
-use super::problem::{Layout, Operands as OperandTypes, Problem};
+use super::problem::{Cut, Layout, Operands as OperandTypes, Problem};
 use crate::step::fp8_quantise::Fp8Format;
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
-    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoGetHeuristic, cublasLtMatmulDesc_t,
+    cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t,
+    cublasLtMatmulAlgoConfigGetAttribute, cublasLtMatmulAlgoGetHeuristic, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulHeuristicResult_t, cublasLtMatmulPreference_t,
     cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtReductionScheme_t, cudaDataType_t,
 };
@@ -40,25 +41,28 @@ pub(super) struct Operands {
 }
 
 impl Plan {
-    /// Asks for algorithms, and takes the first, or of several the one that `time_ms` finds fastest.
+    /// Asks for algorithms, and takes the one with the first of `cuts` that is offered, else the first; where
+    /// `candidates` are more than one, the one of these that `time_ms` finds fastest.
     ///
     /// `alignments` are those of x, w, C and D in bytes.
     pub(super) fn find(
         library: cublasLtHandle_t,
         problem: &Problem,
         alignments: [u32; 4],
-        candidates: usize,
+        (cuts, candidates): (&[Cut], usize),
         mut time_ms: impl FnMut(&Plan) -> Result<f32, Refusal>,
     ) -> Result<Self, Refusal> {
         let mut plan = Self::describe(problem)?;
-        let found = plan.heuristic(library, alignments, candidates)?;
+        let found = plan.heuristic(library, alignments)?;
         let first = found
             .first()
             .ok_or_else(|| Refusal::NoAlgorithm("the heuristic knows none".to_owned()))?;
-        plan.algorithm = *first;
-        if found.len() > 1 {
+        let offered = |cut: &Cut| found.iter().find(|found| is_cut(found, *cut));
+        let offered = cuts.iter().find_map(offered);
+        plan.algorithm = *offered.unwrap_or(first);
+        if candidates > 1 {
             let mut best = (f32::INFINITY, *first);
-            for algorithm in found {
+            for &algorithm in found.iter().take(candidates) {
                 plan.algorithm = algorithm;
                 // One that does not run after all is no candidate.
                 let time = time_ms(&plan).unwrap_or(f32::INFINITY);
@@ -165,7 +169,6 @@ impl Plan {
         &self,
         library: cublasLtHandle_t,
         [x, w, c, d]: [u32; 4],
-        candidates: usize,
     ) -> Result<Vec<cublasLtMatmulAlgo_t>, Refusal> {
         use cublasLtMatmulPreferenceAttributes_t as Attribute;
         let preference = Preference::new()?;
@@ -195,7 +198,7 @@ impl Plan {
                 c,
                 d,
                 preference.0,
-                candidates.clamp(1, MAX_CANDIDATES) as i32,
+                MAX_CANDIDATES as i32,
                 found.as_mut_ptr().cast(),
                 &mut count,
             )
@@ -209,6 +212,33 @@ impl Plan {
             .map(|result| result.algo)
             .collect())
     }
+}
+
+/// Whether an algorithm cuts its output so.
+fn is_cut(algorithm: &cublasLtMatmulAlgo_t, cut: Cut) -> bool {
+    use cublasLtMatmulAlgoConfigAttributes_t as Attribute;
+    let (tile, cluster) = cut.numbers();
+    configured(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_TILE_ID) == Some(tile)
+        && configured(algorithm, Attribute::CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID) == Some(cluster)
+}
+
+/// A setting of an algorithm; `T` is the setting's type.
+fn configured<T: Copy + Default>(
+    algorithm: &cublasLtMatmulAlgo_t,
+    attribute: cublasLtMatmulAlgoConfigAttributes_t,
+) -> Option<T> {
+    let (mut value, mut written) = (T::default(), 0);
+    // SAFETY: the library writes as many bytes as it is told that there are.
+    let status = unsafe {
+        cublasLtMatmulAlgoConfigGetAttribute(
+            algorithm,
+            attribute,
+            (&raw mut value).cast(),
+            size_of::<T>(),
+            &mut written,
+        )
+    };
+    status.result().ok().map(|()| value)
 }
 
 impl Drop for Plan {

@@ -51,6 +51,28 @@ pub(super) struct Problem {
     pub(super) is_f32: bool,
 }
 
+/// Columns by rows of a product's output that one block of threads makes. Clusters of two blocks share operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Cut {
+    C128x128,
+    C128x160,
+    C176x128,
+    C256x128,
+}
+
+impl Cut {
+    /// cuBLASLt's numbers of the tile and of the cluster: 3 is two blocks by one, 5 one by two (`cublasLtMatmulTile_t`,
+    /// `cublasLtClusterShape_t`).
+    pub(super) fn numbers(self) -> (u32, u16) {
+        match self {
+            Self::C128x128 => (20, 3),
+            Self::C128x160 => (29, 3),
+            Self::C176x128 => (201, 5),
+            Self::C256x128 => (24, 5),
+        }
+    }
+}
+
 /// A matrix as cuBLASLt sees it: column-major, so our rows are its columns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Layout {
@@ -78,6 +100,25 @@ impl Problem {
         let c = layout(n, m, self.c_stride, false);
         let d = layout(n, m, self.d_stride, false);
         [a, b, c, d]
+    }
+
+    /// The cuts to take where cuBLASLt offers them, the best first; else its own first choice is taken.
+    ///
+    /// Measured on an H200 that stands at its power limit, each cut for a quarter of a second, in a step's products of
+    /// a model of 1.7B and one of 80M (docs/experiments.md). Few steps along k leave much of a tile's time to its
+    /// store: these cuts multiply the next tile meanwhile, where the first choice waits. Everywhere else the first
+    /// choice held the highest rate.
+    pub(super) fn preferred_cuts(&self) -> &'static [Cut] {
+        let [m, n, k] = self.sizes;
+        let is_forward = matches!(self.operands, Operands::Bf16) || self.operands.sum_fast();
+        let stores_much = is_forward && m >= 4096 && (n > k || k < 1024);
+        match self.product {
+            Product::Nt if stores_much && n >= 8192 => &[Cut::C176x128, Cut::C128x160],
+            Product::Nt if stores_much => &[Cut::C128x160],
+            Product::Nn if stores_much => &[Cut::C128x128, Cut::C128x160],
+            Product::Tn if m > n && m * n >= 1 << 23 => &[Cut::C256x128],
+            _ => &[],
+        }
     }
 
     /// Bytes from the first to one past the last element of the output.
@@ -212,6 +253,43 @@ mod tests {
                 }
             }
             assert_eq!(problem.output_bytes(), ((m - 1) * (n + 4) + n) * 4);
+        }
+    }
+
+    #[test]
+    fn cuts_are_preferred_where_they_were_measured() {
+        let cuts = |product, operands, sizes| {
+            let problem = Problem {
+                product,
+                operands,
+                sizes,
+                x_stride: 0,
+                w_stride: 0,
+                c_stride: 0,
+                d_stride: 0,
+                is_f32: product == Product::Tn,
+            };
+            problem.preferred_cuts().first().copied()
+        };
+        let fp8 = |x| Operands::Fp8 { x, w: Fp8Format::E4m3 };
+        let forward = fp8(Fp8Format::E4m3);
+        for (product, operands, sizes, cut) in [
+            (Product::Nt, Operands::Bf16, [16384, 4096, 2048], Some(Cut::C128x160)),
+            (Product::Nt, Operands::Bf16, [16384, 12288, 2048], Some(Cut::C176x128)),
+            (Product::Nt, Operands::Bf16, [65536, 768, 768], Some(Cut::C128x160)),
+            (Product::Nt, Operands::Bf16, [16384, 2048, 6144], None),
+            // One token of decoding.
+            (Product::Nt, Operands::Bf16, [1, 12288, 2048], None),
+            (Product::Nn, Operands::Bf16, [16384, 6144, 2048], Some(Cut::C128x128)),
+            (Product::Nn, Operands::Bf16, [16384, 2048, 12288], None),
+            (Product::Tn, Operands::Bf16, [12288, 2048, 16384], Some(Cut::C256x128)),
+            (Product::Tn, Operands::Bf16, [2048, 6144, 16384], None),
+            // Fewer tiles than an H200 has processors: the sum over k is cut instead.
+            (Product::Tn, Operands::Bf16, [2304, 768, 65536], None),
+            (Product::Nt, forward, [16384, 12288, 2048], Some(Cut::C176x128)),
+            (Product::Nt, fp8(Fp8Format::E5m2), [16384, 6144, 2048], None),
+        ] {
+            assert_eq!(cuts(product, operands, sizes), cut, "{product:?} {sizes:?}");
         }
     }
 

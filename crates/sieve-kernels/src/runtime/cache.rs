@@ -17,6 +17,9 @@ const LOCK_FILE: &str = "lock";
 /// File with the size that the compiled kernels had when they were last known to be whole.
 const CHECKED_FILE: &str = "checked-bytes";
 
+/// File beside the private folders. Who has its lock makes one, or deletes those of processes that are gone.
+const PRIVATE_LOCK_FILE: &str = "lock-of-private";
+
 /// Start of the names of private folders.
 const PRIVATE_PREFIX: &str = "private-";
 
@@ -48,10 +51,7 @@ impl KernelCache {
             });
         }
         let folder = shared.join(format!("{PRIVATE_PREFIX}{}", std::process::id()));
-        // A folder of that name is what a dead process with our number left.
-        let _ = fs::remove_dir_all(&folder);
-        create_folder(&folder)?;
-        let lock = lock_folder(&folder)?.ok_or_else(|| cache_error(&folder, "locked by another process"))?;
+        let lock = lock_private(&folder, || ())?;
         // Reading while the owner appends is fine: CubeCL skips an entry that ends early.
         copy_folder(&cubecl_folder(&shared), &cubecl_folder(&folder)).map_err(|e| cache_error(&folder, e))?;
         Ok(Self {
@@ -133,25 +133,45 @@ fn create_folder(folder: &Path) -> Result<(), KernelError> {
     fs::create_dir_all(folder).map_err(|e| cache_error(folder, e))
 }
 
+/// Makes a private folder and locks it. Between the two, when `made` is called, it looks like one of a process that is
+/// gone.
+fn lock_private(folder: &Path, made: impl FnOnce()) -> Result<File, KernelError> {
+    let path = folder.with_file_name(PRIVATE_LOCK_FILE);
+    let making = lock_file(&path)?;
+    making.lock().map_err(|e| cache_error(&path, e))?;
+    // A folder of that name is what a dead process with our number left.
+    let _ = fs::remove_dir_all(folder);
+    create_folder(folder)?;
+    made();
+    lock_folder(folder)?.ok_or_else(|| cache_error(folder, "locked by another process"))
+}
+
 /// Locks a folder; `None` when another process holds the lock.
 fn lock_folder(folder: &Path) -> Result<Option<File>, KernelError> {
-    let path = folder.join(LOCK_FILE);
-    let file = File::options()
-        .create(true)
-        .truncate(false)
-        .write(true)
-        .open(&path)
-        .map_err(|e| cache_error(&path, e))?;
+    try_lock(&folder.join(LOCK_FILE))
+}
+
+/// Locks a file; `None` when another process holds the lock.
+fn try_lock(path: &Path) -> Result<Option<File>, KernelError> {
+    let file = lock_file(path)?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(e)) => Err(cache_error(&path, e)),
+        Err(TryLockError::Error(e)) => Err(cache_error(path, e)),
     }
 }
 
-/// Deletes private copies whose processes are gone.
+/// A file that is there for its lock.
+fn lock_file(path: &Path) -> Result<File, KernelError> {
+    let mut options = File::options();
+    let file = options.create(true).truncate(false).write(true).open(path);
+    file.map_err(|e| cache_error(path, e))
+}
+
+/// Deletes private copies whose processes are gone; leaves that to the next start while a process makes its own.
 fn remove_abandoned(shared: &Path) {
-    let Ok(entries) = fs::read_dir(shared) else {
+    let alone = try_lock(&shared.join(PRIVATE_LOCK_FILE));
+    let (Ok(Some(_alone)), Ok(entries)) = (alone, fs::read_dir(shared)) else {
         return;
     };
     for entry in entries.flatten() {
@@ -284,6 +304,22 @@ mod tests {
         drop(first);
         let next = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
         assert!(!next.is_private() && !abandoned.exists());
+    }
+
+    #[test]
+    fn a_private_folder_that_is_being_made_is_not_taken_for_an_abandoned_one() {
+        let root = tempfile::tempdir().expect("a temporary folder");
+        let owner = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
+        let shared = owner.folder();
+        let folder = shared.join("private-7");
+        // The owner of the shared folder opens it just now, and tidies up.
+        let lock = lock_private(&folder, || remove_abandoned(shared));
+        let lock = lock.expect("nobody has deleted it");
+        remove_abandoned(shared);
+        assert!(folder.exists(), "its process lives");
+        drop(lock);
+        remove_abandoned(shared);
+        assert!(!folder.exists(), "its process is gone");
     }
 
     #[test]

@@ -240,13 +240,13 @@ impl SourceKernel {
         unsafe { self.launch_words(grid, maps, tensors, &words) }
     }
 
-    /// As [`launch`](Self::launch), of a kernel [given as text](Self::from_text): `words` are its params struct.
+    /// As `launch`, of a kernel [given as text](Self::from_text): `words` are its params struct.
     ///
     /// # Errors
-    /// As [`launch`](Self::launch).
+    /// As `launch`.
     ///
     /// # Safety
-    /// As [`launch`](Self::launch).
+    /// As `launch`.
     pub unsafe fn launch_text(
         &self,
         grid: [usize; 3],

@@ -100,6 +100,15 @@ impl AttentionNeeds {
         }
         list
     }
+
+    /// Those of one new token against a cache.
+    pub fn decoding(&self, arch: &str) -> NeededKernels {
+        let mut list = NeededKernels::default();
+        if let Some(shared_bytes) = NeededKernels::shared_bytes_of(arch) {
+            portable(&mut list, self, Part::Decode, shared_bytes);
+        }
+        list
+    }
 }
 
 impl NeededKernels {
@@ -271,8 +280,13 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
         }
         Part::Masked => {
             use SparseKeyReads::{Keys, Tiles};
-            let forms = [(Keys, false), (Tiles, false), (Tiles, true)];
-            let attention = |(reads, pairs)| hopper_sparse_attention_forward_kernel(shape, reads, pairs);
+            let forms = [
+                (Keys, [128, 128]),
+                (Tiles, [128, 128]),
+                (Tiles, [128, 64]),
+                (Tiles, [64, 64]),
+            ];
+            let attention = |(reads, tiles)| hopper_sparse_attention_forward_kernel(shape, reads, tiles);
             list.extend_kernels(forms.map(attention));
             list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
         }

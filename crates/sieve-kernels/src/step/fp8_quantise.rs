@@ -16,6 +16,8 @@ const AMAX: &str = "fp8_amax";
 const AMAX_ELEMENTS: usize = 256 * 4 * WORD_ELEMENTS;
 /// Most blocks of it: four for each multiprocessor of a large GPU.
 const MAX_PARTIALS: usize = 528;
+/// Parts of a largest magnitude that another kernel finds beside its work.
+pub(crate) const AMAX_PARTIALS: usize = 512;
 /// Rows and columns of a block of the second.
 const TILE: usize = 128;
 /// Every size of a product of eight-bit floats is a multiple of this.
@@ -51,10 +53,11 @@ pub struct Fp8Pair {
 }
 
 /// Rounds a bf16 tensor `[.., width]` to eight bits. The scale brings the largest magnitude to the format's largest.
+/// `amax` are parts of that magnitude, f32 and contiguous, where the kernel that wrote x has found them.
 ///
 /// # Errors
 /// Another type, a width or a number of rows that is no multiple of 16, a GPU below compute capability 8.9.
-pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format) -> Result<Fp8Pair, KernelError> {
+pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>) -> Result<Fp8Pair, KernelError> {
     x.require_dtype(NAME, "x", DType::BF16)?;
     let width = x.shape().last().copied().unwrap_or(0);
     require_non_empty(NAME, "the number of elements", x.num_elements())?;
@@ -67,25 +70,22 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format) -> Result<Fp8Pair, Kernel
     Fp8Format::require(x.hardware().compute_capability)?;
     let x = x.contiguous();
     require_alignment(NAME, "x", &x)?;
-    let num_elements = x.num_elements();
-    let num_partials = num_elements.div_ceil(AMAX_ELEMENTS).min(MAX_PARTIALS);
+    let amax = match amax {
+        Some(amax) => {
+            amax.require_dtype(NAME, "amax", DType::F32)?;
+            amax.require_contiguous(NAME, "amax")?;
+            amax.clone()
+        }
+        None => largest_magnitudes(&x)?,
+    };
     let new = |shape: &[usize], dtype| x.empty_contiguous(shape, dtype);
-    let amax = new(&[num_partials], DType::F32);
     let (values, turned) = (new(&[rows, width], DType::U8), new(&[width, rows], DType::U8));
     let scale = new(&[1], DType::F32);
-    // SAFETY: reads all elements, writes one number a block.
-    unsafe {
-        fp8_amax_kernel().launch(
-            [num_partials, 1, 1],
-            &[&x, &amax],
-            &params!(Fp8AmaxParams { num_elements }),
-        )
-    }?;
     let grid = [width.div_ceil(TILE), rows.div_ceil(TILE), 1];
     let params = params!(Fp8QuantiseParams {
         num_rows: rows,
         width,
-        num_partials
+        num_partials: amax.num_elements()
     });
     // SAFETY: reads all elements and maxima, writes every byte of both copies and the scale.
     unsafe {
@@ -101,6 +101,17 @@ pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format) -> Result<Fp8Pair, Kernel
         rows: matrix(values),
         columns: matrix(turned),
     })
+}
+
+/// Those of a contiguous tensor, one a block.
+fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let num_elements = x.num_elements();
+    let num_partials = num_elements.div_ceil(AMAX_ELEMENTS).min(MAX_PARTIALS);
+    let amax = x.empty_contiguous(&[num_partials], DType::F32);
+    let params = params!(Fp8AmaxParams { num_elements });
+    // SAFETY: reads all elements, writes one number a block.
+    unsafe { fp8_amax_kernel().launch([num_partials, 1, 1], &[x, &amax], &params) }?;
+    Ok(amax)
 }
 
 impl Fp8Format {
@@ -124,6 +135,11 @@ fn unsupported(what: &'static str, got: String, supported: &str) -> KernelError 
         got,
         supported: supported.to_owned(),
     }
+}
+
+/// A kernel that writes bf16, finding the largest magnitude of it beside (`kernels/common/amax.cuh`).
+pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
+    kernel.define("AMAX_PARTIALS", AMAX_PARTIALS)
 }
 
 /// The first kernel.
@@ -151,7 +167,7 @@ mod tests {
         };
         let text = |hardware, shape: &[usize]| {
             let x = Recorder::new(hardware).tensor(shape, DType::BF16);
-            fp8_quantise(&x, Fp8Format::E4m3).map_or_else(|e| e.to_string(), |_| "taken".to_owned())
+            fp8_quantise(&x, Fp8Format::E4m3, None).map_or_else(|e| e.to_string(), |_| "taken".to_owned())
         };
         assert_eq!(text(ada, &[2, 24, 48]), "taken");
         assert!(text(ada, &[2, 20, 48]).contains("number of rows 40"));

@@ -4,8 +4,11 @@ use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::{SwigluBackwardParams, params};
 use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+use crate::step::fp8_quantise::{AMAX_PARTIALS, with_amax};
 use crate::step::qk_norm_rope_forward::Reuse;
 use crate::step::swiglu_forward::{THREADS, as_rows, packed_width, vector_width};
+use burn::tensor::DType;
 
 const NAME: &str = "swiglu_backward";
 
@@ -16,12 +19,39 @@ const NAME: &str = "swiglu_backward";
 /// # Errors
 /// Another type, shapes that do not fit each other, no rows; a tensor to be reused that is not contiguous.
 pub fn swiglu_backward(gate_up: &CudaTensor, dy: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
+    launch([gate_up, dy], reuse, None)
+}
+
+/// As [`swiglu_backward`] of bf16, and finds the gradient's largest magnitude: `(dgate_up, amax)`, the latter for
+/// [`fp8_quantise`](crate::step::fp8_quantise()).
+///
+/// # Errors
+/// As [`swiglu_backward`]; f32.
+pub fn swiglu_backward_with_amax(
+    gate_up: &CudaTensor,
+    dy: &CudaTensor,
+    reuse: Reuse,
+) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
+    let amax = empty_zero(gate_up, &[AMAX_PARTIALS])?;
+    let dgate_up = launch([gate_up, dy], reuse, Some(&amax))?;
+    Ok((dgate_up, amax))
+}
+
+fn launch([gate_up, dy]: [&CudaTensor; 2], reuse: Reuse, amax: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
     let input = Input::of(gate_up, dy)?;
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let kernel = swiglu_backward_kernel(input.is_bf16, input.vector);
+    let kernel = match amax {
+        Some(_) => with_amax(kernel),
+        None => kernel,
+    };
+    let buffers = [&input.gate_up, &input.dy, &dgate_up];
+    let buffers: Vec<_> = buffers.into_iter().chain(amax).collect();
     // SAFETY: reads rows of 2*d_ff and d_ff columns, writes every element of dgate_up; sizes were read off the tensors.
-    // dgate_up may lie where gate_up does: a thread writes only columns that it alone has read.
-    unsafe { kernel.launch(input.grid(), &[&input.gate_up, &input.dy, &dgate_up], &input.params()) }?;
+    // dgate_up may lie where gate_up does: a thread writes only columns that it alone has read. Where there is an amax,
+    // it has the parts that the kernel was compiled for.
+    unsafe { kernel.launch(input.grid(), &buffers, &input.params()) }?;
     Ok(dgate_up)
 }
 

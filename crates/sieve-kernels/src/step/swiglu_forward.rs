@@ -4,6 +4,9 @@ use crate::runtime::checks::{require_float, require_non_empty, uniform_rows};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+use crate::step::fp8_quantise::{AMAX_PARTIALS, with_amax};
+use burn::tensor::DType;
 
 const NAME: &str = "swiglu_forward";
 
@@ -16,6 +19,22 @@ pub(crate) const THREADS: usize = 256;
 /// # Errors
 /// Another type, an odd or zero width, no rows.
 pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    launch(gate_up, None)
+}
+
+/// As [`swiglu_forward`] of bf16, and finds y's largest magnitude: `(y, amax)`, the latter for
+/// [`fp8_quantise`](crate::step::fp8_quantise()).
+///
+/// # Errors
+/// As [`swiglu_forward`]; f32.
+pub fn swiglu_forward_with_amax(gate_up: &CudaTensor) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
+    let amax = empty_zero(gate_up, &[AMAX_PARTIALS])?;
+    let y = launch(gate_up, Some(&amax))?;
+    Ok((y, amax))
+}
+
+fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
     let is_bf16 = require_float(NAME, "gate_up's type", gate_up)?;
     let d_ff = packed_width(NAME, gate_up)?;
     let (gate_up, rows, row_stride) = as_rows(gate_up);
@@ -27,14 +46,16 @@ pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let y = gate_up.empty_contiguous(&shape, gate_up.dtype());
     let vector = vector_width(is_bf16, &[d_ff, row_stride]);
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
+    let kernel = swiglu_forward_kernel(is_bf16, vector);
+    let kernel = match amax {
+        Some(_) => with_amax(kernel),
+        None => kernel,
+    };
+    let buffers: Vec<_> = [&gate_up, &y].into_iter().chain(amax).collect();
+    let params = params!(SwigluForwardParams { d_ff, row_stride });
     // SAFETY: reads rows of 2*d_ff columns, writes every element of y; sizes and strides were read off the tensors.
-    unsafe {
-        swiglu_forward_kernel(is_bf16, vector).launch(
-            grid,
-            &[&gate_up, &y],
-            &params!(SwigluForwardParams { d_ff, row_stride }),
-        )
-    }?;
+    // Where there is an amax, it has the parts that the kernel was compiled for.
+    unsafe { kernel.launch(grid, &buffers, &params) }?;
     Ok(y)
 }
 

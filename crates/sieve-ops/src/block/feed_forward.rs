@@ -9,7 +9,7 @@ use super::product::{Operands, Weight, begin_gradients, product, product_gradien
 use super::residual::Residual;
 use crate::DeviceBackend;
 use crate::device::autodiff::{Gradient, enter};
-use crate::fp8::ProductPrecision;
+use crate::fp8::{ProductPrecision, ToRound};
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
@@ -106,8 +106,12 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     });
+    let normed = ToRound::new(normed);
     let (gate_up, first) = product::<B>(layer.precision, normed, primitive(layer.gate_up), None);
-    let hidden = B::swiglu(gate_up.clone());
+    let hidden = match layer.precision {
+        ProductPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
+        ProductPrecision::Tensors => ToRound::new(B::swiglu(gate_up.clone())),
+    };
     let added = (residual == Residual::Stream).then_some(x);
     let (y, second) = product::<B>(layer.precision, hidden, primitive(layer.down), added);
     LayerForward {
@@ -143,17 +147,24 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             gate_up: gate_up_weight,
             down,
             epsilon,
-            precision: _,
+            precision,
             sums: [gate_up_sum, down_sum],
         } = layer;
         let down = Weight::new(down, down_sum);
-        let (d_gate_up, d_down) = match product_gradients(second, &down, dy.clone()) {
-            Some([d_hidden, d_down]) => (B::swiglu_backward(gate_up, d_hidden), d_down),
+        let d_output = ToRound::new(dy.clone());
+        let (d_gate_up, d_down) = match product_gradients(second, &down, d_output) {
+            Some([d_hidden, d_down]) if precision == ProductPrecision::Fp8 => {
+                (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
+            }
+            Some([d_hidden, d_down]) => (ToRound::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
             None => {
                 let Weight(down, sum) = down;
                 let d_hidden = B::linear_input_gradient(down, dy.clone());
                 let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
-                (d_gate_up, B::linear_weight_gradient(hidden, dy.clone(), sum))
+                (
+                    ToRound::new(d_gate_up),
+                    B::linear_weight_gradient(hidden, dy.clone(), sum),
+                )
             }
         };
         let norm = RmsNormCall {

@@ -2,7 +2,7 @@
 use super::kept;
 use super::residual::{Residual, norm_gradient};
 use crate::DeviceBackend;
-use crate::fp8::{Fp8Kept, ProductPrecision};
+use crate::fp8::{Fp8Kept, ProductPrecision, ToRound};
 use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive};
@@ -23,7 +23,7 @@ pub(super) enum Operands<B: Backend> {
 /// `x wᵀ [+ residual]`.
 pub(super) fn product<B: DeviceBackend>(
     precision: ProductPrecision,
-    x: Float<B>,
+    x: ToRound<B>,
     weight: Float<B>,
     residual: Option<Float<B>>,
 ) -> (Float<B>, Operands<B>) {
@@ -31,6 +31,7 @@ pub(super) fn product<B: DeviceBackend>(
         let (y, kept) = B::fp8_linear(x, weight, residual);
         return (y, Operands::Fp8(kept));
     }
+    let x = x.0;
     let operands = kept(x.clone()).map_or(Operands::None, Operands::X);
     let y = match residual {
         Some(residual) => B::linear_add(x, weight, residual),
@@ -52,13 +53,13 @@ impl<B: Backend> Weight<B> {
 pub(super) fn product_gradients<B: DeviceBackend>(
     operands: Operands<B>,
     Weight(weight, sum): &Weight<B>,
-    dy: Float<B>,
+    dy: ToRound<B>,
 ) -> Option<[Float<B>; 2]> {
     match operands {
         Operands::Fp8(kept) => Some(B::fp8_linear_backward(kept, dy, sum.clone())),
         Operands::X(x) => Some([
-            B::linear_input_gradient(weight.clone(), dy.clone()),
-            B::linear_weight_gradient(x, dy, sum.clone()),
+            B::linear_input_gradient(weight.clone(), dy.0.clone()),
+            B::linear_weight_gradient(x, dy.0, sum.clone()),
         ]),
         Operands::None => None,
     }
@@ -69,12 +70,12 @@ pub(super) fn product_gradients<B: DeviceBackend>(
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),
-    d_product: Float<B>,
+    d_product: ToRound<B>,
     (residual, dy): (Residual, Float<B>),
 ) -> [Float<B>; 3] {
     let gradients = product_gradients(operands, &weight, d_product.clone());
     let Some([d_normed, d_weight]) = gradients else {
-        let Weight(weight, sum) = weight;
+        let (Weight(weight, sum), d_product) = (weight, d_product.0);
         let d_normed = B::linear_input_gradient(weight, d_product.clone());
         let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (residual, dy));
         return [dx, d_norm, B::linear_weight_gradient(normed, d_product, sum)];

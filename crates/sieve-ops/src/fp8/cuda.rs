@@ -1,27 +1,31 @@
 //! Eight-bit floats on CUDA: rounded by our kernels, multiplied by cuBLASLt.
-use super::backend::{Fp8Gradients, Fp8Kept};
+use super::backend::{Fp8Gradients, Fp8Kept, ToRound};
 use super::reference;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use crate::linear::reference::added;
+use crate::swiglu::{SwigluBackend, SwigluGradients, reuse};
 use burn::tensor::DType::{BF16, F32};
-use sieve_kernels::step::{Fp8Format, Fp8Matrix, fp8_quantise, residual_add};
+use burn::tensor::TensorMetadata;
+use sieve_kernels::step::{
+    Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, residual_add, swiglu_backward_with_amax, swiglu_forward_with_amax,
+};
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput};
 
 const NAME: &str = "fp8_linear";
 
 impl Fp8Gradients for Cuda {
-    fn fp8_linear(x: Float, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Self>) {
-        let attempt = forward(tensors([&x, &weight]), residual.as_ref());
-        kernel_or(NAME, attempt, || reference::fp8_linear::<Self>(x, weight, residual))
+    fn fp8_linear(x: ToRound<Self>, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Self>) {
+        let attempt = forward(&x, &weight, residual.as_ref());
+        kernel_or(NAME, attempt, || reference::fp8_linear::<Self>(x.0, weight, residual))
     }
 
-    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: Float, sum: Option<Float>) -> [Float; 2] {
+    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToRound<Self>, sum: Option<Float>) -> [Float; 2] {
         let total = sum.clone().map(CudaTensor::from);
         let attempt = match &kept.scales {
-            Some(scales) => backward(&kept, scales, &CudaTensor::from(dy.clone()), total.as_ref()),
+            Some(scales) => backward(&kept, scales, &dy, total.as_ref()),
             None => {
-                let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy);
+                let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy.0);
                 return [dx, added::<Self>(sum, dweight)];
             }
         };
@@ -29,14 +33,37 @@ impl Fp8Gradients for Cuda {
             unreachable!("whoever rounded the operands can round the gradient")
         })
     }
+
+    fn fp8_swiglu(gate_up: Float) -> ToRound<Self> {
+        let attempt = swiglu_forward_with_amax(&CudaTensor::from(gate_up.clone()));
+        let attempt = attempt.map(|(y, amax)| ToRound(y.into(), Some(amax.into())));
+        kernel_or("fp8_swiglu", attempt, || ToRound::new(Self::swiglu(gate_up)))
+    }
+
+    fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToRound<Self> {
+        let is_free = gate_up.can_mut();
+        let [x, d] = tensors([&gate_up, &dy]);
+        let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
+        let attempt = attempt.map(|(dx, amax)| ToRound(dx.into(), Some(amax.into())));
+        kernel_or("fp8_swiglu_backward", attempt, || {
+            ToRound::new(Self::swiglu_backward(gate_up, dy))
+        })
+    }
 }
 
-fn forward([x, weight]: [CudaTensor; 2], residual: Option<&Float>) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
-    let mut shape = x.shape().to_vec();
+/// Both ways round.
+fn rounded(x: &ToRound<Cuda>, format: Fp8Format) -> Result<Fp8Pair, KernelError> {
+    let amax = x.1.clone().map(CudaTensor::from);
+    fp8_quantise(&CudaTensor::from(x.0.clone()), format, amax.as_ref())
+}
+
+fn forward(x: &ToRound<Cuda>, weight: &Float, residual: Option<&Float>) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
+    let mut shape = x.0.shape().to_vec();
+    let weight = CudaTensor::from(weight.clone());
     let [out, inner] = weight.dims(NAME, "weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = out;
-    let x = fp8_quantise(&x, Fp8Format::E4m3)?;
-    let weight = fp8_quantise(&weight, Fp8Format::E4m3)?;
+    let x = rounded(x, Fp8Format::E4m3)?;
+    let weight = fp8_quantise(&weight, Fp8Format::E4m3, None)?;
     let product = |output| x.rows.times(&weight.rows, output);
     let y = match residual.map(|residual| CudaTensor::from(residual.clone())) {
         None => product(MatmulOutput::New(BF16))?,
@@ -58,7 +85,7 @@ fn forward([x, weight]: [CudaTensor; 2], residual: Option<&Float>) -> Result<(Fl
 fn backward(
     kept: &Fp8Kept<Cuda>,
     scales: &[Float; 2],
-    dy: &CudaTensor,
+    dy: &ToRound<Cuda>,
     sum: Option<&CudaTensor>,
 ) -> Result<[Float; 2], KernelError> {
     let [x, weight] = [(&kept.x, &scales[0]), (&kept.weight, &scales[1])].map(|(values, scale)| Fp8Matrix {
@@ -66,10 +93,10 @@ fn backward(
         scale: scale.clone().into(),
         format: Fp8Format::E4m3,
     });
-    let mut shape = dy.shape().to_vec();
+    let mut shape = dy.0.shape().to_vec();
     let [inner, _out] = weight.values.dims(NAME, "the weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = inner;
-    let dy = fp8_quantise(dy, Fp8Format::E5m2)?;
+    let dy = rounded(dy, Fp8Format::E5m2)?;
     let dx = dy.rows.times(&weight, MatmulOutput::New(BF16))?;
     let output = sum.map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
     let dweight = dy.columns.times(&x, output)?;

@@ -14,16 +14,16 @@ const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 type From = *const c_void;
 type To = *mut c_void;
 
+type Sum = unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> c_int;
+
 /// The functions that are used. Results are numbers of `ncclResult_t`.
 pub(super) struct Nccl {
     pub(super) get_unique_id: unsafe extern "C" fn(*mut ncclUniqueId) -> c_int,
     pub(super) comm_init_rank: unsafe extern "C" fn(*mut ncclComm_t, c_int, ncclUniqueId, c_int) -> c_int,
     pub(super) group_start: unsafe extern "C" fn() -> c_int,
     pub(super) group_end: unsafe extern "C" fn() -> c_int,
-    pub(super) all_reduce:
-        unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> c_int,
-    pub(super) reduce_scatter:
-        unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) all_reduce: Sum,
+    pub(super) reduce_scatter: Sum,
     pub(super) reduce:
         unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclRedOp_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) all_gather: unsafe extern "C" fn(From, To, usize, ncclDataType_t, ncclComm_t, cudaStream_t) -> c_int,

@@ -1,0 +1,36 @@
+// amax: the largest magnitude of what a kernel stores in bf16, in parts, for fp8_quantise.
+// Defines    AMAX_PARTIALS: how many parts, 0 for a kernel that finds none
+// The parts are bits of f32s, cleared before the launch: integers compare as magnitudes do, and a NaN is larger than
+// everything. The largest of rounded numbers is the rounded largest number, so one is rounded for all.
+#pragma once
+#include "common/types.cuh"
+
+#ifndef AMAX_PARTIALS
+#define AMAX_PARTIALS 0
+#endif
+
+#if AMAX_PARTIALS
+#define AMAX_BUFFER u32 *amax,
+#else
+#define AMAX_BUFFER
+#endif
+
+// A thread's largest number so far.
+struct Amax {
+#if AMAX_PARTIALS
+  u32 bits = 0;
+  DEVICE void keep(float x) {
+    const u32 magnitude = __float_as_uint(x) & 0x7fffffffu;
+    bits = magnitude > bits ? magnitude : bits;
+  }
+  // Every thread of a warp calls it.
+  DEVICE void store(u32* amax) const {
+    const u32 largest = __reduce_max_sync(~0u, bits);
+    u32 rounded;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(rounded) : "f"(__uint_as_float(largest)), "f"(0.f));
+    if (threadIdx.x % 32 == 0) atomicMax(amax + blockIdx.x % AMAX_PARTIALS, rounded & 0x7fff0000u);
+  }
+#else
+  DEVICE void keep(float) {}
+#endif
+};
