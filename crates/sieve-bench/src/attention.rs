@@ -7,14 +7,16 @@ use crate::extent::Extent;
 use crate::on_device::{self, OnDevice};
 use crate::outputs::Outputs;
 use crate::place::{self, Place};
-use crate::reference::{Reference, Rounding, attention};
-use crate::report::{Path, PathWatch, Report};
+use crate::reference::{Reference, attention};
+use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::{attention_shape, sizes};
+use crate::shape::{attention_shape, queries_of, values_of};
 use crate::strided::{Layout, packed, packed_d_o};
 use rayon::prelude::*;
+use sieve_cpu::reference::Rounding;
 use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder};
 use sieve_testing::Random;
+use std::ops::Range;
 
 /// Rounding of `ddelta` beside the sums that cancel in it: 2^-16 of their largest. The true value is 0 where a query
 /// sees a single key, so no share of the result itself would do; bf16 would be 2^-8 of the same sums.
@@ -66,16 +68,13 @@ impl Draw {
             seq_len = random.between(1025, 1025 + 2 * longest);
         }
         let window = random.one_of(&[1, 2, 7, 33, 64, 100, seq_len / 2 + 1, seq_len, 5 * seq_len]);
-        let shape = AttentionShape {
-            batch: if seq_len < 300 { random.between(1, 4) } else { 1 },
-            seq_len,
-            num_heads: group * num_kv_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
+        let batch = match seq_len < 300 {
+            true => random.between(1, 4),
+            false => 1,
         };
+        let heads = [group * num_kv_heads, num_kv_heads];
         Self {
-            shape,
+            shape: attention_shape(batch, seq_len, heads, [head_dim, head_dim_v]),
             keys: match mode {
                 1 => Keys::Dense,
                 3 => Keys::Window(window),
@@ -91,15 +90,15 @@ impl Draw {
     }
 
     fn label(&self) -> String {
-        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
+        let ([batch, seq_len, num_heads, head_dim], seed) = (queries_of(self.shape), self.seed);
+        let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
         format!(
             "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
-             head_dim_v={head_dim_v} {} {:?} {} {} seed {}",
+             head_dim_v={head_dim_v} {} {:?} {} {} seed {seed}",
             self.keys,
             self.cuts,
             self.scores.name(),
             self.layout.name(),
-            self.seed
         )
     }
 
@@ -138,23 +137,18 @@ fn name(keys: Keys) -> String {
     format!("{kernel}{}", keys.suffix())
 }
 
-/// The ops of `B`, packed tensors in all layouts. `is_f32` takes no leave from bf16's error.
-pub(crate) fn check_ops<B: Place>(
-    report: &mut Report,
-    device: &B::Device,
-    extent: &Extent,
-    is_cuda: bool,
-) -> Result<()> {
+/// The ops of `B`, packed tensors in all layouts.
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
     for_each_case(extent, |prepared| {
         let case = masked_by_nan(&prepared.case);
-        let (qkv, d_o) = (packed(&case, prepared.layout), packed_d_o(&case, Layout::Contiguous));
+        let qkv = packed(&case, prepared.layout);
+        let d_o = packed_d_o(&case, Layout::Contiguous);
         place::poison::<B>(case.shape, device);
-        let watch = PathWatch::start();
+        let watch = PathWatch::start(B::IS_CUDA);
         let outputs = place::attention::<B>(&case, &qkv, &d_o, device);
-        let path = if is_cuda { watch.path() } else { Path::Kernel };
-        let name = format!("op {}", name(case.keys));
-        report.add_call(&name, &path, B::family(&case, device), &prepared.label, || {
-            judge(prepared, &outputs, is_cuda, "")
+        let (name, family) = (format!("op {}", name(case.keys)), B::family(&case, device));
+        report.add_call(&name, &watch.path(), family, &prepared.label, || {
+            judge(prepared, &outputs, B::IS_CUDA)
         });
         Ok(())
     })
@@ -192,12 +186,12 @@ pub(super) fn check_wrapper(
                 report.add(&name, path, &prepared.label, outcome);
             }
         }
-        Err(error) => report.add_wrapper(name, path, &prepared.label, Err(error)),
+        Err(error) => report.add_wrapper(name, path, &prepared.label, Err(error.into())),
     }
 }
 
 /// Outcomes of one call, by the end of their row's name.
-type Outcomes = Vec<(&'static str, Result<f32, String>)>;
+type Outcomes = Vec<(&'static str, Outcome)>;
 
 fn wrappers(
     prepared: &Prepared,
@@ -212,17 +206,18 @@ fn wrappers(
     let any = call.gradients(lists.as_ref(), &result, SumOrder::Any)?;
     let fixed = call.gradients(lists.as_ref(), &result, SumOrder::Fixed)?;
     let again = call.run(lists.as_ref(), SumOrder::Fixed)?;
-    let mut in_order = judge(prepared, &fixed, true, "");
+    let mut in_order = judge(prepared, &fixed, true);
     // NaN is unequal to itself, and would have failed above.
     if in_order.is_ok() && fixed != again {
-        in_order = Err("two runs differ".to_owned());
+        in_order = wrong("two runs differ");
     }
-    let mut outcomes = vec![("", judge(prepared, &any, true, "")), (", fixed order", in_order)];
+    let any = judge(prepared, &any, true);
+    let mut outcomes = vec![("", any), (", fixed order", in_order)];
     if result.o_rest.is_some() {
         // As in rows too long to keep what rounding took from o.
         let rounded = AttentionResult { o_rest: None, ..result };
         let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
-        outcomes.push((", row sums", judge(prepared, &summed, true, "")));
+        outcomes.push((", row sums", judge(prepared, &summed, true)));
     }
     Ok(outcomes)
 }
@@ -238,15 +233,14 @@ pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &
         let cuts = Cuts::Count(2);
         let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
         let call = OnDevice::new(&case, device);
-        let outcome = orders_agree(&call).map_err(|e| e.to_string()).flatten();
         let path = on_device::family(&case, device);
         let name = format!("dma_attention{}, long row", keys.suffix());
-        report.add(&name, path, "two orders", outcome);
+        report.add(&name, path, "two orders", orders_agree(&call));
     }
     Ok(())
 }
 
-fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError> {
+fn orders_agree(call: &OnDevice<'_>) -> Outcome {
     let lists = call.lists(KeyLists::TILE_QUERIES)?;
     let any = call.run(lists.as_ref(), SumOrder::Any)?;
     let fixed = call.run(lists.as_ref(), SumOrder::Fixed)?;
@@ -259,34 +253,39 @@ fn orders_agree(call: &OnDevice<'_>) -> Result<Result<f32, String>, KernelError>
         ("dv", &any.dv, &fixed.dv),
         ("ddelta", &any.ddelta, &fixed.ddelta),
     ] {
-        match bar.judge(name, got, expected, expected) {
-            Ok(ratio) => worst = worst.max(ratio),
-            Err(error) => return Ok(Err(error)),
-        }
+        worst = worst.max(bar.judge(name, got, expected, expected)?);
     }
-    Ok(Ok(worst))
+    Ok(worst)
 }
 
 /// The case with NaN in K, V and the bias of keys that no query sees: they must change nothing.
 fn masked_by_nan(case: &Case) -> Case {
     let mut case = case.clone();
-    let [_, seq_len, _, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
-    for (at, never) in case.never_active().into_iter().enumerate() {
-        if never {
-            let (row, j) = (at / seq_len, at % seq_len);
-            let token = (row / num_kv_heads * seq_len + j) * num_kv_heads + row % num_kv_heads;
-            case.k[token * head_dim..][..head_dim].fill(f32::NAN);
-            case.v[token * head_dim_v..][..head_dim_v].fill(f32::NAN);
-            if let Some(delta) = case.delta.get_mut(at) {
-                *delta = f32::NAN;
-            }
+    for (at, _, [k, v]) in never_active(&case) {
+        case.k[k].fill(f32::NAN);
+        case.v[v].fill(f32::NAN);
+        if let Some(delta) = case.delta.get_mut(at) {
+            *delta = f32::NAN;
         }
     }
     case
 }
 
+/// Each key that no query sees: its place among biases, its position, and where its rows of k and v are.
+fn never_active(case: &Case) -> Vec<(usize, usize, [Range<usize>; 2])> {
+    let [_, seq_len, num_kv_heads, width_v] = values_of(case.shape);
+    let never = case.never_active().into_iter().enumerate();
+    let never = never.filter(|(_, never)| *never).map(|(at, _)| {
+        let (row, j) = (at / seq_len, at % seq_len);
+        let token = (row / num_kv_heads * seq_len + j) * num_kv_heads + row % num_kv_heads;
+        let rows = [case.shape.head_dim, width_v].map(|width| token * width..(token + 1) * width);
+        (at, j, rows)
+    });
+    never.collect()
+}
+
 /// Every output against the references; the largest error as a share of what is allowed.
-fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool, tag: &str) -> Result<f32, String> {
+fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool) -> Outcome {
     let (exact, plain) = (&prepared.exact.outputs, &prepared.plain.outputs);
     let long = prepared.case.shape.seq_len >= 64;
     let plain_factor = if is_bf16 { 2.0 } else { 0.0 };
@@ -302,41 +301,35 @@ fn judge(prepared: &Prepared, got: &Outputs, is_bf16: bool, tag: &str) -> Result
         (true, true) => 1.0 / 256.0,
         (true, false) => 1.0 / 128.0,
     };
+    let (o, lse) = (bar(Bar::FLOOR, 1e-4, true), bar(1e-4, 1e-4, false));
     let gradient = bar(Bar::FLOOR, gradient_share, true);
     let terms = DDELTA_TERMS * prepared.exact.ddelta_terms;
     let ddelta = bar(Bar::FLOOR + terms, gradient_share, true);
     let mut worst = 0.0f32;
     for (name, bar, got, plain, exact) in [
-        ("o", bar(Bar::FLOOR, 1e-4, true), &got.o, &plain.o, &exact.o),
-        ("lse", bar(1e-4, 1e-4, false), &got.lse, &plain.lse, &exact.lse),
+        ("o", o, &got.o, &plain.o, &exact.o),
+        ("lse", lse, &got.lse, &plain.lse, &exact.lse),
         ("dq", gradient, &got.dq, &plain.dq, &exact.dq),
         ("dk", gradient, &got.dk, &plain.dk, &exact.dk),
         ("dv", gradient, &got.dv, &plain.dv, &exact.dv),
         ("ddelta", ddelta, &got.ddelta, &plain.ddelta, &exact.ddelta),
     ] {
-        worst = worst.max(bar.judge(&format!("{tag}{name}"), got, plain, exact)?);
+        worst = worst.max(bar.judge(name, got, plain, exact)?);
     }
     if !got.expire.is_empty() && got.expire != exact.expire {
-        return Err("expire differs from the oracle".to_owned());
+        return wrong("expire differs from the oracle");
     }
     never_active_are_zero(&prepared.case, got)?;
     Ok(worst)
 }
 
 /// Gradients of keys that no query sees are exactly zero.
-fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), String> {
-    let [_, seq_len, _, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
-    for (at, never) in case.never_active().into_iter().enumerate() {
-        if !never {
-            continue;
-        }
-        let (row, j) = (at / seq_len, at % seq_len);
-        let token = (row / num_kv_heads * seq_len + j) * num_kv_heads + row % num_kv_heads;
-        let dk = &got.dk[token * head_dim..][..head_dim];
-        let dv = &got.dv[token * head_dim_v..][..head_dim_v];
-        let ddelta = got.ddelta.get(at).copied().unwrap_or(0.0);
-        if dk.iter().chain(dv).chain([&ddelta]).any(|&x| x != 0.0) {
-            return Err(format!("key {j}, which no query sees, has a gradient"));
+fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), Wrong> {
+    for (at, j, [k, v]) in never_active(case) {
+        let ddelta = got.ddelta.get(at);
+        let mut gradients = got.dk[k].iter().chain(&got.dv[v]).chain(ddelta);
+        if gradients.any(|&x| x != 0.0) {
+            return wrong(format!("key {j}, which no query sees, has a gradient"));
         }
     }
     Ok(())
@@ -346,11 +339,13 @@ fn never_active_are_zero(case: &Case, got: &Outputs) -> Result<(), String> {
 mod tests {
     use super::*;
     use burn_flex::{Flex, FlexDevice};
+    use sieve_testing::refusal;
 
     #[test]
     fn the_cpu_passes_and_a_wrong_result_does_not() {
         let mut report = Report::default();
-        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(12, 70, 5), false).expect("random cases");
+        let extent = Extent::all(12, 70, 5);
+        check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
         let draw = |seed| Draw {
@@ -363,7 +358,7 @@ mod tests {
         };
         let prepared = draw(3).prepare().expect("one document");
         let right = &prepared.exact.outputs;
-        assert_eq!(judge(&prepared, right, false, ""), Ok(0.0));
+        assert_eq!(judge(&prepared, right, false), Ok(0.0));
         type Wrong = fn(&mut Outputs);
         let wrong: [(&str, Wrong); 6] = [
             ("o", |x| x.o[5] += 0.1),
@@ -380,15 +375,14 @@ mod tests {
         for (word, change) in wrong {
             let mut outputs = right.clone();
             change(&mut outputs);
-            let error = judge(&prepared, &outputs, true, "").expect_err(word);
-            assert!(error.contains(word), "{word}: {error}");
+            refusal(judge(&prepared, &outputs, true), word);
         }
     }
 
     #[test]
     fn plain_bf16_passes_its_own_bar() {
         for_each_case(&Extent::all(10, 90, 11), |prepared| {
-            let ratio = judge(prepared, &prepared.plain.outputs, true, "");
+            let ratio = judge(prepared, &prepared.plain.outputs, true);
             assert!(ratio.is_ok(), "{}: {ratio:?}", prepared.label);
             Ok(())
         })

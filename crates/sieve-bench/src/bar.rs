@@ -1,4 +1,5 @@
 //! When a result is good enough: its error beside the error of a plain bf16 computation.
+use crate::report::{Outcome, wrong};
 
 /// How far a result may be from the f32 reference.
 #[derive(Clone, Copy, Debug)]
@@ -25,26 +26,34 @@ impl Bar {
         }
     }
 
+    /// That of results of a type: in bf16 twice the error of the plain computation and a share, in f32 its own share.
+    pub(crate) const fn of(is_bf16: bool, floor: f32, [bf16_share, f32_share]: [f32; 2]) -> Self {
+        match is_bf16 {
+            true => Self::new(2.0, floor, bf16_share),
+            false => Self::new(0.0, floor, f32_share),
+        }
+    }
+
     /// The largest ratio of error to what is allowed; an error when that is over 1.
     ///
     /// A NaN is an infinite error; equal infinities are equal.
-    pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32]) -> Result<f32, String> {
+    pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32]) -> Outcome {
         if got.len() != exact.len() {
-            return Err(format!("{name}: {} numbers, expected {}", got.len(), exact.len()));
+            let (got, expected) = (got.len(), exact.len());
+            return wrong(format!("{name}: {got} numbers, expected {expected}"));
         }
         let (error, at) = largest_gap(got, exact);
         let largest = exact
             .iter()
             .filter(|x| x.is_finite())
             .fold(0.0f32, |m, x| m.max(x.abs()));
-        let plain_error = if self.plain > 0.0 {
-            largest_gap(plain, exact).0
-        } else {
-            0.0
+        let plain_error = match self.plain > 0.0 {
+            true => largest_gap(plain, exact).0,
+            false => 0.0,
         };
         let allowed = self.plain * plain_error + self.floor + self.share * largest;
         if exceeds(error.into(), allowed.into()) {
-            return Err(format!(
+            return wrong(format!(
                 "{name}: error {error:.3e}, allowed {allowed:.3e}; number {at} is {}, expected {}",
                 got[at], exact[at]
             ));
@@ -56,7 +65,7 @@ impl Bar {
                 f64::from(self.plain) * norm(plain, exact) + self.norm_floor(exact),
             );
             if exceeds(error, allowed) {
-                return Err(format!("{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"));
+                return wrong(format!("{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"));
             }
             ratio = ratio.max((error / allowed) as f32);
         }
@@ -78,6 +87,18 @@ impl Bar {
 
     /// The usual floor: a few units in the last place of numbers near 1 after bf16 products.
     pub(crate) const FLOOR: f32 = 2e-4;
+}
+
+/// Names and values of what a call computes.
+pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
+
+/// The largest ratio over all results, each by the bar of its name.
+pub(crate) fn judge_all([own, plain, exact]: [&Results; 3], bar: impl Fn(&str) -> Bar) -> Outcome {
+    let mut worst = 0.0f32;
+    for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(plain).zip(exact) {
+        worst = worst.max(bar(name).judge(name, own, plain, exact)?);
+    }
+    Ok(worst)
 }
 
 /// Whether an error is over what is allowed; a NaN on either side is.
@@ -112,6 +133,7 @@ fn norm(a: &[f32], b: &[f32]) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_testing::refusal;
 
     const BAR: Bar = Bar {
         plain: 2.0,
@@ -126,7 +148,7 @@ mod tests {
         let off = |by: f32| vec![1.0 + by; 100];
         assert!(BAR.judge("x", &off(0.019), &off(0.01), &exact).is_ok());
         let error = BAR.judge("x", &off(0.03), &off(0.01), &exact);
-        assert!(error.expect_err("too far").contains("allowed"));
+        refusal(error, "allowed");
     }
 
     #[test]
@@ -135,7 +157,7 @@ mod tests {
         let mut plain = vec![0.0; 100];
         plain[7] = 0.01;
         let error = BAR.judge("x", &[0.015; 100], &plain, &exact);
-        assert!(error.expect_err("everywhere off").contains("norm"));
+        refusal(error, "norm");
     }
 
     #[test]

@@ -16,14 +16,15 @@ mod weights;
 
 pub use row::{BenchRow, Ceilings, Growth, Outcome, Rate};
 
-use crate::clock::{Clock, Times};
+use crate::clock::Clock;
 use crate::error::{BenchError, Result};
 use crate::scores::Scores;
 use crate::step;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Distribution, Tensor};
+use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
-use inputs::Inputs;
+use inputs::{Inputs, normal};
+use row::Sizes;
 use serde_json::{Value, json};
 use sieve_kernels::{
     AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput, Product, matmul,
@@ -134,8 +135,10 @@ pub(crate) struct Bench<'a> {
 }
 
 /// What a row's time is compared with.
-enum Work {
+pub(crate) enum Work {
+    /// Operations.
     Flops(f64),
+    /// Memory that is moved.
     Bytes(f64),
     /// Nothing: the row is a time.
     Time,
@@ -183,25 +186,35 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// Times a row of the table and prints its FLOP/s. Returns milliseconds; `None` where a launch failed.
-    pub(crate) fn flops(
-        &mut self,
-        name: &str,
-        shape: AttentionShape,
-        flops: f64,
-        work: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) -> Option<f64> {
-        self.row(name, &row::shape_name(shape), Work::Flops(flops), work)
+    /// Normal numbers in bf16.
+    pub(crate) fn bf16<const D: usize>(&self, shape: [usize; D]) -> CudaTensor {
+        normal(shape, DType::BF16, &self.device)
     }
 
-    /// Times a row of the table without a rate. Returns milliseconds; `None` where a launch failed.
-    pub(crate) fn time(
+    /// Normal numbers in f32.
+    pub(crate) fn f32<const D: usize>(&self, shape: [usize; D]) -> CudaTensor {
+        normal(shape, DType::F32, &self.device)
+    }
+
+    /// Times a row of the table. Returns milliseconds; `None` where a launch failed.
+    pub(crate) fn row<T>(
         &mut self,
         name: &str,
-        shape: AttentionShape,
-        work: &mut dyn FnMut() -> Result<(), KernelError>,
+        shape: impl Into<Sizes>,
+        work: Work,
+        mut body: impl FnMut() -> Result<T, KernelError>,
     ) -> Option<f64> {
-        self.row(name, &row::shape_name(shape), Work::Time, work)
+        match self.clock.time(&mut || body().map(drop)) {
+            Ok(times) => {
+                let rate = self.rate(&work, times.median_ms * 1e-3);
+                self.push(name, shape, Outcome::Timed { times, rate });
+                Some(times.median_ms)
+            }
+            Err(error) => {
+                self.fail(name, shape, &error.to_string());
+                None
+            }
+        }
     }
 
     /// What a selector keeps of pairs and of mass, in words, and the whole row for programs.
@@ -215,85 +228,23 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Times a row that moves memory.
-    pub(crate) fn bytes(
-        &mut self,
-        name: &str,
-        shape: AttentionShape,
-        bytes: f64,
-        work: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) {
-        self.moved(name, &row::shape_name(shape), bytes, work);
-    }
-
-    /// As [`flops`](Self::flops), with the sizes as text.
-    pub(crate) fn computed(
-        &mut self,
-        name: &str,
-        shape: &str,
-        flops: f64,
-        work: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) {
-        self.row(name, shape, Work::Flops(flops), work);
-    }
-
-    /// Times a row of the table and prints its bytes a second, with the sizes as text.
-    pub(crate) fn moved(
-        &mut self,
-        name: &str,
-        shape: &str,
-        bytes: f64,
-        work: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) {
-        self.row(name, shape, Work::Bytes(bytes), work);
-    }
-
-    fn row(
-        &mut self,
-        name: &str,
-        shape: &str,
-        work: Work,
-        body: &mut dyn FnMut() -> Result<(), KernelError>,
-    ) -> Option<f64> {
-        match self.clock.time(body) {
-            Ok(times) => {
-                self.timed(name, shape, &work, times);
-                Some(times.median_ms)
-            }
-            Err(error) => {
-                self.failed_row(name, shape, &error.to_string());
-                None
-            }
-        }
-    }
-
     /// Rows that an error has ended.
-    pub(crate) fn fail(&mut self, name: &str, shape: AttentionShape, error: &str) {
-        self.failed_row(name, &row::shape_name(shape), error);
-    }
-
-    fn failed_row(&mut self, name: &str, shape: &str, error: &str) {
+    pub(crate) fn fail(&mut self, name: &str, shape: impl Into<Sizes>, error: &str) {
         self.failed += 1;
         self.push(name, shape, Outcome::Failed(error.to_owned()));
     }
 
-    fn timed(&mut self, name: &str, shape: &str, work: &Work, times: Times) {
-        let per_s = |work: f64| work / (times.median_ms * 1e-3);
-        let rate = match *work {
-            Work::Flops(flops) => Some(Rate {
-                per_second: per_s(flops) / 1e12,
-                unit: "TFLOP/s",
-                of_peak: per_s(flops) / self.matmul_flops,
-            }),
-            Work::Bytes(bytes) => Some(Rate {
-                per_second: per_s(bytes) / 1e9,
-                unit: "GB/s",
-                of_peak: per_s(bytes) / self.copy_bytes_per_s,
-            }),
-            Work::Time => None,
+    fn rate(&self, work: &Work, seconds: f64) -> Option<Rate> {
+        let (work, scale, unit, peak) = match *work {
+            Work::Flops(flops) => (flops, 1e12, "TFLOP/s", self.matmul_flops),
+            Work::Bytes(bytes) => (bytes, 1e9, "GB/s", self.copy_bytes_per_s),
+            Work::Time => return None,
         };
-        let outcome = Outcome::Timed { times, rate };
-        self.push(name, shape, outcome);
+        Some(Rate {
+            per_second: work / seconds / scale,
+            unit,
+            of_peak: work / seconds / peak,
+        })
     }
 
     /// Bytes that what `body` returns keeps in use, from the allocator's own count.
@@ -318,14 +269,13 @@ impl<'a> Bench<'a> {
         let heads = 2 * shape.num_heads + 2 * shape.num_kv_heads;
         let inputs = (shape.batch * shape.seq_len * shape.head_dim * 2 * heads) as f64;
         let outcome = Outcome::Memory { before, after, inputs };
-        self.push(name, &row::shape_name(shape), outcome);
+        self.push(name, shape, outcome);
         Ok(after.saturating_sub(before))
     }
 
     /// A row that says as which power time and memory grow.
     pub(crate) fn growth(&mut self, name: &str, growth: Growth) {
-        let over = growth.over();
-        self.push(name, &over, Outcome::Growth(growth));
+        self.push(name, &growth.over(), Outcome::Growth(growth));
     }
 
     /// The tensors of a shape; `None`, with a row that says so, when they do not fit.
@@ -349,17 +299,16 @@ impl<'a> Bench<'a> {
     }
 
     /// A row that was not timed, and why.
-    pub(crate) fn skip(&mut self, name: &str, shape: AttentionShape, reason: &str) {
-        self.skip_named(name, &row::shape_name(shape), reason);
-    }
-
-    /// As [`skip`](Self::skip), with the sizes as text.
-    pub(crate) fn skip_named(&mut self, name: &str, shape: &str, reason: &str) {
+    pub(crate) fn skip(&mut self, name: &str, shape: impl Into<Sizes>, reason: &str) {
         self.push(name, shape, Outcome::Skipped(reason.to_owned()));
     }
 
-    fn push(&mut self, name: &str, shape: &str, outcome: Outcome) {
-        let row = BenchRow::new(name, shape, outcome);
+    fn push(&mut self, name: &str, shape: impl Into<Sizes>, outcome: Outcome) {
+        let row = BenchRow {
+            name: name.to_owned(),
+            shape: shape.into().0,
+            outcome,
+        };
         if let Some((list, value)) = row.json()
             && let Some(list) = self.json[list].as_array_mut()
         {
@@ -377,25 +326,19 @@ impl<'a> Bench<'a> {
 /// FLOP/s of a large product, and by what: cuBLASLt where it is installed, else Burn's.
 fn matmul_ceiling(clock: &Clock, device: &CudaDevice) -> Result<(f64, &'static str)> {
     const SIZE: usize = 8192;
-    let random = || {
-        let normal = Distribution::Normal(0.0, 1.0);
-        Tensor::<Cuda, 2>::random([SIZE, SIZE], normal, device).cast(DType::BF16)
-    };
-    let (a, b) = (random(), random());
+    let [x, w] = [(); 2].map(|()| normal([SIZE, SIZE], DType::BF16, device));
     let flops = 2.0 * (SIZE as f64).powi(3);
-    let own = |x: &Tensor<Cuda, 2>| CudaTensor::from(x.clone().into_primitive().tensor());
-    let (x, w) = (own(&a), own(&b));
     let (times, by) = if Cublaslt::require().is_ok() {
         let output = MatmulOutput::New(DType::BF16);
-        let product = || matmul(Product::Nt, &x, &w, output).map(drop);
-        (clock.time(&mut || product())?, "cuBLASLt")
+        let mut product = || matmul(Product::Nt, &x, &w, output).map(drop);
+        (clock.time(&mut product)?, "cuBLASLt")
     } else {
-        let product = || drop(a.clone().matmul(b.clone().transpose()));
-        let mut body = || {
-            product();
+        let [a, b] = [x, w].map(|x| Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(x.into())));
+        let mut product = || {
+            drop(a.clone().matmul(b.clone().transpose()));
             Ok(())
         };
-        (clock.time(&mut body)?, "Burn, since cuBLASLt is missing,")
+        (clock.time(&mut product)?, "Burn, since cuBLASLt is missing,")
     };
     Ok((flops / (times.median_ms * 1e-3), by))
 }

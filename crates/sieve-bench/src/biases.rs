@@ -7,7 +7,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
-use crate::report::Report;
+use crate::report::{Report, Wrong};
 use crate::scores::Scores;
 use crate::shape::attention_shape;
 use crate::strided::Layout;
@@ -66,16 +66,13 @@ impl Biases {
             Self::Ten(at) => ten(random, &mut z, &|_| at),
             Self::Apart(at) => ten(random, &mut z, &|random| at + 0.5 * random.normal_with_tails()),
             Self::Clamped => ten(random, &mut z, &|random| 60.0 + 10.0 * random.unit() as f32),
-            Self::Anywhere => {
-                let at = |_| 16384.0 * random.unit() as f32 - 8192.0;
-                z = (0..seq_len).map(at).collect();
-            }
+            Self::Anywhere => fill(&mut z, &mut |_| 16384.0 * random.unit() as f32 - 8192.0),
             Self::Rising => {
                 let at = |i: usize| 16384.0 * (i as f32 + 0.5) / seq_len as f32 - 8192.0;
-                z = (0..seq_len).map(|i| at(i) + random.normal_with_tails()).collect();
+                fill(&mut z, &mut |i| at(i) + random.normal_with_tails());
             }
-            Self::Around(middle) => z = (0..seq_len).map(|_| middle + random.normal_with_tails()).collect(),
-            Self::Ends => z = (0..seq_len).map(|_| random.one_of(&[-8192.0, 8192.0])).collect(),
+            Self::Around(middle) => fill(&mut z, &mut |_| middle + random.normal_with_tails()),
+            Self::Ends => fill(&mut z, &mut |_| random.one_of(&[-8192.0, 8192.0])),
         }
         let delta = match self {
             Self::Ten(_) | Self::Apart(_) | Self::Clamped => z.iter().map(|z| z.min(60.0).exp()).collect(),
@@ -83,6 +80,11 @@ impl Biases {
         };
         (z, delta)
     }
+}
+
+/// Draws each number by its place.
+fn fill(z: &mut [f32], draw: &mut dyn FnMut(usize) -> f32) {
+    z.iter_mut().enumerate().for_each(|(i, z)| *z = draw(i));
 }
 
 /// Width and group: both of the Hopper family, the odd group whose dq in a fixed order is portable, one that is
@@ -94,10 +96,7 @@ const EMULATED_SHAPES: &[(usize, usize)] = &[(32, 2)];
 
 /// Every kind of biases, over all keys and over lists of several super-blocks, packed documents among them.
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    let shapes = match extent.is_emulated {
-        true => EMULATED_SHAPES,
-        false => SHAPES,
-    };
+    let shapes = extent.pick(EMULATED_SHAPES, SHAPES);
     let mut draws = Vec::new();
     for (at, biases) in BIASES.into_iter().enumerate() {
         let of_keys = [Keys::chosen(64), Keys::chosen(100), Keys::Biased];
@@ -116,9 +115,8 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         .collect();
     for prepared in prepared {
         let name = "attention, large biases";
-        check_wrapper(report, name, &prepared?, device, |call| {
-            call.lists(KeyLists::TILE_QUERIES)
-        });
+        let lists = |call: &OnDevice<'_>| call.lists(KeyLists::TILE_QUERIES);
+        check_wrapper(report, name, &prepared?, device, lists);
     }
     check_decoding(report, device, shapes[0].0.min(64), extent.seed)?;
     check_empty_list(report, device, extent)
@@ -127,9 +125,10 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 /// Decoding over slots whose scores are equal, or all at the clamp: the row that the full pass computes.
 fn check_decoding(report: &mut Report, device: &dyn Device, head_dim: usize, seed: u64) -> Result<()> {
     for biases in [Biases::Ten(14.0), Biases::Ten(20.0), Biases::Clamped] {
-        let case = draw(biases, Keys::chosen(40), 150, (head_dim, 2), Cuts::Count(1), seed)?;
+        let (keys, widths) = (Keys::chosen(40), (head_dim, 2));
+        let case = draw(biases, keys, 150, widths, Cuts::Count(1), seed)?;
         let outcome = OnDevice::new(&case, device).dma_decode();
-        let outcome = outcome.map_err(|error| error.to_string());
+        let outcome = outcome.map_err(Wrong::from);
         let outcome = outcome.and_then(|o| decode::judge(&case, &o, true));
         let label = format!("{biases:?} 150 tokens, 40 slots, seed {seed}");
         report.add("dma_decode, large biases", "kernel", &label, outcome);
@@ -160,14 +159,10 @@ fn draw(biases: Biases, keys: Keys, seq_len: usize, widths: (usize, usize), cuts
 
 /// A super-block whose queries see no key at all: an empty list. K, V and biases of its keys are NaN.
 fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    let shapes = match extent.is_emulated {
-        true => EMULATED_SHAPES,
-        false => &[(128, 2), (64, 1)],
-    };
-    for &widths in shapes {
+    for &widths in extent.pick(EMULATED_SHAPES, &[(128, 2), (64, 1)]) {
         let (seq_len, kept) = (1100, 200);
-        let shape = shape(seq_len, widths);
-        let mut case = Case::draw(shape, Keys::chosen(kept), Cuts::Count(1), &Scores::Tied, extent.seed)?;
+        let (shape, keys) = (shape(seq_len, widths), Keys::chosen(kept));
+        let mut case = Case::draw(shape, keys, Cuts::Count(1), &Scores::Tied, extent.seed)?;
         for (at, expire) in case.expire.iter_mut().enumerate() {
             let key = at % seq_len;
             *expire = if key < 1024 { key } else { seq_len } as i32;
@@ -175,18 +170,17 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
         let expire = case.expire.clone();
         let label = format!("nobody sees the first 1024 keys, {widths:?}");
         let prepared = Prepared::new(case, Layout::Contiguous, label);
-        check_wrapper(report, "dma_attention, empty list", &prepared, device, |call| {
+        let lists = |call: &OnDevice<'_>| {
             let expire = device.int(&expire, &shape.per_key());
             let selection = Selection::of_expire(&expire, &call.doc_start, kept)?;
-            selection
-                .dma_lists(&call.doc_start, &call.doc_end, KeyLists::TILE_QUERIES)
-                .map(Some)
-        });
+            let (start, end) = (&call.doc_start, &call.doc_end);
+            selection.dma_lists(start, end, KeyLists::TILE_QUERIES).map(Some)
+        };
+        check_wrapper(report, "dma_attention, empty list", &prepared, device, lists);
     }
     Ok(())
 }
 
 fn shape(seq_len: usize, (head_dim, group): (usize, usize)) -> AttentionShape {
-    let num_kv_heads = 2;
-    attention_shape(1, seq_len, [group * num_kv_heads, num_kv_heads], [head_dim, head_dim])
+    attention_shape(1, seq_len, [group * 2, 2], [head_dim, head_dim])
 }

@@ -1,7 +1,7 @@
 //! One attention call's inputs on the host, the same for every device.
 use crate::error::{Result, refused};
 use crate::scores::Scores;
-use crate::shape::sizes;
+use crate::shape::{keys_of, queries_of, sizes, values_of};
 use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
 use sieve_kernels::AttentionShape;
@@ -120,15 +120,11 @@ pub(crate) struct Case {
 impl Case {
     /// Draws everything for a seed.
     pub(crate) fn draw(shape: AttentionShape, keys: Keys, cuts: Cuts, scores: &Scores, seed: u64) -> Result<Self> {
-        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         let mut random = Random(seed);
-        let tokens = batch * seq_len;
-        let q = random.bf16_normals(tokens * num_heads * head_dim);
-        let k = random.bf16_normals(tokens * num_kv_heads * head_dim);
-        let v = random.bf16_normals(tokens * num_kv_heads * head_dim_v);
-        let d_o = random.bf16_normals(tokens * num_heads * head_dim_v);
+        let sizes = [queries_of(shape), keys_of(shape), values_of(shape), shape.output()];
+        let [q, k, v, d_o] = sizes.map(|sizes| random.bf16_normals(sizes.iter().product()));
         let (doc_start, doc_end) = documents(shape, cuts, &mut random)?;
-        let rows = batch * num_kv_heads;
+        let (rows, seq_len) = (shape.batch * shape.num_kv_heads, shape.seq_len);
         let z = match keys {
             Keys::Chosen(_) => scores.draw(rows, seq_len, &mut random)?,
             _ => Vec::new(),
@@ -141,7 +137,7 @@ impl Case {
         let mut case = Self {
             shape,
             keys,
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            scale: 1.0 / (shape.head_dim as f32).sqrt(),
             q,
             k,
             v,
@@ -249,7 +245,8 @@ impl Case {
         let mut expire = vec![0; batch * num_kv_heads * seq_len];
         if let Keys::Chosen(window) = self.keys {
             let kept = window.num_ranked();
-            dma_select(&self.z, documents, batch, num_kv_heads, seq_len, kept, &mut expire);
+            let (z, rows) = (&self.z, &mut expire);
+            dma_select(z, documents, batch, num_kv_heads, seq_len, kept, rows);
             let local = window.local_window_size;
             extend_expire(&mut expire, documents, num_kv_heads, seq_len, local);
             return expire;
@@ -294,8 +291,10 @@ fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(
                     _ => 1,
                 };
                 loop {
-                    let short = cuts == Cuts::Mixed && random.chance(0.3);
-                    let length = if short { 1 } else { 1 + random.below(longest.max(1)) };
+                    let length = match cuts == Cuts::Mixed && random.chance(0.3) {
+                        true => 1,
+                        false => 1 + random.below(longest.max(1)),
+                    };
                     let next = firsts[firsts.len() - 1] + length;
                     if next >= seq_len {
                         break;

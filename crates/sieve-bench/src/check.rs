@@ -7,9 +7,10 @@ use crate::error::{BenchError, Result};
 use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
 use crate::place::Place;
-use crate::report::Report;
+use crate::report::{Report, wrong};
 use crate::shape::attention_shape;
 use crate::{biases, decode, nsa, select, selection, sparse, step};
+use burn::tensor::backend::BackendTypes;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
@@ -63,6 +64,19 @@ impl CheckPart {
     }
 }
 
+impl BenchRows {
+    /// Every specialisation that these rows, and the short check before them, ask for.
+    pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
+        match self {
+            Self::Sparse | Self::Selectors => CheckPart::Sparse.kernels(gpu),
+            Self::Nsa => CheckPart::Nsa.kernels(gpu),
+            Self::Latent => CheckPart::Mla.kernels(gpu),
+            Self::Decode => token_kernels(gpu),
+            Self::Standard | Self::Table2 | Self::Scaling | Self::Step | Self::Dma => CheckPart::All.kernels(gpu),
+        }
+    }
+}
+
 /// Where a check runs.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Target {
@@ -91,7 +105,7 @@ pub fn check(settings: &CheckSettings, target: &Target, tell: &mut dyn FnMut(Che
     let report = Report::default();
     let mut progress = Progress { report, tell };
     match target {
-        Target::Cpu => ops::<Flex>(&mut progress, &FlexDevice, settings, false)?,
+        Target::Cpu => ops::<Flex>(&mut progress, &FlexDevice, settings)?,
         Target::Cuda(gpu) => on_cuda(&mut progress, gpu, settings)?,
     }
     Ok(progress.report)
@@ -151,10 +165,16 @@ const ONLY_PORTABLE: &[Part] = &[
     SELECTIONS,
     ("DMA's selection", selection::check_wrappers),
     ("decoding", decode::check_wrappers),
-    ("step", |report, device, extent| {
-        step::check_wrappers(report, device, extent);
+    ("step", step::check_wrappers),
+];
+
+/// One new token: under selectors, and against caches.
+const TOKENS: &[Part] = &[
+    ("tokens under selectors", |report, device, extent| {
+        select::check_tokens(report, device, extent);
         Ok(())
     }),
+    ("decoding", decode::check_wrappers),
 ];
 
 impl CheckPart {
@@ -244,9 +264,7 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
         })?;
     }
     if good {
-        stage(progress, "ops", |progress| {
-            ops::<Cuda>(progress, &device, settings, true)
-        })?;
+        stage(progress, "ops", |progress| ops::<Cuda>(progress, &device, settings))?;
     }
     Ok(())
 }
@@ -259,29 +277,33 @@ fn stage(progress: &mut Progress<'_>, name: &str, part: impl FnOnce(&mut Progres
             let words = panic.downcast_ref::<String>().map_or("no message", String::as_str);
             let first = words.lines().next().unwrap_or_default().to_owned();
             let report = &mut progress.report;
-            report.add(name, "stopped here", "the GPU", Err(first));
+            report.add(name, "stopped here", "the GPU", wrong(first));
             Ok(false)
         }
     }
 }
 
-/// A short check of the wrappers that these rows time, on a GPU: times of wrong kernels are worth nothing.
+/// A short check of the wrappers that these rows time, on a GPU: times of wrong kernels are worth nothing. `tell` hears
+/// of it when it has ended.
 ///
 /// # Errors
 /// A GPU that cannot be asked; a wrong result is a row of the report.
-pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Result<Report> {
+pub fn short_check(
+    gpu: &DeviceReport,
+    portable: bool,
+    rows: BenchRows,
+    tell: &mut dyn FnMut(CheckedPart),
+) -> Result<Report> {
     KernelFamily::use_portable_only(portable);
     let device = &CudaDevice::new(gpu.index);
     let report = Report::default();
-    let tell = &mut |_| {};
     let mut progress = Progress { report, tell };
     let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
     // Five selections and caches.
     let others = Extent::all(25, 300, 2);
-    stage(&mut progress, "the check", |progress| {
-        let report = &mut progress.report;
+    let check = |report: &mut Report| {
         if rows == BenchRows::Step {
-            step::check_wrappers(report, device, &extent);
+            step::check_wrappers(report, device, &extent)?;
             step::check_products(report, device, &extent);
             step::check_fp8_products(report, device, &extent, (gpu.major, gpu.minor));
             return Ok(());
@@ -291,8 +313,8 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
             return sparse::check_wrappers(report, device, &others);
         }
         if rows == BenchRows::Decode {
-            select::check_tokens(report, device, &others);
-            return decode::check_wrappers(report, device, &others);
+            let mut parts = TOKENS.iter();
+            return parts.try_for_each(|(_, check)| check(report, device, &others));
         }
         if matches!(rows, BenchRows::Nsa | BenchRows::Scaling) {
             nsa::check_wrappers(report, device, &others)?;
@@ -306,41 +328,55 @@ pub fn short_check(gpu: &DeviceReport, portable: bool, rows: BenchRows) -> Resul
         attention::check_wrappers(report, device, &extent)?;
         selection::check_wrappers(report, device, &others)?;
         decode::check_wrappers(report, device, &others)
+    };
+    stage(&mut progress, "the check", |progress| {
+        progress.part("check before the times".to_owned(), check)
     })?;
     Ok(progress.report)
 }
 
-fn ops<B: Place>(
-    progress: &mut Progress<'_>,
-    device: &B::Device,
-    settings: &CheckSettings,
-    is_cuda: bool,
-) -> Result<()> {
-    let (path, extent) = (if is_cuda { "kernel" } else { "cpu" }, &settings.extent());
-    let (asked, all) = (settings.part, settings.part == CheckPart::All);
-    let mut part = |is_asked: bool, name: &str, check: &dyn Fn(&mut Report) -> Result<()>| match is_asked {
-        true => progress.part(format!("ops, {name}"), check),
-        false => Ok(()),
+/// A part's name and its check of the ops of a backend.
+type OpsPart<B> = (
+    &'static str,
+    fn(&mut Report, &<B as BackendTypes>::Device, &Extent) -> Result<()>,
+);
+
+/// The ops as models call them.
+fn ops<B: Place>(progress: &mut Progress<'_>, device: &B::Device, settings: &CheckSettings) -> Result<()> {
+    let extent = settings.extent();
+    let parts: [OpsPart<B>; 6] = [
+        ("attention", attention::check_ops::<B>),
+        ("DMA's selection", selection::check_ops::<B>),
+        ("decoding", decode::check_ops::<B>),
+        (LATENT.0, latent::check_ops::<B>),
+        (NSA.0, nsa::check_ops::<B>),
+        ("step", step::check_ops::<B>),
+    ];
+    let asked = match settings.part {
+        CheckPart::All => &parts[..],
+        CheckPart::Sparse => &[],
+        CheckPart::Mla => &parts[3..4],
+        CheckPart::Nsa => &parts[4..5],
     };
-    part(all, "attention", &|report| {
-        attention::check_ops::<B>(report, device, extent, is_cuda)
-    })?;
-    part(all, "DMA's selection", &|report| {
-        selection::check_ops::<B>(report, device, extent, path)
-    })?;
-    part(all, "decoding", &|report| {
-        decode::check_ops::<B>(report, device, extent, is_cuda)
-    })?;
-    part(all || asked == CheckPart::Mla, LATENT.0, &|report| {
-        latent::check_ops::<B>(report, device, extent, is_cuda)
-    })?;
-    part(all || asked == CheckPart::Nsa, NSA.0, &|report| {
-        nsa::check_ops::<B>(report, device, extent, is_cuda)
-    })?;
-    part(all, "step", &|report| {
-        step::check::<B>(report, device, extent.seed, is_cuda);
-        Ok(())
-    })
+    asked
+        .iter()
+        .try_for_each(|(name, check)| progress.part(format!("ops, {name}"), |report| check(report, device, &extent)))
+}
+
+/// Every specialisation that checks and benchmarks of one new token ask for.
+fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
+    let mut list = sparse::sparse_kernels(gpu);
+    for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
+        for keys in [NeededKeys::Neighbours, NeededKeys::Chosen(ScoreBias::Exp)] {
+            let needs = AttentionNeeds {
+                shape: attention_shape(1, 1, [1, 1], [head_dim, head_dim_v]),
+                keys,
+                order: SumOrder::Any,
+            };
+            list.extend(needs.decoding(&gpu.arch()));
+        }
+    }
+    list
 }
 
 fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
@@ -436,15 +472,21 @@ mod tests {
             num_multiprocessors: 132,
             total_memory_bytes: 141 << 30,
         };
-        let ahead = all_kernels(&gpu).kernels.len();
-        for (compute_capability, parts) in [((8, 9), ONLY_PORTABLE), ((8, 9), OF_A_FAMILY), ((9, 0), OF_A_FAMILY)] {
+        let all = all_kernels(&gpu);
+        for (compute_capability, parts, compiled) in [
+            ((8, 9), ONLY_PORTABLE, all.clone()),
+            ((8, 9), OF_A_FAMILY, all.clone()),
+            ((9, 0), OF_A_FAMILY, all),
+            ((9, 0), TOKENS, BenchRows::Decode.kernels(&gpu)),
+        ] {
+            let ahead = compiled.kernels.len();
             let hardware = Hardware {
                 compute_capability,
                 ..Hardware::HOPPER
             };
             let device = Noted {
                 recorder: Recorder::new(hardware),
-                kernels: RefCell::new(all_kernels(&gpu)),
+                kernels: RefCell::new(compiled),
             };
             let mut told = Vec::new();
             let mut tell = |part: CheckedPart| told.push(part.cases);

@@ -8,10 +8,11 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::place::{self, Place};
-use crate::reference::{Rounding, attention};
-use crate::report::{Path, PathWatch, Report};
+use crate::reference::attention;
+use crate::report::{Outcome, PathWatch, Report, Wrong};
 use crate::scores::Scores;
 use crate::shape::attention_shape;
+use sieve_cpu::reference::Rounding;
 use sieve_testing::Random;
 
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
@@ -22,12 +23,8 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let group = random.one_of(groups);
         let num_kv_heads = random.between(1, 4);
         let seq_len = random.between(1, 70);
-        let shape = attention_shape(
-            random.between(1, 4),
-            seq_len,
-            [group * num_kv_heads, num_kv_heads],
-            [head_dim, head_dim_v],
-        );
+        let (batch, heads) = (random.between(1, 4), [group * num_kv_heads, num_kv_heads]);
+        let shape = attention_shape(batch, seq_len, heads, [head_dim, head_dim_v]);
         let window = random.one_of(&[1, 5, 16, 33, 100]);
         let keys = match at % 4 {
             0 => Keys::Dense,
@@ -38,7 +35,8 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
         let label = format!("{shape:?} {keys} {} seed {seed}", scores.name());
-        Ok((Case::draw(shape, keys, Cuts::Count(1), scores, seed)?, label))
+        let case = Case::draw(shape, keys, Cuts::Count(1), scores, seed)?;
+        Ok((case, label))
     })
 }
 
@@ -50,40 +48,29 @@ fn name(keys: Keys) -> String {
     format!("{kernel}{}", keys.suffix())
 }
 
-pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Result<f32, String> {
+pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Outcome {
     let exact = attention(case, Rounding::None).outputs.o;
     let plain = attention(case, Rounding::Bf16).outputs.o;
-    let bar = Bar {
-        plain: if is_bf16 { 2.0 } else { 0.0 },
-        floor: Bar::FLOOR,
-        // One token's row is short, and its plain computation is often exact.
-        share: if is_bf16 { 1.0 / 256.0 } else { 1e-4 },
-        norm: false,
-    };
+    // One token's row is short, and its plain computation is often exact.
+    let bar = Bar::of(is_bf16, Bar::FLOOR, [1.0 / 256.0, 1e-4]);
     bar.judge("o", o, &plain, &exact)
 }
 
 /// The ops of `B`.
-pub(crate) fn check_ops<B: Place>(
-    report: &mut Report,
-    device: &B::Device,
-    extent: &Extent,
-    is_cuda: bool,
-) -> Result<()> {
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (case, label) = case?;
         let mut check = |name: String, run: fn(&Case, &B::Device) -> Vec<f32>| {
-            let watch = PathWatch::start();
+            let watch = PathWatch::start(B::IS_CUDA);
             let o = run(&case, device);
-            let path = if is_cuda { watch.path() } else { Path::Kernel };
-            let kernel = if is_cuda { "kernel" } else { "cpu" };
-            report.add_call(&name, &path, kernel, &label, || judge(&case, &o, is_cuda));
+            report.add_call(&name, &watch.path(), B::KERNEL, &label, || judge(&case, &o, B::IS_CUDA));
         };
         let name = format!("op {}", name(case.keys));
         match case.keys {
             Keys::Chosen(_) => check(name, place::dma_decode::<B>),
             _ => {
-                check(name.replace("decode", "cached decode"), place::cached_attention::<B>);
+                let cached = name.replace("decode", "cached decode");
+                check(cached, place::cached_attention::<B>);
                 check(name, place::decode::<B>);
             }
         }
@@ -100,15 +87,11 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
             Keys::Chosen(_) => call.dma_decode(),
             _ => call.decode(),
         };
-        match o {
-            Ok(o) => {
-                let outcome = judge(&case, &o, true);
-                report.add(&name(case.keys), "kernel", &label, outcome);
-            }
-            Err(error) => {
-                report.add(&name(case.keys), "refused", &label, Err(error.to_string()));
-            }
-        }
+        let (path, outcome) = match o {
+            Ok(o) => ("kernel", judge(&case, &o, true)),
+            Err(error) => ("refused", Err(Wrong::from(error))),
+        };
+        report.add(&name(case.keys), path, &label, outcome);
     }
     caches::check(report, device, extent);
     Ok(())

@@ -1,8 +1,10 @@
 //! Where the wrappers' tensors live: a GPU, or the CPU emulator.
 use crate::place;
+use crate::shape::{keys_of, queries_of, values_of};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
-use sieve_kernels::{AttentionShape, CudaPrimitive, CudaTensor, KernelError};
+use sieve_core::PackedMask;
+use sieve_kernels::{AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KeySource, Qkv};
 use sieve_ops::Cuda;
 
 /// A device that the launch wrappers can be called on.
@@ -27,6 +29,31 @@ pub(crate) trait Device {
     /// # Errors
     /// Of work that was queued before.
     fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError>;
+}
+
+/// Queries, keys and values as tensors of their own.
+pub(crate) fn separate(device: &dyn Device, [q, k, v]: [&[f32]; 3], shape: AttentionShape) -> Qkv {
+    let put = |values, sizes: [usize; 4]| device.float(values, &sizes, DType::BF16);
+    let (q, k) = (put(q, queries_of(shape)), put(k, keys_of(shape)));
+    Qkv::separate(&q, &k, &put(v, values_of(shape)))
+}
+
+/// The arrays of a mask.
+pub(crate) fn mask_data(device: &dyn Device, mask: &PackedMask) -> CudaTensor {
+    device.int(mask.data(), &[mask.data().len()])
+}
+
+/// The family of attention kernels that a call takes.
+pub(crate) fn family(device: &dyn Device, shape: &AttentionShape, source: KeySource) -> KernelFamily {
+    KernelFamily::of(shape, source, &device.float(&[0.0], &[1], DType::F32))
+}
+
+/// A family in words.
+pub(crate) fn family_name(family: KernelFamily) -> &'static str {
+    match family {
+        KernelFamily::Portable => "portable kernel",
+        KernelFamily::Hopper => "Hopper kernel",
+    }
 }
 
 impl Device for CudaDevice {

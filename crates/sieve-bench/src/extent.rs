@@ -78,9 +78,17 @@ impl Extent {
         }
     }
 
+    /// The first where all is interpreted: time goes with sizes there, and each width is another set of programs.
+    pub(crate) fn pick<T>(&self, emulated: T, all: T) -> T {
+        match self.is_emulated {
+            true => emulated,
+            false => all,
+        }
+    }
+
     /// The sizes to check: the first two where all is interpreted.
     pub(crate) fn sizes<T>(&self, all: &'static [T]) -> &'static [T] {
-        &all[..if self.is_emulated { 2 } else { all.len() }]
+        &all[..self.pick(2, all.len())]
     }
 
     /// Cases of what is checked token by token or entry by entry: one of each kind at least.

@@ -2,14 +2,14 @@
 //! wrappers.
 mod decode;
 
-use crate::bar::Bar;
+use crate::bar::{Bar, Results, judge_all};
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device;
 use crate::place::{self, Place, float};
-use crate::report::{Path, PathWatch, Report};
+use crate::report::{Outcome, PathWatch, Report, wrong};
 use crate::scores::Scores;
 use crate::shape::attention_shape;
 use burn::tensor::ops::FloatTensor;
@@ -52,26 +52,20 @@ struct Call {
     label: String,
 }
 
-/// Names and values.
-pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
-
 impl Call {
     fn draw(extent: &Extent, random: &mut Random) -> Result<Self> {
-        let widths = if extent.is_emulated { &[[32, 16]][..] } else { WIDTHS };
-        let [head_dim, rope_dim] = random.one_of(widths);
+        let [head_dim, rope_dim] = random.one_of(extent.pick(&[[32, 16]], WIDTHS));
         let drawn = random.between(2, extent.longest.max(3));
         let seq_len = random.one_of(&[1, 2, 63, 65, 129, drawn, drawn, drawn]);
         let num_heads = random.between(1, 6);
-        let key_dim = head_dim + rope_dim;
-        let shape = attention_shape(
-            random.between(1, 4),
-            seq_len,
-            [num_heads, num_heads],
-            [key_dim, head_dim],
-        );
+        let (batch, key_dim) = (random.between(1, 4), head_dim + rope_dim);
+        let shape = attention_shape(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
         // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
         // against.
-        let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
+        let largest = match seq_len < 15 {
+            true => Size::Usual,
+            false => Size::Large,
+        };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
         let seed = random.between(0, 1 << 30) as u64;
@@ -94,20 +88,12 @@ impl Call {
         };
         match size {
             Size::Usual => {}
-            Size::Peaked => [&mut case.q, &mut k_rope]
-                .map(|x| scaled(x, 32.0))
-                .into_iter()
-                .collect(),
-            Size::Large => [&mut case.v, &mut case.d_o]
-                .map(|x| scaled(x, 1e15))
-                .into_iter()
-                .collect(),
+            Size::Peaked => drop([&mut case.q, &mut k_rope].map(|x| scaled(x, 32.0))),
+            Size::Large => drop([&mut case.v, &mut case.d_o].map(|x| scaled(x, 1e15))),
         }
-        let mut kv = Vec::with_capacity(tokens * num_heads * 2 * head_dim);
-        for (k, v) in case.k.chunks_exact(key_dim).zip(case.v.chunks_exact(head_dim)) {
-            kv.extend(&k[..head_dim]);
-            kv.extend(v);
-        }
+        let heads = case.k.chunks_exact(key_dim).zip(case.v.chunks_exact(head_dim));
+        let kv = heads.flat_map(|(k, v)| k[..head_dim].iter().chain(v)).copied();
+        let kv = kv.collect();
         let place = |(at, start): (usize, &i32)| (at % seq_len) as i32 - start;
         Self {
             spec: MlaSpec {
@@ -130,27 +116,21 @@ impl Call {
 
     /// Sizes of the last dimension of q, kv and `k_rope`.
     fn widths(&self) -> [usize; 3] {
-        let MlaSpec {
-            num_heads,
-            head_dim,
-            rope_dim,
-            ..
-        } = self.spec;
-        [num_heads * self.spec.key_dim(), num_heads * 2 * head_dim, rope_dim]
+        let (heads, width) = (self.spec.num_heads, self.spec.head_dim);
+        [heads * self.spec.key_dim(), heads * 2 * width, self.spec.rope_dim]
     }
 
     /// Forward and backward pass on a backend: its own ops, or the plain-Burn references.
     fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType, is_own: bool) -> Results {
         let [batch, seq_len] = self.rows();
-        let input = |values: &[f32], width: usize| -> FloatTensor<B> {
-            let x = float::<B, 3>(values, [batch, seq_len, width], device);
-            let x = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(x));
-            x.cast(dtype).into_primitive().tensor()
-        };
         let [q, kv, k_rope] = self.widths();
-        let inputs = [input(&self.case.q, q), input(&self.kv, kv), input(&self.k_rope, k_rope)];
+        let inputs = [(&self.case.q, q), (&self.kv, kv), (&self.k_rope, k_rope)];
+        let inputs = inputs.map(|(values, width)| cast::<B, 3>(values, [batch, seq_len, width], dtype, device));
         let documents = self.case.documents::<B>(device);
-        let table_type = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let table_type = match dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
         let rope = RotaryEmbedding::<B>::with_dtype(self.spec.rope_dim, seq_len, ROPE_THETA.into(), device, table_type);
         let call = MlaPackCall::<B> {
             positions: documents.positions.clone().into_primitive(),
@@ -158,12 +138,7 @@ impl Call {
             spec: self.spec,
         };
         let bounds = documents.bounds();
-        let d_o = {
-            let sizes = [batch, seq_len, self.spec.num_heads, self.spec.head_dim];
-            let x = float::<B, 4>(&self.case.d_o, sizes, device);
-            let x = Tensor::<B, 4>::from_primitive(TensorPrimitive::Float(x));
-            x.cast(dtype).into_primitive().tensor()
-        };
+        let d_o = cast::<B, 4>(&self.case.d_o, self.case.shape.output(), dtype, device);
         let (output, gradients): (AttentionOutput<B>, _) = if is_own {
             let packed = B::mla_pack(inputs, call.clone());
             let output = B::mla_attention(packed.clone(), &bounds, self.spec);
@@ -225,7 +200,8 @@ impl Call {
         let widths = [self.spec.head_dim, self.spec.rope_dim];
         let heads = |packed: &CudaTensor| MlaPack::heads(packed, self.spec.num_heads, widths);
         let qkv = heads(&packed)?;
-        let [start, end] = [&self.case.doc_start, &self.case.doc_end].map(|x| device.int(x, &self.rows()));
+        let bounds = [&self.case.doc_start, &self.case.doc_end];
+        let [start, end] = bounds.map(|x| device.int(x, &self.rows()));
         let scale = self.spec.softmax_scale as f32;
         let result = qkv.attention_forward(&start, None, scale, None)?;
         let d_packed = packed.nan_contiguous(packed.shape(), DType::BF16);
@@ -278,28 +254,31 @@ impl Written {
 }
 
 /// Every result against the exact one; the largest error as a share of what is allowed.
-fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Result<f32, String> {
+fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Outcome {
     // A probability is the exponential of a sum of products less a log-sum-exp. In f32 both have lost four digits where
     // they are a few thousand: half a unit in the last place each, in the forward pass and again in the backward pass.
     let lse = exact.iter().filter(|(name, _)| *name == "lse");
     let lse = lse.flat_map(|(_, lse)| lse).filter(|x| x.is_finite());
     let lost_digits = 2.0 * f32::EPSILON * lse.fold(0.0, |most: f32, x| most.max(x.abs()));
-    let mut worst = 0.0f32;
-    for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(plain).zip(exact) {
-        let bar = Bar {
-            plain: if is_bf16 { 2.0 } else { 0.0 },
-            floor: Bar::FLOOR,
-            // rowsum(do * o) comes from the rounded o.
-            share: match (is_bf16, *name) {
-                (_, "lse") => 1e-4,
-                (false, _) => 1e-4 + lost_digits,
-                (true, _) => 1.0 / 128.0,
-            },
-            norm: false,
-        };
-        worst = worst.max(bar.judge(name, own, plain, exact)?);
-    }
-    Ok(worst)
+    // rowsum(do * o) comes from the rounded o.
+    let shares = |name: &str| match name {
+        "lse" => [1e-4; 2],
+        _ => [1.0 / 128.0, 1e-4 + lost_digits],
+    };
+    let bar = |name: &str| Bar::of(is_bf16, Bar::FLOOR, shares(name));
+    judge_all([own, plain, exact], bar)
+}
+
+/// A contiguous tensor of a type.
+fn cast<B: DeviceBackend, const D: usize>(
+    values: &[f32],
+    shape: [usize; D],
+    dtype: DType,
+    device: &B::Device,
+) -> FloatTensor<B> {
+    let x = TensorPrimitive::Float(float::<B, D>(values, shape, device));
+    let x = Tensor::<B, D>::from_primitive(x).cast(dtype);
+    x.into_primitive().tensor()
 }
 
 fn draws(extent: &Extent) -> impl Iterator<Item = Result<Call>> {
@@ -340,42 +319,30 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
                 SumOrder::Any => "mla",
                 SumOrder::Fixed => "mla, fixed order",
             };
-            let outcome = call.wrappers(device, order).and_then(|own| {
-                let judged = judge(&own, &plain, &exact, true);
-                if order == SumOrder::Any || judged.is_err() {
-                    return Ok(judged);
+            let outcome = || -> Outcome {
+                let own = call.wrappers(device, order)?;
+                let worst = judge(&own, &plain, &exact, true)?;
+                match order == SumOrder::Any || own == call.wrappers(device, order)? {
+                    true => Ok(worst),
+                    false => wrong("two runs differ"),
                 }
-                let again = call.wrappers(device, order)?;
-                Ok(match own == again {
-                    true => judged,
-                    false => Err("two runs differ".to_owned()),
-                })
-            });
-            report.add_wrapper(name, family, &call.label, outcome);
+            };
+            report.add_wrapper(name, family, &call.label, outcome());
         }
     }
     Ok(())
 }
 
 /// The ops as models call them.
-pub(crate) fn check_ops<B: Place>(
-    report: &mut Report,
-    device: &B::Device,
-    extent: &Extent,
-    is_cuda: bool,
-) -> Result<()> {
-    decode::check_ops::<B>(report, device, extent, is_cuda);
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
+    decode::check_ops::<B>(report, device, extent);
     for call in draws(extent) {
         let call = call?;
         place::poison::<B>(call.case.shape, device);
-        let watch = PathWatch::start();
+        let watch = PathWatch::start(B::IS_CUDA);
         let own = call.on::<B>(device, B::DTYPE, true);
-        let path = if is_cuda { watch.path() } else { Path::Kernel };
-        let name = "op mla";
-        let kernel = if is_cuda { "kernel" } else { "cpu" };
-        report.add_call(name, &path, kernel, &call.label, || {
-            let is_bf16 = B::DTYPE == DType::BF16;
-            judge(&own, &call.plain(), &call.exact(), is_bf16)
+        report.add_call("op mla", &watch.path(), B::KERNEL, &call.label, || {
+            judge(&own, &call.plain(), &call.exact(), B::IS_CUDA)
         });
     }
     Ok(())
@@ -418,7 +385,7 @@ mod tests {
     fn the_cpu_passes_and_a_wrong_result_does_not() {
         let mut report = Report::default();
         let extent = Extent::all(20, 70, 5);
-        check_ops::<Flex>(&mut report, &FlexDevice, &extent, false).expect("random cases");
+        check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
         let mut call = Call::draw(&extent, &mut Random(3)).expect("documents fit");
@@ -427,7 +394,8 @@ mod tests {
         for at in 0..exact.len() {
             let mut wrong = exact.clone();
             wrong[at].1[0] = f32::NAN;
-            assert!(judge(&wrong, &plain, &exact, true).is_err(), "{}", wrong[at].0);
+            let judged = judge(&wrong, &plain, &exact, true);
+            assert!(judged.is_err(), "{}", wrong[at].0);
         }
         // The gradient of one head in place of their sum.
         call.spec.softmax_scale *= 1.1;

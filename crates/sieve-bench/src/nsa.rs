@@ -1,20 +1,19 @@
 //! Native sparse attention's ops against the CPU's f32 kernels, which tests hold against f64.
-use crate::bar::Bar;
+use crate::bar::{Bar, Results};
 use crate::case::{Case, Cuts, Keys};
-use crate::device::Device;
+use crate::device::{self, Device};
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::place::{Place, float, floats};
-use crate::report::{Path, PathWatch, Report};
+use crate::place::{Place, float, floats, indices};
+use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::{attention_shape, sizes};
-use burn::tensor::ops::{FloatTensor, IntTensor};
+use crate::shape::{attention_shape, keys_of, packed_of};
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KernelFamily, KeySource,
-    NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
-    nsa_mean_pool_backward,
+    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, KeySource, NeededKernels, NeededKeys,
+    Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, NsaBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -55,31 +54,23 @@ struct Inputs {
 impl Inputs {
     /// `is_long`: one row of [`LONG`] tokens, with the usual blocks.
     fn draw(random: &mut Random, extent: &Extent, is_long: bool) -> Result<(Self, String)> {
-        // Each width is another set of programs for an emulator.
-        let widths: &[usize] = if extent.is_emulated { &[64] } else { &[64, 128] };
         let group = random.one_of(&GROUPS);
         let num_kv_heads = match (is_long, group < 4) {
             (false, true) => random.between(1, 4),
             _ => 1,
         };
-        let head_dim = random.one_of(widths);
+        let head_dim = random.one_of(extent.pick(&[64], &[64, 128]));
         let [size, stride, select, count] = match is_long {
             true => BLOCKS[0],
             false => random.one_of(&BLOCKS),
         };
         let any = random.between(2, extent.longest.max(3));
-        let shape = AttentionShape {
-            batch: if is_long { 1 } else { random.between(1, 3) },
-            seq_len: if is_long {
-                LONG
-            } else {
-                random.one_of(&[1, 31, 64, 65, any])
-            },
-            num_heads: group * num_kv_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v: head_dim,
+        let (batch, seq_len) = match is_long {
+            true => (1, LONG),
+            false => (random.between(1, 3), random.one_of(&[1, 31, 64, 65, any])),
         };
+        let heads = [group * num_kv_heads, num_kv_heads];
+        let shape = attention_shape(batch, seq_len, heads, [head_dim, head_dim]);
         let blocks = NsaBlocks {
             compress_block_size: size,
             compress_stride: stride,
@@ -99,9 +90,8 @@ impl Inputs {
             // Keys of zeros: all blocks that a query sees whole are equally important.
             compressed[..rows * head_dim / 2].fill(0.0);
         }
-        let packed = (shape.num_heads + 2 * num_kv_heads) * head_dim;
         let inputs = Self {
-            qkv: normals(shape.batch * shape.seq_len * packed),
+            qkv: normals(packed_of(shape).iter().product()),
             positions: [normals(size * head_dim), normals(size * head_dim)],
             compressed,
             branches: [normals(outputs), normals(outputs), normals(outputs)],
@@ -118,11 +108,8 @@ impl Inputs {
 
     /// The kernels that the selected branch takes.
     fn family(&self, device: &dyn Device) -> &'static str {
-        let like = device.float(&[0.0], &[1], DType::F32);
-        match KernelFamily::of(&self.case.shape, KeySource::Gathered, &like) {
-            KernelFamily::Portable => "portable kernel",
-            KernelFamily::Hopper => "Hopper kernel",
-        }
+        let family = device::family(device, &self.case.shape, KeySource::Gathered);
+        device::family_name(family)
     }
 
     /// Gives the selected branch a choice without every third block.
@@ -139,49 +126,44 @@ impl Inputs {
 
     fn call<B: Place>(&self, device: &B::Device) -> NsaCall<B> {
         let spec = AttentionSpec {
-            num_heads: self.case.shape.num_heads,
-            num_kv_heads: self.case.shape.num_kv_heads,
             softmax_scale: 1.0 / (self.case.shape.head_dim as f64).sqrt(),
-            window_size: None,
+            ..self.case.spec(None)
         };
         NsaCall::new(&self.case.documents::<B>(device), spec, self.blocks)
     }
 
+    /// Rows of compressed blocks.
+    fn rows(&self) -> usize {
+        let [batch, seq_len, kv_heads, _] = keys_of(self.case.shape);
+        batch * self.blocks.num_slots(seq_len) * kv_heads
+    }
+
     /// The packed tensor and the compressed blocks.
     fn coarse<B: Place>(&self, device: &B::Device) -> [FloatTensor<B>; 2] {
-        let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(self.case.shape);
-        let packed = [batch, seq_len, num_heads + 2 * num_kv_heads, d];
-        let rows = batch * self.blocks.num_slots(seq_len) * num_kv_heads;
+        let (packed, d) = (packed_of(self.case.shape), self.case.shape.head_dim);
         [
             typed::<B, 4>(&self.qkv, packed, device),
-            typed::<B, 3>(&self.compressed, [2, rows, d], device),
+            typed::<B, 3>(&self.compressed, [2, self.rows(), d], device),
         ]
     }
 
     /// The packed tensor with NaN for the keys and values that nobody chose.
     fn selected_qkv(&self) -> Vec<f32> {
-        let (shape, mut qkv) = (&self.case.shape, self.qkv.clone());
-        let width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
-        for (at, token) in qkv.chunks_exact_mut(width).enumerate() {
-            let offset = at % shape.seq_len - self.case.doc_start[at] as usize;
+        let (mut qkv, [_, seq_len, heads, width]) = (self.qkv.clone(), packed_of(self.case.shape));
+        for (at, token) in qkv.chunks_exact_mut(heads * width).enumerate() {
+            let offset = at % seq_len - self.case.doc_start[at] as usize;
             if !self.chosen.is_empty() && offset / self.blocks.select_block_size % 3 == 1 {
-                token[shape.num_heads * shape.head_dim..].fill(f32::NAN);
+                token[self.case.shape.num_heads * width..].fill(f32::NAN);
             }
         }
         qkv
     }
 }
 
-/// What the ops return, in order.
-struct Results {
-    outputs: Vec<(&'static str, Vec<f32>)>,
+/// What the ops return, in order, and the blocks that the compressed branch chose.
+struct Found {
+    outputs: Results,
     chosen: Vec<i32>,
-}
-
-pub(crate) fn indices<B: Place>(x: IntTensor<B>) -> Vec<i32> {
-    let data = Tensor::<B, 4, Int>::from_primitive(x).into_data();
-    let values = data.convert::<i32>().to_vec();
-    values.expect("data converted to i32 is read as i32")
 }
 
 /// A contiguous tensor of the type that the backend's attention takes.
@@ -195,27 +177,26 @@ pub(crate) fn typed<B: Place, const D: usize>(values: &[f32], shape: [usize; D],
 fn choice(inputs: &Inputs) -> Vec<i32> {
     let [qkv, compressed] = inputs.coarse::<Flex>(&FlexDevice);
     let coarse = Flex::nsa_compressed_attention(qkv, compressed, &inputs.call(&FlexDevice));
-    indices::<Flex>(coarse.block_indices)
+    indices::<Flex, 4>(coarse.block_indices)
 }
 
 /// Every op and its gradients; the selected branch reads the blocks of `inputs`, or where there are none its own
 /// choice.
-fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
+fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Found {
     let Case { shape, d_o, .. } = &inputs.case;
-    let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(*shape);
-    let call = inputs.call(device);
-    let (packed, output) = (num_heads + 2 * num_kv_heads, shape.output());
-    let rows = batch * inputs.blocks.num_slots(seq_len) * num_kv_heads;
+    let (dims, output, call) = (packed_of(*shape), shape.output(), inputs.call(device));
+    let [batch, seq_len, num_heads, d] = output;
     let size = inputs.blocks.compress_block_size;
     let [qkv, compressed] = inputs.coarse::<B>(device);
     let d_o = typed::<B, 4>(d_o, output, device);
-    let positions = inputs.positions.each_ref().map(|x| typed::<B, 2>(x, [size, d], device));
-    let d_blocks = typed::<B, 3>(&inputs.d_blocks, [2, rows, size * d], device);
+    let positions = inputs.positions.each_ref();
+    let positions = positions.map(|x| typed::<B, 2>(x, [size, d], device));
+    let d_blocks = typed::<B, 3>(&inputs.d_blocks, [2, inputs.rows(), size * d], device);
     let mut outputs = Vec::new();
     let mut add = |name, values| outputs.push((name, values));
 
-    let dims = [batch, seq_len, packed, d];
-    add("blocks", floats::<B, 3>(B::nsa_blocks(qkv.clone(), positions, &call)));
+    let blocks = B::nsa_blocks(qkv.clone(), positions, &call);
+    add("blocks", floats::<B, 3>(blocks));
     let [dqkv, dk, dv] = B::nsa_blocks_backward(dims, &call, d_blocks);
     add("blocks dqkv", floats::<B, 4>(dqkv));
     add("k_positions", floats::<B, 2>(dk));
@@ -226,10 +207,10 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     add("mean pool dqkv", floats::<B, 4>(dqkv));
 
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
-    let chosen = indices::<B>(coarse.block_indices.clone());
+    let chosen = indices::<B, 4>(coarse.block_indices.clone());
     add("compressed o", floats::<B, 4>(coarse.output.o.clone()));
-    let [dqkv, d_compressed] =
-        B::nsa_compressed_attention_backward(qkv.clone(), compressed, &call, coarse.output, d_o.clone());
+    let (output_of, d_of) = (coarse.output, d_o.clone());
+    let [dqkv, d_compressed] = B::nsa_compressed_attention_backward(qkv, compressed, &call, output_of, d_of);
     add("compressed dqkv", floats::<B, 4>(dqkv));
     add("dcompressed", floats::<B, 3>(d_compressed));
 
@@ -237,7 +218,7 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
         true => coarse.block_indices,
         false => {
             let count = inputs.blocks.num_selected_blocks;
-            let shape = [batch, seq_len, num_kv_heads, count];
+            let shape = [batch, seq_len, shape.num_kv_heads, count];
             let data = TensorData::new(inputs.chosen.clone(), shape);
             Tensor::<B, 4, Int>::from_data(data, device).into_primitive()
         }
@@ -248,7 +229,8 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     let dqkv = B::nsa_selected_attention_backward(qkv, block_indices, &call, selected, d_o.clone());
     add("selected dqkv", floats::<B, 4>(dqkv));
 
-    let branches = inputs.branches.each_ref().map(|x| typed::<B, 4>(x, output, device));
+    let branches = inputs.branches.each_ref();
+    let branches = branches.map(|x| typed::<B, 4>(x, output, device));
     let gates = num_heads * 3;
     let logits = typed::<B, 3>(&inputs.logits, [batch, seq_len, gates], device);
     let bias = typed::<B, 1>(&inputs.bias, [gates], device);
@@ -260,11 +242,11 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Results {
     }
     add("gates dlogits", floats::<B, 3>(d_logits));
     add("gates dbias", floats::<B, 1>(d_bias));
-    Results { outputs, chosen }
+    Found { outputs, chosen }
 }
 
 /// The choices that differ, as a share of what may.
-fn judge_choice(chosen: &[i32], expected: &[i32], count: usize) -> Result<f32, String> {
+fn judge_choice(chosen: &[i32], expected: &[i32], count: usize) -> Outcome {
     let all = expected.len() / count;
     let pairs = chosen.chunks_exact(count).zip(expected.chunks_exact(count));
     let differing = pairs.filter(|(a, b)| a != b).count();
@@ -272,12 +254,12 @@ fn judge_choice(chosen: &[i32], expected: &[i32], count: usize) -> Result<f32, S
     let allowed = (NEAR_TIES * all as f64).max(2.0);
     match differing as f64 <= allowed {
         true => Ok((differing as f64 / allowed) as f32),
-        false => Err(format!("{differing} of {all} queries chose other blocks")),
+        false => wrong(format!("{differing} of {all} queries chose other blocks")),
     }
 }
 
 /// The same through the launch wrappers.
-fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelError> {
+fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError> {
     let Case {
         shape,
         d_o,
@@ -285,15 +267,13 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
         doc_end,
         ..
     } = &inputs.case;
-    let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(*shape);
-    let blocks = inputs.blocks;
+    let ([batch, seq_len, num_heads, d], num_kv_heads) = (shape.output(), shape.num_kv_heads);
+    let (blocks, rows) = (inputs.blocks, inputs.rows());
     let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, DType::BF16);
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
     let documents = [&bounds[0], &bounds[1]];
-    let packed = num_heads + 2 * num_kv_heads;
-    let rows = batch * blocks.num_slots(seq_len) * num_kv_heads;
     let size = blocks.compress_block_size;
-    let tensor = bf16(&inputs.qkv, &[batch, seq_len, packed, d]);
+    let tensor = bf16(&inputs.qkv, &packed_of(*shape));
     let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
     let d_o = bf16(d_o, &shape.output());
     let positions = inputs.positions.each_ref().map(|x| bf16(x, &[size, d]));
@@ -328,7 +308,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
     let chosen = device.ints(&indices)?;
     let count = blocks.num_selected_blocks;
     let given = device.int(&inputs.chosen, &[batch, seq_len, num_kv_heads, count]);
-    let tensor = bf16(&inputs.selected_qkv(), &[batch, seq_len, packed, d]);
+    let tensor = bf16(&inputs.selected_qkv(), &packed_of(*shape));
     let qkv = Qkv::packed(&tensor, num_heads, num_kv_heads);
     let (selected, lists) = qkv.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
     add("selected o", &selected.o)?;
@@ -365,22 +345,13 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Results, KernelErro
     }
     add("gates dlogits", &gradients.logits)?;
     add("gates dbias", &gradients.bias)?;
-    Ok(Results { outputs, chosen })
+    Ok(Found { outputs, chosen })
 }
 
 /// The largest errors of a run, by output.
-fn judge(
-    found: &Results,
-    expected: &Results,
-    inputs: &Inputs,
-    is_bf16: bool,
-) -> Vec<(&'static str, Result<f32, String>)> {
-    let bar = Bar {
-        plain: 0.0,
-        floor: Bar::FLOOR,
-        share: if is_bf16 { 1.0 / 64.0 } else { 1e-4 },
-        norm: false,
-    };
+fn judge(found: &Found, expected: &Found, inputs: &Inputs, is_bf16: bool) -> Vec<(&'static str, Outcome)> {
+    let share = if is_bf16 { 1.0 / 64.0 } else { 1e-4 };
+    let bar = Bar::new(0.0, Bar::FLOOR, share);
     let mut outcomes = Vec::new();
     let mut exact = expected.outputs.iter();
     for (name, found) in &found.outputs {
@@ -400,7 +371,7 @@ fn judge(
 
 /// Cases with the CPU's results; the selected branch gets most of the CPU's choice, so that near ties do not matter and
 /// some blocks are nobody's.
-fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Results, String)>> {
+fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Inputs, Found, String)>> {
     let mut random = Random(extent.seed ^ 0x006e_7361);
     let extent = *extent;
     (0..extent.few()).map(move |case| {
@@ -441,28 +412,22 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
                     report.add(&format!("nsa {name}"), path, &label, outcome);
                 }
             }
-            Err(error) => report.add("nsa", "refused", &label, Err(error.to_string())),
+            Err(error) => report.add("nsa", "refused", &label, Err(Wrong::from(error))),
         }
     }
     Ok(())
 }
 
 /// The ops of `B`.
-pub(crate) fn check_ops<B: Place>(
-    report: &mut Report,
-    device: &B::Device,
-    extent: &Extent,
-    is_cuda: bool,
-) -> Result<()> {
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (inputs, expected, label) = case?;
-        let watch = PathWatch::start();
+        let watch = PathWatch::start(B::IS_CUDA);
         let found = run::<B>(&inputs, device);
-        let path = if is_cuda { watch.path() } else { Path::Kernel };
-        let kernel = if is_cuda { "kernel" } else { "cpu" };
-        for (name, outcome) in judge(&found, &expected, &inputs, is_cuda) {
+        let path = watch.path();
+        for (name, outcome) in judge(&found, &expected, &inputs, B::IS_CUDA) {
             let name = format!("op nsa {name}");
-            report.add_call(&name, &path, kernel, &label, || outcome);
+            report.add_call(&name, &path, B::KERNEL, &label, || outcome);
         }
     }
     Ok(())
@@ -476,7 +441,7 @@ mod tests {
     fn the_cpu_passes_and_another_choice_fails() {
         let mut report = Report::default();
         let extent = Extent::all(3, 90, 1);
-        check_ops::<Flex>(&mut report, &FlexDevice, &extent, false).expect("cases");
+        check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("cases");
         assert_eq!(report.failed(), 0);
         assert!(judge_choice(&[0, 1, 0, 2, 0, 3], &[0, 1, 0, 1, 0, 1], 2).is_ok());
         let (found, expected) = (vec![0; 40], vec![1; 40]);

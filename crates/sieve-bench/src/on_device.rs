@@ -1,22 +1,23 @@
 //! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers
 //! full of NaN, both orders of sums.
 use crate::case::{Case, Keys};
-use crate::device::Device;
+use crate::device::{self, Device, separate};
 use crate::outputs::Outputs;
 use crate::place::{Place, by_token};
-use crate::shape::sizes;
 use crate::strided::Strided;
 use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError,
-    KernelFamily, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, dma_select,
+    AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
+    DmaSlots, KernelError, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, dma_select,
 };
 use sieve_ops::Cuda;
 
 impl Place for Cuda {
     const DTYPE: DType = DType::BF16;
+    const IS_CUDA: bool = true;
+    const KERNEL: &'static str = "kernel";
 
     fn family(case: &Case, device: &CudaDevice) -> &'static str {
         // The ops pad values to the width of keys.
@@ -34,16 +35,12 @@ impl Place for Cuda {
 
 /// The family of attention kernels that a call of the wrappers takes, in words.
 pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
-    let like = device.float(&[0.0], &[1], DType::F32);
     let source = match case.keys {
         Keys::Dense | Keys::Window(_) => KeySource::Dense,
         Keys::Biased => KeySource::Biased,
         Keys::Chosen(_) => KeySource::Gathered,
     };
-    match KernelFamily::of(&case.shape, source, &like) {
-        KernelFamily::Portable => "portable kernel",
-        KernelFamily::Hopper => "Hopper kernel",
-    }
+    device::family_name(device::family(device, &case.shape, source))
 }
 
 /// A case on a device.
@@ -61,27 +58,20 @@ pub(crate) struct OnDevice<'a> {
 impl<'a> OnDevice<'a> {
     /// Uploads a case as separate contiguous tensors.
     pub(crate) fn new(case: &'a Case, device: &'a dyn Device) -> Self {
-        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
-        let bf16 = |values: &[f32], heads: usize, width: usize| {
-            device.float(values, &[batch, seq_len, heads, width], DType::BF16)
-        };
+        let (shape, rows) = (case.shape, [case.shape.batch, case.shape.seq_len]);
         let per_key = |values: &[f32]| {
-            let zeros = vec![0.0; batch * num_kv_heads * seq_len];
+            let zeros = vec![0.0; case.expire.len()];
             let values = if values.is_empty() { &zeros } else { values };
-            device.float(values, &case.shape.per_key(), DType::F32)
+            device.float(values, &shape.per_key(), DType::F32)
         };
         Self {
             case,
-            qkv: Qkv::separate(
-                &bf16(&case.q, num_heads, head_dim),
-                &bf16(&case.k, num_kv_heads, head_dim),
-                &bf16(&case.v, num_kv_heads, head_dim_v),
-            ),
-            d_o: bf16(&case.d_o, num_heads, head_dim_v),
+            qkv: separate(device, [&case.q, &case.k, &case.v], shape),
+            d_o: device.float(&case.d_o, &shape.output(), DType::BF16),
             delta: per_key(&case.delta),
             z: per_key(&case.z),
-            doc_start: device.int(&case.doc_start, &[batch, seq_len]),
-            doc_end: device.int(&case.doc_end, &[batch, seq_len]),
+            doc_start: device.int(&case.doc_start, &rows),
+            doc_end: device.int(&case.doc_end, &rows),
             device,
         }
     }
@@ -111,25 +101,19 @@ impl<'a> OnDevice<'a> {
 
     /// The lists of a selection; `None` where keys are not chosen.
     pub(crate) fn lists(&self, tile_queries: usize) -> Result<Option<KeyLists>, KernelError> {
-        match self.case.keys {
-            Keys::Chosen(_) => {
-                let selection = self.select()?;
-                selection
-                    .dma_lists(&self.doc_start, &self.doc_end, tile_queries)
-                    .map(Some)
-            }
-            _ => Ok(None),
-        }
+        let Keys::Chosen(_) = self.case.keys else {
+            return Ok(None);
+        };
+        let (start, end) = (&self.doc_start, &self.doc_end);
+        self.select()?.dma_lists(start, end, tile_queries).map(Some)
     }
 
     /// The forward pass.
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
-        let scale = self.case.scale;
+        let (qkv, scale) = (&self.qkv, self.case.scale);
         match lists {
-            Some(lists) => self.qkv.dma_attention_forward(&self.delta, lists, scale),
-            None => self
-                .qkv
-                .attention_forward(&self.doc_start, self.window(), scale, self.bias()),
+            Some(lists) => qkv.dma_attention_forward(&self.delta, lists, scale),
+            None => qkv.attention_forward(&self.doc_start, self.window(), scale, self.bias()),
         }
     }
 
@@ -149,20 +133,20 @@ impl<'a> OnDevice<'a> {
             softmax_scale: self.case.scale,
             order,
         };
+        let documents = [&self.doc_start, &self.doc_end];
         match lists {
             Some(lists) => call.dma_attention_backward(&self.delta, lists).map(Some),
-            None => call.attention_backward([&self.doc_start, &self.doc_end], self.window(), self.bias()),
+            None => call.attention_backward(documents, self.window(), self.bias()),
         }
     }
 
     /// Buffers of NaN for the gradients.
     pub(crate) fn nan_gradients(&self) -> Qkv {
-        let nan = |like: &CudaTensor| like.nan_contiguous(like.shape(), like.dtype());
-        Qkv::separate(
-            &nan(self.qkv.q.tensor()),
-            &nan(self.qkv.k.tensor()),
-            &nan(self.qkv.v.tensor()),
-        )
+        let [q, k, v] = [&self.qkv.q, &self.qkv.k, &self.qkv.v].map(|x| {
+            let like = x.tensor();
+            like.nan_contiguous(like.shape(), like.dtype())
+        });
+        Qkv::separate(&q, &k, &v)
     }
 
     /// Forward and backward pass, read back.
@@ -180,16 +164,14 @@ impl<'a> OnDevice<'a> {
     ) -> Result<Outputs, KernelError> {
         let grads = self.nan_gradients();
         let ddelta = self.backward(lists, result, &grads, order)?;
+        let read = |x: &CudaTensor| self.device.floats(x);
         Ok(Outputs {
-            o: self.device.floats(&result.o)?,
-            lse: self.device.floats(&result.lse)?,
-            dq: self.device.floats(grads.q.tensor())?,
-            dk: self.device.floats(grads.k.tensor())?,
-            dv: self.device.floats(grads.v.tensor())?,
-            ddelta: match ddelta {
-                Some(ddelta) => self.device.floats(&ddelta)?,
-                None => Vec::new(),
-            },
+            o: read(&result.o)?,
+            lse: read(&result.lse)?,
+            dq: read(grads.q.tensor())?,
+            dk: read(grads.k.tensor())?,
+            dv: read(grads.v.tensor())?,
+            ddelta: ddelta.as_ref().map_or(Ok(Vec::new()), read)?,
             expire: Vec::new(),
         })
     }
@@ -197,20 +179,14 @@ impl<'a> OnDevice<'a> {
     /// One token of every row, `[batch, 1, heads, width]`.
     fn token(&self, at: usize) -> Qkv {
         let shape = self.case.shape;
-        let of = |values: &[f32], heads: usize, width: usize| {
-            let step = heads * width;
-            let rows: Vec<f32> = (0..shape.batch)
-                .flat_map(|b| &values[(b * shape.seq_len + at) * step..][..step])
-                .copied()
-                .collect();
-            self.device.float(&rows, &[shape.batch, 1, heads, width], DType::BF16)
+        let of = |values: &Vec<f32>| -> Vec<f32> {
+            let step = values.len() / (shape.batch * shape.seq_len);
+            let rows = values.chunks_exact(step).skip(at).step_by(shape.seq_len);
+            rows.flatten().copied().collect()
         };
-        let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
-        Qkv::separate(
-            &of(&self.case.q, heads, shape.head_dim),
-            &of(&self.case.k, kv_heads, shape.head_dim),
-            &of(&self.case.v, kv_heads, shape.head_dim_v),
-        )
+        let [q, k, v] = [&self.case.q, &self.case.k, &self.case.v].map(of);
+        let token = AttentionShape { seq_len: 1, ..shape };
+        separate(self.device, [&q, &k, &v], token)
     }
 
     fn lengths(&self, length: usize) -> CudaTensor {
@@ -249,19 +225,14 @@ impl<'a> OnDevice<'a> {
             ..DmaSlots::new(like, &shape, window.keep_window_size)
         };
         let scratch = DecodeScratch::new(like, shape, window.keep_window_size)?;
-        let heads = shape.batch * shape.num_kv_heads;
         let mut rows = Vec::new();
         for at in 0..shape.seq_len {
-            let z: Vec<f32> = (0..heads).map(|row| self.case.z[row * shape.seq_len + at]).collect();
-            let z = self.device.float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
-            let o = slots.dma_decode(
-                &self.token(at),
-                &z,
-                &self.lengths(at),
-                self.case.scale,
-                ScoreBias::Exp,
-                &scratch,
-            )?;
+            let z = self.case.z.iter().skip(at).step_by(shape.seq_len);
+            let z: Vec<f32> = z.copied().collect();
+            let z = (self.device).float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
+            let (token, length) = (self.token(at), self.lengths(at));
+            let (scale, bias) = (self.case.scale, ScoreBias::Exp);
+            let o = slots.dma_decode(&token, &z, &length, scale, bias, &scratch)?;
             rows.push(self.device.floats(&o)?);
         }
         Ok(by_token(&rows, shape))

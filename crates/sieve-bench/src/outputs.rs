@@ -22,21 +22,6 @@ pub(crate) struct Outputs {
 }
 
 impl Outputs {
-    /// Zeros of the right sizes.
-    pub(crate) fn zeros(shape: AttentionShape) -> Self {
-        let size = |dims: &[usize]| vec![0.0; dims.iter().product()];
-        let [batch, seq_len, num_heads, num_kv_heads, head_dim, _] = sizes(shape);
-        Self {
-            o: size(&shape.output()),
-            lse: size(&shape.lse()),
-            dq: size(&[batch, seq_len, num_heads, head_dim]),
-            dk: size(&[batch, seq_len, num_kv_heads, head_dim]),
-            dv: size(&[batch, seq_len, num_kv_heads, shape.head_dim_v]),
-            ddelta: size(&shape.per_key()),
-            expire: Vec::new(),
-        }
-    }
-
     /// Splits the gradient of a packed tensor `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` into dq, dk, dv;
     /// values narrower than keys were padded with zeros.
     pub(crate) fn set_packed_gradient(&mut self, shape: AttentionShape, dqkv: &[f32]) {

@@ -1,9 +1,9 @@
 //! Where ops run: Sieve's own backends, through the same trait that models use.
 use crate::case::{Case, Keys};
 use crate::outputs::Outputs;
-use crate::shape::sizes;
+use crate::shape::{keys_of, packed_of, queries_of};
 use crate::strided::Strided;
-use burn::tensor::ops::FloatTensor;
+use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::AttentionShape;
@@ -11,11 +11,16 @@ use sieve_ops::{
     AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken, DocumentBounds,
     KeyCache, SieveBackend,
 };
+use std::ops::Range;
 
 /// A backend that can be given a tensor of any strides.
 pub(crate) trait Place: DeviceBackend {
     /// Type of q, k, v and o.
     const DTYPE: DType;
+    /// Whether it is a GPU, whose kernels compute in bf16.
+    const IS_CUDA: bool;
+    /// What rows of a report call its kernels.
+    const KERNEL: &'static str;
     /// The family of attention kernels that a call takes, in words.
     fn family(case: &Case, device: &Self::Device) -> &'static str;
     /// A float tensor with these values and, where the backend allows it, these strides.
@@ -24,6 +29,8 @@ pub(crate) trait Place: DeviceBackend {
 
 impl Place for Flex {
     const DTYPE: DType = DType::F32;
+    const IS_CUDA: bool = false;
+    const KERNEL: &'static str = "cpu";
 
     fn family(_case: &Case, _device: &FlexDevice) -> &'static str {
         "cpu"
@@ -104,11 +111,8 @@ impl<B: Place> Call<'_, B> {
     }
 
     fn forward_outputs(&self, o: &FloatTensor<B>, lse: &FloatTensor<B>) -> Outputs {
-        let (head_dim, head_dim_v) = (self.case.shape.head_dim, self.case.shape.head_dim_v);
-        let padded = floats::<B, 4>(o.clone());
-        let rows = padded.chunks_exact(head_dim);
         Outputs {
-            o: rows.flat_map(|row| &row[..head_dim_v]).copied().collect(),
+            o: cut(floats::<B, 4>(o.clone()), self.case.shape),
             lse: floats::<B, 3>(lse.clone()),
             ..Outputs::default()
         }
@@ -118,20 +122,17 @@ impl<B: Place> Call<'_, B> {
 /// Fills memory of the sizes of a call's outputs with NaN and frees it, so that the pool hands it to the call: an
 /// element that a kernel forgets shows.
 pub(crate) fn poison<B: Place>(shape: AttentionShape, device: &B::Device) {
-    let tokens = shape.batch * shape.seq_len;
-    let packed = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
-    let per_key = tokens * shape.num_kv_heads;
     let held: Vec<Tensor<B, 1>> = [
-        (tokens * shape.num_heads * shape.head_dim, B::DTYPE),
-        (tokens * shape.num_heads * shape.head_dim_v, B::DTYPE),
-        (tokens * packed, B::DTYPE),
-        (per_key * shape.head_dim, B::DTYPE),
-        (tokens * shape.num_heads, DType::F32),
-        (per_key, DType::F32),
+        (&queries_of(shape)[..], B::DTYPE),
+        (&shape.output(), B::DTYPE),
+        (&packed_of(shape), B::DTYPE),
+        (&keys_of(shape), B::DTYPE),
+        (&shape.lse(), DType::F32),
+        (&shape.per_key(), DType::F32),
     ]
     .into_iter()
-    .flat_map(|(count, dtype)| [(count, dtype); 2])
-    .map(|(count, dtype)| Tensor::full([count], f32::NAN, (device, dtype)))
+    .flat_map(|sizes| [sizes; 2])
+    .map(|(sizes, dtype)| Tensor::full([sizes.iter().product::<usize>()], f32::NAN, (device, dtype)))
     .collect();
     drop(held);
 }
@@ -151,12 +152,9 @@ pub(crate) fn decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
     let mut rows = Vec::new();
     for at in 0..shape.seq_len {
         let first = (at + 1).saturating_sub(case.window());
-        let keys = |x: &Tensor<B, 4>| {
-            let seen = x.clone().narrow(1, first, at + 1 - first);
-            seen.into_primitive().tensor()
-        };
-        let scale = f64::from(case.scale);
-        let o = B::attention_decode(token(&tokens.q, at), keys(&tokens.k), keys(&tokens.v), None, scale);
+        let keys = |x: &Tensor<B, 4>| part(x, first..at + 1);
+        let (q, scale) = (token(&tokens.q, at), f64::from(case.scale));
+        let o = B::attention_decode(q, keys(&tokens.k), keys(&tokens.v), None, scale);
         rows.push(cut(floats::<B, 3>(o), shape));
     }
     by_token(&rows, shape)
@@ -167,7 +165,7 @@ pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec
     let shape = case.shape;
     let Tokens { q, k, v } = Tokens::<B>::new(case, device);
     let spec = case.spec((case.window() < shape.seq_len).then(|| case.window()));
-    let first = |x: &Tensor<B, 4>| x.clone().narrow(1, 0, 1).into_primitive().tensor();
+    let first = |x: &Tensor<B, 4>| part(x, 0..1);
     let mut cache = KeyCache::<B> {
         k: first(&k),
         v: first(&v),
@@ -176,7 +174,7 @@ pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec
     let mut rows = vec![cut(floats::<B, 3>(o), shape)];
     let qkv = Tensor::cat(vec![q, k, v], 2);
     for at in 1..shape.seq_len {
-        let token = qkv.clone().narrow(1, at, 1).into_primitive().tensor();
+        let token = part(&qkv, at..at + 1);
         let also_held = (at % 50 == 7).then(|| cache.clone());
         let (next, o) = B::cached_attention(cache, token, spec);
         drop(also_held);
@@ -190,28 +188,21 @@ pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec
 pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
     let shape = case.shape;
     let tokens = Tokens::<B>::new(case, device);
-    let z = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(float::<B, 3>(&case.z, shape.per_key(), device)));
+    let z = TensorData::new(case.z.clone(), shape.per_key());
+    let z = Tensor::<B, 3>::from_data(z, device);
     let z_of = |at: usize| z.clone().narrow(2, at, 1);
     // The first key is always kept, and its query sees it alone.
-    let first = |x: &Tensor<B, 4>| x.clone().narrow(1, 0, 1).into_primitive().tensor();
-    let position = TensorData::new(
-        vec![0i32; shape.batch * shape.num_kv_heads],
-        [shape.batch, shape.num_kv_heads, 1],
-    );
+    let (k, v) = (part(&tokens.k, 0..1), part(&tokens.v, 0..1));
+    let scale = f64::from(case.scale);
+    let o = B::attention_decode(token(&tokens.q, 0), k.clone(), v.clone(), None, scale);
+    let heads = [shape.batch, shape.num_kv_heads, 1];
     let mut cache = DmaCache::<B> {
-        k: first(&tokens.k),
-        v: first(&tokens.v),
+        k,
+        v,
         rank: z_of(0).into_primitive().tensor(),
-        positions: Tensor::<B, 3, Int>::from_data(position, device).into_primitive(),
+        positions: Tensor::<B, 3, Int>::zeros(heads, device).into_primitive(),
         window: case.dma_window(),
     };
-    let o = B::attention_decode(
-        token(&tokens.q, 0),
-        first(&tokens.k),
-        first(&tokens.v),
-        None,
-        f64::from(case.scale),
-    );
     let mut rows = vec![cut(floats::<B, 3>(o), shape)];
     for at in 1..shape.seq_len {
         let token = DmaToken::<B> {
@@ -221,7 +212,7 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
             rank: z_of(at).flatten::<2>(1, 2).into_primitive().tensor(),
             position: at,
         };
-        let (next, o) = B::dma_decode(cache, token, f64::from(case.scale), DmaBias::Exp);
+        let (next, o) = B::dma_decode(cache, token, scale, DmaBias::Exp);
         cache = next;
         rows.push(cut(floats::<B, 3>(o), shape));
     }
@@ -246,17 +237,23 @@ struct Tokens<B: Place> {
 
 impl<B: Place> Tokens<B> {
     fn new(case: &Case, device: &B::Device) -> Self {
-        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
-        let of = |values: Vec<f32>, heads: usize| {
-            let data = TensorData::new(values, [batch, seq_len, heads, head_dim]);
-            Tensor::<B, 4>::from_data(data, device).cast(B::DTYPE)
+        let shape = case.shape;
+        let of = |values: Vec<f32>, sizes: [usize; 4]| {
+            Tensor::<B, 4>::from_data(TensorData::new(values, sizes), device).cast(B::DTYPE)
         };
+        let v = padded(&case.v, shape.head_dim_v, shape.head_dim);
         Self {
-            q: of(case.q.clone(), num_heads),
-            k: of(case.k.clone(), num_kv_heads),
-            v: of(padded(&case.v, head_dim_v, head_dim), num_kv_heads),
+            q: of(case.q.clone(), queries_of(shape)),
+            k: of(case.k.clone(), keys_of(shape)),
+            v: of(v, keys_of(shape)),
         }
     }
+}
+
+/// Some tokens of `[batch, seq_len, heads, width]`.
+fn part<B: Place>(x: &Tensor<B, 4>, tokens: Range<usize>) -> FloatTensor<B> {
+    let part = x.clone().narrow(1, tokens.start, tokens.len());
+    part.into_primitive().tensor()
 }
 
 /// One token of `[batch, seq_len, heads, width]` as `[batch, heads, width]`.
@@ -300,7 +297,12 @@ pub(crate) fn floats<B: SieveBackend, const D: usize>(x: FloatTensor<B>) -> Vec<
 }
 
 fn ints<B: SieveBackend>(selection: &DmaSelection<B>) -> Vec<i32> {
-    let data = Tensor::<B, 3, Int>::from_primitive(selection.expire.clone()).into_data();
+    indices::<B, 3>(selection.expire.clone())
+}
+
+/// A tensor's whole numbers.
+pub(crate) fn indices<B: SieveBackend, const D: usize>(x: IntTensor<B>) -> Vec<i32> {
+    let data = Tensor::<B, D, Int>::from_primitive(x).into_data();
     let values = data.convert::<i32>().to_vec();
     values.expect("data converted to i32 is read as i32")
 }

@@ -25,6 +25,31 @@ pub struct Row {
     pub not_on_this_device: usize,
 }
 
+/// The largest error of a case as a share of what is allowed.
+pub(crate) type Outcome = Result<f32, Wrong>;
+
+/// Why a case has no such share.
+#[derive(Debug, PartialEq, thiserror::Error)]
+pub(crate) enum Wrong {
+    /// A result that is not what it should be.
+    #[error("{0}")]
+    Result(String),
+    /// A launch that was refused.
+    #[error(transparent)]
+    Refused(#[from] KernelError),
+}
+
+impl From<String> for Wrong {
+    fn from(text: String) -> Self {
+        Self::Result(text)
+    }
+}
+
+/// A result that is not what it should be, in words.
+pub(crate) fn wrong<T>(text: impl Into<String>) -> Result<T, Wrong> {
+    Err(Wrong::Result(text.into()))
+}
+
 /// All rows.
 #[derive(Debug, Default)]
 pub struct Report {
@@ -33,7 +58,7 @@ pub struct Report {
 
 impl Report {
     /// Adds one case's outcome to the row of that name and path.
-    pub(crate) fn add(&mut self, name: &str, path: &str, case: &str, outcome: Result<f32, String>) {
+    pub(crate) fn add(&mut self, name: &str, path: &str, case: &str, outcome: Outcome) {
         let row = self.row(name, path);
         row.cases += 1;
         match outcome {
@@ -50,31 +75,27 @@ impl Report {
         path: &Path,
         kernel: &str,
         case: &str,
-        outcome: impl FnOnce() -> Result<f32, String>,
+        outcome: impl FnOnce() -> Outcome,
     ) {
         match path {
             Path::Kernel => self.add(name, kernel, case, outcome()),
             Path::Reference(reason) if is_device_limit(reason) => self.add_missing(name, reason),
             Path::Reference(reason) => {
-                let failure = Err(format!("took the reference: {reason}"));
+                let failure = wrong(format!("took the reference: {reason}"));
                 self.add(name, "reference", case, failure);
             }
-            Path::None => self.add(name, "none", case, Err("no kernel was called".to_owned())),
+            Path::None => self.add(name, "none", case, wrong("no kernel was called")),
         }
     }
 
-    /// Adds the outcome of one call of a launch wrapper, or why it was refused.
-    pub(crate) fn add_wrapper(
-        &mut self,
-        name: &str,
-        path: &str,
-        case: &str,
-        outcome: Result<Result<f32, String>, KernelError>,
-    ) {
-        match outcome.map_err(|error| error.to_string()) {
-            Ok(outcome) => self.add(name, path, case, outcome),
-            Err(error) if is_device_limit(&error) => self.add_missing(name, &error),
-            Err(error) => self.add(name, "refused", case, Err(error)),
+    /// Adds the outcome of one call of a launch wrapper; a refusal has a row of its own.
+    pub(crate) fn add_wrapper(&mut self, name: &str, path: &str, case: &str, outcome: Outcome) {
+        match outcome {
+            Err(Wrong::Refused(error)) if is_device_limit(&error.to_string()) => {
+                self.add_missing(name, &error.to_string());
+            }
+            Err(Wrong::Refused(_)) => self.add(name, "refused", case, outcome),
+            _ => self.add(name, path, case, outcome),
         }
     }
 
@@ -149,6 +170,7 @@ impl fmt::Display for Report {
 /// Which way the ops went between two moments.
 pub(crate) struct PathWatch {
     before: BTreeMap<(Place, &'static str), OpPath>,
+    is_cuda: bool,
 }
 
 /// What a watch saw.
@@ -162,14 +184,18 @@ pub(crate) enum Path {
 }
 
 impl PathWatch {
-    /// Begins to watch.
-    pub(crate) fn start() -> Self {
-        Self { before: op_paths() }
+    /// Begins to watch; the CPU has no path but its kernels.
+    pub(crate) fn start(is_cuda: bool) -> Self {
+        let before = op_paths();
+        Self { before, is_cuda }
     }
 
     /// What happened since.
     pub(crate) fn path(&self) -> Path {
-        let mut path = Path::None;
+        let mut path = match self.is_cuda {
+            true => Path::None,
+            false => return Path::Kernel,
+        };
         // The CPU computes what a GPU is compared with.
         let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
         for (key, now) in on_gpu {
@@ -203,7 +229,7 @@ mod tests {
         let mut report = Report::default();
         report.add("dma", "kernel", "a", Ok(0.5));
         report.add("dma", "kernel", "b", Ok(0.25));
-        report.add("dma", "reference", "c", Err("silently".to_owned()));
+        report.add("dma", "reference", "c", wrong("silently"));
         assert_eq!(report.rows().len(), 2);
         assert_eq!((report.rows()[0].cases, report.rows()[0].worst), (2, 0.5));
         assert_eq!(report.failed(), 1);

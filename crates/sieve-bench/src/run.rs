@@ -12,8 +12,7 @@ use crate::outputs::Outputs;
 use crate::place::{self, Place};
 use crate::report::{Path as OpPath, PathWatch};
 use crate::scores::Scores;
-use crate::shape::CaseShape;
-use crate::shape::sizes;
+use crate::shape::{CaseShape, keys_of, queries_of, values_of};
 use crate::strided::{Layout, packed, packed_d_o};
 use branches::Tensors;
 use burn::tensor::DType;
@@ -151,7 +150,7 @@ pub fn run<E: From<BenchError>>(
         (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
         (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
             sieve_ops::set_sum_order(order);
-            let watch = PathWatch::start();
+            let watch = PathWatch::start(true);
             let found = of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index));
             if let OpPath::Reference(reason) = watch.path() {
                 return Err(BenchError::Refused(format!("no kernel takes this call: {reason}")).into());
@@ -280,7 +279,8 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     let device = FlexDevice;
     match op {
         Op::Attention | Op::Swa | Op::Dma => {
-            let (qkv, d_o) = (packed(case, Layout::Contiguous), packed_d_o(case, Layout::Contiguous));
+            let qkv = packed(case, Layout::Contiguous);
+            let d_o = packed_d_o(case, Layout::Contiguous);
             place::attention::<Flex>(case, &qkv, &d_o, &device)
         }
         Op::DmaSelect => Outputs {
@@ -325,9 +325,7 @@ fn on_cuda(op: Op, case: &Case, order: SumOrder, device: &CudaDevice) -> Result<
 /// The tensors of the file, `z` the scores where they are not the ranks. On a GPU o, dq, dk and dv are bf16, as the
 /// kernels wrote them; on the CPU f32.
 fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: bool) -> Vec<NamedTensor> {
-    let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(case.shape);
-    let rows = |heads, width| [batch, seq_len, heads, width];
-    let per_key = case.shape.per_key();
+    let (shape, per_key) = (case.shape, case.shape.per_key());
     let own = if on_gpu { DType::BF16 } else { DType::F32 };
     let mut tensors = Tensors::new(own);
     let mut floats = |name: &str, values: &[f32], shape: &[usize], dtype: DType| {
@@ -336,9 +334,9 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
         }
     };
     if op != Op::DmaSelect {
-        floats("q", &case.q, &rows(num_heads, head_dim), DType::BF16);
-        floats("k", &case.k, &rows(num_kv_heads, head_dim), DType::BF16);
-        floats("v", &case.v, &rows(num_kv_heads, head_dim_v), DType::BF16);
+        floats("q", &case.q, &queries_of(shape), DType::BF16);
+        floats("k", &case.k, &keys_of(shape), DType::BF16);
+        floats("v", &case.v, &values_of(shape), DType::BF16);
     }
     floats("z", z.unwrap_or(&case.z), &per_key, DType::F32);
     if z.is_some() {
@@ -346,19 +344,18 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
     }
     floats("delta", &case.delta, &per_key, DType::F32);
     if !outputs.dq.is_empty() {
-        floats("do", &case.d_o, &rows(num_heads, head_dim_v), DType::BF16);
+        floats("do", &case.d_o, &shape.output(), DType::BF16);
     }
-    floats("o", &outputs.o, &rows(num_heads, head_dim_v), own);
-    floats("lse", &outputs.lse, &case.shape.lse(), DType::F32);
-    floats("dq", &outputs.dq, &rows(num_heads, head_dim), own);
-    floats("dk", &outputs.dk, &rows(num_kv_heads, head_dim), own);
-    floats("dv", &outputs.dv, &rows(num_kv_heads, head_dim_v), own);
+    floats("o", &outputs.o, &shape.output(), own);
+    floats("lse", &outputs.lse, &shape.lse(), DType::F32);
+    floats("dq", &outputs.dq, &queries_of(shape), own);
+    floats("dk", &outputs.dk, &keys_of(shape), own);
+    floats("dv", &outputs.dv, &values_of(shape), own);
     floats("ddelta", &outputs.ddelta, &per_key, DType::F32);
     // What the path computed where it computes it, else what the mask means.
-    let expire = if outputs.expire.is_empty() {
-        case.expire.clone()
-    } else {
-        outputs.expire
+    let expire = match outputs.expire.is_empty() {
+        true => case.expire.clone(),
+        false => outputs.expire,
     };
     tensors.ints("expire", expire, &per_key);
     tensors.finish(case.cu_seqlens())

@@ -3,14 +3,15 @@
 mod golden;
 mod heavy;
 
-use crate::device::Device;
+use crate::bar::Bar;
+use crate::device::{Device, family, family_name, mask_data, separate};
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::report::Report;
-use crate::shape::attention_shape;
+use crate::report::{Outcome, Report, wrong};
+use crate::shape::{call_shape, shape_of_call};
 use burn::tensor::DType;
 use sieve_core::BlockSelection;
-use sieve_kernels::{KernelError, KernelFamily, KeySource, Qkv};
+use sieve_kernels::KeySource;
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
 use sieve_testing::Random;
 
@@ -59,35 +60,31 @@ const SIZES_OF_PROBES: &[[usize; 2]] = &[[300, 300], [150, 390], [130, 450]];
 /// The wrapper with each selector, at several sizes; and once with a number that is none.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
-    let (usual_sizes, groups): (_, &[usize]) = match extent.is_emulated {
-        true => (EMULATED_SIZES, &[1, 2]),
-        false => (SIZES, &[1, 2, 3]),
-    };
+    let usual_sizes = extent.pick(EMULATED_SIZES, SIZES);
+    let groups = extent.pick(&[1, 2][..], &[1, 2, 3]);
     for &name in SELECTORS {
         let sizes = match name {
             name if name.contains("gamma=5,") => SIZES_OF_PROBES,
             name if name.starts_with("momo") => &SIZES_OF_PROBES[..1],
             _ => usual_sizes,
         };
-        for (at, &[num_queries, num_keys]) in sizes.iter().enumerate() {
-            let num_kv_heads = random.between(1, 3);
-            let shape = CallShape {
-                num_queries,
-                num_keys,
-                num_heads: num_kv_heads * random.one_of(groups),
-                num_kv_heads,
-                head_dim: [64, 128][at % 2],
-            };
+        for (at, &sizes) in sizes.iter().enumerate() {
+            let kv_heads = random.between(1, 3);
+            let heads = [kv_heads * random.one_of(groups), kv_heads];
+            let shape = call_shape(sizes, heads, [64, 128][at % 2]);
             for has_nan in [false, true] {
                 // What is dense whatever its operands are needs no steps.
-                let is_dense = Case::draw(shape, name, false, &mut Random(1)).selection().is_none();
+                let any = Case::draw(shape, name, false, &mut Random(1));
+                let is_dense = any.selection().is_none();
                 if (has_nan || is_dense) && at != 0 {
                     continue;
                 }
                 let case = Case::draw(shape, name, has_nan, &mut random);
                 let row = format!("select_blocks, {}", name.split(':').next().unwrap_or(name));
                 let label = format!("{name} {shape:?} NaN: {has_nan}");
-                report.add_wrapper(&row, case.path(device), &label, case.run(device));
+                let family = family(device, &shape_of_call(shape), KeySource::Dense);
+                let path = format!("{}s", family_name(family));
+                report.add_wrapper(&row, &path, &label, case.run(device));
             }
         }
     }
@@ -128,14 +125,8 @@ const BEFORE: usize = 203;
 const BOUNDED: usize = 150;
 
 /// What the last of some tokens reads, and its attention, against a session of the CPU's.
-fn step(device: &dyn Device, text: &str, random: &mut Random) -> Result<Result<f32, String>, KernelError> {
-    let shape = CallShape {
-        num_queries: 1,
-        num_keys: BEFORE + 1,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 64,
-    };
+fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
+    let shape = call_shape([1, BEFORE + 1], [4, 2], 64);
     let layer = LayerShape {
         num_heads: 4,
         num_kv_heads: 2,
@@ -151,35 +142,33 @@ fn step(device: &dyn Device, text: &str, random: &mut Random) -> Result<Result<f
     taken.expect("sizes fit");
     let expected = session.step(&q[q_last..], &k[k_last..], &v[v_last..]);
     let expected = expected.expect("sizes fit");
-    let qkv_of = |tokens: usize| {
-        let put = |values: &[f32], heads: usize| {
-            let values = &values[..tokens * heads * 64];
-            device.float(values, &[1, tokens, heads, 64], DType::BF16)
-        };
-        Qkv::separate(&put(&q, 4), &put(&k, 2), &put(&v, 2))
+    let qkv_of = |num_keys: usize| {
+        let (queries, keys) = (..num_keys * 4 * 64, ..num_keys * 2 * 64);
+        let shape = shape_of_call(CallShape { num_keys, ..shape });
+        separate(device, [&q[queries], &k[keys], &v[keys]], shape)
     };
     let (qkv, scale) = (qkv_of(BEFORE + 1), shape.softmax_scale());
-    let step_of = |shape, known| selector.step(shape, 0, known).expect("a device takes these");
+    let step_of = |shape, known| {
+        let step = selector.step(shape, 0, known);
+        step.expect("a device takes these")
+    };
     let (layout, data) = match step_of(shape, 0) {
         Step::Mask(mask) => {
             let packed = mask.packed().expect("its own arrays");
-            let data = device.int(packed.data(), &[packed.data().len()]);
-            (packed.layout().clone(), data)
+            (packed.layout().clone(), mask_data(device, &packed))
         }
         Step::Blocks(..) => {
             let page = selector.page().unwrap_or(1);
-            let pages = BEFORE / page + 3;
-            let bounds = device.float(&vec![f32::NAN; 2 * pages * 2 * 64], &[2, pages, 2, 64], DType::F32);
+            let sizes = [2, BEFORE / page + 3, 2, 64];
+            let nan = vec![f32::NAN; sizes.iter().product()];
+            let bounds = device.float(&nan, &sizes, DType::F32);
             let mut made = None;
-            for (tokens, known) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
-                let shape = CallShape {
-                    num_keys: tokens,
-                    ..shape
-                };
+            for (num_keys, known) in [(BOUNDED, 0), (BEFORE + 1, BOUNDED / page)] {
+                let shape = CallShape { num_keys, ..shape };
                 let Step::Blocks(selection, read) = step_of(shape, known) else {
-                    return Ok(Err("no blocks".to_owned()));
+                    return wrong("no blocks");
                 };
-                let chosen = qkv_of(tokens).select_blocks(&selection, Some(&bounds))?;
+                let chosen = qkv_of(num_keys).select_blocks(&selection, Some(&bounds))?;
                 made = Some((selection, read, chosen));
             }
             let (selection, read, chosen) = made.expect("two rounds");
@@ -191,29 +180,19 @@ fn step(device: &dyn Device, text: &str, random: &mut Random) -> Result<Result<f
                 selection: *selection,
             };
             for (list, kept) in session.kept().iter().enumerate() {
-                let tile = found.selection.tile as u32;
-                let keys = found
-                    .row(list)
-                    .iter()
-                    .flat_map(|&j| j as u32 * tile..(j as u32 + 1) * tile);
+                let (tile, row) = (found.selection.tile as u32, found.row(list).iter());
+                let keys = row.flat_map(|&j| j as u32 * tile..(j as u32 + 1) * tile);
                 let keys: Vec<u32> = keys.filter(|&key| key as usize <= BEFORE).collect();
                 if keys != *kept || read != kept.len() {
-                    return Ok(Err(format!("list {list}: {keys:?}, {read}; the CPU reads {kept:?}")));
+                    let words = format!("list {list}: {keys:?}, {read}; the CPU reads {kept:?}");
+                    return wrong(words);
                 }
             }
             (chosen.layout, chosen.data)
         }
     };
     let o = qkv.sparse_attention_forward(&layout, &data, scale)?.o;
-    let found = device.floats(&o)?;
-    let far = |(x, y): (&f32, &f32)| {
-        if x.is_nan() { f32::INFINITY } else { (x - y).abs() }
-    };
-    let worst = found.iter().zip(&expected).map(far).fold(0.0, f32::max);
-    match worst <= FARTHEST_CORRECTED {
-        true => Ok(Ok(worst / FARTHEST_CORRECTED)),
-        false => Ok(Err(format!("an output is {worst} away from the CPU's"))),
-    }
+    NEAR.judge("output", &device.floats(&o)?, &expected, &expected)
 }
 
 /// Selectors whose output dense rows correct.
@@ -224,50 +203,35 @@ const CORRECTED: &[&str] = &[
 ];
 
 /// How far rounding to bf16, three times, may move an output: values are normal numbers.
-const FARTHEST_CORRECTED: f32 = 0.05;
+const NEAR: Bar = Bar::new(0.0, 0.05, 0.0);
 
 /// Attention under a mask and its correction against the CPU's; the largest difference, of what is allowed.
-fn corrected(
-    device: &dyn Device,
-    text: &str,
-    [num_queries, num_keys]: [usize; 2],
-    random: &mut Random,
-) -> Result<Result<f32, String>, KernelError> {
-    let shape = CallShape {
-        num_queries,
-        num_keys,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 64,
-    };
+fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {
+    let shape = call_shape([num_queries, num_keys], [4, 2], 64);
     let q = random.bf16_normals(num_queries * 4 * 64);
     let [k, v] = [(); 2].map(|()| random.bf16_normals(num_keys * 2 * 64));
     let call = Call::new(shape, &q, &k, &v).expect("sizes fit");
     let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));
     let selector = selector.expect("the names above are right");
     let expected = selector.prefill(&call).expect("a prefill method").output.o;
-    let mask = selector.select_uncorrected(&call).expect("a prefill method");
+    let mask = selector.select_uncorrected(&call);
+    let mask = mask.expect("a prefill method");
     let packed = mask.packed().expect("its own arrays");
-    let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, 64], DType::BF16);
-    let mut all = vec![f32::NAN; shape.context() * 4 * 64];
-    all.extend(&q);
-    let qkv = Qkv::separate(&put(&all, 4), &put(&k, 2), &put(&v, 2));
-    let data = device.int(packed.data(), &[packed.data().len()]);
+    let qkv = separate(device, [&with_context(&q, shape), &k, &v], shape_of_call(shape));
+    let data = mask_data(device, &packed);
     let scale = shape.softmax_scale();
     let sparse = qkv.sparse_attention_forward(packed.layout(), &data, scale)?;
     let correction = selector.correction(shape, 0).expect("it corrects");
     let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
     qkv.correct_by_probes(&sparse.o, correction, dense, scale)?;
-    let found = device.floats(&sparse.o)?;
-    let mut worst = 0.0_f32;
-    for (at, (x, y)) in found.iter().zip(&expected).enumerate() {
-        let far = (x - y).abs();
-        if far.is_nan() || far > FARTHEST_CORRECTED {
-            return Ok(Err(format!("element {at}: {x}, the CPU has {y}")));
-        }
-        worst = worst.max(far);
-    }
-    Ok(Ok(worst / FARTHEST_CORRECTED))
+    NEAR.judge("output", &device.floats(&sparse.o)?, &expected, &expected)
+}
+
+/// Queries behind those of earlier tokens, which no call has.
+pub(crate) fn with_context(q: &[f32], shape: CallShape) -> Vec<f32> {
+    let mut all = vec![f32::NAN; shape.context() * shape.num_heads * shape.head_dim];
+    all.extend(q);
+    all
 }
 
 struct Case {
@@ -299,21 +263,6 @@ impl Case {
         self.selector(TAU).block_selection(self.shape, 0, 0)
     }
 
-    fn path(&self, device: &dyn Device) -> &'static str {
-        let CallShape {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = self.shape;
-        let shape = attention_shape(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim]);
-        let like = device.float(&[0.0], &[1], DType::F32);
-        match KernelFamily::of(&shape, KeySource::Dense, &like) {
-            KernelFamily::Portable => "portable kernels",
-            KernelFamily::Hopper => "Hopper kernels",
-        }
-    }
-
     fn on_host(&self, tau: f64) -> SparseMask {
         let call = Call::without_values(self.shape, &self.q, &self.k).expect("sizes fit");
         let mask = match self.name.starts_with("momo") || self.name.starts_with("delta") {
@@ -327,20 +276,9 @@ impl Case {
         mask.expect("a prefill method")
     }
 
-    fn run(&self, device: &dyn Device) -> Result<Result<f32, String>, KernelError> {
-        let CallShape {
-            num_keys,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = self.shape;
-        // Earlier tokens have no query.
-        let mut q = vec![f32::NAN; self.shape.context() * num_heads * head_dim];
-        q.extend(&self.q);
-        let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, head_dim], DType::BF16);
-        let k = put(&self.k, num_kv_heads);
-        let qkv = Qkv::separate(&put(&q, num_heads), &k, &k);
+    fn run(&self, device: &dyn Device) -> Outcome {
+        let (q, k) = (with_context(&self.q, self.shape), &self.k);
+        let qkv = separate(device, [&q, k, k], shape_of_call(self.shape));
         let selection = self.selection();
         let selection = selection.unwrap_or_else(|| panic!("a device takes {}", self.name));
         let made = qkv.select_blocks(&selection, None)?;
@@ -351,18 +289,16 @@ impl Case {
             nan_rows: device.ints(&made.nan_rows)?,
             selection,
         };
-        Ok(self.judge(&found))
+        self.judge(&found)
     }
 
     /// The share of rows whose lists differ, of what is allowed. Every difference must lie at the margin.
-    fn judge(&self, found: &Found) -> Result<f32, String> {
+    fn judge(&self, found: &Found) -> Outcome {
         let [low, exact, high] = [TAU - MARGIN, TAU, TAU + MARGIN].map(|tau| self.on_host(tau));
         let nan_heads = found.nan_rows.iter().filter(|&&rows| rows > 0).count();
         if nan_heads != exact.stats.nan_lists {
-            return Err(format!(
-                "{nan_heads} heads with NaN, the CPU has {}",
-                exact.stats.nan_lists
-            ));
+            let expected = exact.stats.nan_lists;
+            return wrong(format!("{nan_heads} heads with NaN, the CPU has {expected}"));
         }
         let (rows, mut differing) = (exact.tiles.num_query_tiles(), 0);
         for list in 0..exact.num_lists() {
@@ -372,33 +308,30 @@ impl Case {
                 let inside = low.row(list, i).iter().all(|j| tiles.contains(j))
                     && tiles.iter().all(|j| high.row(list, i).contains(j));
                 if !inside || !tiles.is_sorted() {
-                    return Err(format!("{place}: {tiles:?}, the CPU keeps {expected:?}"));
+                    return wrong(format!("{place}: {tiles:?}, the CPU keeps {expected:?}"));
                 }
                 differing += usize::from(tiles != expected);
                 let at = list * rows + i;
-                let columns = found.columns(at);
-                if columns != exact.columns(list, i) {
-                    let expected = exact.columns(list, i);
-                    return Err(format!("{place}: keys {columns:?}, the CPU keeps {expected:?}"));
+                let (columns, expected) = (found.columns(at), exact.columns(list, i));
+                if columns != expected {
+                    let words = format!("{place}: keys {columns:?}, the CPU keeps {expected:?}");
+                    return wrong(words);
                 }
-                let pairs = pairs(&exact, list, i, tiles, columns);
-                if found.counts[at] as usize != tiles.len() || found.pairs[at] as usize != pairs {
-                    return Err(format!(
-                        "{place}: {} tiles, {} pairs; {} and {pairs} are kept",
-                        found.counts[at],
-                        found.pairs[at],
-                        tiles.len()
+                let told = [found.counts[at], found.pairs[at]].map(|x| x as usize);
+                let kept = [tiles.len(), pairs(&exact, list, i, tiles, columns)];
+                if told != kept {
+                    let ([tiles, pairs], [kept, of]) = (told, kept);
+                    return wrong(format!(
+                        "{place}: {tiles} tiles, {pairs} pairs; {kept} and {of} are kept"
                     ));
                 }
             }
         }
-        for (what, order, expected) in [
-            ("keys", found.order(5, exact.key_order.len()), &exact.key_order),
-            ("queries", found.order(6, exact.query_order.len()), &exact.query_order),
-        ] {
+        for (what, place, expected) in [("keys", 5, &exact.key_order), ("queries", 6, &exact.query_order)] {
+            let order = found.order(place, expected.len());
             if order != *expected {
                 let at = order.iter().zip(expected).position(|(a, b)| a != b);
-                return Err(format!("the order of {what} differs from slot {at:?} on"));
+                return wrong(format!("the order of {what} differs from slot {at:?} on"));
             }
         }
         let share = differing as f64 / (exact.num_lists() * rows) as f64;
@@ -408,15 +341,23 @@ impl Case {
     }
 }
 
-/// Pairs of a query of a row and a kept key not after it.
-fn pairs(mask: &SparseMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]) -> usize {
-    let head = mask.heads_of(list).start;
+/// The keys that some tiles and single slots of a list stand for.
+pub(crate) fn listed_keys<'a>(
+    mask: &'a SparseMask,
+    list: usize,
+    tiles: &'a [i32],
+    columns: &'a [i32],
+) -> impl Iterator<Item = usize> + 'a {
     let slots = tiles.iter().flat_map(|&tile| mask.tiles.keys(tile as usize));
     let slots = slots.chain(columns.iter().map(|&slot| slot as usize));
     let order = mask.key_order_of(list);
-    let keys: Vec<usize> = slots
-        .map(|slot| order.map_or(slot, |order| order[slot] as usize))
-        .collect();
+    slots.map(move |slot| order.map_or(slot, |order| order[slot] as usize))
+}
+
+/// Pairs of a query of a row and a kept key not after it.
+fn pairs(mask: &SparseMask, list: usize, row: usize, tiles: &[i32], columns: &[i32]) -> usize {
+    let head = mask.heads_of(list).start;
+    let keys: Vec<usize> = listed_keys(mask, list, tiles, columns).collect();
     let seen = |slot: usize| {
         let position = mask.tiles.context() + mask.query_row(head, slot);
         keys.iter().filter(|&&key| key <= position).count()

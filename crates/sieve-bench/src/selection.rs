@@ -5,13 +5,12 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::place::{self, Place};
-use crate::report::Report;
+use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{
-    CudaTensor, KernelError, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept,
-    oracle,
+    CudaTensor, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept, oracle,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -47,18 +46,21 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
 }
 
 /// `expire` of the op of `B`.
-pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent, path: &str) -> Result<()> {
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> Result<()> {
     for case in cases(extent) {
         let (case, label) = case?;
-        let outcome = if place::select::<B>(&case, device) == case.expire {
-            Ok(0.0)
-        } else {
-            Err("expire differs from the heap".to_owned())
-        };
+        let outcome = same_as_heap(&case, &place::select::<B>(&case, device));
         let name = format!("op dma_select{}", case.keys.suffix());
-        report.add(&name, path, &label, outcome);
+        report.add(&name, B::KERNEL, &label, outcome);
     }
     Ok(())
+}
+
+fn same_as_heap(case: &Case, expire: &[i32]) -> Outcome {
+    match expire == case.expire {
+        true => Ok(0.0),
+        false => wrong("expire differs from the heap"),
+    }
 }
 
 /// The wrappers: `expire`, the lists made from it, and the lists made from `expire` alone.
@@ -68,45 +70,46 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let (case, label) = case?;
         let tile_queries = random.one_of(&[32, KeyLists::TILE_QUERIES, 128]);
         let call = OnDevice::new(&case, device);
-        let named = |kernel: &str| format!("{kernel}{}", case.keys.suffix());
         let selection = match call.select() {
             Ok(selection) => selection,
             Err(error) => {
-                report.add("dma_select", "refused", &label, Err(error.to_string()));
+                report.add("dma_select", "refused", &label, Err(error.into()));
                 continue;
             }
         };
-        let expire = match device.ints(&selection.expire) {
-            Ok(expire) if expire == case.expire => Ok(0.0),
-            Ok(_) => Err("expire differs from the heap".to_owned()),
-            Err(error) => Err(error.to_string()),
+        let expire = device.ints(&selection.expire).map_err(Wrong::from);
+        let lists = |selection: &Selection| -> Outcome {
+            let lists = selection.dma_lists(&call.doc_start, &call.doc_end, tile_queries)?;
+            compare(&lists, &case, device)
         };
-        report.add(&named("dma_select"), "kernel", &label, expire);
-        let border = border_keys(&selection.expire, &case, device, &mut random);
-        report.add(&named("dma_border_keys"), "kernel", &label, border);
-        let lists = selection.dma_lists(&call.doc_start, &call.doc_end, tile_queries);
-        let outcome = lists
-            .map_err(|e| e.to_string())
-            .and_then(|lists| compare(&lists, &case, device));
-        report.add(&named("dma_lists"), "kernel", &label, outcome);
-        let rebuilt = Selection::of_expire(&selection.expire, &call.doc_start, case.window())
-            .and_then(|s| s.dma_lists(&call.doc_start, &call.doc_end, tile_queries))
-            .map_err(|e| e.to_string())
-            .and_then(|lists| compare(&lists, &case, device));
-        report.add(&named("dma_lists from expire alone"), "kernel", &label, rebuilt);
+        let rebuilt = Selection::of_expire(&selection.expire, &call.doc_start, case.window());
+        for (kernel, outcome) in [
+            ("dma_select", expire.and_then(|expire| same_as_heap(&case, &expire))),
+            (
+                "dma_border_keys",
+                border_keys(&selection.expire, &case, device, &mut random),
+            ),
+            ("dma_lists", lists(&selection)),
+            (
+                "dma_lists from expire alone",
+                rebuilt.map_err(Wrong::from).and_then(|s| lists(&s)),
+            ),
+        ] {
+            let name = format!("{kernel}{}", case.keys.suffix());
+            report.add(&name, "kernel", &label, outcome);
+        }
     }
     Ok(())
 }
 
 /// The keys that are kept at the end of each row, taken out of a packed tensor and added back to it.
-fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &mut Random) -> Result<f32, String> {
-    let text = |error: KernelError| error.to_string();
+fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &mut Random) -> Outcome {
     let (shape, head_dim) = (case.shape, 8 * random.between(1, 4));
     let (batch, seq_len, kv_heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
     let heads = 2 * kv_heads + random.between(0, 3);
     // Also fewer slots than are kept.
     let slots = random.between(1, case.window().min(seq_len) + 1);
-    let kept = dma_last_kept(expire, slots).map_err(text)?;
+    let kept = dma_last_kept(expire, slots)?;
     let mut places = Vec::new();
     for expire in case.expire.chunks_exact(seq_len) {
         let stays = (0..seq_len).filter(|&key| expire[key] as usize >= seq_len);
@@ -115,8 +118,8 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
         places.extend(vec![-1; slots - last.len()]);
         places.extend(last);
     }
-    if device.ints(&kept).map_err(text)? != places {
-        return Err("other keys are kept at the end".to_owned());
+    if device.ints(&kept)? != places {
+        return wrong("other keys are kept at the end");
     }
     let place =
         |row: usize, head: usize, slot: usize| usize::try_from(places[(row * kv_heads + head) * slots + slot]).ok();
@@ -153,9 +156,9 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
             }
         }
     }
-    let found = dma_border_keys_forward(&packed, &rank, &kept).map_err(text)?;
+    let found = dma_border_keys_forward(&packed, &rank, &kept)?;
     let gradients = [&d_keys, &d_ranks];
-    dma_border_keys_backward([&packed, &rank], &kept, gradients).map_err(text)?;
+    dma_border_keys_backward([&packed, &rank], &kept, gradients)?;
     let [found_keys, found_ranks] = &found;
     for (what, found, expected) in [
         ("keys", found_keys, keys),
@@ -163,18 +166,17 @@ fn border_keys(expire: &CudaTensor, case: &Case, device: &dyn Device, random: &m
         ("the packed gradient", &packed, sums),
         ("the ranks' gradient", &rank, rank_sums),
     ] {
-        if device.floats(found).map_err(text)? != expected {
-            return Err(format!("{what} differ"));
+        if device.floats(found)? != expected {
+            return wrong(format!("{what} differ"));
         }
     }
     Ok(0.0)
 }
 
-fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, String> {
-    let read = |tensor: &CudaTensor| device.ints(tensor).map_err(|e| e.to_string());
-    let (entries, lengths) = (read(&lists.list)?, read(&lists.list_len)?);
-    let entering = read(&lists.num_entering)?;
-    let windows = read(&lists.tile_window)?;
+fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Outcome {
+    let (entries, lengths) = (device.ints(&lists.list)?, device.ints(&lists.list_len)?);
+    let entering = device.ints(&lists.num_entering)?;
+    let windows = device.ints(&lists.tile_window)?;
     let seq_len = case.shape.seq_len;
     let (blocks, capacity) = (lists.num_super_blocks(), lists.capacity());
     let tiles = seq_len.div_ceil(lists.tile_queries);
@@ -184,22 +186,19 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, St
             let at = row * blocks + block;
             let length = lengths[at] as usize;
             if length > capacity {
-                return Err(format!(
+                return wrong(format!(
                     "row {row}, block {block}: {length} entries, room for {capacity}"
                 ));
             }
-            let got = entries[at * capacity * 2..][..length * 2].chunks_exact(2);
-            let equal = got.eq(expected.entries.iter().map(|entry| &entry[..]));
+            let (got, _) = entries[at * capacity * 2..].as_chunks::<2>();
             // Whole tiles of 128 are read: what fills the last one is a real key that no query sees.
-            let padding = entries[at * capacity * 2..][length * 2..length.next_multiple_of(128) * 2].chunks_exact(2);
-            if !padding.eq(std::iter::repeat_n(
-                &[expected.entries[0][0], 0][..],
-                length.next_multiple_of(128) - length,
-            )) {
-                return Err(format!("the padding of row {row}, block {block} differs"));
+            let padding = &got[length..length.next_multiple_of(128)];
+            if padding.iter().any(|entry| *entry != [expected.entries[0][0], 0]) {
+                return wrong(format!("the padding of row {row}, block {block} differs"));
             }
+            let equal = got[..length] == expected.entries;
             if !equal || entering[at] as usize != expected.num_entering {
-                return Err(format!("the list of row {row}, block {block} differs"));
+                return wrong(format!("the list of row {row}, block {block} differs"));
             }
             let first_query = block * oracle::SUPER_BLOCK;
             let end = (first_query + oracle::SUPER_BLOCK).min(seq_len);
@@ -207,7 +206,8 @@ fn compare(lists: &KeyLists, case: &Case, device: &dyn Device) -> Result<f32, St
                 let last = (first + lists.tile_queries).min(end) - 1;
                 let at = (row * tiles + first / lists.tile_queries) * 2;
                 if windows[at..at + 2] != oracle::tile_window(&expected, first, last) {
-                    return Err(format!("the tile window of row {row}, query {first} differs"));
+                    let words = format!("the tile window of row {row}, query {first} differs");
+                    return wrong(words);
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! `--shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64`.
 use sieve_kernels::AttentionShape;
+use sieve_select::CallShape;
 use std::str::FromStr;
 
 /// Sizes of a call: query and KV heads, width of keys and of values.
@@ -19,6 +20,42 @@ pub(crate) fn attention_shape(
     }
 }
 
+/// Sizes of a selector's call: queries and keys, query and KV heads, width.
+pub(crate) fn call_shape(
+    [num_queries, num_keys]: [usize; 2],
+    [num_heads, num_kv_heads]: [usize; 2],
+    head_dim: usize,
+) -> CallShape {
+    CallShape {
+        num_queries,
+        num_keys,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    }
+}
+
+/// Sizes of a tensor of queries or their gradient.
+pub(crate) fn queries_of(shape: AttentionShape) -> [usize; 4] {
+    [shape.batch, shape.seq_len, shape.num_heads, shape.head_dim]
+}
+
+/// Sizes of a tensor of keys or their gradient.
+pub(crate) fn keys_of(shape: AttentionShape) -> [usize; 4] {
+    [shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim]
+}
+
+/// Sizes of a tensor of values or their gradient.
+pub(crate) fn values_of(shape: AttentionShape) -> [usize; 4] {
+    [shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim_v]
+}
+
+/// Sizes of one tensor of queries, keys and values, which are as wide as keys.
+pub(crate) fn packed_of(shape: AttentionShape) -> [usize; 4] {
+    let heads = shape.num_heads + 2 * shape.num_kv_heads;
+    [shape.batch, shape.seq_len, heads, shape.head_dim]
+}
+
 /// Batch, tokens, query heads, KV heads, width of keys and of values.
 pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
     [
@@ -31,8 +68,20 @@ pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
     ]
 }
 
+/// A whole prompt, as selectors take it.
+pub(crate) fn prompt_shape(shape: &AttentionShape) -> CallShape {
+    let heads = [shape.num_heads, shape.num_kv_heads];
+    call_shape([shape.seq_len; 2], heads, shape.head_dim)
+}
+
+/// A selector's call over all of its keys.
+pub(crate) fn shape_of_call(call: CallShape) -> AttentionShape {
+    let heads = [call.num_heads, call.num_kv_heads];
+    attention_shape(1, call.num_keys, heads, [call.head_dim; 2])
+}
+
 /// The keys of `--shape`; `batch`, `kv_heads` and `head_dim_v` may be left out.
-const KEYS: &str = "batch, seq_len, heads, kv_heads, head_dim, head_dim_v";
+const KEYS: [&str; 6] = ["batch", "seq_len", "heads", "kv_heads", "head_dim", "head_dim_v"];
 
 /// Most elements of one tensor: far more than a test needs, and no overflow anywhere.
 const MAX_ELEMENTS: usize = 1 << 34;
@@ -45,49 +94,33 @@ impl FromStr for CaseShape {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let [
-            mut batch,
-            mut seq_len,
-            mut heads,
-            mut kv_heads,
-            mut head_dim,
-            mut head_dim_v,
-        ] = [None; 6];
+        let mut sizes = [None; KEYS.len()];
         for pair in text.split(',').filter(|pair| !pair.trim().is_empty()) {
             let (key, value) = pair
                 .split_once('=')
                 .ok_or_else(|| format!("'{pair}' is not of the form key=number"))?;
-            let place = match key.trim() {
-                "batch" => &mut batch,
-                "seq_len" => &mut seq_len,
-                "heads" => &mut heads,
-                "kv_heads" => &mut kv_heads,
-                "head_dim" => &mut head_dim,
-                "head_dim_v" => &mut head_dim_v,
-                other => return Err(format!("there is no key {other}; the keys are {KEYS}")),
-            };
-            let number = value
-                .trim()
-                .parse::<usize>()
-                .ok()
-                .filter(|&number| number > 0)
-                .ok_or_else(|| format!("{key}={value}: a whole number above 0 is needed"))?;
-            if place.replace(number).is_some() {
+            let place = KEYS.iter().position(|known| *known == key.trim());
+            let place =
+                place.ok_or_else(|| format!("there is no key {}; the keys are {}", key.trim(), KEYS.join(", ")))?;
+            let number = value.trim().parse::<usize>().ok();
+            let number = number.filter(|&number| number > 0);
+            let number = number.ok_or_else(|| format!("{key}={value}: a whole number above 0 is needed"))?;
+            if sizes[place].replace(number).is_some() {
                 return Err(format!("{key} is given twice"));
             }
         }
-        let required =
-            |name: &str, value: Option<usize>| value.ok_or_else(|| format!("{name} is missing; the keys are {KEYS}"));
-        let (seq_len, num_heads) = (required("seq_len", seq_len)?, required("heads", heads)?);
-        let head_dim = required("head_dim", head_dim)?;
-        Self::checked(AttentionShape {
-            batch: batch.unwrap_or(1),
+        let required = |at: usize| {
+            let missing = || format!("{} is missing; the keys are {}", KEYS[at], KEYS.join(", "));
+            sizes[at].ok_or_else(missing)
+        };
+        let [batch, _, _, kv_heads, _, head_dim_v] = sizes;
+        let (seq_len, heads, head_dim) = (required(1)?, required(2)?, required(4)?);
+        Self::checked(attention_shape(
+            batch.unwrap_or(1),
             seq_len,
-            num_heads,
-            num_kv_heads: kv_heads.unwrap_or(num_heads),
-            head_dim,
-            head_dim_v: head_dim_v.unwrap_or(head_dim),
-        })
+            [heads, kv_heads.unwrap_or(heads)],
+            [head_dim, head_dim_v.unwrap_or(head_dim)],
+        ))
     }
 }
 
@@ -95,14 +128,15 @@ impl CaseShape {
     fn checked(shape: AttentionShape) -> Result<Self, String> {
         let [_, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
         if !num_heads.is_multiple_of(num_kv_heads) {
-            return Err(format!("kv_heads={num_kv_heads} does not divide heads={num_heads}"));
+            let words = format!("kv_heads={num_kv_heads} does not divide heads={num_heads}");
+            return Err(words);
         }
         if head_dim_v > head_dim {
-            return Err(format!("head_dim_v={head_dim_v} is wider than head_dim={head_dim}"));
+            let words = format!("head_dim_v={head_dim_v} is wider than head_dim={head_dim}");
+            return Err(words);
         }
-        let elements = [shape.batch, shape.seq_len, num_heads + 2 * num_kv_heads, head_dim]
-            .iter()
-            .try_fold(1usize, |product, &size| product.checked_mul(size));
+        let mut sizes = packed_of(shape).into_iter();
+        let elements = sizes.try_fold(1usize, |product, size| product.checked_mul(size));
         match elements {
             Some(elements) if elements <= MAX_ELEMENTS => Ok(Self(shape)),
             _ => Err("the tensors would have more than 2^34 elements".to_owned()),

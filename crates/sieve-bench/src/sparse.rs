@@ -1,20 +1,19 @@
 //! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its
 //! definition.
 use crate::bar::Bar;
-use crate::device::Device;
+use crate::device::{self, Device, family_name, mask_data, separate};
 use crate::error::Result;
 use crate::extent::Extent;
-use crate::report::Report;
-use crate::shape::attention_shape;
-use burn::tensor::DType;
+use crate::report::{Outcome, Report, wrong};
+use crate::select::{listed_keys, with_context};
+use crate::shape::{call_shape, shape_of_call};
 use rayon::prelude::*;
-use sieve_kernels::{
-    AttentionShape, DeviceReport, KernelError, KernelFamily, KeySource, NeededKernels, Qkv, SparseKeyReads,
-};
+use sieve_cpu::reference::Rounding;
+use sieve_kernels::{DeviceReport, KernelFamily, KeySource, NeededKernels, SparseKeyReads};
 use sieve_select::mask::ListRows;
-use sieve_select::oracle::{expanded_row, oracle_row};
+use sieve_select::oracle::{expanded_row, rounded_row};
 use sieve_select::{Call, CallShape, ListsPer, Selector, SparseMask, Tiles, TokenWindow};
-use sieve_testing::{Random, round_bf16};
+use sieve_testing::Random;
 use std::ops::Range;
 
 /// A selector of every kind of list: tiles alone, small tiles, tiles that go in pairs, aligned tiles, single keys,
@@ -35,8 +34,8 @@ const SELECTORS: &[&str] = &[
 /// Queries and keys of the calls of each selector: whole prompts, and a chunk that begins inside a tile.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
-/// Keys that the copy engine brings at a time, of tiles and before dense rows.
-const KEYS_OF_A_BOX: usize = 64;
+/// Keys that the copy engine brings at a time before dense rows.
+const KEYS_OF_A_BOX: usize = 128;
 
 /// Widths of the cases on a GPU.
 const WIDTHS: [usize; 3] = [64, 128, 96];
@@ -59,38 +58,30 @@ struct Expected {
 /// The wrapper with each selector's mask and with random masks.
 pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let mut random = Random(extent.seed);
-    let widths: Vec<usize> = match extent.is_emulated {
-        true => vec![32, 64, 128],
-        false => WIDTHS.to_vec(),
-    };
+    let widths = extent.pick([32, 64, 128], WIDTHS);
     let mut draws = Vec::new();
     for &name in SELECTORS {
-        let sizes = if extent.is_emulated { &SIZES[1..2] } else { SIZES };
+        let sizes = extent.pick(&SIZES[1..2], SIZES);
         draws.extend(sizes.iter().map(|&size| (Some(name), size)));
     }
     for case in 0..extent.cases {
         // Where tiles are read whole, several stages of them.
-        let longest = if case % 3 == 0 && !extent.is_emulated {
-            1500
-        } else {
-            400
+        let longest = match case % 3 {
+            0 => extent.pick(400, 1500),
+            _ => 400,
         };
         let keys = random.between(1, longest);
         draws.push((None, [random.between(1, keys + 1), keys]));
     }
-    for (at, (name, [num_queries, num_keys])) in draws.into_iter().enumerate() {
-        let num_kv_heads = random.between(1, 3);
-        let shape = CallShape {
-            num_queries,
-            num_keys,
-            num_heads: num_kv_heads * random.one_of(&[1, 2, 3]),
-            num_kv_heads,
-            head_dim: widths[at % widths.len()],
-        };
+    for (at, (name, sizes)) in draws.into_iter().enumerate() {
+        let kv_heads = random.between(1, 3);
+        let heads = [kv_heads * random.one_of(&[1, 2, 3]), kv_heads];
+        let shape = call_shape(sizes, heads, widths[at % widths.len()]);
         let case = Case::draw(shape, name, &mut random);
         let kind = name.map_or("random", |name| name.split(':').next().unwrap_or(name));
         let row = format!("sparse_attention, {kind}");
-        report.add_wrapper(&row, case.path(device), &case.label, case.run(device));
+        let path = family_name(case.family(device));
+        report.add_wrapper(&row, path, &case.label, case.run(device));
     }
     Ok(())
 }
@@ -112,10 +103,9 @@ impl Case {
         let mask = match name {
             None => random_mask(shape, random),
             Some(name) => {
-                let short = if name.contains("min_prefill") {
-                    ""
-                } else {
-                    ",min_prefill_tokens=0"
+                let short = match name.contains("min_prefill") {
+                    true => "",
+                    false => ",min_prefill_tokens=0",
                 };
                 let selector = Selector::parse(&format!("{name}{short}"));
                 let selector = selector.expect("the names above are right");
@@ -144,43 +134,19 @@ impl Case {
         }
     }
 
-    fn shape(&self) -> AttentionShape {
-        attention_shape(
-            1,
-            self.shape.num_keys,
-            [self.shape.num_heads, self.shape.num_kv_heads],
-            [self.shape.head_dim, self.shape.head_dim],
-        )
-    }
-
     fn family(&self, device: &dyn Device) -> KernelFamily {
-        let like = device.float(&[0.0], &[1], DType::F32);
-        KernelFamily::of(&self.shape(), KeySource::Dense, &like)
+        device::family(device, &shape_of_call(self.shape), KeySource::Dense)
     }
 
-    fn path(&self, device: &dyn Device) -> &'static str {
-        match self.family(device) {
-            KernelFamily::Portable => "portable kernel",
-            KernelFamily::Hopper => "Hopper kernel",
-        }
-    }
-
-    fn run(&self, device: &dyn Device) -> Result<Result<f32, String>, KernelError> {
-        let CallShape {
-            num_keys,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            ..
-        } = self.shape;
+    fn run(&self, device: &dyn Device) -> Outcome {
+        let head_dim = self.shape.head_dim;
         let (expected, seen) = self.expected();
-        // Earlier tokens have no query, and keys that no query sees must change nothing.
-        let mut q = vec![f32::NAN; self.shape.context() * num_heads * head_dim];
-        q.extend(&self.q);
+        // Keys that no query sees must change nothing.
+        let q = with_context(&self.q, self.shape);
         let [mut k, mut v] = [self.k.clone(), self.v.clone()];
         let packed = match self.mask.packed() {
             Ok(packed) => packed,
-            Err(error) => return Ok(Err(error.to_string())),
+            Err(error) => return wrong(error.to_string()),
         };
         let reads_tiles =
             self.family(device) == KernelFamily::Hopper && SparseKeyReads::of(packed.layout()) == SparseKeyReads::Tiles;
@@ -188,11 +154,12 @@ impl Case {
             k[at * head_dim..][..head_dim].fill(f32::NAN);
             v[at * head_dim..][..head_dim].fill(f32::NAN);
         }
-        let put = |values: &[f32], heads| device.float(values, &[1, num_keys, heads, head_dim], DType::BF16);
-        let qkv = Qkv::separate(&put(&q, num_heads), &put(&k, num_kv_heads), &put(&v, num_kv_heads));
-        let data = device.int(packed.data(), &[packed.data().len()]);
-        device.poison(self.shape());
-        let result = qkv.sparse_attention_forward(packed.layout(), &data, self.shape.softmax_scale())?;
+        let shape = shape_of_call(self.shape);
+        let qkv = separate(device, [&q, &k, &v], shape);
+        let data = mask_data(device, &packed);
+        device.poison(shape);
+        let scale = self.shape.softmax_scale();
+        let result = qkv.sparse_attention_forward(packed.layout(), &data, scale)?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
         let bar = |floor, norm| Bar {
             plain: 2.0,
@@ -202,9 +169,9 @@ impl Case {
         };
         let [exact_o, plain_o] = &expected.o;
         let [exact_lse, plain_lse] = &expected.lse;
-        let o = bar(Bar::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o);
-        let lse = bar(1e-4, false).judge("lse", &lse, plain_lse, exact_lse);
-        Ok(o.and_then(|o| Ok(o.max(lse?))))
+        let o = bar(Bar::FLOOR, self.shape.num_queries >= 64).judge("o", &o, plain_o, exact_o)?;
+        let lse = bar(1e-4, false).judge("lse", &lse, plain_lse, exact_lse)?;
+        Ok(o.max(lse))
     }
 
     /// Whether the kernel must not read a key. With permuted queries, and where it reads whole tiles, it may read
@@ -213,16 +180,9 @@ impl Case {
         let (key, kv_head) = (at / self.shape.num_kv_heads, at % self.shape.num_kv_heads);
         let mask = &self.mask;
         let list_names = |list: usize| {
-            let slots = (0..mask.tiles.num_query_tiles()).flat_map(|i| {
-                let tiles = mask.row(list, i).iter();
-                let tiles = tiles.flat_map(|&tile| mask.tiles.keys(tile as usize));
-                let columns = mask.columns(list, i).iter().map(|&slot| slot as usize);
-                tiles.chain(columns)
-            });
-            let order = mask.key_order_of(list);
-            slots
-                .into_iter()
-                .any(|slot| order.map_or(slot, |order| order[slot] as usize) == key)
+            let (row, columns) = (|i| mask.row(list, i), |i| mask.columns(list, i));
+            (0..mask.tiles.num_query_tiles())
+                .any(|i| listed_keys(mask, list, row(i), columns(i)).any(|listed| listed == key))
         };
         let mut lists =
             (0..mask.num_lists()).filter(|&list| mask.heads_of(list).start / self.shape.group_size() == kv_head);
@@ -250,56 +210,32 @@ impl Case {
             .map(|at| {
                 let (head, row) = (at / num_queries, at % num_queries);
                 let shown = expanded_row(&self.mask, head, row);
-                let exact = oracle_row(&call, head, row, &shown);
-                (exact, plain_row(&call, head, row, &shown), shown)
+                let rows =
+                    [Rounding::None, Rounding::Bf16].map(|rounding| rounded_row(&call, head, row, &shown, rounding));
+                (rows, shown)
             })
             .collect();
-        let zeros = || vec![0.0; num_queries * num_heads * d];
+        let zeros = |width: usize| vec![0.0; num_queries * num_heads * width];
         let mut all = Expected {
-            o: [zeros(), zeros()],
-            lse: Default::default(),
+            o: [zeros(d), zeros(d)],
+            lse: [zeros(1), zeros(1)],
         };
         let mut seen = vec![false; num_keys * num_kv_heads];
-        for (at, ((exact_o, exact_lse), (plain_o, plain_lse), shown)) in rows.iter().enumerate() {
+        for (at, (rows, shown)) in rows.iter().enumerate() {
             let (head, row) = (at / num_queries, at % num_queries);
             let to = call.query_at(head, row);
-            for (x, &exact) in all.o[0][to..to + d].iter_mut().zip(exact_o) {
-                *x = exact as f32;
+            for (which, (o, lse)) in rows.iter().enumerate() {
+                for (to, &x) in all.o[which][to..to + d].iter_mut().zip(o) {
+                    *to = x as f32;
+                }
+                all.lse[which][at] = *lse as f32;
             }
-            all.o[1][to..to + d].copy_from_slice(plain_o);
-            all.lse[0].push(*exact_lse as f32);
-            all.lse[1].push(*plain_lse);
             for (key, _) in shown.iter().enumerate().filter(|(_, shown)| **shown) {
                 seen[key * num_kv_heads + call.kv_head(head)] = true;
             }
         }
         (all, seen)
     }
-}
-
-/// One row with every intermediate number rounded to bf16.
-fn plain_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f32>, f32) {
-    let kv_head = call.kv_head(head);
-    let q = call.query(head, row);
-    let keys = || (0..call.shape.num_keys).filter(|&j| shown[j]);
-    let logits: Vec<f32> = keys()
-        .map(|j| {
-            let dot: f32 = q.iter().zip(call.key(kv_head, j)).map(|(a, b)| a * b).sum();
-            round_bf16(dot * call.shape.softmax_scale())
-        })
-        .collect();
-    let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
-    let sum: f32 = logits.iter().map(|x| (x - max).exp()).sum();
-    let mut o = vec![0.0; q.len()];
-    for (j, x) in keys().zip(&logits) {
-        let p = round_bf16((x - max).exp() / sum);
-        for (o, v) in o.iter_mut().zip(call.value(kv_head, j)) {
-            *o += p * v;
-        }
-    }
-    o.iter_mut().for_each(|x| *x = round_bf16(*x));
-    let lse = if logits.is_empty() { max } else { max + sum.ln() };
-    (o, lse)
 }
 
 /// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows; or tiles that the

@@ -15,19 +15,18 @@ mod wrappers;
 pub(crate) use fp8::check_products as check_fp8_products;
 pub(crate) use products::check_products;
 
-use crate::bar::Bar;
+use crate::bar::{Bar, Results, judge_all};
 use crate::bench::Bench;
 use crate::device::Device;
 use crate::error::Result as BenchResult;
 use crate::extent::Extent;
 use crate::place::{Place, float};
-use crate::report::{Path, PathWatch, Report};
+use crate::report::{Outcome, Path, PathWatch, Report, wrong};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Distribution, Int, Tensor, TensorData, TensorPrimitive};
-use burn_cuda::CudaDevice;
+use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{CudaTensor, NeededKernels, SourceKernel};
-use sieve_ops::{Cuda, DeviceBackend};
+use sieve_kernels::{NeededKernels, SourceKernel};
+use sieve_ops::DeviceBackend;
 use sieve_testing::Random;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -36,9 +35,6 @@ const VOCAB: usize = 50280;
 
 /// Seed of the labels and token numbers of a timed call.
 const SEED: u64 = 20;
-
-/// Names and values of an op's results.
-type Results = Vec<(&'static str, Vec<f32>)>;
 
 /// Whose form of an op runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -55,67 +51,45 @@ type OpFn<B> = fn(&mut On<'_, B>, usize) -> Results;
 /// The name of an op's row in the report, and the op.
 type Op<B> = (&'static str, OpFn<B>);
 
-fn ops<B: DeviceBackend>() -> Vec<Op<B>> {
-    let mut ops = Vec::new();
-    ops.extend(products::ops());
-    ops.extend(stream::ops());
-    ops.extend(rotation::ops());
-    ops.extend(activation::ops());
-    ops.extend(embedding::ops());
-    ops.extend(scores::ops());
-    ops.extend(losses::ops());
-    ops.extend(optimizer::ops());
-    ops
+fn ops<B: DeviceBackend>() -> [Op<B>; 9] {
+    [
+        ("op linear", products::linear_op),
+        ("op rms_norm", stream::rms_norm_op),
+        ("op qk_norm_rope", rotation::qk_norm_rope_op),
+        ("op swiglu", activation::swiglu_op),
+        ("op embedding", embedding::embedding_op),
+        ("op dma_scores", scores::dma_scores_op),
+        ("op linear_cross_entropy", losses::linear_cross_entropy_op),
+        ("op adamw", optimizer::adamw_op),
+        ("op sum_of_squares", optimizer::sum_of_squares_op),
+    ]
 }
 
 /// Checks every op on `B`.
-pub(crate) fn check<B: Place>(report: &mut Report, device: &B::Device, seed: u64, is_cuda: bool) {
+pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> BenchResult<()> {
     for ((name, op), (_, exact)) in ops::<B>().into_iter().zip(ops::<Flex>()) {
-        for (at, rows) in [3, 61, 130].into_iter().enumerate() {
-            let seed = seed + at as u64;
-            let watch = PathWatch::start();
+        for (seed, rows) in (extent.seed..).zip([3, 61, 130]) {
+            let watch = PathWatch::start(B::IS_CUDA);
             // A panic in one op costs its own row only.
             let outcome = catch_unwind(AssertUnwindSafe(|| compare::<B>(op, exact, rows, device, seed)))
-                .unwrap_or_else(|_| Err("panicked".to_owned()));
-            let (path, outcome) = match (is_cuda, watch.path()) {
-                (false, _) => ("cpu".to_owned(), outcome),
-                (true, Path::Kernel) => ("kernel".to_owned(), outcome),
-                (true, Path::None) => ("Burn's operations, no kernel".to_owned(), outcome),
-                (true, Path::Reference(reason)) => {
-                    (format!("reference: {reason}"), Err("took the reference".to_owned()))
-                }
+                .unwrap_or_else(|_| wrong("panicked"));
+            let (path, outcome) = match watch.path() {
+                Path::Kernel => (B::KERNEL.to_owned(), outcome),
+                Path::None => ("Burn's operations, no kernel".to_owned(), outcome),
+                Path::Reference(reason) => (format!("reference: {reason}"), wrong("took the reference")),
             };
             report.add(name, &path, &format!("{rows} rows, seed {seed}"), outcome);
         }
     }
+    Ok(())
 }
 
-fn compare<B: Place>(
-    op: OpFn<B>,
-    exact: OpFn<Flex>,
-    rows: usize,
-    device: &B::Device,
-    seed: u64,
-) -> Result<f32, String> {
-    let exact = exact(&mut On::new(&FlexDevice, DType::F32, Form::Plain, seed), rows);
+fn compare<B: Place>(op: OpFn<B>, exact: OpFn<Flex>, rows: usize, device: &B::Device, seed: u64) -> Outcome {
+    let mut on_host = On::new(&FlexDevice, DType::F32, Form::Plain, seed);
+    let exact = exact(&mut on_host, rows);
     let [plain, own] = [Form::Plain, Form::Own].map(|form| op(&mut On::new(device, B::DTYPE, form, seed), rows));
-    judge(&own, &plain, &exact, B::DTYPE == DType::BF16)
-}
-
-/// The largest ratio of error to bar over an op's results: `own` is the backend's form in its dtype, `plain` the
-/// reference in the same dtype, `exact` the reference in f32. An error where a ratio is over 1.
-fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Result<f32, String> {
-    let bar = Bar {
-        plain: if is_bf16 { 2.0 } else { 0.0 },
-        floor: 1e-6,
-        share: if is_bf16 { 1e-3 } else { 2e-5 },
-        norm: false,
-    };
-    let mut worst = 0.0f32;
-    for (((name, own), (_, plain)), (_, exact)) in own.iter().zip(plain).zip(exact) {
-        worst = worst.max(bar.judge(name, own, plain, exact)?);
-    }
-    Ok(worst)
+    let bar = Bar::of(B::IS_CUDA, 1e-6, [1e-3, 2e-5]);
+    judge_all([&own, &plain, &exact], |_| bar)
 }
 
 /// Inputs on a backend, in its dtype; the same numbers, exact in bf16, for every backend.
@@ -165,7 +139,7 @@ pub(crate) fn rare_kernels() -> Vec<SourceKernel> {
 }
 
 /// Checks every launch; the emulator gets the small sizes.
-pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) {
+pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) -> BenchResult<()> {
     for check in [
         stream::check_launches,
         activation::check_launches,
@@ -178,6 +152,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     ] {
         check(report, device, extent);
     }
+    Ok(())
 }
 
 /// Times them all at the sizes of two models' steps: 1.7B (rows of 2048 columns) and 80M (768).
@@ -188,7 +163,7 @@ pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
         embedding::bench(bench, tokens, width);
     }
     for (tokens, heads, kv_heads, head_dim) in [(16384, 16, 8, 128), (65536, 12, 4, 64)] {
-        rotation::bench(bench, tokens, [heads, kv_heads], head_dim)?;
+        rotation::bench(bench, tokens, [heads, kv_heads], head_dim);
         scores::bench(bench, tokens, [heads, kv_heads], head_dim)?;
     }
     for (rows, vocab) in [(4096, VOCAB), (1664, 151_936)] {
@@ -201,12 +176,6 @@ pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
     Ok(())
 }
 
-fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &CudaDevice) -> CudaTensor {
-    let normal = Distribution::Normal(0.0, 1.0);
-    let tensor = Tensor::<Cuda, D>::random(shape, normal, device).cast(dtype);
-    CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -214,7 +183,7 @@ mod tests {
     #[test]
     fn the_cpu_passes() {
         let mut report = Report::default();
-        check::<Flex>(&mut report, &FlexDevice, 7, false);
+        check_ops::<Flex>(&mut report, &FlexDevice, &Extent::all(1, 1, 7)).expect("no case fails");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
         assert_eq!(report.rows().len(), ops::<Flex>().len());
     }

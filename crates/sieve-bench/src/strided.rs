@@ -1,6 +1,7 @@
 //! Tensors as they lie in memory: contiguous, padded, cut out, transposed, expanded.
 use crate::case::Case;
 use crate::place::padded;
+use crate::shape::{packed_of, queries_of};
 
 /// How a `[batch, seq_len, heads, width]` tensor lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -49,7 +50,7 @@ pub(crate) struct Strided {
 impl Strided {
     /// Lays out values given in index order. An expanded layout takes the first row of the batch for all.
     pub(crate) fn new(values: &[f32], shape: [usize; 4], layout: Layout) -> Self {
-        let [batch, seq_len, heads, width] = shape;
+        let [_, seq_len, heads, width] = shape;
         let dense = heads * width;
         let strides = match layout {
             Layout::Contiguous => [seq_len * dense, dense, width, 1],
@@ -64,11 +65,8 @@ impl Strided {
             Layout::Transposed => [seq_len * dense, width, seq_len * width, 1],
             Layout::Expanded => [0, dense, width, 1],
         };
-        let last = [batch, seq_len, heads, width]
-            .iter()
-            .zip(strides)
-            .map(|(size, stride)| (size - 1) * stride)
-            .sum::<usize>();
+        let ends = shape.iter().zip(strides);
+        let last: usize = ends.map(|(size, stride)| (size - 1) * stride).sum();
         let mut strided = Self {
             buffer: vec![f32::NAN; last + 1],
             shape,
@@ -102,26 +100,23 @@ impl Strided {
 
 /// q, k and v of a case in one tensor; values padded to the width of keys.
 pub(crate) fn packed(case: &Case, layout: Layout) -> Strided {
-    let shape = case.shape;
-    let d = shape.head_dim;
-    let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+    let (shape, d) = (case.shape, case.shape.head_dim);
     let v = padded(&case.v, shape.head_dim_v, d);
+    let (heads, kv_heads) = (shape.num_heads * d, shape.num_kv_heads * d);
     let mut values = Vec::new();
     for token in 0..shape.batch * shape.seq_len {
-        values.extend(&case.q[token * heads * d..][..heads * d]);
-        values.extend(&case.k[token * kv_heads * d..][..kv_heads * d]);
-        values.extend(&v[token * kv_heads * d..][..kv_heads * d]);
+        values.extend(&case.q[token * heads..][..heads]);
+        values.extend(&case.k[token * kv_heads..][..kv_heads]);
+        values.extend(&v[token * kv_heads..][..kv_heads]);
     }
-    let all = [shape.batch, shape.seq_len, heads + 2 * kv_heads, d];
-    Strided::new(&values, all, layout)
+    Strided::new(&values, packed_of(shape), layout)
 }
 
 /// The gradient of the output, padded to the width of keys.
 pub(crate) fn packed_d_o(case: &Case, layout: Layout) -> Strided {
     let shape = case.shape;
     let values = padded(&case.d_o, shape.head_dim_v, shape.head_dim);
-    let all = [shape.batch, shape.seq_len, shape.num_heads, shape.head_dim];
-    Strided::new(&values, all, layout)
+    Strided::new(&values, queries_of(shape), layout)
 }
 
 #[cfg(test)]

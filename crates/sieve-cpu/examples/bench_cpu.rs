@@ -10,8 +10,7 @@ use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
 use sieve_cpu::{
     AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw, attention_backward,
     attention_forward, dma_select, embedding_backward, linear_cross_entropy, linear_cross_entropy_with_gradients,
-    mask_statistics, matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward,
-    sum_of_squares,
+    matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
 };
 use sieve_testing::{Random, Time, measure};
 
@@ -116,8 +115,9 @@ fn attention(reference: Reference) {
                     }
                 }
             };
-            let statistics = mask_statistics(&expire, documents, batch, num_kv_heads, seq_len);
-            let pairs = statistics.active_pairs as f64 * (num_heads / num_kv_heads) as f64;
+            let lives = expire.chunks(seq_len).flat_map(|head| (0..).zip(head));
+            let active: f64 = lives.map(|(j, end)| f64::from((end - j).max(0))).sum();
+            let pairs = active * (num_heads / num_kv_heads) as f64;
             let qkv = values(TOKENS * shape.token_len(), 4);
             let d_o = values(TOKENS * num_heads * head_dim, 5);
             let (mut o, mut lse) = (vec![0.0; d_o.len()], vec![0.0; TOKENS * num_heads]);

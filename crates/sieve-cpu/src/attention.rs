@@ -8,8 +8,6 @@ pub(crate) mod forward;
 mod keys;
 pub mod listed;
 pub(crate) mod panel;
-#[cfg(test)]
-mod reference;
 pub(crate) mod scratch;
 pub(crate) mod segments;
 #[cfg(test)]

@@ -11,26 +11,6 @@ use rayon::prelude::*;
 
 use crate::attention::Documents;
 
-/// Queries and keys per tile in [`MaskStatistics::tiles`].
-pub const STATISTICS_TILE: usize = 64;
-
-/// What a mask keeps, over all batch rows and KV heads.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct MaskStatistics {
-    /// (query, key) pairs that attend.
-    pub active_pairs: u64,
-    /// (query, key) pairs of dense causal attention inside documents.
-    pub causal_pairs: u64,
-    /// Keys that no query sees, their own included.
-    pub never_active: u64,
-    /// Tokens that see themselves in none of the KV heads.
-    pub not_self_visible: u64,
-    /// Tiles of [`STATISTICS_TILE`] queries by as many gathered keys.
-    pub tiles: u64,
-    /// The same for dense causal attention.
-    pub causal_tiles: u64,
-}
-
 /// Integer whose order is that of (z, position): -0 counts as +0, of equal z the later position is larger.
 fn rank_key(z: f32, position: usize) -> u64 {
     let bits = (z + 0.0).to_bits();
@@ -91,69 +71,6 @@ pub fn extend_expire(
             *expire = (*expire + local_window_size as i32).min(end);
         }
     }
-}
-
-/// Counts what `expire` keeps.
-///
-/// # Shapes
-/// - expire: `[batch, num_kv_heads, seq_len]`
-///
-/// # Panics
-/// When lengths do not fit.
-pub fn mask_statistics(
-    expire: &[i32],
-    documents: Documents<'_>,
-    batch: usize,
-    num_kv_heads: usize,
-    seq_len: usize,
-) -> MaskStatistics {
-    assert_eq!(
-        expire.len(),
-        batch * num_kv_heads * seq_len,
-        "mask_statistics: expire has another size"
-    );
-    documents.check(batch, seq_len);
-    let mut total = MaskStatistics::default();
-    for row in 0..batch {
-        let tokens = row * seq_len..(row + 1) * seq_len;
-        let (start, end) = (&documents.start[tokens.clone()], &documents.end[tokens]);
-        let mut sees_itself = vec![false; seq_len];
-        for head in 0..num_kv_heads {
-            let first = (row * num_kv_heads + head) * seq_len;
-            let expire = &expire[first..first + seq_len];
-            for (j, &expire) in expire.iter().enumerate() {
-                let life = (i64::from(expire) - j as i64).max(0) as u64;
-                total.active_pairs += life;
-                total.never_active += u64::from(life == 0);
-                sees_itself[j] |= life > 0;
-                total.causal_pairs += (j as i64 - i64::from(start[j]) + 1) as u64;
-            }
-            total.tiles += tiles_of(expire);
-            total.causal_tiles += tiles_of(end);
-        }
-        total.not_self_visible += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
-    }
-    total
-}
-
-/// Tiles of gathered keys over all query tiles of one row.
-fn tiles_of(expire: &[i32]) -> u64 {
-    let num_tiles = expire.len().div_ceil(STATISTICS_TILE);
-    // Keys per query tile, as differences: key j is in the lists of the tiles from its own to that of its last query.
-    let mut change = vec![0_i64; num_tiles + 1];
-    for (j, &expire) in expire.iter().enumerate() {
-        if expire as i64 > j as i64 {
-            change[j / STATISTICS_TILE] += 1;
-            change[(expire as usize - 1) / STATISTICS_TILE + 1] -= 1;
-        }
-    }
-    let mut keys = 0;
-    let mut tiles = 0;
-    for change in &change[..num_tiles] {
-        keys += change;
-        tiles += (keys as u64).div_ceil(STATISTICS_TILE as u64);
-    }
-    tiles
 }
 
 /// Runs `work(z, start, expire)` for every (row, KV head, document), in parallel.
@@ -261,43 +178,24 @@ mod tests {
         let mut heap = vec![-7; z.len()];
         dma_select(&z, documents, batch, num_kv_heads, seq_len, keep_window_size, &mut heap);
 
-        let mut expected = MaskStatistics::default();
         for row in 0..batch {
             let start = &start[row * seq_len..(row + 1) * seq_len];
-            let mut sees_itself = vec![false; seq_len];
+            let end = &end[row * seq_len..][..seq_len];
             for head in 0..num_kv_heads {
                 let first = (row * num_kv_heads + head) * seq_len;
                 let (z, expire) = (&z[first..first + seq_len], &heap[first..first + seq_len]);
-                let end = &end[row * seq_len..][..seq_len];
                 for (j, (&expire, &end)) in expire.iter().zip(end).enumerate() {
                     assert!(j as i32 <= expire && expire <= end, "seed {seed}, key {j}");
                 }
-                let mut seen = vec![false; seq_len];
                 for i in 0..seq_len {
-                    let kept = kept_by_definition(z, start, i, keep_window_size);
                     assert_eq!(
                         kept_by_expire(expire, start, i),
-                        kept,
+                        kept_by_definition(z, start, i, keep_window_size),
                         "seed {seed}, head {head}, query {i}"
                     );
-                    expected.active_pairs += kept.len() as u64;
-                    expected.causal_pairs += (i - start[i] as usize + 1) as u64;
-                    sees_itself[i] |= kept.contains(&i);
-                    kept.iter().for_each(|&j| seen[j] = true);
-                }
-                expected.never_active += seen.iter().filter(|&&seen| !seen).count() as u64;
-                for first in (0..seq_len).step_by(STATISTICS_TILE) {
-                    let queries = first..(first + STATISTICS_TILE).min(seq_len);
-                    let touched = |j: &usize| queries.clone().any(|i| kept_by_expire(expire, start, i).contains(j));
-                    expected.tiles += (0..seq_len).filter(touched).count().div_ceil(STATISTICS_TILE) as u64;
-                    let causal = queries.end - start[first] as usize;
-                    expected.causal_tiles += causal.div_ceil(STATISTICS_TILE) as u64;
                 }
             }
-            expected.not_self_visible += sees_itself.iter().filter(|&&seen| !seen).count() as u64;
         }
-        let statistics = mask_statistics(&heap, documents, batch, num_kv_heads, seq_len);
-        assert_eq!(statistics, expected, "seed {seed}");
     }
 
     proptest! {

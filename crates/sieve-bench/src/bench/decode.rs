@@ -1,13 +1,13 @@
 //! Rows of one new token behind a long text: what a method does to find its keys, and its attention, in one layer.
-use super::Bench;
-use super::inputs::random;
 use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
-use crate::device::Device;
+use super::{Bench, Work};
+use crate::device::{Device, mask_data};
 use crate::error::Result;
+use crate::shape::call_shape;
 use burn::tensor::DType;
 use sieve_core::KeepBlocks;
 use sieve_kernels::{DecodeScratch, KernelError, Qkv};
-use sieve_select::{CallShape, Selector, Step};
+use sieve_select::{Selector, Step};
 
 /// Tokens of a text, the new one among them.
 const TOKENS: usize = 131_072;
@@ -32,7 +32,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     // What is drawn in f32, twice, and in bf16.
     let bytes = 12.0 * (TOKENS * (HEADS[0] + 2 * HEADS[1]) * 128) as f64;
     if bench.fits("selectors", shape, bytes)? {
-        let text = random([1, TOKENS, HEADS[0] + 2 * HEADS[1], 128], &bench.device);
+        let text = bench.bf16([1, TOKENS, HEADS[0] + 2 * HEADS[1], 128]);
         let text = Qkv::packed(&text, HEADS[0], HEADS[1]);
         for name in SELECTORS {
             selector(bench, name, &text)?;
@@ -44,13 +44,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
     let selector = Selector::parse(name).expect("the names above are right");
     let (shape, device) = (shape(1, TOKENS, HEADS, 128), bench.device.clone());
-    let call = CallShape {
-        num_queries: 1,
-        num_keys: TOKENS,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
-        head_dim: shape.head_dim,
-    };
+    let call = call_shape([1, TOKENS], HEADS, 128);
     let (like, scale) = (text.q.tensor(), call.softmax_scale());
     match selector.heavy_keys(call, LAYER) {
         None => {
@@ -63,8 +57,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                 let (layout, data) = match selector.step(call, LAYER, known) {
                     Some(Step::Mask(mask)) => {
                         let packed = mask.packed().expect("its own arrays");
-                        let data = device.int(packed.data(), &[packed.data().len()]);
-                        (packed.layout().clone(), data)
+                        (packed.layout().clone(), mask_data(&device, &packed))
                     }
                     Some(Step::Blocks(selection, _)) => {
                         let made = text.select_blocks(&selection, bounds.as_ref())?;
@@ -77,7 +70,7 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
             // Whole pages have bounds from earlier tokens.
             token(0)?;
             let known = page.map_or(0, |page| (TOKENS - 1) / page);
-            bench.time(name, shape, &mut || token(known));
+            bench.row(name, shape, Work::Time, || token(known));
         }
         Some(heavy) => match (heavy.slots, heavy.selection.keep) {
             (Some(window), _) => {
@@ -85,8 +78,9 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                 let slots = slots(bench, shape, room, window.local_window_size);
                 let (token, scratch) = (token(bench, shape), DecodeScratch::new(like, shape, room)?);
                 let length = device.int(&[TOKENS as i32], &[1]);
-                bench.time(&format!("{name}, {room} slots"), shape, &mut || {
-                    slots.heavy_decode(&token, &length, TOKENS, scale, &scratch).map(drop)
+                let name = format!("{name}, {room} slots");
+                bench.row(&name, shape, Work::Time, || {
+                    slots.heavy_decode(&token, &length, TOKENS, scale, &scratch)
                 });
             }
             // Dense attention over what stays of the text.

@@ -1,6 +1,6 @@
 //! One attention call's tensors on the GPU, drawn there.
 use crate::device::Device;
-use crate::shape::sizes;
+use crate::shape::{packed_of, queries_of};
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow};
@@ -21,10 +21,10 @@ pub(crate) struct Inputs {
     pub(super) scale: f32,
 }
 
-/// Normal numbers in bf16.
-pub(crate) fn random(shape: [usize; 4], device: &CudaDevice) -> CudaTensor {
+/// Normal numbers.
+pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &CudaDevice) -> CudaTensor {
     let normal = Distribution::Normal(0.0, 1.0);
-    let tensor = Tensor::<Cuda, 4>::random(shape, normal, device).cast(DType::BF16);
+    let tensor = Tensor::<Cuda, D>::random(shape, normal, device).cast(dtype);
     CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
 }
 
@@ -40,32 +40,28 @@ impl Inputs {
     }
 
     pub(crate) fn new(shape: AttentionShape, device: &CudaDevice) -> Self {
-        let [batch, seq_len, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(shape);
-        let tokens = batch * seq_len;
-        let packed = if head_dim == head_dim_v {
-            let heads = num_heads + 2 * num_kv_heads;
-            random([batch, seq_len, heads, head_dim], device)
-        } else {
-            let width = num_heads * (2 * head_dim + head_dim_v);
-            let packed = random([1, batch, seq_len, width], device);
-            packed
-                .reshaped("draw", "packed", &[batch, seq_len, width])
-                .expect("as many elements")
+        let [batch, seq_len, heads, width] = queries_of(shape);
+        let (tokens, width_v) = (batch * seq_len, shape.head_dim_v);
+        let bf16 = DType::BF16;
+        let packed = match width == width_v {
+            true => normal(packed_of(shape), bf16, device),
+            false => normal([batch, seq_len, heads * (2 * width + width_v)], bf16, device),
         };
-        let gradient = packed.empty_contiguous(packed.shape(), DType::BF16);
-        let heads = |packed: &CudaTensor| match head_dim == head_dim_v {
-            true => Qkv::packed(packed, num_heads, num_kv_heads),
-            false => MlaPack::heads(packed, num_heads, [head_dim_v, head_dim - head_dim_v])
-                .expect("a packed tensor of latent attention"),
+        let gradient = packed.empty_contiguous(packed.shape(), bf16);
+        let heads = |packed: &CudaTensor| match width == width_v {
+            true => Qkv::packed(packed, heads, shape.num_kv_heads),
+            false => {
+                MlaPack::heads(packed, heads, [width_v, width - width_v]).expect("a packed tensor of latent attention")
+            }
         };
         Self {
             shape,
             qkv: heads(&packed),
             grads: heads(&gradient),
-            d_o: random(shape.output(), device),
+            d_o: normal(shape.output(), bf16, device),
             doc_start: device.int(&vec![0; tokens], &[batch, seq_len]),
             doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),
-            scale: 1.0 / (head_dim as f32).sqrt(),
+            scale: 1.0 / (width as f32).sqrt(),
         }
     }
 
@@ -90,17 +86,13 @@ impl Inputs {
         z: &CudaTensor,
         window: DmaWindow,
     ) -> Result<(Selection, KeyLists), KernelError> {
-        let selection = self.selection(z, window)?;
+        let selection = self.select(z, window)?;
         let lists = selection.dma_lists(&self.doc_start, &self.doc_end, KeyLists::TILE_QUERIES)?;
         Ok((selection, lists))
     }
 
-    /// `expire` alone.
-    pub(crate) fn select(&self, z: &CudaTensor, window: DmaWindow) -> Result<(), KernelError> {
-        self.selection(z, window).map(drop)
-    }
-
-    fn selection(&self, z: &CudaTensor, window: DmaWindow) -> Result<Selection, KernelError> {
+    /// The selection alone.
+    pub(crate) fn select(&self, z: &CudaTensor, window: DmaWindow) -> Result<Selection, KernelError> {
         let (kept, local) = (window.keep_window_size, window.local_window_size);
         dma_select(z, &self.doc_start, &self.doc_end, kept, local)
     }

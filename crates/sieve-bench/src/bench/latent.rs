@@ -1,7 +1,6 @@
 //! Rows of latent attention: the attention itself, what packs its tensors, decoding over latents.
-use super::Bench;
-use super::inputs::random;
 use super::rows::dense;
+use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::shape::attention_shape;
@@ -19,7 +18,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     }
     pack(bench, shape(2, 8192))?;
     for (batch, len) in [(1, 8192), (1, 131_072), (16, 8192)] {
-        decoding(bench, batch, len)?;
+        decoding(bench, batch, len);
     }
     Ok(())
 }
@@ -32,16 +31,8 @@ pub(super) fn shape(batch: usize, seq_len: usize) -> AttentionShape {
 fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let AttentionShape { batch, seq_len, .. } = shape;
     let device = bench.device.clone();
-    let input = |width: usize| -> CudaTensor {
-        let tensor = random([1, batch, seq_len, width], &device);
-        let tensor = tensor.reshaped("draw", "input", &[batch, seq_len, width]);
-        tensor.expect("as many elements")
-    };
-    let inputs = [
-        input(HEADS * (HEAD_DIM + ROPE_DIM)),
-        input(HEADS * 2 * HEAD_DIM),
-        input(ROPE_DIM),
-    ];
+    let inputs = [HEADS * (HEAD_DIM + ROPE_DIM), HEADS * 2 * HEAD_DIM, ROPE_DIM]
+        .map(|width| bench.bf16([batch, seq_len, width]));
     let places: Vec<i32> = (0..batch * seq_len).map(|at| (at % seq_len) as i32).collect();
     let half = ROPE_DIM / 2;
     let table = || device.float(&vec![0.5; seq_len * half], &[seq_len, half], DType::F32);
@@ -57,26 +48,22 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let packed = args.mla_pack_forward(inputs.each_ref())?;
     let elements = packed.num_elements() + inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
     let bytes = 2.0 * elements as f64;
-    bench.bytes("latent pack forward", shape, bytes, &mut || {
-        args.mla_pack_forward(inputs.each_ref()).map(drop)
+    bench.row("latent pack forward", shape, Work::Bytes(bytes), || {
+        args.mla_pack_forward(inputs.each_ref())
     });
-    bench.bytes("latent pack backward", shape, bytes, &mut || {
-        args.mla_pack_backward(&packed).map(drop)
+    bench.row("latent pack backward", shape, Work::Bytes(bytes), || {
+        args.mla_pack_backward(&packed)
     });
     Ok(())
 }
 
 /// One token a row over latents of 512 with a rotated key of 64.
-fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) -> Result<()> {
+fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
     const RANK: usize = 512;
     let width = RANK + ROPE_DIM;
     let shape = attention_shape(batch, len, [HEADS, 1], [width, RANK]);
-    let q = random([batch, 1, HEADS, width], &bench.device);
-    let latents = random([1, batch, len, width], &bench.device);
-    let latents = latents.reshaped("draw", "latents", &[batch, len, width])?;
-    let bytes = 2.0 * latents.num_elements() as f64;
-    bench.bytes("latent decode", shape, bytes, &mut || {
-        mla_decode(&q, &latents, RANK, 0.07).map(drop)
-    });
-    Ok(())
+    let q = bench.bf16([batch, 1, HEADS, width]);
+    let latents = bench.bf16([batch, len, width]);
+    let work = Work::Bytes(2.0 * latents.num_elements() as f64);
+    bench.row("latent decode", shape, work, || mla_decode(&q, &latents, RANK, 0.07));
 }

@@ -1,7 +1,8 @@
 //! A selector on one call's operands: its lists, attention under them, and what that keeps of dense attention.
 use super::operands::Operands;
-use crate::device::Device;
+use crate::device::{Device, mask_data};
 use crate::error::{BenchError, Result};
+use crate::shape::prompt_shape;
 use burn_cuda::CudaDevice;
 use sieve_core::{BlockSelection, MaskLayout};
 use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
@@ -41,14 +42,7 @@ pub(super) struct Lists {
 impl<'a> Method<'a> {
     /// `None` where the method is dense at this length.
     pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a CudaDevice) -> Result<Option<Self>> {
-        let shape = operands.shape;
-        let call = CallShape {
-            num_queries: shape.seq_len,
-            num_keys: shape.seq_len,
-            num_heads: shape.num_heads,
-            num_kv_heads: shape.num_kv_heads,
-            head_dim: shape.head_dim,
-        };
+        let call = prompt_shape(&operands.shape);
         let kind = match selector.block_selection(call, 0, 0) {
             Some(selection) => Kind::Chooses(selection),
             None => {
@@ -60,7 +54,7 @@ impl<'a> Method<'a> {
                     return Ok(None);
                 }
                 let packed = mask.packed().map_err(refused)?;
-                let data = device.int(packed.data(), &[packed.data().len()]);
+                let data = mask_data(device, &packed);
                 let host_ms = 1e3 * started.elapsed().as_secs_f64();
                 let lists = Lists {
                     layout: packed.layout().clone(),

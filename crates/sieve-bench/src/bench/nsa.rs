@@ -1,9 +1,8 @@
 //! Rows of native sparse attention: all three branches with their gates, beside dense attention of the same length.
 use super::Bench;
-use super::inputs::{Inputs, random};
-use super::rows::{dense, forward_flops, shape};
+use super::inputs::Inputs;
+use super::rows::{dense, forward_flops, passes, shape};
 use crate::error::Result;
-use crate::shape::sizes;
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks_backward, nsa_gates,
@@ -55,22 +54,16 @@ pub(super) struct Call {
 }
 
 impl Call {
-    pub(super) fn new(inputs: Inputs, bench: &Bench<'_>) -> Result<Self> {
-        let [_, seq_len, num_heads, num_kv_heads, _, _] = sizes(inputs.shape);
-        let draw = |sizes: &[usize]| -> Result<CudaTensor> {
-            let count: usize = sizes.iter().product();
-            let drawn = random([1, 1, 1, count], &bench.device);
-            Ok(drawn.reshaped("draw", "input", sizes)?)
-        };
-        let rows = BLOCKS.num_slots(seq_len) * num_kv_heads;
-        let positions = || draw(&[BLOCKS.compress_block_size, HEAD_DIM]);
-        Ok(Self {
-            compressed: draw(&[2, rows, HEAD_DIM])?,
-            positions: [positions()?, positions()?],
-            logits: draw(&[1, seq_len, num_heads * 3])?,
-            bias: inputs.d_o.zeros_contiguous(&[num_heads * 3], DType::F32),
+    pub(super) fn new(inputs: Inputs, bench: &Bench<'_>) -> Self {
+        let [_, seq_len, heads, _] = inputs.shape.output();
+        let rows = BLOCKS.num_slots(seq_len) * inputs.shape.num_kv_heads;
+        Self {
+            compressed: bench.bf16([2, rows, HEAD_DIM]),
+            positions: [(); 2].map(|()| bench.bf16([BLOCKS.compress_block_size, HEAD_DIM])),
+            logits: bench.bf16([1, seq_len, heads * 3]),
+            bias: inputs.d_o.zeros_contiguous(&[heads * 3], DType::F32),
             inputs,
-        })
+        }
     }
 
     pub(super) fn forward(&self) -> Result<Branches, KernelError> {
@@ -130,10 +123,14 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
-    let call = Call::new(inputs, bench)?;
+    let call = Call::new(inputs, bench);
     let flops = flops(shape);
-    bench.flops("nsa forward", shape, flops, &mut || call.forward().map(drop));
-    let branches = call.forward()?;
-    bench.flops("nsa backward", shape, 2.5 * flops, &mut || call.backward(&branches));
-    Ok(())
+    passes(
+        bench,
+        ("nsa ", shape),
+        [flops, 2.5 * flops],
+        &[(SumOrder::Any, "")],
+        || call.forward(),
+        |branches, _| call.backward(branches),
+    )
 }

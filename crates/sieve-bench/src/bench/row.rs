@@ -1,5 +1,6 @@
 //! What a benchmark says while it runs.
 use crate::clock::Times;
+use crate::shape::queries_of;
 use serde_json::{Value, json};
 use sieve_kernels::AttentionShape;
 use std::fmt;
@@ -48,6 +49,22 @@ impl fmt::Display for Ceilings {
             "{:48} {:30} {:>10} {:>19} {:>16} {:>9}",
             "kernel", "shape", "median ms", "p10-p90", "rate", "of peak"
         )
+    }
+}
+
+/// The sizes of a row in words: `2x8192 h16/8 d128`.
+pub(crate) struct Sizes(pub(crate) String);
+
+impl From<AttentionShape> for Sizes {
+    fn from(shape: AttentionShape) -> Self {
+        let [batch, seq_len, heads, width] = queries_of(shape);
+        Self(format!("{batch}x{seq_len} h{heads}/{} d{width}", shape.num_kv_heads))
+    }
+}
+
+impl<'a> From<&'a String> for Sizes {
+    fn from(text: &'a String) -> Self {
+        Self(text.clone())
     }
 }
 
@@ -123,14 +140,6 @@ impl Growth {
 }
 
 impl BenchRow {
-    pub(crate) fn new(name: &str, shape: &str, outcome: Outcome) -> Self {
-        Self {
-            name: name.to_owned(),
-            shape: shape.to_owned(),
-            outcome,
-        }
-    }
-
     /// The list of the JSON file that the row belongs to, and itself; a failed row is only said.
     pub(crate) fn json(&self) -> Option<(&'static str, Value)> {
         let Self { name, shape, .. } = self;
@@ -199,14 +208,6 @@ impl fmt::Display for BenchRow {
             Outcome::Failed(error) => write!(out, "FAILED {error}"),
         }
     }
-}
-
-/// `2x8192 h16/8 d128`.
-pub(crate) fn shape_name(shape: AttentionShape) -> String {
-    format!(
-        "{}x{} h{}/{} d{}",
-        shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads, shape.head_dim
-    )
 }
 
 /// `1.23 GiB` and the like.

@@ -1,6 +1,6 @@
 //! The rows of a benchmark: what is timed, on which shapes.
-use super::Bench;
-use super::inputs::{Inputs, random};
+use super::inputs::Inputs;
+use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
@@ -12,6 +12,7 @@ use sieve_kernels::{
     SumOrder,
 };
 use sieve_testing::Random;
+use std::result::Result as StdResult;
 
 /// Query and KV heads of the usual rows.
 pub(super) const HEADS: [usize; 2] = [16, 8];
@@ -88,20 +89,39 @@ pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option
         return Ok(());
     };
     let what = match window {
-        Some(window) => format!("window {window}"),
-        None => "dense".to_owned(),
+        Some(window) => format!("window {window} "),
+        None => "dense ".to_owned(),
     };
     let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
-    let forward = || inputs.forward(window, None);
-    bench.flops(&format!("{what} forward"), shape, flops, &mut || forward().map(drop));
+    passes(
+        bench,
+        (&what, shape),
+        [flops, backward_products(shape) * flops],
+        &ORDERS,
+        || inputs.forward(window, None),
+        |result, order| inputs.backward(result, window, None, order),
+    )
+}
+
+/// Both orders of the sums of a backward pass, with what rows call them.
+const ORDERS: [(SumOrder, &str); 2] = [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")];
+
+/// A forward pass, and the backward pass of its result in one order of sums or in both.
+pub(super) fn passes<R>(
+    bench: &mut Bench<'_>,
+    (what, shape): (&str, AttentionShape),
+    [forward_flops, backward_flops]: [f64; 2],
+    orders: &[(SumOrder, &str)],
+    forward: impl Fn() -> StdResult<R, KernelError>,
+    backward: impl Fn(&R, SumOrder) -> StdResult<(), KernelError>,
+) -> Result<()> {
+    let work = Work::Flops(forward_flops);
+    bench.row(&format!("{what}forward"), shape, work, &forward);
     let result = forward()?;
-    for (order, name) in [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")] {
-        bench.flops(
-            &format!("{what} backward{name}"),
-            shape,
-            backward_products(shape) * flops,
-            &mut || inputs.backward(&result, window, None, order),
-        );
+    for &(order, suffix) in orders {
+        let name = format!("{what}backward{suffix}");
+        let work = Work::Flops(backward_flops);
+        bench.row(&name, shape, work, || backward(&result, order));
     }
     Ok(())
 }
@@ -114,14 +134,15 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let z = Scores::Independent.draw(shape.batch * shape.num_kv_heads, shape.seq_len, &mut Random(SEED))?;
     let [_, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
     let flops = forward_flops(shape, shape.seq_len);
-    let name = format!("dma w {} (nothing masked)", shape.seq_len);
-    let forward = || inputs.forward(None, Some(&delta));
-    bench.flops(&format!("{name} forward"), shape, flops, &mut || forward().map(drop));
-    let result = forward()?;
-    bench.flops(&format!("{name} backward"), shape, BACKWARD * flops, &mut || {
-        inputs.backward(&result, None, Some(&delta), SumOrder::Any)
-    });
-    Ok(())
+    let name = format!("dma w {} (nothing masked) ", shape.seq_len);
+    passes(
+        bench,
+        (&name, shape),
+        [flops, BACKWARD * flops],
+        &ORDERS[..1],
+        || inputs.forward(None, Some(&delta)),
+        |result, order| inputs.backward(result, None, Some(&delta), order),
+    )
 }
 
 /// DMA as published beside the form that the recipes train: a slope, and the last eighth of the keys always kept.
@@ -184,17 +205,18 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
         }
     };
     let [z, delta] = inputs.scores(&ranks(z, form, shape), form.bias, &bench.device);
-    let scored = (shape.batch * shape.num_kv_heads * shape.seq_len) as f64;
-    bench.bytes(&format!("{name}: select"), shape, 8.0 * scored, &mut || {
-        inputs.select(&z, window)
+    let bytes = 8.0 * (rows * shape.seq_len) as f64;
+    let work = Work::Bytes(bytes);
+    bench.row(&format!("{name}: select"), shape, work, || inputs.select(&z, window));
+    let work = Work::Bytes(bytes);
+    bench.row(&format!("{name}: select and lists"), shape, work, || {
+        inputs.lists(&z, window)
     });
-    bench.bytes(&format!("{name}: select and lists"), shape, 8.0 * scored, &mut || {
-        inputs.lists(&z, window).map(drop)
-    });
-    passes(bench, &inputs, [&z, &delta], window, &name)?;
+    dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
         KeepRest::set(KeepRest::Always);
-        passes(bench, &inputs, [&z, &delta], window, &format!("{name}, rest of o kept"))?;
+        let name = format!("{name}, rest of o kept");
+        dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
         KeepRest::set(KeepRest::ShortRows);
     }
     if *scores == Scores::Independent {
@@ -204,7 +226,7 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
 }
 
 /// Each pass over ready lists, and both with the selection.
-fn passes(
+fn dma_passes(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
     [z, delta]: [&CudaTensor; 2],
@@ -214,29 +236,21 @@ fn passes(
     let shape = inputs.shape;
     let flops = forward_flops(shape, window.keep_window_size);
     let lists = inputs.lists(z, window)?;
-    bench.flops(&format!("{name}: forward"), shape, flops, &mut || {
-        inputs.dma_forward(delta, &lists).map(drop)
+    passes(
+        bench,
+        (&format!("{name}: "), shape),
+        [flops, BACKWARD * flops],
+        &ORDERS,
+        || inputs.dma_forward(delta, &lists),
+        |result, order| inputs.dma_backward(result, delta, &lists, order),
+    )?;
+    drop(lists);
+    let name = format!("{name}: select, lists, forward, backward");
+    bench.row(&name, shape, Work::Flops((1.0 + BACKWARD) * flops), || {
+        let lists = inputs.lists(z, window)?;
+        let result = inputs.dma_forward(delta, &lists)?;
+        inputs.dma_backward(&result, delta, &lists, SumOrder::Any)
     });
-    let result = inputs.dma_forward(delta, &lists)?;
-    for (order, suffix) in [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")] {
-        bench.flops(
-            &format!("{name}: backward{suffix}"),
-            shape,
-            BACKWARD * flops,
-            &mut || inputs.dma_backward(&result, delta, &lists, order),
-        );
-    }
-    drop((lists, result));
-    bench.flops(
-        &format!("{name}: select, lists, forward, backward"),
-        shape,
-        (1.0 + BACKWARD) * flops,
-        &mut || {
-            let lists = inputs.lists(z, window)?;
-            let result = inputs.dma_forward(delta, &lists)?;
-            inputs.dma_backward(&result, delta, &lists, SumOrder::Any)
-        },
-    );
     Ok(())
 }
 
@@ -264,10 +278,8 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     let token = token(bench, shape);
     let like = token.q.tensor();
     let place = [shape.batch, shape.num_kv_heads, shape.seq_len, shape.head_dim];
-    let cache = KvCache {
-        k: random(place, &bench.device),
-        v: random(place, &bench.device),
-    };
+    let [k, v] = [(); 2].map(|()| bench.bf16(place));
+    let cache = KvCache { k, v };
     let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
     let step = DecodeStep {
         window: None,
@@ -276,8 +288,8 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
     };
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);
-    bench.bytes(name, shape, bytes, &mut || {
-        cache.attention_decode(&token, &length, step, &scratch).map(drop)
+    bench.row(name, shape, Work::Bytes(bytes), || {
+        cache.attention_decode(&token, &length, step, &scratch)
     });
     Ok(())
 }
@@ -295,10 +307,9 @@ pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: u
     let length = bench.device.int(&vec![shape.seq_len as i32 - 1; batch], &[batch]);
     let scale = 1.0 / (shape.head_dim as f32).sqrt();
     let bytes = (batch * kv_heads * kept * (4 * shape.head_dim + 8)) as f64;
-    bench.bytes(&format!("dma_decode w {kept}"), shape, bytes, &mut || {
-        slots
-            .dma_decode(&token, &new_z, &length, scale, ScoreBias::Exp, &scratch)
-            .map(drop)
+    let name = format!("dma_decode w {kept}");
+    bench.row(&name, shape, Work::Bytes(bytes), || {
+        slots.dma_decode(&token, &new_z, &length, scale, ScoreBias::Exp, &scratch)
     });
     Ok(())
 }
@@ -306,16 +317,14 @@ pub(crate) fn dma_decoding(bench: &mut Bench<'_>, shape: AttentionShape, kept: u
 /// Slots that are in use, with the first positions of a row.
 pub(super) fn slots(bench: &Bench<'_>, shape: AttentionShape, kept: usize, local_window_size: usize) -> DmaSlots {
     let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
-    let (place, per_slot) = ([batch, kv_heads, kept, shape.head_dim], [batch, kv_heads, kept]);
+    let per_slot = [batch, kv_heads, kept];
     let count = batch * kv_heads * kept;
     let mut numbers = Random(SEED);
     let z: Vec<f32> = (0..count).map(|_| numbers.normal_with_tails()).collect();
     let positions: Vec<i32> = (0..count).map(|at| (at % kept) as i32).collect();
+    let [k, v] = [(); 2].map(|()| bench.bf16([batch, kv_heads, kept, shape.head_dim]));
     DmaSlots {
-        kv: KvCache {
-            k: random(place, &bench.device),
-            v: random(place, &bench.device),
-        },
+        kv: KvCache { k, v },
         z: bench.device.float(&z, &per_slot, DType::F32),
         positions: bench.device.int(&positions, &per_slot),
         local_window_size,
@@ -324,8 +333,10 @@ pub(super) fn slots(bench: &Bench<'_>, shape: AttentionShape, kept: usize, local
 
 /// `[batch, 1, heads, width]` tensors.
 pub(super) fn token(bench: &Bench<'_>, shape: AttentionShape) -> Qkv {
-    let of = |heads| random([shape.batch, 1, heads, shape.head_dim], &bench.device);
-    Qkv::separate(&of(shape.num_heads), &of(shape.num_kv_heads), &of(shape.num_kv_heads))
+    let kv_heads = shape.num_kv_heads;
+    let [q, k, v] =
+        [shape.num_heads, kv_heads, kv_heads].map(|heads| bench.bf16([shape.batch, 1, heads, shape.head_dim]));
+    Qkv::separate(&q, &k, &v)
 }
 
 /// The shapes of Table 2 of arXiv:2508.02124, forward passes: dense, and DMA with its selection. The first scores asked
@@ -344,19 +355,18 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
         let rows = shape.batch * shape.num_kv_heads;
         let z = scores.draw(rows, shape.seq_len, &mut Random(SEED))?;
         let [z, delta] = inputs.scores(&z, DmaBias::Exp, &bench.device);
-        bench.flops("dense forward", shape, forward_flops(shape, shape.seq_len), &mut || {
-            inputs.forward(None, None).map(drop)
-        });
+        let work = Work::Flops(forward_flops(shape, shape.seq_len));
+        bench.row("dense forward", shape, work, || inputs.forward(None, None));
         let name = format!("dma w {KEPT}, {}: select, forward", scores.name());
-        let flops = forward_flops(shape, KEPT);
-        bench.flops(&name, shape, flops, &mut || -> Result<(), KernelError> {
+        let work = Work::Flops(forward_flops(shape, KEPT));
+        bench.row(&name, shape, work, || {
             if KEPT >= shape.seq_len {
                 // As the op does: nothing is masked, so there are no lists.
                 inputs.select(&z, KEPT.into())?;
-                return inputs.forward(None, Some(&delta)).map(drop);
+                return inputs.forward(None, Some(&delta));
             }
             let lists = inputs.lists(&z, KEPT.into())?;
-            inputs.dma_forward(&delta, &lists).map(drop)
+            inputs.dma_forward(&delta, &lists)
         });
     }
     for power in 8..17 {

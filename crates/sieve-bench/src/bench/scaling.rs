@@ -1,10 +1,9 @@
 //! How time and memory of a forward and backward pass grow: every kind with the length of a row, DMA with the keys it
 //! keeps.
-use super::Bench;
 use super::inputs::Inputs;
 use super::row::Growth;
 use super::rows::{HEADS, SEED, forward_flops, shape};
-use super::{latent, nsa};
+use super::{Bench, Work, latent, nsa};
 use crate::error::Result;
 use crate::scores::Scores;
 use sieve_core::DmaShape;
@@ -33,6 +32,9 @@ struct Point {
     bytes: u64,
 }
 
+/// Times a kind at a length.
+type PointOf = fn(&mut Bench<'_>, usize) -> Result<Option<Point>>;
+
 /// All of them.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let lengths = || LENGTHS.map(|power| 1 << power);
@@ -42,12 +44,14 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         growth(bench, name, "tokens", long(points).collect());
     }
     let name = format!("dma w {KEPT}");
-    let points_of_dma = points(lengths(), |len| dma(bench, len, KEPT))?;
-    growth(bench, &name, "tokens", long(points_of_dma).collect());
-    let points_of_nsa = points(lengths(), |len| sparse(bench, len))?;
-    growth(bench, "nsa", "tokens", long(points_of_nsa).collect());
-    let points_of_mla = points(lengths(), |len| latents(bench, len))?;
-    growth(bench, "mla", "tokens", long(points_of_mla).collect());
+    for (name, point) in [
+        (&name[..], (|bench, len| dma(bench, len, KEPT)) as PointOf),
+        ("nsa", sparse),
+        ("mla", latents),
+    ] {
+        let points = points(lengths(), |len| point(bench, len))?;
+        growth(bench, name, "tokens", long(points).collect());
+    }
     let kept = points(KEPTS.map(|power| 1 << power), |kept| {
         let point = dma(bench, LONG, kept)?;
         Ok(point.map(|point| Point { at: kept, ..point }))
@@ -82,8 +86,9 @@ fn latents(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
 fn dense(bench: &mut Bench<'_>, name: &str, inputs: &Inputs, window: Option<usize>) -> Result<Option<Point>> {
     let shape = inputs.shape;
     let flops = forward_flops(shape, window.unwrap_or(shape.seq_len));
+    let forward = || inputs.forward(window, None);
     let backward = |result: &_| inputs.backward(result, window, None, SumOrder::Any);
-    pass(bench, name, shape, flops, || inputs.forward(window, None), backward)
+    pass(bench, name, shape, flops, forward, backward)
 }
 
 fn dma(bench: &mut Bench<'_>, len: usize, kept: usize) -> Result<Option<Point>> {
@@ -119,16 +124,9 @@ fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
     let Some(inputs) = bench.inputs(shape)? else {
         return Ok(None);
     };
-    let call = nsa::Call::new(inputs, bench)?;
-    let flops = nsa::flops(shape);
-    pass(
-        bench,
-        "nsa",
-        shape,
-        flops,
-        || call.forward(),
-        |branches| call.backward(branches),
-    )
+    let call = nsa::Call::new(inputs, bench);
+    let (forward, backward) = (|| call.forward(), |branches: &_| call.backward(branches));
+    pass(bench, "nsa", shape, nsa::flops(shape), forward, backward)
 }
 
 /// Times a forward pass with its backward pass, and says what the first keeps for the second.
@@ -141,8 +139,10 @@ fn pass<R>(
     backward: impl Fn(&R) -> std::result::Result<(), KernelError>,
 ) -> Result<Option<Point>> {
     let both = format!("{name}: forward, backward");
-    let milliseconds = bench.flops(&both, shape, 3.5 * forward_flops, &mut || backward(&forward()?));
-    let bytes = bench.memory(&format!("{name}: kept for the backward pass"), shape, &forward)?;
+    let work = Work::Flops(3.5 * forward_flops);
+    let milliseconds = bench.row(&both, shape, work, || backward(&forward()?));
+    let kept = format!("{name}: kept for the backward pass");
+    let bytes = bench.memory(&kept, shape, &forward)?;
     Ok(milliseconds.map(|milliseconds| Point {
         at: shape.seq_len,
         milliseconds,

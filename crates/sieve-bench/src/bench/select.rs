@@ -1,12 +1,12 @@
 //! Rows of selectors from end to end: selection, and selection with attention under its mask; beside dense attention
 //! of the same operands, which are a trained model's or generated.
-use super::Bench;
 use super::fit::{Fit, Masses, PROBES, fit, mean_error};
 use super::generator::{Generated, PARTS, STEP, Weights};
 use super::method::{Method, masses};
 use super::operands::{Operands, wait};
 use super::rows::{forward_flops, shape};
 use super::weights::FITTED;
+use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use burn::tensor::backend::Backend;
@@ -201,7 +201,7 @@ fn timed(
     work: &mut dyn FnMut() -> Result<(), KernelError>,
 ) -> Result<Option<f64>> {
     if operands.shape.seq_len <= OFTEN_UP_TO {
-        return Ok(bench.time(row, operands.shape, work));
+        return Ok(bench.row(row, operands.shape, Work::Time, work));
     }
     wait(&bench.device)?;
     let started = Instant::now();

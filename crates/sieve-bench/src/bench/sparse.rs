@@ -1,7 +1,7 @@
 //! Rows of attention under selectors' masks, beside dense attention.
-use super::Bench;
 use super::rows::{forward_flops, shape};
-use crate::device::Device;
+use super::{Bench, Work};
+use crate::device::mask_data;
 use crate::error::Result;
 use sieve_core::{MaskArrays, PackedMask};
 use sieve_kernels::AttentionShape;
@@ -14,30 +14,24 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         let Some(inputs) = bench.inputs(shape)? else {
             continue;
         };
-        let flops = forward_flops(shape, seq_len);
-        bench.flops("dense forward", shape, flops, &mut || {
-            inputs.forward(None, None).map(drop)
-        });
+        let dense = |bench: &mut Bench<'_>, name: &str| {
+            let work = Work::Flops(forward_flops(shape, seq_len));
+            bench.row(name, shape, work, || inputs.forward(None, None));
+        };
+        dense(bench, "dense forward");
         for (tile, density) in [(128, 1.0), (128, 0.125), (128, 0.0625), (64, 0.125)] {
             let (mask, pairs) = mask(shape, tile, density);
-            let data = bench.device.int(mask.data(), &[mask.data().len()]);
-            let flops = 4.0 * shape.head_dim as f64 * pairs;
+            let data = mask_data(&bench.device, &mask);
+            let work = Work::Flops(4.0 * shape.head_dim as f64 * pairs);
             let name = format!("sparse forward, tiles of {tile}, density {density}");
             let scale = 1.0 / (shape.head_dim as f32).sqrt();
-            bench.flops(&name, shape, flops, &mut || {
-                inputs
-                    .qkv
-                    .sparse_attention_forward(mask.layout(), &data, scale)
-                    .map(drop)
+            bench.row(&name, shape, work, || {
+                let qkv = &inputs.qkv;
+                qkv.sparse_attention_forward(mask.layout(), &data, scale)
             });
             // A GPU at its limit of power is slower in later rows.
             if density == 1.0 {
-                bench.flops(
-                    "dense forward, again",
-                    shape,
-                    forward_flops(shape, seq_len),
-                    &mut || inputs.forward(None, None).map(drop),
-                );
+                dense(bench, "dense forward, again");
             }
         }
     }

@@ -1,16 +1,14 @@
 //! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel
 //! has no business, DMA's slots in any order, groups of more query heads than a block has rows.
 use crate::bar::Bar;
-use crate::device::Device;
+use crate::device::{Device, separate};
 use crate::extent::Extent;
-use crate::reference::{Rounding, one_query};
-use crate::report::Report;
+use crate::report::{Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::{attention_shape, sizes};
+use crate::shape::{attention_shape, keys_of, queries_of, values_of};
 use burn::tensor::DType;
-use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias,
-};
+use sieve_cpu::reference::{self, Rounding, attend};
+use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KvCache, Qkv, ScoreBias};
 use sieve_testing::Random;
 
 /// One key as a query meets it.
@@ -25,11 +23,7 @@ struct Key {
 /// Checks both kernels.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
-    let groups: &[usize] = if extent.is_emulated {
-        &[2, 17]
-    } else {
-        &[1, 2, 3, 8, 16, 17]
-    };
+    let groups = extent.pick(&[2, 17][..], &[1, 2, 3, 8, 16, 17]);
     // Blocks of eight warps, of two, and of four where a block may have 99 KiB.
     let emulated_widths = [32, 256, 64];
     // Two of the rarest kind at least: with a single slot, any weights would do.
@@ -39,12 +33,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
             false => random.one_of(extent.widths),
         };
         let (kv_heads, group) = (random.between(1, 4), random.one_of(groups));
-        let shape = attention_shape(
-            random.between(1, 4),
-            1,
-            [kv_heads * group, kv_heads],
-            [head_dim, head_dim_v],
-        );
+        let (batch, heads) = (random.between(1, 4), [kv_heads * group, kv_heads]);
+        let shape = attention_shape(batch, 1, heads, [head_dim, head_dim_v]);
         let seed = random.between(0, 1 << 30) as u64;
         let mut calls = Calls {
             device,
@@ -57,12 +47,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
             1 => ("dma_decode, caches", calls.dma(false)),
             _ => ("dma_decode, local window, caches", calls.dma(true)),
         };
-        report.add(
-            name,
-            "kernel",
-            &format!("{shape:?} seed {seed}"),
-            outcome.map(|()| calls.worst),
-        );
+        let (case, outcome) = (format!("{shape:?} seed {seed}"), outcome.map(|()| calls.worst));
+        report.add(name, "kernel", &case, outcome);
     }
 }
 
@@ -87,19 +73,39 @@ impl Calls<'_> {
     }
 
     fn token(&mut self) -> Token {
-        let [batch, _, num_heads, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
-        let mut draw = |heads: usize, width: usize| {
-            let values = self.random.bf16_normals(batch * heads * width);
-            let on = self.device.float(&values, &[batch, 1, heads, width], DType::BF16);
-            (values, on)
+        let shape = self.shape;
+        let [q, k, v] = [queries_of(shape), keys_of(shape), values_of(shape)]
+            .map(|sizes| self.random.bf16_normals(sizes.iter().product()));
+        let on = separate(self.device, [&q, &k, &v], shape);
+        Token { on, q, k, v }
+    }
+
+    /// A key of an earlier token.
+    fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
+        Key {
+            k: self.random.bf16_normals(self.shape.head_dim),
+            v: self.random.bf16_normals(self.shape.head_dim_v),
+            bias,
+            rank,
+        }
+    }
+
+    /// Room for keys and values, full of NaN but for the keys of each row, each at its place.
+    fn cache(&self, room: usize, keys: &[Vec<(usize, Key)>]) -> KvCache {
+        let [batch, _, kv_heads, width_v] = values_of(self.shape);
+        let on = |width: usize, of: fn(&Key) -> &[f32]| {
+            let mut values = vec![f32::NAN; batch * kv_heads * room * width];
+            for (row, keys) in keys.iter().enumerate() {
+                for (slot, key) in keys {
+                    values[(row * room + slot) * width..][..width].copy_from_slice(of(key));
+                }
+            }
+            let sizes = [batch, kv_heads, room, width];
+            self.device.float(&values, &sizes, DType::BF16)
         };
-        let ((q, q_on), (k, k_on)) = (draw(num_heads, head_dim), draw(num_kv_heads, head_dim));
-        let (v, v_on) = draw(num_kv_heads, head_dim_v);
-        Token {
-            on: Qkv::separate(&q_on, &k_on, &v_on),
-            q,
-            k,
-            v,
+        KvCache {
+            k: on(self.shape.head_dim, |key| &key.k),
+            v: on(width_v, |key| &key.v),
         }
     }
 
@@ -115,67 +121,54 @@ impl Calls<'_> {
     }
 
     /// Compares the output of every query head with attention over the keys of its row and KV head.
-    fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), String> {
+    fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), Wrong> {
         let (num_heads, head_dim) = (self.shape.num_heads, self.shape.head_dim);
         let (group, scale) = (self.shape.group_size(), self.scale());
-        let got = self.device.floats(o).map_err(text)?;
+        let got = self.device.floats(o)?;
         let (mut exact, mut plain) = (Vec::new(), Vec::new());
         for (at, q) in token.q.chunks_exact(head_dim).enumerate() {
             let row = at / num_heads * self.shape.num_kv_heads + at % num_heads / group;
-            let of = |values: fn(&Key) -> &[f32]| keys[row].iter().flat_map(values).copied();
-            let (k, v): (Vec<f32>, Vec<f32>) = (of(|key| &key.k).collect(), of(|key| &key.v).collect());
-            let delta: Vec<f32> = keys[row].iter().map(|key| key.bias).collect();
-            let o = |rounding| one_query(q, &k, &v, &delta, scale, rounding);
-            exact.extend(o(Rounding::None));
-            plain.extend(o(Rounding::Bf16));
+            let seen = keys[row].iter().map(|key| reference::Key {
+                k: key.k.as_slice(),
+                v: &key.v,
+                bias: key.bias.into(),
+            });
+            let seen: Vec<_> = seen.collect();
+            for (to, rounding) in [(&mut exact, Rounding::None), (&mut plain, Rounding::Bf16)] {
+                let mut o = vec![0.0; self.shape.head_dim_v];
+                attend(q, &seen, scale.into(), rounding, &mut o);
+                to.extend(o.into_iter().map(|x| x as f32));
+            }
         }
         let bar = Bar::new(2.0, Bar::FLOOR, 1.0 / 256.0);
         self.worst = self.worst.max(bar.judge("o", &got, &plain, &exact)?);
         Ok(())
     }
 
-    fn dense(&mut self) -> Result<(), String> {
-        let [batch, _, _, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
+    fn dense(&mut self) -> Result<(), Wrong> {
+        let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let capacity = self.random.between(1, 700);
-        let window = self.random.chance(0.5).then(|| self.random.between(1, capacity + 1));
+        let has_window = self.random.chance(0.5);
+        let window = has_window.then(|| self.random.between(1, capacity + 1));
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(capacity)).collect();
         let rows = batch * num_kv_heads;
         let first = |row: usize| {
             let seen = lengths[row / num_kv_heads] + 1;
             seen - seen.min(window.unwrap_or(seen))
         };
-        let mut k = vec![f32::NAN; rows * capacity * head_dim];
-        let mut v = vec![f32::NAN; rows * capacity * head_dim_v];
-        let mut keys: Vec<Vec<Key>> = Vec::new();
-        for row in 0..rows {
-            let mut seen = Vec::new();
-            for slot in first(row)..lengths[row / num_kv_heads] {
-                let key = Key {
-                    k: self.random.bf16_normals(head_dim),
-                    v: self.random.bf16_normals(head_dim_v),
-                    bias: 0.0,
-                    rank: (0.0, 0),
-                };
-                let at = row * capacity + slot;
-                k[at * head_dim..][..head_dim].copy_from_slice(&key.k);
-                v[at * head_dim_v..][..head_dim_v].copy_from_slice(&key.v);
-                seen.push(key);
-            }
-            keys.push(seen);
-        }
+        let keys: Vec<Vec<_>> = (0..rows)
+            .map(|row| {
+                let seen = first(row)..lengths[row / num_kv_heads];
+                seen.map(|slot| (slot, self.drawn_key(0.0, (0.0, 0)))).collect()
+            })
+            .collect();
+        let cache = self.cache(capacity, &keys);
+        let mut keys = without_places(keys);
         let token = self.token();
         for (row, keys) in keys.iter_mut().enumerate() {
             keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
         }
-        let on = |values: &[f32], width: usize| {
-            self.device
-                .float(values, &[batch, num_kv_heads, capacity, width], DType::BF16)
-        };
-        let cache = KvCache {
-            k: on(&k, head_dim),
-            v: on(&v, head_dim_v),
-        };
-        let scratch = DecodeScratch::new(&cache.k, self.shape, capacity).map_err(text)?;
+        let scratch = DecodeScratch::new(&cache.k, self.shape, capacity)?;
         let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
         let length = self.device.int(&length, &[batch]);
         let step = DecodeStep {
@@ -185,24 +178,22 @@ impl Calls<'_> {
         };
         // Twice: the second call finds the counters of the splits at zero, and writes the same key again.
         for _ in 0..2 {
-            let o = cache
-                .attention_decode(&token.on, &length, step, &scratch)
-                .map_err(text)?;
+            let o = cache.attention_decode(&token.on, &length, step, &scratch)?;
             self.judge(&o, &token, &keys)?;
         }
-        let after = self.device.floats(&cache.k).map_err(text)?;
+        let after = self.device.floats(&cache.k)?;
         for row in 0..rows {
             let at = (row * capacity + lengths[row / num_kv_heads]) * head_dim;
             if after[at..at + head_dim] != token.k[row * head_dim..][..head_dim] {
-                return Err(format!("the new key of row {row} is not in the cache"));
+                return wrong(format!("the new key of row {row} is not in the cache"));
             }
         }
         Ok(())
     }
 
     /// Some tokens after a prefill, against slots of which the last of the row keep theirs where `has_local_window`.
-    fn dma(&mut self, has_local_window: bool) -> Result<(), String> {
-        let [batch, _, _, num_kv_heads, head_dim, head_dim_v] = sizes(self.shape);
+    fn dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
+        let [batch, num_kv_heads] = [self.shape.batch, self.shape.num_kv_heads];
         let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);
         let local = match has_local_window {
             true => self.random.one_of(&[1, kept.div_ceil(2), kept]),
@@ -213,15 +204,12 @@ impl Calls<'_> {
         let steps = self.random.between(1, 8);
         let scores = &Scores::RANDOM[self.random.below(Scores::RANDOM.len())];
         let seq_len = 2 * kept + steps;
-        let z = scores
-            .draw(rows, seq_len, &mut self.random)
-            .map_err(|e| e.to_string())?;
+        let z = scores.draw(rows, seq_len, &mut self.random);
+        let z = z.map_err(|e| Wrong::from(e.to_string()))?;
         // Slots as a prefill may leave them, in any order.
-        let mut k = vec![f32::NAN; rows * kept * head_dim];
-        let mut v = vec![f32::NAN; rows * kept * head_dim_v];
         let mut slot_z = vec![f32::NAN; rows * kept];
         let mut slot_position = vec![-1; rows * kept];
-        let mut keys: Vec<Vec<Key>> = Vec::new();
+        let mut keys: Vec<Vec<(usize, Key)>> = Vec::new();
         for row in 0..rows {
             let score = |j: usize| z[row * seq_len + j] + 0.0;
             let length = lengths[row / num_kv_heads];
@@ -237,35 +225,23 @@ impl Calls<'_> {
             }
             let mut held = Vec::new();
             for (slot, &j) in best.iter().enumerate() {
-                let key = Key {
-                    k: self.random.bf16_normals(head_dim),
-                    v: self.random.bf16_normals(head_dim_v),
-                    bias: score(j).min(60.0).exp(),
-                    rank: (score(j), j as i32),
-                };
+                let key = self.drawn_key(score(j).min(60.0).exp(), (score(j), j as i32));
                 let at = row * kept + slot;
-                k[at * head_dim..][..head_dim].copy_from_slice(&key.k);
-                v[at * head_dim_v..][..head_dim_v].copy_from_slice(&key.v);
                 (slot_z[at], slot_position[at]) = key.rank;
-                held.push(key);
+                held.push((slot, key));
             }
             keys.push(held);
         }
         let per_slot = [batch, num_kv_heads, kept];
-        let on = |values: &[f32], width: usize| {
-            self.device
-                .float(values, &[batch, num_kv_heads, kept, width], DType::BF16)
-        };
+        let kv = self.cache(kept, &keys);
+        let mut keys = without_places(keys);
         let slots = DmaSlots {
-            kv: KvCache {
-                k: on(&k, head_dim),
-                v: on(&v, head_dim_v),
-            },
+            kv,
             z: self.device.float(&slot_z, &per_slot, DType::F32),
             positions: self.device.int(&slot_position, &per_slot),
             local_window_size: local,
         };
-        let scratch = DecodeScratch::new(&slots.z, self.shape, kept).map_err(text)?;
+        let scratch = DecodeScratch::new(&slots.z, self.shape, kept)?;
         for _ in 0..steps {
             let token = self.token();
             let mut new_z = Vec::new();
@@ -274,34 +250,32 @@ impl Calls<'_> {
                 let score = z[row * seq_len + position];
                 new_z.push(score);
                 let score = score + 0.0;
-                held.push(self.key_of(&token, row, score.min(60.0).exp(), (score, position as i32)));
+                let rank = (score, position as i32);
+                held.push(self.key_of(&token, row, score.min(60.0).exp(), rank));
                 if held.len() > kept {
                     let rank = |at: &usize| held[*at].rank;
-                    let older = (0..held.len()).filter(|at| rank(at).1 as usize + local <= position);
-                    let worst = older.min_by(|a, b| rank(a).0.total_cmp(&rank(b).0).then(rank(a).1.cmp(&rank(b).1)));
+                    let is_older = |at: &usize| rank(at).1 as usize + local <= position;
+                    let worst = (0..held.len()).filter(is_older).min_by(|a, b| {
+                        let ((a, a_at), (b, b_at)) = (rank(a), rank(b));
+                        a.total_cmp(&b).then(a_at.cmp(&b_at))
+                    });
                     held.swap_remove(worst.unwrap_or(0));
                 }
             }
             let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
-            let o = slots
-                .dma_decode(
-                    &token.on,
-                    &self.device.float(&new_z, &[batch, num_kv_heads], DType::F32),
-                    &self.device.int(&length, &[batch]),
-                    self.scale(),
-                    ScoreBias::Exp,
-                    &scratch,
-                )
-                .map_err(text)?;
+            let length = self.device.int(&length, &[batch]);
+            let new_z = (self.device).float(&new_z, &[batch, num_kv_heads], DType::F32);
+            let (scale, bias) = (self.scale(), ScoreBias::Exp);
+            let o = slots.dma_decode(&token.on, &new_z, &length, scale, bias, &scratch)?;
             self.judge(&o, &token, &keys)?;
-            let positions = self.device.ints(&slots.positions).map_err(text)?;
+            let positions = self.device.ints(&slots.positions)?;
             for (row, held) in keys.iter().enumerate() {
                 let mut got = positions[row * kept..][..held.len()].to_vec();
                 let mut expected: Vec<i32> = held.iter().map(|key| key.rank.1).collect();
                 got.sort_unstable();
                 expected.sort_unstable();
                 if got != expected {
-                    return Err(format!("row {row} holds {got:?}, expected {expected:?}"));
+                    return wrong(format!("row {row} holds {got:?}, expected {expected:?}"));
                 }
             }
             lengths.iter_mut().for_each(|length| *length += 1);
@@ -310,6 +284,8 @@ impl Calls<'_> {
     }
 }
 
-fn text(error: KernelError) -> String {
-    error.to_string()
+fn without_places(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
+    let rows = keys.into_iter();
+    let of_row = |row: Vec<(usize, Key)>| row.into_iter().map(|(_, key)| key).collect();
+    rows.map(of_row).collect()
 }

@@ -1,10 +1,11 @@
 //! New tokens against a cache of latents: one or several, more heads than a block has rows, one split and many.
+use super::cast;
 use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{Place, float, floats};
-use crate::report::{Path, PathWatch, Report};
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use crate::place::{Place, floats};
+use crate::report::{Outcome, Path, PathWatch, Report, Wrong, wrong};
+use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{CudaTensor, KernelError, mla_decode};
 use sieve_ops::reference;
@@ -31,13 +32,8 @@ struct Call {
 
 impl Call {
     fn draw(extent: &Extent, random: &mut Random) -> Self {
-        let widths = match extent.is_emulated {
-            true => &[[48, 16]][..],
-            false => WIDTHS,
-        };
-        let [rank, rope] = random.one_of(widths);
-        let longest = if extent.is_emulated { 300 } else { 5000 };
-        let drawn = random.between(1, longest);
+        let [rank, rope] = random.one_of(extent.pick(&[[48, 16]], WIDTHS));
+        let drawn = random.between(1, extent.pick(300, 5000));
         let len = random.one_of(&[1, 15, 64, 65, drawn, drawn]);
         let several = random.between(1, len.min(9) + 1);
         let (batch, new) = (random.between(1, 4), random.one_of(&[1, 1, several]));
@@ -71,15 +67,11 @@ impl Call {
     }
 
     fn on<B: Place>(&self, device: &B::Device, dtype: DType, own: bool) -> Vec<f32> {
-        let Self {
-            batch, new, heads, len, ..
-        } = *self;
         let (width, rank, scale) = (self.width(), self.widths[0], self.scale());
-        let q = float::<B, 4>(&self.q, [batch, new, heads, width], device);
-        let q = Tensor::<B, 4>::from_primitive(TensorPrimitive::Float(q)).cast(dtype);
-        let latents = float::<B, 3>(&self.latents, [batch, len, width], device);
-        let latents = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(latents)).cast(dtype);
-        let [q, latents] = [q.into_primitive().tensor(), latents.into_primitive().tensor()];
+        let q = [self.batch, self.new, self.heads, width];
+        let q = cast::<B, 4>(&self.q, q, dtype, device);
+        let latents = [self.batch, self.len, width];
+        let latents = cast::<B, 3>(&self.latents, latents, dtype, device);
         floats::<B, 4>(match own {
             true => B::mla_decode(q, latents, rank, scale),
             false => reference::mla_decode::<B>(q, latents, rank, scale),
@@ -101,18 +93,14 @@ impl Call {
         let all: CudaTensor = device.float(&all, &[batch, len + 1, pitch], DType::BF16);
         let strides = [(len + 1) * pitch, pitch, 1];
         let latents = all.view("check", "latents", &[batch, len, width], &strides)?;
-        device.floats(&mla_decode(&q, &latents, self.widths[0], self.scale() as f32)?)
+        let o = mla_decode(&q, &latents, self.widths[0], self.scale() as f32)?;
+        device.floats(&o)
     }
 
-    fn judge(&self, got: &[f32], is_bf16: bool) -> Result<f32, String> {
+    fn judge(&self, got: &[f32], is_bf16: bool) -> Outcome {
         let exact = self.on::<Flex>(&FlexDevice, DType::F64, false);
         let plain = self.on::<Flex>(&FlexDevice, DType::BF16, false);
-        let bar = Bar {
-            plain: if is_bf16 { 2.0 } else { 0.0 },
-            floor: Bar::FLOOR,
-            share: if is_bf16 { 1.0 / 256.0 } else { 1e-4 },
-            norm: false,
-        };
+        let bar = Bar::of(is_bf16, Bar::FLOOR, [1.0 / 256.0, 1e-4]);
         bar.judge("o", got, &plain, &exact)
     }
 }
@@ -124,21 +112,20 @@ fn draws(extent: &Extent) -> impl Iterator<Item = Call> {
 
 pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for call in draws(extent) {
-        let outcome = call.wrapper(device).map_err(|e| e.to_string());
+        let outcome = call.wrapper(device).map_err(Wrong::from);
         let outcome = outcome.and_then(|o| call.judge(&o, true));
         report.add("mla_decode", "kernel", &call.label, outcome);
     }
 }
 
-pub(super) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent, is_cuda: bool) {
+pub(super) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) {
     for call in draws(extent) {
-        let watch = PathWatch::start();
+        let watch = PathWatch::start(B::IS_CUDA);
         let o = call.on::<B>(device, B::DTYPE, true);
-        let (path, outcome) = match (is_cuda, watch.path()) {
-            (false, _) => ("cpu", call.judge(&o, false)),
-            (true, Path::Kernel) => ("kernel", call.judge(&o, true)),
-            (true, Path::Reference(reason)) => ("reference", Err(reason)),
-            (true, Path::None) => ("none", Err("no kernel was called".to_owned())),
+        let (path, outcome) = match watch.path() {
+            Path::Kernel => (B::KERNEL, call.judge(&o, B::IS_CUDA)),
+            Path::Reference(reason) => ("reference", wrong(reason)),
+            Path::None => ("none", wrong("no kernel was called")),
         };
         report.add("op mla_decode", path, &call.label, outcome);
     }

@@ -1,9 +1,10 @@
 //! `sieve kernels run nsa | mla`: the ops that take several tensors or attentions, through the ops that models use.
 use crate::case::Case;
 use crate::latent;
-use crate::nsa::{indices, typed};
-use crate::place::{Place, floats};
-use crate::shape::sizes;
+use crate::nsa::typed;
+use crate::outputs::Outputs;
+use crate::place::{Place, floats, indices};
+use crate::shape::{keys_of, packed_of, queries_of, values_of};
 use burn::tensor::{DType, TensorData};
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
@@ -20,7 +21,7 @@ pub(super) const BLOCKS: NsaBlocks = NsaBlocks {
 
 /// The tensors of a file, in order.
 pub(super) struct Tensors {
-    list: Vec<NamedTensor>,
+    pub(super) list: Vec<NamedTensor>,
     /// Type of what ops return.
     own: DType,
 }
@@ -51,7 +52,7 @@ impl Tensors {
     }
 
     /// What an op of the device's type returned.
-    fn output(&mut self, name: &str, values: &[f32], shape: &[usize]) {
+    pub(super) fn output(&mut self, name: &str, values: &[f32], shape: &[usize]) {
         let own = self.own;
         self.floats(name, values, shape, own);
     }
@@ -84,20 +85,15 @@ pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<Na
 
 /// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention over means of blocks.
 pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
-    let [batch, seq_len, num_heads, num_kv_heads, d, _] = sizes(case.shape);
     let mut tensors = Tensors::new(B::DTYPE);
-    let output = case.shape.output();
+    let (output, num_kv_heads) = (case.shape.output(), case.shape.num_kv_heads);
+    let [batch, seq_len, num_heads, d] = output;
     let gates = num_heads * 3;
     let mut random = Random(seed ^ 0x0067_6174);
     let (logits, bias) = (random.bf16_normals(batch * seq_len * gates), random.bf16_normals(gates));
-    let sides = [
-        ("q", &case.q, num_heads),
-        ("k", &case.k, num_kv_heads),
-        ("v", &case.v, num_kv_heads),
-    ];
-    for (name, values, heads) in sides {
-        tensors.floats(name, values, &[batch, seq_len, heads, d], DType::BF16);
-    }
+    tensors.floats("q", &case.q, &queries_of(case.shape), DType::BF16);
+    tensors.floats("k", &case.k, &keys_of(case.shape), DType::BF16);
+    tensors.floats("v", &case.v, &values_of(case.shape), DType::BF16);
     let gates_shape = [batch, seq_len, num_heads, 3];
     tensors.floats("gate_logits", &logits, &gates_shape, DType::BF16);
     tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
@@ -106,8 +102,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     let documents = case.documents::<B>(device);
     let call = NsaCall::new(&documents, case.spec(None), BLOCKS);
     let (window, bounds) = (case.spec(Some(case.window())), documents.bounds());
-    let packed = num_heads + 2 * num_kv_heads;
-    let dims = [batch, seq_len, packed, d];
+    let dims = packed_of(case.shape);
     let rows = crate::strided::packed(case, crate::strided::Layout::Contiguous).gathered();
     let qkv = typed::<B, 4>(&rows, dims, device);
     let d_o = typed::<B, 4>(&case.d_o, output, device);
@@ -125,7 +120,7 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     let means_shape = [2, batch, BLOCKS.num_slots(seq_len), num_kv_heads, d];
     let choice = [batch, seq_len, num_kv_heads, BLOCKS.num_selected_blocks];
     tensors.output("compressed", &floats::<B, 3>(means.clone()), &means_shape);
-    tensors.ints("block_indices", indices::<B>(chosen.clone()), &choice);
+    tensors.ints("block_indices", indices::<B, 4>(chosen.clone()), &choice);
     let names = ["compressed", "selected", "window"];
     let of_branches = [&coarse.output, &selected.output, &recent];
     for (name, x) in names.iter().zip(of_branches) {
@@ -145,7 +140,8 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.floats("dgate_bias", &d_bias, &[num_heads, 3], DType::F32);
     let [coarse_dqkv, d_means] =
         B::nsa_compressed_attention_backward(qkv.clone(), means, &call, coarse.output, coarse_do);
-    tensors.output("dcompressed", &floats::<B, 3>(d_means.clone()), &means_shape);
+    let values = floats::<B, 3>(d_means.clone());
+    tensors.output("dcompressed", &values, &means_shape);
     let parts = [
         coarse_dqkv,
         B::nsa_mean_pool_backward(dims, &call, d_means),
@@ -153,18 +149,15 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
         B::attention_backward(qkv, &bounds, window, recent, window_do),
     ];
     // The sum of the parts as a model's autodiff makes it, but in f32.
-    let mut sum = vec![0.0f32; batch * seq_len * packed * d];
+    let mut sum = vec![0.0f32; dims.iter().product()];
     for part in parts {
         let values = floats::<B, 4>(part);
         sum.iter_mut().zip(values).for_each(|(sum, x)| *sum += x);
     }
-    let mut first = 0;
-    for (name, heads) in [("dq", num_heads), ("dk", num_kv_heads), ("dv", num_kv_heads)] {
-        let columns = first * d..(first + heads) * d;
-        let of_token = |token: &[f32]| token[columns.clone()].to_vec();
-        let values: Vec<f32> = sum.chunks_exact(packed * d).flat_map(of_token).collect();
-        tensors.floats(name, &values, &[batch, seq_len, heads, d], DType::F32);
-        first += heads;
-    }
+    let mut gradients = Outputs::default();
+    gradients.set_packed_gradient(case.shape, &sum);
+    tensors.floats("dq", &gradients.dq, &queries_of(case.shape), DType::F32);
+    tensors.floats("dk", &gradients.dk, &keys_of(case.shape), DType::F32);
+    tensors.floats("dv", &gradients.dv, &values_of(case.shape), DType::F32);
     tensors.finish(case.cu_seqlens())
 }

@@ -1,13 +1,15 @@
 //! `sieve kernels run block_sparse`: attention under a selector's mask, with the mask's arrays.
+use super::branches::Tensors;
 use crate::case::Case;
-use crate::device::Device;
+use crate::device::{Device, mask_data, separate};
 use crate::error::{Result, refused};
-use burn::tensor::{DType, TensorData};
+use crate::shape::{keys_of, prompt_shape, queries_of, values_of};
+use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use sieve_core::MaskLayout;
 use sieve_hf::NamedTensor;
-use sieve_kernels::{AttentionShape, KernelError, Qkv};
-use sieve_select::{Call, CallShape, Phase, Selector, SparseMask, block_sparse_attention};
+use sieve_kernels::AttentionShape;
+use sieve_select::{Call, Phase, Selector, SparseMask, block_sparse_attention};
 
 /// What a call computed.
 pub(super) struct Masked {
@@ -34,18 +36,8 @@ pub(super) fn check(selector: Option<&Selector>, shape: &AttentionShape) -> Resu
     Ok(selector.clone())
 }
 
-fn call_shape(shape: &AttentionShape) -> CallShape {
-    CallShape {
-        num_queries: shape.seq_len,
-        num_keys: shape.seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
-        head_dim: shape.head_dim,
-    }
-}
-
 fn on_host<'a>(selector: &Selector, case: &'a Case) -> Result<(Call<'a>, SparseMask)> {
-    let call = Call::new(call_shape(&case.shape), &case.q, &case.k, &case.v);
+    let call = Call::new(prompt_shape(&case.shape), &case.q, &case.k, &case.v);
     let made = call.and_then(|call| Ok((call, selector.select_uncorrected(&call)?)));
     made.or_else(|error| refused(error.to_string()))
 }
@@ -64,31 +56,23 @@ pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
 }
 
 pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> Result<Masked> {
-    let s = &case.shape;
-    let put = |values: &[f32], heads: usize| device.float(values, &[1, s.seq_len, heads, s.head_dim], DType::BF16);
-    let q = put(&case.q, s.num_heads);
-    let qkv = Qkv::separate(&q, &put(&case.k, s.num_kv_heads), &put(&case.v, s.num_kv_heads));
-    let selection = selector.block_selection(call_shape(s), 0, 1);
-    let chosen = selection.as_ref().map(|of| qkv.select_blocks(of, None)).transpose()?;
+    let qkv = separate(device, [&case.q, &case.k, &case.v], case.shape);
+    let selection = selector.block_selection(prompt_shape(&case.shape), 0, 1);
+    let chosen = selection.map(|of| qkv.select_blocks(&of, None)).transpose()?;
     let (layout, on, is_chosen) = match chosen {
         Some(chosen) => (chosen.layout, chosen.data, true),
         None => {
             let packed = on_host(selector, case)?.1.packed();
             let packed = packed.or_else(|error| refused(error.to_string()))?;
-            let on = device.int(packed.data(), &[packed.data().len()]);
-            (packed.layout().clone(), on, false)
+            (packed.layout().clone(), mask_data(device, &packed), false)
         }
     };
-    let compute = || -> Result<[Vec<f32>; 2], KernelError> {
-        let out = qkv.sparse_attention_forward(&layout, &on, case.scale)?;
-        Ok([device.floats(&out.o)?, device.floats(&out.lse)?])
-    };
-    let [o, lse] = compute()?;
+    let out = qkv.sparse_attention_forward(&layout, &on, case.scale)?;
     Ok(Masked {
         data: device.ints(&on)?,
         layout,
-        o,
-        lse,
+        o: device.floats(&out.o)?,
+        lse: device.floats(&out.lse)?,
         on_device: [is_chosen, true],
     })
 }
@@ -98,20 +82,15 @@ impl Masked {
     pub(super) fn tensors(&self, case: &Case) -> Vec<NamedTensor> {
         let s = &case.shape;
         let (n, lists) = (s.seq_len, s.num_heads / self.layout.heads_per[0]);
-        let rows = |heads: usize| vec![1, n, heads, s.head_dim];
-        let mut list: Vec<NamedTensor> = Vec::new();
-        let own = if self.on_device[1] { DType::BF16 } else { DType::F32 };
-        for (name, values, shape, dtype) in [
-            ("q", &case.q, rows(s.num_heads), DType::BF16),
-            ("k", &case.k, rows(s.num_kv_heads), DType::BF16),
-            ("v", &case.v, rows(s.num_kv_heads), DType::BF16),
-            ("o", &self.o, rows(s.num_heads), own),
-            ("lse", &self.lse, vec![1, s.num_heads, n], DType::F32),
-        ] {
-            let data = TensorData::new(values.clone(), shape).convert_dtype(dtype);
-            let name = name.to_owned();
-            list.push(NamedTensor { name, data });
-        }
+        let mut tensors = Tensors::new(match self.on_device[1] {
+            true => DType::BF16,
+            false => DType::F32,
+        });
+        tensors.floats("q", &case.q, &queries_of(*s), DType::BF16);
+        tensors.floats("k", &case.k, &keys_of(*s), DType::BF16);
+        tensors.floats("v", &case.v, &values_of(*s), DType::BF16);
+        tensors.output("o", &self.o, &s.output());
+        tensors.floats("lse", &self.lse, &s.lse(), DType::F32);
         let [.., tiles] = self.layout.cuts;
         let [_, row_ptr, tile_idx, col_ptr, col_idx, key_order, query_order, windows] = self.layout.places;
         let starts = lists * tiles;
@@ -131,12 +110,10 @@ impl Masked {
         ] {
             let size = shape.iter().product();
             if place > 0 && size > 0 {
-                let data = TensorData::new(self.data[place..][..size].to_vec(), shape);
-                let name = name.to_owned();
-                list.push(NamedTensor { name, data });
+                tensors.ints(name, self.data[place..][..size].to_vec(), &shape);
             }
         }
-        list
+        tensors.list
     }
 
     /// What the arrays mean.

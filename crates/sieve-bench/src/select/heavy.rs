@@ -1,10 +1,12 @@
 //! Keys that stay of a prompt by the attention they received, and the tokens after it, against sessions of the CPU's.
-use super::FARTHEST_CORRECTED;
-use crate::device::Device;
+use super::NEAR;
+use crate::device::{Device, separate};
+use crate::report::{Outcome, Wrong, wrong};
+use crate::shape::{attention_shape, call_shape};
 use burn::tensor::DType;
 use sieve_core::HeavyKeys;
-use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
-use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
+use sieve_kernels::{CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
+use sieve_select::{DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
 
@@ -35,7 +37,7 @@ struct Text {
 }
 
 /// The largest difference of an output, of what is allowed.
-pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Result<Result<f32, String>, KernelError> {
+pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
     let all = PROMPT + WRITTEN;
     let drawn = Text {
         q: random.bf16_normals(all * HEADS * WIDTH),
@@ -48,23 +50,14 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Res
         head_dim: WIDTH,
         layer: 0,
     };
-    let shape = CallShape {
-        num_queries: PROMPT,
-        num_keys: PROMPT,
-        num_heads: HEADS,
-        num_kv_heads: KV_HEADS,
-        head_dim: WIDTH,
-    };
+    let shape = call_shape([PROMPT; 2], [HEADS, KV_HEADS], WIDTH);
     let selector = Selector::parse(text).expect("the names above are right");
     let heavy = selector.heavy_keys(shape, 0).expect("a device takes these");
     let mut session = DecodeSession::new(&selector, layer).expect("a decode method");
     let [q, k, v] = drawn.rows(0..PROMPT);
     session.take_prompt(q, k, v).expect("sizes fit");
     let kept = drawn.upload(device, 0..PROMPT).keep_heavy_keys(&heavy)?;
-    let slots = match drawn.slots(device, &kept, &heavy)? {
-        Ok(slots) => slots,
-        Err(problem) => return Ok(Err(problem)),
-    };
+    let slots = drawn.slots(device, &kept, &heavy)?;
     let mut worst = 0.0_f32;
     for token in PROMPT..all {
         let [q, k, v] = drawn.rows(token..token + 1);
@@ -72,10 +65,8 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Res
         let positions = match &slots {
             Some(slots) => {
                 let o = drawn.step(device, slots, token, shape.softmax_scale())?;
-                for (x, y) in device.floats(&o)?.iter().zip(&expected) {
-                    let far = (x - y).abs();
-                    worst = worst.max(if far.is_nan() { f32::INFINITY } else { far });
-                }
+                let ratio = NEAR.judge("output", &device.floats(&o)?, &expected, &expected)?;
+                worst = worst.max(ratio);
                 device.ints(&slots.positions)?
             }
             None => device.ints(&kept.positions)?,
@@ -92,16 +83,13 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Res
             }
             found.sort_unstable();
             if found != *expected {
-                return Ok(Err(format!(
+                return wrong(format!(
                     "token {token}, KV head {head}: {found:?}; the CPU reads {expected:?}"
-                )));
+                ));
             }
         }
     }
-    match worst <= FARTHEST_CORRECTED {
-        true => Ok(Ok(worst / FARTHEST_CORRECTED)),
-        false => Ok(Err(format!("an output is {worst} away from the CPU's"))),
-    }
+    Ok(worst)
 }
 
 impl Text {
@@ -111,19 +99,12 @@ impl Text {
     }
 
     fn upload(&self, device: &dyn Device, tokens: Range<usize>) -> Qkv {
-        let count = tokens.len();
-        let [q, k, v] = self.rows(tokens);
-        let put = |values: &[f32], heads: usize| device.float(values, &[1, count, heads, WIDTH], DType::BF16);
-        Qkv::separate(&put(q, HEADS), &put(k, KV_HEADS), &put(v, KV_HEADS))
+        let shape = attention_shape(1, tokens.len(), [HEADS, KV_HEADS], [WIDTH; 2]);
+        separate(device, self.rows(tokens), shape)
     }
 
     /// The keys that stayed as slots, where later tokens push keys out; that they are the prompt's own rows.
-    fn slots(
-        &self,
-        device: &dyn Device,
-        kept: &KeptKeys,
-        heavy: &HeavyKeys,
-    ) -> Result<Result<Option<DmaSlots>, String>, KernelError> {
+    fn slots(&self, device: &dyn Device, kept: &KeptKeys, heavy: &HeavyKeys) -> Result<Option<DmaSlots>, Wrong> {
         let [k, v, z] = [
             device.floats(&kept.k)?,
             device.floats(&kept.v)?,
@@ -135,12 +116,12 @@ impl Text {
             let token = position as usize * KV_HEADS + at / used;
             for (name, found, all) in [("k", &k, &self.k), ("v", &v, &self.v)] {
                 if found[at * WIDTH..][..WIDTH] != all[token * WIDTH..][..WIDTH] {
-                    return Ok(Err(format!("{name} of slot {at} is not that of {position}")));
+                    return wrong(format!("{name} of slot {at} is not that of {position}"));
                 }
             }
         }
         let Some(window) = heavy.slots else {
-            return Ok(Ok(None));
+            return Ok(None);
         };
         let room = window.keep_window_size;
         let padded = |values: &[f32], width: usize| {
@@ -163,24 +144,17 @@ impl Text {
             device.float(&values, &[1, KV_HEADS, room, WIDTH], DType::BF16)
         };
         let kv = KvCache { k: put(&k), v: put(&v) };
-        Ok(Ok(Some(DmaSlots {
+        Ok(Some(DmaSlots {
             kv,
             z: device.float(&padded(&z, 1), &[1, KV_HEADS, room], DType::F32),
             positions: device.int(&positions, &[1, KV_HEADS, room]),
             local_window_size: window.local_window_size,
-        })))
+        }))
     }
 
     fn step(&self, device: &dyn Device, slots: &DmaSlots, token: usize, scale: f32) -> Result<CudaTensor, KernelError> {
         let length = device.int(&[token as i32], &[1]);
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            num_heads: HEADS,
-            num_kv_heads: KV_HEADS,
-            head_dim: WIDTH,
-            head_dim_v: WIDTH,
-        };
+        let shape = attention_shape(1, 1, [HEADS, KV_HEADS], [WIDTH; 2]);
         let scratch = DecodeScratch::new(&length, shape, slots.z.shape()[2])?;
         let qkv = self.upload(device, token..token + 1);
         slots.heavy_decode(&qkv, &length, token, scale, &scratch)

@@ -1,51 +1,44 @@
 //! Activations between projections: SwiGLU.
-use super::wrappers::{Calls, Outcome, text};
-use super::{On, Op, Results, normal};
-use crate::bench::Bench;
+use super::On;
+use super::wrappers::{Calls, same};
+use crate::bar::Results;
+use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{float, floats};
-use crate::report::Report;
+use crate::place::floats;
+use crate::report::{Outcome, Report, Wrong};
 use burn::tensor::DType;
-use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::step::{Reuse, swiglu_backward, swiglu_backward_with_output, swiglu_forward};
+use burn_flex::Flex;
+use sieve_kernels::CudaTensor;
+use sieve_kernels::step::{
+    Reuse, swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output, swiglu_forward,
+    swiglu_forward_with_amax,
+};
 use sieve_ops::{DeviceBackend, reference};
-
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op swiglu", swiglu_op)]
-}
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, d_ff] in extent.sizes(&[[1, 8], [3, 40], [2, 99], [777, 1032], [1024, 6144]]) {
         for dtype in [DType::BF16, DType::F32] {
             let case = format!("{rows} x {d_ff} {}", dtype.name());
-            report.add(
-                "swiglu",
-                "kernel",
-                &case,
-                swiglu_launches(Calls::new(device, extent.seed), rows, d_ff, dtype),
-            );
+            let outcome = swiglu_launches(Calls::new(device, extent.seed), rows, d_ff, dtype);
+            report.add("swiglu", "kernel", &case, outcome);
         }
     }
 }
 
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
-    let gate_up = normal([tokens, 2 * d_ff], DType::BF16, &bench.device);
-    let dy = normal([tokens, d_ff], DType::BF16, &bench.device);
+    let (gate_up, dy) = (bench.bf16([tokens, 2 * d_ff]), bench.bf16([tokens, d_ff]));
     let shape = format!("{tokens}x{d_ff}");
-    let moved = |times: usize| (times * tokens * d_ff) as f64;
-    bench.moved("swiglu forward", &shape, moved(6), &mut || {
-        swiglu_forward(&gate_up).map(drop)
-    });
+    let moved = |times: usize| Work::Bytes((times * tokens * d_ff) as f64);
+    bench.row("swiglu forward", &shape, moved(6), || swiglu_forward(&gate_up));
     let name = "swiglu backward + output, in place";
-    bench.moved(name, &shape, moved(12), &mut || {
-        swiglu_backward_with_output(&gate_up, &dy, Reuse::InPlace).map(drop)
+    bench.row(name, &shape, moved(12), || {
+        swiglu_backward_with_output(&gate_up, &dy, Reuse::InPlace)
     });
 }
 
-fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (gate_up, dy) = (on.input([rows, 2 * 96]), on.input([rows, 96]));
     let (y, dx, (dx_again, y_again)) = if on.own() {
         (
@@ -68,21 +61,29 @@ fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
 }
 
 fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize, dtype: DType) -> Outcome {
-    let (gate_up, dy) = (calls.pitched(rows, 2 * d_ff, dtype)?, calls.pitched(rows, d_ff, dtype)?);
-    let host = || float::<Flex, 2>(&gate_up.values, [rows, 2 * d_ff], &FlexDevice);
-    let y = swiglu_forward(&gate_up.on).map_err(text)?;
-    let exact = floats::<Flex, 2>(reference::swiglu::<Flex>(host()));
+    let (wide, narrow) = ([rows, 2 * d_ff], [rows, d_ff]);
+    let gate_up = calls.pitched(wide, dtype)?;
+    let dy = calls.pitched(narrow, dtype)?;
+    let y = swiglu_forward(&gate_up.on)?;
+    let exact = floats::<Flex, 2>(reference::swiglu::<Flex>(gate_up.host(wide)));
     calls.close("y", &y, &exact)?;
-    let dx = swiglu_backward(&gate_up.on, &dy.on, Reuse::Copy).map_err(text)?;
-    let host_dy = float::<Flex, 2>(&dy.values, [rows, d_ff], &FlexDevice);
-    let dx_exact = floats::<Flex, 2>(reference::swiglu_backward::<Flex>(host(), host_dy));
-    calls.close("dx", &dx, &dx_exact)?;
+    let dx = swiglu_backward(&gate_up.on, &dy.on, Reuse::Copy)?;
+    let dx_exact = reference::swiglu_backward::<Flex>(gate_up.host(wide), dy.host(narrow));
+    calls.close("dx", &dx, &floats::<Flex, 2>(dx_exact))?;
     // Without gaps, so that the results can take their place: a copy, since one row has no gap in any case.
-    let copy = calls.device.float(&gate_up.values, &[rows, 2 * d_ff], dtype);
-    let alone = swiglu_backward(&copy, &dy.on, Reuse::InPlace);
-    calls.equal("dx alone in place", &alone.map_err(text)?, &dx)?;
+    let copy = calls.device.float(&gate_up.values, &wide, dtype);
+    let alone = swiglu_backward(&copy, &dy.on, Reuse::InPlace)?;
+    calls.equal("dx alone in place", &alone, &dx)?;
+    if dtype == DType::BF16 {
+        let (y_too, amax) = swiglu_forward_with_amax(&gate_up.on)?;
+        calls.equal("y beside its largest", &y_too, &y)?;
+        largest_is_found(&calls, &y, &amax)?;
+        let (dx_too, amax) = swiglu_backward_with_amax(&gate_up.on, &dy.on, Reuse::Copy)?;
+        calls.equal("dx beside its largest", &dx_too, &dx)?;
+        largest_is_found(&calls, &dx, &amax)?;
+    }
     let (gate_up, dy) = (gate_up.on.contiguous(), dy.on.contiguous());
-    let with_y = |reuse| swiglu_backward_with_output(&gate_up, &dy, reuse).map_err(text);
+    let with_y = |reuse| swiglu_backward_with_output(&gate_up, &dy, reuse);
     let (dx_too, y_too) = with_y(Reuse::Copy)?;
     calls.equal("dx beside y", &dx_too, &dx)?;
     calls.close("y again", &y_too, &exact)?;
@@ -90,6 +91,15 @@ fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize, dtype: DType)
     calls.equal("dx in place", &in_place, &dx)?;
     calls.equal("y in place", &y_in_place, &y_too)?;
     Ok(calls.worst)
+}
+
+/// The largest of the parts is the largest magnitude to the bit.
+fn largest_is_found(calls: &Calls<'_>, x: &CudaTensor, amax: &CudaTensor) -> Result<(), Wrong> {
+    let largest = |x: &CudaTensor| -> Result<f32, Wrong> {
+        let values = calls.device.floats(x)?;
+        Ok(values.iter().fold(0.0, |most, x| most.max(x.abs())))
+    };
+    same("the largest magnitude", &[largest(amax)?], &[largest(x)?])
 }
 
 #[cfg(test)]

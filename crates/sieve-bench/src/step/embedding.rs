@@ -1,21 +1,17 @@
 //! Rows of the embedding by token number, and their gradient.
-use super::wrappers::{Calls, GAP, Outcome, added_of, same, text};
-use super::{On, Op, Results, SEED, VOCAB, normal};
-use crate::bench::Bench;
+use super::wrappers::{Calls, GAP, added_of};
+use super::{On, SEED, VOCAB};
+use crate::bar::Results;
+use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::floats;
-use crate::report::Report;
+use crate::report::{Outcome, Report};
 use burn::tensor::DType;
 use rayon::prelude::*;
 use sieve_kernels::step::{GradientTarget, embedding_backward, embedding_forward};
 use sieve_ops::{DeviceBackend, EmbeddingBackend, EmbeddingGradients, reference};
 use sieve_testing::Random;
-
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op embedding", embedding_op)]
-}
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
@@ -63,28 +59,23 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let mut unique = ids.clone();
     unique.sort_unstable();
     unique.dedup();
-    let weight = normal([VOCAB, width], DType::BF16, &bench.device);
-    let sums = normal([VOCAB, width], DType::F32, &bench.device);
-    let dy = normal([1, tokens, width], DType::BF16, &bench.device);
+    let (weight, sums) = (bench.bf16([VOCAB, width]), bench.f32([VOCAB, width]));
+    let dy = bench.bf16([1, tokens, width]);
     let shape = format!("{tokens}x{width}, {} ids", unique.len());
     let (elements, rows) = ((tokens * width) as f64, (unique.len() * width) as f64);
     let on = |ids: &[i32]| bench.device.int(ids, &[1, tokens]);
     let (any, same) = (on(&ids), on(&vec![7; tokens]));
-    let bytes = 2.0 * elements + 2.0 * rows;
-    bench.moved("embedding forward", &shape, bytes, &mut || {
-        embedding_forward(&weight, &any).map(drop)
-    });
-    let bytes = 2.0 * elements + 8.0 * rows + 16.0 * tokens as f64;
-    bench.moved("embedding backward", &shape, bytes, &mut || {
-        embedding_backward(&dy, &any, VOCAB, GradientTarget::AddTo(&sums)).map(drop)
-    });
+    let work = Work::Bytes(2.0 * elements + 2.0 * rows);
+    bench.row("embedding forward", &shape, work, || embedding_forward(&weight, &any));
+    let backward = |ids| embedding_backward(&dy, ids, VOCAB, GradientTarget::AddTo(&sums));
+    let work = Work::Bytes(2.0 * elements + 8.0 * rows + 16.0 * tokens as f64);
+    bench.row("embedding backward", &shape, work, || backward(&any));
     let shape = format!("{tokens}x{width}, one id");
-    bench.moved("embedding backward", &shape, 2.0 * elements, &mut || {
-        embedding_backward(&dy, &same, VOCAB, GradientTarget::AddTo(&sums)).map(drop)
-    });
+    let work = Work::Bytes(2.0 * elements);
+    bench.row("embedding backward", &shape, work, || backward(&same));
 }
 
-fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     const WORDS: usize = 50;
     let (weight, dy) = (on.input([WORDS, 64]), on.input([2, rows, 64]));
     let ids = on.indices([2, rows], WORDS).into_primitive();
@@ -108,7 +99,7 @@ fn embedding_launches(
     [tokens, vocab, width]: [usize; 3],
     kind: Ids,
 ) -> Outcome {
-    let dy = calls.pitched(tokens, width, DType::BF16)?;
+    let dy = calls.pitched([tokens, width], DType::BF16)?;
     let ids: Vec<i32> = (0..tokens)
         .map(|at| match kind {
             Ids::Same => 3,
@@ -120,8 +111,7 @@ fn embedding_launches(
     let on = calls.device.int(&ids, &[1, tokens]);
     let pitch = width + GAP;
     let strides = [tokens * pitch, pitch, 1];
-    let dy_on = dy.on.view("check", "dy", &[1, tokens, width], &strides);
-    let dy_on = dy_on.map_err(text)?;
+    let dy_on = dy.on.view("check", "dy", &[1, tokens, width], &strides)?;
     let mut expected = Vec::new();
     let mut sums = vec![0.0f64; vocab * width];
     for (at, &id) in ids.iter().enumerate() {
@@ -137,13 +127,13 @@ fn embedding_launches(
     }
     let table = [vocab, width];
     let y = calls.device.float(weight, &table, DType::BF16);
-    let y = embedding_forward(&y, &on).map_err(text)?;
-    same("rows", &calls.device.floats(&y).map_err(text)?, &expected)?;
+    calls.holds("rows", &embedding_forward(&y, &on)?, &expected)?;
     let sums: Vec<f32> = sums.into_iter().map(|x| x as f32).collect();
-    let backward = |target| embedding_backward(&dy_on, &on, vocab, target).map_err(text);
+    let backward = |target| embedding_backward(&dy_on, &on, vocab, target);
     let dweight = backward(GradientTarget::New)?;
     calls.close("dweight", &dweight, &sums)?;
-    calls.equal("dweight of two runs", &backward(GradientTarget::New)?, &dweight)?;
+    let again = backward(GradientTarget::New)?;
+    calls.equal("dweight of two runs", &again, &dweight)?;
     let total = calls.device.float(before, &table, DType::F32);
     let total = backward(GradientTarget::AddTo(&total))?;
     calls.close("dweight added", &total, &added_of(&sums, before))?;

@@ -1,15 +1,15 @@
 //! The loss's launch wrapper itself: vocabularies of any size, logits in bf16 and f32, gradients beside the logits and
 //! in their place, ignored labels and wrong ones.
 use super::plain_loss::plain_loss;
-use super::wrappers::{Calls, Outcome, same, text};
-use super::{Form, On, Op, Results, SEED, normal};
-use crate::bar::Bar;
-use crate::bench::Bench;
+use super::wrappers::{Calls, gapped, same};
+use super::{Form, On, SEED};
+use crate::bar::{Bar, Results};
+use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
 use crate::extent::Extent;
 use crate::place::floats;
-use crate::report::Report;
+use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::DType;
 use sieve_kernels::CudaTensor;
 use sieve_kernels::step::{LogitRows, cross_entropy};
@@ -33,15 +33,9 @@ const EMULATED: usize = 3;
 
 const GRADIENT_SCALE: f32 = 0.37;
 
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op linear_cross_entropy", linear_cross_entropy_op)]
-}
-
 /// Checks every size in both types.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let count = if extent.is_emulated { EMULATED } else { SIZES.len() };
-    for &[rows, vocab] in &SIZES[..count] {
+    for &[rows, vocab] in &SIZES[..extent.pick(EMULATED, SIZES.len())] {
         for dtype in [DType::BF16, DType::F32] {
             let case = format!("{rows} x {vocab} {}", dtype.name());
             let outcome = losses(Calls::new(device, extent.seed), rows, vocab, dtype);
@@ -53,27 +47,26 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
 }
 
 pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchResult<()> {
-    let device = bench.device.clone();
     let mut random = Random(SEED);
     let labels: Vec<i32> = (0..rows).map(|_| random.below(vocab) as i32).collect();
-    let labels = device.int(&labels, &[rows]);
-    let losses = normal([rows], DType::F32, &device);
+    let labels = bench.device.int(&labels, &[rows]);
+    let losses = bench.f32([rows]);
     let width = vocab.next_multiple_of(8);
     let shape = format!("{rows}x{vocab}");
     let bytes = (4 * rows * vocab) as f64;
-    let logits = LogitRows::of(&normal([rows, width], DType::BF16, &device), vocab)?;
-    bench.moved("cross_entropy, in place", &shape, bytes, &mut || {
+    let logits = LogitRows::of(&bench.bf16([rows, width]), vocab)?;
+    bench.row("cross_entropy, in place", &shape, Work::Bytes(bytes), || {
         cross_entropy(&logits, &labels, &losses, Some((&logits, 1.0)))
     });
     drop(logits);
-    let logits = LogitRows::of(&normal([rows, width], DType::F32, &device), vocab)?;
-    bench.moved("cross_entropy losses, f32", &shape, bytes, &mut || {
+    let logits = LogitRows::of(&bench.f32([rows, width]), vocab)?;
+    bench.row("cross_entropy losses, f32", &shape, Work::Bytes(bytes), || {
         cross_entropy(&logits, &labels, &losses, None)
     });
     Ok(())
 }
 
-fn linear_cross_entropy_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn linear_cross_entropy_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     const WORDS: usize = 96;
     let (h, weight) = (on.input([rows, 64]), on.input([WORDS, 64]));
     let labels = on.indices([rows], WORDS).into_primitive();
@@ -136,12 +129,8 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
     let width = vocab.next_multiple_of(8);
     let normals = calls.random.bf16_normals(rows * vocab);
     let values: Vec<f32> = normals.iter().map(|x| round_bf16(3.0 * x)).collect();
-    // What lies behind a row holds NaN, which must reach nothing.
-    let mut buffer = Vec::with_capacity(rows * width);
-    for row in values.chunks_exact(vocab) {
-        buffer.extend(row);
-        buffer.resize(buffer.len() + width - vocab, f32::NAN);
-    }
+    // What lies behind a row must reach nothing.
+    let buffer = gapped(&values, vocab, width);
     let labels: Vec<i32> = (0..rows)
         .map(|at| match at % 5 {
             3 => -100,
@@ -160,43 +149,37 @@ fn losses(mut calls: Calls<'_>, rows: usize, vocab: usize, dtype: DType) -> Outc
     let on_labels = device.int(&labels, &[rows]);
     let on = |dtype| device.float(&buffer, &[rows, width], dtype);
     let new_losses = || device.float(&vec![f32::NAN; rows], &[rows], DType::F32);
-    let logits = LogitRows::of(&on(dtype), vocab).map_err(text)?;
-    let all_gradients = |tensor: &CudaTensor| -> Result<Vec<f32>, String> {
-        let all = device.floats(tensor).map_err(text)?;
+    let logits = LogitRows::of(&on(dtype), vocab)?;
+    let all_gradients = |tensor: &CudaTensor| -> Result<Vec<f32>, Wrong> {
+        let all = device.floats(tensor)?;
         let rows = all.chunks_exact(width);
         Ok(rows.flat_map(|row| &row[..vocab]).copied().collect())
     };
 
     let alone = new_losses();
-    cross_entropy(&logits, &on_labels, &alone, None).map_err(text)?;
+    cross_entropy(&logits, &on_labels, &alone, None)?;
     calls.close("losses alone", &alone, &losses)?;
 
     let with_gradients = new_losses();
     let nan = device.float(&vec![f32::NAN; rows * width], &[rows, width], DType::BF16);
-    let dlogits = LogitRows::of(&nan, vocab).map_err(text)?;
+    let dlogits = LogitRows::of(&nan, vocab)?;
     let call = |logits: &LogitRows, losses: &CudaTensor, into: &LogitRows| {
-        cross_entropy(logits, &on_labels, losses, Some((into, GRADIENT_SCALE))).map_err(text)
+        cross_entropy(logits, &on_labels, losses, Some((into, GRADIENT_SCALE)))
     };
     call(&logits, &with_gradients, &dlogits)?;
     calls.close("losses", &with_gradients, &losses)?;
-    let bar = Bar {
-        plain: 2.0,
-        floor: 1e-6,
-        share: 1e-6,
-        norm: false,
-    };
+    let bar = Bar::new(2.0, 1e-6, 1e-6);
     let got = all_gradients(&nan)?;
     let ratio = bar.judge("dlogits", &got, &rounded, &gradients)?;
     calls.worst = calls.worst.max(ratio);
 
     if dtype == DType::BF16 {
         let in_place = on(DType::BF16);
-        let logits = LogitRows::of(&in_place, vocab).map_err(text)?;
+        let logits = LogitRows::of(&in_place, vocab)?;
         let again = new_losses();
         call(&logits, &again, &logits)?;
         same("dlogits in place", &all_gradients(&in_place)?, &got)?;
-        let [again, first] = [again, with_gradients].map(|x| device.floats(&x).map_err(text));
-        same("losses beside them", &again?, &first?)?;
+        calls.equal("losses beside them", &again, &with_gradients)?;
     }
     Ok(calls.worst)
 }
@@ -206,12 +189,12 @@ fn outside(mut calls: Calls<'_>) -> Outcome {
     let device = calls.device;
     let values = calls.random.bf16_normals(3 * 8);
     let logits = device.float(&values, &[3, 8], DType::BF16);
-    let logits = LogitRows::of(&logits, 8).map_err(text)?;
+    let logits = LogitRows::of(&logits, 8)?;
     let losses = device.float(&[0.0; 3], &[3], DType::F32);
-    cross_entropy(&logits, &device.int(&[2, 9, 7], &[3]), &losses, None).map_err(text)?;
-    let got = device.floats(&losses).map_err(text)?;
+    cross_entropy(&logits, &device.int(&[2, 9, 7], &[3]), &losses, None)?;
+    let got = device.floats(&losses)?;
     match got.iter().map(|x| x.is_nan()).eq([false, true, false]) {
         true => Ok(0.0),
-        false => Err(format!("the losses of labels 2, 9 and 7 among 8 are {got:?}")),
+        false => wrong(format!("the losses of labels 2, 9 and 7 among 8 are {got:?}")),
     }
 }

@@ -1,77 +1,73 @@
 //! AdamW, split masters and sums over tensors.
-use super::wrappers::{Calls, Outcome, same, text};
-use super::{On, Op, Results, normal};
-use crate::bench::Bench;
+use super::On;
+use super::wrappers::Calls;
+use crate::bar::Results;
+use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::{float, floats};
-use crate::report::Report;
+use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
-use sieve_kernels::CudaTensor;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term, join_master, split_master};
+use sieve_kernels::{CudaTensor, KernelError};
 use sieve_ops::{AdamWTensors, DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
 
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 2] {
-    [("op adamw", adamw_op), ("op sum_of_squares", sum_of_squares_op)]
-}
+const UPDATE: AdamWStep = AdamWStep {
+    lr: 1e-3,
+    beta1: 0.9,
+    beta2: 0.95,
+    eps: 1e-8,
+    weight_decay: 0.1,
+    bias_correction1: 0.1,
+    bias_correction2: 0.05,
+};
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &size in extent.sizes(&[1027, 1, 5, 65536, 65537, 1_234_567]) {
-        report.add(
-            "adamw, split_master",
-            "kernel",
-            &size.to_string(),
-            adamw_launches(Calls::new(device, extent.seed), size),
-        );
-        report.add(
-            "sums",
-            "kernel",
-            &size.to_string(),
-            sums_launches(Calls::new(device, extent.seed), size),
-        );
+        let (case, calls) = (size.to_string(), || Calls::new(device, extent.seed));
+        let outcome = adamw_launches(calls(), size);
+        report.add("adamw, split_master", "kernel", &case, outcome);
+        report.add("sums", "kernel", &case, sums_launches(calls(), size));
     }
 }
 
 pub(super) fn bench(bench: &mut Bench<'_>, size: usize) {
-    const UPDATE: AdamWStep = AdamWStep {
-        lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_correction1: 0.1,
-        bias_correction2: 0.1,
-    };
-    let device = bench.device.clone();
-    let of = |dtype| normal([size], dtype, &device);
-    let [param, exp_avg, exp_avg_sq, grad] = [0; 4].map(|_| of(DType::F32));
-    let [leaf, rest] = [0; 2].map(|_| of(DType::BF16));
-    let grad_scale = device.float(&[1.0], &[1], DType::F32);
-    let step = |param: &CudaTensor| {
-        let tensors = AdamwTensors {
-            param,
-            exp_avg: &exp_avg,
-            exp_avg_sq: &exp_avg_sq,
-            grad: &grad,
-            grad_scale: &grad_scale,
-            leaf: Some(&leaf),
-        };
-        tensors.adamw(UPDATE)
+    let [param, exp_avg, exp_avg_sq, grad] = [0; 4].map(|_| bench.f32([size]));
+    let [leaf, rest] = [0; 2].map(|_| bench.bf16([size]));
+    let grad_scale = bench.device.float(&[1.0], &[1], DType::F32);
+    let update = |param| {
+        let tensors = [param, &exp_avg, &exp_avg_sq];
+        step(UPDATE, tensors, [&grad, &grad_scale], Some(&leaf))
     };
     let shape = size.to_string();
-    let moved = |times: usize| (times * size) as f64;
-    bench.moved("adamw, f32 master", &shape, moved(30), &mut || step(&param));
-    bench.moved("adamw, split master", &shape, moved(28), &mut || step(&rest));
-    bench.moved("sum of squares", &shape, moved(4), &mut || {
-        FixedSum::sum_of_squares(&grad).map(drop)
-    });
+    let moved = |times: usize| Work::Bytes((times * size) as f64);
+    bench.row("adamw, f32 master", &shape, moved(30), || update(&param));
+    bench.row("adamw, split master", &shape, moved(28), || update(&rest));
+    bench.row("sum of squares", &shape, moved(4), || FixedSum::sum_of_squares(&grad));
 }
 
-fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+/// One update: the parameter and its moments, the gradient and its factor, and a leaf to write.
+fn step(
+    update: AdamWStep,
+    [param, exp_avg, exp_avg_sq]: [&CudaTensor; 3],
+    [grad, grad_scale]: [&CudaTensor; 2],
+    leaf: Option<&CudaTensor>,
+) -> Result<(), KernelError> {
+    let tensors = AdamwTensors {
+        param,
+        exp_avg,
+        exp_avg_sq,
+        grad,
+        grad_scale,
+        leaf,
+    };
+    tensors.adamw(update)
+}
+
+pub(super) fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let shape = [rows, 96];
     let param = on.input_in(shape, DType::F32);
     let exp_avg = on.input_in(shape, DType::F32);
@@ -85,15 +81,6 @@ fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     };
     let grad = on.input_in(shape, DType::F32);
     let scale = float::<B, 1>(&[0.5], [1], on.device);
-    let step = AdamWStep {
-        lr: 1e-3,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
-        bias_correction1: 0.1,
-        bias_correction2: 0.05,
-    };
     let before = tensors.param.clone();
     let (next, split) = if on.own() {
         let (leaf, rest) = B::split_master(before.clone());
@@ -103,13 +90,13 @@ fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
             leaf: Some(leaf),
             ..tensors.clone()
         };
-        let halves = B::adamw(halves, grad.clone(), scale.clone(), step);
+        let halves = B::adamw(halves, grad.clone(), scale.clone(), UPDATE);
         let leaf = halves.leaf.expect("it was given one");
         let whole = B::join_master(leaf.clone(), halves.param);
-        let next = B::adamw(tensors, grad, scale, step);
+        let next = B::adamw(tensors, grad, scale, UPDATE);
         (next, [again, whole, leaf])
     } else {
-        let next = reference::adamw::<B>(tensors, grad, scale, step);
+        let next = reference::adamw::<B>(tensors, grad, scale, UPDATE);
         let leaf = B::float_cast(next.param.clone(), FloatDType::BF16);
         let split = [before, next.param.clone(), leaf];
         (next, split)
@@ -125,7 +112,7 @@ fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     ]
 }
 
-fn sum_of_squares_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn sum_of_squares_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let x = on.input_in([rows, 96], DType::F32);
     let sum = if on.own() {
         B::sum_of_squares(x)
@@ -138,14 +125,14 @@ fn sum_of_squares_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Resul
 fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     const UPDATE: AdamWStep = AdamWStep {
         lr: 3e-3,
-        beta1: 0.9,
-        beta2: 0.95,
-        eps: 1e-8,
-        weight_decay: 0.1,
         bias_correction1: 0.521_703_1,
         bias_correction2: 0.301_662_7,
+        ..super::optimizer::UPDATE
     };
-    let normal = |random: &mut Random| (0..size).map(|_| random.normal_with_tails()).collect::<Vec<f32>>();
+    let normal = |random: &mut Random| {
+        let numbers = (0..size).map(|_| random.normal_with_tails());
+        numbers.collect::<Vec<f32>>()
+    };
     let [p, m, g] = [0, 1, 2].map(|_| normal(&mut calls.random));
     let v: Vec<f32> = normal(&mut calls.random).iter().map(|x| x * x).collect();
     let device = calls.device;
@@ -153,23 +140,7 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     let scale = device.float(&[0.5], &[1], DType::F32);
     let (param, exp_avg, exp_avg_sq, grad) = (on(&p), on(&m), on(&v), on(&g));
     let leaf = device.float(&vec![f32::NAN; size], &[size], DType::BF16);
-    let step = |param: &CudaTensor,
-                moments: [&CudaTensor; 2],
-                grad: &CudaTensor,
-                scale: &CudaTensor,
-                leaf: Option<&CudaTensor>| {
-        let [exp_avg, exp_avg_sq] = moments;
-        let tensors = AdamwTensors {
-            param,
-            exp_avg,
-            exp_avg_sq,
-            grad,
-            grad_scale: scale,
-            leaf,
-        };
-        tensors.adamw(UPDATE).map_err(text)
-    };
-    step(&param, [&exp_avg, &exp_avg_sq], &grad, &scale, Some(&leaf))?;
+    step(UPDATE, [&param, &exp_avg, &exp_avg_sq], [&grad, &scale], Some(&leaf))?;
     let mut exact = [Vec::new(), Vec::new(), Vec::new()];
     for at in 0..size {
         let grad = f64::from(g[at]) * 0.5;
@@ -189,24 +160,17 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     ] {
         calls.close(name, got, exact)?;
     }
-    let whole = device.floats(&param).map_err(text)?;
+    let whole = device.floats(&param)?;
     let rounded: Vec<f32> = whole.iter().map(|&x| round_bf16(x)).collect();
-    same("leaf", &device.floats(&leaf).map_err(text)?, &rounded)?;
+    calls.holds("leaf", &leaf, &rounded)?;
 
     // The same update on a leaf and what it lacks of the master: equal to the last bit.
-    let (leaf, rest) = split_master(&on(&p)).map_err(text)?;
-    same(
-        "split and joined",
-        &device.floats(&join_master(&leaf, &rest).map_err(text)?).map_err(text)?,
-        &p,
-    )?;
+    let (leaf, rest) = split_master(&on(&p))?;
+    let joined = || join_master(&leaf, &rest);
+    calls.holds("split and joined", &joined()?, &p)?;
     let (moment, second) = (on(&m), on(&v));
-    step(&rest, [&moment, &second], &grad, &scale, Some(&leaf))?;
-    calls.equal(
-        "param of a split master",
-        &join_master(&leaf, &rest).map_err(text)?,
-        &param,
-    )?;
+    step(UPDATE, [&rest, &moment, &second], [&grad, &scale], Some(&leaf))?;
+    calls.equal("param of a split master", &joined()?, &param)?;
     calls.equal("exp_avg of a split master", &moment, &exp_avg)?;
     calls.equal("exp_avg_sq of a split master", &second, &exp_avg_sq)?;
 
@@ -215,16 +179,12 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     for gate in [0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let gate = device.float(&[gate], &[1], DType::F32);
         let (p, m, v) = (on(&whole), on(&exact[1]), on(&exact[2]));
-        step(&p, [&m, &v], &nan, &gate, None)?;
-        same("param behind a gate", &device.floats(&p).map_err(text)?, &whole)?;
-        same("exp_avg behind a gate", &device.floats(&m).map_err(text)?, &exact[1])?;
-        same("exp_avg_sq behind a gate", &device.floats(&v).map_err(text)?, &exact[2])?;
-        step(&rest, [&m, &v], &nan, &gate, Some(&leaf))?;
-        calls.equal(
-            "a split master behind a gate",
-            &join_master(&leaf, &rest).map_err(text)?,
-            &param,
-        )?;
+        step(UPDATE, [&p, &m, &v], [&nan, &gate], None)?;
+        calls.holds("param behind a gate", &p, &whole)?;
+        calls.holds("exp_avg behind a gate", &m, &exact[1])?;
+        calls.holds("exp_avg_sq behind a gate", &v, &exact[2])?;
+        step(UPDATE, [&rest, &m, &v], [&nan, &gate], Some(&leaf))?;
+        calls.equal("a split master behind a gate", &joined()?, &param)?;
     }
     Ok(calls.worst)
 }
@@ -235,45 +195,37 @@ fn sums_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
         let wide = || x.values.iter().map(|&x| f64::from(x));
         // The error is held against the sum of magnitudes: where terms cancel, the sum is small and its rounding is
         // not.
-        let sum = calls.device.floats(&FixedSum::of(&x.on).map_err(text)?).map_err(text)?[0];
+        let sum = calls.device.floats(&FixedSum::of(&x.on)?)?[0];
         let largest = wide().map(f64::abs).sum::<f64>();
         let off = (f64::from(sum) - wide().sum::<f64>()).abs();
         if off.is_nan() || off > 1e-5 * largest {
-            return Err(format!("the sum of {size} is {sum}, expected {}", wide().sum::<f64>()));
+            let expected = wide().sum::<f64>();
+            return wrong(format!("the sum of {size} is {sum}, expected {expected}"));
         }
         let squares: f64 = wide().map(|x| x * x).sum();
-        calls.close(
-            "sum of squares",
-            &FixedSum::sum_of_squares(&x.on).map_err(text)?,
-            &[squares as f32],
-        )?;
+        let found = FixedSum::sum_of_squares(&x.on)?;
+        calls.close("sum of squares", &found, &[squares as f32])?;
     }
     // 3 and 4: a norm of 5.
-    let clipped = |values: &[f32], max_norm: f32| -> Result<[f32; 2], String> {
-        let mut sum = FixedSum::new(
-            &calls.device.float(&[0.0], &[1], DType::F32),
-            Term::Square,
-            [values.len()],
-        );
-        sum.add(&calls.device.float(values, &[values.len()], DType::F32))
-            .map_err(text)?;
-        let norm = sum.clip(max_norm).map_err(text)?;
-        Ok([
-            calls.device.floats(&norm.norm).map_err(text)?[0],
-            calls.device.floats(&norm.scale).map_err(text)?[0],
-        ])
+    let clipped = |values: &[f32], max_norm: f32| -> Result<[f32; 2], Wrong> {
+        let on = |values: &[f32]| calls.device.float(values, &[values.len()], DType::F32);
+        let mut sum = FixedSum::new(&on(&[0.0]), Term::Square, [values.len()]);
+        sum.add(&on(values))?;
+        let found = sum.clip(max_norm)?;
+        let of = |x: &CudaTensor| Ok::<_, Wrong>(calls.device.floats(x)?[0]);
+        Ok([of(&found.norm)?, of(&found.scale)?])
     };
     let [norm, scale] = clipped(&[3.0, 4.0], 1.0)?;
     let off = (norm - 5.0).abs().max((scale - 0.2).abs());
     if norm.is_nan() || scale.is_nan() || off > 1e-5 {
-        return Err(format!("norm {norm} of 3 and 4, clipped by {scale}"));
+        return wrong(format!("norm {norm} of 3 and 4, clipped by {scale}"));
     }
     if clipped(&[3.0, 4.0], 7.0)?[1] != 1.0 {
-        return Err("a small norm was clipped".to_owned());
+        return wrong("a small norm was clipped");
     }
     for bad in [f32::NAN, f32::INFINITY] {
         if clipped(&[1.0, bad], 1.0)?[1] != 0.0 {
-            return Err(format!("a gradient of {bad} does not close the gate"));
+            return wrong(format!("a gradient of {bad} does not close the gate"));
         }
     }
     Ok(calls.worst)

@@ -1,12 +1,12 @@
 //! Products by cuBLASLt: all three kinds, rows with gaps, every kind of output, both searches for an algorithm, and
 //! their order among Burn's own operations. The emulator has no cuBLASLt.
-use super::wrappers::{Calls, Input, Outcome, same, text};
-use super::{On, Op, Results, VOCAB, normal};
-use crate::bar::Bar;
-use crate::bench::Bench;
+use super::wrappers::{Calls, Input, plus, same};
+use super::{On, VOCAB};
+use crate::bar::{Bar, Results};
+use crate::bench::{Bench, Work};
 use crate::extent::Extent;
 use crate::place::floats;
-use crate::report::Report;
+use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
@@ -28,15 +28,10 @@ const SIZES: &[([usize; 3], usize)] = &[
 const F32_SHARE: f32 = 1e-5;
 const BF16_SHARE: f32 = 1.0 / 256.0;
 
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op linear", linear_op)]
-}
-
 /// Products of a step, each with the output that the step asks for.
 pub(super) fn bench(bench: &mut Bench<'_>) {
     if let Err(error) = Cublaslt::require() {
-        bench.skip_named("product", "all", &error.to_string());
+        bench.skip("product", &"all".to_owned(), &error.to_string());
         return;
     }
     for [m, n, k] in [
@@ -48,26 +43,29 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
         [65536, 768, 768],
         [2048, 512, 512],
     ] {
-        let of = |rows: usize, cols: usize, dtype| normal([rows, cols], dtype, &bench.device);
-        let (x, w, dy) = (of(m, k, DType::BF16), of(n, k, DType::BF16), of(m, n, DType::BF16));
-        let dweight = of(n, k, DType::F32);
-        let (shape, flops) = (format!("{m}x{n}x{k}"), 2.0 * (m * n * k) as f64);
-        bench.computed("product NT", &shape, flops, &mut || {
-            rounded(Product::Nt, &x, &w).map(drop)
-        });
-        bench.computed("product NT + residual", &shape, flops, &mut || {
-            matmul(Product::Nt, &x, &w, MatmulOutput::Plus(&dy)).map(drop)
-        });
-        bench.computed("product NN", &shape, flops, &mut || {
-            rounded(Product::Nn, &dy, &w).map(drop)
-        });
-        bench.computed("product TN, added to f32", &shape, flops, &mut || {
-            matmul(Product::Tn, &dy, &x, MatmulOutput::AddTo(&dweight)).map(drop)
-        });
+        let [x, w, dy] = [[m, k], [n, k], [m, n]].map(|sizes| bench.bf16(sizes));
+        let dweight = bench.f32([n, k]);
+        let shape = format!("{m}x{n}x{k}");
+        let new = MatmulOutput::New(DType::BF16);
+        for (name, product, a, b, output) in [
+            ("product NT", Product::Nt, &x, &w, new),
+            ("product NT + residual", Product::Nt, &x, &w, MatmulOutput::Plus(&dy)),
+            ("product NN", Product::Nn, &dy, &w, new),
+            (
+                "product TN, added to f32",
+                Product::Tn,
+                &dy,
+                &x,
+                MatmulOutput::AddTo(&dweight),
+            ),
+        ] {
+            let work = Work::Flops(2.0 * (m * n * k) as f64);
+            bench.row(name, &shape, work, || matmul(product, a, b, output));
+        }
     }
 }
 
-fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
     let (dy, before) = (on.input([rows, 40]), on.input_in([40, 96], DType::F32));
     let (y, dx, dweight, sum) = if on.own() {
@@ -160,27 +158,21 @@ fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: u
     let x = calls.with_gaps(x_shape, gap, DType::BF16)?;
     let w = calls.with_gaps(w_shape, 2 * gap, DType::BF16)?;
     let exact = definition(product, &x.values, &w.values, [m, n, k]);
-    let plus = |values: &[f32]| -> Vec<f32> {
-        let pairs = exact.iter().zip(values);
-        pairs.map(|(a, &b)| (a + f64::from(b)) as f32).collect()
-    };
-    let alone = plus(&vec![0.0; m * n]);
-    let run = |into| matmul(product, &x.on, &w.on, into).map_err(text);
+    let alone = plus(&exact, &vec![0.0; m * n]);
+    let run = |into| matmul(product, &x.on, &w.on, into);
 
-    let short = rounded(product, &x.on, &w.on);
-    within(&mut calls, "bf16", &short.map_err(text)?, &alone)?;
+    within(&mut calls, "bf16", &rounded(product, &x.on, &w.on)?, &alone)?;
     let wide = run(MatmulOutput::New(DType::F32))?;
     within(&mut calls, "f32", &wide, &alone)?;
 
     let Input { on, values } = calls.with_gaps([m, n], 3 * gap, DType::BF16)?;
     let sum = run(MatmulOutput::Plus(&on))?;
-    within(&mut calls, "plus", &sum, &plus(&values))?;
-    let after = calls.device.floats(&on).map_err(text)?;
-    same("the addend", &after, &values)?;
+    within(&mut calls, "plus", &sum, &plus(&exact, &values))?;
+    calls.holds("the addend", &on, &values)?;
 
     let total = calls.flat(&[m, n], DType::F32);
     run(MatmulOutput::AddTo(&total.on))?;
-    within(&mut calls, "added to", &total.on, &plus(&total.values))?;
+    within(&mut calls, "added to", &total.on, &plus(&exact, &total.values))?;
     run(MatmulOutput::Into(&total.on))?;
     within(&mut calls, "into", &total.on, &alone)?;
     run(MatmulOutput::Into(&on))?;
@@ -188,19 +180,12 @@ fn outputs(mut calls: Calls<'_>, product: Product, [m, n, k]: [usize; 3], gap: u
     Ok(calls.worst)
 }
 
-fn within(calls: &mut Calls<'_>, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), String> {
-    let bar = Bar {
-        plain: 0.0,
-        floor: 0.0,
-        share: match got.dtype() {
-            DType::BF16 => BF16_SHARE,
-            _ => F32_SHARE,
-        },
-        norm: false,
+fn within(calls: &mut Calls<'_>, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), Wrong> {
+    let share = match got.dtype() {
+        DType::BF16 => BF16_SHARE,
+        _ => F32_SHARE,
     };
-    let got = calls.device.floats(got).map_err(text)?;
-    calls.worst = calls.worst.max(bar.judge(name, &got, exact, exact)?);
-    Ok(())
+    calls.within(Bar::new(0.0, 0.0, share), name, got, [exact, exact])
 }
 
 /// Products and Burn's operations, each reading what the one before wrote: the same with a wait after each and without.
@@ -208,32 +193,32 @@ fn in_order(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
     const WIDTH: usize = 512;
     let start = calls.flat(&[WIDTH, WIDTH], DType::BF16);
     let w = calls.flat(&[WIDTH, WIDTH], DType::BF16);
-    let chain = |waits: bool| -> Result<Vec<f32>, String> {
+    let chain = |waits: bool| -> Result<Vec<f32>, Wrong> {
         let mut x = start.on.clone();
         for round in 0..60 {
-            let y = rounded(Product::Nt, &x, &w.on).map_err(text)?;
+            let y = rounded(Product::Nt, &x, &w.on)?;
             let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.into()));
             // A fresh buffer each time, so that freed ones are taken again at once.
             let y = y.mul_scalar(0.04).add_scalar(0.01 * f64::from(round % 3));
             x = CudaTensor::from(y.into_primitive().tensor());
             if waits {
-                Cuda::sync(device).map_err(|error| error.to_string())?;
+                Cuda::sync(device).map_err(|error| Wrong::from(error.to_string()))?;
             }
         }
-        calls.device.floats(&x).map_err(text)
+        Ok(calls.device.floats(&x)?)
     };
     let (waited, queued) = (chain(true)?, chain(false)?);
     if !waited.iter().all(|x| x.is_finite()) {
-        return Err("the chain is not finite".to_owned());
+        return wrong("the chain is not finite");
     }
     same("the chain without waits", &queued, &waited)?;
     Ok(0.0)
 }
 
 fn refused(mut calls: Calls<'_>) -> Outcome {
-    let (a, b) = (calls.flat(&[16, 24], DType::BF16), calls.flat(&[8, 8], DType::BF16));
+    let [a, b] = [[16, 24], [8, 8]].map(|sizes| calls.flat(&sizes, DType::BF16));
     match rounded(Product::Nt, &a.on, &b.on) {
-        Ok(_) => Err("they were taken".to_owned()),
+        Ok(_) => wrong("they were taken"),
         Err(_) => Ok(0.0),
     }
 }

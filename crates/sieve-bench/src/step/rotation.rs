@@ -1,23 +1,18 @@
 //! Norm and rotary position of heads of queries and keys.
-use super::wrappers::{Calls, Outcome, text};
-use super::{On, Op, Results, normal};
-use crate::bench::Bench;
+use super::On;
+use super::wrappers::Calls;
+use crate::bar::Results;
+use crate::bench::{Bench, Work};
 use crate::device::Device;
-use crate::error::Result as BenchResult;
 use crate::extent::Extent;
 use crate::place::{float, floats};
-use crate::report::Report;
+use crate::report::{Outcome, Report};
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::step::{GradientTarget, QkNormRope, Reuse};
 use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeTables, reference};
 
 const EPSILON: f64 = 1e-6;
-
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op qk_norm_rope", qk_norm_rope_op)]
-}
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
@@ -31,29 +26,21 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     ];
     for &[tokens, heads, kv_heads, head_dim] in extent.sizes(heads) {
         let case = format!("{tokens} tokens, {heads}/{kv_heads} heads of {head_dim}");
-        let outcome = qk_norm_rope_launches(Calls::new(device, extent.seed), tokens, [heads, kv_heads], head_dim);
+        let calls = Calls::new(device, extent.seed);
+        let outcome = qk_norm_rope_launches(calls, tokens, [heads, kv_heads], head_dim);
         report.add("qk_norm_rope", "kernel", &case, outcome);
     }
 }
 
-pub(super) fn bench(
-    bench: &mut Bench<'_>,
-    tokens: usize,
-    [heads, kv_heads]: [usize; 2],
-    head_dim: usize,
-) -> BenchResult<()> {
+pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, [heads, kv_heads]: [usize; 2], head_dim: usize) {
     const POSITIONS: usize = 2048;
-    let device = bench.device.clone();
     let packed = [1, tokens, heads + 2 * kv_heads, head_dim];
-    let (qkv, dy) = (
-        normal(packed, DType::BF16, &device),
-        normal(packed, DType::BF16, &device),
-    );
-    let [q_weight, k_weight] = [0, 1].map(|_| normal([head_dim], DType::BF16, &device));
-    let [dq_weight, dk_weight] = [0, 1].map(|_| normal([head_dim], DType::F32, &device));
-    let [cos, sin] = [0, 1].map(|_| normal([POSITIONS, head_dim / 2], DType::F32, &device));
+    let [qkv, dy] = [0, 1].map(|_| bench.bf16(packed));
+    let [q_weight, k_weight] = [0, 1].map(|_| bench.bf16([head_dim]));
+    let [dq_weight, dk_weight] = [0, 1].map(|_| bench.f32([head_dim]));
+    let [cos, sin] = [0, 1].map(|_| bench.f32([POSITIONS, head_dim / 2]));
     let positions: Vec<i32> = (0..tokens).map(|at| (at % POSITIONS) as i32).collect();
-    let positions = device.int(&positions, &[1, tokens]);
+    let positions = bench.device.int(&positions, &[1, tokens]);
     let args = QkNormRope {
         q_weight: &q_weight,
         k_weight: &k_weight,
@@ -66,21 +53,20 @@ pub(super) fn bench(
     let shape = format!("{tokens} h{heads}/{kv_heads} d{head_dim}");
     let all = (tokens * packed[2] * head_dim) as f64;
     let rotated = (tokens * (heads + kv_heads) * head_dim) as f64;
-    bench.moved("qk_norm_rope forward", &shape, 4.0 * all, &mut || {
-        args.qk_norm_rope_forward(&qkv, Reuse::Copy).map(drop)
+    bench.row("qk_norm_rope forward", &shape, Work::Bytes(4.0 * all), || {
+        args.qk_norm_rope_forward(&qkv, Reuse::Copy)
     });
     let backward = |reuse| {
         let targets = [&dq_weight, &dk_weight].map(GradientTarget::AddTo);
-        args.qk_norm_rope_backward(&qkv, &dy, reuse, targets).map(drop)
+        args.qk_norm_rope_backward(&qkv, &dy, reuse, targets)
     };
-    let bytes = 4.0 * all + 2.0 * rotated;
-    bench.moved("qk_norm_rope backward", &shape, bytes, &mut || backward(Reuse::Copy));
-    let name = "qk_norm_rope backward, in place";
-    bench.moved(name, &shape, 6.0 * rotated, &mut || backward(Reuse::InPlace));
-    Ok(())
+    let work = Work::Bytes(4.0 * all + 2.0 * rotated);
+    bench.row("qk_norm_rope backward", &shape, work, || backward(Reuse::Copy));
+    let (name, work) = ("qk_norm_rope backward, in place", Work::Bytes(6.0 * rotated));
+    bench.row(name, &shape, work, || backward(Reuse::InPlace));
 }
 
-fn qk_norm_rope_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn qk_norm_rope_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (batch, heads, kv_heads, width) = (2, 4, 2, 64);
     let shape = [batch, rows, heads + 2 * kv_heads, width];
     let qkv = on.input(shape);
@@ -133,12 +119,15 @@ fn qk_norm_rope_launches(
     const POSITIONS: usize = 5000;
     let packed = heads + 2 * kv_heads;
     let shape = [1, tokens, packed, head_dim];
-    let (qkv, dy) = (calls.flat(&shape, DType::BF16), calls.flat(&shape, DType::BF16));
+    let [qkv, dy] = [0, 1].map(|_| calls.flat(&shape, DType::BF16));
     let weights = [0, 1].map(|_| calls.flat(&[head_dim], DType::BF16));
     let positions: Vec<i32> = (0..tokens).map(|_| calls.random.below(POSITIONS) as i32).collect();
     let half = head_dim / 2;
     let angle = |at: usize| (at / half) as f64 * 10000f64.powf(-((at % half) as f64) / half as f64);
-    let table = |of: fn(f64) -> f64| -> Vec<f32> { (0..POSITIONS * half).map(|at| of(angle(at)) as f32).collect() };
+    let table = |of: fn(f64) -> f64| -> Vec<f32> {
+        let angles = (0..POSITIONS * half).map(angle);
+        angles.map(|angle| of(angle) as f32).collect()
+    };
     let (cos, sin) = (table(f64::cos), table(f64::sin));
     let on = |values: &[f32]| calls.device.float(values, &[POSITIONS, half], DType::F32);
     let (cos_on, sin_on) = (on(&cos), on(&sin));
@@ -152,12 +141,12 @@ fn qk_norm_rope_launches(
         num_kv_heads: kv_heads,
         epsilon: EPSILON as f32,
     };
-    let host = |values: &[f32]| float::<Flex, 4>(values, shape, &FlexDevice);
+    let on_host = TensorData::new(positions, [1, tokens]);
+    let on_host = Tensor::<Flex, 2, Int>::from_data(on_host, &FlexDevice).into_primitive();
     let host_call = || QkNormRopeCall::<Flex> {
-        q_weight: float::<Flex, 1>(&weights[0].values, [head_dim], &FlexDevice),
-        k_weight: float::<Flex, 1>(&weights[1].values, [head_dim], &FlexDevice),
-        positions: Tensor::<Flex, 2, Int>::from_data(TensorData::new(positions.clone(), [1, tokens]), &FlexDevice)
-            .into_primitive(),
+        q_weight: weights[0].host([head_dim]),
+        k_weight: weights[1].host([head_dim]),
+        positions: on_host.clone(),
         rope: RopeTables {
             cos: float::<Flex, 2>(&cos, [POSITIONS, half], &FlexDevice),
             sin: float::<Flex, 2>(&sin, [POSITIONS, half], &FlexDevice),
@@ -165,23 +154,21 @@ fn qk_norm_rope_launches(
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let y = args.qk_norm_rope_forward(&qkv.on, Reuse::Copy).map_err(text)?;
-    let y_exact = reference::qk_norm_rope::<Flex>(host(&qkv.values), host_call());
+    let y = args.qk_norm_rope_forward(&qkv.on, Reuse::Copy)?;
+    let y_exact = reference::qk_norm_rope::<Flex>(qkv.host(shape), host_call());
     calls.close("y", &y, &floats::<Flex, 4>(y_exact))?;
-    let (dqkv, dq, dk) = reference::qk_norm_rope_backward::<Flex>(host(&qkv.values), host_call(), host(&dy.values));
-    let backward = |reuse| {
-        let targets = [GradientTarget::New; 2];
-        args.qk_norm_rope_backward(&qkv.on, &dy.on, reuse, targets)
-            .map_err(text)
-    };
+    let (dqkv, dq, dk) = reference::qk_norm_rope_backward::<Flex>(qkv.host(shape), host_call(), dy.host(shape));
+    let new = [GradientTarget::New; 2];
+    let backward = |reuse| args.qk_norm_rope_backward(&qkv.on, &dy.on, reuse, new);
     let copied = backward(Reuse::Copy)?;
     calls.close("dqkv", &copied.dqkv, &floats::<Flex, 4>(dqkv))?;
     calls.close("dq_weight", &copied.dq_weight, &floats::<Flex, 1>(dq))?;
     calls.close("dk_weight", &copied.dk_weight, &floats::<Flex, 1>(dk))?;
     let in_place = backward(Reuse::InPlace)?;
     calls.equal("dqkv in place", &in_place.dqkv, &copied.dqkv)?;
-    calls.equal("dq_weight of two runs", &in_place.dq_weight, &copied.dq_weight)?;
-    let y_in_place = args.qk_norm_rope_forward(&qkv.on, Reuse::InPlace).map_err(text)?;
+    let [again, first] = [&in_place.dq_weight, &copied.dq_weight];
+    calls.equal("dq_weight of two runs", again, first)?;
+    let y_in_place = args.qk_norm_rope_forward(&qkv.on, Reuse::InPlace)?;
     calls.equal("y in place", &y_in_place, &y)?;
     Ok(calls.worst)
 }

@@ -1,37 +1,29 @@
 //! DMA's scores of keys and their gradient.
-use super::wrappers::{Calls, Outcome, text};
-use super::{On, Op, Results, normal};
-use crate::bar::Bar;
-use crate::bench::Bench;
+use super::On;
+use super::wrappers::{Calls, Input};
+use crate::bar::{Bar, Results};
+use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
 use crate::extent::Extent;
-use crate::place::{float, floats};
-use crate::report::Report;
+use crate::place::floats;
+use crate::report::{Outcome, Report};
 use burn::tensor::DType;
-use burn_flex::{Flex, FlexDevice};
+use burn_flex::Flex;
 use sieve_kernels::step::GradientTarget;
 use sieve_kernels::{Qkv, ScoreBias, ScoresBackward};
 use sieve_ops::{AttentionSpec, DeviceBackend, reference};
-
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op dma_scores", dma_scores_op)]
-}
 
 /// KV heads of the checked launches.
 pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
-    let kv_heads: &[usize] = match extent.is_emulated {
-        true => &[3],
-        false => KV_HEADS,
-    };
-    for &kv_heads in kv_heads {
+    for &kv_heads in extent.pick(&[3][..], KV_HEADS) {
         for (tokens, head_dim) in [(33, 64), (257, 128), (1001, 96)] {
             let case = format!("{tokens} tokens, {kv_heads} heads of {head_dim}");
-            let outcome = dma_scores_launches(Calls::new(device, extent.seed), tokens, kv_heads, head_dim);
+            let calls = Calls::new(device, extent.seed);
+            let outcome = dma_scores_launches(calls, tokens, kv_heads, head_dim);
             report.add("dma_scores", "kernel", &case, outcome);
         }
     }
@@ -43,21 +35,18 @@ pub(super) fn bench(
     [heads, kv_heads]: [usize; 2],
     head_dim: usize,
 ) -> BenchResult<()> {
-    let device = bench.device.clone();
     let packed = [1, tokens, heads + 2 * kv_heads, head_dim];
-    let [qkv, dqkv] = [0, 1].map(|_| normal(packed, DType::BF16, &device));
-    let w_dt = normal([kv_heads * head_dim, kv_heads], DType::F32, &device);
-    let a = normal([kv_heads], DType::F32, &device);
-    let dz = normal([1, kv_heads, tokens], DType::F32, &device);
-    let (qkv, dqkv) = (Qkv::packed(&qkv, heads, kv_heads), Qkv::packed(&dqkv, heads, kv_heads));
+    let [qkv, dqkv] = [0, 1].map(|_| Qkv::packed(&bench.bf16(packed), heads, kv_heads));
+    let w_dt = bench.f32([kv_heads * head_dim, kv_heads]);
+    let (a, dz) = (bench.f32([kv_heads]), bench.f32([1, kv_heads, tokens]));
     let forward = || qkv.dma_scores(&w_dt, &a, ScoreBias::Exp);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
     let keys = (tokens * kv_heads) as f64;
-    let bytes = keys * (2 * head_dim + 12) as f64;
-    bench.moved("dma_scores forward", &shape, bytes, &mut || forward().map(drop));
+    let work = Work::Bytes(keys * (2 * head_dim + 12) as f64);
+    bench.row("dma_scores forward", &shape, work, forward);
     let scored = forward()?;
-    let bytes = keys * (6 * head_dim + 8) as f64;
-    bench.moved("dma_scores backward", &shape, bytes, &mut || {
+    let work = Work::Bytes(keys * (6 * head_dim + 8) as f64);
+    bench.row("dma_scores backward", &shape, work, || {
         let call = ScoresBackward {
             qkv: &qkv,
             w_dt: &w_dt,
@@ -66,12 +55,11 @@ pub(super) fn bench(
             dz: &dz,
         };
         call.dma_scores_backward(&dqkv, GradientTarget::New, GradientTarget::New)
-            .map(drop)
     });
     Ok(())
 }
 
-fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (heads, kv_heads, width) = (4, 2, 64);
     let spec = AttentionSpec {
         num_heads: heads,
@@ -107,11 +95,15 @@ fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
 fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, head_dim: usize) -> Outcome {
     const BATCH: usize = 2;
     let shape = [BATCH, tokens, 4 * kv_heads, head_dim];
-    let (qkv, dqkv) = (calls.flat(&shape, DType::BF16), calls.flat(&shape, DType::BF16));
+    let [qkv, dqkv] = [0, 1].map(|_| calls.flat(&shape, DType::BF16));
+    let w_shape = [kv_heads * head_dim, kv_heads];
     let w_dt: Vec<f32> = (0..kv_heads * head_dim * kv_heads)
         .map(|_| calls.random.normal_with_tails() / (kv_heads as f32 * head_dim as f32).sqrt())
         .collect();
-    let w_dt_on = calls.device.float(&w_dt, &[kv_heads * head_dim, kv_heads], DType::F32);
+    let w_dt = Input {
+        on: calls.device.float(&w_dt, &w_shape, DType::F32),
+        values: w_dt,
+    };
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
     let spec = AttentionSpec {
@@ -120,43 +112,29 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
         softmax_scale: 1.0,
         window_size: None,
     };
-    let host = |values: &[f32]| float::<Flex, 4>(values, shape, &FlexDevice);
-    let host_w = || float::<Flex, 2>(&w_dt, [kv_heads * head_dim, kv_heads], &FlexDevice);
-    let host_a = || float::<Flex, 1>(&a.values, [kv_heads], &FlexDevice);
-    let z = reference::dma_scores::<Flex>(host(&qkv.values), host_w(), host_a(), spec);
+    let host = || (qkv.host(shape), w_dt.host(w_shape), a.host([kv_heads]));
+    let (x, w, own_a) = host();
+    let z = floats::<Flex, 3>(reference::dma_scores::<Flex>(x, w, own_a, spec));
     let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
-    let scores = heads.dma_scores(&w_dt_on, &a.on, ScoreBias::Exp).map_err(text)?;
-    let z = floats::<Flex, 3>(z);
+    let scores = heads.dma_scores(&w_dt.on, &a.on, ScoreBias::Exp)?;
     calls.close("z", &scores.z, &z)?;
     let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();
-    let bar = Bar {
-        plain: 0.0,
-        floor: 1e-6,
-        share: 1e-4,
-        norm: false,
-    };
-    let got = calls.device.floats(&scores.delta).map_err(text)?;
-    calls.worst = calls.worst.max(bar.judge("delta", &got, &delta, &delta)?);
+    let bar = Bar::new(0.0, 1e-6, 1e-4);
+    calls.within(bar, "delta", &scores.delta, [&delta, &delta])?;
 
-    let (dqkv_exact, dw_exact, da_exact) = reference::dma_scores_backward::<Flex>(
-        host(&qkv.values),
-        host_w(),
-        host_a(),
-        spec,
-        float::<Flex, 3>(&dz.values, [BATCH, kv_heads, tokens], &FlexDevice),
-        host(&dqkv.values),
-    );
+    let (x, w, own_a) = host();
+    let (dz_host, dqkv_host) = (dz.host([BATCH, kv_heads, tokens]), dqkv.host(shape));
+    let (dqkv_exact, dw_exact, da_exact) =
+        reference::dma_scores_backward::<Flex>(x, w, own_a, spec, dz_host, dqkv_host);
     let call = ScoresBackward {
         qkv: &heads,
-        w_dt: &w_dt_on,
+        w_dt: &w_dt.on,
         a: &a.on,
         x: &scores.x,
         dz: &dz.on,
     };
     let into = Qkv::packed(&dqkv.on, 2 * kv_heads, kv_heads);
-    let (dw, da) = call
-        .dma_scores_backward(&into, GradientTarget::New, GradientTarget::New)
-        .map_err(text)?;
+    let (dw, da) = call.dma_scores_backward(&into, GradientTarget::New, GradientTarget::New)?;
     calls.close("dv among dqkv", &dqkv.on, &floats::<Flex, 4>(dqkv_exact))?;
     calls.close("dw_dt", &dw, &floats::<Flex, 2>(dw_exact))?;
     calls.close("da", &da, &floats::<Flex, 1>(da_exact))?;

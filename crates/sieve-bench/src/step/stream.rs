@@ -1,11 +1,12 @@
 //! The residual stream: norms, and sums of two streams.
-use super::wrappers::{Calls, Outcome, added, added_of, same, text};
-use super::{On, Op, Results, normal};
-use crate::bench::Bench;
+use super::On;
+use super::wrappers::{Calls, added, added_of};
+use crate::bar::Results;
+use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::{float, floats};
-use crate::report::Report;
+use crate::report::{Outcome, Report};
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::step::{
@@ -16,11 +17,6 @@ use sieve_ops::{DeviceBackend, RmsNormCall, reference};
 use sieve_testing::round_bf16;
 
 const EPSILON: f64 = 1e-6;
-
-/// The ops, with the names of their rows.
-pub(super) fn ops<B: DeviceBackend>() -> [Op<B>; 1] {
-    [("op rms_norm", rms_norm_op)]
-}
 
 /// Checks the launches.
 pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
@@ -33,55 +29,41 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
         [301, 5120],
         [7, 8192],
     ]) {
-        let case = format!("{rows} x {width}");
-        report.add(
-            "rms_norm",
-            "kernel",
-            &case,
-            rms_norm_launches(Calls::new(device, extent.seed), rows, width),
-        );
+        let outcome = rms_norm_launches(Calls::new(device, extent.seed), [rows, width]);
+        report.add("rms_norm", "kernel", &format!("{rows} x {width}"), outcome);
     }
-    report.add(
-        "residual_add",
-        "kernel",
-        "77 x 2056",
-        residual_add_launches(Calls::new(device, extent.seed)),
-    );
+    let outcome = residual_add_launches(Calls::new(device, extent.seed));
+    report.add("residual_add", "kernel", "77 x 2056", outcome);
 }
 
 /// Norms and sums of the residual stream.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
-    let device = bench.device.clone();
-    let of = || normal([tokens, width], DType::BF16, &device);
-    let (x, residual, dy) = (of(), of(), of());
-    let weight = normal([width], DType::BF16, &device);
-    let dweight = normal([width], DType::F32, &device);
+    let [x, residual, dy] = [0; 3].map(|_| bench.bf16([tokens, width]));
+    let (weight, dweight) = (bench.bf16([width]), bench.f32([width]));
     let shape = format!("{tokens}x{width}");
     let epsilon = EPSILON as f32;
-    let moved = |times: usize| (times * tokens * width) as f64;
+    let moved = |times: usize| Work::Bytes((times * tokens * width) as f64);
     let target = || GradientTarget::AddTo(&dweight);
-    bench.moved("rms_norm forward", &shape, moved(4), &mut || {
-        rms_norm_forward(&x, &weight, epsilon).map(drop)
+    bench.row("rms_norm forward", &shape, moved(4), || {
+        rms_norm_forward(&x, &weight, epsilon)
     });
-    bench.moved("rms_norm + residual", &shape, moved(8), &mut || {
-        rms_norm_residual_forward(&x, &residual, &weight, epsilon).map(drop)
+    bench.row("rms_norm + residual", &shape, moved(8), || {
+        rms_norm_residual_forward(&x, &residual, &weight, epsilon)
     });
-    bench.moved("rms_norm backward", &shape, moved(6), &mut || {
-        rms_norm_backward(&x, &weight, epsilon, &dy, None, target()).map(drop)
+    bench.row("rms_norm backward", &shape, moved(6), || {
+        rms_norm_backward(&x, &weight, epsilon, &dy, None, target())
     });
-    bench.moved("rms_norm backward + residual", &shape, moved(8), &mut || {
-        rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual), target()).map(drop)
+    bench.row("rms_norm backward + residual", &shape, moved(8), || {
+        rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual), target())
     });
     let name = "rms_norm backward + residual + output";
-    bench.moved(name, &shape, moved(10), &mut || {
-        rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual, target()).map(drop)
+    bench.row(name, &shape, moved(10), || {
+        rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual, target())
     });
-    bench.moved("residual_add", &shape, moved(6), &mut || {
-        residual_add(&x, &residual).map(drop)
-    });
+    bench.row("residual_add", &shape, moved(6), || residual_add(&x, &residual));
 }
 
-fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let norm = RmsNormCall::<B> {
         x: on.input([rows, 160]),
         weight: on.input([160]),
@@ -112,34 +94,28 @@ fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     ]
 }
 
-fn rms_norm_launches(mut calls: Calls<'_>, rows: usize, width: usize) -> Outcome {
-    let [x, residual, dy, beside] = [
-        calls.pitched(rows, width, DType::BF16)?,
-        calls.pitched(rows, width, DType::BF16)?,
-        calls.pitched(rows, width, DType::BF16)?,
-        calls.pitched(rows, width, DType::BF16)?,
-    ];
+fn rms_norm_launches(mut calls: Calls<'_>, shape: [usize; 2]) -> Outcome {
+    let mut drawn = || calls.pitched(shape, DType::BF16);
+    let [x, residual, dy, beside] = [drawn()?, drawn()?, drawn()?, drawn()?];
+    let width = shape[1];
     let (weight, before) = (calls.flat(&[width], DType::BF16), calls.flat(&[width], DType::F32));
-    let host = |values: &[f32]| float::<Flex, 2>(values, [rows, width], &FlexDevice);
-    let host_weight = || float::<Flex, 1>(&weight.values, [width], &FlexDevice);
     let call = |x: &[f32]| RmsNormCall::<Flex> {
-        x: host(x),
-        weight: host_weight(),
+        x: float::<Flex, 2>(x, shape, &FlexDevice),
+        weight: weight.host([width]),
         epsilon: EPSILON,
     };
     let norm = |x: &[f32]| floats::<Flex, 2>(reference::rms_norm::<Flex>(call(x)));
     let epsilon = EPSILON as f32;
-    let y = rms_norm_forward(&x.on, &weight.on, epsilon).map_err(text)?;
+    let y = rms_norm_forward(&x.on, &weight.on, epsilon)?;
     calls.close("y", &y, &norm(&x.values))?;
-    let (sum, y_of_sum) = rms_norm_residual_forward(&x.on, &residual.on, &weight.on, epsilon).map_err(text)?;
+    let (sum, y_of_sum) = rms_norm_residual_forward(&x.on, &residual.on, &weight.on, epsilon)?;
     let added: Vec<f32> = added(&x.values, &residual.values).map(round_bf16).collect();
-    same("x + residual", &calls.device.floats(&sum).map_err(text)?, &added)?;
+    calls.holds("x + residual", &sum, &added)?;
     calls.close("y of x + residual", &y_of_sum, &norm(&added))?;
 
-    let (dx_exact, dweight_exact) = reference::rms_norm_backward::<Flex>(call(&x.values), host(&dy.values));
-    let (dx_exact, dweight_exact) = (floats::<Flex, 2>(dx_exact), floats::<Flex, 1>(dweight_exact));
-    let backward =
-        |d_residual, target| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual, target).map_err(text);
+    let exact = reference::rms_norm_backward::<Flex>(call(&x.values), dy.host(shape));
+    let (dx_exact, dweight_exact) = (floats::<Flex, 2>(exact.0), floats::<Flex, 1>(exact.1));
+    let backward = |d_residual, target| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual, target);
     let (dx, dweight) = backward(None, GradientTarget::New)?;
     calls.close("dx", &dx, &dx_exact)?;
     calls.close("dweight", &dweight, &dweight_exact)?;
@@ -149,10 +125,11 @@ fn rms_norm_launches(mut calls: Calls<'_>, rows: usize, width: usize) -> Outcome
     let (both, total) = backward(Some(&beside.on), GradientTarget::AddTo(&before.on))?;
     let expected: Vec<f32> = added_of(&dx_exact, &beside.values);
     calls.close("dx + its residual", &both, &expected)?;
-    calls.close("dweight added", &total, &added_of(&dweight_exact, &before.values))?;
+    let expected = added_of(&dweight_exact, &before.values);
+    calls.close("dweight added", &total, &expected)?;
+    let [x_on, weight, dy, beside] = [&x.on, &weight.on, &dy.on, &beside.on];
     let (with_y, dweight_too, y_again) =
-        rms_norm_backward_with_output(&x.on, &weight.on, epsilon, &dy.on, &beside.on, GradientTarget::New)
-            .map_err(text)?;
+        rms_norm_backward_with_output(x_on, weight, epsilon, dy, beside, GradientTarget::New)?;
     calls.equal("dx beside y", &with_y, &both)?;
     calls.equal("dweight beside y", &dweight_too, &dweight)?;
     calls.close("y again", &y_again, &norm(&x.values))?;
@@ -160,19 +137,12 @@ fn rms_norm_launches(mut calls: Calls<'_>, rows: usize, width: usize) -> Outcome
 }
 
 fn residual_add_launches(mut calls: Calls<'_>) -> Outcome {
-    let (a, b) = (
-        calls.pitched(77, 2056, DType::BF16)?,
-        calls.pitched(77, 2056, DType::BF16)?,
-    );
-    let sum = residual_add(&a.on, &b.on).map_err(text)?;
+    const SHAPE: [usize; 2] = [77, 2056];
+    let (a, b) = (calls.pitched(SHAPE, DType::BF16)?, calls.pitched(SHAPE, DType::BF16)?);
     let exact: Vec<f32> = added(&a.values, &b.values).map(round_bf16).collect();
-    same("bf16", &calls.device.floats(&sum).map_err(text)?, &exact)?;
-    let (a, b) = (calls.flat(&[77, 2056], DType::F32), calls.flat(&[77, 2056], DType::F32));
-    let sum = residual_add(&a.on, &b.on).map_err(text)?;
-    same(
-        "f32",
-        &calls.device.floats(&sum).map_err(text)?,
-        &added_of(&a.values, &b.values),
-    )?;
+    calls.holds("bf16", &residual_add(&a.on, &b.on)?, &exact)?;
+    let [a, b] = [0, 1].map(|_| calls.flat(&SHAPE, DType::F32));
+    let exact = added_of(&a.values, &b.values);
+    calls.holds("f32", &residual_add(&a.on, &b.on)?, &exact)?;
     Ok(calls.worst)
 }

@@ -2,12 +2,13 @@
 //! are compared with the plain-Burn references.
 use crate::bar::Bar;
 use crate::device::Device;
+use crate::place::float;
+use crate::report::{Wrong, wrong};
 use burn::tensor::DType;
-use sieve_kernels::{CudaTensor, KernelError};
+use burn::tensor::ops::FloatTensor;
+use burn_flex::{Flex, FlexDevice};
+use sieve_kernels::CudaTensor;
 use sieve_testing::Random;
-
-/// Largest error of each call, as a share of what is allowed.
-pub(super) type Outcome = Result<f32, String>;
 
 /// Elements between the end of a row and the next.
 pub(super) const GAP: usize = 24;
@@ -24,6 +25,13 @@ pub(super) struct Input {
     pub(super) values: Vec<f32>,
 }
 
+impl Input {
+    /// The same on the host.
+    pub(super) fn host<const D: usize>(&self, shape: [usize; D]) -> FloatTensor<Flex> {
+        float::<Flex, D>(&self.values, shape, &FlexDevice)
+    }
+}
+
 impl<'a> Calls<'a> {
     pub(super) fn new(device: &'a dyn Device, seed: u64) -> Self {
         let random = Random(seed);
@@ -34,59 +42,67 @@ impl<'a> Calls<'a> {
         }
     }
 
-    pub(super) fn pitched(&mut self, rows: usize, width: usize, dtype: DType) -> Result<Input, String> {
-        self.with_gaps([rows, width], GAP, dtype)
+    /// Rows with gaps between them.
+    pub(super) fn pitched(&mut self, shape: [usize; 2], dtype: DType) -> Result<Input, Wrong> {
+        self.with_gaps(shape, GAP, dtype)
     }
 
     /// Rows with this many NaN between them.
-    pub(super) fn with_gaps(&mut self, [rows, width]: [usize; 2], gap: usize, dtype: DType) -> Result<Input, String> {
+    pub(super) fn with_gaps(&mut self, [rows, width]: [usize; 2], gap: usize, dtype: DType) -> Result<Input, Wrong> {
         let values = self.random.bf16_normals(rows * width);
-        let mut buffer = Vec::with_capacity(rows * (width + gap));
-        for row in values.chunks_exact(width) {
-            buffer.extend(row);
-            buffer.resize(buffer.len() + gap, f32::NAN);
-        }
+        let buffer = gapped(&values, width, width + gap);
         let all = self.device.float(&buffer, &[rows, width + gap], dtype);
-        let on = all
-            .view("check", "x", &[rows, width], &[width + gap, 1])
-            .map_err(text)?;
+        let on = all.view("check", "x", &[rows, width], &[width + gap, 1])?;
         Ok(Input { on, values })
     }
 
     pub(super) fn flat(&mut self, shape: &[usize], dtype: DType) -> Input {
         let values = self.random.bf16_normals(shape.iter().product());
-        Input {
-            on: self.device.float(&values, shape, dtype),
-            values,
-        }
+        let on = self.device.float(&values, shape, dtype);
+        Input { on, values }
     }
 
     /// Within one rounding to bf16, or, in f32, within the noise of a sum.
-    pub(super) fn close(&mut self, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), String> {
-        let share = if got.dtype() == DType::BF16 { 1.0 / 256.0 } else { 2e-5 };
-        let bar = Bar {
-            plain: 0.0,
-            floor: 1e-6,
-            share,
-            norm: false,
+    pub(super) fn close(&mut self, name: &str, got: &CudaTensor, exact: &[f32]) -> Result<(), Wrong> {
+        let share = match got.dtype() {
+            DType::BF16 => 1.0 / 256.0,
+            _ => 2e-5,
         };
-        let got = self.device.floats(got).map_err(text)?;
-        self.worst = self.worst.max(bar.judge(name, &got, exact, exact)?);
+        self.within(Bar::new(0.0, 1e-6, share), name, got, [exact, exact])
+    }
+
+    /// Within a bar, by what a plain computation gives and what is exact.
+    pub(super) fn within(
+        &mut self,
+        bar: Bar,
+        name: &str,
+        got: &CudaTensor,
+        [plain, exact]: [&[f32]; 2],
+    ) -> Result<(), Wrong> {
+        let got = self.device.floats(got)?;
+        self.worst = self.worst.max(bar.judge(name, &got, plain, exact)?);
         Ok(())
     }
 
     /// Equal to the last bit.
-    pub(super) fn equal(&self, what: &str, a: &CudaTensor, b: &CudaTensor) -> Result<(), String> {
-        let (a, b) = (
-            self.device.floats(a).map_err(text)?,
-            self.device.floats(b).map_err(text)?,
-        );
-        same(what, &a, &b)
+    pub(super) fn equal(&self, what: &str, a: &CudaTensor, b: &CudaTensor) -> Result<(), Wrong> {
+        self.holds(what, a, &self.device.floats(b)?)
+    }
+
+    /// These numbers, to the last bit.
+    pub(super) fn holds(&self, what: &str, got: &CudaTensor, all: &[f32]) -> Result<(), Wrong> {
+        same(what, &self.device.floats(got)?, all)
     }
 }
 
-pub(super) fn text(error: KernelError) -> String {
-    error.to_string()
+/// Rows made longer with NaN.
+pub(super) fn gapped(values: &[f32], width: usize, pitch: usize) -> Vec<f32> {
+    let mut buffer = Vec::with_capacity(values.len() / width * pitch);
+    for row in values.chunks_exact(width) {
+        buffer.extend(row);
+        buffer.resize(buffer.len() + pitch - width, f32::NAN);
+    }
+    buffer
 }
 
 pub(super) fn added<'a>(a: &'a [f32], b: &'a [f32]) -> impl Iterator<Item = f32> + 'a {
@@ -97,13 +113,25 @@ pub(super) fn added_of(a: &[f32], b: &[f32]) -> Vec<f32> {
     added(a, b).collect()
 }
 
+/// Sums in f64 with something added to each.
+pub(super) fn plus(sums: &[f64], more: &[f32]) -> Vec<f32> {
+    let pairs = sums.iter().zip(more);
+    pairs.map(|(a, &b)| (a + f64::from(b)) as f32).collect()
+}
+
 /// Equal to the last bit; a NaN equals a NaN.
-pub(super) fn same(what: &str, got: &[f32], expected: &[f32]) -> Result<(), String> {
+pub(super) fn same(what: &str, got: &[f32], expected: &[f32]) -> Result<(), Wrong> {
     let equal = |(a, b): (&f32, &f32)| a == b || (a.is_nan() && b.is_nan());
     let differ = got.iter().zip(expected).position(|pair| !equal(pair));
     match differ {
         None if got.len() == expected.len() => Ok(()),
-        None => Err(format!("{what}: {} numbers, expected {}", got.len(), expected.len())),
-        Some(at) => Err(format!("{what}: number {at} is {}, expected {}", got[at], expected[at])),
+        None => {
+            let (got, expected) = (got.len(), expected.len());
+            wrong(format!("{what}: {got} numbers, expected {expected}"))
+        }
+        Some(at) => {
+            let (got, expected) = (got[at], expected[at]);
+            wrong(format!("{what}: number {at} is {got}, expected {expected}"))
+        }
     }
 }

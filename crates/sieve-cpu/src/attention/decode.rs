@@ -146,7 +146,8 @@ fn attend_group_simd<S: Simd>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::attention::{AttentionShape, Documents, Mask, reference};
+    use crate::attention::{AttentionShape, Documents, Mask};
+    use crate::reference::{AttentionCall, Rounding};
     use crate::simd::tests::on_every_arch;
     use sieve_testing::{Random, assert_close_relative, whole_rows};
 
@@ -184,6 +185,7 @@ mod tests {
             for d in [1, 16, 23, 64] {
                 let mut random = Random(d as u64);
                 let qkv = random.vector(LEN * (HEADS + 2 * KV_HEADS) * d);
+                let d_o = vec![0.0; LEN * HEADS * d];
                 let delta = random.vector(KV_HEADS * LEN);
                 let expire = vec![LEN as i32; KV_HEADS * LEN];
                 let (start, end) = whole_rows(1, LEN);
@@ -211,7 +213,7 @@ mod tests {
                     ),
                 ];
                 for (delta, mask) in masks {
-                    let full = reference::forward(shape, &qkv, documents, mask);
+                    let full = AttentionCall::packed(shape, &qkv, documents, mask, &d_o).run(Rounding::None);
                     let mut o = vec![f32::NAN; HEADS * d];
                     let delta = delta.map(Vec::as_slice);
                     attention_decode(&decode_shape(d, &[LEN], LEN), &q, &k, &v, delta, &mut o);

@@ -2,7 +2,7 @@
 
 use super::{NsaBlocks, documents_of};
 use crate::attention::{AttentionShape, Documents};
-use crate::reference::{Attended, attend, dot};
+use crate::reference::{Attended, Key, Rounding, attend};
 
 /// A packed tensor in f64 with its sizes.
 #[derive(Clone, Copy)]
@@ -35,6 +35,34 @@ pub(crate) struct Output {
     pub(crate) importance: Vec<Vec<f64>>,
 }
 
+impl Output {
+    fn zeros(shape: AttentionShape) -> Self {
+        let rows = shape.batch * shape.seq_len * shape.num_heads;
+        Self {
+            o: vec![0.0; rows * shape.head_dim],
+            lse: vec![0.0; rows],
+            importance: Vec::new(),
+        }
+    }
+
+    /// Attention of one query, written where it belongs; its probabilities.
+    fn attend<'a>(
+        &mut self,
+        shape: AttentionShape,
+        q: &[f64],
+        keys: impl Iterator<Item = (&'a [f64], &'a [f64])>,
+        [row, token, head]: [usize; 3],
+    ) -> Vec<f64> {
+        let keys: Vec<_> = keys.map(|(k, v)| Key { k, v, bias: 0.0 }).collect();
+        let at = (row * shape.seq_len + token) * shape.num_heads + head;
+        let o = &mut self.o[at * shape.head_dim..][..shape.head_dim];
+        let scale = f64::from(shape.softmax_scale);
+        let Attended { lse, p } = attend(q, &keys, scale, Rounding::None, o);
+        self.lse[(row * shape.num_heads + head) * shape.seq_len + token] = lse;
+        p
+    }
+}
+
 /// Calls `visit(row, document, token)` for every token.
 pub(crate) fn for_each_token(
     shape: AttentionShape,
@@ -62,11 +90,7 @@ pub(crate) fn compressed(
     let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
     let slots = n.div_ceil(s);
     let (k, v) = compressed.split_at(compressed.len() / 2);
-    let mut out = Output {
-        o: vec![0.0; shape.batch * n * shape.num_heads * d],
-        lse: vec![0.0; shape.batch * shape.num_heads * n],
-        importance: Vec::new(),
-    };
+    let mut out = Output::zeros(shape);
     for_each_token(shape, documents, |row, document, token| {
         let t = token - document.start;
         let seen = (0..).take_while(|c| c * s + l - 1 <= t).count();
@@ -75,18 +99,12 @@ pub(crate) fn compressed(
             let mut p_sum = vec![0.0; seen];
             for head in kv_head * m..(kv_head + 1) * m {
                 let q = packed.head(row, token, head);
-                let pairs: Vec<(f64, &[f64])> = (0..seen)
-                    .map(|c| {
-                        let slot = row * slots + document.start.div_ceil(s) + c;
-                        let at = (slot * shape.num_kv_heads + kv_head) * d;
-                        let scale = f64::from(shape.softmax_scale);
-                        (scale * dot(q, &k[at..at + d]), &v[at..at + d])
-                    })
-                    .collect();
-                let Attended { o, lse, p } = attend(&pairs, d);
-                let at = ((row * n + token) * shape.num_heads + head) * d;
-                out.o[at..at + d].copy_from_slice(&o);
-                out.lse[(row * shape.num_heads + head) * n + token] = lse;
+                let keys = (0..seen).map(|c| {
+                    let slot = row * slots + document.start.div_ceil(s) + c;
+                    let at = (slot * shape.num_kv_heads + kv_head) * d;
+                    (&k[at..at + d], &v[at..at + d])
+                });
+                let p = out.attend(shape, q, keys, [row, token, head]);
                 for (sum, p) in p_sum.iter_mut().zip(p) {
                     *sum += p;
                 }
@@ -117,38 +135,22 @@ pub(crate) fn selected(
     block_indices: &[i32],
 ) -> Output {
     let shape = packed.shape;
-    let (n, d, m, k) = (
-        shape.seq_len,
-        shape.head_dim,
-        shape.group_size(),
-        blocks.num_selected_blocks,
-    );
-    let mut out = Output {
-        o: vec![0.0; shape.batch * n * shape.num_heads * d],
-        lse: vec![0.0; shape.batch * shape.num_heads * n],
-        importance: Vec::new(),
-    };
+    let (n, m, k) = (shape.seq_len, shape.group_size(), blocks.num_selected_blocks);
+    let mut out = Output::zeros(shape);
     for_each_token(shape, documents, |row, document, token| {
         for head in 0..shape.num_heads {
             let kv_head = head / m;
             let at = ((row * n + token) * shape.num_kv_heads + kv_head) * k;
             let chosen = &block_indices[at..at + k];
             let q = packed.head(row, token, head);
-            let pairs: Vec<(f64, &[f64])> = (document.start..=token)
-                .filter(|j| {
-                    let block = (j - document.start) / blocks.select_block_size;
-                    chosen.contains(&(block as i32))
-                })
-                .map(|j| {
-                    let scale = f64::from(shape.softmax_scale);
-                    let x = scale * dot(q, packed.k(row, j, kv_head));
-                    (x, packed.v(row, j, kv_head))
-                })
-                .collect();
-            let Attended { o, lse, .. } = attend(&pairs, d);
-            let at = ((row * n + token) * shape.num_heads + head) * d;
-            out.o[at..at + d].copy_from_slice(&o);
-            out.lse[(row * shape.num_heads + head) * n + token] = lse;
+            let is_chosen = |j: &usize| {
+                let block = (j - document.start) / blocks.select_block_size;
+                chosen.contains(&(block as i32))
+            };
+            let keys = (document.start..=token)
+                .filter(is_chosen)
+                .map(|j| (packed.k(row, j, kv_head), packed.v(row, j, kv_head)));
+            out.attend(shape, q, keys, [row, token, head]);
         }
     });
     out
