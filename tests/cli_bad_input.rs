@@ -213,17 +213,22 @@ fn a_prompt_must_fit_the_context() {
     let tiny = TinyRun::dma();
     tiny.trained("run", "--set training.steps=4");
     let long = "the cat sees the river. ".repeat(40);
-    let generate = |prompt: &str, more: &[&str]| {
-        let args = ["generate", "--checkpoint", "run", "--device", "cpu", "--prompt", prompt];
-        let mut command = tiny.sieve_args(&args);
-        command.args(more);
+    let generate = |prompt: &str, more: &str| {
+        let args = format!("generate --checkpoint run --device cpu {more} --prompt");
+        let mut command = tiny.sieve(&args);
+        command.arg(prompt);
         command
     };
-    tiny.refuse(&mut generate(&long, &[]), "64 | prompt");
-    tiny.refuse(&mut generate("the cat", &["--max-new-tokens", "1000"]), "64");
-    tiny.refuse(&mut generate("the cat", &["--temperature=-1"]), "temperature");
-    tiny.refuse(&mut generate("the cat", &["--top-p", "0"]), "top");
-    let nowhere = ["generate", "--checkpoint", "corpus", "--prompt", "x"];
-    tiny.refuse(&mut tiny.sieve_args(&nowhere), "corpus | no checkpoint");
-    succeed(&mut generate("the cat", &["--max-new-tokens", "4"]));
+    tiny.refuse(&mut generate(&long, ""), "64 | prompt");
+    let refusals = [
+        ("--max-new-tokens 1000", "64"),
+        ("--temperature=-1", "temperature"),
+        ("--top-p 0", "top"),
+    ];
+    for (more, words) in refusals {
+        tiny.refuse(&mut generate("the cat", more), words);
+    }
+    let nowhere = "generate --checkpoint corpus --prompt x";
+    tiny.refuses(nowhere, "corpus | no checkpoint");
+    succeed(&mut generate("the cat", "--max-new-tokens 4"));
 }

@@ -64,15 +64,15 @@ pub(crate) fn shards(folder: &Path) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-const PREPARE: [&str; 5] = ["data", "prepare", "--recipe", "tiny.toml", "--data-dir"];
+const PREPARE: &str = "data prepare --recipe tiny.toml --data-dir";
 
 #[test]
 fn prepared_ahead_is_found_by_the_run() {
     let tiny = TinyRun::dma();
-    let first = succeed(tiny.sieve_args(&PREPARE).arg("shards"));
+    let first = succeed(tiny.sieve(PREPARE).arg("shards"));
     assert!(first.contains("wrote shards") && first.contains("train:") && first.contains("validation:"));
     let before = shards(&tiny.path("shards"));
-    let again = succeed(tiny.sieve_args(&PREPARE).arg("shards"));
+    let again = succeed(tiny.sieve(PREPARE).arg("shards"));
     assert!(again.contains("found shards"), "{again}");
     let cache = "--set data.cache_dir=shards --set training.steps=4";
     let run = succeed(&mut tiny.train("run", cache));
@@ -96,10 +96,7 @@ fn files_of_a_folder_that_are_passed_over_are_counted() {
     let words = "60 files read, 4 passed over: .png, no ending, .bin";
     let run = succeed(&mut tiny.train("run", folder));
     assert!(run.contains(&format!("data: {words}\n")), "{run}");
-    let prepared = succeed(
-        tiny.sieve_args(&PREPARE)
-            .args(["shards", "--set", "data.paths=[\"corpus\"]"]),
-    );
+    let prepared = succeed(tiny.sieve(PREPARE).args(["shards", "--set", "data.paths=[\"corpus\"]"]));
     assert!(prepared.contains(words), "{prepared}");
 }
 
@@ -132,11 +129,11 @@ fn killed_at_any_moment_and_asked_again_it_writes_the_same_shards() {
         let text: String = (0..40).map(|n| format!("{copy} {n} {text}")).collect();
         tiny.write(&format!("corpus/more{copy}.txt"), text);
     }
-    succeed(tiny.sieve_args(&PREPARE).arg("whole"));
+    succeed(tiny.sieve(PREPARE).arg("whole"));
     let whole = shards(&tiny.path("whole"));
     let mut num_killed = 0;
     for wait_ms in [5, 20, 40, 70, 100, 140, 200, 300, 450] {
-        let mut child = tiny.sieve_args(&PREPARE);
+        let mut child = tiny.sieve(PREPARE);
         let child = child.arg("killed").stdout(std::process::Stdio::null());
         let mut child = child.spawn().expect("the program starts");
         std::thread::sleep(Duration::from_millis(wait_ms));
@@ -145,7 +142,7 @@ fn killed_at_any_moment_and_asked_again_it_writes_the_same_shards() {
         child.wait().expect("ended");
     }
     assert!(num_killed > 0);
-    succeed(tiny.sieve_args(&PREPARE).arg("killed"));
+    succeed(tiny.sieve(PREPARE).arg("killed"));
     let mut killed = shards(&tiny.path("killed"));
     let mut whole = whole;
     for files in [&mut killed, &mut whole] {
@@ -160,7 +157,7 @@ fn parquet_and_packed_lines_give_the_documents_of_the_files() {
     let tiny = TinyRun::dma();
     formats(&tiny);
     let prepare = |name: &str, sets: &[&str]| {
-        let mut command = tiny.sieve_args(&PREPARE);
+        let mut command = tiny.sieve(PREPARE);
         command.arg(name).args(["--set", "tokenizer.path=t.json"]);
         for set in sets {
             command.args(["--set", set]);
@@ -253,16 +250,8 @@ fn a_run_on_mqar_needs_no_files_and_resumes_exactly() {
     let prepare = format!("data prepare --recipe tiny.toml {MQAR}");
     tiny.refuses(&prepare, "mqar | nothing to prepare");
     // Continuing a line of numbers.
-    let prompt = [
-        "generate",
-        "--checkpoint",
-        "whole/checkpoint/step-40",
-        "--prompt",
-        "5 40 5",
-        "--max-new-tokens",
-        "2",
-    ];
-    succeed(&mut tiny.sieve_args(&prompt));
+    let mut generate = tiny.sieve("generate --checkpoint whole/checkpoint/step-40");
+    succeed(generate.args(["--prompt", "5 40 5", "--max-new-tokens", "2"]));
 }
 
 #[test]
@@ -289,7 +278,7 @@ fn bad_data_is_told_and_changes_nothing() {
         data.format=parquet | data.paths=["hf://datasets/me"] => hf://datasets/me | OWNER/NAME
     "#,
     ) {
-        let mut command = tiny.sieve_args(&PREPARE);
+        let mut command = tiny.sieve(PREPARE);
         command.arg("new").env("HF_ENDPOINT", "http://127.0.0.1:1");
         for set in &parts(sets) {
             command.args(["--set", set]);
@@ -298,7 +287,7 @@ fn bad_data_is_told_and_changes_nothing() {
         assert!(!tiny.path("new/meta.json").exists());
     }
     // Shards of another tokenizer, or of other text, stay.
-    succeed(tiny.sieve_args(&PREPARE).arg("shards"));
+    succeed(tiny.sieve(PREPARE).arg("shards"));
     let before = shards(&tiny.path("shards"));
     let train = "tokenizer train --data corpus --vocab-size 280 --out other.json";
     tiny.prints(train);
@@ -309,13 +298,13 @@ fn bad_data_is_told_and_changes_nothing() {
         data.validation_fraction=0.2 => shards | the validation documents changed
     "#,
     ) {
-        refused(tiny.sieve_args(&PREPARE).args(["shards", "--set", set]), words);
+        refused(tiny.sieve(PREPARE).args(["shards", "--set", set]), words);
         let run = format!("--set data.cache_dir=shards --set {set}");
         refused(&mut tiny.train("run", &run), words);
         assert_eq!(shards(&tiny.path("shards")), before, "{set}");
     }
     let replaced = ["shards", "--replace", "--set", "tokenizer.path=other.json"];
-    succeed(tiny.sieve_args(&PREPARE).args(replaced));
+    succeed(tiny.sieve(PREPARE).args(replaced));
     assert_ne!(shards(&tiny.path("shards"))["train.bin"], before["train.bin"]);
 }
 

@@ -33,6 +33,8 @@ mod train_guard;
 mod train_guard_runs;
 mod train_ranks;
 mod train_ranks_faults;
+mod train_ranks_killed;
+mod train_ranks_late;
 mod train_row_parts;
 mod train_run;
 mod train_stages;

@@ -61,19 +61,9 @@ fn selectors_run_on_a_dense_checkpoint() {
             (loss(&report) - loss(&dense)).abs() > 1e-7,
             "{selector} changed nothing: {report}"
         );
-        let text = succeed(&mut tiny.sieve_args(&[
-            "generate",
-            "--checkpoint",
-            &run,
-            "--prompt",
-            "the fox sees a dog and",
-            "--max-new-tokens",
-            "6",
-            "--device",
-            "cpu",
-            "--selector",
-            selector,
-        ]));
+        let generate = format!("generate --checkpoint {run} --max-new-tokens 6 --device cpu");
+        let mut generate = tiny.sieve(&format!("{generate} --selector {selector}"));
+        let text = succeed(generate.args(["--prompt", "the fox sees a dog and"]));
         assert!(text.starts_with("the fox sees a dog and"), "{text}");
     }
     let text = tiny.prints(&format!(
@@ -212,27 +202,13 @@ fn selectors_read_prompts_in_chunks_as_they_read_them_whole() {
         );
     }
     let generate = |more: &str| {
-        succeed(
-            &mut tiny.sieve_args(
-                &[
-                    &[
-                        "generate",
-                        // No times, which differ.
-                        "--quiet",
-                        "--checkpoint",
-                        &run,
-                        "--device",
-                        "cpu",
-                        "--temperature",
-                        "0",
-                    ][..],
-                    &["--prompt", "the fox sees a dog and the dog sees the fox again"],
-                    &["--max-new-tokens", "8", "--selector", SELECTORS[1]],
-                    &more.split_whitespace().collect::<Vec<_>>(),
-                ]
-                .concat(),
-            ),
-        )
+        // No times, which differ.
+        let mut command = tiny.sieve(&format!(
+            "generate --quiet --checkpoint {run} --device cpu --temperature 0 --max-new-tokens 8 --selector {} {more}",
+            SELECTORS[1]
+        ));
+        let prompt = "the fox sees a dog and the dog sees the fox again";
+        succeed(command.args(["--prompt", prompt]))
     };
     assert_eq!(generate("--chunk 8"), generate(""));
     let table = json(&tiny.prints(&format!(
@@ -344,16 +320,20 @@ fn selectors_come_from_a_grid() {
     let text = tiny.prints(&format!("{command} --scores scores.svg"));
     assert!(text.contains("wrote scores.svg") && text.contains("left out: momo: k_exact=2"));
     let picture = tiny.read("scores.svg");
-    for name in [
-        "dense\n<",
-        "meanpool:block=4,min_prefill_tokens=0 (tau)\n<",
-        "meanpool:block=8,min_prefill_tokens=0 (tau)\n<",
-        "momo:k_exact=2,min_prefill_tokens=0 (k)\n<",
+    // A panel a curve, against density and against time.
+    for (name, panels) in [
+        ("meanpool:block=4,min_prefill_tokens=0\n<", 2),
+        ("meanpool:block=8,min_prefill_tokens=0\n<", 2),
+        ("tau 0.3, 0.85\n<", 2),
+        ("momo:k_exact=2,min_prefill_tokens=0\n<", 2),
+        ("k 9\n<", 2),
     ] {
-        assert_eq!(picture.matches(name).count(), 1, "{name}: {picture}");
+        let found = picture.matches(name).count();
+        assert!(found >= panels, "{name}: {found}, {picture}");
     }
-    // Dense and seven rows in two plots, and six curves in the legend.
-    assert_eq!(picture.matches("<polygon").count(), 2 * 8 + 6, "{picture}");
+    // Seven rows on five curves; each panel has the points of all behind its own.
+    let circles = |radius: u32| picture.matches(&format!("r=\"{radius}\"")).count();
+    assert_eq!((circles(2), circles(4)), (2 * 5 * 7, 2 * 7), "{picture}");
 }
 
 /// Models of other kinds, trained on the same text, in the table of a dense one.

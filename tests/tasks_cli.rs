@@ -200,20 +200,8 @@ fn tasks_under_a_selector_are_one_call_a_prompt() {
 fn tasks_of_ones_own_generate_and_match() {
     let tiny = random_run();
     let generated = |prompt: &str| {
-        let arguments = [
-            "generate",
-            "--checkpoint",
-            "run",
-            "--device",
-            "cpu",
-            "--temperature",
-            "0",
-            "--max-new-tokens",
-            "5",
-            "--prompt",
-            prompt,
-        ];
-        let text = succeed(&mut tiny.sieve_args(&arguments));
+        let of_run = "generate --checkpoint run --device cpu --temperature 0 --max-new-tokens 5";
+        let text = succeed(tiny.sieve(of_run).args(["--prompt", prompt]));
         let line = text.lines().find_map(|line| line.strip_prefix(prompt));
         line.expect("the prompt comes first").trim().to_owned()
     };

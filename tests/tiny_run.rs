@@ -17,14 +17,19 @@ pub(crate) const INTERVAL: u64 = 4;
 
 /// A folder with `corpus/`, `tiny.toml` and the runs made in it.
 pub(crate) struct TinyRun {
-    dir: TempDir,
+    dir: PathBuf,
+    /// Deletes it.
+    _owned: Option<TempDir>,
 }
 
 impl TinyRun {
     /// A recipe with the given `[attention]` lines.
     pub(crate) fn new(attention: &str) -> Self {
         let dir = tempfile::tempdir().expect("a temporary folder");
-        let this = Self { dir };
+        let this = Self {
+            dir: dir.path().to_owned(),
+            _owned: Some(dir),
+        };
         fs::create_dir(this.path("corpus")).expect("the folder is new");
         for (name, text) in corpus() {
             fs::write(this.path("corpus").join(name), text).expect("the folder is writable");
@@ -38,9 +43,14 @@ impl TinyRun {
         Self::new("kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5")
     }
 
+    /// The folder that another process has made.
+    pub(crate) fn of_another(dir: PathBuf) -> Self {
+        Self { dir, _owned: None }
+    }
+
     /// A path below the folder.
     pub(crate) fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
+        self.dir.join(name)
     }
 
     /// The text of a file below the folder.
@@ -72,15 +82,10 @@ impl TinyRun {
 
     /// The program with the words of `args`, run from the folder.
     pub(crate) fn sieve(&self, args: &str) -> Command {
-        self.sieve_args(&args.split_whitespace().collect::<Vec<_>>())
-    }
-
-    /// The program with arguments that hold spaces.
-    pub(crate) fn sieve_args(&self, args: &[&str]) -> Command {
         let mut command = Command::new(program());
         command
-            .args(args)
-            .current_dir(self.dir.path())
+            .args(args.split_whitespace())
+            .current_dir(&self.dir)
             // Resuming is bit-exact for the same number of threads, and tests share their cores with others.
             .env("RAYON_NUM_THREADS", "2")
             .stdin(Stdio::null());
@@ -282,11 +287,11 @@ pub(crate) fn signal(child: &Child, name: &str) {
     assert!(sent.success(), "kill -s {name}");
 }
 
-/// Waits until `happened`, for a minute at most.
+/// Waits until `happened`, for five minutes at most: a machine may have much else to do.
 pub(crate) fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
     let started = Instant::now();
     while !happened() {
-        assert!(started.elapsed() < Duration::from_secs(60), "{what}");
+        assert!(started.elapsed() < Duration::from_secs(300), "{what}");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

@@ -8,14 +8,17 @@ use sieve_data::OnChange;
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
-    DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, SkippedStep, Start,
-    TrainError, TrainEvent, TrainSummary, Trainer,
+    Collectives, DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, SkippedStep,
+    Start, TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-type B = Autodiff<Flex>;
+pub(crate) type B = Autodiff<Flex>;
+
+/// How the tensors of a rank travel.
+pub(crate) type Transport = fn(Arc<Mesh>) -> Box<dyn Collectives<B>>;
 
 /// What a run of the trainer came to.
 pub(crate) struct Outcome {
@@ -46,13 +49,13 @@ pub(crate) fn disturbed(run: &TinyRun, out: &str, overrides: &[&str], disturbanc
     disturbed_rank(run, out, overrides, disturbance, None)
 }
 
-/// The same, as one of several ranks.
+/// The same, as one of several ranks with a transport each; goes on with the run that `out` holds.
 pub(crate) fn disturbed_rank(
     run: &TinyRun,
     out: &str,
     overrides: &[&str],
     disturbance: Disturbance,
-    mesh: Option<Arc<Mesh>>,
+    group: Option<(Arc<Mesh>, Transport)>,
 ) -> Outcome {
     let text = run.read("tiny.toml");
     let text = text.replace("corpus/*.txt", &run.path("corpus/*.txt").display().to_string());
@@ -65,20 +68,25 @@ pub(crate) fn disturbed_rank(
     data.prepare_stages(&recipe, (&place.0, place.1), None, &|_| None, &mut |_| {})
         .expect("prepared");
     let name = &recipe.checkpoint.folder;
-    let mut folder = match &mesh {
-        Some(mesh) if mesh.world().rank > 0 => RunFolder::of_group(&run.path(out), name),
-        _ => RunFolder::open(&run.path(out), name, &Start::New).expect("free"),
+    let start = match RunFolder::holds_run(&run.path(out)) {
+        true => Start::Resume,
+        false => Start::New,
     };
-    folder.claim(&Start::New).expect("free");
+    let mut folder = match &group {
+        Some((mesh, _)) if mesh.world().rank > 0 => RunFolder::of_group(&run.path(out), name),
+        _ => RunFolder::open(&run.path(out), name, &start).expect("free"),
+    };
+    let origin = Origin::find(&folder, &start, &recipe).expect("of the same recipe");
+    folder.claim(&start).expect("free");
     let hardware = Hardware::<B> {
         device: FlexDevice,
         precision: Precision::F32,
         peak_flops: None,
         memory: MemoryProbe::Process,
     };
-    let is_alone = mesh.is_none();
-    let group = mesh.map(Group::on_host);
-    let trainer = Trainer::new(recipe, data, folder, Origin::seed(), hardware, group);
+    let is_alone = group.is_none();
+    let group = group.map(|(mesh, transport)| Group::new(mesh.clone(), transport(mesh)));
+    let trainer = Trainer::new(recipe, data, folder, origin, hardware, group);
     let mut trainer = trainer.expect("it fits");
     trainer.disturb(disturbance);
     let (mut skipped, mut notices) = (Vec::new(), Vec::new());

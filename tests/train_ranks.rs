@@ -1,10 +1,9 @@
 //! Several processes train what one would: the same rows, steps and weights.
 use crate::tiny_run::{STEPS, TinyRun, signal, succeed, text, wait_until};
-use crate::train_guard::{Outcome, disturbed_rank};
-use sieve_comm::{Mesh, Patience, World};
-use sieve_train::Disturbance;
+use crate::train_guard::{Outcome, Transport, disturbed_rank};
+use sieve_comm::{HeldPort, Mesh, Patience, World};
+use sieve_train::{Disturbance, OnHost};
 use std::io::{BufRead, BufReader};
-use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -88,8 +87,11 @@ pub(crate) fn assert_near(found: &serde_json::Value, expected: &serde_json::Valu
     }
 }
 
+/// No order of sums is that of one process for every number of ranks: squares of the norm are added up piece by piece,
+/// and a tied embedding's two shares before those of another rank. For six steps that is one unit in the last place of
+/// loss and norm. Then the runs go apart: measured were 3e-5 of the norm and 7e-7 of the loss at most in step 10.
 #[test]
-fn a_tied_embedding_and_four_processes_differ_in_the_last_bits_alone() {
+fn a_tied_embedding_and_clipping_differ_in_the_last_bits_alone() {
     let tiny = TinyRun::dma();
     let rows = "--set training.local_batch_size=2 --set training.steps=10";
     tiny.trained("one", rows);
@@ -100,7 +102,9 @@ fn a_tied_embedding_and_four_processes_differ_in_the_last_bits_alone() {
         let (found, expected) = (tiny.metrics(&out, "step"), tiny.metrics("one", "step"));
         assert_eq!(found.len(), 10);
         for (step, line) in expected {
-            assert_near(&found[&step], &line, &["loss", "grad_norm"], 1e-5);
+            assert_near(&found[&step], &line, &["loss"], 1e-6);
+            let most = if step <= 6 { 1e-6 } else { 1e-5 };
+            assert_near(&found[&step], &line, &["grad_norm"], most);
             assert_eq!(found[&step]["tokens_seen"], line["tokens_seen"]);
         }
     }
@@ -125,7 +129,7 @@ fn a_run_goes_on_with_two_processes_then_one_then_two() {
 }
 
 #[test]
-fn four_processes_end_with_the_bits_of_one_and_their_run_goes_on_with_two_one_and_four() {
+fn four_processes_end_with_the_bits_of_one_and_their_run_goes_on_with_four_two_and_one() {
     let tiny = TinyRun::dma();
     let all =
         format!("{UNTIED} --set checkpoint.keep_latest_k=0 --set training.local_batch_size=2 --set training.steps=16");
@@ -137,6 +141,8 @@ fn four_processes_end_with_the_bits_of_one_and_their_run_goes_on_with_two_one_an
     succeed(&mut tiny.launch(2, "b", &from("a", 4)));
     succeed(&mut tiny.train("c", &from("b", 8)));
     succeed(&mut tiny.launch(4, "d", &from("c", 12)));
+    succeed(&mut tiny.launch(4, "e", &from("a", 8)));
+    tiny.assert_same_at("e", "one", 16);
     // What was loaded is written before the first step: the same weights and moments, whoever holds them.
     tiny.assert_same_at("b", "one", 4);
     tiny.assert_same_at("b", "c", 8);
@@ -174,18 +180,27 @@ fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
     assert!(tiny.path(&format!("run/checkpoint/step-{steps}")).is_dir());
 }
 
-/// Trains in two threads that are two ranks, with another disturbance and patience each. Sets `ended` when one ends.
-fn two_ranks(
-    overrides: &[&str],
-    disturbances: [Disturbance; 2],
-    patience: [Patience; 2],
-    ended: &AtomicBool,
-) -> [Outcome; 2] {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = listener.local_addr().expect("an address").port();
-    drop(listener);
-    let tiny = TinyRun::dma();
-    let outcome = |rank: usize| {
+/// The tiny recipe, trained into `out` by two ranks that are threads or processes of these tests.
+#[derive(Clone, Copy)]
+pub(crate) struct Pair<'a> {
+    pub(crate) tiny: &'a TinyRun,
+    pub(crate) out: &'a str,
+    pub(crate) overrides: &'a [&'a str],
+    pub(crate) transport: Transport,
+}
+
+impl<'a> Pair<'a> {
+    pub(crate) fn new(tiny: &'a TinyRun, out: &'a str, overrides: &'a [&'a str]) -> Self {
+        Self {
+            tiny,
+            out,
+            overrides,
+            transport: |mesh| Box::new(OnHost(mesh)),
+        }
+    }
+
+    /// Connects a rank with the other one.
+    pub(crate) fn join(rank: usize, port: u16, patience: Patience) -> Arc<Mesh> {
         let world = World {
             rank,
             size: 2,
@@ -195,18 +210,46 @@ fn two_ranks(
             master_port: port,
             run_id: "guard".to_owned(),
         };
-        let mesh = Mesh::join(world, "1", patience[rank], |_| {}).expect("two ranks");
-        let mesh = Arc::new(mesh);
-        let outcome = disturbed_rank(&tiny, "run", overrides, disturbances[rank], Some(mesh.clone()));
-        ended.store(true, Ordering::Release);
-        mesh.leave();
-        outcome
-    };
-    std::thread::scope(|scope| {
-        let second = scope.spawn(|| outcome(1));
-        let first = outcome(0);
-        [first, second.join().expect("no panic")]
-    })
+        Arc::new(Mesh::join(world, "1", patience, |_| {}).expect("two ranks"))
+    }
+
+    /// Trains as one rank.
+    pub(crate) fn train(&self, mesh: Arc<Mesh>, disturbance: Disturbance) -> Outcome {
+        let group = Some((mesh, self.transport));
+        disturbed_rank(self.tiny, self.out, self.overrides, disturbance, group)
+    }
+
+    /// Trains in two threads, with another disturbance and patience each. Sets `ended` when one ends.
+    pub(crate) fn run(
+        &self,
+        disturbances: [Disturbance; 2],
+        patience: [Patience; 2],
+        ended: &AtomicBool,
+    ) -> [Outcome; 2] {
+        let port = HeldPort::take().expect("a port");
+        let outcome = |rank: usize| {
+            let mesh = Self::join(rank, port.number(), patience[rank]);
+            let outcome = self.train(mesh.clone(), disturbances[rank]);
+            ended.store(true, Ordering::Release);
+            mesh.leave();
+            outcome
+        };
+        std::thread::scope(|scope| {
+            let second = scope.spawn(|| outcome(1));
+            let first = outcome(0);
+            [first, second.join().expect("no panic")]
+        })
+    }
+}
+
+/// Trains in two threads, in a folder of their own.
+fn two_ranks(
+    overrides: &[&str],
+    disturbances: [Disturbance; 2],
+    patience: [Patience; 2],
+    ended: &AtomicBool,
+) -> [Outcome; 2] {
+    Pair::new(&TinyRun::dma(), "run", overrides).run(disturbances, patience, ended)
 }
 
 #[test]

@@ -2,7 +2,9 @@
 use crate::resume_kill::{moment, seeded};
 use crate::tiny_run::{STEPS, TinyRun, refused, signal, succeed, text, wait_until};
 use crate::train_ranks::{UNTIED, started};
+use sieve_comm::HeldPort;
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::net::TcpListener;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -11,19 +13,24 @@ use std::time::{Duration, Instant};
 /// More steps than anybody waits for.
 const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=1000000";
 
-/// The process of each rank that a launcher has started.
-fn ranks_of(launcher: &Child) -> Vec<u32> {
-    let id = launcher.id();
+/// The processes that a process has started.
+fn children_of(id: u32) -> Vec<u32> {
     let children = fs::read_to_string(format!("/proc/{id}/task/{id}/children")).expect("Linux");
+    let children = children.split_whitespace();
+    children.map(|id| id.parse().expect("a number")).collect()
+}
+
+/// The process of each rank that a launcher has started.
+fn ranks_of(launcher: u32) -> Vec<u32> {
     // One that has just ended has no environment any more.
-    let mut found = children
-        .split_whitespace()
+    let mut found = children_of(launcher)
+        .into_iter()
         .filter_map(|id| {
             let environment = fs::read(format!("/proc/{id}/environ")).ok()?;
             let environment = String::from_utf8_lossy(&environment).into_owned();
             let mut variables = environment.split('\0');
             let rank = variables.find_map(|variable| variable.strip_prefix("RANK="))?;
-            Some((rank.parse().ok()?, id.parse().ok()?))
+            Some((rank.parse().ok()?, id))
         })
         .collect::<Vec<(usize, u32)>>();
     found.sort_unstable();
@@ -36,9 +43,9 @@ fn is_there(id: u32) -> bool {
     line.is_ok_and(|line| !line.is_empty())
 }
 
-fn kill(id: u32) {
-    let killed = Command::new("kill").args(["-s", "KILL", &id.to_string()]).status();
-    assert!(killed.expect("kill starts").success());
+fn send(signal: &str, id: u32) {
+    let sent = Command::new("kill").args(["-s", signal, &id.to_string()]).status();
+    assert!(sent.expect("kill starts").success());
 }
 
 #[test]
@@ -47,9 +54,9 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
     for rank in [0, 1] {
         let out = format!("killed-{rank}");
         let child = started(&mut tiny.launch(2, &out, LONG), 3);
-        let ranks = ranks_of(&child);
+        let ranks = ranks_of(child.id());
         let since = Instant::now();
-        kill(ranks[rank]);
+        send("KILL", ranks[rank]);
         let output = child.wait_with_output().expect("it ends");
         assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
         assert_eq!(output.status.code(), Some(75), "{}", text(&output));
@@ -82,10 +89,10 @@ fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
             let (since, moment) = (Instant::now(), moment(&mut random, whole));
             let mut child = command.spawn().expect("the program starts");
             let mut lost = None;
-            while kills < 10 && lost.is_none() && child.try_wait().expect("a child").is_none() {
+            while kills < 6 && lost.is_none() && child.try_wait().expect("a child").is_none() {
                 std::thread::sleep(Duration::from_micros(500));
                 if since.elapsed() >= moment {
-                    lost = ranks_of(&child).get(kills % 2).copied();
+                    lost = ranks_of(child.id()).get(kills % 2).copied();
                 }
             }
             if let Some(id) = lost {
@@ -105,7 +112,7 @@ fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
         assert!(steps.into_iter().eq(1..=STEPS), "{out}");
         let left = fs::read_dir(tiny.path(&out).join("checkpoint")).expect("checkpoint");
         assert_eq!(left.count(), 3, "something half written was left");
-        if kills == 10 {
+        if kills == 6 {
             break;
         }
     }
@@ -115,18 +122,18 @@ fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
 fn without_a_launcher_a_lost_rank_is_named_by_another() {
     let tiny = TinyRun::dma();
     for lost in [0, 1] {
-        let port = free_port();
+        let port = held_port();
         let out = format!("lost-{lost}");
         let rank = |rank: usize| {
             let mut command = tiny.train(&out, LONG);
-            torchrun(&mut command, rank, 2, port);
+            torchrun(&mut command, rank, 2, &port);
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
             command
         };
         let second = rank(1).spawn().expect("the program starts");
         let first = started(&mut rank(0), 3);
         let (lost_child, left) = if lost == 0 { (first, second) } else { (second, first) };
-        kill(lost_child.id());
+        send("KILL", lost_child.id());
         let output = left.wait_with_output().expect("it ends");
         lost_child.wait_with_output().expect("it ended");
         assert_eq!(output.status.code(), Some(75), "{}", text(&output));
@@ -143,7 +150,7 @@ fn without_a_launcher_a_lost_rank_is_named_by_another() {
 fn the_processes_of_a_launcher_that_is_killed_stop_with_a_checkpoint() {
     let tiny = TinyRun::dma();
     let mut child = started(&mut tiny.launch(2, "run", LONG), 3);
-    let ranks = ranks_of(&child);
+    let ranks = ranks_of(child.id());
     assert_eq!(ranks.len(), 2);
     child.kill().expect("SIGKILL is sent");
     child.wait().expect("it ends");
@@ -152,24 +159,97 @@ fn the_processes_of_a_launcher_that_is_killed_stop_with_a_checkpoint() {
     assert_eq!(found.len(), 1, "{found:?}");
 }
 
+/// A program in a terminal of its own.
+struct Terminal {
+    child: Child,
+    shown: Box<dyn Iterator<Item = String>>,
+}
+
+impl Terminal {
+    /// Runs `command` there until it has shown the third step.
+    fn open(command: &Command) -> Self {
+        let words = [command.get_program()].into_iter().chain(command.get_args());
+        let words = words.map(|word| word.to_str().expect("text"));
+        let line = format!("exec {}", words.collect::<Vec<_>>().join(" "));
+        let child = Command::new("script")
+            .args(["--quiet", "--return", "--command", &line, "/dev/null"])
+            .current_dir(command.get_current_dir().expect("a folder"))
+            .env("SHELL", "/bin/sh")
+            .env("RAYON_NUM_THREADS", "1")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn();
+        let mut child = child.expect("script of util-linux starts");
+        let shown = BufReader::new(child.stdout.take().expect("piped"));
+        let mut this = Self {
+            child,
+            shown: Box::new(shown.lines().map_while(Result::ok)),
+        };
+        this.wait_for("step:     3 ");
+        this
+    }
+
+    fn wait_for(&mut self, words: &str) {
+        // A bar that is drawn again and again may stand before them.
+        assert!(self.shown.any(|line| line.contains(words)), "{words}");
+    }
+
+    /// Types Ctrl-C.
+    fn interrupt(&mut self) {
+        let keys = self.child.stdin.as_mut().expect("piped");
+        keys.write_all(b"\x03").expect("it reads");
+    }
+
+    /// The exit code of the program.
+    fn code(mut self) -> Option<i32> {
+        self.shown.for_each(drop);
+        self.child.wait().expect("it ends").code()
+    }
+}
+
+#[test]
+fn ctrl_c_in_a_terminal_reaches_each_rank_once() {
+    let tiny = TinyRun::dma();
+    let mut terminal = Terminal::open(&tiny.launch(2, "run", LONG));
+    terminal.interrupt();
+    // A second signal would end a rank with 130, before there is a checkpoint.
+    assert_eq!(terminal.code(), Some(75));
+    let log = fs::read_to_string(tiny.path("run/log")).expect("a log");
+    assert_eq!(log.matches("stopped at step ").count(), 1, "{log}");
+    let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
+    assert_eq!(found.len(), 1, "{found:?}");
+
+    // Rank 1 stands still, so that no step ends between the first Ctrl-C and the second.
+    let mut terminal = Terminal::open(&tiny.launch(2, "twice", LONG));
+    let [launcher] = children_of(terminal.child.id())[..] else {
+        panic!("one launcher");
+    };
+    let ranks = ranks_of(launcher);
+    send("STOP", ranks[1]);
+    terminal.interrupt();
+    terminal.wait_for("stopping after this step");
+    terminal.interrupt();
+    wait_until("rank 0 ends", || !is_there(ranks[0]));
+    send("CONT", ranks[1]);
+    assert_eq!(terminal.code(), Some(130));
+    assert!(!tiny.path("twice/checkpoint").exists());
+}
+
 #[test]
 fn a_signal_to_one_rank_stops_all_of_them() {
     let tiny = TinyRun::dma();
     let child = started(&mut tiny.launch(2, "run", &format!("{UNTIED} {LONG}")), 3);
-    let second = ranks_of(&child)[1].to_string();
-    let sent = Command::new("kill").args(["-s", "TERM", &second]).status();
-    assert!(sent.expect("kill starts").success());
+    send("TERM", ranks_of(child.id())[1]);
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(75), "{}", text(&output));
 }
 
-fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("an address").port()
+fn held_port() -> HeldPort {
+    HeldPort::take().expect("a port")
 }
 
 /// Sets what torchrun sets.
-fn torchrun(command: &mut Command, rank: usize, size: usize, port: u16) {
+fn torchrun(command: &mut Command, rank: usize, size: usize, port: &HeldPort) {
     let number = rank.to_string();
     command
         .env("RANK", &number)
@@ -177,7 +257,7 @@ fn torchrun(command: &mut Command, rank: usize, size: usize, port: u16) {
         .env("WORLD_SIZE", size.to_string())
         .env("LOCAL_WORLD_SIZE", size.to_string())
         .env("MASTER_ADDR", "127.0.0.1")
-        .env("MASTER_PORT", port.to_string());
+        .env("MASTER_PORT", port.number().to_string());
 }
 
 /// Asserts that `command` refuses with one error of these words.
@@ -215,18 +295,19 @@ fn what_cannot_be_shared_is_refused_once() {
 #[test]
 fn a_port_that_is_taken_is_named() {
     let tiny = TinyRun::dma();
-    let taken = TcpListener::bind("127.0.0.1:0").expect("a port");
-    let port = taken.local_addr().expect("an address").port();
+    let port = held_port();
+    let address = format!("127.0.0.1:{}", port.number());
+    let _taken = TcpListener::bind(&address).expect("it is held");
     let mut command = tiny.train("run", "");
-    torchrun(&mut command, 0, 2, port);
-    refuses_once(&mut command, &[&format!("127.0.0.1:{port}"), "MASTER_PORT"]);
+    torchrun(&mut command, 0, 2, &port);
+    refuses_once(&mut command, &[&address, "MASTER_PORT"]);
 }
 
 #[test]
 fn a_host_that_nobody_knows_is_named() {
     let tiny = TinyRun::dma();
     let mut command = tiny.train("run", "--patience 1");
-    torchrun(&mut command, 1, 2, free_port());
+    torchrun(&mut command, 1, 2, &held_port());
     command.env("MASTER_ADDR", "no-such-host.invalid");
     let words = ["rank 1", "no-such-host.invalid", "--master"];
     refuses_once(&mut command, &words);
@@ -235,13 +316,13 @@ fn a_host_that_nobody_knows_is_named() {
 #[test]
 fn a_folder_that_not_all_processes_share_is_refused() {
     let tiny = TinyRun::dma();
-    let port = free_port();
+    let port = held_port();
     let mut others = tiny.train("elsewhere", "");
-    torchrun(&mut others, 1, 2, port);
+    torchrun(&mut others, 1, 2, &port);
     let other = others.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
     let other = other.expect("it starts");
     let mut first = tiny.train("run", "");
-    torchrun(&mut first, 0, 2, port);
+    torchrun(&mut first, 0, 2, &port);
     refuses_once(&mut first, &["rank 1", "does not see", "elsewhere", "--out"]);
     let output = other.wait_with_output().expect("it ends");
     assert!(!output.status.success());
@@ -253,7 +334,7 @@ fn variables_of_a_group_that_are_set_in_part_are_named() {
     let tiny = TinyRun::dma();
     for missing in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
         let mut command = tiny.train("run", "");
-        torchrun(&mut command, 0, 2, free_port());
+        torchrun(&mut command, 0, 2, &held_port());
         refuses_once(command.env_remove(missing), &[&format!("{missing} is not")]);
     }
 }
@@ -261,10 +342,10 @@ fn variables_of_a_group_that_are_set_in_part_are_named() {
 #[test]
 fn ranks_with_other_recipes_end_by_the_key_that_differs() {
     let tiny = TinyRun::dma();
-    let port = free_port();
+    let port = held_port();
     let rank = |rank: usize, more: &str| {
         let mut command = tiny.train("run", more);
-        torchrun(&mut command, rank, 2, port);
+        torchrun(&mut command, rank, 2, &port);
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         command
     };
@@ -278,10 +359,10 @@ fn ranks_with_other_recipes_end_by_the_key_that_differs() {
 #[test]
 fn an_error_of_one_rank_alone_is_told_with_its_number() {
     let tiny = TinyRun::dma();
-    let port = free_port();
+    let port = held_port();
     let rank = |rank: usize, device: &str| {
         let mut command = tiny.sieve(&format!("train --recipe tiny.toml --out run --device {device}"));
-        torchrun(&mut command, rank, 2, port);
+        torchrun(&mut command, rank, 2, &port);
         command
             .env("CUDA_VISIBLE_DEVICES", "")
             .stdout(Stdio::piped())
@@ -303,16 +384,16 @@ fn a_disk_that_is_full_for_one_rank_loses_no_checkpoint() {
     // Half of its part fits; the shell counts blocks of 512 bytes, and an ignored SIGXFSZ makes the write fail.
     let blocks = std::fs::metadata(written).expect("a part").len() / 1024;
     let limit = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$0\" \"$@\"");
-    let port = free_port();
+    let port = held_port();
     let mut full = Command::new("sh");
     let own = tiny.train("run", more);
     full.arg("-c").arg(limit).arg(own.get_program()).args(own.get_args());
     full.current_dir(tiny.path("")).env("RAYON_NUM_THREADS", "2");
-    torchrun(&mut full, 1, 2, port);
+    torchrun(&mut full, 1, 2, &port);
     full.stdout(Stdio::piped()).stderr(Stdio::piped());
     let full = full.spawn().expect("a shell");
     let mut first = tiny.train("run", more);
-    torchrun(&mut first, 0, 2, port);
+    torchrun(&mut first, 0, 2, &port);
     refuses_once(&mut first, &["rank 1 (", part, "File too large", "make room"]);
     let full = full.wait_with_output().expect("it ends");
     assert_eq!(full.status.code(), Some(1), "{}", text(&full));
@@ -330,10 +411,9 @@ fn a_rank_that_stands_still_ends_the_job_with_one_plain_line() {
         let out = format!("still-{rank}");
         let more = format!("{LONG} --patience 3");
         let child = started(&mut tiny.launch(2, &out, &more), 3);
-        let ranks = ranks_of(&child);
+        let ranks = ranks_of(child.id());
         let id = ranks[rank].to_string();
-        let stopped = Command::new("kill").args(["-s", "STOP", &id]).status();
-        assert!(stopped.expect("kill starts").success());
+        send("STOP", ranks[rank]);
         let since = Instant::now();
         let output = child.wait_with_output().expect("it ends");
         assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
@@ -356,7 +436,7 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
         "launch --nproc 2 --max-restarts 1 -- train --recipe tiny.toml --device cpu --out run {UNTIED}"
     ));
     let child = started(&mut command, 14);
-    kill(ranks_of(&child)[1]);
+    send("KILL", ranks_of(child.id())[1]);
     let output = child.wait_with_output().expect("it ends");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output));
     let said = String::from_utf8_lossy(&output.stderr);
@@ -367,12 +447,12 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
         "launch --nproc 2 --max-restarts 1 -- train --recipe tiny.toml --device cpu --out other {LONG}"
     ));
     let child = started(&mut command, 3);
-    kill(ranks_of(&child)[0]);
+    send("KILL", ranks_of(child.id())[0]);
     // The killed process may or may not have logged its third step.
     let log = tiny.path("other/log");
     let logged = || fs::read_to_string(&log).map_or(0, |log| log.matches("step:     3 ").count());
     let before = logged();
-    wait_until("the second start", || ranks_of(&child).len() == 2);
+    wait_until("the second start", || ranks_of(child.id()).len() == 2);
     // Asked to stop, it does not start again.
     wait_until("its first step", || logged() > before);
     signal(&child, "TERM");
@@ -405,7 +485,8 @@ fn resume_auto_begins_a_run_and_goes_on_with_it() {
 fn two_launchers_are_one_job_of_two_hosts() {
     let tiny = TinyRun::dma();
     tiny.trained("reference", UNTIED);
-    let master = format!("127.0.0.1:{}", free_port());
+    let port = held_port();
+    let master = format!("127.0.0.1:{}", port.number());
     let host = |rank: usize| {
         let mut command = tiny.sieve(&format!(
             "launch --nproc 1 --nnodes 2 --node-rank {rank} --master {master} -- train --recipe tiny.toml --device \

@@ -118,6 +118,8 @@ pub enum Loss {
     Silent(u64),
     /// It lives, and has not gone on with a step for this many seconds while the others wait.
     Still(u64),
+    /// For this many seconds neither it nor any other has gone on, though none waits for another.
+    AllStill(u64),
     /// It told an error.
     Error(String),
 }
@@ -140,6 +142,13 @@ impl fmt::Display for Failure {
                     "rank {rank}{place} has stood still for {seconds} s while others wait for it: look at \
                      the files \
                      and the devices of its host; all ranks stop"
+                )
+            }
+            Loss::AllStill(seconds) => {
+                write!(
+                    f,
+                    "no rank has gone on for {seconds} s, and none waits for another: a GPU hangs, the link \
+                     between GPUs or the files that all read (nvidia-smi, Xid in dmesg); all ranks stop"
                 )
             }
             Loss::Error(text) => write!(f, "rank {rank}{place}: {text}"),

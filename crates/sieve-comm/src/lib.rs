@@ -8,10 +8,12 @@ mod error;
 mod frame;
 mod mesh;
 mod pieces;
+mod port;
 mod watch;
 mod world;
 
 pub use error::{CommError, Failure, Loss};
 pub use mesh::{Mesh, Patience, Work};
 pub use pieces::Pieces;
+pub use port::HeldPort;
 pub use world::World;

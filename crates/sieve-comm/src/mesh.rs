@@ -294,7 +294,8 @@ impl Mesh {
     }
 
     /// Says what this rank does from now on. Where it does not go on with it for the time that [`Work`] names while
-    /// another rank waits for it, it is lost, though it gives signs of life.
+    /// another rank waits for it, it is lost, though it gives signs of life. Where none waits, as all wait for their
+    /// devices, the work ends after [`Patience::long`] and [`Patience::silence`].
     pub fn set_work(&self, work: Work) {
         self.watch.set_limit(match work {
             Work::Step => Some(self.patience.silence),
@@ -510,6 +511,9 @@ fn accept_all(world: &World, listener: TcpListener, version: &str, patience: Pat
         let mut problem = hello.problem(world, version);
         if problem.is_none() {
             let slot = &mut found[hello.rank - 1];
+            // A rank whose connection ended comes again.
+            slot.0.take_if(|stream| is_ended(stream));
+            slot.1.take_if(|stream| is_ended(stream));
             let place = if hello.is_control { &mut slot.1 } else { &mut slot.0 };
             if place.is_some() {
                 let (rank, first, second) = (hello.rank, &slot.2, &hello.place);
@@ -593,55 +597,62 @@ fn missing(world: &World, patience: Patience, found: &[(Option<TcpStream>, Optio
     }
 }
 
-/// Any other rank: finds rank 0, and waits until all are there.
+/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something else
+/// had listened there, or rank 0 starts again: this rank looks on.
 fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
     let deadline = Instant::now() + patience.join;
-    let data = loop {
-        match open(world, version, false) {
-            Ok(data) => break data,
-            Err(error) if Instant::now() >= deadline => {
+    loop {
+        let data = open(world, version, false);
+        match data.and_then(|data| wait_for_all(world, version, data, deadline)) {
+            Ok(Answer::Welcome(peer)) => return Ok(*peer),
+            Ok(Answer::Refused(text)) => return Err(CommError::Refused(text)),
+            Ok(Answer::Strange) => {
+                let error = io::Error::other("something else answers there");
                 return Err(no_first_rank(world, patience, &error));
             }
+            Err(error) if Instant::now() >= deadline => return Err(no_first_rank(world, patience, &error)),
             Err(_) => std::thread::sleep(RETRY),
         }
-    };
-    wait_for_all(world, version, patience, data, deadline)
+    }
+}
+
+/// What rank 0 says to another rank's first message.
+#[derive(Debug)]
+enum Answer {
+    Welcome(Box<Peer>),
+    Refused(String),
+    /// No answer of a rank 0.
+    Strange,
 }
 
 /// Opens the second connection, and waits for rank 0's answer on the first one.
-fn wait_for_all(
-    world: &World,
-    version: &str,
-    patience: Patience,
-    data: TcpStream,
-    deadline: Instant,
-) -> Result<Peer, CommError> {
-    let failed = |error: io::Error| no_first_rank(world, patience, &error);
+///
+/// # Errors
+/// A connection ended before the answer, or there was none until the deadline.
+fn wait_for_all(world: &World, version: &str, data: TcpStream, deadline: Instant) -> io::Result<Answer> {
     let control = loop {
         match open(world, version, true) {
             Ok(control) => break Some(control),
             // Rank 0 refuses a rank at its first connection, and ends.
             Err(_) if is_answered(&data) => break None,
-            Err(error) if Instant::now() >= deadline => return Err(failed(error)),
+            Err(error) if Instant::now() >= deadline => return Err(error),
             Err(_) => {}
         }
     };
     let left = deadline.saturating_duration_since(Instant::now());
-    let answer = data
-        .set_read_timeout(Some(left.max(HELLO_WAIT)))
-        .and_then(|()| receive(&data))
-        .and_then(|answer| data.set_read_timeout(None).map(|()| answer));
-    match (answer, control) {
-        (Ok((WELCOME, place)), Some(control)) => Ok(Peer {
+    data.set_read_timeout(Some(left.max(HELLO_WAIT)))?;
+    let answer = receive(&data)?;
+    data.set_read_timeout(None)?;
+    Ok(match (answer, control) {
+        ((WELCOME, place), Some(control)) => Answer::Welcome(Box::new(Peer {
             rank: 0,
             place: String::from_utf8_lossy(&place).into_owned(),
             data,
             control,
-        }),
-        (Ok((REFUSED, text)), _) => Err(CommError::Refused(String::from_utf8_lossy(&text).into_owned())),
-        (Ok(_), _) => Err(failed(io::Error::other("something else answers there"))),
-        (Err(error), _) => Err(failed(error)),
-    }
+        })),
+        ((REFUSED, text), _) => Answer::Refused(String::from_utf8_lossy(&text).into_owned()),
+        _ => Answer::Strange,
+    })
 }
 
 /// One of the two connections to rank 0, and the first message on it.
@@ -651,6 +662,13 @@ fn open(world: &World, version: &str, is_control: bool) -> io::Result<TcpStream>
     let hello = Hello::text(world, version, is_control);
     send(&stream, HELLO, hello.as_bytes())?;
     Ok(stream)
+}
+
+/// Whether the other end has closed a connection, on which nothing is expected yet.
+fn is_ended(stream: &TcpStream) -> bool {
+    let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    let blocks = stream.set_nonblocking(false).is_ok();
+    !blocks || !peeked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
 /// Whether a connection brings something, or its end, within [`RETRY`].

@@ -76,6 +76,29 @@ impl Pace {
     }
 }
 
+/// How another rank or this one gets on, as signs of life carry it, and since when it has stood there.
+struct Place {
+    pace: Vec<u8>,
+    since: Instant,
+}
+
+impl Place {
+    fn new() -> Self {
+        Self {
+            pace: Vec::new(),
+            since: Instant::now(),
+        }
+    }
+
+    /// Where the rank must go on by itself: within which time, and since when it has not.
+    fn see(&mut self, pace: Vec<u8>) -> Option<(Duration, Instant)> {
+        if pace.is_empty() || pace != self.pace {
+            (self.pace, self.since) = (pace, Instant::now());
+        }
+        Some((Pace::limit_of(&self.pace)?, self.since))
+    }
+}
+
 /// Ends the process where the failure of another rank does not end it in time.
 pub(crate) type GiveUp = Box<dyn FnOnce(&Failure) + Send>;
 
@@ -100,7 +123,8 @@ impl Watch {
         }
         let watch = this.clone();
         let every = BEAT_EVERY.min(patience.silence / BEATS);
-        spawn("sieve-beat", move || watch.beat(every))?;
+        let all_still = patience.long + patience.silence;
+        spawn("sieve-beat", move || watch.beat(every, all_still))?;
         let watch = this.clone();
         spawn("sieve-give-up", move || watch.end(patience.farewell, give_up))?;
         Ok(this)
@@ -157,11 +181,24 @@ impl Watch {
         pace.waits_since = waits.then(Instant::now);
     }
 
-    fn beat(&self, every: Duration) {
+    fn beat(&self, every: Duration, all_still: Duration) {
+        let mut own = Place::new();
         let mut state = self.lock();
         while !state.has_left && state.failure.is_none() {
             let pace = state.pace.to_bytes();
             drop(state);
+            // A rank that waits for this one would have named it earlier. Where all stand still none waits: each for
+            // its GPU, say, and all GPUs for one that hangs.
+            if let Some((_, since)) = own.see(pace.clone())
+                && since.elapsed() > all_still
+            {
+                return self.lose(Failure {
+                    // Equal in all that notice it: one of them tells it.
+                    rank: 0,
+                    place: String::new(),
+                    loss: Loss::AllStill(all_still.as_secs()),
+                });
+            }
             for peer in self.peers.iter() {
                 // A connection that broke is noticed by who listens to it.
                 let _ = send(&peer.control, BEAT, &pace);
@@ -178,19 +215,13 @@ impl Watch {
             place: peer.place.clone(),
             loss,
         };
-        // How far it was, and since when.
-        let (mut pace, mut since) = (Vec::new(), Instant::now());
+        let mut place = Place::new();
         let failure = loop {
             match receive(&peer.control) {
                 Ok((BEAT, bytes)) => {
-                    if bytes.is_empty() || bytes != pace {
-                        (pace, since) = (bytes, Instant::now());
-                    }
                     let waits = self.lock().pace.waits_since;
-                    let waited = waits.map(|waits| waits.elapsed().min(since.elapsed()));
-                    let limit = Pace::limit_of(&pace);
-                    if let Some((waited, limit)) = waited.zip(limit)
-                        && waited > limit
+                    if let Some((limit, since)) = place.see(bytes)
+                        && waits.is_some_and(|waits| waits.max(since).elapsed() > limit)
                     {
                         break lost(Loss::Still(limit.as_secs()));
                     }
@@ -206,6 +237,11 @@ impl Watch {
                 _ => break lost(Loss::Ended),
             }
         };
+        self.lose(failure);
+    }
+
+    /// Ends the work of all ranks, where nothing has ended it before.
+    fn lose(&self, failure: Failure) {
         let mut state = self.lock();
         if state.has_left || state.is_lost {
             return;
@@ -214,7 +250,7 @@ impl Watch {
         drop(state);
         // Before this rank knows and leaves: nobody listens to one that said farewell.
         // Rank 0 tells the others, and one that stands still does not know it.
-        if self.rank == 0 || matches!(failure.loss, Loss::Still(_)) {
+        if self.rank == 0 || matches!(failure.loss, Loss::Still(_) | Loss::AllStill(_)) {
             self.tell(&failure);
         }
         self.lock().failure = Some(failure);
@@ -231,6 +267,7 @@ impl Watch {
             Loss::Ended => ("ended", String::new()),
             Loss::Silent(seconds) => ("silent", seconds.to_string()),
             Loss::Still(seconds) => ("still", seconds.to_string()),
+            Loss::AllStill(seconds) => ("all still", seconds.to_string()),
             Loss::Error(text) => ("error", text.clone()),
         };
         let message = format!("{}\n{}\n{kind}\n{text}", failure.rank, failure.place);
@@ -287,6 +324,7 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),
             "still" => Loss::Still(text.parse().unwrap_or(0)),
+            "all still" => Loss::AllStill(text.parse().unwrap_or(0)),
             "error" => Loss::Error(text),
             _ => Loss::Ended,
         },

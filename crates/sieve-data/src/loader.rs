@@ -206,14 +206,6 @@ impl Loader {
         }
     }
 
-    /// Which source of a mixture a sample comes from, from 0; always 0 for one shard and for MQAR.
-    pub fn source_of(&self, sample: u64) -> usize {
-        match &self.rows {
-            Rows::Mixture { schedule, .. } => schedule.get(sample).0,
-            _ => 0,
-        }
-    }
-
     /// The samples `first_sample..first_sample + count`, as rows. Depends on nothing else.
     ///
     /// # Errors

@@ -63,16 +63,6 @@ impl MqarConfig {
         }
     }
 
-    /// The hard variant of arXiv:2508.02124: 512 pairs among random tokens. Vocabulary 16384 is our reading; the paper
-    /// gives none. `seq_len` is at least 2048.
-    pub fn hard(seq_len: usize, seed: u64) -> Self {
-        Self {
-            vocab_size: 16_384,
-            noise: MqarNoise::Uniform,
-            ..Self::new(seq_len, 512, seed)
-        }
-    }
-
     /// Checks that samples of these sizes can be drawn.
     ///
     /// # Errors

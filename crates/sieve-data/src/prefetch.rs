@@ -8,9 +8,6 @@ use crate::error::DataError;
 use crate::loader::{Batch, Loader};
 
 /// Which batches to make: `first_sample`, `first_sample + stride`, and so on.
-///
-/// With `world_size` ranks of `batch` rows each, rank `r` reads from `r * batch` on with a stride of
-/// `batch * world_size`; micro-batches follow one another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefetchPlan {
     /// First sample of the first batch.
@@ -23,6 +20,20 @@ pub struct PrefetchPlan {
     pub num_batches: Option<u64>,
     /// Batches made ahead, at least 1.
     pub depth: usize,
+}
+
+impl PrefetchPlan {
+    /// The micro-batches of rank `rank` of `size`, without end. All ranks together read the rows from `first_sample` on
+    /// that one process would: of every round of micro-batches, one for each rank, in the order of the ranks.
+    pub fn of_rank(first_sample: u64, batch: usize, [rank, size]: [usize; 2], depth: usize) -> Self {
+        Self {
+            first_sample: first_sample + (rank * batch) as u64,
+            batch,
+            stride: (size * batch) as u64,
+            num_batches: None,
+            depth,
+        }
+    }
 }
 
 /// An iterator over batches that are made on a thread of their own. Dropping it ends the thread.

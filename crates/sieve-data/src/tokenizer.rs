@@ -143,15 +143,11 @@ impl Tokenizer {
     /// # Errors
     /// Ids that the tokenizer cannot express.
     pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
-        decode(&self.marked, ids, true)
-    }
-
-    /// Like [`decode`](Self::decode), with special tokens written by their names.
-    ///
-    /// # Errors
-    /// Ids that the tokenizer cannot express.
-    pub fn decode_marked(&self, ids: &[u32]) -> Result<String, DataError> {
-        decode(&self.marked, ids, false)
+        self.marked.decode(ids, true).map_err(|error| DataError::Tokenize {
+            action: "decode",
+            what: format!("{} ids", ids.len()),
+            reason: error.to_string(),
+        })
     }
 
     /// Decodes ids one by one, giving only whole characters.
@@ -238,16 +234,6 @@ fn encode_error(text: &str, error: &dyn std::error::Error) -> DataError {
         what,
         reason: error.to_string(),
     }
-}
-
-fn decode(tokenizer: &HfTokenizer, ids: &[u32], skip_special_tokens: bool) -> Result<String, DataError> {
-    tokenizer
-        .decode(ids, skip_special_tokens)
-        .map_err(|error| DataError::Tokenize {
-            action: "decode",
-            what: format!("{} ids", ids.len()),
-            reason: error.to_string(),
-        })
 }
 
 #[cfg(test)]

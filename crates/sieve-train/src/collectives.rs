@@ -46,7 +46,8 @@ pub trait Collectives<B: TrainBackend> {
 
 /// Over TCP, on the host: sums are added in the order of the ranks. The values travel when work begins and are seen
 /// when it ends, as those of a device are.
-pub(crate) struct OnHost(pub(crate) Arc<Mesh>);
+#[derive(Clone, Debug)]
+pub struct OnHost(pub Arc<Mesh>);
 
 impl<B: TrainBackend> Collectives<B> for OnHost {
     fn sum(&self, tensors: Vec<(Primitive<B>, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {

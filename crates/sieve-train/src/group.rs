@@ -81,6 +81,8 @@ pub(crate) struct Agreement {
     pub(crate) num_labels: usize,
     /// Whether some rank was asked to stop.
     pub(crate) stops: bool,
+    /// Whether some rank's device may be far behind.
+    pub(crate) is_far_behind: bool,
     /// Whether all ranks have written their files of a checkpoint.
     pub(crate) all_written: bool,
 }
@@ -214,12 +216,14 @@ impl<B: TrainBackend> Group<B> {
     /// A rank is lost, or stands elsewhere.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
         let labels = own.num_labels as u64;
-        let flags = u64::from(own.stops) | u64::from(own.all_written) << 1;
+        let flags = [own.stops, own.all_written, own.is_far_behind].map(u64::from);
+        let flags = flags[0] | flags[1] << 1 | flags[2] << 2;
         let words = [step, u64::from(mean_loss.to_bits()), labels, flags];
         let all = self.gather(&words.map(u64::to_le_bytes).concat())?;
         let mut sum = Agreement {
             num_labels: 0,
             stops: false,
+            is_far_behind: false,
             all_written: true,
         };
         for (rank, bytes) in all.iter().enumerate() {
@@ -238,6 +242,7 @@ impl<B: TrainBackend> Group<B> {
             sum.num_labels += word(2) as usize;
             sum.stops |= word(3) & 1 != 0;
             sum.all_written &= word(3) & 2 != 0;
+            sum.is_far_behind |= word(3) & 4 != 0;
         }
         Ok(sum)
     }

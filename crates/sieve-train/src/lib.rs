@@ -27,7 +27,7 @@ mod unigram;
 mod validation;
 
 pub use attention_statistics::{AttentionStatistics, KeyAges};
-pub use collectives::{Collectives, Gathered, Pending, Primitive};
+pub use collectives::{Collectives, Gathered, OnHost, Pending, Primitive};
 pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs, tokenizer_file};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;

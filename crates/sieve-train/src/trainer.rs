@@ -385,7 +385,7 @@ impl<B: TrainBackend> Trainer<B> {
             is_due |= is_last || self.step.is_multiple_of(interval);
             // The next stage's losses have a mean of their own.
             let ends_stage = self.next_stage().is_some();
-            let reads = is_logged || is_due || is_first || ends_stage;
+            let reads = is_logged || is_due || is_first || ends_stage || agreed.is_far_behind;
             let verdict = self.check_steps(reads, reporter)?;
             if std::mem::take(&mut is_first) {
                 reporter.tell(TrainEvent::FirstStep);
@@ -452,6 +452,7 @@ impl<B: TrainBackend> Trainer<B> {
             num_labels: batches.iter().map(|batch| self.num_labels(batch)).sum(),
             // A process alone has looked before it read the rows.
             stops: self.group.is_some() && self.is_asked_to_stop(stop),
+            is_far_behind: self.guard_log.is_far_behind(),
             all_written: self.writer.step().is_some() && self.writer.is_done(),
         };
         match &self.group {

@@ -6,8 +6,8 @@ use crate::terminal;
 use crate::train::{LAUNCHED, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
+use sieve_comm::HeldPort;
 use std::io::{BufRead, BufReader};
-use std::net::TcpListener;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -171,9 +171,13 @@ pub(crate) fn run(args: &LaunchArgs) -> Result<Exit> {
 
 /// Starts all processes, and waits for them. Returns how the job ended.
 fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &AtomicUsize) -> Result<Exit> {
+    let held;
     let port = match place.port {
         Some(port) => port,
-        None => free_port().context("looking for a free port on 127.0.0.1")?,
+        None => {
+            held = HeldPort::take().context("looking for a free port on 127.0.0.1")?;
+            held.number()
+        }
     };
     let mut ranks = Vec::new();
     for local_rank in 0..args.nproc {
@@ -187,11 +191,6 @@ fn run_once(args: &LaunchArgs, place: &Place, command: &[String], asked: &Atomic
     }
     let first = usize::from(place.node_rank) * usize::from(args.nproc);
     wait(&mut ranks, first, asked)
-}
-
-/// A port that nobody has just now.
-fn free_port() -> std::io::Result<u16> {
-    Ok(TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
 }
 
 fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16) -> Result<Child> {

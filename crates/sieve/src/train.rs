@@ -6,6 +6,7 @@ mod ranks;
 mod sweep;
 
 use crate::data::account;
+use crate::data::prepare::Watch;
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, respect_nohup};
@@ -27,7 +28,7 @@ use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{ModelShape, Recipe};
-use sieve_data::{OnChange, Prepared, Progress, Tokenizer};
+use sieve_data::{OnChange, Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
@@ -38,7 +39,6 @@ use sieve_train::{
     DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
     TrainSummary, Trainer, TrainingData, tidy_finished,
 };
-use std::cell::RefCell;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -563,35 +563,9 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
             log.line(&format!("data: {words}"));
         }
     }
-    let bar: RefCell<Option<ProgressBar>> = RefCell::new(None);
-    let mut observe = |event: DataEvent| match event {
-        DataEvent::TrainingTokenizer {
-            vocab_size,
-            sample_bytes,
-        } => log.line(&format!(
-            "tokenizer: training a byte-level BPE of {vocab_size} tokens on up to {}",
-            terminal::bytes(sample_bytes)
-        )),
-        DataEvent::Preparing(Progress::Tokenising {
-            bytes_done,
-            bytes_total,
-            ..
-        }) => {
-            let mut bar = bar.borrow_mut();
-            let bar = bar.get_or_insert_with(|| {
-                terminal::progress_bar(
-                    bytes_total,
-                    "tokenising {bar:30} {binary_bytes}/{binary_total_bytes} {binary_bytes_per_sec}, {eta} left",
-                )
-            });
-            bar.set_length(bytes_total);
-            bar.set_position(bytes_done);
-        }
-        DataEvent::Preparing(Progress::Waiting) => {
-            log.line("data: another process is preparing the same folder; waiting");
-        }
-        DataEvent::Preparing(Progress::Writing) => {}
-    };
+    let say = |line: &str| log.line(line);
+    let mut watch = Watch::new(["tokenizer: ", "data: "], false, &say);
+    let mut observe = |event: DataEvent| watch.see(event);
     let mut data = match (source, &origin.checkpoint) {
         // What was listed above is listed again, with the checkpoint's tokenizer.
         (Some(_), Some(checkpoint)) => {
@@ -607,9 +581,7 @@ fn prepare(recipe: &Recipe, folder: &mut RunFolder, start: &Start, origin: &Orig
     let on_change = expected.map_or(on_change, |_| OnChange::Refuse);
     let place = (dir.as_path(), on_change);
     data.prepare_stages(recipe, place, expected, &variable, &mut observe)?;
-    if let Some(bar) = bar.into_inner() {
-        bar.finish_and_clear();
-    }
+    drop(watch);
     let seconds = (data.tokenizer_time + data.prepare_time).as_secs_f64();
     let Some(prepared) = data.prepared() else {
         log.line("data: a synthetic task, generated as it is read");

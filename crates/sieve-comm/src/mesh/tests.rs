@@ -69,6 +69,9 @@ fn ranks_of<T: Send + 'static>(
     threads.into_iter().map(|thread| thread.join().unwrap()).collect()
 }
 
+/// Ten megabytes of values.
+const MANY: usize = 2_500_000;
+
 /// Values whose sum depends on the order of the addends.
 fn values(rank: usize, count: usize) -> Vec<f32> {
     let value = |index: usize| {
@@ -83,13 +86,13 @@ fn sums_are_added_in_the_order_of_the_ranks_and_equal_everywhere() {
     for size in [2, 3, 4] {
         let found = ranks(size, |mesh| {
             // Several sizes one after another, one of them longer than a piece.
-            [0, 1, 5, 200_000].map(|count| {
+            [0, 1, 5, MANY].map(|count| {
                 let mut sum = values(mesh.world().rank, count);
                 mesh.sum(&mut sum).unwrap();
                 sum
             })
         });
-        for (place, count) in [0, 1, 5, 200_000].into_iter().enumerate() {
+        for (place, count) in [0, 1, 5, MANY].into_iter().enumerate() {
             let mut expected = values(0, count);
             for rank in 1..size {
                 for (sum, value) in expected.iter_mut().zip(values(rank, count)) {
@@ -109,7 +112,7 @@ fn each_rank_gets_its_pieces_of_a_sum_and_all_ranks_all_pieces() {
     for size in [2, 3, 4] {
         let found = ranks(size, |mesh| {
             let World { rank, size, .. } = *mesh.world();
-            [0, 1, 5, 200_000].map(|count| {
+            [0, 1, 5, MANY].map(|count| {
                 // Two tensors one after another, each with a piece for every rank.
                 let half = count / 2;
                 let parts = |rank: usize| {
@@ -153,13 +156,13 @@ fn each_rank_gets_what_the_others_have_for_it() {
         let found = ranks(size, |mesh| {
             let (rank, size) = (mesh.world().rank, mesh.world().size);
             // Nothing for some, more than a piece for others.
-            let bytes = |to: usize| vec![(10 * rank + to) as u8; (rank + to) % 3 * 100_000];
+            let bytes = |to: usize| vec![(10 * rank + to) as u8; (rank + to) % 3 * 2 * MANY];
             mesh.exchange((0..size).map(bytes).collect()).unwrap()
         });
         for (to, found) in found.into_iter().enumerate() {
             let expected = (0..size).map(|from| {
                 let value = (10 * from + to) as u8;
-                vec![value; (from + to) % 3 * 100_000]
+                vec![value; (from + to) % 3 * 2 * MANY]
             });
             assert!(expected.eq(found), "rank {to} of {size}");
         }
@@ -271,6 +274,24 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
     });
 }
 
+/// As GPUs do that wait for one that hangs: each rank waits for its own, and none for another rank.
+#[test]
+fn ranks_that_all_stand_still_end_though_none_waits_for_another() {
+    let patience = Patience {
+        silence: Duration::from_secs(1),
+        long: Duration::from_secs(1),
+        ..QUICK
+    };
+    let told = ranks_of(patience, 3, |mesh| {
+        mesh.set_work(Work::Step);
+        mesh.watch.failure(Duration::from_secs(60))
+    });
+    for failure in told {
+        let failure = failure.expect("all stand still");
+        assert_eq!(failure.loss, Loss::AllStill(2), "{failure}");
+    }
+}
+
 #[test]
 fn also_what_may_last_has_a_limit() {
     side_by_side(&[(Work::Long, true), (Work::Any, false)], |&(work, is_lost)| {
@@ -351,18 +372,24 @@ fn strangers_and_double_ranks_are_refused() {
     other.run_id = "other".to_owned();
     let error = Mesh::join(other, "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains("another run"), "{error}");
-    let _one = connect_quietly(port);
+    let _one = connect_quietly(port, 1);
     let error = Mesh::join(world(1, 3, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains("two processes"), "{error}");
     let error = first.join().unwrap().unwrap_err();
     assert!(error.to_string().contains("two processes"), "{error}");
 }
 
-/// The connections of rank 1 of 3, without waiting for the others.
-fn connect_quietly(port: u16) -> [TcpStream; 2] {
+/// The connections of a rank of 3, without waiting for the others.
+fn connect_quietly(port: u16, rank: usize) -> [TcpStream; 2] {
+    let address = ("127.0.0.1", port);
     [false, true].map(|is_control| {
-        let stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-        let hello = Hello::text(&world(1, 3, port), "1", is_control);
+        let stream = loop {
+            match TcpStream::connect(address) {
+                Ok(stream) => break stream,
+                Err(_) => thread::sleep(RETRY),
+            }
+        };
+        let hello = Hello::text(&world(rank, 3, port), "1", is_control);
         send(&stream, HELLO, hello.as_bytes()).unwrap();
         stream
     })
@@ -398,11 +425,28 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
         ..world(1, 2, port)
     };
     let deadline = Instant::now() + QUICK.join;
-    let error = wait_for_all(&refused, "2", QUICK, data, deadline).expect_err("refused");
+    let answer = wait_for_all(&refused, "2", data, deadline).expect("an answer");
     assert!(
-        matches!(&error, CommError::Refused(text) if text.contains("version 2")),
-        "{error}"
+        matches!(&answer, Answer::Refused(text) if text.contains("version 2")),
+        "{answer:?}"
     );
+}
+
+#[test]
+fn a_rank_whose_connection_ends_unanswered_comes_again() {
+    // Who listened first was not rank 0, and ends.
+    let (listener, port) = host();
+    listener.set_nonblocking(false).unwrap();
+    let second = thread::spawn(move || Mesh::join(world(1, 3, port), "1", QUICK, |_| {}));
+    let (data, _) = listener.accept().unwrap();
+    drop((listener, data));
+    // Rank 2 comes, leaves before all are there, and comes again.
+    let first = thread::spawn(move || Mesh::join(world(0, 3, port), "1", QUICK, |_| {}));
+    drop(connect_quietly(port, 2));
+    let third = Mesh::join(world(2, 3, port), "1", QUICK, |_| {});
+    third.expect("rank 2").leave();
+    second.join().unwrap().expect("rank 1").leave();
+    first.join().unwrap().expect("rank 0").leave();
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::fs;
 use proptest::prelude::*;
 
 use super::*;
+use crate::mqar::{MqarConfig, MqarPart, MqarSplit};
 use crate::permutation::Permutation;
 use crate::prefetch::{Prefetch, PrefetchPlan};
 use crate::shard::ShardWriter;
@@ -373,6 +374,42 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100))]
+    // Ranks that each read their micro-batches read each row once, and together in the order of one process.
+    #[test]
+    fn ranks_read_the_rows_of_one_process_in_its_order(
+        sources in proptest::collection::vec((proptest::collection::vec(0usize..40, 1..12), 1usize..5), 1..4),
+        is_mqar in prop::bool::weighted(0.1),
+        config in any_config(),
+        first_sample in 0u64..200,
+        size in 1usize..9,
+        batch in 1usize..4,
+        micro_batches in 1usize..7,
+    ) {
+        let shards = sources.iter().map(|(lengths, _)| shard(lengths)).collect::<Vec<_>>();
+        let weighted = shards.iter().zip(&sources);
+        let weighted = weighted.map(|((_, shard), (_, weight))| (Arc::clone(shard), *weight as f64)).collect();
+        let loader = match (is_mqar, &shards[..]) {
+            (true, _) => Ok(mqar_loader()),
+            (false, [(_, shard)]) => Loader::new(Arc::clone(shard), config),
+            _ => Loader::mixture(weighted, config),
+        };
+        let Ok(loader) = loader else { return Ok(()) };
+        let rounds = 0..micro_batches as u64;
+        let read = rounds.flat_map(|round| (0..size).map(move |rank| (round, rank))).map(|(round, rank)| {
+            let plan = PrefetchPlan::of_rank(first_sample, batch, [rank, size], 1);
+            loader.batch(plan.first_sample + round * plan.stride, plan.batch).unwrap()
+        });
+        let read = read.collect::<Vec<_>>();
+        let num_rows = micro_batches * size * batch;
+        let whole = loader.batch(first_sample, num_rows).unwrap();
+        let labels = read.iter().map(Batch::num_labels).sum::<usize>();
+        prop_assert_eq!(labels, whole.num_labels());
+        prop_assert_eq!(read.into_iter().reduce(join).unwrap(), whole);
+    }
+}
+
 // One long document must not fill a batch: its rows are spread over the epoch.
 #[test]
 fn neighbouring_samples_come_from_many_documents() {
@@ -400,9 +437,12 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
         mixture.samples_per_epoch(),
         alone[0].samples_per_epoch() + alone[1].samples_per_epoch()
     );
+    let Rows::Mixture { schedule, .. } = &mixture.rows else {
+        panic!("it mixes two shards");
+    };
     let mut given = [0u64; 2];
     for sample in 0..200 {
-        let source = mixture.source_of(sample);
+        let source = schedule.get(sample).0;
         let row = mixture.batch(sample, 1).unwrap();
         let wanted = alone[source].batch(given[source], 1).unwrap();
         assert_eq!((row.tokens, row.labels), (wanted.tokens, wanted.labels));
@@ -431,9 +471,7 @@ fn a_mixture_that_cannot_be_is_refused() {
     assert!(mixture(&[1.0], Order::Sequential).contains("no end"));
 }
 
-#[test]
-fn an_mqar_loader_gives_the_mixture_and_prefetches() {
-    use crate::mqar::{MqarConfig, MqarMixture, MqarPart, MqarSplit};
+fn mqar() -> (MqarMixture, LoaderConfig) {
     let part = MqarPart {
         config: MqarConfig::new(64, 4, 1),
         num_samples: 10,
@@ -443,7 +481,18 @@ fn an_mqar_loader_gives_the_mixture_and_prefetches() {
         vocab_size: 8192,
         ..config(128, SHUFFLED, Packing::Concatenated)
     };
-    let loader = Arc::new(Loader::mqar(mixture.clone(), settings).unwrap());
+    (mixture, settings)
+}
+
+fn mqar_loader() -> Loader {
+    let (mixture, settings) = mqar();
+    Loader::mqar(mixture, settings).unwrap()
+}
+
+#[test]
+fn an_mqar_loader_gives_the_mixture_and_prefetches() {
+    let (mixture, settings) = mqar();
+    let loader = Arc::new(mqar_loader());
     assert_eq!(loader.batch(3, 4).unwrap(), mixture.batch(3, 4, PAD));
     let plan = PrefetchPlan {
         first_sample: 0,

@@ -10,9 +10,12 @@ use sieve_hf::Checkpoint;
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
 use std::collections::{BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
 
 /// Steps whose numbers may wait unread: reading them waits for the device.
 const MAX_UNREAD: usize = 64;
+/// How far the device may be behind: a longer wait for its numbers would look like one for a device that hangs.
+const MAX_BEHIND: Duration = Duration::from_secs(60);
 /// After a step that was not taken, this many are read one by one, so that their gradients can be told by layer.
 const WATCHED_STEPS: u64 = 100;
 /// Documents of a step that are named.
@@ -73,6 +76,35 @@ pub(super) struct GuardLog<B: TrainBackend> {
     watched_until: u64,
     /// The checkpoint gone back to, and how often.
     returns: (u64, u32),
+    pace: DevicePace,
+}
+
+/// How long the device takes for a step.
+struct DevicePace {
+    /// When it had done all it was given.
+    caught_up: Instant,
+    step_time: Duration,
+}
+
+impl DevicePace {
+    fn start() -> Self {
+        Self {
+            caught_up: Instant::now(),
+            step_time: Duration::ZERO,
+        }
+    }
+
+    /// It has just done this many steps.
+    fn catches_up(&mut self, num_steps: usize, now: Instant) {
+        let num_steps = num_steps.max(1) as u32;
+        self.step_time = now.duration_since(self.caught_up) / num_steps;
+        self.caught_up = now;
+    }
+
+    /// Whether this many steps may take it long.
+    fn is_far_behind(&self, num_steps: usize) -> bool {
+        self.step_time * num_steps as u32 >= MAX_BEHIND
+    }
 }
 
 /// Bad steps in a row: not taken, or taken with a loss far above the mean.
@@ -113,7 +145,13 @@ impl<B: TrainBackend> GuardLog<B> {
                 Precision::Bf16 => 0,
             },
             returns: (0, 0),
+            pace: DevicePace::start(),
         }
+    }
+
+    /// Whether the steps that were not read, and one more, may take the device long.
+    pub(super) fn is_far_behind(&self) -> bool {
+        self.pace.is_far_behind(self.unread.len() + 1)
     }
 
     /// Remembers a step before its gradients go.
@@ -184,8 +222,12 @@ impl<B: TrainBackend> Trainer<B> {
         if !(now || is_watched || self.guard_log.unread.len() >= MAX_UNREAD) {
             return Ok(Verdict::GoOn);
         }
+        let num_steps = self.guard_log.unread.len();
         while let Some(unread) = self.guard_log.unread.pop_front() {
             let numbers = StepNumbers::read::<B>(&unread.row);
+            if self.guard_log.unread.is_empty() {
+                self.guard_log.pace.catches_up(num_steps, Instant::now());
+            }
             let mean_loss = self.loss_mean.state().mean_loss;
             let log = &mut self.guard_log;
             log.last = Some((unread.step, numbers));
@@ -305,5 +347,23 @@ impl<B: TrainBackend> Trainer<B> {
             documents: documents.into_iter().take(MAX_NAMED_DOCUMENTS).collect(),
             grad_norms: unread.norms,
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slow_steps_are_read_before_they_look_like_a_device_that_hangs() {
+        let mut pace = DevicePace::start();
+        assert!(!pace.is_far_behind(MAX_UNREAD), "nothing is known yet");
+        let mut now = pace.caught_up;
+        // Ten steps of 0.1 s, then two of 25 s.
+        for (num_steps, seconds, within, beyond) in [(10, 1, 599, 600), (2, 50, 2, 3)] {
+            now += Duration::from_secs(seconds);
+            pace.catches_up(num_steps, now);
+            assert!(!pace.is_far_behind(within) && pace.is_far_behind(beyond));
+        }
     }
 }

@@ -83,13 +83,9 @@ impl StageState {
     /// so that all of them read the rows that one process would, in the same order.
     pub(super) fn batches(&self, first_sample: u64) -> Result<Prefetch, TrainError> {
         let local = self.recipe.training.local_batch_size;
-        let plan = PrefetchPlan {
-            first_sample: first_sample + (self.share.rank * local) as u64,
-            batch: local,
-            stride: (local * self.share.size) as u64,
-            num_batches: None,
-            depth: PREFETCH_DEPTH.max(self.micro_batches),
-        };
+        let place = [self.share.rank, self.share.size];
+        let depth = PREFETCH_DEPTH.max(self.micro_batches);
+        let plan = PrefetchPlan::of_rank(first_sample, local, place, depth);
         Ok(Prefetch::new(self.loader.clone(), plan)?)
     }
 }

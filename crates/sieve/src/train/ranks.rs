@@ -96,7 +96,7 @@ fn tell(rank: usize, failure: &Failure) {
         Loss::Error(_) => failure.rank == 0,
         // `sieve launch` sees how a process ended.
         Loss::Ended => variable(LAUNCHED).is_some(),
-        Loss::Silent(_) | Loss::Still(_) => false,
+        Loss::Silent(_) | Loss::Still(_) | Loss::AllStill(_) => false,
     };
     let speaker = usize::from(failure.rank == 0);
     if is_told || rank != speaker {
@@ -259,9 +259,7 @@ pub(super) fn first_then_others<T>(mesh: Option<&Mesh>, work: impl FnOnce() -> R
 pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
     let one = Tensor::<Cuda, 1>::ones([1], device);
-    NcclGroup::require()?;
-    // Once all have the library, none waits for one that has not.
-    mesh.barrier()?;
+    all_have_nccl(&mesh, NcclGroup::require())?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
     let overlaps = variable(INLINE).is_none();
     let nccl = Nccl {
@@ -293,6 +291,12 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Re
         Some(links) => group.with_row_links(Arc::new(links)),
         None => group,
     })
+}
+
+/// Once all ranks have the library, none waits in it for one that has not.
+fn all_have_nccl(mesh: &Mesh, own: Result<(), KernelError>) -> Result<()> {
+    own?;
+    Ok(mesh.barrier()?)
 }
 
 /// Joins the NCCL group of this rank: `size` ranks, one after another, are one.
@@ -394,5 +398,43 @@ mod tests {
         }
         // Another reason stays as it is.
         assert!(error(8).to_string().contains("there is no device 4"));
+    }
+
+    #[test]
+    fn a_rank_without_nccl_is_named_to_the_others_and_nobody_waits_for_it() {
+        let port = sieve_comm::HeldPort::take().expect("a port");
+        let join = |rank| {
+            let world = World {
+                rank,
+                size: 2,
+                local_rank: rank,
+                local_size: 2,
+                master_addr: "127.0.0.1".to_owned(),
+                master_port: port.number(),
+                run_id: String::new(),
+            };
+            Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks")
+        };
+        let first = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mesh = join(1);
+                let reason = "libnccl.so.2: cannot open shared object file".to_owned();
+                let error = all_have_nccl(&mesh, Err(KernelError::NoNccl { reason }));
+                // As `run` ends.
+                mesh.fail(&terminal::error_text(&error.expect_err("it has none")));
+            });
+            let mesh = join(0);
+            let error = all_have_nccl(&mesh, Ok(())).expect_err("rank 1 has none");
+            mesh.leave();
+            error.to_string()
+        });
+        for part in [
+            "rank 1 (",
+            "libnccl.so.2: cannot open",
+            "pip install",
+            "LD_LIBRARY_PATH",
+        ] {
+            assert!(first.contains(part), "{first}");
+        }
     }
 }

@@ -45,7 +45,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
             run.overrides.join(" "),
             run.out.display()
         ));
-        run.text.iter().for_each(|line| terminal::line(line));
+        terminal::lines(&run.text);
         let start = match args.start(&run.out, None)? {
             // Runs that were not begun yet begin; the others go on.
             Start::Resume if !RunFolder::holds_run(&run.out) => Start::New,
@@ -75,9 +75,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let path = base.join("sweep.json");
     std::fs::write(&path, serde_json::to_string_pretty(&rows)?)
         .with_context(|| format!("writing {}", path.display()))?;
-    for line in table(&rows) {
-        terminal::line(&line);
-    }
+    terminal::lines(table(&rows));
     if rows.iter().all(|row| row.loss.is_none()) {
         bail!("no run of the sweep finished\n  hint: sweep other values");
     }
@@ -181,11 +179,8 @@ fn folder_name(overrides: &[String]) -> String {
 fn table(rows: &[Row]) -> Vec<String> {
     let losses = rows.iter().filter_map(|row| row.loss);
     let best = losses.fold(f64::INFINITY, f64::min);
-    let width = rows
-        .iter()
-        .map(|row| row.overrides.join(" ").chars().count())
-        .max()
-        .unwrap_or(0);
+    let widths = rows.iter().map(|row| row.overrides.join(" ").chars().count());
+    let width = widths.max().unwrap_or(0);
     let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
     for row in rows {
         let name = row.overrides.join(" ");

@@ -1,0 +1,131 @@
+//! Two ranks whose tensors travel as late as a transport may let them, and in the model's own memory.
+use crate::tiny_run::TinyRun;
+use crate::train_guard::{B, Outcome, Transport};
+use crate::train_ranks::Pair;
+use burn::tensor::{DType, TensorMetadata};
+use burn_flex::FlexTensor;
+use sieve_comm::{Patience, Pieces};
+use sieve_train::{Collectives, Disturbance, Gathered, OnHost, Pending, TrainError};
+use std::sync::atomic::AtomicBool;
+
+/// As a GPU's transport may work: values travel when the work ends, the gradients' memory is somebody else's then, and
+/// leaves are written in their own memory, which holds no numbers from the beginning of the work to its end.
+struct Late(OnHost);
+
+impl Collectives<B> for Late {
+    fn sum(&self, tensors: Vec<(FlexTensor, Option<Pieces>)>) -> Result<Pending<B>, TrainError> {
+        let transport = self.0.clone();
+        Ok(Box::new(move || {
+            let given = tensors.iter().map(|(tensor, _)| tensor.clone());
+            let given = given.collect::<Vec<_>>();
+            let sums = Collectives::<B>::sum(&transport, tensors)?()?;
+            for tensor in &given {
+                overwrite(tensor, |_| f32::NAN);
+            }
+            Ok(sums)
+        }))
+    }
+
+    fn gather(&self, tensors: Vec<Gathered<B>>) -> Result<Pending<B>, TrainError> {
+        let transport = self.0.clone();
+        for Gathered { whole, .. } in &tensors {
+            overwrite(whole, |_| f32::NAN);
+        }
+        Ok(Box::new(move || {
+            let leaves = tensors.iter().map(|gathered| gathered.whole.clone());
+            let leaves = leaves.collect::<Vec<_>>();
+            let found = Collectives::<B>::gather(&transport, tensors)?()?;
+            for (leaf, found) in leaves.iter().zip(found) {
+                let values = found.as_slice::<f32>().expect("contiguous");
+                overwrite(leaf, |index| values[index]);
+            }
+            Ok(Vec::new())
+        }))
+    }
+}
+
+/// Writes values into a tensor's memory, for every clone and view of it, as a device does.
+fn overwrite(tensor: &FlexTensor, value: impl Fn(usize) -> f32) {
+    let count = tensor.shape().num_elements();
+    let (dtype, layout) = (tensor.dtype(), tensor.layout());
+    assert!(dtype == DType::F32 && layout.is_contiguous(), "{tensor:?}");
+    let bytes = tensor.bytes();
+    assert!(4 * (layout.start_offset() + count) <= bytes.len());
+    let first = bytes.as_ptr().cast::<f32>().cast_mut();
+    for index in 0..count {
+        // SAFETY: the value lies in the tensor's memory, and this rank's other threads read no tensor just now.
+        unsafe {
+            let place = first.add(layout.start_offset() + index);
+            place.write_volatile(value(index));
+        }
+    }
+}
+
+/// What a run of two ranks came to, for each.
+fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [Outcome; 2] {
+    // Rows 64 to 87, three steps in a row after the checkpoint of step 8, are skipped.
+    let wrong = Disturbance {
+        loss: |row| {
+            if (64..88).contains(&row) { f64::NAN } else { 1.0 }
+        },
+        ..Disturbance::default()
+    };
+    let pair = Pair {
+        transport,
+        ..Pair::new(tiny, out, overrides)
+    };
+    pair.run(
+        [Disturbance::default(), wrong],
+        [Patience::default(); 2],
+        &AtomicBool::default(),
+    )
+}
+
+#[test]
+fn nobody_reads_a_gradient_or_leaf_while_it_travels() {
+    let tiny = TinyRun::dma();
+    // Two micro-batches a rank, a second stage with another window, validations and checkpoints between, and a return
+    // to one of them.
+    let text = tiny.read("tiny.toml");
+    let stages = "[[stage]]\nsteps = 13\n[[stage]]\nsteps = 5\nwindow = 16\n";
+    let staged = text.replace("[optimizer]", &format!("{stages}[optimizer]"));
+    tiny.write("tiny.toml", staged.replace("steps = 40\n", ""));
+    let overrides = &[
+        "training.local_batch_size=2",
+        "lr_scheduler.decay_ratio=0",
+        "validation.interval=3",
+    ];
+    let [usual, late] = [
+        ("usual", (|mesh| Box::new(OnHost(mesh))) as Transport),
+        ("late", |mesh| Box::new(Late(OnHost(mesh)))),
+    ]
+    .map(|(out, transport)| run(&tiny, out, overrides, transport));
+    for (usual, late) in usual.iter().zip(&late) {
+        let [step, expected] = [late, usual].map(|outcome| outcome.result.as_ref().expect("it ends").step);
+        assert_eq!((step, expected), (18, 18));
+        assert_eq!(late.losses, usual.losses);
+        assert_eq!(late.checkpoints, usual.checkpoints);
+        assert!(late.weights == usual.weights);
+        let back = usual.notices.iter().filter(|line| line.contains("back from step"));
+        assert_eq!(back.count(), 1, "{:?}", usual.notices);
+    }
+    let [expected, found] = ["usual", "late"].map(|out| tiny.metrics(out, "validation"));
+    assert!(found.keys().eq(expected.keys()) && found.len() > 5);
+    for (step, line) in expected {
+        assert_eq!(found[&step]["loss"], line["loss"], "validation {step}");
+    }
+    // What was written, beside the steps that followed.
+    for name in &usual[0].checkpoints {
+        for part in 1..=2 {
+            for file in ["model", "optimizer"] {
+                let file = format!("checkpoint/{name}/{file}-{part:05}-of-00002.safetensors");
+                let [late, usual] = ["late", "usual"].map(|out| std::fs::read(tiny.path(out).join(&file)));
+                match (late, usual) {
+                    (Ok(late), Ok(usual)) => assert!(late == usual, "{file}"),
+                    // Deleted when newer ones were there.
+                    (late, usual) => assert!(late.is_err() && usual.is_err(), "{file}"),
+                }
+            }
+        }
+    }
+}
