@@ -7,8 +7,9 @@ use sieve_ops::{
     DeviceMask, DeviceSelection, SieveBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention,
 };
 use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectStats, Selector, SparseMask, density};
+use std::any::Any;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 /// A layer's attention of one document under a prefill selector, over all its calls.
@@ -129,6 +130,17 @@ pub(crate) struct HostMask {
     packed: PackedMask,
     shares: [f64; 2],
     stats: SelectStats,
+    /// The [`DeviceMask`] of its first layer.
+    uploaded: OnceLock<Box<dyn Any + Send + Sync>>,
+}
+
+impl HostMask {
+    /// The mask on the device that a prompt is on, copied there once.
+    fn on_device<B: SieveBackend>(&self, device: &B::Device) -> &DeviceMask<B> {
+        let upload = || Box::new(DeviceMask::<B>::upload(&self.packed, device)) as Box<_>;
+        let uploaded = self.uploaded.get_or_init(upload).downcast_ref();
+        uploaded.expect("all layers of a prompt are on one device")
+    }
 }
 
 /// Masks that depend on a call's sizes alone, for the next layers of a prompt of so many tokens.
@@ -246,9 +258,8 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
         if !is_dense {
             cost.add_probes(shape, selector, operands.layer);
         }
-        let device = keys.device();
-        let uploaded = DeviceMask::upload(&mask.packed, &device);
-        let output = attend(&uploaded, &mask.packed.layout().dense_rows, is_dense);
+        let uploaded = mask.on_device(&keys.device());
+        let output = attend(uploaded, &mask.packed.layout().dense_rows, is_dense);
         parts.push(output.map_err(refused)?);
     }
     let joined = match parts.len() {
@@ -324,6 +335,7 @@ fn select_on_host<B: SieveBackend>(
         packed: mask.packed()?,
         shares,
         stats: mask.stats,
+        uploaded: OnceLock::new(),
     });
     if serves_others {
         kept.retain(|(_, tokens, _)| *tokens == whole.num_queries);
@@ -484,6 +496,32 @@ mod tests {
                 assert!(kept.iter().all(|(_, of, _)| *of == tokens), "{text}");
             }
         }
+    }
+
+    #[test]
+    fn a_kept_mask_is_copied_to_the_device_once() {
+        let selector = Selector::parse("streamingllm:n_local=20,n_init=4,min_prefill_tokens=0");
+        let selector = selector.expect("valid");
+        let mut kept = KeptMasks::new();
+        let mut copies = Vec::new();
+        for layer in 0..2 {
+            let operands = LayerOperands {
+                layer,
+                num_layers: 2,
+                num_heads: 4,
+                num_kv_heads: 2,
+                qkv: Tensor::<Flex, 4>::ones([1, 70, 8, 8], &FlexDevice),
+            };
+            // The CPU's own attention reads slices, so this ends where the mask is at hand.
+            prefill_on_device(&selector, &operands, None, false, &mut kept).expect_err("no kernel");
+            let [(_, _, mask)] = &kept[..] else {
+                panic!("one mask: {kept:?}");
+            };
+            let uploaded = mask.uploaded.get().expect("the attention asked for it");
+            let uploaded = uploaded.downcast_ref::<DeviceMask<Flex>>();
+            copies.push(uploaded.expect("on this device") as *const DeviceMask<Flex>);
+        }
+        assert_eq!(copies[0], copies[1]);
     }
 
     #[test]

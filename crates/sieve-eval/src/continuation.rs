@@ -45,7 +45,13 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
     /// the tokens after a dense prompt.
     #[must_use]
     pub(crate) fn with_selection(self, selection: Option<Selection>) -> Self {
-        Self { selection, ..self }
+        let acts = selection.as_ref().is_some_and(Selection::acts_in_decode);
+        Self {
+            selection,
+            // A decode method keeps of the prompt what it needs; the model's own cache would keep everything besides.
+            cache: if acts { KvCache::new(0) } else { self.cache },
+            ..self
+        }
     }
 
     /// The selector with what it has computed.
@@ -191,6 +197,34 @@ impl Ending {
         Self {
             log_likelihood: self.log_likelihood + f64::from(logit - max) - sum.ln(),
             is_greedy: self.is_greedy && first == Some(token as usize),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_model::{tiny_model, tiny_shape, words};
+    use sieve_core::Attention;
+    use sieve_select::Selector;
+
+    #[test]
+    fn the_models_cache_holds_nothing_of_a_prompt_that_a_decode_method_keeps() {
+        let model = tiny_model(Attention::Mha, 64);
+        let shape = tiny_shape(Attention::Mha, 64);
+        for (selector, layers) in [
+            ("snapkv:window=2,capacity=8", 0),
+            ("quest:page=4,budget=8,dense_layers=0", 0),
+            ("meanpool:block=8,min_prefill_tokens=0", 2),
+        ] {
+            let selection = Selection::new(Selector::parse(selector).expect("valid"), &shape);
+            let text = Continuation::new(&model, 40, &Default::default());
+            let mut text = text.with_selection(Some(selection.expect("it fits")));
+            text.read(&words(30)).expect("a prompt");
+            text.read(&[3]).expect("a token");
+            let cache = text.cache();
+            let filled = cache.layers.iter().filter(|layer| !layer.is_empty());
+            assert_eq!((filled.count(), cache.num_tokens), (layers, 31), "{selector}");
         }
     }
 }

@@ -24,7 +24,7 @@ pub(crate) struct DeviceCache<B: SieveBackend> {
 enum Keys<B: SieveBackend> {
     /// All keys; each token finds those that it reads.
     All(AllKeys<B>),
-    /// Those of the prompt that were chosen, and all later ones.
+    /// Those of the prompt that were chosen, or all where a layer reads everything; and all later ones.
     Chosen(KeyCache<B>),
     /// Slots: a later key takes that of the lightest.
     Heavy(DmaCache<B>),
@@ -50,6 +50,14 @@ impl<B: SieveBackend> DeviceCache<B> {
         let num_tokens = operands.num_tokens();
         let shape = shape_of(operands, num_tokens);
         let keys = match selector.heavy_keys(shape, operands.layer) {
+            None if selector.reads_all(operands.layer) => {
+                let heads = |first| operands.qkv.clone().narrow(2, first, shape.num_kv_heads);
+                let [k, v] = [0, shape.num_kv_heads].map(|at| heads(shape.num_heads + at));
+                Keys::Chosen(KeyCache {
+                    k: k.into_primitive().tensor(),
+                    v: v.into_primitive().tensor(),
+                })
+            }
             None => Keys::All(AllKeys::of(&operands.qkv)),
             Some(heavy) => {
                 let kept = keep_heavy_keys(&operands.qkv, &heavy);
@@ -94,7 +102,8 @@ impl<B: SieveBackend> DeviceCache<B> {
                 };
                 let (keys, o) = cached_attention(keys, operands.qkv.clone(), spec);
                 let read = length_of::<B>(&keys.k);
-                (Keys::Chosen(keys), o, read, true)
+                let is_chosen = !selector.reads_all(operands.layer);
+                (Keys::Chosen(keys), o, read, is_chosen)
             }
             Keys::Heavy(keys) => {
                 let done = heavy_decode(keys, operands.qkv.clone(), position, scale);
@@ -208,5 +217,44 @@ impl<B: SieveBackend> AllKeys<B> {
         let scale = f64::from(shape.softmax_scale());
         let SparseOutput { o, .. } = sparse_attention(keys, &mask, scale).map_err(refused)?;
         Ok((o, read, is_chosen))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Distribution;
+    use burn_flex::{Flex, FlexDevice};
+    use sieve_ops::{Documents, attention};
+
+    #[test]
+    fn a_layer_that_reads_everything_decodes_as_dense_attention_does() {
+        const TOKENS: usize = 37;
+        let shape = [1, TOKENS, 8, 32];
+        let all = Tensor::<Flex, 4>::random(shape, Distribution::Default, &FlexDevice);
+        let operands = |first, count| LayerOperands {
+            layer: 1,
+            num_layers: 4,
+            num_heads: 4,
+            num_kv_heads: 2,
+            qkv: all.clone().narrow(1, first, count),
+        };
+        let selector = Selector::parse("quest").expect("valid");
+        let mut cache = DeviceCache::of(&selector, &operands(0, TOKENS - 2)).expect("a prompt");
+        for position in [TOKENS - 2, TOKENS - 1] {
+            let step = cache.step(&selector, &operands(position, 1));
+            let (o, pairs, is_chosen) = step.expect("the CPU has dense attention");
+            assert_eq!((pairs, is_chosen), (4.0 * (position + 1) as f64, false));
+            let spec = AttentionSpec {
+                num_heads: 4,
+                num_kv_heads: 2,
+                softmax_scale: 1.0 / 32f64.sqrt(),
+                window_size: None,
+            };
+            let documents = Documents::whole_rows([1, position + 1], &FlexDevice);
+            let dense = attention(operands(0, position + 1).qkv, &documents, spec);
+            let far = (dense.narrow(1, position, 1) - o).abs().max().into_scalar();
+            assert!(far < 1e-5, "{position}: {far}");
+        }
     }
 }

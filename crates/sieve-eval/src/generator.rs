@@ -2,7 +2,7 @@
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
 use crate::{EvalError, Sampler, Sampling, Selection};
-use sieve_nn::{KvCache, Qwen3};
+use sieve_nn::Qwen3;
 use sieve_ops::SieveBackend;
 
 /// What to generate.
@@ -103,12 +103,6 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
     /// The selector with what it has computed.
     pub fn selection(&self) -> Option<&Selection> {
         self.start.text.selection()
-    }
-
-    /// The keys and values held now. With a decode selector they are the prompt's; the selector keeps all of them
-    /// itself.
-    pub fn cache(&self) -> &KvCache<B> {
-        self.start.text.cache()
     }
 
     fn step(&mut self) -> Result<u32, EvalError> {

@@ -6,7 +6,7 @@ use crate::pass::attending_pass;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::Qwen3;
 use sieve_ops::SieveBackend;
-use sieve_select::decode::dam::{DamCalibration, DamCapture, DamMaps};
+use sieve_select::decode::dam::{DamCapture, DamConfig, DamMaps};
 use sieve_select::prefill::minference::{MinferenceConfig, Pattern, PatternFile, search_patterns};
 use sieve_select::{Method, Selector, dense_attention, density};
 
@@ -71,7 +71,7 @@ pub fn search_minference<B: SieveBackend>(
 pub fn calibrate_dam<B: SieveBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],
-    calibration: &DamCalibration,
+    calibration: &DamConfig,
     device: &B::Device,
     observe: &mut dyn FnMut(u64),
 ) -> Result<DamMaps, EvalError> {
@@ -163,9 +163,9 @@ mod tests {
     #[test]
     fn dam_maps_are_of_the_mean_of_all_prompts() {
         let (model, device) = (model(Attention::Mha), Default::default());
-        let calibration = DamCalibration {
+        let calibration = DamConfig {
             capture: 24,
-            ..DamCalibration::default()
+            ..DamConfig::default()
         };
         let windows = [window(31), window(41)[10..].to_vec()];
         let of =
@@ -186,7 +186,7 @@ mod tests {
             let model = model(attention);
             let a = search_minference(&model, window, &device, &mut |_| {}).expect_err("refused");
             let windows = [window.to_vec()];
-            let calibration = DamCalibration::default();
+            let calibration = DamConfig::default();
             let b = calibrate_dam(&model, &windows, &calibration, &device, &mut |_| {});
             format!("{a}\n{}", b.expect_err("refused"))
         };

@@ -1,5 +1,8 @@
 //! What can go wrong, and how to fix it.
 
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
 use thiserror::Error;
 
 /// Everything a selector can refuse.
@@ -115,4 +118,22 @@ pub enum SelectError {
         /// How to fix it.
         hint: &'static str,
     },
+}
+
+impl SelectError {
+    /// Something wrong with a file that a setting names.
+    pub(crate) fn file(path: &Path, hint: &'static str, problem: impl ToString) -> Self {
+        Self::File {
+            path: path.display().to_string(),
+            problem: problem.to_string(),
+            hint,
+        }
+    }
+}
+
+/// Reads a JSON file that a setting names.
+pub(crate) fn read_json<T: DeserializeOwned>(path: &Path, hint: &'static str) -> Result<T, SelectError> {
+    let problem = |problem: &dyn ToString| SelectError::file(path, hint, problem.to_string());
+    let text = std::fs::read_to_string(path).map_err(|error| problem(&error))?;
+    serde_json::from_str(&text).map_err(|error| problem(&error))
 }

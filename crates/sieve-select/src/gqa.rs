@@ -36,28 +36,25 @@ pub(crate) fn lists(
     policy: GqaPolicy,
     select: impl Fn(&[usize]) -> Option<ListRows> + Sync,
 ) -> Lists {
-    let nan_lists = AtomicUsize::new(0);
-    let (per, rows) = lists_as_selected(call, tiles, policy, |heads| {
-        let list = select(heads).unwrap_or_else(|| {
-            nan_lists.fetch_add(1, Ordering::Relaxed);
-            dense_rows(tiles)
-        });
-        with_diagonals(list, tiles)
-    });
-    Lists {
-        per,
-        rows,
-        nan_lists: nan_lists.into_inner(),
-    }
+    let select = |heads: &[usize]| select(heads).map(|list| with_diagonals(list, tiles));
+    lists_as_selected(call, tiles, policy, select, || ListRows::dense(tiles))
 }
 
-/// As [`lists`], without diagonal tiles and without a dense fallback: for selections that bring their own.
+/// As [`lists`], without diagonal tiles and with a fallback of its own: for selections that bring their own.
 pub(crate) fn lists_as_selected(
     call: &Call<'_>,
     tiles: Tiles,
     policy: GqaPolicy,
-    select: impl Fn(&[usize]) -> ListRows + Sync,
-) -> (ListsPer, Vec<ListRows>) {
+    select: impl Fn(&[usize]) -> Option<ListRows> + Sync,
+    otherwise: impl Fn() -> ListRows + Sync,
+) -> Lists {
+    let nan_lists = AtomicUsize::new(0);
+    let select = |heads: &[usize]| {
+        select(heads).unwrap_or_else(|| {
+            nan_lists.fetch_add(1, Ordering::Relaxed);
+            otherwise()
+        })
+    };
     let all: Vec<usize> = (0..call.shape.num_heads).collect();
     let heads_at_once = match policy {
         GqaPolicy::Mean => call.shape.group_size(),
@@ -65,13 +62,18 @@ pub(crate) fn lists_as_selected(
     };
     let rows: Vec<ListRows> = all.par_chunks(heads_at_once).map(&select).collect();
     let union = |group: &[ListRows]| union_of(group, tiles);
-    match policy {
+    let (per, rows) = match policy {
         GqaPolicy::PerQuery => (ListsPer::QueryHead, rows),
         GqaPolicy::Mean => (ListsPer::KvHead, rows),
         GqaPolicy::Union => (
             ListsPer::KvHead,
             rows.chunks(call.shape.group_size()).map(union).collect(),
         ),
+    };
+    Lists {
+        per,
+        rows,
+        nan_lists: nan_lists.into_inner(),
     }
 }
 
@@ -88,25 +90,11 @@ pub(crate) fn mask(
     mask
 }
 
-/// Every admissible tile.
-pub(crate) fn dense_rows(tiles: Tiles) -> ListRows {
-    ListRows {
-        tiles: (0..tiles.num_query_tiles())
-            .map(|i| (0..tiles.admissible(i) as i32).collect())
-            .collect(),
-        columns: Vec::new(),
-    }
-}
-
 /// Rows from a function of the query tile.
 pub(crate) fn rows(tiles: Tiles, row: impl Fn(usize) -> Vec<usize> + Sync) -> ListRows {
-    ListRows {
-        tiles: (0..tiles.num_query_tiles())
-            .into_par_iter()
-            .map(|i| row(i).into_iter().map(|j| j as i32).collect())
-            .collect(),
-        columns: Vec::new(),
-    }
+    let row = |i| row(i).into_iter().map(|j| j as i32).collect();
+    let query_tiles = (0..tiles.num_query_tiles()).into_par_iter();
+    ListRows::of_tiles(query_tiles.map(row).collect())
 }
 
 fn with_diagonals(mut list: ListRows, tiles: Tiles) -> ListRows {

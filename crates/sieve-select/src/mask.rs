@@ -106,18 +106,25 @@ pub struct ListRows {
     pub columns: Vec<Vec<i32>>,
 }
 
+impl ListRows {
+    /// Lists without single keys.
+    pub fn of_tiles(tiles: Vec<Vec<i32>>) -> Self {
+        let columns = Vec::new();
+        Self { tiles, columns }
+    }
+
+    /// Every admissible tile.
+    pub fn dense(tiles: Tiles) -> Self {
+        let row = |i| (0..tiles.admissible(i) as i32).collect();
+        Self::of_tiles((0..tiles.num_query_tiles()).map(row).collect())
+    }
+}
+
 impl SparseMask {
     /// Every admissible tile, one list per KV head.
     pub fn dense(shape: CallShape) -> Self {
         let tiles = Tiles::new(shape, 128, 128);
-        let rows = (0..tiles.num_query_tiles())
-            .map(|i| (0..tiles.admissible(i) as i32).collect())
-            .collect();
-        let list = ListRows {
-            tiles: rows,
-            columns: Vec::new(),
-        };
-        let lists = vec![list; shape.num_kv_heads];
+        let lists = vec![ListRows::dense(tiles); shape.num_kv_heads];
         let mut mask = Self::from_lists(shape, tiles, ListsPer::KvHead, &lists);
         mask.stats.dense_call = true;
         mask

@@ -3,7 +3,7 @@
 use crate::attention::probe_window;
 use crate::call::Call;
 use crate::mask::{CorrectionMode, SparseMask};
-use sieve_cpu::reference::{Attended, attend, dot};
+use sieve_cpu::reference::{Attended, Key, Rounding, attend};
 
 /// Result of the oracle.
 #[derive(Clone, Debug, PartialEq)]
@@ -35,16 +35,26 @@ pub fn expanded_row(mask: &SparseMask, head: usize, row: usize) -> Vec<bool> {
     shown
 }
 
-/// Attention of one row over the keys `shown` says, in f64: the output `[head_dim]` and the log-sum-exp.
+/// Attention of one row over the keys `shown` says: the output `[head_dim]` and the log-sum-exp.
 pub fn oracle_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool]) -> (Vec<f64>, f64) {
+    rounded_row(call, head, row, shown, Rounding::None)
+}
+
+/// [`oracle_row`] with intermediate results rounded.
+pub fn rounded_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool], rounding: Rounding) -> (Vec<f64>, f64) {
     let (kv_head, d) = (call.kv_head(head), call.shape.head_dim);
     let scale = 1.0 / (d as f64).sqrt();
     let q = call.query(head, row);
-    let keys: Vec<(f64, &[f32])> = (0..call.shape.num_keys)
+    let keys: Vec<Key<'_, f32>> = (0..call.shape.num_keys)
         .filter(|&j| shown[j])
-        .map(|j| (scale * dot(q, call.key(kv_head, j)), call.value(kv_head, j)))
+        .map(|j| Key {
+            k: call.key(kv_head, j),
+            v: call.value(kv_head, j),
+            bias: 0.0,
+        })
         .collect();
-    let Attended { o, lse, .. } = attend(&keys, d);
+    let mut o = vec![0.0; d];
+    let Attended { lse, .. } = attend(q, &keys, scale, rounding, &mut o);
     (o, lse)
 }
 

@@ -18,18 +18,11 @@ impl SparseMask {
         let shape = self.shape;
         // All keys need no list of their tiles.
         let all = self.keeps_everything();
-        let [row_ptr, tile_idx] = match all {
-            true => [&[][..]; 2],
-            false => [&self.row_ptr[..], &self.tile_idx],
+        let [row_ptr, tile_idx, col_ptr, col_idx] = match all {
+            true => [&[][..]; 4],
+            false => [&self.row_ptr[..], &self.tile_idx, &self.col_ptr, &self.col_idx],
         };
-        let [col_ptr, col_idx] = match all {
-            true => [&[][..]; 2],
-            false => [&self.col_ptr[..], &self.col_idx],
-        };
-        let windows = match all {
-            true => Vec::new(),
-            false => self.windows.iter().map(|w| [w.init, w.local]).collect(),
-        };
+        let windows = self.windows.iter().filter(|_| !all);
         PackedMask::new(&MaskArrays {
             num_queries: shape.num_queries,
             num_keys: shape.num_keys,
@@ -45,7 +38,7 @@ impl SparseMask {
             col_idx,
             key_order: &self.key_order,
             query_order: &self.query_order,
-            windows,
+            windows: windows.map(|w| [w.init, w.local]).collect(),
             dense_rows: self.dense_rows.clone(),
         })
         .map_err(|error| problem(error.to_string()))

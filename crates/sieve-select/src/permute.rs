@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::call::{Call, Tiles};
+use crate::gqa::Lists;
 use crate::keep::falling;
 use crate::mask::{ListRows, SparseMask};
 use crate::pool::{mean_pool, scores};
@@ -57,13 +58,7 @@ pub(crate) fn sort_ranges(len: usize, ranges: impl Iterator<Item = Range<usize>>
 }
 
 /// Drops tiles that hold only keys after the last row of a query tile, in each list of a mask.
-pub(crate) fn drop_future_tiles(
-    call: &Call<'_>,
-    tiles: Tiles,
-    lists: &mut [ListRows],
-    orders: &[Vec<i32>],
-    queries: &[Vec<i32>],
-) {
+fn drop_future_tiles(call: &Call<'_>, tiles: Tiles, lists: &mut [ListRows], orders: &[Vec<i32>], queries: &[Vec<i32>]) {
     let (heads, per_list) = (call.shape.num_heads, call.shape.num_heads / lists.len());
     for (list, rows) in lists.iter_mut().enumerate() {
         let own = list * per_list..(list + 1) * per_list;
@@ -141,17 +136,37 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
     order
 }
 
-/// Puts permutations into a mask; those that change nothing stay out.
-pub(crate) fn attach(mask: &mut SparseMask, key_orders: &[Vec<i32>], query_orders: &[Vec<i32>]) {
-    let moved = |orders: &[Vec<i32>]| {
-        orders
-            .iter()
-            .any(|order| order.iter().enumerate().any(|(slot, &x)| slot != x as usize))
-    };
-    if moved(key_orders) {
-        mask.key_order = key_orders.concat();
+/// Orders of all heads.
+pub(crate) struct Orders {
+    /// Which key a slot holds, per KV head or per query head.
+    pub(crate) keys: Vec<Vec<i32>>,
+    /// Which row a slot holds, per query head; empty when in order.
+    pub(crate) queries: Vec<Vec<i32>>,
+}
+
+impl Orders {
+    /// The row of the call that a query slot holds.
+    pub(crate) fn query_row(&self, head: usize, slot: usize) -> usize {
+        self.queries.get(head).map_or(slot, |order| order[slot] as usize)
     }
-    if moved(query_orders) {
-        mask.query_order = query_orders.concat();
+
+    /// A mask of lists over these slots. Orders that change nothing stay out of it; in a causal one so do tiles that
+    /// hold only later keys.
+    pub(crate) fn mask(&self, call: &Call<'_>, tiles: Tiles, mut lists: Lists, causal: bool) -> SparseMask {
+        if causal {
+            drop_future_tiles(call, tiles, &mut lists.rows, &self.keys, &self.queries);
+        }
+        let mut mask = SparseMask::from_lists(call.shape, tiles, lists.per, &lists.rows);
+        let of_slots = |orders: &[Vec<i32>]| {
+            let moves = |order: &Vec<i32>| (0..).zip(order).any(|(slot, &x)| slot != x);
+            match orders.iter().any(moves) {
+                true => orders.concat(),
+                false => Vec::new(),
+            }
+        };
+        (mask.key_order, mask.query_order) = (of_slots(&self.keys), of_slots(&self.queries));
+        mask.causal = causal;
+        mask.stats.nan_lists = lists.nan_lists;
+        mask
     }
 }

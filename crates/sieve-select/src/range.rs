@@ -56,6 +56,14 @@ impl Rules {
         self.fail(format!("{key}=0 makes no sense"), format!("give {key} at least 1"))
     }
 
+    /// A number that may be a share.
+    pub(crate) fn above_zero(self, key: &str, value: f64, hint: &str) -> Result<(), SelectError> {
+        match value > 0.0 {
+            true => Ok(()),
+            false => self.fail(format!("{key}={value} is not positive"), hint),
+        }
+    }
+
     /// A size that others are cut by.
     pub(crate) fn divides(self, key: &str, value: usize, whole_key: &str, whole: usize) -> Result<(), SelectError> {
         self.positive(key, value)?;

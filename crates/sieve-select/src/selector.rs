@@ -299,14 +299,6 @@ impl Selector {
             .map(|first| self.prefill(&call.chunk(first..(first + chunk_tokens).min(rows))))
             .collect()
     }
-
-    /// The same for requests of different lengths; each is its own call.
-    ///
-    /// # Errors
-    /// As [`select`](Self::select).
-    pub fn prefill_batch(&self, calls: &[Call<'_>]) -> Result<Vec<Prefill>, SelectError> {
-        calls.iter().map(|call| self.prefill(call)).collect()
-    }
 }
 
 /// Names of the methods that act in a phase.

@@ -2,7 +2,7 @@
 pub(crate) mod account;
 mod batch;
 mod generate;
-mod prepare;
+pub(crate) mod prepare;
 mod tokenizer;
 
 use crate::recipe::RecipeArgs;

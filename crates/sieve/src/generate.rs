@@ -8,7 +8,6 @@ use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator};
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use sieve_select::LayerSelectors;
 use std::path::PathBuf;
 use std::time::Instant;
 
@@ -55,10 +54,8 @@ pub(crate) struct GenerateArgs {
     /// The same seed gives the same text
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
-    selector: Option<LayerSelectors>,
-    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
-    chunk: Option<usize>,
+    #[command(flatten)]
+    sparse: selector::SelectorArgs,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -73,7 +70,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             rows: 1,
             seq_len: prompt,
             cached_tokens: prompt.saturating_add(new),
-            num_caches: match args.selector {
+            num_caches: match args.sparse.selector {
                 None => args.samples as usize,
                 Some(_) => 1,
             },
@@ -114,7 +111,7 @@ fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::De
             num_tokens: tokenizer.vocab_size(),
         })
     };
-    if args.samples > 1 && args.selector.is_none() {
+    if args.samples > 1 && args.sparse.selector.is_none() {
         let count = args.samples as usize;
         let (model, config) = (&loaded.model, config(args.seed)?);
         let generator = TogetherGenerator::new(model, &tokens, config, count, device)?;
@@ -128,8 +125,8 @@ fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::De
         }
         if !args.json {
             let (tokens, slowest) = texts.iter().fold((0, 0.0f64), |(tokens, slowest), text| {
-                let tokens = tokens + text.num_tokens.saturating_sub(1);
-                (tokens, slowest.max(text.seconds))
+                let tokens = tokens + text.token_times.len().saturating_sub(1);
+                (tokens, slowest.max(text.seconds()))
             });
             let speed = tokens as f64 / slowest.max(1e-9);
             terminal::remark(&format!("all texts together: {speed:.1} tokens a second"));
@@ -139,8 +136,7 @@ fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::De
     for sample in 0..args.samples {
         let config = config(args.seed.wrapping_add(sample))?;
         let mut generator = Generator::new(&loaded.model, &tokens, config, device)?;
-        if let Some(selector) = &args.selector {
-            let selection = selector::selection(selector, args.chunk, &loaded.shape)?;
+        if let Some(selection) = args.sparse.selection(&loaded.shape)? {
             generator = generator.with_selection(selection);
         }
         head(args, sample);
@@ -167,8 +163,9 @@ fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::De
 /// The line above a sample, where there are several.
 fn head(args: &GenerateArgs, sample: u64) {
     if args.samples > 1 && !args.json {
-        let (number, seed) = (sample + 1, args.seed.wrapping_add(sample));
-        terminal::line(&format!("--- sample {number} of {}, seed {seed}", args.samples));
+        let (number, all) = (sample + 1, args.samples);
+        let seed = args.seed.wrapping_add(sample);
+        terminal::line(&format!("--- sample {number} of {all}, seed {seed}"));
     }
 }
 
@@ -182,11 +179,12 @@ fn tell(
     selection: Option<&Selection>,
 ) {
     if args.json {
-        let selector = args.selector.as_ref().map(ToString::to_string);
+        let selector = args.sparse.selector.as_ref().map(ToString::to_string);
         let json = serde_json::json!({
             "prompt": prompt, "text": written.text, "seed": args.seed.wrapping_add(sample), "stopped": written.stopped,
-            "prompt_tokens": num_prompt_tokens, "new_tokens": written.num_tokens,
-            "prompt_seconds": written.prompt_seconds, "tokens_per_second": written.tokens_per_second(),
+            "prompt_tokens": num_prompt_tokens, "new_tokens": written.token_times.len(),
+            "prompt_seconds": written.prompt_seconds(), "tokens_per_second": written.tokens_per_second(),
+            "median_token_seconds": written.median_token_seconds(),
             "selector": selector, "paths": selection.map(Selection::paths),
         });
         terminal::line(&json.to_string());
@@ -196,28 +194,45 @@ fn tell(
 }
 
 /// What came of one sample.
-#[derive(Default)]
 struct Written {
     text: String,
-    num_tokens: usize,
     /// What ended it: a stop text, the end of the document, or the number of tokens.
     stopped: &'static str,
-    prompt_seconds: f64,
-    seconds: f64,
+    begun: Instant,
+    /// When each token was there. The prompt's pass gives the first.
+    token_times: Vec<Instant>,
 }
 
 impl Written {
-    /// Of the tokens after the first, which the prompt's pass gives.
+    fn prompt_seconds(&self) -> f64 {
+        let first = self.token_times.first();
+        first.map_or(0.0, |first| (*first - self.begun).as_secs_f64())
+    }
+
+    /// Of the tokens after the first.
+    fn seconds(&self) -> f64 {
+        let ends = self.token_times.first().zip(self.token_times.last());
+        ends.map_or(0.0, |(first, last)| (*last - *first).as_secs_f64())
+    }
+
     fn tokens_per_second(&self) -> f64 {
-        self.num_tokens.saturating_sub(1) as f64 / self.seconds.max(1e-9)
+        self.token_times.len().saturating_sub(1) as f64 / self.seconds().max(1e-9)
+    }
+
+    /// What a token takes when kernels are loaded and caches have room: the first ones of a process wait for both.
+    fn median_token_seconds(&self) -> Option<f64> {
+        let between = self.token_times.windows(2).map(|pair| pair[1] - pair[0]);
+        let mut seconds: Vec<f64> = between.map(|time| time.as_secs_f64()).collect();
+        seconds.sort_by(f64::total_cmp);
+        seconds.get(seconds.len() / 2).copied()
     }
 
     fn speed(&self, num_prompt_tokens: usize) -> String {
         format!(
             "{} tokens, {:.1} a second; the prompt of {num_prompt_tokens} took {:.2} s",
-            self.num_tokens,
+            self.token_times.len(),
             self.tokens_per_second(),
-            self.prompt_seconds
+            self.prompt_seconds()
         )
     }
 }
@@ -235,15 +250,17 @@ impl<'t> Growing<'t> {
             stream: tokenizer.decode_stream(),
             stop: StopTexts::new(&args.stop),
             written: Written {
+                text: String::new(),
                 stopped: "max_new_tokens",
-                ..Written::default()
+                begun: Instant::now(),
+                token_times: Vec::new(),
             },
         }
     }
 
     /// The text that a token adds, and whether a stop text was met behind it.
     fn push(&mut self, token: u32) -> Result<(String, bool)> {
-        self.written.num_tokens += 1;
+        self.written.token_times.push(Instant::now());
         let (text, is_met) = self.stop.push(&self.stream.push(token)?);
         self.written.text += &text;
         if is_met {
@@ -274,35 +291,16 @@ fn write_together<B: SieveBackend>(
     count: usize,
 ) -> Result<Vec<Written>> {
     let mut texts: Vec<_> = (0..count).map(|_| Growing::new(args, tokenizer)).collect();
-    let mut is_going = vec![true; count];
-    let begun = Instant::now();
-    let mut started = begun;
     while let Some(tokens) = generator.next() {
         for (at, token) in tokens?.into_iter().enumerate() {
             let text = &mut texts[at];
             match token {
-                Some(token) => {
-                    if text.push(token)?.1 {
-                        generator.end(at);
-                    }
-                }
-                None if is_going[at] && text.written.stopped != "stop text" => {
+                Some(token) if text.push(token)?.1 => generator.end(at),
+                None if text.written.stopped != "stop text" => {
                     text.written.stopped = "end of document";
-                    is_going[at] = false;
                 }
-                None => is_going[at] = false,
+                _ => {}
             }
-            if is_going[at] {
-                text.written.seconds = started.elapsed().as_secs_f64();
-            }
-        }
-        if started == begun {
-            started = Instant::now();
-            let prompt_seconds = begun.elapsed().as_secs_f64();
-            let written = texts.iter_mut().map(|text| &mut text.written);
-            written.for_each(|written| {
-                (written.prompt_seconds, written.seconds) = (prompt_seconds, 0.0);
-            });
         }
     }
     let finished = texts.into_iter().map(Growing::finish);
@@ -323,28 +321,22 @@ fn write<B: SieveBackend>(
     };
     show(prompt);
     let mut growing = Growing::new(args, tokenizer);
-    let mut started = Instant::now();
     let result = loop {
         let token = match generator.next() {
             Some(Ok(token)) => token,
             Some(Err(error)) => break Err(error.into()),
-            None if growing.written.num_tokens < generator.max_new_tokens() => {
+            None if growing.written.token_times.len() < generator.max_new_tokens() => {
                 growing.written.stopped = "end of document";
                 break Ok(());
             }
             None => break Ok(()),
         };
-        if growing.written.num_tokens == 0 {
-            growing.written.prompt_seconds = started.elapsed().as_secs_f64();
-            started = Instant::now();
-        }
         let (text, is_met) = growing.push(token)?;
         show(&text);
         if is_met {
             break Ok(());
         }
     };
-    growing.written.seconds = started.elapsed().as_secs_f64();
     let (written, rest) = growing.finish()?;
     show(&format!("{rest}\n"));
     result.map(|()| written)

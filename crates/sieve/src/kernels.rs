@@ -12,8 +12,8 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use indicatif::ProgressBar;
 use sieve_bench::{
-    BenchEvent, BenchRows, BenchSettings, BuildEvent, BuildSettings, Captured, CheckPart, CheckSettings, CheckedPart,
-    RunSettings, Scores, Target,
+    BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
+    Target,
 };
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
@@ -64,9 +64,9 @@ fn build_printer() -> impl FnMut(BuildEvent) {
     }
 }
 
-/// Compiles everything that a check of a part can ask for, on all cores, before the first case.
-fn prepare(part: CheckPart) -> impl Fn(&KernelCache, &DeviceReport) -> Result<()> {
-    move |cache, gpu| fill(cache, &gpu.arch(), &part.kernels(gpu))
+/// Compiles everything that a check or a benchmark can ask for, on all cores, before the first case.
+fn prepare(needed: impl Fn(&DeviceReport) -> NeededKernels) -> impl Fn(&KernelCache, &DeviceReport) -> Result<()> {
+    move |cache, gpu| fill(cache, &gpu.arch(), &needed(gpu))
 }
 
 /// Compiles what a cache lacks of `needed`.
@@ -99,7 +99,8 @@ fn check(args: &CheckArgs) -> Result<()> {
         part: args.part(),
     };
     let started = Instant::now();
-    let target = Target::from(args.device.resolve_and_prepare(prepare(settings.part))?);
+    let prepare = prepare(|gpu| settings.part.kernels(gpu));
+    let target = Target::from(args.device.resolve_and_prepare(prepare)?);
     let mut tell = |part: CheckedPart| terminal::line(&part.to_string());
     let report = sieve_bench::check(&settings, &target, &mut tell)?;
     terminal::line(&report.to_string());
@@ -122,25 +123,16 @@ fn bench(args: BenchArgs) -> Result<()> {
         bail!("--repetitions 0: nothing would be timed");
     }
     let rows = args.rows();
-    let part = match rows {
-        BenchRows::Sparse | BenchRows::Selectors => CheckPart::Sparse,
-        BenchRows::Nsa => CheckPart::Nsa,
-        BenchRows::Latent => CheckPart::Mla,
-        BenchRows::Standard
-        | BenchRows::Table2
-        | BenchRows::Scaling
-        | BenchRows::Step
-        | BenchRows::Decode
-        | BenchRows::Dma => CheckPart::All,
-    };
-    let gpu = match args.device.resolve_and_prepare(prepare(part))? {
+    let prepare = prepare(|gpu| rows.kernels(gpu));
+    let gpu = match args.device.resolve_and_prepare(prepare)? {
         Device::Cuda(gpu) => gpu,
         Device::Cpu => bail!(
             "kernels bench times the CUDA kernels, and there is no GPU here\n  \
              hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
         ),
     };
-    let report = sieve_bench::short_check(&gpu, args.portable, rows)?;
+    let mut tell = |part: CheckedPart| terminal::line(&part.to_string());
+    let report = sieve_bench::short_check(&gpu, args.portable, rows, &mut tell)?;
     if report.failed() > 0 {
         terminal::line(&report.to_string());
         bail!("the check failed, so nothing is timed");

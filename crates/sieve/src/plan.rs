@@ -95,9 +95,7 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         terminal::line(&serde_json::to_string_pretty(&json)?);
         return Ok(());
     }
-    for line in text(&plan, &recipe, &name, found.as_deref()) {
-        terminal::line(&line);
-    }
+    terminal::lines(text(&plan, &recipe, &name, found.as_deref()));
     if let Some(suggestion) = suggestion {
         terminal::line(&suggestion_text(&suggestion, &recipe, &plan));
     }

@@ -2,17 +2,55 @@
 use crate::exit::Exit;
 use crate::terminal;
 use anyhow::Result;
+use clap::Args;
 use sieve_core::ModelShape;
 use sieve_eval::{LayerPath, Selection, attention_label};
 use sieve_select::{LayerSelectors, Selector};
 
 /// What `--selector` takes; also its help text.
-pub(crate) const ABOUT: &str = "A sparse method in place of dense attention, NAME:key=value,…, or one for each layer, \
+const ABOUT: &str = "A sparse method in place of dense attention, NAME:key=value,…, or one for each layer, \
     0-3=dense/4-=NAME:…; `help` lists all";
 
 /// What `--chunk` takes.
 pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before \
     it; prefill methods";
+
+/// A sparse method in place of a model's attention, where one is asked for.
+#[derive(Args, Debug)]
+pub(crate) struct SelectorArgs {
+    #[arg(long, value_name = "NAME:…", value_parser = parse, help = ABOUT)]
+    pub(crate) selector: Option<LayerSelectors>,
+    #[arg(long, value_name = "N", requires = "selector", help = ABOUT_CHUNK)]
+    chunk: Option<usize>,
+}
+
+impl SelectorArgs {
+    /// The method for a model.
+    pub(crate) fn selection(&self, shape: &ModelShape) -> Result<Option<Selection>> {
+        let selector = self.selector.as_ref();
+        let of = |selector| selection(selector, self.chunk, shape);
+        selector.map(of).transpose()
+    }
+}
+
+/// Sparse methods to measure beside a model's own attention.
+#[derive(Args, Debug)]
+pub(crate) struct SelectorsArgs {
+    /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
+    #[arg(long, value_name = "NAME:…", value_parser = parse)]
+    selector: Vec<LayerSelectors>,
+    #[arg(long, value_name = "N", requires = "selector", help = ABOUT_CHUNK)]
+    pub(crate) chunk: Option<usize>,
+}
+
+impl SelectorsArgs {
+    /// The model's own attention, then each method.
+    pub(crate) fn own_and_each(&self, shape: &ModelShape) -> Result<Vec<Option<Selection>>> {
+        let each = self.selector.iter();
+        let each = each.map(|one| selection(one, self.chunk, shape).map(Some));
+        std::iter::once(Ok(None)).chain(each).collect()
+    }
+}
 
 /// A selector for a model, on whole prompts or in chunks.
 pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape: &ModelShape) -> Result<Selection> {
@@ -21,16 +59,6 @@ pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape:
         Some(chunk) => selection.in_chunks(chunk)?,
         None => selection,
     })
-}
-
-/// The model's own attention, then each selector.
-pub(crate) fn own_and(
-    selectors: &[LayerSelectors],
-    chunk: Option<usize>,
-    shape: &ModelShape,
-) -> Result<Vec<Option<Selection>>> {
-    let selections = selectors.iter().map(|one| selection(one, chunk, shape).map(Some));
-    std::iter::once(Ok(None)).chain(selections).collect()
 }
 
 /// What a report calls a selector, or the model's own attention.

@@ -62,6 +62,11 @@ pub(crate) fn line(line: &str) {
     text(&format!("{line}\n"));
 }
 
+/// Prints lines of a result.
+pub(crate) fn lines<T: AsRef<str>>(lines: impl IntoIterator<Item = T>) {
+    lines.into_iter().for_each(|text| line(text.as_ref()));
+}
+
 /// Prints one line about what goes on.
 pub(crate) fn status(text: &str) {
     if loudness() > Loudness::Quiet {
@@ -189,6 +194,14 @@ pub(crate) fn progress_bar(len: u64, template: &str) -> ProgressBar {
     bar.set_style(style);
     bar.enable_steady_tick(Duration::from_millis(250));
     bar
+}
+
+/// What some work returns that moves a [`progress_bar`], which goes when the work ends, well or not.
+pub(crate) fn with_bar<T>(len: u64, template: &str, work: impl FnOnce(&ProgressBar) -> T) -> T {
+    let bar = progress_bar(len, template);
+    let result = work(&bar);
+    bar.finish_and_clear();
+    result
 }
 
 /// `1.23 GiB` and the like.

@@ -72,9 +72,9 @@ fn memory_of_dma_80m_on_an_h200() {
     let (tokens, stream) = (16 * 2048, 16 * 2048 * 768 * 2);
     assert_eq!(memory.moment, "the loss");
     assert_eq!(memory.activation_bytes, tokens * 12 * block + stream);
-    // The normed stream and its gradient, 4,736 rows of logits (32,768 in seven even blocks), the embedding's new
+    // The normed stream and its gradient, 8,192 rows of logits (32,768 in four even blocks), the embedding's new
     // gradient.
-    let logits = 4736 * 50_304 * 2;
+    let logits = 8192 * 50_304 * 2;
     assert_eq!(memory.workspace_bytes, 2 * stream + logits + 4 * 50_304 * 768);
     let modes = &memory.activations_by_mode;
     assert_eq!(modes[0], ("none", tokens * 12 * block));
@@ -172,7 +172,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     let block = 2 * (2 * 2048 + 2 * 6144 + 4096 + 2048) + 4 * 16;
     let stream = 16_384 * 2048 * 2;
     assert_eq!(memory.activation_bytes, 16_384 * 28 * block + stream);
-    assert_eq!(memory.workspace_bytes, 2 * stream + 4096 * 50_304 * 2);
+    assert_eq!(memory.workspace_bytes, 2 * stream + 8192 * 50_304 * 2);
     let sum: u64 = memory.parts().iter().map(|(_, bytes)| bytes).sum();
     assert_eq!(sum, memory.total_bytes);
     assert_eq!(
@@ -218,10 +218,10 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
         alone.training.local_batch_size = 16_384 / seq_len;
         alone.training.global_batch_size = 16_384 / seq_len;
         let shape = alone.model_shape(50_304).expect("a shape");
-        // Measured when blocks kept the least in any case.
+        // Measured when blocks kept the least in any case, and the loss took 4096 tokens at once instead of 8192.
         let memory = memory_plan(&alone, &shape, &h200_of(gib * 1.1), 1);
-        let program = memory.parts()[0].1;
-        let ratio = (memory.total_bytes - program) as f64 / (gib * (1u64 << 30) as f64);
+        let since = memory.parts()[0].1 + 4096 * 50_304 * 2;
+        let ratio = (memory.total_bytes - since) as f64 / (gib * (1u64 << 30) as f64);
         assert!((0.98..1.02).contains(&ratio), "{seq_len}: {ratio}");
     }
 }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Cache, LayerShape, RowAttention, ascending};
 use crate::call::Call;
-use crate::error::SelectError;
+use crate::error::{SelectError, read_json};
 use crate::keep::falling;
 use crate::pool::causal_probabilities;
 use crate::range::Rules;
@@ -28,7 +28,7 @@ settings! {
         pub capture: usize = 512,
         /// Share of causal pairs that are on.
         pub density: f64 = 0.25,
-        /// Exponent of the Box-Cox transform.
+        /// Exponent of the Box-Cox transform; it keeps the order, so at a given density it moves ties only.
         pub lambda: f64 = 0.5,
         /// Floor of the mean probabilities.
         pub floor: f64 = 1e-6,
@@ -36,29 +36,6 @@ settings! {
         pub matching: f64 = 0.8,
         /// First keys that are always on.
         pub sink: usize = 4,
-    }
-}
-
-/// How maps are made.
-#[derive(Clone, Debug, PartialEq)]
-pub struct DamCalibration {
-    /// Longest sequence of the calibration, side of the maps.
-    pub capture: usize,
-    /// Share of causal pairs that are on.
-    pub density: f64,
-    /// Exponent of the Box-Cox transform; it keeps the order, so at a given density it moves ties only.
-    pub lambda: f64,
-    /// Floor of the mean probabilities.
-    pub floor: f64,
-    /// Share of its rows in which a column or diagonal must be on to go beyond the map.
-    pub matching: f64,
-    /// First keys that are always on.
-    pub sink: usize,
-}
-
-impl Default for DamCalibration {
-    fn default() -> Self {
-        DamConfig::default().calibration()
     }
 }
 
@@ -85,7 +62,7 @@ pub struct DamMap {
 /// Mean attention of calibration sequences, one head each.
 #[derive(Clone, Debug)]
 pub struct DamCapture {
-    calibration: DamCalibration,
+    calibration: DamConfig,
     /// `[heads][capture, capture]`.
     sums: Vec<Vec<f64>>,
     /// Sequences that reached each row.
@@ -95,34 +72,12 @@ pub struct DamCapture {
 /// Side of the largest map: 128 MiB of sums a head.
 const MAX_CAPTURE: usize = 4096;
 
-impl DamCalibration {
-    fn check(&self) -> Result<(), SelectError> {
-        let rules = Rules("dam");
-        rules.positive("capture", self.capture)?;
-        if self.capture > MAX_CAPTURE {
-            return rules.fail(
-                format!("capture={} asks for maps of so many rows squared", self.capture),
-                format!("give capture at most {MAX_CAPTURE}"),
-            );
-        }
-        rules.share("density", self.density)?;
-        rules.share("matching", self.matching)?;
-        if self.floor > 0.0 {
-            return Ok(());
-        }
-        rules.fail(
-            format!("floor={} is not positive", self.floor),
-            "give a small positive floor",
-        )
-    }
-}
-
 impl DamCapture {
     /// A capture without sequences.
     ///
     /// # Errors
     /// Values outside their ranges.
-    pub fn new(calibration: DamCalibration, num_heads: usize) -> Result<Self, SelectError> {
+    pub fn new(calibration: DamConfig, num_heads: usize) -> Result<Self, SelectError> {
         calibration.check()?;
         let n = calibration.capture;
         Ok(Self {
@@ -265,13 +220,13 @@ impl DamMaps {
     /// # Errors
     /// A file that cannot be read or holds something else.
     pub fn read(path: &Path) -> Result<Self, SelectError> {
-        let problem = |problem: String| file_error(path, problem);
-        let text = std::fs::read_to_string(path).map_err(|error| problem(error.to_string()))?;
-        let maps: Self = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        let maps: Self = read_json(path, MAPS)?;
         for (layer, heads) in maps.layers.iter().enumerate() {
             for (head, map) in heads.iter().enumerate() {
-                map.check()
-                    .map_err(|fault| problem(format!("layer {layer}, head {head}: {fault}")))?;
+                map.check().map_err(|fault| {
+                    let problem = format!("layer {layer}, head {head}: {fault}");
+                    SelectError::file(path, MAPS, problem)
+                })?;
             }
         }
         Ok(maps)
@@ -282,23 +237,27 @@ impl DamMaps {
     /// # Errors
     /// A file that cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), SelectError> {
-        let problem = |problem: String| file_error(path, problem);
-        let text = serde_json::to_string(self).map_err(|error| problem(error.to_string()))?;
-        std::fs::write(path, text).map_err(|error| problem(error.to_string()))
+        let text = serde_json::to_string(self).expect("plain data serialises");
+        std::fs::write(path, text).map_err(|error| SelectError::file(path, MAPS, error))
     }
 }
 
-fn file_error(path: &Path, problem: String) -> SelectError {
-    SelectError::File {
-        path: path.display().to_string(),
-        problem,
-        hint: "the maps come from a calibration run, DamCapture::maps per layer, DamMaps::write",
-    }
-}
+/// Where a file of maps comes from.
+const MAPS: &str = "the maps come from a calibration run, DamCapture::maps per layer, DamMaps::write";
 
 impl DamConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
-        self.calibration().check()
+        let rules = Rules("dam");
+        rules.positive("capture", self.capture)?;
+        if self.capture > MAX_CAPTURE {
+            return rules.fail(
+                format!("capture={} asks for maps of so many rows squared", self.capture),
+                format!("give capture at most {MAX_CAPTURE}"),
+            );
+        }
+        rules.share("density", self.density)?;
+        rules.share("matching", self.matching)?;
+        rules.above_zero("floor", self.floor, "give a small positive floor")
     }
 
     /// Reads the maps, when a file is named.
@@ -307,17 +266,6 @@ impl DamConfig {
             self.maps = Some(DamMaps::read(Path::new(&self.map))?);
         }
         Ok(())
-    }
-
-    fn calibration(&self) -> DamCalibration {
-        DamCalibration {
-            capture: self.capture,
-            density: self.density,
-            lambda: self.lambda,
-            floor: self.floor,
-            matching: self.matching,
-            sink: self.sink,
-        }
     }
 }
 
@@ -340,7 +288,7 @@ enum Source {
 impl Dam {
     pub(crate) fn new(config: &DamConfig, shape: LayerShape) -> Result<Self, SelectError> {
         let Some(maps) = &config.maps else {
-            let capture = DamCapture::new(config.calibration(), shape.num_heads)?;
+            let capture = DamCapture::new(config.clone(), shape.num_heads)?;
             return Ok(Self {
                 sink: config.sink,
                 source: Source::Text(capture),

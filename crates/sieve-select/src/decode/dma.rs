@@ -71,11 +71,8 @@ impl DmaWeights {
     /// # Errors
     /// A file that cannot be read, or lacks one of the tensors.
     pub fn read(path: &Path) -> Result<Self, SelectError> {
-        let problem = |problem: String| SelectError::File {
-            path: path.display().to_string(),
-            problem,
-            hint: "name the model.safetensors of a DMA checkpoint, or of its export",
-        };
+        let hint = "name the model.safetensors of a DMA checkpoint, or of its export";
+        let problem = |problem: String| SelectError::file(path, hint, problem);
         let bytes = std::fs::read(path).map_err(|error| problem(error.to_string()))?;
         let file = SafeTensors::deserialize(&bytes).map_err(|error| problem(error.to_string()))?;
         let mut weights = Self::default();

@@ -17,13 +17,8 @@ settings! {
 
 impl ExactTopConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
-        if self.k > 0.0 {
-            return Ok(());
-        }
-        Rules("exact_top").fail(
-            format!("k={} is not positive", self.k),
-            "give a number of keys, or a share below 1",
-        )
+        let hint = "give a number of keys, or a share below 1";
+        Rules("exact_top").above_zero("k", self.k, hint)
     }
 }
 

@@ -21,13 +21,8 @@ settings! {
 impl QuestConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         Rules("quest").positive("page", self.page)?;
-        if self.budget > 0.0 {
-            return Ok(());
-        }
-        Rules("quest").fail(
-            format!("budget={} is not positive", self.budget),
-            "give a number of tokens, or a share below 1",
-        )
+        let hint = "give a number of tokens, or a share below 1";
+        Rules("quest").above_zero("budget", self.budget, hint)
     }
 }
 

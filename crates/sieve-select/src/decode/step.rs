@@ -2,7 +2,7 @@
 use sieve_core::{BlockScores, BlockSelection, DmaWindow, HeavyKeys, KeepBlocks};
 
 use super::amount;
-use super::quest::MIN_PAGES;
+use super::quest::{MIN_PAGES, QuestConfig};
 use super::snapkv::Pool;
 use crate::call::{Call, CallShape};
 use crate::mask::SparseMask;
@@ -20,16 +20,23 @@ pub enum Step {
 }
 
 impl Selector {
-    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where the method decodes on the host,
-    /// or by [`heavy_keys`](Self::heavy_keys). `known` pages have bounds from earlier tokens.
+    /// Whether every token that is written reads all keys before it in a layer.
+    pub fn reads_all(&self, layer: usize) -> bool {
+        let is_dense = |quest: &QuestConfig| layer < quest.dense_layers;
+        self.is_dense_layer(layer) || matches!(&self.method, Method::Quest(quest) if is_dense(quest))
+    }
+
+    /// How a device finds what the last of `shape.num_keys` tokens reads; `None` where that is
+    /// [everything](Self::reads_all), where the method decodes on the host, or by [`heavy_keys`](Self::heavy_keys).
+    /// `known` pages have bounds from earlier tokens.
     pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
         let n = shape.num_keys;
         let shape = CallShape {
             num_queries: 1,
             ..shape
         };
-        if self.is_dense_layer(layer) && self.steps_on_device(shape.head_dim) {
-            return Some(Step::Mask(Box::new(SparseMask::dense(shape))));
+        if self.reads_all(layer) {
+            return None;
         }
         let of = |block, scores, keep| of_blocks(shape, block, scores, keep);
         match &self.method {
@@ -38,9 +45,6 @@ impl Selector {
                 config.n_init,
                 config.n_local,
             )))),
-            Method::Quest(config) if layer < config.dense_layers => {
-                Some(Step::Mask(Box::new(SparseMask::dense(shape))))
-            }
             Method::Quest(config) => {
                 let (last, all) = ((n - 1) / config.page, n.div_ceil(config.page));
                 let pages = (amount(config.budget, n) / config.page).max(MIN_PAGES);
@@ -133,6 +137,25 @@ impl Selector {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn layers_that_read_all_keys_have_no_step() {
+        let shape = CallShape {
+            num_queries: 1,
+            num_keys: 300,
+            num_heads: 4,
+            num_kv_heads: 2,
+            head_dim: 64,
+        };
+        for (text, dense_layers) in [("quest", 2), ("quest:first_dense_layers=3", 3), ("exact_top", 0)] {
+            let selector = Selector::parse(text).expect("valid");
+            for layer in 0..5 {
+                let reads_all = layer < dense_layers;
+                assert_eq!(selector.reads_all(layer), reads_all, "{text} {layer}");
+                assert_eq!(selector.step(shape, layer, 0).is_none(), reads_all, "{text} {layer}");
+            }
+        }
+    }
 
     #[test]
     fn a_device_keeps_of_a_prompt_what_the_method_says() {

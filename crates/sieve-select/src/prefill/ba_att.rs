@@ -1,6 +1,8 @@
 //! BA-Att (arXiv:2605.19726): blocks of tokens sorted by norm, scored by the products of their means with a
 //! second-order term.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
@@ -9,7 +11,7 @@ use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
 use crate::keep::{sorted, top_k};
 use crate::mask::{ListRows, SparseMask};
-use crate::permute::{Segments, attach, drop_future_tiles, sort_ranges};
+use crate::permute::{Orders, Segments, sort_ranges};
 use crate::pool::{Pooled, mean_and_variance, scores};
 use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
@@ -114,31 +116,19 @@ impl PrefillMethod for BaAttConfig {
         };
         let tiles = Tiles::new(call.shape, self.block, self.block);
         let started = std::time::Instant::now();
-        let keys = self.key_orders(call, segments);
-        let queries = self.query_orders(call, segments);
+        let orders = Orders {
+            keys: self.key_orders(call, segments),
+            queries: self.query_orders(call, segments),
+        };
         let permute_seconds = started.elapsed().as_secs_f64();
-        let nan = std::sync::atomic::AtomicUsize::new(0);
-        let (per, mut lists) = gqa::lists_as_selected(call, tiles, gqa, |heads| {
-            let list = self.rows(call, tiles, segments, heads, &keys, &queries);
-            list.unwrap_or_else(|| {
-                nan.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-                let end = |i| {
-                    if self.causal {
-                        segments.own(tiles, i).end
-                    } else {
-                        tiles.num_key_tiles()
-                    }
-                };
-                gqa::rows(tiles, |i| (0..end(i)).collect())
-            })
-        });
-        if self.causal {
-            drop_future_tiles(call, tiles, &mut lists, &keys, &queries);
-        }
-        let mut mask = SparseMask::from_lists(call.shape, tiles, per, &lists);
-        attach(&mut mask, &keys, &queries);
-        mask.causal = self.causal;
-        mask.stats.nan_lists = nan.into_inner();
+        let rows = |heads: &[usize]| self.rows(call, tiles, segments, heads, &orders);
+        let end = |i| match self.causal {
+            true => segments.own(tiles, i).end,
+            false => tiles.num_key_tiles(),
+        };
+        let dense = || gqa::rows(tiles, |i| (0..end(i)).collect());
+        let lists = gqa::lists_as_selected(call, tiles, gqa, rows, dense);
+        let mut mask = orders.mask(call, tiles, lists, self.causal);
         mask.stats.permute_seconds = permute_seconds;
         mask
     }
@@ -155,16 +145,9 @@ impl BaAttConfig {
         let sort = matches!(self.sort, NormSort::K | NormSort::Qk);
         (0..call.shape.num_kv_heads)
             .into_par_iter()
-            .map(|h| {
-                if !sort {
-                    return (0..n as i32).collect();
-                }
-                let score: Vec<f32> = (0..n).map(|key| -norm(call.key(h, key))).collect();
-                if self.causal {
-                    sort_ranges(n, segments.whole(n), &score)
-                } else {
-                    sort_ranges(n, std::iter::once(0..n), &score)
-                }
+            .map(|h| match sort {
+                true => self.order(n, segments.whole(n), |key| call.key(h, key)),
+                false => (0..n as i32).collect(),
             })
             .collect()
     }
@@ -174,18 +157,27 @@ impl BaAttConfig {
         if matches!(self.sort, NormSort::K | NormSort::None) {
             return Vec::new();
         }
-        let rows = call.shape.num_queries;
-        (0..call.shape.num_heads)
-            .into_par_iter()
-            .map(|head| {
-                let score: Vec<f32> = (0..rows).map(|row| -norm(call.query(head, row))).collect();
-                if self.causal {
-                    sort_ranges(rows, segments.rows(call).into_iter(), &score)
-                } else {
-                    sort_ranges(rows, std::iter::once(0..rows), &score)
-                }
-            })
-            .collect()
+        let ranges = segments.rows(call);
+        let order = |head| {
+            let query = |row| call.query(head, row);
+            self.order(call.shape.num_queries, ranges.iter().cloned(), query)
+        };
+        let heads = (0..call.shape.num_heads).into_par_iter();
+        heads.map(order).collect()
+    }
+
+    /// Tokens by rising norm; of a causal mask, in each of the ranges alone.
+    fn order<'x>(
+        &self,
+        len: usize,
+        ranges: impl Iterator<Item = Range<usize>>,
+        token: impl Fn(usize) -> &'x [f32],
+    ) -> Vec<i32> {
+        let score: Vec<f32> = (0..len).map(|at| -norm(token(at))).collect();
+        match self.causal {
+            true => sort_ranges(len, ranges, &score),
+            false => sort_ranges(len, std::iter::once(0..len), &score),
+        }
     }
 
     /// Tiles of one list; `None` on NaN.
@@ -195,20 +187,16 @@ impl BaAttConfig {
         tiles: Tiles,
         segments: Segments,
         heads: &[usize],
-        keys: &[Vec<i32>],
-        queries: &[Vec<i32>],
+        orders: &Orders,
     ) -> Option<ListRows> {
         let d = call.shape.head_dim;
         let kv_head = call.kv_head(heads[0]);
-        let order = &keys[kv_head];
+        let order = &orders.keys[kv_head];
         let key = |slot: usize| call.key(kv_head, order[slot] as usize);
         let k = mean_and_variance((0..tiles.num_key_tiles()).map(|j| tiles.keys(j).map(key)), d);
         let mut sum: Vec<f32> = Vec::new();
         for &head in heads {
-            let query = |slot: usize| {
-                let row = queries.get(head).map_or(slot, |order| order[slot] as usize);
-                call.query(head, row)
-            };
+            let query = |slot: usize| call.query(head, orders.query_row(head, slot));
             let q = mean_and_variance((0..tiles.num_query_tiles()).map(|i| tiles.rows(i).map(query)), d);
             add(&mut sum, self.block_logits(call, &q, &k));
         }
@@ -227,10 +215,7 @@ impl BaAttConfig {
             }
             sorted(kept)
         });
-        Some(ListRows {
-            tiles: rows.collect(),
-            columns: Vec::new(),
-        })
+        Some(ListRows::of_tiles(rows.collect()))
     }
 
     /// Whether a layer has a compensation.
@@ -266,22 +251,4 @@ impl BaAttConfig {
         }
         logits
     }
-}
-
-/// Bound on `|q.k - qbar.kbar| / sqrt(d)` over the pairs of two blocks: `(M_Q R_K + M_K R_Q) / sqrt(d)` with the
-/// largest norm M and the largest distance to the mean R (Cauchy-Schwarz).
-///
-/// # Shapes
-/// - q, k: `[tokens, head_dim]`
-pub fn pooling_bound(q: &[f32], k: &[f32], head_dim: usize) -> f32 {
-    let [(m_q, r_q), (m_k, r_k)] = [q, k].map(|x| {
-        let tokens = x.chunks_exact(head_dim);
-        let mean = crate::pool::mean_pool(std::iter::once(tokens.clone()), head_dim);
-        let largest = tokens.clone().map(norm).fold(0.0, f32::max);
-        let radius = tokens
-            .map(|x| norm(&x.iter().zip(&mean).map(|(x, mean)| x - mean).collect::<Vec<f32>>()))
-            .fold(0.0, f32::max);
-        (largest, radius)
-    });
-    (m_q * r_k + m_k * r_q) / (head_dim as f32).sqrt()
 }

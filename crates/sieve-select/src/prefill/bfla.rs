@@ -146,10 +146,7 @@ impl BflaConfig {
             let kept = keep_mass(&row[..blocks.admissible(i)], self.keep_mass);
             kept.into_iter().map(|j| j as i32).collect()
         });
-        Some(ListRows {
-            tiles: kept.collect(),
-            columns: Vec::new(),
-        })
+        Some(ListRows::of_tiles(kept.collect()))
     }
 
     /// Largest products of group vectors, scaled, `[query blocks, key blocks]`; blocks never compared are -inf.

@@ -58,8 +58,5 @@ pub(crate) fn best_blocks(
         }
         rows.push(sorted(top_k(row, num_kept(row.len()))));
     }
-    Some(ListRows {
-        tiles: rows,
-        columns: Vec::new(),
-    })
+    Some(ListRows::of_tiles(rows))
 }

@@ -192,10 +192,7 @@ fn slashes(tiles: Tiles, column: &[f32], diagonal: &[f32], num_columns: usize, n
 
 fn list_of(kept: Vec<Vec<bool>>) -> ListRows {
     let row = |kept: Vec<bool>| sorted((0..kept.len()).filter(|&j| kept[j]).collect());
-    ListRows {
-        tiles: kept.into_iter().map(row).collect(),
-        columns: Vec::new(),
-    }
+    ListRows::of_tiles(kept.into_iter().map(row).collect())
 }
 
 /// Square root of the mean of both divergences from the midpoint; 0 log 0 = 0.

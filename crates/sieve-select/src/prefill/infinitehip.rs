@@ -115,10 +115,7 @@ impl PrefillMethod for InfinitehipConfig {
                 .into_par_iter()
                 .map(|i| self.row(call, tiles, heads[0], i))
                 .collect();
-            Some(ListRows {
-                tiles: rows?,
-                columns: Vec::new(),
-            })
+            Some(ListRows::of_tiles(rows?))
         })
     }
 

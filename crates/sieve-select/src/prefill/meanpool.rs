@@ -59,10 +59,7 @@ impl PrefillMethod for MeanpoolConfig {
                 kept.push(0);
                 rows.push(kept);
             }
-            Some(ListRows {
-                tiles: rows.into_iter().map(sorted).collect(),
-                columns: Vec::new(),
-            })
+            Some(ListRows::of_tiles(rows.into_iter().map(sorted).collect()))
         })
     }
 

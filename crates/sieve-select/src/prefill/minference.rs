@@ -7,7 +7,7 @@ use serde_json::{Map, Value, json};
 
 use crate::attention::block_sparse_attention;
 use crate::call::{Call, Tiles};
-use crate::error::SelectError;
+use crate::error::{SelectError, read_json};
 use crate::gqa::{self, GqaPolicy};
 use crate::mask::{SparseMask, TokenWindow};
 use crate::measure::dense_attention;
@@ -201,14 +201,10 @@ impl PatternFile {
     /// # Errors
     /// A file that cannot be read, or a pattern that is none.
     pub fn read(path: &Path) -> Result<Self, SelectError> {
-        let problem = |problem: String| SelectError::File {
-            path: path.display().to_string(),
-            problem,
-            hint: "the file is a JSON list with one object per layer: {\"0\": [\"vertical_and_slash\", 1000, 6096], …}",
-        };
-        let text = std::fs::read_to_string(path).map_err(|error| problem(error.to_string()))?;
-        let layers: Vec<Map<String, Value>> =
-            serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
+        let hint = "the file is a JSON list with one object per layer: \
+                    {\"0\": [\"vertical_and_slash\", 1000, 6096], …}";
+        let problem = |problem: String| SelectError::file(path, hint, problem);
+        let layers: Vec<Map<String, Value>> = read_json(path, hint)?;
         if layers.is_empty() {
             return Err(problem("it has no layer".to_owned()));
         }

@@ -93,13 +93,10 @@ impl PrefillMethod for MomoConfig {
         ] {
             rules.positive(key, value)?;
         }
-        let (small, large) = (self.gamma.min(self.chi), self.gamma.max(self.chi));
-        rules.divides(
-            if self.gamma <= self.chi { "gamma" } else { "chi" },
-            small,
-            if self.gamma <= self.chi { "chi" } else { "gamma" },
-            large,
-        )?;
+        let mut pair = [("gamma", self.gamma), ("chi", self.chi)];
+        pair.sort_by_key(|setting| setting.1);
+        let [(small_key, small), (large_key, large)] = pair;
+        rules.divides(small_key, small, large_key, large)?;
         if self.topk == TopK::Hybrid && self.k_exact > self.k {
             return rules.fail(
                 format!("k_exact={} is more than k={}", self.k_exact, self.k),

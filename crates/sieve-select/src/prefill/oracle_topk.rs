@@ -46,10 +46,7 @@ impl PrefillMethod for OracleTopkConfig {
                     }))
                 })
                 .collect();
-            Some(ListRows {
-                tiles: rows?,
-                columns: Vec::new(),
-            })
+            Some(ListRows::of_tiles(rows?))
         })
     }
 

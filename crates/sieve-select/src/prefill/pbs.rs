@@ -1,6 +1,5 @@
 //! PBS-Attn (arXiv:2510.21270): keys sorted by importance inside segments, so that important keys share blocks.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use rayon::prelude::*;
@@ -11,7 +10,7 @@ use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax, sorted};
 use crate::mask::{ListRows, SparseMask};
-use crate::permute::{Segments, attach, drop_future_tiles, key_means, order_queries, sort_ranges};
+use crate::permute::{Orders, Segments, key_means, order_queries, sort_ranges};
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
 use crate::prefill::xattention::{XattentionConfig, add_block_softmax, cell_scores};
 use crate::prefill::{Knob, PrefillMethod, SHARES};
@@ -95,14 +94,6 @@ settings! {
         "pbs:tau=1,block=16,segment=32,permute=queries";
 }
 
-/// Orders of all heads.
-struct Orders {
-    /// Per KV head or per query head.
-    keys: Vec<Vec<i32>>,
-    /// Per query head.
-    queries: Vec<Vec<i32>>,
-}
-
 impl PrefillMethod for PbsConfig {
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("pbs");
@@ -138,19 +129,11 @@ impl PrefillMethod for PbsConfig {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         let orders = self.orders(call, tiles, segments);
         let permute_seconds = started.elapsed().as_secs_f64();
-        let nan = AtomicUsize::new(0);
-        let (per, mut lists) = gqa::lists_as_selected(call, tiles, gqa, |heads| {
-            let list = self.rows(call, tiles, segments, heads, &orders);
-            // The dense fallback of other methods knows nothing of segments.
-            list.unwrap_or_else(|| {
-                nan.fetch_add(1, Ordering::Relaxed);
-                gqa::rows(tiles, |i| (0..segments.own(tiles, i).end).collect())
-            })
-        });
-        drop_future_tiles(call, tiles, &mut lists, &orders.keys, &orders.queries);
-        let mut mask = SparseMask::from_lists(call.shape, tiles, per, &lists);
-        attach(&mut mask, &orders.keys, &orders.queries);
-        mask.stats.nan_lists = nan.into_inner();
+        let rows = |heads: &[usize]| self.rows(call, tiles, segments, heads, &orders);
+        // The dense fallback of other methods knows nothing of segments.
+        let dense = || gqa::rows(tiles, |i| (0..segments.own(tiles, i).end).collect());
+        let lists = gqa::lists_as_selected(call, tiles, gqa, rows, dense);
+        let mut mask = orders.mask(call, tiles, lists, true);
         mask.stats.permute_seconds = permute_seconds;
         mask
     }
@@ -247,10 +230,7 @@ impl PbsConfig {
             kept.push(token_0);
             sorted(kept)
         };
-        Some(ListRows {
-            tiles: p.iter().enumerate().map(row).collect(),
-            columns: Vec::new(),
-        })
+        Some(ListRows::of_tiles(p.iter().enumerate().map(row).collect()))
     }
 
     /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`.
@@ -315,12 +295,6 @@ impl PbsConfig {
                 Some(sum)
             })
             .collect()
-    }
-}
-
-impl Orders {
-    fn query_row(&self, head: usize, slot: usize) -> usize {
-        self.queries.get(head).map_or(slot, |order| order[slot] as usize)
     }
 }
 

@@ -1,13 +1,14 @@
 //! Blocks by the sums of their antidiagonals: XAttention (arXiv:2503.16428).
 
 use std::ops::Range;
+use std::path::Path;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use sieve_cpu::{Matrix, MatrixMut, Threads, exp_row, matmul, max_of_row};
 
 use crate::call::{Call, Tiles};
-use crate::error::SelectError;
+use crate::error::{SelectError, read_json};
 use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass_forced, sorted};
 use crate::mask::{ListRows, SparseMask};
@@ -102,10 +103,7 @@ impl PrefillMethod for XattentionConfig {
                 forced.extend(tiles.diagonal(i));
                 sorted(keep_mass_forced(&row, &forced, tau))
             });
-            Some(ListRows {
-                tiles: rows.collect(),
-                columns: Vec::new(),
-            })
+            Some(ListRows::of_tiles(rows.collect()))
         })
     }
 
@@ -118,16 +116,10 @@ impl PrefillMethod for XattentionConfig {
 impl XattentionConfig {
     /// Reads the thresholds, when a file is named.
     pub(crate) fn load(&mut self) -> Result<(), SelectError> {
-        if self.taus.is_empty() {
-            return Ok(());
+        let hint = "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]";
+        if !self.taus.is_empty() {
+            self.head_taus = read_json(Path::new(&self.taus), hint)?;
         }
-        let problem = |problem: String| SelectError::File {
-            path: self.taus.clone(),
-            problem,
-            hint: "the file is a JSON list with one list per layer: [[0.9, 0.85, …], …]",
-        };
-        let text = std::fs::read_to_string(&self.taus).map_err(|error| problem(error.to_string()))?;
-        self.head_taus = serde_json::from_str(&text).map_err(|error| problem(error.to_string()))?;
         Ok(())
     }
 

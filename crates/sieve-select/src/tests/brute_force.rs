@@ -2,7 +2,7 @@
 //! a block, which share no code with the methods.
 
 use super::select;
-use crate::decode::dam::{DamCalibration, DamCapture};
+use crate::decode::dam::{DamCapture, DamConfig};
 use crate::oracle::expanded_row;
 use crate::prefill::minference::{Pattern, PatternFile};
 use crate::test_data::TestCall;
@@ -509,12 +509,12 @@ fn dam_maps_are_the_pairs_with_the_most_mean_attention() {
     let (n, density, matching, sink) = (40, 0.3, 0.75, 2);
     let mut random = Random(165);
     let sequences = [0; 3].map(|_| TestCall::structured(&mut random, n, [2, 1], 8));
-    let calibration = DamCalibration {
+    let calibration = DamConfig {
         capture: n,
         density,
         matching,
         sink,
-        ..DamCalibration::default()
+        ..DamConfig::default()
     };
     let mut capture = DamCapture::new(calibration, 2).expect("valid");
     for data in &sequences {

@@ -4,7 +4,7 @@ mod causality;
 mod dma_slots;
 mod infinitehip_refresh;
 
-use crate::decode::dam::{DamCalibration, DamCapture, DamMaps};
+use crate::decode::dam::{DamCapture, DamConfig, DamMaps};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, LayerShape, Method, Selector, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
@@ -402,10 +402,10 @@ fn infllm_reads_init_blocks_and_local() {
 #[test]
 fn dam_maps_meet_their_density_and_extend() {
     let data = TestCall::structured(&mut Random(100), 64, [2, 1], 8);
-    let calibration = DamCalibration {
+    let calibration = DamConfig {
         capture: 64,
         density: 0.3,
-        ..DamCalibration::default()
+        ..DamConfig::default()
     };
     let mut capture = DamCapture::new(calibration, 2).expect("valid");
     capture.add(&data.call()).expect("valid");
@@ -471,11 +471,11 @@ fn dam_maps_that_name_keys_outside_their_rows_are_refused() {
 fn dam_of_a_text_that_calibrates_itself() {
     let data = TestCall::structured(&mut Random(115), 80, [2, 1], 8);
     let (_, kept) = stream("dam:capture=32,density=0.3,sink=3", &data);
-    let calibration = DamCalibration {
+    let calibration = DamConfig {
         capture: 32,
         density: 0.3,
         sink: 3,
-        ..DamCalibration::default()
+        ..DamConfig::default()
     };
     let mut capture = DamCapture::new(calibration, 2).expect("valid");
     capture.add(&data.chunk(0, 32).call()).expect("valid");
@@ -612,12 +612,12 @@ fn dam_threshold_of_a_density_is_the_same_for_every_transform() {
     // Box-Cox keeps the order, so the pairs above a density's threshold are those with the most attention.
     let data = TestCall::structured(&mut Random(114), 48, [1, 1], 8);
     let maps = |lambda: f64| {
-        let calibration = DamCalibration {
+        let calibration = DamConfig {
             capture: 48,
             density: 0.2,
             lambda,
             floor: 1e-12,
-            ..DamCalibration::default()
+            ..DamConfig::default()
         };
         let mut capture = DamCapture::new(calibration, 1).expect("valid");
         capture.add(&data.call()).expect("valid");

@@ -148,10 +148,7 @@ fn as_many_tiles_as_everything_has_are_not_everything() {
     let shape = TestCall::random(&mut Random(3), 32, 32, [1, 1], 8).call().shape;
     let tiles = Tiles::new(shape, 16, 16);
     let mask = |rows: [Vec<i32>; 2]| {
-        let rows = ListRows {
-            tiles: rows.to_vec(),
-            columns: Vec::new(),
-        };
+        let rows = ListRows::of_tiles(rows.to_vec());
         SparseMask::from_lists(shape, tiles, ListsPer::QueryHead, &[rows])
     };
     assert!(mask([vec![0], vec![0, 1]]).keeps_everything());

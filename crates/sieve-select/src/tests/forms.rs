@@ -3,7 +3,7 @@
 
 use super::{select, selector};
 use crate::test_data::TestCall;
-use crate::{block_sparse_attention, density, oracle_attention, oracle_dense};
+use crate::{Call, Prefill, block_sparse_attention, density, oracle_attention, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
@@ -118,9 +118,7 @@ pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[
             continue;
         }
         let calls = [data.call(), swapped.call()];
-        let done = selector(text)
-            .prefill_batch(&calls)
-            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        let done = calls.iter().map(|call| prefill(text, call)).collect::<Vec<_>>();
         for row in 0..130 {
             for c in 0..16 {
                 let (a, b) = (done[0].output.o[row * 32 + c], done[1].output.o[row * 32 + 16 + c]);
@@ -128,6 +126,11 @@ pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[
             }
         }
     }
+}
+
+fn prefill(text: &str, call: &Call<'_>) -> Prefill {
+    let done = selector(text).prefill(call);
+    done.unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
 #[test]
@@ -187,9 +190,7 @@ pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts:
         .collect();
     for text in texts {
         let calls: Vec<_> = data.iter().map(TestCall::call).collect();
-        let done = selector(text)
-            .prefill_batch(&calls)
-            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        let done = calls.iter().map(|call| prefill(text, call)).collect::<Vec<_>>();
         assert!(
             done[1].output.o.is_empty() && done[1].mask.tile_idx.is_empty(),
             "{text}"

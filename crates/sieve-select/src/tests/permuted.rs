@@ -3,7 +3,8 @@
 use super::{select, selector};
 use crate::oracle::oracle_row;
 use crate::pool::mean_and_variance;
-use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation, pooling_bound};
+use crate::pool::mean_pool;
+use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation};
 use crate::test_data::TestCall;
 use crate::vector::{dot, norm};
 use crate::{Method, block_sparse_attention, oracle_attention, oracle_dense};
@@ -40,6 +41,24 @@ fn ba_att_bidirectional_equals_its_definition() {
     assert_close_relative("sparse", &output.o, &crate::oracle_attention(&call, &mask).o, 2e-5);
     let error = selector("ba_att:causal=false").select(&TestCall::random(&mut Random(1), 20, 30, [1, 1], 4).call());
     refusal(error, "causal=false needs all tokens at once");
+}
+
+/// Bound on `|q.k - qbar.kbar| / sqrt(d)` over the pairs of two blocks: `(M_Q R_K + M_K R_Q) / sqrt(d)` with the
+/// largest norm M and the largest distance to the mean R (Cauchy-Schwarz).
+///
+/// # Shapes
+/// - q, k: `[tokens, head_dim]`
+fn pooling_bound(q: &[f32], k: &[f32], head_dim: usize) -> f32 {
+    let [(m_q, r_q), (m_k, r_k)] = [q, k].map(|x| {
+        let tokens = x.chunks_exact(head_dim);
+        let mean = mean_pool(std::iter::once(tokens.clone()), head_dim);
+        let largest = tokens.clone().map(norm).fold(0.0, f32::max);
+        let radius = tokens
+            .map(|x| norm(&x.iter().zip(&mean).map(|(x, mean)| x - mean).collect::<Vec<f32>>()))
+            .fold(0.0, f32::max);
+        (largest, radius)
+    });
+    (m_q * r_k + m_k * r_q) / (head_dim as f32).sqrt()
 }
 
 #[test]

@@ -76,10 +76,7 @@ fn as_many_tiles(data: &TestCall, mask: &SparseMask, order: &dyn Fn(&[f32]) -> V
                 row.sort_unstable();
                 row
             });
-            ListRows {
-                tiles: rows.collect(),
-                columns: Vec::new(),
-            }
+            ListRows::of_tiles(rows.collect())
         })
         .collect();
     let mut other = SparseMask::from_lists(mask.shape, tiles, mask.lists, &lists);

@@ -27,7 +27,7 @@ pub(crate) struct BatchArgs {
 /// Writes one step's rows.
 pub(super) fn run(args: BatchArgs) -> Result<()> {
     let (recipe, text) = args.recipe.load_with_text()?;
-    text.iter().for_each(|line| terminal::line(line));
+    terminal::lines(text);
     let training = &recipe.training;
     anyhow::ensure!(
         args.step <= training.steps as u64,
@@ -40,7 +40,8 @@ pub(super) fn run(args: BatchArgs) -> Result<()> {
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     let mut data = source.prepare(&recipe, &dir, OnChange::Refuse, &mut |_event| {})?;
     let place = (dir.as_path(), OnChange::Refuse);
-    data.prepare_stages(&recipe, place, None, &crate::train::variable, &mut |_event| {})?;
+    let variable = &crate::train::variable;
+    data.prepare_stages(&recipe, place, None, variable, &mut |_event| {})?;
     let batch = sieve_train::step_batch(&recipe, &data, args.step)?;
     let (rows, seq_len) = (batch.batch, batch.seq_len);
     let named = |name: &str, values: Vec<i32>| NamedTensor {

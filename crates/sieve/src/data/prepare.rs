@@ -30,7 +30,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         recipe.data.format != DataFormat::Mqar,
         "data.format = \"mqar\" is generated as it is read; there is nothing to prepare"
     );
-    text.iter().for_each(|line| terminal::line(line));
+    terminal::lines(text);
     let dir = super::folder(&args.recipe, &recipe, args.data_dir)?;
     let on_change = match args.replace {
         true => OnChange::Replace,
@@ -39,17 +39,15 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     let source = DataSource::open(&recipe, &crate::train::variable)?;
     for corpus in source.corpora() {
         text_files::warn_of_json_lines(corpus);
-        text_files::passed_over(corpus)
-            .iter()
-            .for_each(|line| terminal::line(line));
+        terminal::lines(text_files::passed_over(corpus));
     }
-    let mut watch = Watch::default();
+    let say = |line: &str| terminal::line(line);
+    let mut watch = Watch::new(["", ""], true, &say);
     let mut data = source.prepare(&recipe, &dir, on_change, &mut |event| watch.see(event))?;
     let place = (dir.as_path(), on_change);
-    data.prepare_stages(&recipe, place, None, &crate::train::variable, &mut |event| {
-        watch.see(event)
-    })?;
-    watch.end();
+    let observe = &mut |event| watch.see(event);
+    data.prepare_stages(&recipe, place, None, &crate::train::variable, observe)?;
+    drop(watch);
     let prepared = data.prepared().expect("text becomes shards");
     let meta = &prepared.meta;
     let verb = if prepared.reused { "found" } else { "wrote" };
@@ -71,7 +69,7 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
     print_split("validation", &meta.validation);
     let warning = super::account::too_little_held_out(meta);
     let lines = super::account::lines("", &data, false);
-    (lines.iter().chain(&warning)).for_each(|line| terminal::line(line));
+    terminal::lines(lines.iter().chain(&warning));
     Ok(())
 }
 
@@ -85,27 +83,41 @@ fn print_split(name: &str, split: &SplitMeta) {
     ));
 }
 
-/// Tells how far the work is: a bar on a terminal, else a line now and then.
-#[derive(Default)]
-struct Watch {
+/// Tells how far the work is: a bar on a terminal, else a line now and then where lines are asked for.
+pub(crate) struct Watch<'a> {
+    /// What lines about the tokenizer and about the data begin with.
+    starts: [&'static str; 2],
+    has_lines: bool,
+    say: &'a dyn Fn(&str),
     bar: Option<ProgressBar>,
     last_line: Option<Instant>,
 }
 
 const BETWEEN_LINES: Duration = Duration::from_secs(15);
 
-impl Watch {
-    fn see(&mut self, event: DataEvent) {
+impl<'a> Watch<'a> {
+    pub(crate) fn new(starts: [&'static str; 2], has_lines: bool, say: &'a dyn Fn(&str)) -> Self {
+        Self {
+            starts,
+            has_lines,
+            say,
+            bar: None,
+            last_line: None,
+        }
+    }
+
+    pub(crate) fn see(&mut self, event: DataEvent) {
+        let ([tokenizer, data], say) = (self.starts, self.say);
         match event {
             DataEvent::TrainingTokenizer {
                 vocab_size,
                 sample_bytes,
-            } => terminal::line(&format!(
-                "training a byte-level BPE of {vocab_size} tokens on up to {}",
+            } => say(&format!(
+                "{tokenizer}training a byte-level BPE of {vocab_size} tokens on up to {}",
                 terminal::bytes(sample_bytes)
             )),
             DataEvent::Preparing(Progress::Waiting) => {
-                terminal::line("another process is preparing the same folder; waiting");
+                say(&format!("{data}another process is preparing the same folder; waiting"))
             }
             DataEvent::Preparing(Progress::Writing) => {}
             DataEvent::Preparing(Progress::Tokenising {
@@ -126,9 +138,10 @@ impl Watch {
                 // The total is a guess for packed files, which may hold more.
                 bar.set_length(bytes_total.max(bytes_done));
                 bar.set_position(bytes_done);
-                let is_due = self.last_line.is_none_or(|last| last.elapsed() >= BETWEEN_LINES);
-                if !terminal::is_interactive() && is_due {
-                    terminal::line(&format!(
+                let last = self.last_line;
+                let is_due = last.is_none_or(|last| last.elapsed() >= BETWEEN_LINES);
+                if self.has_lines && !terminal::is_interactive() && is_due {
+                    say(&format!(
                         "{split}: {} of about {} of text, {num_files_done} of {num_files} files, {} tokens in this run",
                         terminal::bytes(bytes_done),
                         terminal::bytes(bytes_total.max(bytes_done)),
@@ -139,10 +152,10 @@ impl Watch {
             }
         }
     }
+}
 
-    fn end(self) {
-        if let Some(bar) = self.bar {
-            bar.finish_and_clear();
-        }
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        self.bar.iter().for_each(ProgressBar::finish_and_clear);
     }
 }

@@ -59,7 +59,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
                 overrides: args.overrides.clone(),
             };
             let (recipe, text) = recipe.load_with_text()?;
-            text.iter().for_each(|line| terminal::line(line));
+            terminal::lines(text);
             (corpus_configs(&recipe, variable)?.0, recipe.tokenizer.train)
         }
         None => {

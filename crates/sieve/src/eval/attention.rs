@@ -70,32 +70,24 @@ fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DTyp
     let length = length(args, loaded.shape.max_seq_len);
     let mut tokens = text::tokens(&args.data, &tokenizer, length, 1)?;
     tokens.truncate(length);
-    let bar = terminal::progress_bar(
-        loaded.shape.num_layers as u64,
-        "{bar:30} {pos}/{len} layers, {eta} left",
-    );
-    let mut observe = |done: u64| bar.set_position(done);
-    let layers = attention_weights(&loaded.model, &tokens, &args.layers, device, &mut observe);
-    bar.finish_and_clear();
-    let layers = layers?;
+    let template = "{bar:30} {pos}/{len} layers, {eta} left";
+    let layers = terminal::with_bar(loaded.shape.num_layers as u64, template, |bar| {
+        let mut observe = |done| bar.set_position(done);
+        attention_weights(&loaded.model, &tokens, &args.layers, device, &mut observe)
+    })?;
     if let Some(path) = &args.plot {
         output::write(path, &picture(&layers, length))?;
     }
     if args.json {
         let json = json!({
-            "data": args.data,
-            "num_tokens": length,
-            "distances": DISTANCES,
-            "layers": layers,
+            "data": args.data, "num_tokens": length, "distances": DISTANCES, "layers": layers,
         });
         output::print_json(&loaded, json);
         return Ok(());
     }
     let heading = output::heading(&loaded);
     terminal::line(&format!("{heading}: attention on {length} tokens"));
-    for line in lines(&layers, length) {
-        terminal::line(&line);
-    }
+    terminal::lines(lines(&layers, length));
     if let Some(path) = &args.plot {
         terminal::line(&format!("wrote {}", path.display()));
     }
@@ -129,7 +121,8 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
             mean(&|head| head.first),
         );
         for &idx in &far {
-            let _ = write!(line, " {:>7.3}", mean(&|head| head.beyond[idx].unwrap_or(f64::NAN)));
+            let beyond = mean(&|head| head.beyond[idx].unwrap_or(f64::NAN));
+            let _ = write!(line, " {beyond:>7.3}");
         }
         let _ = write!(line, "  {}", layer.attention);
         lines.push(line);
@@ -159,8 +152,10 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
 /// Layers downwards, heads to the right; in each square queries downwards, keys to the right.
 fn picture(layers: &[LayerWeights], length: usize) -> String {
     let (left, top, gap) = (70, 64, 8);
-    let heads = layers.iter().map(|layer| layer.heads.len()).max().unwrap_or(0);
-    let (width, height) = (left + heads * (SIDE + gap) + 90, top + layers.len() * (SIDE + gap) + 20);
+    let heads = layers.iter().map(|layer| layer.heads.len()).max();
+    let heads = heads.unwrap_or(0);
+    let width = left + heads * (SIDE + gap) + 90;
+    let height = top + layers.len() * (SIDE + gap) + 20;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 \
          0 {width} {height}\" \
@@ -171,10 +166,10 @@ fn picture(layers: &[LayerWeights], length: usize) -> String {
     );
     for head in 0..heads {
         let x = left + head * (SIDE + gap) + SIDE / 2;
+        let y = top - 8;
         let _ = write!(
             svg,
-            "<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">head {head}</text>",
-            top - 8
+            "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\">head {head}</text>"
         );
     }
     for (row, layer) in layers.iter().enumerate() {
@@ -213,11 +208,8 @@ fn picture(layers: &[LayerWeights], length: usize) -> String {
         (1.0, "≤ 1e-4"),
     ] {
         let y = top as f64 + share * SIDE as f64 + 4.0;
-        let _ = write!(
-            svg,
-            "<text x=\"{}\" y=\"{y:.0}\" font-size=\"11\">{label}</text>",
-            x + 18
-        );
+        let x = x + 18;
+        let _ = write!(svg, "<text x=\"{x}\" y=\"{y:.0}\" font-size=\"11\">{label}</text>");
     }
     svg + "</svg>\n"
 }

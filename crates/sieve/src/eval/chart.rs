@@ -13,31 +13,21 @@ pub(super) struct Chart<'a> {
     pub(super) ends: Range<f64>,
     /// A value of the vertical axis in words.
     pub(super) label: fn(f64) -> String,
-    pub(super) lines: Vec<Line>,
-}
-
-/// One line of a chart.
-pub(super) struct Line {
-    pub(super) name: String,
-    /// Exponents of two, and values.
-    pub(super) points: Vec<(u32, f64)>,
+    /// Over exponents of two.
+    pub(super) curves: Vec<Curve>,
 }
 
 impl Chart<'_> {
     /// The picture.
-    pub(super) fn svg(&self) -> String {
-        let powers: Vec<u32> = self
-            .lines
-            .iter()
-            .flat_map(|line| &line.points)
-            .map(|point| point.0)
-            .collect();
-        let low = powers.iter().copied().min().unwrap_or(0);
-        let high = powers.iter().copied().max().unwrap_or(1).max(low + 1);
+    pub(super) fn svg(self) -> String {
+        let points = self.curves.iter().flat_map(|curve| &curve.points);
+        let powers = points.map(|point| point.0);
+        let low = powers.clone().reduce(f64::min).unwrap_or(0.0);
+        let high = powers.reduce(f64::max).unwrap_or(1.0).max(low + 1.0);
         let power = Axis {
             label: self.name,
-            range: f64::from(low)..f64::from(high),
-            most_numbers: (high - low + 1) as usize,
+            range: low..high,
+            most_numbers: (high - low) as usize + 1,
             text: &|power| match power.fract() {
                 0.0 => format!("{}", 1u64 << power as u32),
                 _ => String::new(),
@@ -49,21 +39,12 @@ impl Chart<'_> {
             most_numbers: 6,
             text: &|value| (self.label)(value),
         };
-        let curve = |line: &Line| Curve {
-            name: line.name.clone(),
-            points: line
-                .points
-                .iter()
-                .map(|&(power, value)| (f64::from(power), value))
-                .collect(),
-        };
-        let curves: Vec<Curve> = self.lines.iter().map(curve).collect();
-        line_chart::svg(&[Plot {
+        line_chart::svg(&Plot {
             title: self.title,
             x: power,
             y: value,
-            curves,
-        }])
+            curves: self.curves,
+        })
     }
 }
 
@@ -73,7 +54,7 @@ mod tests {
 
     #[test]
     fn the_picture_holds_every_line_and_point() {
-        let line = |name: &str, points| Line {
+        let line = |name: &str, points| Curve {
             name: name.to_owned(),
             points,
         };
@@ -83,7 +64,7 @@ mod tests {
             value: "accuracy",
             ends: 0.0..1.0,
             label: |value| format!("{:.0} %", 100.0 * value),
-            lines: vec![line("first", vec![(2, 1.0), (5, 0.5)]), line("second", vec![])],
+            curves: vec![line("first", vec![(2.0, 1.0), (5.0, 0.5)]), line("second", vec![])],
         };
         let svg = chart.svg();
         assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));

@@ -22,6 +22,13 @@ pub(super) struct Axis<'a> {
     pub(super) text: &'a dyn Fn(f64) -> String,
 }
 
+impl Axis<'_> {
+    /// The place of a value, which is an end where the value lies outside.
+    pub(super) fn inside(&self, value: f64) -> f64 {
+        value.clamp(self.range.start, self.range.end)
+    }
+}
+
 const HEIGHT: u32 = 520;
 const PLOT_WIDTH: u32 = 640;
 const ROW_HEIGHT: i32 = 18;
@@ -49,11 +56,7 @@ const MARKS: [&[(i32, i32)]; 5] = [
     &[(-4, -3), (0, 4), (4, -3)],
 ];
 
-fn closed(mark: &[(i32, i32)]) -> Vec<(i32, i32)> {
-    mark.iter().chain(mark.first()).copied().collect()
-}
-
-/// One plot of a picture.
+/// A picture.
 pub(super) struct Plot<'a> {
     pub(super) title: &'a str,
     pub(super) x: Axis<'a>,
@@ -61,51 +64,34 @@ pub(super) struct Plot<'a> {
     pub(super) curves: Vec<Curve>,
 }
 
-/// Plots side by side, with one legend: their curves have the same names. Points outside the axes are drawn at their
-/// edge. Past eight curves colours begin again, with open marks.
-pub(super) fn svg(plots: &[Plot<'_>]) -> String {
+/// A plot with a legend. Points outside the axes are drawn at their edge. Past eight curves colours begin again, with
+/// open marks.
+pub(super) fn svg(plot: &Plot<'_>) -> String {
     let mut svg = String::new();
-    let names: Vec<&str> = plots.first().map_or(Vec::new(), |plot| {
-        plot.curves.iter().map(|curve| &curve.name[..]).collect()
-    });
     // Room for the longest name, at 7 pixels a letter.
-    let longest = names.iter().map(|name| name.len()).max();
+    let longest = plot.curves.iter().map(|curve| curve.name.len()).max();
     let legend_width = (50 + 7 * longest.unwrap_or(0) as u32).max(200);
-    let height = HEIGHT.max(60 + ROW_HEIGHT as u32 * names.len() as u32);
-    let width = PLOT_WIDTH * plots.len() as u32 + legend_width;
+    let height = HEIGHT.max(60 + ROW_HEIGHT as u32 * plot.curves.len() as u32);
+    let width = PLOT_WIDTH + legend_width;
     let root = SVGBackend::with_string(&mut svg, (width, height)).into_drawing_area();
-    draw(root, plots, &names).expect("a string takes every picture");
+    draw(root, plot).expect("a string takes every picture");
     svg
 }
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 type Drawn = Result<(), Box<dyn std::error::Error>>;
 
-fn draw(root: Area<'_>, plots: &[Plot<'_>], names: &[&str]) -> Drawn {
+fn draw(root: Area<'_>, plot: &Plot<'_>) -> Drawn {
     root.fill(&WHITE)?;
-    let mut rest = root.clone();
-    for plot in plots {
-        let (area, right) = rest.split_horizontally(PLOT_WIDTH);
-        draw_plot(&area, plot)?;
-        rest = right;
-    }
+    let (area, rest) = root.split_horizontally(PLOT_WIDTH);
+    draw_plot(&area, plot)?;
     let text = TextStyle::from((FONT, 15).into_font()).pos(Pos::new(HPos::Left, VPos::Center));
-    for (n, name) in names.iter().enumerate() {
-        let Look {
-            colour,
-            width,
-            inner,
-            mark,
-        } = look(n);
-        let at = 40 + ROW_HEIGHT * n as i32;
+    for (n, curve) in plot.curves.iter().enumerate() {
+        let (look, at) = (look(n), 40 + ROW_HEIGHT * n as i32);
         let line = [(4, at), (28, at)];
-        rest.draw(&PathElement::new(line, colour.stroke_width(width)))?;
-        rest.draw(
-            &(EmptyElement::at((16, at))
-                + Polygon::new(mark, inner.filled())
-                + PathElement::new(closed(mark), colour.stroke_width(1))),
-        )?;
-        rest.draw(&Text::new(*name, (36, at), text.clone()))?;
+        rest.draw(&PathElement::new(line, look.line()))?;
+        rest.draw(&(EmptyElement::at((16, at)) + look.inner() + look.edge()))?;
+        rest.draw(&Text::new(&curve.name[..], (36, at), text.clone()))?;
     }
     root.present()?;
     Ok(())
@@ -117,6 +103,22 @@ struct Look {
     width: u32,
     inner: RGBColor,
     mark: &'static [(i32, i32)],
+}
+
+impl Look {
+    fn line(&self) -> ShapeStyle {
+        self.colour.stroke_width(self.width)
+    }
+
+    /// The mark without its edge.
+    fn inner(&self) -> Polygon<(i32, i32)> {
+        Polygon::new(self.mark, self.inner.filled())
+    }
+
+    fn edge(&self) -> PathElement<(i32, i32)> {
+        let closed = self.mark.iter().chain(self.mark.first()).copied();
+        PathElement::new(closed.collect::<Vec<_>>(), self.colour.stroke_width(1))
+    }
 }
 
 fn look(n: usize) -> Look {
@@ -152,22 +154,11 @@ fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
         .x_label_formatter(&|value| (x.text)(*value))
         .y_label_formatter(&|value| (y.text)(*value))
         .draw()?;
-    let inside = |value: f64, axis: &Axis<'_>| value.clamp(axis.range.start, axis.range.end);
     for (n, curve) in curves.iter().enumerate() {
-        let Look {
-            colour,
-            width,
-            inner,
-            mark,
-        } = look(n);
-        let points = curve.points.iter();
-        let points: Vec<_> = points.map(|point| (inside(point.0, x), inside(point.1, y))).collect();
-        chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(width)))?;
-        chart.draw_series(points.into_iter().map(|at| {
-            EmptyElement::at(at)
-                + Polygon::new(mark, inner.filled())
-                + PathElement::new(closed(mark), colour.stroke_width(1))
-        }))?;
+        let (look, points) = (look(n), curve.points.iter());
+        let points = points.map(|point| (x.inside(point.0), y.inside(point.1)));
+        chart.draw_series(LineSeries::new(points.clone(), look.line()))?;
+        chart.draw_series(points.map(|at| EmptyElement::at(at) + look.inner() + look.edge()))?;
     }
     Ok(())
 }
@@ -208,7 +199,7 @@ mod tests {
             y: axis("up"),
             curves,
         };
-        let svg = svg(&[plot]);
+        let svg = svg(&plot);
         assert!(svg.contains("a&lt;b 9") && svg.contains("t &amp; u") && svg.contains("0.4"));
         // A mark at each point, and one in the legend; the first corner stands for it.
         let all = marks(&svg).into_iter();

@@ -1,6 +1,7 @@
 //! `sieve eval mqar`.
 
-use super::chart::{Chart, Line};
+use super::chart::Chart;
+use super::line_chart::Curve;
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
@@ -83,11 +84,12 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
     let of_recipe = trained.map(|mqar| mqar.num_test_samples as u64);
     let num_samples = args.samples.or(of_recipe).unwrap_or(NUM_SAMPLES);
     let total = num_samples * kinds.len() as u64;
-    let bar = terminal::progress_bar(total, "{bar:30} {human_pos}/{human_len} samples, {eta} left");
-    let mut observe = |done: u64| bar.set_position(done);
-    let report = recall(&loaded.model, &kinds, num_samples, BATCH_TOKENS, device, &mut observe);
-    bar.finish_and_clear();
-    let report = report?;
+    let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
+    let report = terminal::with_bar(total, template, |bar| {
+        let mut observe = |done| bar.set_position(done);
+        let model = &loaded.model;
+        recall(model, &kinds, num_samples, BATCH_TOKENS, device, &mut observe)
+    })?;
     print(args, &loaded, &report)?;
     if let Some(path) = &args.svg {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
@@ -99,10 +101,10 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
 
 /// One line a kind of sample: accuracy over the distance from value to question.
 fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
-    let line = |kind: &RecallOfKind| Line {
+    let curve = |kind: &RecallOfKind| Curve {
         name: format!("{} tokens, {} pairs", kind.seq_len, kind.num_pairs),
         points: (kind.by_distance.iter())
-            .map(|bin| (bin.from.ilog2(), bin.accuracy))
+            .map(|bin| (bin.from.ilog2().into(), bin.accuracy))
             .collect(),
     };
     let chart = Chart {
@@ -111,7 +113,7 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
         value: "accuracy",
         ends: 0.0..1.0,
         label: |accuracy| format!("{:.0} %", 100.0 * accuracy),
-        lines: report.kinds.iter().map(line).collect(),
+        curves: report.kinds.iter().map(curve).collect(),
     };
     chart.svg()
 }
@@ -162,11 +164,9 @@ fn print<B: SieveBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &Rec
         output::heading(loaded)
     ));
     for kind in &report.kinds {
-        let bins: Vec<String> = kind
-            .by_distance
-            .iter()
-            .map(|bin| format!("{}: {:.1} %", bin.from, 100.0 * bin.accuracy))
-            .collect();
+        let bins = kind.by_distance.iter();
+        let bins = bins.map(|bin| format!("{}: {:.1} %", bin.from, 100.0 * bin.accuracy));
+        let bins: Vec<String> = bins.collect();
         terminal::line(&format!(
             "{:>6}  {:>5}  {:>9}  {:>6.2} %  {}",
             kind.seq_len,

@@ -8,13 +8,12 @@ use burn::tensor::DType;
 use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
-    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, attention_label, linear_grid, needle, text_documents,
-    texts_together,
+    Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, attention_label, linear_grid, needle,
+    text_documents, texts_together,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use sieve_select::LayerSelectors;
 use std::path::PathBuf;
 
 /// Arguments of `sieve eval needle`.
@@ -44,11 +43,8 @@ pub(crate) struct NeedleArgs {
     /// Draws the needles
     #[arg(long, default_value_t = 0, value_name = "N")]
     seed: u64,
-    /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
-    #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
-    selector: Vec<LayerSelectors>,
-    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
-    chunk: Option<usize>,
+    #[command(flatten)]
+    sparse: selector::SelectorsArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -81,31 +77,19 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let config = config(args, loaded.shape.max_seq_len)?;
     config.check(loaded.shape.max_seq_len)?;
-    let selections = selector::own_and(&args.selector, args.chunk, &loaded.shape)?;
+    let selections = args.sparse.own_and_each(&loaded.shape)?;
     let haystack = haystack(args, &config, &tokenizer)?;
     let per_method = config.lengths.len() * config.depths.len() * config.num_needles;
-    let bar = terminal::progress_bar(
-        (per_method * selections.len()) as u64,
-        "{bar:30} {human_pos}/{human_len} needles, {eta} left",
-    );
-    let mut reports = Vec::new();
-    for (n, selection) in selections.iter().enumerate() {
-        let mut observe = |asked: usize| bar.set_position((n * per_method + asked) as u64);
-        let report = needle(
-            &loaded.model,
-            &tokenizer,
-            &haystack,
-            &config,
-            selection.as_ref(),
-            device,
-            &mut observe,
-        );
-        if report.is_err() {
-            bar.finish_and_clear();
-        }
-        reports.push(report?);
-    }
-    bar.finish_and_clear();
+    let total = (per_method * selections.len()) as u64;
+    let template = "{bar:30} {human_pos}/{human_len} needles, {eta} left";
+    let reports = terminal::with_bar(total, template, |bar| {
+        let ask = |(n, selection): (usize, &Option<Selection>)| {
+            let mut observe = |asked: usize| bar.set_position((n * per_method + asked) as u64);
+            let (model, selection) = (&loaded.model, selection.as_ref());
+            needle(model, &tokenizer, &haystack, &config, selection, device, &mut observe)
+        };
+        selections.iter().enumerate().map(ask).collect::<Result<Vec<_>, _>>()
+    })?;
     print(args, &loaded, &config, &reports);
     if let Some(path) = &args.plot {
         let own = attention_label(&loaded.shape);
@@ -135,14 +119,14 @@ fn map(config: &NeedleConfig, report: &NeedleReport, own: &str) -> Map {
             cell.length, cell.depth, cell.num_found, cell.num_needles, cell.mean_rank
         ),
     });
+    let (found, rank) = (100.0 * report.found, report.mean_rank);
+    let name = report.selector.as_deref();
+    let rows = config.depths.iter().map(|depth| format!("{depth:.0} %"));
     Map {
-        name: report
-            .selector
-            .as_deref()
-            .map_or_else(|| own.to_owned(), selector::short),
-        summary: format!("{:.1} % found, mean rank {:.2}", 100.0 * report.found, report.mean_rank),
+        name: name.map_or_else(|| own.to_owned(), selector::short),
+        summary: format!("{found:.1} % found, mean rank {rank:.2}"),
         lengths: config.lengths.clone(),
-        rows: config.depths.iter().map(|depth| format!("{depth:.0} %")).collect(),
+        rows: rows.collect(),
         about_rows: "depth of the needle",
         cells: cells.collect(),
     }
@@ -193,7 +177,7 @@ fn print<B: SieveBackend>(args: &NeedleArgs, loaded: &LoadedModel<B>, config: &N
             "attention": attention_label(&loaded.shape),
             "trained_length": loaded.recipe.training.seq_len,
             "data": args.data,
-            "chunk": args.chunk,
+            "chunk": args.sparse.chunk,
             "seed": args.seed,
             "buffer": args.buffer,
             "methods": reports,

@@ -13,7 +13,7 @@ use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use sieve_select::decode::dam::{DamCalibration, DamMap, DamMaps};
+use sieve_select::decode::dam::{DamConfig, DamMap, DamMaps};
 use sieve_select::prefill::minference::Pattern;
 use sieve_select::{Method, Selector};
 use std::path::PathBuf;
@@ -58,7 +58,7 @@ pub(crate) struct PatternsArgs {
 #[derive(Clone, Debug)]
 enum Search {
     Minference,
-    Dam(DamCalibration),
+    Dam(DamConfig),
 }
 
 impl Search {
@@ -81,16 +81,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
     let selector = Selector::parse(text).map_err(|error| error.to_string())?;
     let defaults = Selector::parse(name).map_err(|error| error.to_string())?;
     match selector.method {
-        Method::Dam(dam) if dam.map.is_empty() && selector.common == defaults.common => {
-            Ok(Search::Dam(DamCalibration {
-                capture: dam.capture,
-                density: dam.density,
-                lambda: dam.lambda,
-                floor: dam.floor,
-                matching: dam.matching,
-                sink: dam.sink,
-            }))
-        }
+        Method::Dam(dam) if dam.map.is_empty() && selector.common == defaults.common => Ok(Search::Dam(dam)),
         Method::Minference(_) if !text.contains('=') => Ok(Search::Minference),
         Method::Minference(_) => Err("minference's search has no settings\n  hint: use --method minference".to_owned()),
         _ => Err(
@@ -130,21 +121,19 @@ fn run_on<B: SieveBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, 
         Search::Dam(_) => (windows.len(), "prompts"),
     };
     let template = format!("{{bar:30}} {{pos}}/{{len}} {what}, {{eta}} left");
-    let bar = terminal::progress_bar(total as u64, &template);
-    let mut observe = |done: u64| bar.set_position(done);
-    let (file, report) = match &args.method {
-        Search::Minference => {
-            let found = search_minference(&loaded.model, &windows[0], device, &mut observe)
-                .inspect_err(|_| bar.finish_and_clear())?;
-            (found.file().to_json(), minference_report(&found, length))
-        }
-        Search::Dam(calibration) => {
-            let maps = calibrate_dam(&loaded.model, &windows, calibration, device, &mut observe)
-                .inspect_err(|_| bar.finish_and_clear())?;
-            (serde_json::to_string(&maps)?, dam_report(&maps, length))
-        }
-    };
-    bar.finish_and_clear();
+    let (file, report) = terminal::with_bar(total as u64, &template, |bar| -> Result<_> {
+        let (model, mut observe) = (&loaded.model, |done| bar.set_position(done));
+        Ok(match &args.method {
+            Search::Minference => {
+                let found = search_minference(model, &windows[0], device, &mut observe)?;
+                (found.file().to_json(), minference_report(&found, length))
+            }
+            Search::Dam(calibration) => {
+                let maps = calibrate_dam(model, &windows, calibration, device, &mut observe)?;
+                (serde_json::to_string(&maps)?, dam_report(&maps, length))
+            }
+        })
+    })?;
     output::write(&args.out, &file)?;
     print(args, &loaded, [windows.len(), length], report, flag);
     Ok(())
@@ -171,7 +160,7 @@ fn flag(args: &PatternsArgs) -> Result<String> {
     let selector = match &args.method {
         Search::Minference => format!("minference:pattern={path}"),
         // Of a calibration's settings this one also counts beyond the map.
-        Search::Dam(dam) if dam.sink != DamCalibration::default().sink => {
+        Search::Dam(dam) if dam.sink != DamConfig::default().sink => {
             format!("dam:map={path},sink={}", dam.sink)
         }
         Search::Dam(_) => format!("dam:map={path}"),
@@ -289,7 +278,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
             heads.iter().map(count).sum::<usize>() as f64 / heads.len().max(1) as f64
         };
         let density = mean(&|map| map.rows.iter().map(Vec::len).sum()) / causal;
-        let (columns, offsets) = (mean(&|map| map.columns.len()), mean(&|map| map.offsets.len()));
+        let [columns, offsets] = [mean(&|map| map.columns.len()), mean(&|map| map.offsets.len())];
         lines.push(format!(
             "{layer:5} {:>5}  {:>10.2} % {columns:>22.1} {offsets:>24.1}",
             heads.len(),
@@ -331,8 +320,6 @@ fn print<B: SieveBackend>(
         output::heading(loaded),
         args.method.name(),
     ));
-    for line in &report.lines {
-        terminal::line(line);
-    }
+    terminal::lines(&report.lines);
     terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));
 }

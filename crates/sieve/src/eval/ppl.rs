@@ -1,7 +1,8 @@
 //! `sieve eval ppl`.
 mod extrapolation;
 
-use super::chart::{Chart, Line};
+use super::chart::Chart;
+use super::line_chart::Curve;
 use super::{output, text};
 use crate::data::account;
 use crate::loaded::{PlaceArgs, on_device};
@@ -19,8 +20,8 @@ use sieve_eval::{
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 /// Tokens of one forward pass; more only takes memory.
 const BATCH_TOKENS: usize = 8192;
@@ -69,10 +70,8 @@ pub(crate) struct PplArgs {
     /// Also print the loss of words last used more than N tokens back beside that of the others; several N may follow
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
-    #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
-    selector: Option<LayerSelectors>,
-    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
-    chunk: Option<usize>,
+    #[command(flatten)]
+    sparse: selector::SelectorArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -99,34 +98,24 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         batch_tokens: BATCH_TOKENS,
         far: args.far.iter().map(|&border| border as usize).collect(),
     };
-    let selector = args.selector.as_ref();
-    let mut selection = selector
-        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
-        .transpose()?;
-    let report = if args.recipe_validation {
+    let mut selection = args.sparse.selection(&loaded.shape)?;
+    let chosen = selection.as_mut();
+    let (report, tokens_per_second) = if args.recipe_validation {
         let prepared = prepared_data(&loaded)?;
         let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
+        let total = total.min(args.max_tokens.unwrap_or(total));
         let documents = prepared_documents(&prepared, &tokenizer)?;
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
-        with_progress(
-            &loaded,
-            documents,
-            &config,
-            device,
-            selection.as_mut(),
-            Some(total.min(args.max_tokens.unwrap_or(total))),
-        )?
+        with_progress(&loaded, documents, &config, device, chosen, Some(total))?
     } else {
         let corpus = args.corpus()?;
         let mut read = corpus.documents();
         let documents = text_documents(read.by_ref(), &tokenizer, tokenizer.eos_id()?);
         let documents = first_tokens(documents, &tokenizer, args.max_tokens);
-        let report = with_progress(&loaded, documents, &config, device, selection.as_mut(), args.max_tokens)?;
+        let report = with_progress(&loaded, documents, &config, device, chosen, args.max_tokens)?;
         let mut lines = Vec::new();
         account::left_out("", read.report(), &mut lines);
-        for line in lines {
-            terminal::remark(&line);
-        }
+        lines.iter().for_each(|line| terminal::remark(line));
         report
     };
     let extrapolation = match args.extrapolate {
@@ -137,7 +126,9 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));
         output::write(path, &loss_by_position(&title, &report))?;
     }
-    print(args, &loaded, &report, selection.as_ref(), &extrapolation)
+    let selection = selection.as_ref();
+    let speed = tokens_per_second;
+    print(args, &loaded, &report, speed, selection, &extrapolation)
 }
 
 impl PplArgs {
@@ -149,12 +140,14 @@ impl PplArgs {
 /// Loss over the tokens seen, from powers of two on; all tokens together as a second line.
 fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     let bins = (report.by_position.iter()).filter(|bin| bin.mean.num_tokens > 0);
-    let points: Vec<_> = bins.map(|bin| (bin.from.max(1).ilog2(), bin.mean.loss)).collect();
+    let points: Vec<_> = bins
+        .map(|bin| (f64::from(bin.from.max(1).ilog2()), bin.mean.loss))
+        .collect();
     let mean = (points.iter()).map(|(power, _)| (*power, report.loss));
     let losses = points.iter().map(|(_, loss)| *loss);
     let low = losses.clone().fold(report.loss, f64::min).floor();
     let high = losses.fold(report.loss, f64::max).ceil().max(low + 1.0);
-    let line = |name: &str, points| Line {
+    let curve = |name: &str, points| Curve {
         name: name.to_owned(),
         points,
     };
@@ -164,14 +157,15 @@ fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
         value: "loss, nats per token",
         ends: low..high,
         label: |loss| format!("{loss:.1}"),
-        lines: vec![
-            line("by tokens seen", points.clone()),
-            line("all tokens", mean.collect()),
+        curves: vec![
+            curve("by tokens seen", points.clone()),
+            curve("all tokens", mean.collect()),
         ],
     };
     chart.svg()
 }
 
+/// The report, and tokens a second from the second forward pass on: the first one loads kernels.
 fn with_progress<B: SieveBackend>(
     loaded: &LoadedModel<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
@@ -179,17 +173,23 @@ fn with_progress<B: SieveBackend>(
     device: &B::Device,
     selection: Option<&mut Selection>,
     total: Option<u64>,
-) -> Result<PerplexityReport> {
+) -> Result<(PerplexityReport, Option<f64>)> {
     let template = match total {
         Some(_) => "{bar:30} {human_pos}/{human_len} tokens, {eta} left",
         None => "{human_pos} tokens, {elapsed}",
     };
-    let bar = terminal::progress_bar(total.unwrap_or(0), template);
-    let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
-    let model = &loaded.model;
-    let report = perplexity(model, documents, config, device, selection, &mut observe);
-    bar.finish_and_clear();
-    Ok(report?)
+    let mut passes = Vec::new();
+    let report = terminal::with_bar(total.unwrap_or(0), template, |bar| {
+        let (model, mut observe) = (&loaded.model, |num_tokens: u64| {
+            bar.set_position(num_tokens);
+            passes.push((num_tokens, Instant::now()));
+        });
+        perplexity(model, documents, config, device, selection, &mut observe)
+    })?;
+    let ends = passes.first().zip(passes.last());
+    let later = ends.map(|(first, last)| (last.0 - first.0, (last.1 - first.1).as_secs_f64()));
+    let later = later.filter(|(num_tokens, _)| *num_tokens > 0);
+    Ok((report, later.map(|(tokens, seconds)| tokens as f64 / seconds)))
 }
 
 /// The shards that the run of this checkpoint read.
@@ -225,11 +225,13 @@ fn print<B: SieveBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
     report: &PerplexityReport,
+    tokens_per_second: Option<f64>,
     selection: Option<&Selection>,
     extrapolation: &[Extrapolation],
 ) -> Result<()> {
     if args.json {
         let mut object = serde_json::to_value(report)?;
+        object["tokens_per_second"] = json!(tokens_per_second);
         if !extrapolation.is_empty() {
             object["extrapolation"] = json!(extrapolation);
         }
@@ -270,6 +272,12 @@ fn print<B: SieveBackend>(
         report.byte_perplexity,
         report.bits_per_byte,
     ));
+    if let Some(speed) = tokens_per_second {
+        let speed = count(speed as u64);
+        terminal::line(&format!(
+            "tokens a second   {speed:>14}  from the second forward pass on"
+        ));
+    }
     if args.by_position {
         terminal::line("\ntokens seen                 tokens     loss");
         for bin in &report.by_position {

@@ -14,7 +14,6 @@ use sieve_eval::{
 use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve eval ruler`.
@@ -37,11 +36,8 @@ pub(crate) struct RulerArgs {
     /// Draws the samples
     #[arg(long, default_value_t = 42, value_name = "N")]
     seed: u64,
-    /// Also ask with a sparse method in place of dense attention, once for each; `help` lists all
-    #[arg(long, value_name = "NAME:…", value_parser = selector::parse)]
-    selector: Vec<LayerSelectors>,
-    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
-    chunk: Option<usize>,
+    #[command(flatten)]
+    sparse: selector::SelectorsArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -149,9 +145,7 @@ impl SourceArgs {
 /// Runs the command.
 pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     if args.list {
-        for name in LONG_TASKS {
-            terminal::line(name);
-        }
+        terminal::lines(LONG_TASKS);
         return Ok(());
     }
     let Some(checkpoint) = args.checkpoint.clone() else {
@@ -227,44 +221,37 @@ fn run_on<B: SieveBackend>(
         tokenizer: &tokenizer,
         device,
     };
-    let selections = selector::own_and(&args.selector, args.chunk, &loaded.shape)?;
+    let selections = args.sparse.own_and_each(&loaded.shape)?;
     let all = asked.texts.iter().flatten().map(|texts| texts.samples.len());
-    let bar = terminal::progress_bar(
-        (all.sum::<usize>() * selections.len()) as u64,
-        "{bar:30} {human_pos}/{human_len} samples, {eta} left",
-    );
+    let total = (all.sum::<usize>() * selections.len()) as u64;
+    let template = "{bar:30} {human_pos}/{human_len} samples, {eta} left";
     let (mut reports, mut lines) = (Vec::new(), String::new());
-    let mut before = 0;
-    for mut selection in selections {
-        let name = selection.as_ref().map(|selection| selection.selectors().to_string());
-        let mut tasks = Vec::new();
-        for of_task in &asked.texts {
-            let mut scores = Vec::new();
-            for texts in of_task {
-                let mut observe = |done: usize| bar.set_position((before + done) as u64);
-                let found = ask_long(&model, texts, selection.as_mut(), &mut observe);
-                if found.is_err() {
-                    bar.finish_and_clear();
+    terminal::with_bar(total, template, |bar| -> Result<()> {
+        let mut before = 0;
+        for mut selection in selections {
+            let name = selection.as_ref().map(|one| one.selectors().to_string());
+            let mut tasks = Vec::new();
+            for of_task in &asked.texts {
+                let mut scores = Vec::new();
+                for texts in of_task {
+                    let mut observe = |done: usize| bar.set_position((before + done) as u64);
+                    scores.extend(ask_long(&model, texts, selection.as_mut(), &mut observe)?);
+                    before += texts.samples.len();
                 }
-                scores.extend(found?);
-                before += texts.samples.len();
+                for score in &scores {
+                    lines += &line(score, name.as_deref())?;
+                }
+                let report = |texts| LongTaskReport::new(texts, &asked.source, &scores);
+                tasks.extend(of_task.first().map(report));
             }
-            for score in &scores {
-                lines += &line(score, name.as_deref())?;
-            }
-            tasks.extend(
-                of_task
-                    .first()
-                    .map(|texts| LongTaskReport::new(texts, &asked.source, &scores)),
-            );
+            reports.push(LongReport {
+                selector: name,
+                paths: selection.map_or(Vec::new(), |counted| counted.paths()),
+                tasks,
+            });
         }
-        reports.push(LongReport {
-            selector: name,
-            paths: selection.map_or(Vec::new(), |counted| counted.paths()),
-            tasks,
-        });
-    }
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     if let Some(path) = &args.samples_file {
         output::write(path, &lines)?;
     }
@@ -290,7 +277,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
             "trained_length": loaded.recipe.training.seq_len,
             "samples": args.samples,
             "seed": args.seed,
-            "chunk": args.chunk,
+            "chunk": args.sparse.chunk,
             "methods": reports,
         });
         return output::print_json(loaded, json);
@@ -317,7 +304,8 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
         ));
         for task in &report.tasks {
             let cell = |score: f64, rank: f64| format!("{:>7.1} / {rank:>5.2}", 100.0 * score);
-            let cells = task.lengths.iter().map(|one| cell(one.score, one.mean_rank));
+            let cells = task.lengths.iter();
+            let cells = cells.map(|one| cell(one.score, one.mean_rank));
             terminal::line(&format!(
                 "{:<17}{}{}  {}",
                 task.task,
@@ -359,8 +347,8 @@ fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> 
         };
         let tasks = report.tasks.iter().enumerate();
         let cells = tasks.flat_map(|(row, task)| {
-            let cells = task.lengths.iter();
-            cells.map(move |one| cell(one, row, task.task)).collect::<Vec<_>>()
+            let cells = task.lengths.iter().map(move |one| cell(one, row, task.task));
+            cells.collect::<Vec<_>>()
         });
         let mean =
             |value: fn(&LongTaskReport) -> f64| report.tasks.iter().map(value).sum::<f64>() / report.tasks.len() as f64;
@@ -375,13 +363,15 @@ fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> 
         });
         for task in report.tasks.iter().filter(|task| !task.cells.is_empty()) {
             let row = |one: &LongCell| (one.depth.unwrap_or(0.0) / 20.0) as usize;
+            let cells = task.cells.iter();
+            let cells = cells.map(|one| cell(one, row(one), task.task));
             maps.push(Map {
                 name: format!("{method}: {}, {}", task.task, task.haystack),
                 summary: summary(task.score, task.mean_rank),
                 lengths: lengths.clone(),
                 rows: (0..5).map(|n| format!("{}-{} %", 20 * n, 20 * n + 20)).collect(),
                 about_rows: "depth",
-                cells: task.cells.iter().map(|one| cell(one, row(one), task.task)).collect(),
+                cells: cells.collect(),
             });
         }
     }

@@ -2,6 +2,7 @@
 mod compare;
 pub(super) mod heat_map;
 mod labels;
+mod panels;
 mod plot;
 mod scores;
 mod table;
@@ -103,17 +104,15 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     let (mut rows, mut trained, mut failed) = (Vec::new(), Vec::new(), Failures::default());
     for &length in &args.lengths {
         let windows = text::windows(&tokens, length, args.windows);
-        let bar = terminal::progress_bar(
-            (selections.len() * (windows.len() + 1)) as u64,
-            "{bar:30} {pos}/{len} {msg}",
-        );
-        let mut observe = |name: &str| {
-            bar.set_message(format!("{name}, {length} tokens"));
-            bar.inc(1);
-        };
-        let found = measure_selectors(&loaded.model, &windows, &selections, device, &mut observe);
-        bar.finish_and_clear();
-        for (label, measure) in labels.iter().zip(found?) {
+        let total = (selections.len() * (windows.len() + 1)) as u64;
+        let found = terminal::with_bar(total, "{bar:30} {pos}/{len} {msg}", |bar| {
+            let mut observe = |name: &str| {
+                bar.set_message(format!("{name}, {length} tokens"));
+                bar.inc(1);
+            };
+            measure_selectors(&loaded.model, &windows, &selections, device, &mut observe)
+        })?;
+        for (label, measure) in labels.iter().zip(found) {
             match measure {
                 Ok(measure) => rows.push(table::Row {
                     label: label.clone(),

@@ -12,7 +12,6 @@ use sieve_eval::{
 use sieve_hf::Checkpoint;
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use sieve_select::LayerSelectors;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -41,10 +40,8 @@ pub(crate) struct TasksArgs {
     /// Also write each row's likelihoods or answer: one JSON object a line
     #[arg(long, value_name = "FILE")]
     samples: Option<PathBuf>,
-    #[arg(long, value_name = "NAME:…", value_parser = selector::parse, help = selector::ABOUT)]
-    selector: Option<LayerSelectors>,
-    #[arg(long, value_name = "N", requires = "selector", help = selector::ABOUT_CHUNK)]
-    chunk: Option<usize>,
+    #[command(flatten)]
+    sparse: selector::SelectorArgs,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -112,7 +109,8 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
         TaskTexts::new(&asked.task, &asked.rows, run, &tokenizer, shape.max_seq_len).with_context(|| asked.file.clone())
     });
     let texts: Vec<TaskTexts<'_>> = texts.collect::<Result<_>>()?;
-    let sizes = texts.iter().map(|texts| texts.size(args.selector.is_some()));
+    let is_sparse = args.sparse.selector.is_some();
+    let sizes = texts.iter().map(|texts| texts.size(is_sparse));
     let size = sizes.reduce(TaskSize::max).unwrap_or_default();
     (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
         cached_tokens: size.cached,
@@ -173,9 +171,7 @@ fn run_on<B: SieveBackend>(
     dtype: DType,
 ) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(checkpoint, device, dtype)?;
-    let mut selection = (args.selector.as_ref())
-        .map(|selector| selector::selection(selector, args.chunk, &loaded.shape))
-        .transpose()?;
+    let mut selection = args.sparse.selection(&loaded.shape)?;
     let model = TaskModel {
         model: &loaded.model,
         tokenizer: &tokenizer,
@@ -183,21 +179,22 @@ fn run_on<B: SieveBackend>(
     };
     let (mut reports, mut seconds) = (Vec::new(), Vec::new());
     for texts in texts {
-        let bar = terminal::progress_bar(0, "{bar:30} {human_pos}/{human_len} texts, {eta} left");
-        let mut observe = |done: usize, all: usize| {
-            bar.set_length(all as u64);
-            bar.set_position(done as u64);
-        };
         let started = Instant::now();
-        let report = run_task(&model, texts, selection.as_mut(), &mut observe);
-        bar.finish_and_clear();
-        reports.push(report?);
+        let template = "{bar:30} {human_pos}/{human_len} texts, {eta} left";
+        reports.push(terminal::with_bar(0, template, |bar| {
+            let mut observe = |done: usize, all: usize| {
+                bar.set_length(all as u64);
+                bar.set_position(done as u64);
+            };
+            run_task(&model, texts, selection.as_mut(), &mut observe)
+        })?);
         seconds.push(started.elapsed().as_secs_f64());
     }
     if let Some(path) = &args.samples {
         output::write(path, &samples(&reports)?)?;
     }
-    print(args, &output::heading(&loaded), &reports, &seconds, selection.as_ref())
+    let heading = output::heading(&loaded);
+    print(args, &heading, &reports, &seconds, selection.as_ref())
 }
 
 /// One line a row, with its task.
@@ -236,8 +233,9 @@ fn print(
             object.insert("selector".into(), selector.to_string().into());
             object.insert("chunk".into(), selection.chunk().into());
             object.insert("is_causal_map".into(), selector.is_causal_map().into());
-            object.insert("selection".into(), serde_json::to_value(selection.totals())?);
-            object.insert("paths".into(), serde_json::to_value(selection.paths())?);
+            let (totals, paths) = (selection.totals(), selection.paths());
+            object.insert("selection".into(), serde_json::to_value(totals)?);
+            object.insert("paths".into(), serde_json::to_value(paths)?);
         }
         terminal::line(&json.to_string());
         return Ok(());

@@ -4,6 +4,7 @@ use crate::DeviceBackend;
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
 use crate::device::autodiff::Gradient;
 use crate::dma::composed::{self, DmaState};
+use crate::fp8::ToRound;
 use crate::norm::RmsNormCall;
 use crate::row_parts;
 use crate::tensors::{Float, primitive};
@@ -64,7 +65,8 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Op
         _ => Operands::X(merge_heads::<B>(o)),
     };
     let [qkv_sum, o_sum] = layer.sums;
-    let gradients = product_gradients(second, &Weight::new(layer.o, o_sum), dy.clone());
+    let d_output = ToRound::new(dy.clone());
+    let gradients = product_gradients(second, &Weight::new(layer.o, o_sum), d_output);
     let [d_o, d_o_weight] = gradients.expect("both kinds give them");
     let d_o = B::float_reshape(d_o, o_shape);
 
@@ -97,7 +99,7 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Op
     };
     let rotation = rotation(layer.qk_norm, &call);
     let (dqkv, d_q_norm, d_k_norm) = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
-    let dqkv = merge_heads::<B>(dqkv);
+    let dqkv = ToRound::new(merge_heads::<B>(dqkv));
     let norm = RmsNormCall {
         x,
         weight: primitive(layer.norm),

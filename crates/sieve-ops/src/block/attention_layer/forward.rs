@@ -6,7 +6,7 @@ use crate::block::residual::Residual;
 use crate::block::{WeightSums, kept};
 use crate::dma::{DmaForward, DynamicMaskBackend};
 use crate::documents::DocumentBounds;
-use crate::fp8::ProductPrecision;
+use crate::fp8::{ProductPrecision, ToRound};
 use crate::norm::RmsNormCall;
 use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
 use crate::row_parts::{self, DmaParts, Parted, RowParts};
@@ -112,6 +112,7 @@ pub(super) fn forward<B: DeviceBackend>(
         weight: primitive(layer.norm),
         epsilon: layer.epsilon,
     });
+    let normed = ToRound::new(normed);
     let (qkv, first) = product::<B>(layer.precision, normed, primitive(layer.qkv), None);
     let qkv = split_heads::<B>(qkv, call.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
@@ -129,7 +130,8 @@ pub(super) fn forward<B: DeviceBackend>(
             Attended::Selected(forward)
         }
     };
-    let (heads, o) = (merge_heads::<B>(attended.o()), primitive(layer.o));
+    let heads = ToRound::new(merge_heads::<B>(attended.o()));
+    let o = primitive(layer.o);
     let added = (call.residual == Residual::Stream).then_some(x);
     let (y, second) = product::<B>(layer.precision, heads, o, added);
     LayerForward {

@@ -36,12 +36,12 @@ pub(super) fn measure<B: SieveBackend>(
         None => usize::MAX,
     };
     let run = |documents: &mut dyn Iterator<Item = Result<EvalDocument, EvalError>>| {
-        let bar = terminal::progress_bar(0, "{human_pos} tokens behind longer contexts, {elapsed}");
-        let sizes = (BATCH_TOKENS, max_pieces);
-        let mut observe = |num_tokens: u64| bar.set_position(num_tokens);
-        let found = extrapolation(&loaded.model, documents, &contexts, sizes, device, &mut observe);
-        bar.finish_and_clear();
-        found
+        let template = "{human_pos} tokens behind longer contexts, {elapsed}";
+        terminal::with_bar(0, template, |bar| {
+            let (model, sizes) = (&loaded.model, (BATCH_TOKENS, max_pieces));
+            let mut observe = |num_tokens| bar.set_position(num_tokens);
+            extrapolation(model, documents, &contexts, sizes, device, &mut observe)
+        })
     };
     Ok(match args.recipe_validation {
         true => run(&mut prepared_documents(&prepared_data(loaded)?, tokenizer)?)?,

@@ -23,12 +23,12 @@ pub(super) fn svg(title: &str, curves: Vec<Curve>) -> String {
         most_numbers: 6,
         text: &|value| format!("{value:.2}"),
     };
-    line_chart::svg(&[Plot {
+    line_chart::svg(&Plot {
         title,
         x: density,
         y: recall,
         curves,
-    }])
+    })
 }
 
 #[cfg(test)]

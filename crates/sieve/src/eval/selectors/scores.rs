@@ -1,117 +1,150 @@
 //! The loss that each measured setting adds, against its density and against its time, as an SVG.
 use super::Run;
 use super::compare::Trained;
+use super::panels::{self, Panel, Section};
 use super::table::Row;
-use crate::eval::line_chart::{self, Axis, Curve, Plot};
+use crate::eval::line_chart::Axis;
 use crate::eval::output;
 use sieve_ops::SieveBackend;
 use sieve_select::LayerSelectors;
 
 /// One measured setting.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 struct Point {
+    /// The value that tells it from others of its curve.
+    value: String,
     density: f64,
     prefill_ms: f64,
     /// Nats per token beside the dense model's.
     added: f64,
 }
 
+/// Settings that differ in one key.
+struct Curve {
+    name: String,
+    /// That key.
+    key: String,
+    points: Vec<Point>,
+}
+
 /// The rows of the longest length; those that differ in the one key that trades density for recall are one curve.
 pub(super) fn svg<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained]) -> String {
     let longest = run.tokens.len() - 1;
-    let rows = || rows.iter().filter(|row| row.measure.num_tokens == longest);
-    let mut curves: Vec<(String, Vec<Point>)> = Vec::new();
-    let dense_loss = rows().next().map(|row| row.measure.dense_loss);
-    if let Some(first) = rows().next() {
-        let dense = Point {
-            density: 1.0,
-            prefill_ms: first.measure.dense_prefill_ms,
-            added: 0.0,
-        };
-        curves.push(("dense".to_owned(), vec![dense]));
-    }
-    for Row { label, measure } in rows() {
-        let name = curve_of(label).unwrap_or_else(|| label.clone());
+    let mut curves: Vec<Curve> = Vec::new();
+    let (mut dense_ms, mut dense_loss) = (0.0, None);
+    for Row { label, measure } in rows.iter().filter(|row| row.measure.num_tokens == longest) {
+        (dense_ms, dense_loss) = (measure.dense_prefill_ms, Some(measure.dense_loss));
+        let [name, key, value] = place_of(label);
         let point = Point {
+            value,
             density: measure.density,
             prefill_ms: measure.prefill_ms,
             added: measure.loss - measure.dense_loss,
         };
-        match curves.iter_mut().find(|curve| curve.0 == name) {
-            Some(curve) => curve.1.push(point),
-            None => curves.push((name, vec![point])),
+        match curves.iter_mut().find(|curve| curve.name == name) {
+            Some(curve) => curve.points.push(point),
+            None => curves.push(Curve {
+                name,
+                key,
+                points: vec![point],
+            }),
         }
     }
-    for row in trained.iter().filter(|row| row.measure.num_tokens == longest) {
+    for Trained { measure, .. } in trained.iter().filter(|row| row.measure.num_tokens == longest) {
         let point = Point {
-            density: row.measure.density,
-            prefill_ms: row.measure.prefill_ms,
-            added: row.measure.loss - dense_loss.unwrap_or(row.measure.loss),
+            value: String::new(),
+            density: measure.density,
+            prefill_ms: measure.prefill_ms,
+            added: measure.loss - dense_loss.unwrap_or(measure.loss),
         };
-        curves.push((format!("trained: {}", row.measure.attention), vec![point]));
+        let (name, key) = measure.attention.split_once(", ").unwrap_or((&measure.attention, ""));
+        curves.push(Curve {
+            name: format!("trained: {name}"),
+            key: key.to_owned(),
+            points: vec![point],
+        });
     }
     let model = output::model_name(run.loaded);
-    drawn(&format!("Loss added at {longest} tokens: {model}"), &curves)
+    drawn(
+        &format!("Nats per token more than dense at {longest} tokens: {model}"),
+        dense_ms,
+        curves,
+    )
 }
 
-/// A label without the key that its curve moves along.
-fn curve_of(label: &str) -> Option<String> {
-    let selectors = LayerSelectors::parse(label).ok()?;
-    let selector = selectors.only()?;
-    let key = selector.knob()?;
-    Some(format!("{} ({key})", selector.label_without(key)))
+/// The curve that a label's point is on, the key that the curve moves along, and its value.
+fn place_of(label: &str) -> [String; 3] {
+    let selectors = LayerSelectors::parse(label).ok();
+    let selector = selectors.as_ref().and_then(LayerSelectors::only);
+    let Some((selector, key)) = selector.and_then(|one| Some((one, one.knob()?))) else {
+        return [label.to_owned(), String::new(), String::new()];
+    };
+    let settings = label.split_once(':').map_or("", |(_, settings)| settings);
+    let values = settings.split(',').filter_map(|one| one.split_once('='));
+    let value = values.filter(|(name, _)| *name == key).map(|(_, value)| value).next();
+    [
+        selector.label_without(key),
+        key.to_owned(),
+        value.unwrap_or("default").to_owned(),
+    ]
 }
 
-fn drawn(title: &str, curves: &[(String, Vec<Point>)]) -> String {
-    let all: Vec<Point> = curves.iter().flat_map(|curve| curve.1.clone()).collect();
-    let most = |of: fn(&Point) -> f64| all.iter().map(of).fold(0.0, f64::max).max(1e-9);
-    let densest = most(|point| point.density);
-    // Dense is the first; what is much slower says no more than that.
-    let dense_ms = all.first().map_or(1.0, |dense| dense.prefill_ms);
-    let slowest = most(|point| point.prefill_ms).min(3.0 * dense_ms);
-    let added = added_range(all.iter().map(|point| point.added).collect());
-    let plot = |title, label, end: f64, text, of: fn(&Point) -> f64| Plot {
-        title,
+fn drawn(title: &str, dense_ms: f64, curves: Vec<Curve>) -> String {
+    let all = || curves.iter().flat_map(|curve| &curve.points);
+    let densest = all().map(|point| point.density).fold(1.0, f64::max);
+    // What is much slower than dense says no more than that.
+    let slowest = all()
+        .map(|point| point.prefill_ms)
+        .fold(dense_ms, f64::max)
+        .min(3.0 * dense_ms);
+    let added = added_range(all().map(|point| point.added).collect());
+    let section = |heading, end: f64, text, dense: f64, of: fn(&Point) -> f64| Section {
+        heading,
         x: Axis {
-            label,
-            range: 0.0..end,
+            label: "",
+            range: 0.0..end.max(1e-9),
             most_numbers: 6,
             text,
         },
         y: Axis {
-            label: "nats per token more than dense; outliers at the edge",
+            label: "",
             range: added.clone(),
-            most_numbers: 8,
+            most_numbers: 5,
             text: &|value| format!("{value:.3}"),
         },
-        curves: curves
-            .iter()
-            .map(|(name, points)| {
-                let mut points: Vec<_> = points.iter().map(|one| (of(one), one.added)).collect();
-                points.sort_by(|a, b| a.0.total_cmp(&b.0));
-                Curve {
-                    name: name.clone(),
-                    points,
-                }
-            })
-            .collect(),
+        dense: (dense, 0.0),
+        panels: curves.iter().map(|curve| panel(curve, of)).collect(),
     };
-    line_chart::svg(&[
-        plot(
-            title,
-            "density (computed pairs over causal pairs)",
+    let sections = [
+        section(
+            "Against density: computed pairs over causal pairs. Cross: dense attention; grey: all other settings; at \
+             the edge: outliers",
             densest,
             &|value| format!("{value:.1}"),
+            1.0,
             |point| point.density,
         ),
-        plot(
-            "the same against time",
-            "milliseconds of the prompt, selection included; outliers at the edge",
+        section(
+            "Against milliseconds of the prompt, selection included",
             1.05 * slowest,
             &|value| format!("{value:.0}"),
+            dense_ms,
             |point| point.prefill_ms,
         ),
-    ])
+    ];
+    panels::svg(title, &sections)
+}
+
+/// A curve over one of its numbers.
+fn panel(curve: &Curve, of: fn(&Point) -> f64) -> Panel {
+    let mut points: Vec<&Point> = curve.points.iter().collect();
+    points.sort_by(|a, b| of(a).total_cmp(&of(b)));
+    let values: Vec<&str> = points.iter().map(|point| &point.value[..]).collect();
+    Panel {
+        name: curve.name.clone(),
+        says: format!("{} {}", curve.key, values.join(", ")),
+        points: points.iter().map(|point| (of(point), point.added)).collect(),
+    }
 }
 
 /// Ends of the axis: all losses, but for those above four times the middle one of the positive ones.
@@ -131,30 +164,37 @@ mod tests {
 
     #[test]
     fn settings_of_one_key_are_one_curve() {
-        let of = curve_of;
-        assert_eq!(of("xattention:tau=0.5"), of("xattention:tau=0.7"));
-        let named = of("momo:k=16,k_exact=4");
-        assert_eq!(named.as_deref(), Some("momo:k_exact=4 (k)"));
-        assert_eq!(of("quest"), None);
-        assert_eq!(of("0-1=dense/2-=xattention"), None);
+        let of = |label| place_of(label);
+        assert_eq!(of("xattention:tau=0.5"), ["xattention", "tau", "0.5"]);
+        assert_eq!(of("xattention"), ["xattention", "tau", "default"]);
+        assert_eq!(of("momo:k=16,k_exact=4"), ["momo:k_exact=4", "k", "16"]);
+        let layers = "0-1=dense/2-=xattention";
+        assert_eq!(of("quest"), ["quest", "", ""]);
+        assert_eq!(of(layers), [layers, "", ""]);
     }
 
     #[test]
-    fn both_plots_hold_every_point_and_outliers_do_not_flatten_the_rest() {
-        let point = |density: f64, added: f64| Point {
+    fn both_sections_hold_every_point_and_outliers_do_not_flatten_the_rest() {
+        let point = |value: &str, density: f64, added: f64| Point {
+            value: value.to_owned(),
             density,
             prefill_ms: 100.0 * density,
             added,
         };
-        let curves = [
-            ("dense".to_owned(), vec![point(1.0, 0.0)]),
-            ("a".to_owned(), vec![point(0.5, 0.01), point(0.2, 0.02)]),
-            ("b".to_owned(), vec![point(0.1, 5.0)]),
+        let curve = |name: &str, points| Curve {
+            name: name.to_owned(),
+            key: "k".to_owned(),
+            points,
+        };
+        let curves = vec![
+            curve("a", vec![point("8", 0.5, 0.01), point("4", 0.2, 0.02)]),
+            curve("b", vec![point("2", 0.1, 5.0)]),
         ];
-        let svg = drawn("t", &curves);
-        // Four points in each plot, and a mark for each curve in the legend.
-        assert_eq!(svg.matches("<polygon").count(), 2 * 4 + 3, "{svg}");
-        assert!(svg.contains("the same against time") && svg.contains("\n0.02"));
+        let svg = drawn("t", 100.0, curves);
+        // Each section has a panel a curve, with the three points of all behind its own.
+        let circles = |radius: u32| svg.matches(&format!("r=\"{radius}\"")).count();
+        assert_eq!((circles(2), circles(4)), (2 * 2 * 3, 2 * 3), "{svg}");
+        assert!(svg.contains("k 4, 8") && svg.contains("\n0.02"), "{svg}");
         let range = added_range(vec![0.01, 5.0, 0.02, -0.01]);
         assert!(range.start < -0.01 && range.end > 0.02 && range.end < 0.1, "{range:?}");
     }

@@ -54,15 +54,13 @@ pub(super) fn print<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[
         args.windows,
         crate::device::num_threads(),
     ));
-    let width = run.labels.iter().map(String::len).max().unwrap_or(0).max(15);
+    let width = run.labels.iter().map(String::len).fold(15, usize::max);
     for &length in &args.lengths {
         let of_length = rows.iter().filter(|row| row.measure.num_tokens == length);
         print_selectors(length, width, &of_length.collect::<Vec<_>>());
         let of_length = trained.iter().filter(|t| t.measure.num_tokens == length);
-        let dense_loss = rows
-            .iter()
-            .find(|row| row.measure.num_tokens == length)
-            .map(|row| row.measure.dense_loss);
+        let dense = rows.iter().find(|row| row.measure.num_tokens == length);
+        let dense_loss = dense.map(|row| row.measure.dense_loss);
         print_trained(&of_length.collect::<Vec<_>>(), dense_loss);
     }
     for error in left_out {
@@ -110,9 +108,7 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             if m.causal { " " } else { "*" }
         ));
     }
-    for line in notes(rows) {
-        terminal::line(&line);
-    }
+    terminal::lines(notes(rows));
     let mut told = Vec::new();
     for Row { label, measure: m } in rows {
         let path = selector::paths(&m.paths);
