@@ -16,19 +16,8 @@ pub(crate) fn run(on_gpu: bool) -> Result<()> {
     fmt.extend(selectors.map(String::as_str));
     workspace::run("cargo", &fmt)?;
     tidy::run()?;
-    workspace::run(
-        "cargo",
-        &[
-            "clippy",
-            "--release",
-            "--workspace",
-            "--all-targets",
-            "--",
-            "-D",
-            "warnings",
-        ],
-    )?;
-    workspace::run("cargo", &["test", "--release", "--workspace"])?;
+    workspace::cargo("clippy --release --workspace --all-targets -- -D warnings")?;
+    workspace::cargo("test --release --workspace")?;
     kernels::run(None)?;
     if on_gpu {
         gpu::run()?;

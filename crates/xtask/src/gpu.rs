@@ -5,48 +5,27 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// Small cases of every kernel: a tool makes them hundreds of times slower.
-const SMALL: &[&str] = &[
-    "kernels",
-    "check",
-    "--device",
-    "cuda",
-    "--cases",
-    "5",
-    "--longest",
-    "150",
-];
+const SMALL: &str = "kernels check --device cuda --cases 5 --longest 150";
 
 /// A tool of compute-sanitizer, with options of its own and what `kernels check` needs beside its small cases.
 struct Tool {
     name: &'static str,
-    options: &'static [&'static str],
-    check: &'static [&'static str],
+    options: &'static str,
+    check: &'static str,
+}
+
+const fn tool(name: &'static str, options: &'static str, check: &'static str) -> Tool {
+    Tool { name, options, check }
 }
 
 const TOOLS: &[Tool] = &[
     // Calls of the driver that fail are errors of `sieve`, or questions that CubeCL asks to learn what there is.
-    Tool {
-        name: "memcheck",
-        options: &["--report-api-errors", "no"],
-        check: &[],
-    },
-    Tool {
-        name: "synccheck",
-        options: &[],
-        check: &[],
-    },
-    Tool {
-        name: "initcheck",
-        options: &[],
-        check: &[],
-    },
+    tool("memcheck", "--report-api-errors no", ""),
+    tool("synccheck", "", ""),
+    tool("initcheck", "", ""),
     // It credits an arrival at a barrier to the lane that made it, so the lanes of the Hopper backward's row statistics
     // arrive one by one.
-    Tool {
-        name: "racecheck",
-        options: &[],
-        check: &["--every-lane-arrives"],
-    },
+    tool("racecheck", "", "--every-lane-arrives"),
 ];
 
 /// What may be asked for alone beside the tools: every kernel against its reference, without a tool.
@@ -66,9 +45,8 @@ pub(crate) fn require() -> Result<()> {
 
 /// Builds `sieve` and runs all of it on this machine's first GPU.
 pub(crate) fn run() -> Result<()> {
-    workspace::run("cargo", &["build", "--release", "--bin", "sieve"])?;
-    let stored = "test --release -p sieve-bench -- --ignored stored";
-    workspace::run("cargo", &stored.split(' ').collect::<Vec<_>>())?;
+    workspace::cargo("build --release --bin sieve")?;
+    workspace::cargo("test --release -p sieve-bench -- --ignored stored")?;
     let program = workspace::target_folder("release")?.join("sieve");
     run_program(&program, &[])
 }
@@ -93,11 +71,11 @@ pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
     let is_wanted = |name: &str| only.is_empty() || only.contains(&name);
     if is_wanted(PLAIN) {
         let all = ["kernels", "check", "--device", "cuda"];
-        run_here(&program, &[&all[..], &options[..]].concat())?;
+        workspace::run_in(".".as_ref(), &program, &[&all[..], &options[..]].concat())?;
     }
     let sanitizer = sanitizer()?;
     for tool in TOOLS.iter().filter(|tool| is_wanted(tool.name)) {
-        run_here(sanitizer, &tool.words(&program, &options))?;
+        workspace::run_in(".".as_ref(), sanitizer, &tool.words(&program, &options))?;
     }
     Ok(())
 }
@@ -105,26 +83,15 @@ pub(crate) fn run_program(program: &Path, words: &[&str]) -> Result<()> {
 impl Tool {
     /// Arguments of compute-sanitizer: a finding makes it exit with 9.
     fn words<'a>(&self, program: &'a str, options: &[&'a str]) -> Vec<&'a str> {
-        let mut words = vec!["--tool", self.name, "--error-exitcode", "9", "--print-limit", "50"];
-        words.extend(self.options);
+        let mut words = vec!["--tool", self.name];
+        words.extend("--error-exitcode 9 --print-limit 50".split(' '));
+        words.extend(self.options.split_whitespace());
         words.push(program);
-        words.extend(SMALL);
-        words.extend(self.check);
+        words.extend(SMALL.split(' '));
+        words.extend(self.check.split_whitespace());
         words.extend(options);
         words
     }
-}
-
-/// Runs a command in the current folder with its output shown; an exit status other than 0 is an error.
-fn run_here(program: &str, arguments: &[&str]) -> Result<()> {
-    let line = format!("{program} {}", arguments.join(" "));
-    println!("$ {line}");
-    let status = Command::new(program).args(arguments).status();
-    let status = status.with_context(|| format!("cannot start `{line}`"))?;
-    if !status.success() {
-        bail!("`{line}` failed ({status})");
-    }
-    Ok(())
 }
 
 fn sanitizer() -> Result<&'static str> {

@@ -7,10 +7,9 @@ use crate::tidy::headers;
 use crate::workspace;
 use anyhow::{Context, Result, bail};
 use nvcc::Nvcc;
+use rayon::prelude::*;
 use resources::Resources;
 use shipped::{Shipped, Specialisation};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// One compilation's outcome.
 struct Compiled<'a> {
@@ -35,42 +34,12 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
             only_arch.unwrap_or("an architecture")
         );
     }
-    let results = compile_all(&nvcc, &jobs)?;
-    report(&shipped, &results)
-}
-
-/// Compiles on all cores; results come back in the order of the jobs.
-fn compile_all<'a>(nvcc: &Nvcc, jobs: &'a [(&'a Specialisation, &'a str)]) -> Result<Vec<Compiled<'a>>> {
-    let next = AtomicUsize::new(0);
-    let results = Mutex::new(Vec::new());
-    let threads = std::thread::available_parallelism()
-        .map_or(1, usize::from)
-        .min(jobs.len());
-    std::thread::scope(|scope| {
-        for _ in 0..threads {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(&(specialisation, arch)) = jobs.get(index) else {
-                        break;
-                    };
-                    let log = nvcc.compile(specialisation, arch);
-                    let compiled = Compiled {
-                        specialisation,
-                        arch,
-                        log,
-                    };
-                    results
-                        .lock()
-                        .unwrap_or_else(|e| e.into_inner())
-                        .push((index, compiled));
-                }
-            });
-        }
+    let compiled = jobs.par_iter().map(|&(specialisation, arch)| Compiled {
+        specialisation,
+        arch,
+        log: nvcc.compile(specialisation, arch),
     });
-    let mut results = results.into_inner().unwrap_or_else(|e| e.into_inner());
-    results.sort_by_key(|(index, _)| *index);
-    Ok(results.into_iter().map(|(_, compiled)| compiled).collect())
+    report(&shipped, &compiled.collect::<Vec<_>>())
 }
 
 /// Prints the table, then what must not be.

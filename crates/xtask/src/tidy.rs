@@ -16,8 +16,7 @@ const PUBLIC_MODULES: [&str; 2] = ["lib", "step"];
 fn public_names() -> Result<usize> {
     let mut text = String::new();
     for file in PUBLIC_MODULES {
-        let path = format!("crates/sieve-kernels/src/{file}.rs");
-        text.push_str(&workspace::read(&workspace::root().join(path))?);
+        text += &workspace::read(format!("crates/sieve-kernels/src/{file}.rs"))?;
     }
     let uses = text.split("pub use ").skip(1).filter_map(|rest| rest.split(';').next());
     Ok(uses

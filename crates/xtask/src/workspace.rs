@@ -1,5 +1,6 @@
 //! Where the repository is, and how its commands are run.
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -14,40 +15,53 @@ pub(crate) fn root() -> PathBuf {
 
 /// Runs a command in the root with its output shown; an exit status other than 0 is an error.
 pub(crate) fn run(program: &str, arguments: &[&str]) -> Result<()> {
+    run_in(&root(), program, arguments)
+}
+
+/// The same in another folder.
+pub(crate) fn run_in(folder: &Path, program: &str, arguments: &[&str]) -> Result<()> {
     let line = format!("{program} {}", arguments.join(" "));
     println!("$ {line}");
-    let status = Command::new(program)
-        .args(arguments)
-        .current_dir(root())
-        .status()
-        .with_context(|| format!("cannot start `{line}`"))?;
-    if !status.success() {
-        bail!("`{line}` failed ({status})");
-    }
+    let mut command = Command::new(program);
+    let status = command.args(arguments).current_dir(folder).status();
+    let status = status.with_context(|| format!("cannot start `{line}`"))?;
+    ensure!(status.success(), "`{line}` failed ({status})");
     Ok(())
 }
 
-/// Runs a command in the root and returns what it prints.
-pub(crate) fn output(program: &str, arguments: &[&str]) -> Result<String> {
-    let line = format!("{program} {}", arguments.join(" "));
-    let output = Command::new(program)
-        .args(arguments)
-        .current_dir(root())
-        .output()
-        .with_context(|| format!("cannot start `{line}`"))?;
-    if !output.status.success() {
-        bail!(
-            "`{line}` failed ({})\n{}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr)
-        );
-    }
+/// Runs cargo in the root with the words of a line.
+pub(crate) fn cargo(line: &str) -> Result<()> {
+    run("cargo", &line.split(' ').collect::<Vec<_>>())
+}
+
+/// Runs the words of a line as a command in the root and returns what it prints.
+pub(crate) fn output(line: &str) -> Result<String> {
+    let mut words = line.split(' ');
+    let mut command = Command::new(words.next().unwrap_or_default());
+    let output = command.args(words).current_dir(root()).output();
+    let output = output.with_context(|| format!("cannot start `{line}`"))?;
+    ensure!(
+        output.status.success(),
+        "`{line}` failed ({})\n{}",
+        output.status,
+        String::from_utf8_lossy(&output.stderr)
+    );
     String::from_utf8(output.stdout).with_context(|| format!("`{line}` printed text that is not UTF-8"))
+}
+
+/// What a call of `cargo metadata` says about each package.
+pub(crate) fn packages(line: &str) -> Result<Vec<Value>> {
+    let metadata = output(line)?;
+    let mut metadata: Value = serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
+    match metadata["packages"].take() {
+        Value::Array(packages) => Ok(packages),
+        _ => bail!("cargo metadata has no packages"),
+    }
 }
 
 /// Files that belong to the repository: tracked, or new and not ignored. Relative to the root, with forward slashes.
 pub(crate) fn files() -> Result<Vec<String>> {
-    let listing = output("git", &["ls-files", "-z", "--cached", "--others", "--exclude-standard"])?;
+    let listing = output("git ls-files -z --cached --others --exclude-standard")?;
     let mut files: Vec<String> = listing
         .split('\0')
         .filter(|f| !f.is_empty())
@@ -68,7 +82,8 @@ pub(crate) fn target_folder(name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Reads a text file, naming it in the error.
-pub(crate) fn read(path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+/// Reads a text file, its path absolute or relative to the root, naming it in the error.
+pub(crate) fn read(path: impl AsRef<Path>) -> Result<String> {
+    let path = path.as_ref();
+    std::fs::read_to_string(root().join(path)).with_context(|| format!("cannot read {}", path.display()))
 }

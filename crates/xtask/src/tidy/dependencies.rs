@@ -41,11 +41,7 @@ const NAMED_NOWHERE: &[(&str, &str)] = &[("sieve-tests", "proptest")];
 
 /// Checks all packages.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
-    let metadata = workspace::output("cargo", &["metadata", "--format-version", "1"])?;
-    let metadata: Value = serde_json::from_str(&metadata).context("cargo metadata printed no JSON")?;
-    let packages = metadata["packages"]
-        .as_array()
-        .context("cargo metadata has no packages")?;
+    let packages = workspace::packages("cargo metadata --format-version 1")?;
     let (ours, foreign): (Vec<&Value>, Vec<&Value>) = packages.iter().partition(|package| package["source"].is_null());
     let mut versions = BTreeMap::<&str, Vec<&str>>::new();
     for package in foreign {

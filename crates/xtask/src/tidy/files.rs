@@ -44,7 +44,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         if !is(SOURCES) && !is(TEXTS) {
             continue;
         }
-        let Ok(text) = std::fs::read_to_string(workspace::root().join(&file)) else {
+        let Ok(text) = workspace::read(&file) else {
             continue;
         };
         if is(SOURCES) && text.lines().count() > MAX_LINES {

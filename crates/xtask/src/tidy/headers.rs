@@ -50,7 +50,7 @@ fn kernels() -> Result<Vec<(String, String)>> {
     for file in workspace::files()? {
         let name = file.strip_prefix("kernels/");
         if let Some(name) = name.filter(|name| name.ends_with(".cu")) {
-            kernels.push((name.to_owned(), workspace::read(&workspace::root().join(&file))?));
+            kernels.push((name.to_owned(), workspace::read(&file)?));
         }
     }
     Ok(kernels)

@@ -16,7 +16,7 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
     let files = workspace::files()?;
     let pages = files.iter().filter(|file| file.ends_with(".md"));
     let known = files.iter().map(String::as_str).collect::<BTreeSet<_>>();
-    let read = |file: &str| std::fs::read_to_string(workspace::root().join(file)).unwrap_or_default();
+    let read = |file: &str| workspace::read(file).unwrap_or_default();
     for page in pages.clone() {
         let text = read(page);
         for link in links(&text) {

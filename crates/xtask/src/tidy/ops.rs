@@ -28,6 +28,7 @@ const FLOORS: &[(&str, &[Floor])] = &[
     ("linear_input_gradient", &[]),
     ("linear_weight_gradient", &[]),
     ("fp8_linear", &[]),
+    ("fp8_swiglu", &[]),
     ("dma_attention", &[Cuda, Launch]),
     ("dma_last_kept", &[Cuda, Launch]),
     ("dma_border_keys", &[Cuda, Launch]),
@@ -63,17 +64,16 @@ const PASSES: &[&str] = &["_forward", "_backward", "_backward_with_output"];
 
 /// Checks every floor against the list.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
-    let root = workspace::root();
     let (mut launches, mut cpu, mut methods, mut kernels) = (String::new(), String::new(), Vec::new(), Vec::new());
     for file in workspace::files()? {
         if let Some(name) = file.strip_prefix("kernels/") {
             kernels.push(name.trim_end_matches(".cu").to_owned());
         } else if file.starts_with("crates/sieve-kernels/src/") {
-            launches.push_str(&workspace::read(&root.join(&file))?);
+            launches.push_str(&workspace::read(&file)?);
         } else if file.starts_with("crates/sieve-cpu/src/") {
-            cpu.push_str(&workspace::read(&root.join(&file))?);
+            cpu.push_str(&workspace::read(&file)?);
         } else if file.starts_with("crates/sieve-ops/src/") && file.ends_with(".rs") {
-            methods.extend(trait_methods(&workspace::read(&root.join(&file))?));
+            methods.extend(trait_methods(&workspace::read(&file)?));
         }
     }
     let mut ops: Vec<&str> = methods.iter().map(|method| op_of(method)).collect();
