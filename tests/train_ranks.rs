@@ -201,15 +201,7 @@ impl<'a> Pair<'a> {
 
     /// Connects a rank with the other one.
     pub(crate) fn join(rank: usize, port: u16, patience: Patience) -> Arc<Mesh> {
-        let world = World {
-            rank,
-            size: 2,
-            local_rank: rank,
-            local_size: 2,
-            master_addr: "127.0.0.1".to_owned(),
-            master_port: port,
-            run_id: "guard".to_owned(),
-        };
+        let world = World::on_this_host(rank, 2, port);
         Arc::new(Mesh::join(world, "1", patience, |_| {}).expect("two ranks"))
     }
 

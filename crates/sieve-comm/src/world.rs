@@ -25,6 +25,19 @@ const FIRST_SLURM_PORT: u64 = 15_000;
 const NUM_SLURM_PORTS: u64 = 20_000;
 
 impl World {
+    /// A rank of `size` on this host alone, whose rank 0 listens on a port of 127.0.0.1.
+    pub fn on_this_host(rank: usize, size: usize, port: u16) -> Self {
+        Self {
+            rank,
+            size,
+            local_rank: rank,
+            local_size: size,
+            master_addr: "127.0.0.1".to_owned(),
+            master_port: port,
+            run_id: String::new(),
+        }
+    }
+
     /// The group that the environment names: torchrun's variables, which `sieve launch` and others set too, else those
     /// of a Slurm step. `None` where there is no group, or one of a single process.
     ///

@@ -22,7 +22,6 @@ pub(crate) use lane::{on_lane, open as open_lane};
 pub use problem::Product;
 use problem::{Operands, Problem, operand_rows, result_shape};
 use std::collections::HashSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
 
 const NAME: &str = "cublaslt";
@@ -112,7 +111,6 @@ fn queued(
             .collect(),
         beta: target.beta,
         stream: StreamId::current(),
-        candidates: CANDIDATES.load(Ordering::Relaxed),
     };
     submit(&x, call)?;
     Ok(target.d)
@@ -141,13 +139,6 @@ impl Cublaslt {
             version / 100 % 100,
             version % 100
         ))
-    }
-
-    /// How many of the heuristic's choices are timed, once and on the operands at hand (some milliseconds), at the
-    /// first product of a shape from now on. 1, which it is unless told, times none: the same choice in every run.
-    /// With more, two runs may choose differently and then sum in another order.
-    pub fn set_candidates(count: usize) {
-        CANDIDATES.store(count.clamp(1, plan::MAX_CANDIDATES), Ordering::Relaxed);
     }
 
     /// True when products of this process go straight to Burn's stream, false when they go through a stream of their
@@ -241,9 +232,8 @@ fn require_matrix(
     })
 }
 
-// Process-wide, because Burn's backend methods have no place for state: a choice, what has been planned, and an error
-// that came after its call had returned.
-static CANDIDATES: AtomicUsize = AtomicUsize::new(1);
+// Process-wide, because Burn's backend methods have no place for state: what has been planned, and an error that came
+// after its call had returned.
 static PLANNED: LazyLock<Mutex<HashSet<(usize, u64, Problem)>>> = LazyLock::new(Mutex::default);
 static LATE_ERROR: Mutex<Option<String>> = Mutex::new(None);
 
@@ -307,15 +297,5 @@ mod tests {
         assert!(require_output_type(DType::F32).is_ok());
         let error = require_output_type(DType::F16).expect_err("no f16").to_string();
         assert!(error.contains("f16"), "{error}");
-    }
-
-    #[test]
-    fn the_search_is_bounded() {
-        Cublaslt::set_candidates(1000);
-        assert_eq!(CANDIDATES.load(Ordering::Relaxed), plan::MAX_CANDIDATES);
-        Cublaslt::set_candidates(0);
-        assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
-        Cublaslt::set_candidates(1);
-        assert_eq!(CANDIDATES.load(Ordering::Relaxed), 1);
     }
 }

@@ -98,19 +98,13 @@ pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &
         report.add_missing(NAME, &error.to_string());
         return;
     }
-    for candidates in [1, 8] {
-        Cublaslt::set_candidates(candidates);
-        for product in [Product::Nt, Product::Nn, Product::Tn] {
-            for &([m, n, k], gap) in SIZES {
-                // A search must meet each shape anew.
-                let m = if candidates == 1 { m } else { m + 8 };
-                let case = format!("{product:?} {m} x {n} x {k}, gap {gap}, the fastest of {candidates}");
-                let outcome = outputs(Calls::new(device, extent.seed), product, [m, n, k], gap);
-                report.add(NAME, path(), &case, outcome);
-            }
+    for product in [Product::Nt, Product::Nn, Product::Tn] {
+        for &([m, n, k], gap) in SIZES {
+            let case = format!("{product:?} {m} x {n} x {k}, gap {gap}");
+            let outcome = outputs(Calls::new(device, extent.seed), product, [m, n, k], gap);
+            report.add(NAME, path(), &case, outcome);
         }
     }
-    Cublaslt::set_candidates(1);
     let outcome = in_order(Calls::new(device, extent.seed), device);
     report.add(NAME, path(), "a chain with Burn's operations", outcome);
     let outcome = refused(Calls::new(device, extent.seed));

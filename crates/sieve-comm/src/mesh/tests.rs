@@ -11,7 +11,7 @@ const QUICK: Patience = Patience {
 
 /// Where rank 0 listens already, so that nobody else takes its port, and the port.
 fn host() -> (TcpListener, u16) {
-    let listener = listen(&world(0, 1, 0)).unwrap();
+    let listener = listen(&World::on_this_host(0, 1, 0)).unwrap();
     let port = listener.local_addr().unwrap().port();
     (listener, port)
 }
@@ -28,18 +28,6 @@ fn join(
     };
     let peers = accept_all(&world, listener, "1", patience)?;
     Mesh::start(world, peers, patience, Box::new(give_up))
-}
-
-fn world(rank: usize, size: usize, port: u16) -> World {
-    World {
-        rank,
-        size,
-        local_rank: rank,
-        local_size: size,
-        master_addr: "127.0.0.1".to_owned(),
-        master_port: port,
-        run_id: "test".to_owned(),
-    }
 }
 
 /// Runs `work` in each of `size` ranks, and gives what they return.
@@ -59,7 +47,7 @@ fn ranks_of<T: Send + 'static>(
         // Rank 0 comes first, and takes it.
         let (listener, work) = (listener.take(), work.clone());
         thread::spawn(move || {
-            let mesh = join(world(rank, size, port), listener, patience, |_| {}).unwrap();
+            let mesh = join(World::on_this_host(rank, size, port), listener, patience, |_| {}).unwrap();
             let result = work(&mesh);
             mesh.leave();
             result
@@ -217,11 +205,16 @@ fn a_rank_without_a_sign_is_lost_and_who_waits_elsewhere_is_ended() {
         ..QUICK
     };
     // A rank that is there and then stands still: it never starts its threads.
-    let silent = thread::spawn(move || connect(&world(1, 2, port), "1", patience).unwrap());
+    let silent = thread::spawn(move || connect(&World::on_this_host(1, 2, port), "1", patience).unwrap());
     let (sender, receiver) = channel();
-    let mesh = join(world(0, 2, port), Some(listener), patience, move |failure| {
-        sender.send(failure.clone()).unwrap();
-    });
+    let mesh = join(
+        World::on_this_host(0, 2, port),
+        Some(listener),
+        patience,
+        move |failure| {
+            sender.send(failure.clone()).unwrap();
+        },
+    );
     let _mesh = mesh.unwrap();
     let _silent = silent.join().unwrap();
     // This rank never asks the mesh: it waits for its device, say.
@@ -326,7 +319,7 @@ fn a_host_that_nobody_knows_is_named() {
         ..QUICK
     };
     for rank in [0, 1] {
-        let mut world = world(rank, 2, 1);
+        let mut world = World::on_this_host(rank, 2, 1);
         world.master_addr = "no-such-host.invalid".to_owned();
         let since = std::time::Instant::now();
         let error = Mesh::join(world, "1", patience, |_| {}).expect_err("unknown");
@@ -364,16 +357,16 @@ fn a_rank_that_goes_on_or_does_something_long_is_waited_for() {
 #[test]
 fn strangers_and_double_ranks_are_refused() {
     let (listener, port) = host();
-    let first = thread::spawn(move || join(world(0, 3, port), Some(listener), QUICK, |_| {}));
+    let first = thread::spawn(move || join(World::on_this_host(0, 3, port), Some(listener), QUICK, |_| {}));
     // A program that speaks something else, and a rank of another run, do not disturb.
     let stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
     send(&stranger, 99, b"GET / HTTP/1.1").unwrap();
-    let mut other = world(1, 3, port);
+    let mut other = World::on_this_host(1, 3, port);
     other.run_id = "other".to_owned();
     let error = Mesh::join(other, "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains("another run"), "{error}");
     let _one = connect_quietly(port, 1);
-    let error = Mesh::join(world(1, 3, port), "1", QUICK, |_| {}).unwrap_err();
+    let error = Mesh::join(World::on_this_host(1, 3, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains("two processes"), "{error}");
     let error = first.join().unwrap().unwrap_err();
     assert!(error.to_string().contains("two processes"), "{error}");
@@ -389,7 +382,7 @@ fn connect_quietly(port: u16, rank: usize) -> [TcpStream; 2] {
                 Err(_) => thread::sleep(RETRY),
             }
         };
-        let hello = Hello::text(&world(rank, 3, port), "1", is_control);
+        let hello = Hello::text(&World::on_this_host(rank, 3, port), "1", is_control);
         send(&stream, HELLO, hello.as_bytes()).unwrap();
         stream
     })
@@ -402,8 +395,8 @@ fn another_version_or_size_ends_the_group_with_both_numbers() {
         (4, "1", ["WORLD_SIZE=4", "with 2"]),
     ] {
         let (listener, port) = host();
-        let first = thread::spawn(move || join(world(0, 2, port), Some(listener), QUICK, |_| {}));
-        let own = Mesh::join(world(1, size, port), version, QUICK, |_| {}).unwrap_err();
+        let first = thread::spawn(move || join(World::on_this_host(0, 2, port), Some(listener), QUICK, |_| {}));
+        let own = Mesh::join(World::on_this_host(1, size, port), version, QUICK, |_| {}).unwrap_err();
         let first = first.join().unwrap().unwrap_err();
         for error in [own.to_string(), first.to_string()] {
             assert!(words.iter().all(|word| error.contains(word)), "{error}");
@@ -422,7 +415,7 @@ fn a_rank_that_is_refused_before_its_second_connection_says_why() {
     drop((first, listener));
     let refused = World {
         run_id: "refused".to_owned(),
-        ..world(1, 2, port)
+        ..World::on_this_host(1, 2, port)
     };
     let deadline = Instant::now() + QUICK.join;
     let answer = wait_for_all(&refused, "2", data, deadline).expect("an answer");
@@ -437,13 +430,13 @@ fn a_rank_whose_connection_ends_unanswered_comes_again() {
     // Who listened first was not rank 0, and ends.
     let (listener, port) = host();
     listener.set_nonblocking(false).unwrap();
-    let second = thread::spawn(move || Mesh::join(world(1, 3, port), "1", QUICK, |_| {}));
+    let second = thread::spawn(move || Mesh::join(World::on_this_host(1, 3, port), "1", QUICK, |_| {}));
     let (data, _) = listener.accept().unwrap();
     drop((listener, data));
     // Rank 2 comes, leaves before all are there, and comes again.
-    let first = thread::spawn(move || Mesh::join(world(0, 3, port), "1", QUICK, |_| {}));
+    let first = thread::spawn(move || Mesh::join(World::on_this_host(0, 3, port), "1", QUICK, |_| {}));
     drop(connect_quietly(port, 2));
-    let third = Mesh::join(world(2, 3, port), "1", QUICK, |_| {});
+    let third = Mesh::join(World::on_this_host(2, 3, port), "1", QUICK, |_| {});
     third.expect("rank 2").leave();
     second.join().unwrap().expect("rank 1").leave();
     first.join().unwrap().expect("rank 0").leave();
@@ -452,13 +445,13 @@ fn a_rank_whose_connection_ends_unanswered_comes_again() {
 #[test]
 fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let (taken, port) = host();
-    let error = Mesh::join(world(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
+    let error = Mesh::join(World::on_this_host(0, 2, port), "1", QUICK, |_| {}).unwrap_err();
     assert!(error.to_string().contains(&format!("127.0.0.1:{port}")), "{error}");
     let patience = Patience {
         join: Duration::from_millis(50),
         ..QUICK
     };
-    let error = join(world(0, 3, port), Some(taken), patience, |_| {}).unwrap_err();
+    let error = join(World::on_this_host(0, 3, port), Some(taken), patience, |_| {}).unwrap_err();
     assert!(
         error.to_string().contains("1 of 3") && error.to_string().contains("missing: 1, 2"),
         "{error}"
@@ -467,7 +460,7 @@ fn a_port_that_is_taken_and_ranks_that_never_come_are_told() {
     let (other, port) = host();
     let held = TcpStream::connect(("127.0.0.1", port)).unwrap();
     let port = held.local_addr().unwrap().port();
-    let error = Mesh::join(world(2, 3, port), "1", patience, |_| {}).unwrap_err();
+    let error = Mesh::join(World::on_this_host(2, 3, port), "1", patience, |_| {}).unwrap_err();
     drop((other, held));
     assert!(error.to_string().contains("rank 2 found no rank 0"), "{error}");
 }

@@ -57,7 +57,6 @@ pub(super) struct Call {
     pub(super) bindings: Vec<Binding>,
     pub(super) beta: f32,
     pub(super) stream: StreamId,
-    pub(super) candidates: usize,
 }
 
 /// What the device thread keeps for the life of the process.
@@ -202,11 +201,7 @@ impl Library {
         lane.enter()?;
         let key = (call.problem, pointers.map(alignment));
         if !self.plans.contains_key(&key) {
-            let bytes = call.problem.output_bytes();
-            let choice = (call.cuts, call.candidates);
-            let plan = Plan::find(self.handle, &call.problem, key.1, choice, |plan| {
-                time_ms(self.handle, plan, &operands, bytes)
-            })?;
+            let plan = Plan::find(self.handle, &call.problem, key.1, call.cuts)?;
             self.plans.insert(key, plan);
         }
         let plan = self.plans.get(&key).expect("inserted above");
@@ -333,38 +328,6 @@ fn check(what: &str, result: CUresult) -> Result<(), Refusal> {
         Ok(())
     } else {
         Err(Refusal::Failed(format!("{what}: {result:?}")))
-    }
-}
-
-/// Milliseconds of one run, into a scratch output. Three runs after a first one.
-fn time_ms(library: cublasLtHandle_t, plan: &Plan, operands: &Operands, output_bytes: usize) -> Result<f32, Refusal> {
-    const RUNS: usize = 3;
-    let failed = |e| Refusal::Failed(format!("timing a product: {e:?}"));
-    // SAFETY: an allocation that is freed below; the runs read the operands and write the scratch alone.
-    unsafe {
-        let scratch = driver::malloc_sync(output_bytes).map_err(failed)?;
-        let into_scratch = Operands {
-            pointers: [operands.pointers[0], operands.pointers[1], scratch, scratch],
-            ..*operands
-        };
-        let timed = || {
-            let start = driver::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed)?;
-            let stop = driver::event::create(CUevent_flags::CU_EVENT_DEFAULT).map_err(failed)?;
-            plan.launch(library, &into_scratch)?;
-            driver::event::record(start, operands.stream).map_err(failed)?;
-            for _ in 0..RUNS {
-                plan.launch(library, &into_scratch)?;
-            }
-            driver::event::record(stop, operands.stream).map_err(failed)?;
-            driver::stream::synchronize(operands.stream).map_err(failed)?;
-            let elapsed = driver::event::elapsed(start, stop).map_err(failed)?;
-            driver::event::destroy(start).map_err(failed)?;
-            driver::event::destroy(stop).map_err(failed)?;
-            Ok(elapsed / RUNS as f32)
-        };
-        let time = timed();
-        driver::free_sync(scratch).map_err(failed)?;
-        time
     }
 }
 

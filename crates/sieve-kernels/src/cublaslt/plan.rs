@@ -13,8 +13,8 @@ use cudarc::driver::sys::CUstream;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 
-/// The most algorithms that a search times.
-pub(super) const MAX_CANDIDATES: usize = 16;
+/// How many algorithms the heuristic is asked for.
+const ASKED: usize = 16;
 
 /// Memory that algorithms may use: what NVIDIA recommends for Hopper, doubled.
 pub(super) const WORKSPACE_BYTES: usize = 64 << 20;
@@ -41,16 +41,14 @@ pub(super) struct Operands {
 }
 
 impl Plan {
-    /// Asks for algorithms, and takes the one with the first of `cuts` that is offered, else the first; where
-    /// `candidates` are more than one, the one of these that `time_ms` finds fastest.
+    /// Asks for algorithms, and takes the one with the first of `cuts` that is offered, else the first.
     ///
     /// `alignments` are those of x, w, C and D in bytes.
     pub(super) fn find(
         library: cublasLtHandle_t,
         problem: &Problem,
         alignments: [u32; 4],
-        (cuts, candidates): (&[Cut], usize),
-        mut time_ms: impl FnMut(&Plan) -> Result<f32, Refusal>,
+        cuts: &[Cut],
     ) -> Result<Self, Refusal> {
         let mut plan = Self::describe(problem)?;
         let found = plan.heuristic(library, alignments)?;
@@ -60,18 +58,6 @@ impl Plan {
         let offered = |cut: &Cut| found.iter().find(|found| is_cut(found, *cut));
         let offered = cuts.iter().find_map(offered);
         plan.algorithm = *offered.unwrap_or(first);
-        if candidates > 1 {
-            let mut best = (f32::INFINITY, *first);
-            for &algorithm in found.iter().take(candidates) {
-                plan.algorithm = algorithm;
-                // One that does not run after all is no candidate.
-                let time = time_ms(&plan).unwrap_or(f32::INFINITY);
-                if time < best.0 {
-                    best = (time, algorithm);
-                }
-            }
-            plan.algorithm = best.1;
-        }
         Ok(plan)
     }
 
@@ -185,7 +171,7 @@ impl Plan {
         ] {
             preference.set(attribute, &bytes)?;
         }
-        let mut found = [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; MAX_CANDIDATES];
+        let mut found = [const { MaybeUninit::<cublasLtMatmulHeuristicResult_t>::uninit() }; ASKED];
         let mut count = 0;
         let [a, b, c, d] = self.layouts;
         // SAFETY: the descriptors are alive, and the array has room for as many results as are asked for.
@@ -198,7 +184,7 @@ impl Plan {
                 c,
                 d,
                 preference.0,
-                MAX_CANDIDATES as i32,
+                ASKED as i32,
                 found.as_mut_ptr().cast(),
                 &mut count,
             )

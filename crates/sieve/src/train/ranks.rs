@@ -404,15 +404,7 @@ mod tests {
     fn a_rank_without_nccl_is_named_to_the_others_and_nobody_waits_for_it() {
         let port = sieve_comm::HeldPort::take().expect("a port");
         let join = |rank| {
-            let world = World {
-                rank,
-                size: 2,
-                local_rank: rank,
-                local_size: 2,
-                master_addr: "127.0.0.1".to_owned(),
-                master_port: port.number(),
-                run_id: String::new(),
-            };
+            let world = World::on_this_host(rank, 2, port.number());
             Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks")
         };
         let first = std::thread::scope(|scope| {
