@@ -597,8 +597,8 @@ fn missing(world: &World, patience: Patience, found: &[(Option<TcpStream>, Optio
     }
 }
 
-/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something else
-/// had listened there, or rank 0 starts again: this rank looks on.
+/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something
+/// else had listened there, or rank 0 starts again: this rank looks on.
 fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
     let deadline = Instant::now() + patience.join;
     loop {

@@ -6,8 +6,8 @@ use std::net::{TcpListener, TcpStream};
 /// one.
 ///
 /// Between choosing a free port and listening on it another process could be given the same one. A connection to the
-/// port, whose listener is closed, prevents that. Where another thread starts a process meanwhile, the process has a copy
-/// of the listener for an instant: who connects to it finds the connection ended.
+/// port, whose listener is closed, prevents that. Where another thread starts a process meanwhile, the process has a
+/// copy of the listener for an instant: who connects to it finds the connection ended.
 #[derive(Debug)]
 pub struct HeldPort {
     number: u16,
