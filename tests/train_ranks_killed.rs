@@ -125,6 +125,7 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize) {
         wait_until(&out, || {
             let ended = process.try_wait().expect("a child");
             assert_eq!(ended, None, "{out}: the rank ended before it was killed");
+            assert!(!other.is_finished(), "{out}: the other rank ended before that");
             there.exists()
         });
         process.kill().expect("SIGKILL is sent");

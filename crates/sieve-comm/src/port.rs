@@ -1,17 +1,18 @@
 //! A port for rank 0, kept until it listens there.
+use socket2::{Domain, Socket, Type};
 use std::io;
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr};
 
 /// A port of 127.0.0.1 that rank 0 can listen on by its number, and that the system gives to nobody who asks for a free
 /// one.
 ///
-/// Between choosing a free port and listening on it another process could be given the same one. A connection to the
-/// port, whose listener is closed, prevents that. Where another thread starts a process meanwhile, the process has a
-/// copy of the listener for an instant: who connects to it finds the connection ended.
+/// Between choosing a free port and listening on it another process could be given the same one. A socket that is bound
+/// to the port and never listens prevents that; nobody can connect to it, nor to a copy that a process just started by
+/// another thread has of it.
 #[derive(Debug)]
 pub struct HeldPort {
     number: u16,
-    _ends: [TcpStream; 2],
+    _socket: Socket,
 }
 
 impl HeldPort {
@@ -20,13 +21,15 @@ impl HeldPort {
     /// # Errors
     /// No port is free.
     pub fn take() -> io::Result<Self> {
-        let listener = TcpListener::bind("127.0.0.1:0")?;
-        let address = listener.local_addr()?;
-        let near = TcpStream::connect(address)?;
-        let (far, _) = listener.accept()?;
+        let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
+        // As rank 0's listener, so that both may be bound to it.
+        socket.set_reuse_address(true)?;
+        socket.bind(&SocketAddr::from((Ipv4Addr::LOCALHOST, 0)).into())?;
+        let address = socket.local_addr()?.as_socket();
+        let number = address.map(|address| address.port());
         Ok(Self {
-            number: address.port(),
-            _ends: [near, far],
+            number: number.ok_or_else(|| io::Error::other("a socket without a port"))?,
+            _socket: socket,
         })
     }
 
@@ -39,6 +42,9 @@ impl HeldPort {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::net::{TcpListener, TcpStream};
+    use std::process::{Command, Stdio};
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     #[test]
     fn one_can_listen_on_a_held_port_by_its_number() {
@@ -49,5 +55,28 @@ mod tests {
         assert!(TcpListener::bind(address).is_err(), "one is enough");
         TcpStream::connect(address).unwrap();
         listener.accept().unwrap();
+    }
+
+    #[test]
+    fn a_held_port_is_free_while_other_threads_start_processes() {
+        let ended = AtomicBool::new(false);
+        let start = || {
+            while !ended.load(Ordering::Acquire) {
+                let mut process = Command::new("true").stdout(Stdio::null()).spawn().unwrap();
+                process.wait().unwrap();
+            }
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(start);
+            }
+            let listening = (0..300).map(|_| {
+                let port = HeldPort::take().unwrap();
+                TcpListener::bind(("127.0.0.1", port.number())).map(drop)
+            });
+            let listening = listening.collect::<io::Result<Vec<()>>>();
+            ended.store(true, Ordering::Release);
+            listening.unwrap();
+        });
     }
 }
