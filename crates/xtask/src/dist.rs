@@ -14,7 +14,7 @@ const FILES: [&str; 4] = ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "CHANGEL
 
 /// Builds the archive, unpacks it into an empty folder, and runs it there with nothing in PATH.
 pub(crate) fn run(with_kernels: bool) -> Result<()> {
-    workspace::cargo("build --release --package sieve")?;
+    workspace::cargo("build --release --bin sieve")?;
     let version = env!("CARGO_PKG_VERSION");
     let name = format!("sieve-{version}-{}-linux", std::env::consts::ARCH);
     let dist = target_folder("dist")?;

@@ -57,7 +57,7 @@ pub(crate) struct Allowance {
 impl Shipped {
     /// Asks sieve-kernels for its list, and reads the allowances.
     pub(crate) fn load() -> Result<Self> {
-        let program = "cargo run --release --quiet --package sieve-kernels --example shipped";
+        let program = "cargo run --release --quiet --example shipped";
         let list = workspace::output(program)?;
         let allowed = workspace::read("kernels/allowances.toml")?;
         Self::parse(&list, &allowed).context("kernels/allowances.toml")
