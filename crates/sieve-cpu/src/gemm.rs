@@ -77,6 +77,16 @@ impl<'a> Matrix<'a> {
         }
     }
 
+    /// Rows.
+    pub fn num_rows(&self) -> usize {
+        self.rows
+    }
+
+    /// Columns.
+    pub fn num_columns(&self) -> usize {
+        self.cols
+    }
+
     /// The transposed view.
     #[must_use]
     pub fn t(self) -> Self {
