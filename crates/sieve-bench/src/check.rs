@@ -44,6 +44,8 @@ pub struct CheckSettings {
 pub enum CheckPart {
     /// Everything.
     All,
+    /// Dense, windowed and dynamic mask attention.
+    Attention,
     /// Attention under selectors' masks, on a GPU.
     Sparse,
     /// Native sparse attention.
@@ -56,7 +58,7 @@ impl CheckPart {
     /// Every specialisation that the random calls can ask for: what to compile, on all cores, before the first of them.
     pub fn kernels(self, gpu: &DeviceReport) -> NeededKernels {
         match self {
-            Self::All => all_kernels(gpu),
+            Self::All | Self::Attention => all_kernels(gpu),
             Self::Sparse => sparse::sparse_kernels(gpu),
             Self::Nsa => nsa::nsa_check_kernels(gpu),
             Self::Mla => latent::latent_kernels(gpu),
@@ -145,6 +147,7 @@ pub fn check_emulated(
 /// A part's name and its check of the launch wrappers.
 type Part = (&'static str, fn(&mut Report, &dyn Device, &Extent) -> Result<()>);
 
+const ATTENTION: Part = ("attention", attention::check_wrappers);
 const SELECTIONS: Part = ("selectors", select::check_wrappers);
 const MASKS: Part = ("attention under masks", sparse::check_wrappers);
 const LATENT: Part = ("latent attention", latent::check_wrappers);
@@ -153,7 +156,7 @@ const NSA: Part = ("native sparse attention", nsa::check_wrappers);
 /// What every family of kernels has, after the first, which no emulator would end.
 const OF_A_FAMILY: &[Part] = &[
     ("long rows", attention::check_long_row),
-    ("attention", attention::check_wrappers),
+    ATTENTION,
     MASKS,
     ("large biases", biases::check_wrappers),
     LATENT,
@@ -181,6 +184,7 @@ impl CheckPart {
     fn of_a_family(self) -> &'static [Part] {
         match self {
             Self::All => OF_A_FAMILY,
+            Self::Attention => &[ATTENTION],
             Self::Sparse => &[SELECTIONS, MASKS],
             Self::Nsa => &[NSA],
             Self::Mla => &[LATENT],
@@ -345,7 +349,7 @@ type OpsPart<B> = (
 fn ops<B: Place>(progress: &mut Progress<'_>, device: &B::Device, settings: &CheckSettings) -> Result<()> {
     let extent = settings.extent();
     let parts: [OpsPart<B>; 6] = [
-        ("attention", attention::check_ops::<B>),
+        (ATTENTION.0, attention::check_ops::<B>),
         ("DMA's selection", selection::check_ops::<B>),
         ("decoding", decode::check_ops::<B>),
         (LATENT.0, latent::check_ops::<B>),
@@ -355,6 +359,7 @@ fn ops<B: Place>(progress: &mut Progress<'_>, device: &B::Device, settings: &Che
     let asked = match settings.part {
         CheckPart::All => &parts[..],
         CheckPart::Sparse => &[],
+        CheckPart::Attention => &parts[..1],
         CheckPart::Mla => &parts[3..4],
         CheckPart::Nsa => &parts[4..5],
     };

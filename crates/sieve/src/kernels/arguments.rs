@@ -60,14 +60,17 @@ pub(crate) struct CheckArgs {
     /// Check the portable kernels alone, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
-    /// Check attention under selectors' masks alone, in every family of this GPU
+    /// Check dense, windowed and dynamic mask attention alone, in every family of this GPU
     #[arg(long)]
+    pub(super) attention: bool,
+    /// Check attention under selectors' masks alone, in every family of this GPU
+    #[arg(long, conflicts_with = "attention")]
     pub(super) sparse: bool,
     /// Check native sparse attention alone, in every family of this GPU
-    #[arg(long, conflicts_with = "sparse")]
+    #[arg(long, conflicts_with_all = ["attention", "sparse"])]
     pub(super) nsa: bool,
     /// Check latent attention alone, in every family of this GPU
-    #[arg(long, conflicts_with_all = ["sparse", "nsa"])]
+    #[arg(long, conflicts_with_all = ["attention", "sparse", "nsa"])]
     pub(super) mla: bool,
     /// Hopper backward kernels in which every lane arrives at its barrier itself, for compute-sanitizer's racecheck
     #[arg(long, hide = true)]
@@ -83,12 +86,14 @@ pub(crate) struct CheckArgs {
 impl CheckArgs {
     /// The part asked for.
     pub(super) fn part(&self) -> CheckPart {
-        match (self.sparse, self.nsa, self.mla) {
-            (true, ..) => CheckPart::Sparse,
-            (_, true, _) => CheckPart::Nsa,
-            (.., true) => CheckPart::Mla,
-            (false, false, false) => CheckPart::All,
-        }
+        let parts = [
+            (self.attention, CheckPart::Attention),
+            (self.sparse, CheckPart::Sparse),
+            (self.nsa, CheckPart::Nsa),
+            (self.mla, CheckPart::Mla),
+        ];
+        let asked = parts.into_iter().find_map(|(is_asked, part)| is_asked.then_some(part));
+        asked.unwrap_or(CheckPart::All)
     }
 }
 
