@@ -1,12 +1,18 @@
 //! Burn's CUDA backend, compiled once.
 //!
-//! CubeCL's CUDA ops are generic: rustc compiles `float_matmul`, with all its kernels, in the crate that calls it. That
-//! takes longer than the rest of `sieve-ops`. At opt-level 1 or below rustc takes a generic function from a crate
-//! further down that has it. The tables here make this crate have the large ones, so that an edit in `sieve-ops`
-//! compiles `sieve-ops` alone. An op that is missing here works all the same and costs compile time above.
+//! CubeCL's CUDA ops are generic: rustc compiles an op, with all its kernels, in the crate that calls it. At opt-level
+//! "s" or 1 it takes a generic function from a crate further down that has it. The tables here make this crate have the
+//! large ones, so that an edit in `sieve-ops` compiles `sieve-ops` alone. An op that is missing here works all the same
+//! and costs compile time above.
+//!
+//! `sieve-kernels` is optimised more than that and would compile what it calls once more, so it calls the plain
+//! functions of [`launch`].
 
-use burn::tensor::ops::{FloatTensor, FloatTensorOps, IntTensorOps};
-use burn::tensor::{BoolDType, IntDType, Scalar, Slice};
+pub mod launch;
+
+use burn::tensor::ops::{BoolTensorOps, FloatTensor, FloatTensorOps, IntTensorOps, QTensorOps};
+use burn::tensor::quantization::{QuantScheme, QuantizationParametersPrimitive};
+use burn::tensor::{BoolDType, FloatDType, IntDType, Scalar, Slice};
 
 pub use burn_cuda::CudaDevice;
 
@@ -14,7 +20,8 @@ pub use burn_cuda::CudaDevice;
 pub type Cuda = burn_cuda::Cuda<f32, i32>;
 
 /// A tensor of any element type; CubeCL has one type for all.
-type Primitive = FloatTensor<Cuda>;
+pub type Primitive = FloatTensor<Cuda>;
+type Quantize = fn(Primitive, &QuantScheme, QuantizationParametersPrimitive<Cuda>) -> Primitive;
 type SelectAdd = fn(Primitive, usize, Primitive, Primitive) -> Primitive;
 type SliceAssign = fn(Primitive, &[Slice], Primitive) -> Primitive;
 
@@ -25,6 +32,7 @@ pub static UNARY: &[fn(Primitive) -> Primitive] = &[
     Cuda::float_log,
     Cuda::float_max,
     Cuda::float_mean,
+    Cuda::float_min,
     Cuda::float_recip,
     Cuda::float_sqrt,
     Cuda::float_sum,
@@ -32,6 +40,8 @@ pub static UNARY: &[fn(Primitive) -> Primitive] = &[
 
 /// Ops of two tensors.
 pub static BINARY: &[fn(Primitive, Primitive) -> Primitive] = &[
+    Cuda::bool_and,
+    Cuda::bool_or,
     Cuda::float_add,
     Cuda::float_div,
     Cuda::float_matmul,
@@ -108,3 +118,15 @@ pub static SLICE: &[fn(Primitive, &[Slice]) -> Primitive] = &[Cuda::float_slice,
 
 /// A tensor, ranges and values.
 pub static SLICE_ASSIGN: &[SliceAssign] = &[Cuda::float_slice_assign, Cuda::int_slice_assign];
+
+/// A dimension, a tensor, indices and values.
+pub static SCATTER_ADD: fn(usize, Primitive, Primitive, Primitive) -> Primitive = Cuda::float_scatter_add;
+
+/// Tests of each element.
+pub static TEST: &[fn(Primitive, BoolDType) -> Primitive] = &[Cuda::float_is_inf, Cuda::float_is_nan];
+
+/// A tensor in another float type.
+pub static CAST: &[fn(Primitive, FloatDType) -> Primitive] = &[Cuda::bool_into_float, Cuda::float_cast];
+
+/// Eight-bit integers, which Sieve does not use and every product of Burn can take.
+pub static QUANTIZE: Quantize = Cuda::quantize;

@@ -10,6 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cubecl::prelude::{ComputeClient, InputScalar};
 use cubecl::zspace::metadata::Metadata;
+use sieve_cuda::launch::contiguous_copy;
 
 /// What is assumed where the driver does not say.
 const DEFAULT_MULTIPROCESSORS: usize = 132;
@@ -174,17 +175,8 @@ impl CudaTensor {
         if let Some(tensor) = self.recorded() {
             return Self::from(tensor.gathered());
         }
-        let copy = cubecl::std::tensor::into_contiguous(
-            self.client(),
-            self.primitive().clone().binding(),
-            self.dtype().into(),
-        );
-        self.with_handle(
-            copy.handle,
-            self.shape(),
-            &contiguous_strides(self.shape()),
-            self.dtype(),
-        )
+        let copy = contiguous_copy(self.primitive());
+        self.with_handle(copy, self.shape(), &contiguous_strides(self.shape()), self.dtype())
     }
 
     /// The same elements under another shape, without a copy.

@@ -7,14 +7,12 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::{Params, words_for};
 use crate::runtime::recording::{BufferView, Hardware, Launch, MapData, RecordedTensor, Step};
 use crate::runtime::source::{KernelText, assemble_file, assemble_text};
-use cubecl::cuda::CudaRuntime;
-use cubecl::ir::{ElemType, FloatKind, Scope, StorageType, UIntKind};
+use cubecl::ir::{ElemType, FloatKind, StorageType, UIntKind};
 use cubecl::prelude::{CubeCount, CubeDim};
 use cubecl::zspace::metadata::Metadata;
-use cubecl_cpp::shared::{Elem, Item, SharedMemory};
 use cubecl_runtime::compiler::{CompilationError, Compiler, CubeTask};
 use cubecl_runtime::id::KernelId;
-use cubecl_runtime::kernel::{CompiledKernel, KernelDefinition, KernelMetadata, KernelOptions};
+use cubecl_runtime::kernel::{CompiledKernel, KernelMetadata};
 use cubecl_runtime::server::{
     ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError, TensorMapBinding, TensorMapMeta,
 };
@@ -22,12 +20,11 @@ use cubecl_runtime::tma::{
     OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
 };
 use serde::Serialize;
+use sieve_cuda::launch::{CudaCompiler, sizes_of_launch};
 use std::collections::HashSet;
 use std::fmt::{Display, Write};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use xxhash_rust::xxh3::Xxh3;
-
-type CudaCompiler = <CudaRuntime as cubecl::Runtime>::Compiler;
 
 /// The words of one params struct are few; more would mean a kernel that takes a table by value.
 const MAX_PARAM_WORDS: usize = 60;
@@ -416,29 +413,14 @@ impl CubeTask<CudaCompiler> for PreparedKernel {
         mode: ExecutionMode,
         address_type: StorageType,
     ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
-        let cube_dim = CubeDim::new_1d(self.threads);
-        // An empty kernel gives the representation that the launch reads its sizes from.
-        let empty = KernelDefinition {
-            buffers: vec![],
-            tensor_maps: vec![],
-            scalars: vec![],
-            cube_dim,
-            body: Scope::root(false),
-            options: KernelOptions::default(),
-        };
-        let mut repr = compiler.clone().compile(empty, options, mode, address_type)?;
-        if self.shared_bytes > 0 {
-            let bytes = Item::scalar(Elem::U8, true);
-            repr.body
-                .shared_memories
-                .push(SharedMemory::new_array(0, bytes, self.shared_bytes, 1024));
-        }
+        let sizes = [self.threads as usize, self.shared_bytes];
+        let repr = sizes_of_launch(compiler, options, mode, address_type, sizes)?;
         Ok(CompiledKernel {
             entrypoint_name: self.entry.into(),
             debug_name: None,
             source: self.text.text.clone(),
             repr: Some(repr),
-            cube_dim,
+            cube_dim: CubeDim::new_1d(self.threads),
             debug_info: None,
         })
     }
