@@ -54,5 +54,5 @@ pub use runtime::probe::{CudaReport, DeviceReport};
 pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::SourceKernel;
-pub use select::KeptKeys;
+pub use select::{KeptKeys, LongChoice};
 pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

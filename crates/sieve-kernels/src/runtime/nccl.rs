@@ -60,7 +60,8 @@ unsafe impl Sync for Link {}
 pub struct NcclPiece {
     /// This rank's piece, contiguous.
     pub piece: CudaTensor,
-    /// The contiguous tensor that all pieces make; overwritten, for every clone of it.
+    /// The contiguous tensor that all pieces make; overwritten, for every clone of it, a
+    /// [`HostCopy`](crate::HostCopy)'s too.
     pub whole: CudaTensor,
     /// Which elements of the flattened whole are whose, by rank.
     pub ranges: Vec<Range<usize>>,
@@ -73,6 +74,8 @@ pub struct NcclWork {
     /// They keep the memory until Burn's stream waits for the work, and do not hinder the next op from writing in
     /// place.
     bindings: Vec<Binding>,
+    /// What is read and others may hold too: an op of theirs that would write in place writes to a copy meanwhile.
+    read: Vec<CudaTensor>,
     end: Arc<Mutex<Option<End>>>,
     late_error: Arc<Mutex<Option<String>>>,
 }
@@ -173,7 +176,7 @@ impl NcclGroup {
     /// Tensors that are not f32; an error of an earlier call.
     pub fn sum(&self, tensors: Vec<(CudaTensor, Option<Vec<Range<usize>>>)>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
-        let mut results = Vec::with_capacity(tensors.len());
+        let (mut results, mut read) = (Vec::with_capacity(tensors.len()), Vec::new());
         for (tensor, ranges) in tensors {
             tensor.require_dtype(NAME, "a tensor", DType::F32)?;
             let is_own = tensor.is_contiguous() && tensor.primitive().can_mut();
@@ -191,8 +194,11 @@ impl NcclGroup {
                 ranges,
             });
             results.push(to);
+            if !is_own {
+                read.push(from);
+            }
         }
-        self.begin(jobs, results)
+        self.begin(jobs, results, read)
     }
 
     /// Begins to put the pieces of all ranks together. The work has no results of its own.
@@ -201,7 +207,7 @@ impl NcclGroup {
     /// Tensors with gaps, or of other types than f32 and bf16; an error of an earlier call.
     pub fn gather(&self, tensors: Vec<NcclPiece>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
-        let mut like = None;
+        let mut read = Vec::with_capacity(tensors.len());
         for NcclPiece { piece, whole, ranges } in tensors {
             whole.require_contiguous(NAME, "the whole tensor")?;
             piece.require_contiguous(NAME, "a piece")?;
@@ -219,11 +225,9 @@ impl NcclGroup {
                 },
                 ranges: Some(ranges),
             });
-            like = Some(piece);
+            read.push(piece);
         }
-        let mut work = self.begin(jobs, like.into_iter().collect())?;
-        work.results.clear();
-        Ok(work)
+        self.begin(jobs, Vec::new(), read)
     }
 
     /// Gives tensors of `shape` to other ranks, and returns those that the ranks of `from` give to this one; `like` is
@@ -261,7 +265,7 @@ impl NcclGroup {
         if jobs.is_empty() {
             return Ok(found);
         }
-        self.begin(jobs, vec![like.clone()])?.finish();
+        self.begin(jobs, vec![like.clone()], Vec::new())?.finish();
         Ok(found)
     }
 
@@ -283,11 +287,11 @@ impl NcclGroup {
             work: Work::AllToAll(slices),
             ranges: None,
         };
-        self.begin(vec![job], vec![from])?.finish();
+        self.begin(vec![job], vec![from], Vec::new())?.finish();
         Ok(to)
     }
 
-    fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
+    fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>, read: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
         if let Some(reason) = lock(&self.late_error).take() {
             return Err(failed(reason));
         }
@@ -297,8 +301,9 @@ impl NcclGroup {
             end: Arc::default(),
             late_error: self.late_error.clone(),
             results,
+            read,
         };
-        let Some(first) = work.results.first() else {
+        let Some(first) = work.results.iter().chain(&work.read).next() else {
             return Ok(work);
         };
         // The lane of its products is the way to Burn's stream.
@@ -344,6 +349,7 @@ impl NcclWork {
             results,
             queue,
             bindings,
+            read,
             end,
             late_error,
         } = self;
@@ -361,6 +367,8 @@ impl NcclWork {
             // What frees or writes the memory from here on comes behind the wait.
             drop(bindings);
         });
+        // Behind the wait: what writes there from now on comes after it.
+        drop(read);
         results
     }
 }

@@ -511,6 +511,17 @@ fn no_speed_is_told_where_nothing_was_measured() {
         let refused = plan.refused.expect("too large for a reference");
         assert!(refused.contains("2048 x 2048 tokens"), "{refused}");
     }
+    // Kernels take rows of a million tokens, and no more than lists have room for.
+    let row = |tokens: usize| {
+        planned(
+            nsa,
+            &[&format!("training.seq_len={tokens}"), "training.local_batch_size=1"],
+            "h200",
+        )
+    };
+    assert_eq!(row(1 << 20).refused, None);
+    let refused = row(1 << 21).refused.expect("too long for the kernels");
+    assert!(refused.contains("rows up to 1851392"), "{refused}");
     let short = ["training.seq_len=128", "training.local_batch_size=4"];
     assert_eq!(planned(mla, &short, "h100").refused, None);
     let told = planned(nsa, &[], "h100");
