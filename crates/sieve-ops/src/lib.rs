@@ -64,7 +64,7 @@ pub use optimizer::{
     sum_of_squares,
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope};
-pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend};
+pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend, ThreadLinks, TracedPart};
 pub use sparse::{
     ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes, has_sparse_attention,
     heavy_decode, keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,

@@ -42,15 +42,17 @@ struct Bordered<B: Backend> {
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 
-#[cfg(test)]
 impl<B: Backend> Parted<B> {
-    /// DMA's masks over the longer rows, and the border's keys and values.
-    pub(super) fn mask(&self) -> Option<(&Border<B>, Ints<B>)> {
+    /// The border, and DMA's masks over the longer rows; `None` where whole rows of some heads were exchanged.
+    pub(super) fn border(&self) -> Option<(&Border<B>, Option<Ints<B>>)> {
         match &self.way {
             Way::Heads(_) => None,
             Way::Border(bordered) => {
-                let (selection, _) = bordered.selection.as_ref()?;
-                Some((&bordered.border, selection.expire.clone()))
+                let expire = bordered
+                    .selection
+                    .as_ref()
+                    .map(|(selection, _)| selection.expire.clone());
+                Some((&bordered.border, expire))
             }
         }
     }

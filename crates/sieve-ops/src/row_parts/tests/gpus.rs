@@ -236,7 +236,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
     let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
     let parted = forward::<Cuda>(qkv.clone(), dma(), place);
     let mut expire = Vec::new();
-    if let Some((border, of_longer)) = parted.mask() {
+    if let Some((border, Some(of_longer))) = parted.border() {
         let (slots, kv, all) = (border.slots, SPEC.num_kv_heads, first + LEN);
         let border_keys = border.keys.clone().map_or(Vec::new(), |keys| {
             let keys = tensor::<Cuda, 4>(keys).cast(DType::F32).into_data();
