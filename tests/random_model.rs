@@ -11,8 +11,8 @@ use std::path::Path;
 /// Rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
-/// Name, `[model]` lines and `[attention]` lines of the kinds, NSA in two forms; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 8] = [
+/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA and NSA in two forms; windows far below any length tested.
+pub(crate) const KINDS: [(&str, &str, &str); 9] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -38,6 +38,11 @@ pub(crate) const KINDS: [(&str, &str, &str); 8] = [
     (
         "mla",
         "tie_word_embeddings = true",
+        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false",
+    ),
+    (
+        "mla_norm",
+        "tie_word_embeddings = false",
         "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
     ),
     (

@@ -16,8 +16,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaPack, NeededKernels, NeededKeys,
-    SumOrder,
+    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaNorm, MlaPack, NeededKernels,
+    NeededKeys, SumOrder,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -30,6 +30,9 @@ const RANK: usize = 24;
 
 /// Base of the rotation's frequencies.
 pub(crate) const ROPE_THETA: f32 = 100.0;
+
+/// Added to the mean square of a normed head.
+const EPSILON: f32 = 1e-6;
 
 /// How large the numbers are.
 #[derive(Clone, Copy, Debug)]
@@ -47,6 +50,8 @@ struct Call {
     case: Case,
     kv: Vec<f32>,
     k_rope: Vec<f32>,
+    /// Weights of the norms of queries and keys, where there are norms.
+    norms: Option<[Vec<f32>; 2]>,
     /// Places in documents.
     positions: Vec<i32>,
     label: String,
@@ -71,7 +76,25 @@ impl Call {
         let seed = random.between(0, 1 << 30) as u64;
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
         let label = format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} seed {seed}");
-        Ok(Self::of(case, size, seed, label))
+        let call = Self::of(case, size, seed, label);
+        Ok(match random.chance(0.5) {
+            true => call.normed(size, random),
+            false => call,
+        })
+    }
+
+    /// The same with norms of queries and keys; peaked calls have large weights of queries.
+    fn normed(mut self, size: Size, random: &mut Random) -> Self {
+        let factors = match size {
+            Size::Peaked => [16.0, 1.0],
+            _ => [1.0, 1.0],
+        };
+        self.norms = Some(factors.map(|factor| {
+            let values = random.bf16_normals(self.spec.key_dim()).into_iter();
+            values.map(|x| round_bf16(factor * (1.0 + 0.3 * x))).collect()
+        }));
+        self.label += " normed";
+        self
     }
 
     /// A call on the numbers of a case, whose keys are wider than its values by the rotated part.
@@ -104,6 +127,7 @@ impl Call {
             },
             kv,
             k_rope,
+            norms: None,
             positions: case.doc_start.iter().enumerate().map(place).collect(),
             label,
             case,
@@ -135,31 +159,47 @@ impl Call {
         let call = MlaPackCall::<B> {
             positions: documents.positions.clone().into_primitive(),
             rope: rope.tables(),
+            norm: self.norms.as_ref().map(|[q_weight, k_weight]| {
+                let weight = |values: &[f32]| cast::<B, 1>(values, [values.len()], dtype, device);
+                sieve_ops::MlaNorm {
+                    q_weight: weight(q_weight),
+                    k_weight: weight(k_weight),
+                    epsilon: EPSILON.into(),
+                }
+            }),
             spec: self.spec,
         };
+        let normed = self.norms.as_ref().map(|_| inputs.clone());
         let bounds = documents.bounds();
         let d_o = cast::<B, 4>(&self.case.d_o, self.case.shape.output(), dtype, device);
-        let (output, gradients): (AttentionOutput<B>, _) = if is_own {
-            let packed = B::mla_pack(inputs, call.clone());
+        let (output, keys, (gradients, weights)): (AttentionOutput<B>, _, _) = if is_own {
+            let (packed, keys) = B::mla_pack(inputs, call.clone());
             let output = B::mla_attention(packed.clone(), &bounds, self.spec);
             let kept = output.clone();
             let d_packed = B::mla_attention_backward(packed, &bounds, self.spec, kept, d_o);
-            (output, B::mla_pack_backward(call, d_packed))
+            (output, keys, B::mla_pack_backward(call, normed, d_packed))
         } else {
-            let packed = reference::mla_pack::<B>(inputs, call.clone());
+            let (packed, keys) = reference::mla_pack::<B>(inputs, call.clone());
             let output = reference::mla_attention::<B>(packed.clone(), &bounds, self.spec);
             let (kept, spec) = (output.clone(), self.spec);
             let d_packed = reference::mla_attention_backward::<B>(packed, &bounds, spec, kept, d_o);
-            (output, reference::mla_pack_backward::<B>(call, d_packed))
+            (output, keys, reference::mla_pack_backward::<B>(call, normed, d_packed))
         };
         let [dq, dkv, dk_rope] = gradients.map(place::floats::<B, 3>);
-        vec![
+        let mut results = vec![
             ("o", place::floats::<B, 4>(output.o)),
             ("lse", place::floats::<B, 3>(output.lse)),
             ("dq", dq),
             ("dkv", dkv),
             ("dk_rope", dk_rope),
-        ]
+        ];
+        if let (Some(keys), Some(weights)) = (keys, weights) {
+            results.extend(NORM_RESULTS.into_iter().zip(norm_results(
+                keys.map(place::floats::<B, 3>),
+                weights.map(place::floats::<B, 1>),
+            )));
+        }
+        results
     }
 
     /// The launch wrappers, each operand with NaN between its rows.
@@ -187,6 +227,8 @@ impl Call {
             device.float(&values, &[seq_len, self.spec.rope_dim / 2], DType::F32)
         };
         let (cos, sin) = (table(rope.cos), table(rope.sin));
+        let weight = |values: &Vec<f32>| device.float(values, &[values.len()], DType::BF16);
+        let weights = self.norms.as_ref().map(|weights| weights.each_ref().map(weight));
         let args = MlaPack {
             num_heads: self.spec.num_heads,
             head_dim: self.spec.head_dim,
@@ -194,9 +236,14 @@ impl Call {
             positions: &device.int(&self.positions, &self.rows()),
             cos: &cos,
             sin: &sin,
+            norm: weights.as_ref().map(|[q_weight, k_weight]| MlaNorm {
+                q_weight,
+                k_weight,
+                epsilon: EPSILON,
+            }),
         };
         device.poison(self.case.shape);
-        let packed = args.mla_pack_forward(inputs.each_ref())?;
+        let (packed, keys) = args.mla_pack_forward(inputs.each_ref())?;
         let widths = [self.spec.head_dim, self.spec.rope_dim];
         let heads = |packed: &CudaTensor| MlaPack::heads(packed, self.spec.num_heads, widths);
         let qkv = heads(&packed)?;
@@ -214,14 +261,21 @@ impl Call {
             order,
         };
         call.attention_backward([&start, &end], None, None)?;
-        let [dq, dkv, dk_rope] = args.mla_pack_backward(&d_packed)?;
-        Ok(vec![
+        let normed = weights.as_ref().map(|_| inputs.each_ref());
+        let ([dq, dkv, dk_rope], d_weights) = args.mla_pack_backward(normed, &d_packed)?;
+        let mut results = vec![
             ("o", device.floats(&result.o)?),
             ("lse", device.floats(&result.lse)?),
             ("dq", device.floats(&dq)?),
             ("dkv", device.floats(&dkv)?),
             ("dk_rope", device.floats(&dk_rope)?),
-        ])
+        ];
+        if let (Some(keys), Some(weights)) = (keys, d_weights) {
+            for (name, tensor) in NORM_RESULTS.into_iter().zip(norm_results(keys, weights)) {
+                results.push((name, device.floats(&tensor)?));
+            }
+        }
+        Ok(results)
     }
 
     fn exact(&self) -> Results {
@@ -231,6 +285,14 @@ impl Call {
     fn plain(&self) -> Results {
         self.on::<Flex>(&FlexDevice, DType::BF16, false)
     }
+}
+
+/// What a call with norms gives besides.
+const NORM_RESULTS: [&str; 4] = ["rotated_keys", "key_scale", "dq_weight", "dk_weight"];
+
+/// In the order of [`NORM_RESULTS`].
+fn norm_results<T>([rotated_keys, key_scale]: [T; 2], [dq_weight, dk_weight]: [T; 2]) -> [T; 4] {
+    [rotated_keys, key_scale, dq_weight, dk_weight]
 }
 
 /// A call that is written for other programs.
@@ -262,7 +324,7 @@ fn judge(own: &Results, plain: &Results, exact: &Results, is_bf16: bool) -> Outc
     let lost_digits = 2.0 * f32::EPSILON * lse.fold(0.0, |most: f32, x| most.max(x.abs()));
     // rowsum(do * o) comes from the rounded o.
     let shares = |name: &str| match name {
-        "lse" => [1e-4; 2],
+        "lse" | "key_scale" => [1e-4; 2],
         _ => [1.0 / 128.0, 1e-4 + lost_digits],
     };
     let bar = |name: &str| Bar::of(is_bf16, Bar::FLOOR, shares(name));
@@ -298,10 +360,15 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
             let needs = AttentionNeeds { shape, keys, order };
             list.extend(needs.kernels(&gpu.arch()));
         }
-        list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim));
+        for norm_dim in [0, head_dim + rope_dim] {
+            list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
+        }
     }
     for &[rank, rope_dim] in decode::WIDTHS {
-        list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, shared_bytes));
+        // Any width of a norm: its factors alone reach this kernel.
+        for norm_dim in [0, 1] {
+            list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
+        }
     }
     list
 }
@@ -388,7 +455,9 @@ mod tests {
         check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
-        let mut call = Call::draw(&extent, &mut Random(3)).expect("documents fit");
+        let mut random = Random(3);
+        let mut drawn = std::iter::repeat_with(|| Call::draw(&extent, &mut random).expect("documents fit"));
+        let mut call = drawn.find(|call| call.norms.is_some()).expect("half of them");
         let (exact, plain) = (call.exact(), call.plain());
         assert!(judge(&exact, &plain, &exact, true).is_ok());
         for at in 0..exact.len() {

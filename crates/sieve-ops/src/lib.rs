@@ -53,7 +53,7 @@ pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
 pub use fp8::{Fp8Gradients, Fp8Kept, ProductPrecision, ToRound};
 pub use linear::{LinearBackend, LinearGradients, linear, linear_add};
 pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, token_losses};
-pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};
+pub use mla::{MlaBackend, MlaGradients, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
 pub use norm::{NormBackend, NormGradients, RmsNormCall, rms_norm};
 pub use nsa::{
     CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients, NsaSelected, choose_blocks,

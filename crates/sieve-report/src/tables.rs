@@ -115,7 +115,7 @@ const COLUMNS: [Column; 11] = [
 ];
 
 fn parameters(run: &Run) -> f64 {
-    let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {
+    let shape = Recipe::load_saved(&run.recipe, "config.toml").ok().and_then(|recipe| {
         let vocab_size = recipe.stated_vocab_size()?;
         recipe.model_shape(vocab_size).ok()
     });

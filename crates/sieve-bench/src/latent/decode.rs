@@ -7,7 +7,7 @@ use crate::place::{Place, floats};
 use crate::report::{Outcome, Path, PathWatch, Report, Wrong, wrong};
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{CudaTensor, KernelError, mla_decode};
+use sieve_kernels::{CudaTensor, KernelError, LatentKeys, mla_decode};
 use sieve_ops::reference;
 use sieve_testing::{Random, round_bf16};
 
@@ -27,6 +27,8 @@ struct Call {
     q: Vec<f32>,
     /// `[batch, len, rank + rope_dim]`.
     latents: Vec<f32>,
+    /// `[batch, len, heads]`, where keys have factors.
+    key_scale: Option<Vec<f32>>,
     label: String,
 }
 
@@ -45,7 +47,13 @@ impl Call {
         };
         let q = scaled(batch * new * heads * (rank + rope), size);
         let latents = scaled(batch * len * (rank + rope), 1.0);
-        let label = format!("{batch} rows, {new} of {len} tokens, {heads} heads, rank {rank} + {rope}, q x {size}");
+        let mut label = format!("{batch} rows, {new} of {len} tokens, {heads} heads, rank {rank} + {rope}, q x {size}");
+        let key_scale = random.chance(0.5).then(|| {
+            label += ", keys with factors";
+            (0..batch * len * heads)
+                .map(|_| 0.2 + 2.0 * random.unit() as f32)
+                .collect()
+        });
         Self {
             batch,
             new,
@@ -54,6 +62,7 @@ impl Call {
             widths: [rank, rope],
             q,
             latents,
+            key_scale,
             label,
         }
     }
@@ -72,9 +81,16 @@ impl Call {
         let q = cast::<B, 4>(&self.q, q, dtype, device);
         let latents = [self.batch, self.len, width];
         let latents = cast::<B, 3>(&self.latents, latents, dtype, device);
+        let factors = [self.batch, self.len, self.heads];
+        let factor_type = match dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        let key_scale = self.key_scale.as_ref();
+        let key_scale = key_scale.map(|values| cast::<B, 3>(values, factors, factor_type, device));
         floats::<B, 4>(match own {
-            true => B::mla_decode(q, latents, rank, scale),
-            false => reference::mla_decode::<B>(q, latents, rank, scale),
+            true => B::mla_decode(q, latents, key_scale, rank, scale),
+            false => reference::mla_decode::<B>(q, latents, key_scale, rank, scale),
         })
     }
 
@@ -82,18 +98,32 @@ impl Call {
         let Self {
             batch, new, heads, len, ..
         } = *self;
-        let (width, pitch) = (self.width(), self.width() + GAP);
+        let width = self.width();
         let q = device.float(&self.q, &[batch, new, heads, width], DType::BF16);
-        let mut all = vec![f32::NAN; batch * (len + 1) * pitch];
-        for (row, values) in self.latents.chunks_exact(len * width).enumerate() {
-            for (at, values) in values.chunks_exact(width).enumerate() {
-                all[(row * (len + 1) + at) * pitch..][..width].copy_from_slice(values);
+        // Rows with NaN behind each, and a row of NaN behind those of a batch row.
+        let apart = |values: &[f32], width: usize, gap: usize, dtype| {
+            let pitch = width + gap;
+            let mut all = vec![f32::NAN; batch * (len + 1) * pitch];
+            for (row, values) in values.chunks_exact(len * width).enumerate() {
+                for (at, values) in values.chunks_exact(width).enumerate() {
+                    all[(row * (len + 1) + at) * pitch..][..width].copy_from_slice(values);
+                }
             }
-        }
-        let all: CudaTensor = device.float(&all, &[batch, len + 1, pitch], DType::BF16);
-        let strides = [(len + 1) * pitch, pitch, 1];
-        let latents = all.view("check", "latents", &[batch, len, width], &strides)?;
-        let o = mla_decode(&q, &latents, self.widths[0], self.scale() as f32)?;
+            let all: CudaTensor = device.float(&all, &[batch, len + 1, pitch], dtype);
+            let strides = [(len + 1) * pitch, pitch, 1];
+            all.view("check", "cache", &[batch, len, width], &strides)
+        };
+        let latents = apart(&self.latents, width, GAP, DType::BF16)?;
+        let key_scale = self.key_scale.as_ref();
+        let key_scale = key_scale
+            .map(|values| apart(values, heads, 3, DType::F32))
+            .transpose()?;
+        let keys = LatentKeys {
+            latents: &latents,
+            rank: self.widths[0],
+            key_scale: key_scale.as_ref(),
+        };
+        let o = mla_decode(&q, keys, self.scale() as f32)?;
         device.floats(&o)
     }
 

@@ -73,7 +73,14 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             "max_window_layers": 0,
             "layer_types": layer_types("sliding_attention"),
         }),
-        AttentionForm::Latent(mla) => of_sieve(shape, "mla", json!(mla)),
+        AttentionForm::Latent(mla) => {
+            let sizes = json!({
+                "kv_lora_rank": mla.kv_lora_rank,
+                "qk_rope_head_dim": mla.qk_rope_head_dim,
+                "mla_qk_norm": mla.qk_norm,
+            });
+            of_sieve(shape, "mla", sizes)
+        }
         AttentionForm::Branches(nsa) => of_sieve(shape, "nsa", json!(nsa)),
         AttentionForm::Ranked(dma) if architecture == Architecture::Sieve => {
             let mut keys = of_sieve(shape, "dma", json!(dma));

@@ -38,6 +38,7 @@ DEFAULTS = {
     # MLA
     "kv_lora_rank": 0,
     "qk_rope_head_dim": 0,
+    "mla_qk_norm": False,
     # NSA
     "compress_block_size": 32,
     "compress_stride": 16,
@@ -111,6 +112,8 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(rank, config.rms_norm_eps)
         self.kv_b_proj = linear(rank, heads * 2 * d)
         self.o_proj = linear(heads * d, config.hidden_size)
+        if config.mla_qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(d + rope, config.rms_norm_eps), RMSNorm(d + rope, config.rms_norm_eps)
 
     def forward(self, x):
         config = self.config
@@ -119,9 +122,10 @@ class LatentAttention(nn.Module):
         q = self.q_proj(x).view(batch, n, heads, d + rope)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([config.kv_lora_rank, rope], -1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, n, heads, 2 * d)
-        q = torch.cat([q[..., :d], rotate(q[..., d:], theta)], -1)
-        k_rope = rotate(k_rope[:, :, None, :], theta).expand(-1, -1, heads, -1)
-        k = torch.cat([kv[..., :d], k_rope], -1)
+        k = torch.cat([kv[..., :d], k_rope[:, :, None, :].expand(-1, -1, heads, -1)], -1)
+        if config.mla_qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (torch.cat([x[..., :d], rotate(x[..., d:], theta)], -1) for x in (q, k))
         scale = 1.0 / math.sqrt(d + rope)
         o, _ = attend(q, k, kv[..., d:], causal(n, x.device), scale)
         return self.o_proj(o.reshape(batch, n, heads * d))

@@ -205,14 +205,18 @@ fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShap
     let MlaShape {
         kv_lora_rank: rank,
         qk_rope_head_dim: rope,
+        qk_norm,
     } = mla;
-    let parts: [(&str, &str, &[usize]); 4] = [
+    let norm_dim = mla.qk_norm_dim(head_dim);
+    let parts: [(&str, &str, &[usize]); 6] = [
         ("q_proj", "q_proj", &[num_heads * (head_dim + rope), d_model]),
         ("kv_a_proj_with_mqa", "kv_a_proj", &[rank + rope, d_model]),
         ("kv_a_layernorm", "kv_a_norm", &[rank]),
         ("kv_b_proj", "kv_b_proj", &[num_heads * 2 * head_dim, rank]),
+        ("q_norm", "q_norm", &[norm_dim]),
+        ("k_norm", "k_norm", &[norm_dim]),
     ];
-    for (theirs, ours, shape) in parts {
+    for (theirs, ours, shape) in &parts[..if qk_norm { 6 } else { 4 }] {
         let name = |name: &str| format!("self_attn.{name}.weight");
         tensors.push(whole(&name(theirs), &name(ours), shape));
     }

@@ -272,3 +272,38 @@ fn loads_the_model_it_was_written_from() {
     let error = load_model::<Flex>(&run, &Default::default()).expect_err("a flipped bit");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
 }
+
+#[test]
+fn latent_attention_from_before_its_norms_opens_as_it_was() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
+    let now = checkpoint(&folder.path().join("now"), "tie_word_embeddings = true", mla);
+    let (recipe, _) = now.recipe_and_shape().expect("just written");
+    let model = load_model::<Flex>(&now.path, &Default::default()).expect("loads").model;
+    // What was written before had no such key.
+    let text = recipe.to_toml().expect("small numbers");
+    assert!(text.contains("\nqk_norm = false"), "{text}");
+    let files = CheckpointFiles {
+        model: named_parameters(&model),
+        optimizer: Vec::new(),
+        recipe_toml: text.replace("\nqk_norm = false", ""),
+        tokenizer_json: TOKENIZER.to_owned(),
+    };
+    let before = folder.path().join("before");
+    Checkpoint::write(&before, CheckpointState::untrained(11), &files).expect("the folder is writable");
+    let loaded = load_model::<Flex>(&before, &Default::default()).expect("loads without norms");
+    assert_eq!(loaded.recipe, recipe);
+    // The same of an export.
+    let out = folder.path().join("hf");
+    export(&now, &out, &options()).expect("exports");
+    let path = out.join("config.json");
+    let mut config = json(path.clone());
+    assert_eq!(config["mla_qk_norm"], false);
+    config.as_object_mut().expect("an object").remove("mla_qk_norm");
+    fs::write(&path, config.to_string()).expect("writable");
+    let loaded = load_model::<Flex>(&out, &Default::default()).expect("loads without norms");
+    assert_eq!(
+        loaded.shape.attention,
+        now.recipe_and_shape().expect("there").1.attention
+    );
+}

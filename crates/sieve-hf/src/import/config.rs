@@ -138,6 +138,11 @@ impl Reader {
                 other => return Err(self.refuse(format!("{key} is {other}"))),
             }
         }
+        if kind == "mla" {
+            // Exports without the key are of models without norms.
+            let qk_norm = self.value["mla_qk_norm"] == Value::Bool(true);
+            lines.push_str(&format!("\nqk_norm = {qk_norm}"));
+        }
         Ok(lines)
     }
 }

@@ -84,6 +84,10 @@ fn export_import_export_gives_the_same_bytes() {
             "tie_word_embeddings = true",
             "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4",
         ),
+        (
+            "tie_word_embeddings = false",
+            "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false",
+        ),
     ] {
         for options in [
             whole(),

@@ -53,9 +53,10 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is not
-            // kept.
-            let attention = (rank + rope) + rank + (2 * queries + q) + q;
+            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is kept
+            // where the backward pass computes its norms again.
+            let before_norms = if mla.qk_norm { queries + 2 * q } else { 0 };
+            let attention = (rank + rope) + rank + before_norms + (2 * queries + q) + q;
             (common + d_model + attention, lse)
         }
         AttentionForm::Branches(nsa) => {

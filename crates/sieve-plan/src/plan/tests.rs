@@ -42,8 +42,13 @@ fn cache_of_each_kind() {
     shape.attention = Attention::swa(7);
     assert_eq!(cache_plan(&shape, 5, 4).bytes_at_seq_len, 3 * 5 * 24 * 4);
     assert_eq!(cache_plan(&shape, 50, 4).bytes_at_seq_len, 3 * 7 * 24 * 4);
-    // Latent of 8 and rotated key of 2.
-    assert_eq!(cache_plan(&tiny_mla(), 9, 2).bytes_at_seq_len, 3 * 9 * 10 * 2);
+    // Latent of 8, rotated key of 2, a factor for each of 4 heads.
+    let mut shape = tiny_mla();
+    assert_eq!(cache_plan(&shape, 9, 2).bytes_at_seq_len, 3 * 9 * (10 * 2 + 4 * 4));
+    if let Attention::Mla(mla) = &mut shape.attention {
+        mla.qk_norm = false;
+    }
+    assert_eq!(cache_plan(&shape, 9, 2).bytes_per_token, 3 * 10 * 2);
     // Two growing copies of 24 numbers, a window of 7, 9 compressed blocks, 4 un-rotated keys.
     let at = 2 * 24 * 20 + 24 * 7 + 24 * 9 + 12 * 4;
     assert_eq!(cache_plan(&tiny_nsa(), 20, 1).bytes_at_seq_len, 3 * at);
@@ -214,6 +219,10 @@ fn measured_peaks_of_1p7b_steps_on_an_h200_are_met_within_a_fiftieth() {
     for (text, precision, seq_len, gib) in runs {
         let recipe = recipe(text, &[&format!("training.precision={precision}")]);
         let mut alone = recipe.at_stage(&recipe.stages()[0]);
+        // Measured before MLA had norms of queries and keys.
+        if let Attention::Mla(mla) = &mut alone.attention {
+            mla.qk_norm = false;
+        }
         alone.training.seq_len = seq_len;
         alone.training.local_batch_size = 16_384 / seq_len;
         alone.training.global_batch_size = 16_384 / seq_len;
@@ -239,9 +248,11 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
     let many_rows = "training.local_batch_size=32 training.global_batch_size=64";
     let grouped = "model.num_key_value_heads=4";
     let swa = "attention.kind=swa attention.sliding_window=64";
-    let mla = "model.num_key_value_heads=8 attention.kind=mla attention.kv_lora_rank=96 attention.qk_rope_head_dim=32";
+    // Measured before MLA had norms of queries and keys.
+    let mla = "model.num_key_value_heads=8 attention.kind=mla attention.kv_lora_rank=96 \
+        attention.qk_rope_head_dim=32 attention.qk_norm=false";
     let small_mla = "model.num_key_value_heads=4 attention.kind=mla attention.kv_lora_rank=96 \
-        attention.qk_rope_head_dim=32";
+        attention.qk_rope_head_dim=32 attention.qk_norm=false";
     let nsa = "attention.kind=nsa attention.compress_block_size=16 attention.compress_stride=8 \
         attention.compress=\"mlp\" \
                attention.compress_hidden_size=64 attention.select_block_size=16 attention.num_selected_blocks=4 \
