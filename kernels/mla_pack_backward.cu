@@ -20,7 +20,7 @@
 #define HEAD_DIM ROPE_DIM  // what rotary_head lays over lanes
 #include "common/latent_head.cuh"
 
-constexpr int NUM_WARPS = 8, KEY_DIM = CONTENT_DIM + ROPE_DIM, CONTENT_WORDS = CONTENT_DIM / 8;
+constexpr int NUM_WARPS = 8, KEY_DIM = CONTENT_DIM + ROPE_DIM;
 static_assert(NORM_DIM == 0 || NORM_DIM == KEY_DIM, "norms are of whole heads");
 constexpr int MIN_BLOCKS = NORM_DIM > 0 ? 2 : 4;  // of a multiprocessor; sums of the weights' gradients need registers
 
@@ -158,19 +158,19 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
       }
     }
 
-    // Keys: the same; of the rotary part, which heads share, two sums over heads. Values are copied.
+    // Keys: the same; of the rotary part, which heads share, two sums over heads.
     {
       const bf16* x = kv + token * params.kv_stride;
       const uint4 content_weight = load_content(k_weight, at, true);
-      const HeadColumns rope_weight = load_rope(k_weight + CONTENT_DIM, at, true).columns();
       const HeadWords key_words = load_rope(k_rope + token * params.rope_stride, at, true);
-      const HeadColumns weighed_key = rotated(weighed(key_words.columns(), rope_weight, 1.f), angles);
+      const HeadWords rope_weight = load_rope(k_weight + CONTENT_DIM, at, true);
+      const HeadColumns weighed_key = rotated(weighed(key_words.columns(), rope_weight.columns(), 1.f), angles);
       const float key_squares = rope_products(key_words.columns(), key_words.columns());
       HeadColumns rope_sum = {};
       float key_sum = 0.f;
 #pragma unroll 1
       for (int base = 0; base < num_heads; base += BATCH * LATENT_HEADS) {
-        uint4 x_content[BATCH], dy_content[BATCH], dv_content[BATCH];
+        uint4 x_content[BATCH], dy_content[BATCH];
         HeadWords dy_rope[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
@@ -178,7 +178,6 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
           x_content[i] = load_content(x + head * 2 * CONTENT_DIM, at, head < num_heads);
           dy_content[i] = load_content(from_k + head * KEY_DIM, at, head < num_heads);
           dy_rope[i] = load_rope(from_k + head * KEY_DIM + CONTENT_DIM, at, head < num_heads);
-          dv_content[i] = load_content(from_v + head * CONTENT_DIM, at, head < num_heads);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
@@ -205,11 +204,8 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
           key_sum += inverse * inverse * mean;
 #pragma unroll
           for (int k = 0; k < 8; k++) g[k] = inverse * (g[k] - n[k] * mean);
-          bf16* to = to_kv + head * 2 * CONTENT_DIM + at.content;
-          if (head < num_heads && at.has_content) {
-            store_16_bytes(to, pack_bf16x8(g));
-            store_16_bytes(to + CONTENT_DIM, dv_content[i]);
-          }
+          if (head < num_heads && at.has_content)
+            store_16_bytes(to_kv + head * 2 * CONTENT_DIM + at.content, pack_bf16x8(g));
         }
       }
       key_sum = over_heads(key_sum);
@@ -219,16 +215,25 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
         rope_sum.high[i] = over_heads(rope_sum.high[i]);
       }
       if (lane < LANES) {  // one of the groups, which all have the same
-        const HeadColumns key = key_words.columns(), sum = rotated_back(rope_sum, angles);
+        const HeadColumns key = key_words.columns(), weight = rope_weight.columns();
+        const HeadColumns sum = rotated_back(rope_sum, angles);
         add_products(k_sums.rope, sum, key);
         HeadColumns gradient;
 #pragma unroll
         for (int i = 0; i < LANE_COLUMNS; i++) {
-          gradient.low[i] = rope_weight.low[i] * sum.low[i] - key.low[i] * key_sum;
-          gradient.high[i] = rope_weight.high[i] * sum.high[i] - key.high[i] * key_sum;
+          gradient.low[i] = weight.low[i] * sum.low[i] - key.low[i] * key_sum;
+          gradient.high[i] = weight.high[i] * sum.high[i] - key.high[i] * key_sum;
         }
         store_head(dk_rope + token * ROPE_DIM, at.rope, gradient);
       }
+    }
+
+    // Values: copied.
+#pragma unroll 4
+    for (int i = lane; i < num_heads * CONTENT_LANES; i += 32) {
+      const int head = i / CONTENT_LANES, column = i % CONTENT_LANES * 8;
+      const uint4 words = load_16_bytes(from_v + head * CONTENT_DIM + column);
+      store_16_bytes(to_kv + head * 2 * CONTENT_DIM + CONTENT_DIM + column, words);
     }
   }
   float* to = partials + (u64)blockIdx.x * 2 * KEY_DIM;
@@ -252,8 +257,8 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, MIN_BLOCKS)
 
   // Copy the parts without rotation.
 #pragma unroll 4
-  for (int i = lane; i < num_heads * CONTENT_WORDS; i += 32) {
-    const int head = i / CONTENT_WORDS, at = i % CONTENT_WORDS * 8;
+  for (int i = lane; i < num_heads * CONTENT_LANES; i += 32) {
+    const int head = i / CONTENT_LANES, at = i % CONTENT_LANES * 8;
     const uint4 q_words = load_16_bytes(from_q + head * KEY_DIM + at);
     const uint4 k_words = load_16_bytes(from_k + head * KEY_DIM + at);
     const uint4 v_words = load_16_bytes(from_v + head * CONTENT_DIM + at);

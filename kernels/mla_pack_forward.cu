@@ -23,14 +23,12 @@
 #define HEAD_DIM ROPE_DIM  // what rotary_head lays over lanes
 #include "common/latent_head.cuh"
 
-constexpr int NUM_WARPS = 8, KEY_DIM = CONTENT_DIM + ROPE_DIM, CONTENT_WORDS = CONTENT_DIM / 8;
+constexpr int NUM_WARPS = 8, KEY_DIM = CONTENT_DIM + ROPE_DIM;
 static_assert(NORM_DIM == 0 || NORM_DIM == KEY_DIM, "norms are of whole heads");
 
 struct MlaPackForwardParams {
   u64 tokens, num_heads, q_stride, kv_stride, rope_stride, max_positions, table_stride, epsilon;
 };
-
-constexpr int BATCH = 2;  // heads of a lane on their way at once
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     mla_pack_forward(const bf16* q, const bf16* kv, const bf16* k_rope, const bf16* q_weight, const bf16* k_weight,
@@ -49,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   const i64 table_row = (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride;
 
 #if NORM_DIM > 0
+  constexpr int BATCH = 2;  // heads of a lane on their way at once
   const LatentLane at = latent_lane(lane);
   const float epsilon = f32_word(params.epsilon);
   HeadColumns angles = {};
@@ -137,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
 
   // Copy the parts without rotation.
 #pragma unroll 4
-  for (int i = lane; i < num_heads * CONTENT_WORDS; i += 32) {
-    const int head = i / CONTENT_WORDS, at = i % CONTENT_WORDS * 8;
+  for (int i = lane; i < num_heads * CONTENT_LANES; i += 32) {
+    const int head = i / CONTENT_LANES, at = i % CONTENT_LANES * 8;
     const uint4 q_words = load_16_bytes(from_q + head * KEY_DIM + at);
     const uint4 k_words = load_16_bytes(from_kv + head * 2 * CONTENT_DIM + at);
     const uint4 v_words = load_16_bytes(from_kv + head * 2 * CONTENT_DIM + CONTENT_DIM + at);

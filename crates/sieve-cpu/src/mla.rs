@@ -217,8 +217,8 @@ fn forward_token_simd<S: Simd>(
     }
 }
 
-/// Gradients of [`mla_pack_forward`]; with norms, whose gradients it returns as `[d_q_weight, d_k_weight]`, `inputs` are
-/// what the forward pass read.
+/// Gradients of [`mla_pack_forward`]. With norms it returns `[d_q_weight, d_k_weight]` and needs `inputs`, which the
+/// forward pass read.
 ///
 /// # Shapes
 /// - d_packed: as packed; gradients: as q, kv, k_rope, written whole

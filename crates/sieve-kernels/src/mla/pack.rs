@@ -16,8 +16,8 @@ const BACKWARD: &str = "mla_pack_backward";
 /// Tokens of a block: one a warp.
 const BLOCK_TOKENS: usize = 8;
 
-/// Blocks of a backward pass with norms, and so partial sums: two on each multiprocessor of an H100. A constant, because
-/// the order of the sum follows it.
+/// Blocks of a backward pass with norms, and so partial sums: two on each multiprocessor of an H100. A constant,
+/// because the order of the sum follows it.
 const MAX_NORM_BLOCKS: usize = 264;
 
 /// Widest head that norms take, without its rotary part: a warp holds it.
@@ -183,7 +183,7 @@ impl MlaPack<'_> {
     }
 
     /// Gradients of q, kv and `k_rope` from that of [`MlaPack::mla_pack_forward`]'s result, `k_rope`'s the sum over the
-    /// heads, and of the norms' weights. `inputs` are what the forward pass read; they are needed where there are norms.
+    /// heads, and of the norms' weights. `inputs` are what the forward pass read, needed where there are norms.
     ///
     /// # Errors
     /// As [`MlaPack::mla_pack_forward`].

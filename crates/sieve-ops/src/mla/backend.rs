@@ -75,8 +75,8 @@ pub trait MlaBackend: Backend {
 
 /// Gradients of MLA's ops, as a device computes them.
 pub trait MlaGradients: MlaBackend {
-    /// Gradients of the inputs of [`mla_pack`](MlaBackend::mla_pack), and of its norms' weights. `normed` are the inputs
-    /// of a call with norms.
+    /// Gradients of the inputs of [`mla_pack`](MlaBackend::mla_pack), and of its norms' weights. `normed` are the
+    /// inputs of a call with norms.
     fn mla_pack_backward(
         call: MlaPackCall<Self>,
         normed: Option<[Float<Self>; 3]>,
