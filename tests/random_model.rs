@@ -11,7 +11,8 @@ use std::path::Path;
 /// Rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
-/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA and NSA in two forms; windows far below any length tested.
+/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA and NSA in two forms; windows far below any length
+/// tested.
 pub(crate) const KINDS: [(&str, &str, &str); 9] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (

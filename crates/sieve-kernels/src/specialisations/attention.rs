@@ -112,8 +112,8 @@ impl AttentionNeeds {
 }
 
 impl NeededKernels {
-    /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them, with norms
-    /// of `norm_dim` columns or, where that is 0, without.
+    /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them, with
+    /// norms of `norm_dim` columns or, where that is 0, without.
     pub fn mla_pack(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
         [
             mla_pack_forward_kernel(head_dim, rope_dim, norm_dim),
