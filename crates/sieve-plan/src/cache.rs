@@ -20,9 +20,9 @@ pub struct CachePlan {
 /// The cache at `seq_len` tokens, with values of `value_bytes`.
 ///
 /// Dense attention holds K and V of every token, a window those of the last w, MLA the latent, the rotated key and,
-/// where keys are normed, a factor (f32) for each head, DMA `keep_window_size` slots a KV head with their score (f32) and
-/// position (i32), NSA K and V of every token, the compressed ones, and the un-rotated keys of the block that is not full
-/// yet.
+/// where keys are normed, a factor (f32) for each head, DMA `keep_window_size` slots a KV head with their score (f32)
+/// and position (i32), NSA K and V of every token, the compressed ones, and the un-rotated keys of the block that is
+/// not full yet.
 pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let kinds = shape.by_kind();
     let mut all = kinds.iter().map(|part| of_kind(part, seq_len, value_bytes));
