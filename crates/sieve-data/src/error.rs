@@ -63,7 +63,8 @@ pub enum DataError {
     },
     /// A document is larger than allowed.
     #[error("{}: a document of {bytes} bytes is over the limit of {max_bytes}\n  \
-        hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
+        hint: raise data.max_document_bytes, split the document, or leave such documents out: \
+        data.skip_invalid; a text file that a path names by itself may be larger", path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -233,7 +234,10 @@ pub enum DataError {
         path: String,
     },
     /// Every file was read and no document came out.
-    #[error("no document in {num_files} files ({summary})\n  hint: check the paths, the format and the limits")]
+    #[error(
+        "no document in {num_files} files ({summary})\n  hint: check the paths and the format, and \
+         what limits them: data.max_document_bytes for files of folders and globs, data.max_bytes for all"
+    )]
     EmptyCorpus {
         /// Number of files read.
         num_files: usize,

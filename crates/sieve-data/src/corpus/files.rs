@@ -18,6 +18,8 @@ struct Found {
     path: PathBuf,
     relative: PathBuf,
     remote: Option<RemoteFile>,
+    /// Whether a path is this file, and not a folder or glob that it was found by.
+    is_named: bool,
 }
 
 /// How many files of folders were left alone, by the ending of their names.
@@ -53,7 +55,11 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
         check_one_kind(pattern, &config.format, &found[before..])?;
     }
     found.sort_by(|a, b| a.path.cmp(&b.path).then_with(|| a.relative.cmp(&b.relative)));
-    found.dedup_by(|a, b| a.path == b.path);
+    found.dedup_by(|again, first| {
+        let is_same = again.path == first.path;
+        first.is_named |= is_same && again.is_named;
+        is_same
+    });
     if let FileOrder::Hashed { seed } = config.order {
         found.sort_by_cached_key(|file| xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed));
     }
@@ -97,12 +103,15 @@ fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Ve
         path: file.display_path(),
         relative: PathBuf::from(&file.name),
         remote: Some(file),
+        is_named: false,
     }));
     Ok(())
 }
 
 fn stat(found: Found) -> Result<SourceFile, DataError> {
-    let Found { path, remote, .. } = found;
+    let Found {
+        path, remote, is_named, ..
+    } = found;
     if let Some(remote) = remote {
         // The path names the commit, which tells versions apart without a modification time.
         return Ok(SourceFile {
@@ -110,6 +119,7 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
             num_bytes: remote.num_bytes(),
             modified_ns: 0,
             remote: Some(remote),
+            is_named,
         });
     }
     let metadata = fs::metadata(&path).map_err(DataError::io("read", &path))?;
@@ -123,6 +133,7 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
         num_bytes: metadata.len(),
         modified_ns,
         remote: None,
+        is_named,
     })
 }
 
@@ -142,6 +153,7 @@ fn expand_one(
             path: path.to_path_buf(),
             relative: path.file_name().unwrap_or_default().into(),
             remote: None,
+            is_named: true,
         });
         return Ok(());
     }
@@ -167,6 +179,7 @@ fn expand_one(
                 path,
                 relative,
                 remote: None,
+                is_named: false,
             });
         }
     }
@@ -211,6 +224,7 @@ fn walk(
                 path,
                 relative,
                 remote: None,
+                is_named: false,
             });
         }
     }

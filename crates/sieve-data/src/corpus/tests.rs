@@ -130,10 +130,25 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     };
     refusal(texts(strict(&latin)), "1.txt: not UTF-8 at byte 3");
     refusal(texts(strict(&nul)), "2.txt: NUL at byte 2");
+    // The limit is for what is found; a file that is named is meant, and stays so where it is found as well.
+    let found = large.replace("3.txt", "3.t?t");
     refusal(
-        texts(strict(&large)),
-        "3.txt: a document of 50 bytes is over the limit of 20",
+        texts(strict(&found)),
+        "3.txt: a document of 50 bytes is over the limit of 20\n | data.max_document_bytes | data.skip_invalid",
     );
+    assert_eq!(texts(strict(&large)).unwrap(), ["x".repeat(50)]);
+    let twice = CorpusConfig {
+        paths: vec![found.clone(), large.clone()],
+        ..strict(&large)
+    };
+    assert_eq!(texts(twice.clone()).unwrap(), ["x".repeat(50)]);
+    let fingerprint = |paths: &[&String]| {
+        let paths = paths.iter().map(|path| (*path).clone()).collect();
+        Corpus::open(CorpusConfig { paths, ..twice.clone() })
+            .unwrap()
+            .fingerprint()
+    };
+    assert_ne!(fingerprint(&[&found]), fingerprint(&[&large]));
 
     let lenient = CorpusConfig {
         skip_invalid: true,
