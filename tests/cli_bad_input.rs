@@ -30,7 +30,8 @@ fn recipes_are_checked_before_any_work() {
         model.head_dim=15 => model.head_dim | even
         model.vocab_size=100 => model.vocab_size | 100 | 300
         attention.kind=sparse => attention.kind | sparse | "mha"
-        attention.kind=nsa => nsa
+        optimizer.eps=1e-50 => optimizer.eps | 1e-50 | f32
+        model.rms_norm_eps=1e30 => model.rms_norm_eps | 1e30
         attention.sliding_window=8 => attention.sliding_window | dma
         attention.keep_window_size=0 => attention.keep_window_size | is 0
         training.seq_len=100 => training.seq_len | max_position_embeddings

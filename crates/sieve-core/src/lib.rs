@@ -33,7 +33,8 @@ mod score_matrix;
 pub use adamw_step::AdamWStep;
 pub use block_selection::{BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder};
 pub use model::{
-    Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression, NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
+    NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use packed_mask::{MaskArrays, MaskError, MaskLayout, PackedMask};

@@ -212,6 +212,11 @@ impl HfConfig {
         })
     }
 
+    /// Whether the model's attention is DMA already.
+    pub(super) fn is_dma(&self) -> bool {
+        self.attention.starts_with("kind = \"dma\"")
+    }
+
     /// A recipe of the model. `transformers` says nothing of training: what stands here is a careful fine-tuning to
     /// edit.
     pub(super) fn recipe_toml(&self, residual_scale: bool) -> String {
