@@ -31,6 +31,39 @@ fn every_value_is_a_run_and_the_best_is_named() {
 }
 
 #[test]
+fn five_kinds_are_one_sweep_and_its_recipe_is_read_once() {
+    let run = TinyRun::dma();
+    let recipe = std::fs::File::open(run.path("tiny.toml")).expect("readable");
+    let sweep = "train --recipe - --device cpu --out out --sweep attention.kind=mha,swa,nsa,mla,dma --set \
+                 training.steps=12 --set attention.window_size=4";
+    let output = run.sieve(sweep).stdin(recipe).output().expect("the program starts");
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let rows: serde_json::Value = serde_json::from_str(&run.read("out/sweep.json")).expect("JSON");
+    let rows = rows.as_array().expect("a list");
+    assert_eq!(rows.len(), 5);
+    assert!(
+        rows.iter()
+            .all(|row| row["loss"].as_f64().is_some_and(|loss| loss < 6.0)),
+        "{rows:?}"
+    );
+    // One line for each kind that leaves keys out, in whichever place they are given.
+    let warnings = said.lines().filter(|line| line.starts_with("warning: not used"));
+    let own = "attention.a_init, attention.keep_window_size";
+    let of = |kind: &str, names: &str| format!("warning: not used with attention.kind = {kind:?}: {names}");
+    let both = format!("{own}, attention.window_size");
+    let heads = format!("{both}, model.num_key_value_heads");
+    let expected = [
+        of("mha", &both),
+        of("swa", &both),
+        of("nsa", own),
+        of("mla", &heads),
+        of("dma", "attention.window_size"),
+    ];
+    assert_eq!(warnings.collect::<Vec<_>>(), expected);
+}
+
+#[test]
 fn mistakes_are_told_before_the_first_run() {
     let run = TinyRun::dma();
     for [sweep, words] in cases(

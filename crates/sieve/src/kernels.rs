@@ -33,7 +33,7 @@ pub(crate) fn run(command: KernelsCommand) -> Result<()> {
 
 fn build(args: BuildArgs) -> Result<()> {
     let overrides = args.overrides;
-    let recipe = args.recipe.map(|recipe| RecipeArgs { recipe, overrides }.load());
+    let recipe = args.recipe.map(|recipe| RecipeArgs::new(recipe, overrides).load());
     let settings = BuildSettings {
         recipe: recipe.transpose()?,
         arch: args.arch,

@@ -54,10 +54,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let variable = &crate::train::variable;
     let (config, from_recipe) = match &args.recipe {
         Some(recipe) => {
-            let recipe = RecipeArgs {
-                recipe: recipe.clone(),
-                overrides: args.overrides.clone(),
-            };
+            let recipe = RecipeArgs::new(recipe.clone(), args.overrides.clone());
             let (recipe, text) = recipe.load_with_text()?;
             terminal::lines(text);
             (corpus_configs(&recipe, variable)?.0, recipe.tokenizer.train)
