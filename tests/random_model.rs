@@ -1,8 +1,8 @@
 //! Small models with random weights of every kind of parameter, gates and norms too, and their checkpoints.
 use burn::tensor::TensorData;
 use burn_flex::Flex;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, load_parameters, named_parameters};
 use sieve_nn::Qwen3;

@@ -1,7 +1,7 @@
 //! Damaged checkpoints are refused by name, and the one before is used when asked; a full disk loses nothing.
 use crate::tiny_run::{INTERVAL, STEPS, TinyRun, refused, succeed, text};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_testing::{cases, says};
 use std::fs;
 use std::process::Command;

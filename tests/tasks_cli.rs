@@ -2,8 +2,8 @@
 use crate::python;
 use crate::random_model::{VOCAB_SIZE, random_model, recipe, write_checkpoint};
 use crate::tiny_run::{TinyRun, json, succeed};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use serde_json::{Value, json};
 use sieve_testing::says;
 use std::fs;

@@ -1,6 +1,6 @@
 //! Runs of the built program on a tiny recipe over a tiny generated corpus: a second each.
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_testing::{cases, says};
 use std::collections::BTreeMap;
 use std::fs;
