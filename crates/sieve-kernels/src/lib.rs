@@ -29,7 +29,7 @@ pub use attention::decode::{DecodeStep, KvCache};
 pub use attention::decode_scratch::DecodeScratch;
 pub use attention::forward::AttentionResult;
 pub use attention::heads::{AttentionShape, Qkv};
-pub use attention::hopper_tiling::{KeepRest, KernelFamily};
+pub use attention::hopper_tiling::KernelFamily;
 pub use attention::sparse_forward::SparseKeyReads;
 pub use attention::tiling::KeySource;
 pub use cublaslt::{Cublaslt, MatmulOutput, Product, matmul};

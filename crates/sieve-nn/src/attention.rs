@@ -18,8 +18,8 @@ use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
-use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
+use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend, WeightSums};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -38,6 +38,8 @@ pub struct LayerContext<'a, B: Backend> {
     /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
     /// for latent and native sparse.
     pub precision: ProductPrecision,
+    /// What those layers leave their backward pass beside the least.
+    pub keeping: Keeping,
     /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
     /// returns them with its own added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
@@ -52,6 +54,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             rope,
             shared: None,
             precision: ProductPrecision::Tensors,
+            keeping: Keeping::default(),
             sums: None,
         }
     }

@@ -37,7 +37,7 @@ pub use attention::{AttentionBackend, AttentionGradients, AttentionOutput, Atten
 pub use backend::TrainBackend;
 pub use block::{
     AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward, FeedForwardBackend, Residual,
-    SeedBackend, WeightSums, attention_layer, feed_forward, keep_made_again, seed_gradient,
+    SeedBackend, WeightSums, attention_layer, feed_forward, seed_gradient,
 };
 pub use decode::{
     DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode, mla_decode,

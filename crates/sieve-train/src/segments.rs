@@ -12,8 +12,8 @@ use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::Recipe;
 use sieve_core::recipe::ActivationCheckpointSection;
+use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LayerContext, LayerOutput, Qwen3};
 use sieve_ops::{Documents, ProductPrecision, RotaryEmbedding, TrainBackend, seed_gradient};
 use std::ops::Range;
@@ -34,6 +34,8 @@ pub struct BlockSettings {
     pub checkpointing: ActivationCheckpointSection,
     /// Which multiply in eight-bit floats.
     pub fp8: Range<usize>,
+    /// What the blocks leave their backward pass beside the least.
+    pub keeping: Keeping,
 }
 
 impl Default for BlockSettings {
@@ -42,6 +44,7 @@ impl Default for BlockSettings {
         Self {
             checkpointing,
             fp8: 0..0,
+            keeping: Keeping::default(),
         }
     }
 }
@@ -51,6 +54,7 @@ impl From<&Recipe> for BlockSettings {
         Self {
             checkpointing: recipe.activation_checkpoint.clone(),
             fp8: recipe.training.fp8_blocks(recipe.model.num_hidden_layers),
+            ..Self::default()
         }
     }
 }
@@ -117,7 +121,10 @@ pub(crate) fn pass<B: TrainBackend>(
         Some(beside) => beside.before(model, segment),
         None => Ok(()),
     };
-    let mut context = LayerContext::new(&batch.documents, rope);
+    let mut context = LayerContext {
+        keeping: settings.keeping,
+        ..LayerContext::new(&batch.documents, rope)
+    };
     before(model, Segment::Embedding)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 

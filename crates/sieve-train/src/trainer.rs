@@ -26,7 +26,7 @@ use clock::Clock;
 use guarding::{GuardLog, Verdict, norms_by_part};
 use peak::PeakWatch;
 use sieve_comm::Work;
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::{Batch, Prefetch};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, GuardState};
@@ -59,6 +59,7 @@ pub struct Trainer<B: TrainBackend> {
     /// FLOP/s of the device, where known.
     peak_flops: Option<f64>,
     memory: MemoryProbe,
+    keeping: Keeping,
     step: u64,
     /// Next row of the stage.
     next_sample: u64,
@@ -119,6 +120,7 @@ impl<B: TrainBackend> Trainer<B> {
             precision,
             peak_flops,
             memory,
+            keeping,
         } = hardware;
         let first = recipe.stage_of_step(origin.step() as usize);
         let share = group.as_ref().map_or(Share::ALL, Group::share);
@@ -143,6 +145,7 @@ impl<B: TrainBackend> Trainer<B> {
             precision,
             peak_flops,
             memory,
+            keeping,
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
@@ -531,7 +534,10 @@ impl<B: TrainBackend> Trainer<B> {
         let loss_scale = (self.disturbance.loss)(self.next_sample) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         let links = self.group.as_ref().and_then(|group| group.row_links(degree));
-        let settings = BlockSettings::from(&self.recipe);
+        let settings = BlockSettings {
+            keeping: self.keeping,
+            ..BlockSettings::from(&self.recipe)
+        };
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let mut expire = Vec::new();

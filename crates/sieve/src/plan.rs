@@ -314,6 +314,12 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     for (part, bytes) in memory.parts() {
         lines.push(format!("  {part:<20} {:>12}", gib(bytes)));
     }
+    if memory.host_checkpoint_bytes > 0 {
+        let bytes = gib(memory.host_checkpoint_bytes);
+        lines.push(format!(
+            "  and {bytes} of the machine's own memory while a checkpoint is written"
+        ));
+    }
     for fitting in &memory.would_fit {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         lines.push(format!("  would fit: {total} with {setting}"));
@@ -328,7 +334,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         modes.collect::<Vec<_>>().join(", "),
         format!("{:?}", recipe.activation_checkpoint.mode).to_lowercase()
     ));
-    if memory.keeps_made_again {
+    if memory.keeping.made_again {
         lines.push("  with room to spare: blocks keep what they could make again".to_owned());
     }
     lines

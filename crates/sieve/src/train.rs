@@ -10,7 +10,7 @@ use crate::data::prepare::Watch;
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, respect_nohup};
-use crate::out_of_memory::MemoryArgs;
+use crate::out_of_memory::{self, MemoryArgs};
 use crate::recipe::RecipeArgs;
 use crate::{startup, terminal, text_files};
 use anyhow::{Result, anyhow, bail};
@@ -27,7 +27,7 @@ use log::Log;
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
 use sieve_core::recipe::TrainingPrecision;
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::{OnChange, Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
@@ -339,6 +339,7 @@ fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
         precision: Precision::F32,
         peak_flops: Some(peak),
         memory: MemoryProbe::Process,
+        keeping: Keeping::default(),
     };
     let description = format!(
         "the CPU in f32, {} threads, {:.0} GFLOP/s measured in products",
@@ -361,6 +362,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
             unwatch: sieve_kernels::MemoryPeak::unwatch,
             peak: crate::device::cuda_memory_peak,
         }),
+        keeping: Keeping::default(),
     };
     let peak = peak.map_or("unknown peak".to_owned(), |peak| {
         format!("{:.0} TFLOP/s peak", peak / 1e12)
@@ -420,10 +422,13 @@ fn train<B: TrainBackend>(
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
     };
+    let mut keeping = Keeping::default();
     // A tokenizer that cannot be read is told by what reads it next.
     if let Ok(vocab_size) = vocab_size {
-        let warning = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
-        warning.iter().for_each(|warning| log.always(warning));
+        let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+        admitted.warning.iter().for_each(|warning| log.always(warning));
+        out_of_memory::advise(admitted.advice);
+        keeping = admitted.keeping;
     }
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
         prepare(recipe, &mut folder, start, &origin, &log)
@@ -432,7 +437,8 @@ fn train<B: TrainBackend>(
         ranks::check_shared(mesh, out)?;
     }
 
-    let (hardware, mut description) = hardware();
+    let (mut hardware, mut description) = hardware();
+    hardware.keeping = keeping;
     let device = hardware.device.clone();
     let hardware_memory = hardware.memory;
     let num_layers = recipe.model.num_hidden_layers;

@@ -21,6 +21,7 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use forward::forward;
+use sieve_core::Keeping;
 
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask, as
 /// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns it.
@@ -64,7 +65,8 @@ impl<B: DeviceBackend> AttentionLayerBackend for B {
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
     ) -> (Float<Self>, Option<Ints<Self>>) {
-        let forward = forward::<Self>(x, layer, &call);
+        let keeping = Keeping::NOTHING;
+        let forward = forward::<Self>(x, AttentionLayer { keeping, ..layer }, &call);
         let expire = forward.attended.expire();
         (forward.y, expire)
     }
@@ -88,6 +90,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayer<Autodiff<B, C>> {
                 spec: dma.spec,
             }),
             precision: self.precision,
+            keeping: self.keeping,
             sums: self.sums.clone().map(|sum| sum.map(Tensor::inner)),
         }
     }

@@ -9,7 +9,7 @@ use crate::tensors::{primitive, tensor};
 use crate::testing::{Random, RandomInput};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaBias, DmaRecency, DmaShape};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepRest};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 
@@ -176,7 +176,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
         };
     };
     let (weights, gates) = (w_dt.clone(), a.clone());
-    let forward = composed::forward::<Flex>(qkv.clone(), weights, gates, &documents, spec, dma);
+    let forward = composed::forward::<Flex>(qkv.clone(), weights, gates, &documents, spec, dma, KeepRest::Never);
     let o = values::<4>(forward.output.o.clone());
     let expire = expire_of(forward.selection.expire.clone());
     let mut active = Vec::new();
@@ -222,7 +222,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     };
     let bounds = documents.bounds();
     let place = (&parts, &bounds, case.spec);
-    let parted = forward::<Flex>(own(qkv.clone()), dma(), place);
+    let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepRest::Never);
     let active = active(&parted, first, len, qkv.clone());
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
@@ -382,7 +382,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                     let bounds = documents.bounds();
                     let dma = (w_dt, a, dma, documents.positions.into_primitive());
                     let place = (&parts, &bounds, case.spec);
-                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place);
+                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepRest::Never);
                     parted.mask().expect("DMA's").0.slots
                 })
             });

@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::{InferenceSize, MemoryVerdict, gpu_attention_gap, import_memory, inference_memory};
+use sieve_core::KeepRest;
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
@@ -62,6 +63,11 @@ fn memory_of_dma_80m_on_an_h200() {
     assert_eq!(memory.parameter_bytes, 2 * parameters);
     assert_eq!(memory.master_bytes, 2 * parameters);
     assert_eq!(memory.moment_bytes, 8 * parameters);
+    // f32 weights and moments; the files of them are written tensor by tensor.
+    assert_eq!(
+        (memory.checkpoint_bytes, memory.host_checkpoint_bytes),
+        (0, 12 * parameters)
+    );
     // Four micro-batches: the gradients of the ones before are there.
     assert_eq!(memory.gradient_bytes, 4 * parameters);
     // A token in a block: the stream twice, gate and up, q, k and v, the output and its lower 16 bits, and, as there is
@@ -137,9 +143,9 @@ fn long_rows_keep_the_rest_of_o_where_there_is_room() {
         let shape = recipe.model_shape(50_304).expect("a shape");
         memory_plan(&recipe, &shape, &h200(), 1)
     };
-    assert!(memory(65_536, "full").keeps_rest_of_long_rows);
+    assert!(memory(65_536, "full").keeping.rest == KeepRest::Always);
     let without = memory(80_000, "none");
-    assert!(!without.keeps_rest_of_long_rows, "{}", without.total_bytes);
+    assert!(without.keeping.rest != KeepRest::Always, "{}", without.total_bytes);
 }
 
 #[test]
@@ -185,7 +191,7 @@ fn memory_of_a_1p7b_step_of_one_micro_batch() {
     let roomy = memory_plan(&alone, &shape, &h200(), 1);
     let more = 2 * (2 * 2048 + 4096 + 6144);
     assert_eq!(roomy.activation_bytes, memory.activation_bytes + 16_384 * 28 * more);
-    assert!(roomy.keeps_made_again && !memory.keeps_made_again);
+    assert!(roomy.keeping.made_again && !memory.keeping.made_again);
 
     // With few tokens the gradients are what counts, all of them at the end.
     alone.training.seq_len = 128;
@@ -363,7 +369,7 @@ fn logits_that_are_returned_together_are_held_together() {
     let (streams, logits) = (2 * 8192 * 768, 8192 * 50_304);
     let memory = inference_memory(&shape, size, &h200());
     assert_eq!(memory.activation_bytes, 2 * (streams + logits));
-    // A CPU's are f32, and the bytes of their file are there too.
+    // A CPU's are f32.
     let cpu = Target::Cpu {
         flops_per_second: None,
         memory_bytes: 0,
@@ -374,7 +380,7 @@ fn logits_that_are_returned_together_are_held_together() {
     };
     let memory = inference_memory(&wide, size, &cpu);
     assert_eq!(memory.moment, "a forward pass");
-    assert_eq!(memory.activation_bytes, 4 * (streams + 2 * (8192 << 20)));
+    assert_eq!(memory.activation_bytes, 4 * (streams + (8192 << 20)));
 }
 
 #[test]
@@ -555,6 +561,10 @@ fn several_processes_share_masters_and_moments() {
     let (alone, four, two_hosts) = (planned(1, 1), planned(4, 1), planned(8, 2));
     assert_eq!(alone, plan(&whole, 50_304, &h200()).expect("plans"));
     assert_eq!(four.memory.moment_bytes, alone.memory.moment_bytes / 4);
+    assert_eq!(
+        four.memory.host_checkpoint_bytes,
+        alone.memory.host_checkpoint_bytes / 4
+    );
     assert_eq!(four.memory.parameter_bytes, alone.memory.parameter_bytes);
     // Rests of masters and the pieces of the leaves that they belong to.
     assert_eq!(four.memory.master_bytes, alone.memory.master_bytes / 2);
