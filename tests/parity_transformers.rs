@@ -38,6 +38,7 @@ fn options(max_shard_bytes: u64) -> ExportOptions {
     ExportOptions {
         dtype: ExportDtype::F32,
         max_shard_bytes,
+        form: None,
         eos_token_id: VOCAB_SIZE as u32 - 1,
         pad_token_id: None,
     }

@@ -18,4 +18,6 @@ mod write;
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
 pub use lock::{Taken, try_lock};
-pub use write::{check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_synced};
+pub use write::{
+    check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_pieces_synced, write_synced,
+};

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{CheckpointFiles, CheckpointState, TensorFile, load_model, named_parameters};
+use crate::{CheckpointFiles, CheckpointState, NamedTensor, TensorFile, load_model, named_parameters};
 use burn_flex::Flex;
 use serde_json::Value;
 use sieve_nn::Qwen3;
@@ -70,6 +70,7 @@ fn options() -> ExportOptions {
     ExportOptions {
         dtype: ExportDtype::F32,
         max_shard_bytes: DEFAULT_SHARD_BYTES,
+        form: None,
         eos_token_id: 1,
         pad_token_id: None,
     }
@@ -228,6 +229,39 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
         changed += usize::from(exact != rounded);
     }
     assert!(changed > exact.len() / 2, "only {changed} values changed");
+}
+
+#[test]
+fn published_dma_takes_either_class_and_other_models_their_own() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let recency = "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"";
+    let [doge, sieve] = [ExportForm::Doge, ExportForm::Sieve];
+    let (either, own) = (["DogeForCausalLM", "SieveForCausalLM"], "SieveForCausalLM");
+    for (n, (attention, usual, of_doge, of_sieve)) in [
+        (DMA, either[0], Some(either[0]), Some(either[1])),
+        (recency, own, None, Some(own)),
+        (MHA, "Qwen3ForCausalLM", None, None),
+        (SWA, "Qwen3ForCausalLM", None, None),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let checkpoint = checkpoint(&folder.path().join(format!("run-{n}")), tied, attention);
+        let out = folder.path().join(format!("hf-{n}"));
+        for (form, expected) in [(None, Some(usual)), (Some(doge), of_doge), (Some(sieve), of_sieve)] {
+            let report = export(&checkpoint, &out, &ExportOptions { form, ..options() });
+            let Some(expected) = expected else {
+                sieve_testing::refusal(report, "this model as | hint: leave the form out");
+                continue;
+            };
+            let report = report.expect("exports");
+            assert_eq!(report.architecture, expected, "{attention} {form:?}");
+            assert_eq!(report.leaves_ties_open, expected == either[0]);
+            assert_eq!(report.is_remote_code, expected == own);
+            assert_eq!(out.join(MODELING.0).exists(), expected == own);
+        }
+    }
 }
 
 #[test]

@@ -24,6 +24,7 @@ fn options(dtype: ExportDtype, max_shard_bytes: u64) -> ExportOptions {
     ExportOptions {
         dtype,
         max_shard_bytes,
+        form: None,
         eos_token_id: 1,
         pad_token_id: None,
     }
