@@ -152,7 +152,7 @@ fn data_that_cannot_be_read_is_named() {
     }
     // Seen while the text is read: the folder has a lock and what was prepared, but no run.
     for (set, words) in [
-        ("data.paths=[\"blank\"]", "no document | 1 files"),
+        ("data.paths=[\"blank\"]", "no document in | blank/"),
         ("data.paths=[\"latin\"]", "latin/a.txt | not UTF-8 at byte 3"),
         ("data.paths=[\"short\"]", "vocab_size | 300"),
     ] {

@@ -50,7 +50,7 @@ fn one_text_file_trains_however_short() {
     fs::write(empty, "").expect("writable");
     tiny.write("letter.txt", "x");
     for (paths, words) in [
-        ("data.paths=[\"empty.txt\"]", "no document in 1 files (1 blank"),
+        ("data.paths=[\"empty.txt\"]", "no document in | empty.txt (1 blank"),
         (
             "data.paths=[\"letter.txt\"]",
             "the validation split holds no document | [validation] paths",
@@ -300,11 +300,14 @@ fn odd_files_are_told_by_name() {
     tiny.write("empty.txt.zst", "");
     tiny.write("rows.jsonl", "{\"body\": \"x\"}\n");
     fs::create_dir(tiny.path("hollow")).expect("writable");
+    let pipe = Command::new("mkfifo").arg(tiny.path("pipe.txt")).status();
+    assert!(pipe.expect("mkfifo is there").success());
     for [path, words] in cases(
         r#"
         binary.txt => binary.txt: NUL at byte 4
         binary.jsonl => binary.jsonl: not UTF-8 at byte 0
-        empty.jsonl => no document in 1 files
+        empty.jsonl => no document in | empty.jsonl
+        pipe.txt => pipe.txt: a pipe (FIFO), not a file
         empty.parquet => empty.parquet: not a readable Parquet file
         empty.txt.zst => empty.txt.zst: damaged | the file is empty
         rows.jsonl => rows.jsonl: line 1 has no column "text" (it has ["body"])

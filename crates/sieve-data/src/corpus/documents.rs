@@ -218,6 +218,12 @@ impl Iterator for Documents<'_> {
         let next = match self.advance() {
             Ok(None) if self.report().num_documents == 0 => Err(DataError::EmptyCorpus {
                 num_files: self.corpus.files().len(),
+                first: self
+                    .corpus
+                    .files()
+                    .first()
+                    .map(|file| file.path.clone())
+                    .unwrap_or_default(),
                 summary: self.report().summary(),
             }),
             next => next,

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -101,6 +101,38 @@ fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Ve
     Ok(())
 }
 
+/// Refuses what is not a file: a pipe or a device has no end, or can be read only once.
+pub(super) fn require_file(path: &Path) -> Result<Metadata, DataError> {
+    let metadata = fs::metadata(path).map_err(DataError::io("read", path))?;
+    match metadata.is_file() {
+        true => Ok(metadata),
+        false => Err(DataError::NotAFile {
+            path: path.to_path_buf(),
+            found: kind_of(&metadata),
+        }),
+    }
+}
+
+#[cfg(unix)]
+fn kind_of(metadata: &Metadata) -> &'static str {
+    use std::os::unix::fs::FileTypeExt;
+    let kind = metadata.file_type();
+    if kind.is_fifo() {
+        "a pipe (FIFO)"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_dir() {
+        "a folder"
+    } else {
+        "a device"
+    }
+}
+
+#[cfg(not(unix))]
+fn kind_of(_: &Metadata) -> &'static str {
+    "no file"
+}
+
 fn stat(found: Found) -> Result<SourceFile, DataError> {
     let Found { path, remote, .. } = found;
     if let Some(remote) = remote {
@@ -112,7 +144,7 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
             remote: Some(remote),
         });
     }
-    let metadata = fs::metadata(&path).map_err(DataError::io("read", &path))?;
+    let metadata = require_file(&path)?;
     let modified = metadata
         .modified()
         .ok()
@@ -203,9 +235,15 @@ fn walk(
         let kind = entry.file_type().map_err(DataError::io("read", &path))?;
         if kind.is_dir() {
             walk(&path, base, extensions, found, passed_over)?;
-        } else if path.is_file() && !has_extension(&path, extensions) {
+            continue;
+        }
+        // Neither links to folders nor links to nothing.
+        if path.is_dir() || !path.exists() {
+            continue;
+        }
+        if !has_extension(&path, extensions) {
             *passed_over.entry(ending(&path).to_owned()).or_default() += 1;
-        } else if path.is_file() {
+        } else {
             let relative = path.strip_prefix(base).unwrap_or(&path).to_path_buf();
             found.push(Found {
                 path,

@@ -8,7 +8,7 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, check_size};
+use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size};
 use crate::error::DataError;
 
 pub(super) struct JsonlSource {
@@ -61,6 +61,9 @@ impl JsonlSource {
 
     fn parse(&self, mark: usize, line_offset: u64) -> Result<String, DataError> {
         let path = || self.path.clone();
+        if self.line == 1 {
+            check_encoding(&self.path, &self.buffer)?;
+        }
         let line = std::str::from_utf8(&self.buffer).map_err(|error| DataError::NotUtf8 {
             path: path(),
             byte_offset: line_offset + error.valid_up_to() as u64,
