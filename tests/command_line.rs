@@ -161,6 +161,15 @@ fn generate_takes_files_samples_and_stops() {
             "{one} is not in {three}"
         );
     }
+    // More than grow together: the last of them are of the seeds that they would have, and come after the first.
+    let short = of_run.replace("tokens 20", "tokens 2");
+    let many = stdout(
+        tiny.sieve(&format!("{short} --samples 130"))
+            .args(["--prompt", "the cat"]),
+    );
+    assert_eq!(many.matches("--- sample ").count(), 130);
+    let one = stdout(tiny.sieve(&format!("{short} --seed 129")).args(["--prompt", "the cat"]));
+    assert!(many.ends_with(&format!("sample 130 of 130, seed 129\n{one}")), "{many}");
     // One likeliest token is greedy, whatever the temperature.
     let greedy = stdout(tiny.sieve(&of_run.replace("1.5", "0")).args(["--prompt", "the cat"]));
     let top = stdout(tiny.sieve(&format!("{of_run} --top-k 1")).args(["--prompt", "the cat"]));
@@ -203,6 +212,16 @@ fn generate_takes_files_samples_and_stops() {
         (&["--prompt", "x", "--samples", "0"], "--samples"),
     ] {
         refused(tiny.sieve(of_run).args(more), words);
+    }
+    for (threads, words) in [
+        (
+            "9999",
+            "RAYON_NUM_THREADS=9999 asks for too many threads | hint: give at most ",
+        ),
+        ("abc", "RAYON_NUM_THREADS=abc is no number of threads"),
+    ] {
+        let mut command = tiny.sieve(of_run);
+        refused(command.args(["--prompt", "x"]).env("RAYON_NUM_THREADS", threads), words);
     }
     let negative = of_run.replace("1.5", "-1");
     refused(tiny.sieve(&negative).args(["--prompt", "x"]), "temperature | 0.8");

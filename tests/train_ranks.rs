@@ -4,6 +4,7 @@ use crate::train_guard::{Outcome, Transport, disturbed_rank};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
 use sieve_train::{Disturbance, OnHost};
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +41,9 @@ pub(crate) fn started(command: &mut Command, step: u64) -> Child {
 fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
     let tiny = TinyRun::dma();
     tiny.trained("of-1", UNTIED);
-    let said = succeed(&mut tiny.launch(2, "of-2", UNTIED));
+    let mut launched = tiny.launch(2, "of-2", UNTIED);
+    let said = succeed(launched.arg0("sieve"));
+    assert!(said.contains("next:\n  sieve generate --prompt "), "{said}");
     assert!(said.contains("2 processes, each on the CPU"), "{said}");
     assert_eq!(said.matches("step:     1 ").count(), 1, "{said}");
     tiny.assert_same_end("of-2", "of-1");

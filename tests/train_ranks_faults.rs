@@ -288,6 +288,15 @@ fn what_cannot_be_shared_is_refused_once() {
         &mut tiny.sieve("launch --nproc 2 -- plan --recipe tiny.toml"),
         &["starts train"],
     );
+    // Without the two dashes too.
+    refuses_once(
+        &mut tiny.sieve("launch --nproc 2 plan --recipe tiny.toml"),
+        &["starts train, not plan"],
+    );
+    refuses_once(
+        &mut tiny.sieve("launch --nproc 2 train --recipe tiny.toml --no-such-flag"),
+        &["--no-such-flag"],
+    );
     refuses_once(&mut tiny.launch(0, "run", ""), &["--nproc"]);
     assert!(!tiny.path("run/config.toml").exists());
 }

@@ -47,8 +47,8 @@ pub(crate) struct LaunchArgs {
     /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// What each of them runs: train and its arguments
-    #[arg(last = true, required = true, value_name = "train …")]
+    /// What each of them runs: train and its arguments, with or without -- before them
+    #[arg(trailing_var_arg = true, required = true, value_name = "train …")]
     pub(crate) command: Vec<String>,
 }
 
@@ -221,6 +221,10 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
     #[cfg(unix)]
     {
         use std::os::unix::process::CommandExt;
+        // The name this program was called by, which rank 0 prints in its next commands.
+        if let Some(name) = std::env::args_os().next() {
+            command.arg0(name);
+        }
         // A group of its own: Ctrl-C in a terminal reaches this process alone, which hands it on once.
         command.process_group(0);
     }

@@ -111,7 +111,8 @@ fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
     let cli = Cli::try_parse().unwrap_or_else(|error| refuse(error));
-    let result = match open_output(&cli.output).map(|()| cli.command) {
+    let threads = || startup::check_threads(train::variable("RAYON_NUM_THREADS"));
+    let result = match open_output(&cli.output).and_then(|()| threads()).map(|()| cli.command) {
         Err(error) => Err(error),
         Ok(command) => run(command),
     };
