@@ -96,7 +96,8 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
 }
 
 fn not_built(key: &str) -> Mistake {
-    let hint = "one process trains on one device for now; leave the section out";
+    let hint = "each GPU holds the whole model: sieve launch --nproc N shares rows and the optimizer, and \
+        parallelism.context_parallel_degree long rows; leave this out";
     Mistake::new(key, Problem::NotBuilt { hint: hint.to_owned() })
 }
 

@@ -31,7 +31,7 @@ pub(crate) struct BuildArgs {
     /// Override a key of the recipe, for example training.deterministic=true; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
     pub(super) overrides: Vec<String>,
-    /// sm_80, sm_86, sm_89 or sm_90a; may be repeated. The GPU of this machine when absent
+    /// sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a; may be repeated. The GPU of this machine when absent
     #[arg(long, value_name = "ARCH")]
     pub(super) arch: Vec<String>,
     /// Compile with this nvcc
