@@ -235,9 +235,9 @@ fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
             )
         }
         Target::Cpu { .. } => format!(
-            "{:.0} % of {:.1} TFLOP/s in executed operations, on {devices}",
+            "{:.0} % of {:.0} GFLOP/s in executed operations, on {devices}",
             100.0 * ASSUMED_MFU,
-            peak / 1e12
+            peak / 1e9
         ),
     }
 }
