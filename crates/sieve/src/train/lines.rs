@@ -67,18 +67,19 @@ pub(super) fn step_line(report: &StepReport) -> String {
 pub(super) fn whole_step_line(report: &StepReport) -> String {
     let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
     let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
-    let percent = |value: Option<f64>| value.map_or("n/a".to_owned(), |v| format!("{v:.2}%"));
+    let mfu = report.mfu_percent.zip(report.dense_mfu_percent);
+    let mfu = mfu.map_or(String::new(), |(executed, dense)| {
+        format!("  mfu: {executed:.2}% (dense equivalent {dense:.2}%)")
+    });
     format!(
         "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  lr: {:.3e}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  \
-         tflops: {:.3}  mfu: {} (dense equivalent {})  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
+         tflops: {:.3}{mfu}  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
         report.step,
         report.loss,
         report.grad_norm,
         report.lr,
         terminal::thousands(report.tokens_per_second as u64),
         report.tflops,
-        percent(report.mfu_percent),
-        percent(report.dense_mfu_percent),
         report.attention.density,
         report.attention.mean_active_keys,
         100.0 * report.step as f64 / report.num_steps as f64,
