@@ -61,8 +61,8 @@ pub use selectors::{
 };
 pub use stop::StopTexts;
 pub use tasks::{
-    Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
-    run_task,
+    Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
+    TaskSize, TaskTexts, run_task,
 };
 pub use together::TogetherGenerator;
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
