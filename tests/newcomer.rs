@@ -1,6 +1,6 @@
 //! What somebody meets who has one file of text, or nothing but the program.
 use crate::data_commands::{formats, shards};
-use crate::tiny_run::{TinyRun, program, refused, succeed};
+use crate::tiny_run::{TinyRun, json, number, program, refused, succeed};
 use sieve_testing::{cases, says};
 use std::fs;
 use std::path::Path;
@@ -144,6 +144,75 @@ fn the_ending_of_a_file_says_how_it_is_read() {
     tiny.prints(&format!("{train} named.json --format jsonl"));
     let [found, named] = ["found.json", "named.json"].map(|name| fs::read(tiny.path(name)));
     assert_eq!(found.expect("written"), named.expect("written"));
+}
+
+#[test]
+fn what_an_evaluation_says_can_be_kept_and_compared() {
+    let tiny = TinyRun::dma();
+    tiny.trained("run", "--set training.steps=4");
+    let ppl = "eval ppl --device cpu --checkpoint run --data corpus --max-tokens 3000";
+    let printed = tiny.prints(&format!("{ppl} --json --save"));
+    says(&printed, "saved | run/eval/ppl.json");
+    let report = json(&printed);
+    assert_eq!(json(&tiny.read("run/eval/ppl.json")), report);
+    let rolling = &report["lm_eval_rolling"];
+    // The first token of a text is predicted and its end is not; the last text is cut, so it has no end.
+    let documents = report["num_documents"].as_f64().expect("a number");
+    let [ours, theirs] = [&report, rolling].map(|of| number(&of["num_tokens"]));
+    assert!(documents > 2.0 && theirs == ours + 1.0, "{report}");
+    let nats = -number(&rolling["log_likelihood"]);
+    let bits = number(&rolling["bits_per_byte"]) * number(&rolling["num_bytes"]);
+    assert!((nats - bits * std::f64::consts::LN_2).abs() < 1e-9 * nats, "{report}");
+    assert!((nats / number(&report["nats"]) - 1.0).abs() < 0.2, "{report}");
+
+    let lines = tiny.prints(&format!("{ppl} --by-position --save long"));
+    // Bytes and few merges: a word has several tokens.
+    says(
+        &lines,
+        "word perplexity | - | tokens, which this text has in this tokenizer",
+    );
+    says(&lines, "by lm-evaluation-harness's rolling likelihood | windows of 32");
+    let long = json(&tiny.read("run/eval/long.json"));
+    assert_eq!((&long["stride"], &report["stride"]), (&32.into(), &16.into()));
+    // Predictions that see 16 to 31 tokens are about half of all where windows do not overlap.
+    let bins = long["by_position"].as_array().expect("bins");
+    let last_but_one = bins.iter().find(|bin| bin["from"] == 16).expect("a bin");
+    let share = number(&last_but_one["num_tokens"]) / number(&long["num_tokens"]);
+    assert!((0.3..0.6).contains(&share), "{bins:?}");
+
+    let note = "has not been trained on the task";
+    assert!(
+        tiny.prints("eval mqar --checkpoint run --device cpu --kinds 32:2 --samples 9 --save")
+            .contains(note)
+    );
+    tiny.prints("compare run --out page.html");
+    let page = tiny.read("page.html");
+    says(
+        &page,
+        ">long< | >ppl< | >mqar< | >by_position / 16 to 31< | >lm_eval_rolling / bits_per_byte<",
+    );
+    assert!(!page.contains("/ from<"), "bins are one row each");
+    tiny.refuses(&format!("{ppl} --save a/b"), "--save a/b | name of a file | hint: ");
+    tiny.prints("export --checkpoint run --out exported");
+    let exported = ppl.replace("run", "exported");
+    tiny.refuses(
+        &format!("{exported} --save"),
+        "exported lies in no run folder | --json > FILE",
+    );
+}
+
+#[test]
+fn a_cpu_has_no_peak_to_reach() {
+    let tiny = TinyRun::dma();
+    let printed = succeed(&mut tiny.train("run", "--stop-after 2 -v"));
+    assert!(printed.contains("tflops: ") && !printed.contains("mfu"), "{printed}");
+    assert!(!tiny.read("run/metrics.jsonl").contains("mfu"));
+    let plan = tiny.prints("plan --recipe tiny.toml");
+    says(
+        &plan,
+        "GFLOP/s of matrix products, measured just now | % of | GFLOP/s in executed operations",
+    );
+    assert!(!plan.contains("TFLOP/s"), "{plan}");
 }
 
 #[test]

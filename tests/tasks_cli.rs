@@ -316,6 +316,23 @@ fn longbench_files_are_read_from_their_folder() {
         let mean = values.sum::<f64>() / 5.0;
         assert!((task["scores"][0]["value"].as_f64().expect("a score") - mean).abs() < 1e-9);
     }
+    let values: Vec<f64> = tasks
+        .iter()
+        .filter_map(|task| task["scores"][0]["value"].as_f64())
+        .collect();
+    let average = &report["longbench"];
+    assert_eq!(average["num_data_sets"], 2);
+    for mean in ["mean", "overall"] {
+        let mean = average[mean].as_f64().expect("a number");
+        assert!((mean - values.iter().sum::<f64>() / 2.0).abs() < 1e-9, "{average}");
+    }
+    says(
+        &tiny.prints(&run("")),
+        "average 0. | over 2 of 16 data sets | over their 2 categories",
+    );
+    let list = tiny.prints("eval tasks --list");
+    assert!(list.lines().all(|line| line.contains("  ")), "{list}");
+    says(&list, "longbench_passage_retrieval_en  LongBench");
     let one = json(&tiny.prints(&run("--only hotpotqa --json")));
     assert_eq!(one["tasks"].as_array().map(Vec::len), Some(1));
     tiny.refuses(

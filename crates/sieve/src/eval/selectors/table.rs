@@ -1,8 +1,8 @@
 //! The measures as lines, or as one JSON object.
 use super::compare::Trained;
 use super::{Failures, Run};
-use crate::eval::output;
 use crate::{selector, terminal};
+use anyhow::Result;
 use serde::Serialize;
 use sieve_eval::SelectorMeasure;
 use sieve_ops::SieveBackend;
@@ -17,14 +17,14 @@ pub(super) struct Row {
     pub(super) measure: SelectorMeasure,
 }
 
-/// Prints everything as one object.
-pub(super) fn print_json<B: SieveBackend>(
+/// Everything as one object, kept and printed as was asked for.
+pub(super) fn report<B: SieveBackend>(
     run: &Run<'_, B>,
     rows: &[Row],
     trained: &[Trained],
     left_out: &[anyhow::Error],
     failed: &Failures,
-) {
+) -> Result<()> {
     let json = serde_json::json!({
         "data": run.args.data,
         "threads": crate::device::num_threads(),
@@ -33,7 +33,8 @@ pub(super) fn print_json<B: SieveBackend>(
         "left_out": left_out.iter().map(terminal::first_line).collect::<Vec<_>>(),
         "failed": failed,
     });
-    output::print_json(run.loaded, json);
+    run.args.result.report(run.loaded, super::COMMAND, json)?;
+    Ok(())
 }
 
 /// Prints all lengths.
@@ -109,6 +110,10 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         ));
     }
     terminal::lines(notes(rows));
+    if rows.iter().all(|row| is_on_cpu(&row.measure)) {
+        terminal::line("all of these chose and attended on the CPU");
+        return;
+    }
     let mut told = Vec::new();
     for Row { label, measure: m } in rows {
         let path = selector::paths(&m.paths);
@@ -122,6 +127,11 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             told.push(path);
         }
     }
+}
+
+fn is_on_cpu(measure: &SelectorMeasure) -> bool {
+    let paths = &measure.paths;
+    paths.iter().all(|layers| layers.path.ends_with("on the CPU")) && measure.host_bytes == 0.0
 }
 
 /// What the rows of one length do not say by themselves.
