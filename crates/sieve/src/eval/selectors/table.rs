@@ -110,12 +110,9 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         ));
     }
     terminal::lines(notes(rows));
-    if rows.iter().all(|row| is_on_cpu(&row.measure)) {
-        terminal::line("all of these chose and attended on the CPU");
-        return;
-    }
+    let (on_cpu, others): (Vec<&&Row>, Vec<&&Row>) = rows.iter().partition(|row| is_on_cpu(&row.measure));
     let mut told = Vec::new();
-    for Row { label, measure: m } in rows {
+    for Row { label, measure: m } in others {
         let path = selector::paths(&m.paths);
         if m.host_bytes > 0.0 {
             terminal::line(&format!(
@@ -127,11 +124,16 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             told.push(path);
         }
     }
+    if !on_cpu.is_empty() {
+        let which = if on_cpu.len() == rows.len() { "all of these" } else { "the others" };
+        terminal::line(&format!("{which} chose and attended on the CPU in every layer"));
+    }
 }
 
+/// Whether the model is on a CPU and all its layers took one path.
 fn is_on_cpu(measure: &SelectorMeasure) -> bool {
     let paths = &measure.paths;
-    paths.iter().all(|layers| layers.path.ends_with("on the CPU")) && measure.host_bytes == 0.0
+    paths.len() == 1 && paths[0].path.ends_with("on the CPU") && measure.host_bytes == 0.0
 }
 
 /// What the rows of one length do not say by themselves.
