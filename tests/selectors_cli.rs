@@ -301,8 +301,8 @@ fn selectors_come_from_a_grid() {
     tiny.write(
         "grid.toml",
         "selectors = [\"0=dense/1-=a_shape:n_init=2,n_local=8,min_prefill_tokens=0\"]\n\
-         [[grid]]\nmethod = \"meanpool\"\nblock = [4, 8]\ntau = [0.3, 0.85]\nmin_prefill_tokens = 0\n\
-         [[grid]]\nmethod = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n",
+         [[grid]]\nselector = \"meanpool\"\nblock = [4, 8]\ntau = [0.3, 0.85]\nmin_prefill_tokens = 0\n\
+         [[grid]]\nselector = \"momo\"\nk = [1, 9]\nk_exact = 2\nmin_prefill_tokens = 0\n",
     );
     let command = format!(
         "eval selectors --checkpoint {run} --data text.txt --lengths 16,32 --windows 1 --device cpu --grid grid.toml \

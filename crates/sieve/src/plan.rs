@@ -130,16 +130,16 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
 fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     let Some(name) = gpu else {
         let (peak, threads) = (crate::device::cpu_peak_flops(), crate::device::num_threads());
-        if let Some(load) = crate::device::load().filter(|&load| load > 1.0 + threads as f64) {
-            terminal::warning(&format!(
-                "this machine is busy (a load of {load:.0} on {threads} threads), so the speed measured here and the \
-                 time below are those of a slower one"
-            ));
-        }
         let target = out_of_memory::target(&Device::Cpu, Some(peak));
         let speed = peak / 1e9;
+        let busy = match crate::device::load() {
+            Some(load) if load > 1.0 + threads as f64 => {
+                format!(" on a busy machine (load {load:.0}): a quiet one is faster")
+            }
+            _ => String::new(),
+        };
         let name =
-            format!("this CPU, {threads} threads, f32: {speed:.0} GFLOP/s of matrix products, measured just now");
+            format!("this CPU, {threads} threads, f32: {speed:.0} GFLOP/s of matrix products, measured just now{busy}");
         return Ok((target, name));
     };
     match gpu::find(name) {
