@@ -363,8 +363,8 @@ keys! {
         /// Share of `optimizer.lr` that the decay ends at.
         #[key(share("[0, 1]", A_SHARE), may_change)]
         pub min_lr_factor: f64 = 0.0,
-        /// Steps that an earlier schedule of the same shape took; this one warms up, stays and decays over the rest.
-        /// `sieve train --extend` sets it.
+        /// Steps that an earlier schedule of the same shape took; this one warms up, stays and decays over the rest,
+        /// of which a fifth warms up at most. `sieve train --extend` sets it.
         #[key(may_change)]
         pub after_step: usize = 0,
     }
