@@ -231,7 +231,7 @@ fn a_copied_program_trains_in_an_empty_folder() {
         command
     };
     let small = "--set training.steps=30 --set lr_scheduler.warmup_steps=5 --set model.num_hidden_layers=2 \
-                 --set validation.steps=4 --set generation.max_new_tokens=8";
+                 --set validation.tokens=8192 --set generation.max_new_tokens=8";
     let train = format!("train --recipe quickstart.toml --device cpu {small}");
     let printed = succeed(&mut sieve(&train));
     assert!(printed.contains("registry/src/**/*.rs"), "{printed}");

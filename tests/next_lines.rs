@@ -89,7 +89,7 @@ fn a_new_recipe_on_one_text_trains() {
     let text = (0..60).map(|n| fs::read_to_string(tiny.path(&format!("corpus/{n:02}.txt"))));
     let text = text.collect::<Result<String, _>>().expect("a corpus");
     tiny.write("my text.txt", text);
-    let smaller = "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.steps=1";
+    let smaller = "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.tokens=2048";
     for kind in ["mha", "swa", "dma", "mla", "nsa"] {
         let new = format!("recipe new --kind {kind} --out {kind}.toml {smaller} --data");
         let printed = succeed(tiny.sieve(&new).arg("my text.txt"));

@@ -426,7 +426,7 @@ log_freq = 1
 
 [validation]
 interval = 10
-steps = 2
+tokens = 256
 "#
     )
 }

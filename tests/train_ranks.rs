@@ -1,5 +1,5 @@
 //! Several processes train what one would: the same rows, steps and weights.
-use crate::tiny_run::{STEPS, TinyRun, signal, succeed, text, wait_until};
+use crate::tiny_run::{STEPS, TinyRun, json, signal, succeed, text, wait_until};
 use crate::train_guard::{Outcome, Transport, disturbed_rank};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
 use sieve_train::{Disturbance, OnHost};
@@ -72,6 +72,49 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
         std::fs::read(file).expect("an export")
     });
     assert!(exported[0] == exported[1]);
+}
+
+#[test]
+fn validation_reads_the_same_text_for_any_batch_and_number_of_processes() {
+    let tiny = TinyRun::dma();
+    let short = "--set training.steps=4 --set validation.interval=4";
+    // The sums over the predicted tokens' bytes and frequencies tell which tokens they are.
+    let read = |out: &str| {
+        let last = tiny.metrics(out, "validation")[&4].clone();
+        ["num_labels", "num_bytes", "unigram_bits_per_byte"].map(|key| last[key].clone())
+    };
+    tiny.trained("of-4", short);
+    for rows in [1, 2, 8] {
+        let out = format!("of-{rows}");
+        tiny.trained(&out, &format!("{short} --set training.local_batch_size={rows}"));
+        assert_eq!(read(&out), read("of-4"), "{rows} rows a batch");
+        let [loss, expected] = [out.as_str(), "of-4"].map(|out| tiny.metrics(out, "validation")[&0].clone());
+        assert_near(&loss, &expected, &["loss"], 1e-6);
+    }
+    for (nproc, more) in [(2, ""), (4, "--context-parallel 2")] {
+        let out = format!("ranks-{nproc}");
+        succeed(&mut tiny.launch(
+            nproc,
+            &out,
+            &format!("{short} --set training.local_batch_size=2 {more}"),
+        ));
+        assert_eq!(read(&out), read("of-4"), "{nproc} processes");
+    }
+    // A run that goes on with another batch.
+    tiny.trained("resumed", &format!("{short} --stop-after 2"));
+    tiny.trained(
+        "resumed",
+        &format!("{short} --resume --set training.local_batch_size=1"),
+    );
+    assert_eq!(read("resumed"), read("of-4"));
+    // Whole rows: eight of 32 tokens, in which documents end.
+    let num_labels = read("of-4")[0].as_u64().expect("a number");
+    assert!((200..=256).contains(&num_labels), "{num_labels}");
+
+    // Less held-out text than asked for is read whole: as many tokens as `eval ppl` predicts.
+    tiny.trained("whole", &format!("{short} --set validation.tokens=10000000"));
+    let ppl = tiny.prints("eval ppl --recipe-validation --json --device cpu --checkpoint whole");
+    assert_eq!(read("whole")[0], json(&ppl)["num_tokens"]);
 }
 
 /// Asserts that numbers of two reports are equal up to a relative difference.

@@ -73,7 +73,7 @@ at_start = true
 log_freq = 1
 enable_tensorboard = false
 [validation]
-steps = 1
+tokens = 1
 """
 
 

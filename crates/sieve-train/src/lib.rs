@@ -42,4 +42,4 @@ pub use run_folder::{RunFolder, Start};
 pub use segments::{BlockSettings, MicroBatchResult, accumulate_gradients_with};
 pub use trainer::{Disturbance, Trainer, loader_config, step_batch, tidy_finished};
 pub use unigram::Unigram;
-pub use validation::{TokenBytes, validate};
+pub use validation::{TokenBytes, ValidationSize, validate};

@@ -19,6 +19,7 @@ use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin, Precision,
     RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
+    ValidationSize,
 };
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
@@ -651,10 +652,10 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()?;
         (self.disturbance.validating)(self.step);
         let model = self.model().valid();
-        let size = [
-            self.recipe.validation.steps,
-            self.stage.recipe.training.local_batch_size,
-        ];
+        let size = ValidationSize {
+            num_tokens: self.recipe.validation.tokens,
+            batch_size: self.stage.recipe.training.local_batch_size,
+        };
         let mut sums = share_sums(
             self.share(),
             &model,

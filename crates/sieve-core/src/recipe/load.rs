@@ -24,6 +24,20 @@ impl Recipe {
     pub fn load(text: &str, origin: &str, overrides: &[String]) -> Result<Self, RecipeError> {
         let mut document = Document::parse(text, origin)?;
         document.apply(overrides);
+        Self::of_document(document, origin)
+    }
+
+    /// Reads the recipe that a run was saved with. Keys that have another name since are read by the name they had.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_saved(text: &str, origin: &str) -> Result<Self, RecipeError> {
+        let mut document = Document::parse(text, origin)?;
+        resolve::earlier_names(&mut document.table);
+        Self::of_document(document, origin)
+    }
+
+    fn of_document(mut document: Document, origin: &str) -> Result<Self, RecipeError> {
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);

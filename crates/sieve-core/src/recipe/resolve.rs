@@ -7,6 +7,19 @@ use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source};
 use crate::model::DmaShape;
 
+/// Gives keys of a saved recipe the names that they have now; `schema::RENAMED` lists them.
+pub(super) fn earlier_names(table: &mut Table) {
+    let training = |key: &str| value_at(table, &format!("training.{key}"))?.as_integer();
+    let batch = training("local_batch_size").zip(training("seq_len"));
+    if let Some(validation) = table.get_mut("validation").and_then(Value::as_table_mut)
+        && let (Some((rows, seq_len)), Some(Value::Integer(steps))) = (batch, validation.get("steps"))
+    {
+        let tokens = steps.saturating_mul(rows).saturating_mul(seq_len);
+        validation.remove("steps");
+        validation.insert("tokens".to_owned(), Value::Integer(tokens));
+    }
+}
+
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
 /// Works on unchecked values: what has a wrong type is left to be reported.

@@ -417,9 +417,10 @@ keys! {
         /// Steps between two validations.
         #[key(at_least_one, may_change)]
         pub interval: usize = 500,
-        /// Batches of one validation.
+        /// Held-out tokens that one validation reads: whole rows, spread evenly over the held-out text. The same text
+        /// for any batch size and any number of processes; held-out text of fewer tokens is read whole.
         #[key(at_least_one, may_change)]
-        pub steps: usize = 20,
+        pub tokens: usize = 65_536,
         /// Globs of validation files. Absent: the documents `[data] validation_fraction` holds out.
         pub paths: Option<Vec<String>> = None,
     }

@@ -36,7 +36,7 @@ pub(crate) struct PplArgs {
     /// Text, JSONL or Parquet files, folders or globs
     #[arg(long, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
-    /// The documents that the run held out
+    /// All documents that the run held out; its own validation reads validation.tokens of them
     #[arg(long)]
     recipe_validation: bool,
     /// How the files hold documents; by their ending when absent

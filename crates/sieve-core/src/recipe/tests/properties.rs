@@ -301,7 +301,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     },
                     validation: ValidationSection {
                         interval: validation.0,
-                        steps: validation.1,
+                        tokens: validation.1,
                         paths: validation.2,
                         ..BASE.validation.clone()
                     },

@@ -27,6 +27,21 @@ fn allowed_changes_are_returned_with_both_values() {
 }
 
 #[test]
+fn a_saved_recipe_may_have_keys_of_earlier_names() {
+    let saved = minimal().to_toml().expect("representable");
+    let earlier = saved.replace("tokens = 65536", "steps = 3");
+    assert_ne!(saved, earlier);
+    refusal(
+        Recipe::load(&earlier, "r.toml", &[]),
+        "validation.steps: is now validation.tokens",
+    );
+    let read = Recipe::load_saved(&earlier, "r.toml").expect("it was valid when it was saved");
+    let training = &read.training;
+    assert_eq!(read.validation.tokens, 3 * training.local_batch_size * training.seq_len);
+    assert_eq!(Recipe::load_saved(&saved, "r.toml"), Ok(minimal()));
+}
+
+#[test]
 fn a_format_may_be_named_or_left_to_the_ending() {
     for (saved, now, is_allowed) in [
         (DataFormat::Text, DataFormat::Auto, true),
@@ -101,7 +116,7 @@ fn keys_that_change_no_step_taken_may_change() {
         "metrics.log_freq",
         "metrics.enable_tensorboard",
         "validation.interval",
-        "validation.steps",
+        "validation.tokens",
         "activation_checkpoint.mode",
         "activation_checkpoint.selective_ac_option",
         "parallelism.context_parallel_degree",
