@@ -64,7 +64,7 @@ pub struct Trainer<B: TrainBackend> {
     /// Next row of the stage.
     next_sample: u64,
     tokens_seen: u64,
-    /// DMA's masks of the last micro-batch, and the learning rate of the last step.
+    /// DMA's masks and scores of the last micro-batch, and the learning rate of the last step.
     last_step: Option<StepOutcome<B>>,
     /// Step of the last checkpoint in `folder`.
     last_checkpoint: Option<u64>,
@@ -98,6 +98,7 @@ struct StepOutcome<B: TrainBackend> {
     expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
 }
 
+    clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
 impl<B: TrainBackend> Trainer<B> {
     /// A new run, or one restored from its checkpoint. Writes nothing: [`run`](Self::run) does.
     ///
@@ -535,7 +536,7 @@ impl<B: TrainBackend> Trainer<B> {
         let settings = BlockSettings::from(&self.recipe);
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
-        let mut expire = Vec::new();
+        let (mut expire, mut clamped_scores) = (Vec::new(), Vec::new());
         for (place, batch) in batches.iter().enumerate() {
             let on_device = match &links {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
@@ -555,7 +556,7 @@ impl<B: TrainBackend> Trainer<B> {
                 beside,
             )?;
             loss = loss + result.loss;
-            expire = result.expire;
+            (expire, clamped_scores) = (result.expire, result.clamped_scores);
         }
         let model = self.model.take().expect(AWAY);
         let grad_norm = match &mut self.group {
@@ -600,7 +601,11 @@ impl<B: TrainBackend> Trainer<B> {
         self.step += 1;
         self.next_sample += num_rows as u64;
         self.tokens_seen += num_tokens as u64;
-        self.last_step = Some(StepOutcome { lr, expire });
+        self.last_step = Some(StepOutcome {
+            lr,
+            expire,
+            clamped_scores,
+        });
         Ok(())
     }
 
@@ -616,7 +621,7 @@ impl<B: TrainBackend> Trainer<B> {
         let outcome = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
-        let attention = AttentionStatistics::of_model(shape, last, &outcome.expire);
+        let attention = AttentionStatistics::of_model(shape, last, &outcome.expire, &outcome.clamped_scores);
         let labels: usize = batches.iter().map(Batch::num_labels).sum();
         let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;

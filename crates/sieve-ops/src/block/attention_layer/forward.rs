@@ -82,10 +82,11 @@ impl<B: Backend> Attended<B> {
         }
     }
 
-    pub(super) fn expire(&self) -> Option<Ints<B>> {
+    /// DMA's mask and ranks.
+    pub(super) fn chosen(&self) -> Option<(Ints<B>, Float<B>)> {
         match self {
             Self::Recent(_) | Self::Parted(_) => None,
-            Self::Selected(forward) => Some(forward.selection.expire.clone()),
+            Self::Selected(forward) => Some((forward.selection.expire.clone(), forward.rank.clone())),
         }
     }
 }

@@ -81,8 +81,8 @@ impl Case {
         let rope = self.rope(&inputs[0]);
         let tokens = (self.documents.positions.clone(), &rope, &self.documents);
         let x = float(&inputs[0]);
-        let (y, expire) = attention_layer(x, self.layer(inputs), tokens, self.spec, self.residual);
-        assert_eq!(expire.is_some(), self.dma.is_some());
+        let (y, chosen) = attention_layer(x, self.layer(inputs), tokens, self.spec, self.residual);
+        assert_eq!(chosen.is_some(), self.dma.is_some());
         primitive(y)
     }
 
