@@ -22,6 +22,7 @@ mod origin;
 mod report;
 mod rows;
 mod run_folder;
+mod tensorboard;
 mod trainer;
 mod unigram;
 mod validation;

@@ -1,21 +1,20 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
+use crate::tensorboard::{TensorBoard, fenced};
 use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
+use sieve_core::Recipe;
 use sieve_files::write_atomically;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
-use tensorboard_rs::summary_writer::SummaryWriter;
 
 /// Writers of a run's numbers.
 pub(crate) struct Metrics {
     path: PathBuf,
     /// `None` where another process writes.
     file: Option<File>,
-    /// `None` when the recipe wants none, or after it failed.
-    tensorboard: Option<SummaryWriter>,
+    tensorboard: TensorBoard,
 }
 
 #[derive(Serialize)]
@@ -68,9 +67,9 @@ impl Metrics {
         let tb = folder.tensorboard_path();
         let tensorboard = if enable_tensorboard {
             std::fs::create_dir_all(&tb).map_err(TrainError::io("creating", &tb))?;
-            catch_unwind(|| SummaryWriter::new(&tb)).ok()
+            TensorBoard::create(&tb)
         } else {
-            None
+            TensorBoard::nowhere()
         };
         let metrics = Self {
             path,
@@ -85,7 +84,7 @@ impl Metrics {
         Self {
             path: PathBuf::new(),
             file: None,
-            tensorboard: None,
+            tensorboard: TensorBoard::nowhere(),
         }
     }
 
@@ -102,20 +101,32 @@ impl Metrics {
             ("n_tokens_seen", report.tokens_seen as f64),
             ("attention/density", attention.density),
             ("attention/mean_active_keys", attention.mean_active_keys),
-            ("attention/never_active", attention.never_active),
-            ("attention/not_self_visible", attention.not_self_visible),
         ];
         if let Some(ages) = attention.ages {
             scalars.extend([
+                ("attention/never_active", attention.never_active),
+                ("attention/not_self_visible", attention.not_self_visible),
                 ("attention/median_key_age", ages.median_key_age as f64),
                 ("attention/late_key_age", ages.late_key_age as f64),
                 ("attention/beyond_window", ages.beyond_window),
             ]);
         }
+        scalars.extend(attention.clamped.map(|share| ("attention/clamped", share)));
         scalars.extend(report.mfu_percent.map(|mfu| ("mfu(%)", mfu)));
         scalars.extend(report.dense_mfu_percent.map(|mfu| ("mfu_dense_equivalent(%)", mfu)));
-        self.scalars(&scalars, report.step);
+        self.tensorboard.scalars(&scalars, report.step);
         Ok(())
+    }
+
+    /// What the run is, beside its curves in TensorBoard.
+    pub(crate) fn recipe(&mut self, recipe: &Recipe, step: u64) -> Result<(), TrainError> {
+        self.tensorboard.recipe(recipe, &recipe.to_toml()?, step);
+        Ok(())
+    }
+
+    /// A text that the model wrote, for TensorBoard.
+    pub(crate) fn sample(&mut self, number: usize, text: &str, step: u64) {
+        self.tensorboard.text(&format!("samples/{number}"), &fenced(text), step);
     }
 
     pub(crate) fn skipped(&mut self, report: &SkippedStep) -> Result<(), TrainError> {
@@ -144,7 +155,7 @@ impl Metrics {
             ("validation_metrics/perplexity", report.perplexity),
             ("validation_metrics/bits_per_byte", report.bits_per_byte),
         ];
-        self.scalars(&scalars, report.step);
+        self.tensorboard.scalars(&scalars, report.step);
         Ok(())
     }
 
@@ -162,36 +173,9 @@ impl Metrics {
         file.write_all(text.as_bytes())
             .map_err(TrainError::io("writing", &self.path))
     }
-
-    /// TensorBoard's writer panics when its file cannot be written; a picture is not worth a run, so it is dropped
-    /// then.
-    fn scalars(&mut self, scalars: &[(&str, f64)], step: u64) {
-        let Some(mut writer) = self.tensorboard.take() else {
-            return;
-        };
-        let written = catch_unwind(AssertUnwindSafe(|| {
-            for (tag, value) in scalars {
-                writer.add_scalar(tag, *value as f32, step as usize);
-            }
-            writer.flush();
-        }));
-        match written {
-            Ok(()) => self.tensorboard = Some(writer),
-            // Its destructor panics too.
-            Err(_) => std::mem::forget(writer),
-        }
-    }
 }
 
 const GIB: f64 = (1u64 << 30) as f64;
-
-impl Drop for Metrics {
-    fn drop(&mut self) {
-        if let Some(writer) = self.tensorboard.take() {
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(writer)));
-        }
-    }
-}
 
 /// The last validation that the run in `folder` wrote.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {

@@ -78,6 +78,8 @@ pub struct Trainer<B: TrainBackend> {
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
+    /// Where numbers went, after the run.
+    metrics: Option<Metrics>,
 }
 
 /// Where a run's news goes: to its files and to the caller.
@@ -96,9 +98,9 @@ impl Reporter<'_> {
 struct StepOutcome<B: TrainBackend> {
     lr: f64,
     expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
+    clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
 }
 
-    clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
 impl<B: TrainBackend> Trainer<B> {
     /// A new run, or one restored from its checkpoint. Writes nothing: [`run`](Self::run) does.
     ///
@@ -156,6 +158,7 @@ impl<B: TrainBackend> Trainer<B> {
             disturbance: Disturbance::default(),
             group,
             stop_at: None,
+            metrics: None,
             recipe,
             data,
             folder,
@@ -335,7 +338,15 @@ impl<B: TrainBackend> Trainer<B> {
         summary.step = self.step;
         summary.interrupted = self.step < num_steps;
         summary.checkpoint = self.last_checkpoint_path();
+        self.metrics = Some(reporter.metrics);
         Ok(summary)
+    }
+
+    /// Keeps a text that the model wrote after its [`run`](Self::run) among the run's TensorBoard files.
+    pub fn keep_sample(&mut self, number: usize, text: &str) {
+        if let Some(metrics) = &mut self.metrics {
+            metrics.sample(number, text, self.step);
+        }
     }
 
     fn steps(
@@ -519,10 +530,12 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Where numbers go, and what is there of an earlier process.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
-        match self.writes() {
-            true => Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard),
-            false => Ok((Metrics::nowhere(), History::default())),
+        if !self.writes() {
+            return Ok((Metrics::nowhere(), History::default()));
         }
+        let (mut metrics, history) = Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard)?;
+        metrics.recipe(&self.recipe, self.step)?;
+        Ok((metrics, history))
     }
 
     /// Gradients over all micro-batches, clipping, gate, update. `num_labels` counts those of all processes.
