@@ -46,6 +46,21 @@ fn one_text_file_trains_however_short() {
         let printed = String::from_utf8_lossy(&more.stdout);
         says(&printed, "data: found | too few");
     }
+    // Beside a source of many documents the one text is held out of too, and the run says so.
+    let rows = (0..400).map(|n| format!("{{\"text\": \"row {n}: {}\"}}\n", &text[n..n + 40].replace('\n', " ")));
+    tiny.write("rows.jsonl", rows.collect::<String>());
+    let sources = [
+        "data.paths=[\"long.txt\",\"rows.jsonl\"]",
+        "data.weights=[1,1]",
+        "training.steps=4",
+    ];
+    let printed = succeed(set(&mut tiny.train("mixed", ""), &sources));
+    says(
+        &printed,
+        "data: of sources with too few documents | the end of the text validates | [validation] paths",
+    );
+    let held_out = tiny.metrics("mixed", "validation")[&0]["num_labels"].clone();
+    assert!(held_out.as_u64() > Some(200), "{held_out}");
     let empty = tiny.path("empty.txt");
     fs::write(empty, "").expect("writable");
     tiny.write("letter.txt", "x");

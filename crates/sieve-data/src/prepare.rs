@@ -38,8 +38,8 @@ use tokenise::Pace;
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1): each document is held out or not by a hash of its text alone, so that
-    /// more text does not move documents from one side to the other, and equal documents stay together. Where that
-    /// would leave one side empty, the last bytes of the text are held out, and a document is cut
+    /// more text does not move documents from one side to the other, and equal documents stay together. Of a corpus
+    /// where that would leave one side empty, the last bytes of the text are held out, and a document is cut
     /// ([`PreparedMeta::is_cut`]).
     Fraction(f64),
     /// Another corpus. Its documents are left out of the training split.
@@ -266,7 +266,13 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
         hash.update(&corpus.fingerprint().to_le_bytes());
     }
     match config.validation {
-        ValidationSource::Fraction(fraction) => hash.update(&fraction.to_le_bytes()),
+        ValidationSource::Fraction(fraction) => {
+            hash.update(&fraction.to_le_bytes());
+            if corpora.len() > 1 {
+                // Once only some of them were held out of.
+                hash.update(b"of each");
+            }
+        }
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),
     }
     hex(hash.digest128())
