@@ -115,13 +115,11 @@ fn main() -> ExitCode {
         Err(error) => Err(error),
         Ok(command) => run(command),
     };
-    match result {
-        Ok(exit) => exit.into(),
-        Err(error) => {
-            terminal::print_error(&error);
-            Exit::Failed.into()
-        }
-    }
+    let exit = result.unwrap_or_else(|error| {
+        terminal::print_error(&error);
+        Exit::Failed
+    });
+    terminal::after_lost_output(exit).into()
 }
 
 /// What a person may type who knows another program, and the command here.
@@ -157,7 +155,7 @@ fn refuse(error: clap::Error) -> ! {
         terminal::print_error(&anyhow::anyhow!(text));
         std::process::exit(2);
     }
-    error.exit()
+    terminal::end_with(&error)
 }
 
 fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
@@ -175,7 +173,8 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Train(args) => train::run(args),
         Command::Launch(args) => {
             // What the processes would refuse one by one is refused here, once.
-            Cli::parse_from(std::iter::once("sieve").chain(args.command.iter().map(String::as_str)));
+            let words = std::iter::once("sieve").chain(args.command.iter().map(String::as_str));
+            Cli::try_parse_from(words).unwrap_or_else(|error| refuse(error));
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),
