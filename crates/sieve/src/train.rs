@@ -26,14 +26,14 @@ use lines::{
 use log::Log;
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
-use sieve_core::recipe::TrainingPrecision;
+use sieve_core::recipe::{AttentionKind, TrainingPrecision};
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{OnChange, Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, SumOrder};
-use sieve_ops::{Cuda, TrainBackend};
+use sieve_ops::{Cuda, DMA_SCORE_CLAMP, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
     DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
@@ -407,12 +407,20 @@ fn train<B: TrainBackend>(
             folder.claim(start)?;
             tidy_finished(&folder, recipe)?;
         }
+        let more = 2 * origin.step();
         log.always(&format!(
-            "nothing to do: {} has all {} steps\n  \
-             to go on: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
+            "nothing to do: {} has all {} steps\n  to go on: {}",
             checkpoint.path.display(),
             recipe.training.steps,
-            2 * origin.step(),
+            match origin.is_branch {
+                // A branch has a run of its own, whose schedule counts the steps before it too.
+                true => format!(
+                    "--branch-from with --set training.steps={more}, or another number above {}",
+                    more / 2
+                ),
+                false =>
+                    format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
+            },
         ));
         return Ok(Ending::Finished);
     }
@@ -500,10 +508,10 @@ fn train<B: TrainBackend>(
         summary.step - first_step,
         terminal::duration(started.elapsed().as_secs_f64())
     ));
-    finish(&log, &summary);
+    finish(&log, &summary, trainer.shape());
     // The run itself is done; a prompt that is too long does not make it fail.
     if session.tells()
-        && let Err(error) = samples(&log, recipe, &trainer, &device)
+        && let Err(error) = samples(&log, recipe, &mut trainer, &device)
     {
         log.line(&format!("no sample: {error}"));
     }
@@ -628,7 +636,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
 }
 
 /// What a finished run has come to, and what to do with it.
-fn finish(log: &Log, summary: &TrainSummary) {
+fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
         log.always(&format!(
             "             loss   perplexity   bits per byte\n\
@@ -645,16 +653,30 @@ fn finish(log: &Log, summary: &TrainSummary) {
             last.bits_per_byte / last.unigram_bits_per_byte,
         ));
     }
-    if let Some(step) = &summary.last_step {
+    // Dense attention has no mask but the causal one.
+    if let Some(step) = &summary.last_step
+        && shape.attention.kind() != AttentionKind::Mha
+    {
         let attention = &step.attention;
-        log.line(&format!(
-            "mask: density {:.3}, {:.1} keys a query, {:.1} % of keys never seen, {:.1} % of queries that see their \
-             own key in no head",
-            attention.density,
-            attention.mean_active_keys,
-            100.0 * attention.never_active,
-            100.0 * attention.not_self_visible,
-        ));
+        let keys = format!(
+            "mask: density {:.3}, {:.1} keys a query",
+            attention.density, attention.mean_active_keys
+        );
+        let clamped = attention.clamped.map_or(String::new(), |share| {
+            format!(
+                ", {:.1} % of scores above the bias's clamp of {DMA_SCORE_CLAMP}",
+                100.0 * share
+            )
+        });
+        // Only a mask that is learned can hide a key from all queries.
+        log.line(&match attention.ages {
+            None => keys,
+            Some(_) => format!(
+                "{keys}, {:.1} % of keys never seen, {:.1} % of queries that see their own key in no head{clamped}",
+                100.0 * attention.never_active,
+                100.0 * attention.not_self_visible,
+            ),
+        });
         if let Some(ages) = attention.ages {
             log.line(&format!(
                 "kept keys: half at most {} tokens old, 95 % at most {}; {:.1} % are not in a sliding window as large",
@@ -667,10 +689,10 @@ fn finish(log: &Log, summary: &TrainSummary) {
 }
 
 /// A few lines of generated text, as the recipe asks for.
-fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &Trainer<B>, device: &B::Device) -> Result<()> {
+fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &mut Trainer<B>, device: &B::Device) -> Result<()> {
     let model = trainer.model().valid();
-    let tokenizer = &trainer.data().tokenizer;
-    for prompt in &recipe.generation.prompts {
+    for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
+        let tokenizer = &trainer.data().tokenizer;
         let ids = tokenizer.encode_marked(prompt)?;
         let room = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
         let config = GenerateConfig {
@@ -685,11 +707,9 @@ fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &Trainer<B>, de
             num_tokens: tokenizer.vocab_size(),
         };
         let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
-        let text = tokenizer.decode(&tokens)?;
-        log.line(&format!(
-            "sample:\n  {}",
-            format!("{prompt}{text}").replace('\n', "\n  ")
-        ));
+        let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
+        log.line(&format!("sample:\n  {}", text.replace('\n', "\n  ")));
+        trainer.keep_sample(number, &text);
     }
     Ok(())
 }
