@@ -12,7 +12,7 @@ use std::path::Path;
 pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of the kinds, NSA in two forms; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 8] = [
+pub(crate) const KINDS: [(&str, &str, &str); 10] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -36,8 +36,18 @@ pub(crate) const KINDS: [(&str, &str, &str); 8] = [
         "kind = \"dma\"\nkeep_window_size = 5\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4",
     ),
     (
+        "swa_hybrid",
+        "tie_word_embeddings = true\nlayer_types = [\"swa\", \"mha\", \"swa\"]",
+        "kind = \"swa\"\nsliding_window = 7",
+    ),
+    (
         "mla",
         "tie_word_embeddings = true",
+        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
+    ),
+    (
+        "mla_hybrid",
+        "tie_word_embeddings = true\nlayer_types = [\"mla\", \"mha\", \"mla\"]",
         "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
     ),
     (

@@ -1,15 +1,15 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
-//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`; no remote code is
-//! needed. NSA and MLA have no stock class: `modeling_sieve.py`, written beside their weights, computes them
-//! (`trust_remote_code=True`).
+//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`, latent ones
+//! `DeepseekV3ForCausalLM`; no remote code is needed. What no stock class expresses is computed by `modeling_sieve.py`,
+//! written beside the weights (`trust_remote_code=True`).
 //! The same checkpoint always gives the same bytes.
 
 mod config;
 mod folder;
 mod shards;
 pub(crate) mod tensors;
-mod tokenizer_files;
+pub(crate) mod tokenizer_files;
 
 use crate::{Checkpoint, CheckpointError, NamedTensor, write_tensor_file};
 use burn::tensor::DType;
@@ -72,6 +72,8 @@ pub struct ExportReport {
     /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs with
     /// `trust_remote_code=True` alone.
     pub is_remote_code: bool,
+    /// Why the class of its kind in `transformers` does not do, where there is one.
+    pub not_stock: Option<&'static str>,
     /// Names of the files, in the order of writing.
     pub files: Vec<String>,
     /// Numbers in all tensors.
@@ -80,7 +82,7 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
-/// The Python file that computes NSA, MLA and the general form of DMA.
+/// The Python file that computes NSA, the general form of DMA, and MLA beside other layers.
 const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeling_sieve.py"));
 
 /// The class of `transformers` that computes a model.
@@ -88,6 +90,7 @@ const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeli
 pub(crate) enum Architecture {
     Qwen3,
     Doge,
+    DeepseekV3,
     /// Of `modeling_sieve.py`.
     Sieve,
 }
@@ -97,6 +100,7 @@ impl Architecture {
         match self {
             Self::Qwen3 => "Qwen3ForCausalLM",
             Self::Doge => "DogeForCausalLM",
+            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
             Self::Sieve => "SieveForCausalLM",
         }
     }
@@ -110,6 +114,7 @@ impl Architecture {
                 hint: "only attention.kind = \"dma\" is exported with them, as Doge",
             }),
             AttentionForm::Grouped { .. } => Ok(Self::Qwen3),
+            AttentionForm::Latent(_) if not_deepseek(shape).is_none() => Ok(Self::DeepseekV3),
             AttentionForm::Latent(_) | AttentionForm::Branches(_) => Ok(Self::Sieve),
             // Doge has neither recency nor a local window, and adds the exponential of a score.
             AttentionForm::Ranked(dma)
@@ -121,6 +126,22 @@ impl Architecture {
         }
     }
 }
+
+/// Why a latent model is no `DeepseekV3ForCausalLM`.
+fn not_deepseek(shape: &ModelShape) -> Option<&'static str> {
+    if shape.residual_scale {
+        Some("DeepseekV3ForCausalLM has no residual scales (model.residual_scale = true)")
+    } else if !shape.dense_layers.is_empty() {
+        Some("DeepseekV3ForCausalLM has no layers of another attention (model.layer_types)")
+    } else if shape.rms_norm_eps != DEEPSEEK_LATENT_EPS {
+        Some("DeepseekV3ForCausalLM normalises latents with an epsilon of 1e-6 (model.rms_norm_eps)")
+    } else {
+        None
+    }
+}
+
+/// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
+pub(crate) const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
 
 /// Writes the model of `checkpoint` to the folder `out`, which must be new, empty, or an earlier export.
 ///
@@ -172,6 +193,10 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     Ok(ExportReport {
         architecture: architecture.class_name(),
         is_remote_code: architecture == Architecture::Sieve,
+        not_stock: match shape.attention.form() {
+            AttentionForm::Latent(_) => not_deepseek(&shape),
+            _ => None,
+        },
         files,
         num_parameters: tensors.iter().map(ExportTensor::num_elements).sum(),
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),

@@ -5,7 +5,7 @@
 
 mod config;
 
-use crate::export::Architecture;
+use crate::export::{Architecture, tokenizer_files};
 use crate::export::tensors::{Source, tensors_of};
 use crate::{
     Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
@@ -16,6 +16,7 @@ use burn::tensor::backend::Backend;
 use config::HfConfig;
 use sieve_core::recipe::{AttentionKind, Location, Problem};
 use sieve_core::{ModelShape, Recipe, RecipeError};
+use sieve_files::write_synced;
 use sieve_nn::Qwen3;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -122,8 +123,15 @@ pub fn import<B: Backend>(
         tokenizer_json,
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
+    let path = Checkpoint::write(out, state, &files)?;
+    // Beside the tokenizer, where an export of what is trained from here finds them.
+    for name in tokenizer_files::BESIDE {
+        if let Some(text) = tokenizer_files::text_of(&from.join(name))? {
+            write_synced(&path.join(name), text.as_bytes())?;
+        }
+    }
     Ok(ImportReport {
-        path: Checkpoint::write(out, state, &files)?,
+        path,
         num_parameters: shape.parameters().total(),
         recipe,
         added,

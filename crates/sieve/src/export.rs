@@ -53,6 +53,9 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
         report.files.len(),
         args.out.display()
     ));
+    if let Some(reason) = report.not_stock {
+        terminal::line(&format!("as modeling_sieve.py: {reason}"));
+    }
     terminal::line(&format!(
         "next:\n  {}",
         python_command(&args.out, report.is_remote_code, prompt(&recipe))
