@@ -2,10 +2,10 @@
 
 usage: transformers_logits.py TOKENS TEXT FOLDER...
 
-TOKENS is a list of token ids separated by commas. For each FOLDER the file FOLDER/transformers.safetensors is written with
-the tensor "logits", float32 [1, tokens, vocabulary]; one JSON line a folder goes to standard output: the classes that
-transformers chose, the parameters it missed or did not expect, the ids that its tokenizer gives for TEXT, and of the
-classes that count padding out exactly (all but Doge):
+TOKENS is a list of token ids separated by commas. For each FOLDER the file FOLDER/transformers.safetensors is written
+with the tensor "logits", float32 [1, tokens, vocabulary]; one JSON line a folder goes to standard output: the classes
+that transformers chose, the parameters it missed or did not expect, the ids that its tokenizer gives for TEXT, and of
+all classes but Doge, which leaves open which of equal keys it keeps:
 
 - generated: what a greedy, cached, left-padded batch of the first PROMPTS tokens goes on with;
 - worst: the largest differences of logits from those of the whole pass, by what was done otherwise.
@@ -108,7 +108,8 @@ def sieve_alone(folder, model, ids, logits):
     found["checkpointed"] = max((gradients[0][name] - grad).abs().max() for name, grad in gradients[1].items())
     with torch.no_grad():
         half = model.to(torch.bfloat16)
-        out = half.generate(ids[:, :8], max_new_tokens=4, do_sample=False, output_scores=True, return_dict_in_generate=True)
+        options = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+        out = half.generate(ids[:, :8], max_new_tokens=4, **options)
         assert all(torch.isfinite(score).all() for score in out.scores)
     return {name: float(value) for name, value in found.items()}
 

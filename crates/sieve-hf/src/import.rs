@@ -5,8 +5,8 @@
 
 mod config;
 
-use crate::export::{Architecture, tokenizer_files};
 use crate::export::tensors::{Source, tensors_of};
+use crate::export::{Architecture, tokenizer_files};
 use crate::{
     Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
     named_parameters,

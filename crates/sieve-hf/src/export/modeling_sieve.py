@@ -213,8 +213,8 @@ def attend(module, q, k, v, scale, mask=None, is_causal=False):
     mask: [batch or 1, KV heads or 1, tokens, keys], where it is true, or numbers to add.
     """
     (batch, heads, n, _), kv_heads, dtype = q.shape, k.shape[1], q.dtype
-    if mask is not None and mask.dtype != torch.bool:
-        # Biases grow with the row: 8 bits would blur them.
+    if mask is not None and mask.dtype not in (torch.bool, dtype):
+        # Biases in f32 grow with the row: 8 bits would blur them.
         q, k, v = q.float(), k.float(), v.float()
     # A KV head and its group are a row of their own: keys are not repeated, and a mask is shared by the group.
     q = q.reshape(batch * kv_heads, heads // kv_heads, n, -1)
@@ -431,21 +431,26 @@ class NativeSparseAttention(DenseAttention):
         q_rotated = rows.rotate(q)
         coarse_q = q_rotated if config.compress == "mean" else q
         coarse_k, coarse_v = self.compressed(*self.key_value(x, "compress", rows, cache), rows, cache)
-        last = torch.arange(coarse_k.shape[2], device=device) * stride + size - 1
+        coarse_k, coarse_v = coarse_k[:, :, None].float().transpose(3, 4), coarse_v[:, :, None]
+        last = torch.arange(coarse_v.shape[3], device=device) * stride + size - 1
         k, v = self.key_value(x, "select", rows, cache)
         coarse, selected = [], []
         for start, stop, query, end in tiles(rows, k.shape[2]):
             here = coarse_q[:, :, start:stop].unflatten(1, (config.num_key_value_heads, -1)).float()
-            logits = here @ coarse_k[:, :, None].float().transpose(3, 4) * self.scale
+            logits = here @ coarse_k * self.scale
             logits = logits.masked_fill(~(last <= query)[:, None, None], float("-inf"))
             # The first queries see no block: 0.
             p = torch.softmax(logits, -1).nan_to_num(0.0)
-            coarse.append((p.to(v.dtype) @ coarse_v[:, :, None]).flatten(1, 2))
-            blocks = self.chosen(p.sum(2), query, -(-end // select))
-            index = torch.arange(end, device=device)
-            visible = blocks[..., index // select] & (index <= query)[:, None]
+            coarse.append((p.to(v.dtype) @ coarse_v).flatten(1, 2))
+            # Zeros and -inf, as SDPA would make them of true and false. Later blocks than its own no query has chosen.
+            chosen = self.chosen(p.sum(2), query, -(-end // select))
+            mask = torch.zeros_like(chosen, dtype=v.dtype).masked_fill_(~chosen, float("-inf"))
+            mask = mask[..., None].expand(-1, -1, -1, -1, select).contiguous().flatten(3)[..., :end]
+            begin = 0 if torch.is_tensor(rows.first) else (rows.first + start) // select * select
+            index = torch.arange(begin, end, device=device)
+            mask[..., begin:].masked_fill_((index > query)[:, None], float("-inf"))
             here = q_rotated[:, :, start:stop]
-            selected.append(attend(self, here, k[:, :, :end], v[:, :, :end], self.scale, visible))
+            selected.append(attend(self, here, k[:, :, :end], v[:, :, :end], self.scale, mask))
         k, v = self.key_value(x, "window", rows, cache)
         window = dense(self, q_rotated, k, v, rows, self.scale, config.window_size)
         gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (-1, 3, 1)).transpose(1, 2).unbind(3)

@@ -171,6 +171,46 @@ fn a_window_is_in_every_layer() {
 }
 
 #[test]
+fn latent_attention_is_deepseek_where_that_class_computes_it() {
+    const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4";
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, model, architecture, reason) in [
+        ("paper", "tie_word_embeddings = true", "DeepseekV3ForCausalLM", None),
+        (
+            "scaled",
+            "residual_scale = true",
+            "SieveForCausalLM",
+            Some("no residual scales"),
+        ),
+        (
+            "hybrid",
+            "layer_types = [\"mla\", \"mha\"]",
+            "SieveForCausalLM",
+            Some("no layers of another attention"),
+        ),
+        (
+            "epsilon",
+            "rms_norm_eps = 1e-5",
+            "SieveForCausalLM",
+            Some("an epsilon of 1e-6"),
+        ),
+    ] {
+        let checkpoint = checkpoint(&folder.path().join(name), model, MLA);
+        let out = folder.path().join(format!("{name}-hf"));
+        let report = export(&checkpoint, &out, &options()).expect("exports");
+        assert_eq!(report.architecture, architecture, "{name}");
+        let said = report.not_stock.unwrap_or_default();
+        assert_eq!(report.not_stock.is_some(), reason.is_some(), "{name}: {said}");
+        assert!(said.contains(reason.unwrap_or_default()), "{name}: {said}");
+        let config = json(out.join("config.json"));
+        let has_class = report.files.contains(&"modeling_sieve.py".to_owned());
+        assert_eq!(has_class, architecture == "SieveForCausalLM", "{name}");
+        assert_eq!(config["kv_lora_rank"], 8);
+        assert_eq!(config["use_cache"], true);
+    }
+}
+
+#[test]
 fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let tied = "tie_word_embeddings = true";

@@ -66,7 +66,7 @@ pub(super) fn read(
     Ok(files)
 }
 
-/// The folder of the tokenizer file that the recipe names, and the `tokenizer_config.json` in it; `None` without a file.
+/// The folder of the tokenizer file that the recipe names, and the `tokenizer_config.json` in it.
 fn files_beside(checkpoint: &Checkpoint) -> Result<Option<(PathBuf, Value)>, CheckpointError> {
     let (recipe, _) = checkpoint.recipe_and_shape()?;
     let TokenizerSource::Path(path) = recipe.tokenizer.source() else {

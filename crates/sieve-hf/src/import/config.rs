@@ -196,7 +196,10 @@ impl HfConfig {
                 let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
                 (Architecture::Doge, (attention, Vec::new()))
             }
-            Some("deepseek_v3") => (Architecture::DeepseekV3, (reader.deepseek_attention(num_layers)?, Vec::new())),
+            Some("deepseek_v3") => (
+                Architecture::DeepseekV3,
+                (reader.deepseek_attention(num_layers)?, Vec::new()),
+            ),
             Some("sieve") => {
                 let attention = reader.sieve_attention()?;
                 let dense_layers = reader.sieve_dense_layers()?;
