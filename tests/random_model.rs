@@ -46,8 +46,8 @@ pub(crate) const KINDS: [(&str, &str, &str); 10] = [
         "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
     ),
     (
-        "mla_hybrid",
-        "tie_word_embeddings = true\nlayer_types = [\"mla\", \"mha\", \"mla\"]",
+        "mla_scaled",
+        "tie_word_embeddings = false\nresidual_scale = true",
         "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
     ),
     (

@@ -51,25 +51,29 @@ def differences(model, ids, logits):
     found["inputs_embeds"] = (model(inputs_embeds=embeds, use_cache=False).logits - logits).abs().max()
     for side in ("left", "right"):
         rows, mask = padded(ids, side)
-        out = model(rows, attention_mask=mask, use_cache=True)
+        # Stock classes do not count positions by the mask.
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = model(rows, attention_mask=mask, position_ids=positions, use_cache=True)
+        found[f"{side} padding"] = max(
+            (out.logits[row][mask[row].bool()] - logits[0, :length]).abs().max() for row, length in enumerate(PROMPTS)
+        )
+        # A stock window counts the padding behind a row's tokens as tokens.
+        if side == "right" and type(model).__name__ != "SieveForCausalLM":
+            continue
         # Two more tokens behind rows of different lengths, reordered as a beam search does.
         order = torch.tensor([2, 0, 1])
-        out.past_key_values.reorder_cache(order)
-        more = torch.stack([ids[0, n : n + 2] for n in PROMPTS])[order]
+        cache = out.past_key_values
+        cache.reorder_cache(order)
+        lengths = [PROMPTS[row] for row in order]
+        more = torch.stack([ids[0, n : n + 2] for n in lengths])
         mask, later = torch.cat([mask[order], torch.ones_like(more)], 1), []
         for step in range(2):
-            step_mask = mask[:, : rows.shape[1] + step + 1]
-            positions = step_mask.sum(1, keepdim=True) - 1
-            cache = out.past_key_values
-            later.append(model(more[:, step : step + 1], step_mask, positions, cache, use_cache=True).logits)
+            until = mask[:, : rows.shape[1] + step + 1]
+            positions = until.sum(1, keepdim=True) - 1
+            later.append(model(more[:, step : step + 1], until, positions, cache, use_cache=True).logits)
         later = torch.cat(later, 1)
-        found[f"{side} padding"] = max(
-            (out.logits[row][mask[order.argsort()][row, : rows.shape[1]].bool()] - logits[0, :length]).abs().max()
-            for row, length in enumerate(PROMPTS)
-        )
         found[f"{side} padding, cached"] = max(
-            (later[row] - logits[0, length : length + 2]).abs().max()
-            for row, length in enumerate(PROMPTS[row] for row in order)
+            (later[row] - logits[0, n : n + 2]).abs().max() for row, n in enumerate(lengths)
         )
     return {name: float(value) for name, value in found.items()}
 

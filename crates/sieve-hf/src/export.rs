@@ -131,8 +131,6 @@ impl Architecture {
 fn not_deepseek(shape: &ModelShape) -> Option<&'static str> {
     if shape.residual_scale {
         Some("DeepseekV3ForCausalLM has no residual scales (model.residual_scale = true)")
-    } else if !shape.dense_layers.is_empty() {
-        Some("DeepseekV3ForCausalLM has no layers of another attention (model.layer_types)")
     } else if shape.rms_norm_eps != DEEPSEEK_LATENT_EPS {
         Some("DeepseekV3ForCausalLM normalises latents with an epsilon of 1e-6 (model.rms_norm_eps)")
     } else {

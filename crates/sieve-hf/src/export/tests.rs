@@ -183,12 +183,6 @@ fn latent_attention_is_deepseek_where_that_class_computes_it() {
             Some("no residual scales"),
         ),
         (
-            "hybrid",
-            "layer_types = [\"mla\", \"mha\"]",
-            "SieveForCausalLM",
-            Some("no layers of another attention"),
-        ),
-        (
             "epsilon",
             "rms_norm_eps = 1e-5",
             "SieveForCausalLM",
