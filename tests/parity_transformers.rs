@@ -25,9 +25,13 @@ const SEED: u64 = 11;
 /// Largest difference allowed, f32 on both sides.
 const TOLERANCE: f32 = 1e-4;
 
-fn golden_path(kind: &str) -> PathBuf {
+fn golden_path(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden");
-    folder.join(format!("transformers_{kind}.safetensors"))
+    folder.join(format!("{name}.safetensors"))
+}
+
+fn golden_of_kind(kind: &str) -> PathBuf {
+    golden_path(&format!("transformers_{kind}"))
 }
 
 fn values(data: TensorData) -> Vec<f32> {
@@ -146,13 +150,13 @@ fn write_golden(kind: &str, tokens: &[u32], logits: Vec<f32>, generated: &serde_
             TensorData::new(rows.concat(), [PROMPTS.len(), NEW]),
         ));
     }
-    write_tensor_file(&golden_path(kind), &tensors, None).expect("the folder is writable");
+    write_tensor_file(&golden_of_kind(kind), &tensors, None).expect("the folder is writable");
 }
 
 #[test]
 fn stored_logits_and_generated_tokens_of_transformers_are_reproduced() {
     for (kind, model_lines, attention) in KINDS {
-        let golden = TensorFile::open(&golden_path(kind)).expect("stored beside the tests");
+        let golden = TensorFile::open(&golden_of_kind(kind)).expect("stored beside the tests");
         let tokens = golden.tensor("tokens", &[1, LEN]).expect("of this length");
         let tokens: Vec<u32> = tokens.iter::<i32>().map(|token| token as u32).collect();
         let theirs = golden.tensor("logits", &[1, LEN, VOCAB_SIZE]);

@@ -91,9 +91,27 @@ def generated(model, ids):
     return model.generate(rows, attention_mask=mask, **options)[:, rows.shape[1] :].tolist()
 
 
+def refusals(model, ids):
+    """What would give wrong numbers is refused with the reason."""
+    packed = torch.arange(ids.shape[1])[None] % 9
+    for options, reason in [
+        ({"position_ids": packed}, "one document a row"),
+        ({"attention_mask": torch.ones(1, 1, *packed.shape)}, "earlier tokens + new ones"),
+        ({"past_key_values": transformers.StaticCache(model.config, 64)}, "StaticCache is not supported"),
+        ({"output_attentions": True}, "output_attentions is not supported"),
+    ]:
+        try:
+            model(ids, **options)
+        except ValueError as error:
+            assert reason in str(error), error
+        else:
+            raise AssertionError(f"not refused: {options}")
+
+
 def sieve_alone(folder, model, ids, logits):
     """What the exported modeling_sieve.py must do besides: compiled, without SDPA, checkpointed gradients, bf16."""
     found = {}
+    refusals(model, ids)
     with torch.no_grad():
         compiled = torch.compile(model.model, backend="eager", fullgraph=True)
         hidden = compiled(ids, use_cache=False).last_hidden_state
