@@ -104,10 +104,8 @@ class SieveCacheLayer(DynamicLayer):
     def get_seq_length(self, *_):
         return self.columns
 
-    def get_max_cache_shape(self):
-        return -1
-
     def select(self, change):
+        """Makes a change of the batch's rows to all that is kept."""
         self.tensors = {name: change(x) for name, x in self.tensors.items()}
         self.length = change(self.length) if torch.is_tensor(self.length) else self.length
 
@@ -129,9 +127,6 @@ class SieveCacheLayer(DynamicLayer):
 
     def update(self, *_, **__):
         raise NotImplementedError("SieveForCausalLM's layers write their cache themselves")
-
-    def offload(self):
-        self.select(lambda x: x.to("cpu", non_blocking=True))
 
 
 class Rows:
