@@ -72,6 +72,17 @@ pub enum DataError {
         /// The limit.
         max_bytes: u64,
     },
+    /// A line of a JSONL file is longer than any line is read.
+    #[error("{}: line {line} is longer than {max_bytes} bytes\n  \
+        hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
+    LineTooLong {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
+        /// The limit.
+        max_bytes: u64,
+    },
     /// A line of a JSONL file is not a JSON object.
     #[error("{}: line {line} is not a JSON object: {reason}\n  \
         hint: mend the line, or leave such lines out: skip_invalid", path.display())]
@@ -220,6 +231,15 @@ pub enum DataError {
         repo: String,
         /// The hub's address.
         endpoint: String,
+        /// The reason.
+        reason: String,
+    },
+    /// A file of root certificates cannot be used.
+    #[error("{}: not usable as root certificates: {reason}\n  \
+        hint: SSL_CERT_FILE names a file in PEM form; unset it to trust the roots of the web", path.display())]
+    BadCertificates {
+        /// The file.
+        path: PathBuf,
         /// The reason.
         reason: String,
     },
@@ -372,6 +392,7 @@ impl DataError {
             Self::NotUtf8 { .. }
                 | Self::NulByte { .. }
                 | Self::TooLarge { .. }
+                | Self::LineTooLong { .. }
                 | Self::BadJson { .. }
                 | Self::MissingColumn { .. }
                 | Self::ColumnNotText { .. }
