@@ -19,7 +19,7 @@ pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
 use files::PassedOver;
 use hub::{Hub, RemoteFile};
-pub use hub::{HubConfig, hub_tokenizer, is_hub_tokenizer};
+pub use hub::{HubConfig, HubLimits, hub_tokenizer, is_hub_tokenizer};
 pub use table::{TableRow, read_table};
 
 /// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on

@@ -11,6 +11,7 @@
 //! <dir>/prepare.lock                         held while a process prepares here; marks files of these names as Sieve's
 //! ```
 
+mod check;
 mod lock;
 mod meta;
 mod partial;
@@ -23,6 +24,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
+pub use check::ShardCheck;
 pub use meta::{DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
 
 use crate::corpus::Corpus;
@@ -116,6 +118,19 @@ impl Prepared {
             meta,
             reused: true,
         })
+    }
+
+    /// Begins to read the shards beside other work, and to compare them with what was prepared. Their sizes alone were
+    /// compared when they were opened.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub fn check_beside(&self) -> Result<ShardCheck, DataError> {
+        let files = self.meta.shards().into_iter().map(|(name, split)| {
+            let path = crate::shard::with_ending(&self.dir.join(name), ".bin");
+            (path, split.tokens_hash.clone())
+        });
+        ShardCheck::start(files.collect())
     }
 
     /// Maps the shard to train on.

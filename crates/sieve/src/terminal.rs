@@ -36,7 +36,28 @@ pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
     });
     let log = log.transpose()?.map(Mutex::new);
     OUTPUT.get_or_init(|| Output { loudness, log });
+    // A test of this program may have done it before.
+    if log::set_logger(&LibraryWarnings).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
     Ok(())
+}
+
+/// Prints what the libraries of this program warn of while they work.
+struct LibraryWarnings;
+
+impl log::Log for LibraryWarnings {
+    fn enabled(&self, metadata: &log::Metadata<'_>) -> bool {
+        metadata.level() <= log::Level::Warn && metadata.target().starts_with("sieve_")
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if self.enabled(record.metadata()) {
+            warning(&record.args().to_string());
+        }
+    }
+
+    fn flush(&self) {}
 }
 
 fn loudness() -> Loudness {
