@@ -49,7 +49,7 @@ pub use runtime::host_copy::{HostCopy, HostReader};
 pub use runtime::kernel_trace::{KernelTrace, TraceResult};
 pub use runtime::layout::contiguous_strides;
 pub use runtime::memory_watch::MemoryPeak;
-pub use runtime::nccl::{NcclGroup, NcclPiece, NcclWork};
+pub use runtime::nccl::{NcclGroup, NcclPiece, NcclWatch, NcclWork};
 pub use runtime::probe::{CudaReport, DeviceReport};
 pub use runtime::recording::{Hardware, Launch, Recorder, Step};
 pub use runtime::source::KernelText;

@@ -4,8 +4,12 @@
 //! waits for it where the caller asks for the results, so that both work side by side between the two. Events of these
 //! two streams alone order them; a checkpoint's copies on a third stream hold nothing up. The host waits for nothing.
 //! One call takes all tensors of a segment: NCCL groups them. A rank that dies is no error to NCCL: its work never
-//! ends, and who watches the processes must end this one.
+//! ends, and who watches the processes must end this one. What NCCL does notice, a link that breaks, it tells to who
+//! asks ([`NcclWatch`]).
 mod library;
+mod watch;
+
+pub use watch::NcclWatch;
 
 use crate::cublaslt::{Cublaslt, on_lane, open_lane};
 use crate::error::KernelError;
@@ -18,12 +22,13 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cubecl_runtime::server::ComputeServer;
 use cudarc::driver::result as driver;
-use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use cudarc::driver::sys::{CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use cudarc::nccl::sys;
 use library::Nccl;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use watch::Marks;
 
 const NAME: &str = "nccl";
 
@@ -39,6 +44,7 @@ pub struct NcclGroup {
     rank: usize,
     /// An error that came after its call had returned.
     late_error: Arc<Mutex<Option<String>>>,
+    marks: Arc<Marks>,
 }
 
 /// What the device thread works with.
@@ -48,9 +54,11 @@ struct Link {
     communicator: sys::ncclComm_t,
     /// NCCL's stream; `None` where it works on Burn's.
     stream: Option<CUstream>,
+    context: CUcontext,
 }
 
-// SAFETY: after `join` the handles are used on the device thread alone.
+// SAFETY: after `join` the device thread alone queues work with the handles; `NcclWatch` asks for errors, which NCCL
+// allows any thread, and makes the context, which is any thread's, its own.
 unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
@@ -143,16 +151,16 @@ impl NcclGroup {
         let mut communicator = std::ptr::null_mut();
         // SAFETY: Burn's primary context is retained for the life of the process; NCCL takes the device of the current
         // context, and writes one handle.
-        let (stream, joined) = unsafe {
-            driver::primary_ctx::retain(device)
-                .and_then(|context| driver::ctx::set_current(context))
+        let (stream, joined, context) = unsafe {
+            let context = driver::primary_ctx::retain(device)
+                .and_then(|context| driver::ctx::set_current(context).map(|()| context))
                 .map_err(|error| failed(format!("the primary context: {error:?}")))?;
             let made = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
             let stream = overlaps.then(made).transpose();
             let stream = stream.map_err(|error| failed(format!("cuStreamCreate: {error:?}")))?;
             let (size, rank) = (size as i32, rank as i32);
             let joined = (nccl.comm_init_rank)(&mut communicator, size, id, rank);
-            (stream, joined)
+            (stream, joined, context)
         };
         nccl.require("ncclCommInitRank", joined)?;
         Ok(Self {
@@ -160,10 +168,17 @@ impl NcclGroup {
                 nccl,
                 communicator,
                 stream,
+                context,
             },
             rank,
             late_error: Arc::default(),
+            marks: Arc::default(),
         })
+    }
+
+    /// What another thread asks now and then: whether NCCL has met an error, and how far the GPU is.
+    pub fn watch(&self) -> NcclWatch {
+        NcclWatch::new(self.link, self.marks.clone())
     }
 
     /// Begins to add up f32 tensors over all ranks, which give the same shapes in the same order. Of a tensor with
@@ -306,7 +321,7 @@ impl NcclGroup {
         open_lane(first)?;
         let queue: DeviceHandle<Server> = DeviceHandle::new(first.device().to_id());
         let (link, rank, stream) = (self.link, self.rank, StreamId::current());
-        let (end, late_error) = (work.end.clone(), self.late_error.clone());
+        let (end, late_error, marks) = (work.end.clone(), self.late_error.clone(), self.marks.clone());
         queue.submit(move |server| {
             let addresses = jobs.into_iter().map(|job| {
                 let [from, to] = job.bindings.map(|binding| {
@@ -321,7 +336,7 @@ impl NcclGroup {
             let queued = addresses.and_then(|jobs| {
                 on_lane(stream, |lane| {
                     // SAFETY: the bindings hold the tensors until the caller's stream waits for the work.
-                    let ended = unsafe { link.queue(lane, rank, &jobs) }?;
+                    let ended = unsafe { link.queue(lane, rank, &jobs, &marks) }?;
                     *lock(&end) = ended.map(End);
                     Ok(())
                 })
@@ -401,11 +416,19 @@ impl Link {
     ///
     /// # Safety
     /// The addresses hold as many values as the ranges and counts say, until the work is waited for.
-    unsafe fn queue(&self, lane: CUstream, rank: usize, jobs: &[Addressed]) -> Result<Option<CUevent>, String> {
+    unsafe fn queue(
+        &self,
+        lane: CUstream,
+        rank: usize,
+        jobs: &[Addressed],
+        marks: &Marks,
+    ) -> Result<Option<CUevent>, String> {
         let stream = self.stream.unwrap_or(lane);
+        let mut reached = None;
         if self.stream.is_some() {
             let before = record(lane)?;
             wait_for(stream, before)?;
+            reached = Some(record(stream)?);
         }
         let nccl = self.nccl;
         // SAFETY: no arguments.
@@ -418,6 +441,9 @@ impl Link {
         // SAFETY: no arguments.
         let ended = nccl.check("ncclGroupEnd", unsafe { (nccl.group_end)() });
         queued.and(ended)?;
+        if let Some(reached) = reached {
+            marks.push(reached, record(stream)?);
+        }
         match self.stream {
             Some(stream) => record(stream).map(Some),
             None => Ok(None),
