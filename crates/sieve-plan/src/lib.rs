@@ -9,6 +9,7 @@
 mod plan;
 
 mod cache;
+mod disk;
 mod memory;
 mod ops;
 mod ranks;
@@ -17,6 +18,7 @@ mod suggest;
 mod time;
 
 pub use cache::{CachePlan, cache_plan};
+pub use disk::DiskPlan;
 pub use memory::{
     FittingSetting, InferenceSize, Keeping, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
     inference_memory, memory_plan,

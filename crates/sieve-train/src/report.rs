@@ -93,6 +93,8 @@ pub enum TrainEvent<'a> {
     FirstStep,
     /// Something a person should know.
     Notice(&'a str),
+    /// Something that is wrong though the run goes on.
+    Warning(&'a str),
 }
 
 /// How a run ended.

@@ -19,6 +19,7 @@ mod out_of_memory;
 mod paths;
 mod plan;
 mod recipe;
+mod room;
 mod selector;
 mod shipped;
 mod startup;
@@ -110,6 +111,7 @@ enum Command {
 fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
+    interrupt::have_large_files_refused();
     let cli = Cli::try_parse().unwrap_or_else(|error| refuse(error));
     let result = match open_output(&cli.output).map(|()| cli.command) {
         Err(error) => Err(error),

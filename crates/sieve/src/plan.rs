@@ -4,6 +4,7 @@ mod epochs;
 use crate::device::Device;
 use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
+use crate::room;
 use crate::terminal::{self, gib, short_count};
 use crate::train::variable;
 use anyhow::{Context, Result, bail};
@@ -96,6 +97,11 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         return Ok(());
     }
     terminal::lines(text(&plan, &recipe, &name, found.as_deref()));
+    terminal::line("");
+    terminal::line(&format!(
+        "disk          {}",
+        room::line(&recipe, plan.disk, &source.default_out())
+    ));
     if let Some(suggestion) = suggestion {
         terminal::line(&suggestion_text(&suggestion, &recipe, &plan));
     }

@@ -71,6 +71,11 @@ impl RecipeArgs {
         Ok((recipe, line))
     }
 
+    /// Output folder of its runs where none is named.
+    pub(crate) fn default_out(&self) -> PathBuf {
+        PathBuf::from("out").join(self.name())
+    }
+
     /// Name of the recipe without folders and ending.
     pub(crate) fn name(&self) -> String {
         let path = Path::new(&self.recipe);

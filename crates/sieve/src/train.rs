@@ -12,8 +12,8 @@ use crate::exit::Exit;
 use crate::interrupt::{Interrupt, respect_nohup};
 use crate::out_of_memory::MemoryArgs;
 use crate::recipe::RecipeArgs;
-use crate::{startup, terminal, text_files};
-use anyhow::{Result, anyhow, bail};
+use crate::{room, startup, terminal, text_files};
+use anyhow::{Context, Result, anyhow, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -34,14 +34,14 @@ use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, SumOrder};
 use sieve_ops::{Cuda, TrainBackend};
-use sieve_plan::{check_gpu_attention, gpu_training_gap};
+use sieve_plan::{DiskPlan, check_gpu_attention, gpu_training_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
-    TrainSummary, Trainer, TrainingData, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainError,
+    TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Tokens of held-out text that become the prompt to try, at most.
 const PROMPT_TOKENS: usize = 12;
@@ -99,6 +99,12 @@ pub(crate) struct TrainArgs {
     /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
     #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
     context_parallel: Option<u16>,
+    /// Folder for the last checkpoint of this process when its own place cannot be written
+    #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
+    checkpoint_fallback: Option<PathBuf>,
+    /// Seconds for which the last checkpoint is tried where it cannot be written
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    checkpoint_patience: u64,
     #[command(flatten)]
     memory: MemoryArgs,
 }
@@ -119,6 +125,8 @@ struct Session {
     interrupt: Interrupt,
     profile: Option<u64>,
     stop_after: Option<u64>,
+    fallback: Option<PathBuf>,
+    write_limits: WriteLimits,
     memory: MemoryArgs,
     /// The processes that train together; `None` where this one is alone.
     mesh: Option<Arc<Mesh>>,
@@ -149,7 +157,20 @@ pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world),
         None if !args.sweep.is_empty() => Ok(sweep::run(args)?.into()),
-        None => Ok(run_one(&args, None)?.into()),
+        None => exit_of(run_one(&args, None), true),
+    }
+}
+
+/// How a run's end is told to who started it: one that could keep nothing goes on from its last checkpoint.
+fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
+    match result {
+        Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved { .. })) => {
+            if tells {
+                terminal::print_error(&error);
+            }
+            Ok(Exit::StoppedEarly)
+        }
+        result => Ok(result?.into()),
     }
 }
 
@@ -217,8 +238,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
 
 impl TrainArgs {
     fn out_folder(&self) -> PathBuf {
-        let default = || PathBuf::from("out").join(self.recipe.name());
-        self.out.clone().unwrap_or_else(default)
+        self.out.clone().unwrap_or_else(|| self.recipe.default_out())
     }
 
     fn start(&self, out: &Path, mesh: Option<&Mesh>) -> Result<Start> {
@@ -229,7 +249,7 @@ impl TrainArgs {
                 None => holds_run,
             };
             if goes_on {
-                return Ok(Start::Resume);
+                return Ok(Start::ResumeAlone);
             }
         }
         Ok(match (&self.branch_from, &self.resume_from, self.resume) {
@@ -271,6 +291,11 @@ impl Session {
             interrupt: Interrupt::install(tells)?,
             profile: args.profile,
             stop_after: args.stop_after,
+            fallback: args.checkpoint_fallback.clone(),
+            write_limits: WriteLimits {
+                last: Duration::from_secs(args.checkpoint_patience),
+                ..WriteLimits::default()
+            },
             memory: args.memory,
             mesh: group.map(|(mesh, _)| mesh),
         })
@@ -393,8 +418,8 @@ fn train<B: TrainBackend>(
     let (mut folder, origin) = match &session.mesh {
         Some(mesh) => ranks::open(mesh, out, start, recipe)?,
         None => {
-            let folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
-            let origin = Origin::find(&folder, start, recipe)?;
+            let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
+            let origin = ranks::find_origin(&mut folder, start, recipe)?;
             (folder, origin)
         }
     };
@@ -402,7 +427,7 @@ fn train<B: TrainBackend>(
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
-        if *start == Start::Resume && session.tells() {
+        if matches!(start, Start::Resume | Start::ResumeAlone) && session.tells() {
             // A kill right after the last checkpoint leaves older ones.
             folder.claim(start)?;
             tidy_finished(&folder, recipe)?;
@@ -424,6 +449,10 @@ fn train<B: TrainBackend>(
     if let Ok(vocab_size) = vocab_size {
         let warning = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
         warning.iter().for_each(|warning| log.always(warning));
+    }
+    if let Some(dir) = session.fallback.as_ref().filter(|_| session.tells()) {
+        std::fs::create_dir_all(dir)
+            .with_context(|| format!("creating {} for --checkpoint-fallback", dir.display()))?;
     }
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
         prepare(recipe, &mut folder, start, &origin, &log)
@@ -453,9 +482,18 @@ fn train<B: TrainBackend>(
     if let Some(num_steps) = session.stop_after {
         trainer.stop_after(num_steps);
     }
+    if let Some(dir) = &session.fallback {
+        trainer.set_fallback(dir.clone());
+    }
+    trainer.set_write_limits(session.write_limits);
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
+    let disk = DiskPlan::new(recipe, trainer.shape().parameters().total());
+    log.line(&room::line(recipe, disk, out));
+    room::warning(recipe, disk, out)
+        .iter()
+        .for_each(|line| log.always(line));
     if let Some(path) = resumed {
         log.line(&format!(
             "continuing at step {} from {}",
@@ -620,6 +658,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
             .iter()
             .for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
+        TrainEvent::Warning(text) => log.always(text),
     });
     if let TrainEvent::Step(report) = event {
         bar.set_position(report.step);

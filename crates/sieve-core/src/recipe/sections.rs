@@ -391,6 +391,9 @@ keys! {
         /// How many of the latest checkpoints stay. 0: all.
         #[key(may_change)]
         pub keep_latest_k: usize = 3,
+        /// Checkpoints of steps that are multiples of this stay too, however many there are. 0: none for that reason.
+        #[key(may_change)]
+        pub keep_every: usize = 0,
         /// Whether the weights before the first step are written too.
         #[key(may_change)]
         pub at_start: bool = false,

@@ -290,6 +290,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     checkpoint: CheckpointSection {
                         interval,
                         keep_latest_k,
+                        keep_every: 3 * keep_latest_k,
                         at_start,
                         folder: "a/b".to_owned(),
                         ..BASE.checkpoint.clone()

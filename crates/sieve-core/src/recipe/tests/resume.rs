@@ -97,6 +97,7 @@ fn keys_that_change_no_step_taken_may_change() {
         "lr_scheduler.min_lr_factor",
         "checkpoint.interval",
         "checkpoint.keep_latest_k",
+        "checkpoint.keep_every",
         "checkpoint.at_start",
         "metrics.log_freq",
         "metrics.enable_tensorboard",
