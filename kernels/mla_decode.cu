@@ -1,15 +1,17 @@
 // mla_decode: new tokens of latent attention against the cache of latents; W_UK is in the queries already, W_UV comes
 // behind the sum.
-// Math       o_h = sum_j softmax_j(softmax_scale q_h . c_j) c_j[0 .. VALUE_DIM) over the first num_keys - num_queries +
-//            i + 1 latents, for query i of a row (arXiv:2405.04434, section 2.1.2); a latent c_j =
-//            [latent ; rotated key] is key and value of every head at once
+// Math       o_h = sum_j softmax_j(softmax_scale f_jh q_h . c_j) c_j[0 .. VALUE_DIM) over the first num_keys -
+//            num_queries + i + 1 latents, for query i of a row (arXiv:2405.04434, section 2.1.2); a latent c_j =
+//            [latent ; rotated key] is key and value of every head at once. f_jh = key_scale where keys are normed, 1
+//            elsewhere; the norm's weight is in q and in the rotated keys
 // Layout     q bf16 [batch, num_queries, num_heads, KEY_DIM], contiguous; latents bf16 [batch, num_keys, KEY_DIM], rows
-//            key_stride and batch rows batch_stride apart (multiples of 8); num_splits = 1: o bf16
+//            key_stride and batch rows batch_stride apart (multiples of 8); key_scale f32 [batch, num_keys, num_heads],
+//            rows scale_stride and batch rows scale_batch_stride apart; num_splits = 1: o bf16
 //            [batch, num_queries, num_heads, VALUE_DIM]; else partials f32
 //            [batch * num_queries, num_heads, num_splits, VALUE_DIM + 2]: a part's maximum in base 2, its sum, its
 //            weighted columns, for mla_decode_join
-// Buffers    q, latents, o, partials; one of the last two is not touched
-// Defines    KEY_DIM, VALUE_DIM (multiples of 16, VALUE_DIM <= KEY_DIM), NUM_WARPS
+// Buffers    q, latents, key_scale, o, partials; one of the last two is not touched, nor key_scale with KEY_SCALE 0
+// Defines    KEY_DIM, VALUE_DIM (multiples of 16, VALUE_DIM <= KEY_DIM), NUM_WARPS, KEY_SCALE (1: keys have factors)
 // Tiling     grid (num_splits, ceil(num_heads / 16), batch * num_queries); NUM_WARPS * 32 threads. A tile is
 //            NUM_WARPS * 16 keys, read once for 16 heads: for the scores a warp takes 16 of the keys, for the sum all
 //            of them and a part of the columns. Dynamic shared bytes = (16 + 2 TILE_KEYS) (2 KEY_DIM + 16) + 16 (2
@@ -35,11 +37,14 @@ constexpr int SUMS_AT = MAXIMA_AT + NUM_WARPS * DECODE_ROWS * 4;
 // Columns of the sum, 16 at a time, and how many of these a warp takes.
 constexpr int COLUMN_STEPS = VALUE_DIM / 16, WARP_STEPS = (COLUMN_STEPS + NUM_WARPS - 1) / NUM_WARPS;
 
-struct MlaDecodeParams { u64 num_heads, num_queries, num_keys, key_stride, batch_stride, num_splits, softmax_scale; };
+struct MlaDecodeParams {
+  u64 num_heads, num_queries, num_keys, key_stride, batch_stride, scale_stride, scale_batch_stride, num_splits,
+      softmax_scale;
+};
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
-    mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, bf16* __restrict__ o,
-               float* __restrict__ partials, const __grid_constant__ MlaDecodeParams params) {
+    mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, const float* __restrict__ key_scale,
+               bf16* __restrict__ o, float* __restrict__ partials, const __grid_constant__ MlaDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, column = (lane & 3) * 2;
   const int num_heads = (int)params.num_heads, num_queries = (int)params.num_queries,
@@ -84,6 +89,22 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   }
 
   const float scale = f32_word(params.softmax_scale) * LOG2_E;
+#if KEY_SCALE
+  // The factors of a tile, as the scores lie in registers: asked for one tile ahead.
+  const float* factors_of_row = key_scale + batch * params.scale_batch_stride + first_row;
+  float factors[2][4];
+  auto load_factors = [&](int tile) {
+    const int first = begin + tile * TILE_KEYS + warp * DECODE_KEYS;
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int key = first + n * 8 + column + (i & 1), row = group + 8 * (i / 2);
+        factors[n][i] = key < end && row < num_rows ? factors_of_row[(i64)key * params.scale_stride + row] : 0.f;
+      }
+  };
+  load_factors(0);
+#endif
   float* maxima = (float*)(shared_bytes + MAXIMA_AT);  // [warp][row]
   float sum[WARP_STEPS * 2][4];
   float row_max[2] = {-INFINITY_F32, -INFINITY_F32}, row_sum[2] = {0.f, 0.f};  // row_sum over this lane's keys only
@@ -109,6 +130,13 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
       mma_bf16(s[0], a, b[0], b[1]);
       mma_bf16(s[1], a, b[2], b[3]);
     }
+#if KEY_SCALE
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[n][i] *= factors[n][i];
+    load_factors(tile + 1);
+#endif
     const int num_valid = end - (begin + tile * TILE_KEYS + warp * DECODE_KEYS);
 #pragma unroll
     for (int n = 0; n < 2; n++)

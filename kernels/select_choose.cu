@@ -11,8 +11,9 @@
 // Buffers    score, kept, nan, tops
 // Defines    IS_MASS 0|1, FORCED 0|1; LONG 0|1: scores are read where they are, by rows of one block of queries
 // Tiling     grid (rows, heads, 1); 128 threads a row, LONG 1024; dynamic shared bytes = LONG ? 0 : columns * 4
-// Numerics   exact order of f32; sums of masses in a fixed order, which is not that of the CPU: a prefix may differ
-//            where its mass meets the goal to 1e-6
+// Numerics   exact order of f32; a thread adds its masses in f32 and the threads' sums are added in f64, in a fixed
+//            order, which is not that of the CPU: a prefix may differ where its mass meets the goal to 1e-6. Numbers of
+//            entries are exact up to 2^24 a thread; of equal masses as many stay as the goal needs, by division in f64
 // Edges      goal >= 1 (absolute: infinity) keeps all; at least one block stays of those that compete; top 0 and share
 //            0: by mass; a row with NaN keeps nothing: its head is dense
 #include "common/order_key.cuh"
@@ -28,7 +29,7 @@ struct SelectChooseParams {
   u64 absolute, strict;
 };
 
-DEVICE float warp_sum(float x) {
+DEVICE double warp_sum(double x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
@@ -41,11 +42,11 @@ DEVICE float warp_max(float x) {
 
 // What the block of threads knows together; `places` are two, so that one barrier is enough between two uses.
 struct Together {
-  float* places;
+  double* places;
   int turn;
   template <class Combine>
-  DEVICE float of(float x, Combine combine) {
-    float* place = places + turn * NUM_WARPS;
+  DEVICE double of(double x, Combine combine) {
+    double* place = places + turn * NUM_WARPS;
     turn ^= 1;
     if (threadIdx.x % 32 == 0) place[threadIdx.x / 32] = x;
     __syncthreads();  // every warp's part is there; those of the last use but one have been read
@@ -54,11 +55,11 @@ struct Together {
     for (int warp = 1; warp < NUM_WARPS; ++warp) x = combine(x, place[warp]);
     return x;
   }
-  DEVICE float sum(float x) {
-    return of(warp_sum(x), [](float a, float b) { return a + b; });
+  DEVICE double sum(float x) {
+    return of(warp_sum(x), [](double a, double b) { return a + b; });
   }
   DEVICE float largest(float x) {
-    return of(warp_max(x), [](float a, float b) { return fmaxf(a, b); });
+    return (float)of(warp_max(x), [](double a, double b) { return a < b ? b : a; });
   }
 };
 
@@ -67,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
                   const __grid_constant__ SelectChooseParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   u32* stored = (u32*)shared_memory;
-  __shared__ float places[2 * NUM_WARPS];
+  __shared__ double places[2 * NUM_WARPS];
   Together together = {places, 0};
   const SelectBlocks blocks = {(int)params.num_queries, (int)params.num_keys, (int)params.block, (int)params.offset,
                                (int)params.query_block};
@@ -91,36 +92,36 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
     if (x != x || (by_mass && x == INFINITY_F32)) bad = 1.0f;
     largest = fmaxf(largest, x);
   }
-  const bool is_bad = together.sum(bad) > 0.0f;
+  const bool is_bad = together.sum(bad) > 0.0;
   if (is_bad || none) {
     if (thread == 0 && is_bad) atomicAdd(nan + head, 1);
     for (int word = thread; word < words; word += NUM_THREADS) kept[word] = 0;
     return;
   }
   largest = together.largest(largest);
-  float total = 0.0f, forced = 0.0f, highest = 0.0f;
+  float own_total = 0.0f, own_forced = 0.0f, highest = 0.0f;
   // Its place in the order of a row: of scores, or of masses up to a factor; 0: kept in any case.
   const auto weighed = [&](float x) {
     return by_mass && !IS_MASS ? (largest == -INFINITY_F32 ? 0.0f : exp2f((x - largest) * LOG2_E)) : x;
   };
   const auto order_of = [&](int j, float x) {
-    return is_forced(j) ? 0 : j < num_first ? ~0u : order_of_score(weighed(x));
+    return is_forced(j) ? 0 : !by_mass && j < num_first ? ~0u : order_of_score(weighed(x));
   };
   for (int j = thread; j < admissible; j += NUM_THREADS) {
     const float x = LONG ? score[j] : __uint_as_float(stored[j]), weight = by_mass ? weighed(x) : 1.0f;
-    total += weight;
-    if (is_forced(j)) forced += weight;
+    own_total += weight;
+    if (is_forced(j)) own_forced += weight;
     else highest = 1.0f;
     if (!LONG) stored[j] = order_of(j, x);
   }
   const auto order = [&](int j) { return LONG ? order_of(j, score[j]) : stored[j]; };
-  total = together.sum(total);
-  forced = together.sum(forced);
+  const double total = together.sum(own_total), forced = together.sum(own_forced);
   const bool has_others = together.largest(highest) > 0.0f;
-  const float given = f32_word(params.goal), goal = !by_mass ? (float)top : params.absolute ? given : given * total;
+  const float given = f32_word(params.goal);
+  const double goal = !by_mass ? (double)top : params.absolute ? (double)given : given * total;
   const bool all = by_mass ? (params.absolute ? given == INFINITY_F32 : given >= 1.0f) : top >= admissible,
              strict = params.strict;
-  const auto enough_of = [&](float sum) { return strict ? sum > goal : sum >= goal; };
+  const auto enough_of = [&](double sum) { return strict ? sum > goal : sum >= goal; };
   const bool only_forced = FORCED && enough_of(forced), searches = !all && !only_forced && has_others;
   // A mass is not negative: its order is its bits and the highest one.
   const auto weight_of = [&](u32 order) { return by_mass ? __uint_as_float(order ^ 0x80000000u) : 1.0f; };
@@ -131,33 +132,33 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
     for (int bit = 31; bit >= 0; --bit) {
       const u32 tried = least | 1u << bit;
       // Masses are added up; one that is 0 counts as present.
-      float reached = 0.0f, present = 0.0f;
+      float own = 0.0f, present = 0.0f;
       for (int j = thread; j < admissible; j += NUM_THREADS) {
         const u32 place = order(j);
         if (place >= tried) {
-          reached += weight_of(place);
+          own += weight_of(place);
           present = 1.0f;
         }
       }
-      reached = together.sum(reached) + forced;
+      const double reached = together.sum(own) + forced;
       bool enough = enough_of(reached);
       if (enough && reached <= forced) enough = together.largest(present) > 0.0f;  // the same for all threads
       if (enough) least = tried;
     }
   // How many of those that just reach it are needed beside the larger ones.
-  float above = 0.0f, equal = 0.0f;
+  int needed = 1;
   if (searches) {
+    float own_above = 0.0f, own_equal = 0.0f;
     for (int j = thread; j < admissible; j += NUM_THREADS) {
       const u32 place = order(j);
-      if (place > least) above += weight_of(place);
-      if (place == least) equal += 1.0f;
+      if (place > least) own_above += weight_of(place);
+      if (place == least) own_equal += 1.0f;
     }
-    above = together.sum(above) + forced;
-    equal = together.sum(equal);
+    const double above = together.sum(own_above) + forced, equal = together.sum(own_equal), mass = weight_of(least);
+    // Added one by one in f32, small masses would stop growing long before the goal.
+    const double wanted = (goal - above) / mass, whole = strict ? floor(wanted) + 1.0 : ceil(wanted);
+    if (!enough_of(above + mass)) needed = (int)(mass > 0.0 ? fmin(whole, equal) : equal);
   }
-  int needed = 1;
-  const float mass = weight_of(least);
-  for (float sum = above + mass; !enough_of(sum) && needed < (int)equal; sum += mass) needed += 1;
 
   // Each warp writes neighbouring words; of equal scores the first `needed` stay.
   const int lane = thread % 32, warp = thread / 32, per_warp = ceil_div(words, NUM_WARPS),
@@ -168,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, LONG ? 1 : 8)
   if (searches) {
     for (int word = warp * per_warp; word < end; ++word)
       before += __popc(__ballot_sync(~0u, is_equal(word * 32 + lane)));
-    float* place = places + together.turn * NUM_WARPS;
-    if (lane == 0) place[warp] = (float)before;
+    double* place = places + together.turn * NUM_WARPS;
+    if (lane == 0) place[warp] = (double)before;
     __syncthreads();  // every warp's number of equal ones is there
     before = 0;
     for (int other = 0; other < warp; ++other) before += (int)place[other];

@@ -30,7 +30,8 @@ fn recipes_are_checked_before_any_work() {
         model.head_dim=15 => model.head_dim | even
         model.vocab_size=100 => model.vocab_size | 100 | 300
         attention.kind=sparse => attention.kind | sparse | "mha"
-        attention.kind=nsa => nsa
+        optimizer.eps=1e-50 => optimizer.eps | 1e-50 | f32
+        model.rms_norm_eps=1e30 => model.rms_norm_eps | 1e30
         attention.sliding_window=8 => attention.sliding_window | dma
         attention.keep_window_size=0 => attention.keep_window_size | is 0
         training.seq_len=100 => training.seq_len | max_position_embeddings
@@ -53,7 +54,7 @@ fn recipes_are_checked_before_any_work() {
     let text = tiny.read("tiny.toml");
     let text = text
         .replace("seed = 3", "sed = 3")
-        .replace("steps = 2", "steps = \"two\"");
+        .replace("tokens = 256", "tokens = \"two\"");
     tiny.write("wrong.toml", &text);
     let line = |key: &str| {
         let number = text.lines().position(|line| line.starts_with(key)).expect(key) + 1;
@@ -64,7 +65,7 @@ fn recipes_are_checked_before_any_work() {
         &format!(
             "wrong.toml | 2 mistakes | {} | did you mean seed? | {}",
             line("sed = "),
-            line("steps = \"two\"")
+            line("tokens = \"two\"")
         ),
     );
     tiny.write("broken.toml", "[model\nhidden_size = 3");
@@ -152,7 +153,7 @@ fn data_that_cannot_be_read_is_named() {
     }
     // Seen while the text is read: the folder has a lock and what was prepared, but no run.
     for (set, words) in [
-        ("data.paths=[\"blank\"]", "no document | 1 files"),
+        ("data.paths=[\"blank\"]", "no document in | blank/"),
         ("data.paths=[\"latin\"]", "latin/a.txt | not UTF-8 at byte 3"),
         ("data.paths=[\"short\"]", "vocab_size | 300"),
     ] {

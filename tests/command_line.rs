@@ -119,6 +119,66 @@ fn the_page_of_the_command_line_names_every_variable() {
 }
 
 #[test]
+#[cfg(target_os = "linux")]
+fn results_that_cannot_be_written_are_an_error() {
+    let tiny = TinyRun::dma();
+    tiny.trained("run", "--set training.steps=8");
+    let full = || fs::OpenOptions::new().write(true).open("/dev/full").expect("there");
+    for command in [
+        "--help",
+        "--version",
+        "train --help",
+        "info",
+        "recipe new",
+        "recipe show quickstart",
+        "recipe keys",
+        "plan --recipe tiny.toml",
+        "completions bash",
+        "compare run",
+        "data prepare --recipe tiny.toml --data-dir prepared",
+        "generate --checkpoint run --device cpu --prompt the --max-new-tokens 2",
+        "eval ppl --checkpoint run --device cpu --recipe-validation --json",
+        "export --checkpoint run --out exported",
+    ] {
+        let mut command = tiny.sieve(command);
+        let output = command.stdout(full()).output().expect("the program starts");
+        let message = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{command:?}: {message}");
+        let said = "standard output could not be written: No space left on device";
+        assert_eq!(message.matches(said).count(), 1, "{command:?}: {message}");
+        assert!(message.contains("hint: "), "{command:?}: {message}");
+        // A reader that goes away has read what it wanted.
+        let mut child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("it starts");
+        drop(child.stdout.take());
+        let output = child.wait_with_output().expect("it ends");
+        let message = String::from_utf8_lossy(&output.stderr);
+        let is_repeated = message.contains("holds");
+        assert!(output.status.success() || is_repeated, "{command:?}: {message}");
+    }
+    assert!(tiny.path("exported/model.safetensors").is_file());
+
+    // A run keeps its steps, and its own log has its lines.
+    let mut train = tiny.train("lost", "--set training.steps=8");
+    let output = train.stdout(full()).output().expect("the program starts");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    says(
+        &text(&output),
+        "standard output could not be written | its lines in its own log",
+    );
+    tiny.assert_same_at("lost", "run", 8);
+    assert!(tiny.read("lost/log").contains("step:     8 "));
+    // A log file is output too.
+    let mut train = tiny.train("stopped", "--stop-after 2 --log-file /dev/full");
+    let output = train.output().expect("the program starts");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output));
+    says(&text(&output), "the file of --log-file could not be written");
+}
+
+#[test]
 fn generate_takes_files_samples_and_stops() {
     let tiny = TinyRun::new("kind = \"mha\"");
     tiny.trained("run", "--set training.steps=20");
@@ -161,6 +221,15 @@ fn generate_takes_files_samples_and_stops() {
             "{one} is not in {three}"
         );
     }
+    // More than grow together: the last of them are of the seeds that they would have, and come after the first.
+    let short = of_run.replace("tokens 20", "tokens 2");
+    let many = stdout(
+        tiny.sieve(&format!("{short} --samples 130"))
+            .args(["--prompt", "the cat"]),
+    );
+    assert_eq!(many.matches("--- sample ").count(), 130);
+    let one = stdout(tiny.sieve(&format!("{short} --seed 129")).args(["--prompt", "the cat"]));
+    assert!(many.ends_with(&format!("sample 130 of 130, seed 129\n{one}")), "{many}");
     // One likeliest token is greedy, whatever the temperature.
     let greedy = stdout(tiny.sieve(&of_run.replace("1.5", "0")).args(["--prompt", "the cat"]));
     let top = stdout(tiny.sieve(&format!("{of_run} --top-k 1")).args(["--prompt", "the cat"]));
@@ -203,6 +272,16 @@ fn generate_takes_files_samples_and_stops() {
         (&["--prompt", "x", "--samples", "0"], "--samples"),
     ] {
         refused(tiny.sieve(of_run).args(more), words);
+    }
+    for (threads, words) in [
+        (
+            "9999",
+            "RAYON_NUM_THREADS=9999 asks for too many threads | hint: give at most ",
+        ),
+        ("abc", "RAYON_NUM_THREADS=abc is no number of threads"),
+    ] {
+        let mut command = tiny.sieve(of_run);
+        refused(command.args(["--prompt", "x"]).env("RAYON_NUM_THREADS", threads), words);
     }
     let negative = of_run.replace("1.5", "-1");
     refused(tiny.sieve(&negative).args(["--prompt", "x"]), "temperature | 0.8");

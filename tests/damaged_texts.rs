@@ -1,8 +1,8 @@
 //! Damaged text files of every kind that the program reads: ten thousand each, from a fixed seed. Each is read or
 //! refused with a message that names it, and none brings the program down.
 use crate::random_model::{random_model, recipe, write_checkpoint};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::Recipe;
 use sieve_data::{BpeConfig, Corpus, CorpusConfig, Tokenizer, read_table};
 use sieve_eval::{QaData, Task, TaskRows, TaskRun, TaskTexts};

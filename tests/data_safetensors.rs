@@ -1,8 +1,8 @@
 //! Damaged safetensors files: read as they stand or refused, never trusted.
 use crate::damaged_texts::quick_dir;
 use burn::tensor::TensorData;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_hf::{NamedTensor, TensorFile, write_tensor_file};
 use std::fs;
 

@@ -102,12 +102,111 @@ fn run(tiny: &TinyRun, words: &str) -> Written {
     Written::read(&tiny.path("file.safetensors"))
 }
 
+/// `W_2 relu(W_1 flatten(block + positions))` of keys or values of a file.
+struct BlockMlp {
+    of: &'static str,
+    positions: Vec<f64>,
+    up: Vec<f64>,
+    down: Vec<f64>,
+}
+
+impl BlockMlp {
+    fn read(written: &Written, of: &'static str) -> Self {
+        let values = |name: &str| written.values(&format!("{of}_{name}")).to_vec();
+        Self {
+            of,
+            positions: values("positions"),
+            up: values("up"),
+            down: values("down"),
+        }
+    }
+
+    /// The block with its positions, and the hidden numbers.
+    fn hidden(&self, block: &[f64]) -> [Vec<f64>; 2] {
+        let x: Vec<f64> = block.iter().zip(&self.positions).map(|(x, p)| x + p).collect();
+        let hidden = self.up.chunks_exact(x.len()).map(|row| dot(row, &x).max(0.0));
+        let hidden = hidden.collect();
+        [x, hidden]
+    }
+
+    fn forward(&self, block: &[f64]) -> Vec<f64> {
+        let [_, hidden] = self.hidden(block);
+        self.down
+            .chunks_exact(hidden.len())
+            .map(|row| dot(row, &hidden))
+            .collect()
+    }
+
+    /// The gradient of a block; adds those of the weights.
+    fn backward(&self, block: &[f64], dy: &[f64], sums: &mut Self) -> Vec<f64> {
+        let [x, hidden] = self.hidden(block);
+        let mut dx = vec![0.0; x.len()];
+        for (at, &h) in hidden.iter().enumerate() {
+            let mut d_hidden = 0.0;
+            for (row, dy) in dy.iter().enumerate() {
+                d_hidden += dy * self.down[row * hidden.len() + at];
+                sums.down[row * hidden.len() + at] += dy * h;
+            }
+            if h > 0.0 {
+                for (column, x) in x.iter().enumerate() {
+                    dx[column] += d_hidden * self.up[at * dx.len() + column];
+                    sums.up[at * dx.len() + column] += d_hidden * x;
+                }
+            }
+        }
+        sums.positions.iter_mut().zip(&dx).for_each(|(sum, dx)| *sum += dx);
+        dx
+    }
+
+    fn zeros(&self) -> Self {
+        let zeros = |x: &[f64]| vec![0.0; x.len()];
+        Self {
+            of: self.of,
+            positions: zeros(&self.positions),
+            up: zeros(&self.up),
+            down: zeros(&self.down),
+        }
+    }
+
+    /// The largest difference of these sums from the gradients of a file.
+    fn gap(&self, written: &Written) -> f64 {
+        let parts = [("positions", &self.positions), ("up", &self.up), ("down", &self.down)];
+        parts.into_iter().fold(0.0, |gap, (name, own)| {
+            let found = written.values(&format!("d{}_{name}", self.of));
+            own.iter()
+                .zip(found)
+                .fold(gap, |gap: f64, (a, b)| gap.max((a - b).abs()))
+        })
+    }
+}
+
+/// The blocks of some tokens, one after the other.
+fn block_of(x: &Rows, tokens: std::ops::Range<usize>, head: usize) -> Vec<f64> {
+    tokens.flat_map(|token| x.row(token, head).to_vec()).collect()
+}
+
 #[test]
 fn nsa_s_file_agrees_with_its_definition() {
+    let sizes = "heads=4,kv_heads=2,head_dim=16";
+    agrees_with_nsa(1100, &format!("--shape seq_len=1100,{sizes}"), ["32 16 64 16", "mean"]);
+    let form = "--blocks 8,4,16,3";
+    agrees_with_nsa(
+        150,
+        &format!("--shape seq_len=150,{sizes} {form}"),
+        ["8 4 16 3", "mean"],
+    );
+    agrees_with_nsa(
+        150,
+        &format!("--shape seq_len=150,{sizes} {form} --pool mlp"),
+        ["8 4 16 3", "mlp"],
+    );
+}
+
+fn agrees_with_nsa(n: usize, words: &str, [sizes, pool]: [&str; 2]) {
     let tiny = TinyRun::dma();
-    let n = 1100usize;
-    let shape = format!("seq_len={n},heads=4,kv_heads=2,head_dim=16");
-    let written = run(&tiny, &format!("nsa --shape {shape} --window 40"));
+    let written = run(&tiny, &format!("nsa {words} --window 40"));
+    assert_eq!([&written.metadata["blocks"], &written.metadata["pool"]], [sizes, pool]);
+    let mlps = (pool == "mlp").then(|| ["k", "v"].map(|of| BlockMlp::read(&written, of)));
     let blocks: Vec<usize> = written.metadata["blocks"]
         .split(' ')
         .map(|x| x.parse().expect("a number"))
@@ -120,12 +219,19 @@ fn nsa_s_file_agrees_with_its_definition() {
     let (scale, slots) = (written.scale(), n.div_ceil(stride));
     let is_whole = |slot: usize| slot * stride + size <= n;
 
-    // Means of blocks.
-    let means = [&k, &v].map(|x| {
+    // One key, and one value, of each block.
+    let tokens_of = |slot: usize| slot * stride..slot * stride + size;
+    let means = [0, 1].map(|which| {
+        let x = [&k, &v][which];
         let mut means = Rows::new(slots, x.heads, x.width);
         for slot in (0..slots).filter(|&slot| is_whole(slot)) {
             for head in 0..x.heads {
-                for token in slot * stride..slot * stride + size {
+                if let Some(mlps) = &mlps {
+                    let block = block_of(x, tokens_of(slot), head);
+                    means.add(slot, head, 1.0, &mlps[which].forward(&block));
+                    continue;
+                }
+                for token in tokens_of(slot) {
                     means.add(slot, head, 1.0 / size as f64, x.row(token, head));
                 }
             }
@@ -204,18 +310,27 @@ fn nsa_s_file_agrees_with_its_definition() {
         assert!((sum - found).abs() < 1e-3, "{at}: {found}, {sum}");
     }
 
-    // Gradients of all branches, and of the means.
+    // Gradients of all branches, and of the blocks.
     let [mut dq, mut dk, mut dv] = [q.zeros(), k.zeros(), v.zeros()];
+    let mut sums = mlps.as_ref().map(|mlps| mlps.each_ref().map(BlockMlp::zeros));
     for (branch, [_, branch_dq, branch_dk, branch_dv]) in branches.iter().enumerate() {
         dq.values.iter_mut().zip(&branch_dq.values).for_each(|(x, y)| *x += y);
-        for (sum, part) in [(&mut dk, branch_dk), (&mut dv, branch_dv)] {
+        for (which, (sum, part)) in [(&mut dk, branch_dk), (&mut dv, branch_dv)].into_iter().enumerate() {
             for kv in 0..k.heads {
                 if branch > 0 {
                     (0..n).for_each(|token| sum.add(token, kv, 1.0, part.row(token, kv)));
                     continue;
                 }
                 for slot in (0..slots).filter(|&slot| is_whole(slot)) {
-                    for token in slot * stride..slot * stride + size {
+                    if let (Some(mlps), Some(sums)) = (&mlps, &mut sums) {
+                        let block = block_of([&k, &v][which], tokens_of(slot), kv);
+                        let dx = mlps[which].backward(&block, part.row(slot, kv), &mut sums[which]);
+                        for (token, dx) in tokens_of(slot).zip(dx.chunks_exact(k.width)) {
+                            sum.add(token, kv, 1.0, dx);
+                        }
+                        continue;
+                    }
+                    for token in tokens_of(slot) {
                         sum.add(token, kv, 1.0 / size as f64, part.row(slot, kv));
                     }
                 }
@@ -225,6 +340,146 @@ fn nsa_s_file_agrees_with_its_definition() {
     for (name, own) in [("dq", &dq), ("dk", &dk), ("dv", &dv)] {
         let gap = own.gap(&rows(name));
         assert!(gap < 2e-4, "{name}: {gap}");
+    }
+    for sums in sums.into_iter().flatten() {
+        let gap = sums.gap(&written);
+        assert!(gap < 2e-4, "{}: {gap}", sums.of);
+    }
+}
+
+/// Each rank's tensors against attention over whole rows: the border holds every earlier key that its queries see, with
+/// the ranks of the scores, and outputs and gradients are those of the whole rows.
+#[test]
+fn a_file_of_two_ranks_agrees_with_its_definition() {
+    let tiny = TinyRun::dma();
+    let (n, kept, kv_heads, d) = (96usize, 11, 2, 16);
+    let shape = format!("--shape seq_len={n},heads=4,kv_heads={kv_heads},head_dim={d} --documents 3");
+    for (words, num_parts) in [
+        ("dma --window 11 --local-window 3 --parts 2", 2),
+        ("swa --window 11 --parts 3", 3),
+    ] {
+        let (written, len) = (run(&tiny, &format!("{words} {shape}")), n / num_parts);
+        let rows = |name: &str| Rows::read(&written, name);
+        let [q, k, v, d_o] = ["q", "k", "v", "do"].map(rows);
+        let starts = written.values("cu_seqlens").to_vec();
+        let document = |token: usize| {
+            let end = starts
+                .iter()
+                .position(|&start| start > token as f64)
+                .expect("the row's end");
+            starts[end - 1] as usize..starts[end] as usize
+        };
+        // z = a softplus(v w_dt): what DMA ranks keys by.
+        let is_dma = words.starts_with("dma");
+        let rank = |token: usize, head: usize| -> f64 {
+            let (w_dt, a) = (written.values("w_dt"), written.values("a"));
+            let values = block_of(&v, token..token + 1, 0)
+                .into_iter()
+                .chain(v.row(token, 1).to_vec());
+            let x: f64 = values.enumerate().map(|(at, v)| v * w_dt[at * kv_heads + head]).sum();
+            a[head] * x.exp().ln_1p()
+        };
+        let seen = |token: usize, head: usize| -> Vec<usize> {
+            let all: Vec<usize> = (document(token).start..=token).collect();
+            if !is_dma {
+                return all.into_iter().filter(|key| key + kept > token).collect();
+            }
+            let recent = (token + 1).saturating_sub(3);
+            let mut older: Vec<usize> = all.iter().copied().filter(|&key| key < recent).collect();
+            older.sort_by(|&a, &b| rank(b, head).total_cmp(&rank(a, head)).then(b.cmp(&a)));
+            older.truncate(kept - 3);
+            older.extend(all.into_iter().filter(|&key| key >= recent));
+            older
+        };
+        let bias = |key: usize, head: usize| if is_dma { rank(key, head).min(60.0).exp() } else { 0.0 };
+        let ([o, dq, ..], ..) = biased_attention([&q, &k, &v], &d_o, written.scale(), seen, bias);
+        for part in 0..num_parts {
+            let (first, of) = (part * len, |name: &str| rows(&format!("part{part}.{name}")));
+            for (name, whole) in [("o", &o), ("dq", &dq)] {
+                let own = of(name);
+                for (token, head) in (0..len).flat_map(|token| (0..4).map(move |head| (token, head))) {
+                    let pairs = own.row(token, head).iter().zip(whole.row(first + token, head));
+                    let gap = pairs.fold(0.0f64, |gap, (a, b)| gap.max((a - b).abs()));
+                    assert!(gap < 1e-4, "{words}: {name} of part {part}, token {token}: {gap}");
+                }
+            }
+            if part == 0 {
+                assert!(!written.tensors.contains_key("part0.border"));
+                continue;
+            }
+            let border = of("border");
+            let slots = written.shape(&format!("part{part}.border"))[1];
+            for head in 0..kv_heads {
+                let needed = (first..first + len)
+                    .flat_map(|token| seen(token, head))
+                    .filter(|&key| key < first);
+                for key in needed {
+                    let slot = (0..slots).find(|&slot| border.row(slot, head) == k.row(key, head));
+                    let slot = slot.unwrap_or_else(|| panic!("{words}: part {part} lacks key {key}"));
+                    assert_eq!(border.row(slot, kv_heads + head), v.row(key, head));
+                    if is_dma {
+                        let ranks = written.values(&format!("part{part}.border_ranks"));
+                        assert!((ranks[head * slots + slot] - rank(key, head)).abs() < 1e-5);
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_eight_bit_product_s_file_agrees_with_its_definition() {
+    let tiny = TinyRun::dma();
+    let (rows, inner, outer) = (48, 64, 32);
+    let written = run(
+        &tiny,
+        &format!(
+            "fp8 --shape batch=2,seq_len={},heads=4,kv_heads=2,head_dim=16",
+            rows / 2
+        ),
+    );
+    let operand = |name: &str| -> Vec<f64> {
+        let scale = written.values(&format!("{name}_scale"))[0];
+        let numbers = written.values(&format!("{name}_rounded"));
+        let (largest, digits) = if name == "dy" { (57344.0, 2) } else { (448.0, 3) };
+        assert!(numbers.iter().any(|x| x.abs() == largest), "{name}");
+        let values = written.values(name).iter().zip(numbers).map(|(x, number)| {
+            // As many digits behind the first one, and rounded by half a step of it at most.
+            let step = 2f64.powi((number.abs().log2().floor() as i32).max(if digits == 2 { -14 } else { -6 }) - digits);
+            assert!(*number == 0.0 || (number / step).fract() == 0.0, "{name}: {number}");
+            assert!(
+                (x / scale - number).abs() <= 0.501 * step,
+                "{name}: {x} as {number} times {scale}"
+            );
+            number * scale
+        });
+        values.collect()
+    };
+    let [x, weight, dy] = ["x", "weight", "dy"].map(operand);
+    let product = |sizes: [usize; 3], a: &dyn Fn(usize, usize) -> f64, b: &dyn Fn(usize, usize) -> f64| -> Vec<f64> {
+        let [m, n, k] = sizes;
+        let at = |i: usize, j: usize| (0..k).map(|c| a(i, c) * b(j, c)).sum();
+        (0..m)
+            .flat_map(|i| (0..n).map(move |j| (i, j)))
+            .map(|(i, j)| at(i, j))
+            .collect()
+    };
+    let (x, weight, dy) = (
+        |i: usize, c: usize| x[i * inner + c],
+        |j: usize, c: usize| weight[j * inner + c],
+        |i: usize, j: usize| dy[i * outer + j],
+    );
+    for (name, expected) in [
+        ("y", product([rows, outer, inner], &x, &weight)),
+        ("dx", product([rows, inner, outer], &dy, &|c, j| weight(j, c))),
+        (
+            "dweight",
+            product([outer, inner, rows], &|j, i| dy(i, j), &|c, i| x(i, c)),
+        ),
+    ] {
+        let gaps = expected.iter().zip(written.values(name)).map(|(a, b)| (a - b).abs());
+        let gap = gaps.fold(0.0, f64::max);
+        assert!(gap < 1e-4, "{name}: {gap}");
     }
 }
 
@@ -291,6 +546,13 @@ fn sizes_that_the_ops_have_not_are_refused() {
         r#"
         nsa --shape seq_len=20,heads=2,head_dim=16 => --window
         nsa --shape seq_len=20,heads=2,head_dim=16,head_dim_v=8 --window 4 => one width
+        nsa --shape seq_len=20,heads=2,head_dim=16 --window 4 --blocks 8,4,8 => four whole numbers
+        nsa --shape seq_len=20,heads=2,head_dim=16 --window 4 --blocks 8,3,8,2 => stride of 3
+        mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --pool mlp => --blocks and --pool are for nsa
+        fp8 --shape seq_len=20,heads=2,head_dim=16 --window 4 => leave --window out
+        mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --parts 2 => --parts is for dma and swa
+        swa --shape seq_len=20,heads=2,head_dim=16 --window 4 --parts 3 => --parts 3: rows of 20 tokens
+        swa --shape seq_len=20,heads=2,head_dim=16 --window 4 --magnitude 0 => 1e-6 to 1e6
         mla --shape seq_len=20,heads=2,head_dim=16 => wider than values
         mla --shape seq_len=20,heads=2,head_dim=24,head_dim_v=16 --window 4 => all keys
         mla --shape seq_len=20,heads=2,kv_heads=1,head_dim=24,head_dim_v=16 => keys of its own
@@ -338,6 +600,11 @@ const MASKS: &[(&str, &[&str], [f64; 2])] = &[
         "delta:gamma=8,dense_tail=false,base.n_local=20,base.min_prefill_tokens=0,min_prefill_tokens=0",
         &["windows"],
         [0.05, 0.9],
+    ),
+    (
+        "momo:gamma=8,beta=16,chi=32,k=4,k_exact=2,first_dense_layers=0,min_prefill_tokens=0",
+        &["row_ptr"],
+        [0.1, 0.99],
     ),
     // All keys: too few tokens.
     ("xattention", &[], [1.0, 1.0]),

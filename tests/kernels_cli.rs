@@ -60,13 +60,22 @@ impl Written {
         // Of `[batch, heads, seq_len]`.
         let at = |token: usize, head: usize, heads: usize| (token / seq_len * heads + head) * seq_len + token % seq_len;
         let (starts, expire) = (self.values("cu_seqlens"), self.values("expire"));
-        let seen = |token: usize, kv: usize| {
+        let seen = |token: usize, kv: usize| -> Vec<usize> {
             let first = starts.iter().rev().find(|&&start| start <= token as f64);
             let keys = *first.expect("0 is one") as usize..=token;
             let place = (token % seq_len) as f64;
             keys.filter(|&key| place < expire[at(key, kv, kv_heads)]).collect()
         };
         let delta = self.tensors.get("delta");
+        if let Some((_, base)) = self.tensors.get("base") {
+            let tokens = starts[starts.len() - 1] as usize;
+            for (token, kv) in (0..tokens).flat_map(|token| (0..kv_heads).map(move |kv| (token, kv))) {
+                let keys: Vec<usize> = seen(token, kv);
+                let biases = keys.iter().map(|&key| self.values("delta")[at(key, kv, kv_heads)]);
+                let largest = biases.reduce(f64::max).unwrap_or(0.0);
+                assert_eq!(base[at(token, kv, kv_heads)], largest, "token {token}");
+            }
+        }
         let bias = |key, kv| delta.map_or(0.0, |(_, values): &(_, Vec<_>)| values[at(key, kv, kv_heads)]);
         let ([o, dq, dk, dv], lse, d_bias) = biased_attention([&q, &k, &v], &d_o, self.scale(), seen, bias);
         // A query without keys has no log-sum-exp.
@@ -106,8 +115,8 @@ impl Written {
             for i in 0..seq_len {
                 let first = starts.iter().rev().find(|&&start| start <= token + i);
                 let first = first.expect("0 is one") - token;
-                let exact = z[at + i] + (i - first) as f64 / periods[row % kv_heads];
-                assert!((rank[at + i] - exact).abs() < 1e-5);
+                let slope = (1.0 / periods[row % kv_heads]) as f32;
+                assert_eq!(rank[at + i], f64::from(z[at + i] as f32 + (i - first) as f32 * slope));
                 let older = (i + 1).saturating_sub(local).max(first);
                 let mut kept: Vec<usize> = (first..older).collect();
                 kept.sort_by(|&a, &b| rank[at + b].total_cmp(&rank[at + a]).then(b.cmp(&a)));
@@ -152,9 +161,9 @@ fn a_file_holds_inputs_outputs_and_gradients_that_agree() {
         r#"
         attention =>  => q k v do o lse dq dk dv expire cu_seqlens
         swa => --window 9 --documents 3 => q k v do o lse dq dk dv expire cu_seqlens
-        dma => --window 9 --documents 2 --scores rising => q k v z delta do o lse dq dk dv ddelta expire cu_seqlens
+        dma => --window 9 --documents 2 --scores rising => q k v z delta do o lse base dq dk dv ddelta expire cu_seqlens
         dma => --window 9 --local-window 3 --periods 4,30 --documents 2 => \
-            q k v z rank delta do o lse dq dk dv ddelta expire cu_seqlens
+            q k v z rank delta do o lse base dq dk dv ddelta expire cu_seqlens
     "#,
     ) {
         tiny.prints(&format!(

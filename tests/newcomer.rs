@@ -1,6 +1,6 @@
 //! What somebody meets who has one file of text, or nothing but the program.
 use crate::data_commands::{formats, shards};
-use crate::tiny_run::{TinyRun, program, refused, succeed};
+use crate::tiny_run::{TinyRun, json, number, program, refused, succeed};
 use sieve_testing::{cases, says};
 use std::fs;
 use std::path::Path;
@@ -46,11 +46,46 @@ fn one_text_file_trains_however_short() {
         let printed = String::from_utf8_lossy(&more.stdout);
         says(&printed, "data: found | too few");
     }
+    // The limit of a tree's files is not for a file that is named; in a folder it is too large, by name of the key.
+    let limit = ["data.max_document_bytes=65536", "data.skip_invalid=true"];
+    let prepare = |out: &str, path: &str| {
+        let mut command = tiny.sieve(&format!("data prepare --recipe tiny.toml --data-dir {out}"));
+        let path = format!("data.paths=[\"{path}\"]");
+        set(
+            set(&mut command, &limit),
+            &[&path, "tokenizer.path=long/data/tokenizer.json"],
+        )
+        .output()
+        .expect("the program starts")
+    };
+    assert!(prepare("named", "long.txt").status.success());
+    let [named, trained] = ["named", "long/data"].map(|folder| shards(&tiny.path(folder)));
+    assert!(named["train.bin"] == trained["train.bin"]);
+    let found = prepare("found", "lon?.txt");
+    says(
+        &String::from_utf8_lossy(&found.stderr),
+        "no document in | long.txt | over the limit of 65536 | data.max_document_bytes",
+    );
+    // Beside a source of many documents the one text is held out of too, and the run says so.
+    let rows = (0..400).map(|n| format!("{{\"text\": \"row {n}: {}\"}}\n", &text[n..n + 40].replace('\n', " ")));
+    tiny.write("rows.jsonl", rows.collect::<String>());
+    let sources = [
+        "data.paths=[\"long.txt\",\"rows.jsonl\"]",
+        "data.weights=[1,1]",
+        "training.steps=4",
+    ];
+    let printed = succeed(set(&mut tiny.train("mixed", ""), &sources));
+    says(
+        &printed,
+        "data: of sources with too few documents | the end of the text validates | [validation] paths",
+    );
+    let held_out = tiny.metrics("mixed", "validation")[&0]["num_labels"].clone();
+    assert!(held_out.as_u64() > Some(200), "{held_out}");
     let empty = tiny.path("empty.txt");
     fs::write(empty, "").expect("writable");
     tiny.write("letter.txt", "x");
     for (paths, words) in [
-        ("data.paths=[\"empty.txt\"]", "no document in 1 files (1 blank"),
+        ("data.paths=[\"empty.txt\"]", "no document in | empty.txt (1 blank"),
         (
             "data.paths=[\"letter.txt\"]",
             "the validation split holds no document | [validation] paths",
@@ -147,6 +182,75 @@ fn the_ending_of_a_file_says_how_it_is_read() {
 }
 
 #[test]
+fn what_an_evaluation_says_can_be_kept_and_compared() {
+    let tiny = TinyRun::dma();
+    tiny.trained("run", "--set training.steps=4");
+    let ppl = "eval ppl --device cpu --checkpoint run --data corpus --max-tokens 3000";
+    let printed = tiny.prints(&format!("{ppl} --json --save"));
+    says(&printed, "saved | run/eval/ppl.json");
+    let report = json(&printed);
+    assert_eq!(json(&tiny.read("run/eval/ppl.json")), report);
+    let rolling = &report["lm_eval_rolling"];
+    // The first token of a text is predicted and its end is not; the last text is cut, so it has no end.
+    let documents = report["num_documents"].as_f64().expect("a number");
+    let [ours, theirs] = [&report, rolling].map(|of| number(&of["num_tokens"]));
+    assert!(documents > 2.0 && theirs == ours + 1.0, "{report}");
+    let nats = -number(&rolling["log_likelihood"]);
+    let bits = number(&rolling["bits_per_byte"]) * number(&rolling["num_bytes"]);
+    assert!((nats - bits * std::f64::consts::LN_2).abs() < 1e-9 * nats, "{report}");
+    assert!((nats / number(&report["nats"]) - 1.0).abs() < 0.2, "{report}");
+
+    let lines = tiny.prints(&format!("{ppl} --by-position --save long"));
+    // Bytes and few merges: a word has several tokens.
+    says(
+        &lines,
+        "word perplexity | - | tokens, which this text has in this tokenizer",
+    );
+    says(&lines, "by lm-evaluation-harness's rolling likelihood | windows of 32");
+    let long = json(&tiny.read("run/eval/long.json"));
+    assert_eq!((&long["stride"], &report["stride"]), (&32.into(), &16.into()));
+    // Predictions that see 16 to 31 tokens are about half of all where windows do not overlap.
+    let bins = long["by_position"].as_array().expect("bins");
+    let last_but_one = bins.iter().find(|bin| bin["from"] == 16).expect("a bin");
+    let share = number(&last_but_one["num_tokens"]) / number(&long["num_tokens"]);
+    assert!((0.3..0.6).contains(&share), "{bins:?}");
+
+    let note = "has not been trained on the task";
+    assert!(
+        tiny.prints("eval mqar --checkpoint run --device cpu --kinds 32:2 --samples 9 --save")
+            .contains(note)
+    );
+    tiny.prints("compare run --out page.html");
+    let page = tiny.read("page.html");
+    says(
+        &page,
+        ">long< | >ppl< | >mqar< | >by_position / 16 to 31< | >lm_eval_rolling / bits_per_byte<",
+    );
+    assert!(!page.contains("/ from<"), "bins are one row each");
+    tiny.refuses(&format!("{ppl} --save a/b"), "--save a/b | name of a file | hint: ");
+    tiny.prints("export --checkpoint run --out exported");
+    let exported = ppl.replace("run", "exported");
+    tiny.refuses(
+        &format!("{exported} --save"),
+        "exported lies in no run folder | --json > FILE",
+    );
+}
+
+#[test]
+fn a_cpu_has_no_peak_to_reach() {
+    let tiny = TinyRun::dma();
+    let printed = succeed(&mut tiny.train("run", "--stop-after 2 -v"));
+    assert!(printed.contains("tflops: ") && !printed.contains("mfu"), "{printed}");
+    assert!(!tiny.read("run/metrics.jsonl").contains("mfu"));
+    let plan = tiny.prints("plan --recipe tiny.toml");
+    says(
+        &plan,
+        "GFLOP/s of matrix products, measured just now | % of | GFLOP/s in executed operations",
+    );
+    assert!(!plan.contains("TFLOP/s"), "{plan}");
+}
+
+#[test]
 fn a_run_that_cannot_learn_is_warned_of() {
     let tiny = TinyRun::dma();
     for (sets, words) in [
@@ -231,7 +335,7 @@ fn a_copied_program_trains_in_an_empty_folder() {
         command
     };
     let small = "--set training.steps=30 --set lr_scheduler.warmup_steps=5 --set model.num_hidden_layers=2 \
-                 --set validation.steps=4 --set generation.max_new_tokens=8";
+                 --set validation.tokens=8192 --set generation.max_new_tokens=8";
     let train = format!("train --recipe quickstart.toml --device cpu {small}");
     let printed = succeed(&mut sieve(&train));
     assert!(printed.contains("registry/src/**/*.rs"), "{printed}");
@@ -300,11 +404,14 @@ fn odd_files_are_told_by_name() {
     tiny.write("empty.txt.zst", "");
     tiny.write("rows.jsonl", "{\"body\": \"x\"}\n");
     fs::create_dir(tiny.path("hollow")).expect("writable");
+    let pipe = Command::new("mkfifo").arg(tiny.path("pipe.txt")).status();
+    assert!(pipe.expect("mkfifo is there").success());
     for [path, words] in cases(
         r#"
         binary.txt => binary.txt: NUL at byte 4
         binary.jsonl => binary.jsonl: not UTF-8 at byte 0
-        empty.jsonl => no document in 1 files
+        empty.jsonl => no document in | empty.jsonl
+        pipe.txt => pipe.txt: a pipe (FIFO), not a file
         empty.parquet => empty.parquet: not a readable Parquet file
         empty.txt.zst => empty.txt.zst: damaged | the file is empty
         rows.jsonl => rows.jsonl: line 1 has no column "text" (it has ["body"])

@@ -1,8 +1,9 @@
 //! The lines that commands print under `next:` are typed as they are.
 use crate::python;
-use crate::tiny_run::{TinyRun, succeed};
+use crate::tiny_run::{TinyRun, succeed, written};
 use sieve_testing::says;
 use std::fs;
+use std::io::Write;
 use std::process::{Command, Stdio};
 
 /// The commands under `next:` in what a program printed.
@@ -16,7 +17,7 @@ fn lines(printed: &str) -> Vec<String> {
     lines
 }
 
-/// Types a line into a shell in the run's folder.
+/// Types a line into a shell in the run's folder. Training and generating print what a model writes.
 fn typed(tiny: &TinyRun, line: &str) -> String {
     let mut shell = Command::new("/bin/sh");
     shell
@@ -24,7 +25,7 @@ fn typed(tiny: &TinyRun, line: &str) -> String {
         .current_dir(tiny.path(""))
         .env("RAYON_NUM_THREADS", "2")
         .stdin(Stdio::null());
-    succeed(&mut shell)
+    written(&mut shell)
 }
 
 /// Types every line that `printed` suggests, and every line that those suggest; a line of Python where it can be run.
@@ -89,7 +90,7 @@ fn a_new_recipe_on_one_text_trains() {
     let text = (0..60).map(|n| fs::read_to_string(tiny.path(&format!("corpus/{n:02}.txt"))));
     let text = text.collect::<Result<String, _>>().expect("a corpus");
     tiny.write("my text.txt", text);
-    let smaller = "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.steps=1";
+    let smaller = "--set training.steps=4 --set tokenizer.train.vocab_size=280 --set validation.tokens=2048";
     for kind in ["mha", "swa", "dma", "mla", "nsa"] {
         let new = format!("recipe new --kind {kind} --out {kind}.toml {smaller} --data");
         let printed = succeed(tiny.sieve(&new).arg("my text.txt"));
@@ -122,7 +123,8 @@ fn recipes_of_every_size_and_kind_are_planned() {
     for size in ["10m", "30m", "80m", "1p7b"] {
         for kind in ["mha", "swa", "dma", "mla", "nsa"] {
             let name = format!("{kind}_{size}.toml");
-            let new = format!("recipe new --size {size} --kind {kind} --data corpus --out {name}");
+            // A text that is not there yet: a recipe for one that is fits it.
+            let new = format!("recipe new --size {size} --kind {kind} --data later.txt --out {name}");
             let printed = tiny.prints(&new);
             assert!(
                 lines(&printed)[1].ends_with(&format!("train --recipe {name}")),
@@ -132,6 +134,81 @@ fn recipes_of_every_size_and_kind_are_planned() {
             assert!(planned.contains(&format!("attention {kind}")), "{planned}");
         }
     }
+}
+
+#[test]
+fn a_new_recipe_fits_its_text_and_its_context() {
+    let tiny = TinyRun::dma();
+    tiny.write(
+        "notes.txt",
+        "the cat sees the river and the dog follows seven stones\n".repeat(11_000),
+    );
+    let both = |args: &str| {
+        let output = tiny.sieve(args).output().expect("the program starts");
+        assert!(output.status.success(), "{args}");
+        [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
+    };
+    let [recipe, said] = both("recipe new --data notes.txt");
+    assert!(recipe.contains("\nsteps = 400\n"), "{recipe}");
+    assert_eq!(said, "");
+    // Two thirds of a megabyte is fifteen epochs of a third of the steps of 10m, and no text for 80m.
+    let [recipe, said] = both("recipe new --size 10m --data notes.txt");
+    assert!(recipe.contains("\nsteps = 401\n"), "{recipe}");
+    says(
+        &said,
+        "the text has about 205.3K tokens: 401 steps read it about 16 times",
+    );
+    tiny.refuses(
+        "recipe new --size 80m --data notes.txt --out no.toml",
+        "601.56 KiB of text are too little for --size 80m, which takes 2.34 MiB or more | --set training.steps=N",
+    );
+    let [recipe, said] = both("recipe new --size 80m --data notes.txt --set training.steps=800");
+    assert!(recipe.contains("\nsteps = 800\n"), "{recipe}");
+    says(&said, "800 steps read it about 511 times");
+    for (size, tokens) in [("1m", "2,048"), ("80m", "131,072")] {
+        let new = format!("recipe new --size {size} --context 512 --data later.txt --out {size}.toml");
+        tiny.prints(&new);
+        let planned = tiny.prints(&format!("plan --recipe {size}.toml"));
+        says(&planned, &format!("steps of {tokens} tokens, rows of 512"));
+    }
+    tiny.refuses(
+        "recipe new --size 1p7b --context 512",
+        "--context is for recipes without [[stage]]",
+    );
+    // What is read often is said before it is tokenised, too.
+    tiny.prints("recipe new --data notes.txt --out often.toml");
+    let often = "more than 4 times teaches less each time";
+    let planned = tiny.prints("plan --recipe often.toml");
+    assert!(!planned.contains(often), "{planned}");
+    says(
+        &planned,
+        "text       not tokenised yet, read about 4.0 times by its size",
+    );
+    let planned = tiny.prints("plan --recipe often.toml --set training.steps=500");
+    says(&planned, &format!("read about 5.0 times by its size | {often}"));
+}
+
+#[test]
+fn a_recipe_comes_through_a_pipe() {
+    let tiny = TinyRun::dma();
+    for name in ["-", "/dev/stdin"] {
+        let mut plan = tiny.sieve(&format!("plan --recipe {name}"));
+        let mut child = plan
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the program starts");
+        let mut pipe = child.stdin.take().expect("a pipe");
+        pipe.write_all(tiny.read("tiny.toml").as_bytes())
+            .expect("read to its end");
+        drop(pipe);
+        let output = child.wait_with_output().expect("the program ends");
+        let printed = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{name}: {printed}");
+        says(&printed, "attention dma");
+    }
+    tiny.refuses("plan --recipe -", "the standard input is not a valid recipe");
+    tiny.refuses("plan --recipe /dev/zero", "/dev/zero is no recipe: it is longer than");
 }
 
 #[test]

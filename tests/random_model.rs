@@ -1,8 +1,8 @@
 //! Small models with random weights of every kind of parameter, gates and norms too, and their checkpoints.
 use burn::tensor::TensorData;
 use burn_flex::Flex;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, load_parameters, named_parameters};
 use sieve_nn::Qwen3;
@@ -11,8 +11,9 @@ use std::path::Path;
 /// Rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
-/// Name, `[model]` lines and `[attention]` lines of the kinds, NSA in two forms; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 8] = [
+/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two; windows far below any
+/// length tested.
+pub(crate) const KINDS: [(&str, &str, &str); 11] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -36,9 +37,24 @@ pub(crate) const KINDS: [(&str, &str, &str); 8] = [
         "kind = \"dma\"\nkeep_window_size = 5\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4",
     ),
     (
+        "swa_hybrid",
+        "tie_word_embeddings = true\nlayer_types = [\"swa\", \"mha\", \"swa\"]",
+        "kind = \"swa\"\nsliding_window = 7",
+    ),
+    (
         "mla",
         "tie_word_embeddings = true",
+        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false",
+    ),
+    (
+        "mla_norm",
+        "tie_word_embeddings = false",
         "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
+    ),
+    (
+        "mla_scaled",
+        "tie_word_embeddings = false\nresidual_scale = true",
+        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false",
     ),
     (
         "nsa",

@@ -1,7 +1,7 @@
 //! A run that is killed or stopped goes on as if nothing had happened.
 use crate::tiny_run::{INTERVAL, STEPS, TinyRun, signal, succeed, text, wait_until};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_testing::says;
 use std::fs;
 use std::io::{BufRead, BufReader};

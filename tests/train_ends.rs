@@ -80,13 +80,47 @@ fn a_longer_run_says_its_rate_and_may_have_a_schedule_of_its_own() {
 }
 
 #[test]
+fn a_few_more_steps_end_at_the_rate_of_the_end_before() {
+    let tiny = TinyRun::dma();
+    tiny.trained("run", "--set lr_scheduler.warmup_steps=20");
+    let mut done = STEPS;
+    // A tenth, a fifth and all of the steps so far; the warm-up of the recipe alone is longer than the first two.
+    for more in [4, 9, 53] {
+        let all = done + more;
+        succeed(&mut tiny.train(
+            "run",
+            &format!("--resume --set lr_scheduler.warmup_steps=20 --extend {all}"),
+        ));
+        let rates = tiny.metrics("run", "step").into_values();
+        let rates = rates
+            .map(|line| line["lr"].as_f64().expect("a rate"))
+            .collect::<Vec<_>>();
+        let [end, new_end] = [done, all].map(|step| rates[step as usize - 1]);
+        // Ten steps of decay ended at a tenth of the highest rate.
+        assert!(new_end <= end + 1e-9 && end < 1.01e-3, "{more} more steps: {rates:?}");
+        let new = &rates[done as usize..];
+        let highest = new.iter().copied().fold(0.0, f64::max);
+        assert!((highest - 1e-2).abs() < 1e-9, "{more} more steps: {new:?}");
+        done = all;
+    }
+    // The same command as a branch says what a branch can do.
+    let branch = format!("--branch-from run/checkpoint/step-{done} --set training.steps={done}");
+    let printed = succeed(&mut tiny.train("branch", &branch));
+    says(
+        &printed,
+        &format!("nothing to do | --branch-from with --set training.steps={}", 2 * done),
+    );
+    assert!(!printed.contains("--extend"), "{printed}");
+}
+
+#[test]
 fn the_step_line_fits_a_terminal_and_the_log_has_all() {
     let tiny = TinyRun::dma();
     let printed = succeed(&mut tiny.train("run", "--stop-after 8"));
     let steps = || printed.lines().filter(|line| line.starts_with("step: "));
     assert_eq!(steps().count(), 8);
     assert!(
-        steps().all(|line| line.chars().count() < 100 && line.contains("  lr: ")),
+        steps().all(|line| line.chars().count() < 80 && line.contains("  lr ")),
         "{printed}"
     );
     let log = tiny.read("run/log");

@@ -3,10 +3,10 @@ use burn::backend::Autodiff;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
-use sieve_core::Recipe;
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
+use sieve_core::{KeepRest, Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::NamedTensor;
 use sieve_nn::{LayerContext, Qwen3};
@@ -233,45 +233,51 @@ fn settings(mode: ActivationCheckpointMode, fp8: Range<usize>) -> BlockSettings 
         mode,
         ..Default::default()
     };
-    BlockSettings { checkpointing, fp8 }
+    BlockSettings {
+        checkpointing,
+        fp8,
+        ..BlockSettings::default()
+    }
 }
 
-/// Loss, gradients and masks with blocks recomputed as `mode` says.
-fn with_checkpointing(
-    model: &Qwen3<B>,
-    mode: ActivationCheckpointMode,
-    fp8: Range<usize>,
-) -> (u32, Vec<NamedTensor>, Vec<TensorData>) {
+/// Loss, gradients and masks with blocks computed as `settings` say.
+fn computed(model: &Qwen3<B>, settings: &BlockSettings) -> (u32, Vec<NamedTensor>, Vec<TensorData>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
-    let settings = settings(mode, fp8);
     let batch = batch(0, 3);
     let scale = 1.0 / batch.num_labels() as f64;
     let batch = DeviceBatch::<B>::new(&batch, &device);
     let mut gradients = GradientBuffer::default();
-    let result = accumulate_gradients_with(&settings, model, &batch, &rope, scale, &mut gradients);
+    let result = accumulate_gradients_with(settings, model, &batch, &rope, scale, &mut gradients);
     let loss = result.loss.into_data().iter::<f32>().next().expect("a loss");
     let expire = result.expire.into_iter().map(|mask| mask.into_data());
     (loss.to_bits(), gradients.named(model), expire.collect())
 }
 
 #[test]
-fn recomputing_blocks_changes_no_bit_of_a_gradient() {
+fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
     use ActivationCheckpointMode::{Full, None, Selective};
+    let keeps = BlockSettings {
+        keeping: Keeping {
+            rest: KeepRest::Always,
+            made_again: true,
+        },
+        ..settings(None, 0..0)
+    };
     for attention in KINDS {
         let model = model(attention, true);
-        let (loss, gradients, masks) = with_checkpointing(&model, None, 0..0);
+        let (loss, gradients, masks) = computed(&model, &settings(None, 0..0));
         assert_eq!(gradients.len(), sieve_hf::parameter_names(&model).len());
-        for mode in [Selective, Full] {
-            let (other_loss, other, other_masks) = with_checkpointing(&model, mode, 0..0);
-            assert_eq!(loss, other_loss, "{attention} {mode:?}");
-            assert_eq!(masks, other_masks, "{attention} {mode:?}");
+        for settings in [settings(Selective, 0..0), settings(Full, 0..0), keeps.clone()] {
+            let (other_loss, other, other_masks) = computed(&model, &settings);
+            assert_eq!(loss, other_loss, "{attention} {settings:?}");
+            assert_eq!(masks, other_masks, "{attention} {settings:?}");
             for (one, other) in gradients.iter().zip(&other) {
                 assert_eq!(one.name, other.name);
                 assert!(values(&one.data).iter().any(|value| *value != 0.0));
                 assert!(
                     one.data.as_bytes() == other.data.as_bytes(),
-                    "{attention} {mode:?}: {}",
+                    "{attention} {settings:?}: {}",
                     one.name
                 );
             }
@@ -284,7 +290,7 @@ fn eight_bit_blocks_are_near_and_recomputed_to_the_last_bit() {
     use ActivationCheckpointMode::{None, Selective};
     for attention in KINDS {
         let model = model(attention, true);
-        let of = |mode, fp8| with_checkpointing(&model, mode, fp8);
+        let of = |mode, fp8| computed(&model, &settings(mode, fp8));
         let (plain_loss, plain, _) = of(None, 0..0);
         let (loss, gradients, _) = of(None, 0..2);
         let (again_loss, again, _) = of(Selective, 0..2);
@@ -308,7 +314,8 @@ fn eight_bit_blocks_are_near_and_recomputed_to_the_last_bit() {
 fn blocks_at_the_ends_keep_the_type_of_their_tensors() {
     use ActivationCheckpointMode::None;
     let model = model(KINDS[0], true);
-    let plain = with_checkpointing(&model, None, 0..0).0;
-    assert_eq!(with_checkpointing(&model, None, 2..2).0, plain);
-    assert_ne!(with_checkpointing(&model, None, 1..2).0, plain);
+    let loss = |fp8| computed(&model, &settings(None, fp8)).0;
+    let plain = loss(0..0);
+    assert_eq!(loss(2..2), plain);
+    assert_ne!(loss(1..2), plain);
 }

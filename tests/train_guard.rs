@@ -3,7 +3,7 @@ use crate::tiny_run::TinyRun;
 use burn::backend::Autodiff;
 use burn_flex::{Flex, FlexDevice};
 use sieve_comm::Mesh;
-use sieve_core::Recipe;
+use sieve_core::{Keeping, Recipe};
 use sieve_data::OnChange;
 use sieve_hf::named_parameters;
 use sieve_testing::says;
@@ -83,6 +83,7 @@ pub(crate) fn disturbed_rank(
         precision: Precision::F32,
         peak_flops: None,
         memory: MemoryProbe::Process,
+        keeping: Keeping::default(),
     };
     let is_alone = group.is_none();
     let group = group.map(|(mesh, transport)| Group::new(mesh.clone(), transport(mesh)));

@@ -1,9 +1,10 @@
 //! Several processes train what one would: the same rows, steps and weights.
-use crate::tiny_run::{STEPS, TinyRun, signal, succeed, text, wait_until};
+use crate::tiny_run::{STEPS, TinyRun, json, number, signal, succeed, text, wait_until};
 use crate::train_guard::{Outcome, Transport, disturbed_rank};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
 use sieve_train::{Disturbance, OnHost};
 use std::io::{BufRead, BufReader};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,7 +41,9 @@ pub(crate) fn started(command: &mut Command, step: u64) -> Child {
 fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
     let tiny = TinyRun::dma();
     tiny.trained("of-1", UNTIED);
-    let said = succeed(&mut tiny.launch(2, "of-2", UNTIED));
+    let mut launched = tiny.launch(2, "of-2", UNTIED);
+    let said = succeed(launched.arg0("sieve"));
+    assert!(said.contains("next:\n  sieve generate --prompt "), "{said}");
     assert!(said.contains("2 processes, each on the CPU"), "{said}");
     assert_eq!(said.matches("step:     1 ").count(), 1, "{said}");
     tiny.assert_same_end("of-2", "of-1");
@@ -72,6 +75,58 @@ fn two_processes_end_with_the_weights_of_one_to_the_last_bit() {
         std::fs::read(file).expect("an export")
     });
     assert!(exported[0] == exported[1]);
+}
+
+#[test]
+fn validation_reads_the_same_text_for_any_batch_and_number_of_processes() {
+    let tiny = TinyRun::dma();
+    let short = "--set training.steps=4 --set validation.interval=4";
+    // The sums over the predicted tokens' bytes and frequencies tell which tokens they are.
+    let read = |out: &str| {
+        let last = tiny.metrics(out, "validation")[&4].clone();
+        ["num_labels", "num_bytes", "unigram_bits_per_byte"].map(|key| number(&last[key]))
+    };
+    // A sum over batches has its order from them: the last bits of a double.
+    let same = |out: &str, what: &str| {
+        let (found, expected) = (read(out), read("of-4"));
+        let is_same = |(a, b): (&f64, &f64)| (a - b).abs() <= 1e-14 * b.abs();
+        assert!(
+            found.iter().zip(&expected).all(is_same),
+            "{what}: {found:?}, {expected:?}"
+        );
+    };
+    tiny.trained("of-4", short);
+    for rows in [1, 2, 8] {
+        let out = format!("of-{rows}");
+        tiny.trained(&out, &format!("{short} --set training.local_batch_size={rows}"));
+        same(&out, &format!("{rows} rows a batch"));
+        let [loss, expected] = [out.as_str(), "of-4"].map(|out| tiny.metrics(out, "validation")[&0].clone());
+        assert_near(&loss, &expected, &["loss"], 1e-6);
+    }
+    for (nproc, more) in [(2, ""), (4, "--context-parallel 2")] {
+        let out = format!("ranks-{nproc}");
+        succeed(&mut tiny.launch(
+            nproc,
+            &out,
+            &format!("{short} --set training.local_batch_size=2 {more}"),
+        ));
+        same(&out, &format!("{nproc} processes"));
+    }
+    // A run that goes on with another batch.
+    tiny.trained("resumed", &format!("{short} --stop-after 2"));
+    tiny.trained(
+        "resumed",
+        &format!("{short} --resume --set training.local_batch_size=1"),
+    );
+    same("resumed", "resumed");
+    // Whole rows: eight of 32 tokens, in which documents end.
+    let num_labels = read("of-4")[0] as u64;
+    assert!((200..=256).contains(&num_labels), "{num_labels}");
+
+    // Less held-out text than asked for is read whole: as many tokens as `eval ppl` predicts.
+    tiny.trained("whole", &format!("{short} --set validation.tokens=10000000"));
+    let ppl = tiny.prints("eval ppl --recipe-validation --json --device cpu --checkpoint whole");
+    assert_eq!(read("whole")[0], number(&json(&ppl)["num_tokens"]));
 }
 
 /// Asserts that numbers of two reports are equal up to a relative difference.

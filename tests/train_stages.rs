@@ -232,9 +232,10 @@ fn an_imported_model_can_be_trained_on() {
     run.prints("export --checkpoint out --out hf");
     let text = run.prints("import --from hf --out sparse --attention dma --set attention.keep_window_size=8");
     assert!(text.contains("4 parameters are new"), "{text}");
+    // As the import is: another kind by --set alone has a slope.
     let branch = "--branch-from sparse --set attention.kind=dma --set attention.keep_window_size=8 --set \
-        training.steps=8 \
-                  --set lr_scheduler.warmup_steps=2";
+                  attention.bias=exp --set attention.local_window_size=0 --set training.steps=8 --set \
+                  lr_scheduler.warmup_steps=2";
     let text = succeed(&mut run.train("tuned", branch));
     assert!(!text.contains("warning"), "{text}");
     let losses = run.metrics("tuned", "step");
@@ -251,7 +252,7 @@ fn an_imported_model_can_be_trained_on() {
     ));
     let warned = "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
     assert!(text.contains(warned), "{text}");
-    run.refuses("import --from hf --out other --attention mla", "attention.kv_lora_rank");
+    run.refuses("import --from hf --out other --attention mla", "dma, swa or nsa");
     run.refuses("import --from nowhere --out other", "nowhere");
     for (folder, found) in [("sparse", "step-0"), ("out", "a run")] {
         let before = run.snapshot(folder);
@@ -269,7 +270,8 @@ fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
     run.trained("dense", "");
     run.prints("export --checkpoint dense --out hf");
     // A window of the whole row, no slope, A at 0: every key is kept and nothing is added to its logits.
-    let keys = "--set attention.keep_window_size=32 --set attention.bias=linear --set attention.local_window_size=4";
+    let keys = "--set attention.keep_window_size=32 --set attention.bias=linear --set attention.recency=none --set \
+                attention.local_window_size=4";
     run.prints(&format!("import --from hf --out sparse --attention dma {keys}"));
     let text = run.read("tiny.toml");
     let stages = [32, 16, 8].map(|window| format!("[[stage]]\nsteps = 4\nwindow = {window}\n"));

@@ -196,13 +196,13 @@ DEVICE void attention_forward_tile(const QueryTile& tile, const ForwardOutput& o
     float sum = total[m][h];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf.
-    float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf. A NaN stays NaN.
+    float inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
     const int row = m * 16 + h * 8 + g;
     const int query = row_query(tile, warp_row + row);
     if (t == 0 && query < tile.end_query)
       out.lse[((u64)tile.batch * tile.num_heads + tile.head + row_head(warp_row + row)) * tile.seq_len + query] =
-          sum > 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
+          sum != 0.0f ? maximum[m][h] * LN_2 + logf(sum) : -INFINITY_F32;
 #pragma unroll
     for (int n = 0; n < VALUE_TILES; ++n)
       store_shared_32(q_lane + VTile::offset(row, n) + t * 4,

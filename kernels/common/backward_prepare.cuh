@@ -41,6 +41,8 @@ DEVICE void prepare_rows(const bf16* o, const short* o_low, const bf16* d_out, c
 #pragma unroll
   for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
   if (!inside || lane != 0) return;
+  // A NaN stays: P of every key that the row sees is NaN then, and 0 of the others only where the sum is a number.
+  const bool sees_nothing = row_lse == -INFINITY_F32, is_nan = row_lse != row_lse;
   row_stats[head_row * padded_len + query] =
-      row_lse > -INFINITY_F32 ? make_float2(row_lse * LOG2_E, sum) : make_float2(INFINITY_F32, 0.0f);
+      make_float2(sees_nothing ? INFINITY_F32 : row_lse * LOG2_E, sees_nothing || is_nan ? 0.0f : sum);
 }

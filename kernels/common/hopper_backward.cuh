@@ -208,7 +208,7 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
 #else
     const float inverse_scale = 1.0f / block.scale_log2;
     barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
-    store_split_column(q_stats, stat.x < INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
+    store_split_column(q_stats, stat.x != INFINITY_F32 ? -stat.x * inverse_scale : NEVER, 0);
 #endif
     fence_async_proxy();
     release_stats(barrier_at(shared, FULL_Q + q_place.slot));

@@ -121,8 +121,8 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(state.total[r]);
-    // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf.
-    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    // A row that sees nothing has sum 0: its output is 0 and its log-sum-exp -inf. A NaN stays NaN.
+    const float inverse = sum != 0.0f ? 1.0f / sum : 0.0f;
     const int row = warpgroup * 64 + (int)threadIdx.x % 128 / 32 * 16 + g + 8 * r, row_head = head + row / TILE_QUERIES;
 #if SPARSE
     const int query = row_position(tile, row);
@@ -132,7 +132,7 @@ DEVICE void store_rows(const float (&output)[O_REGISTERS], const SoftmaxState& s
     const bool inside = query < end_query;
     if (inside && t == 0)
       out.lse[((u64)batch * tensors.num_heads + row_head) * tensors.seq_len + query] =
-          sum > 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;
+          sum != 0.0f ? state.maximum[r] * (RESIDUAL ? logit_scale * LN_2 : LN_2) + logf(sum) : -INFINITY_F32;
     const u64 at = (((u64)batch * tensors.seq_len + query) * tensors.num_heads + row_head) * HEAD_DIM_V + t * 8;
 #pragma unroll
     for (int n = 0; n < HEAD_DIM_V / 32; ++n) {

@@ -2,7 +2,9 @@
 // single keys beside them, both sequences possibly permuted, a window per list. Shared by sparse_attention_forward.cu
 // and hopper_sparse_attention_forward.cu, which document the mask.
 // Slots are places in the permuted sequences; positions are tokens of the tensors. Keys 0 .. num_keys - 1, the queries
-// are the last of them.
+// are the last of them. A query tile lists a slot once: no tile or column twice, no column inside a listed tile, and an
+// order names each token once; a key that is listed twice weighs twice (PackedMask of sieve-core checks host-made
+// masks).
 #pragma once
 #include "common/types.cuh"
 

@@ -10,17 +10,17 @@
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use cubecl::Runtime;
 use cubecl::cuda::CudaRuntime;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
-use sieve_core::Recipe;
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
+use sieve_core::{Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
 use sieve_kernels::{CudaReport, KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult};
 use sieve_nn::Qwen3;
-use sieve_ops::{Cuda, TrainBackend, keep_made_again, op_paths, set_sum_order};
+use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
 use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
 use std::path::Path;
 use std::process::ExitCode;
@@ -50,6 +50,9 @@ static FP8: AtomicBool = AtomicBool::new(false);
 /// Whether the blocks' activations are computed twice.
 static RECOMPUTE: AtomicBool = AtomicBool::new(false);
 
+/// Whether blocks keep what they could make again.
+static KEEP: AtomicBool = AtomicBool::new(false);
+
 fn settings(layers: usize) -> BlockSettings {
     let is_fp8 = FP8.load(Ordering::Relaxed);
     let mode = match RECOMPUTE.load(Ordering::Relaxed) {
@@ -62,6 +65,10 @@ fn settings(layers: usize) -> BlockSettings {
             ..ActivationCheckpointSection::default()
         },
         fp8: 0..if is_fp8 { layers } else { 0 },
+        keeping: Keeping {
+            made_again: KEEP.load(Ordering::Relaxed),
+            ..Keeping::default()
+        },
     }
 }
 
@@ -395,7 +402,7 @@ fn main() -> ExitCode {
     let device = burn_cuda::CudaDevice::default();
     KernelFamily::use_portable_only(wanted.iter().any(|x| x == "portable"));
     FP8.store(wanted.iter().any(|x| x == "fp8"), Ordering::Relaxed);
-    keep_made_again(wanted.iter().any(|x| x == "keep"));
+    KEEP.store(wanted.iter().any(|x| x == "keep"), Ordering::Relaxed);
     RECOMPUTE.store(wanted.iter().any(|x| x == "recompute"), Ordering::Relaxed);
     let mut good = true;
     if wants("check") {

@@ -73,7 +73,7 @@ enable_tensorboard = false
 interval = 100000
 [validation]
 interval = 100000
-steps = 1
+tokens = 1
 """
 
 

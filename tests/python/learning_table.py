@@ -223,7 +223,10 @@ def train(job, runs, arguments, out):
             runs.run(command, log, log)
         report = pathlib.Path(f"{folder}.eval.json")
         if arguments.evaluate and done() and not report.exists():
-            what = NEEDLES if kind == "recall" else WORDS
+            lengths = [int(value.split("=")[1]) for value in settings if value.startswith("training.seq_len=")]
+            # Half a row apart, so that most predictions see much.
+            words = WORDS + ["--stride", str((lengths or [2048])[-1] // 2)]
+            what = NEEDLES if kind == "recall" else words
             unfinished = report.with_suffix(".part")
             with open(unfinished, "w", encoding="utf-8") as output:
                 status = runs.run([arguments.sieve, "eval", *what, "--checkpoint", str(folder), "--json"], output, log)

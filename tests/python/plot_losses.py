@@ -2,7 +2,7 @@
 
     python tests/python/plot_losses.py --out losses.svg "2048 tokens: dense=A/metrics.jsonl,window 512=B/metrics.jsonl" "8192 tokens: ..."
 
-Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses. A line of several
+Lines are averages of what was logged in 50 steps, in 10 of a run shorter than 800; dots are validation losses, as the legend says. A line of several
 files (NAME=A+B) is their mean. With --speed each panel gets another one beside it: the last validation loss of each file against
 its tokens/s, the upper quartile of what was logged.
 """
@@ -13,7 +13,8 @@ import math
 import pathlib
 
 COLOURS = ["#1b6ca8", "#c0392b", "#2e8b57", "#b8860b", "#7d3c98", "#555555"]
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 420, 320, 48, 34, 40
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 448, 320, 58, 34, 40
+LETTER = 6.2  # pixels of a letter, at most, on the average of a name
 
 
 def rows_of(path):
@@ -36,22 +37,28 @@ def read(paths):
 def read_one(path):
     rows = rows_of(path)
     steps = [(row["step"], row["loss"]) for row in rows if row["kind"] == "step"]
-    checks = [(row["step"], row["loss"]) for row in rows if row["kind"] != "step" and "loss" in row and row["step"] > 0]
+    checks = [(row["step"], row["loss"]) for row in rows if row["kind"] == "validation" and row["step"] > 0]
     bins, size = {}, 50 if steps[-1][0] >= 800 else 10
     for step, loss in steps:
         bins.setdefault((step - 1) // size, []).append((step, loss))
     return [tuple(sum(x) / len(x) for x in zip(*rows)) for _, rows in sorted(bins.items())], checks
 
 
-def panel(at, title, runs):
-    """One set of axes; losses above 6 are cut off."""
-    lines = {name: read(path) for name, path in runs}
+def loss_axis(at):
+    """The name of the vertical axis."""
+    x, y = at + 16, (TOP + HEIGHT - BOTTOM) / 2
+    return f'<text x="{x}" y="{y}" text-anchor="middle" transform="rotate(-90 {x} {y})">loss, nats per token</text>'
+
+
+def panel(at, title, lines):
+    """One set of axes for the points and validations of each name; losses above 6 are cut off."""
     last = max(step for series in lines.values() for points in series for step, _ in points)
     losses = [loss for points, checks in lines.values() for _, loss in points[2:] + checks]
     low, high = math.floor(min(losses) * 2) / 2, min(6.0, math.ceil(max(losses) * 2) / 2)
-    x = lambda step: at + LEFT + (WIDTH - LEFT - 12) * step / last
+    x = lambda step: at + LEFT + (WIDTH - LEFT - 20) * step / last
     y = lambda loss: TOP + (HEIGHT - TOP - BOTTOM) * (high - min(loss, high)) / (high - low)
-    out = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}</text>']
+    out = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}</text>', loss_axis(at)]
+    legend = x(last) - 30 - LETTER * max(map(len, [*lines, "validation"]))
     for tick in [low + 0.5 * i for i in range(round((high - low) * 2) + 1)]:
         out.append(f'<path d="M{x(0):.1f} {y(tick):.1f}H{x(last):.1f}" stroke="#ddd"/><text x="{x(0) - 6:.1f}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
     for step in range(0, int(last) + 1, 400 if 800 <= last < 3000 else int(last) // 600 * 100 or 100):
@@ -63,13 +70,16 @@ def panel(at, title, runs):
         out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
         out += [f'<circle cx="{x(step):.1f}" cy="{y(loss):.1f}" r="3" fill="{colour}"/>' for step, loss in checks if loss <= high]
         at_y = TOP + 14 + 16 * number
-        out.append(f'<path d="M{x(last) - 120:.1f} {at_y - 4}h18" stroke="{colour}" stroke-width="2"/><text x="{x(last) - 96:.1f}" y="{at_y}">{name}</text>')
+        out.append(f'<path d="M{legend:.1f} {at_y - 4}h18" stroke="{colour}" stroke-width="2"/><text x="{legend + 24:.1f}" y="{at_y}">{name}</text>')
+    if any(checks for _, checks in lines.values()):
+        at_y = TOP + 14 + 16 * len(lines)
+        out.append(f'<circle cx="{legend + 9:.1f}" cy="{at_y - 4}" r="3" fill="#777"/><text x="{legend + 24:.1f}" y="{at_y}">validation</text>')
     return out
 
 
 def speed(at, title, runs):
     """Loss at the end against speed, a dot a file."""
-    out, dots = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}: loss and speed</text>'], []
+    out, dots = [f'<text x="{at + LEFT}" y="20" font-size="13">{title}: loss and speed</text>', loss_axis(at)], []
     for number, (name, paths) in enumerate(runs):
         for path in paths.split("+"):
             rows = rows_of(path)
@@ -108,7 +118,7 @@ def main():
         if not colon or any("=" not in run for run in runs.split(",")):
             parser.error(f"{text!r}: a panel is TITLE: NAME=FILE,NAME=FILE…")
         at, runs = WIDTH * number * (1 + args.speed), [run.strip().split("=", 1) for run in runs.split(",")]
-        parts += panel(at, title.strip(), runs)
+        parts += panel(at, title.strip(), {name: read(path) for name, path in runs})
         parts += speed(at + WIDTH, title.strip(), runs) if args.speed else []
     args.out.write_text("\n".join([*parts, "</svg>", ""]))
 

@@ -1,43 +1,174 @@
-"""Logits of exported models by Hugging Face transformers: CPU, float32, eager attention.
+"""Exported models in Hugging Face transformers: CPU, float32.
 
 usage: transformers_logits.py TOKENS TEXT FOLDER...
 
-TOKENS is a list of token ids separated by commas. For each FOLDER the file FOLDER/transformers.safetensors is written with
-the tensor "logits", float32 [1, tokens, vocabulary]; one JSON line a folder goes to standard output: the classes that
-transformers chose, the parameters it missed or did not expect, and the ids that its tokenizer gives for TEXT.
+TOKENS is a list of token ids separated by commas. For each FOLDER the file FOLDER/transformers.safetensors is written
+with the tensor "logits", float32 [1, tokens, vocabulary]; one JSON line a folder goes to standard output: the classes
+that transformers chose, the parameters it missed or did not expect, the ids that its tokenizer gives for TEXT, and of
+all classes but Doge, which leaves open which of equal keys it keeps:
+
+- generated: what a greedy, cached, left-padded batch of the first PROMPTS tokens goes on with;
+- worst: the largest differences of logits from those of the whole pass, by what was done otherwise.
 """
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import transformers
 from safetensors.torch import save_file
 
+PROMPTS = [5, 16, 11]
+NEW = 12
+
+
+def load(folder, **options):
+    name = "dtype" if int(transformers.__version__.split(".")[0]) >= 5 else "torch_dtype"
+    options = {name: torch.float32, "trust_remote_code": True, **options}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def padded(ids, side):
+    """The first PROMPTS tokens as rows with their masks; padding is token 0, which is no stranger to the model."""
+    width = max(PROMPTS) + 1
+    rows, mask = torch.zeros(len(PROMPTS), width, dtype=torch.long), torch.zeros(len(PROMPTS), width, dtype=torch.long)
+    for row, length in enumerate(PROMPTS):
+        here = slice(width - length, width) if side == "left" else slice(0, length)
+        rows[row, here], mask[row, here] = ids[0, :length], 1
+    return rows, mask
+
+
+def differences(model, ids, logits):
+    """Largest difference from `logits`, of the whole pass, by what was done otherwise."""
+    found = {}
+    cache, parts = None, []
+    for part in ids.split([7, 1, 1, 5] + [1] * (ids.shape[1] - 14), 1):
+        out = model(part, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        parts.append(out.logits)
+    found["cached"] = (torch.cat(parts, 1) - logits).abs().max()
+    embeds = model.get_input_embeddings()(ids)
+    found["inputs_embeds"] = (model(inputs_embeds=embeds, use_cache=False).logits - logits).abs().max()
+    for side in ("left", "right"):
+        rows, mask = padded(ids, side)
+        # Stock classes do not count positions by the mask.
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        out = model(rows, attention_mask=mask, position_ids=positions, use_cache=True)
+        found[f"{side} padding"] = max(
+            (out.logits[row][mask[row].bool()] - logits[0, :length]).abs().max() for row, length in enumerate(PROMPTS)
+        )
+        # A stock window counts the padding behind a row's tokens as tokens.
+        if side == "right" and type(model).__name__ != "SieveForCausalLM":
+            continue
+        # Two more tokens behind rows of different lengths, reordered as a beam search does.
+        order = torch.tensor([2, 0, 1])
+        cache = out.past_key_values
+        cache.reorder_cache(order)
+        lengths = [PROMPTS[row] for row in order]
+        more = torch.stack([ids[0, n : n + 2] for n in lengths])
+        mask, later = torch.cat([mask[order], torch.ones_like(more)], 1), []
+        for step in range(2):
+            until = mask[:, : rows.shape[1] + step + 1]
+            positions = until.sum(1, keepdim=True) - 1
+            later.append(model(more[:, step : step + 1], until, positions, cache, use_cache=True).logits)
+        later = torch.cat(later, 1)
+        found[f"{side} padding, cached"] = max(
+            (later[row] - logits[0, n : n + 2]).abs().max() for row, n in enumerate(lengths)
+        )
+    return {name: float(value) for name, value in found.items()}
+
+
+def generated(model, ids):
+    """Greedy tokens of a left-padded batch; the best beams with a cache must be those without."""
+    rows, mask = padded(ids, "left")
+    options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    beams = [
+        model.generate(rows, attention_mask=mask, num_beams=3, use_cache=use_cache, **options).tolist()
+        for use_cache in (True, False)
+    ]
+    assert beams[0] == beams[1], beams
+    return model.generate(rows, attention_mask=mask, **options)[:, rows.shape[1] :].tolist()
+
+
+def refusals(model, ids):
+    """What would give wrong numbers is refused with the reason."""
+    packed = torch.arange(ids.shape[1])[None] % 9
+    for options, reason in [
+        ({"position_ids": packed}, "one document a row"),
+        ({"attention_mask": torch.ones(1, 1, *packed.shape)}, "earlier tokens + new ones"),
+        ({"past_key_values": transformers.StaticCache(model.config, 64)}, "StaticCache is not supported"),
+        ({"output_attentions": True}, "output_attentions is not supported"),
+    ]:
+        try:
+            model(ids, **options)
+        except ValueError as error:
+            assert reason in str(error), error
+        else:
+            raise AssertionError(f"not refused: {options}")
+
+
+def sieve_alone(folder, model, ids, logits):
+    """What the exported modeling_sieve.py must do besides: compiled, without SDPA, checkpointed gradients, bf16."""
+    found = {}
+    refusals(model, ids)
+    with torch.no_grad():
+        compiled = torch.compile(model.model, backend="eager", fullgraph=True)
+        hidden = compiled(ids, use_cache=False).last_hidden_state
+        found["compiled"] = (model.lm_head(hidden) - logits).abs().max()
+        eager = load(folder, attn_implementation="eager").eval()
+        found["eager"] = (eager(ids).logits - logits).abs().max()
+    gradients = []
+    for checkpointed in (False, True):
+        model.train()
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        model(ids, labels=ids).loss.backward()
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    model.gradient_checkpointing_disable()
+    model.eval()
+    found["checkpointed"] = max((gradients[0][name] - grad).abs().max() for name, grad in gradients[1].items())
+    with torch.no_grad():
+        half = model.to(torch.bfloat16)
+        options = {"do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+        out = half.generate(ids[:, :8], max_new_tokens=4, **options)
+        assert all(torch.isfinite(score).all() for score in out.scores)
+    return {name: float(value) for name, value in found.items()}
+
 
 def main() -> None:
     tokens, text, folders = sys.argv[1], sys.argv[2], sys.argv[3:]
-    input_ids = torch.tensor([[int(token) for token in tokens.split(",")]])
+    ids = torch.tensor([[int(token) for token in tokens.split(",")]])
     for folder in folders:
-        model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, attn_implementation="eager", torch_dtype=torch.float32, output_loading_info=True, trust_remote_code=True
-        )
+        is_doge = json.loads(Path(folder, "config.json").read_text())["model_type"] == "doge"
+        # Stock Doge loses its mask with SDPA in some releases (5.10.4: other logits altogether).
+        options = {"attn_implementation": "eager"} if is_doge else {}
+        model, loading = load(folder, output_loading_info=True, **options)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
         model.eval()
+        eos_token_id, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
+        name = type(model).__name__
         with torch.no_grad():
-            logits = model(input_ids, use_cache=False).logits
-        save_file({"logits": logits.float().contiguous()}, f"{folder}/transformers.safetensors")
+            logits = model(ids, use_cache=False).logits
+            save_file({"logits": logits.float().contiguous()}, f"{folder}/transformers.safetensors")
+            worst = {} if is_doge else differences(model, ids, logits)
+            tokens = None if is_doge else generated(model, ids)
+        if name == "SieveForCausalLM":
+            worst |= sieve_alone(folder, model, ids, logits)
         print(
             json.dumps(
                 {
-                    "model": type(model).__name__,
+                    "model": name,
                     "transformers": transformers.__version__,
                     "torch": torch.__version__,
                     "missing": sorted(loading["missing_keys"]),
                     "unexpected": sorted(loading["unexpected_keys"]),
                     "num_parameters": sum(p.numel() for p in model.parameters()),
                     "text_ids": tokenizer(text)["input_ids"],
-                    "eos_token_id": model.config.eos_token_id,
+                    "eos_token_id": eos_token_id,
+                    "generated": tokens,
+                    "worst": worst,
                 }
             )
         )

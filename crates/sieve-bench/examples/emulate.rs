@@ -19,6 +19,7 @@ fn main() -> ExitCode {
         cases: cases as usize,
         longest: longest as usize,
         seed,
+        magnitude: None,
         portable: true,
         part: CheckPart::All,
     };

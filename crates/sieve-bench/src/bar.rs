@@ -89,6 +89,101 @@ impl Bar {
     pub(crate) const FLOOR: f32 = 2e-4;
 }
 
+/// How far the rows of an attention's result may be from the exact ones, each by itself and all together: a row that
+/// few queries reach is thousands of times smaller than the tensor's largest number.
+///
+/// A row may have twice the error that a plain bf16 computation makes in it, and a share of its terms (see
+/// [`Terms`](sieve_cpu::reference::Terms)): among few terms the plain computation may round to the exact result by
+/// luck. The norm of all errors may be twice that of the plain computation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowBar {
+    /// Whether the path computes in bf16; f32 paths have no business with bf16's error.
+    pub(crate) is_bf16: bool,
+    /// Share of its terms that a row loses because logits are large, see [`lost_digits`].
+    pub(crate) lost_digits: f64,
+    /// Share of its terms up to which the plain error of a row counts: a plain computation that rounds its scores to
+    /// bf16 loses everything where they are large, and would excuse any result.
+    pub(crate) most_of_plain: f64,
+    /// Share of its terms that a row may lose besides, not their norm: where one number that rounds the other way moves
+    /// the row's logits.
+    pub(crate) of_a_row: f64,
+}
+
+/// The share of a probability that rounding its logit in f32 costs: logits whose keys matter are as large as the
+/// log-sum-exp, and a probability is the exponential of their difference.
+pub(crate) fn lost_digits(exact_lse: &[f32]) -> f64 {
+    let finite = exact_lse.iter().filter(|x| x.is_finite());
+    8.0 * f64::from(f32::EPSILON * finite.fold(0.0, |most: f32, x| most.max(x.abs())))
+}
+
+/// Root of the sum of squares of each row.
+pub(crate) fn row_norms(values: &[f32], width: usize) -> Vec<f64> {
+    let squares = |row: &[f32]| row.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+    values.chunks_exact(width).map(|row| squares(row).sqrt()).collect()
+}
+
+impl RowBar {
+    /// Beside a plain computation that rounds its scores.
+    pub(crate) const fn new(is_bf16: bool, lost_digits: f64) -> Self {
+        Self {
+            is_bf16,
+            lost_digits,
+            most_of_plain: 1.0 / 128.0,
+            of_a_row: 0.0,
+        }
+    }
+
+    /// Rows whose errors' norm is compared with that of the plain computation: fewer may round by luck.
+    const ROWS_OF_A_NORM: usize = 64;
+
+    /// The largest ratio of error to what is allowed, over the rows (as many as `terms`, all of one width) and of the
+    /// norm; an error when that is over 1.
+    pub(crate) fn judge(&self, name: &str, got: &[f32], plain: &[f32], exact: &[f32], terms: &[f64]) -> Outcome {
+        if got.len() != exact.len() {
+            let (got, expected) = (got.len(), exact.len());
+            return wrong(format!("{name}: {got} numbers, expected {expected}"));
+        }
+        let Some(width) = exact.len().checked_div(terms.len()) else {
+            return Ok(0.0);
+        };
+        let all_terms = length(terms);
+        let typical = all_terms / (terms.len() as f64).sqrt();
+        let of_plain = |plain: f64, terms: f64| 2.0 * plain.min(terms * self.most_of_plain);
+        let (mut worst, mut squares, mut plain_squares) = (0.0f64, 0.0, 0.0);
+        let rows = got.chunks_exact(width).zip(plain.chunks_exact(width));
+        let rows = rows.zip(exact.chunks_exact(width)).zip(terms);
+        for (at, (((got, plain), exact), &terms)) in rows.enumerate() {
+            let (error, plain) = (norm(got, exact), norm(plain, exact));
+            let own = match self.is_bf16 {
+                true => of_plain(plain, terms) + terms / 128.0,
+                false => 1e-4 * terms,
+            };
+            let allowed = own + (self.lost_digits + self.of_a_row) * terms + typical / 16384.0;
+            if exceeds(error, allowed) {
+                let size = norm(exact, &vec![0.0; width]);
+                return wrong(format!(
+                    "{name}: norm of the error of row {at} {error:.3e}, allowed {allowed:.3e}; the row's is {size:.3e}"
+                ));
+            }
+            worst = worst.max(if error > 0.0 { error / allowed } else { 0.0 });
+            squares += error * error;
+            plain_squares += plain * plain;
+        }
+        if terms.len() >= Self::ROWS_OF_A_NORM && all_terms > 0.0 {
+            let own = match self.is_bf16 {
+                true => of_plain(plain_squares.sqrt(), all_terms) + all_terms / 4096.0,
+                false => 2e-5 * all_terms,
+            };
+            let (error, allowed) = (squares.sqrt(), own + self.lost_digits * all_terms);
+            if exceeds(error, allowed) {
+                return wrong(format!("{name}: norm of the error {error:.3e}, allowed {allowed:.3e}"));
+            }
+            worst = worst.max(error / allowed);
+        }
+        Ok(worst as f32)
+    }
+}
+
 /// Names and values of what a call computes.
 pub(crate) type Results = Vec<(&'static str, Vec<f32>)>;
 
@@ -122,6 +217,11 @@ fn largest_gap(a: &[f32], b: &[f32]) -> (f32, usize) {
         }
     }
     worst
+}
+
+/// Root of the sum of squares.
+fn length(values: &[f64]) -> f64 {
+    values.iter().map(|x| x * x).sum::<f64>().sqrt()
 }
 
 /// Norm of the difference over the numbers that are finite in `b`.
@@ -158,6 +258,31 @@ mod tests {
         plain[7] = 0.01;
         let error = BAR.judge("x", &[0.015; 100], &plain, &exact);
         refusal(error, "norm");
+    }
+
+    #[test]
+    fn a_small_row_beside_a_large_one_is_held_against_its_own_terms() {
+        // The first row is a thousand times as large as the others.
+        let exact: Vec<f32> = (0..400).map(|at| if at < 4 { 1000.0 } else { 1.0 }).collect();
+        let terms = row_norms(&exact, 4);
+        let mut late = exact.clone();
+        late[396..].iter_mut().for_each(|x| *x *= 0.95);
+        assert!(
+            Bar::new(0.0, Bar::FLOOR, 1.0 / 64.0)
+                .judge("x", &late, &exact, &exact)
+                .is_ok()
+        );
+        let row = |lost_digits| RowBar::new(true, lost_digits).judge("x", &late, &exact, &exact, &terms);
+        refusal(row(0.0), "row 99");
+        assert!(row(0.1).is_ok());
+        // What a plain computation loses counts up to a share of the terms.
+        let plain = |by: f32| exact.iter().map(|x| x * by).collect::<Vec<f32>>();
+        let judge = |by: f32, bar: RowBar| bar.judge("x", &plain(1.0 + 2.0 * by), &plain(1.0 + by), &exact, &terms);
+        assert!(judge(0.001, RowBar::new(true, 0.0)).is_ok_and(|ratio| ratio > 0.8));
+        refusal(judge(0.1, RowBar::new(true, 0.0)), "row");
+        let mut nan = exact.clone();
+        nan[7] = f32::NAN;
+        refusal(RowBar::new(true, 1.0).judge("x", &nan, &exact, &exact, &terms), "row 1");
     }
 
     #[test]

@@ -272,9 +272,9 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
     list.extend_kernels(NeededKernels::step(arch));
     if let Attention::Mla(mla) = recipe.attention {
         let (head_dim, rope_dim) = (recipe.model.head_dim, mla.qk_rope_head_dim);
-        let rank = mla.kv_lora_rank;
-        list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim));
-        list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, shared_bytes));
+        let (rank, norm_dim) = (mla.kv_lora_rank, mla.qk_norm_dim(head_dim));
+        list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
+        list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
     }
     for needs in attention_needs(recipe)? {
         list.extend(needs.kernels(arch));

@@ -6,7 +6,8 @@ use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
 use sieve_kernels::AttentionShape;
 use sieve_ops::{AttentionSpec, SieveBackend};
-use sieve_testing::Random;
+use sieve_testing::{Random, round_bf16};
+use std::collections::BinaryHeap;
 
 /// Scores above this one get the bias of this one.
 const SCORE_CLAMP: f32 = 60.0;
@@ -152,6 +153,13 @@ impl Case {
         Ok(case)
     }
 
+    /// The case with queries and keys this many times as large.
+    pub(crate) fn magnified(mut self, magnitude: f32) -> Self {
+        magnify(&mut self.q, magnitude);
+        magnify(&mut self.k, magnitude);
+        self
+    }
+
     /// Other scores (kept where keys are chosen) and biases, and the mask that follows from them.
     pub(crate) fn set_biases(&mut self, z: Vec<f32>, delta: Vec<f32>) {
         if matches!(self.keys, Keys::Chosen(_)) {
@@ -219,6 +227,25 @@ impl Case {
             .collect()
     }
 
+    /// The largest bias that each query sees, from which its log-sum-exp counts; 0 where it sees no key. As many as
+    /// biases.
+    pub(crate) fn largest_biases(&self) -> Vec<f32> {
+        let seq_len = self.shape.seq_len;
+        let mut largest = Vec::with_capacity(self.delta.len());
+        for (delta, expire) in self.delta.chunks_exact(seq_len).zip(self.expire.chunks_exact(seq_len)) {
+            // Biases in the order of their bits, and the key of each.
+            let mut seen = BinaryHeap::new();
+            for query in 0..seq_len {
+                seen.push((order_of(delta[query]), query));
+                while seen.peek().is_some_and(|&(_, key)| expire[key] as usize <= query) {
+                    seen.pop();
+                }
+                largest.push(seen.peek().map_or(0.0, |&(_, key)| delta[key]));
+            }
+        }
+        largest
+    }
+
     /// Makes every row of the batch the first one, but for the gradient of the output.
     pub(crate) fn repeat_first_row(&mut self) {
         fn repeat<T: Copy>(values: &mut [T], batch: usize) {
@@ -259,6 +286,17 @@ impl Case {
         }
         expire
     }
+}
+
+/// A whole number in the order of f32s, as `total_cmp` has it.
+fn order_of(x: f32) -> i32 {
+    let bits = x.to_bits() as i32;
+    bits ^ (((bits >> 31) as u32) >> 1) as i32
+}
+
+/// Makes numbers this many times as large, exact in bf16.
+pub(crate) fn magnify(values: &mut [f32], magnitude: f32) {
+    values.iter_mut().for_each(|x| *x = round_bf16(*x * magnitude));
 }
 
 /// First position and one past the last of each token's document, `[batch, seq_len]` each.

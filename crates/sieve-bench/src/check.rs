@@ -33,6 +33,8 @@ pub struct CheckSettings {
     pub longest: usize,
     /// Seed of the random calls.
     pub seed: u64,
+    /// Factor on queries and keys of all calls; small, usual and large ones in turn where absent.
+    pub magnitude: Option<f32>,
     /// Check the portable kernels alone, also where the device has a family of its own.
     pub portable: bool,
     /// What to check.
@@ -118,6 +120,7 @@ impl CheckSettings {
         let all = Extent::all(self.cases, self.longest, self.seed);
         Extent {
             is_part: self.part != CheckPart::All,
+            magnitude: self.magnitude,
             ..all
         }
     }
@@ -137,7 +140,10 @@ pub fn check_emulated(
     let emulator = Emulator::new(programs).map_err(|e| BenchError::Refused(format!("{}: {e}", programs.display())))?;
     let report = Report::default();
     let mut progress = Progress { report, tell };
-    let extent = Extent::emulated(settings.cases, settings.longest, settings.seed);
+    let extent = Extent {
+        magnitude: settings.magnitude,
+        ..Extent::emulated(settings.cases, settings.longest, settings.seed)
+    };
     for parts in [&OF_A_FAMILY[1..], ONLY_PORTABLE] {
         progress.wrappers("emulated", parts, &emulator, &extent)?;
     }
@@ -415,6 +421,7 @@ pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) ->
         "sieve": env!("CARGO_PKG_VERSION"),
         "cases": settings.cases,
         "seed": settings.seed,
+        "magnitude": settings.magnitude,
         "failed_rows": report.failed(),
         "rows": report.rows(),
     })

@@ -1,7 +1,7 @@
 //! Decoding token by token against the rows of the whole pass.
 mod caches;
 
-use crate::bar::Bar;
+use crate::bar::{RowBar, lost_digits};
 use crate::case::{Case, Cuts, Keys};
 use crate::device::Device;
 use crate::error::Result;
@@ -17,7 +17,8 @@ use sieve_testing::Random;
 
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     let mut random = Random(extent.seed);
-    let Extent { widths, groups, .. } = *extent;
+    let extent = *extent;
+    let Extent { widths, groups, .. } = extent;
     (0..extent.few()).map(move |at| {
         let (head_dim, head_dim_v) = random.one_of(widths);
         let group = random.one_of(groups);
@@ -34,9 +35,10 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         };
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
-        let label = format!("{shape:?} {keys} {} seed {seed}", scores.name());
+        let magnitude = extent.magnitude_of(at);
+        let label = format!("{shape:?} {keys} {} q, k x {magnitude} seed {seed}", scores.name());
         let case = Case::draw(shape, keys, Cuts::Count(1), scores, seed)?;
-        Ok((case, label))
+        Ok((case.magnified(magnitude), label))
     })
 }
 
@@ -49,11 +51,10 @@ fn name(keys: Keys) -> String {
 }
 
 pub(super) fn judge(case: &Case, o: &[f32], is_bf16: bool) -> Outcome {
-    let exact = attention(case, Rounding::None).outputs.o;
-    let plain = attention(case, Rounding::Bf16).outputs.o;
-    // One token's row is short, and its plain computation is often exact.
-    let bar = Bar::of(is_bf16, Bar::FLOOR, [1.0 / 256.0, 1e-4]);
-    bar.judge("o", o, &plain, &exact)
+    let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| attention(case, rounding));
+    let lost_digits = lost_digits(&exact.outputs.lse);
+    let (plain, exact, terms) = (&plain.outputs.o, &exact.outputs.o, &exact.terms.o);
+    RowBar::new(is_bf16, lost_digits).judge("o", o, plain, exact, terms)
 }
 
 /// The ops of `B`.

@@ -27,6 +27,10 @@ const LOCAL_WINDOWS: &[[usize; 3]] = &[
     [40_000, 300, 300],
 ];
 
+/// Factors on queries and keys of successive calls. Logits of trained models reach 50 to 100, as of 8 here; 64 leaves
+/// one key a query, and 0.01 all keys alike. As many as no other list of kinds that calls go through in turn.
+const MAGNITUDES: [f32; 7] = [1.0, 8.0, 1.0, 0.01, 1.0, 64.0, 1.0];
+
 /// What random calls are drawn from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Extent {
@@ -46,6 +50,8 @@ pub(crate) struct Extent {
     pub(crate) local_windows: &'static [[usize; 3]],
     /// Whether all is interpreted, a million times slower than on a GPU.
     pub(crate) is_emulated: bool,
+    /// Factor on the queries and keys of all calls; one of a list in turn where absent.
+    pub(crate) magnitude: Option<f32>,
     /// Whether a part is checked alone, in as many cases as attention.
     pub(crate) is_part: bool,
 }
@@ -62,6 +68,7 @@ impl Extent {
             lengths: LENGTHS,
             local_windows: LOCAL_WINDOWS,
             is_emulated: false,
+            magnitude: None,
             is_part: false,
         }
     }
@@ -89,6 +96,11 @@ impl Extent {
     /// The sizes to check: the first two where all is interpreted.
     pub(crate) fn sizes<T>(&self, all: &'static [T]) -> &'static [T] {
         &all[..self.pick(2, all.len())]
+    }
+
+    /// Factor on the queries and keys of call number `at` of an op.
+    pub(crate) fn magnitude_of(&self, at: usize) -> f32 {
+        self.magnitude.unwrap_or(MAGNITUDES[at % MAGNITUDES.len()])
     }
 
     /// Cases of what is checked token by token or entry by entry: one of each kind at least.

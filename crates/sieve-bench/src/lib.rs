@@ -48,6 +48,6 @@ pub use check::{CheckPart, CheckSettings, CheckedPart, Target, check, check_emul
 pub use clock::Times;
 pub use error::BenchError;
 pub use report::{Report, Row};
-pub use run::{Op, RunSettings, run};
+pub use run::{NsaForm, Op, RunSettings, run};
 pub use scores::Scores;
-pub use shape::CaseShape;
+pub use shape::{CaseBlocks, CaseShape};

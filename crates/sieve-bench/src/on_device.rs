@@ -8,6 +8,7 @@ use crate::strided::Strided;
 use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
+use sieve_core::KeepRest;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
     DmaSlots, KernelError, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, dma_select,
@@ -112,8 +113,11 @@ impl<'a> OnDevice<'a> {
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
         let (qkv, scale) = (&self.qkv, self.case.scale);
         match lists {
-            Some(lists) => qkv.dma_attention_forward(&self.delta, lists, scale),
-            None => qkv.attention_forward(&self.doc_start, self.window(), scale, self.bias()),
+            Some(lists) => qkv.dma_attention_forward(&self.delta, lists, scale, KeepRest::default()),
+            None => {
+                let bias = self.bias().map(|bias| (bias, KeepRest::default()));
+                qkv.attention_forward(&self.doc_start, self.window(), scale, bias)
+            }
         }
     }
 

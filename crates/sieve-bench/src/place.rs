@@ -6,6 +6,7 @@ use crate::strided::Strided;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
+use sieve_core::KeepRest;
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
     AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken, DocumentBounds,
@@ -93,7 +94,8 @@ impl<B: Place> Call<'_, B> {
         };
         let delta = per_key(&self.case.delta);
         let (qkv, documents) = (self.qkv.clone(), &self.documents);
-        let output = B::dma_attention(qkv, delta.clone(), documents, &selection, self.spec);
+        let rest = KeepRest::default();
+        let output = B::dma_attention(qkv, delta.clone(), documents, &selection, self.spec, rest);
         let mut outputs = self.forward_outputs(&output.o, &output.lse);
         outputs.expire = ints::<B>(&selection);
         let (dqkv, ddelta) = B::dma_attention_backward(

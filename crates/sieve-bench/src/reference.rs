@@ -2,7 +2,7 @@
 use crate::case::Case;
 use crate::outputs::Outputs;
 use crate::shape::sizes;
-use sieve_cpu::reference::{AttentionCall, Heads, Rounding};
+use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{AttentionShape, Documents, Mask};
 
 /// Results, and the size of what cancels in them.
@@ -11,6 +11,8 @@ pub(crate) struct Reference {
     /// Largest `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of any key: `ddelta` is the same sum without the bars, so
     /// its rounding error is proportional to this, even where it is 0.
     pub(crate) ddelta_terms: f32,
+    /// How large the terms of the rows are.
+    pub(crate) terms: Terms,
 }
 
 /// Computes everything for a case.
@@ -39,11 +41,12 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
             expire: &case.expire,
             delta: if has_bias { &case.delta } else { &no_bias },
         },
+        chosen: None,
     };
     let results = call.run(rounding);
-    let narrow = |x: Vec<f64>| -> Vec<f32> { x.into_iter().map(|x| x as f32).collect() };
     Reference {
         ddelta_terms: results.d_delta_terms.iter().fold(0.0, |m, &x| x.max(m)) as f32,
+        terms: results.terms,
         outputs: Outputs {
             o: narrow(results.o),
             lse: narrow(results.lse),
@@ -54,4 +57,9 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
             expire: case.expire.clone(),
         },
     }
+}
+
+/// In f32, as results are compared.
+pub(crate) fn narrow(values: Vec<f64>) -> Vec<f32> {
+    values.into_iter().map(|x| x as f32).collect()
 }

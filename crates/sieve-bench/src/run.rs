@@ -1,6 +1,8 @@
 //! `sieve kernels run`: one op's inputs, outputs and gradients as a file, for other programs to check.
 mod branches;
+mod fp8;
 mod masked;
+mod parts;
 
 use crate::case::{Case, Cuts, Keys};
 use crate::check::Target;
@@ -14,6 +16,7 @@ use crate::report::{Path as OpPath, PathWatch};
 use crate::scores::Scores;
 use crate::shape::{CaseShape, keys_of, queries_of, values_of};
 use crate::strided::{Layout, packed, packed_d_o};
+pub use branches::NsaForm;
 use branches::Tensors;
 use burn::tensor::DType;
 use burn_cuda::CudaDevice;
@@ -46,11 +49,13 @@ pub enum Op {
     Mla,
     /// Attention under a selector's mask.
     BlockSparse,
+    /// A GEMM with a weight in eight-bit floats.
+    Fp8,
 }
 
 impl Op {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::Attention,
         Self::Swa,
         Self::Dma,
@@ -60,6 +65,7 @@ impl Op {
         Self::Nsa,
         Self::Mla,
         Self::BlockSparse,
+        Self::Fp8,
     ];
 
     /// Name on the command line and in files.
@@ -74,6 +80,7 @@ impl Op {
             Self::Nsa => "nsa",
             Self::Mla => "mla",
             Self::BlockSparse => "block_sparse",
+            Self::Fp8 => "fp8",
         }
     }
 
@@ -89,6 +96,7 @@ impl Op {
             Self::Nsa => "Native sparse attention, its gates, its choice and all gradients",
             Self::Mla => "Latent attention from the projections on, and its gradients",
             Self::BlockSparse => "Attention under a selector's mask, without its correction, and the mask",
+            Self::Fp8 => "A GEMM in eight-bit floats from heads to KV heads, its rounded operands and its gradients",
         }
     }
 }
@@ -112,10 +120,16 @@ pub struct RunSettings {
     pub scores: Option<Scores>,
     /// Seed of all inputs.
     pub seed: u64,
+    /// Factor on queries and keys.
+    pub magnitude: f32,
     /// Sum in a fixed order, as training.deterministic does.
     pub deterministic: bool,
     /// What chooses the keys of block_sparse.
     pub selector: Option<Selector>,
+    /// Parts that the rows of dma and swa are cut into, one for each rank; 1: whole rows.
+    pub parts: usize,
+    /// Blocks of nsa; the paper's and their means when absent.
+    pub nsa: Option<NsaForm>,
 }
 
 /// Computes one call and writes its inputs, outputs and gradients to a safetensors file. `target` is asked for once the
@@ -136,6 +150,7 @@ pub fn run<E: From<BenchError>>(
         true => SumOrder::Fixed,
         false => SumOrder::Any,
     };
+    let seeds = (settings.seed, settings.magnitude);
     let tensors = match (&target, settings.op) {
         (_, Op::BlockSparse) => {
             let selector = masked::check(settings.selector.as_ref(), &case.shape)?;
@@ -147,15 +162,25 @@ pub fn run<E: From<BenchError>>(
             metadata.extend(more.into_iter().map(|(key, value)| (key.to_owned(), value)));
             done.tensors(&case)
         }
+        (Target::Cpu, _) if settings.parts != 1 => {
+            parts::check(settings.parts, &case)?;
+            parts::tensors::<Flex>(&case, settings.parts, settings.seed, &FlexDevice)
+        }
+        (Target::Cuda(gpu), _) if settings.parts != 1 => {
+            parts::check(settings.parts, &case)?;
+            sieve_ops::set_sum_order(order);
+            by_kernels(|| parts::tensors::<Cuda>(&case, settings.parts, settings.seed, &CudaDevice::new(gpu.index)))?
+        }
+        (Target::Cpu, Op::Fp8) => fp8::tensors::<Flex>(case.shape, seeds, &FlexDevice, fp8::on_host)?,
+        (Target::Cuda(gpu), Op::Fp8) => {
+            let device = CudaDevice::new(gpu.index);
+            let round = |values: &[f32], sizes, format| fp8::on_cuda(&device, values, sizes, format);
+            by_kernels(|| fp8::tensors::<Cuda>(case.shape, seeds, &device, round))??
+        }
         (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
         (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
             sieve_ops::set_sum_order(order);
-            let watch = PathWatch::start(true);
-            let found = of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index));
-            if let OpPath::Reference(reason) = watch.path() {
-                return Err(BenchError::Refused(format!("no kernel takes this call: {reason}")).into());
-            }
-            found
+            by_kernels(|| of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index)))?
         }
         (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), false),
         (Target::Cuda(gpu), op) => {
@@ -167,6 +192,16 @@ pub fn run<E: From<BenchError>>(
     write_tensor_file(out, &tensors, Some(metadata)).map_err(BenchError::from)?;
     let names = tensors.into_iter().map(|tensor| tensor.name).collect();
     Ok((names, target.name()))
+}
+
+/// What ops of a GPU compute by its kernels.
+fn by_kernels<T>(run: impl FnOnce() -> T) -> Result<T> {
+    let watch = PathWatch::start(true);
+    let found = run();
+    match watch.path() {
+        OpPath::Reference(reason) => refused(format!("no kernel takes this call: {reason}")),
+        _ => Ok(found),
+    }
 }
 
 /// The inputs; refuses options that the op would ignore.
@@ -186,7 +221,8 @@ fn case(settings: &RunSettings) -> Result<Case> {
             masked::check(settings.selector.as_ref(), &shape)?;
             Keys::Dense
         }
-        (Op::Attention | Op::Decode | Op::Mla, None) => Keys::Dense,
+        (Op::Fp8, Some(_)) => return refused("fp8 is a GEMM\n  hint: leave --window out"),
+        (Op::Attention | Op::Decode | Op::Mla | Op::Fp8, None) => Keys::Dense,
         (Op::Swa | Op::Decode | Op::Nsa, Some(window)) => Keys::Window(window),
         (Op::Dma | Op::DmaSelect | Op::DmaDecode, Some(window)) => {
             if settings.local_window > window {
@@ -220,23 +256,33 @@ fn case(settings: &RunSettings) -> Result<Case> {
     if settings.op == Op::Nsa && rope_dim != 0 {
         return refused("nsa: keys and values have one width\n  hint: leave head_dim_v out");
     }
-    if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode | Op::BlockSparse) {
+    if settings.documents != 1 && matches!(settings.op, Op::Decode | Op::DmaDecode | Op::BlockSparse | Op::Fp8) {
         return refused(format!(
             "--documents {}: {} reads one document a row",
             settings.documents,
             settings.op.name()
         ));
     }
+    if settings.parts != 1 && !matches!(settings.op, Op::Dma | Op::Swa) {
+        return refused("--parts is for dma and swa, whose parts read keys of earlier parts");
+    }
+    if settings.parts != 1 && (settings.scores.is_some() || !settings.periods.is_empty()) {
+        return refused("--parts: dma's scores come from the values\n  hint: leave --scores and --periods out");
+    }
+    if settings.op != Op::Nsa && settings.nsa.is_some() {
+        return refused("--blocks and --pool are for nsa");
+    }
     if settings.op != Op::BlockSparse && settings.selector.is_some() {
         return refused("--selector is for block_sparse");
     }
     let scores = settings.scores.clone().unwrap_or(Scores::Independent);
     let cuts = Cuts::Count(settings.documents);
-    Case::draw(shape, keys, cuts, &scores, settings.seed)
+    let case = Case::draw(shape, keys, cuts, &scores, settings.seed)?;
+    Ok(case.magnified(settings.magnitude))
 }
 
 /// Adds the slopes to what ranks the keys, which becomes their bias too; returns the scores alone. `None` without
-/// slopes.
+/// slopes. A slope is `1 / period`, rounded to f32; it is multiplied by the position and then added, each rounded once.
 fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
     let (periods, kv_heads) = (&settings.periods, case.shape.num_kv_heads);
     if periods.is_empty() {
@@ -271,7 +317,7 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
 fn of_ops<B: Place>(settings: &RunSettings, case: Case, device: &B::Device) -> Vec<NamedTensor> {
     match settings.op {
         Op::Mla => branches::mla::<B>(case, settings.seed, device),
-        _ => branches::nsa::<B>(&case, settings.seed, device),
+        _ => branches::nsa::<B>(&case, settings.nsa.unwrap_or_default(), settings.seed, device),
     }
 }
 
@@ -295,7 +341,7 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
             o: place::dma_decode::<Flex>(case, &device),
             ..Outputs::default()
         },
-        Op::Nsa | Op::Mla | Op::BlockSparse => Outputs::default(),
+        Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),
     }
 }
 
@@ -306,7 +352,7 @@ fn on_cuda(op: Op, case: &Case, order: SumOrder, device: &CudaDevice) -> Result<
             let lists = call.lists(KeyLists::TILE_QUERIES)?;
             call.run(lists.as_ref(), order)?
         }
-        Op::DmaSelect | Op::Nsa | Op::Mla | Op::BlockSparse => Outputs::default(),
+        Op::DmaSelect | Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),
         Op::Decode => Outputs {
             o: call.decode()?,
             ..Outputs::default()
@@ -348,6 +394,9 @@ fn tensors(op: Op, case: &Case, z: Option<&[f32]>, outputs: Outputs, on_gpu: boo
     }
     floats("o", &outputs.o, &shape.output(), own);
     floats("lse", &outputs.lse, &shape.lse(), DType::F32);
+    if !outputs.lse.is_empty() && case.has_bias() {
+        floats("base", &case.largest_biases(), &per_key, DType::F32);
+    }
     floats("dq", &outputs.dq, &queries_of(shape), own);
     floats("dk", &outputs.dk, &keys_of(shape), own);
     floats("dv", &outputs.dv, &values_of(shape), own);
@@ -370,23 +419,22 @@ fn metadata(settings: &RunSettings, case: &Case, device: &str) -> HashMap<String
         ("periods", format!("{:?}", settings.periods)),
         ("scale", case.scale.to_string()),
         ("seed", settings.seed.to_string()),
+        ("magnitude", settings.magnitude.to_string()),
         ("scores", scores.to_owned()),
         ("documents", settings.documents.to_string()),
+        ("parts", settings.parts.to_string()),
         ("deterministic", settings.deterministic.to_string()),
         ("device", device.to_owned()),
         ("sieve", env!("CARGO_PKG_VERSION").to_owned()),
     ];
-    let blocks = branches::BLOCKS;
-    let sizes = [
-        blocks.compress_block_size,
-        blocks.compress_stride,
-        blocks.select_block_size,
-        blocks.num_selected_blocks,
-    ];
     let more = match settings.op {
-        Op::Nsa => Some(("blocks", sizes.map(|x| x.to_string()).join(" "))),
-        Op::Mla => Some(("rope_theta", ROPE_THETA.to_string())),
-        _ => None,
+        Op::Nsa => settings.nsa.unwrap_or_default().words().to_vec(),
+        Op::Mla => vec![("rope_theta", ROPE_THETA.to_string())],
+        Op::Dma => vec![(
+            "lse",
+            "of the logits less base, the largest bias that the query sees".to_owned(),
+        )],
+        _ => Vec::new(),
     };
     let all = pairs.into_iter().chain(more);
     all.map(|(key, value)| (key.to_owned(), value)).collect()

@@ -11,7 +11,7 @@ use crate::report::{Outcome, Report, wrong};
 use crate::shape::{call_shape, shape_of_call};
 use burn::tensor::DType;
 use sieve_core::BlockSelection;
-use sieve_kernels::KeySource;
+use sieve_kernels::{KernelError, KeySource, LongChoice};
 use sieve_select::{Call, CallShape, DecodeSession, LayerShape, Selector, SparseMask, Step};
 use sieve_testing::Random;
 
@@ -89,6 +89,9 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         }
     }
     check_tokens(report, device, extent);
+    for (label, outcome) in long_choices(device, extent) {
+        report.add_wrapper("select_choose, a long row", "kernels", label, outcome);
+    }
     for text in CORRECTED {
         for &sizes in &SIZES[..2] {
             let outcome = corrected(device, text, sizes, &mut random);
@@ -96,6 +99,68 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         }
     }
     Ok(())
+}
+
+/// Choices among a million masses and more, whose sums and numbers f32 cannot hold: few masses of 1 beside equal ones
+/// of 1e-9 by mass, and equal ones by number.
+fn long_choices(device: &dyn Device, extent: &Extent) -> [(&'static str, Outcome); 3] {
+    let (by_mass, by_number) = extent.pick((1 << 20, 1 << 16), (1 << 20, (1 << 25) + 5));
+    let small = 1e-9;
+    let mut masses = vec![small; by_mass];
+    for at in [77, 40_000, by_mass - 3] {
+        masses[at] = 1.0;
+    }
+    // Two thirds of the small ones.
+    let goal = 3.0 + small * (by_mass * 2 / 3) as f32;
+    let needed = ((f64::from(goal) - 3.0) / f64::from(small)).ceil() as usize;
+    let choice = |masses: &[f32], [top, num_first]: [usize; 2], goal: f32| -> Result<Vec<i32>, KernelError> {
+        let length = masses.len();
+        let scores = device.float(masses, &[1, length], DType::F32);
+        let nan_rows = device.int(&[0], &[1]);
+        let kept = scores.empty_contiguous(&[1, length.div_ceil(32)], DType::I32);
+        let choice = LongChoice {
+            scores: &scores,
+            kept: &kept,
+            nan_rows: &nan_rows,
+            tops: None,
+            heads: [0, 1],
+            length,
+            top,
+            num_first,
+            goal,
+            strict: false,
+        };
+        choice.choose()?;
+        device.ints(&kept)
+    };
+    let judge = |words: Result<Vec<i32>, KernelError>, expected: &dyn Fn(usize) -> bool| -> Outcome {
+        let words = words?;
+        let is_kept = |at: usize| words[at / 32] >> (at % 32) & 1 == 1;
+        let wrong_at = (0..words.len() * 32).find(|&at| is_kept(at) != expected(at));
+        match wrong_at {
+            None => Ok(0.0),
+            Some(at) => {
+                let count: u32 = words.iter().map(|word| word.count_ones()).sum();
+                wrong(format!("entry {at} of those to keep differs; {count} are kept"))
+            }
+        }
+    };
+    // Of equal ones the first, between which two of mass 1 lie.
+    let large = |at: usize| at < by_mass && masses[at] == 1.0;
+    let first = |at: usize| at < needed + 2;
+    let top = by_number / 2 + 1;
+    let equal = vec![0.25; by_number];
+    [
+        (
+            "by mass",
+            judge(choice(&masses, [0, 0], goal), &|at| large(at) || first(at)),
+        ),
+        ("by number", judge(choice(&equal, [top, 0], 0.0), &|at| at < top)),
+        (
+            "by number, the first in any case",
+            judge(choice(&equal, [top, 1], 0.0), &|at| at < top),
+        ),
+    ]
 }
 
 /// Methods that act while a model writes: the keys of a token, and what stays of a prompt.
@@ -307,7 +372,8 @@ impl Case {
                 let expected = exact.row(list, i);
                 let inside = low.row(list, i).iter().all(|j| tiles.contains(j))
                     && tiles.iter().all(|j| high.row(list, i).contains(j));
-                if !inside || !tiles.is_sorted() {
+                // Each once: attention adds a key as often as it is listed.
+                if !inside || !tiles.is_sorted_by(|a, b| a < b) {
                     return wrong(format!("{place}: {tiles:?}, the CPU keeps {expected:?}"));
                 }
                 differing += usize::from(tiles != expected);

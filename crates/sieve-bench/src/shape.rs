@@ -1,4 +1,5 @@
 //! `--shape batch=2,seq_len=300,heads=4,kv_heads=2,head_dim=64`.
+use sieve_core::NsaBlocks;
 use sieve_kernels::AttentionShape;
 use sieve_select::CallShape;
 use std::str::FromStr;
@@ -141,6 +142,45 @@ impl CaseShape {
             Some(elements) if elements <= MAX_ELEMENTS => Ok(Self(shape)),
             _ => Err("the tensors would have more than 2^34 elements".to_owned()),
         }
+    }
+}
+
+/// `--blocks 32,16,64,16`: tokens of a compressed block, of its stride and of a selected block, and blocks of a query;
+/// checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CaseBlocks(pub NsaBlocks);
+
+impl FromStr for CaseBlocks {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let sizes: Vec<usize> = text.split(',').filter_map(|size| size.trim().parse().ok()).collect();
+        let [
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        ] = *sizes
+        else {
+            return Err("four whole numbers are needed: compressed block, stride, selected block, blocks".to_owned());
+        };
+        if sizes.contains(&0) {
+            return Err("a size is 0".to_owned());
+        }
+        if [compress_block_size, select_block_size]
+            .iter()
+            .any(|size| !size.is_multiple_of(compress_stride))
+        {
+            return Err(format!(
+                "a stride of {compress_stride} does not divide both block sizes"
+            ));
+        }
+        Ok(Self(NsaBlocks {
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        }))
     }
 }
 

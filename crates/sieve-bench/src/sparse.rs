@@ -1,6 +1,7 @@
 //! Attention under selectors' masks, and under random ones that use every part of the mask's form, against its
 //! definition.
 use crate::bar::Bar;
+use crate::case::magnify;
 use crate::device::{self, Device, family_name, mask_data, separate};
 use crate::error::Result;
 use crate::extent::Extent;
@@ -77,7 +78,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let kv_heads = random.between(1, 3);
         let heads = [kv_heads * random.one_of(&[1, 2, 3]), kv_heads];
         let shape = call_shape(sizes, heads, widths[at % widths.len()]);
-        let case = Case::draw(shape, name, &mut random);
+        let case = Case::draw(shape, name, extent.magnitude_of(at), &mut random);
         let kind = name.map_or("random", |name| name.split(':').next().unwrap_or(name));
         let row = format!("sparse_attention, {kind}");
         let path = family_name(case.family(device));
@@ -94,10 +95,12 @@ pub(crate) fn sparse_kernels(gpu: &DeviceReport) -> NeededKernels {
 }
 
 impl Case {
-    fn draw(shape: CallShape, name: Option<&str>, random: &mut Random) -> Self {
+    fn draw(shape: CallShape, name: Option<&str>, magnitude: f32, random: &mut Random) -> Self {
         let per_token = shape.head_dim * shape.num_kv_heads;
-        let q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
-        let k = random.bf16_normals(shape.num_keys * per_token);
+        let mut q = random.bf16_normals(shape.num_queries * shape.num_heads * shape.head_dim);
+        let mut k = random.bf16_normals(shape.num_keys * per_token);
+        magnify(&mut q, magnitude);
+        magnify(&mut k, magnitude);
         let v = random.bf16_normals(shape.num_keys * per_token);
         let call = Call::new(shape, &q, &k, &v).expect("sizes fit");
         let mask = match name {
@@ -113,7 +116,7 @@ impl Case {
             }
         };
         let label = format!(
-            "{} queries={},keys={},heads={}/{},head_dim={} tiles {}x{} {:?}",
+            "{} queries={},keys={},heads={}/{},head_dim={} tiles {}x{} {:?} q, k x {magnitude}",
             name.unwrap_or("random"),
             shape.num_queries,
             shape.num_keys,

@@ -118,8 +118,13 @@ pub enum Loss {
     Silent(u64),
     /// It lives, and has not gone on with a step for this many seconds while the others wait.
     Still(u64),
-    /// For this many seconds neither it nor any other has gone on, though none waits for another.
-    AllStill(u64),
+    /// Neither it nor any other has gone on, though none waits for another.
+    AllStill {
+        /// For how long.
+        seconds: u64,
+        /// Which rank's device is behind, in words; empty where that is not known.
+        behind: String,
+    },
     /// It told an error.
     Error(String),
 }
@@ -144,11 +149,15 @@ impl fmt::Display for Failure {
                      and the devices of its host; all ranks stop"
                 )
             }
-            Loss::AllStill(seconds) => {
+            Loss::AllStill { seconds, behind } => {
+                let behind = match behind.as_str() {
+                    "" => String::new(),
+                    behind => format!("; {behind}: look there first"),
+                };
                 write!(
                     f,
                     "no rank has gone on for {seconds} s, and none waits for another: a GPU hangs, the link \
-                     between GPUs or the files that all read (nvidia-smi, Xid in dmesg); all ranks stop"
+                     between GPUs or the files that all read (nvidia-smi, Xid in dmesg){behind}; all ranks stop"
                 )
             }
             Loss::Error(text) => write!(f, "rank {rank}{place}: {text}"),

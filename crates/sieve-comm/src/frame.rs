@@ -18,8 +18,13 @@ pub(crate) fn send(mut stream: &TcpStream, kind: u8, bytes: &[u8]) -> io::Result
 
 /// Waits for a message: its kind, and its bytes.
 pub(crate) fn receive(mut stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
+    receive_at_most(MAX_BYTES, &mut stream)
+}
+
+/// The same for a message of `max_bytes` at most.
+pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
     let (kind, len) = receive_head(stream)?;
-    if len > MAX_BYTES {
+    if len > max_bytes {
         return Err(io::Error::other("a message that is no message of ours"));
     }
     let mut bytes = vec![0; len as usize];
@@ -28,7 +33,7 @@ pub(crate) fn receive(mut stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
 }
 
 /// The kind and the length of the next message.
-pub(crate) fn receive_head(mut stream: &TcpStream) -> io::Result<(u8, u64)> {
+pub(crate) fn receive_head(stream: &mut impl Read) -> io::Result<(u8, u64)> {
     let mut head = [0; 9];
     stream.read_exact(&mut head)?;
     let (kind, len) = head.split_at(1);

@@ -16,4 +16,5 @@ pub use error::{CommError, Failure, Loss};
 pub use mesh::{Mesh, Patience, Work};
 pub use pieces::Pieces;
 pub use port::HeldPort;
+pub use watch::CollectiveCounts;
 pub use world::World;

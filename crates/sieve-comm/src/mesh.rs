@@ -1,29 +1,22 @@
 //! The connections of a group, and what all its ranks do together.
+mod join;
+
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
-use crate::watch::{GiveUp, Peer, Watch, is_timeout};
+use crate::watch::{CollectiveCounts, GiveUp, Peer, Watch};
 use crate::{CommError, Failure, Loss, World};
+use join::{accept_all, connect, find_host, listen};
 use std::fmt;
-use std::io::{self, ErrorKind};
-use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::io;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-const HELLO: u8 = 10;
-const WELCOME: u8 = 11;
-const REFUSED: u8 = 12;
 /// Numbers, to be added up or not.
 const NUMBERS: u8 = 20;
 const GATHER: u8 = 21;
 const BROADCAST: u8 = 22;
 const EXCHANGE: u8 = 23;
 
-/// First line of the first message; a program that sends another one is a stranger.
-const MAGIC: &str = "sieve-comm 1";
-/// Between two tries to reach rank 0.
-const RETRY: Duration = Duration::from_millis(20);
-/// A connection that says nothing for so long is a stranger's.
-const HELLO_WAIT: Duration = Duration::from_secs(5);
 /// How much later than a broken connection its reason may come.
 const REASON_WAIT: Duration = Duration::from_secs(3);
 
@@ -34,6 +27,8 @@ pub struct Patience {
     pub join: Duration,
     /// For a sign of life, and for a step that stands still.
     pub silence: Duration,
+    /// For a step in which all ranks stand still and none waits for another.
+    pub still: Duration,
     /// For other work of a run that stands still.
     pub long: Duration,
     /// After another rank is lost, until this process must end.
@@ -41,11 +36,13 @@ pub struct Patience {
 }
 
 impl Default for Patience {
-    /// Five minutes to come, 30 seconds without a sign, ten minutes for long work, 10 seconds to end.
+    /// Five minutes to come, 30 seconds without a sign, 100 seconds for a step of all, ten minutes for long work, 10
+    /// seconds to end.
     fn default() -> Self {
         Self {
             join: Duration::from_secs(300),
             silence: Duration::from_secs(30),
+            still: Duration::from_secs(100),
             long: Duration::from_secs(600),
             farewell: Duration::from_secs(10),
         }
@@ -214,16 +211,16 @@ impl Mesh {
         if self.world.rank > 0 {
             let first = &self.peers[0];
             send(&first.data, GATHER, bytes).map_err(|e| self.lost(first, &e))?;
-            return (0..self.world.size).map(|_| self.expect(first, GATHER)).collect();
+            return self.split(first, GATHER);
         }
         let mut all = vec![bytes.to_vec()];
         for peer in self.peers.iter() {
             all.push(self.expect(peer, GATHER)?);
         }
+        // One message a rank: a thousand ranks do this in every step.
+        let joined = joined(&all);
         for peer in self.peers.iter() {
-            for bytes in &all {
-                send(&peer.data, GATHER, bytes).map_err(|e| self.lost(peer, &e))?;
-            }
+            send(&peer.data, GATHER, &joined).map_err(|e| self.lost(peer, &e))?;
         }
         Ok(all)
     }
@@ -250,15 +247,14 @@ impl Mesh {
     /// A rank is lost.
     pub fn exchange(&self, bytes: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
         let _turn = self.turn();
-        let size = self.world.size;
         if self.world.rank > 0 {
             let first = &self.peers[0];
             send(&first.data, EXCHANGE, &joined(&bytes)).map_err(|e| self.lost(first, &e))?;
-            return self.split(first, size);
+            return self.split(first, EXCHANGE);
         }
         let mut all = vec![bytes];
         for peer in self.peers.iter() {
-            all.push(self.split(peer, size)?);
+            all.push(self.split(peer, EXCHANGE)?);
         }
         let mut for_rank = |rank: usize| {
             let from = all.iter_mut().map(|from| std::mem::take(&mut from[rank]));
@@ -271,18 +267,18 @@ impl Mesh {
         Ok(for_rank(0))
     }
 
-    /// What a rank sends by [`joined`], for as many ranks.
-    fn split(&self, peer: &Peer, size: usize) -> Result<Vec<Vec<u8>>, CommError> {
-        let bytes = self.expect(peer, EXCHANGE)?;
+    /// What a rank sends by [`joined`]: a part for each rank, or of each.
+    fn split(&self, peer: &Peer, kind: u8) -> Result<Vec<Vec<u8>>, CommError> {
+        let bytes = self.expect(peer, kind)?;
         let mut rest = bytes.as_slice();
-        let parts = (0..size).map(|_| {
+        let parts = (0..self.world.size).map(|_| {
             let (len, others) = rest.split_first_chunk()?;
             let (part, others) = others.split_at_checked(u64::from_le_bytes(*len) as usize)?;
             rest = others;
             Some(part.to_vec())
         });
         let parts = parts.collect::<Option<Vec<_>>>();
-        parts.ok_or_else(|| out_of_step(peer, EXCHANGE, EXCHANGE))
+        parts.ok_or_else(|| out_of_step(peer, kind, kind))
     }
 
     /// Returns when all ranks have called it.
@@ -295,7 +291,7 @@ impl Mesh {
 
     /// Says what this rank does from now on. Where it does not go on with it for the time that [`Work`] names while
     /// another rank waits for it, it is lost, though it gives signs of life. Where none waits, as all wait for their
-    /// devices, the work ends after [`Patience::long`] and [`Patience::silence`].
+    /// devices, a step ends after [`Patience::still`], other work after [`Patience::long`] and [`Patience::silence`].
     pub fn set_work(&self, work: Work) {
         self.watch.set_limit(match work {
             Work::Step => Some(self.patience.silence),
@@ -307,6 +303,22 @@ impl Mesh {
     /// Says that this rank has gone on with its work.
     pub fn tick(&self) {
         self.watch.tick();
+    }
+
+    /// Says how far this rank's device is with what all ranks do together; the heartbeat tells the others. Where all
+    /// stand still, the rank that is behind is named.
+    pub fn set_collective_counts(&self, counts: CollectiveCounts) {
+        self.watch.set_collective_counts(counts);
+    }
+
+    /// Whether this rank does work that must go on: between its first step and its last.
+    pub fn is_at_work(&self) -> bool {
+        self.watch.has_limit()
+    }
+
+    /// How long this rank has waited for others so far.
+    pub fn waited(&self) -> Duration {
+        self.watch.waited()
     }
 
     fn turn(&self) -> Turn<'_> {
@@ -354,7 +366,7 @@ impl Mesh {
     }
 
     fn expect_numbers(&self, peer: &Peer, count: usize) -> Result<(), CommError> {
-        let (kind, len) = receive_head(&peer.data).map_err(|e| self.lost(peer, &e))?;
+        let (kind, len) = receive_head(&mut &peer.data).map_err(|e| self.lost(peer, &e))?;
         if kind != NUMBERS {
             return Err(out_of_step(peer, kind, NUMBERS));
         }
@@ -408,283 +420,6 @@ fn out_of_step(peer: &Peer, theirs: u8, ours: u8) -> CommError {
         rank: peer.rank,
         theirs: name(theirs),
         ours: name(ours),
-    }
-}
-
-/// What a rank says first, on each of its two connections.
-struct Hello {
-    version: String,
-    run_id: String,
-    size: usize,
-    rank: usize,
-    is_control: bool,
-    place: String,
-}
-
-impl Hello {
-    fn text(world: &World, version: &str, is_control: bool) -> String {
-        let World { run_id, size, rank, .. } = world;
-        let role = if is_control { "control" } else { "data" };
-        format!("{MAGIC}\n{version}\n{run_id}\n{size}\n{rank}\n{role}\n{}", place())
-    }
-
-    /// `None` of a stranger.
-    fn read(stream: &TcpStream) -> Option<Self> {
-        stream.set_read_timeout(Some(HELLO_WAIT)).ok()?;
-        let (kind, bytes) = receive(stream).ok()?;
-        stream.set_read_timeout(None).ok()?;
-        let text = String::from_utf8(bytes).ok()?;
-        let mut lines = text.splitn(7, '\n');
-        if kind != HELLO || lines.next()? != MAGIC {
-            return None;
-        }
-        Some(Self {
-            version: lines.next()?.to_owned(),
-            run_id: lines.next()?.to_owned(),
-            size: lines.next()?.parse().ok()?,
-            rank: lines.next()?.parse().ok()?,
-            is_control: lines.next()? == "control",
-            place: lines.next()?.to_owned(),
-        })
-    }
-
-    /// Why this rank cannot be one of `world`.
-    fn problem(&self, world: &World, version: &str) -> Option<String> {
-        let Self { rank, place, .. } = self;
-        if self.version != version {
-            let theirs = &self.version;
-            return Some(format!(
-                "rank {rank} ({place}) runs version {theirs}, rank 0 version {version}"
-            ));
-        }
-        if self.size != world.size {
-            return Some(format!(
-                "rank {rank} ({place}) was started with WORLD_SIZE={}, rank 0 with {}",
-                self.size, world.size
-            ));
-        }
-        if *rank == 0 || *rank >= world.size {
-            return Some(format!("a second process ({place}) says that it is rank {rank}"));
-        }
-        None
-    }
-}
-
-/// Host and process, as messages name them.
-fn place() -> String {
-    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-    match host.trim() {
-        "" => format!("pid {}", std::process::id()),
-        host => format!("host {host}, pid {}", std::process::id()),
-    }
-}
-
-/// Rank 0: waits for all others.
-fn accept_all(world: &World, listener: TcpListener, version: &str, patience: Patience) -> Result<Vec<Peer>, CommError> {
-    let deadline = Instant::now() + patience.join;
-    let mut found: Vec<(Option<TcpStream>, Option<TcpStream>, String)> =
-        (1..world.size).map(|_| (None, None, String::new())).collect();
-    while found
-        .iter()
-        .any(|(data, control, _)| data.is_none() || control.is_none())
-    {
-        let stream = match listener.accept() {
-            Ok((stream, _)) => stream,
-            Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                if Instant::now() >= deadline {
-                    return Err(missing(world, patience, &found));
-                }
-                std::thread::sleep(Duration::from_millis(2));
-                continue;
-            }
-            Err(_) => continue,
-        };
-        let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
-        let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) else {
-            continue;
-        };
-        if hello.run_id != world.run_id {
-            let text = format!("rank 0 at {} belongs to another run", world.address());
-            let _ = send(&stream, REFUSED, text.as_bytes());
-            continue;
-        }
-        let mut problem = hello.problem(world, version);
-        if problem.is_none() {
-            let slot = &mut found[hello.rank - 1];
-            // A rank whose connection ended comes again.
-            slot.0.take_if(|stream| is_ended(stream));
-            slot.1.take_if(|stream| is_ended(stream));
-            let place = if hello.is_control { &mut slot.1 } else { &mut slot.0 };
-            if place.is_some() {
-                let (rank, first, second) = (hello.rank, &slot.2, &hello.place);
-                problem = Some(format!(
-                    "two processes say that they are rank {rank}: {first}; {second}"
-                ));
-            } else {
-                *place = Some(stream);
-                slot.2 = hello.place;
-                continue;
-            }
-        }
-        let problem = problem.unwrap_or_default();
-        let others = found.iter().flat_map(|(data, _, _)| data);
-        for stream in others.chain([&stream]) {
-            let _ = send(stream, REFUSED, problem.as_bytes());
-        }
-        return Err(CommError::Refused(problem));
-    }
-    let peers = (1..).zip(found).filter_map(|(rank, (data, control, place))| {
-        Some(Peer {
-            rank,
-            place,
-            data: data?,
-            control: control?,
-        })
-    });
-    let peers = peers.collect::<Vec<_>>();
-    for peer in &peers {
-        // A rank that ended meanwhile is noticed by its watch.
-        let _ = send(&peer.data, WELCOME, place().as_bytes());
-    }
-    Ok(peers)
-}
-
-/// Waits until the name of rank 0's host is known: that of a host that has just been started may come late.
-fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
-    let deadline = Instant::now() + patience.silence.min(patience.join);
-    loop {
-        match world.address().to_socket_addrs() {
-            Ok(_) => return Ok(()),
-            Err(error) if Instant::now() >= deadline => {
-                return Err(CommError::UnknownHost {
-                    rank: world.rank,
-                    host: world.master_addr.clone(),
-                    problem: error.to_string(),
-                });
-            }
-            Err(_) => std::thread::sleep(10 * RETRY),
-        }
-    }
-}
-
-/// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
-fn listen(world: &World) -> Result<TcpListener, CommError> {
-    let bound = match TcpListener::bind(world.address()) {
-        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", world.master_port)),
-        bound => bound,
-    };
-    let listener = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
-    listener.map_err(|error| CommError::Listen {
-        address: world.address(),
-        problem: error.to_string(),
-    })
-}
-
-fn missing(world: &World, patience: Patience, found: &[(Option<TcpStream>, Option<TcpStream>, String)]) -> CommError {
-    let missing = found
-        .iter()
-        .zip(1..)
-        .filter(|((data, control, _), _)| data.is_none() || control.is_none());
-    let missing = missing
-        .map(|(_, rank): (_, usize)| rank.to_string())
-        .collect::<Vec<_>>();
-    CommError::Missing {
-        present: world.size - missing.len(),
-        size: world.size,
-        address: world.address(),
-        seconds: patience.join.as_secs(),
-        missing: missing.join(", "),
-    }
-}
-
-/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something
-/// else had listened there, or rank 0 starts again: this rank looks on.
-fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
-    let deadline = Instant::now() + patience.join;
-    loop {
-        let data = open(world, version, false);
-        match data.and_then(|data| wait_for_all(world, version, data, deadline)) {
-            Ok(Answer::Welcome(peer)) => return Ok(*peer),
-            Ok(Answer::Refused(text)) => return Err(CommError::Refused(text)),
-            Ok(Answer::Strange) => {
-                let error = io::Error::other("something else answers there");
-                return Err(no_first_rank(world, patience, &error));
-            }
-            Err(error) if Instant::now() >= deadline => return Err(no_first_rank(world, patience, &error)),
-            Err(_) => std::thread::sleep(RETRY),
-        }
-    }
-}
-
-/// What rank 0 says to another rank's first message.
-#[derive(Debug)]
-enum Answer {
-    Welcome(Box<Peer>),
-    Refused(String),
-    /// No answer of a rank 0.
-    Strange,
-}
-
-/// Opens the second connection, and waits for rank 0's answer on the first one.
-///
-/// # Errors
-/// A connection ended before the answer, or there was none until the deadline.
-fn wait_for_all(world: &World, version: &str, data: TcpStream, deadline: Instant) -> io::Result<Answer> {
-    let control = loop {
-        match open(world, version, true) {
-            Ok(control) => break Some(control),
-            // Rank 0 refuses a rank at its first connection, and ends.
-            Err(_) if is_answered(&data) => break None,
-            Err(error) if Instant::now() >= deadline => return Err(error),
-            Err(_) => {}
-        }
-    };
-    let left = deadline.saturating_duration_since(Instant::now());
-    data.set_read_timeout(Some(left.max(HELLO_WAIT)))?;
-    let answer = receive(&data)?;
-    data.set_read_timeout(None)?;
-    Ok(match (answer, control) {
-        ((WELCOME, place), Some(control)) => Answer::Welcome(Box::new(Peer {
-            rank: 0,
-            place: String::from_utf8_lossy(&place).into_owned(),
-            data,
-            control,
-        })),
-        ((REFUSED, text), _) => Answer::Refused(String::from_utf8_lossy(&text).into_owned()),
-        _ => Answer::Strange,
-    })
-}
-
-/// One of the two connections to rank 0, and the first message on it.
-fn open(world: &World, version: &str, is_control: bool) -> io::Result<TcpStream> {
-    let stream = TcpStream::connect(world.address())?;
-    stream.set_nodelay(true)?;
-    let hello = Hello::text(world, version, is_control);
-    send(&stream, HELLO, hello.as_bytes())?;
-    Ok(stream)
-}
-
-/// Whether the other end has closed a connection, on which nothing is expected yet.
-fn is_ended(stream: &TcpStream) -> bool {
-    let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
-    let blocks = stream.set_nonblocking(false).is_ok();
-    !blocks || !peeked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
-}
-
-/// Whether a connection brings something, or its end, within [`RETRY`].
-fn is_answered(stream: &TcpStream) -> bool {
-    let peeked = stream
-        .set_read_timeout(Some(RETRY))
-        .and_then(|()| stream.peek(&mut [0]));
-    !peeked.is_err_and(|error| is_timeout(error.kind()))
-}
-
-fn no_first_rank(world: &World, patience: Patience, error: &io::Error) -> CommError {
-    CommError::NoFirstRank {
-        rank: world.rank,
-        address: world.address(),
-        seconds: patience.join.as_secs(),
-        problem: error.to_string(),
     }
 }
 

@@ -37,8 +37,19 @@ pub(crate) struct Watch {
     changed: Condvar,
 }
 
+/// How far a rank's device is with what all ranks do together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub struct CollectiveCounts {
+    /// Ended by all ranks.
+    pub num_ended: u64,
+    /// Reached by this rank's device, which then waits for the others.
+    pub num_reached: u64,
+}
+
 #[derive(Default)]
 struct State {
+    /// Of the other ranks, in the order of `peers`.
+    collectives: Vec<CollectiveCounts>,
     failure: Option<Failure>,
     /// A listener has found one, which is `failure` as soon as the others are told.
     is_lost: bool,
@@ -47,6 +58,8 @@ struct State {
     /// Ranks that said so of themselves.
     gone: Vec<usize>,
     pace: Pace,
+    /// Time for which this rank has waited for others, those waits that are over.
+    waited: Duration,
 }
 
 /// How this rank gets on.
@@ -58,44 +71,53 @@ struct Pace {
     limit: Option<Duration>,
     /// Since when it has waited for the others.
     waits_since: Option<Instant>,
+    collectives: CollectiveCounts,
 }
 
 impl Pace {
-    /// As a sign of life carries it, where the rank must go on by itself: ticks, and milliseconds of the limit.
+    /// As a sign of life carries it: the collectives; where the rank must go on by itself also ticks, and milliseconds
+    /// of the limit.
     fn to_bytes(self) -> Vec<u8> {
-        match (self.limit, self.waits_since) {
-            (Some(limit), None) => [self.ticks, limit.as_millis() as u64].map(u64::to_le_bytes).concat(),
-            _ => Vec::new(),
+        let CollectiveCounts { num_ended, num_reached } = self.collectives;
+        let mut words = vec![num_ended, num_reached];
+        if let (Some(limit), None) = (self.limit, self.waits_since) {
+            words.extend([self.ticks, limit.as_millis() as u64]);
         }
-    }
-
-    /// The limit of a sign of life.
-    fn limit_of(bytes: &[u8]) -> Option<Duration> {
-        let millis = bytes.last_chunk()?;
-        Some(Duration::from_millis(u64::from_le_bytes(*millis)))
+        words.into_iter().flat_map(u64::to_le_bytes).collect()
     }
 }
 
 /// How another rank or this one gets on, as signs of life carry it, and since when it has stood there.
 struct Place {
-    pace: Vec<u8>,
+    words: Vec<u64>,
     since: Instant,
 }
 
 impl Place {
     fn new() -> Self {
         Self {
-            pace: Vec::new(),
+            words: Vec::new(),
             since: Instant::now(),
         }
     }
 
-    /// Where the rank must go on by itself: within which time, and since when it has not.
-    fn see(&mut self, pace: Vec<u8>) -> Option<(Duration, Instant)> {
-        if pace.is_empty() || pace != self.pace {
-            (self.pace, self.since) = (pace, Instant::now());
+    /// Where the rank must go on by itself: within which time, and since when it has not. Its device may go on too.
+    fn see(&mut self, pace: &[u8]) -> Option<(Duration, Instant)> {
+        let (words, _) = pace.as_chunks();
+        let words = words.iter().copied().map(u64::from_le_bytes).collect::<Vec<_>>();
+        if words != self.words || words.len() < 4 {
+            (self.words, self.since) = (words, Instant::now());
         }
-        Some((Pace::limit_of(&self.pace)?, self.since))
+        let limit = Duration::from_millis(*self.words.get(3)?);
+        Some((limit, self.since))
+    }
+
+    fn collectives(&self) -> CollectiveCounts {
+        let word = |place: usize| self.words.get(place).copied().unwrap_or(0);
+        CollectiveCounts {
+            num_ended: word(0),
+            num_reached: word(1),
+        }
     }
 }
 
@@ -112,8 +134,11 @@ impl Watch {
     ) -> std::io::Result<Arc<Self>> {
         let this = Arc::new(Self {
             rank,
+            state: Mutex::new(State {
+                collectives: vec![CollectiveCounts::default(); peers.len()],
+                ..State::default()
+            }),
             peers,
-            state: Mutex::default(),
             changed: Condvar::new(),
         });
         for index in 0..this.peers.len() {
@@ -123,8 +148,7 @@ impl Watch {
         }
         let watch = this.clone();
         let every = BEAT_EVERY.min(patience.silence / BEATS);
-        let all_still = patience.long + patience.silence;
-        spawn("sieve-beat", move || watch.beat(every, all_still))?;
+        spawn("sieve-beat", move || watch.beat(every, patience))?;
         let watch = this.clone();
         spawn("sieve-give-up", move || watch.end(patience.farewell, give_up))?;
         Ok(this)
@@ -174,30 +198,55 @@ impl Watch {
         pace.limit = limit;
     }
 
-    /// From now on this rank waits for the others, or no more.
-    pub(crate) fn set_waiting(&self, waits: bool) {
-        let pace = &mut self.lock().pace;
-        pace.ticks += 1;
-        pace.waits_since = waits.then(Instant::now);
+    /// How far this rank's device is.
+    pub(crate) fn set_collective_counts(&self, counts: CollectiveCounts) {
+        self.lock().pace.collectives = counts;
     }
 
-    fn beat(&self, every: Duration, all_still: Duration) {
+    /// From now on this rank waits for the others, or no more.
+    pub(crate) fn set_waiting(&self, waits: bool) {
+        let mut state = self.lock();
+        let since = std::mem::replace(&mut state.pace.waits_since, waits.then(Instant::now));
+        state.waited += since.map_or(Duration::ZERO, |since| since.elapsed());
+        state.pace.ticks += 1;
+    }
+
+    /// Whether this rank must go on within some time.
+    pub(crate) fn has_limit(&self) -> bool {
+        self.lock().pace.limit.is_some()
+    }
+
+    /// Time for which this rank has waited.
+    pub(crate) fn waited(&self) -> Duration {
+        self.lock().waited
+    }
+
+    fn beat(&self, every: Duration, patience: Patience) {
         let mut own = Place::new();
+        // Rank 0 alone hears all others: it speaks first where all stand still.
+        let head_start = if self.rank == 0 { Duration::ZERO } else { BEATS * every };
         let mut state = self.lock();
         while !state.has_left && state.failure.is_none() {
             let pace = state.pace.to_bytes();
             drop(state);
             // A rank that waits for this one would have named it earlier. Where all stand still none waits: each for
             // its GPU, say, and all GPUs for one that hangs.
-            if let Some((_, since)) = own.see(pace.clone())
-                && since.elapsed() > all_still
-            {
-                return self.lose(Failure {
-                    // Equal in all that notice it: one of them tells it.
-                    rank: 0,
-                    place: String::new(),
-                    loss: Loss::AllStill(all_still.as_secs()),
-                });
+            if let Some((limit, since)) = own.see(&pace) {
+                let all_still = match limit <= patience.silence {
+                    true => patience.still,
+                    false => patience.long + patience.silence,
+                };
+                if since.elapsed() > all_still + head_start {
+                    return self.lose(Failure {
+                        // Equal in all that notice it: one of them tells it.
+                        rank: 0,
+                        place: String::new(),
+                        loss: Loss::AllStill {
+                            seconds: all_still.as_secs(),
+                            behind: self.behind(),
+                        },
+                    });
+                }
             }
             for peer in self.peers.iter() {
                 // A connection that broke is noticed by who listens to it.
@@ -219,8 +268,12 @@ impl Watch {
         let failure = loop {
             match receive(&peer.control) {
                 Ok((BEAT, bytes)) => {
-                    let waits = self.lock().pace.waits_since;
-                    if let Some((limit, since)) = place.see(bytes)
+                    let met = place.see(&bytes);
+                    let mut state = self.lock();
+                    state.collectives[index] = place.collectives();
+                    let waits = state.pace.waits_since;
+                    drop(state);
+                    if let Some((limit, since)) = met
                         && waits.is_some_and(|waits| waits.max(since).elapsed() > limit)
                     {
                         break lost(Loss::Still(limit.as_secs()));
@@ -240,6 +293,26 @@ impl Watch {
         self.lose(failure);
     }
 
+    /// The rank whose device has not reached what another one waits in, in words; empty where all are equally far.
+    fn behind(&self) -> String {
+        let state = self.lock();
+        let own = (state.pace.collectives, self.rank, "");
+        let others = self.peers.iter().zip(&state.collectives);
+        let others = others.map(|(peer, found)| (*found, peer.rank, peer.place.as_str()));
+        let all = others.chain([own]).collect::<Vec<_>>();
+        let reached = |(found, _, _): &(CollectiveCounts, usize, &str)| found.num_reached;
+        let most = all.iter().map(reached).max().unwrap_or(0);
+        let Some((found, rank, place)) = all.iter().min_by_key(|of| reached(of)).filter(|of| reached(of) < most) else {
+            return String::new();
+        };
+        let place = match *place {
+            "" => String::new(),
+            place => format!(" ({place})"),
+        };
+        let reached = found.num_reached;
+        format!("rank {rank}{place} has reached collective {reached}, another waits in collective {most}")
+    }
+
     /// Ends the work of all ranks, where nothing has ended it before.
     fn lose(&self, failure: Failure) {
         let mut state = self.lock();
@@ -250,7 +323,7 @@ impl Watch {
         drop(state);
         // Before this rank knows and leaves: nobody listens to one that said farewell.
         // Rank 0 tells the others, and one that stands still does not know it.
-        if self.rank == 0 || matches!(failure.loss, Loss::Still(_) | Loss::AllStill(_)) {
+        if self.rank == 0 || matches!(failure.loss, Loss::Still(_) | Loss::AllStill { .. }) {
             self.tell(&failure);
         }
         self.lock().failure = Some(failure);
@@ -267,7 +340,7 @@ impl Watch {
             Loss::Ended => ("ended", String::new()),
             Loss::Silent(seconds) => ("silent", seconds.to_string()),
             Loss::Still(seconds) => ("still", seconds.to_string()),
-            Loss::AllStill(seconds) => ("all still", seconds.to_string()),
+            Loss::AllStill { seconds, behind } => ("all still", format!("{seconds}\n{behind}")),
             Loss::Error(text) => ("error", text.clone()),
         };
         let message = format!("{}\n{}\n{kind}\n{text}", failure.rank, failure.place);
@@ -324,7 +397,13 @@ fn read_failure(bytes: &[u8], from: &Peer) -> Failure {
         loss: match kind.as_str() {
             "silent" => Loss::Silent(text.parse().unwrap_or(0)),
             "still" => Loss::Still(text.parse().unwrap_or(0)),
-            "all still" => Loss::AllStill(text.parse().unwrap_or(0)),
+            "all still" => {
+                let (seconds, behind) = text.split_once('\n').unwrap_or((&text, ""));
+                Loss::AllStill {
+                    seconds: seconds.parse().unwrap_or(0),
+                    behind: behind.to_owned(),
+                }
+            }
             "error" => Loss::Error(text),
             _ => Loss::Ended,
         },

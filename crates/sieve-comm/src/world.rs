@@ -18,7 +18,12 @@ pub struct World {
     pub master_port: u16,
     /// Keeps processes of another run out.
     pub run_id: String,
+    /// Keeps strangers out, who may guess the run's id: all ranks were given the same, or none.
+    pub token: String,
 }
+
+/// The variable that holds [`World::token`].
+pub(crate) const TOKEN: &str = "SIEVE_TOKEN";
 
 /// Slurm's jobs of one host share its ports: each job has its own.
 const FIRST_SLURM_PORT: u64 = 15_000;
@@ -35,6 +40,7 @@ impl World {
             master_addr: "127.0.0.1".to_owned(),
             master_port: port,
             run_id: String::new(),
+            token: String::new(),
         }
     }
 
@@ -45,7 +51,7 @@ impl World {
     /// Variables set in part, values that do not fit together.
     pub fn from_env(variable: &dyn Fn(&str) -> Option<String>) -> Result<Option<Self>, CommError> {
         let read = |name: &str| variable(name).filter(|value| !value.is_empty());
-        let world = if read("RANK").is_some() || read("WORLD_SIZE").is_some() {
+        let mut world = if read("RANK").is_some() || read("WORLD_SIZE").is_some() {
             Self::of_torchrun(&read)?
         } else if read("SLURM_STEP_ID").is_some() && read("SLURM_PROCID").is_some() {
             Self::of_slurm(&read)?
@@ -66,6 +72,7 @@ impl World {
                 problem: format!("is no rank of {} on this host", world.local_size),
             });
         }
+        world.token = read(TOKEN).unwrap_or_default();
         Ok((world.size > 1).then_some(world))
     }
 
@@ -105,6 +112,7 @@ impl World {
             master_addr,
             master_port,
             run_id: read("TORCHELASTIC_RUN_ID").unwrap_or_default(),
+            token: String::new(),
         })
     }
 
@@ -138,6 +146,7 @@ impl World {
                 None => (FIRST_SLURM_PORT + job % NUM_SLURM_PORTS) as u16,
             },
             run_id: format!("{job}.{step}"),
+            token: String::new(),
         })
     }
 
@@ -150,6 +159,7 @@ impl World {
             master_addr: String::new(),
             master_port: 0,
             run_id: String::new(),
+            token: String::new(),
         }
     }
 
@@ -215,7 +225,9 @@ mod tests {
         assert_eq!(found.address(), "node-a:29500");
         let mut agent = TORCHRUN.to_vec();
         agent.push(("TORCHELASTIC_USE_AGENT_STORE", "True"));
-        assert_eq!(world(&agent).unwrap().unwrap().master_port, 29501);
+        agent.push((TOKEN, "secret"));
+        let found = world(&agent).unwrap().unwrap();
+        assert_eq!((found.master_port, found.token.as_str()), (29501, "secret"));
     }
 
     #[test]

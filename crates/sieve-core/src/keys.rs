@@ -15,6 +15,14 @@ pub(crate) const MAX_SEQ_LEN: usize = 1 << 27;
 pub(crate) const MAX_BATCH: usize = 1 << 24;
 pub(crate) const MAX_STEPS: usize = 1 << 40;
 
+/// Numbers are f32 where they are computed with: smaller ones are 0 there, or lose digits; larger ones are infinite.
+pub(crate) const MIN_F32: f64 = 1.2e-38;
+pub(crate) const MAX_F32: f64 = 3.4e38;
+
+/// Of rotary frequencies: below 1 later pairs would turn faster than the first.
+pub(crate) const MAX_ROPE_THETA: f64 = 1e12;
+pub(crate) const USUAL_ROPE_THETA: &str = "10000 is usual, up to 1e7 for long rows";
+
 /// One key of a section, or a section.
 #[derive(Clone, Copy)]
 pub(crate) struct Key {
@@ -81,10 +89,8 @@ pub(crate) enum Bound {
     Within(usize, usize, &'static str),
     /// 1 or more.
     AtLeastOne,
-    /// Above 0, and finite.
-    Positive,
-    /// 0 or more, and finite.
-    NotNegative,
+    /// A real number from the first to the second; what the error says besides.
+    Between(f64, f64, &'static str),
     /// From 0 to 1, with or without them: `[0, 1]`, `[0, 1)`, `(0, 1)`; what the error says besides.
     Share(&'static str, &'static str),
 }
@@ -167,12 +173,8 @@ impl Key {
         self.bound(Bound::AtLeastOne)
     }
 
-    pub(crate) const fn positive(self) -> Self {
-        self.bound(Bound::Positive)
-    }
-
-    pub(crate) const fn not_negative(self) -> Self {
-        self.bound(Bound::NotNegative)
+    pub(crate) const fn between(self, least: f64, most: f64, hint: &'static str) -> Self {
+        self.bound(Bound::Between(least, most, hint))
     }
 
     pub(crate) const fn share(self, range: &'static str, hint: &'static str) -> Self {
@@ -195,6 +197,14 @@ impl Key {
             Kind::Table(keys) | Kind::Tables(keys) => keys,
             _ => &[],
         }
+    }
+}
+
+/// A real number in few letters: 0.02, 1e-50.
+pub(crate) fn short_number(number: f64) -> String {
+    match number.abs() {
+        0.0 | 1e-4..1e6 => format!("{number}"),
+        _ => format!("{number:e}"),
     }
 }
 

@@ -25,6 +25,7 @@ pub mod model;
 
 mod adamw_step;
 mod block_selection;
+mod keeping;
 mod keys;
 mod nsa_blocks;
 mod packed_mask;
@@ -32,8 +33,10 @@ mod score_matrix;
 
 pub use adamw_step::AdamWStep;
 pub use block_selection::{BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder};
+pub use keeping::{KeepRest, Keeping};
 pub use model::{
-    Attention, DmaBias, DmaPreset, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression, NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
+    NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use packed_mask::{MaskArrays, MaskError, MaskLayout, PackedMask};

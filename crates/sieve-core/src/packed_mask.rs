@@ -90,7 +90,9 @@ impl PackedMask {
     /// made here.
     ///
     /// # Errors
-    /// A size of 0, an array of another length than the call asks for, an index outside its array.
+    /// A size of 0, an array of another length than the call asks for, an index outside its array, a key that a query
+    /// tile would count twice: one listed tile or slot twice, a single slot inside a listed tile, an order that names
+    /// one token in two slots.
     pub fn new(arrays: &MaskArrays<'_>) -> Result<Self, MaskError> {
         let a = arrays;
         let fits = a.num_queries > 0
@@ -111,6 +113,7 @@ impl PackedMask {
         let [heads, kv_heads] = [a.num_heads, a.num_kv_heads];
         require_orders("key_order", a.key_order, a.num_keys, &[kv_heads, heads])?;
         require_orders("query_order", a.query_order, a.num_queries, &[heads])?;
+        require_each_key_once(a, num_tiles)?;
         let windows = a.windows.len();
         require([0, a.num_lists].contains(&windows), "windows", || {
             format!("{windows} of {} lists", a.num_lists)
@@ -201,6 +204,57 @@ fn require_below(array: &'static str, indices: &[i32], limit: usize) -> Result<(
     })
 }
 
+/// Attention adds a key as often as a tile of queries lists it.
+fn require_each_key_once(a: &MaskArrays<'_>, num_tiles: usize) -> Result<(), MaskError> {
+    let row_of = |ptr: &[i32], indices: &[i32], row: usize| -> Vec<i32> {
+        let bounds = ptr.get(row).zip(ptr.get(row + 1));
+        let listed = bounds.map_or(&[][..], |(&first, &end)| &indices[first as usize..end as usize]);
+        let mut sorted = listed.to_vec();
+        sorted.sort_unstable();
+        sorted
+    };
+    let twice = |array: &'static str, what: &str, sorted: &[i32], row: usize| {
+        let pair = sorted.windows(2).find(|pair| pair[0] == pair[1]);
+        require(pair.is_none(), array, || {
+            let (list, tile) = (row / num_tiles, row % num_tiles);
+            format!(
+                "list {list}, query tile {tile}: {what} {} is listed twice",
+                pair.map_or(0, |pair| pair[0])
+            )
+        })
+    };
+    for row in 0..a.num_lists * num_tiles {
+        let tiles = row_of(a.row_ptr, a.tile_idx, row);
+        let slots = row_of(a.col_ptr, a.col_idx, row);
+        twice("tile_idx", "key tile", &tiles, row)?;
+        twice("col_idx", "slot", &slots, row)?;
+        let inside = |slot: &&i32| tiles.binary_search(&(**slot / a.key_tile as i32)).is_ok();
+        let both = slots.iter().find(inside);
+        require(both.is_none(), "col_idx", || {
+            let (list, tile) = (row / num_tiles, row % num_tiles);
+            format!(
+                "list {list}, query tile {tile}: slot {} lies in a key tile that is listed too",
+                both.unwrap_or(&0)
+            )
+        })?;
+    }
+    for (array, order, len) in [
+        ("key_order", a.key_order, a.num_keys),
+        ("query_order", a.query_order, a.num_queries),
+    ] {
+        for (head, order) in order.chunks_exact(len).enumerate() {
+            let mut named = vec![false; len];
+            let twice = order
+                .iter()
+                .find(|&&token| std::mem::replace(&mut named[token as usize], true));
+            require(twice.is_none(), array, || {
+                format!("order {head} names token {} twice", twice.unwrap_or(&0))
+            })?;
+        }
+    }
+    Ok(())
+}
+
 fn require_csr(array: &'static str, ptr: &[i32], indices: &[i32], rows: usize, limit: usize) -> Result<(), MaskError> {
     let absent = ptr.is_empty() && indices.is_empty();
     let whole = ptr.len() == rows + 1
@@ -250,6 +304,32 @@ mod tests {
         assert_eq!(mask.data()[tile_idx..], [2, 0, 1, 3, 1, 2, 3]);
         assert_eq!((layout.heads_per, layout.cuts), ([2, 4], [4, 0, 2, 2]));
         assert_eq!(layout.words, mask.data().len());
+    }
+
+    #[test]
+    fn no_key_counts_twice() {
+        type Change = fn(&mut MaskArrays<'_>);
+        let wrong: [(&str, &str, Change); 5] = [
+            ("tile_idx", "list 0, query tile 1: key tile 1", |a| {
+                a.tile_idx = &[2, 1, 0, 1, 1, 2, 3];
+            }),
+            ("col_idx", "list 1, query tile 0: slot 6", |a| {
+                (a.col_ptr, a.col_idx) = (&[0, 0, 0, 2, 2], &[6, 6]);
+            }),
+            ("col_idx", "list 0, query tile 0: slot 5", |a| {
+                (a.col_ptr, a.col_idx) = (&[0, 2, 2, 2, 2], &[0, 5]);
+            }),
+            ("key_order", "order 1 names token 3", |a| {
+                a.key_order = &[0, 1, 2, 3, 4, 5, 6, 0, 1, 3, 2, 3, 4, 5];
+            }),
+            ("query_order", "order 0 names token 1", |a| a.query_order = &[1; 20]),
+        ];
+        for (array, told, change) in wrong {
+            let mut arrays = arrays();
+            change(&mut arrays);
+            let error = PackedMask::new(&arrays).expect_err(array);
+            assert!(error.array == array && error.problem.contains(told), "{error}");
+        }
     }
 
     #[test]

@@ -46,7 +46,7 @@ pub use sections::{
     TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
-pub use template::StartingSize;
+pub use template::{EPOCHS_AS_NEW, StartingSize, least_text, steps_for_text, tokens_of_text};
 
 use crate::keys::keys;
 
@@ -58,7 +58,12 @@ keys! {
     pub struct Recipe {
         /// Sizes of the model.
         pub model: ModelSection,
-        /// Which attention, and its sizes.
+        /// Which attention, and its sizes: `kind` alone is enough, and the defaults follow from the row's length and
+        /// the model. `--set attention.kind=KIND` on a recipe of another kind takes that kind's defaults; what goes
+        /// with other kinds alone, in the recipe or the command, is then left out, and a warning names it: their keys,
+        /// `window` of a `[[stage]]`, and what `"mla"` cannot have (dense layers of `model.layer_types`, another
+        /// `model.num_key_value_heads`). Without it a key of another kind is a mistake. `"mha"` and `"swa"` have no
+        /// preset: no paper gives the one its own sizes, and each paper gives the other another window.
         pub attention: Attention,
         /// Where the tokenizer comes from: exactly one of `path`, `numbers` and `train`.
         pub tokenizer: TokenizerSection,

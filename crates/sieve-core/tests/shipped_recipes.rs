@@ -257,18 +257,29 @@ fn quickstart_is_sparse_and_takes_one_override_to_compare() {
         "the window is more than a quarter of the length"
     );
     assert!(recipe.tokenizer.train.is_some(), "quickstart must need no file");
-    for overrides in [
-        vec!["attention.kind=mha"],
-        vec!["attention.kind=swa", "attention.sliding_window=64"],
-    ] {
-        let overrides = overrides.into_iter().map(str::to_owned).collect::<Vec<_>>();
-        Recipe::load(text, "quickstart", &overrides).unwrap_or_else(|error| panic!("{error}"));
-    }
+    let swa = Recipe::load(text, "quickstart", &["attention.kind=swa".to_owned()]);
+    assert_eq!(swa.map(|recipe| recipe.attention.window()), Ok(Some(keep_window_size)));
     // Without CARGO_HOME the registry is found below the home folder.
     for path in &recipe.data.paths {
         let home = |name: &str| (name == "HOME").then(|| "/home/ada".to_owned());
         let expanded = paths::expand(path, &home).unwrap_or_else(|error| panic!("{error}"));
         assert!(expanded.starts_with("/home/ada/.cargo/registry/src/"), "{expanded}");
+    }
+}
+
+#[test]
+fn one_key_gives_any_recipe_any_kind() {
+    for (name, (text, own)) in shipped() {
+        for kind in AttentionKind::ALL {
+            let sets = [format!("attention.kind={}", kind.name())];
+            let recipe = Recipe::load(&text, &name, &sets).unwrap_or_else(|error| panic!("{error}"));
+            assert_eq!(recipe.attention.kind(), kind, "{name}");
+            if kind == own.attention.kind() {
+                assert_eq!(recipe, own, "{name}");
+            }
+            let preset = [sets[0].clone(), "attention.preset=paper".to_owned()];
+            Recipe::load(&text, &name, &preset).unwrap_or_else(|error| panic!("{error}"));
+        }
     }
 }
 

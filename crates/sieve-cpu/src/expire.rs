@@ -18,7 +18,7 @@ fn rank_key(z: f32, position: usize) -> u64 {
     (u64::from(ordered) << 32) | position as u64
 }
 
-/// When each key stops being seen, by one heap pass per document. This form is the oracle.
+/// When each key stops being seen, by one heap pass per document: what the CPU trains with.
 ///
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`; expire: the same, positions within the row, written whole

@@ -49,7 +49,8 @@ pub use embedding::{embedding_backward, embedding_forward};
 pub use expire::{dma_select, extend_expire};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
-pub use mla::{MlaPack, mla_pack_backward, mla_pack_forward};
+pub use mla::decode::{MlaDecode, mla_decode};
+pub use mla::{MlaNorm, MlaPack, mla_pack_backward, mla_pack_forward};
 pub use nsa::{
     NsaBlocks, nsa_blocks_backward, nsa_blocks_forward, nsa_compressed_attention_backward,
     nsa_compressed_attention_forward, nsa_gates_backward, nsa_gates_forward, nsa_mean_pool_backward,

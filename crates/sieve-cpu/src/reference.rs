@@ -151,6 +151,19 @@ pub struct AttentionCall<'a> {
     pub documents: Documents<'a>,
     /// Which keys a query sees, and with what bias.
     pub mask: Mask<'a>,
+    /// Of those, the blocks that it chose; all where absent.
+    pub chosen: Option<ChosenBlocks<'a>>,
+}
+
+/// Which blocks of keys each query sees, beside what its mask shows: native sparse attention's choice.
+#[derive(Clone, Copy, Debug)]
+pub struct ChosenBlocks<'a> {
+    /// `[batch, seq_len, num_kv_heads, count]`, numbered within the query's document; a number below 0 is no block.
+    pub indices: &'a [i32],
+    /// Blocks of a query.
+    pub count: usize,
+    /// Keys of a block.
+    pub block_size: usize,
 }
 
 /// Output and gradients.
@@ -171,12 +184,28 @@ pub struct Results {
     /// `sum_i P_ij (|dP_ij| + |sum_j P_ij dP_ij|)` of each key: the rounding error of `d_delta`, which is the same sum
     /// without the bars, is proportional to this, even where `d_delta` is 0.
     pub d_delta_terms: Vec<f64>,
+    /// How large the terms of each row's sum are.
+    pub terms: Terms,
+}
+
+/// Root of the sum of the squares of what each row of a result adds up (a row is one head of one token): independent
+/// rounding errors of the terms make an error of the row proportional to it, also where the terms cancel. A gradient of
+/// a score counts by `|dP_ij| + |sum_j P_ij dP_ij|` and the usual size of a product of do and v.
+#[derive(Clone, Debug, Default)]
+pub struct Terms {
+    /// `[batch, seq_len, num_heads]`.
+    pub o: Vec<f64>,
+    /// `[batch, seq_len, num_heads]`.
+    pub dq: Vec<f64>,
+    /// `[batch, seq_len, num_kv_heads]`.
+    pub dk: Vec<f64>,
+    /// `[batch, seq_len, num_kv_heads]`.
+    pub dv: Vec<f64>,
 }
 
 impl<'a> AttentionCall<'a> {
     /// Attention on a packed tensor `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`.
-    #[cfg(test)]
-    pub(crate) fn packed(
+    pub fn packed(
         shape: AttentionShape,
         qkv: &'a [f32],
         documents: Documents<'a>,
@@ -197,47 +226,57 @@ impl<'a> AttentionCall<'a> {
             d_o: Heads::new(d_o, shape.num_heads, width),
             documents,
             mask,
+            chosen: None,
         }
     }
-    /// Computes everything, KV heads side by side on all threads.
+
+    /// Computes everything, query heads side by side on all threads.
     pub fn run(&self, rounding: Rounding) -> Results {
         let AttentionShape {
             batch,
             seq_len,
+            num_heads,
             num_kv_heads,
             ..
         } = self.shape;
-        let mut all = Results::zeros(self, batch * num_kv_heads);
-        (0..batch * num_kv_heads)
+        let group = self.shape.group_size();
+        let heads: Vec<Head> = (0..batch * num_heads)
             .into_par_iter()
-            .map(|at| kv_head(self, at / num_kv_heads, at % num_kv_heads, rounding))
-            .collect::<Vec<Results>>()
-            .iter()
-            .enumerate()
-            .for_each(|(at, head)| {
-                let (row, kv_head) = (at / num_kv_heads, at % num_kv_heads);
-                let tensors = [
-                    (&mut all.o, &head.o),
-                    (&mut all.dq, &head.dq),
-                    (&mut all.dk, &head.dk),
-                    (&mut all.dv, &head.dv),
-                ];
-                for (to, from) in tensors {
-                    let len = from.len() / seq_len;
-                    for (i, from) in from.chunks_exact(len).enumerate() {
-                        let first = ((row * seq_len + i) * num_kv_heads + kv_head) * len;
-                        to[first..first + len].copy_from_slice(from);
-                    }
+            .map(|at| query_head(self, at / num_heads, at % num_heads, rounding))
+            .collect();
+        let mut all = Results::zeros(self);
+        for (at, head) in heads.iter().enumerate() {
+            let (row, head_at) = (at / num_heads, at % num_heads);
+            spread(&mut all.o, &head.o, row, head_at, num_heads, seq_len);
+            spread(&mut all.dq, &head.dq, row, head_at, num_heads, seq_len);
+            spread(&mut all.terms.o, &head.terms.o, row, head_at, num_heads, seq_len);
+            spread(&mut all.terms.dq, &head.terms.dq, row, head_at, num_heads, seq_len);
+            all.lse[at * seq_len..][..seq_len].copy_from_slice(&head.lse);
+        }
+        for (at, heads) in heads.chunks_exact(group).enumerate() {
+            let (row, kv_head) = (at / num_kv_heads, at % num_kv_heads);
+            let sum = |of: fn(&Head) -> &[f64], rounding: Rounding| {
+                let mut sum = vec![0.0; of(&heads[0]).len()];
+                for head in heads {
+                    let mut of_head = of(head).to_vec();
+                    rounding.all(&mut of_head);
+                    add(&mut sum, 1.0, &of_head);
                 }
-                let rows = [
-                    (&mut all.lse, &head.lse),
-                    (&mut all.d_delta, &head.d_delta),
-                    (&mut all.d_delta_terms, &head.d_delta_terms),
-                ];
-                for (to, from) in rows {
-                    to[at * from.len()..][..from.len()].copy_from_slice(from);
-                }
-            });
+                rounding.all(&mut sum);
+                sum
+            };
+            let (dk, dv) = (sum(|head| &head.dk, rounding), sum(|head| &head.dv, rounding));
+            spread(&mut all.dk, &dk, row, kv_head, num_kv_heads, seq_len);
+            spread(&mut all.dv, &dv, row, kv_head, num_kv_heads, seq_len);
+            let exact = |of| sum(of, Rounding::None);
+            let root = |of| exact(of).into_iter().map(f64::sqrt).collect::<Vec<f64>>();
+            let (dk, dv) = (root(|head| &head.terms.dk), root(|head| &head.terms.dv));
+            spread(&mut all.terms.dk, &dk, row, kv_head, num_kv_heads, seq_len);
+            spread(&mut all.terms.dv, &dv, row, kv_head, num_kv_heads, seq_len);
+            let of_keys = at * seq_len..(at + 1) * seq_len;
+            all.d_delta[of_keys.clone()].copy_from_slice(&exact(|head| &head.d_delta));
+            all.d_delta_terms[of_keys].copy_from_slice(&exact(|head| &head.d_delta_terms));
+        }
         all
     }
 
@@ -246,83 +285,137 @@ impl<'a> AttentionCall<'a> {
         let AttentionShape {
             seq_len, num_kv_heads, ..
         } = self.shape;
-        let inside = j <= i && j as i32 >= self.documents.start[row * seq_len + i];
+        let first = self.documents.start[row * seq_len + i] as usize;
+        if j > i || j < first {
+            return None;
+        }
+        if let Some(chosen) = self.chosen {
+            let at = ((row * seq_len + i) * num_kv_heads + kv_head) * chosen.count;
+            let block = ((j - first) / chosen.block_size) as i32;
+            if !chosen.indices[at..at + chosen.count].contains(&block) {
+                return None;
+            }
+        }
         let at = (row * num_kv_heads + kv_head) * seq_len + j;
         match self.mask {
-            Mask::Causal => inside.then_some(0.0),
-            Mask::Window(window_size) => (inside && j + window_size > i).then_some(0.0),
-            Mask::Expire { expire, delta } => (inside && (i as i32) < expire[at]).then(|| f64::from(delta[at])),
+            Mask::Causal => Some(0.0),
+            Mask::Window(window_size) => (j + window_size > i).then_some(0.0),
+            Mask::Expire { expire, delta } => ((i as i32) < expire[at]).then(|| f64::from(delta[at])),
         }
+    }
+}
+
+/// Puts the tokens of one head, one after the other, where they belong in `[batch, seq_len, heads, width]`.
+fn spread(to: &mut [f64], from: &[f64], row: usize, head: usize, heads: usize, seq_len: usize) {
+    let width = from.len() / seq_len;
+    for (i, from) in from.chunks_exact(width).enumerate() {
+        let first = ((row * seq_len + i) * heads + head) * width;
+        to[first..first + width].copy_from_slice(from);
     }
 }
 
 impl Results {
-    /// Of some KV heads, each with its query heads.
-    fn zeros(call: &AttentionCall<'_>, kv_heads: usize) -> Self {
-        let zeros = |width: usize| vec![0.0; kv_heads * call.shape.seq_len * width];
-        let group = call.shape.group_size();
+    fn zeros(call: &AttentionCall<'_>) -> Self {
+        let tokens = call.shape.batch * call.shape.seq_len;
+        let (queries, keys) = (tokens * call.shape.num_heads, tokens * call.shape.num_kv_heads);
         Self {
-            o: zeros(group * call.v.width),
-            lse: zeros(group),
-            dq: zeros(group * call.q.width),
-            dk: zeros(call.k.width),
-            dv: zeros(call.v.width),
-            d_delta: zeros(1),
-            d_delta_terms: zeros(1),
+            o: vec![0.0; queries * call.v.width],
+            lse: vec![0.0; queries],
+            dq: vec![0.0; queries * call.q.width],
+            dk: vec![0.0; keys * call.k.width],
+            dv: vec![0.0; keys * call.v.width],
+            d_delta: vec![0.0; keys],
+            d_delta_terms: vec![0.0; keys],
+            terms: Terms {
+                o: vec![0.0; queries],
+                dq: vec![0.0; queries],
+                dk: vec![0.0; keys],
+                dv: vec![0.0; keys],
+            },
         }
     }
 }
 
+/// What one query head gives, token by token; squares where [`Terms`] has roots of dk and dv.
+struct Head {
+    o: Vec<f64>,
+    lse: Vec<f64>,
+    dq: Vec<f64>,
+    dk: Vec<f64>,
+    dv: Vec<f64>,
+    d_delta: Vec<f64>,
+    d_delta_terms: Vec<f64>,
+    terms: Terms,
+}
+
 on_arch! {
-    /// The results of one KV head, its query heads side by side.
-    fn kv_head<'a>(call: &'a AttentionCall<'a>, row: usize, kv_head: usize, rounding: Rounding) -> Results = kv_head_on;
+    /// The results of one query head; dk and dv are not rounded.
+    fn query_head<'a>(call: &'a AttentionCall<'a>, row: usize, head: usize, rounding: Rounding) -> Head = query_head_on;
 }
 
 #[inline(always)]
-fn kv_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, kv_head: usize, rounding: Rounding) -> Results {
-    let (n, group) = (call.shape.seq_len, call.shape.group_size());
+fn query_head_on<S: Simd>(_simd: S, call: &AttentionCall<'_>, row: usize, head: usize, rounding: Rounding) -> Head {
+    let (n, kv_head) = (call.shape.seq_len, head / call.shape.group_size());
     let (width_k, width_v) = (call.k.width, call.v.width);
     let scale = f64::from(call.shape.softmax_scale);
     let [k, v] = [call.k, call.v].map(|x| -> Vec<f64> {
         let tokens = row * n..(row + 1) * n;
         tokens.flat_map(|token| x.of_token(token, kv_head)).collect()
     });
-    let mut all = Results::zeros(call, 1);
-    for at in 0..group {
-        let (mut dk, mut dv) = (vec![0.0; k.len()], vec![0.0; v.len()]);
-        for i in 0..n {
-            let [q, d_o] =
-                [call.q, call.d_o].map(|x| x.of_token(row * n + i, kv_head * group + at).collect::<Vec<f64>>());
-            let key = |j: usize| {
-                let (k, v) = (&k[j * width_k..][..width_k], &v[j * width_v..][..width_v]);
-                let bias = call.bias(row, kv_head, i, j)?;
-                Some((j, Key { k, v, bias }))
-            };
-            let (seen, keys): (Vec<usize>, Vec<Key<'_, f64>>) = (0..=i).filter_map(key).unzip();
-            let o = &mut all.o[(i * group + at) * width_v..][..width_v];
-            let Attended { lse, p } = attend(&q, &keys, scale, rounding, o);
-            all.lse[at * n + i] = lse;
-            let dp: Vec<f64> = keys.iter().map(|key| rounding.of(dot(&d_o, key.v))).collect();
-            let mean = dot(&p, &dp);
-            let dq = &mut all.dq[(i * group + at) * width_k..][..width_k];
-            for ((&j, key), (&p, &dp)) in seen.iter().zip(&keys).zip(p.iter().zip(&dp)) {
-                let ds = p * (dp - mean);
-                all.d_delta[j] += ds;
-                all.d_delta_terms[j] += p * (dp.abs() + mean.abs());
-                let ds = rounding.of(scale * ds);
-                add(dq, ds, key.k);
-                add(&mut dk[j * width_k..][..width_k], ds, &q);
-                add(&mut dv[j * width_v..][..width_v], rounding.of(p), &d_o);
-            }
-            rounding.all(dq);
+    let zeros = |width: usize| vec![0.0; n * width];
+    let mut all = Head {
+        o: zeros(width_v),
+        lse: zeros(1),
+        dq: zeros(width_k),
+        dk: zeros(width_k),
+        dv: zeros(width_v),
+        d_delta: zeros(1),
+        d_delta_terms: zeros(1),
+        terms: Terms {
+            o: zeros(1),
+            dq: zeros(1),
+            dk: zeros(1),
+            dv: zeros(1),
+        },
+    };
+    let of_squares = |x: &[f64]| dot(x, x);
+    let squares_k: Vec<f64> = k.chunks_exact(width_k).map(of_squares).collect();
+    let squares_v: Vec<f64> = v.chunks_exact(width_v).map(of_squares).collect();
+    for i in 0..n {
+        let [q, d_o] = [call.q, call.d_o].map(|x| x.of_token(row * n + i, head).collect::<Vec<f64>>());
+        let (square_q, square_do) = (of_squares(&q), of_squares(&d_o));
+        let key = |j: usize| {
+            let (k, v) = (&k[j * width_k..][..width_k], &v[j * width_v..][..width_v]);
+            let bias = call.bias(row, kv_head, i, j)?;
+            Some((j, Key { k, v, bias }))
+        };
+        let first = call.documents.start[row * n + i] as usize;
+        let (seen, keys): (Vec<usize>, Vec<Key<'_, f64>>) = (first..=i).filter_map(key).unzip();
+        let o = &mut all.o[i * width_v..][..width_v];
+        let Attended { lse, p } = attend(&q, &keys, scale, rounding, o);
+        all.lse[i] = lse;
+        let dp: Vec<f64> = keys.iter().map(|key| rounding.of(dot(&d_o, key.v))).collect();
+        let mean = dot(&p, &dp);
+        let dq = &mut all.dq[i * width_k..][..width_k];
+        let (mut terms_o, mut terms_dq) = (0.0, 0.0);
+        for ((&j, key), (&p, &dp)) in seen.iter().zip(&keys).zip(p.iter().zip(&dp)) {
+            let ds = p * (dp - mean);
+            all.d_delta[j] += ds;
+            all.d_delta_terms[j] += p * (dp.abs() + mean.abs());
+            let usual = (square_do * squares_v[j] / width_v as f64).sqrt();
+            let size = (scale * p * (dp.abs() + mean.abs() + usual)).powi(2);
+            terms_o += p * p * squares_v[j];
+            terms_dq += size * squares_k[j];
+            all.terms.dk[j] += size * square_q;
+            all.terms.dv[j] += p * p * square_do;
+            let ds = rounding.of(scale * ds);
+            add(dq, ds, key.k);
+            add(&mut all.dk[j * width_k..][..width_k], ds, &q);
+            add(&mut all.dv[j * width_v..][..width_v], rounding.of(p), &d_o);
         }
-        for (sum, mut of_head) in [(&mut all.dk, dk), (&mut all.dv, dv)] {
-            rounding.all(&mut of_head);
-            add(sum, 1.0, &of_head);
-        }
+        rounding.all(dq);
+        (all.terms.o[i], all.terms.dq[i]) = (f64::sqrt(terms_o), f64::sqrt(terms_dq));
     }
-    rounding.all(&mut all.dk);
-    rounding.all(&mut all.dv);
     all
 }
 

@@ -19,7 +19,7 @@ pub(crate) use documents::Cursor;
 pub use documents::{CorpusReport, Documents};
 use files::PassedOver;
 use hub::{Hub, RemoteFile};
-pub use hub::{HubConfig, hub_tokenizer, is_hub_tokenizer};
+pub use hub::{HubConfig, HubLimits, hub_tokenizer, is_hub_tokenizer};
 pub use table::{TableRow, read_table};
 
 /// How documents lie in files. Text and JSONL may be packed: a file whose name ends in `.gz` or `.zst` is unpacked on
@@ -115,7 +115,8 @@ pub struct CorpusConfig {
     pub order: FileOrder,
     /// Stop before the document that would pass this many bytes of text.
     pub max_bytes: Option<u64>,
-    /// A larger document is invalid.
+    /// A larger document is invalid. The limit is for what is found in folders and by globs, and for rows: a text file
+    /// that a path names by itself may be larger.
     pub max_document_bytes: Option<u64>,
     /// Keep only the first of documents with equal text.
     pub deduplicate: bool,
@@ -175,6 +176,8 @@ pub struct SourceFile {
     pub modified_ns: u64,
     /// `None` for a file on this disk.
     remote: Option<RemoteFile>,
+    /// Whether a path is this file, and not a folder or glob that it was found by.
+    is_named: bool,
 }
 
 /// One document.
@@ -268,6 +271,12 @@ impl Corpus {
         }
     }
 
+    /// The limit of a file's documents.
+    fn max_document_bytes(&self, file: &SourceFile) -> Option<u64> {
+        let is_meant = file.is_named && self.config.format.of(&file.path) == Format::Text;
+        self.config.max_document_bytes.filter(|_| !is_meant)
+    }
+
     /// Removes the fetched copies of some files.
     pub(crate) fn discard_fetched(&self, files: std::ops::Range<usize>) {
         for file in &self.files[files] {
@@ -333,6 +342,11 @@ impl Corpus {
             hash.update(path);
             hash.update(&file.num_bytes.to_le_bytes());
             hash.update(&file.modified_ns.to_le_bytes());
+            // Named by itself it is read, found in a folder it is not.
+            let limit = self.config.max_document_bytes;
+            if limit.is_some_and(|limit| file.num_bytes > limit) && self.max_document_bytes(file).is_none() {
+                hash.update(b"named");
+            }
         }
         hash.digest128()
     }

@@ -31,6 +31,15 @@ pub enum DataError {
         /// What was looked for, when it was a folder.
         searched: String,
     },
+    /// A path leads to a pipe, a socket or a device.
+    #[error("{}: {found}, not a file\n  \
+        hint: data is read more than once; write it to a file first and name that", path.display())]
+    NotAFile {
+        /// The path.
+        path: PathBuf,
+        /// What is there: "a pipe (FIFO)".
+        found: &'static str,
+    },
     /// A path names files of several formats, and none is said.
     #[error(
         "{pattern:?} names files of several formats: {kinds}\n  \
@@ -43,9 +52,16 @@ pub enum DataError {
         /// Format, number of files and first file of each.
         kinds: String,
     },
+    /// A document begins with the byte order mark of UTF-16.
+    #[error("{0}: UTF-16, by its first two bytes; text is read as UTF-8\n  \
+        hint: iconv -f UTF-16 -t UTF-8 {0} > NEW.txt, or leave such documents out: skip_invalid", path.display())]
+    Utf16 {
+        /// The file.
+        path: PathBuf,
+    },
     /// A document is not UTF-8.
     #[error("{}: not UTF-8 at byte {byte_offset}\n  \
-        hint: convert the file, or allow invalid documents to be skipped", path.display())]
+        hint: convert the file, or leave such documents out: skip_invalid", path.display())]
     NotUtf8 {
         /// The file.
         path: PathBuf,
@@ -54,7 +70,7 @@ pub enum DataError {
     },
     /// A document holds a NUL byte, so it is most likely no text.
     #[error("{}: NUL at byte {byte_offset}, so this is probably not text\n  \
-        hint: leave the file out, or allow invalid documents to be skipped", path.display())]
+        hint: leave the file out, or all such documents: skip_invalid", path.display())]
     NulByte {
         /// The file.
         path: PathBuf,
@@ -63,12 +79,24 @@ pub enum DataError {
     },
     /// A document is larger than allowed.
     #[error("{}: a document of {bytes} bytes is over the limit of {max_bytes}\n  \
-        hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
+        hint: raise data.max_document_bytes, split the document, or leave such documents out: \
+        data.skip_invalid; a text file that a path names by itself may be larger", path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
         /// Size of the document.
         bytes: u64,
+        /// The limit.
+        max_bytes: u64,
+    },
+    /// A line of a JSONL file is longer than any line is read.
+    #[error("{}: line {line} is longer than {max_bytes} bytes\n  \
+        hint: raise max_document_bytes, split the document, or allow invalid documents to be skipped", path.display())]
+    LineTooLong {
+        /// The file.
+        path: PathBuf,
+        /// Line number, from 1.
+        line: u64,
         /// The limit.
         max_bytes: u64,
     },
@@ -98,8 +126,8 @@ pub enum DataError {
     },
     /// The text column holds something else than a string.
     #[error("{}: line {line}: column {column:?} is {found}, not a string\n  \
-        hint: set text_column to the column that holds the text, or allow invalid documents to be \
-        skipped", path.display())]
+        hint: set text_column to the column that holds the text, or leave such rows out: \
+        skip_invalid", path.display())]
     ColumnNotText {
         /// The file.
         path: PathBuf,
@@ -169,7 +197,7 @@ pub enum DataError {
     },
     /// The text of a Parquet row cannot be used.
     #[error("{}: row {row} {what}\n  \
-        hint: leave the row out, or allow invalid documents to be skipped", path.display())]
+        hint: leave the row out, or all such rows: skip_invalid", path.display())]
     BadRow {
         /// The file.
         path: PathBuf,
@@ -223,6 +251,15 @@ pub enum DataError {
         /// The reason.
         reason: String,
     },
+    /// A file of root certificates cannot be used.
+    #[error("{}: not usable as root certificates: {reason}\n  \
+        hint: SSL_CERT_FILE names a file in PEM form; unset it to trust the roots of the web", path.display())]
+    BadCertificates {
+        /// The file.
+        path: PathBuf,
+        /// The reason.
+        reason: String,
+    },
     /// A corpus names a data set of the hub, but it was opened without access to the hub.
     #[error(
         "{path:?} lies on the Hugging Face hub, which is not read here\n  \
@@ -233,10 +270,17 @@ pub enum DataError {
         path: String,
     },
     /// Every file was read and no document came out.
-    #[error("no document in {num_files} files ({summary})\n  hint: check the paths, the format and the limits")]
+    #[error(
+        "no document in {}{} ({summary})\n  hint: check the paths and the format, and what limits them: \
+         data.max_document_bytes for files of folders and globs, data.max_bytes for all",
+        first.display(),
+        match num_files { 0 | 1 => String::new(), more => format!(" and {} files more", more - 1) }
+    )]
     EmptyCorpus {
         /// Number of files read.
         num_files: usize,
+        /// The first of them.
+        first: PathBuf,
         /// Where the documents went.
         summary: String,
     },
@@ -369,9 +413,11 @@ impl DataError {
     pub(crate) fn is_invalid_document(&self) -> bool {
         matches!(
             self,
-            Self::NotUtf8 { .. }
+            Self::Utf16 { .. }
+                | Self::NotUtf8 { .. }
                 | Self::NulByte { .. }
                 | Self::TooLarge { .. }
+                | Self::LineTooLong { .. }
                 | Self::BadJson { .. }
                 | Self::MissingColumn { .. }
                 | Self::ColumnNotText { .. }

@@ -4,7 +4,8 @@
 //! [`Tokenizer`] turns text into token ids, [`prepare`] writes shards once, and goes on where it was interrupted,
 //! [`ShardReader`] maps them, and [`Loader`] makes batches: from a shard, from a weighted mixture of shards, or from
 //! generated samples of associative recall ([`Mqar`]). A batch is a pure function of the number of its first sample, so
-//! the loader's whole state is that number. The crate prints nothing and reads no environment.
+//! the loader's whole state is that number. The crate prints nothing and reads no environment; while
+//! it waits for the hub it says so through `log`.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -60,8 +61,8 @@ mod test_files;
 mod tokenizer;
 
 pub use corpus::{
-    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, SourceFile, TableRow,
-    hub_tokenizer, is_hub_tokenizer, read_table,
+    Corpus, CorpusConfig, CorpusReport, Document, Documents, FileOrder, Format, HubConfig, HubLimits, SourceFile,
+    TableRow, hub_tokenizer, is_hub_tokenizer, read_table,
 };
 pub use error::DataError;
 pub use guard::expects_panic;
@@ -70,8 +71,8 @@ pub use mqar::{Mqar, MqarConfig, MqarMixture, MqarNoise, MqarPart, MqarQuery, Mq
 pub use permutation::Permutation;
 pub use prefetch::{Prefetch, PrefetchPlan};
 pub use prepare::{
-    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, SourceMeta, SplitMeta, ValidationSettings,
-    ValidationSource, prepare, read_document_sizes,
+    DocumentSize, OnChange, PrepareConfig, Prepared, PreparedMeta, Progress, ShardCheck, SourceMeta, SplitMeta,
+    ValidationSettings, ValidationSource, prepare, read_document_sizes,
 };
 pub use shard::{ShardReader, ShardWriter, TokenDtype};
 pub use tokenizer::{BpeConfig, DecodeStream, Tokenizer};

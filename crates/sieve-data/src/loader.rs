@@ -211,21 +211,37 @@ impl Loader {
     /// # Errors
     /// A token id outside the vocabulary; the message names its document.
     pub fn batch(&self, first_sample: u64, count: usize) -> Result<Batch, DataError> {
-        if let Rows::Mqar(mixture) = &self.rows {
-            return Ok(mixture.batch(first_sample, count, self.config.pad_id));
-        }
-        let mut batch = Batch::empty(first_sample, count, self.config.seq_len);
-        for sample in (0..count as u64).map(|row| first_sample + row) {
+        let samples = (0..count as u64).map(|row| first_sample + row);
+        self.batch_of(&samples.collect::<Vec<_>>())
+    }
+
+    /// These samples, in their order, as rows; [`Batch::first_sample`] is the first of them.
+    ///
+    /// # Errors
+    /// Those of [`batch`](Self::batch).
+    pub fn batch_of(&self, samples: &[u64]) -> Result<Batch, DataError> {
+        let first_sample = samples.first().copied().unwrap_or_default();
+        let mut batch = Batch::empty(first_sample, samples.len(), self.config.seq_len);
+        for &sample in samples {
             match &self.rows {
                 Rows::Shard(rows) => rows.push(sample, &self.config, &mut batch)?,
                 Rows::Mixture { sources, schedule } => {
                     let (source, sample) = schedule.get(sample);
                     sources[source].push(sample, &self.config, &mut batch)?;
                 }
-                Rows::Mqar(_) => unreachable!("answered above"),
+                Rows::Mqar(mixture) => mixture.push(sample, self.config.pad_id, &mut batch),
             }
         }
         Ok(batch)
+    }
+
+    /// The samples of an epoch that hold about this many tokens: whole rows, one at least, spread evenly over the
+    /// epoch, as the first documents alone may be of one kind; all of them where the epoch has no more.
+    pub fn spread_samples(&self, num_tokens: u64) -> Vec<u64> {
+        let all = self.samples_per_epoch();
+        let count = num_tokens.div_ceil(self.config.seq_len as u64).max(1).min(all);
+        let sample = |row: u64| (u128::from(row) * u128::from(all) / u128::from(count)) as u64;
+        (0..count).map(sample).collect()
     }
 }
 

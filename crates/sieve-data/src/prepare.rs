@@ -11,6 +11,7 @@
 //! <dir>/prepare.lock                         held while a process prepares here; marks files of these names as Sieve's
 //! ```
 
+mod check;
 mod lock;
 mod meta;
 mod partial;
@@ -23,6 +24,7 @@ use std::path::{Path, PathBuf};
 
 use xxhash_rust::xxh3::Xxh3;
 
+pub use check::ShardCheck;
 pub use meta::{DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
 
 use crate::corpus::Corpus;
@@ -38,8 +40,8 @@ use tokenise::Pace;
 #[derive(Debug, Clone, Copy)]
 pub enum ValidationSource<'a> {
     /// This fraction of the corpus, in (0, 1): each document is held out or not by a hash of its text alone, so that
-    /// more text does not move documents from one side to the other, and equal documents stay together. Where that
-    /// would leave one side empty, the last bytes of the text are held out, and a document is cut
+    /// more text does not move documents from one side to the other, and equal documents stay together. Of a corpus
+    /// where that would leave one side empty, the last bytes of the text are held out, and a document is cut
     /// ([`PreparedMeta::is_cut`]).
     Fraction(f64),
     /// Another corpus. Its documents are left out of the training split.
@@ -116,6 +118,19 @@ impl Prepared {
             meta,
             reused: true,
         })
+    }
+
+    /// Begins to read the shards beside other work, and to compare them with what was prepared. Their sizes alone were
+    /// compared when they were opened.
+    ///
+    /// # Errors
+    /// The system gives no thread.
+    pub fn check_beside(&self) -> Result<ShardCheck, DataError> {
+        let files = self.meta.shards().into_iter().map(|(name, split)| {
+            let path = crate::shard::with_ending(&self.dir.join(name), ".bin");
+            (path, split.tokens_hash.clone())
+        });
+        ShardCheck::start(files.collect())
     }
 
     /// Maps the shard to train on.
@@ -266,7 +281,13 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
         hash.update(&corpus.fingerprint().to_le_bytes());
     }
     match config.validation {
-        ValidationSource::Fraction(fraction) => hash.update(&fraction.to_le_bytes()),
+        ValidationSource::Fraction(fraction) => {
+            hash.update(&fraction.to_le_bytes());
+            if corpora.len() > 1 {
+                // Once only some of them were held out of.
+                hash.update(b"of each");
+            }
+        }
         ValidationSource::Corpus(corpus) => hash.update(&corpus.fingerprint().to_le_bytes()),
     }
     hex(hash.digest128())

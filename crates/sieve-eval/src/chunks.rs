@@ -220,7 +220,8 @@ pub(crate) fn prefill_on_device<B: SieveBackend>(
         let selection = selector.block_selection(shape, operands.layer, operands.num_layers);
         let started = Instant::now();
         let made = selection.and_then(|selection| {
-            // A refusal (a width without a kernel) leaves the call to the host.
+            // A refusal (a width without a kernel) is counted with its reason by the op, and leaves the call to the
+            // host.
             let made = select_blocks(&keys, &selection).ok()?;
             Some((selection, made))
         });

@@ -14,6 +14,38 @@ pub struct EvalDocument {
     pub num_words: u64,
     /// What each token is a part of, and how far back that word was last used.
     pub word_uses: Vec<WordUse>,
+    /// Its text alone.
+    pub text: TextSize,
+}
+
+/// A text without the end-of-document token, in the units of lm-evaluation-harness.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TextSize {
+    /// Tokens.
+    pub num_tokens: usize,
+    /// Bytes of UTF-8.
+    pub num_bytes: u64,
+    /// What `re.split(r"\s+", text)` makes of it: words, and an empty piece at an end that is white space.
+    pub num_words: u64,
+}
+
+impl TextSize {
+    fn new(num_tokens: usize, num_bytes: u64, text: &str) -> Self {
+        // Python counts four control characters as white space that Unicode does not.
+        let is_space = |c: char| c.is_whitespace() || ('\x1c'..='\x1f').contains(&c);
+        let words = text.split(is_space).filter(|word| !word.is_empty()).count();
+        let ends = [text.starts_with(is_space), text.ends_with(is_space)];
+        let num_words = match words {
+            // An empty text is one empty piece; white space divides two of them.
+            0 => 1 + usize::from(ends[0]),
+            words => words + ends.into_iter().filter(|is_space| *is_space).count(),
+        };
+        Self {
+            num_tokens,
+            num_bytes,
+            num_words: num_words as u64,
+        }
+    }
 }
 
 /// The documents of a corpus, in its order.
@@ -25,12 +57,14 @@ pub fn text_documents<'a>(
     documents.map(move |document| {
         let text = document?.text;
         let mut tokens = tokenizer.encode(&text)?;
+        let size = TextSize::new(tokens.len(), text.len() as u64, &text);
         tokens.push(eos_id);
         Ok(EvalDocument {
             num_bytes: text.len() as u64 - first_token_bytes(tokenizer, &tokens, text.len())?,
             num_words: text.split_whitespace().count() as u64,
             word_uses: word_uses(tokenizer, &tokens),
             tokens,
+            text: size,
         })
     })
 }
@@ -54,6 +88,11 @@ pub fn prepared_documents<'a>(
         let first = first_token_bytes(tokenizer, &tokens, size.num_bytes as usize)?;
         Ok(EvalDocument {
             word_uses: word_uses(tokenizer, &tokens),
+            text: TextSize::new(
+                tokens.len().saturating_sub(1),
+                size.num_bytes,
+                &tokenizer.decode(&tokens)?,
+            ),
             tokens,
             num_bytes: size.num_bytes - first,
             num_words: size.num_words,
@@ -98,6 +137,8 @@ fn cut(document: &mut EvalDocument, tokenizer: &Tokenizer, num_tokens: usize) ->
     document.num_bytes = num_bytes;
     let text = tokenizer.decode(&document.tokens)?;
     document.num_words = text.split_whitespace().count() as u64;
+    let first = first_token_bytes(tokenizer, &document.tokens, usize::MAX)?;
+    document.text = TextSize::new(document.tokens.len(), num_bytes + first, &text);
     Ok(())
 }
 
@@ -148,6 +189,11 @@ mod tests {
             assert_eq!(document.num_bytes, rest as u64);
         }
         assert_eq!(documents[0].num_words, 5);
+        for (document, text) in documents.iter().zip(texts) {
+            let sizes = (document.tokens.len() - 1, text.len() as u64, document.num_words);
+            let size = document.text;
+            assert_eq!((size.num_tokens, size.num_bytes, size.num_words), sizes);
+        }
 
         // The limit lies in the first document, at its end, in the second, and behind both.
         let whole = |document: &EvalDocument| document.tokens.len() as u64 - 1;
@@ -170,5 +216,22 @@ mod tests {
         let cut = first_tokens(documents.iter().cloned().map(Ok), &tokenizer, Some(first - 1));
         let cut: Vec<EvalDocument> = cut.collect::<Result<_, _>>().expect("readable");
         assert_eq!((cut[0].num_bytes, cut[0].num_words), (documents[0].num_bytes, 5));
+        assert_eq!(cut[0].text, documents[0].text);
+    }
+
+    #[test]
+    fn words_are_counted_as_python_splits() {
+        // len(re.split(r"\s+", text))
+        for (text, num_words) in [
+            ("", 1),
+            (" ", 2),
+            ("a", 1),
+            ("a b", 2),
+            (" a  b\n", 4),
+            ("a\u{a0}b\x1cc", 3),
+            ("\n\na", 2),
+        ] {
+            assert_eq!(TextSize::new(0, 0, text).num_words, num_words, "{text:?}");
+        }
     }
 }

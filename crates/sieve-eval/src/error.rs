@@ -190,7 +190,7 @@ pub enum EvalError {
     /// A file of settings that cannot be read.
     #[error(
         "{file}: {problem}\n  \
-         hint: write selectors = [\"NAME:key=value\", …], or [[grid]] with method = \"NAME\" and key = [value, …]"
+         hint: write selectors = [\"NAME:key=value\", …], or [[grid]] with selector = \"NAME\" and key = [value, …]"
     )]
     Grid {
         /// The file.

@@ -36,7 +36,7 @@ mod trained;
 mod weights;
 
 pub use continuation::texts_together;
-pub use document::{EvalDocument, first_tokens, prepared_documents, text_documents};
+pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};
 pub use logits::logits;
@@ -49,8 +49,8 @@ pub use needle::{
 };
 pub use patterns::{PatternSearch, calibrate_dam, search_minference};
 pub use perplexity::{
-    Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, WordLoss, extrapolation,
-    perplexity,
+    Extrapolation, FarLoss, MeanLoss, PerplexityConfig, PerplexityReport, PositionLoss, RollingPerplexity, WordLoss,
+    extrapolation, perplexity,
 };
 pub use recall::{Answers, DistanceAnswers, RecallOfKind, RecallReport, recall};
 pub use sampler::{Sampler, Sampling};
@@ -61,8 +61,8 @@ pub use selectors::{
 };
 pub use stop::StopTexts;
 pub use tasks::{
-    Likelihood, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
-    run_task,
+    Likelihood, LongBenchAverage, READY_TASKS, RowScore, Score, Task, TaskModel, TaskReport, TaskRows, TaskRun,
+    TaskSize, TaskTexts, run_task,
 };
 pub use together::TogetherGenerator;
 pub use trained::{TrainedMeasure, attention_label, measure_trained};

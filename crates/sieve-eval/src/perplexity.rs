@@ -10,6 +10,7 @@ mod windows;
 
 use crate::input::{check_vocabulary, ids};
 use crate::rows::Rows;
+use crate::words::WordUse;
 use crate::{EvalDocument, EvalError, Selection};
 use breakdown::Breakdown;
 pub use breakdown::{FarLoss, MeanLoss, PositionLoss, WordLoss};
@@ -18,7 +19,8 @@ pub use extrapolation::{Extrapolation, extrapolation};
 use serde::Serialize;
 use sieve_nn::{LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
-use windows::{Place, push, windows};
+use std::time::{Duration, Instant};
+use windows::{Place, push, rolling_windows, windows};
 
 /// How documents are cut into windows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,6 +34,8 @@ pub struct PerplexityConfig {
     pub batch_tokens: usize,
     /// Distances, in tokens, that divide words used before into near and far ones.
     pub far: Vec<usize>,
+    /// The token before each text where [`RollingPerplexity`] is measured too, which a selector leaves out.
+    pub rolling_prefix: Option<u32>,
 }
 
 /// What came out.
@@ -61,10 +65,51 @@ pub struct PerplexityReport {
     pub context: usize,
     /// Tokens between two windows.
     pub stride: usize,
+    /// Predictions a second from the second forward pass on: the first one loads kernels. `None` for one pass.
+    pub tokens_per_second: Option<f64>,
+    /// By lm-evaluation-harness's definition.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub lm_eval_rolling: Option<RollingPerplexity>,
     /// By the number of tokens that a prediction sees, in powers of two.
     pub by_position: Vec<PositionLoss>,
     /// By how far back a token's word was last used.
     pub by_word: WordLoss,
+}
+
+/// Perplexity as lm-evaluation-harness defines it (`loglikelihood_rolling`): a prefix token stands before each text,
+/// all tokens of the text are predicted and no end of it, in windows of the context without overlap, of which the last
+/// one begins earlier. Its names and its counts of words and bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RollingPerplexity {
+    /// Tokens predicted.
+    pub num_tokens: u64,
+    /// Pieces of the texts between runs of white space.
+    pub num_words: u64,
+    /// Bytes of the texts.
+    pub num_bytes: u64,
+    /// Natural logarithm of the texts' probability.
+    pub log_likelihood: f64,
+    /// `exp(-log_likelihood / num_words)`.
+    pub word_perplexity: f64,
+    /// `exp(-log_likelihood / num_bytes)`.
+    pub byte_perplexity: f64,
+    /// `-log_likelihood / num_bytes / ln(2)`.
+    pub bits_per_byte: f64,
+}
+
+impl RollingPerplexity {
+    fn new(sums: &Breakdown, num_words: u64, num_bytes: u64) -> Self {
+        let per = |count: u64| sums.nats() / count.max(1) as f64;
+        Self {
+            num_tokens: sums.num_tokens(),
+            num_words,
+            num_bytes,
+            log_likelihood: -sums.nats(),
+            word_perplexity: per(num_words).exp(),
+            byte_perplexity: per(num_bytes).exp(),
+            bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
+        }
+    }
 }
 
 /// Predicts every document of `documents`; `observe` hears the number of tokens predicted so far, once a forward pass.
@@ -86,13 +131,17 @@ pub fn perplexity<B: SieveBackend>(
     let vocab_size = model.shape().vocab_size;
     check(config, model.shape().max_seq_len)?;
     let PerplexityConfig { context, stride, .. } = *config;
-    let mut pass = Pass {
-        model,
-        rope: model.rope(context, device),
-        device,
-        selection,
-        sums: Breakdown::new(&config.far),
-    };
+    let mut rolling = config
+        .rolling_prefix
+        .filter(|_| selection.is_none())
+        .map(|prefix| Rolling {
+            prefix,
+            pass: Pass::new(model, context, device, None, &[]),
+            rows: Rows::new(context, (config.batch_tokens / context).max(1)),
+            num_words: 0,
+            num_bytes: 0,
+        });
+    let mut pass = Pass::new(model, context, device, selection, &config.far);
     let mut rows = Rows::new(context, (config.batch_tokens / context).max(1));
     let (mut num_documents, mut num_words, mut num_bytes) = (0, 0, 0);
     for document in documents {
@@ -111,6 +160,9 @@ pub fn perplexity<B: SieveBackend>(
                 assert!(fits, "a window fits a row");
             }
         }
+        if let Some(rolling) = &mut rolling {
+            rolling.add(&document, context)?;
+        }
     }
     pass.run(&rows)?;
     let (nats, num_tokens) = (pass.sums.nats(), pass.sums.num_tokens());
@@ -119,6 +171,7 @@ pub fn perplexity<B: SieveBackend>(
         return Err(EvalError::NothingToPredict { num_documents });
     }
     let per = |count: u64| nats / count.max(1) as f64;
+    let lm_eval_rolling = rolling.map(Rolling::finish).transpose()?;
     Ok(PerplexityReport {
         num_documents,
         num_tokens,
@@ -132,6 +185,8 @@ pub fn perplexity<B: SieveBackend>(
         bits_per_byte: per(num_bytes) / std::f64::consts::LN_2,
         context,
         stride,
+        tokens_per_second: pass.speed.tokens_per_second(),
+        lm_eval_rolling,
         by_position: pass.sums.by_position(),
         by_word: pass.sums.words(),
     })
@@ -162,14 +217,87 @@ struct Pass<'a, B: SieveBackend> {
     device: &'a B::Device,
     selection: Option<&'a mut Selection>,
     sums: Breakdown,
+    speed: Speed,
 }
 
-impl<B: SieveBackend> Pass<'_, B> {
+/// Forward passes after the first.
+#[derive(Debug, Default)]
+struct Speed {
+    num_passes: usize,
+    num_tokens: u64,
+    time: Duration,
+}
+
+impl Speed {
+    fn add(&mut self, num_tokens: u64, time: Duration) {
+        if self.num_passes > 0 {
+            self.num_tokens += num_tokens;
+            self.time += time;
+        }
+        self.num_passes += 1;
+    }
+
+    fn tokens_per_second(&self) -> Option<f64> {
+        (self.num_tokens > 0).then(|| self.num_tokens as f64 / self.time.as_secs_f64())
+    }
+}
+
+/// The same texts by lm-evaluation-harness's definition.
+struct Rolling<'a, B: SieveBackend> {
+    prefix: u32,
+    pass: Pass<'a, B>,
+    rows: Rows<Place>,
+    num_words: u64,
+    num_bytes: u64,
+}
+
+impl<B: SieveBackend> Rolling<'_, B> {
+    fn add(&mut self, document: &EvalDocument, context: usize) -> Result<(), EvalError> {
+        let text = document.text;
+        self.num_words += text.num_words;
+        self.num_bytes += text.num_bytes;
+        let tokens = [&[self.prefix][..], &document.tokens[..text.num_tokens]].concat();
+        let uses = vec![WordUse::NoWord; tokens.len()];
+        for window in rolling_windows(tokens.len(), context) {
+            if !push(&mut self.rows, &tokens, &uses, &window) {
+                self.pass.run(&self.rows)?;
+                self.rows.clear();
+                let fits = push(&mut self.rows, &tokens, &uses, &window);
+                assert!(fits, "a window fits a row");
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(mut self) -> Result<RollingPerplexity, EvalError> {
+        self.pass.run(&self.rows)?;
+        Ok(RollingPerplexity::new(&self.pass.sums, self.num_words, self.num_bytes))
+    }
+}
+
+impl<'a, B: SieveBackend> Pass<'a, B> {
+    fn new(
+        model: &'a Qwen3<B>,
+        context: usize,
+        device: &'a B::Device,
+        selection: Option<&'a mut Selection>,
+        far: &[usize],
+    ) -> Self {
+        Self {
+            model,
+            rope: model.rope(context, device),
+            device,
+            selection,
+            sums: Breakdown::new(far),
+            speed: Speed::default(),
+        }
+    }
+
     fn run(&mut self, rows: &Rows<Place>) -> Result<(), EvalError> {
         let Some(batch) = rows.batch() else {
             return Ok(());
         };
-        let shape = batch.shape;
+        let (shape, started, before) = (batch.shape, Instant::now(), self.sums.num_tokens());
         let documents = Documents::new(&batch.start, &batch.end, shape, self.device);
         let context = LayerContext::new(&documents, &self.rope);
         let labels = TensorData::new(batch.labels.clone(), shape);
@@ -188,6 +316,7 @@ impl<B: SieveBackend> Pass<'_, B> {
         for ((loss, _), place) in scored.zip(&batch.places) {
             self.sums.add(place, loss);
         }
+        self.speed.add(self.sums.num_tokens() - before, started.elapsed());
         match self.sums.nats().is_finite() {
             true => Ok(()),
             false => Err(EvalError::NotFinite {

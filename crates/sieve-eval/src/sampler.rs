@@ -1,7 +1,7 @@
 //! From logits to one token: greedy, or temperature with nucleus sampling (arXiv:1904.09751).
 use crate::EvalError;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use std::cmp::Ordering;
 
 /// Logits that are looked at together.
@@ -33,7 +33,7 @@ impl Sampling {
 }
 
 /// Draws tokens one after another.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
     random: ChaCha8Rng,

@@ -1,6 +1,7 @@
 //! The tasks of language-model papers, by the rules of lm-evaluation-harness.
 mod answer;
 mod likelihood;
+mod longbench;
 mod spec;
 mod template;
 mod text_scores;
@@ -9,6 +10,7 @@ use crate::{EvalError, Selection, texts_together};
 use answer::answers;
 pub use likelihood::Likelihood;
 use likelihood::{Pair, likelihoods};
+pub use longbench::LongBenchAverage;
 use serde::Serialize;
 use sieve_data::{TableRow, Tokenizer};
 use sieve_nn::Qwen3;
@@ -43,7 +45,8 @@ pub struct TaskRun {
     pub fewshot: usize,
     /// The first rows alone.
     pub limit: Option<usize>,
-    /// Leave out the beginning of what is longer than the model's context, in place of an error.
+    /// Leave out the beginning, or the middle where the task says so, of what is longer than the model's context, in
+    /// place of an error.
     pub truncate: bool,
 }
 
@@ -88,8 +91,11 @@ pub struct TaskReport {
     pub num_rows: usize,
     /// Examples before each question.
     pub fewshot: usize,
-    /// Texts that were cut at their beginning.
+    /// Texts that were cut.
     pub num_truncated: usize,
+    /// They lost their middle, where others lose their beginning.
+    #[serde(skip)]
+    pub cuts_middle: bool,
     /// The scores.
     pub scores: Vec<Score>,
     /// Row by row.
@@ -245,6 +251,7 @@ pub fn run_task<B: SieveBackend>(
         num_rows: rows.len(),
         fewshot: texts.fewshot,
         num_truncated: texts.num_truncated,
+        cuts_middle: task.cut_middle,
         scores: scores(task, questions, &rows),
         rows,
     })
@@ -309,9 +316,10 @@ impl Encoder<'_> {
             ));
         }
         self.check_length(n, tokens.len(), room)?;
-        let surplus = tokens.len().saturating_sub(room);
-        let first = if self.task.cut_middle { room / 2 } else { 0 };
-        tokens.drain(first..first + surplus);
+        if let Some(surplus @ 1..) = tokens.len().checked_sub(room) {
+            let first = if self.task.cut_middle { room / 2 } else { 0 };
+            tokens.drain(first..first + surplus);
+        }
         Ok(tokens)
     }
 
@@ -320,11 +328,15 @@ impl Encoder<'_> {
             return Ok(());
         }
         if !self.truncate {
+            let cut = match self.task.cut_middle {
+                true => "its middle (LongBench does so)",
+                false => "its beginning (lm-evaluation-harness does so)",
+            };
             return Err(self.error(
                 n,
                 format!(
                     "has a text of {len} tokens, and the model's context has room for {room}\n  \
-                 hint: use --truncate to leave out its beginning (lm-evaluation-harness does so), or fewer --fewshot"
+                     hint: use --truncate to leave out {cut}, or fewer --fewshot"
                 ),
             ));
         }

@@ -1,4 +1,4 @@
-//! Files that appear whole or not at all, and locks on files.
+//! Files that appear whole or not at all, locks on files, and room for them.
 //!
 //! A file or folder is written under a temporary name beside its own, synced, and renamed, so a crash leaves the old
 //! one or the new one. Which temporary name:
@@ -13,9 +13,13 @@
 mod atomic_file;
 mod error;
 mod lock;
+mod room;
 mod write;
 
 pub use atomic_file::{AtomicFile, FinishedFile, temporary_name};
 pub use error::FileError;
 pub use lock::{Taken, try_lock};
-pub use write::{check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_synced};
+pub use room::free_bytes;
+pub use write::{
+    check_replaceable, publish_folder, replace, sync_folder, write_atomically, write_pieces_synced, write_synced,
+};

@@ -58,9 +58,20 @@ fn target_and_temporary(path: &Path) -> (PathBuf, PathBuf) {
 /// # Errors
 /// What the system refuses.
 pub fn write_synced(path: &Path, bytes: &[u8]) -> Result<(), FileError> {
+    write_pieces_synced(path, |write| write(bytes))
+}
+
+/// As [`write_synced`], piece by piece: `pieces` hands each to the function it is given.
+///
+/// # Errors
+/// Those of `pieces`, and what the system refuses.
+pub fn write_pieces_synced<E: From<FileError>>(
+    path: &Path,
+    pieces: impl FnOnce(&mut dyn FnMut(&[u8]) -> Result<(), FileError>) -> Result<(), E>,
+) -> Result<(), E> {
     let mut file = File::create(path).map_err(FileError::on("create", path))?;
-    file.write_all(bytes).map_err(FileError::on("write", path))?;
-    file.sync_all().map_err(FileError::on("sync", path))
+    pieces(&mut |piece| file.write_all(piece).map_err(FileError::on("write", path)))?;
+    Ok(file.sync_all().map_err(FileError::on("sync", path))?)
 }
 
 /// Makes renames inside `folder` durable; the empty path is the working folder.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use sieve_files::{publish_folder, sync_folder, write_synced};
 use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 
@@ -287,18 +287,15 @@ impl Checkpoint {
 
     fn open_verified(path: &Path, previous: Option<PathBuf>) -> Result<Self, CheckpointError> {
         let checkpoint = Self::read_state(path, &previous)?;
-        let damaged = |path: PathBuf, problem: String| CheckpointError::Damaged {
-            path,
-            problem,
-            previous: previous.clone(),
-        };
         for (name, expected) in &checkpoint.state.checksums {
             let file = path.join(name);
-            let found =
-                checksum_of(&file).map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+            let found = checksum_of(&file).map_err(|error| unreadable(&file, error, &previous))?;
             if found != *expected {
-                let problem = format!("its checksum is {found}, {STATE} says {expected}");
-                return Err(damaged(file, problem));
+                return Err(CheckpointError::Damaged {
+                    problem: format!("its checksum is {found}, {STATE} says {expected}"),
+                    path: file,
+                    previous,
+                });
             }
         }
         Ok(checkpoint)
@@ -311,8 +308,7 @@ impl Checkpoint {
             problem,
             previous: previous.clone(),
         };
-        let text =
-            fs::read_to_string(&file).map_err(|error| damaged(file.clone(), format!("it cannot be read ({error})")))?;
+        let text = fs::read_to_string(&file).map_err(|error| unreadable(&file, error, previous))?;
         let no_state = |error: serde_json::Error| damaged(file.clone(), format!("it is no state of a run ({error})"));
         let value: serde_json::Value = serde_json::from_str(&text).map_err(no_state)?;
         let mut state: CheckpointState = serde_json::from_value(value.clone()).map_err(no_state)?;
@@ -375,6 +371,18 @@ impl Checkpoint {
     }
 }
 
+/// Why a file of a checkpoint cannot be read: it may be damaged, or another user's.
+fn unreadable(file: &Path, error: std::io::Error, previous: &Option<PathBuf>) -> CheckpointError {
+    match error.kind() {
+        ErrorKind::PermissionDenied => CheckpointError::io("reading", file)(error),
+        _ => CheckpointError::Damaged {
+            path: file.to_owned(),
+            problem: format!("it cannot be read ({error})"),
+            previous: previous.clone(),
+        },
+    }
+}
+
 /// XXH3 of a file, read piece by piece.
 fn checksum_of(path: &Path) -> std::io::Result<String> {
     let mut file = File::open(path)?;
@@ -410,6 +418,22 @@ fn previous_of(path: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_of_another_user_is_not_called_damaged() {
+        let file = Path::new("step-4/model.safetensors");
+        let said = |kind: ErrorKind| unreadable(file, kind.into(), &None).to_string();
+        let denied = said(ErrorKind::PermissionDenied);
+        sieve_testing::says(
+            &denied,
+            "reading step-4/model.safetensors: permission denied | hint: this user may not",
+        );
+        assert!(!denied.contains("damaged"), "{denied}");
+        sieve_testing::says(
+            &said(ErrorKind::NotFound),
+            "model.safetensors is damaged: it cannot be read",
+        );
+    }
 
     #[test]
     fn states_of_the_guard_that_counted_norms_still_open() {

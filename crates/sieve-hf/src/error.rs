@@ -1,4 +1,5 @@
 //! What can be wrong with files of weights.
+use std::io::ErrorKind;
 use std::path::PathBuf;
 
 /// An error of reading or writing weights.
@@ -8,7 +9,10 @@ pub enum CheckpointError {
     #[error(transparent)]
     File(#[from] sieve_files::FileError),
     /// A file system operation failed.
-    #[error("{action} {}: {source}", path.display())]
+    #[error("{action} {}: {source}{}", path.display(), match source.kind() {
+        ErrorKind::PermissionDenied => "\n  hint: this user may not; see ls -l and chmod",
+        _ => "",
+    })]
     Io {
         /// What was tried, as a present participle.
         action: &'static str,

@@ -1,20 +1,22 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
-//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`; no remote code is
-//! needed. NSA and MLA have no stock class: `modeling_sieve.py`, written beside their weights, computes them
-//! (`trust_remote_code=True`).
+//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`, latent ones without
+//! head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock class expresses is computed by
+//! `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's published form too where that
+//! is asked for.
 //! The same checkpoint always gives the same bytes.
 
 mod config;
 mod folder;
 mod shards;
 pub(crate) mod tensors;
-mod tokenizer_files;
+pub(crate) mod tokenizer_files;
 
-use crate::{Checkpoint, CheckpointError, NamedTensor, write_tensor_file};
+use crate::tensor_file::stream_tensor_file;
+use crate::{Checkpoint, CheckpointError};
 use burn::tensor::DType;
 use folder::OutFolder;
-use sieve_core::model::AttentionForm;
+use sieve_core::model::{AttentionForm, MlaShape};
 use sieve_core::{DmaBias, ModelShape};
 use sieve_files::write_synced;
 use std::collections::HashMap;
@@ -48,6 +50,15 @@ impl ExportDtype {
     }
 }
 
+/// Whose class of `transformers` computes dynamic mask attention in its published form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ExportForm {
+    /// Stock `DogeForCausalLM`, which leaves the choice among equal scores to `torch.topk`.
+    Doge,
+    /// `SieveForCausalLM` of the exported `modeling_sieve.py`, which keeps the later key, as in training.
+    Sieve,
+}
+
 /// What an export needs beside the checkpoint.
 #[derive(Clone, Copy, Debug)]
 pub struct ExportOptions {
@@ -55,6 +66,8 @@ pub struct ExportOptions {
     pub dtype: ExportDtype,
     /// Largest size of one file's tensors, in bytes; a single larger tensor still gets a file.
     pub max_shard_bytes: u64,
+    /// The class to export for; `None`: a stock class where there is one.
+    pub form: Option<ExportForm>,
     /// The token that ends a document.
     pub eos_token_id: u32,
     /// The token of padding, if there is one.
@@ -69,9 +82,14 @@ pub const DEFAULT_SHARD_BYTES: u64 = 5_000_000_000;
 pub struct ExportReport {
     /// The class of `transformers` that reads it.
     pub architecture: &'static str,
+    /// Whether the class leaves the choice among keys of equal score to `torch.topk`, so that logits differ where the
+    /// training kept another.
+    pub leaves_ties_open: bool,
     /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs with
     /// `trust_remote_code=True` alone.
     pub is_remote_code: bool,
+    /// Why the class of its kind in `transformers` does not do, where there is one.
+    pub not_stock: Option<&'static str>,
     /// Names of the files, in the order of writing.
     pub files: Vec<String>,
     /// Numbers in all tensors.
@@ -80,7 +98,7 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
-/// The Python file that computes NSA, MLA and the general form of DMA.
+/// The Python file that computes NSA, DMA, and MLA with head norms or beside other layers.
 const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeling_sieve.py"));
 
 /// The class of `transformers` that computes a model.
@@ -88,6 +106,7 @@ const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeli
 pub(crate) enum Architecture {
     Qwen3,
     Doge,
+    DeepseekV3,
     /// Of `modeling_sieve.py`.
     Sieve,
 }
@@ -97,12 +116,31 @@ impl Architecture {
         match self {
             Self::Qwen3 => "Qwen3ForCausalLM",
             Self::Doge => "DogeForCausalLM",
+            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
             Self::Sieve => "SieveForCausalLM",
         }
     }
 
-    /// The class that expresses `shape`, or why there is none.
-    fn of(shape: &ModelShape) -> Result<Self, CheckpointError> {
+    /// The class that expresses `shape` in the form asked for, or why there is none.
+    fn of(shape: &ModelShape, form: Option<ExportForm>) -> Result<Self, CheckpointError> {
+        match (form, Self::usual(shape)?) {
+            (None, usual) => Ok(usual),
+            (Some(ExportForm::Doge), Self::Doge) => Ok(Self::Doge),
+            (Some(ExportForm::Sieve), Self::Doge | Self::DeepseekV3 | Self::Sieve) => Ok(Self::Sieve),
+            (Some(ExportForm::Doge), _) => Err(CheckpointError::NotExportable {
+                what: "this model as Doge: Doge is dynamic mask attention in every layer, ranked by content alone, \
+                        with bias = \"exp\"",
+                hint: "leave the form out to get the class that computes this model",
+            }),
+            (Some(ExportForm::Sieve), Self::Qwen3) => Err(CheckpointError::NotExportable {
+                what: "this model as modeling_sieve.py: dense and sliding-window attention are Qwen3's own class",
+                hint: "leave the form out to get Qwen3",
+            }),
+        }
+    }
+
+    /// The class that expresses `shape`, a stock one where there is one.
+    fn usual(shape: &ModelShape) -> Result<Self, CheckpointError> {
         match shape.attention.form() {
             AttentionForm::Grouped { .. } if shape.residual_scale => Err(CheckpointError::NotExportable {
                 what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual \
@@ -110,6 +148,7 @@ impl Architecture {
                 hint: "only attention.kind = \"dma\" is exported with them, as Doge",
             }),
             AttentionForm::Grouped { .. } => Ok(Self::Qwen3),
+            AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Ok(Self::DeepseekV3),
             AttentionForm::Latent(_) | AttentionForm::Branches(_) => Ok(Self::Sieve),
             // Doge has neither recency nor a local window, and adds the exponential of a score.
             AttentionForm::Ranked(dma)
@@ -122,6 +161,22 @@ impl Architecture {
     }
 }
 
+/// Why a latent model is no `DeepseekV3ForCausalLM`.
+fn not_deepseek(shape: &ModelShape, mla: MlaShape) -> Option<&'static str> {
+    if mla.qk_norm {
+        Some("DeepseekV3ForCausalLM has no norms of queries and keys in each head (attention.qk_norm)")
+    } else if shape.residual_scale {
+        Some("DeepseekV3ForCausalLM has no residual scales (model.residual_scale = true)")
+    } else if shape.rms_norm_eps != DEEPSEEK_LATENT_EPS {
+        Some("DeepseekV3ForCausalLM normalises latents with an epsilon of 1e-6 (model.rms_norm_eps)")
+    } else {
+        None
+    }
+}
+
+/// Epsilon of the latent's norm in `transformers`, whatever `rms_norm_eps` says.
+pub(crate) const DEEPSEEK_LATENT_EPS: f64 = 1e-6;
+
 /// Writes the model of `checkpoint` to the folder `out`, which must be new, empty, or an earlier export.
 ///
 /// An earlier export is replaced; other files beside it stay. A failure leaves no half-written file under a final name.
@@ -131,7 +186,7 @@ impl Architecture {
 /// any failure of the file system.
 pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> Result<ExportReport, CheckpointError> {
     let (_, shape) = checkpoint.recipe_and_shape()?;
-    let architecture = Architecture::of(&shape)?;
+    let architecture = Architecture::of(&shape, options.form)?;
     let weights = checkpoint.model()?;
     let tensors = tensors::tensors_of(&shape, architecture);
     tensors::check_complete(&tensors, &weights)?;
@@ -154,13 +209,12 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let dtype = options.dtype.dtype();
     let shards = shards::plan(&tensors, dtype, options.max_shard_bytes);
     for shard in &shards {
-        let named: Vec<NamedTensor> = shard
-            .tensors
-            .iter()
-            .map(|tensor| tensor.read(&weights, dtype))
-            .collect::<Result<_, _>>()?;
+        let headers: Vec<_> = shard.tensors.iter().map(|tensor| tensor.header(dtype)).collect();
         let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
-        write_tensor_file(&folder.partial(&shard.file), &named, Some(metadata))?;
+        let path = folder.partial(&shard.file);
+        stream_tensor_file(&path, &headers, Some(metadata), |n| {
+            Ok(shard.tensors[n].read(&weights, dtype)?.bytes)
+        })?;
         files.push(shard.file.clone());
     }
     if shards.len() > 1 {
@@ -171,7 +225,12 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     folder.publish(&files)?;
     Ok(ExportReport {
         architecture: architecture.class_name(),
+        leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
+        not_stock: match shape.attention.form() {
+            AttentionForm::Latent(mla) => not_deepseek(&shape, mla),
+            _ => None,
+        },
         files,
         num_parameters: tensors.iter().map(ExportTensor::num_elements).sum(),
         num_bytes: tensors.iter().map(|tensor| tensor.num_bytes(dtype)).sum(),

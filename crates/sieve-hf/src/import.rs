@@ -5,8 +5,8 @@
 
 mod config;
 
-use crate::export::Architecture;
 use crate::export::tensors::{Source, tensors_of};
+use crate::export::{Architecture, tokenizer_files};
 use crate::{
     Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
     named_parameters,
@@ -14,8 +14,9 @@ use crate::{
 use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
 use config::HfConfig;
-use sieve_core::recipe::{AttentionKind, Location, Problem};
+use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError};
+use sieve_files::write_synced;
 use sieve_nn::Qwen3;
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -122,8 +123,15 @@ pub fn import<B: Backend>(
         tokenizer_json,
     };
     fs::create_dir_all(out).map_err(CheckpointError::io("creating", out))?;
+    let path = Checkpoint::write(out, state, &files)?;
+    // Beside the tokenizer, where an export of what is trained from here finds them.
+    for name in tokenizer_files::BESIDE {
+        if let Some(text) = tokenizer_files::text_of(&from.join(name))? {
+            write_synced(&path.join(name), text.as_bytes())?;
+        }
+    }
     Ok(ImportReport {
-        path: Checkpoint::write(out, state, &files)?,
+        path,
         num_parameters: shape.parameters().total(),
         recipe,
         added,
@@ -197,24 +205,28 @@ fn recipe_and_shape(
     settings: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let text = config.recipe_toml(residual_scale);
+    // A model that becomes DMA does so as published: while A is 0 that adds the same to all logits, so only the keys
+    // that it no longer keeps make a difference. A slope would change the rest as well.
+    let published = [
+        "attention.bias=exp",
+        "attention.recency=none",
+        "attention.local_window_size=0",
+    ];
+    let becomes_dma = settings.iter().any(|set| set == "attention.kind=dma") && !config.is_dma();
+    let published = published.into_iter().filter(|_| becomes_dma).map(str::to_owned);
+    let settings = published.chain(settings.iter().cloned()).collect::<Vec<_>>();
     let recipe =
-        Recipe::load(&text, "the imported model", settings).map_err(|error| bad_recipe(from)(by_set(error)))?;
+        Recipe::load(&text, "the imported model", &settings).map_err(|error| bad_recipe(from)(by_set(error)))?;
     let shape = recipe.model_shape(config.vocab_size).map_err(bad_recipe(from))?;
     Ok((recipe, shape))
 }
 
-/// The text of an imported model's recipe is made here: its lines tell nothing, and what it lacks comes by `--set`.
+/// The text of an imported model's recipe is made here: its lines tell nothing.
 fn by_set(mut error: RecipeError) -> RecipeError {
     if let RecipeError::Invalid { mistakes, .. } = &mut error {
         for mistake in mistakes {
             if let Some(Location::Line(_)) = mistake.location {
                 mistake.location = None;
-            }
-            if let Problem::MissingKey { .. } = mistake.problem {
-                mistake.problem = Problem::Rule {
-                    what: mistake.problem.to_string(),
-                    hint: format!("give it: --set {}=VALUE", mistake.key),
-                };
             }
         }
     }

@@ -13,7 +13,7 @@ mod import;
 
 pub use checkpoint::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, GuardState, list_checkpoints};
 pub use error::CheckpointError;
-pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, ExportReport, export};
+pub use export::{DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, ExportReport, export};
 pub use import::{ImportReport, import, imported_model};
 pub use loaded_model::{LoadedModel, load_model, peek_model};
 pub use parameters::{NamedTensor, PartSource, TensorSource, load_parameters, named_parameters, parameter_names};

@@ -2,11 +2,13 @@
 use crate::{CheckpointError, NamedTensor};
 use burn::tensor::{DType, TensorData};
 use memmap2::Mmap;
-use safetensors::tensor::{Dtype, SafeTensors, TensorView};
+use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
+use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::fs::File;
+use std::ops::Deref;
 use std::path::{Path, PathBuf};
-use xxhash_rust::xxh3::{Xxh3, xxh3_64};
+use xxhash_rust::xxh3::Xxh3;
 
 /// Writes `tensors` to `path` and syncs it; returns the checksum (XXH3, 64 bits, hexadecimal) of the file.
 ///
@@ -17,16 +19,76 @@ pub fn write_tensor_file(
     tensors: &[NamedTensor],
     metadata: Option<HashMap<String, String>>,
 ) -> Result<String, CheckpointError> {
-    let views = tensors.iter().map(|tensor| {
-        let dtype = to_safetensors(tensor.data.dtype);
-        TensorView::new(dtype, tensor.data.shape.to_vec(), &tensor.data.bytes)
-            .map(|view| (tensor.name.as_str(), view))
-            .map_err(|error| malformed(path, &format!("tensor {}: {error}", tensor.name)))
+    let headers = tensors.iter().map(|tensor| TensorHeader {
+        name: tensor.name.clone(),
+        dtype: tensor.data.dtype,
+        shape: tensor.data.shape.to_vec(),
     });
-    let views = views.collect::<Result<Vec<_>, _>>()?;
-    let bytes = safetensors::tensor::serialize(views, metadata).map_err(|error| malformed(path, &error.to_string()))?;
-    sieve_files::write_synced(path, &bytes)?;
-    Ok(format!("{:016x}", xxh3_64(&bytes)))
+    let headers = headers.collect::<Vec<_>>();
+    stream_tensor_file(path, &headers, metadata, |n| Ok(&tensors[n].data.bytes[..]))
+}
+
+/// What a file says of a tensor before its values.
+#[derive(Clone, Debug)]
+pub(crate) struct TensorHeader {
+    pub(crate) name: String,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+}
+
+/// As [`write_tensor_file`], from values that `read` gives tensor by tensor, named by their place in `headers`: no more
+/// than one is held at a time.
+///
+/// # Errors
+/// Those of `read`; values of another length than their header says; any failure of the file system.
+pub(crate) fn stream_tensor_file<D: Deref<Target = [u8]>>(
+    path: &Path,
+    headers: &[TensorHeader],
+    metadata: Option<HashMap<String, String>>,
+    mut read: impl FnMut(usize) -> Result<D, CheckpointError>,
+) -> Result<String, CheckpointError> {
+    // The format's own order: the widest type first, so that all are aligned, then by name.
+    let mut order: Vec<usize> = (0..headers.len()).collect();
+    order.sort_by_key(|&n| (Reverse(to_safetensors(headers[n].dtype)), &headers[n].name));
+    let mut end = 0;
+    let mut infos = Vec::new();
+    for &n in &order {
+        let TensorHeader { name, dtype, shape } = &headers[n];
+        let start = end;
+        end += shape.iter().product::<usize>() * dtype.size();
+        let info = TensorInfo {
+            dtype: to_safetensors(*dtype),
+            shape: shape.clone(),
+            data_offsets: (start, end),
+        };
+        infos.push((name.clone(), info));
+    }
+    let sizes = infos.iter().map(|(_, info)| info.data_offsets.1 - info.data_offsets.0);
+    let sizes = sizes.collect::<Vec<_>>();
+    let header = Metadata::new(metadata, infos).map_err(|error| malformed(path, &error.to_string()))?;
+    let mut header = serde_json::to_vec(&header).expect("plain data serialises");
+    header.resize(header.len().next_multiple_of(size_of::<u64>()), b' ');
+
+    let mut sum = Xxh3::new();
+    sieve_files::write_pieces_synced(path, |write| {
+        let mut write = |piece: &[u8]| {
+            sum.update(piece);
+            write(piece)
+        };
+        write(&(header.len() as u64).to_le_bytes())?;
+        write(&header)?;
+        for (&n, size) in order.iter().zip(sizes) {
+            let values = read(n)?;
+            if values.len() != size {
+                let (name, len) = (&headers[n].name, values.len());
+                let problem = format!("tensor {name} has {len} bytes of values, its shape and type make {size}");
+                return Err(malformed(path, &problem));
+            }
+            write(&values)?;
+        }
+        Ok(())
+    })?;
+    Ok(format!("{:016x}", sum.digest()))
 }
 
 /// XXH3 of bytes, one slice after another.
@@ -191,4 +253,95 @@ fn from_safetensors(dtype: Dtype) -> Option<DType> {
         Dtype::U32 => DType::U32,
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::bf16;
+    use safetensors::tensor::TensorView;
+    use std::cell::Cell;
+    use xxhash_rust::xxh3::xxh3_64;
+
+    /// Tensors of three types, in an order that is not the file's; one is a number, one is empty.
+    fn tensors() -> Vec<NamedTensor> {
+        let tensors = [
+            ("b", TensorData::new(vec![1f32, -2.0, 3.5, 0.0, 7.0, 8.0], [2, 3])),
+            ("half", TensorData::new(vec![bf16::from_f32(0.5); 3], [3])),
+            ("steps", TensorData::new(vec![7i64], [1])),
+            ("a", TensorData::new(vec![9f32], Vec::<usize>::new())),
+            ("empty", TensorData::new(Vec::<f32>::new(), [0, 4])),
+        ];
+        let named = tensors.map(|(name, data)| NamedTensor {
+            name: name.to_owned(),
+            data,
+        });
+        named.to_vec()
+    }
+
+    #[test]
+    fn a_file_has_the_bytes_that_the_format_s_own_crate_writes() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("tensors");
+        let tensors = tensors();
+        let formats = [None, Some(HashMap::from([("format".to_owned(), "pt".to_owned())]))];
+        for (metadata, tensors) in formats.into_iter().zip([&tensors[..], &tensors[1..]]) {
+            let sum = write_tensor_file(&path, tensors, metadata.clone()).expect("writable");
+            let views = tensors.iter().map(|NamedTensor { name, data }| {
+                let dtype = to_safetensors(data.dtype);
+                let view = TensorView::new(dtype, data.shape.to_vec(), &data.bytes);
+                (name.as_str(), view.expect("whole"))
+            });
+            let expected = safetensors::tensor::serialize(views, metadata).expect("serialises");
+            assert_eq!(std::fs::read(&path).expect("written"), expected);
+            assert_eq!(sum, format!("{:016x}", xxh3_64(&expected)));
+        }
+    }
+
+    /// Values that count how many of them there are.
+    struct Counted<'a>(Vec<u8>, &'a Cell<[usize; 2]>);
+
+    impl Deref for Counted<'_> {
+        type Target = [u8];
+
+        fn deref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+
+    impl Drop for Counted<'_> {
+        fn drop(&mut self) {
+            let [now, most] = self.1.get();
+            self.1.set([now - 1, most]);
+        }
+    }
+
+    #[test]
+    fn one_tensor_is_held_at_a_time_and_a_short_one_is_named() {
+        let dir = tempfile::tempdir().expect("a folder");
+        let path = dir.path().join("tensors");
+        let header = |number: usize| TensorHeader {
+            name: format!("t{number}"),
+            dtype: DType::F32,
+            shape: vec![number],
+        };
+        let headers = [4, 1, 3].map(header);
+        let held = Cell::new([0, 0]);
+        let read = |bytes_short: usize| {
+            let (headers, held) = (&headers, &held);
+            move |n: usize| {
+                let [now, most] = held.get();
+                held.set([now + 1, most.max(now + 1)]);
+                let len = 4 * headers[n].shape[0] - bytes_short;
+                Ok(Counted(vec![n as u8; len], held))
+            }
+        };
+        stream_tensor_file(&path, &headers, None, read(0)).expect("writable");
+        assert_eq!(held.get(), [0, 1]);
+        let file = TensorFile::open(&path).expect("written");
+        assert_eq!(file.names(), ["t1", "t3", "t4"]);
+        assert_eq!(file.stored("t3").expect("there").bytes, [2; 12]);
+        let error = stream_tensor_file(&path, &headers, None, read(1)).expect_err("a byte is missing");
+        assert!(error.to_string().contains("tensor t1 has 3 bytes"), "{error}");
+    }
 }

@@ -33,9 +33,10 @@ pub enum MatmulOutput<'a> {
     New(DType),
     /// A new contiguous tensor `product + this`, of this tensor's type: a residual stream's addition without a launch.
     Plus(&'a CudaTensor),
-    /// Overwrites this tensor in place, for every clone of it; bf16 or f32, rows one stride apart.
+    /// Overwrites this tensor in place, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too; bf16 or f32, rows
+    /// one stride apart.
     Into(&'a CudaTensor),
-    /// Adds to this tensor in place, for every clone of it: f32 sums of weight gradients over micro-batches.
+    /// Adds to this tensor in place, likewise for every clone of it: f32 sums of weight gradients over micro-batches.
     AddTo(&'a CudaTensor),
 }
 

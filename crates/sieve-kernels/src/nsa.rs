@@ -26,7 +26,7 @@ use selected::{
     nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
 };
 
-use crate::attention::heads::AttentionShape;
+use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
 use crate::runtime::checks::require_tokens;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -47,10 +47,22 @@ fn require_bounds(
     ])
 }
 
+/// Elements of a row of the batch that the Hopper kernels can number: 16-byte words in 31 bits.
+const MAX_ROW_ELEMENTS: usize = (1 << 31) * 8;
+
 /// Refuses sizes that the compressed and the selected branch have no kernels for.
-fn require_sizes(kernel: &'static str, blocks: NsaBlocks, shape: &AttentionShape) -> Result<(), KernelError> {
+fn require_sizes(
+    kernel: &'static str,
+    blocks: NsaBlocks,
+    shape: &AttentionShape,
+    qkv: &Qkv,
+) -> Result<(), KernelError> {
     blocks.check();
+    let token_strides = [&qkv.q, &qkv.k, &qkv.v].into_iter().filter_map(|heads| heads.words());
+    let outputs = shape.num_heads * shape.head_dim;
+    let row = token_strides.fold(outputs, |most, [_, token, _]| most.max(token)) * shape.seq_len;
     let gap = match shape.head_dim == shape.head_dim_v {
+        true if row > MAX_ROW_ELEMENTS => Some((format!("a row of {row} numbers"), "up to 2^34, 32 GiB")),
         true => blocks.cuda_gap(shape.head_dim, shape.group_size()),
         false => Some(("values of another width".to_owned(), "one width")),
     };
@@ -79,8 +91,8 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_positions_backward_kernel(),
         nsa_compressed_lists_kernel(),
         nsa_choose_kernel(),
-        nsa_list_counts_kernel(0),
-        nsa_lists_kernel(0),
+        nsa_list_counts_kernel(0, usize::MAX),
+        nsa_lists_kernel(0, usize::MAX),
         nsa_gates_kernel(),
         nsa_gates_backward_kernel(),
         nsa_place_kernel(false, false),
@@ -101,6 +113,27 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::runtime::recording::{Hardware, Recorder};
+    use burn::tensor::DType;
+
+    #[test]
+    fn a_row_beyond_31_bits_of_words_is_refused() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let blocks = NsaBlocks {
+            compress_block_size: 32,
+            compress_stride: 16,
+            select_block_size: 64,
+            num_selected_blocks: 16,
+        };
+        let [heads, kv_heads, d] = [128, 8, 128];
+        for (seq_len, fits) in [(932_067, true), (932_068, false)] {
+            let packed = gpu.tensor(&[1, seq_len, heads + 2 * kv_heads, d], DType::BF16);
+            let qkv = Qkv::packed(&packed, heads, kv_heads);
+            let shape = qkv.shape("nsa").expect("whole heads");
+            let judged = require_sizes("nsa", blocks, &shape, &qkv);
+            assert_eq!(judged.is_ok(), fits, "{seq_len}: {judged:?}");
+        }
+    }
 
     #[test]
     fn ranges_cover_a_row_once() {

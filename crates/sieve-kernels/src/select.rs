@@ -109,20 +109,69 @@ struct Choice<'a> {
     drops_absent: bool,
 }
 
-/// Long rows of scores, one a head, of which some are chosen.
-#[derive(Clone, Copy)]
-struct LongChoice<'a> {
-    scores: &'a CudaTensor,
-    kept: &'a CudaTensor,
-    nan_rows: &'a CudaTensor,
-    tops: Option<&'a CudaTensor>,
-    heads: [usize; 2],
-    length: usize,
-    /// How many of the best are chosen; 0: as many as hold `goal`.
-    top: usize,
-    num_first: usize,
-    goal: f32,
-    strict: bool,
+/// Long rows of masses, one a head, of which the largest are chosen; of equal ones the first.
+#[derive(Clone, Copy, Debug)]
+pub struct LongChoice<'a> {
+    /// f32, `length` of each of the heads from the first of `heads` on.
+    pub scores: &'a CudaTensor,
+    /// Bits of what stays, i32 `[all heads, length / 32 rounded up]`; rows of `heads` are written.
+    pub kept: &'a CudaTensor,
+    /// i32 `[all heads]`: 1 is added for a row with NaN, which keeps nothing.
+    pub nan_rows: &'a CudaTensor,
+    /// As `top` for each head, i32 `[all heads]`; a head with less than 0 keeps nothing. A head with 0 has no entries
+    /// that stay in any case.
+    pub tops: Option<&'a CudaTensor>,
+    /// The first head, and how many.
+    pub heads: [usize; 2],
+    /// Entries of a row.
+    pub length: usize,
+    /// How many of the largest are chosen; 0: as many as hold `goal`.
+    pub top: usize,
+    /// The first entries, which stay in any case and count.
+    pub num_first: usize,
+    /// The mass that is wanted; infinity keeps all.
+    pub goal: f32,
+    /// More than `goal`, not as much.
+    pub strict: bool,
+}
+
+impl LongChoice<'_> {
+    /// Writes the bits.
+    ///
+    /// # Errors
+    /// A launch that is refused.
+    ///
+    /// # Panics
+    /// When the first entries are to stay in a choice by mass: they have no mass that could count.
+    pub fn choose(&self) -> Result<(), KernelError> {
+        let by_number = self.top > 0 || self.tops.is_some();
+        assert!(
+            by_number || self.num_first == 0,
+            "{NAME}: the first entries stay in choices by number alone"
+        );
+        let [first_head, num_heads] = self.heads;
+        let params = params!(SelectChooseParams {
+            num_queries: 1usize,
+            num_keys: self.length,
+            block: 1usize,
+            offset: 0usize,
+            query_block: 1usize,
+            first_head,
+            top: self.top,
+            has_tops: self.tops.is_some(),
+            segment: 0usize,
+            num_first: self.num_first,
+            drops_absent: false,
+            share: 0u64,
+            goal: self.goal,
+            absolute: true,
+            strict: self.strict,
+        });
+        let tops = self.tops.unwrap_or(self.nan_rows);
+        let tensors = [self.scores, self.kept, self.nan_rows, tops];
+        // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
+        unsafe { select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params) }
+    }
 }
 
 /// A selection with its checked operands.
@@ -244,36 +293,6 @@ impl<'a> Call<'a> {
         ];
         // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
         unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
-    }
-
-    /// Marks what one long row of each head keeps.
-    fn choose_long(&self, choice: &LongChoice<'_>) -> Result<(), KernelError> {
-        let [first_head, num_heads] = choice.heads;
-        let params = params!(SelectChooseParams {
-            num_queries: 1usize,
-            num_keys: choice.length,
-            block: 1usize,
-            offset: 0usize,
-            query_block: 1usize,
-            first_head,
-            top: choice.top,
-            has_tops: choice.tops.is_some(),
-            segment: 0usize,
-            num_first: choice.num_first,
-            drops_absent: false,
-            share: 0u64,
-            goal: choice.goal,
-            absolute: true,
-            strict: choice.strict,
-        });
-        let tensors = [
-            choice.scores,
-            choice.kept,
-            choice.nan_rows,
-            choice.tops.unwrap_or(choice.nan_rows),
-        ];
-        // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
-        unsafe { select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params) }
     }
 
     fn segment(&self) -> usize {

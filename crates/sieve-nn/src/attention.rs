@@ -18,8 +18,8 @@ use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
-use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
+use sieve_core::{DmaBias, Keeping, ModelShape};
 use sieve_ops::{Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend, WeightSums};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -38,6 +38,8 @@ pub struct LayerContext<'a, B: Backend> {
     /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
     /// for latent and native sparse.
     pub precision: ProductPrecision,
+    /// What those layers leave their backward pass beside the least.
+    pub keeping: Keeping,
     /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
     /// returns them with its own added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
@@ -52,6 +54,7 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             rope,
             shared: None,
             precision: ProductPrecision::Tensors,
+            keeping: Keeping::default(),
             sums: None,
         }
     }
@@ -96,6 +99,9 @@ pub struct AttentionResult<B: Backend> {
     pub x: Tensor<B, 3>,
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
     pub expire: Option<Tensor<B, 3, Int>>,
+    /// DMA's scores where its bias clamps large ones ([`DmaBias::Exp`](sieve_core::DmaBias::Exp)), without gradient,
+    /// `[batch, num_kv_heads, seq_len]`.
+    pub clamped_scores: Option<Tensor<B, 3>>,
 }
 
 impl<B: Backend> AttentionResult<B> {
@@ -104,7 +110,16 @@ impl<B: Backend> AttentionResult<B> {
             Residual::Stream => x + y,
             Residual::None => y,
         };
-        Self { x, expire: None }
+        Self::of(x)
+    }
+
+    /// Of a kind without a mask of its own.
+    fn of(x: Tensor<B, 3>) -> Self {
+        Self {
+            x,
+            expire: None,
+            clamped_scores: None,
+        }
     }
 }
 
@@ -143,18 +158,9 @@ impl<B: SieveBackend> Attention<B> {
         context: &LayerContext<'_, B>,
     ) -> AttentionResult<B> {
         match self {
-            Self::Grouped(layer) => AttentionResult {
-                x: layer.forward(x, residual, context),
-                expire: None,
-            },
-            Self::Mla(layer) => AttentionResult {
-                x: residual + layer.forward(x, context),
-                expire: None,
-            },
-            Self::Nsa(layer) => AttentionResult {
-                x: residual + layer.forward(x, context),
-                expire: None,
-            },
+            Self::Grouped(layer) => AttentionResult::of(layer.forward(x, residual, context)),
+            Self::Mla(layer) => AttentionResult::of(residual + layer.forward(x, context)),
+            Self::Nsa(layer) => AttentionResult::of(residual + layer.forward(x, context)),
             Self::Dma(layer) => layer.forward(x, residual, context),
         }
     }
@@ -188,8 +194,14 @@ impl<B: SieveBackend> Attention<B> {
                 return AttentionResult::new(x, y, residual);
             }
         };
-        let (x, expire) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
-        AttentionResult { x, expire }
+        let clamps = layer.dma.as_ref().is_some_and(|dma| dma.spec.bias == DmaBias::Exp);
+        let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
+        let (expire, scores) = chosen.unzip();
+        AttentionResult {
+            x,
+            expire,
+            clamped_scores: scores.filter(|_| clamps),
+        }
     }
 
     /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row:

@@ -30,6 +30,8 @@ pub struct LayerOutput<B: Backend> {
     pub x: Tensor<B, 3>,
     /// DMA's mask, as in [`AttentionResult`](crate::AttentionResult).
     pub expire: Option<Tensor<B, 3, Int>>,
+    /// DMA's scores where its bias clamps large ones, as in [`AttentionResult`](crate::AttentionResult).
+    pub clamped_scores: Option<Tensor<B, 3>>,
 }
 
 impl<B: Backend> DecoderLayer<B> {
@@ -75,6 +77,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         LayerOutput {
             x: self.feed_forward(result.x, context),
             expire: result.expire,
+            clamped_scores: result.clamped_scores,
         }
     }
 

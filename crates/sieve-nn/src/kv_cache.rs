@@ -1,8 +1,11 @@
 //! Keys and values of earlier tokens, as much of them as the attention can still see.
 mod blocks;
+mod latents;
 
 pub use blocks::BlockCache;
 pub(crate) use blocks::Growing;
+pub use latents::LatentCache;
+pub(crate) use latents::NewLatents;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
@@ -62,8 +65,8 @@ pub enum LayerCache<B: Backend> {
     },
     /// What NSA's three branches need.
     Blocks(BlockCache<B>),
-    /// MLA's latents and rotated keys, `[batch, len, 1, kv_lora_rank + qk_rope_head_dim]`.
-    Latent(Tensor<B, 4>),
+    /// What MLA's keys and values are made from.
+    Latent(LatentCache<B>),
 }
 
 impl<B: Backend> LayerCache<B> {
@@ -82,7 +85,7 @@ impl<B: Backend> LayerCache<B> {
             }
             Self::Selected { cache, .. } => float::<B, 4>(cache.k.clone()).dims()[1],
             Self::Blocks(cache) => cache.num_tokens(),
-            Self::Latent(latents) => latents.dims()[1],
+            Self::Latent(cache) => cache.len(),
         }
     }
 }
@@ -152,7 +155,7 @@ impl<B: SieveBackend> LayerCache<B> {
                 cache.positions = positions.repeat_dim(0, rows).into_primitive();
             }
             Self::Blocks(cache) => cache.repeat(rows),
-            Self::Latent(latents) => *latents = latents.clone().repeat_dim(0, rows),
+            Self::Latent(cache) => cache.repeat(rows),
         }
     }
 
@@ -181,11 +184,11 @@ impl<B: SieveBackend> LayerCache<B> {
         o
     }
 
-    /// Adds MLA's latents of new tokens and returns all of them.
-    pub(crate) fn extend_latents(&mut self, new: Tensor<B, 4>) -> Tensor<B, 4> {
+    /// Adds what MLA keeps of new tokens and returns the cache.
+    pub(crate) fn extend_latents(&mut self, new: NewLatents<B>) -> LatentCache<B> {
         let all = match std::mem::replace(self, Self::Empty) {
-            Self::Latent(old) => Tensor::cat(vec![old, new], 1),
-            _ => new,
+            Self::Latent(old) => old.extended(new),
+            _ => LatentCache::of(new),
         };
         *self = Self::Latent(all.clone());
         all

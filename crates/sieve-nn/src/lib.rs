@@ -44,7 +44,7 @@ pub use attention::native_sparse::NativeSparseAttention;
 pub use attention::shared_prompts::SharedPrompts;
 pub use attention::{Attention, AttentionResult, LayerContext};
 pub use decoder_layer::{DecoderLayer, LayerOutput};
-pub use kv_cache::{BlockCache, KvCache, LayerCache};
+pub use kv_cache::{BlockCache, KvCache, LatentCache, LayerCache};
 pub use linear::Linear;
 pub use precision::cast_parameters;
 pub use prefill_hook::{HostOperands, LayerAttention, LayerOperands};

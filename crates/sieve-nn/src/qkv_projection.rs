@@ -79,6 +79,7 @@ impl<B: SieveBackend> QkvProjection<B> {
             o: o_proj.weight.val(),
             dma: None,
             precision: context.precision,
+            keeping: context.keeping,
             sums: context.take_sums([&self.qkv_proj, o_proj]),
         }
     }

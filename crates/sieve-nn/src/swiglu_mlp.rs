@@ -39,6 +39,7 @@ impl<B: SieveBackend> SwigluMlp<B> {
             down: self.down_proj.weight.val(),
             epsilon: norm.epsilon,
             precision: context.precision,
+            keeping: context.keeping,
             sums: context.take_sums([&self.gate_up_proj, &self.down_proj]),
         };
         sieve_ops::feed_forward(x, layer, residual)

@@ -44,8 +44,14 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
     })
 }
 
-/// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, and NSA in three forms.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 7] {
+/// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, and MLA without norms of queries and
+/// keys.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 8] {
+    let mla = MlaShape {
+        kv_lora_rank: 10,
+        qk_rope_head_dim: 4,
+        qk_norm: true,
+    };
     [
         Attention::Mha,
         Attention::swa(KEEP_WINDOW_SIZE),
@@ -53,13 +59,11 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 7] {
             a_init,
             ..DmaShape::published(KEEP_WINDOW_SIZE)
         }),
-        Attention::Mla(MlaShape {
-            kv_lora_rank: 10,
-            qk_rope_head_dim: 4,
-        }),
+        Attention::Mla(mla),
         nsa(NsaCompression::Mlp, true),
         nsa(NsaCompression::Mean, false),
         nsa(NsaCompression::Mlp, false),
+        Attention::Mla(MlaShape { qk_norm: false, ..mla }),
     ]
 }
 

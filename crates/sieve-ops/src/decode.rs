@@ -50,20 +50,23 @@ pub fn cached_attention<B: DecodeBackend>(
 
 /// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the
 /// key of every head and, in its first `rank` numbers, the value of every head: `W_UK` is in the queries already,
-/// `W_UV` comes behind the sum (arXiv:2405.04434, section 2.1.2).
+/// `W_UV` comes behind the sum (arXiv:2405.04434, section 2.1.2). Where keys are normed, `key_scale` multiplies
+/// `q·k` key by key and head by head; the weight of the norm is in the queries and in the rotated keys then.
 ///
 /// # Shapes
 /// - q: `[batch, new, num_heads, rank + rope_dim]`
 /// - latents: `[batch, len, rank + rope_dim]`
+/// - key_scale: `[batch, len, num_heads]`, f32
 /// - returns: `[batch, new, num_heads, rank]`
 pub fn mla_decode<B: DecodeBackend>(
     q: Tensor<B, 4>,
     latents: Tensor<B, 3>,
+    key_scale: Option<Tensor<B, 3>>,
     rank: usize,
     softmax_scale: f64,
 ) -> Tensor<B, 4> {
-    let (q, latents) = (primitive(q), primitive(latents));
-    tensor(B::mla_decode(q, latents, rank, softmax_scale))
+    let (q, latents, key_scale) = (primitive(q), primitive(latents), key_scale.map(primitive));
+    tensor(B::mla_decode(q, latents, key_scale, rank, softmax_scale))
 }
 
 /// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass

@@ -25,7 +25,7 @@ use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::{DmaBias, DmaShape, DmaWindow};
+use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepRest};
 
 /// What a DMA layer hands on.
 #[derive(Clone, Debug)]
@@ -84,7 +84,8 @@ pub fn dma_attention<B: DmaBackend>(
 ) -> Tensor<B, 4> {
     let selection = DmaSelection::of_expire(expire.into_primitive());
     let delta = primitive(dma_bias(rank, bias));
-    let output = B::dma_attention(primitive(qkv), delta, &documents.bounds(), &selection, spec);
+    let rest = KeepRest::Never;
+    let output = B::dma_attention(primitive(qkv), delta, &documents.bounds(), &selection, spec, rest);
     tensor(output.o)
 }
 

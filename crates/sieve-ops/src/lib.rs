@@ -36,8 +36,8 @@ mod testing;
 pub use attention::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention};
 pub use backend::TrainBackend;
 pub use block::{
-    AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward, FeedForwardBackend, Residual,
-    SeedBackend, WeightSums, attention_layer, feed_forward, keep_made_again, seed_gradient,
+    AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward, FeedForwardBackend, MaskAndRanks,
+    Residual, SeedBackend, WeightSums, attention_layer, feed_forward, seed_gradient,
 };
 pub use decode::{
     DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode, mla_decode,
@@ -53,7 +53,7 @@ pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
 pub use fp8::{Fp8Gradients, Fp8Kept, ProductPrecision, ToRound};
 pub use linear::{LinearBackend, LinearGradients, linear, linear_add};
 pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, token_losses};
-pub use mla::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec, mla_attention, mla_pack};
+pub use mla::{MlaBackend, MlaGradients, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
 pub use norm::{NormBackend, NormGradients, RmsNormCall, rms_norm};
 pub use nsa::{
     CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients, NsaSelected, choose_blocks,
@@ -64,7 +64,7 @@ pub use optimizer::{
     sum_of_squares,
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope};
-pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend};
+pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend, ThreadLinks, TracedPart};
 pub use sparse::{
     ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes, has_sparse_attention,
     heavy_decode, keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,

@@ -15,9 +15,13 @@ mod heads;
 mod reference;
 #[cfg(test)]
 mod tests;
+mod threads;
+mod traced;
 
 pub(crate) use attend::{DmaParts, Parted, backward, forward};
 pub use backend::{Parcel, RowPartsBackend};
+pub use threads::ThreadLinks;
+pub use traced::TracedPart;
 
 use crate::documents::Documents;
 use burn::tensor::backend::Backend;

@@ -19,9 +19,10 @@ pub struct CachePlan {
 
 /// The cache at `seq_len` tokens, with values of `value_bytes`.
 ///
-/// Dense attention holds K and V of every token, a window those of the last w, MLA the latent and the rotated key, DMA
-/// `keep_window_size` slots a KV head with their score (f32) and position (i32), NSA K and V of every token, the
-/// compressed ones, and the un-rotated keys of the block that is not full yet.
+/// Dense attention holds K and V of every token, a window those of the last w, MLA the latent, the rotated key and,
+/// where keys are normed, a factor (f32) for each head, DMA `keep_window_size` slots a KV head with their score (f32)
+/// and position (i32), NSA K and V of every token, the compressed ones, and the un-rotated keys of the block that is
+/// not full yet.
 pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let kinds = shape.by_kind();
     let mut all = kinds.iter().map(|part| of_kind(part, seq_len, value_bytes));
@@ -43,7 +44,9 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
         AttentionForm::Grouped { window } => (kv, window, kv * held(window.unwrap_or(seq_len))),
         AttentionForm::Latent(mla) => {
             let latent = (mla.kv_lora_rank + mla.qk_rope_head_dim) as u64 * value_bytes;
-            (latent, None, latent * seq_len as u64)
+            let factors = if mla.qk_norm { 4 * shape.num_heads as u64 } else { 0 };
+            let token = latent + factors;
+            (token, None, token * seq_len as u64)
         }
         AttentionForm::Branches(nsa) => {
             let copies = nsa.num_kv_copies() as u64;

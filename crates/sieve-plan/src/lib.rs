@@ -9,6 +9,7 @@
 mod plan;
 
 mod cache;
+mod disk;
 mod memory;
 mod ops;
 mod ranks;
@@ -17,8 +18,9 @@ mod suggest;
 mod time;
 
 pub use cache::{CachePlan, cache_plan};
+pub use disk::DiskPlan;
 pub use memory::{
-    FittingSetting, InferenceSize, Keeping, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
+    FittingSetting, InferenceSize, MemoryPlan, MemoryVerdict, activation_bytes_per_token, import_memory,
     inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};

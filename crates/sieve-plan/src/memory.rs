@@ -2,7 +2,8 @@
 //!
 //! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all
 //! blocks wait for their backward pass; in the backward pass of the last block; and in that of the first, where all
-//! gradients are there. On a CPU a checkpoint on its way to the disk is held beside them.
+//! gradients are there. A checkpoint on its way to the disk is held beside them: by a CPU's run in the memory that is
+//! planned, by a GPU's in the machine's.
 
 mod activations;
 mod advice;
@@ -22,8 +23,8 @@ pub(crate) use activations::fp8_products;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
+use sieve_core::{KeepRest, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
-use sieve_kernels::KeepRest;
 use sieve_kernels::step::LogitRows;
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
@@ -36,9 +37,9 @@ const NCCL_BYTES: u64 = 388 << 20;
 /// Segments whose gradients are there while they are added up over all ranks.
 const SUMS_UNDER_WAY: u64 = 3;
 
-/// Bytes a parameter that a checkpoint holds on a CPU while it is written: copies of weights and moments, and the file
-/// of moments before it is on disk.
-const CPU_CHECKPOINT_BYTES: u64 = 5 * F32;
+/// Bytes a parameter that a checkpoint holds in the machine's memory while it is written: copies of weights and
+/// moments. Files are written tensor by tensor.
+const CHECKPOINT_BYTES: u64 = 3 * F32;
 
 /// Bytes of what a training step holds at its fullest, by part. The allocator's slack is not in it.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -58,12 +59,12 @@ pub struct MemoryPlan {
     pub activation_bytes: u64,
     /// Temporaries of that moment.
     pub workspace_bytes: u64,
-    /// A checkpoint that is being written.
+    /// A checkpoint that is being written, on a CPU.
     pub checkpoint_bytes: u64,
-    /// Whether there is room for the rest of o in DMA's rows of any length (`sieve_kernels::KeepRest::Always`).
-    pub keeps_rest_of_long_rows: bool,
-    /// Whether a GPU has room for what the blocks could make again (`sieve_ops::keep_made_again`).
-    pub keeps_made_again: bool,
+    /// The same of a GPU's run, in the machine's memory; not in the total.
+    pub host_checkpoint_bytes: u64,
+    /// What there is room to keep beside the least: the trainer is to be told (`sieve_train::Hardware::keeping`).
+    pub keeping: Keeping,
     /// The program, its libraries and their own memory: an assumption.
     pub program_bytes: u64,
     /// All of them.
@@ -96,23 +97,6 @@ impl MemoryPlan {
         ];
         parts.into_iter().filter(|(_, bytes)| *bytes > 0).collect()
     }
-}
-
-/// What blocks keep beside the least, to be faster.
-#[derive(Clone, Copy, Debug)]
-pub struct Keeping {
-    /// The rest of o.
-    pub rest: KeepRest,
-    /// What a block's backward pass would make again.
-    pub made_again: bool,
-}
-
-impl Keeping {
-    /// Where nothing is differentiated.
-    const NOTHING: Self = Self {
-        rest: KeepRest::Never,
-        made_again: false,
-    };
 }
 
 /// What a moment holds beside weights, masters and moments.
@@ -199,8 +183,11 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
         activation_bytes: fullest.activation_bytes,
         workspace_bytes: fullest.workspace_bytes,
         checkpoint_bytes: fullest.checkpoint_bytes,
-        keeps_rest_of_long_rows: keeping.rest == KeepRest::Always,
-        keeps_made_again: keeping.made_again,
+        host_checkpoint_bytes: match target {
+            Target::Cpu { .. } => 0,
+            Target::Gpu(_) => times(piece, CHECKPOINT_BYTES),
+        },
+        keeping,
         program_bytes,
         total_bytes,
         moment: fullest.name,
@@ -260,7 +247,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     let written = match target {
         Target::Cpu { .. } => {
             let piece = shape.parameters().total().div_ceil(ranks as u64);
-            times(piece, CPU_CHECKPOINT_BYTES)
+            times(piece, CHECKPOINT_BYTES)
         }
         Target::Gpu(_) => 0,
     };

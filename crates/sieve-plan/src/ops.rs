@@ -6,7 +6,7 @@ use crate::Target;
 use sieve_core::model::{Attention, AttentionForm, ModelShape};
 use sieve_core::recipe::Recipe;
 use sieve_core::{ReferenceTooLarge, ScoreMatrix};
-use sieve_kernels::{AttentionNeeds, AttentionShape, NeededKeys, ScoreBias, SumOrder};
+use sieve_kernels::{AttentionNeeds, AttentionShape, ChoiceLists, NeededKernels, NeededKeys, ScoreBias, SumOrder};
 
 /// One op.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -115,19 +115,34 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
 /// # Errors
 /// [`ReferenceTooLarge`].
 pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> Result<(), ReferenceTooLarge> {
-    let Some(reason) = gpu_training_gap(shape, arch) else {
-        return Ok(());
-    };
+    let of_any_row = gpu_training_gap(shape, arch);
     let op = format!("{} attention", recipe.attention.kind().name());
     for stage in recipe.stages() {
+        let seq_len = stage.section.seq_len;
+        let Some(reason) = of_any_row.clone().or_else(|| row_gap(shape, seq_len, arch)) else {
+            continue;
+        };
         let scores = ScoreMatrix {
             batch: stage.section.local_batch_size,
             num_heads: shape.num_heads,
-            seq_len: stage.section.seq_len,
+            seq_len,
         };
         scores.check(&op, "a GPU", &reason)?;
     }
     Ok(())
+}
+
+/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`: of native sparse attention's lists
+/// there is one for each block of a row, in shared memory.
+fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
+    let Attention::Nsa(nsa) = shape.attention else {
+        return None;
+    };
+    let size = nsa.blocks().select_block_size;
+    let most = ChoiceLists::most_tokens(size, NeededKernels::shared_bytes_of(arch)?);
+    (seq_len > most).then(|| {
+        format!("{seq_len} tokens, the kernels of nsa take rows up to {most} of them in blocks of {size} on {arch}")
+    })
 }
 
 fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, String) {

@@ -1,5 +1,6 @@
 //! The plan: what the other files count, put together stage by stage.
 
+use crate::disk::DiskPlan;
 use crate::row_parts::RowShare;
 use crate::{
     CachePlan, MemoryPlan, MemoryVerdict, OpPlan, Ranks, RanksPlan, cache_plan, check_gpu_attention, memory_plan,
@@ -78,6 +79,8 @@ pub struct Plan {
     pub ranks: Option<RanksPlan>,
     /// Memory of the stage that needs most, in each process.
     pub memory: MemoryPlan,
+    /// Checkpoints on the disk.
+    pub disk: DiskPlan,
     /// The cache of one decoded sequence.
     pub cache: CachePlan,
     /// What the guessed time assumes; `None` where there is none.
@@ -179,6 +182,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         attention: recipe.attention.kind().name(),
         parameters: counts.by_part(),
         num_parameters: counts.total(),
+        disk: DiskPlan::new(recipe, counts.total()),
         num_non_embedding: counts.non_embedding(),
         num_tokens,
         tokens_per_parameter: num_tokens as f64 / counts.non_embedding() as f64,
@@ -235,9 +239,9 @@ fn assumption(target: &Target, peak: f64, num_devices: usize) -> String {
             )
         }
         Target::Cpu { .. } => format!(
-            "{:.0} % of {:.1} TFLOP/s in executed operations, on {devices}",
+            "{:.0} % of {:.0} GFLOP/s in executed operations, on {devices}",
             100.0 * ASSUMED_MFU,
-            peak / 1e12
+            peak / 1e9
         ),
     }
 }

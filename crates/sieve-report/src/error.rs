@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 pub enum ReportError {
     /// The folder is not one that `sieve train` wrote.
     #[error(
-        "{} holds no run: there is no {missing} in it\n  hint: name the folder given to `sieve train --out`",
+        "{} holds no run: there is no {missing} in it\n  \
+         hint: name the folder given to `sieve train --out`, of a run or of a sweep",
         path.display()
     )]
     NoRun {

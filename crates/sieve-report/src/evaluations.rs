@@ -1,5 +1,5 @@
 //! What evaluations left in a run's `eval` folder: pictures, and JSON results
-//! (`sieve eval … --json > RUN/eval/NAME.json`).
+//! (`sieve eval … --save`).
 use crate::ReportError;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
@@ -64,7 +64,7 @@ pub(crate) fn scores(folder: &Path) -> Result<Vec<Scores>, ReportError> {
         let value: Value = serde_json::from_str(&text).map_err(|error| {
             ReportError::content(
                 &path,
-                format!("no JSON result: {error}\n  hint: write it with `sieve eval … --json`"),
+                format!("no JSON result: {error}\n  hint: write it with `sieve eval … --save`"),
             )
         })?;
         let mut rows = Vec::new();
@@ -94,6 +94,11 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
         }
         Value::Array(items) if items.len() <= MOST_ROWS => {
             for (idx, item) in items.iter().enumerate() {
+                // A bin is one row: its loss, or its accuracy.
+                if let Some((range, value)) = bin(item) {
+                    rows.push((below(&range), value));
+                    continue;
+                }
                 let label = LABELS.iter().find_map(|label| match &item[*label] {
                     Value::String(text) => Some(text.clone()),
                     Value::Number(number) => Some(format!("{label} {number}")),
@@ -104,6 +109,13 @@ fn collect(name: &str, value: &Value, rows: &mut Vec<(String, f64)>) {
         }
         _ => {}
     }
+}
+
+/// The borders of a bin, and the mean in it: of a loss by tokens seen, of an accuracy by distance.
+fn bin(item: &Value) -> Option<(String, f64)> {
+    let number = |key: &str| item[key].as_f64();
+    let value = number("loss").or_else(|| number("accuracy"))?;
+    Some((format!("{} to {}", number("from")?, number("to")? - 1.0), value))
 }
 
 pub(crate) fn pictures(folder: &Path) -> Result<Vec<Picture>, ReportError> {
@@ -126,7 +138,8 @@ mod tests {
     fn numbers_are_named_by_their_way_through_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let json = r#"{"tasks":[{"task":"piqa","acc":0.5,"rows":[1]},{"task":"arc_easy","acc":0.25}],
-            "loss":2.0,"text":"x","by":[{"length":64,"hit":1}]}"#;
+            "loss":2.0,"text":"x","by":[{"length":64,"hit":1}],
+            "by_position":[{"from":4,"to":8,"num_tokens":3,"loss":1.5}]}"#;
         fs::write(folder.path().join("tasks.json"), json).unwrap();
         fs::write(folder.path().join("notes.txt"), "x").unwrap();
         fs::write(folder.path().join("map.svg"), "<svg/>").unwrap();
@@ -147,6 +160,7 @@ mod tests {
                 ("loss", 2.0),
                 ("by / length 64 / length", 64.0),
                 ("by / length 64 / hit", 1.0),
+                ("by_position / 4 to 7", 1.5),
             ]
         );
         let pictures = pictures(folder.path()).unwrap();
@@ -162,6 +176,6 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join("ppl.json"), "loss: 2").unwrap();
         let error = scores(folder.path()).unwrap_err().to_string();
-        assert!(error.contains("ppl.json") && error.contains("--json"), "{error}");
+        assert!(error.contains("ppl.json") && error.contains("--save"), "{error}");
     }
 }

@@ -21,6 +21,8 @@ pub struct Run {
     pub(crate) config: BTreeMap<String, String>,
     /// The text of `config.toml`.
     pub(crate) recipe: String,
+    /// Rows of the embedding, as a checkpoint or the run's data say.
+    pub(crate) vocab_size: Option<usize>,
     /// Steps that were logged.
     pub(crate) steps: Vec<f32>,
     /// Numbers of the logged steps by name, as many as `steps`; NaN where a step lacks one.
@@ -49,6 +51,37 @@ fn not_logged() -> f64 {
 }
 
 impl Run {
+    /// The run in `folder`; or, where it holds runs itself as that of a sweep does, these by their folders' names, but
+    /// for those that have no step yet. `name` comes before their names then.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open).
+    pub fn open_all(folder: &Path, name: Option<&str>) -> Result<Vec<Self>, ReportError> {
+        let holds_run = |path: &PathBuf| path.join(CONFIG).is_file() && path.join(METRICS).is_file();
+        let mut inside = Vec::new();
+        if !folder.join(CONFIG).exists()
+            && let Ok(entries) = std::fs::read_dir(folder)
+        {
+            inside.extend(entries.filter_map(|entry| Some(entry.ok()?.path())).filter(holds_run));
+        }
+        inside.sort();
+        let mut runs = Vec::new();
+        for path in inside {
+            match Self::open(&path, None) {
+                Ok(run) => runs.push(Self {
+                    name: name.map_or_else(|| run.name.clone(), |name| format!("{name} {}", run.name)),
+                    ..run
+                }),
+                Err(ReportError::NoSteps { .. }) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        match runs.is_empty() {
+            true => Ok(vec![Self::open(folder, name)?]),
+            false => Ok(runs),
+        }
+    }
+
     /// Reads the run in `folder`; its name is the folder's when `name` is `None`.
     ///
     /// # Errors
@@ -74,6 +107,7 @@ impl Run {
         let mut run = Self {
             name: name.map_or_else(own_name, str::to_owned),
             folder: folder.to_owned(),
+            vocab_size: vocab_size(folder, &config),
             config,
             recipe,
             steps: Vec::new(),
@@ -179,6 +213,24 @@ impl Run {
     }
 }
 
+/// Rows of the embedding by a checkpoint of the run, or tokens by the text that it was prepared with.
+fn vocab_size(folder: &Path, config: &BTreeMap<String, String>) -> Option<usize> {
+    let stated = |path: PathBuf| {
+        let value: Value = serde_json::from_str(&std::fs::read_to_string(path).ok()?).ok()?;
+        usize::try_from(value["vocab_size"].as_u64()?).ok()
+    };
+    let checkpoints = folder.join(config.get("checkpoint.folder").map_or("checkpoint", String::as_str));
+    let checkpoints = std::fs::read_dir(checkpoints).into_iter().flatten().flatten();
+    let mut states = checkpoints.map(|entry| entry.path().join("state.json"));
+    states.find_map(stated).or_else(|| {
+        let data = match config.get("data.cache_dir") {
+            Some(dir) => PathBuf::from(dir.replace("$$", "$")),
+            None => folder.join("data"),
+        };
+        stated(data.join("meta.json"))
+    })
+}
+
 /// Calls `found` with every number below `value`, its name joined by dots.
 fn for_each_number(name: &str, value: &Value, found: &mut impl FnMut(&str, f64)) {
     match value {
@@ -259,6 +311,35 @@ pub(crate) mod tests {
         assert_eq!(run.sums(), [[100.0, 2.0, 4e12], [300.0, 4.0, 6e12]]);
         assert_eq!((run.validations.len(), run.validations[0].bits_per_byte), (1, 1.5));
         assert_eq!(run.config["training.seed"], "3");
+    }
+
+    #[test]
+    fn the_folder_of_a_sweep_is_its_runs() {
+        let sweep = tempfile::tempdir().unwrap();
+        for (name, seed) in [("seed=10", 10), ("seed=2", 2), ("seed=3", 3)] {
+            let run = sweep.path().join(name);
+            fs::create_dir(&run).unwrap();
+            fs::write(run.join(CONFIG), format!("[training]\nseed = {seed}\n")).unwrap();
+            // The last one has been begun.
+            let metrics = if seed == 3 {
+                String::new()
+            } else {
+                STEP.replace(",\n\"", ",\"")
+            };
+            fs::write(run.join(METRICS), metrics).unwrap();
+        }
+        fs::create_dir(sweep.path().join("data")).unwrap();
+        fs::write(sweep.path().join("sweep.json"), "[]").unwrap();
+        let names = |name| {
+            let runs = Run::open_all(sweep.path(), name).unwrap();
+            runs.into_iter().map(|run| run.name).collect::<Vec<_>>()
+        };
+        assert_eq!(names(None), ["seed=10", "seed=2"]);
+        assert_eq!(names(Some("a")), ["a seed=10", "a seed=2"]);
+        let one = Run::open_all(&sweep.path().join("seed=2"), Some("b")).unwrap();
+        assert_eq!((one.len(), one[0].name()), (1, "b"));
+        let error = Run::open_all(&sweep.path().join("data"), None).unwrap_err().to_string();
+        assert!(error.contains("holds no run"), "{error}");
     }
 
     #[test]

@@ -115,8 +115,9 @@ const COLUMNS: [Column; 11] = [
 ];
 
 fn parameters(run: &Run) -> f64 {
-    let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {
-        let vocab_size = recipe.stated_vocab_size()?;
+    let shape = Recipe::load_saved(&run.recipe, "config.toml").ok().and_then(|recipe| {
+        // A tokenizer that is trained may have fewer tokens than the recipe asks for.
+        let vocab_size = run.vocab_size.or_else(|| recipe.stated_vocab_size())?;
         recipe.model_shape(vocab_size).ok()
     });
     shape.map_or(f64::NAN, |shape| shape.parameters().total() as f64)
@@ -175,40 +176,48 @@ fn members(groups: &[usize]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-/// Size, progress, loss, speed and memory of each run; seeds of one recipe have a row of means.
+/// Size, progress, loss, speed and memory of each run; seeds of one recipe have a row of means. What is best is a
+/// recipe, by its mean, never one of its seeds.
 pub(crate) fn summary(runs: &[Run], groups: &[usize]) -> String {
     let mut html = String::from("<table class=\"wide\"><thead><tr><th>run</th>");
     for column in &COLUMNS {
         let _ = write!(html, "<th title=\"{}\">{}</th>", escaped(column.about), column.title);
     }
     html.push_str("</tr></thead><tbody>");
+    let groups = members(groups);
+    let values_of = |column: &Column, members: &[usize]| -> Vec<f64> {
+        members.iter().map(|&idx| (column.of)(&runs[idx])).collect()
+    };
     let best: Vec<f64> = COLUMNS
         .iter()
         .map(|column| {
-            let values: Vec<f64> = runs.iter().map(column.of).filter(|value| value.is_finite()).collect();
+            let means = groups
+                .iter()
+                .map(|members| mean_and_spread(&values_of(column, members)).0);
+            let values: Vec<f64> = means.filter(|value| value.is_finite()).collect();
             let differ = values.iter().any(|value| *value != values[0]);
             let best = column.best.filter(|_| differ);
             best.map_or(f64::NAN, |best| values.into_iter().fold(f64::NAN, best))
         })
         .collect();
-    for members in members(groups) {
-        for &idx in &members {
-            let _ = write!(html, "<tr><th>{}</th>", swatch(&runs[idx], idx));
-            for (column, best) in COLUMNS.iter().zip(&best) {
-                let value = (column.of)(&runs[idx]);
-                let is_best = value == *best;
-                let (open, close) = if is_best { ("<b>", "</b>") } else { ("", "") };
-                let _ = write!(html, "<td>{open}{}{close}</td>", digits(value));
-            }
-            html.push_str("</tr>");
+    let mut row = |class: &str, title: &str, members: &[usize], may_be_best: bool| {
+        let _ = write!(html, "<tr{class}><th>{title}</th>");
+        for (column, best) in COLUMNS.iter().zip(&best) {
+            let values = values_of(column, members);
+            let is_best = may_be_best && mean_and_spread(&values).0 == *best;
+            let (open, close) = if is_best { ("<b>", "</b>") } else { ("", "") };
+            let _ = write!(html, "<td>{open}{}{close}</td>", cell(&values));
         }
-        if members.len() > 1 {
-            let _ = write!(html, "<tr class=\"mean\"><th>mean of {} seeds</th>", members.len());
-            for column in &COLUMNS {
-                let values: Vec<f64> = members.iter().map(|&idx| (column.of)(&runs[idx])).collect();
-                let _ = write!(html, "<td>{}</td>", cell(&values));
-            }
-            html.push_str("</tr>");
+        html.push_str("</tr>");
+    };
+    for members in &groups {
+        let has_seeds = members.len() > 1;
+        for &idx in members {
+            row("", &swatch(&runs[idx], idx), &[idx], !has_seeds);
+        }
+        if has_seeds {
+            let title = format!("mean of {} seeds", members.len());
+            row(" class=\"mean\"", &title, members, true);
         }
     }
     html.push_str("</tbody></table>");
@@ -365,9 +374,23 @@ mod tests {
         let html = summary(&runs, &[0, 0]);
         assert!(html.contains("a&lt;b") && html.contains("mean of 2 seeds"), "{html}");
         assert!(html.contains("<td>2.5000 ± 0.7071</td>"), "{html}");
-        assert!(html.contains("<td><b>2</b></td>"), "{html}");
-        assert!(!summary(&runs, &[0, 1]).contains("mean of 2"), "{html}");
-        assert!(config(&runs).contains("<th>training.seed</th><td>0</td><td>1</td>"));
+        assert!(!html.contains("<b>"), "no seed is best: {html}");
+        let apart = summary(&runs, &[0, 1]);
+        assert!(
+            !apart.contains("mean of 2") && apart.contains("<td><b>2</b></td>"),
+            "{apart}"
+        );
+        // A recipe is best by the mean of its seeds, though another has the lowest of all losses.
+        let runs = [
+            run(0, "1.0", "a"),
+            run(1, "4.0", "b"),
+            run(0, "2.0", "c"),
+            run(1, "2.5", "d"),
+        ];
+        let html = summary(&runs, &[0, 0, 1, 1]);
+        assert!(html.contains("<td><b>2.2500 ± 0.3536</b></td>"), "{html}");
+        assert_eq!(html.matches("<b>").count(), 1, "{html}");
+        assert!(config(&runs[..2]).contains("<th>training.seed</th><td>0</td><td>1</td>"));
     }
 
     #[test]

@@ -206,7 +206,7 @@ impl Selector {
     /// # Errors
     /// A decode method; settings that do not fit the call.
     pub fn select(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
-        let mut mask = self.select_uncorrected(call)?;
+        let mut mask = self.selected(call)?;
         if let (Method::Delta(config, _), false) = (&self.method, mask.stats.dense_call) {
             let started = Instant::now();
             config.correct(call, &mut mask);
@@ -215,11 +215,18 @@ impl Selector {
         Ok(mask)
     }
 
-    /// The same without the probes of `delta`, which [`correction`](Self::correction) describes.
+    /// The same without a correction, which [`correction`](Self::correction) describes.
     ///
     /// # Errors
     /// As [`select`](Self::select).
     pub fn select_uncorrected(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
+        let mut mask = self.selected(call)?;
+        mask.correction = None;
+        Ok(mask)
+    }
+
+    /// The mask, with the correction of methods whose choice makes it.
+    fn selected(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
         let started = Instant::now();
         let mut mask = self.select_untimed(call)?;
         let rows = call.shape.num_queries;

@@ -6,6 +6,7 @@ use serde::Serialize;
 use sieve_core::model::mean_active_keys_of_documents;
 use sieve_core::{Attention, ModelShape};
 use sieve_data::Batch;
+use sieve_ops::DMA_SCORE_CLAMP;
 
 /// Shares over all layers and heads of one micro-batch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
@@ -20,6 +21,10 @@ pub struct AttentionStatistics {
     pub never_active: f64,
     /// Share of queries that see their own key in no KV head of their layer, over DMA's layers.
     pub not_self_visible: f64,
+    /// Share of the keys of DMA's layers whose score is above the 60 that a bias of `exp(min(z, 60))` stops at, where
+    /// their score has no gradient; absent for other biases.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub clamped: Option<f64>,
     /// How old the keys are that DMA's layers keep.
     #[serde(flatten)]
     pub ages: Option<KeyAges>,
@@ -113,15 +118,33 @@ impl Lifetimes {
     }
 }
 
+/// Share of the scores above [`DMA_SCORE_CLAMP`], over all layers; `None` without scores.
+fn clamped_share<B: Backend>(scores: &[Tensor<B, 3>]) -> Option<f64> {
+    let all: usize = scores.iter().map(|z| z.shape().num_elements()).sum();
+    let above = scores
+        .iter()
+        .map(|z| z.clone().greater_elem(DMA_SCORE_CLAMP).int().sum());
+    let above = above.reduce(|sum, more| sum + more)?;
+    // One number from the device, which waits meanwhile.
+    let above = above.into_data().iter::<i64>().next()?;
+    Some(above as f64 / all.max(1) as f64)
+}
+
 impl AttentionStatistics {
-    /// Of one micro-batch and all layers of a model.
-    pub fn of_model<B: Backend>(shape: &ModelShape, batch: &Batch, expire: &[Tensor<B, 3, Int>]) -> Self {
+    /// Of one micro-batch and all layers of a model, by DMA's masks and, where its bias clamps them, its scores.
+    pub fn of_model<B: Backend, S: Backend>(
+        shape: &ModelShape,
+        batch: &Batch,
+        expire: &[Tensor<B, 3, Int>],
+        clamped_scores: &[Tensor<S, 3>],
+    ) -> Self {
         let own = Self::of(shape.attention, batch, expire);
         let dense = Self::of::<B>(Attention::Mha, batch, &[]);
         let mean = |own, dense| shape.mean_over_layers(own, dense);
         Self {
             density: mean(own.density, dense.density),
             mean_active_keys: mean(own.mean_active_keys, dense.mean_active_keys),
+            clamped: clamped_share(clamped_scores),
             ..own
         }
     }
@@ -142,6 +165,7 @@ impl AttentionStatistics {
                 mean_active_keys,
                 never_active: 0.0,
                 not_self_visible: 0.0,
+                clamped: None,
                 ages: None,
             };
         }
@@ -170,6 +194,7 @@ impl AttentionStatistics {
             mean_active_keys: active as f64 / (tokens * heads),
             never_active: unseen as f64 / (tokens * heads),
             not_self_visible: blind as f64 / (tokens * expire.len() as f64),
+            clamped: None,
             ages,
         }
     }
@@ -241,6 +266,18 @@ mod tests {
             assert_eq!(found.beyond_window, beyond as f64 / 21.0);
         }
         assert_eq!(KeyAges::of(&[3, 0], 1), KeyAges::default());
+    }
+
+    #[test]
+    fn scores_above_the_clamp_are_counted() {
+        let layer = |scores: [f32; 5]| {
+            let scores = TensorData::new(scores.to_vec(), [1, 1, 5]);
+            Tensor::<Flex, 3>::from_data(scores, &Default::default())
+        };
+        // Of ten keys three are above 60; 60 itself still has a gradient.
+        let scores = [layer([0.0, 60.0, 60.1, 400.0, -1e4]), layer([1.0, 2.0, 3.0, 4.0, 61.0])];
+        assert_eq!(clamped_share(&scores), Some(0.3));
+        assert_eq!(clamped_share::<Flex>(&[]), None);
     }
 
     #[test]

@@ -83,9 +83,8 @@ struct TextSource {
     /// All paths as one corpus: what a tokenizer is trained on.
     whole: Corpus,
     validation: Option<Corpus>,
-    /// `HF_ENDPOINT` and `HF_TOKEN`.
-    endpoint: String,
-    token: Option<String>,
+    /// Its folder is named when it is asked.
+    hub: HubConfig,
 }
 
 impl DataSource {
@@ -195,8 +194,7 @@ impl TextSource {
             train: train.collect::<Result<_, _>>()?,
             whole: Corpus::open(whole)?,
             validation: validation.map(Corpus::open).transpose()?,
-            endpoint: hub_endpoint(variable),
-            token: hub_token(variable),
+            hub: HubConfig::from_variables(variable, PathBuf::new()),
         })
     }
 
@@ -224,9 +222,8 @@ impl TextSource {
     /// Asks the hub for the data sets that the recipe names, if any.
     fn connect(&mut self, dir: &Path) -> Result<(), TrainError> {
         let config = HubConfig {
-            endpoint: self.endpoint.clone(),
-            token: self.token.clone(),
             dir: dir.join("hub"),
+            ..self.hub.clone()
         };
         let corpora = self.train.iter_mut().chain([&mut self.whole]);
         for corpus in corpora.chain(&mut self.validation) {
@@ -247,6 +244,11 @@ impl TrainingData {
             tokenizer_time: Duration::ZERO,
             prepare_time: Duration::ZERO,
         }
+    }
+
+    /// All shards that the run reads.
+    pub(crate) fn shards(&self) -> impl Iterator<Item = &Prepared> {
+        self.prepared().into_iter().chain(self.stages.values())
     }
 
     /// What a run that branches off `checkpoint` reads: the recipe's files, by the checkpoint's tokenizer.
@@ -306,18 +308,8 @@ impl TrainingData {
     }
 }
 
-/// Where data sets of the Hugging Face hub are asked for.
-fn hub_endpoint(variable: &dyn Fn(&str) -> Option<String>) -> String {
-    let endpoint = variable("HF_ENDPOINT").filter(|endpoint| !endpoint.is_empty());
-    endpoint.unwrap_or_else(|| HubConfig::ENDPOINT.to_owned())
-}
-
-fn hub_token(variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
-    variable("HF_TOKEN").filter(|token| !token.is_empty())
-}
-
-/// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is fetched into `huggingface_hub`'s
-/// own cache unless it is there.
+/// The file of a recipe's `[tokenizer] path`; one of the hub (`hf://OWNER/NAME`) is looked for in
+/// `huggingface_hub`'s own cache, and else fetched into a folder in it.
 ///
 /// # Errors
 /// A variable that is not set; a hub that cannot be reached.
@@ -327,11 +319,7 @@ pub fn tokenizer_file(path: &str, variable: &dyn Fn(&str) -> Option<String>) -> 
         return Ok(PathBuf::from(path));
     }
     let cache = sieve_core::paths::expand("${HF_HOME:-~/.cache/huggingface}/hub", variable)?;
-    let config = HubConfig {
-        endpoint: hub_endpoint(variable),
-        token: hub_token(variable),
-        dir: PathBuf::from(cache),
-    };
+    let config = HubConfig::from_variables(variable, PathBuf::from(cache));
     Ok(sieve_data::hub_tokenizer(&path, config)?)
 }
 

@@ -145,6 +145,21 @@ pub enum TrainError {
         /// The last good checkpoint.
         last_checkpoint: Option<PathBuf>,
     },
+    /// The last checkpoint could not be written, however often it was tried.
+    #[error(
+        "no checkpoint of step {step} can be written: {problem}\n  hint: {}; make room or mend the file system, then \
+         the same command with --resume=auto goes on; --checkpoint-fallback DIR names a second place for the last one",
+        last_checkpoint.as_ref().map_or_else(|| "there is no earlier one".to_owned(), |path| format!("the last one \
+            is {}", path.display()))
+    )]
+    Unsaved {
+        /// Steps done.
+        step: u64,
+        /// Why not.
+        problem: String,
+        /// The last one that was written.
+        last_checkpoint: Option<PathBuf>,
+    },
     /// Rows of the recipe do not divide.
     #[error(
         "training.global_batch_size {global} is no multiple of training.local_batch_size {local}{}\n  hint: {}",

@@ -4,6 +4,8 @@
 //! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces.
 //! Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered beside the updates that follow
 //! and beside the next forward pass, which waits for each segment's leaves before it reads them.
+mod step_times;
+
 use crate::collectives::{Collectives, OnHost, Pending};
 use crate::gradients::Gradient;
 use crate::optimizer::Updated;
@@ -15,9 +17,12 @@ use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
 use sieve_comm::{CommError, Mesh, Pieces, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RowLinks, TrainBackend};
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
+use step_times::StepTimes;
 
 /// Sums that may be under way at a time: each holds the gradients of a segment until it ends.
 const MAX_SUMS: usize = 2;
@@ -34,6 +39,7 @@ pub struct Group<B: TrainBackend> {
     sums: VecDeque<Sums<B>>,
     /// Leaves on their way.
     leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
+    step_times: RefCell<StepTimes>,
 }
 
 /// Gradients of a segment on their way.
@@ -85,6 +91,8 @@ pub(crate) struct Agreement {
     pub(crate) is_far_behind: bool,
     /// Whether all ranks have written their files of a checkpoint.
     pub(crate) all_written: bool,
+    /// Whether a checkpoint that failed is to be tried again.
+    pub(crate) saves: bool,
 }
 
 impl<B: TrainBackend> Group<B> {
@@ -97,6 +105,7 @@ impl<B: TrainBackend> Group<B> {
             is_last: false,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
+            step_times: RefCell::default(),
         }
     }
 
@@ -130,6 +139,12 @@ impl<B: TrainBackend> Group<B> {
     /// Says what this rank does from now on, and so how soon it must go on with it.
     pub(crate) fn set_work(&self, work: Work) {
         self.mesh.set_work(work);
+        self.step_times.borrow_mut().set_work(work, self.mesh.waited());
+    }
+
+    /// The rank whose host takes longest for a step, where that is a tenth more than usual: in words, and now and then.
+    pub(crate) fn slow_rank(&self) -> Option<String> {
+        self.step_times.borrow_mut().slow_rank()
     }
 
     /// Says that this rank has gone on with it.
@@ -216,15 +231,17 @@ impl<B: TrainBackend> Group<B> {
     /// A rank is lost, or stands elsewhere.
     pub(crate) fn agree(&self, step: u64, mean_loss: f32, own: Agreement) -> Result<Agreement, TrainError> {
         let labels = own.num_labels as u64;
-        let flags = [own.stops, own.all_written, own.is_far_behind].map(u64::from);
-        let flags = flags[0] | flags[1] << 1 | flags[2] << 2;
-        let words = [step, u64::from(mean_loss.to_bits()), labels, flags];
+        let flags = [own.stops, own.all_written, own.is_far_behind, own.saves].map(u64::from);
+        let flags = flags[0] | flags[1] << 1 | flags[2] << 2 | flags[3] << 3;
+        let own_time = self.step_times.borrow().own.as_nanos() as u64;
+        let words = [step, u64::from(mean_loss.to_bits()), labels, flags, own_time];
         let all = self.gather(&words.map(u64::to_le_bytes).concat())?;
         let mut sum = Agreement {
             num_labels: 0,
             stops: false,
             is_far_behind: false,
             all_written: true,
+            saves: false,
         };
         for (rank, bytes) in all.iter().enumerate() {
             let word = |place: usize| {
@@ -243,6 +260,8 @@ impl<B: TrainBackend> Group<B> {
             sum.stops |= word(3) & 1 != 0;
             sum.all_written &= word(3) & 2 != 0;
             sum.is_far_behind |= word(3) & 4 != 0;
+            sum.saves |= word(3) & 8 != 0;
+            self.step_times.borrow_mut().add(rank, Duration::from_nanos(word(4)));
         }
         Ok(sum)
     }

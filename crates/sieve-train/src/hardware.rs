@@ -2,6 +2,7 @@
 use crate::memory::{process_available, process_memory, process_peak};
 use burn::tensor::backend::Backend;
 use serde::Serialize;
+use sieve_core::Keeping;
 
 /// The float type of the model's parameters and activations. Masters, moments, losses and norms are f32 in both.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,6 +24,9 @@ pub struct Hardware<B: Backend> {
     pub peak_flops: Option<f64>,
     /// `(in use, total)` memory in bytes, asked at every report.
     pub memory: MemoryProbe,
+    /// What blocks keep for their backward pass beside the least: more where the device has room for it, as
+    /// `sieve_plan::MemoryPlan` says. [`Keeping::default`] is a fair choice without a plan.
+    pub keeping: Keeping,
 }
 
 /// How to ask for memory.

@@ -1,21 +1,29 @@
 //! `metrics.jsonl` and TensorBoard, with torchtitan's tags.
+use crate::tensorboard::{TensorBoard, fenced};
+use crate::trainer::Tries;
 use crate::{PeakMemory, RunFolder, SkippedStep, StepReport, TrainError, ValidationReport};
 use serde::{Deserialize, Serialize};
+use sieve_core::Recipe;
 use sieve_files::write_atomically;
 use std::fs::{File, OpenOptions};
-use std::io::Write;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
-use tensorboard_rs::summary_writer::SummaryWriter;
 
-/// Writers of a run's numbers.
+/// Writers of a run's numbers. A file that cannot be written ends no run: its lines wait.
 pub(crate) struct Metrics {
-    path: PathBuf,
     /// `None` where another process writes.
+    path: Option<PathBuf>,
+    /// `None` until it is opened again.
     file: Option<File>,
-    /// `None` when the recipe wants none, or after it failed.
-    tensorboard: Option<SummaryWriter>,
+    /// Bytes of whole lines in the file.
+    len: u64,
+    /// Lines that are not in the file yet.
+    waiting: String,
+    tries: Tries,
+    /// What a person should know of it.
+    news: Vec<String>,
+    tensorboard: TensorBoard,
 }
 
 #[derive(Serialize)]
@@ -60,37 +68,38 @@ impl Metrics {
         } else {
             History::default()
         };
-        let file = OpenOptions::new()
-            .create(true)
-            .append(true)
-            .open(&path)
-            .map_err(TrainError::io("opening", &path))?;
+        let opened = open_lines(&path, None);
+        let (file, len) = opened.map_err(TrainError::io("opening", &path))?;
         let tb = folder.tensorboard_path();
         let tensorboard = if enable_tensorboard {
             std::fs::create_dir_all(&tb).map_err(TrainError::io("creating", &tb))?;
-            catch_unwind(|| SummaryWriter::new(&tb)).ok()
+            TensorBoard::create(&tb)
         } else {
-            None
+            TensorBoard::nowhere()
         };
-        let metrics = Self {
-            path,
-            file: Some(file),
-            tensorboard,
-        };
+        let mut metrics = Self::nowhere();
+        metrics.path = Some(path);
+        metrics.file = Some(file);
+        metrics.len = len;
+        metrics.tensorboard = tensorboard;
         Ok((metrics, history))
     }
 
     /// Writes nothing: for a process whose numbers another one of its group writes.
     pub(crate) fn nowhere() -> Self {
         Self {
-            path: PathBuf::new(),
+            path: None,
             file: None,
-            tensorboard: None,
+            len: 0,
+            waiting: String::new(),
+            tries: Tries::default(),
+            news: Vec::new(),
+            tensorboard: TensorBoard::nowhere(),
         }
     }
 
-    pub(crate) fn step(&mut self, report: &StepReport) -> Result<(), TrainError> {
-        self.line(&Line::Step(report))?;
+    pub(crate) fn step(&mut self, report: &StepReport) {
+        self.line(&Line::Step(report));
         let attention = &report.attention;
         let mut scalars = vec![
             ("loss_metrics/global_avg_loss", report.loss),
@@ -102,96 +111,148 @@ impl Metrics {
             ("n_tokens_seen", report.tokens_seen as f64),
             ("attention/density", attention.density),
             ("attention/mean_active_keys", attention.mean_active_keys),
-            ("attention/never_active", attention.never_active),
-            ("attention/not_self_visible", attention.not_self_visible),
         ];
         if let Some(ages) = attention.ages {
             scalars.extend([
+                ("attention/never_active", attention.never_active),
+                ("attention/not_self_visible", attention.not_self_visible),
                 ("attention/median_key_age", ages.median_key_age as f64),
                 ("attention/late_key_age", ages.late_key_age as f64),
                 ("attention/beyond_window", ages.beyond_window),
             ]);
         }
+        scalars.extend(attention.clamped.map(|share| ("attention/clamped", share)));
         scalars.extend(report.mfu_percent.map(|mfu| ("mfu(%)", mfu)));
         scalars.extend(report.dense_mfu_percent.map(|mfu| ("mfu_dense_equivalent(%)", mfu)));
-        self.scalars(&scalars, report.step);
+        self.tensorboard.scalars(&scalars, report.step);
+    }
+
+    /// What the run is, beside its curves in TensorBoard.
+    pub(crate) fn recipe(&mut self, recipe: &Recipe, step: u64) -> Result<(), TrainError> {
+        self.tensorboard.recipe(recipe, &recipe.to_toml()?, step);
         Ok(())
     }
 
-    pub(crate) fn skipped(&mut self, report: &SkippedStep) -> Result<(), TrainError> {
-        self.line(&Line::Skipped(report))
+    /// A text that the model wrote, for TensorBoard.
+    pub(crate) fn sample(&mut self, number: usize, text: &str, step: u64) {
+        self.tensorboard.text(&format!("samples/{number}"), &fenced(text), step);
+    }
+
+    pub(crate) fn skipped(&mut self, report: &SkippedStep) {
+        self.line(&Line::Skipped(report));
     }
 
     /// The peak of the steps up to `step`.
-    pub(crate) fn memory(
-        &mut self,
-        step: u64,
-        peak: PeakMemory,
-        in_use_bytes_by_rank: Vec<u64>,
-    ) -> Result<(), TrainError> {
+    pub(crate) fn memory(&mut self, step: u64, peak: PeakMemory, in_use_bytes_by_rank: Vec<u64>) {
         let line = MemoryLine {
             step,
             peak,
             in_use_bytes_by_rank,
         };
-        self.line(&Line::Memory(line))
+        self.line(&Line::Memory(line));
     }
 
-    pub(crate) fn validation(&mut self, report: &ValidationReport) -> Result<(), TrainError> {
-        self.line(&Line::Validation(report))?;
+    pub(crate) fn validation(&mut self, report: &ValidationReport) {
+        self.line(&Line::Validation(report));
         let scalars = [
             ("validation_metrics/loss", report.loss),
             ("validation_metrics/perplexity", report.perplexity),
             ("validation_metrics/bits_per_byte", report.bits_per_byte),
         ];
-        self.scalars(&scalars, report.step);
-        Ok(())
+        self.tensorboard.scalars(&scalars, report.step);
     }
 
-    fn line(&mut self, line: &Line<'_>) -> Result<(), TrainError> {
-        let Some(file) = &mut self.file else {
-            return Ok(());
-        };
+    fn line(&mut self, line: &Line<'_>) {
+        if self.path.is_none() || self.waiting.len() > MAX_WAITING_BYTES {
+            return;
+        }
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let stamped = Stamped {
             line,
             unix_seconds: now.unwrap_or_default().as_secs_f64(),
         };
-        let mut text = serde_json::to_string(&stamped).expect("plain numbers serialise");
-        text.push('\n');
-        file.write_all(text.as_bytes())
-            .map_err(TrainError::io("writing", &self.path))
+        self.waiting += &serde_json::to_string(&stamped).expect("plain numbers serialise");
+        self.waiting.push('\n');
+        if !self.tries.has_failed() || self.tries.is_due() {
+            self.write_waiting();
+        }
     }
 
-    /// TensorBoard's writer panics when its file cannot be written; a picture is not worth a run, so it is dropped
-    /// then.
-    fn scalars(&mut self, scalars: &[(&str, f64)], step: u64) {
-        let Some(mut writer) = self.tensorboard.take() else {
+    fn write_waiting(&mut self) {
+        let Some(path) = &self.path else {
             return;
         };
-        let written = catch_unwind(AssertUnwindSafe(|| {
-            for (tag, value) in scalars {
-                writer.add_scalar(tag, *value as f32, step as usize);
-            }
-            writer.flush();
-        }));
+        let opened = match self.file.take() {
+            Some(file) => Ok((file, self.len)),
+            None => open_lines(path, Some(self.len)),
+        };
+        let written = opened.and_then(|(mut file, len)| {
+            file.write_all(self.waiting.as_bytes())?;
+            Ok((file, len + self.waiting.len() as u64))
+        });
         match written {
-            Ok(()) => self.tensorboard = Some(writer),
-            // Its destructor panics too.
-            Err(_) => std::mem::forget(writer),
+            Ok((file, len)) => {
+                (self.file, self.len) = (Some(file), len);
+                self.waiting.clear();
+                if self.tries.succeed() {
+                    self.news
+                        .push(format!("{} is written again, and lacks no line", path.display()));
+                }
+            }
+            // The next try takes another handle, without the half line that this one may have left.
+            Err(error) => {
+                let pause = self.tries.fail().as_secs();
+                if self.tries.num_failed() == 1 {
+                    self.news.push(format!(
+                        "warning: writing {}: {error}; training goes on, and its lines wait (next try in {pause} s)",
+                        path.display()
+                    ));
+                }
+            }
         }
+    }
+
+    /// Takes what a person should know.
+    pub(crate) fn take_news(&mut self) -> Vec<String> {
+        std::mem::take(&mut self.news)
+    }
+
+    /// Opens the file again for the next line: it may have been removed.
+    pub(crate) fn reopen(&mut self) {
+        self.file = None;
+    }
+
+    /// The last try for lines that wait.
+    pub(crate) fn finish(&mut self) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        self.write_waiting();
+        if let (Some(path), false) = (&self.path, self.waiting.is_empty()) {
+            let count = self.waiting.lines().count();
+            self.news
+                .push(format!("warning: {} lacks the last {count} lines", path.display()));
+        }
+    }
+}
+
+/// Lines beyond this do not wait, and are lost.
+const MAX_WAITING_BYTES: usize = 64 << 20;
+
+/// Opens a file of lines to append to, without what is behind `len`; returns how long it is.
+fn open_lines(path: &Path, len: Option<u64>) -> io::Result<(File, u64)> {
+    let file = OpenOptions::new().create(true).append(true).open(path)?;
+    let found = file.metadata()?.len();
+    match len {
+        Some(len) if len < found => {
+            file.set_len(len)?;
+            Ok((file, len))
+        }
+        _ => Ok((file, found)),
     }
 }
 
 const GIB: f64 = (1u64 << 30) as f64;
-
-impl Drop for Metrics {
-    fn drop(&mut self) {
-        if let Some(writer) = self.tensorboard.take() {
-            let _ = catch_unwind(AssertUnwindSafe(|| drop(writer)));
-        }
-    }
-}
 
 /// The last validation that the run in `folder` wrote.
 pub fn last_validation(folder: &Path) -> Option<ValidationReport> {
@@ -278,5 +339,51 @@ mod tests {
         // Whole, but its end was not written: the next line would be glued to it.
         let text = LINES.join("\n");
         assert_eq!(reopened(&text, 9).0, LINES[..3].join("\n") + "\n");
+    }
+    #[cfg(unix)]
+    #[test]
+    fn lines_that_cannot_be_written_wait_and_a_half_one_goes() {
+        use crate::trainer::WriteLimits;
+        const PEAK: PeakMemory = PeakMemory {
+            in_use_bytes: 1,
+            reserved_bytes: 2,
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let folder = RunFolder::open(dir.path(), "checkpoint", &Start::New).unwrap();
+        let path = folder.metrics_path();
+        std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n").unwrap();
+        let (mut metrics, _) = Metrics::open(&folder, 1, false).unwrap();
+        metrics.tries.set_limits(WriteLimits {
+            first_pause: std::time::Duration::ZERO,
+            ..WriteLimits::default()
+        });
+        // A disk that is full, and half a line that still found room.
+        metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
+        metrics.memory(2, PEAK, vec![7]);
+        std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
+        let news = metrics.take_news().join("\n");
+        assert!(
+            news.contains("metrics.jsonl") && news.contains("training goes on"),
+            "{news}"
+        );
+        metrics.memory(3, PEAK, vec![7]);
+        assert!(metrics.take_news().concat().contains("written again"));
+        let steps = |text: &str| {
+            let lines = text
+                .lines()
+                .map(|line| serde_json::from_str::<Written>(line).unwrap().step);
+            lines.collect::<Vec<_>>()
+        };
+        assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [1, 2, 3]);
+        // A folder that went, and came again.
+        std::fs::remove_file(&path).unwrap();
+        metrics.reopen();
+        metrics.memory(4, PEAK, vec![7]);
+        assert_eq!(steps(&std::fs::read_to_string(&path).unwrap()), [4]);
+        metrics.file = Some(OpenOptions::new().append(true).open("/dev/full").unwrap());
+        metrics.path = Some(dir.path().join("none/metrics.jsonl"));
+        metrics.memory(5, PEAK, vec![7]);
+        metrics.finish();
+        assert!(metrics.take_news().concat().contains("lacks the last 1 lines"));
     }
 }

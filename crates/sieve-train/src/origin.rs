@@ -2,7 +2,8 @@
 use crate::{RunFolder, Start, TrainError};
 use sieve_core::recipe::AttentionKind;
 use sieve_core::{ModelShape, Recipe};
-use sieve_hf::{Checkpoint, list_checkpoints};
+use sieve_hf::{Checkpoint, CheckpointError, list_checkpoints};
+use std::path::Path;
 
 /// Keys that decide how the same weights are read. Windows and counts of blocks, which a branch often changes on
 /// purpose, are not among them.
@@ -30,7 +31,8 @@ pub struct Origin {
 }
 
 impl Origin {
-    /// Finds and verifies the checkpoint that `start` names, and checks that `recipe` may continue it. Writes nothing.
+    /// Finds and verifies the checkpoint that `start` names, and checks that `recipe` may continue it. Writes nothing,
+    /// but that [`Start::ResumeAlone`] renames damaged checkpoints: the folder is claimed for it.
     ///
     /// A run that was killed before its first checkpoint is resumed from the seed.
     ///
@@ -41,8 +43,9 @@ impl Origin {
         let checkpoint = match start {
             Start::New => return Ok(Self::seed()),
             Start::BranchFrom(path) => return Self::branch(Checkpoint::open(path)?, recipe),
-            Start::Resume if list_checkpoints(&folder.checkpoint_path())?.is_empty() => None,
+            Start::Resume | Start::ResumeAlone if list_checkpoints(&folder.checkpoint_path())?.is_empty() => None,
             Start::Resume => Some(Checkpoint::open(&folder.checkpoint_path())?),
+            Start::ResumeAlone => Some(latest_whole(&folder.checkpoint_path(), &mut notices)?),
             Start::ResumeFrom(path) => Some(Checkpoint::open(path)?),
         };
         let (saved, path) = match &checkpoint {
@@ -53,7 +56,7 @@ impl Origin {
                 (text, path)
             }
         };
-        let saved = Recipe::load(&saved, &path.display().to_string(), &[])?;
+        let saved = Recipe::load_saved(&saved, &path.display().to_string())?;
         let steps_done = checkpoint.as_ref().map_or(0, |found| found.state.step);
         for change in saved.check_resume(recipe, steps_done as usize)? {
             notices.push(format!("note: {change}"));
@@ -97,7 +100,7 @@ impl Origin {
         }
         let path = checkpoint.path.join("config.toml");
         let text = checkpoint.recipe_toml()?;
-        let before = Recipe::load(&text, &path.display().to_string(), &[])?;
+        let before = Recipe::load_saved(&text, &path.display().to_string())?;
         let mut notices = vec![format!(
             "note: a new run that begins with {}",
             checkpoint.path.display()
@@ -131,6 +134,45 @@ impl Origin {
     /// Optimizer steps done.
     pub fn step(&self) -> u64 {
         self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
+    }
+}
+
+/// The latest checkpoint of a folder that is whole; damaged ones that came after it get another name. Where none is
+/// whole, all stay as they are.
+fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, TrainError> {
+    let mut damaged = Vec::new();
+    for (_, path) in list_checkpoints(folder)?.into_iter().rev() {
+        let checkpoint = match Checkpoint::open(&path) {
+            // Without its state it is none.
+            Err(error @ (CheckpointError::Damaged { .. } | CheckpointError::NotFound { .. })) => {
+                damaged.push((path, error));
+                continue;
+            }
+            opened => opened?,
+        };
+        for (path, error) in damaged {
+            let aside = (1..).map(|number| path.with_extension(format!("damaged-{number}")));
+            let aside = aside
+                .into_iter()
+                .find(|path| !path.exists())
+                .expect("some number is free");
+            std::fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
+            let error = error.to_string();
+            notices.push(format!(
+                "warning: {}\n  it is kept as {}, and the run goes on from {}",
+                error.lines().next().unwrap_or_default(),
+                aside.display(),
+                checkpoint.path.display()
+            ));
+        }
+        return Ok(checkpoint);
+    }
+    match damaged.into_iter().next() {
+        Some((_, error)) => Err(error.into()),
+        None => Err(CheckpointError::NotFound {
+            path: folder.to_owned(),
+        }
+        .into()),
     }
 }
 

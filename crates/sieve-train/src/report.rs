@@ -22,9 +22,11 @@ pub struct StepReport {
     pub tokens_per_second: f64,
     /// Executed FLOPs a second on one device, in units of 10¹².
     pub tflops: f64,
-    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known.
+    /// Executed FLOPs as a share of the device's peak, in percent; `None` where no peak is known, as of a CPU.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu_percent: Option<f64>,
     /// FLOPs of the same model with dense causal attention as a share of the peak, in percent.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub dense_mfu_percent: Option<f64>,
     /// Memory in use, in bytes.
     pub memory_bytes: u64,
@@ -93,6 +95,8 @@ pub enum TrainEvent<'a> {
     FirstStep,
     /// Something a person should know.
     Notice(&'a str),
+    /// Something that is wrong though the run goes on.
+    Warning(&'a str),
 }
 
 /// How a run ended.

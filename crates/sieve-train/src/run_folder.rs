@@ -11,6 +11,8 @@ pub enum Start {
     New,
     /// From the latest checkpoint of the folder.
     Resume,
+    /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
+    ResumeAlone,
     /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
     ResumeFrom(PathBuf),
     /// A new run with another recipe, in a folder that holds none, from a checkpoint's weights, moments and step.
@@ -25,7 +27,7 @@ pub struct RunFolder {
     /// Another process of the same group has claimed it.
     is_claimed: bool,
     /// Held until the run ends; the system gives it back when the process is killed.
-    _lock: Option<File>,
+    lock: Option<File>,
 }
 
 impl RunFolder {
@@ -38,7 +40,7 @@ impl RunFolder {
             path: path.to_owned(),
             checkpoint_folder: checkpoint_folder.to_owned(),
             is_claimed: false,
-            _lock: None,
+            lock: None,
         };
         folder.check(start)?;
         Ok(folder)
@@ -55,7 +57,7 @@ impl RunFolder {
             path: path.to_owned(),
             checkpoint_folder: checkpoint_folder.to_owned(),
             is_claimed: true,
-            _lock: None,
+            lock: None,
         }
     }
 
@@ -64,13 +66,13 @@ impl RunFolder {
     /// # Errors
     /// A folder that cannot be made or written to, or that another process trains in.
     pub fn claim(&mut self, start: &Start) -> Result<(), TrainError> {
-        if self.is_claimed {
+        if self.is_claimed || self.lock.is_some() {
             return Ok(());
         }
         fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
         let lock = self.path.join("run.lock");
         match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {
-            Taken::Yes(file) => self._lock = Some(file),
+            Taken::Yes(file) => self.lock = Some(file),
             Taken::ByAnother(_) => {
                 return Err(TrainError::FolderBusy {
                     path: self.path.clone(),
@@ -81,6 +83,31 @@ impl RunFolder {
         self.check(start)
     }
 
+    /// Makes and takes the folder again where somebody has removed it, so that no other run begins there. Returns
+    /// whether that was so.
+    ///
+    /// # Errors
+    /// A folder that cannot be made, or that another process has taken meanwhile.
+    pub(crate) fn regain(&mut self) -> Result<bool, TrainError> {
+        let Some(held) = &self.lock else {
+            return Ok(false);
+        };
+        let path = self.path.join("run.lock");
+        if is_same_file(held, &path) {
+            return Ok(false);
+        }
+        fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
+        match try_lock(&path).map_err(TrainError::io("locking", &path))? {
+            Taken::Yes(file) => self.lock = Some(file),
+            Taken::ByAnother(_) => {
+                return Err(TrainError::FolderBusy {
+                    path: self.path.clone(),
+                });
+            }
+        }
+        Ok(true)
+    }
+
     fn check(&self, start: &Start) -> Result<(), TrainError> {
         let path = self.path.clone();
         if path.exists() && !path.is_dir() {
@@ -89,14 +116,16 @@ impl RunFolder {
         let found = self.first_of_a_run();
         match (start, found) {
             (Start::New | Start::BranchFrom(_), Some(found)) => Err(TrainError::FolderInUse { path, found }),
-            (Start::Resume, None) if !path.exists() => Err(TrainError::NothingToResume {
+            (Start::Resume | Start::ResumeAlone, None) if !path.exists() => Err(TrainError::NothingToResume {
                 path,
                 problem: "there is no such folder",
             }),
-            (Start::Resume, _) if !self.config_path().is_file() => Err(TrainError::NothingToResume {
-                path,
-                problem: "it has no config.toml",
-            }),
+            (Start::Resume | Start::ResumeAlone, _) if !self.config_path().is_file() => {
+                Err(TrainError::NothingToResume {
+                    path,
+                    problem: "it has no config.toml",
+                })
+            }
             (Start::ResumeFrom(checkpoint), Some(found)) if !self.holds(checkpoint) => {
                 Err(TrainError::FolderInUse { path, found })
             }
@@ -153,6 +182,22 @@ impl RunFolder {
     /// Where shards and a trained tokenizer go when the recipe names no cache.
     pub fn data_path(&self) -> PathBuf {
         self.path.join("data")
+    }
+}
+
+/// Whether `path` names the file that `held` is.
+fn is_same_file(held: &File, path: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
+        let held = held.metadata().map(identity);
+        held.is_ok_and(|held| fs::metadata(path).is_ok_and(|found| identity(found) == held))
+    }
+    #[cfg(not(unix))]
+    {
+        let _ = held;
+        path.exists()
     }
 }
 
@@ -213,5 +258,22 @@ mod tests {
         open(&run, &run).unwrap();
         assert!(open(&run, &other).is_err());
         open(&dir.path().join("new"), &other).unwrap();
+    }
+
+    #[test]
+    fn a_folder_that_was_removed_is_taken_again_unless_another_has_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("run");
+        let open = || RunFolder::open(&path, "checkpoint", &Start::New).unwrap();
+        let mut first = open();
+        first.claim(&Start::New).unwrap();
+        assert!(!first.regain().unwrap());
+        fs::remove_dir_all(&path).unwrap();
+        assert!(first.regain().unwrap() && !first.regain().unwrap());
+        assert!(open().claim(&Start::New).is_err(), "the lock is back");
+        fs::remove_dir_all(&path).unwrap();
+        let mut second = open();
+        second.claim(&Start::New).unwrap();
+        assert!(matches!(first.regain(), Err(TrainError::FolderBusy { .. })));
     }
 }

@@ -12,8 +12,8 @@ use crate::{DeviceBatch, GradientBuffer, TrainError};
 use burn::module::AutodiffModule;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
-use sieve_core::Recipe;
 use sieve_core::recipe::ActivationCheckpointSection;
+use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LayerContext, LayerOutput, Qwen3};
 use sieve_ops::{Documents, ProductPrecision, RotaryEmbedding, TrainBackend, seed_gradient};
 use std::ops::Range;
@@ -25,6 +25,8 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub loss: Tensor<B::InnerBackend, 1>,
     /// DMA's masks by layer, `[batch, num_kv_heads, seq_len]` each; empty for other kinds.
     pub expire: Vec<Tensor<B, 3, Int>>,
+    /// DMA's scores by layer, of the same shape, where its bias clamps large ones; empty elsewhere.
+    pub clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
 }
 
 /// How a pass computes the blocks.
@@ -34,6 +36,8 @@ pub struct BlockSettings {
     pub checkpointing: ActivationCheckpointSection,
     /// Which multiply in eight-bit floats.
     pub fp8: Range<usize>,
+    /// What the blocks leave their backward pass beside the least.
+    pub keeping: Keeping,
 }
 
 impl Default for BlockSettings {
@@ -42,6 +46,7 @@ impl Default for BlockSettings {
         Self {
             checkpointing,
             fp8: 0..0,
+            keeping: Keeping::default(),
         }
     }
 }
@@ -51,6 +56,7 @@ impl From<&Recipe> for BlockSettings {
         Self {
             checkpointing: recipe.activation_checkpoint.clone(),
             fp8: recipe.training.fp8_blocks(recipe.model.num_hidden_layers),
+            ..Self::default()
         }
     }
 }
@@ -117,11 +123,14 @@ pub(crate) fn pass<B: TrainBackend>(
         Some(beside) => beside.before(model, segment),
         None => Ok(()),
     };
-    let mut context = LayerContext::new(&batch.documents, rope);
+    let mut context = LayerContext {
+        keeping: settings.keeping,
+        ..LayerContext::new(&batch.documents, rope)
+    };
     before(model, Segment::Embedding)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
-    let mut expire = Vec::new();
+    let (mut expire, mut clamped_scores) = (Vec::new(), Vec::new());
     let mut blocks = Vec::with_capacity(model.layers.len());
     let mut stream = embedded.clone().inner();
     for layer_idx in 0..model.layers.len() {
@@ -130,11 +139,15 @@ pub(crate) fn pass<B: TrainBackend>(
         context.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
             blocks.push(Block::Input(stream.clone()));
-            stream = without_graph(layer, stream, &context, &mut expire);
+            let output = without_graph(layer, stream, &context);
+            expire.extend(output.expire.map(Tensor::from_inner));
+            clamped_scores.extend(output.clamped_scores);
+            stream = output.x;
         } else {
             let input = Tensor::<B, 3>::from_inner(stream).require_grad();
             let output = with_graph(layer, input.clone(), &context, gradients);
             expire.extend(output.expire);
+            clamped_scores.extend(output.clamped_scores.map(Tensor::inner));
             stream = output.x.clone().inner();
             blocks.push(Block::Graph(input, output.x));
         }
@@ -181,7 +194,11 @@ pub(crate) fn pass<B: TrainBackend>(
     gradients.collect(&model.embed_tokens, &mut pass);
     after(Segment::Embedding, gradients)?;
 
-    Ok(MicroBatchResult { loss: value, expire })
+    Ok(MicroBatchResult {
+        loss: value,
+        expire,
+        clamped_scores,
+    })
 }
 
 /// A block's forward pass whose backward pass adds what it can to the gradients so far.
@@ -206,8 +223,7 @@ fn without_graph<B: TrainBackend>(
     layer: &DecoderLayer<B>,
     x: Tensor<B::InnerBackend, 3>,
     context: &LayerContext<'_, B>,
-    expire: &mut Vec<Tensor<B, 3, Int>>,
-) -> Tensor<B::InnerBackend, 3> {
+) -> LayerOutput<B::InnerBackend> {
     let documents = Documents {
         start: context.documents.start.clone().inner(),
         end: context.documents.end.clone().inner(),
@@ -222,7 +238,5 @@ fn without_graph<B: TrainBackend>(
         precision: context.precision,
         ..LayerContext::new(&documents, &rope)
     };
-    let output = layer.valid().forward(x, &context);
-    expire.extend(output.expire.map(Tensor::from_inner));
-    output.x
+    layer.valid().forward(x, &context)
 }

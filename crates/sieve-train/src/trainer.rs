@@ -3,11 +3,14 @@ mod checkpoints;
 mod clock;
 mod guarding;
 mod peak;
+mod saving;
 mod stage;
 mod writer;
 
 pub use checkpoints::tidy_finished;
 pub use guarding::Disturbance;
+pub(crate) use saving::Tries;
+pub use saving::WriteLimits;
 pub use stage::{loader_config, step_batch};
 
 use crate::device_batch::num_labels_of_part;
@@ -19,20 +22,23 @@ use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
     AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin, Precision,
     RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
+    ValidationSize,
 };
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use clock::Clock;
 use guarding::{GuardLog, Verdict, norms_by_part};
 use peak::PeakWatch;
+use saving::Saving;
 use sieve_comm::Work;
-use sieve_core::{ModelShape, Recipe};
-use sieve_data::{Batch, Prefetch};
+use sieve_core::{Keeping, ModelShape, Recipe};
+use sieve_data::{Batch, Prefetch, Prepared, ShardCheck};
 use sieve_files::write_atomically;
 use sieve_hf::{Checkpoint, GuardState};
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
 use stage::{Ropes, StageState};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use writer::CheckpointWriter;
 
@@ -59,14 +65,17 @@ pub struct Trainer<B: TrainBackend> {
     /// FLOP/s of the device, where known.
     peak_flops: Option<f64>,
     memory: MemoryProbe,
+    keeping: Keeping,
     step: u64,
     /// Next row of the stage.
     next_sample: u64,
     tokens_seen: u64,
-    /// DMA's masks of the last micro-batch, and the learning rate of the last step.
+    /// DMA's masks and scores of the last micro-batch, and the learning rate of the last step.
     last_step: Option<StepOutcome<B>>,
-    /// Step of the last checkpoint in `folder`.
+    /// Step of the last checkpoint of this run, and the folder that holds it.
     last_checkpoint: Option<u64>,
+    last_folder: PathBuf,
+    saving: Saving,
     writer: CheckpointWriter,
     /// Whether all processes have written their files of the checkpoint that is being written.
     all_written: bool,
@@ -77,6 +86,10 @@ pub struct Trainer<B: TrainBackend> {
     group: Option<Group<B>>,
     /// Step after which this process stops, with a checkpoint.
     stop_at: Option<u64>,
+    /// Where numbers went, after the run.
+    metrics: Option<Metrics>,
+    /// Reads the shards while training goes on, in the process that writes.
+    shard_checks: Vec<ShardCheck>,
 }
 
 /// Where a run's news goes: to its files and to the caller.
@@ -89,12 +102,20 @@ impl Reporter<'_> {
     fn tell(&mut self, event: TrainEvent<'_>) {
         (self.observe)(event);
     }
+
+    /// What became of writes that failed.
+    fn tell_news(&mut self) {
+        for news in self.metrics.take_news() {
+            self.tell(TrainEvent::Warning(&news));
+        }
+    }
 }
 
 /// What the last step left on the device.
 struct StepOutcome<B: TrainBackend> {
     lr: f64,
     expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
+    clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -119,6 +140,7 @@ impl<B: TrainBackend> Trainer<B> {
             precision,
             peak_flops,
             memory,
+            keeping,
         } = hardware;
         let first = recipe.stage_of_step(origin.step() as usize);
         let share = group.as_ref().map_or(Share::ALL, Group::share);
@@ -143,22 +165,34 @@ impl<B: TrainBackend> Trainer<B> {
             precision,
             peak_flops,
             memory,
+            keeping,
             step: 0,
             next_sample: 0,
             tokens_seen: 0,
             last_step: None,
             last_checkpoint: None,
+            last_folder: folder.checkpoint_path(),
+            saving: Saving::default(),
             writer: CheckpointWriter::default(),
             all_written: false,
             notices: origin.notices,
             disturbance: Disturbance::default(),
             group,
             stop_at: None,
+            metrics: None,
+            shard_checks: Vec::new(),
             recipe,
             data,
             folder,
             device,
         };
+        if trainer.writes() {
+            trainer.shard_checks = trainer
+                .data
+                .shards()
+                .map(Prepared::check_beside)
+                .collect::<Result<_, _>>()?;
+        }
         if let Some(checkpoint) = &origin.checkpoint {
             trainer.restore(checkpoint)?;
             if origin.is_branch {
@@ -175,6 +209,17 @@ impl<B: TrainBackend> Trainer<B> {
     /// Stops after this many steps of this process as a signal would stop it: with a checkpoint to go on from.
     pub fn stop_after(&mut self, num_steps: u64) {
         self.stop_at = Some(self.step.saturating_add(num_steps));
+    }
+
+    /// Where the last checkpoint of this process goes when its own place fails; of several processes the same for all.
+    pub fn set_fallback(&mut self, folder: PathBuf) {
+        self.saving.fallback = Some(folder);
+    }
+
+    /// Has writes that fail tried in another rhythm. For tests.
+    #[doc(hidden)]
+    pub fn set_write_limits(&mut self, limits: WriteLimits) {
+        self.saving.tries.set_limits(limits);
     }
 
     /// Whether the run is to end before its next step.
@@ -313,10 +358,16 @@ impl<B: TrainBackend> Trainer<B> {
         if is_fork || (self.step == 0 && self.recipe.checkpoint.at_start) {
             self.start_checkpoint(&mut reporter)?;
             self.finish_checkpoint(&mut reporter)?;
+            self.warn_unsaved(&mut reporter);
         }
         let result = self.steps(stop, &mut reporter, &mut summary);
         // A checkpoint on its way is made whole and told of, also when a step failed.
-        let written = self.finish_checkpoint(&mut reporter);
+        let written = match result {
+            Ok(()) => self.save_last(&mut reporter),
+            Err(_) => self.finish_checkpoint(&mut reporter),
+        };
+        reporter.metrics.finish();
+        reporter.tell_news();
         self.set_work(Work::Any);
         result?;
         written?;
@@ -327,13 +378,23 @@ impl<B: TrainBackend> Trainer<B> {
             None => vec![own],
         };
         if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, summary.peak_memory) {
-            reporter.metrics.memory(self.step, peak, by_rank)?;
+            reporter.metrics.memory(self.step, peak, by_rank);
+            reporter.metrics.finish();
+            reporter.tell_news();
         }
         let num_steps = self.recipe.training.steps as u64;
         summary.step = self.step;
         summary.interrupted = self.step < num_steps;
         summary.checkpoint = self.last_checkpoint_path();
+        self.metrics = Some(reporter.metrics);
         Ok(summary)
+    }
+
+    /// Keeps a text that the model wrote after its [`run`](Self::run) among the run's TensorBoard files.
+    pub fn keep_sample(&mut self, number: usize, text: &str) {
+        if let Some(metrics) = &mut self.metrics {
+            metrics.sample(number, text, self.step);
+        }
     }
 
     fn steps(
@@ -351,7 +412,7 @@ impl<B: TrainBackend> Trainer<B> {
         let mut is_due = false;
         let stops_alone = self.group.is_none();
         while self.step < num_steps && !(stops_alone && self.is_asked_to_stop(stop)) {
-            let mut is_usual = !is_first;
+            let mut is_usual = !is_first && !self.guard_log.is_slow();
             if let Some(next) = self.next_stage() {
                 is_usual = false;
                 drop(batches);
@@ -369,6 +430,7 @@ impl<B: TrainBackend> Trainer<B> {
             (self.disturbance.batches)(self.next_sample, &mut step_batches);
             let agreed = self.agree(&step_batches, stop)?;
             self.all_written = agreed.all_written;
+            is_due |= agreed.saves;
             if agreed.stops {
                 self.set_work(Work::Long);
                 break;
@@ -382,7 +444,8 @@ impl<B: TrainBackend> Trainer<B> {
             let log_freq = self.recipe.metrics.log_freq.max(1) as u64;
             let is_logged = self.step.is_multiple_of(log_freq) || self.step == 1 || is_last;
             let interval = self.recipe.checkpoint.interval as u64;
-            is_due |= is_last || self.step.is_multiple_of(interval);
+            // One that failed is tried again after a pause, not at each interval; `save_last` writes the last one.
+            is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
             // The next stage's losses have a mean of their own.
             let ends_stage = self.next_stage().is_some();
             let reads = is_logged || is_due || is_first || ends_stage || agreed.is_far_behind;
@@ -401,9 +464,15 @@ impl<B: TrainBackend> Trainer<B> {
                 }
             }
             if is_logged && let Some(report) = self.step_report(&step_batches, &mut clock) {
-                reporter.metrics.step(&report)?;
+                reporter.metrics.step(&report);
                 reporter.tell(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
+            }
+            if is_logged
+                && self.writes()
+                && let Some(slow) = self.group.as_ref().and_then(Group::slow_rank)
+            {
+                reporter.tell(TrainEvent::Notice(&slow));
             }
             let interval = self.recipe.validation.interval as u64;
             if is_last || self.step.is_multiple_of(interval) {
@@ -415,12 +484,19 @@ impl<B: TrainBackend> Trainer<B> {
                 is_due = false;
             }
             self.poll_checkpoint(reporter)?;
+            self.warn_unsaved(reporter);
+            reporter.tell_news();
+            if self.saving.gives_up() {
+                break;
+            }
+            for check in &self.shard_checks {
+                check.result()?;
+            }
         }
         drop(batches);
         // A signal may have ended the loop between two readings. Where the run goes back now, its checkpoint is there.
         self.check_steps(true, reporter)?;
-        self.finish_leaves()?;
-        self.start_checkpoint(reporter)
+        self.finish_leaves()
     }
 
     /// Tells other processes what this one does.
@@ -454,6 +530,7 @@ impl<B: TrainBackend> Trainer<B> {
             stops: self.group.is_some() && self.is_asked_to_stop(stop),
             is_far_behind: self.guard_log.is_far_behind(),
             all_written: self.writer.step().is_some() && self.writer.is_done(),
+            saves: self.writes() && self.saving.tries.is_due() && self.writer.step().is_none(),
         };
         match &self.group {
             Some(group) => group.agree(self.step, self.loss_mean.state().mean_loss, own),
@@ -504,7 +581,10 @@ impl<B: TrainBackend> Trainer<B> {
         let (metrics, history) = self.open_metrics()?;
         let mut reporter = Reporter { metrics, observe };
         for notice in std::mem::take(&mut self.notices) {
-            reporter.tell(TrainEvent::Notice(&notice));
+            reporter.tell(match notice.starts_with("warning:") {
+                true => TrainEvent::Warning(&notice),
+                false => TrainEvent::Notice(&notice),
+            });
         }
         if self.writes() {
             self.tidy_checkpoints(&mut reporter)?;
@@ -517,10 +597,12 @@ impl<B: TrainBackend> Trainer<B> {
 
     /// Where numbers go, and what is there of an earlier process.
     fn open_metrics(&self) -> Result<(Metrics, History), TrainError> {
-        match self.writes() {
-            true => Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard),
-            false => Ok((Metrics::nowhere(), History::default())),
+        if !self.writes() {
+            return Ok((Metrics::nowhere(), History::default()));
         }
+        let (mut metrics, history) = Metrics::open(&self.folder, self.step, self.recipe.metrics.enable_tensorboard)?;
+        metrics.recipe(&self.recipe, self.step)?;
+        Ok((metrics, history))
     }
 
     /// Gradients over all micro-batches, clipping, gate, update. `num_labels` counts those of all processes.
@@ -531,10 +613,13 @@ impl<B: TrainBackend> Trainer<B> {
         let loss_scale = (self.disturbance.loss)(self.next_sample) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         let links = self.group.as_ref().and_then(|group| group.row_links(degree));
-        let settings = BlockSettings::from(&self.recipe);
+        let settings = BlockSettings {
+            keeping: self.keeping,
+            ..BlockSettings::from(&self.recipe)
+        };
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
-        let mut expire = Vec::new();
+        let (mut expire, mut clamped_scores) = (Vec::new(), Vec::new());
         for (place, batch) in batches.iter().enumerate() {
             let on_device = match &links {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
@@ -554,7 +639,7 @@ impl<B: TrainBackend> Trainer<B> {
                 beside,
             )?;
             loss = loss + result.loss;
-            expire = result.expire;
+            (expire, clamped_scores) = (result.expire, result.clamped_scores);
         }
         let model = self.model.take().expect(AWAY);
         let grad_norm = match &mut self.group {
@@ -599,7 +684,11 @@ impl<B: TrainBackend> Trainer<B> {
         self.step += 1;
         self.next_sample += num_rows as u64;
         self.tokens_seen += num_tokens as u64;
-        self.last_step = Some(StepOutcome { lr, expire });
+        self.last_step = Some(StepOutcome {
+            lr,
+            expire,
+            clamped_scores,
+        });
         Ok(())
     }
 
@@ -615,7 +704,7 @@ impl<B: TrainBackend> Trainer<B> {
         let outcome = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
-        let attention = AttentionStatistics::of_model(shape, last, &outcome.expire);
+        let attention = AttentionStatistics::of_model(shape, last, &outcome.expire, &outcome.clamped_scores);
         let labels: usize = batches.iter().map(Batch::num_labels).sum();
         let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;
@@ -651,10 +740,10 @@ impl<B: TrainBackend> Trainer<B> {
         self.finish_leaves()?;
         (self.disturbance.validating)(self.step);
         let model = self.model().valid();
-        let size = [
-            self.recipe.validation.steps,
-            self.stage.recipe.training.local_batch_size,
-        ];
+        let size = ValidationSize {
+            num_tokens: self.recipe.validation.tokens,
+            batch_size: self.stage.recipe.training.local_batch_size,
+        };
         let mut sums = share_sums(
             self.share(),
             &model,
@@ -675,7 +764,7 @@ impl<B: TrainBackend> Trainer<B> {
         if !self.writes() {
             return Ok(None);
         }
-        reporter.metrics.validation(&report)?;
+        reporter.metrics.validation(&report);
         reporter.tell(TrainEvent::Validation(&report));
         Ok(Some(report))
     }

@@ -30,7 +30,8 @@ impl TokenBytes {
     }
 }
 
-/// Mean loss over `num_batches` batches spread evenly over `loader`, or over all of it when that is less.
+/// Mean loss over about `num_tokens` tokens spread evenly over `loader`, or over all of it when that is less, in
+/// batches of `batch_size` rows. The batch size does not decide which rows are read.
 ///
 /// Every token of a document but its first is predicted once; the unigram model is scored on the same tokens.
 ///
@@ -40,12 +41,21 @@ pub fn validate<B: SieveBackend>(
     model: &Qwen3<B>,
     loader: &Loader,
     rope: &RotaryEmbedding<B>,
-    size: [usize; 2],
+    size: ValidationSize,
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
 ) -> Result<ValidationReport, TrainError> {
     let sums = share_sums(Share::ALL, model, loader, rope, size, tokens, device, &|| ())?;
     Ok(report(&sums))
+}
+
+/// How much text a validation reads, and how.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ValidationSize {
+    /// Tokens, rounded up to whole rows.
+    pub num_tokens: usize,
+    /// Rows of a batch.
+    pub batch_size: usize,
 }
 
 /// Sums over the predicted tokens of one batch.
@@ -110,21 +120,17 @@ pub(crate) fn share_sums<B: SieveBackend>(
     model: &Qwen3<B>,
     loader: &Loader,
     rope: &RotaryEmbedding<B>,
-    [num_batches, batch_size]: [usize; 2],
+    size: ValidationSize,
     tokens: (&TokenBytes, &Unigram),
     device: &B::Device,
     tick: &dyn Fn(),
 ) -> Result<Vec<BatchSums>, TrainError> {
     let (TokenBytes(bytes), unigram) = tokens;
-    let rows = loader.samples_per_epoch().min((num_batches * batch_size) as u64);
-    let num_chunks = rows.div_ceil(batch_size as u64);
-    let own = (share.rank as u64..num_chunks).step_by(share.size);
-    own.map(|chunk| {
-        // Spread over the whole shard: its first documents alone may be of one kind.
-        let first = chunk * loader.samples_per_epoch() / num_chunks;
-        let last = (chunk + 1) * loader.samples_per_epoch() / num_chunks;
-        let count = (last - first).min(batch_size as u64) as usize;
-        let batch = loader.batch(first, count)?;
+    let samples = loader.spread_samples(size.num_tokens as u64);
+    let batches = samples.chunks(size.batch_size.max(1));
+    let own = batches.skip(share.rank).step_by(share.size);
+    own.map(|samples| {
+        let batch = loader.batch_of(samples)?;
         let on_device = DeviceBatch::<B>::new(&batch, device);
         let context = LayerContext::new(&on_device.documents, rope);
         let losses = model.token_losses(on_device.tokens, on_device.labels, &context);

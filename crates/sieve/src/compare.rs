@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// Arguments of `sieve compare`.
 #[derive(Args, Debug)]
 pub(crate) struct CompareArgs {
-    /// Folders that `sieve train --out` wrote; NAME=FOLDER gives a run another name
+    /// Folders that `sieve train --out` wrote, of runs or of sweeps; NAME=FOLDER gives a run another name
     #[arg(required = true, value_name = "RUN")]
     runs: Vec<String>,
     /// The page; it opens in any browser and needs no network
@@ -19,7 +19,19 @@ pub(crate) struct CompareArgs {
 /// Runs the command.
 pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     crate::eval::output::check_replaceable(&args.out)?;
-    let runs = args.runs.iter().map(|text| open(text)).collect::<Result<Vec<Run>>>()?;
+    let mut named = args
+        .runs
+        .iter()
+        .filter(|text| !lies_beside_runs(Path::new(text)))
+        .peekable();
+    let runs = match named.peek() {
+        Some(_) => {
+            let runs = named.map(|text| open(text)).collect::<Result<Vec<_>>>()?;
+            runs.into_iter().flatten().collect()
+        }
+        // What is wrong with the first of them.
+        None => args.runs.first().map_or(Ok(Vec::new()), |text| open(text))?,
+    };
     let html = page(&runs)?;
     crate::eval::output::write(&args.out, &html)?;
     terminal::line(&format!(
@@ -31,14 +43,20 @@ pub(crate) fn run(args: &CompareArgs) -> Result<()> {
     Ok(())
 }
 
-/// A run by its folder, or by NAME=FOLDER where no folder has the whole text as its name.
-fn open(text: &str) -> Result<Run> {
+/// Whether `path` is what a sweep keeps beside its runs: its table and its text, which FOLDER/* names too.
+fn lies_beside_runs(path: &Path) -> bool {
+    let is_named = |name: &str| path.file_name().is_some_and(|own| own == name);
+    is_named("sweep.json") && path.is_file() || is_named("data") && path.is_dir() && !path.join("config.toml").exists()
+}
+
+/// A run or the runs of a sweep by their folder, or by NAME=FOLDER where no folder has the whole text as its name.
+fn open(text: &str) -> Result<Vec<Run>> {
     let whole = Path::new(text);
     match text.split_once('=') {
         Some(("", _)) if !whole.exists() => {
             bail!("{text}: the name before = is empty\n  hint: NAME=FOLDER");
         }
-        Some((name, folder)) if !whole.exists() => Ok(Run::open(Path::new(folder), Some(name))?),
-        _ => Ok(Run::open(whole, None)?),
+        Some((name, folder)) if !whole.exists() => Ok(Run::open_all(Path::new(folder), Some(name))?),
+        _ => Ok(Run::open_all(whole, None)?),
     }
 }

@@ -167,6 +167,12 @@ pub(crate) fn cpu_peak_flops() -> f64 {
     2.0 * (SIZE as f64).powi(3) / seconds.fold(f64::INFINITY, f64::min)
 }
 
+/// Programs that ran or waited for a core in the last minute, on average; `None` where the system does not say.
+pub(crate) fn load() -> Option<f64> {
+    let text = std::fs::read_to_string("/proc/loadavg").ok()?;
+    text.split(' ').next()?.parse().ok()
+}
+
 /// Threads that compute on the CPU.
 pub(crate) fn num_threads() -> usize {
     rayon::current_num_threads()

@@ -3,6 +3,7 @@
 mod attention;
 mod chart;
 mod grid;
+mod heads;
 mod line_chart;
 mod longbench;
 mod mqar;

@@ -5,7 +5,7 @@ use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, export};
+use sieve_hf::{Checkpoint, DEFAULT_SHARD_BYTES, ExportDtype, ExportForm, ExportOptions, export};
 use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve export`.
@@ -20,6 +20,17 @@ pub(crate) struct ExportArgs {
     /// Number type of the weights
     #[arg(long, value_enum, default_value = "f32")]
     dtype: DtypeArg,
+    /// Class of transformers for DMA as published; a stock one where there is one when absent
+    #[arg(long, value_enum)]
+    form: Option<FormArg>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum FormArg {
+    /// The stock class, which keeps whichever of equal keys torch.topk returns
+    Doge,
+    /// modeling_sieve.py, which keeps the later of equal keys, as in training
+    Sieve,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
@@ -40,6 +51,10 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
             DtypeArg::Bf16 => ExportDtype::Bf16,
         },
         max_shard_bytes: DEFAULT_SHARD_BYTES,
+        form: args.form.map(|form| match form {
+            FormArg::Doge => ExportForm::Doge,
+            FormArg::Sieve => ExportForm::Sieve,
+        }),
         eos_token_id: tokenizer.eos_id()?,
         pad_token_id: tokenizer.pad_id(),
     };
@@ -53,12 +68,23 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
         report.files.len(),
         args.out.display()
     ));
+    if report.leaves_ties_open {
+        terminal::note(TIES);
+    }
+    if let Some(reason) = report.not_stock {
+        terminal::line(&format!("as modeling_sieve.py: {reason}"));
+    }
     terminal::line(&format!(
         "next:\n  {}",
         python_command(&args.out, report.is_remote_code, prompt(&recipe))
     ));
     Ok(())
 }
+
+/// What to know of an export whose class leaves ties open.
+const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns, and equal tokens are equal keys in \
+    the first layer: beyond keep_window_size tokens logits may differ by some tenths from Sieve's\n  \
+    hint: --form sieve writes modeling_sieve.py, which keeps the later key as Sieve does";
 
 /// A text that the model can go on from.
 fn prompt(recipe: &Recipe) -> &str {

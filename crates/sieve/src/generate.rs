@@ -14,6 +14,10 @@ use std::time::Instant;
 /// New tokens when nothing is said and the context has room for them.
 const DEFAULT_NEW_TOKENS: usize = 128;
 
+/// Texts that grow together at most: what they hold stays small beside a model, and more of them are written as they
+/// come.
+const MOST_TOGETHER: u64 = 64;
+
 /// Bytes of text that a token stands for, about: enough to tell the memory of a prompt before there is a tokenizer.
 const BYTES_A_TOKEN: usize = 4;
 
@@ -45,7 +49,7 @@ pub(crate) struct GenerateArgs {
     /// End where this text would come; may be repeated
     #[arg(long, value_name = "TEXT")]
     stop: Vec<String>,
-    /// How many texts to write, each with the next seed; without a selector all at once, a token of each a pass
+    /// How many texts to write, each with the next seed; without a selector up to 64 at once, a token of each a pass
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     samples: u64,
     /// Print one JSON object a text
@@ -71,7 +75,7 @@ pub(crate) fn run(args: GenerateArgs) -> Result<()> {
             seq_len: prompt,
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
-                None => args.samples as usize,
+                None => args.samples.min(MOST_TOGETHER) as usize,
                 Some(_) => 1,
             },
             logit_tokens: 0,
@@ -112,23 +116,24 @@ fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::De
         })
     };
     if args.samples > 1 && args.sparse.selector.is_none() {
-        let count = args.samples as usize;
-        let (model, config) = (&loaded.model, config(args.seed)?);
-        let generator = TogetherGenerator::new(model, &tokens, config, count, device)?;
-        let texts = write_together(args, &tokenizer, generator, count)?;
-        for (sample, written) in (0..).zip(&texts) {
-            head(args, sample);
-            if !args.json {
-                terminal::text(&format!("{prompt}{}\n", written.text));
+        let (mut later_tokens, mut seconds) = (0, 0.0);
+        for first in (0..args.samples).step_by(MOST_TOGETHER as usize) {
+            let count = (args.samples - first).min(MOST_TOGETHER) as usize;
+            let (model, config) = (&loaded.model, config(args.seed.wrapping_add(first))?);
+            let generator = TogetherGenerator::new(model, &tokens, config, count, device)?;
+            let texts = write_together(args, &tokenizer, generator, count)?;
+            for (sample, written) in (first..).zip(&texts) {
+                head(args, sample);
+                if !args.json {
+                    terminal::text(&format!("{prompt}{}\n", written.text));
+                }
+                tell(args, prompt, tokens.len(), sample, written, None);
+                later_tokens += written.token_times.len().saturating_sub(1);
             }
-            tell(args, prompt, tokens.len(), sample, written, None);
+            seconds += texts.iter().map(Written::seconds).fold(0.0, f64::max);
         }
         if !args.json {
-            let (tokens, slowest) = texts.iter().fold((0, 0.0f64), |(tokens, slowest), text| {
-                let tokens = tokens + text.token_times.len().saturating_sub(1);
-                (tokens, slowest.max(text.seconds()))
-            });
-            let speed = tokens as f64 / slowest.max(1e-9);
+            let speed = later_tokens as f64 / f64::max(seconds, 1e-9);
             terminal::remark(&format!("all texts together: {speed:.1} tokens a second"));
         }
         return Ok(());

@@ -20,7 +20,7 @@ pub(crate) struct ImportArgs {
     /// Text for the recipe that is written beside the checkpoint: files, folders, globs; may be repeated
     #[arg(long, value_name = "PATH")]
     data: Vec<String>,
-    /// Give the model another attention: dma, swa or nsa; its sizes come by --set
+    /// Give the model another attention: dma as published, swa or nsa; --set changes its sizes
     #[arg(long, value_name = "KIND")]
     attention: Option<String>,
     /// Set a key of the checkpoint's recipe, for example attention.keep_window_size=1024; may be repeated

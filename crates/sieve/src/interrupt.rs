@@ -74,3 +74,13 @@ pub(crate) fn respect_nohup() {
         }
     }
 }
+
+/// Makes a write beyond the limit on file sizes (`ulimit -f`) an error like any other instead of the program's end.
+pub(crate) fn have_large_files_refused() {
+    #[cfg(unix)]
+    {
+        use nix::sys::signal::{SigHandler, Signal::SIGXFSZ, signal};
+        // SAFETY: no handler runs; the signal is ignored. Where it cannot be, it ends the program as it always did.
+        let _ = unsafe { signal(SIGXFSZ, SigHandler::SigIgn) };
+    }
+}

@@ -33,7 +33,7 @@ pub(crate) fn run(command: KernelsCommand) -> Result<()> {
 
 fn build(args: BuildArgs) -> Result<()> {
     let overrides = args.overrides;
-    let recipe = args.recipe.map(|recipe| RecipeArgs { recipe, overrides }.load());
+    let recipe = args.recipe.map(|recipe| RecipeArgs::new(recipe, overrides).load());
     let settings = BuildSettings {
         recipe: recipe.transpose()?,
         arch: args.arch,
@@ -95,6 +95,7 @@ fn check(args: &CheckArgs) -> Result<()> {
         cases: args.cases,
         longest: args.longest,
         seed: args.seed,
+        magnitude: args.magnitude,
         portable: args.portable,
         part: args.part(),
     };
@@ -207,6 +208,7 @@ fn capture_to<B: SieveBackend>(
 }
 
 fn run_op(args: Box<RunArgs>) -> Result<()> {
+    let nsa = args.nsa();
     let settings = RunSettings {
         op: args.op,
         shape: args.shape,
@@ -216,7 +218,10 @@ fn run_op(args: Box<RunArgs>) -> Result<()> {
         documents: args.documents,
         scores: args.scores,
         seed: args.seed,
+        magnitude: args.magnitude,
         deterministic: args.deterministic,
+        parts: args.parts,
+        nsa,
         selector: args.selector,
     };
     let target = || args.device.resolve().map(Target::from);

@@ -7,6 +7,7 @@ use crate::train::{LAUNCHED, variable};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use sieve_comm::HeldPort;
+use std::hash::{BuildHasher, RandomState};
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -47,8 +48,8 @@ pub(crate) struct LaunchArgs {
     /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// What each of them runs: train and its arguments
-    #[arg(last = true, required = true, value_name = "train …")]
+    /// What each of them runs: train and its arguments, with or without -- before them
+    #[arg(trailing_var_arg = true, required = true, value_name = "train …")]
     pub(crate) command: Vec<String>,
 }
 
@@ -66,6 +67,15 @@ struct Place {
     /// A free one when absent.
     port: Option<u16>,
     run_id: String,
+    /// `None` where each of several hosts has a launcher of its own: what is set there counts.
+    token: Option<String>,
+}
+
+/// 128 bits that nobody can guess.
+fn random_token() -> String {
+    // The standard library seeds its hash tables from the system's random numbers.
+    let word = || RandomState::new().hash_one(std::process::id());
+    format!("{:016x}{:016x}", word(), word())
 }
 
 impl Place {
@@ -78,6 +88,7 @@ impl Place {
                 host: "127.0.0.1".to_owned(),
                 port: args.port,
                 run_id: format!("launch-{}", std::process::id()),
+                token: Some(random_token()),
             });
         }
         if args.max_restarts > 0 {
@@ -120,6 +131,7 @@ impl Place {
             run_id: format!("launch-{host}:{port}"),
             host,
             port: Some(port),
+            token: None,
         })
     }
 }
@@ -210,6 +222,9 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
         .env(LAUNCHED, "1")
         // Its end tells that this process has died.
         .stdin(Stdio::piped());
+    if let Some(token) = &place.token {
+        command.env("SIEVE_TOKEN", token);
+    }
     if std::env::var_os("RAYON_NUM_THREADS").is_none() {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = (cores / usize::from(nproc)).max(1);
@@ -221,6 +236,10 @@ fn start(nproc: u16, place: &Place, words: &[String], local_rank: u16, port: u16
     #[cfg(unix)]
     {
         use std::os::unix::process::CommandExt;
+        // The name this program was called by, which rank 0 prints in its next commands.
+        if let Some(name) = std::env::args_os().next() {
+            command.arg0(name);
+        }
         // A group of its own: Ctrl-C in a terminal reaches this process alone, which hands it on once.
         command.process_group(0);
     }
@@ -323,6 +342,10 @@ fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
         if let Some(signal) = status.signal() {
             let who = match signal {
                 9 => ", which the kernel sends too when memory runs out (see dmesg)",
+                7 => {
+                    ": a file that it had mapped got shorter or cannot be read, train.bin of the prepared data or a \
+                     checkpoint"
+                }
                 _ => "",
             };
             return Some(format!(
@@ -360,6 +383,13 @@ fn end(ranks: &mut [Rank]) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tokens_differ() {
+        let tokens = [(); 3].map(|()| random_token());
+        assert!(tokens.iter().all(|token| token.len() == 32));
+        assert!(tokens[0] != tokens[1] && tokens[1] != tokens[2] && tokens[0] != tokens[2]);
+    }
 
     #[test]
     fn the_code_of_a_job_is_that_of_the_rank_at_fault() {

@@ -19,6 +19,7 @@ mod out_of_memory;
 mod paths;
 mod plan;
 mod recipe;
+mod room;
 mod selector;
 mod shipped;
 mod startup;
@@ -110,18 +111,18 @@ enum Command {
 fn main() -> ExitCode {
     startup::mark();
     terminal::install_panic_message();
+    interrupt::have_large_files_refused();
     let cli = Cli::try_parse().unwrap_or_else(|error| refuse(error));
-    let result = match open_output(&cli.output).map(|()| cli.command) {
+    let threads = || startup::check_threads(train::variable("RAYON_NUM_THREADS"));
+    let result = match open_output(&cli.output).and_then(|()| threads()).map(|()| cli.command) {
         Err(error) => Err(error),
         Ok(command) => run(command),
     };
-    match result {
-        Ok(exit) => exit.into(),
-        Err(error) => {
-            terminal::print_error(&error);
-            Exit::Failed.into()
-        }
-    }
+    let exit = result.unwrap_or_else(|error| {
+        terminal::print_error(&error);
+        Exit::Failed
+    });
+    terminal::after_lost_output(exit).into()
 }
 
 /// What a person may type who knows another program, and the command here.
@@ -157,7 +158,7 @@ fn refuse(error: clap::Error) -> ! {
         terminal::print_error(&anyhow::anyhow!(text));
         std::process::exit(2);
     }
-    error.exit()
+    terminal::end_with(&error)
 }
 
 fn open_output(args: &OutputArgs) -> anyhow::Result<()> {
@@ -175,7 +176,8 @@ fn run(command: Command) -> anyhow::Result<Exit> {
         Command::Train(args) => train::run(args),
         Command::Launch(args) => {
             // What the processes would refuse one by one is refused here, once.
-            Cli::parse_from(std::iter::once("sieve").chain(args.command.iter().map(String::as_str)));
+            let words = std::iter::once("sieve").chain(args.command.iter().map(String::as_str));
+            Cli::try_parse_from(words).unwrap_or_else(|error| refuse(error));
             launch::run(&args)
         }
         Command::Plan(args) => done(plan::run(args)),

@@ -5,8 +5,7 @@ use crate::terminal::{bytes, gib};
 use anyhow::{Result, bail};
 use clap::Args;
 use sieve_core::model::gpu::Gpu;
-use sieve_core::{ModelShape, Recipe};
-use sieve_kernels::KeepRest;
+use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_plan::{
     InferenceSize, MemoryPlan, MemoryVerdict, Ranks, Target, import_memory, inference_memory, plan_of_ranks,
 };
@@ -28,10 +27,25 @@ pub(crate) struct MemoryArgs {
     ignore_memory: bool,
 }
 
+/// What the plan of a run that may begin says.
+#[derive(Debug)]
+pub(crate) struct Admitted {
+    /// To be said before it begins: it may not fit.
+    pub(crate) warning: Option<String>,
+    /// What there is room to keep beside the least; for the trainer.
+    pub(crate) keeping: Keeping,
+    /// What to say when the device's memory is full all the same; for [`advise`].
+    pub(crate) advice: String,
+}
+
+/// From now on this is said when a GPU's memory is full.
+pub(crate) fn advise(advice: String) {
+    *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
+}
+
 impl MemoryArgs {
-    /// Refuses a run of `recipe` that does not fit on `device`. Where it may not fit, returns what to warn of. On a GPU
-    /// with room for it DMA keeps the rest of o in rows of any length from now on, and blocks keep what they could make
-    /// again. On the CPU `sharers` of all `ranks` take equal parts of what is free.
+    /// Refuses a run of `recipe` that does not fit on `device`. On the CPU `sharers` of all `ranks` take equal parts of
+    /// what is free.
     ///
     /// # Errors
     /// Need, what is free, the largest parts, and settings with which the run would fit; a recipe that does not fit its
@@ -42,27 +56,22 @@ impl MemoryArgs {
         vocab_size: usize,
         device: &Device,
         [sharers, ranks]: [usize; 2],
-    ) -> Result<Option<String>> {
+    ) -> Result<Admitted> {
         let mut target = target(device, None);
         if let Target::Cpu { memory_bytes, .. } = &mut target {
             *memory_bytes /= sharers.max(1) as u64;
         }
         let ranks = Ranks { size: ranks, hosts: 1 };
         let memory = plan_of_ranks(recipe, vocab_size, &target, ranks)?.memory;
-        if matches!(device, Device::Cuda(_)) {
-            let advice = format!("{}\n{}", parts(&memory), way_out(&memory));
-            *ADVICE.lock().unwrap_or_else(PoisonError::into_inner) = Some(advice);
-            KeepRest::set(match memory.keeps_rest_of_long_rows {
-                true => KeepRest::Always,
-                false => KeepRest::ShortRows,
-            });
-            sieve_ops::keep_made_again(memory.keeps_made_again);
-        }
-        self.decide("this run", &memory)
+        Ok(Admitted {
+            warning: self.decide("this run", &memory)?,
+            keeping: memory.keeping,
+            advice: format!("{}\n{}", parts(&memory), way_out(&memory)),
+        })
     }
 
     /// Refuses to load the model of `checkpoint` for work of a size that does not fit on `device`; warns where it may
-    /// not. From now on DMA keeps no rest of o, since nothing is differentiated.
+    /// not.
     ///
     /// # Errors
     /// As [`check_training`](Self::check_training). A checkpoint that cannot be read is left to its reader.
@@ -72,7 +81,6 @@ impl MemoryArgs {
         device: &Device,
         size: impl FnOnce(&Recipe, &ModelShape) -> InferenceSize,
     ) -> Result<()> {
-        KeepRest::set(KeepRest::Never);
         let Ok((recipe, shape)) = sieve_hf::peek_model(checkpoint) else {
             return Ok(());
         };

@@ -1,4 +1,4 @@
-//! Which ops ran as their plain-Burn reference, as text.
+//! Which ops ran without their kernel, as text.
 use crate::terminal;
 use anyhow::Result;
 
@@ -9,7 +9,7 @@ pub(crate) fn reference_lines() -> Vec<String> {
     slow.map(|((place, op), path)| {
         let reason = path.reason.as_deref().unwrap_or("no reason given");
         format!(
-            "kernels: {op} ran as its plain-Burn reference on {place}, {} times: {reason}",
+            "kernels: {op} ran without its kernel on {place}, {} times: {reason}",
             path.reference_calls
         )
     })

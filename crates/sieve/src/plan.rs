@@ -4,6 +4,7 @@ mod epochs;
 use crate::device::Device;
 use crate::out_of_memory::{self, NOTHING_FITS, need};
 use crate::recipe::RecipeArgs;
+use crate::room;
 use crate::terminal::{self, gib, short_count};
 use crate::train::variable;
 use anyhow::{Context, Result, bail};
@@ -45,7 +46,7 @@ pub(crate) struct PlanArgs {
     /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
     #[arg(long, value_name = "P", requires = "gpu", value_parser = clap::value_parser!(u16).range(1..))]
     context_parallel: Option<u16>,
-    /// Also suggest a learning rate, a batch and steps, by published scaling laws
+    /// Also suggest a learning rate, a batch and steps, by Step Law (arXiv:2503.04715)
     #[arg(long)]
     suggest: bool,
     /// Tokens that --suggest plans for; 20 for each parameter besides the embedding when absent
@@ -96,6 +97,11 @@ pub(crate) fn run(args: PlanArgs) -> Result<()> {
         return Ok(());
     }
     terminal::lines(text(&plan, &recipe, &name, found.as_deref()));
+    terminal::line("");
+    terminal::line(&format!(
+        "disk          {}",
+        room::line(&recipe, plan.disk, &source.default_out())
+    ));
     if let Some(suggestion) = suggestion {
         terminal::line(&suggestion_text(&suggestion, &recipe, &plan));
     }
@@ -109,9 +115,10 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
         "\nsuggested     for {} tokens, {:.1} per parameter besides the embedding, {} FLOPs (20 is usual, \
          arXiv:2203.15556)\n\
          \x20 learning rate {:.2e} (the recipe has {:.2e}), {} rows a step ({}), {} steps ({})\n\
-         \x20 by 0.3118 C^-0.125 and 0.2920 C^0.3271 tokens a step, C the FLOPs (arXiv:2401.02954, fitted to dense \
-         models of\n\
-         \x20 1e17 to 2e19 FLOPs); a start for a sweep, no promise\n\
+         \x20 by Step Law, 1.79 N^-0.713 D^0.307 and 0.58 D^0.571 tokens a step (arXiv:2503.04715), N the parameters \
+         besides\n\
+         \x20 the embedding, D the tokens; a start for a sweep, no promise: at 1.7B DMA's paper has steps of 1M \
+         tokens, the law 0.66M\n\
          \x20 {}",
         short_count(tokens),
         tokens / plan.num_non_embedding.max(1) as f64,
@@ -128,9 +135,17 @@ fn suggestion_text(suggestion: &Suggestion, recipe: &Recipe, plan: &Plan) -> Str
 
 fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     let Some(name) = gpu else {
-        let peak = crate::device::cpu_peak_flops();
+        let (peak, threads) = (crate::device::cpu_peak_flops(), crate::device::num_threads());
         let target = out_of_memory::target(&Device::Cpu, Some(peak));
-        let name = format!("this CPU, {} threads, f32", crate::device::num_threads());
+        let speed = peak / 1e9;
+        let busy = match crate::device::load() {
+            Some(load) if load > 1.0 + threads as f64 => {
+                format!(" on a busy machine (load {load:.0}): a quiet one is faster")
+            }
+            _ => String::new(),
+        };
+        let name =
+            format!("this CPU, {threads} threads, f32: {speed:.0} GFLOP/s of matrix products, measured just now{busy}");
         return Ok((target, name));
     };
     match gpu::find(name) {
@@ -138,12 +153,25 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
             let name = format!("{}, bf16 over f32 masters", gpu.name);
             Ok((Target::Gpu(gpu), name))
         }
+        None if is_no_nvidia(name) => bail!(
+            "--gpu {name} is no NVIDIA GPU: the kernels are CUDA's\n  hint: one of {}",
+            gpu::names().join(", ")
+        ),
         None => bail!(
             "--gpu {name} is not known: {}\n  hint: one of {}",
             gpu::why_not(name),
             gpu::names().join(", ")
         ),
     }
+}
+
+/// Whether a name begins as those of other makers do: AMD's, Intel's, Apple's, Google's.
+fn is_no_nvidia(name: &str) -> bool {
+    let others = [
+        "mi", "rx", "radeon", "instinct", "amd", "arc", "gaudi", "intel", "apple", "tpu",
+    ];
+    let name = name.to_ascii_lowercase();
+    others.iter().any(|other| name.starts_with(other))
 }
 
 /// Rows of the embedding: the recipe's, else the tokenizer file's.
@@ -314,6 +342,12 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     for (part, bytes) in memory.parts() {
         lines.push(format!("  {part:<20} {:>12}", gib(bytes)));
     }
+    if memory.host_checkpoint_bytes > 0 {
+        let bytes = gib(memory.host_checkpoint_bytes);
+        lines.push(format!(
+            "  and {bytes} of the machine's own memory while a checkpoint is written"
+        ));
+    }
     for fitting in &memory.would_fit {
         let (setting, total) = (&fitting.setting, gib(fitting.total_bytes));
         lines.push(format!("  would fit: {total} with {setting}"));
@@ -328,7 +362,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         modes.collect::<Vec<_>>().join(", "),
         format!("{:?}", recipe.activation_checkpoint.mode).to_lowercase()
     ));
-    if memory.keeps_made_again {
+    if memory.keeping.made_again {
         lines.push("  with room to spare: blocks keep what they could make again".to_owned());
     }
     lines

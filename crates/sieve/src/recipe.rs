@@ -1,13 +1,17 @@
 //! Recipes by path or by name, new ones, and the list of their keys.
 mod new;
 
+use crate::train::variable;
 use crate::{shipped, terminal};
 use anyhow::{Context, Result, bail};
 use clap::{Args, Subcommand};
+use sieve_comm::World;
 use sieve_core::Recipe;
 use sieve_core::recipe::{json_schema, keys_page};
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, OnceLock};
 
 /// `sieve recipe …`.
 #[derive(Subcommand, Clone, Debug)]
@@ -36,15 +40,34 @@ pub(crate) fn run(command: RecipeCommand) -> Result<()> {
 /// Which recipe, and what to change in it.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct RecipeArgs {
-    /// A recipe: a path, else a name in recipes/, else the name of one inside the program
+    /// A recipe: a path, else a name in recipes/, else the name of one inside the program; - reads the standard input
     #[arg(long, value_name = "FILE")]
     pub(crate) recipe: String,
     /// Override a key, for example optimizer.lr=1e-3; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     pub(crate) overrides: Vec<String>,
+    /// What was found, for all copies: a pipe can be read once.
+    #[arg(skip)]
+    found: Arc<OnceLock<Found>>,
+}
+
+/// The text of a recipe, and what messages call it.
+#[derive(Clone, Debug)]
+pub(crate) struct Found {
+    text: String,
+    origin: String,
 }
 
 impl RecipeArgs {
+    /// The recipe of a path or a name.
+    pub(crate) fn new(recipe: String, overrides: Vec<String>) -> Self {
+        Self {
+            recipe,
+            overrides,
+            found: Arc::default(),
+        }
+    }
+
     /// The same, where `degree` processes share each row.
     pub(crate) fn with_parts(mut self, degree: Option<u16>) -> Self {
         let key = "parallelism.context_parallel_degree";
@@ -53,10 +76,27 @@ impl RecipeArgs {
         self
     }
 
-    /// Finds, reads and checks the recipe.
+    /// Finds, reads and checks the recipe, and warns of keys that an overridden kind of attention leaves out.
     pub(crate) fn load(&self) -> Result<Recipe> {
-        let (text, origin) = find(&self.recipe)?;
-        Ok(Recipe::load(&text, &origin, &self.overrides)?)
+        let found = match self.found.get() {
+            Some(found) => found,
+            None => {
+                let found = find(&self.recipe)?;
+                self.found.get_or_init(|| found)
+            }
+        };
+        let (recipe, left_out) = Recipe::load_and_left_out(&found.text, &found.origin, &self.overrides)?;
+        // Of several processes the first tells.
+        let world = World::from_env(&variable).ok().flatten();
+        let tells = world.is_none_or(|world| world.rank == 0);
+        if tells && !left_out.is_empty() {
+            terminal::warning(&format!(
+                "not used with attention.kind = {:?}: {}",
+                recipe.attention.kind().name(),
+                left_out.join(", ")
+            ));
+        }
+        Ok(recipe)
     }
 
     /// The same for a command that reads the recipe's text, with a line that says which text that is where the recipe
@@ -71,8 +111,16 @@ impl RecipeArgs {
         Ok((recipe, line))
     }
 
+    /// Output folder of its runs where none is named.
+    pub(crate) fn default_out(&self) -> PathBuf {
+        PathBuf::from("out").join(self.name())
+    }
+
     /// Name of the recipe without folders and ending.
     pub(crate) fn name(&self) -> String {
+        if is_pipe(&self.recipe) {
+            return PIPED.to_owned();
+        }
         let path = Path::new(&self.recipe);
         let name = match path.extension() {
             // quickstart and quickstart.toml are one recipe; dma_1.7b is not the recipe dma_1.
@@ -86,8 +134,33 @@ impl RecipeArgs {
 /// The folder of recipes beside the user.
 const FOLDER: &str = "recipes";
 
-/// The text of a recipe, and what messages call it.
-fn find(recipe: &str) -> Result<(String, String)> {
+/// Stands for the standard input.
+const STANDARD_INPUT: &str = "-";
+/// Name of a recipe that has no file.
+const PIPED: &str = "recipe";
+/// A longer text is no recipe: it may be a device without an end.
+const MOST_BYTES: u64 = 16 << 20;
+
+/// Whether a recipe comes from the standard input or a pipe, which has no name of its own.
+fn is_pipe(recipe: &str) -> bool {
+    let path = Path::new(recipe);
+    recipe == STANDARD_INPUT || (path.exists() && !path.is_file() && !path.is_dir())
+}
+
+fn read(reader: impl Read, origin: String) -> Result<Found> {
+    let mut text = String::new();
+    let read = reader.take(MOST_BYTES + 1).read_to_string(&mut text);
+    let num_bytes = read.with_context(|| format!("reading the recipe {origin}"))?;
+    if num_bytes as u64 > MOST_BYTES {
+        bail!("{origin} is no recipe: it is longer than {MOST_BYTES} bytes\n  hint: name a TOML text");
+    }
+    Ok(Found { text, origin })
+}
+
+fn find(recipe: &str) -> Result<Found> {
+    if recipe == STANDARD_INPUT {
+        return read(std::io::stdin(), "the standard input".to_owned());
+    }
     let given = PathBuf::from(recipe);
     if given.is_dir() {
         bail!(
@@ -98,13 +171,16 @@ fn find(recipe: &str) -> Result<(String, String)> {
     let names = [recipe.to_owned(), format!("{recipe}.toml")];
     let beside = names.each_ref().map(|name| Path::new(FOLDER).join(name));
     let mut paths = names.each_ref().map(PathBuf::from).into_iter().chain(beside);
-    if let Some(path) = paths.find(|path| path.is_file()) {
-        let text = std::fs::read_to_string(&path).with_context(|| format!("reading the recipe {}", path.display()))?;
-        return Ok((text, path.display().to_string()));
+    if let Some(path) = paths.find(|path| path.exists() && !path.is_dir()) {
+        let origin = path.display().to_string();
+        let file = std::fs::File::open(&path).with_context(|| format!("reading the recipe {origin}"))?;
+        return read(file, origin);
     }
     let inside = names.iter().find_map(|name| {
-        let text = shipped::recipe(name)?;
-        Some((text.to_owned(), format!("{name} (inside the program)")))
+        Some(Found {
+            text: shipped::recipe(name)?.to_owned(),
+            origin: format!("{name} (inside the program)"),
+        })
     });
     inside.with_context(|| {
         let mut names = in_folder(Path::new(FOLDER));
@@ -143,11 +219,10 @@ mod tests {
             ("quickstart", "quickstart"),
             ("recipes/quickstart.toml", "quickstart"),
             ("dma_1.7b", "dma_1.7b"),
+            ("-", "recipe"),
+            ("/dev/null", "recipe"),
         ] {
-            let args = RecipeArgs {
-                recipe: recipe.to_owned(),
-                overrides: Vec::new(),
-            };
+            let args = RecipeArgs::new(recipe.to_owned(), Vec::new());
             assert_eq!(args.name(), expected);
         }
     }

@@ -117,14 +117,16 @@ pub(crate) fn summary(selection: &Selection) -> String {
     if totals.nan_lists > 0 {
         text += &format!("; {} heads ran dense because a score was NaN", totals.nan_lists);
     }
-    text += &format!(
-        "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made on the \
-         GPU; {:.1} MB of q, k and v handed to the CPU",
-        totals.kernel_calls,
-        totals.calls,
-        totals.device_selections,
-        totals.host_bytes as f64 / 1e6
-    );
+    if totals.kernel_calls > 0 || totals.host_bytes > 0 {
+        text += &format!(
+            "\nattention         {:>14}  of {} calls by the GPU's kernel, the others by the CPU; masks of {} made \
+             on the GPU; {:.1} MB of q, k and v handed to the CPU",
+            totals.kernel_calls,
+            totals.calls,
+            totals.device_selections,
+            totals.host_bytes as f64 / 1e6
+        );
+    }
     text + "\npaths             " + &paths(&selection.paths())
 }
 

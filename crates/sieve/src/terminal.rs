@@ -28,6 +28,42 @@ struct Output {
 
 static OUTPUT: OnceLock<Output> = OnceLock::new();
 
+/// The first thing that could not be printed, and why.
+static LOST: OnceLock<String> = OnceLock::new();
+
+/// Notes that output is lost. The work goes on: a run must not lose its steps because its lines cannot be written.
+fn lose(place: &str, error: &std::io::Error) {
+    // A reader that went away has read what it wanted.
+    if error.kind() != std::io::ErrorKind::BrokenPipe {
+        LOST.get_or_init(|| format!("{place} could not be written: {error}"));
+    }
+}
+
+/// How the program ends that would end with `exit`: badly where some of its output is lost, which it says.
+pub(crate) fn after_lost_output(exit: Exit) -> Exit {
+    let Some(lost) = LOST.get() else {
+        return exit;
+    };
+    errors(&format!(
+        "error: {lost}\n  hint: what was printed is not whole; make room there, or print elsewhere, and repeat the \
+         command. Files that it wrote are whole, and a training run has its lines in its own log\n"
+    ));
+    match exit {
+        Exit::Done => Exit::Failed,
+        exit => exit,
+    }
+}
+
+/// Ends the program as clap does, with its message; help and the version are results like any other.
+pub(crate) fn end_with(error: &clap::Error) -> ! {
+    let printed = error.print().and_then(|()| std::io::stdout().flush());
+    if let (false, Err(error)) = (error.use_stderr(), printed) {
+        lose("standard output", &error);
+        after_lost_output(Exit::Done).now();
+    }
+    std::process::exit(error.exit_code())
+}
+
 /// Says how much to print, and where else to. To be called once, before anything is printed.
 pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
     let log = log_file.map(|path| {
@@ -36,7 +72,28 @@ pub(crate) fn open(loudness: Loudness, log_file: Option<&Path>) -> Result<()> {
     });
     let log = log.transpose()?.map(Mutex::new);
     OUTPUT.get_or_init(|| Output { loudness, log });
+    // A test of this program may have done it before.
+    if log::set_logger(&LibraryWarnings).is_ok() {
+        log::set_max_level(log::LevelFilter::Warn);
+    }
     Ok(())
+}
+
+/// Prints what the libraries of this program warn of while they work.
+struct LibraryWarnings;
+
+impl log::Log for LibraryWarnings {
+    fn enabled(&self, metadata: &log::Metadata<'_>) -> bool {
+        metadata.level() <= log::Level::Warn && metadata.target().starts_with("sieve_")
+    }
+
+    fn log(&self, record: &log::Record<'_>) {
+        if self.enabled(record.metadata()) {
+            warning(&record.args().to_string());
+        }
+    }
+
+    fn flush(&self) {}
 }
 
 fn loudness() -> Loudness {
@@ -52,12 +109,14 @@ pub(crate) fn is_verbose() -> bool {
 fn keep(text: &str) {
     if let Some(log) = OUTPUT.get().and_then(|output| output.log.as_ref()) {
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
-        // The file repeats the terminal; losing a line of it is no reason to stop.
-        let _ = log.write_all(text.as_bytes());
+        if let Err(error) = log.write_all(text.as_bytes()) {
+            lose("the file of --log-file", &error);
+        }
     }
 }
 
-/// Prints one line of a result; a reader that went away (a closed pipe) is no error.
+/// Prints one line of a result. A reader that went away (a closed pipe) is no error; output that is lost
+/// otherwise is one at the program's end ([`after_lost_output`]).
 pub(crate) fn line(line: &str) {
     text(&format!("{line}\n"));
 }
@@ -90,8 +149,9 @@ pub(crate) fn remark(text: &str) {
 pub(crate) fn text(text: &str) {
     keep(text);
     let mut out = std::io::stdout().lock();
-    let _ = out.write_all(text.as_bytes());
-    let _ = out.flush();
+    if let Err(error) = out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        lose("standard output", &error);
+    }
 }
 
 /// Prints on standard error; a terminal that went away is no reason to fail in another way.
@@ -245,7 +305,7 @@ pub(crate) fn duration(seconds: f64) -> String {
 pub(crate) fn install_panic_message() {
     std::panic::set_hook(Box::new(|panic| {
         let file = panic.location().map_or("", |place| place.file());
-        if file.contains("tensorboard") || sieve_data::expects_panic() {
+        if file.contains("tensorboard-rs") || sieve_data::expects_panic() {
             return;
         }
         let too_large = panic.payload().downcast_ref::<ReferenceTooLarge>();

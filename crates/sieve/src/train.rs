@@ -10,10 +10,10 @@ use crate::data::prepare::Watch;
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::interrupt::{Interrupt, respect_nohup};
-use crate::out_of_memory::MemoryArgs;
+use crate::out_of_memory::{self, MemoryArgs};
 use crate::recipe::RecipeArgs;
-use crate::{startup, terminal, text_files};
-use anyhow::{Result, anyhow, bail};
+use crate::{room, startup, terminal, text_files};
+use anyhow::{Context, Result, anyhow, bail};
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
@@ -26,22 +26,22 @@ use lines::{
 use log::Log;
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
-use sieve_core::recipe::TrainingPrecision;
-use sieve_core::{ModelShape, Recipe};
+use sieve_core::recipe::{AttentionKind, TrainingPrecision};
+use sieve_core::{Keeping, ModelShape, Recipe};
 use sieve_data::{OnChange, Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport, SumOrder};
-use sieve_ops::{Cuda, TrainBackend};
+use sieve_ops::{Cuda, DMA_SCORE_CLAMP, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainEvent,
-    TrainSummary, Trainer, TrainingData, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainError,
+    TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Tokens of held-out text that become the prompt to try, at most.
 const PROMPT_TOKENS: usize = 12;
@@ -99,6 +99,12 @@ pub(crate) struct TrainArgs {
     /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
     #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
     context_parallel: Option<u16>,
+    /// Folder for the last checkpoint of this process when its own place cannot be written
+    #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
+    checkpoint_fallback: Option<PathBuf>,
+    /// Seconds for which the last checkpoint is tried where it cannot be written
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    checkpoint_patience: u64,
     #[command(flatten)]
     memory: MemoryArgs,
 }
@@ -119,6 +125,8 @@ struct Session {
     interrupt: Interrupt,
     profile: Option<u64>,
     stop_after: Option<u64>,
+    fallback: Option<PathBuf>,
+    write_limits: WriteLimits,
     memory: MemoryArgs,
     /// The processes that train together; `None` where this one is alone.
     mesh: Option<Arc<Mesh>>,
@@ -149,7 +157,20 @@ pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world),
         None if !args.sweep.is_empty() => Ok(sweep::run(args)?.into()),
-        None => Ok(run_one(&args, None)?.into()),
+        None => exit_of(run_one(&args, None), true),
+    }
+}
+
+/// How a run's end is told to who started it: one that could keep nothing goes on from its last checkpoint.
+fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
+    match result {
+        Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved { .. })) => {
+            if tells {
+                terminal::print_error(&error);
+            }
+            Ok(Exit::StoppedEarly)
+        }
+        result => Ok(result?.into()),
     }
 }
 
@@ -217,8 +238,7 @@ fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
 
 impl TrainArgs {
     fn out_folder(&self) -> PathBuf {
-        let default = || PathBuf::from("out").join(self.recipe.name());
-        self.out.clone().unwrap_or_else(default)
+        self.out.clone().unwrap_or_else(|| self.recipe.default_out())
     }
 
     fn start(&self, out: &Path, mesh: Option<&Mesh>) -> Result<Start> {
@@ -229,7 +249,7 @@ impl TrainArgs {
                 None => holds_run,
             };
             if goes_on {
-                return Ok(Start::Resume);
+                return Ok(Start::ResumeAlone);
             }
         }
         Ok(match (&self.branch_from, &self.resume_from, self.resume) {
@@ -271,6 +291,11 @@ impl Session {
             interrupt: Interrupt::install(tells)?,
             profile: args.profile,
             stop_after: args.stop_after,
+            fallback: args.checkpoint_fallback.clone(),
+            write_limits: WriteLimits {
+                last: Duration::from_secs(args.checkpoint_patience),
+                ..WriteLimits::default()
+            },
             memory: args.memory,
             mesh: group.map(|(mesh, _)| mesh),
         })
@@ -333,18 +358,15 @@ fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
 }
 
 fn on_cpu() -> (Hardware<Autodiff<Flex>>, String) {
-    let peak = crate::device::cpu_peak_flops();
+    // A CPU has no peak on a data sheet, and one measured while others use it is exceeded later.
     let hardware = Hardware {
         device: FlexDevice,
         precision: Precision::F32,
-        peak_flops: Some(peak),
+        peak_flops: None,
         memory: MemoryProbe::Process,
+        keeping: Keeping::default(),
     };
-    let description = format!(
-        "the CPU in f32, {} threads, {:.0} GFLOP/s measured in products",
-        crate::device::num_threads(),
-        peak / 1e9
-    );
+    let description = format!("the CPU in f32, {} threads", crate::device::num_threads());
     (hardware, description)
 }
 
@@ -361,6 +383,7 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
             unwatch: sieve_kernels::MemoryPeak::unwatch,
             peak: crate::device::cuda_memory_peak,
         }),
+        keeping: Keeping::default(),
     };
     let peak = peak.map_or("unknown peak".to_owned(), |peak| {
         format!("{:.0} TFLOP/s peak", peak / 1e12)
@@ -393,8 +416,8 @@ fn train<B: TrainBackend>(
     let (mut folder, origin) = match &session.mesh {
         Some(mesh) => ranks::open(mesh, out, start, recipe)?,
         None => {
-            let folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
-            let origin = Origin::find(&folder, start, recipe)?;
+            let mut folder = RunFolder::open(out, &recipe.checkpoint.folder, start)?;
+            let origin = ranks::find_origin(&mut folder, start, recipe)?;
             (folder, origin)
         }
     };
@@ -402,17 +425,25 @@ fn train<B: TrainBackend>(
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
-        if *start == Start::Resume && session.tells() {
+        if matches!(start, Start::Resume | Start::ResumeAlone) && session.tells() {
             // A kill right after the last checkpoint leaves older ones.
             folder.claim(start)?;
             tidy_finished(&folder, recipe)?;
         }
+        let more = 2 * origin.step();
         log.always(&format!(
-            "nothing to do: {} has all {} steps\n  \
-             to go on: --resume --extend {}, with a learning-rate schedule of its own for the new steps",
+            "nothing to do: {} has all {} steps\n  to go on: {}",
             checkpoint.path.display(),
             recipe.training.steps,
-            2 * origin.step(),
+            match origin.is_branch {
+                // A branch has a run of its own, whose schedule counts the steps before it too.
+                true => format!(
+                    "--branch-from with --set training.steps={more}, or another number above {}",
+                    more / 2
+                ),
+                false =>
+                    format!("--resume --extend {more}, with a learning-rate schedule of its own for the new steps"),
+            },
         ));
         return Ok(Ending::Finished);
     }
@@ -420,10 +451,17 @@ fn train<B: TrainBackend>(
         Some(checkpoint) => Ok(checkpoint.state.vocab_size),
         None => crate::plan::vocab_size(recipe),
     };
+    let mut keeping = Keeping::default();
     // A tokenizer that cannot be read is told by what reads it next.
     if let Ok(vocab_size) = vocab_size {
-        let warning = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
-        warning.iter().for_each(|warning| log.always(warning));
+        let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
+        admitted.warning.iter().for_each(|warning| log.always(warning));
+        out_of_memory::advise(admitted.advice);
+        keeping = admitted.keeping;
+    }
+    if let Some(dir) = session.fallback.as_ref().filter(|_| session.tells()) {
+        let what = || format!("creating {} for --checkpoint-fallback", dir.display());
+        std::fs::create_dir_all(dir).with_context(what)?;
     }
     let data = ranks::first_then_others(session.mesh.as_deref(), || {
         prepare(recipe, &mut folder, start, &origin, &log)
@@ -432,7 +470,8 @@ fn train<B: TrainBackend>(
         ranks::check_shared(mesh, out)?;
     }
 
-    let (hardware, mut description) = hardware();
+    let (mut hardware, mut description) = hardware();
+    hardware.keeping = keeping;
     let device = hardware.device.clone();
     let hardware_memory = hardware.memory;
     let num_layers = recipe.model.num_hidden_layers;
@@ -448,20 +487,23 @@ fn train<B: TrainBackend>(
         description = format!("{size} processes, each on {description}");
         own_group = Some(group(mesh.clone(), &device)?);
     }
-    let trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware, own_group);
-    let mut trainer = trainer?;
+    let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware, own_group)?;
     if let Some(num_steps) = session.stop_after {
         trainer.stop_after(num_steps);
     }
+    if let Some(dir) = &session.fallback {
+        trainer.set_fallback(dir.clone());
+    }
+    trainer.set_write_limits(session.write_limits);
     trainer.write_config()?;
     log.open(&log_path)?;
     log.line(&describe(recipe, &trainer, &description));
+    let (line, warning) = room::lines(recipe, trainer.shape().parameters().total(), out);
+    log.line(&line);
+    warning.iter().for_each(|line| log.always(line));
     if let Some(path) = resumed {
-        log.line(&format!(
-            "continuing at step {} from {}",
-            trainer.step(),
-            path.display()
-        ));
+        let (step, path) = (trainer.step(), path.display());
+        log.line(&format!("continuing at step {step} from {path}"));
     }
     let bar = match session.tells() {
         true => terminal::progress_bar(recipe.training.steps as u64, "{bar:30} {pos}/{len} steps  {msg}"),
@@ -500,10 +542,10 @@ fn train<B: TrainBackend>(
         summary.step - first_step,
         terminal::duration(started.elapsed().as_secs_f64())
     ));
-    finish(&log, &summary);
+    finish(&log, &summary, trainer.shape());
     // The run itself is done; a prompt that is too long does not make it fail.
     if session.tells()
-        && let Err(error) = samples(&log, recipe, &trainer, &device)
+        && let Err(error) = samples(&log, recipe, &mut trainer, &device)
     {
         log.line(&format!("no sample: {error}"));
     }
@@ -620,6 +662,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
             .iter()
             .for_each(|elapsed| log.line(&startup_line(*elapsed))),
         TrainEvent::Notice(text) => log.line(text),
+        TrainEvent::Warning(text) => log.always(text),
     });
     if let TrainEvent::Step(report) = event {
         bar.set_position(report.step);
@@ -628,7 +671,7 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
 }
 
 /// What a finished run has come to, and what to do with it.
-fn finish(log: &Log, summary: &TrainSummary) {
+fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
     if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
         log.always(&format!(
             "             loss   perplexity   bits per byte\n\
@@ -645,16 +688,30 @@ fn finish(log: &Log, summary: &TrainSummary) {
             last.bits_per_byte / last.unigram_bits_per_byte,
         ));
     }
-    if let Some(step) = &summary.last_step {
+    // Dense attention has no mask but the causal one.
+    if let Some(step) = &summary.last_step
+        && shape.attention.kind() != AttentionKind::Mha
+    {
         let attention = &step.attention;
-        log.line(&format!(
-            "mask: density {:.3}, {:.1} keys a query, {:.1} % of keys never seen, {:.1} % of queries that see their \
-             own key in no head",
-            attention.density,
-            attention.mean_active_keys,
-            100.0 * attention.never_active,
-            100.0 * attention.not_self_visible,
-        ));
+        let keys = format!(
+            "mask: density {:.3}, {:.1} keys a query",
+            attention.density, attention.mean_active_keys
+        );
+        let clamped = attention.clamped.map_or(String::new(), |share| {
+            format!(
+                ", {:.1} % of scores above the bias's clamp of {DMA_SCORE_CLAMP}",
+                100.0 * share
+            )
+        });
+        // Only a mask that is learned can hide a key from all queries.
+        log.line(&match attention.ages {
+            None => keys,
+            Some(_) => format!(
+                "{keys}, {:.1} % of keys never seen, {:.1} % of queries that see their own key in no head{clamped}",
+                100.0 * attention.never_active,
+                100.0 * attention.not_self_visible,
+            ),
+        });
         if let Some(ages) = attention.ages {
             log.line(&format!(
                 "kept keys: half at most {} tokens old, 95 % at most {}; {:.1} % are not in a sliding window as large",
@@ -667,10 +724,10 @@ fn finish(log: &Log, summary: &TrainSummary) {
 }
 
 /// A few lines of generated text, as the recipe asks for.
-fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &Trainer<B>, device: &B::Device) -> Result<()> {
+fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &mut Trainer<B>, device: &B::Device) -> Result<()> {
     let model = trainer.model().valid();
-    let tokenizer = &trainer.data().tokenizer;
-    for prompt in &recipe.generation.prompts {
+    for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
+        let tokenizer = &trainer.data().tokenizer;
         let ids = tokenizer.encode_marked(prompt)?;
         let room = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
         let config = GenerateConfig {
@@ -685,11 +742,9 @@ fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &Trainer<B>, de
             num_tokens: tokenizer.vocab_size(),
         };
         let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
-        let text = tokenizer.decode(&tokens)?;
-        log.line(&format!(
-            "sample:\n  {}",
-            format!("{prompt}{text}").replace('\n', "\n  ")
-        ));
+        let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
+        log.line(&format!("sample:\n  {}", text.replace('\n', "\n  ")));
+        trainer.keep_sample(number, &text);
     }
     Ok(())
 }

@@ -3,7 +3,7 @@ use crate::device::Device;
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{DType, Distribution, Tensor};
 use burn_cuda::CudaDevice;
-use sieve_core::{DmaBias, DmaWindow};
+use sieve_core::{DmaBias, DmaWindow, KeepRest};
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, MlaPack, Qkv, Selection,
     SumOrder, dma_select,
@@ -19,6 +19,8 @@ pub(crate) struct Inputs {
     doc_start: CudaTensor,
     doc_end: CudaTensor,
     pub(super) scale: f32,
+    /// In which rows a forward pass with a bias keeps the rest of o.
+    pub(super) rest: KeepRest,
 }
 
 /// Normal numbers.
@@ -62,6 +64,7 @@ impl Inputs {
             doc_start: device.int(&vec![0; tokens], &[batch, seq_len]),
             doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),
             scale: 1.0 / (width as f32).sqrt(),
+            rest: KeepRest::default(),
         }
     }
 
@@ -103,7 +106,8 @@ impl Inputs {
         window: Option<usize>,
         bias: Option<&CudaTensor>,
     ) -> Result<AttentionResult, KernelError> {
-        self.qkv.attention_forward(&self.doc_start, window, self.scale, bias)
+        self.qkv
+            .attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.rest)))
     }
 
     /// Its gradients.
@@ -126,7 +130,7 @@ impl Inputs {
 
     /// DMA over ready lists.
     pub(crate) fn dma_forward(&self, delta: &CudaTensor, lists: &KeyLists) -> Result<AttentionResult, KernelError> {
-        self.qkv.dma_attention_forward(delta, lists, self.scale)
+        self.qkv.dma_attention_forward(delta, lists, self.scale, self.rest)
     }
 
     /// Its gradients.

@@ -5,7 +5,7 @@ use crate::device::Device;
 use crate::error::Result;
 use crate::shape::attention_shape;
 use burn::tensor::DType;
-use sieve_kernels::{AttentionShape, CudaTensor, MlaPack, mla_decode};
+use sieve_kernels::{AttentionShape, CudaTensor, LatentKeys, MlaNorm, MlaPack, mla_decode};
 
 const HEADS: usize = 16;
 const HEAD_DIM: usize = 128;
@@ -37,23 +37,40 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     let half = ROPE_DIM / 2;
     let table = || device.float(&vec![0.5; seq_len * half], &[seq_len, half], DType::F32);
     let (positions, cos, sin) = (device.int(&places, &[batch, seq_len]), table(), table());
-    let args = MlaPack {
-        num_heads: HEADS,
-        head_dim: HEAD_DIM,
-        rope_dim: ROPE_DIM,
-        positions: &positions,
-        cos: &cos,
-        sin: &sin,
+    let [q_weight, k_weight] = [(); 2].map(|()| bench.bf16([HEAD_DIM + ROPE_DIM]));
+    let norm = MlaNorm {
+        q_weight: &q_weight,
+        k_weight: &k_weight,
+        epsilon: 1e-6,
     };
-    let packed = args.mla_pack_forward(inputs.each_ref())?;
-    let elements = packed.num_elements() + inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
-    let bytes = 2.0 * elements as f64;
-    bench.row("latent pack forward", shape, Work::Bytes(bytes), || {
-        args.mla_pack_forward(inputs.each_ref())
-    });
-    bench.row("latent pack backward", shape, Work::Bytes(bytes), || {
-        args.mla_pack_backward(&packed)
-    });
+    for (norm, names) in [
+        (None, ["latent pack forward", "latent pack backward"]),
+        (
+            Some(norm),
+            ["latent pack forward, normed", "latent pack backward, normed"],
+        ),
+    ] {
+        let args = MlaPack {
+            num_heads: HEADS,
+            head_dim: HEAD_DIM,
+            rope_dim: ROPE_DIM,
+            positions: &positions,
+            cos: &cos,
+            sin: &sin,
+            norm,
+        };
+        let (packed, _) = args.mla_pack_forward(inputs.each_ref())?;
+        let read = inputs.iter().map(CudaTensor::num_elements).sum::<usize>();
+        let bytes = 2.0 * (packed.num_elements() + read) as f64;
+        bench.row(names[0], shape, Work::Bytes(bytes), || {
+            args.mla_pack_forward(inputs.each_ref())
+        });
+        // With norms the inputs are read again.
+        let again = if norm.is_some() { 2.0 * read as f64 } else { 0.0 };
+        bench.row(names[1], shape, Work::Bytes(bytes + again), || {
+            args.mla_pack_backward(Some(inputs.each_ref()), &packed)
+        });
+    }
     Ok(())
 }
 
@@ -64,6 +81,17 @@ fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
     let shape = attention_shape(batch, len, [HEADS, 1], [width, RANK]);
     let q = bench.bf16([batch, 1, HEADS, width]);
     let latents = bench.bf16([batch, len, width]);
-    let work = Work::Bytes(2.0 * latents.num_elements() as f64);
-    bench.row("latent decode", shape, work, || mla_decode(&q, &latents, RANK, 0.07));
+    let factors = bench
+        .device
+        .float(&vec![0.5; batch * len * HEADS], &[batch, len, HEADS], DType::F32);
+    for (name, key_scale) in [("latent decode", None), ("latent decode, normed", Some(&factors))] {
+        let factor_bytes = key_scale.map_or(0, |scale| 4 * scale.num_elements());
+        let work = Work::Bytes((2 * latents.num_elements() + factor_bytes) as f64);
+        let keys = LatentKeys {
+            latents: &latents,
+            rank: RANK,
+            key_scale,
+        };
+        bench.row(name, shape, work, || mla_decode(&q, keys, 0.07));
+    }
 }

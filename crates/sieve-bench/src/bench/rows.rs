@@ -6,10 +6,9 @@ use crate::error::Result;
 use crate::scores::Scores;
 use crate::shape::attention_shape;
 use burn::tensor::DType;
-use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepRest};
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KeepRest, KernelError, KvCache, Qkv, ScoreBias,
-    SumOrder,
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias, SumOrder,
 };
 use sieve_testing::Random;
 use std::result::Result as StdResult;
@@ -192,7 +191,7 @@ fn form_name(form: DmaShape, scores: &Scores) -> String {
 }
 
 fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Scores) -> Result<()> {
-    let Some(inputs) = bench.inputs(shape)? else {
+    let Some(mut inputs) = bench.inputs(shape)? else {
         return Ok(());
     };
     let (name, window) = (form_name(form, scores), form.window());
@@ -214,10 +213,10 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
     });
     dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
-        KeepRest::set(KeepRest::Always);
+        inputs.rest = KeepRest::Always;
         let name = format!("{name}, rest of o kept");
         dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
-        KeepRest::set(KeepRest::ShortRows);
+        inputs.rest = KeepRest::ShortRows;
     }
     if *scores == Scores::Independent {
         memory(bench, &inputs, [&z, &delta], window)?;

@@ -1,6 +1,7 @@
 //! Decoding against caches that some prefill left: rows of different length, several splits, NaN wherever a kernel
 //! has no business, DMA's slots in any order, groups of more query heads than a block has rows.
 use crate::bar::Bar;
+use crate::case::magnify;
 use crate::device::{Device, separate};
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
@@ -39,6 +40,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let mut calls = Calls {
             device,
             shape,
+            magnitude: extent.magnitude_of(at),
             random: Random(seed),
             worst: 0.0,
         };
@@ -47,7 +49,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
             1 => ("dma_decode, caches", calls.dma(false)),
             _ => ("dma_decode, local window, caches", calls.dma(true)),
         };
-        let (case, outcome) = (format!("{shape:?} seed {seed}"), outcome.map(|()| calls.worst));
+        let case = format!("{shape:?} q, k x {} seed {seed}", calls.magnitude);
+        let outcome = outcome.map(|()| calls.worst);
         report.add(name, "kernel", &case, outcome);
     }
 }
@@ -55,6 +58,8 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
 struct Calls<'a> {
     device: &'a dyn Device,
     shape: AttentionShape,
+    /// Factor on queries and keys.
+    magnitude: f32,
     random: Random,
     worst: f32,
 }
@@ -74,16 +79,20 @@ impl Calls<'_> {
 
     fn token(&mut self) -> Token {
         let shape = self.shape;
-        let [q, k, v] = [queries_of(shape), keys_of(shape), values_of(shape)]
+        let [mut q, mut k, v] = [queries_of(shape), keys_of(shape), values_of(shape)]
             .map(|sizes| self.random.bf16_normals(sizes.iter().product()));
+        magnify(&mut q, self.magnitude);
+        magnify(&mut k, self.magnitude);
         let on = separate(self.device, [&q, &k, &v], shape);
         Token { on, q, k, v }
     }
 
     /// A key of an earlier token.
     fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
+        let mut k = self.random.bf16_normals(self.shape.head_dim);
+        magnify(&mut k, self.magnitude);
         Key {
-            k: self.random.bf16_normals(self.shape.head_dim),
+            k,
             v: self.random.bf16_normals(self.shape.head_dim_v),
             bias,
             rank,
@@ -140,7 +149,9 @@ impl Calls<'_> {
                 to.extend(o.into_iter().map(|x| x as f32));
             }
         }
-        let bar = Bar::new(2.0, Bar::FLOOR, 1.0 / 256.0);
+        // What rounding logits of that size in f32 costs a probability.
+        let largest = self.magnitude.powi(2) * (head_dim as f32).sqrt();
+        let bar = Bar::new(2.0, Bar::FLOOR, 1.0 / 256.0 + 2.0 * f32::EPSILON * largest);
         self.worst = self.worst.max(bar.judge("o", &got, &plain, &exact)?);
         Ok(())
     }

@@ -5,19 +5,153 @@ use crate::nsa::typed;
 use crate::outputs::Outputs;
 use crate::place::{Place, floats, indices};
 use crate::shape::{keys_of, packed_of, queries_of, values_of};
+use burn::tensor::activation::relu;
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorData};
+use burn::tensor::{Tensor, TensorPrimitive};
+use sieve_core::model::NsaCompression;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
-use sieve_ops::{AttentionBackend, NsaBlocks, NsaCall};
-use sieve_testing::Random;
+use sieve_ops::{AttentionBackend, LinearBackend, NsaBlocks, NsaCall};
+use sieve_testing::{Random, round_bf16};
 
-/// Blocks of a call: the paper's.
-pub(super) const BLOCKS: NsaBlocks = NsaBlocks {
-    compress_block_size: 32,
-    compress_stride: 16,
-    select_block_size: 64,
-    num_selected_blocks: 16,
-};
+/// Blocks of native sparse attention, and how one key, and one value, is made of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NsaForm {
+    /// Sizes of the blocks.
+    pub blocks: NsaBlocks,
+    /// Mean or MLP.
+    pub pool: NsaCompression,
+}
+
+/// The paper's blocks, and their means.
+impl Default for NsaForm {
+    fn default() -> Self {
+        let blocks = NsaBlocks {
+            compress_block_size: 32,
+            compress_stride: 16,
+            select_block_size: 64,
+            num_selected_blocks: 16,
+        };
+        let pool = NsaCompression::Mean;
+        Self { blocks, pool }
+    }
+}
+
+impl NsaForm {
+    /// For a file's metadata.
+    pub(super) fn words(&self) -> [(&'static str, String); 2] {
+        let NsaForm { blocks, pool } = self;
+        let sizes = [
+            blocks.compress_block_size,
+            blocks.compress_stride,
+            blocks.select_block_size,
+            blocks.num_selected_blocks,
+        ];
+        let pool = match pool {
+            NsaCompression::Mean => "mean",
+            NsaCompression::Mlp => "mlp",
+        };
+        [
+            ("blocks", sizes.map(|x| x.to_string()).join(" ")),
+            ("pool", pool.to_owned()),
+        ]
+    }
+}
+
+/// `W_2 relu(W_1 flatten(block + positions))` of keys or of values, and what it leaves for its gradients.
+struct Mlp<B: Place> {
+    /// `[hidden, compress_block_size * head_dim]`, `[head_dim, hidden]`.
+    weights: [FloatTensor<B>; 2],
+    /// `[rows, compress_block_size * head_dim]`.
+    blocks: FloatTensor<B>,
+    /// `[rows, hidden]`, after the ReLU.
+    hidden: Tensor<B, 2>,
+}
+
+fn tensor<B: Place, const D: usize>(x: FloatTensor<B>) -> Tensor<B, D> {
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+fn primitive<B: Place, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
+    x.into_primitive().tensor()
+}
+
+impl<B: Place> Mlp<B> {
+    fn forward(weights: [FloatTensor<B>; 2], blocks: FloatTensor<B>) -> (Self, Tensor<B, 2>) {
+        let [up, down] = weights.clone();
+        let hidden = relu(tensor::<B, 2>(<B as LinearBackend>::linear(blocks.clone(), up)));
+        let y = <B as LinearBackend>::linear(primitive(hidden.clone()), down);
+        let mlp = Self {
+            weights,
+            blocks,
+            hidden,
+        };
+        (mlp, tensor(y))
+    }
+
+    /// Gradients of the blocks and of both weights.
+    fn backward(self, dy: Tensor<B, 2>) -> (Tensor<B, 2>, [FloatTensor<B>; 2]) {
+        let [up, down] = self.weights;
+        let dy = primitive(dy);
+        let d_hidden = tensor::<B, 2>(B::linear_input_gradient(down, dy.clone()));
+        let d_hidden = primitive(d_hidden.mask_fill(self.hidden.clone().equal_elem(0.0), 0.0));
+        let d_down = B::linear_weight_gradient(primitive(self.hidden), dy, None);
+        let d_up = B::linear_weight_gradient(self.blocks, d_hidden.clone(), None);
+        (tensor(B::linear_input_gradient(up, d_hidden)), [d_up, d_down])
+    }
+}
+
+/// The weights of a block's MLPs, exact in bf16: of keys, then of values.
+struct MlpWeights {
+    /// `[compress_block_size, head_dim]`.
+    positions: [Vec<f32>; 2],
+    /// `[hidden, compress_block_size * head_dim]`.
+    up: [Vec<f32>; 2],
+    /// `[head_dim, hidden]`.
+    down: [Vec<f32>; 2],
+    /// Block size, width of a head, hidden width.
+    sizes: [usize; 3],
+}
+
+const OF_KEYS_AND_VALUES: [&str; 2] = ["k", "v"];
+
+impl MlpWeights {
+    fn draw(blocks: NsaBlocks, head_dim: usize, random: &mut Random) -> Self {
+        let [size, hidden] = [blocks.compress_block_size, 2 * head_dim];
+        let mut normals = |count: usize, inner: usize| -> [Vec<f32>; 2] {
+            let factor = 1.0 / (inner as f32).sqrt();
+            [(); 2].map(|()| {
+                let values = random.bf16_normals(count).into_iter();
+                values.map(|x| round_bf16(x * factor)).collect()
+            })
+        };
+        Self {
+            positions: normals(size * head_dim, 1),
+            up: normals(hidden * size * head_dim, size * head_dim),
+            down: normals(head_dim * hidden, hidden),
+            sizes: [size, head_dim, hidden],
+        }
+    }
+
+    /// What each is called, of keys or of values, with its sizes.
+    fn named(&self, which: usize) -> [(String, [usize; 2], &[f32]); 3] {
+        let ([size, d, hidden], of) = (self.sizes, OF_KEYS_AND_VALUES[which]);
+        [
+            (format!("{of}_positions"), [size, d], &self.positions[which]),
+            (format!("{of}_up"), [hidden, size * d], &self.up[which]),
+            (format!("{of}_down"), [d, hidden], &self.down[which]),
+        ]
+    }
+
+    fn on<B: Place>(&self, device: &B::Device) -> [[FloatTensor<B>; 3]; 2] {
+        let of = |which| {
+            self.named(which)
+                .map(|(_, sizes, values)| typed::<B, 2>(values, sizes, device))
+        };
+        [of(0), of(1)]
+    }
+}
 
 /// The tensors of a file, in order.
 pub(super) struct Tensors {
@@ -83,8 +217,10 @@ pub(super) fn mla<B: Place>(case: Case, seed: u64, device: &B::Device) -> Vec<Na
     tensors.finish(bounds)
 }
 
-/// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention over means of blocks.
-pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
+/// Inputs, gates, chosen blocks, outputs and all gradients of native sparse attention, with the weights that make keys
+/// of blocks where it has some.
+pub(super) fn nsa<B: Place>(case: &Case, form: NsaForm, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
+    let NsaForm { blocks, pool } = form;
     let mut tensors = Tensors::new(B::DTYPE);
     let (output, num_kv_heads) = (case.shape.output(), case.shape.num_kv_heads);
     let [batch, seq_len, num_heads, d] = output;
@@ -98,9 +234,17 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.floats("gate_logits", &logits, &gates_shape, DType::BF16);
     tensors.floats("gate_bias", &bias, &[num_heads, 3], DType::BF16);
     tensors.floats("do", &case.d_o, &output, DType::BF16);
+    let weights = (pool == NsaCompression::Mlp).then(|| MlpWeights::draw(blocks, d, &mut random));
+    for (name, sizes, values) in weights
+        .iter()
+        .flat_map(|weights| [0, 1].map(|at| weights.named(at)))
+        .flatten()
+    {
+        tensors.floats(&name, values, &sizes, DType::BF16);
+    }
 
     let documents = case.documents::<B>(device);
-    let call = NsaCall::new(&documents, case.spec(None), BLOCKS);
+    let call = NsaCall::new(&documents, case.spec(None), blocks);
     let (window, bounds) = (case.spec(Some(case.window())), documents.bounds());
     let dims = packed_of(case.shape);
     let rows = crate::strided::packed(case, crate::strided::Layout::Contiguous).gathered();
@@ -109,17 +253,35 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     let logits = typed::<B, 3>(&logits, [batch, seq_len, gates], device);
     let bias = typed::<B, 1>(&bias, [gates], device);
 
-    let means = B::nsa_mean_pool(qkv.clone(), &call);
-    let coarse = B::nsa_compressed_attention(qkv.clone(), means.clone(), &call);
+    let mut mlps = Vec::new();
+    let compressed = match &weights {
+        None => B::nsa_mean_pool(qkv.clone(), &call),
+        Some(weights) => {
+            let [[k_positions, k_up, k_down], [v_positions, v_up, v_down]] = weights.on::<B>(device);
+            let inputs = tensor::<B, 3>(B::nsa_blocks(qkv.clone(), [k_positions, v_positions], &call));
+            let [_, rows, width] = inputs.dims();
+            let made = [[k_up, k_down], [v_up, v_down]]
+                .into_iter()
+                .enumerate()
+                .map(|(at, weights)| {
+                    let blocks = inputs.clone().narrow(0, at, 1).reshape([rows, width]);
+                    let (mlp, y) = Mlp::<B>::forward(weights, primitive(blocks));
+                    mlps.push(mlp);
+                    y
+                });
+            primitive(Tensor::stack::<3>(made.collect(), 0))
+        }
+    };
+    let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
     let chosen = coarse.block_indices;
     let selected = B::nsa_selected_attention(qkv.clone(), chosen.clone(), &call);
     let recent = <B as AttentionBackend>::attention(qkv.clone(), &bounds, window);
     let branches = [&coarse.output, &selected.output, &recent].map(|x| x.o.clone());
     let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
 
-    let means_shape = [2, batch, BLOCKS.num_slots(seq_len), num_kv_heads, d];
-    let choice = [batch, seq_len, num_kv_heads, BLOCKS.num_selected_blocks];
-    tensors.output("compressed", &floats::<B, 3>(means.clone()), &means_shape);
+    let slots_shape = [2, batch, blocks.num_slots(seq_len), num_kv_heads, d];
+    let choice = [batch, seq_len, num_kv_heads, blocks.num_selected_blocks];
+    tensors.output("compressed", &floats::<B, 3>(compressed.clone()), &slots_shape);
     tensors.ints("block_indices", indices::<B, 4>(chosen.clone()), &choice);
     let names = ["compressed", "selected", "window"];
     let of_branches = [&coarse.output, &selected.output, &recent];
@@ -138,13 +300,36 @@ pub(super) fn nsa<B: Place>(case: &Case, seed: u64, device: &B::Device) -> Vec<N
     tensors.output("dgate_logits", &floats::<B, 3>(d_logits), &gates_shape);
     let d_bias = floats::<B, 1>(d_bias);
     tensors.floats("dgate_bias", &d_bias, &[num_heads, 3], DType::F32);
-    let [coarse_dqkv, d_means] =
-        B::nsa_compressed_attention_backward(qkv.clone(), means, &call, coarse.output, coarse_do);
-    let values = floats::<B, 3>(d_means.clone());
-    tensors.output("dcompressed", &values, &means_shape);
+    let [coarse_dqkv, d_compressed] =
+        B::nsa_compressed_attention_backward(qkv.clone(), compressed, &call, coarse.output, coarse_do);
+    let values = floats::<B, 3>(d_compressed.clone());
+    tensors.output("dcompressed", &values, &slots_shape);
+    let blocks_dqkv = match &weights {
+        None => B::nsa_mean_pool_backward(dims, &call, d_compressed),
+        Some(weights) => {
+            let dy = tensor::<B, 3>(d_compressed);
+            let [_, rows, _] = dy.dims();
+            let (mut d_blocks, mut of_weights) = (Vec::new(), Vec::new());
+            for (at, mlp) in mlps.into_iter().enumerate() {
+                let (dx, gradients) = mlp.backward(dy.clone().narrow(0, at, 1).reshape([rows, d]));
+                d_blocks.push(dx);
+                of_weights.push(gradients);
+            }
+            let d_blocks = primitive(Tensor::stack::<3>(d_blocks, 0));
+            let [dqkv, dk_positions, dv_positions] = B::nsa_blocks_backward(dims, &call, d_blocks);
+            let of_positions = [dk_positions, dv_positions];
+            for (at, (positions, [up, down])) in of_positions.into_iter().zip(of_weights).enumerate() {
+                for ((name, sizes, _), gradient) in weights.named(at).into_iter().zip([positions, up, down]) {
+                    let values = floats::<B, 2>(gradient);
+                    tensors.floats(&format!("d{name}"), &values, &sizes, DType::F32);
+                }
+            }
+            dqkv
+        }
+    };
     let parts = [
         coarse_dqkv,
-        B::nsa_mean_pool_backward(dims, &call, d_means),
+        blocks_dqkv,
         B::nsa_selected_attention_backward(qkv.clone(), chosen, &call, selected, selected_do),
         B::attention_backward(qkv, &bounds, window, recent, window_do),
     ];

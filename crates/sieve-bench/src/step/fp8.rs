@@ -41,30 +41,9 @@ pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &
     }
 }
 
-/// What a byte stands for.
-fn decoded(byte: f32, format: Fp8Format) -> f32 {
-    let byte = byte as i32;
-    let (mantissa_bits, bias) = match format {
-        Fp8Format::E4m3 => (3, 7),
-        Fp8Format::E5m2 => (2, 15),
-    };
-    let exponent = byte >> mantissa_bits & (0x7f >> mantissa_bits);
-    let mantissa = byte & ((1 << mantissa_bits) - 1);
-    let fraction = mantissa as f32 / (1 << mantissa_bits) as f32;
-    let magnitude = match exponent {
-        _ if byte & 0x7f == 0x7f => f32::NAN,
-        0 => fraction * 2f32.powi(1 - bias),
-        _ => (1.0 + fraction) * 2f32.powi(exponent - bias),
-    };
-    match byte & 0x80 {
-        0 => magnitude,
-        _ => -magnitude,
-    }
-}
-
 fn numbers(calls: &Calls<'_>, matrix: &Fp8Matrix) -> Result<Vec<f32>, Wrong> {
     let bytes = calls.device.floats(&matrix.values)?.into_iter();
-    Ok(bytes.map(|byte| decoded(byte, matrix.format)).collect())
+    Ok(bytes.map(|byte| matrix.format.number_of(byte as u8)).collect())
 }
 
 fn turned(values: &[f32], width: usize) -> Vec<f32> {

@@ -1,10 +1,16 @@
+use super::join::*;
 use super::*;
+use crate::CollectiveCounts;
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
 use std::sync::mpsc::channel;
 use std::thread;
+use std::time::Instant;
 
 const QUICK: Patience = Patience {
     join: Duration::from_secs(20),
     silence: Duration::from_secs(10),
+    still: Duration::from_secs(2),
     long: Duration::from_secs(2),
     farewell: Duration::from_millis(200),
 };
@@ -269,20 +275,43 @@ fn a_rank_that_lives_and_does_not_go_on_with_its_step_is_named() {
 
 /// As GPUs do that wait for one that hangs: each rank waits for its own, and none for another rank.
 #[test]
-fn ranks_that_all_stand_still_end_though_none_waits_for_another() {
+fn ranks_that_all_stand_still_end_though_none_waits_for_another_and_the_one_behind_is_named() {
     let patience = Patience {
         silence: Duration::from_secs(1),
         long: Duration::from_secs(1),
         ..QUICK
     };
-    let told = ranks_of(patience, 3, |mesh| {
-        mesh.set_work(Work::Step);
-        mesh.watch.failure(Duration::from_secs(60))
+    side_by_side(&[0, 2, 3], |&behind| {
+        let told = ranks_of(patience, 3, move |mesh| {
+            let is_behind = mesh.world().rank == behind;
+            mesh.set_work(Work::Step);
+            mesh.set_collective_counts(CollectiveCounts {
+                num_ended: 7,
+                num_reached: if is_behind { 7 } else { 8 },
+            });
+            mesh.watch.failure(Duration::from_secs(60))
+        });
+        for failure in told {
+            let failure = failure.expect("all stand still");
+            let Loss::AllStill {
+                seconds: 2,
+                behind: found,
+            } = &failure.loss
+            else {
+                panic!("{failure}");
+            };
+            let words = format!("rank {behind} (");
+            match behind {
+                3 => assert_eq!(found, "", "all are equally far"),
+                // It does not know its own place.
+                0 => assert!(found.starts_with("rank 0 has reached collective 7"), "{found}"),
+                _ => assert!(
+                    found.starts_with(&words) && found.contains("another waits in collective 8"),
+                    "{found}"
+                ),
+            }
+        }
     });
-    for failure in told {
-        let failure = failure.expect("all stand still");
-        assert_eq!(failure.loss, Loss::AllStill(2), "{failure}");
-    }
 }
 
 #[test]
@@ -370,6 +399,75 @@ fn strangers_and_double_ranks_are_refused() {
     assert!(error.to_string().contains("two processes"), "{error}");
     let error = first.join().unwrap().unwrap_err();
     assert!(error.to_string().contains("two processes"), "{error}");
+}
+
+#[test]
+fn strangers_who_know_the_run_and_not_its_token_end_nothing() {
+    let (listener, port) = host();
+    let world = |rank, token: &str| World {
+        token: token.to_owned(),
+        ..World::on_this_host(rank, 2, port)
+    };
+    let first = world(0, "secret");
+    let first = thread::spawn(move || join(first, Some(listener), QUICK, |_| {}));
+    for (token, version) in [("", "1"), ("guess", "1"), ("guess", "9.9.9")] {
+        let error = Mesh::join(world(1, token), version, QUICK, |_| {}).unwrap_err();
+        assert!(error.to_string().contains("another SIEVE_TOKEN"), "{error}");
+    }
+    let second = Mesh::join(world(1, "secret"), "1", QUICK, |_| {});
+    second.expect("rank 1").leave();
+    first.join().unwrap().expect("rank 0").leave();
+}
+
+#[test]
+fn strangers_who_say_nothing_or_a_byte_now_and_then_hold_up_nobody() {
+    let (listener, port) = host();
+    let stranger = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+    let silent = [(); 6].map(|()| stranger());
+    let mut slow = stranger();
+    let drip = thread::spawn(move || {
+        // The head of a message of a gigabyte.
+        let head = [&[HELLO][..], &(1u64 << 30).to_le_bytes()].concat();
+        slow.write_all(&head).unwrap();
+        while slow.write_all(b"x").is_ok() {
+            thread::sleep(Duration::from_millis(300));
+        }
+    });
+    let since = Instant::now();
+    let first = thread::spawn(move || join(World::on_this_host(0, 2, port), Some(listener), QUICK, |_| {}));
+    let second = Mesh::join(World::on_this_host(1, 2, port), "1", QUICK, |_| {});
+    second.expect("rank 1").leave();
+    first.join().unwrap().expect("rank 0").leave();
+    assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
+    drip.join().unwrap();
+    drop(silent);
+}
+
+#[test]
+fn each_rank_gets_one_message_with_what_all_have() {
+    let (listener, port) = host();
+    let size = 5;
+    let first = thread::spawn(move || {
+        let mesh = join(World::on_this_host(0, size, port), Some(listener), QUICK, |_| {}).unwrap();
+        assert_eq!(mesh.gather(b"0").unwrap().concat(), b"01234");
+        mesh
+    });
+    let others = (1..size).map(|rank| {
+        thread::spawn(move || {
+            let peer = connect(&World::on_this_host(rank, size, port), "1", QUICK).unwrap();
+            send(&peer.data, GATHER, rank.to_string().as_bytes()).unwrap();
+            peer
+        })
+    });
+    let others = others.collect::<Vec<_>>();
+    let others = others.into_iter().map(|peer| peer.join().unwrap()).collect::<Vec<_>>();
+    let _first = first.join().unwrap();
+    for peer in others {
+        assert!(matches!(receive(&peer.data), Ok((GATHER, _))));
+        peer.data.set_nonblocking(true).unwrap();
+        let more = receive(&peer.data);
+        assert!(more.is_err(), "a second message: {more:?}");
+    }
 }
 
 /// The connections of a rank of 3, without waiting for the others.

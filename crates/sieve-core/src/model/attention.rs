@@ -27,13 +27,20 @@ choices! {
 }
 
 choices! {
-    /// Sets several keys of DMA at once.
+    /// Sets several keys of a kind at once.
     #[derive(Hash)]
-    pub enum DmaPreset {
-        /// arXiv:2508.02124: no recency, no local window, the exponential as bias, A starts at 0.
+    pub enum AttentionPreset {
+        /// The values of the paper that describes the kind.
         Paper = "paper",
     }
 }
+
+/// Where a window comes from that a recipe leaves out.
+pub(crate) const A_QUARTER_OF_THE_ROW: &str = "a quarter of `training.seq_len`";
+
+/// Bounds of a slope's period, in tokens.
+const PERIODS: [f64; 2] = [1.0, 1e9];
+const A_PERIOD: &str = "a period is a number of tokens; 64 is usual for the shortest";
 
 keys! {
     /// Dynamic mask attention (arXiv:2508.02124, eq. 3), with two additions that are off by default: recency and a
@@ -44,28 +51,37 @@ keys! {
     /// the largest (rank, position), `keep_window_size` in all. The logit adds `exp(min(rank_j, 60))` or `rank_j`.
     #[derive(Copy)]
     pub struct DmaShape {
-        /// Sets the keys of DMA below but `keep_window_size`; a recipe gives no other values beside it. As an override
-        /// it replaces those of the recipe, and `model.layer_types`.
-        text preset: Option<DmaPreset>,
+        /// Sets the keys below but `keep_window_size` to the form of arXiv:2508.02124: no recency, no local window, the
+        /// exponential as bias, A starts at 0. A recipe gives no other values beside it. As an override it replaces
+        /// those of the recipe, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
         /// Keys a query keeps, per KV head, those of the local window among them.
-        #[key(size(MAX_SEQ_LEN))]
+        #[key(filled(A_QUARTER_OF_THE_ROW), optional, size(MAX_SEQ_LEN))]
         pub keep_window_size: usize,
         /// How a key's rank enters the logit.
-        pub bias: DmaBias = DmaBias::Exp,
+        #[key(filled("`\"linear\"` with `recency = \"slope\"`, else `\"exp\"`"), optional)]
+        pub bias: DmaBias,
         /// Initial value of every entry of A. At 0 all scores tie, and DMA starts as a sliding window.
+        #[key(between(-1000.0, 1000.0, "0.0 starts DMA as a sliding window"))]
         pub a_init: f64 = 0.0,
-        /// What makes later keys rank higher.
-        pub recency: DmaRecency = DmaRecency::None,
+        /// What makes later keys rank higher. A text of this kind that gives `keep_window_size` gives it whole: what
+        /// it leaves out of `recency` and `local_window_size` is as published.
+        #[key(
+            filled("`\"slope\"`; `\"none\"` where the text gives `keep_window_size`, and with `bias = \"exp\"`"),
+            optional
+        )]
+        pub recency: DmaRecency,
         /// Period of the first KV head's slope, in tokens. Absent: 64.
-        #[key(positive)]
+        #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
         pub shortest_period: Option<f64>,
         /// Period of the last KV head's slope, in tokens; those between are spaced geometrically. Absent: four times
         /// `keep_window_size`.
-        #[key(positive)]
+        #[key(between(PERIODS[0], PERIODS[1], A_PERIOD))]
         pub longest_period: Option<f64>,
         /// Keys every query sees whatever their rank: the last ones, its own included, in tokens; at most
         /// `keep_window_size`.
-        pub local_window_size: usize = 0,
+        #[key(filled("an eighth of `keep_window_size`; 0 where the text gives that"), optional)]
+        pub local_window_size: usize,
     }
 }
 
@@ -122,16 +138,17 @@ impl DmaShape {
         self.recency == DmaRecency::None && self.local_window_size == 0
     }
 
-    /// `longest_period` or its default.
-    fn longest_period(&self) -> f64 {
-        self.longest_period.unwrap_or(4.0 * self.keep_window_size as f64)
+    /// The periods of the first and the last KV head's slope, given or by default.
+    pub(crate) fn periods(&self) -> [f64; 2] {
+        let last = self.longest_period.unwrap_or(4.0 * self.keep_window_size as f64);
+        [self.shortest_period.unwrap_or(SHORTEST_PERIOD), last]
     }
 
     /// The same layer with another `keep_window_size`; the slopes stay.
     pub fn with_window(self, keep_window_size: usize) -> Self {
         let longest_period = match self.recency {
             DmaRecency::None => self.longest_period,
-            DmaRecency::Slope => Some(self.longest_period()),
+            DmaRecency::Slope => Some(self.periods()[1]),
         };
         Self {
             keep_window_size,
@@ -145,8 +162,7 @@ impl DmaShape {
         match self.recency {
             DmaRecency::None => None,
             DmaRecency::Slope => {
-                let first = self.shortest_period.unwrap_or(SHORTEST_PERIOD);
-                let last = self.longest_period();
+                let [first, last] = self.periods();
                 // One KV head takes the last period, the longest of the default.
                 let part = |head: usize| match num_kv_heads {
                     1 => 1.0,
@@ -167,19 +183,51 @@ keys! {
     ///
     /// `c = RMSNorm(x W_DKV)`; per head `k_C = c W_UK` and `v = c W_UV`, both of the model's `head_dim`; one
     /// `k_R = RoPE(x W_KR)` for all heads; `q = [x W_QC ; RoPE(x W_QR)]`. Keys and values exist per query head, so
-    /// `num_kv_heads` equals `num_heads`. No per-head q/k norm.
+    /// `num_kv_heads` equals `num_heads`. With `qk_norm`, which the paper does not have, RMSNorm is applied to each
+    /// head's q and k, `[k_C ; x W_KR]`, before the rotation.
     ///
     /// Parameters of a layer: W_Q `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, W_DKV and W_KR together
     /// `[kv_lora_rank + qk_rope_head_dim, d_model]`, the latent's norm `[kv_lora_rank]`, W_UK and W_UV together
-    /// `[num_heads * 2 * head_dim, kv_lora_rank]`, W_O `[d_model, num_heads * head_dim]`.
+    /// `[num_heads * 2 * head_dim, kv_lora_rank]`, W_O `[d_model, num_heads * head_dim]`; with `qk_norm` a weight of
+    /// [`qk_norm_dim`](Self::qk_norm_dim) numbers for queries and one for keys, which all heads share.
     #[derive(Copy, Eq, Hash)]
     pub struct MlaShape {
+        /// Sets the keys below to those of DeepSeek-V2 (arXiv:2405.04434, section 2.1): a latent of four heads, a
+        /// rotated part of half a head. As an override it replaces those of the recipe.
+        text preset: Option<AttentionPreset>,
         /// Width of the latent c that keys and values are made from (`d_c`).
-        #[key(size(MAX_WIDTH))]
+        #[key(filled("a quarter of `model.hidden_size`"), optional, size(MAX_WIDTH))]
         pub kv_lora_rank: usize,
         /// Width of the rotated part of queries and keys (`d_r`); even.
-        #[key(size(MAX_WIDTH))]
+        #[key(filled("half of `model.head_dim`"), optional, size(MAX_WIDTH))]
         pub qk_rope_head_dim: usize,
+        /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation. An addition of
+        /// ours, with which MLA learns faster; the paper has none.
+        pub qk_norm: bool = true,
+    }
+}
+
+impl MlaShape {
+    /// Width of the norms of queries and keys where heads have `head_dim`; 0 without them.
+    pub fn qk_norm_dim(&self, head_dim: usize) -> usize {
+        match self.qk_norm {
+            true => head_dim + self.qk_rope_head_dim,
+            false => 0,
+        }
+    }
+
+    /// The sizes of arXiv:2405.04434, section 2.1, for heads of `head_dim`.
+    pub fn published(head_dim: usize) -> Self {
+        Self {
+            kv_lora_rank: 4 * head_dim,
+            qk_rope_head_dim: Self::half_a_head(head_dim),
+            qk_norm: false,
+        }
+    }
+
+    /// The rotated part where a recipe gives none: rotary embedding turns pairs.
+    pub(crate) fn half_a_head(head_dim: usize) -> usize {
+        (head_dim / 2).next_multiple_of(2).max(2)
     }
 }
 
@@ -204,25 +252,38 @@ keys! {
     /// `[compress_hidden_size, compress_block_size * head_dim]`, second matrix `[head_dim, compress_hidden_size]`.
     #[derive(Copy, Eq, Hash)]
     pub struct NsaShape {
+        /// Sets the keys below but `compress_hidden_size` to those of arXiv:2502.11089, section 4.1: blocks of 32 every
+        /// 16 tokens, an MLP, 16 blocks of 64, a window of 512, keys and values of each branch's own. As an override it
+        /// replaces those of the recipe, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
         /// Tokens of a compressed block (l).
-        #[key(size(MAX_SEQ_LEN))]
+        #[key(filled("twice `compress_stride`"), optional, size(MAX_SEQ_LEN))]
         pub compress_block_size: usize,
         /// Tokens between the starts of two compressed blocks (s); divides both block sizes.
-        #[key(size(MAX_SEQ_LEN))]
+        #[key(filled("8; 16 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
         pub compress_stride: usize,
         /// How a block is compressed.
-        pub compress: NsaCompression = NsaCompression::Mlp,
+        #[key(filled("`\"mean\"`; `\"mlp\"` where `compress_hidden_size` is given"), optional)]
+        pub compress: NsaCompression,
         /// Hidden width of the compression MLP; absent for `compress = "mean"`.
-        #[key(size(MAX_WIDTH))]
+        #[key(filled("with `\"mlp\"`, twice `model.head_dim`"), size(MAX_WIDTH))]
         pub compress_hidden_size: Option<usize>,
         /// Tokens of a selected block (l').
-        #[key(size(MAX_SEQ_LEN))]
+        #[key(
+            filled("twice `compress_stride`; four times for rows of 2048 tokens or more"),
+            optional,
+            size(MAX_SEQ_LEN)
+        )]
         pub select_block_size: usize,
         /// Blocks a query selects per KV head, forced ones included (k).
-        #[key(within(NUM_FORCED_BLOCKS, MAX_SEQ_LEN, FORCED_BLOCKS))]
+        #[key(
+            filled("as many as hold a quarter of `training.seq_len`, 4 to 16"),
+            optional,
+            within(NUM_FORCED_BLOCKS, MAX_SEQ_LEN, FORCED_BLOCKS)
+        )]
         pub num_selected_blocks: usize,
         /// Keys of the window branch, in tokens.
-        #[key(size(MAX_SEQ_LEN))]
+        #[key(filled("an eighth of `training.seq_len`, at most 512"), optional, size(MAX_SEQ_LEN))]
         pub window_size: usize,
         /// Whether the three branches read the same keys and values.
         pub shared_kv: bool = true,
@@ -237,6 +298,20 @@ const FORCED_BLOCKS: &str = "the first block, the query's own and the one before
 pub const NUM_NSA_BRANCHES: usize = 3;
 
 impl NsaShape {
+    /// The sizes of arXiv:2502.11089, section 4.1, which does not say how wide its MLP is.
+    pub fn published(compress_hidden_size: Option<usize>) -> Self {
+        Self {
+            compress_block_size: 32,
+            compress_stride: 16,
+            compress: NsaCompression::Mlp,
+            compress_hidden_size,
+            select_block_size: 64,
+            num_selected_blocks: 16,
+            window_size: 512,
+            shared_kv: false,
+        }
+    }
+
     /// Compressed blocks of a document of `seq_len` tokens: those that lie in it whole.
     pub fn num_compressed_blocks(&self, seq_len: usize) -> usize {
         self.blocks().num_compressed_blocks(seq_len)

@@ -17,8 +17,8 @@ pub struct ParameterCounts {
     pub branches: u64,
     /// Gate, up and down projections, all layers.
     pub mlp: u64,
-    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` (MLA: one over its latent), one at
-    /// the end.
+    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` (MLA: one over its latent, and
+    /// these two with `qk_norm`), one at the end.
     pub norms: u64,
     /// Learned residual scales: two vectors per layer over `d_model`; 0 without them.
     pub residual_scale: u64,
@@ -92,7 +92,7 @@ impl ModelShape {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
                 let attention = d_model * (from_x + q_width) + 2 * rank * q_width;
-                [attention, 0, 0, rank]
+                [attention, 0, 0, rank + 2 * mla.qk_norm_dim(self.head_dim) as u64]
             }
             AttentionForm::Branches(nsa) => {
                 let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
@@ -147,7 +147,13 @@ mod tests {
         let counts = tiny_mla().parameters();
         assert_eq!(counts.attention, 3 * (12 * 32 + 12 * 10 + 8 * 48 + 24 * 12));
         assert_eq!((counts.mask, counts.branches), (0, 0));
-        assert_eq!(counts.norms, 3 * (12 + 12 + 8) + 12);
+        assert_eq!(counts.norms, 3 * (12 + 12 + 8 + 2 * (6 + 2)) + 12);
+        let mut shape = tiny_mla();
+        let Attention::Mla(mla) = &mut shape.attention else {
+            panic!("not MLA")
+        };
+        mla.qk_norm = false;
+        assert_eq!(shape.parameters().norms, 3 * (12 + 12 + 8) + 12);
     }
 
     #[test]

@@ -52,6 +52,7 @@ pub fn tiny_mla() -> ModelShape {
         attention: Attention::Mla(MlaShape {
             kv_lora_rank: 8,
             qk_rope_head_dim: 2,
+            qk_norm: true,
         }),
         ..tiny_dma()
     }

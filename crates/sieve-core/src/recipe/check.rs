@@ -75,6 +75,10 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
     if schema::PLANNED.contains(&path.as_str()) {
         return not_built(&path);
     }
+    if let Some((_, what, hint)) = schema::RENAMED.iter().find(|(name, ..)| *name == path) {
+        let [what, hint] = [what, hint].map(|&text| text.to_owned());
+        return Mistake::new(path, Problem::Rule { what, hint });
+    }
     let known = keys.iter().map(|key| key.name).collect::<Vec<_>>();
     // A key of another section is in the wrong place, not misspelt.
     let home = schema::home_of(name);
@@ -96,7 +100,8 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
 }
 
 fn not_built(key: &str) -> Mistake {
-    let hint = "one process trains on one device for now; leave the section out";
+    let hint = "each GPU holds the whole model: sieve launch --nproc N shares rows and the optimizer, and \
+        parallelism.context_parallel_degree long rows; leave this out";
     Mistake::new(key, Problem::NotBuilt { hint: hint.to_owned() })
 }
 

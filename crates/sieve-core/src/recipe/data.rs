@@ -24,7 +24,8 @@ keys! {
         /// Stop reading after this much text, in bytes; with `weights`, shared among `paths` by them. Absent: read all.
         #[key(at_least_one)]
         pub max_bytes: Option<u64>,
-        /// A document larger than this, in bytes, is not valid (see `skip_invalid`). Absent: none is too large.
+        /// A document larger than this, in bytes, is not valid (see `skip_invalid`). A text file that `paths` names by
+        /// itself, not by a folder or glob, may be larger. Absent: none is too large.
         #[key(at_least_one)]
         pub max_document_bytes: Option<u64>,
         /// Whether a document that is not valid (too large, not UTF-8, not JSON) is counted and left out, instead of
@@ -91,7 +92,7 @@ keys! {
         /// What stands where no key or value does.
         pub noise: MqarNoise = MqarNoise::Zeros,
         /// a of the weight `x^(a-1)` of query slot x.
-        #[key(positive)]
+        #[key(between(1e-6, 100.0, "0.01 is usual"))]
         pub power: f64 = 0.01,
         /// Another seed, other samples; `training.seed` decides their order.
         pub seed: u64 = 0,

@@ -8,7 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
-use super::{TokenizerSection, resolve, schema};
+use super::{AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 
 /// A parsed text with its overrides.
@@ -16,6 +16,12 @@ pub(super) struct Document {
     pub(super) table: toml::Table,
     /// Mistakes in the overrides themselves.
     pub(super) mistakes: Vec<Mistake>,
+    /// Keys that do not go with the kind of attention that an override chose.
+    pub(super) left_out: Vec<String>,
+    /// Whether the text, without overrides, is of kind DMA and gives its window.
+    pub(super) gives_window: bool,
+    /// The kind of the text without overrides.
+    kind: Option<AttentionKind>,
     locations: BTreeMap<String, Location>,
 }
 
@@ -33,17 +39,22 @@ impl Document {
         let spans = DeTable::parse(text).map_err(syntax)?;
         let mut locations = BTreeMap::new();
         record_lines(spans.get_ref(), "", &LineStarts::new(text), &mut locations);
+        let kind = kind_of(&table);
+        let gives_window = kind == Some(AttentionKind::Dma) && table["attention"].get("keep_window_size").is_some();
         Ok(Self {
             table,
             mistakes: Vec::new(),
+            left_out: Vec::new(),
+            gives_window,
+            kind,
             locations,
         })
     }
 
     /// Applies `section.key=value` items in order; what cannot be applied becomes a mistake.
     ///
-    /// The value is read as TOML, else taken as a bare string. Choosing another `attention.kind` here drops the keys of
-    /// the text's kind, choosing another tokenizer source drops the text's, choosing a preset drops what it sets, and
+    /// The value is read as TOML, else taken as a bare string. Choosing `attention.kind` here leaves out the keys of
+    /// other kinds, choosing another tokenizer source drops the text's, choosing a preset drops what it sets, and
     /// another number of `data.paths` drops the text's `data.weights`, so that one override is enough.
     pub(super) fn apply(&mut self, overrides: &[String]) {
         let mut set = BTreeSet::new();
@@ -162,13 +173,19 @@ impl Document {
                 data.remove("weights");
             }
         }
-        if set.contains("attention.preset") {
+        let Some(kind) = kind_of(&self.table) else {
+            return; // It is missing or misspelt, which the check says.
+        };
+        if set.contains("attention.kind") {
+            self.leave_out_other_kinds(kind, set);
+        }
+        if set.contains("attention.preset") && schema::key(kind.keys(), resolve::PRESET).is_some() {
             let mut drop = |section: &str, key: &str| {
                 if let Some(Value::Table(section)) = self.table.get_mut(section) {
                     section.remove(key);
                 }
             };
-            for name in resolve::preset_keys() {
+            for name in resolve::preset_keys(kind) {
                 if !set.contains(&format!("attention.{name}")) {
                     drop("attention", name);
                 }
@@ -177,21 +194,66 @@ impl Document {
                 drop("model", "layer_types");
             }
         }
-        if !set.contains("attention.kind") {
+    }
+
+    /// Leaves out what does not go with `kind`, which an override chose: keys of other kinds wherever they are given,
+    /// and of the text what the text's kind alone can have.
+    fn leave_out_other_kinds(&mut self, kind: AttentionKind, set: &BTreeSet<String>) {
+        let left_out = &mut self.left_out;
+        let of_text = |key: &str| !set.contains(key);
+        if let Some(Value::Table(attention)) = self.table.get_mut("attention") {
+            attention.retain(|name, _| {
+                let kinds = schema::attention_kinds_with(name);
+                let stays = kinds.is_empty() || kinds.contains(&kind.name());
+                if !stays {
+                    left_out.push(format!("attention.{name}"));
+                }
+                stays
+            });
+        }
+        if self.kind == Some(kind) {
             return;
         }
-        let Some(attention) = self.table.get_mut("attention").and_then(Value::as_table_mut) else {
+        let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
+        let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
+        for (number, stage) in (1..).zip(stages) {
+            let key = format!("{}.{number}.window", schema::STAGE);
+            // A window of the text is one of the text's kind, where that has windows.
+            let is_of_kind =
+                resolve::has_window(kind) && (!of_text(&key) || !self.kind.is_some_and(resolve::has_window));
+            if !is_of_kind && stage.remove("window").is_some() {
+                left_out.push(key);
+            }
+        }
+        let Some(Value::Table(model)) = self.table.get_mut("model") else {
             return;
         };
-        let Some(kind) = attention.get("kind").and_then(Value::as_str).map(str::to_owned) else {
-            return;
-        };
-        attention.retain(|name, _| {
-            let kinds = schema::attention_kinds_with(name);
-            let of_another_kind = !kinds.is_empty() && !kinds.contains(&kind.as_str());
-            !of_another_kind || set.contains(&format!("attention.{name}"))
-        });
+        let (types, kv_heads) = ("model.layer_types", "model.num_key_value_heads");
+        if let Some(Value::Array(names)) = model.get_mut("layer_types").filter(|_| of_text(types)) {
+            let is_dense = |name: &Value| name.as_str() == Some(AttentionKind::Mha.name());
+            // The text's kind by its name is the kind of `[attention]`.
+            let own = self.kind.map(|own| Value::String(own.name().to_owned()));
+            for name in names
+                .iter_mut()
+                .filter(|name| !is_dense(name) && own.as_ref() == Some(&**name))
+            {
+                *name = Value::String("sparse".to_owned());
+            }
+            if kind == AttentionKind::Mla && names.iter().any(is_dense) {
+                model.remove("layer_types");
+                left_out.push(types.to_owned());
+            }
+        }
+        let differs = model.get("num_key_value_heads") != model.get("num_attention_heads");
+        if kind == AttentionKind::Mla && differs && of_text(kv_heads) && model.remove("num_key_value_heads").is_some() {
+            left_out.push(kv_heads.to_owned());
+        }
     }
+}
+
+/// The kind of attention that a table names.
+fn kind_of(table: &toml::Table) -> Option<AttentionKind> {
+    schema::attention_kind(table.get("attention")?.get("kind")?.as_str()?)
 }
 
 /// The kind of the key that `names` leads to.

@@ -14,27 +14,55 @@ impl Recipe {
     /// Reads a recipe, applies `overrides` (`section.key=value`, later ones win) and checks every rule.
     ///
     /// `origin` names the text in messages, usually its path. An override's value is read as TOML, else taken as a bare
-    /// string. Overriding `attention.kind` drops the keys that belong to the text's kind; overriding one of
-    /// `tokenizer.path` and `tokenizer.train` drops the other; overriding `attention.preset` drops what it sets;
-    /// another number of `data.paths` drops `data.weights`.
+    /// string. Overriding `attention.kind` leaves out what goes with other kinds alone, in the text and among the
+    /// overrides; overriding one of `tokenizer.path` and `tokenizer.train` drops the other; overriding
+    /// `attention.preset` drops what it sets; another number of `data.paths` drops `data.weights`.
     ///
     /// # Errors
     /// [`RecipeError::Syntax`] when the text is not TOML, else [`RecipeError::Invalid`] with every mistake of the text
     /// and of the overrides at once: unknown names, missing keys, wrong types, broken rules.
     pub fn load(text: &str, origin: &str, overrides: &[String]) -> Result<Self, RecipeError> {
+        Self::load_and_left_out(text, origin, overrides).map(|(recipe, _)| recipe)
+    }
+
+    /// As [`load`](Self::load), and the keys that an overridden `attention.kind` left out.
+    ///
+    /// # Errors
+    /// Those of [`load`](Self::load).
+    pub fn load_and_left_out(
+        text: &str,
+        origin: &str,
+        overrides: &[String],
+    ) -> Result<(Self, Vec<String>), RecipeError> {
         let mut document = Document::parse(text, origin)?;
         document.apply(overrides);
+        Self::of_document(document, origin)
+    }
+
+    /// Reads the resolved recipe of a run or a checkpoint, which names every key there was when it was written. Keys
+    /// that have another name since are read by the name they had.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_saved(text: &str, origin: &str) -> Result<Self, RecipeError> {
+        let mut document = Document::parse(text, origin)?;
+        resolve::earlier_keys(&mut document.table);
+        Self::of_document(document, origin).map(|(recipe, _)| recipe)
+    }
+
+    /// The recipe of a text and its overrides, and the keys that an overridden kind left out.
+    fn of_document(mut document: Document, origin: &str) -> Result<(Self, Vec<String>), RecipeError> {
         let mut mistakes = std::mem::take(&mut document.mistakes);
         resolve::steps_of_stages(&mut document.table, &mut mistakes);
         check::check_table(&mut document.table, &mut mistakes);
-        resolve::preset(&mut document.table, &mut mistakes);
-        resolve::defaults(&mut document.table, &mut mistakes);
+        resolve::attention(&mut document.table, document.gives_window, &mut mistakes);
+        resolve::defaults(&mut document.table);
 
         let parts = OwnedParts::from_table(&document.table);
         rules::check(&parts.borrow(), &mut mistakes);
         if mistakes.is_empty() {
             match Self::deserialize_table(document.table.clone()) {
-                Ok(recipe) => return Ok(recipe),
+                Ok(recipe) => return Ok((recipe, document.left_out)),
                 Err(error) => mistakes.push(Mistake::new(
                     "recipe",
                     Problem::Rule {

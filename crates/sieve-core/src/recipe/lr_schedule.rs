@@ -2,6 +2,10 @@
 
 use super::{DecayType, LrSchedulerSection, Recipe};
 
+/// Share of the steps after `after_step` that warm up, at most: a warm-up of the whole run's steps may be longer than
+/// they are.
+const MOST_WARMUP_AGAIN: f64 = 0.2;
+
 impl Recipe {
     /// Learning rate of `step`, counted from 0.
     pub fn learning_rate(&self, step: usize) -> f64 {
@@ -16,28 +20,64 @@ impl LrSchedulerSection {
     /// the decay takes the last `round(total_steps * decay_ratio)` steps (halves round to even), at most what warm-up
     /// leaves; it is stretched over one step more than there are, so that the last step still learns. Two departures:
     /// `decay_ratio` has no default (1.0 is torchtitan's absent one: decay from the end of the warm-up), and a step
-    /// past the end stays at the decay's floor instead of following the formula below it. The steps before `after_step`
-    /// have a schedule of their own.
+    /// past the end stays at the decay's floor instead of following the formula below it.
+    ///
+    /// The steps before `after_step` have a schedule of their own. The one of the steps after it fits in those: a fifth
+    /// of them warm up at most, `decay_ratio` of them decay (all behind a warm-up that was cut short), and the last has
+    /// the rate that the first schedule ended at, or a lower one.
     pub fn factor(&self, step: usize, total_steps: usize) -> f64 {
         let after = self.after_step.min(total_steps);
-        match step < after {
-            true => self.factor_of_one(step, after),
-            false => self.factor_of_one(step - after, total_steps - after),
+        if after == 0 || step < after {
+            let num_steps = if after == 0 { total_steps } else { after };
+            let warmup_steps = self.warmup_steps.min(num_steps);
+            let decay_steps = self.decay_steps(num_steps, warmup_steps);
+            return self.factor_of_one(step, num_steps, warmup_steps, [decay_steps; 2]);
         }
+        let before = self.decay_steps(after, self.warmup_steps.min(after));
+        let num_steps = total_steps - after;
+        let most = (num_steps as f64 * MOST_WARMUP_AGAIN) as usize;
+        let warmup_steps = self.warmup_steps.min(most);
+        // So few steps that the warm-up is cut short decay behind it: at the highest rate they would lose what the
+        // first decay won.
+        let decay_steps = match (self.decay_ratio > 0.0, most < self.warmup_steps) {
+            (false, _) => 0,
+            (true, true) => num_steps - warmup_steps,
+            (true, false) => self.decay_steps(num_steps, warmup_steps).max(1),
+        };
+        self.factor_of_one(
+            step - after,
+            num_steps,
+            warmup_steps,
+            [decay_steps, before.max(decay_steps)],
+        )
     }
 
-    /// [`factor`](Self::factor) of a schedule that begins at step 0.
-    fn factor_of_one(&self, step: usize, total_steps: usize) -> f64 {
-        let warmup_steps = self.warmup_steps.min(total_steps);
+    /// [`factor`](Self::factor) of a schedule that begins at step 0. Its decay takes the first number of steps, and
+    /// ends where a decay of the second number, which is not smaller, ends.
+    fn factor_of_one(
+        &self,
+        step: usize,
+        total_steps: usize,
+        warmup_steps: usize,
+        [decay_steps, end_like]: [usize; 2],
+    ) -> f64 {
         if step < warmup_steps {
             return (step + 1) as f64 / warmup_steps as f64;
         }
-        let decay_steps = self.decay_steps(total_steps);
-        let first_decay_step = total_steps + 1 - decay_steps;
-        if decay_steps == 0 || step < first_decay_step {
+        let before_decay = total_steps - decay_steps;
+        if decay_steps == 0 || step < before_decay {
             return 1.0;
         }
-        let progress = ((step + 1 - first_decay_step) as f64 / decay_steps as f64).min(1.0);
+        let decayed = (step - before_decay) as f64;
+        let progress = match (end_like == decay_steps, decay_steps) {
+            (true, _) => decayed / decay_steps as f64,
+            (false, 1) => (end_like - 1) as f64 / end_like as f64 + decayed,
+            (false, _) => decayed / (decay_steps - 1) as f64 * (end_like - 1) as f64 / end_like as f64,
+        };
+        if progress == 0.0 {
+            return 1.0;
+        }
+        let progress = progress.min(1.0);
         let remaining = match self.decay_type {
             DecayType::Linear => 1.0 - progress,
             DecayType::Sqrt => 1.0 - progress.sqrt(),
@@ -47,8 +87,7 @@ impl LrSchedulerSection {
     }
 
     /// Steps of the final decay of a schedule of `total_steps`.
-    fn decay_steps(&self, total_steps: usize) -> usize {
-        let warmup_steps = self.warmup_steps.min(total_steps);
+    fn decay_steps(&self, total_steps: usize, warmup_steps: usize) -> usize {
         let wanted = (total_steps as f64 * self.decay_ratio).round_ties_even() as usize;
         wanted.min(total_steps - warmup_steps)
     }
@@ -189,6 +228,42 @@ mod tests {
         for step in 8..25 {
             assert_eq!(twice.factor(step, 20), once.factor(step - 8, 12));
         }
+    }
+
+    #[test]
+    fn few_more_steps_warm_up_decay_and_end_at_the_rate_of_the_end_before() {
+        // The schedule of `sieve recipe new`: 400 steps, 80 of warm-up, 80 of decay.
+        for decay_type in [DecayType::Linear, DecayType::Sqrt, DecayType::Cosine] {
+            for (warmup_steps, decay_ratio) in [(80, 0.2), (100, 0.25), (400, 0.2), (0, 1.0)] {
+                let schedule = schedule(warmup_steps, decay_ratio, decay_type, 0.05);
+                let end = schedule.factor(399, 400);
+                for more in [1, 2, 4, 5, 40, 80, 170, 400, 1000] {
+                    let again = LrSchedulerSection {
+                        after_step: 400,
+                        ..schedule.clone()
+                    };
+                    let rates = (400..400 + more).map(|step| again.factor(step, 400 + more));
+                    let rates = rates.collect::<Vec<_>>();
+                    let what = format!("{again:?}, {more} more steps: {rates:?}");
+                    let last = *rates.last().expect("a step");
+                    assert!(last <= end + 1e-12 && last > 0.05 - 1e-12, "{end} {what}");
+                    let top = rates.iter().position(|rate| *rate == 1.0).unwrap_or(0);
+                    assert!(5 * top <= more, "{what}");
+                    assert!(rates[top..].is_sorted_by(|a, b| a >= b), "{what}");
+                    assert!(again.factor(400 + more, 400 + more) <= last, "{what}");
+                }
+            }
+        }
+        let first = schedule(80, 0.2, DecayType::Linear, 0.0);
+        let again = LrSchedulerSection {
+            after_step: 400,
+            ..first.clone()
+        };
+        // Forty more: eight steps up instead of 80, so 32 down to the rate of step 400.
+        let factor = |step: usize| again.factor(400 + step, 440);
+        assert_eq!([factor(0), factor(7), factor(8)], [0.125, 1.0, 1.0]);
+        assert!(factor(9) < 1.0 && factor(24) < 0.6, "{}", factor(24));
+        assert!((factor(39) - 1.0 / 80.0).abs() < 1e-12, "{}", factor(39));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::{AttentionKind, Recipe, TokenizerSection};
-use crate::keys::{Bound, Choices, Key, Kind, Section, Source};
+use crate::keys::{Bound, Choices, Key, Kind, MAX_F32, Section, Source, short_number};
 
 /// What the page says before the first section.
 const HEAD: &str = "# Recipe keys
@@ -103,8 +103,11 @@ pub(super) fn value_words(key: &Key) -> String {
         Kind::Integer | Kind::Number => match key.bound {
             Some(Bound::Within(least, most, _)) => format!("{number}, {least} to {most}"),
             Some(Bound::AtLeastOne) => format!("{number} of at least 1"),
-            Some(Bound::Positive) => format!("{number} above 0"),
-            Some(Bound::NotNegative) => format!("{number} of at least 0"),
+            Some(Bound::Between(least, MAX_F32, _)) => format!("{number} of at least {}", short_number(least)),
+            Some(Bound::Between(least, most, _)) => {
+                let [least, most] = [least, most].map(short_number);
+                format!("{number}, {least} to {most}")
+            }
             Some(Bound::Share(range, _)) => format!("{number} in {range}"),
             None => number.to_owned(),
         },
@@ -186,8 +189,10 @@ fn schema_of(key: &Key) -> Value {
             schema["maximum"] = json!(most);
         }
         Some(Bound::AtLeastOne) => schema["minimum"] = json!(1),
-        Some(Bound::Positive) => schema["exclusiveMinimum"] = json!(0),
-        Some(Bound::NotNegative) => schema["minimum"] = json!(0),
+        Some(Bound::Between(least, most, _)) => {
+            schema["minimum"] = json!(least);
+            schema["maximum"] = json!(most);
+        }
         Some(Bound::Share(range, _)) => {
             let least = match range.starts_with('[') {
                 true => "minimum",

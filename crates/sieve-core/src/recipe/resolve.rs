@@ -1,11 +1,32 @@
 //! Values that follow from others: the global batch, and what a stage leaves out.
 
+use serde::Serialize;
 use toml::{Table, Value};
 
 use super::mistake::{Mistake, Problem};
 use super::{AttentionKind, Recipe, schema};
-use crate::keys::{Key, Section, Source};
-use crate::model::DmaShape;
+use crate::keys::{Key, Section, Source, value_of};
+use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
+
+/// Gives a saved recipe the keys that it has now: those of `schema::RENAMED` by their new name, and what was so before
+/// there was a key for it.
+pub(super) fn earlier_keys(table: &mut Table) {
+    let training = |key: &str| value_at(table, &format!("training.{key}"))?.as_integer();
+    let batch = training("local_batch_size").zip(training("seq_len"));
+    if let Some(validation) = table.get_mut("validation").and_then(Value::as_table_mut)
+        && let (Some((rows, seq_len)), Some(Value::Integer(steps))) = (batch, validation.get("steps"))
+    {
+        let tokens = steps.saturating_mul(rows).saturating_mul(seq_len);
+        validation.remove("steps");
+        validation.insert("tokens".to_owned(), Value::Integer(tokens));
+    }
+    // Latent attention had no norms of queries and keys.
+    if let Some(attention) = table.get_mut("attention").and_then(Value::as_table_mut)
+        && attention.get("kind").and_then(Value::as_str) == Some("mla")
+    {
+        attention.entry("qk_norm").or_insert(Value::Boolean(false));
+    }
+}
 
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
@@ -62,21 +83,160 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
     }
 }
 
-/// Writes out what `attention.preset = "paper"` stands for. Works on checked values.
-pub(super) fn preset(table: &mut Table, mistakes: &mut Vec<Mistake>) {
-    let Some(attention) = table.get_mut("attention").and_then(Value::as_table_mut) else {
-        return;
+/// Writes out the sizes of `[model]` that follow from others, and what `[attention]` leaves to its kind's defaults or
+/// to its preset. Works on checked values.
+///
+/// `gives_window`: whether the text is of kind DMA and gives its window, and so leaves nothing else of its form open.
+pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Vec<Mistake>) {
+    let kind = value_at(table, "attention.kind");
+    let kind = kind.as_ref().and_then(Value::as_str).and_then(schema::attention_kind);
+    if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
+        model_sizes(model, kind, mistakes);
+    }
+    let size = |path| {
+        let value = value_at(table, path)?.as_integer()?;
+        usize::try_from(value).ok()
     };
-    if attention
-        .remove(PRESET)
-        .and_then(|name| name.as_str().map(str::to_owned))
-        .as_deref()
-        != Some("paper")
-    {
+    let sizes = Sizes {
+        seq_len: size("training.seq_len"),
+        hidden_size: size("model.hidden_size"),
+        head_dim: size("model.head_dim"),
+    };
+    if let (Some(kind), Some(attention)) = (kind, table.get_mut("attention").and_then(Value::as_table_mut)) {
+        preset(attention, kind, sizes, mistakes);
+        match kind {
+            AttentionKind::Mha => {}
+            AttentionKind::Swa => derived(attention, "sliding_window", || sizes.part_of_row(4)),
+            AttentionKind::Mla => mla_sizes(attention, sizes),
+            AttentionKind::Nsa => nsa_sizes(attention, sizes),
+            AttentionKind::Dma => dma_form(attention, sizes, gives_window),
+        }
+    }
+}
+
+fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Vec<Mistake>) {
+    let number = |key: &str| model.get(key).and_then(Value::as_integer);
+    let (width, heads) = (number("hidden_size"), number("num_attention_heads"));
+    derived(model, "intermediate_size", || width?.checked_mul(3));
+    derived(model, "num_key_value_heads", || match kind {
+        Some(AttentionKind::Mla) => heads,
+        _ => heads.map(|heads| if heads % 2 == 0 { heads / 2 } else { heads }),
+    });
+    derived(model, "head_dim", || {
+        let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
+        if width % (2 * heads) != 0 {
+            let problem = Problem::Rule {
+                what: format!(
+                    "is missing, and hidden_size = {width} is no even number times num_attention_heads = {heads}"
+                ),
+                hint: "give model.head_dim, or another hidden_size".to_owned(),
+            };
+            mistakes.push(Mistake::new("model.head_dim", problem));
+        }
+        // Another mistake about a made-up value would tell nothing.
+        Some((width / heads / 2 * 2).max(2))
+    });
+}
+
+/// The sizes that those of `[attention]` follow from; `None` for one that is missing or no size.
+#[derive(Clone, Copy)]
+struct Sizes {
+    seq_len: Option<usize>,
+    hidden_size: Option<usize>,
+    head_dim: Option<usize>,
+}
+
+/// Rows from this length on have NSA's published blocks; shorter ones have blocks of half the size or less.
+const LONG_ROW: usize = 2048;
+/// NSA selects a quarter of the row by default, in as many blocks.
+const FEWEST_BLOCKS: usize = 4;
+const MOST_BLOCKS: usize = 16;
+/// NSA's window by default, at most.
+const MOST_WINDOW: i64 = 512;
+
+impl Sizes {
+    /// One `part`th of a row, at least one token.
+    fn part_of_row(self, part: usize) -> Option<i64> {
+        whole((self.seq_len? / part).max(1))
+    }
+}
+
+fn whole(size: usize) -> Option<i64> {
+    i64::try_from(size).ok()
+}
+
+fn mla_sizes(attention: &mut Table, sizes: Sizes) {
+    derived(attention, "kv_lora_rank", || whole((sizes.hidden_size? / 4).max(1)));
+    derived(attention, "qk_rope_head_dim", || {
+        whole(MlaShape::half_a_head(sizes.head_dim?))
+    });
+}
+
+fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
+    let is_long = sizes.seq_len.is_some_and(|seq_len| seq_len >= LONG_ROW);
+    derived(attention, "compress_stride", || Some(if is_long { 16 } else { 8 }));
+    let number = |attention: &Table, key: &str| attention.get(key).and_then(Value::as_integer);
+    let stride = number(attention, "compress_stride");
+    derived(attention, "compress_block_size", || stride?.checked_mul(2));
+    derived(attention, "select_block_size", || {
+        stride?.checked_mul(if is_long { 4 } else { 2 })
+    });
+    let block = number(attention, "select_block_size").and_then(|block| usize::try_from(block).ok());
+    derived(attention, "num_selected_blocks", || {
+        let blocks = sizes.seq_len? / 4 / block?.max(1);
+        whole(blocks.clamp(FEWEST_BLOCKS, MOST_BLOCKS))
+    });
+    derived(attention, "window_size", || {
+        Some(sizes.part_of_row(8)?.min(MOST_WINDOW))
+    });
+    let compress = match attention.contains_key("compress_hidden_size") {
+        true => NsaCompression::Mlp,
+        false => NsaCompression::Mean,
+    };
+    choice(attention, "compress", compress);
+    if attention.get("compress").and_then(Value::as_str) == Some("mlp") {
+        derived(attention, "compress_hidden_size", || {
+            whole(sizes.head_dim?.checked_mul(2)?)
+        });
+    }
+}
+
+fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
+    derived(attention, "keep_window_size", || sizes.part_of_row(4));
+    let is = |attention: &Table, key: &str, name: &str| attention.get(key).and_then(Value::as_str) == Some(name);
+    // What the results of docs/results.md rest on: without a slope much is lost on long rows.
+    let recency = match gives_window || is(attention, "bias", "exp") {
+        true => DmaRecency::None,
+        false => DmaRecency::Slope,
+    };
+    choice(attention, "recency", recency);
+    let bias = match is(attention, "recency", "slope") {
+        true => DmaBias::Linear,
+        false => DmaBias::Exp,
+    };
+    choice(attention, "bias", bias);
+    let window = attention.get("keep_window_size").and_then(Value::as_integer);
+    derived(attention, "local_window_size", || match gives_window {
+        true => Some(0),
+        false => Some(window? / 8),
+    });
+}
+
+/// Writes out a name where none is given.
+fn choice<T: Serialize>(table: &mut Table, key: &str, name: T) {
+    if let Some(name) = value_of(name).filter(|_| !table.contains_key(key)) {
+        table.insert(key.to_owned(), name);
+    }
+}
+
+/// Writes out what `attention.preset = "paper"` stands for.
+fn preset(attention: &mut Table, kind: AttentionKind, sizes: Sizes, mistakes: &mut Vec<Mistake>) {
+    let name = attention.remove(PRESET);
+    if name.as_ref().and_then(Value::as_str) != Some("paper") {
         return;
     }
-    let published = published();
-    for name in preset_keys() {
+    let published = published(kind, sizes.head_dim.unwrap_or(2));
+    for name in preset_keys(kind) {
         let own = published.get(name);
         if let Some(given) = attention.get(name).filter(|given| Some(*given) != own) {
             let problem = Problem::Rule {
@@ -96,19 +256,25 @@ pub(super) fn preset(table: &mut Table, mistakes: &mut Vec<Mistake>) {
 /// The key whose value stands for others.
 pub(super) const PRESET: &str = "preset";
 
-/// The keys of DMA that the preset sets, or that do not go with it.
-pub(super) fn preset_keys() -> impl Iterator<Item = &'static str> {
-    let names = DmaShape::KEYS.iter().map(|key| key.name);
-    names.filter(|name| ![PRESET, "keep_window_size"].contains(name))
+/// The keys of `kind` that its preset sets, or that do not go with it.
+pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static str> {
+    let names = kind.keys().iter().map(|key| key.name);
+    names.filter(|name| ![PRESET, "keep_window_size", "compress_hidden_size"].contains(name))
 }
 
-/// The published form as a table.
-fn published() -> Table {
-    Table::try_from(DmaShape::published(1)).expect("its values are those of TOML")
+/// The published form of a kind as a table, for heads of `head_dim`.
+fn published(kind: AttentionKind, head_dim: usize) -> Table {
+    let form = match kind {
+        AttentionKind::Mha | AttentionKind::Swa => Ok(Table::new()),
+        AttentionKind::Mla => Table::try_from(MlaShape::published(head_dim)),
+        AttentionKind::Nsa => Table::try_from(NsaShape::published(None)),
+        AttentionKind::Dma => Table::try_from(DmaShape::published(1)),
+    };
+    form.expect("its values are those of TOML")
 }
 
 /// Writes out what the text leaves to a default: a value of the key's own, another key's, or the attention's window.
-pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
+pub(super) fn defaults(table: &mut Table) {
     let of_steps = value_at(table, "training.steps").and_then(|steps| steps.as_integer());
     let schedule = table.entry("lr_scheduler");
     let schedule = schedule.or_insert_with(|| Value::Table(Table::new()));
@@ -116,28 +282,8 @@ pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
         derived(schedule, "warmup_steps", || of_steps.map(default_warmup));
     }
     fill(table, Recipe::KEYS);
-    if let Some(model) = table.get_mut("model").and_then(Value::as_table_mut) {
-        let number = |key: &str| model.get(key).and_then(Value::as_integer);
-        let (width, heads) = (number("hidden_size"), number("num_attention_heads"));
-        derived(model, "intermediate_size", || width?.checked_mul(3));
-        derived(model, "head_dim", || {
-            let (width, heads) = (width?, heads.filter(|&heads| heads > 0)?);
-            if width % (2 * heads) != 0 {
-                let problem = Problem::Rule {
-                    what: format!(
-                        "is missing, and hidden_size = {width} is no even number times num_attention_heads = {heads}"
-                    ),
-                    hint: "give model.head_dim, or another hidden_size".to_owned(),
-                };
-                mistakes.push(Mistake::new("model.head_dim", problem));
-            }
-            // Another mistake about a made-up value would tell nothing.
-            Some((width / heads / 2 * 2).max(2))
-        });
-    }
-    let windows = ["sliding_window", "keep_window_size", "window_size"];
     let attention = table.get("attention").and_then(Value::as_table);
-    let window = windows.iter().find_map(|key| attention?.get(*key)).cloned();
+    let window = WINDOWS.iter().find_map(|key| attention?.get(*key)).cloned();
     for section in Recipe::KEYS {
         let mut inherited = Vec::new();
         for key in section.keys() {
@@ -158,6 +304,15 @@ pub(super) fn defaults(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             }
         }
     }
+}
+
+/// The keys of `[attention]` that a stage's `window` stands for.
+const WINDOWS: [&str; 3] = ["sliding_window", "keep_window_size", "window_size"];
+
+/// Whether a stage may change the window of `kind`.
+pub(super) fn has_window(kind: AttentionKind) -> bool {
+    let mut names = kind.keys().iter().map(|key| key.name);
+    names.any(|name| WINDOWS.contains(&name))
 }
 
 /// Warm-up where a recipe gives none, at most.

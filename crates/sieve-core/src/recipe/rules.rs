@@ -15,7 +15,7 @@ use super::{
     MetricsSection, ModelSection, OptimizerSection, ParallelismSection, Recipe, StageSection, TokenizerSection,
     TokenizerSource, TrainingPrecision, TrainingSection, ValidationSection,
 };
-use crate::keys::{Bound, MAX_COUNT, Number, Section};
+use crate::keys::{Bound, MAX_COUNT, Number, Section, short_number};
 
 /// The sections to check; `None` for one that could not be read, whose rules are then left out.
 pub(super) struct Parts<'a> {
@@ -356,8 +356,15 @@ impl Rules<'_> {
                     || hint.to_owned(),
                 ),
                 (Bound::AtLeastOne, Number::Whole(value)) => self.at_least_one(&key, value),
-                (Bound::Positive, Number::Real(value)) => self.positive(&key, value),
-                (Bound::NotNegative, Number::Real(value)) => self.not_negative(&key, value),
+                (Bound::Between(least, most, hint), Number::Real(value)) => self.require(
+                    (least..=most).contains(&value),
+                    &key,
+                    || {
+                        let [value, least, most] = [value, least, most].map(short_number);
+                        format!("is {value}, outside {least} to {most}")
+                    },
+                    || hint.to_owned(),
+                ),
                 (Bound::Share(range, hint), Number::Real(value)) => self.require(
                     (0.0..=1.0).contains(&value)
                         && (value > 0.0 || range.starts_with('['))
@@ -373,23 +380,5 @@ impl Rules<'_> {
 
     pub(super) fn at_least_one(&mut self, key: &str, value: u64) {
         self.require(value > 0, key, || "is 0".to_owned(), || "the smallest is 1".to_owned());
-    }
-
-    fn positive(&mut self, key: &str, value: f64) {
-        self.require(
-            value.is_finite() && value > 0.0,
-            key,
-            || format!("is {value}, not a finite number above 0"),
-            String::new,
-        );
-    }
-
-    fn not_negative(&mut self, key: &str, value: f64) {
-        self.require(
-            value.is_finite() && value >= 0.0,
-            key,
-            || format!("is {value}, not a finite number of at least 0"),
-            String::new,
-        );
     }
 }

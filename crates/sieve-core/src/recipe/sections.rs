@@ -2,10 +2,10 @@
 
 use super::rules::Rules;
 use crate::keys::{
-    Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_HEAD_DIM, MAX_SEQ_LEN, MAX_STEPS, MAX_VOCAB, MAX_WIDTH, Section,
-    choices, joined, keys,
+    Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_F32, MAX_HEAD_DIM, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS,
+    MAX_VOCAB, MAX_WIDTH, MIN_F32, Section, USUAL_ROPE_THETA, choices, joined, keys,
 };
-use crate::model::{AttentionForm, DmaShape, MlaShape, NsaShape};
+use crate::model::{A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, MlaShape, NsaShape};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -24,8 +24,13 @@ keys! {
         /// Number of query heads.
         #[key(size(MAX_COUNT))]
         pub num_attention_heads: usize,
-        /// Number of key and value heads; divides `num_attention_heads`.
-        #[key(size(MAX_COUNT))]
+        /// Number of key and value heads; divides `num_attention_heads`. Another kind by `--set` that needs another
+        /// number takes its default.
+        #[key(
+            filled("half of `num_attention_heads`, all of an odd number; kind `\"mla\"`: all"),
+            optional,
+            size(MAX_COUNT)
+        )]
         pub num_key_value_heads: usize,
         /// Width of one head; even, because rotary embedding turns pairs.
         #[key(filled("`hidden_size / num_attention_heads`"), optional, size(MAX_HEAD_DIM))]
@@ -34,10 +39,10 @@ keys! {
         #[key(size(MAX_VOCAB))]
         pub vocab_size: Option<usize>,
         /// Base of the rotary frequencies.
-        #[key(positive)]
+        #[key(between(1.0, MAX_ROPE_THETA, USUAL_ROPE_THETA))]
         pub rope_theta: f64 = 10_000.0,
         /// Added to the mean square inside RMSNorm.
-        #[key(positive)]
+        #[key(between(MIN_F32, 1.0, "1e-6 and 1e-5 are usual"))]
         pub rms_norm_eps: f64 = 1e-6,
         /// Whether the output projection is the embedding.
         pub tie_word_embeddings: bool = true,
@@ -45,7 +50,7 @@ keys! {
         #[key(from("training.seq_len"), size(MAX_SEQ_LEN), may_change)]
         pub max_position_embeddings: usize,
         /// Standard deviation of the normal initialisation.
-        #[key(positive)]
+        #[key(between(MIN_F32, 10.0, "0.02 is usual"))]
         pub initializer_range: f64 = 0.02,
         /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
         pub residual_scale: bool = false,
@@ -156,7 +161,7 @@ keys! {
     #[derive(Copy, Eq)]
     pub struct SwaShape {
         /// Keys a query sees, itself included, in tokens.
-        #[key(size(MAX_SEQ_LEN))]
+        #[key(filled(A_QUARTER_OF_THE_ROW), optional, size(MAX_SEQ_LEN))]
         pub sliding_window: usize,
     }
 }
@@ -247,7 +252,7 @@ keys! {
         #[key(from("training.local_batch_size"), size(MAX_BATCH))]
         pub global_batch_size: usize,
         /// Gradients are scaled down to this global norm.
-        #[key(positive)]
+        #[key(between(MIN_F32, MAX_F32, "1.0 is usual; a large number clips nothing"))]
         pub max_norm: f64 = 1.0,
         /// Seed of weights, data order and sampling.
         pub seed: u64 = 0,
@@ -320,7 +325,7 @@ keys! {
         /// Which optimizer.
         pub name: OptimizerName = OptimizerName::AdamW,
         /// Highest learning rate.
-        #[key(not_negative)]
+        #[key(between(0.0, MAX_F32, "1e-4 to 1e-2 is usual"))]
         pub lr: f64,
         /// Decay of the first moment.
         #[key(share("[0, 1)", USUAL_BETAS))]
@@ -329,10 +334,10 @@ keys! {
         #[key(share("[0, 1)", USUAL_BETAS))]
         pub beta2: f64 = 0.95,
         /// Added to the root of the second moment.
-        #[key(positive)]
+        #[key(between(MIN_F32, 1.0, "1e-8 is usual; the optimizer counts in f32, where smaller numbers are 0"))]
         pub eps: f64 = 1e-8,
         /// Decoupled weight decay; matrices only.
-        #[key(not_negative)]
+        #[key(between(0.0, 100.0, "0.1 is usual"))]
         pub weight_decay: f64 = 0.1,
     }
 }
@@ -363,8 +368,8 @@ keys! {
         /// Share of `optimizer.lr` that the decay ends at.
         #[key(share("[0, 1]", A_SHARE), may_change)]
         pub min_lr_factor: f64 = 0.0,
-        /// Steps that an earlier schedule of the same shape took; this one warms up, stays and decays over the rest.
-        /// `sieve train --extend` sets it.
+        /// Steps that an earlier schedule of the same shape took; this one warms up, stays and decays over the rest,
+        /// of which a fifth warms up at most. `sieve train --extend` sets it.
         #[key(may_change)]
         pub after_step: usize = 0,
     }
@@ -391,6 +396,9 @@ keys! {
         /// How many of the latest checkpoints stay. 0: all.
         #[key(may_change)]
         pub keep_latest_k: usize = 3,
+        /// Checkpoints of steps that are multiples of this stay too, however many there are. 0: none for that reason.
+        #[key(may_change)]
+        pub keep_every: usize = 0,
         /// Whether the weights before the first step are written too.
         #[key(may_change)]
         pub at_start: bool = false,
@@ -417,9 +425,10 @@ keys! {
         /// Steps between two validations.
         #[key(at_least_one, may_change)]
         pub interval: usize = 500,
-        /// Batches of one validation.
+        /// Held-out tokens that one validation reads: whole rows, spread evenly over the held-out text. The same text
+        /// for any batch size and any number of processes; held-out text of fewer tokens is read whole.
         #[key(at_least_one, may_change)]
-        pub steps: usize = 20,
+        pub tokens: usize = 65_536,
         /// Globs of validation files. Absent: the documents `[data] validation_fraction` holds out.
         pub paths: Option<Vec<String>> = None,
     }

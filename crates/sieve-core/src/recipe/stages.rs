@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{Attention, Recipe, SwaShape};
-use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_SEQ_LEN, MAX_STEPS, Section, keys};
+use crate::keys::{KeyValue, Kind, MAX_BATCH, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS, Section, USUAL_ROPE_THETA, keys};
 
 keys! {
     /// One `[[stage]]`. What the text leaves out is the value of the sections it comes from.
@@ -17,7 +17,7 @@ keys! {
         #[key(from("training.seq_len"), size(MAX_SEQ_LEN))]
         pub seq_len: usize,
         /// Base of the rotary frequencies.
-        #[key(from("model.rope_theta"), positive)]
+        #[key(from("model.rope_theta"), between(1.0, MAX_ROPE_THETA, USUAL_ROPE_THETA))]
         pub rope_theta: f64,
         /// The attention's window in tokens: `sliding_window`, `keep_window_size` or `window_size`. Kinds without a
         /// window have none.

@@ -133,6 +133,36 @@ fn inline(value: &Value) -> String {
     }
 }
 
+/// Bytes of text in a token, about: 2.2 to 4.5, the more the larger the vocabulary.
+const BYTES_PER_TOKEN: f64 = 3.0;
+/// Bytes of text for each merge that a tokenizer can learn from it, at least: more text repeats itself more.
+const BYTES_PER_MERGE: u64 = 64;
+/// Tokens of a trained tokenizer that are no merges.
+const BYTE_TOKENS: u64 = 258;
+/// Text that is read up to four times teaches about as much as new text, and 16 times the last that is worth its cost
+/// (arXiv:2305.16264).
+pub const EPOCHS_AS_NEW: f64 = 4.0;
+const MOST_EPOCHS: f64 = 16.0;
+/// Fewer steps than this are no training.
+const LEAST_STEPS: usize = 100;
+
+/// Tokens of a text of `num_bytes` that is not tokenised yet, about.
+pub fn tokens_of_text(num_bytes: u64) -> f64 {
+    num_bytes as f64 / BYTES_PER_TOKEN
+}
+
+/// `steps`, or as many as read a text of `num_bytes` 16 times; `None` where that is no training.
+pub fn steps_for_text(num_bytes: u64, tokens_per_step: usize, steps: usize) -> Option<usize> {
+    let most = MOST_EPOCHS * tokens_of_text(num_bytes) / tokens_per_step.max(1) as f64;
+    let fit = steps.min(most as usize);
+    (fit >= LEAST_STEPS.min(steps)).then_some(fit)
+}
+
+/// Bytes of text that [`steps_for_text`] takes for the fewest steps.
+pub fn least_text(tokens_per_step: usize) -> u64 {
+    ((LEAST_STEPS * tokens_per_step) as f64 / MOST_EPOCHS * BYTES_PER_TOKEN).ceil() as u64
+}
+
 /// Sizes of a model to begin with, and what goes well with them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StartingSize {
@@ -143,7 +173,6 @@ pub struct StartingSize {
     hidden_size: usize,
     num_layers: usize,
     num_heads: usize,
-    num_kv_heads: usize,
     vocab_size: usize,
     seq_len: usize,
     rows: usize,
@@ -160,10 +189,9 @@ impl StartingSize {
             hidden_size: 128,
             num_layers: 4,
             num_heads: 2,
-            num_kv_heads: 1,
             vocab_size: 1024,
-            seq_len: 256,
-            rows: 8,
+            seq_len: 1024,
+            rows: 2,
             steps: 400,
             lr: "3e-3",
         },
@@ -173,7 +201,6 @@ impl StartingSize {
             hidden_size: 384,
             num_layers: 6,
             num_heads: 6,
-            num_kv_heads: 3,
             vocab_size: 8192,
             seq_len: 512,
             rows: 16,
@@ -186,7 +213,6 @@ impl StartingSize {
             hidden_size: 512,
             num_layers: 9,
             num_heads: 8,
-            num_kv_heads: 4,
             vocab_size: 16_384,
             seq_len: 1024,
             rows: 32,
@@ -195,37 +221,42 @@ impl StartingSize {
         },
     ];
 
+    /// Tokens one optimizer step reads.
+    pub fn tokens_per_step(&self) -> usize {
+        self.rows * self.seq_len
+    }
+
+    /// The same with rows of `seq_len` tokens, and about as many tokens a step.
+    pub fn with_context(self, seq_len: usize) -> Self {
+        let rows = (self.rows * self.seq_len / seq_len.max(1)).max(1);
+        Self { seq_len, rows, ..self }
+    }
+
+    /// The same for a text of `num_bytes`: fewer steps, as [`steps_for_text`] says, and a tokenizer that the text can
+    /// train. `None` where the size is not for so little text; the smallest is for any.
+    pub fn for_text(self, num_bytes: u64) -> Option<Self> {
+        let steps = match steps_for_text(num_bytes, self.tokens_per_step(), self.steps) {
+            None if self.name == Self::ALL[0].name => LEAST_STEPS,
+            steps => steps?,
+        };
+        let learnable = BYTE_TOKENS.saturating_add(num_bytes / BYTES_PER_MERGE);
+        let vocab_size = usize::try_from(learnable).map_or(self.vocab_size, |most| self.vocab_size.min(most));
+        Some(Self {
+            steps,
+            vocab_size,
+            ..self
+        })
+    }
+
     /// A recipe of this size on the text of `paths`, with a tokenizer trained on it, and with `overrides` as of
     /// [`Recipe::load`].
     ///
     /// # Errors
     /// Those of [`Recipe::load`], for paths that cannot be.
     pub fn recipe(&self, kind: AttentionKind, paths: &[String], overrides: &[String]) -> Result<Recipe, RecipeError> {
-        let window = self.seq_len / 4;
-        let attention = match kind {
-            AttentionKind::Swa => format!("sliding_window = {window}"),
-            // The recency and the local window are what the results of docs/results.md rest on.
-            AttentionKind::Dma => format!(
-                "keep_window_size = {window}\nbias = \"linear\"\nrecency = \"slope\"\nlocal_window_size = {}",
-                window / 8
-            ),
-            AttentionKind::Mla => format!("kv_lora_rank = {}\nqk_rope_head_dim = 32", self.hidden_size / 4),
-            AttentionKind::Nsa => format!(
-                "compress_block_size = 16\ncompress_stride = 8\ncompress = \"mean\"\nselect_block_size = 16\n\
-                 num_selected_blocks = 4\nwindow_size = {}",
-                window / 2
-            ),
-            _ => String::new(),
-        };
-        let kv_heads = match kind {
-            AttentionKind::Mla => self.num_heads,
-            _ => self.num_kv_heads,
-        };
         let text = format!(
-            "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\nnum_key_value_heads \
-             = {kv_heads}\n\
-             initializer_range = {}\n[attention]\nkind = {:?}\n{attention}\n\
-             [tokenizer]\ntrain = {{ vocab_size = {} }}\n[data]\npaths = {paths:?}\n\
+            "[model]\nhidden_size = {}\nnum_hidden_layers = {}\nnum_attention_heads = {}\ninitializer_range = {}\n\
+             [attention]\nkind = {:?}\n[tokenizer]\ntrain = {{ vocab_size = {} }}\n[data]\npaths = {paths:?}\n\
              [training]\nsteps = {}\nseq_len = {}\nlocal_batch_size = {}\n[optimizer]\nlr = {}\n\
              [checkpoint]\ninterval = {}\n[metrics]\nlog_freq = {}\n[validation]\ninterval = {}\n",
             self.hidden_size,
@@ -279,6 +310,43 @@ mod tests {
                     }
                 }
             }
+        }
+    }
+
+    #[test]
+    fn a_recipe_fits_its_text_and_its_context() {
+        let [small, middle, large] = StartingSize::ALL;
+        let of = |size: StartingSize| {
+            let recipe = size.recipe(AttentionKind::Dma, &["x".to_owned()], &[]).expect("valid");
+            let vocab_size = recipe.stated_vocab_size().expect("trained");
+            (recipe.training.steps, vocab_size, recipe.num_tokens())
+        };
+        // A megabyte is enough for the smallest as it is, and far too little for the largest.
+        assert_eq!(of(small.for_text(1_000_000).expect("enough")), of(small));
+        let fitted = of(middle.for_text(1_000_000).expect("enough for some steps"));
+        assert_eq!((fitted.0, fitted.1), (651, 8192));
+        let epochs = fitted.2 as f64 / tokens_of_text(1_000_000);
+        assert!((15.9..=MOST_EPOCHS).contains(&epochs), "{epochs}");
+        let least = least_text(large.tokens_per_step());
+        assert_eq!(large.for_text(least - 300), None);
+        assert_eq!(large.for_text(least).expect("just enough").steps, LEAST_STEPS);
+        // The smallest takes any text, with a tokenizer that it can give.
+        let page = of(small.for_text(2_000).expect("any"));
+        assert_eq!((page.0, page.1), (LEAST_STEPS, 289));
+        for context in [1, 64, 300, 4096, 1 << 20] {
+            let recipe = small
+                .with_context(context)
+                .recipe(AttentionKind::Nsa, &["x".to_owned()], &[]);
+            let recipe = recipe.expect("any context");
+            assert_eq!(
+                (recipe.training.seq_len, recipe.model.max_position_embeddings),
+                (context, context)
+            );
+            let tokens = recipe.training.tokens_per_step();
+            assert!(
+                tokens == context || (1800..=2048).contains(&tokens),
+                "{context}: {tokens}"
+            );
         }
     }
 

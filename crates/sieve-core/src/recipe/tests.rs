@@ -157,7 +157,7 @@ fn every_required_key_is_really_required_and_no_other() {
                 continue;
             };
             let loaded = Recipe::load(&table.to_string(), "r.toml", &[]);
-            let needed = key.required || ["keep_window_size", "train", "paths"].contains(&key.name);
+            let needed = key.required || ["train", "paths"].contains(&key.name);
             assert_eq!(loaded.is_err(), needed, "{}.{}: {loaded:?}", section.name, key.name);
         }
         let mut table = full.clone();
@@ -180,7 +180,7 @@ fn every_bound_goes_with_the_type_of_its_key() {
             let fits = match key.bound {
                 None => continue,
                 Some(Bound::Within(..) | Bound::AtLeastOne) => matches!(key.kind, Kind::Integer),
-                Some(Bound::Positive | Bound::NotNegative | Bound::Share(..)) => {
+                Some(Bound::Between(..) | Bound::Share(..)) => {
                     matches!(key.kind, Kind::Number)
                 }
             };

@@ -130,7 +130,7 @@ impl<'a> Documents<'a> {
     fn open(&mut self, file: &SourceFile) -> Result<(), DataError> {
         let config = self.corpus.config();
         let path = self.corpus.local_path(file)?;
-        let mut source = source::open(&config.format, &path, config.max_document_bytes)?;
+        let mut source = source::open(&config.format, &path, self.corpus.max_document_bytes(file))?;
         if self.cursor.num_taken == 0 {
             self.cursor.report.num_files += 1;
         }
@@ -218,6 +218,12 @@ impl Iterator for Documents<'_> {
         let next = match self.advance() {
             Ok(None) if self.report().num_documents == 0 => Err(DataError::EmptyCorpus {
                 num_files: self.corpus.files().len(),
+                first: self
+                    .corpus
+                    .files()
+                    .first()
+                    .map(|file| file.path.clone())
+                    .unwrap_or_default(),
                 summary: self.report().summary(),
             }),
             next => next,

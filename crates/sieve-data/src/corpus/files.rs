@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::fs;
+use std::fs::{self, Metadata};
 use std::path::{Path, PathBuf};
 use std::time::UNIX_EPOCH;
 
@@ -18,6 +18,8 @@ struct Found {
     path: PathBuf,
     relative: PathBuf,
     remote: Option<RemoteFile>,
+    /// Whether a path is this file, and not a folder or glob that it was found by.
+    is_named: bool,
 }
 
 /// How many files of folders were left alone, by the ending of their names.
@@ -53,7 +55,11 @@ pub(super) fn expand(config: &CorpusConfig, hub: Option<&Hub>) -> Result<(Vec<So
         check_one_kind(pattern, &config.format, &found[before..])?;
     }
     found.sort_by(|a, b| a.path.cmp(&b.path).then_with(|| a.relative.cmp(&b.relative)));
-    found.dedup_by(|a, b| a.path == b.path);
+    found.dedup_by(|again, first| {
+        let is_same = again.path == first.path;
+        first.is_named |= is_same && again.is_named;
+        is_same
+    });
     if let FileOrder::Hashed { seed } = config.order {
         found.sort_by_cached_key(|file| xxh3_64_with_seed(file.relative.as_os_str().as_encoded_bytes(), seed));
     }
@@ -97,12 +103,47 @@ fn expand_remote(pattern: &str, extensions: &[String], hub: &Hub, found: &mut Ve
         path: file.display_path(),
         relative: PathBuf::from(&file.name),
         remote: Some(file),
+        is_named: false,
     }));
     Ok(())
 }
 
+/// Refuses what is not a file: a pipe or a device has no end, or can be read only once.
+pub(super) fn require_file(path: &Path) -> Result<Metadata, DataError> {
+    let metadata = fs::metadata(path).map_err(DataError::io("read", path))?;
+    match metadata.is_file() {
+        true => Ok(metadata),
+        false => Err(DataError::NotAFile {
+            path: path.to_path_buf(),
+            found: kind_of(&metadata),
+        }),
+    }
+}
+
+#[cfg(unix)]
+fn kind_of(metadata: &Metadata) -> &'static str {
+    use std::os::unix::fs::FileTypeExt;
+    let kind = metadata.file_type();
+    if kind.is_fifo() {
+        "a pipe (FIFO)"
+    } else if kind.is_socket() {
+        "a socket"
+    } else if kind.is_dir() {
+        "a folder"
+    } else {
+        "a device"
+    }
+}
+
+#[cfg(not(unix))]
+fn kind_of(_: &Metadata) -> &'static str {
+    "no file"
+}
+
 fn stat(found: Found) -> Result<SourceFile, DataError> {
-    let Found { path, remote, .. } = found;
+    let Found {
+        path, remote, is_named, ..
+    } = found;
     if let Some(remote) = remote {
         // The path names the commit, which tells versions apart without a modification time.
         return Ok(SourceFile {
@@ -110,9 +151,10 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
             num_bytes: remote.num_bytes(),
             modified_ns: 0,
             remote: Some(remote),
+            is_named,
         });
     }
-    let metadata = fs::metadata(&path).map_err(DataError::io("read", &path))?;
+    let metadata = require_file(&path)?;
     let modified = metadata
         .modified()
         .ok()
@@ -123,6 +165,7 @@ fn stat(found: Found) -> Result<SourceFile, DataError> {
         num_bytes: metadata.len(),
         modified_ns,
         remote: None,
+        is_named,
     })
 }
 
@@ -142,6 +185,7 @@ fn expand_one(
             path: path.to_path_buf(),
             relative: path.file_name().unwrap_or_default().into(),
             remote: None,
+            is_named: true,
         });
         return Ok(());
     }
@@ -167,6 +211,7 @@ fn expand_one(
                 path,
                 relative,
                 remote: None,
+                is_named: false,
             });
         }
     }
@@ -203,14 +248,21 @@ fn walk(
         let kind = entry.file_type().map_err(DataError::io("read", &path))?;
         if kind.is_dir() {
             walk(&path, base, extensions, found, passed_over)?;
-        } else if path.is_file() && !has_extension(&path, extensions) {
+            continue;
+        }
+        // Neither links to folders nor links to nothing.
+        if path.is_dir() || !path.exists() {
+            continue;
+        }
+        if !has_extension(&path, extensions) {
             *passed_over.entry(ending(&path).to_owned()).or_default() += 1;
-        } else if path.is_file() {
+        } else {
             let relative = path.strip_prefix(base).unwrap_or(&path).to_path_buf();
             found.push(Found {
                 path,
                 relative,
                 remote: None,
+                is_named: false,
             });
         }
     }

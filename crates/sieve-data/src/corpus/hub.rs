@@ -5,34 +5,78 @@
 //! the data set is pinned to that commit, and a preparation needs the network only for files that it has not read yet.
 //! A file is fetched when it is read, a broken transfer goes on where it stopped, and a file that was read to its end
 //! is removed.
+//!
+//! A server is not trusted: the place of a fetched file on this disk comes from a hash of its name, and its bytes must
+//! have the listed checksum.
+
+mod client;
 
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
-use hf_hub::api::sync::{Api, ApiBuilder};
-use hf_hub::{Cache, Repo, RepoType};
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 use crate::error::DataError;
-use sieve_files::write_atomically;
+use client::{Checksum, Client, Download, is_hex};
+use sieve_files::{temporary_name, write_atomically};
 
 /// How to reach the hub, and where fetched files wait until they are read.
 #[derive(Clone, PartialEq, Eq)]
 pub struct HubConfig {
-    /// Usually [`ENDPOINT`](Self::ENDPOINT); the variable `HF_ENDPOINT` by convention.
+    /// Usually [`ENDPOINT`](Self::ENDPOINT).
     pub endpoint: String,
-    /// For data sets that are not public; the variable `HF_TOKEN` by convention.
+    /// For data sets that are not public. It is sent to the endpoint's host alone, and over https alone.
     pub token: Option<String>,
+    /// Root certificates in PEM form, instead of those of the web.
+    pub certificates: Option<PathBuf>,
+    /// How long the hub is waited for.
+    pub limits: HubLimits,
     /// A folder of one's own; made if missing.
     pub dir: PathBuf,
+}
+
+/// How long the hub is waited for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HubLimits {
+    /// Longest wait for a connection, and for the next byte of an answer.
+    pub silence: Duration,
+    /// Longest time without a new byte until a hub is given up that has answered before. A server that asks for a pause
+    /// (`Retry-After`) gets it within this time.
+    pub outage: Duration,
+    /// The same of a hub that has never answered: its address may be wrong.
+    pub first_outage: Duration,
+}
+
+impl Default for HubLimits {
+    /// One minute, a quarter of an hour, five seconds.
+    fn default() -> Self {
+        Self {
+            silence: Duration::from_secs(60),
+            outage: Duration::from_secs(900),
+            first_outage: Duration::from_secs(5),
+        }
+    }
 }
 
 impl HubConfig {
     /// The public hub.
     pub const ENDPOINT: &'static str = "https://huggingface.co";
+
+    /// As the usual variables say: `HF_ENDPOINT`, `HF_TOKEN` and `SSL_CERT_FILE`, each of which may be unset or empty.
+    pub fn from_variables(variable: &dyn Fn(&str) -> Option<String>, dir: PathBuf) -> Self {
+        let set = |value: Option<String>| value.filter(|value| !value.is_empty());
+        Self {
+            endpoint: set(variable("HF_ENDPOINT")).unwrap_or_else(|| Self::ENDPOINT.to_owned()),
+            token: set(variable("HF_TOKEN")),
+            certificates: set(variable("SSL_CERT_FILE")).map(PathBuf::from),
+            limits: HubLimits::default(),
+            dir,
+        }
+    }
 }
 
 // By hand, so that no message ever holds the token.
@@ -51,18 +95,18 @@ pub fn is_hub_tokenizer(path: &str) -> bool {
     is_remote(path)
 }
 
-/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`: fetched into the folder of
-/// `config` unless it is there, so that it is asked for once.
+/// The `tokenizer.json` of a model of the hub, `hf://OWNER/NAME[@REVISION][/FOLDER]`: found in `huggingface_hub`'s own
+/// cache, which the folder of `config` is, else fetched into a folder in it, once.
 ///
 /// # Errors
 /// A path of another form; a hub that cannot be reached or has no such file.
-pub fn hub_tokenizer(path: &str, config: HubConfig) -> Result<PathBuf, DataError> {
+pub fn hub_tokenizer(path: &str, mut config: HubConfig) -> Result<PathBuf, DataError> {
     let bad = || DataError::BadHubTokenizer { path: path.to_owned() };
     let model = path.strip_prefix("hf://").ok_or_else(bad)?;
     if model.starts_with("datasets/") {
         return Err(bad());
     }
-    let remote = RemotePath::parse(&format!("{PREFIX}{model}")).map_err(|_| bad())?;
+    let mut remote = RemotePath::parse(&format!("{PREFIX}{model}")).map_err(|_| bad())?;
     let folder = remote.files.trim_end_matches("tokenizer.json");
     let folder = folder.trim_end_matches('/');
     let name = match folder {
@@ -72,33 +116,70 @@ pub fn hub_tokenizer(path: &str, config: HubConfig) -> Result<PathBuf, DataError
     if name.split('/').any(|part| matches!(part, "" | "." | "..")) {
         return Err(bad());
     }
-    let repo = Repo::with_revision(remote.repo, RepoType::Model, remote.revision);
-    Hub::new(config)?.get(repo, &name)
+    if let Some(path) = in_python_cache(&config.dir, &remote, &name) {
+        return Ok(path);
+    }
+    remote.is_model = true;
+    config.dir = config.dir.join("sieve");
+    let hub = Hub::new(config)?;
+    // Whatever folder was asked for, a model has one listing.
+    let listing = hub.listing(&format!("hf://{}@{}", remote.repo, remote.revision), &remote)?;
+    let place = listing.siblings.iter().position(|sibling| sibling.name == name);
+    let place =
+        place.ok_or_else(|| hub.failed(&remote.repo, format!("there is no {name} at commit {}", listing.sha)))?;
+    hub.fetch(&hub.files(&remote, listing).swap_remove(place))
+}
+
+/// A file of a model where `huggingface_hub` keeps it.
+fn in_python_cache(cache: &Path, remote: &RemotePath, name: &str) -> Option<PathBuf> {
+    let model = cache.join(format!("models--{}", remote.repo.replace('/', "--")));
+    let commit = match is_hex(&remote.revision, &[40]) {
+        true => remote.revision.clone(),
+        false => fs::read_to_string(model.join("refs").join(&remote.revision)).ok()?,
+    };
+    let commit = Some(commit.trim()).filter(|commit| is_hex(commit, &[40]))?;
+    let path = model.join("snapshots").join(commit).join(name);
+    path.is_file().then_some(path)
 }
 
 /// Where a remote file is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RemoteFile {
-    /// "OWNER/NAME".
-    repo: String,
-    commit: String,
+    /// "datasets/OWNER/NAME", or "OWNER/NAME" of a model.
+    repo: Arc<str>,
+    commit: Arc<str>,
     /// Path in the repository.
     pub(super) name: String,
     num_bytes: Option<u64>,
+    checksum: Option<Checksum>,
 }
 
 impl RemoteFile {
     /// A name for messages and for the order of files.
     pub(super) fn display_path(&self) -> PathBuf {
-        PathBuf::from(format!("{PREFIX}{}@{}/{}", self.repo, self.commit, self.name))
+        PathBuf::from(format!("hf://{}@{}/{}", self.repo, self.commit, self.name))
     }
 
     pub(super) fn num_bytes(&self) -> u64 {
         self.num_bytes.unwrap_or(0)
     }
+
+    /// Its name on this disk: a hash, and the end of its own name as far as that is harmless, for the file's format
+    /// and for messages.
+    fn local_name(&self) -> String {
+        let hash = xxh3_128(self.display_path().as_os_str().as_encoded_bytes());
+        let own = self.name.rsplit('/').next().unwrap_or_default().chars().map(|letter| {
+            let is_harmless = letter.is_ascii_alphanumeric() || "-_.".contains(letter);
+            if is_harmless { letter } else { '_' }
+        });
+        let own = own.collect::<String>();
+        format!("{hash:032x}-{}", &own[own.len().saturating_sub(MAX_KEPT_NAME)..])
+    }
 }
 
 const PREFIX: &str = "hf://datasets/";
+/// Letters of a remote file's name that its local one ends with.
+const MAX_KEPT_NAME: usize = 80;
 
 /// Whether a path names a data set of the hub.
 pub(super) fn is_remote(path: &str) -> bool {
@@ -111,9 +192,18 @@ struct RemotePath {
     repo: String,
     revision: String,
     files: String,
+    is_model: bool,
 }
 
 impl RemotePath {
+    /// The repository as addresses name it.
+    fn url_repo(&self) -> String {
+        match self.is_model {
+            true => self.repo.clone(),
+            false => format!("datasets/{}", self.repo),
+        }
+    }
+
     fn parse(path: &str) -> Result<Self, DataError> {
         let bad = |reason: &str| DataError::BadHubPath {
             path: path.to_owned(),
@@ -153,6 +243,7 @@ impl RemotePath {
             repo: format!("{owner}/{name}"),
             revision,
             files: parts.collect::<Vec<_>>().join("/"),
+            is_model: false,
         })
     }
 
@@ -198,6 +289,17 @@ struct Sibling {
     name: String,
     #[serde(default)]
     size: Option<u64>,
+    #[serde(default, rename = "blobId", skip_serializing_if = "Option::is_none")]
+    git_blob: Option<String>,
+    /// Of a file in large file storage.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    lfs: Option<LargeFile>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct LargeFile {
+    #[serde(default)]
+    sha256: Option<String>,
 }
 
 /// The hub's answer to a question for a data set.
@@ -207,16 +309,14 @@ struct Answer {
     siblings: Vec<Sibling>,
 }
 
-/// A listing of a million files is about this long.
-const MAX_ANSWER_BYTES: u64 = 256 << 20;
-/// Tries of one file, each going on where the last stopped.
-const NUM_TRIES: usize = 6;
-/// Doubled from try to try: 15 seconds in all.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
+/// A listing of a quarter of a million files is about this long, and takes about ten times as much memory.
+const MAX_ANSWER_BYTES: u64 = 64 << 20;
+/// No file system here takes a longer path.
+const MAX_NAME_BYTES: usize = 4096;
 
 /// A way to the hub.
 pub(super) struct Hub {
-    api: Api,
+    client: Client,
     config: HubConfig,
 }
 
@@ -229,36 +329,41 @@ impl fmt::Debug for Hub {
 impl Hub {
     pub(super) fn new(config: HubConfig) -> Result<Self, DataError> {
         fs::create_dir_all(&config.dir).map_err(DataError::io("create", &config.dir))?;
-        let api = ApiBuilder::from_cache(Cache::new(config.dir.clone()))
-            .with_endpoint(config.endpoint.trim_end_matches('/').to_owned())
-            .with_token(config.token.clone())
-            .with_progress(false)
-            .build();
-        let api = api.map_err(|error| DataError::Hub {
-            repo: "(none yet)".to_owned(),
-            endpoint: config.endpoint.clone(),
-            reason: error.to_string(),
-        })?;
-        Ok(Self { api, config })
+        let client = Client::new(&config)?;
+        Ok(Self { client, config })
     }
 
     /// The files that a path names, by name.
     pub(super) fn list(&self, path: &str, has_extension: &dyn Fn(&Path) -> bool) -> Result<Vec<RemoteFile>, DataError> {
         let remote = RemotePath::parse(path)?;
-        let listing = self.listing(path, &remote)?;
-        let mut files = Vec::new();
+        let mut listing = self.listing(path, &remote)?;
+        let mut taken = Vec::with_capacity(listing.siblings.len());
         for sibling in listing.siblings {
             if remote.takes(&sibling.name, has_extension)? {
-                files.push(RemoteFile {
-                    repo: remote.repo.clone(),
-                    commit: listing.sha.clone(),
-                    name: sibling.name,
-                    num_bytes: sibling.size,
-                });
+                taken.push(sibling);
             }
         }
+        listing.siblings = taken;
+        let mut files = self.files(&remote, listing);
         files.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(files)
+    }
+
+    /// The files of a listing, in its order.
+    fn files(&self, remote: &RemotePath, listing: Listing) -> Vec<RemoteFile> {
+        let (repo, commit) = (Arc::<str>::from(remote.url_repo()), Arc::<str>::from(listing.sha));
+        let file = |sibling: Sibling| RemoteFile {
+            repo: repo.clone(),
+            commit: commit.clone(),
+            checksum: Checksum::of(
+                sibling.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref()),
+                // A large file's is that of a note which stands for it.
+                sibling.git_blob.as_deref().filter(|_| sibling.lfs.is_none()),
+            ),
+            name: sibling.name,
+            num_bytes: sibling.size,
+        };
+        listing.siblings.into_iter().map(file).collect()
     }
 
     /// The kept listing, or a new one, which is then kept.
@@ -273,21 +378,28 @@ impl Hub {
                 Err(error) => Err(self.bad_listing(&kept, &error.to_string())),
             };
         }
-        let repo = Repo::with_revision(remote.repo.clone(), RepoType::Dataset, remote.revision.clone());
-        let request = self.api.repo(repo).info_request().query("blobs", "true");
+        let kind = if remote.is_model { "models" } else { "datasets" };
+        let revision = encoded(&remote.revision, "");
+        let url_path = format!("/api/{kind}/{}/revision/{revision}?blobs=true", remote.repo);
         let failed = |reason: String| self.failed(&remote.repo, reason);
-        let mut response = request.call().map_err(|error| failed(error.to_string()))?;
-        let body = response.body_mut().with_config().limit(MAX_ANSWER_BYTES);
-        let body = body.read_to_string().map_err(|error| failed(error.to_string()))?;
+        let body = self.client.text(&url_path, MAX_ANSWER_BYTES, &failed)?;
         let answer = serde_json::from_str::<Answer>(&body)
             .map_err(|error| failed(format!("the answer is no listing: {error}")))?;
-        if !answer.sha.bytes().all(|byte| byte.is_ascii_hexdigit()) || answer.sha.is_empty() {
-            return Err(failed(format!("the answer's commit {:?} is none", answer.sha)));
+        if !is_hex(&answer.sha, &[40, 64]) {
+            return Err(failed(format!(
+                "the answer's commit {} is none",
+                shortened(&answer.sha)
+            )));
         }
-        // Names become paths below our folder.
-        let leaves = |name: &str| name.starts_with('/') || name.split('/').any(|part| part == "..");
+        let leaves = |name: &str| {
+            name.len() > MAX_NAME_BYTES
+                || name.starts_with('/')
+                || name.contains(char::is_control)
+                || name.split('/').any(|part| part == "..")
+        };
         if let Some(odd) = answer.siblings.iter().find(|sibling| leaves(&sibling.name)) {
-            return Err(failed(format!("the file name {:?} leads elsewhere", odd.name)));
+            let name = shortened(&odd.name);
+            return Err(failed(format!("the file name {name} leads elsewhere or is no name")));
         }
         let listing = Listing {
             path: path.to_owned(),
@@ -306,76 +418,39 @@ impl Hub {
         }
     }
 
-    /// Fetches a file of a repository unless it is there, and gives its path.
-    fn get(&self, repo: Repo, name: &str) -> Result<PathBuf, DataError> {
-        let of = repo.url().replacen("datasets/", "", 1);
-        let repo = self.api.repo(repo);
-        let mut pause = FIRST_PAUSE;
-        let mut tries = 1;
-        loop {
-            // Each call goes on with what the one before has left. The crate's own tries do not: they begin at byte 0
-            // and put the file behind the part that is there.
-            match repo.get(name) {
-                Ok(path) => return Ok(path),
-                // The hub has answered; asking again changes nothing.
-                Err(error) if tries == NUM_TRIES || error.to_string().contains("http status: 4") => {
-                    return Err(self.failed(&of, format!("fetching {name}: {error}")));
-                }
-                Err(_) => std::thread::sleep(pause),
-            }
-            tries += 1;
-            pause *= 2;
-        }
+    /// Where a fetched file lies.
+    fn local_path(&self, file: &RemoteFile) -> PathBuf {
+        self.config.dir.join("files").join(file.local_name())
     }
 
-    /// Fetches a file of a data set unless it is there, and gives its path.
+    /// Fetches a file unless it is there, and gives its path.
     pub(super) fn fetch(&self, file: &RemoteFile) -> Result<PathBuf, DataError> {
-        self.drop_whole_parts(file);
-        let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
-        let path = self.get(repo, &file.name)?;
-        let found = fs::metadata(&path).map_err(DataError::io("read", &path))?.len();
-        match file.num_bytes {
-            Some(wanted) if wanted != found => {
-                self.remove(&path);
-                let reason = format!("{} came with {found} bytes, not {wanted}", file.name);
-                Err(self.failed(&file.repo, reason))
-            }
-            _ => Ok(path),
+        let path = self.local_path(file);
+        // It got its name when it was whole and checked.
+        if path.is_file() {
+            return Ok(path);
         }
+        let folder = self.config.dir.join("files");
+        fs::create_dir_all(&folder).map_err(DataError::io("create", &folder))?;
+        let RemoteFile { repo, commit, name, .. } = file;
+        let download = Download {
+            url_path: format!("/{repo}/resolve/{commit}/{}", encoded(name, "/")),
+            name,
+            path,
+            num_bytes: file.num_bytes,
+            checksum: file.checksum.as_ref(),
+        };
+        let repo = repo.trim_start_matches("datasets/");
+        self.client.download(&download, &|reason| self.failed(repo, reason))?;
+        Ok(download.path)
     }
 
     /// Removes what a file takes on this disk, if anything.
     pub(super) fn discard(&self, file: &RemoteFile) {
-        let repo = Repo::with_revision(file.repo.clone(), RepoType::Dataset, file.commit.clone());
-        if let Some(path) = Cache::new(self.config.dir.clone()).repo(repo).get(&file.name) {
-            self.remove(&path);
-        }
-    }
-
-    /// Best effort: what stays behind costs disk and nothing else.
-    fn remove(&self, path: &Path) {
-        if let Ok(blob) = fs::canonicalize(path) {
-            let _ = fs::remove_file(&blob);
-            let _ = fs::remove_file(blob.with_extension("lock"));
-        }
+        let path = self.local_path(file);
+        // Best effort: what stays behind costs disk and nothing else.
+        let _ = fs::remove_file(temporary_name(&path));
         let _ = fs::remove_file(path);
-    }
-
-    /// Removes unfinished files that have all their bytes and only lack their name: asked for the rest of such a file,
-    /// a server answers that there is none.
-    fn drop_whole_parts(&self, file: &RemoteFile) {
-        let folder = format!("datasets--{}", file.repo.replace('/', "--"));
-        let blobs = self.config.dir.join(folder).join("blobs");
-        let entries = fs::read_dir(blobs).into_iter().flatten().flatten();
-        let whole = entries.filter(|entry| {
-            let is_part = entry.path().extension().is_some_and(|ending| ending == "part");
-            let len = entry.metadata().map_or(0, |metadata| metadata.len());
-            is_part && file.num_bytes.is_some_and(|num_bytes| len >= num_bytes)
-        });
-        for entry in whole {
-            // Best effort: what stays shows as an error of the fetch.
-            let _ = fs::remove_file(entry.path());
-        }
     }
 
     fn failed(&self, repo: &str, reason: String) -> DataError {
@@ -384,6 +459,26 @@ impl Hub {
             endpoint: self.config.endpoint.clone(),
             reason,
         }
+    }
+}
+
+/// A text in an address: all but letters, digits, `-_.~` and those of `kept` as numbers.
+fn encoded(text: &str, kept: &str) -> String {
+    let letters = text.bytes().map(|byte| match byte {
+        byte if byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) || kept.as_bytes().contains(&byte) => {
+            char::from(byte).to_string()
+        }
+        byte => format!("%{byte:02X}"),
+    });
+    letters.collect()
+}
+
+/// What a server sent, for a message.
+fn shortened(text: &str) -> String {
+    let start = text.chars().take(80).collect::<String>();
+    match start.len() < text.len() {
+        true => format!("{start:?}… of {} bytes", text.len()),
+        false => format!("{start:?}"),
     }
 }
 

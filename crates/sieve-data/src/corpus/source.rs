@@ -54,3 +54,14 @@ fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> 
     }
     Ok(())
 }
+
+/// Refuses text that says it is UTF-16, little or big endian.
+fn check_encoding(path: &Path, bytes: &[u8]) -> Result<(), DataError> {
+    let marks: [&[u8]; 2] = [b"\xFF\xFE", b"\xFE\xFF"];
+    match marks.iter().any(|mark| bytes.starts_with(mark)) {
+        true => Err(DataError::Utf16 {
+            path: path.to_path_buf(),
+        }),
+        false => Ok(()),
+    }
+}

@@ -8,6 +8,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use serde_json::{Map, Value};
 
+use super::files::require_file;
 use super::source::{BYTE_ORDER_MARK, Packed, Unpacked};
 use crate::error::DataError;
 use crate::guard::guarded;
@@ -22,6 +23,7 @@ pub type TableRow = Map<String, Value>;
 /// # Errors
 /// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.
 pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
+    require_file(path)?;
     let ending = Packed::of(path).1.extension().unwrap_or_default();
     let rows = match ending.to_ascii_lowercase().to_str() {
         Some("jsonl" | "ndjson") => json_rows(path)?,

@@ -101,6 +101,33 @@ fn bad_paths_are_named() {
     refusal(Corpus::open(CorpusConfig::text(vec![root])), files);
 }
 
+// A pipe is read until its writers close it: what opened one waited for ever.
+#[cfg(unix)]
+#[test]
+fn what_is_no_file_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let at = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+    write(dir.path(), "a.txt", "a");
+    let _listener = std::os::unix::net::UnixListener::bind(at("b.txt")).unwrap();
+    std::os::unix::fs::symlink("/dev/zero", at("c.jsonl")).unwrap();
+    for (pattern, words) in [
+        (at("b.txt"), "b.txt: a socket, not a file"),
+        (at(""), "b.txt: a socket, not a file"),
+        (at("*.txt"), "b.txt: a socket, not a file"),
+        (at("c.jsonl"), "c.jsonl: a device, not a file | write it to a file"),
+    ] {
+        refusal(Corpus::open(CorpusConfig::text(vec![pattern])), words);
+    }
+    refusal(read_table(Path::new(&at("c.jsonl"))), "c.jsonl: a device, not a file");
+    // An ending that a folder is not looked through for does no harm.
+    let config = CorpusConfig {
+        extensions: vec!["md".to_owned()],
+        ..CorpusConfig::text(vec![at("")])
+    };
+    write(dir.path(), "d.md", "d");
+    assert_eq!(texts(config).unwrap(), ["d"]);
+}
+
 #[test]
 fn a_file_that_vanishes_is_named() {
     let dir = tempfile::tempdir().unwrap();
@@ -122,6 +149,9 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     let latin = write(dir.path(), "1.txt", b"caf\xe9 au lait");
     let nul = write(dir.path(), "2.txt", b"ab\0cd");
     let large = write(dir.path(), "3.txt", "x".repeat(50));
+    let wide = ["little.utf16", "big.utf16"].map(|name| dir.path().join(name));
+    fs::write(&wide[0], b"\xff\xfea\0").unwrap();
+    fs::write(&wide[1], b"\xfe\xff\0a").unwrap();
     write(dir.path(), "4.txt", " \n\t");
     write(dir.path(), "5.txt", "\u{feff}good");
     let strict = |path: &str| CorpusConfig {
@@ -130,10 +160,31 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     };
     refusal(texts(strict(&latin)), "1.txt: not UTF-8 at byte 3");
     refusal(texts(strict(&nul)), "2.txt: NUL at byte 2");
+    for path in &wide {
+        let path = path.to_str().unwrap();
+        let words = format!("{path}: UTF-16 | iconv -f UTF-16 -t UTF-8 {path} | skip_invalid");
+        refusal(texts(strict(path)), &words);
+        refusal(texts(CorpusConfig::jsonl(vec![path.into()], "text")), &words);
+    }
+    // The limit is for what is found; a file that is named is meant, and stays so where it is found as well.
+    let found = large.replace("3.txt", "3.t?t");
     refusal(
-        texts(strict(&large)),
-        "3.txt: a document of 50 bytes is over the limit of 20",
+        texts(strict(&found)),
+        "3.txt: a document of 50 bytes is over the limit of 20\n | data.max_document_bytes | data.skip_invalid",
     );
+    assert_eq!(texts(strict(&large)).unwrap(), ["x".repeat(50)]);
+    let twice = CorpusConfig {
+        paths: vec![found.clone(), large.clone()],
+        ..strict(&large)
+    };
+    assert_eq!(texts(twice.clone()).unwrap(), ["x".repeat(50)]);
+    let fingerprint = |paths: &[&String]| {
+        let paths = paths.iter().map(|path| (*path).clone()).collect();
+        Corpus::open(CorpusConfig { paths, ..twice.clone() })
+            .unwrap()
+            .fingerprint()
+    };
+    assert_ne!(fingerprint(&[&found]), fingerprint(&[&large]));
 
     let lenient = CorpusConfig {
         skip_invalid: true,
@@ -239,7 +290,7 @@ fn max_bytes_is_never_passed() {
             max_bytes: Some(8),
             ..config
         }),
-        "no document in 3 files | max_bytes",
+        "no document in | 1.txt and 2 files more | max_bytes",
     );
 }
 
@@ -247,7 +298,7 @@ fn max_bytes_is_never_passed() {
 fn a_corpus_of_nothing_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
-    refusal(texts(CorpusConfig::text(vec![path])), "no document in 1 files (1 blank");
+    refusal(texts(CorpusConfig::text(vec![path])), "a.txt (1 blank");
 }
 
 #[test]

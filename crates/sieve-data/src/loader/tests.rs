@@ -410,6 +410,46 @@ proptest! {
     }
 }
 
+// The same rows in batches of any size; all of a text that is small.
+#[test]
+fn a_sample_of_the_rows_is_spread_evenly() {
+    let lengths = vec![37usize; 30];
+    let (_dir, shard) = shard(&lengths);
+    let loader = Loader::new(shard, config(10, Order::Sequential, Packing::Concatenated)).unwrap();
+    let all = loader.samples_per_epoch();
+    assert_eq!(all, 111);
+    for (num_tokens, count) in [
+        (0, 1),
+        (1, 1),
+        (10, 1),
+        (11, 2),
+        (500, 50),
+        (1110, 111),
+        (u64::MAX, 111),
+    ] {
+        let samples = loader.spread_samples(num_tokens);
+        assert_eq!(samples.len(), count, "{num_tokens} tokens");
+        assert!(samples[0] == 0 && samples.is_sorted_by(|a, b| a < b) && samples[count - 1] < all);
+        let gaps = samples.windows(2).map(|pair| pair[1] - pair[0]);
+        let (least, most) = (gaps.clone().min().unwrap_or(0), gaps.max().unwrap_or(0));
+        assert!(most - least <= 1, "{samples:?}");
+    }
+    let samples = loader.spread_samples(70);
+    let whole = loader.batch_of(&samples).unwrap();
+    assert_eq!((whole.first_sample, whole.batch), (0, 7));
+    for (row, &sample) in samples.iter().enumerate() {
+        let alone = loader.batch(sample, 1).unwrap();
+        assert_eq!(whole.tokens[10 * row..10 * (row + 1)], alone.tokens);
+        assert_eq!(whole.doc_end[10 * row..10 * (row + 1)], alone.doc_end);
+    }
+    let task = mqar_loader();
+    let (batch, rows) = (
+        task.batch_of(&[4, 1]).unwrap(),
+        [task.batch(4, 1).unwrap(), task.batch(1, 1).unwrap()],
+    );
+    assert_eq!(batch.tokens, rows.map(|row| row.tokens).concat());
+}
+
 // One long document must not fill a batch: its rows are spread over the epoch.
 #[test]
 fn neighbouring_samples_come_from_many_documents() {

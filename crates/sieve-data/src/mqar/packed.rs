@@ -147,14 +147,17 @@ impl MqarMixture {
     /// The rows `first_row..first_row + count`. Depends on nothing else. A token of padding is `pad_id`.
     pub fn batch(&self, first_row: u64, count: usize, pad_id: u32) -> Batch {
         let mut batch = Batch::empty(first_row, count, self.seq_len);
-        for row in first_row..first_row + count as u64 {
-            let filled = self.push_row(row, &mut batch);
-            let num_pads = self.seq_len - filled;
-            batch.tokens.extend(std::iter::repeat_n(pad_id, num_pads));
-            batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
-            batch.push_segment(PAD_DOCUMENT, filled, num_pads);
-        }
+        (first_row..first_row + count as u64).for_each(|row| self.push(row, pad_id, &mut batch));
         batch
+    }
+
+    /// Appends one row.
+    pub(crate) fn push(&self, row: u64, pad_id: u32, batch: &mut Batch) {
+        let filled = self.push_row(row, batch);
+        let num_pads = self.seq_len - filled;
+        batch.tokens.extend(std::iter::repeat_n(pad_id, num_pads));
+        batch.labels.extend(std::iter::repeat_n(IGNORE_LABEL, num_pads));
+        batch.push_segment(PAD_DOCUMENT, filled, num_pads);
     }
 
     /// Returns the tokens of the row.

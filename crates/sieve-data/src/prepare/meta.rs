@@ -167,17 +167,21 @@ impl PreparedMeta {
         json
     }
 
-    /// Checks that the shards are there with the sizes that were written.
-    pub(super) fn check_files(&self, dir: &Path) -> Result<(), DataError> {
+    /// Name and contents of every shard.
+    pub(super) fn shards(&self) -> Vec<(String, &SplitMeta)> {
         let trains = match self.sources.as_slice() {
             [] => vec![&self.train],
             sources => sources.iter().map(|source| &source.train).collect(),
         };
-        let names = super::train_names(trains.len());
-        let trains = names.iter().map(String::as_str).zip(trains);
-        for (name, split) in trains.chain([(VALIDATION, &self.validation)]) {
+        let trains = super::train_names(trains.len()).into_iter().zip(trains);
+        trains.chain([(VALIDATION.to_owned(), &self.validation)]).collect()
+    }
+
+    /// Checks that the shards are there with the sizes that were written.
+    pub(super) fn check_files(&self, dir: &Path) -> Result<(), DataError> {
+        for (name, split) in self.shards() {
             for (ending, wanted) in [(".bin", split.bin_bytes), (".idx", split.idx_bytes)] {
-                let path = with_ending(&dir.join(name), ending);
+                let path = with_ending(&dir.join(&name), ending);
                 let found = fs::metadata(&path).map_err(DataError::io("read", &path))?.len();
                 if found != wanted {
                     return Err(DataError::BadShard {

@@ -1,8 +1,9 @@
 //! Which text is held out for validation.
 //!
-//! A fraction is held out by a hash of each document's text. Where that leaves a corpus without a document to train on,
-//! or all of them without one to validate on, there are too few documents: then the end of each corpus's text is held
-//! out, and the document in which that end begins is cut there, between two characters.
+//! A fraction is held out by a hash of each document's text. Where that leaves a corpus without a document to train on
+//! or without one to validate on, it has too few documents: then the end of its text is held out, and the document in
+//! which that end begins is cut there, between two characters. Of several corpora each is held out of, as the loss on
+//! one of them says nothing of the others.
 
 use std::collections::HashSet;
 
@@ -55,12 +56,11 @@ impl Split<'_> {
 /// For each corpus the byte of its text from which on it is held out, or `None` where whole documents are. Reads no
 /// more than it takes to see that there are enough documents.
 pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>, DataError> {
-    let (mut seen, mut any_held_out) = (HashSet::new(), false);
-    // Whether a corpus has a document to train on, and the bytes of its text as far as it was read.
-    let mut read = Vec::new();
+    let mut seen = HashSet::new();
+    let mut cuts = Vec::new();
     for corpus in corpora {
         let mut documents = Documents::resume(corpus, Cursor::default(), seen);
-        let mut any_train = false;
+        let (mut any_train, mut any_held_out) = (false, false);
         while !(any_train && any_held_out)
             && let Some(document) = documents.next().transpose()?
         {
@@ -69,14 +69,13 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>
                 false => any_train = true,
             }
         }
-        read.push((any_train, documents.report().num_bytes));
+        // Where one of them is missing, the whole text was read.
+        let num_bytes = documents.report().num_bytes;
+        let end = (num_bytes as f64 * fraction).round() as u64;
+        cuts.push((!any_train || !any_held_out).then(|| num_bytes - end));
         seen = documents.into_seen();
     }
-    let cut = |(any_train, num_bytes): (bool, u64)| {
-        let end = (num_bytes as f64 * fraction).round() as u64;
-        (!any_train || !any_held_out).then(|| num_bytes - end)
-    };
-    Ok(read.into_iter().map(cut).collect())
+    Ok(cuts)
 }
 
 fn is_held_out(text: &str, fraction: f64) -> bool {

@@ -1,7 +1,7 @@
 //! What long texts are made of at random: words, numbers, UUIDs, and order.
 use crate::sampler::seeded;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::RngCore;
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::Rng;
 
 /// Texts to ask a model, or to train it on. They share no words, and no seed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ whistle willow window \
 wing winter wizard wolf woods wool zebra";
 
 /// A source of random choices that is the same for the same split, seed, task, length and number.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(super) struct Random {
     random: ChaCha8Rng,
     split: Split,

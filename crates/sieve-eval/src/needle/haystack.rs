@@ -1,7 +1,7 @@
 //! Text that needles are hidden in.
 use crate::{EvalDocument, EvalError};
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::{RngCore, SeedableRng};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_data::Tokenizer;
 use std::collections::HashMap;
 

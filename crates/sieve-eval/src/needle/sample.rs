@@ -3,7 +3,7 @@ use super::haystack::pick;
 use super::{NUM_DISTRACTORS, NeedleConfig};
 use crate::EvalError;
 use crate::sampler::seeded;
-use rand_chacha::rand_core::RngCore;
+use chacha20::rand_core::Rng;
 use sieve_data::Tokenizer;
 
 const COLOURS: [&str; 10] = [

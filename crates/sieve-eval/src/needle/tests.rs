@@ -31,6 +31,7 @@ fn kinds() -> [Attention; 5] {
         Attention::Mla(MlaShape {
             kv_lora_rank: 12,
             qk_rope_head_dim: 4,
+            qk_norm: true,
         }),
         Attention::Nsa(NsaShape {
             compress_block_size: 8,

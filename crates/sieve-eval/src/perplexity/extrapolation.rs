@@ -1,6 +1,6 @@
 //! What a model makes of more tokens than it was trained on at a time.
 use super::windows::{Window, push};
-use super::{Breakdown, EvalDocument, EvalError, Pass, PerplexityConfig, check, check_vocabulary};
+use super::{EvalDocument, EvalError, Pass, PerplexityConfig, check, check_vocabulary};
 use crate::rows::Rows;
 use crate::words::WordUse;
 use serde::Serialize;
@@ -45,6 +45,7 @@ pub fn extrapolation<B: SieveBackend>(
         stride: longest,
         batch_tokens,
         far: Vec::new(),
+        rolling_prefix: None,
     };
     check(&config, model.shape().max_seq_len)?;
     let mut pieces: Vec<Vec<u32>> = Vec::new();
@@ -72,13 +73,7 @@ pub fn extrapolation<B: SieveBackend>(
     let mut measured: Vec<Extrapolation> = Vec::new();
     let mut num_done = 0;
     for &context in contexts {
-        let mut pass = Pass {
-            model,
-            rope: model.rope(context, device),
-            device,
-            selection: None,
-            sums: Breakdown::new(&[]),
-        };
+        let mut pass = Pass::new(model, context, device, None, &[]);
         let window = Window {
             input: longest - context..longest,
             first_scored: longest - num_scored,

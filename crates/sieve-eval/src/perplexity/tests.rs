@@ -1,4 +1,5 @@
 use super::*;
+use crate::document::TextSize;
 use crate::test_model::tiny_shape;
 use crate::words::WordUse;
 use burn_flex::Flex;
@@ -28,6 +29,11 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
             tokens: (0..len).map(|i| token(i + 31 * n)).collect(),
             num_bytes: 3 * len as u64,
             num_words: len as u64,
+            text: TextSize {
+                num_tokens: len.saturating_sub(1),
+                num_bytes: 3 * len as u64 + 2,
+                num_words: len as u64,
+            },
             // Words of two tokens, each used again ten tokens later.
             word_uses: (0..len)
                 .map(|i| match i {
@@ -43,6 +49,26 @@ fn documents(lengths: &[usize]) -> Vec<EvalDocument> {
 fn run(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> PerplexityReport {
     let documents = documents(lengths).into_iter().map(Ok);
     perplexity(model, documents, config, &Default::default(), None, &mut |_| {}).expect("valid")
+}
+
+/// The rolling likelihood of each text, token by token: each sees the prefix or `context` inputs at the end of its
+/// window, and windows end after every `context` tokens and at the end of the text.
+fn expected_rolling(model: &Qwen3<Flex>, config: &PerplexityConfig, lengths: &[usize]) -> f64 {
+    let mut nats = 0.0;
+    for document in documents(lengths) {
+        let text = &document.tokens[..document.text.num_tokens];
+        let tokens = [&[config.rolling_prefix.expect("given")][..], text].concat();
+        for target in 1..tokens.len() {
+            let end = (target.div_ceil(config.context) * config.context).min(text.len());
+            let input = &tokens[end.saturating_sub(config.context)..target];
+            let logits = crate::logits(model, input, &Default::default()).expect("valid");
+            let logits: Vec<f64> = logits.iter::<f64>().collect();
+            let row = &logits[(input.len() - 1) * VOCAB_SIZE..];
+            let sum: f64 = row.iter().map(|logit| logit.exp()).sum();
+            nats += sum.ln() - row[tokens[target] as usize];
+        }
+    }
+    nats
 }
 
 /// Each window alone, through [`crate::logits`] and an own softmax.
@@ -70,6 +96,7 @@ const ONE_BY_ONE: PerplexityConfig = PerplexityConfig {
     stride: 4,
     batch_tokens: 9,
     far: Vec::new(),
+    rolling_prefix: Some(4),
 };
 
 #[test]
@@ -90,6 +117,20 @@ fn packed_windows_equal_windows_alone_for_every_kind() {
             let report = run(&model, &config, &lengths);
             let expected = expected_nats(&model, &config, &lengths);
             assert_eq!(report.num_tokens, 77 - 8);
+            // The rolling likelihood predicts the texts, and not the end token, which is the last one here.
+            let rolling = report.lm_eval_rolling.expect("a prefix is given");
+            assert_eq!((rolling.num_tokens, rolling.num_words), (77 - 8, 77));
+            let alone = expected_rolling(&model, &config, &lengths);
+            let error = (rolling.log_likelihood + alone).abs();
+            assert!(error < 1e-4 * alone, "{rolling:?} is not {alone}");
+            let bits = rolling.num_bytes as f64 * rolling.bits_per_byte;
+            for nats in [
+                bits * std::f64::consts::LN_2,
+                rolling.num_words as f64 * rolling.word_perplexity.ln(),
+                rolling.num_bytes as f64 * rolling.byte_perplexity.ln(),
+            ] {
+                assert!((nats + rolling.log_likelihood).abs() < 1e-9 * nats);
+            }
             assert!(
                 (report.nats - expected).abs() < 1e-4 * expected,
                 "{} is not {expected}",
@@ -200,6 +241,7 @@ fn longer_contexts_predict_the_same_tokens() {
         stride: 8,
         batch_tokens: 8,
         far: Vec::new(),
+        rolling_prefix: None,
     };
     let of = |tokens: &[u32]| {
         let part = EvalDocument {

@@ -41,6 +41,21 @@ pub(super) fn windows(len: usize, context: usize, stride: usize) -> impl Iterato
     })
 }
 
+/// The windows of lm-evaluation-harness's `loglikelihood_rolling` (`get_rolling_token_windows` with a context of one
+/// token, then `make_disjoint_window`) over `len` tokens, the first of which is the prefix: every other token is
+/// predicted in exactly one. Windows follow each other without overlap, but the last one begins earlier, so that it
+/// sees as many tokens as the others.
+pub(super) fn rolling_windows(len: usize, context: usize) -> impl Iterator<Item = Window> {
+    let num_inputs = len.saturating_sub(1);
+    (0..num_inputs).step_by(context).map(move |first_scored| {
+        let end = (first_scored + context).min(num_inputs);
+        Window {
+            input: end.saturating_sub(context)..end,
+            first_scored,
+        }
+    })
+}
+
 /// Where a prediction stands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
@@ -88,6 +103,36 @@ mod tests {
                     assert_eq!(predicted, expected, "{len} {context} {stride}");
                 }
             }
+        }
+    }
+
+    /// A text of this many tokens behind a prefix, and its windows by lm-evaluation-harness.
+    #[derive(serde::Deserialize)]
+    struct Rolling {
+        num_tokens: usize,
+        context: usize,
+        /// What is seen, then what is predicted.
+        windows: Vec<[Vec<usize>; 2]>,
+    }
+
+    #[test]
+    fn rolling_windows_are_the_harnesss() {
+        let cases = include_str!("../../../../tests/golden/rolling_windows.json");
+        let cases: Vec<Rolling> = serde_json::from_str(cases).expect("its form");
+        assert_eq!(cases.len(), 65);
+        for Rolling {
+            num_tokens,
+            context,
+            windows,
+        } in cases
+        {
+            let ours = rolling_windows(num_tokens + 1, context).map(|window| {
+                let seen = window.input.start..window.first_scored + 1;
+                let predicted = window.first_scored + 1..window.input.end + 1;
+                [seen.collect(), predicted.collect()]
+            });
+            let ours: Vec<[Vec<usize>; 2]> = ours.collect();
+            assert_eq!(ours, windows, "{num_tokens} tokens, context {context}");
         }
     }
 

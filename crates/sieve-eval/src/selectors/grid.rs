@@ -61,14 +61,17 @@ pub fn selector_grid(file: &str, text: &str) -> Result<(Vec<LayerSelectors>, Vec
 
 /// Every combination of a table's values, as the flag takes it; the last key moves fastest.
 fn crossed(table: &Table) -> Result<Vec<String>, String> {
-    let Some(Value::String(method)) = table.get("method") else {
-        return Err("a [[grid]] has no method = \"NAME\"".to_owned());
+    let Some(Value::String(name)) = table.get("selector") else {
+        return Err(match table.contains_key("method") {
+            true => "a [[grid]] has method = \"NAME\", a key whose name is selector".to_owned(),
+            false => "a [[grid]] has no selector = \"NAME\"".to_owned(),
+        });
     };
     let mut all = vec![String::new()];
-    for (key, value) in table.iter().filter(|item| item.0 != "method") {
+    for (key, value) in table.iter().filter(|item| item.0 != "selector") {
         let values = match value {
             Value::Array(values) if values.is_empty() => {
-                return Err(format!("{key} of {method} has no value"));
+                return Err(format!("{key} of {name} has no value"));
             }
             Value::Array(values) => &values[..],
             one => std::slice::from_ref(one),
@@ -77,7 +80,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
             .iter()
             .map(|value| written(value).map(|text| format!("{key}={text}")))
             .collect::<Option<_>>()
-            .ok_or_else(|| format!("{key} of {method} is no number, text, true or false, or a list of them"))?;
+            .ok_or_else(|| format!("{key} of {name} is no number, text, true or false, or a list of them"))?;
         let with = |start: &String| -> Vec<String> {
             let comma = if start.is_empty() { "" } else { "," };
             let of = texts.iter().map(|text| format!("{start}{comma}{text}"));
@@ -85,7 +88,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
         };
         all = all.iter().flat_map(with).collect();
     }
-    Ok(all.iter().map(|settings| format!("{method}:{settings}")).collect())
+    Ok(all.iter().map(|settings| format!("{name}:{settings}")).collect())
 }
 
 fn written(value: &Value) -> Option<String> {
@@ -105,9 +108,9 @@ mod tests {
 
     #[test]
     fn values_are_crossed_and_what_a_method_forbids_is_left_out() {
-        let text = "selectors = [\"0-1=dense/2-=meanpool:tau=0.5\"]\n[[grid]]\nmethod = \"momo\"\n\
+        let text = "selectors = [\"0-1=dense/2-=meanpool:tau=0.5\"]\n[[grid]]\nselector = \"momo\"\n\
                     k = [4, 8]\nk_exact = [2, 8]\nscore = \"normalised\"\n[[grid]]\n\
-                    method = \"bfla\"\nkeep_mass = 0.9\n";
+                    selector = \"bfla\"\nkeep_mass = 0.9\n";
         let (found, forbidden) = selector_grid("a.toml", text).expect("a grid");
         let labels: Vec<String> = found.iter().map(LayerSelectors::label).collect();
         let momo = |rest: &str| format!("momo:{rest},score=normalised");
@@ -129,12 +132,13 @@ mod tests {
             r#"
             => a.toml: it names no selector
             selector = ["bfla"] => unknown field
-            [[grid]]\nk = 3 => has no method
-            [[grid]]\nmethod = "bfla"\nblock = [] => block of bfla has no value
-            [[grid]]\nmethod = "bfla"\nblock = [[64]] => block of bfla is no number
-            [[grid]]\nmethod = "bfal" => did you mean bfla?
-            [[grid]]\nmethod = "bfla"\nblok = 64 => did you mean block?
-            [[grid]]\nmethod = "bfla"\ntile = [100, 96] => does not divide block=256
+            [[grid]]\nk = 3 => has no selector
+            [[grid]]\nmethod = "bfla" => has method | name is selector
+            [[grid]]\nselector = "bfla"\nblock = [] => block of bfla has no value
+            [[grid]]\nselector = "bfla"\nblock = [[64]] => block of bfla is no number
+            [[grid]]\nselector = "bfal" => did you mean bfla?
+            [[grid]]\nselector = "bfla"\nblok = 64 => did you mean block?
+            [[grid]]\nselector = "bfla"\ntile = [100, 96] => does not divide block=256
             selectors = ["0-3=dense", "1-=bfla"] => nothing is said of layer 0
             grid = 3 => a.toml: invalid type
         "#,

@@ -230,6 +230,56 @@ fn long_prompts_lose_their_middle_and_texts_are_scored() {
     assert_eq!((mean.value, mean.stderr), (0.5, Some((0.25f64 / 3.0).sqrt())));
 }
 
+/// Prompts shorter than half the room, longer than that, and longer than the room, of all data sets.
+#[test]
+fn every_longbench_task_takes_short_and_long_prompts() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tokenizer = tokenizer(folder.path());
+    let (model, device) = (tiny_model(Attention::Mha, 1024), Default::default());
+    let asked = TaskModel {
+        model: &model,
+        tokenizer: &tokenizer,
+        device: &device,
+    };
+    let run = TaskRun {
+        truncate: true,
+        ..ZERO_SHOT
+    };
+    let names = READY_TASKS.iter().map(|(name, _)| *name);
+    let names: Vec<&str> = names.filter(|name| name.starts_with("longbench_")).collect();
+    assert_eq!(names.len(), 16);
+    for name in names {
+        let task = Task::ready(name).expect("ready");
+        let room = 1024 - task.matching.max_new_tokens;
+        let row = |len: usize| {
+            let words: Vec<String> = (0..len).map(|n| format!("t{}", n % 30)).collect();
+            serde_json::json!({"context": words.join(" "), "input": "t3", "answers": ["t5 t6"],
+                "all_classes": ["t5", "t6"], "length": len, "dataset": name})
+            .to_string()
+        };
+        let lengths = [1, room * 2 / 3, room + 70];
+        let data = TaskRows {
+            rows: rows(&lengths.map(row)),
+            examples: None,
+        };
+        let texts = TaskTexts::new(&task, &data, run, &tokenizer, 1024).expect(name);
+        let Texts::Prompts(prompts) = &texts.texts else {
+            panic!("{name}: prompts")
+        };
+        let questions = task.questions(&data.rows).expect("columns");
+        for (prompt, question) in prompts.iter().zip(&questions).take(2) {
+            let whole = tokenizer.encode(&question.prompts[0]).expect("words");
+            assert!(prompt.len() <= room && *prompt == whole, "{name}: nothing is cut");
+        }
+        assert!(prompts[0].len() < room / 2, "{name}");
+        assert!(prompts[1].len() > room / 2, "{name}");
+        assert_eq!((prompts[2].len(), texts.num_truncated), (room, 1), "{name}");
+        let report = run_task(&asked, &texts, None, &mut |_, _| {}).expect(name);
+        assert!(report.rows.iter().all(|row| row.score.is_some()), "{name}");
+        assert!((0.0..=1.0).contains(&report.scores[0].value), "{name}");
+    }
+}
+
 #[test]
 fn a_context_and_its_ending_are_split_where_the_harness_splits_them() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -18,6 +18,7 @@ pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &Ex
         "model_type": match architecture {
             Architecture::Qwen3 => "qwen3",
             Architecture::Doge => "doge",
+            Architecture::DeepseekV3 => "deepseek_v3",
             Architecture::Sieve => "sieve",
         },
         "attention_bias": false,
@@ -73,11 +74,33 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             "max_window_layers": 0,
             "layer_types": layer_types("sliding_attention"),
         }),
-        AttentionForm::Latent(mla) => of_sieve(shape, "mla", json!(mla)),
+        AttentionForm::Latent(mla) if architecture == Architecture::DeepseekV3 => json!({
+            "q_lora_rank": null,
+            "kv_lora_rank": mla.kv_lora_rank,
+            "qk_rope_head_dim": mla.qk_rope_head_dim,
+            "qk_nope_head_dim": shape.head_dim,
+            "v_head_dim": shape.head_dim,
+            // The class takes its rotary tables' width from here.
+            "head_dim": mla.qk_rope_head_dim,
+            "rope_interleave": false,
+            // No layer has experts.
+            "first_k_dense_replace": shape.num_layers,
+            "num_nextn_predict_layers": 0,
+        }),
+        AttentionForm::Latent(mla) => {
+            let sizes = json!({
+                "kv_lora_rank": mla.kv_lora_rank,
+                "qk_rope_head_dim": mla.qk_rope_head_dim,
+                "mla_qk_norm": mla.qk_norm,
+            });
+            of_sieve(shape, "mla", sizes)
+        }
         AttentionForm::Branches(nsa) => of_sieve(shape, "nsa", json!(nsa)),
         AttentionForm::Ranked(dma) if architecture == Architecture::Sieve => {
             let mut keys = of_sieve(shape, "dma", json!(dma));
-            keys["slopes"] = json!(dma.slopes(shape.num_kv_heads));
+            let slopes = dma.slopes(shape.num_kv_heads);
+            let periods = slopes.map(|slopes| slopes.iter().map(|slope| 1.0 / slope).collect::<Vec<_>>());
+            keys["periods"] = json!(periods);
             keys
         }
         AttentionForm::Ranked(dma) => json!({
@@ -102,9 +125,9 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
         "residual_scale": shape.residual_scale,
         "auto_map": {
             "AutoConfig": "modeling_sieve.SieveConfig",
+            "AutoModel": "modeling_sieve.SieveModel",
             "AutoModelForCausalLM": "modeling_sieve.SieveForCausalLM",
         },
-        "use_cache": false,
     });
     if let (Value::Object(keys), Value::Object(sizes)) = (&mut keys, sizes) {
         keys.extend(sizes);

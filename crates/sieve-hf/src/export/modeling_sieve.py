@@ -1,18 +1,30 @@
-"""Qwen3-style language models with NSA, MLA, DMA with recency or dense layers between them, as Sieve exports them: plain PyTorch, for reading and for checking.
+"""Language models with NSA, MLA, DMA with recency or dense layers between them, as Sieve exports them: plain PyTorch.
 
-Everything is computed with full score matrices; nothing is fast here. Sequences are not padded and start at position 0.
+Padding, wherever attention_mask has it, is moved behind the tokens of its row, where causal attention never looks, and
+the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
+of BLOCK, and no tensor has tokens x tokens elements.
+
+A cache is a DynamicCache whose layers are SieveCacheLayer: keys and values of dense layers and of NSA, with its
+compressed ones; the latents of MLA; and the keep_window_size keys a head that DMA can still see.
 """
 
 import math
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+# Queries of one tile, and arriving keys of one step of DMA's selection.
+BLOCK = 256
 
 
 class SieveConfig(PretrainedConfig):
     model_type = "sieve"
+    keys_to_ignore_at_inference = ["past_key_values"]
 
     def __init__(self, rope_theta=10000.0, tie_word_embeddings=False, **kwargs):
         for name, value in DEFAULTS.items():
@@ -35,9 +47,12 @@ DEFAULTS = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "residual_scale": False,
+    "use_cache": True,
     # MLA
     "kv_lora_rank": 0,
     "qk_rope_head_dim": 0,
+    # Whether each head's query and key go through RMSNorm before the rotation, all heads with one weight.
+    "mla_qk_norm": False,
     # NSA
     "compress_block_size": 32,
     "compress_stride": 16,
@@ -51,8 +66,111 @@ DEFAULTS = {
     "keep_window_size": 2048,
     "local_window_size": 0,
     "bias": "exp",
-    "slopes": None,
+    # Tokens over which a rank grows by one, a number for each KV head.
+    "periods": None,
 }
+
+
+class SieveCacheLayer(DynamicLayer):
+    """What one layer keeps of earlier tokens: tensors [batch, heads, tokens, ...] in which each row is left-aligned."""
+
+    def __init__(self, is_croppable):
+        super().__init__()
+        self.is_croppable = is_croppable
+        self.reset()
+
+    def reset(self):
+        self.tensors = {}
+        # Columns of input that went through, and how many of each row were tokens: a number, or [batch] after padding.
+        self.columns, self.length = 0, 0
+
+    def append(self, name, new, at, total):
+        """Writes `new` from index `at` of each row on and returns the first `total` indices."""
+        old = self.tensors.get(name)
+        if old is None or old.shape[2] < total:
+            # Room for a quarter more, so that a token rarely moves what is there.
+            buffer = new.new_zeros(*new.shape[:2], total + total // 4 + 64, *new.shape[3:])
+            if old is not None:
+                buffer[:, :, : old.shape[2]] = old
+        else:
+            buffer = old.clone() if torch.is_grad_enabled() and (old.requires_grad or new.requires_grad) else old
+        self.tensors[name] = put(buffer, new, at)
+        return buffer[:, :, :total]
+
+    def advance(self, rows):
+        self.columns += rows.count
+        self.length = rows.first + rows.new
+
+    def get_seq_length(self, *_):
+        return self.columns
+
+    def select(self, change):
+        """Makes a change of the batch's rows to all that is kept."""
+        self.tensors = {name: change(x) for name, x in self.tensors.items()}
+        self.length = change(self.length) if torch.is_tensor(self.length) else self.length
+
+    def reorder_cache(self, beam_idx):
+        self.select(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats):
+        self.select(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices):
+        self.select(lambda x: x[indices])
+
+    def crop(self, tokens):
+        """Forgets the last -tokens tokens, or all but the first `tokens` as version 4 means it."""
+        gone = -tokens if tokens <= 0 else max(self.columns - tokens, 0)
+        if gone and (torch.is_tensor(self.length) or not self.is_croppable):
+            raise ValueError("this cache cannot be cropped: DMA keeps no key that left, or rows have padding")
+        self.columns, self.length = self.columns - gone, self.length - gone
+
+    def update(self, *_, **__):
+        raise NotImplementedError("SieveForCausalLM's layers write their cache themselves")
+
+
+class Rows:
+    """The tokens of one call: how many columns, and how many tokens each row had before (a number, or [batch])."""
+
+    def __init__(self, first, columns, count, new, theta, device):
+        self.first, self.columns, self.count, self.new, self.theta = first, columns, count, new, theta
+        self.positions = indices(first, count, device)
+        self.tables = {}
+
+    @property
+    def total(self):
+        return self.columns + self.count
+
+    def rotate(self, x):
+        """Rotary positions of x [batch, heads, tokens, width], the halves of a head being the pairs."""
+        half = x.shape[-1] // 2
+        if half not in self.tables:
+            frequency = self.theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+            angle = self.positions[:, None, :, None] * frequency
+            self.tables[half] = angle.cos().float(), angle.sin().float()
+        cos, sin = self.tables[half]
+        x1, x2 = x.float().chunk(2, -1)
+        return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+
+
+def indices(at, count, device):
+    """`count` indices of each row from `at` on, a number or [batch]: [batch or 1, count]."""
+    return (at[:, None] if torch.is_tensor(at) else at) + torch.arange(count, device=device)[None]
+
+
+def put(buffer, new, at):
+    """Writes new [batch, heads, tokens, ...] into the buffer from index `at` of each row on."""
+    if not torch.is_tensor(at):
+        buffer[:, :, at : at + new.shape[2]] = new
+        return buffer
+    return buffer.scatter_(2, along(indices(at, new.shape[2], new.device), new), new)
+
+
+def along(index, x):
+    """Indices [batch, (heads,) tokens] in the shape that gather and scatter want for dimension 2 of x."""
+    index = index[:, None] if index.dim() == 2 else index
+    index = index[(...,) + (None,) * (x.dim() - 3)]
+    return index.expand(x.shape[0], x.shape[1], -1, *x.shape[3:])
 
 
 class RMSNorm(nn.Module):
@@ -63,44 +181,74 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         y = x.float()
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return self.weight * (y * self.inverse(y)).to(x.dtype)
+
+    def inverse(self, x):
+        return torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
 
 
 def linear(d_in, d_out, bias=False):
     return nn.Linear(d_in, d_out, bias=bias)
 
 
-def rotate(x, theta):
-    """Rotary positions 0, 1, … of x [batch, tokens, heads, width], the halves of a head being the pairs."""
-    n, half = x.shape[1], x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = torch.arange(n, device=x.device, dtype=torch.float64)[:, None] * frequency
-    cos, sin = (f(angle).float()[None, :, None, :] for f in (torch.cos, torch.sin))
-    x1, x2 = x[..., :half].float(), x[..., half:].float()
-    return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
+def eager(module, q, k, v, attention_mask, scaling, is_causal=False, **_):
+    logits = q.float() @ k.float().transpose(2, 3) * scaling
+    if is_causal:
+        attention_mask = torch.ones(logits.shape[2:], dtype=torch.bool, device=q.device).tril()
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attention_mask, float("-inf"))
+    elif attention_mask is not None:
+        logits = logits + attention_mask
+    return (torch.softmax(logits, -1).to(v.dtype) @ v).transpose(1, 2), None
 
 
-def attend(q, k, v, visible, scale, bias=None):
-    """Softmax attention of q [batch, tokens, heads, d] over k, v [batch, keys, KV heads, d]; rows that see nothing give 0.
+def attend(module, q, k, v, scale, mask=None, is_causal=False):
+    """Attention of q [batch, heads, tokens, d] over k, v [batch, KV heads, keys, d]; every query sees a key.
 
-    bias [batch, KV heads, keys] is added to the logits. Returns the output and the probabilities [batch, heads, tokens, keys].
+    mask: [batch or 1, KV heads or 1, tokens, keys], where it is true, or numbers to add.
     """
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2).transpose(1, 2) for x in (k, v))
-    logits = (q.transpose(1, 2).float() @ k.float().transpose(2, 3)) * scale
-    if bias is not None:
-        logits = logits + bias.repeat_interleave(group, 1)[:, :, None, :]
-    logits = logits.masked_fill(~visible, float("-inf"))
-    p = torch.softmax(logits, -1).nan_to_num(0.0)
-    return (p.to(v.dtype) @ v).transpose(1, 2), p
+    (batch, heads, n, _), kv_heads, dtype = q.shape, k.shape[1], q.dtype
+    if mask is not None and mask.dtype not in (torch.bool, dtype):
+        # Biases in f32 grow with the row: 8 bits would blur them.
+        q, k, v = q.float(), k.float(), v.float()
+    # A KV head and its group are a row of their own: keys are not repeated, and a mask is shared by the group.
+    q = q.reshape(batch * kv_heads, heads // kv_heads, n, -1)
+    k, v = (x.reshape(batch * kv_heads, 1, *x.shape[2:]).expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    if mask is not None and mask.shape[:2] != (1, 1):
+        mask = mask.expand(batch, kv_heads, -1, -1).reshape(batch * kv_heads, 1, *mask.shape[2:])
+    name = module.config._attn_implementation
+    attention = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    o, _ = attention(module, q, k, v, mask, scaling=scale, dropout=0.0, is_causal=is_causal)
+    return o.transpose(1, 2).reshape(batch, heads, n, -1).to(dtype)
 
 
-def causal(n, device):
-    return torch.ones(n, n, dtype=torch.bool, device=device).tril()
+def tiles(rows, keys):
+    """Tiles of queries: where each starts and stops, its indices [batch or 1, tokens, 1], and keys that it may see."""
+    for start in range(0, rows.count, BLOCK):
+        stop = min(start + BLOCK, rows.count)
+        end = keys if torch.is_tensor(rows.first) else rows.first + stop
+        yield start, stop, rows.positions[:, start:stop, None], end
+
+
+def dense(module, q, k, v, rows, scale, window=None):
+    """Causal attention over the keys of a row up to the query's own, or the last `window` of them."""
+    keys, own_alone = k.shape[2], not torch.is_tensor(rows.first) and rows.first == 0
+    if own_alone and (window is None or window >= keys):
+        return attend(module, q, k, v, scale, is_causal=True)
+    o = []
+    for start, stop, query, end in tiles(rows, keys):
+        begin = 0 if window is None or torch.is_tensor(rows.first) else max(rows.first + start + 1 - window, 0)
+        index = torch.arange(begin, end, device=q.device)
+        visible = index <= query
+        if window is not None:
+            visible = visible & (index > query - window)
+        o.append(attend(module, q[:, :, start:stop], k[:, :, begin:end], v[:, :, begin:end], scale, visible[:, None]))
+    return torch.cat(o, 2)
 
 
 class LatentAttention(nn.Module):
+    """MLA: the cache holds latents, one rotated key a token, and 1 / rms of each head's key where keys have a norm."""
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -111,20 +259,55 @@ class LatentAttention(nn.Module):
         self.kv_a_layernorm = RMSNorm(rank, config.rms_norm_eps)
         self.kv_b_proj = linear(rank, heads * 2 * d)
         self.o_proj = linear(heads * d, config.hidden_size)
+        if config.mla_qk_norm:
+            self.q_norm, self.k_norm = (RMSNorm(d + rope, config.rms_norm_eps) for _ in range(2))
 
-    def forward(self, x):
-        config = self.config
-        (batch, n, _), d, heads = x.shape, config.head_dim, config.num_attention_heads
-        rope, theta = config.qk_rope_head_dim, config.rope_theta
-        q = self.q_proj(x).view(batch, n, heads, d + rope)
-        latent, k_rope = self.kv_a_proj_with_mqa(x).split([config.kv_lora_rank, rope], -1)
-        kv = self.kv_b_proj(self.kv_a_layernorm(latent)).view(batch, n, heads, 2 * d)
-        q = torch.cat([q[..., :d], rotate(q[..., d:], theta)], -1)
-        k_rope = rotate(k_rope[:, :, None, :], theta).expand(-1, -1, heads, -1)
-        k = torch.cat([kv[..., :d], k_rope], -1)
-        scale = 1.0 / math.sqrt(d + rope)
-        o, _ = attend(q, k, kv[..., d:], causal(n, x.device), scale)
-        return self.o_proj(o.reshape(batch, n, heads * d))
+    def heads(self, x):
+        return x.unflatten(-1, (self.config.num_attention_heads, -1)).transpose(1, 2)
+
+    def forward(self, x, rows, cache):
+        d, rank, norm = self.config.head_dim, self.config.kv_lora_rank, self.config.mla_qk_norm
+        scale = 1.0 / math.sqrt(d + self.config.qk_rope_head_dim)
+        q = self.heads(self.q_proj(x))
+        latent, k_rope = self.kv_a_proj_with_mqa(x)[:, None].split([rank, self.config.qk_rope_head_dim], -1)
+        latent = self.kv_a_layernorm(latent)
+        kv, inverse = self.heads(self.kv_b_proj(latent[:, 0])), None
+        if norm:
+            q = self.q_norm(q)
+            inverse = self.k_norm.inverse(torch.cat([kv[..., :d], k_rope.expand(-1, q.shape[1], -1, -1)], -1))
+            # Turning a key and dividing it by its root mean square commute: one rotated key serves all heads.
+            k_rope = k_rope * self.k_norm.weight[d:]
+        q = torch.cat([q[..., :d], rows.rotate(q[..., d:])], -1)
+        memory = torch.cat([latent, rows.rotate(k_rope)], -1)
+        is_later = cache is not None and cache.columns > 0
+        if cache is not None:
+            memory = cache.append("latent", memory, rows.first, rows.total)
+            inverse = inverse if inverse is None else cache.append("inverse", inverse, rows.first, rows.total)
+        if is_later and rows.count < d:
+            o = self.folded(q, memory, inverse, rows, scale)
+        else:
+            kv = self.heads(self.kv_b_proj(memory[:, 0, :, :rank])) if is_later else kv
+            k = kv[..., :d] * self.k_norm.weight[:d] if norm else kv[..., :d]
+            k = torch.cat([k, memory[..., rank:].expand(-1, k.shape[1], -1, -1)], -1)
+            k = (k * inverse).to(k.dtype) if norm else k
+            # Values as wide as keys: the fast kernels want one width.
+            o = dense(self, q, k, nn.functional.pad(kv[..., d:], (0, k.shape[-1] - d)), rows, scale)[..., :d]
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+    def folded(self, q, memory, inverse, rows, scale):
+        """Attention on the latents themselves: the way up is multiplied into the queries and into what they read."""
+        d, rank, norm = self.config.head_dim, self.config.kv_lora_rank, self.config.mla_qk_norm
+        up, down = self.kv_b_proj.weight.view(q.shape[1], 2 * d, rank).split(d, 1)
+        q_nope = q[..., :d] * self.k_norm.weight[:d] if norm else q[..., :d]
+        latent, shape = memory[:, 0, :, :rank], (*q.shape[:3], memory.shape[2])
+        # One matrix product for all heads.
+        logits = ((q_nope @ up).flatten(1, 2) @ latent.transpose(1, 2)).view(shape).float()
+        logits = logits + (q[..., d:].flatten(1, 2) @ memory[:, 0, :, rank:].transpose(1, 2)).view(shape).float()
+        logits = logits * inverse.transpose(2, 3) if norm else logits
+        visible = torch.arange(shape[3], device=q.device) <= rows.positions[:, :, None]
+        p = torch.softmax((logits * scale).masked_fill(~visible[:, None], float("-inf")), -1).to(q.dtype)
+        o = (p.flatten(1, 2) @ latent).view(*shape[:3], rank)
+        return o @ down.transpose(1, 2)
 
 
 class BlockMlp(nn.Module):
@@ -136,7 +319,7 @@ class BlockMlp(nn.Module):
         self.down_proj = linear(hidden, d)
 
     def forward(self, blocks):
-        """[batch, blocks, KV heads, size, d] to [batch, blocks, KV heads, d]"""
+        """[batch, KV heads, blocks, size, d] to [batch, KV heads, blocks, d]"""
         return self.down_proj(torch.relu(self.up_proj((blocks + self.positions).flatten(-2))))
 
 
@@ -144,6 +327,7 @@ class DenseAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.scale = 1.0 / math.sqrt(config.head_dim)
         size, d = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.q_proj = linear(size, heads * d)
@@ -151,16 +335,23 @@ class DenseAttention(nn.Module):
         self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
         self.o_proj = linear(heads * d, size)
 
-    def rotated(self, x):
-        """Normalised and rotated queries and keys, [batch, tokens, heads, head_dim]."""
-        shape, theta = (*x.shape[:2], -1, self.config.head_dim), self.config.rope_theta
-        return rotate(self.q_norm(self.q_proj(x).view(shape)), theta), rotate(self.k_norm(self.k_proj(x).view(shape)), theta)
+    def heads(self, x):
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
 
-    def forward(self, x):
-        (q, k), v = self.rotated(x), self.v_proj(x)
-        visible = causal(x.shape[1], x.device)
-        o, _ = attend(q, k, v.view(k.shape), visible, 1.0 / math.sqrt(self.config.head_dim))
-        return self.o_proj(o.reshape(*x.shape[:2], -1))
+    def rotated(self, x, rows):
+        """Normalised and rotated queries and keys, [batch, heads, tokens, head_dim]."""
+        q, k = self.heads(self.q_proj(x)), self.heads(self.k_proj(x))
+        return rows.rotate(self.q_norm(q)), rows.rotate(self.k_norm(k))
+
+    def out(self, o):
+        return self.o_proj(o.transpose(1, 2).flatten(2))
+
+    def forward(self, x, rows, cache):
+        q, k = self.rotated(x, rows)
+        v = self.heads(self.v_proj(x))
+        if cache is not None:
+            k, v = (cache.append(name, new, rows.first, rows.total) for name, new in (("k", k), ("v", v)))
+        return self.out(dense(self, q, k, v, rows, self.scale))
 
 
 class NativeSparseAttention(DenseAttention):
@@ -176,79 +367,120 @@ class NativeSparseAttention(DenseAttention):
             self.k_compress, self.v_compress = BlockMlp(config), BlockMlp(config)
         self.gate_proj = linear(size, heads * 3, bias=True)
 
-    def key_value(self, x, branch):
-        """Normalised keys before their rotation, and values, of one branch."""
+    def key_value(self, x, branch, rows, cache):
+        """Keys of a branch, rotated but for an MLP, and values, of all tokens."""
         config = self.config
-        prefix = "" if config.shared_kv or branch == "window" else f"{branch}_"
-        shape = (*x.shape[:2], config.num_key_value_heads, config.head_dim)
-        k = getattr(self, f"{prefix}k_proj")(x).view(shape)
-        return self.k_norm(k), getattr(self, f"{prefix}v_proj")(x).view(shape)
+        source = "" if config.shared_kv or branch == "window" else f"{branch}_"
+        k = self.k_norm(self.heads(getattr(self, f"{source}k_proj")(x)))
+        # An MLP's keys carry learned positions instead.
+        is_plain = branch == "compress" and config.compress == "mlp"
+        k, v = k if is_plain else rows.rotate(k), self.heads(getattr(self, f"{source}v_proj")(x))
+        if cache is None:
+            return k, v
+        named = ((f"{source}k{'_plain' * is_plain}", k), (f"{source}v", v))
+        return tuple(cache.append(name, new, rows.first, rows.total) for name, new in named)
 
-    def compressed(self, k, v, k_rotated):
-        """One key and one value per block; blocks that are not whole do not exist."""
+    def compressed(self, k, v, rows, cache):
+        """One key and one value a block: those that this call's tokens complete, behind those before.
+
+        Blocks that are not whole yet are there too; no query sees them, and they are written again.
+        """
         size, stride = self.config.compress_block_size, self.config.compress_stride
-        if k.shape[1] < size:
-            return k[:, :0], v[:, :0]
+        done = -((size - 1 - rows.first) // stride)
+        done = done.clamp(min=0) if torch.is_tensor(done) else max(done, 0)
+        block = indices(done, rows.count // stride + 1, k.device)
+        index = block[:, :, None] * stride + torch.arange(size, device=k.device)
+        index = index.clamp(max=k.shape[2] - 1).flatten(1)
+        pair = (x.gather(2, along(index, x)).unflatten(2, (-1, size)) for x in (k, v))
         if self.config.compress == "mean":
-            return tuple(x.unfold(1, size, stride).mean(-1) for x in (k_rotated, v))
-        k, v = (x.unfold(1, size, stride).transpose(-1, -2) for x in (k, v))
-        return self.k_compress(k), self.v_compress(v)
+            k, v = (x.mean(3) for x in pair)
+        else:
+            k, v = (mlp(x) for mlp, x in zip((self.k_compress, self.v_compress), pair))
+        if cache is None:
+            return k, v
+        total = rows.total // stride + 2
+        return cache.append("compressed_k", k, done, total), cache.append("compressed_v", v, done, total)
 
-    def chosen(self, p, n):
-        """Blocks of each query from the compressed branch's probabilities [batch, heads, tokens, compressed blocks]."""
+    def chosen(self, p, query, num_blocks):
+        """Blocks of each query from the probabilities [batch, KV heads, tokens, compressed blocks]."""
         config, device = self.config, p.device
-        kv_heads, select = config.num_key_value_heads, config.select_block_size
-        per_select = select // config.compress_stride
+        per_select = config.select_block_size // config.compress_stride
         per_compress = config.compress_block_size // config.compress_stride
-        num_blocks = -(-n // select)
-        p = p.unflatten(1, (kv_heads, -1)).sum(2)
-        weight = torch.zeros(p.shape[-1], num_blocks, device=device)
-        for block in range(num_blocks):
-            for a in range(per_select):
-                for b in range(per_compress):
-                    c = block * per_select + a - b
-                    if 0 <= c < p.shape[-1]:
-                        weight[c, block] += 1
-        importance = p @ weight
-        own = (torch.arange(n, device=device) // select)[:, None]
-        block = torch.arange(num_blocks, device=device)[None, :]
+        # Strides that a compressed block shares with a selected one.
+        block = torch.arange(num_blocks, device=device)
+        offset = torch.arange(p.shape[-1], device=device)[:, None] - block * per_select
+        shared = (offset + per_compress - 1).clamp(max=per_select - 1) - offset.clamp(min=0) + 1
+        importance = p @ shared.clamp(min=0).to(p.dtype)
+        own = (query // config.select_block_size)[:, None]
         forced = (block == own) | (block == own - 1) | (block == 0)
-        importance = importance.masked_fill(forced, float("inf"))
-        importance = importance.masked_fill(block > own, float("-inf"))
+        importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
         # Of equal ones the later: a stable sort of the blocks from the last to the first.
         order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
         best = num_blocks - 1 - order[..., : config.num_selected_blocks]
-        chosen = torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True)
-        return chosen & (block <= own)
+        return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
 
-    def forward(self, x):
+    def forward(self, x, rows, cache):
         config, device = self.config, x.device
-        batch, n, _ = x.shape
-        d, heads = config.head_dim, config.num_attention_heads
-        scale, theta = 1.0 / math.sqrt(d), config.rope_theta
-        q = self.q_norm(self.q_proj(x).view(batch, n, heads, d))
-        q_rotated = rotate(q, theta)
-        token = torch.arange(n, device=device)
-
-        k, v = self.key_value(x, "compress")
-        k, v = self.compressed(k, v, rotate(k, theta))
-        last = torch.arange(k.shape[1], device=device) * config.compress_stride + config.compress_block_size - 1
-        # Means are of rotated keys; the MLP's keys carry learned positions instead.
+        size, stride, select = config.compress_block_size, config.compress_stride, config.select_block_size
+        q = self.q_norm(self.heads(self.q_proj(x)))
+        q_rotated = rows.rotate(q)
         coarse_q = q_rotated if config.compress == "mean" else q
-        coarse, p = attend(coarse_q, k, v, last[None, :] <= token[:, None], scale)
+        coarse_k, coarse_v = self.compressed(*self.key_value(x, "compress", rows, cache), rows, cache)
+        coarse_k, coarse_v = coarse_k[:, :, None].float().transpose(3, 4), coarse_v[:, :, None]
+        last = torch.arange(coarse_v.shape[3], device=device) * stride + size - 1
+        k, v = self.key_value(x, "select", rows, cache)
+        coarse, selected = [], []
+        for start, stop, query, end in tiles(rows, k.shape[2]):
+            here = coarse_q[:, :, start:stop].unflatten(1, (config.num_key_value_heads, -1)).float()
+            logits = here @ coarse_k * self.scale
+            logits = logits.masked_fill(~(last <= query)[:, None, None], float("-inf"))
+            # The first queries see no block: 0.
+            p = torch.softmax(logits, -1).nan_to_num(0.0)
+            coarse.append((p.to(v.dtype) @ coarse_v).flatten(1, 2))
+            # Zeros and -inf, as SDPA would make them of true and false. Later blocks than its own no query has chosen.
+            chosen = self.chosen(p.sum(2), query, -(-end // select))
+            mask = torch.zeros_like(chosen, dtype=v.dtype).masked_fill_(~chosen, float("-inf"))
+            mask = mask[..., None].expand(-1, -1, -1, -1, select).contiguous().flatten(3)[..., :end]
+            begin = 0 if torch.is_tensor(rows.first) else (rows.first + start) // select * select
+            index = torch.arange(begin, end, device=device)
+            mask[..., begin:].masked_fill_((index > query)[:, None], float("-inf"))
+            here = q_rotated[:, :, start:stop]
+            selected.append(attend(self, here, k[:, :, :end], v[:, :, :end], self.scale, mask))
+        k, v = self.key_value(x, "window", rows, cache)
+        window = dense(self, q_rotated, k, v, rows, self.scale, config.window_size)
+        gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (-1, 3, 1)).transpose(1, 2).unbind(3)
+        branches = (torch.cat(coarse, 2), torch.cat(selected, 2), window)
+        return self.out(sum(weight * branch for weight, branch in zip(gate, branches)))
 
-        k, v = self.key_value(x, "select")
-        chosen = self.chosen(p, n).repeat_interleave(config.select_block_size, -1)[..., :n]
-        visible = chosen.repeat_interleave(heads // config.num_key_value_heads, 1) & causal(n, device)
-        selected, _ = attend(q_rotated, rotate(k, theta), v, visible, scale)
 
-        k, v = self.key_value(x, "window")
-        near = causal(n, device) & (token[:, None] - token[None, :] < config.window_size)
-        window, _ = attend(q_rotated, rotate(k, theta), v, near, scale)
+@torch.no_grad()
+def expiry(rank, best, local):
+    """The query from which on a key is not seen, [batch, KV heads, keys]; at most the number of keys.
 
-        gate = torch.sigmoid(self.gate_proj(x)).view(batch, n, heads, 3, 1)
-        o = gate[..., 0, :] * coarse + gate[..., 1, :] * selected + gate[..., 2, :] * window
-        return self.o_proj(o.reshape(batch, n, heads * d))
+    A query sees the last `local` keys, its own among them, and of the older ones the `best` with the largest
+    (rank, index). A key that left never returns, so this one number a key is the whole mask.
+    """
+    n, device = rank.shape[-1], rank.device
+    # When a key leaves the best, were it to arrive there at once; it arrives `local` queries later.
+    expire = torch.full(rank.shape, n, device=device)
+    kept = torch.arange(min(best, n), device=device).expand(*rank.shape[:2], -1)
+    for start in range(best, n - local, BLOCK):
+        stop = min(start + BLOCK, n - local)
+        arriving = torch.arange(start, stop, device=device).expand(*rank.shape[:2], -1)
+        index = torch.cat([kept, arriving], -1)
+        # Best first, of equal ranks the later key: a stable sort from the last key to the first.
+        ranks = rank.gather(2, index).flip(-1)
+        order = index.shape[-1] - 1 - ranks.sort(dim=-1, descending=True, stable=True).indices
+        places = torch.arange(order.shape[-1], device=device, dtype=torch.int32)
+        place = torch.empty_like(order, dtype=torch.int32).scatter_(2, order, places.expand_as(order))
+        place, leaving = place[..., kept.shape[-1] :], order[..., best:]
+        # At an arrival a key has so many better ones before it as it has in the end, less those that arrive later.
+        better = (place[..., None, :] < places[best:, None]).cumsum(-1, dtype=torch.int32)
+        time = start + (places[best:, None] + better - better[..., -1:] < best).sum(-1)
+        leaving = index.gather(2, leaving)
+        expire.scatter_(2, leaving, torch.maximum(time, leaving))
+        kept = index.gather(2, order[..., :best].sort(dim=-1).values)
+    return (expire + local).clamp(max=n)
 
 
 class DynamicMaskAttention(DenseAttention):
@@ -260,31 +492,59 @@ class DynamicMaskAttention(DenseAttention):
         self.dt_proj = linear(kv_heads * config.head_dim, kv_heads)
         self.A = nn.Parameter(torch.zeros(kv_heads))
 
-    def kept(self, rank):
-        """Keys of each query, [batch, KV heads, tokens, tokens], from their ranks [batch, KV heads, tokens]."""
-        config, n = self.config, rank.shape[-1]
-        token = torch.arange(n, device=rank.device)
-        age = token[:, None] - token[None, :]
-        older = age >= max(config.local_window_size, 0)
-        ranks = rank[:, :, None, :].expand(-1, -1, n, -1).masked_fill(~older, float("-inf"))
-        # Of equal ranks the later key: a stable sort from the last key to the first.
-        order = ranks.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-        best = n - 1 - order[..., : config.keep_window_size - config.local_window_size]
-        chosen = torch.zeros_like(ranks, dtype=torch.bool).scatter_(-1, best, True)
-        return (chosen & older) | ((age >= 0) & ~older)
+    def rank(self, v, rows):
+        """Ranks of the call's keys, [batch, KV heads, tokens], in f32."""
+        z = self.A.float() * nn.functional.softplus(nn.functional.linear(v.float(), self.dt_proj.weight.float()))
+        if self.config.periods is None:
+            return z.transpose(1, 2)
+        return z.transpose(1, 2) + rows.positions[:, None].float() / z.new_tensor(self.config.periods)[:, None]
 
-    def forward(self, x):
-        config = self.config
-        (batch, n, _), d, kv_heads = x.shape, config.head_dim, config.num_key_value_heads
-        (q, k), v = self.rotated(x), self.v_proj(x)
-        rank = (self.A * nn.functional.softplus(self.dt_proj(v))).float().transpose(1, 2)
-        if config.slopes is not None:
-            slopes = torch.tensor(config.slopes, device=x.device, dtype=torch.float32)
-            rank = rank + torch.arange(n, device=x.device).float() * slopes[:, None]
-        bias = rank if config.bias == "linear" else torch.exp(rank.clamp(max=60.0))
-        visible = self.kept(rank).repeat_interleave(config.num_attention_heads // kv_heads, 1)
-        o, _ = attend(q, k, v.view(batch, n, kv_heads, d), visible, 1.0 / math.sqrt(d), bias)
-        return self.o_proj(o.reshape(batch, n, -1))
+    def forward(self, x, rows, cache):
+        keep, local = self.config.keep_window_size, self.config.local_window_size
+        q, k = self.rotated(x, rows)
+        v = self.v_proj(x)
+        keys = {"k": k, "v": self.heads(v), "rank": self.rank(v, rows)}
+        # Kept keys in their order, then the new ones, are ranked as the whole row would be: who left never returns.
+        first = rows.first.clamp(max=keep) if torch.is_tensor(rows.first) else min(rows.first, keep)
+        num_kept = 0
+        if cache is not None and cache.columns > 0:
+            num_kept = cache.tensors["k"].shape[2]
+            for name, new in keys.items():
+                old = cache.tensors[name]
+                room = new.new_zeros(*new.shape[:2], num_kept + rows.count, *new.shape[3:])
+                room[:, :, :num_kept] = old
+                keys[name] = put(room, new, first)
+        n = num_kept + rows.count
+        rank, query = keys["rank"], indices(first, rows.count, x.device)
+        expire = expiry(rank, keep - local, local)
+        bias = rank if self.config.bias == "linear" else torch.exp(rank.clamp(max=60.0))
+        o = []
+        for start in range(0, rows.count, BLOCK):
+            stop = min(start + BLOCK, rows.count)
+            here, end = query[:, None, start:stop, None], num_kept + stop
+            index, seen = torch.arange(end, device=x.device).expand(1, 1, -1), (keys["k"], keys["v"], bias, expire)
+            seen = tuple(y[:, :, :end] for y in seen)
+            if end > keep + stop - start:
+                # Of the keys before the tile, those that its first query still sees; of its own, all.
+                seen_here = seen[3] > torch.maximum(index, here[:, :, 0])
+                index = first_true(seen_here & (index <= here[:, :, -1]), keep + stop - start)
+                seen = tuple(y.gather(2, along(index, y)) for y in seen)
+            k, v, added, until = seen
+            visible = (index[:, :, None] <= here) & (here < until[:, :, None])
+            mask = torch.where(visible, added[:, :, None], float("-inf"))
+            o.append(attend(self, q[:, :, start:stop], k, v, self.scale, mask))
+        if cache is not None:
+            if n > keep:
+                end, index = indices(first + rows.new, 1, x.device)[:, None], torch.arange(n, device=x.device)
+                index = first_true((index < end) & (expire >= end), keep)
+                keys = {name: y.gather(2, along(index, y)) for name, y in keys.items()}
+            cache.tensors = keys
+        return self.out(torch.cat(o, 2))
+
+
+def first_true(x, count):
+    """Indices of the true ones in their order, [..., count]; false ones where there are fewer."""
+    return x.to(torch.int8).sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 class MLP(nn.Module):
@@ -298,7 +558,7 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, index):
         super().__init__()
         kinds = {"mla": LatentAttention, "nsa": NativeSparseAttention, "dma": DynamicMaskAttention}
@@ -314,30 +574,119 @@ class DecoderLayer(nn.Module):
             self.input_residual = nn.Parameter(torch.ones(config.hidden_size))
             self.post_attention_residual = nn.Parameter(torch.ones(config.hidden_size))
 
-    def forward(self, x):
-        y = self.self_attn(self.input_layernorm(x))
+    def forward(self, x, rows, past_key_values=None):
+        y = self.self_attn(self.input_layernorm(x), rows, past_key_values)
         x = (x * self.input_residual if self.scaled else x) + y
         y = self.mlp(self.post_attention_layernorm(x))
         return (x * self.post_attention_residual if self.scaled else x) + y
 
 
-class SieveModel(nn.Module):
+class SievePreTrainedModel(PreTrainedModel):
+    config_class = SieveConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]
+    _supports_sdpa = True
+    _supports_attention_backend = True
+
+    def _init_weights(self, module):
+        pass
+
+
+class SieveModel(SievePreTrainedModel):
     def __init__(self, config):
-        super().__init__()
+        super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
 
-    def forward(self, input_ids):
-        x = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
+    def get_input_embeddings(self):
+        return self.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.embed_tokens = value
+
+    def caches(self, past_key_values):
+        """The layers of a cache, made when it is empty."""
+        if not isinstance(past_key_values, DynamicCache) or getattr(past_key_values, "offloading", False):
+            raise ValueError(f"past_key_values: {type(past_key_values).__name__} is not supported; pass DynamicCache()")
+        layers = past_key_values.layers
+        if not layers or not isinstance(layers[0], SieveCacheLayer):
+            if past_key_values.get_seq_length() > 0:
+                raise ValueError("past_key_values was filled by another model")
+            is_dma = [isinstance(layer.self_attn, DynamicMaskAttention) for layer in self.layers]
+            past_key_values.layers = [SieveCacheLayer(not dma) for dma in is_dma]
+        return past_key_values.layers
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        output_hidden_states=None,
+        **kwargs,
+    ):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass input_ids or inputs_embeds, and not both")
+        if kwargs.get("output_attentions"):
+            raise ValueError("output_attentions is not supported: no layer holds its probabilities")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        (batch, count), device = x.shape[:2], x.device
+        use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not (self.training and self.is_gradient_checkpointing):
+            past_key_values = DynamicCache()
+        caches = [None] * len(self.layers) if past_key_values is None else self.caches(past_key_values)
+        columns, first = (0, 0) if past_key_values is None else (caches[0].columns, caches[0].length)
+
+        real, back = self.real_tokens(attention_mask, batch, columns, count), None
+        if real is not None:
+            order = real.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
+            back = order.argsort(dim=1)[..., None]
+            x = x.gather(1, order[..., None].expand_as(x))
+        new = count if real is None else real.sum(1)
+        rows = Rows(first, columns, count, new, self.config.rope_theta, device)
+        if position_ids is not None and not torch.compiler.is_compiling():
+            expected = rows.positions.expand(batch, -1)
+            expected = expected if back is None else expected.gather(1, back[..., 0])
+            differs = position_ids.to(device) != expected
+            if (differs if real is None else differs & real).any():
+                raise ValueError("position_ids must count a row's tokens from 0, padding left out: one document a row")
+
+        hidden = []
+        for layer, cache in zip(self.layers, caches):
+            hidden.append(x)
+            x = layer(x, rows, past_key_values=cache)
+        for cache in caches if past_key_values is not None else []:
+            cache.advance(rows)
+        hidden.append(self.norm(x))
+        if back is not None:
+            hidden = [y.gather(1, back.expand_as(y)) for y in (hidden if output_hidden_states else hidden[-1:])]
+        return BaseModelOutputWithPast(
+            last_hidden_state=hidden[-1],
+            past_key_values=past_key_values,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
+        )
+
+    @staticmethod
+    def real_tokens(attention_mask, batch, columns, count):
+        """Which of the call's tokens are no padding, or None where none is."""
+        if attention_mask is None:
+            return None
+        if attention_mask.shape != (batch, columns + count):
+            raise ValueError(
+                f"attention_mask is {list(attention_mask.shape)}, and must be [batch, earlier tokens + new ones]: "
+                f"[{batch}, {columns + count}]"
+            )
+        real = attention_mask[:, columns:].bool()
+        # A compiled call does not read the mask to find out.
+        return None if not torch.compiler.is_compiling() and bool(real.all()) else real
 
 
-class SieveForCausalLM(PreTrainedModel, GenerationMixin):
-    config_class = SieveConfig
-    base_model_prefix = "model"
+class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
     # Version 5 reads a mapping, version 4 the keys of it.
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -346,9 +695,6 @@ class SieveForCausalLM(PreTrainedModel, GenerationMixin):
         self.model = SieveModel(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.post_init()
-
-    def _init_weights(self, module):
-        pass
 
     def get_input_embeddings(self):
         return self.model.embed_tokens
@@ -362,14 +708,36 @@ class SieveForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value):
         self.lm_head = value
 
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
-
-    def forward(self, input_ids, attention_mask=None, labels=None, **kwargs):
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError("padding is not supported: pass sequences of one length, or one at a time")
-        logits = self.lm_head(self.model(input_ids))
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        output_hidden_states=None,
+        return_dict=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        found = self.model(
+            input_ids,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            output_attentions=kwargs.pop("output_attentions", None),
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits)
+            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
+        )
+        return output.to_tuple() if return_dict is False else output

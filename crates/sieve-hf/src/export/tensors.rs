@@ -1,7 +1,8 @@
 //! Which tensor of a checkpoint becomes which tensor of `transformers`.
 use super::Architecture;
-use crate::{CheckpointError, NamedTensor, TensorFiles};
-use burn::tensor::{Bytes, DType, TensorData};
+use crate::tensor_file::TensorHeader;
+use crate::{CheckpointError, TensorFiles};
+use burn::tensor::{DType, TensorData};
 use sieve_core::model::NUM_NSA_BRANCHES;
 use sieve_core::{Attention, MlaShape, ModelShape, NsaShape};
 use std::collections::BTreeSet;
@@ -55,23 +56,29 @@ impl ExportTensor {
         self.num_elements() * dtype.size() as u64
     }
 
-    /// The values as `dtype`.
-    pub(super) fn read(&self, weights: &TensorFiles, dtype: DType) -> Result<NamedTensor, CheckpointError> {
+    /// What a file says of it.
+    pub(super) fn header(&self, dtype: DType) -> TensorHeader {
+        TensorHeader {
+            name: self.name.clone(),
+            dtype,
+            shape: self.shape.clone(),
+        }
+    }
+
+    /// The values as `dtype`; no other rows of the checkpoint's tensor are read.
+    pub(super) fn read(&self, weights: &TensorFiles, dtype: DType) -> Result<TensorData, CheckpointError> {
         let data = match &self.source {
             Source::Ones => TensorData::new(vec![1f32; self.num_elements() as usize], self.shape.clone()),
             Source::Rows { name, rows, num_rows } => {
                 let mut shape = self.shape.clone();
                 shape[0] = *num_rows;
-                let whole = weights.tensor(name, &shape)?;
-                let row_bytes = whole.bytes.len() / num_rows;
-                let bytes = whole.bytes[rows.start * row_bytes..rows.end * row_bytes].to_vec();
-                TensorData::from_bytes(Bytes::from_bytes_vec(bytes), self.shape.clone(), whole.dtype)
+                let row: usize = shape[1..].iter().product();
+                let mut data = weights.part(name, &shape, Some(rows.start * row..rows.end * row))?;
+                data.shape = self.shape.clone().into();
+                data
             }
         };
-        Ok(NamedTensor {
-            name: self.name.clone(),
-            data: data.convert_dtype(dtype),
-        })
+        Ok(data.convert_dtype(dtype))
     }
 }
 
@@ -205,14 +212,18 @@ fn push_latent(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, mla: MlaShap
     let MlaShape {
         kv_lora_rank: rank,
         qk_rope_head_dim: rope,
+        qk_norm,
     } = mla;
-    let parts: [(&str, &str, &[usize]); 4] = [
+    let norm_dim = mla.qk_norm_dim(head_dim);
+    let parts: [(&str, &str, &[usize]); 6] = [
         ("q_proj", "q_proj", &[num_heads * (head_dim + rope), d_model]),
         ("kv_a_proj_with_mqa", "kv_a_proj", &[rank + rope, d_model]),
         ("kv_a_layernorm", "kv_a_norm", &[rank]),
         ("kv_b_proj", "kv_b_proj", &[num_heads * 2 * head_dim, rank]),
+        ("q_norm", "q_norm", &[norm_dim]),
+        ("k_norm", "k_norm", &[norm_dim]),
     ];
-    for (theirs, ours, shape) in parts {
+    for (theirs, ours, shape) in &parts[..if qk_norm { 6 } else { 4 }] {
         let name = |name: &str| format!("self_attn.{name}.weight");
         tensors.push(whole(&name(theirs), &name(ours), shape));
     }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::{CheckpointFiles, CheckpointState, TensorFile, load_model, named_parameters};
+use crate::{CheckpointFiles, CheckpointState, NamedTensor, TensorFile, load_model, named_parameters};
 use burn_flex::Flex;
 use serde_json::Value;
 use sieve_nn::Qwen3;
@@ -70,6 +70,7 @@ fn options() -> ExportOptions {
     ExportOptions {
         dtype: ExportDtype::F32,
         max_shard_bytes: DEFAULT_SHARD_BYTES,
+        form: None,
         eos_token_id: 1,
         pad_token_id: None,
     }
@@ -171,6 +172,47 @@ fn a_window_is_in_every_layer() {
 }
 
 #[test]
+fn latent_attention_is_deepseek_where_that_class_computes_it() {
+    const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4";
+    let folder = tempfile::tempdir().expect("a folder");
+    for (name, model, architecture, reason) in [
+        (
+            "normed",
+            "tie_word_embeddings = true",
+            "SieveForCausalLM",
+            Some("no norms of queries and keys"),
+        ),
+        ("paper", "tie_word_embeddings = true", "DeepseekV3ForCausalLM", None),
+        (
+            "scaled",
+            "residual_scale = true",
+            "SieveForCausalLM",
+            Some("no residual scales"),
+        ),
+        (
+            "epsilon",
+            "rms_norm_eps = 1e-5",
+            "SieveForCausalLM",
+            Some("an epsilon of 1e-6"),
+        ),
+    ] {
+        let mla = format!("{MLA}\nqk_norm = {}", name == "normed");
+        let checkpoint = checkpoint(&folder.path().join(name), model, &mla);
+        let out = folder.path().join(format!("{name}-hf"));
+        let report = export(&checkpoint, &out, &options()).expect("exports");
+        assert_eq!(report.architecture, architecture, "{name}");
+        let said = report.not_stock.unwrap_or_default();
+        assert_eq!(report.not_stock.is_some(), reason.is_some(), "{name}: {said}");
+        assert!(said.contains(reason.unwrap_or_default()), "{name}: {said}");
+        let config = json(out.join("config.json"));
+        let has_class = report.files.contains(&"modeling_sieve.py".to_owned());
+        assert_eq!(has_class, architecture == "SieveForCausalLM", "{name}");
+        assert_eq!(config["kv_lora_rank"], 8);
+        assert_eq!(config["use_cache"], true);
+    }
+}
+
+#[test]
 fn the_same_checkpoint_gives_the_same_bytes_and_replaces_an_earlier_export_alone() {
     let folder = tempfile::tempdir().expect("a folder");
     let tied = "tie_word_embeddings = true";
@@ -231,6 +273,39 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
 }
 
 #[test]
+fn published_dma_takes_either_class_and_other_models_their_own() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let tied = "tie_word_embeddings = true";
+    let recency = "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"";
+    let [doge, sieve] = [ExportForm::Doge, ExportForm::Sieve];
+    let (either, own) = (["DogeForCausalLM", "SieveForCausalLM"], "SieveForCausalLM");
+    for (n, (attention, usual, of_doge, of_sieve)) in [
+        (DMA, either[0], Some(either[0]), Some(either[1])),
+        (recency, own, None, Some(own)),
+        (MHA, "Qwen3ForCausalLM", None, None),
+        (SWA, "Qwen3ForCausalLM", None, None),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let checkpoint = checkpoint(&folder.path().join(format!("run-{n}")), tied, attention);
+        let out = folder.path().join(format!("hf-{n}"));
+        for (form, expected) in [(None, Some(usual)), (Some(doge), of_doge), (Some(sieve), of_sieve)] {
+            let report = export(&checkpoint, &out, &ExportOptions { form, ..options() });
+            let Some(expected) = expected else {
+                sieve_testing::refusal(report, "this model as | hint: leave the form out");
+                continue;
+            };
+            let report = report.expect("exports");
+            assert_eq!(report.architecture, expected, "{attention} {form:?}");
+            assert_eq!(report.leaves_ties_open, expected == either[0]);
+            assert_eq!(report.is_remote_code, expected == own);
+            assert_eq!(out.join(MODELING.0).exists(), expected == own);
+        }
+    }
+}
+
+#[test]
 fn refuses_what_it_cannot_express_and_folders_of_others() {
     let folder = tempfile::tempdir().expect("a folder");
     let scaled = "tie_word_embeddings = true\nresidual_scale = true";
@@ -271,4 +346,43 @@ fn loads_the_model_it_was_written_from() {
     fs::write(&file, bytes).expect("writable");
     let error = load_model::<Flex>(&run, &Default::default()).expect_err("a flipped bit");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
+}
+
+#[test]
+fn latent_attention_from_before_its_norms_opens_as_it_was() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
+    let now = checkpoint(&folder.path().join("now"), "tie_word_embeddings = true", mla);
+    let (recipe, _) = now.recipe_and_shape().expect("just written");
+    let model = load_model::<Flex>(&now.path, &Default::default()).expect("loads").model;
+    // What was written before had no such key.
+    let text = recipe.to_toml().expect("small numbers");
+    assert!(text.contains("\nqk_norm = false"), "{text}");
+    let files = CheckpointFiles {
+        model: named_parameters(&model),
+        optimizer: Vec::new(),
+        recipe_toml: text.replace("\nqk_norm = false", ""),
+        tokenizer_json: TOKENIZER.to_owned(),
+    };
+    let before = folder.path().join("before");
+    Checkpoint::write(&before, CheckpointState::untrained(11), &files).expect("the folder is writable");
+    let loaded = load_model::<Flex>(&before, &Default::default()).expect("loads without norms");
+    assert_eq!(loaded.recipe, recipe);
+    // The same of an export.
+    let out = folder.path().join("hf");
+    let options = ExportOptions {
+        form: Some(ExportForm::Sieve),
+        ..options()
+    };
+    export(&now, &out, &options).expect("exports");
+    let path = out.join("config.json");
+    let mut config = json(path.clone());
+    assert_eq!(config["mla_qk_norm"], false);
+    config.as_object_mut().expect("an object").remove("mla_qk_norm");
+    fs::write(&path, config.to_string()).expect("writable");
+    let loaded = load_model::<Flex>(&out, &Default::default()).expect("loads without norms");
+    assert_eq!(
+        loaded.shape.attention,
+        now.recipe_and_shape().expect("there").1.attention
+    );
 }

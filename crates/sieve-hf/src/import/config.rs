@@ -1,7 +1,7 @@
 //! `config.json` of `transformers` as a recipe.
 use super::not_importable;
 use crate::CheckpointError;
-use crate::export::Architecture;
+use crate::export::{Architecture, DEEPSEEK_LATENT_EPS};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -87,6 +87,38 @@ impl Reader {
         Ok((attention, is_dense))
     }
 
+    /// The attention of a DeepSeek-V3 model as an own export writes it.
+    fn deepseek_attention(&self, num_layers: usize) -> Result<String, CheckpointError> {
+        self.must_be_off("q_lora_rank")?;
+        let (v_head_dim, epsilon) = (self.integer("v_head_dim")?, self.number("rms_norm_eps")?);
+        let rules = [
+            (
+                self.integer("first_k_dense_replace")? >= num_layers,
+                "some layers have experts (first_k_dense_replace)",
+            ),
+            (
+                self.value["rope_interleave"] == Value::Bool(false),
+                "rotated pairs lie side by side (rope_interleave)",
+            ),
+            (
+                self.integer("qk_nope_head_dim")? == v_head_dim,
+                "qk_nope_head_dim is not v_head_dim",
+            ),
+            (
+                epsilon == DEEPSEEK_LATENT_EPS,
+                "rms_norm_eps is not the 1e-6 of its latents",
+            ),
+        ];
+        if let Some((_, problem)) = rules.into_iter().find(|(holds, _)| !holds) {
+            return Err(self.refuse(problem));
+        }
+        let [rank, rope] = ["kv_lora_rank", "qk_rope_head_dim"].map(|key| self.integer(key));
+        Ok(format!(
+            "kind = \"mla\"\nkv_lora_rank = {}\nqk_rope_head_dim = {}\nqk_norm = false",
+            rank?, rope?
+        ))
+    }
+
     /// The pattern of dense layers of an own export.
     fn sieve_dense_layers(&self) -> Result<Vec<bool>, CheckpointError> {
         let key = "dense_layers";
@@ -138,6 +170,11 @@ impl Reader {
                 other => return Err(self.refuse(format!("{key} is {other}"))),
             }
         }
+        if kind == "mla" {
+            // Exports without the key are of models without norms.
+            let qk_norm = self.value["mla_qk_norm"] == Value::Bool(true);
+            lines.push_str(&format!("\nqk_norm = {qk_norm}"));
+        }
         Ok(lines)
     }
 }
@@ -164,6 +201,10 @@ impl HfConfig {
                 let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
                 (Architecture::Doge, (attention, Vec::new()))
             }
+            Some("deepseek_v3") => (
+                Architecture::DeepseekV3,
+                (reader.deepseek_attention(num_layers)?, Vec::new()),
+            ),
             Some("sieve") => {
                 let attention = reader.sieve_attention()?;
                 let dense_layers = reader.sieve_dense_layers()?;
@@ -180,6 +221,8 @@ impl HfConfig {
         let heads = reader.integer("num_attention_heads")?;
         let hidden_size = reader.integer("hidden_size")?;
         let head_dim = match &reader.value["head_dim"] {
+            // There it is the width of the rotary tables.
+            _ if architecture == Architecture::DeepseekV3 => reader.integer("v_head_dim")?,
             Value::Null => hidden_size / heads.max(1),
             _ => reader.integer("head_dim")?,
         };
@@ -210,6 +253,11 @@ impl HfConfig {
             attention,
             max_positions,
         })
+    }
+
+    /// Whether the model's attention is DMA already.
+    pub(super) fn is_dma(&self) -> bool {
+        self.attention.starts_with("kind = \"dma\"")
     }
 
     /// A recipe of the model. `transformers` says nothing of training: what stands here is a careful fine-tuning to

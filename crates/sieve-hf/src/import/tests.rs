@@ -24,6 +24,7 @@ fn options(dtype: ExportDtype, max_shard_bytes: u64) -> ExportOptions {
     ExportOptions {
         dtype,
         max_shard_bytes,
+        form: None,
         eos_token_id: 1,
         pad_token_id: None,
     }
@@ -64,7 +65,7 @@ fn export_import_export_gives_the_same_bytes() {
         ),
         (
             "tie_word_embeddings = true\nlayer_types = [\"sparse\", \"mha\"]",
-            "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"",
+            "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4",
         ),
         (
             "tie_word_embeddings = false\nlayer_types = [\"swa\", \"mha\"]",
@@ -83,6 +84,10 @@ fn export_import_export_gives_the_same_bytes() {
         (
             "tie_word_embeddings = true",
             "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4",
+        ),
+        (
+            "tie_word_embeddings = false",
+            "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false",
         ),
     ] {
         for options in [
@@ -201,6 +206,35 @@ fn what_says_nothing_new_is_passed_over() {
 }
 
 #[test]
+fn chat_templates_and_special_tokens_come_back_out() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hf = exported(folder.path(), "tie_word_embeddings = true", "kind = \"mha\"", whole());
+    let config_path = "tokenizer_config.json";
+    let read = |folder: &Path| -> serde_json::Value {
+        serde_json::from_str(&fs::read_to_string(folder.join(config_path)).expect("written")).expect("JSON")
+    };
+    let mut config = read(&hf);
+    config["chat_template"] = json!("{{ messages }}");
+    config["bos_token"] = json!("a");
+    // A class of theirs would not read tokenizer.json as it is.
+    config["tokenizer_class"] = json!("Qwen2Tokenizer");
+    fs::write(hf.join(config_path), config.to_string()).expect("writable");
+    fs::write(hf.join("chat_template.jinja"), "{{ all }}").expect("writable");
+    let back = folder.path().join("back");
+    imported(&hf, &back, None, &[]).expect("imports");
+    let out = folder.path().join("again");
+    export(&Checkpoint::open(&back).expect("just written"), &out, &whole()).expect("exports");
+    let found = read(&out);
+    assert_eq!(found["chat_template"], "{{ messages }}");
+    assert_eq!(found["bos_token"], "a");
+    assert_eq!(found["tokenizer_class"], "PreTrainedTokenizerFast");
+    assert_eq!(
+        fs::read_to_string(out.join("chat_template.jinja")).expect("carried"),
+        "{{ all }}"
+    );
+}
+
+#[test]
 fn configurations_without_a_recipe_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let tied = "tie_word_embeddings = true";
@@ -230,6 +264,23 @@ fn configurations_without_a_recipe_are_refused() {
         changed[key] = value;
         fs::write(&path, changed.to_string()).expect("writable");
         refusal(imported(&hf, &out, None, &[]), word);
+    }
+    let latent = tempfile::tempdir().expect("a folder");
+    let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false";
+    let latent_hf = exported(latent.path(), tied, mla, whole());
+    let latent_path = latent_hf.join("config.json");
+    let latent_config = fs::read_to_string(&latent_path).expect("written");
+    for (key, value, word) in [
+        ("q_lora_rank", json!(8), "q_lora_rank is 8"),
+        ("rope_interleave", json!(true), "rope_interleave"),
+        ("first_k_dense_replace", json!(1), "some layers have experts"),
+        ("qk_nope_head_dim", json!(4), "qk_nope_head_dim is not v_head_dim"),
+        ("rms_norm_eps", json!(1e-5), "rms_norm_eps is not the 1e-6"),
+    ] {
+        let mut changed: serde_json::Value = serde_json::from_str(&latent_config).expect("JSON");
+        changed[key] = value;
+        fs::write(&latent_path, changed.to_string()).expect("writable");
+        refusal(imported(&latent_hf, &out, None, &[]), word);
     }
     fs::write(&path, config.to_string()).expect("writable");
     refusal(

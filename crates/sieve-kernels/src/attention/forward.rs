@@ -1,7 +1,6 @@
 //! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::keeps_rest;
 use crate::attention::launch::PassInputs;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
@@ -9,6 +8,7 @@ use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::{Params, params};
 use burn::tensor::DType;
+use sieve_core::KeepRest;
 
 const NAME: &str = "attention_forward";
 
@@ -31,7 +31,7 @@ pub struct AttentionResult {
 impl Qkv {
     /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None`
     /// is no window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every
-    /// key kept). `doc_start` is i32 `[batch, seq_len]`.
+    /// key kept), with the rows in which the rest of o is kept. `doc_start` is i32 `[batch, seq_len]`.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
@@ -40,7 +40,7 @@ impl Qkv {
         doc_start: &CudaTensor,
         window: Option<usize>,
         softmax_scale: f32,
-        bias: Option<&CudaTensor>,
+        bias: Option<(&CudaTensor, KeepRest)>,
     ) -> Result<AttentionResult, KernelError> {
         let shape = self.shape(NAME)?;
         let qkv = self.walkable();
@@ -48,8 +48,9 @@ impl Qkv {
         let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
         require_non_empty(NAME, "window", window)?;
         let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
+        let rest = bias.map_or(KeepRest::Never, |(_, rest)| rest);
         let bias = bias
-            .map(|bias| {
+            .map(|(bias, _)| {
                 let bias = require_per_key(NAME, "bias", bias, &shape)?;
                 Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
             })
@@ -75,7 +76,7 @@ impl Qkv {
             source,
         };
         // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
-        let result = unsafe { launch_forward(&pass, tensors, &params, bias.is_some()) }?;
+        let result = unsafe { launch_forward(&pass, tensors, &params, rest) }?;
         Ok(AttentionResult {
             base: bias.map(|bias| bias.base),
             ..result
@@ -83,8 +84,8 @@ impl Qkv {
     }
 }
 
-/// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. With a bias the
-/// lower 16 bits of the output are kept where the mode says so.
+/// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. The lower
+/// 16 bits of the output are kept in the rows of `rest`; kernels without a bias do not store them.
 ///
 /// # Safety
 /// Sizes, strides and types of the inputs are what the pass's kernel reads with `params`; q, k and v are among them.
@@ -92,12 +93,12 @@ pub(crate) unsafe fn launch_forward(
     pass: &PassInputs<'_>,
     inputs: Vec<&CudaTensor>,
     params: &impl Params,
-    is_biased: bool,
+    rest: KeepRest,
 ) -> Result<AttentionResult, KernelError> {
     let (shape, q) = (pass.shape, pass.qkv.q.tensor());
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
-    let with_rest = is_biased && keeps_rest(pass.family(), shape.seq_len);
+    let with_rest = pass.family().keeps_rest(rest, shape.seq_len);
     let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
     let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
     let mut tensors = inputs;

@@ -102,8 +102,8 @@ impl Heads {
         &self.tensor
     }
 
-    /// Offset, token stride and batch stride, in elements.
-    fn words(&self) -> Option<[usize; 3]> {
+    /// Offset, token stride and batch stride, in elements; `None` where kernels cannot follow the strides.
+    pub(crate) fn words(&self) -> Option<[usize; 3]> {
         let shape: [usize; 4] = self.tensor.shape().try_into().ok()?;
         let strides: [usize; 4] = self.tensor.strides().try_into().ok()?;
         let layout = row_layout(shape, strides, ALIGN_ELEMENTS)?;

@@ -16,7 +16,8 @@ use crate::attention::tiling::{KeySource, QueryPass, define_head_dims, query_ker
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::source_kernel::{SourceKernel, TileMap};
-use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use sieve_core::KeepRest;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Which kernels an attention call takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -33,31 +34,6 @@ pub(crate) const BLOCK_KV: usize = 128;
 const BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
-
-/// In which rows a forward pass with a bias also stores the lower 16 bits of o, as much memory as o itself, so that the
-/// backward pass needs no row sums: a quarter of its time. The Hopper family alone.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KeepRest {
-    /// In none: for programs that differentiate nothing.
-    Never,
-    /// In rows of up to 32,768 tokens. The default: in longer rows memory is the scarcer good.
-    ShortRows,
-    /// In all.
-    Always,
-}
-
-/// The longest row of [`KeepRest::ShortRows`].
-const SHORT_ROW: usize = 32768;
-
-// Process-wide: a mode, as the next one.
-static KEEP_REST: AtomicU8 = AtomicU8::new(KeepRest::ShortRows as u8);
-
-impl KeepRest {
-    /// Says in which rows the rest of o is kept from now on.
-    pub fn set(rows: KeepRest) {
-        KEEP_REST.store(rows as u8, Ordering::Relaxed);
-    }
-}
 
 // Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
 static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
@@ -105,25 +81,11 @@ impl KernelFamily {
             KernelFamily::Portable
         }
     }
-}
 
-impl KeepRest {
-    /// Whether a forward pass with a bias on each key also returns what rounding took from o.
-    pub fn in_row(self, family: KernelFamily, seq_len: usize) -> bool {
-        let is_kept = match self {
-            Self::Never => false,
-            Self::ShortRows => seq_len <= SHORT_ROW,
-            Self::Always => true,
-        };
-        is_kept && family == KernelFamily::Hopper
+    /// Whether a forward pass with a bias on each key of a row also returns what rounding took from o.
+    pub fn keeps_rest(self, rest: KeepRest, seq_len: usize) -> bool {
+        self == KernelFamily::Hopper && rest.in_row(seq_len)
     }
-}
-
-/// The same in the mode that [`KeepRest::set`] set.
-pub(crate) fn keeps_rest(family: KernelFamily, seq_len: usize) -> bool {
-    let modes = [KeepRest::Never, KeepRest::ShortRows, KeepRest::Always];
-    let mode = KEEP_REST.load(Ordering::Relaxed);
-    modes[usize::from(mode)].in_row(family, seq_len)
 }
 
 /// Whether the Hopper kernels are made for these widths.
@@ -465,12 +427,10 @@ mod tests {
     }
 
     #[test]
-    fn the_rest_of_o_is_kept_where_a_hopper_kernel_is_told() {
-        let kept = |rows: KeepRest| [1024, 32768, 32769].map(|len| rows.in_row(KernelFamily::Hopper, len));
-        assert_eq!(kept(KeepRest::Never), [false; 3]);
-        assert_eq!(kept(KeepRest::ShortRows), [true, true, false]);
-        assert_eq!(kept(KeepRest::Always), [true; 3]);
-        assert!(!KeepRest::Always.in_row(KernelFamily::Portable, 1024));
+    fn hopper_kernels_alone_keep_the_rest_of_o() {
+        assert!(KernelFamily::Hopper.keeps_rest(KeepRest::ShortRows, 1024));
+        assert!(!KernelFamily::Hopper.keeps_rest(KeepRest::Never, 1024));
+        assert!(!KernelFamily::Portable.keeps_rest(KeepRest::Always, 1024));
     }
 
     #[test]

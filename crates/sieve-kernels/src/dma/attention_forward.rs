@@ -11,13 +11,14 @@ use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::step::fill_zero::empty_zero;
+use sieve_core::KeepRest;
 
 const NAME: &str = "dma_attention_forward";
 
 impl Qkv {
     /// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`)
     /// added to every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`,
-    /// `lse = -inf`.
+    /// `lse = -inf`. The rest of o is kept in the rows of `rest`.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
@@ -26,8 +27,9 @@ impl Qkv {
         delta: &CudaTensor,
         lists: &KeyLists,
         softmax_scale: f32,
+        rest: KeepRest,
     ) -> Result<AttentionResult, KernelError> {
-        listed_attention_forward(self, Some(delta), lists, softmax_scale)
+        listed_attention_forward(self, Some((delta, rest)), lists, softmax_scale)
     }
 }
 
@@ -47,10 +49,12 @@ pub(crate) fn listed_bias(
 /// backward pass come from the o that is stored.
 pub(crate) fn listed_attention_forward(
     qkv: &Qkv,
-    delta: Option<&CudaTensor>,
+    delta: Option<(&CudaTensor, KeepRest)>,
     lists: &KeyLists,
     softmax_scale: f32,
 ) -> Result<AttentionResult, KernelError> {
+    let rest = delta.map_or(KeepRest::Never, |(_, rest)| rest);
+    let delta = delta.map(|(delta, _)| delta);
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.walkable();
     require_scale(NAME, softmax_scale)?;
@@ -85,7 +89,7 @@ pub(crate) fn listed_attention_forward(
         source,
     };
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only.
-    let result = unsafe { launch_forward(&pass, tensors, &params, delta.is_some()) }?;
+    let result = unsafe { launch_forward(&pass, tensors, &params, rest) }?;
     Ok(AttentionResult {
         base: bias.map(|bias| bias.base),
         ..result

@@ -34,8 +34,7 @@ pub struct Selection {
 
 /// Per document and KV head, keeps for each query the last `local_window_size` keys and the older ones with the largest
 /// `(z_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, without a local window; ties to the later key). `z`
-/// is f32
-/// `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. Exact to the bit.
+/// is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. Exact to the bit.
 ///
 /// # Errors
 /// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0 or smaller than its local part.

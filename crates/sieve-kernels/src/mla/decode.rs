@@ -24,18 +24,29 @@ const JOINED_COLUMNS: usize = 128;
 /// Widest key the kernel takes: a latent of 512 with a rotated key of 64.
 const MAX_KEY_DIM: usize = 576;
 
+/// The cache of a layer: keys and values of every head at once.
+#[derive(Debug, Clone, Copy)]
+pub struct LatentKeys<'a> {
+    /// bf16 `[batch, len, width]`: latents, which are values too, and rotated keys.
+    pub latents: &'a CudaTensor,
+    /// Columns that are values, the first ones.
+    pub rank: usize,
+    /// f32 `[batch, len, num_heads]`: what `q·k` of each key and head is multiplied by, where keys are normed.
+    pub key_scale: Option<&'a CudaTensor>,
+}
+
 /// The last `new` tokens of a row over its latents, each over those up to its own: q bf16
-/// `[batch, new, num_heads, width]` with `W_UK` folded in, `latents` bf16 `[batch, len, width]`, which are keys and, in
-/// their first `rank` columns, values of every head. Returns bf16 `[batch, new, num_heads, rank]`.
+/// `[batch, new, num_heads, width]` with `W_UK` and the weight of the keys' norm folded in. Returns bf16
+/// `[batch, new, num_heads, rank]`.
 ///
 /// # Errors
 /// Other types or shapes, more new tokens than latents, widths that are no multiples of 16 or above 576.
-pub fn mla_decode(
-    q: &CudaTensor,
-    latents: &CudaTensor,
-    rank: usize,
-    softmax_scale: f32,
-) -> Result<CudaTensor, KernelError> {
+pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> Result<CudaTensor, KernelError> {
+    let LatentKeys {
+        latents,
+        rank,
+        key_scale,
+    } = keys;
     let [batch, new, num_heads, width] = q.dims(NAME, "q")?;
     let [_, len, _] = latents.dims(NAME, "latents")?;
     q.require_dtype(NAME, "q", DType::BF16)?;
@@ -67,6 +78,18 @@ pub fn mla_decode(
     };
     require_alignment(NAME, "q", &q)?;
     require_alignment(NAME, "latents", &latents)?;
+    let (key_scale, scale_strides) = match key_scale {
+        None => (q.clone(), [0; 3]),
+        Some(scale) => {
+            scale.require_dtype(NAME, "key_scale", DType::F32)?;
+            scale.require_shape(NAME, "key_scale", &[batch, len, num_heads])?;
+            let is_walked = scale.strides().last() == Some(&1);
+            let scale = if is_walked { scale.clone() } else { scale.contiguous() };
+            let strides = scale.strides().try_into();
+            let strides = strides.map_err(|_| scale.layout_error(NAME, "key_scale", "three dimensions"))?;
+            (scale, strides)
+        }
+    };
 
     let (rows, row_blocks) = (batch * new, num_heads.div_ceil(ROWS));
     let hardware = q.hardware();
@@ -83,14 +106,19 @@ pub fn mla_decode(
         num_keys: len,
         key_stride: layout.token_stride,
         batch_stride: layout.batch_stride,
+        scale_stride: scale_strides[1],
+        scale_batch_stride: scale_strides[0],
         num_splits,
         softmax_scale,
     });
-    let kernel = mla_decode_kernel(width, rank, hardware.max_shared_bytes);
+    let kernel = match keys.key_scale {
+        None => mla_decode_kernel(width, rank, hardware.max_shared_bytes),
+        Some(_) => mla_decode_scaled_kernel(width, rank, hardware.max_shared_bytes),
+    };
     let grid = [num_splits, row_blocks, rows];
-    // SAFETY: sizes, strides and types checked above; reads `len` latents a row, writes every element of o or of the
-    // parts.
-    unsafe { kernel.launch(grid, &[&q, &latents, &o, &partials], &params) }?;
+    // SAFETY: sizes, strides and types checked above; reads `len` latents a row and their factors, writes every element
+    // of o or of the parts.
+    unsafe { kernel.launch(grid, &[&q, &latents, &key_scale, &o, &partials], &params) }?;
     if num_splits > 1 {
         let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];
         let params = params!(MlaDecodeJoinParams { num_splits });
@@ -102,6 +130,15 @@ pub fn mla_decode(
 
 /// The specialisation for widths of keys and values on a device with `max_shared_bytes` of shared memory a block.
 pub(crate) fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+    decode_kernel(width, rank, max_shared_bytes).define("KEY_SCALE", 0)
+}
+
+/// The same where each key and head has a factor.
+pub(crate) fn mla_decode_scaled_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+    decode_kernel(width, rank, max_shared_bytes).define("KEY_SCALE", 1)
+}
+
+fn decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
     let fits = |num_warps: &usize| shared_bytes(width, *num_warps) <= max_shared_bytes;
     let num_warps = [4, 2].into_iter().find(fits).unwrap_or(2);
     SourceKernel::new(NAME)

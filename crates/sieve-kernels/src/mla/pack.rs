@@ -5,8 +5,9 @@ use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
 use crate::step::qk_norm_rope_forward::RotaryTables;
-use crate::step::vector_rows::VectorRows;
+use crate::step::vector_rows::{GradientTarget, VectorRows, require_alignment};
 use burn::tensor::DType;
 
 const FORWARD: &str = "mla_pack_forward";
@@ -14,6 +15,13 @@ const BACKWARD: &str = "mla_pack_backward";
 
 /// Tokens of a block: one a warp.
 const BLOCK_TOKENS: usize = 8;
+
+/// Blocks of a backward pass with norms, and so partial sums: two on each multiprocessor of an H100. A constant,
+/// because the order of the sum follows it.
+const MAX_NORM_BLOCKS: usize = 264;
+
+/// Widest head that norms take, without its rotary part: a warp holds it.
+const MAX_NORMED_DIM: usize = 256;
 
 /// Sizes of latent attention, and what its rotary parts are rotated by.
 #[derive(Debug, Clone, Copy)]
@@ -30,7 +38,23 @@ pub struct MlaPack<'a> {
     pub cos: &'a CudaTensor,
     /// f32 `[max_positions, rope_dim / 2]`.
     pub sin: &'a CudaTensor,
+    /// Norms of each head's query and key, before the rotation.
+    pub norm: Option<MlaNorm<'a>>,
 }
+
+/// Weights of the two norms, which all heads share.
+#[derive(Debug, Clone, Copy)]
+pub struct MlaNorm<'a> {
+    /// bf16 `[head_dim + rope_dim]`.
+    pub q_weight: &'a CudaTensor,
+    /// bf16 `[head_dim + rope_dim]`.
+    pub k_weight: &'a CudaTensor,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// Gradients of q, kv and `k_rope`, and with norms f32 ones of the weights of queries and keys.
+pub type MlaPackGradients = ([CudaTensor; 3], Option<[CudaTensor; 2]>);
 
 impl MlaPack<'_> {
     fn key_dim(&self) -> usize {
@@ -58,31 +82,76 @@ impl MlaPack<'_> {
         if !self.rope_dim.is_multiple_of(16) || !(16..=256).contains(&self.rope_dim) {
             return unsupported("rope_dim", self.rope_dim, "multiples of 16 from 16 to 256");
         }
+        if self.norm.is_some() && self.head_dim > MAX_NORMED_DIM {
+            return unsupported("head_dim of a normed head", self.head_dim, "up to 256");
+        }
         Ok(())
     }
 
-    /// Rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
+    /// Width of the norms, 0 without them, and their weights; what is not touched without norms is `unused`.
+    fn norms(&self, kernel: &'static str, unused: &CudaTensor) -> Result<(usize, [CudaTensor; 2]), KernelError> {
+        let Some(norm) = self.norm else {
+            return Ok((0, [unused.clone(), unused.clone()]));
+        };
+        let width = self.key_dim();
+        let weight = |name, weight: &CudaTensor| {
+            weight.require_dtype(kernel, name, DType::BF16)?;
+            weight.require_shape(kernel, name, &[width])?;
+            let weight = weight.contiguous();
+            require_alignment(kernel, name, &weight)?;
+            Ok(weight)
+        };
+        Ok((
+            width,
+            [weight("q_weight", norm.q_weight)?, weight("k_weight", norm.k_weight)?],
+        ))
+    }
+
+    fn epsilon(&self) -> f32 {
+        self.norm.map_or(0.0, |norm| norm.epsilon)
+    }
+
+    /// q, kv and `k_rope` as rows of whole words.
+    fn input_rows(
+        &self,
+        kernel: &'static str,
+        [q, kv, k_rope]: [&CudaTensor; 3],
+        [batch, seq_len]: [usize; 2],
+    ) -> Result<[VectorRows; 3], KernelError> {
+        let rows = |name, tensor: &CudaTensor, width| {
+            tensor.require_shape(kernel, name, &[batch, seq_len, width])?;
+            VectorRows::of(kernel, name, tensor)
+        };
+        Ok([
+            rows("q", q, self.num_heads * self.key_dim())?,
+            rows("kv", kv, self.num_heads * 2 * self.head_dim)?,
+            rows("k_rope", k_rope, self.rope_dim)?,
+        ])
+    }
+
+    /// Norms, rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
     /// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
     /// `[batch, seq_len, rope_dim]`, shared by the heads, become
-    /// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`].
+    /// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`]. With norms also what
+    /// decoding caches of the keys: `k_rope` times its weight, rotated, bf16 `[batch, seq_len, rope_dim]`, and 1 / rms
+    /// of each key, f32 `[batch, seq_len, num_heads]`.
     ///
     /// # Errors
-    /// Other types or shapes, no tokens, widths that are no whole 16-byte words.
-    pub fn mla_pack_forward(&self, [q, kv, k_rope]: [&CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
+    /// Other types or shapes, no tokens, widths that are no whole 16-byte words or too wide for a norm.
+    pub fn mla_pack_forward(
+        &self,
+        inputs: [&CudaTensor; 3],
+    ) -> Result<(CudaTensor, Option<[CudaTensor; 2]>), KernelError> {
         self.require_widths(FORWARD)?;
-        let [batch, seq_len, _] = q.dims(FORWARD, "q")?;
-        let rows = |name, tensor: &CudaTensor, width| {
-            tensor.require_shape(FORWARD, name, &[batch, seq_len, width])?;
-            VectorRows::of(FORWARD, name, tensor)
-        };
-        let q = rows("q", q, self.num_heads * self.key_dim())?;
-        let kv = rows("kv", kv, self.num_heads * 2 * self.head_dim)?;
-        let k_rope = rows("k_rope", k_rope, self.rope_dim)?;
+        let [batch, seq_len, _] = inputs[0].dims(FORWARD, "q")?;
+        let [q, kv, k_rope] = self.input_rows(FORWARD, inputs, [batch, seq_len])?;
         let positions = require_tokens(FORWARD, "positions", self.positions, [batch, seq_len])?;
         let tables = RotaryTables::of(FORWARD, [self.cos, self.sin], self.rope_dim)?;
-        let packed = q
-            .tensor
-            .empty_contiguous(&[batch, seq_len, self.token_len()], DType::BF16);
+        let (norm_dim, [q_weight, k_weight]) = self.norms(FORWARD, &q.tensor)?;
+        let new = |width, dtype| q.tensor.empty_contiguous(&[batch, seq_len, width], dtype);
+        let packed = new(self.token_len(), DType::BF16);
+        let keys = (norm_dim > 0).then(|| [new(self.rope_dim, DType::BF16), new(self.num_heads, DType::F32)]);
+        let [rotated_keys, key_scale] = keys.clone().unwrap_or_else(|| [packed.clone(), packed.clone()]);
         let params = params!(MlaPackForwardParams {
             tokens: q.rows,
             num_heads: self.num_heads,
@@ -91,34 +160,52 @@ impl MlaPack<'_> {
             rope_stride: k_rope.stride,
             max_positions: tables.max_positions,
             table_stride: tables.stride,
+            epsilon: self.epsilon(),
         });
         let tensors = [
             &q.tensor,
             &kv.tensor,
             &k_rope.tensor,
+            &q_weight,
+            &k_weight,
             &positions,
             &tables.cos,
             &tables.sin,
             &packed,
+            &rotated_keys,
+            &key_scale,
         ];
-        let kernel = mla_pack_forward_kernel(self.head_dim, self.rope_dim);
-        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed.
+        let kernel = mla_pack_forward_kernel(self.head_dim, self.rope_dim, norm_dim);
+        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed and of
+        // the keys.
         unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
-        Ok(packed)
+        Ok((packed, keys))
     }
 
-    /// Gradients of q, kv and `k_rope` from that of [`MlaPack::mla_pack_forward`]'s result; `k_rope`'s is the sum over
-    /// the heads.
+    /// Gradients of q, kv and `k_rope` from that of [`MlaPack::mla_pack_forward`]'s result, `k_rope`'s the sum over the
+    /// heads, and of the norms' weights. `inputs` are what the forward pass read, needed where there are norms.
     ///
     /// # Errors
     /// As [`MlaPack::mla_pack_forward`].
-    pub fn mla_pack_backward(&self, dy: &CudaTensor) -> Result<[CudaTensor; 3], KernelError> {
+    pub fn mla_pack_backward(
+        &self,
+        inputs: Option<[&CudaTensor; 3]>,
+        dy: &CudaTensor,
+    ) -> Result<MlaPackGradients, KernelError> {
         self.require_widths(BACKWARD)?;
         let [batch, seq_len, _] = dy.dims(BACKWARD, "dy")?;
         dy.require_shape(BACKWARD, "dy", &[batch, seq_len, self.token_len()])?;
         let dy = VectorRows::of(BACKWARD, "dy", dy)?;
+        let inputs = match self.norm {
+            None => [dy.clone(), dy.clone(), dy.clone()],
+            Some(_) => {
+                let inputs = inputs.expect("norms are computed again from the inputs");
+                self.input_rows(BACKWARD, inputs, [batch, seq_len])?
+            }
+        };
         let positions = require_tokens(BACKWARD, "positions", self.positions, [batch, seq_len])?;
         let tables = RotaryTables::of(BACKWARD, [self.cos, self.sin], self.rope_dim)?;
+        let (norm_dim, [q_weight, k_weight]) = self.norms(BACKWARD, &dy.tensor)?;
         let grads = [
             self.num_heads * self.key_dim(),
             self.num_heads * 2 * self.head_dim,
@@ -128,19 +215,53 @@ impl MlaPack<'_> {
             let shape = [batch, seq_len, width];
             dy.tensor.empty_contiguous(&shape, DType::BF16)
         });
+        let blocks = dy.rows.div_ceil(BLOCK_TOKENS);
+        let (blocks, partials) = match norm_dim {
+            0 => (blocks, grads[2].clone()),
+            _ => {
+                let blocks = blocks.min(MAX_NORM_BLOCKS);
+                (blocks, dy.tensor.empty_contiguous(&[blocks, 2 * norm_dim], DType::F32))
+            }
+        };
+        let [q, kv, k_rope] = &inputs;
         let params = params!(MlaPackBackwardParams {
             tokens: dy.rows,
             num_heads: self.num_heads,
+            q_stride: q.stride,
+            kv_stride: kv.stride,
+            rope_stride: k_rope.stride,
             dy_stride: dy.stride,
             max_positions: tables.max_positions,
             table_stride: tables.stride,
+            epsilon: self.epsilon(),
         });
         let [dq, dkv, dk_rope] = &grads;
-        let tensors = [&dy.tensor, &positions, &tables.cos, &tables.sin, dq, dkv, dk_rope];
-        let kernel = mla_pack_backward_kernel(self.head_dim, self.rope_dim);
-        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients.
-        unsafe { kernel.launch([dy.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
-        Ok(grads)
+        let tensors = [
+            &q.tensor,
+            &kv.tensor,
+            &k_rope.tensor,
+            &q_weight,
+            &k_weight,
+            &positions,
+            &tables.cos,
+            &tables.sin,
+            &dy.tensor,
+            dq,
+            dkv,
+            dk_rope,
+            &partials,
+        ];
+        let kernel = mla_pack_backward_kernel(self.head_dim, self.rope_dim, norm_dim);
+        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients
+        // and of the partial sums.
+        unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
+        if norm_dim == 0 {
+            return Ok((grads, None));
+        }
+        let shape = [norm_dim];
+        let targets = [GradientTarget::New; 2].map(|target| (target, shape.as_slice()));
+        let weights = column_sums(BACKWARD, &partials, targets)?;
+        Ok((grads, Some(weights)))
     }
 
     /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
@@ -166,19 +287,20 @@ impl MlaPack<'_> {
     }
 }
 
-/// The forward specialisation for two widths.
-pub(crate) fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize) -> SourceKernel {
-    pack_kernel(FORWARD, head_dim, rope_dim)
+/// The forward specialisation for two widths and that of the norms, 0 without them.
+pub(crate) fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
+    pack_kernel(FORWARD, head_dim, rope_dim, norm_dim)
 }
 
-/// The backward specialisation for two widths.
-pub(crate) fn mla_pack_backward_kernel(head_dim: usize, rope_dim: usize) -> SourceKernel {
-    pack_kernel(BACKWARD, head_dim, rope_dim)
+/// The backward specialisation for the same.
+pub(crate) fn mla_pack_backward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
+    pack_kernel(BACKWARD, head_dim, rope_dim, norm_dim)
 }
 
-fn pack_kernel(name: &'static str, head_dim: usize, rope_dim: usize) -> SourceKernel {
+fn pack_kernel(name: &'static str, head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
     SourceKernel::new(name)
         .define("CONTENT_DIM", head_dim)
         .define("ROPE_DIM", rope_dim)
+        .define("NORM_DIM", norm_dim)
         .threads(256)
 }

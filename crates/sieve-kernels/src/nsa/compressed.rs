@@ -117,7 +117,7 @@ fn require(
     blocks: NsaBlocks,
 ) -> Result<(AttentionShape, [CudaTensor; 2]), KernelError> {
     let shape = qkv.shape(NAME)?;
-    require_sizes(NAME, blocks, &shape)?;
+    require_sizes(NAME, blocks, &shape, qkv)?;
     let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
     compressed.require_dtype(NAME, "compressed", DType::BF16)?;
     compressed.require_shape(NAME, "compressed", &[2, rows, shape.head_dim])?;

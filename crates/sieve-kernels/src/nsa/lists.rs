@@ -30,6 +30,16 @@ impl ChoiceLists {
         item_queries: usize,
     ) -> Result<Self, KernelError> {
         let [batch, seq_len, heads, k] = indices.dims("nsa_lists", "block_indices")?;
+        let shared_bytes = indices.hardware().max_shared_bytes;
+        let most = Self::most_tokens(blocks.select_block_size, shared_bytes);
+        if seq_len > most {
+            return Err(KernelError::Unsupported {
+                kernel: "nsa_lists",
+                what: "rows of",
+                got: format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size),
+                supported: format!("up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows"),
+            });
+        }
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = count.div_ceil(PART_QUERIES);
         let choices = count * k;
@@ -56,7 +66,7 @@ impl ChoiceLists {
         let tensors = [indices, doc_start, &counts];
         // SAFETY: indices name blocks of the query's document at or before it, whose cells are below `cells`; writes
         // all counts.
-        unsafe { nsa_list_counts_kernel(cells).launch(grid, &tensors, &params) }?;
+        unsafe { nsa_list_counts_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
         let tensors = [
             indices,
             doc_start,
@@ -66,8 +76,14 @@ impl ChoiceLists {
             &lists.num_items,
         ];
         // SAFETY: as above; there is room for every choice and for every piece of a list.
-        unsafe { nsa_lists_kernel(cells).launch(grid, &tensors, &params) }?;
+        unsafe { nsa_lists_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
         Ok(lists)
+    }
+
+    /// Tokens of the longest row whose blocks of `select_block_size` tokens have a list each in the shared memory of a
+    /// block of threads, of `shared_bytes`.
+    pub fn most_tokens(select_block_size: usize, shared_bytes: usize) -> usize {
+        most_cells(shared_bytes) * select_block_size
     }
 
     /// Choices a KV head has room for, and pieces of lists.
@@ -76,22 +92,71 @@ impl ChoiceLists {
     }
 }
 
-/// Cells (of `select_block_size` positions each, see `kernels/common/nsa_cells.cuh`) that a launch has shared memory
-/// for: rounded up, because the kernel cache compiles one specialisation for each size.
-fn cells_with_room(num_cells: usize) -> usize {
-    num_cells.next_power_of_two().max(1024)
+/// Bytes of shared memory that nsa_lists uses for each cell, and beside them at most.
+const CELL_BYTES: usize = 8;
+const STATIC_BYTES: usize = 1024;
+
+/// Cells (of `select_block_size` positions each, see `kernels/common/nsa_cells.cuh`) of the longest row.
+fn most_cells(shared_bytes: usize) -> usize {
+    shared_bytes.saturating_sub(STATIC_BYTES) / CELL_BYTES
 }
 
-/// The kernel that counts, for rows of `num_cells` cells.
-pub(super) fn nsa_list_counts_kernel(num_cells: usize) -> SourceKernel {
+/// Cells that a launch has shared memory for: rounded up, because the kernel cache compiles one specialisation for each
+/// size, but never beyond what a block of threads may have.
+fn cells_with_room(num_cells: usize, shared_bytes: usize) -> usize {
+    let rounded = num_cells.next_power_of_two().max(1024);
+    rounded.min(most_cells(shared_bytes)).max(num_cells)
+}
+
+/// The kernel that counts, for rows of `num_cells` cells where a block of threads may have `shared_bytes`.
+pub(super) fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_list_counts")
         .threads(256)
-        .shared_bytes(cells_with_room(num_cells) * 4)
+        .shared_bytes(cells_with_room(num_cells, shared_bytes) * 4)
 }
 
-/// The kernel that makes the lists, for rows of `num_cells` cells.
-pub(super) fn nsa_lists_kernel(num_cells: usize) -> SourceKernel {
+/// The kernel that makes the lists, likewise.
+pub(super) fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
     SourceKernel::new("nsa_lists")
         .threads(512)
-        .shared_bytes(cells_with_room(num_cells) * 8)
+        .shared_bytes(cells_with_room(num_cells, shared_bytes) * CELL_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::recording::{Hardware, Recorder};
+
+    const BLOCKS: NsaBlocks = NsaBlocks {
+        compress_block_size: 32,
+        compress_stride: 16,
+        select_block_size: 64,
+        num_selected_blocks: 16,
+    };
+
+    /// Lists of the last queries of a row, as a launch would make them.
+    fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {
+        let gpu = Recorder::new(hardware);
+        let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
+        let indices = tensor(&[1, seq_len, 1, BLOCKS.num_selected_blocks]);
+        let range = (seq_len - 1, 1);
+        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), BLOCKS, range, 64)
+    }
+
+    #[test]
+    fn rows_of_more_than_a_million_tokens_have_lists_and_longer_ones_are_refused_by_name() {
+        for (hardware, fits) in [
+            (Hardware::HOPPER, 1 << 20),
+            (Hardware::HOPPER, 1_800_000),
+            (Hardware::AMPERE, 1 << 20),
+        ] {
+            lists(hardware, fits).expect("room for every cell");
+        }
+        let most = ChoiceLists::most_tokens(64, Hardware::HOPPER.max_shared_bytes);
+        lists(Hardware::HOPPER, most).expect("exactly");
+        let error = lists(Hardware::HOPPER, most + 1)
+            .expect_err("one cell more")
+            .to_string();
+        assert!(error.contains(&format!("up to {most} tokens")), "{error}");
+    }
 }

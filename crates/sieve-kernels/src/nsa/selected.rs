@@ -49,7 +49,7 @@ impl Work {
         softmax_scale: f32,
     ) -> Result<Self, KernelError> {
         let shape = qkv.shape(NAME)?;
-        require_sizes(NAME, blocks, &shape)?;
+        require_sizes(NAME, blocks, &shape, qkv)?;
         require_scale(NAME, softmax_scale)?;
         let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
         indices.require_dtype(NAME, "block_indices", DType::I32)?;

@@ -22,8 +22,11 @@ type Server = <CudaRuntime as cubecl::Runtime>::Server;
 
 /// A tensor whose values will be read by [`HostReader::read`], on any thread.
 ///
-/// It holds the tensor, so ops that would write in place write to a copy: what is read is what the tensor held when
-/// this was made, once everything queued before has run (`sync` the device before reading).
+/// It holds the tensor, so ops that would write in place where nobody else holds a tensor (Burn's own, the optimizer's)
+/// write to a copy: what is read is what the tensor held when this was made, once everything queued before has run
+/// (`sync` the device before reading). Outputs that are overwritten *for every clone* heed no holder:
+/// `MatmulOutput::Into` and `AddTo`, `GradientTarget::AddTo`, `NcclPiece::whole`. Of such a tensor no copy is taken
+/// before its last write.
 #[derive(Debug)]
 pub struct HostCopy {
     tensor: CudaTensor,

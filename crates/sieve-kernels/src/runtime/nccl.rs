@@ -4,8 +4,12 @@
 //! waits for it where the caller asks for the results, so that both work side by side between the two. Events of these
 //! two streams alone order them; a checkpoint's copies on a third stream hold nothing up. The host waits for nothing.
 //! One call takes all tensors of a segment: NCCL groups them. A rank that dies is no error to NCCL: its work never
-//! ends, and who watches the processes must end this one.
+//! ends, and who watches the processes must end this one. What NCCL does notice, a link that breaks, it tells to who
+//! asks ([`NcclWatch`]).
 mod library;
+mod watch;
+
+pub use watch::NcclWatch;
 
 use crate::cublaslt::{Cublaslt, on_lane, open_lane};
 use crate::error::KernelError;
@@ -18,12 +22,13 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cubecl_runtime::server::ComputeServer;
 use cudarc::driver::result as driver;
-use cudarc::driver::sys::{CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
+use cudarc::driver::sys::{CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use cudarc::nccl::sys;
 use library::Nccl;
 use std::fmt;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
+use watch::Marks;
 
 const NAME: &str = "nccl";
 
@@ -39,6 +44,7 @@ pub struct NcclGroup {
     rank: usize,
     /// An error that came after its call had returned.
     late_error: Arc<Mutex<Option<String>>>,
+    marks: Arc<Marks>,
 }
 
 /// What the device thread works with.
@@ -48,9 +54,11 @@ struct Link {
     communicator: sys::ncclComm_t,
     /// NCCL's stream; `None` where it works on Burn's.
     stream: Option<CUstream>,
+    context: CUcontext,
 }
 
-// SAFETY: after `join` the handles are used on the device thread alone.
+// SAFETY: after `join` the device thread alone queues work with the handles; `NcclWatch` asks for errors, which NCCL
+// allows any thread, and makes the context, which is any thread's, its own.
 unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
@@ -60,7 +68,8 @@ unsafe impl Sync for Link {}
 pub struct NcclPiece {
     /// This rank's piece, contiguous.
     pub piece: CudaTensor,
-    /// The contiguous tensor that all pieces make; overwritten, for every clone of it.
+    /// The contiguous tensor that all pieces make; overwritten, for every clone of it, a
+    /// [`HostCopy`](crate::HostCopy)'s too.
     pub whole: CudaTensor,
     /// Which elements of the flattened whole are whose, by rank.
     pub ranges: Vec<Range<usize>>,
@@ -73,6 +82,8 @@ pub struct NcclWork {
     /// They keep the memory until Burn's stream waits for the work, and do not hinder the next op from writing in
     /// place.
     bindings: Vec<Binding>,
+    /// What is read and others may hold too: an op of theirs that would write in place writes to a copy meanwhile.
+    read: Vec<CudaTensor>,
     end: Arc<Mutex<Option<End>>>,
     late_error: Arc<Mutex<Option<String>>>,
 }
@@ -143,16 +154,16 @@ impl NcclGroup {
         let mut communicator = std::ptr::null_mut();
         // SAFETY: Burn's primary context is retained for the life of the process; NCCL takes the device of the current
         // context, and writes one handle.
-        let (stream, joined) = unsafe {
-            driver::primary_ctx::retain(device)
-                .and_then(|context| driver::ctx::set_current(context))
+        let (stream, joined, context) = unsafe {
+            let context = driver::primary_ctx::retain(device)
+                .and_then(|context| driver::ctx::set_current(context).map(|()| context))
                 .map_err(|error| failed(format!("the primary context: {error:?}")))?;
             let made = || driver::stream::create(driver::stream::StreamKind::NonBlocking);
             let stream = overlaps.then(made).transpose();
             let stream = stream.map_err(|error| failed(format!("cuStreamCreate: {error:?}")))?;
             let (size, rank) = (size as i32, rank as i32);
             let joined = (nccl.comm_init_rank)(&mut communicator, size, id, rank);
-            (stream, joined)
+            (stream, joined, context)
         };
         nccl.require("ncclCommInitRank", joined)?;
         Ok(Self {
@@ -160,10 +171,17 @@ impl NcclGroup {
                 nccl,
                 communicator,
                 stream,
+                context,
             },
             rank,
             late_error: Arc::default(),
+            marks: Arc::default(),
         })
+    }
+
+    /// What another thread asks now and then: whether NCCL has met an error, and how far the GPU is.
+    pub fn watch(&self) -> NcclWatch {
+        NcclWatch::new(self.link, self.marks.clone())
     }
 
     /// Begins to add up f32 tensors over all ranks, which give the same shapes in the same order. Of a tensor with
@@ -173,7 +191,7 @@ impl NcclGroup {
     /// Tensors that are not f32; an error of an earlier call.
     pub fn sum(&self, tensors: Vec<(CudaTensor, Option<Vec<Range<usize>>>)>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
-        let mut results = Vec::with_capacity(tensors.len());
+        let (mut results, mut read) = (Vec::with_capacity(tensors.len()), Vec::new());
         for (tensor, ranges) in tensors {
             tensor.require_dtype(NAME, "a tensor", DType::F32)?;
             let is_own = tensor.is_contiguous() && tensor.primitive().can_mut();
@@ -191,8 +209,11 @@ impl NcclGroup {
                 ranges,
             });
             results.push(to);
+            if !is_own {
+                read.push(from);
+            }
         }
-        self.begin(jobs, results)
+        self.begin(jobs, results, read)
     }
 
     /// Begins to put the pieces of all ranks together. The work has no results of its own.
@@ -201,7 +222,7 @@ impl NcclGroup {
     /// Tensors with gaps, or of other types than f32 and bf16; an error of an earlier call.
     pub fn gather(&self, tensors: Vec<NcclPiece>) -> Result<NcclWork, KernelError> {
         let mut jobs = Vec::with_capacity(tensors.len());
-        let mut like = None;
+        let mut read = Vec::with_capacity(tensors.len());
         for NcclPiece { piece, whole, ranges } in tensors {
             whole.require_contiguous(NAME, "the whole tensor")?;
             piece.require_contiguous(NAME, "a piece")?;
@@ -219,11 +240,9 @@ impl NcclGroup {
                 },
                 ranges: Some(ranges),
             });
-            like = Some(piece);
+            read.push(piece);
         }
-        let mut work = self.begin(jobs, like.into_iter().collect())?;
-        work.results.clear();
-        Ok(work)
+        self.begin(jobs, Vec::new(), read)
     }
 
     /// Gives tensors of `shape` to other ranks, and returns those that the ranks of `from` give to this one; `like` is
@@ -261,7 +280,7 @@ impl NcclGroup {
         if jobs.is_empty() {
             return Ok(found);
         }
-        self.begin(jobs, vec![like.clone()])?.finish();
+        self.begin(jobs, vec![like.clone()], Vec::new())?.finish();
         Ok(found)
     }
 
@@ -283,11 +302,11 @@ impl NcclGroup {
             work: Work::AllToAll(slices),
             ranges: None,
         };
-        self.begin(vec![job], vec![from])?.finish();
+        self.begin(vec![job], vec![from], Vec::new())?.finish();
         Ok(to)
     }
 
-    fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
+    fn begin(&self, jobs: Vec<Job>, results: Vec<CudaTensor>, read: Vec<CudaTensor>) -> Result<NcclWork, KernelError> {
         if let Some(reason) = lock(&self.late_error).take() {
             return Err(failed(reason));
         }
@@ -297,8 +316,9 @@ impl NcclGroup {
             end: Arc::default(),
             late_error: self.late_error.clone(),
             results,
+            read,
         };
-        let Some(first) = work.results.first() else {
+        let Some(first) = work.results.iter().chain(&work.read).next() else {
             return Ok(work);
         };
         // The lane of its products is the way to Burn's stream.
@@ -306,7 +326,7 @@ impl NcclGroup {
         open_lane(first)?;
         let queue: DeviceHandle<Server> = DeviceHandle::new(first.device().to_id());
         let (link, rank, stream) = (self.link, self.rank, StreamId::current());
-        let (end, late_error) = (work.end.clone(), self.late_error.clone());
+        let (end, late_error, marks) = (work.end.clone(), self.late_error.clone(), self.marks.clone());
         queue.submit(move |server| {
             let addresses = jobs.into_iter().map(|job| {
                 let [from, to] = job.bindings.map(|binding| {
@@ -321,7 +341,7 @@ impl NcclGroup {
             let queued = addresses.and_then(|jobs| {
                 on_lane(stream, |lane| {
                     // SAFETY: the bindings hold the tensors until the caller's stream waits for the work.
-                    let ended = unsafe { link.queue(lane, rank, &jobs) }?;
+                    let ended = unsafe { link.queue(lane, rank, &jobs, &marks) }?;
                     *lock(&end) = ended.map(End);
                     Ok(())
                 })
@@ -344,6 +364,7 @@ impl NcclWork {
             results,
             queue,
             bindings,
+            read,
             end,
             late_error,
         } = self;
@@ -361,6 +382,8 @@ impl NcclWork {
             // What frees or writes the memory from here on comes behind the wait.
             drop(bindings);
         });
+        // Behind the wait: what writes there from now on comes after it.
+        drop(read);
         results
     }
 }
@@ -401,11 +424,19 @@ impl Link {
     ///
     /// # Safety
     /// The addresses hold as many values as the ranges and counts say, until the work is waited for.
-    unsafe fn queue(&self, lane: CUstream, rank: usize, jobs: &[Addressed]) -> Result<Option<CUevent>, String> {
+    unsafe fn queue(
+        &self,
+        lane: CUstream,
+        rank: usize,
+        jobs: &[Addressed],
+        marks: &Marks,
+    ) -> Result<Option<CUevent>, String> {
         let stream = self.stream.unwrap_or(lane);
+        let mut reached = None;
         if self.stream.is_some() {
             let before = record(lane)?;
             wait_for(stream, before)?;
+            reached = Some(record(stream)?);
         }
         let nccl = self.nccl;
         // SAFETY: no arguments.
@@ -418,6 +449,9 @@ impl Link {
         // SAFETY: no arguments.
         let ended = nccl.check("ncclGroupEnd", unsafe { (nccl.group_end)() });
         queued.and(ended)?;
+        if let Some(reached) = reached {
+            marks.push(reached, record(stream)?);
+        }
         match self.stream {
             Some(stream) => record(stream).map(Some),
             None => Ok(None),

@@ -70,7 +70,7 @@ impl Qkv {
         unsafe { select_smooth_kernel().launch(grid, &[&received, &score], &params) }?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
-        call.choose_long(&LongChoice {
+        LongChoice {
             scores: &score,
             kept: &marks,
             nan_rows: &nan_rows,
@@ -81,7 +81,8 @@ impl Qkv {
             num_first: 0,
             goal: 0.0,
             strict: false,
-        })?;
+        }
+        .choose()?;
         let per_slot = [1, s.num_kv_heads, kept];
         let rows = [1, s.num_kv_heads, kept, d];
         // Zeros: a head whose scores are no numbers marks nothing.

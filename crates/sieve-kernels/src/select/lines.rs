@@ -115,7 +115,7 @@ impl Call<'_> {
         let kept = choice
             .nan_rows
             .empty_contiguous(&[self.selection.num_heads, words], DType::I32);
-        self.choose_long(&LongChoice { kept: &kept, ..choice })?;
+        LongChoice { kept: &kept, ..choice }.choose()?;
         Ok(kept)
     }
 
@@ -296,7 +296,7 @@ impl Call<'_> {
             } else {
                 f32::INFINITY
             };
-            self.choose_long(&LongChoice {
+            let choice = LongChoice {
                 scores: &scores,
                 kept: &kept,
                 nan_rows,
@@ -307,7 +307,8 @@ impl Call<'_> {
                 num_first: 0,
                 goal,
                 strict: false,
-            })?;
+            };
+            choice.choose()?;
         }
         Ok(kept)
     }

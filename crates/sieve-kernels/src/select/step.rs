@@ -21,7 +21,7 @@ impl Call<'_> {
             return Err(self.not_one_query());
         }
         let scores = self.logits(s.num_keys - 1..s.num_keys, 0..s.num_heads)?;
-        self.choose_long(&LongChoice {
+        LongChoice {
             scores: &scores,
             kept: &marks.kept,
             nan_rows: &marks.nan_rows,
@@ -32,7 +32,8 @@ impl Call<'_> {
             num_first: 0,
             goal: 0.0,
             strict: false,
-        })
+        }
+        .choose()
     }
 
     /// Marks the pages with the largest bounds; those before `known` have bounds already.

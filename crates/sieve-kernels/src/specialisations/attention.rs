@@ -21,7 +21,7 @@ use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
 use crate::dma::scores::{ScoreBias, dma_scores_kernel};
 use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::dma::select::dma_select_kernels;
-use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel};
+use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel};
 use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::nsa::{nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::source_kernel::SourceKernel;
@@ -112,18 +112,24 @@ impl AttentionNeeds {
 }
 
 impl NeededKernels {
-    /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them.
-    pub fn mla_pack(head_dim: usize, rope_dim: usize) -> [SourceKernel; 2] {
+    /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them, with
+    /// norms of `norm_dim` columns or, where that is 0, without.
+    pub fn mla_pack(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
         [
-            mla_pack_forward_kernel(head_dim, rope_dim),
-            mla_pack_backward_kernel(head_dim, rope_dim),
+            mla_pack_forward_kernel(head_dim, rope_dim, norm_dim),
+            mla_pack_backward_kernel(head_dim, rope_dim, norm_dim),
         ]
     }
 
-    /// What decodes on latents of `rank` columns and `rope_dim` rotated ones.
-    pub fn mla_decode(rank: usize, rope_dim: usize, shared_bytes: usize) -> [SourceKernel; 2] {
+    /// What decodes on latents of `rank` columns and `rope_dim` rotated ones, with norms of keys or where `norm_dim` is
+    /// 0 without.
+    pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 2] {
+        let decode = match norm_dim {
+            0 => mla_decode_kernel,
+            _ => mla_decode_scaled_kernel,
+        };
         [
-            mla_decode_kernel(rank + rope_dim, rank, shared_bytes),
+            decode(rank + rope_dim, rank, shared_bytes),
             mla_decode_join_kernel(rank),
         ]
     }

@@ -109,10 +109,14 @@ impl NeededKernels {
         let shared_bytes = NeededKernels::shared_bytes_of(arch).unwrap_or(99 * 1024);
         let mut list = NeededKernels::default();
         list.extend_kernels(NeededKernels::step(arch));
-        list.extend_kernels(NeededKernels::mla_pack(128, 64));
+        // Latent attention with norms of queries and keys, as the recipes have it, and training without.
+        let norm_dim = 128 + 64;
+        for norm_dim in [norm_dim, 0] {
+            list.extend_kernels(NeededKernels::mla_pack(128, 64, norm_dim));
+        }
         // Latents of DeepSeek-V2 and of the 80M and 200M recipes.
         for rank in [192, 256, 512] {
-            list.extend_kernels(NeededKernels::mla_decode(rank, 64, shared_bytes));
+            list.extend_kernels(NeededKernels::mla_decode(rank, 64, norm_dim, shared_bytes));
         }
         for &(family, keys, widths, heads, parts) in SHIPPED {
             if family == Hopper && arch != "sm_90a" {

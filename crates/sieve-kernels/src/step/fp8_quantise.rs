@@ -115,6 +115,27 @@ fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
 }
 
 impl Fp8Format {
+    /// What a byte stands for.
+    pub fn number_of(self, byte: u8) -> f32 {
+        let byte = i32::from(byte);
+        let (mantissa_bits, bias) = match self {
+            Self::E4m3 => (3, 7),
+            Self::E5m2 => (2, 15),
+        };
+        let exponent = byte >> mantissa_bits & (0x7f >> mantissa_bits);
+        let mantissa = byte & ((1 << mantissa_bits) - 1);
+        let fraction = mantissa as f32 / (1 << mantissa_bits) as f32;
+        let magnitude = match exponent {
+            _ if byte & 0x7f == 0x7f => f32::NAN,
+            0 => fraction * 2f32.powi(1 - bias),
+            _ => (1.0 + fraction) * 2f32.powi(exponent - bias),
+        };
+        match byte & 0x80 {
+            0 => magnitude,
+            _ => -magnitude,
+        }
+    }
+
     /// Can a GPU of this compute capability multiply eight-bit floats?
     ///
     /// # Errors

@@ -13,7 +13,8 @@ pub(crate) const WORD_ELEMENTS: usize = 8;
 pub enum GradientTarget<'a> {
     /// A new contiguous tensor.
     New,
-    /// Added in place to this one, for every clone of it: sums over micro-batches.
+    /// Added in place to this one, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too: sums over
+    /// micro-batches.
     AddTo(&'a CudaTensor),
 }
 

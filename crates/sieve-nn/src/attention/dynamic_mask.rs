@@ -61,15 +61,19 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> AttentionResult<B> {
         let qkv = self.qkv.forward(x, context);
-        let mut expire = None;
+        let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
             let result = self.attend(qkv, documents);
-            expire = context.shared.is_none().then_some(result.expire);
+            if context.shared.is_none() {
+                expire = Some(result.expire);
+                scores = Some(result.rank).filter(|_| self.bias() == DmaBias::Exp);
+            }
             result.o
         });
         AttentionResult {
             x: self.o_proj.forward_add(o.flatten(2, 3), residual),
             expire,
+            clamped_scores: scores,
         }
     }
 

@@ -1,16 +1,16 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
 use super::LayerContext;
-use crate::kv_cache::rows_of;
+use crate::kv_cache::{LatentCache, NewLatents, rows_of};
 use crate::{LayerCache, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{MlaSpec, SieveBackend, mla_decode};
+use sieve_ops::{MlaSpec, QkNorm, SieveBackend, mla_decode};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
-/// for all heads. Nothing else is cached.
+/// for all heads. Nothing else is cached but, where keys are normed, one number a head and token.
 #[derive(Module, Debug)]
 pub struct LatentAttention<B: Backend> {
     /// `[num_heads * (head_dim + qk_rope_head_dim), d_model]`, per head the part without rotation first.
@@ -23,6 +23,10 @@ pub struct LatentAttention<B: Backend> {
     pub kv_b_proj: Linear<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
+    /// Of each head's query before its rotation, `[head_dim + qk_rope_head_dim]`; an addition to the paper.
+    pub q_norm: Option<RmsNorm<B>>,
+    /// The same of keys.
+    pub k_norm: Option<RmsNorm<B>>,
     num_heads: usize,
     head_dim: usize,
     kv_lora_rank: usize,
@@ -42,13 +46,19 @@ impl<B: Backend> LatentAttention<B> {
         let MlaShape {
             kv_lora_rank,
             qk_rope_head_dim: rope_dim,
+            ..
         } = mla;
+        let qk_norm_dim = mla.qk_norm_dim(head_dim);
+        let mut qk_norm = || (qk_norm_dim > 0).then(|| RmsNorm::new(qk_norm_dim, rms_norm_eps, init, device));
+        let (q_norm, k_norm) = (qk_norm(), qk_norm());
         Self {
             q_proj: Linear::new(d_model, num_heads * (head_dim + rope_dim), init, device),
             kv_a_proj: Linear::new(d_model, kv_lora_rank + rope_dim, init, device),
             kv_a_norm: RmsNorm::new(kv_lora_rank, rms_norm_eps, init, device),
             kv_b_proj: Linear::new(kv_lora_rank, num_heads * 2 * head_dim, init, device),
             o_proj: Linear::new(num_heads * head_dim, d_model, init, device),
+            q_norm,
+            k_norm,
             num_heads,
             head_dim,
             kv_lora_rank,
@@ -79,13 +89,15 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// Queries, keys and values side by side, as `sieve_ops::mla_pack` packs them.
     pub(super) fn packed_of(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let (latent, k_rope) = self.latent(x.clone());
-        self.packed(x, self.kv_b_proj.forward(latent), k_rope, context)
+        self.packed(x, self.kv_b_proj.forward(latent), k_rope, context).0
     }
 
-    /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token; see [`LayerCache`].
+    /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token, and with norms of
+    /// queries and keys one more for each head; see [`LayerCache`].
     ///
-    /// Tokens after the prompt attend to the latents themselves: W_UK is multiplied into the query, and the weighted
-    /// sum by W_UV. They may come one or several at a time; several need memory for their queries of latent width.
+    /// Tokens after the prompt attend to the latents themselves: W_UK and the weight of the keys' norm are multiplied
+    /// into the query, and the weighted sum by W_UV. They may come one or several at a time; several need memory for
+    /// their queries of latent width.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
@@ -98,21 +110,25 @@ impl<B: SieveBackend> LatentAttention<B> {
             && cache.is_empty()
         {
             let kv = self.kv_b_proj.forward(latent.clone());
-            let packed = self.packed(x, kv, k_rope, context);
-            cache.extend_latents(self.cached(latent, &packed));
+            let (packed, keys) = self.packed(x, kv, k_rope, context);
+            cache.extend_latents(self.cached(latent, &packed, keys));
             let o = sieve_ops::mla_attention(packed, context.documents, self.spec());
             return self.o_proj.forward(o.flatten(2, 3));
         }
-        // Only the rotated parts of the packed tensor and the queries' part without rotation are read.
-        let kv = Tensor::zeros(
-            [batch, new, self.num_heads * 2 * self.head_dim],
-            (&x.device(), x.dtype()),
-        );
-        let packed = self.packed(x, kv, k_rope, context);
-        let cached = self.cached(latent, &packed);
+        // Of the packed tensor the queries are read, and the rotated key where keys are not normed. The factors of
+        // normed keys come from the keys.
+        let kv = match &self.k_norm {
+            Some(_) => self.kv_b_proj.forward(latent.clone()),
+            None => Tensor::zeros(
+                [batch, new, self.num_heads * 2 * self.head_dim],
+                (&x.device(), x.dtype()),
+            ),
+        };
+        let (packed, keys) = self.packed(x, kv, k_rope, context);
+        let cached = self.cached(latent, &packed, keys);
         let o = rows_of(caches, batch).map(|(row, rows, cache)| {
-            let latents = cache.extend_latents(cached.clone().narrow(0, row, rows));
-            self.folded(packed.clone().narrow(0, row, rows), latents)
+            let cached = cache.extend_latents(cached.rows(row, rows));
+            self.folded(packed.clone().narrow(0, row, rows), cached)
         });
         let o = Tensor::cat(o.collect(), 0);
         self.o_proj.forward(o.flatten(2, 3))
@@ -132,20 +148,36 @@ impl<B: SieveBackend> LatentAttention<B> {
         kv: Tensor<B, 3>,
         k_rope: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
         let (q, positions) = (self.q_proj.forward(x), context.positions.clone());
-        sieve_ops::mla_pack(q, kv, k_rope, positions, context.rope, self.spec())
+        let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
+        let norm = norms.map(|(q_norm, k_norm)| QkNorm {
+            q_weight: q_norm.weight.val(),
+            k_weight: k_norm.weight.val(),
+            epsilon: q_norm.epsilon,
+        });
+        sieve_ops::mla_pack([q, kv, k_rope], norm, positions, context.rope, self.spec())
     }
 
-    /// What the cache keeps of new tokens: latent and rotated key, `[batch, new, 1, kv_lora_rank + rope_dim]`.
-    fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>) -> Tensor<B, 4> {
-        let first_key = self.num_heads * self.spec().key_dim();
-        let k_rope = packed.clone().narrow(2, first_key + self.head_dim, self.rope_dim);
-        Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2)
+    /// What the cache keeps of new tokens.
+    fn cached(&self, latent: Tensor<B, 3>, packed: &Tensor<B, 3>, keys: Option<[Tensor<B, 3>; 2]>) -> NewLatents<B> {
+        let (k_rope, key_scale) = match keys {
+            Some([k_rope, key_scale]) => (k_rope, Some(key_scale)),
+            None => {
+                let first_key = self.num_heads * self.spec().key_dim();
+                let k_rope = packed.clone().narrow(2, first_key + self.head_dim, self.rope_dim);
+                (k_rope, None)
+            }
+        };
+        NewLatents {
+            latent,
+            k_rope,
+            key_scale,
+        }
     }
 
     /// Attention of new tokens on cached latents, `[batch, new, num_heads, head_dim]`.
-    fn folded(&self, packed: Tensor<B, 3>, latents: Tensor<B, 4>) -> Tensor<B, 4> {
+    fn folded(&self, packed: Tensor<B, 3>, cache: LatentCache<B>) -> Tensor<B, 4> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();
@@ -154,10 +186,16 @@ impl<B: SieveBackend> LatentAttention<B> {
             .reshape([batch * new, heads, key_dim]);
         let up = self.kv_b_proj.weight.val().reshape([heads, 2 * d, rank]);
         let (w_uk, w_uv) = (up.clone().narrow(1, 0, d), up.narrow(1, d, d));
-        let q_c = q.clone().narrow(2, 0, d).swap_dims(0, 1).matmul(w_uk);
+        let q_c = q.clone().narrow(2, 0, d);
+        let q_c = match &self.k_norm {
+            Some(norm) => q_c * norm.weight.val().narrow(0, 0, d).unsqueeze(),
+            None => q_c,
+        };
+        let q_c = q_c.swap_dims(0, 1).matmul(w_uk);
         let q = Tensor::cat(vec![q_c.swap_dims(0, 1), q.narrow(2, d, self.rope_dim)], 2);
         let q = q.reshape([batch, new, heads, rank + self.rope_dim]);
-        let o = mla_decode(q, latents.squeeze_dim(2), rank, self.spec().softmax_scale);
+        let (latents, key_scale) = cache.tokens();
+        let o = mla_decode(q, latents, key_scale, rank, self.spec().softmax_scale);
         let o = o.reshape([batch * new, heads, rank]).swap_dims(0, 1);
         let o = o.matmul(w_uv.swap_dims(1, 2)).swap_dims(0, 1);
         o.reshape([batch, new, heads, d])

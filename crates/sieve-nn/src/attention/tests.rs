@@ -110,10 +110,12 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
 
 #[test]
 fn latents_take_several_tokens_at_a_time() {
-    let attention = *kinds(0.0)
-        .iter()
-        .find(|kind| matches!(kind, sieve_core::Attention::Mla(_)))
-        .expect("one of the kinds");
+    let kinds = kinds(0.0).into_iter();
+    let latent = kinds.filter(|kind| matches!(kind, sieve_core::Attention::Mla(_)));
+    latent.for_each(latents_in_chunks);
+}
+
+fn latents_in_chunks(attention: sieve_core::Attention) {
     let layer = layer::<Flex>(attention);
     let rows = Rows::new([2, 23], &shape(attention));
     let x = input::<Flex, 3>([2, 23, 24], 6);

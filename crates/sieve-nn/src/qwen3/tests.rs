@@ -114,8 +114,8 @@ fn every_parameter_gets_a_gradient() {
         // W_dt.
         let per_layer = match attention {
             sieve_core::Attention::Dma(_) => 12,
-            // Latent, its norm and the way up and down for the packed projection and the head norms.
-            sieve_core::Attention::Mla(_) => 11,
+            // Latent, its norm and the way up and down for the packed projection; head norms or none.
+            sieve_core::Attention::Mla(mla) => 11 + 2 * usize::from(mla.qk_norm),
             // Gates; two compressions of three; two more pairs of keys and values.
             sieve_core::Attention::Nsa(nsa) => {
                 let compression = 6 * usize::from(nsa.compress_hidden_size.is_some());

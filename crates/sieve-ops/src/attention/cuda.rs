@@ -4,6 +4,7 @@ use super::reference;
 use crate::device::cuda::Cuda;
 use crate::device::paths::{kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
+use sieve_core::KeepRest;
 use sieve_kernels::{
     AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv,
 };
@@ -107,7 +108,7 @@ pub(crate) fn forward(
     qkv: &Float,
     documents: &DocumentBounds<Cuda>,
     spec: AttentionSpec,
-    bias: Option<&CudaTensor>,
+    bias: Option<(&CudaTensor, KeepRest)>,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
     let [start, _] = bounds(documents);
     let scale = spec.softmax_scale as f32;

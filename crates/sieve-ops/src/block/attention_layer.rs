@@ -11,7 +11,7 @@ pub use forward::{AttentionLayer, AttentionLayerCall, DmaLayer};
 use super::residual::Residual;
 use crate::DeviceBackend;
 use crate::attention::AttentionSpec;
-use crate::device::autodiff::enter;
+use crate::device::autodiff::{constant, enter};
 use crate::documents::Documents;
 use crate::rope::{QkNorm, RotaryEmbedding};
 use crate::tensors::{Float, Ints, primitive, tensor};
@@ -21,21 +21,27 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use forward::forward;
+use sieve_core::Keeping;
 
-/// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask, as
-/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns it.
+/// DMA's mask (`expire`) and what it ranks keys by, each `[batch, num_kv_heads, seq_len]`.
+pub type MaskAndRanks<B> = (Tensor<B, 3, Int>, Tensor<B, 3>);
+/// The same below Burn's tensors.
+type MaskAndRankPrimitives<B> = (Ints<B>, Float<B>);
+
+/// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask and ranks, as
+/// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns them.
 ///
 /// # Shapes
 /// - x: `[batch, seq_len, d_model]`
 /// - positions: `[batch, seq_len]`
-/// - returns: shape of x; `[batch, num_kv_heads, seq_len]`
+/// - returns: shape of x; `[batch, num_kv_heads, seq_len]` twice
 pub fn attention_layer<B: AttentionLayerBackend>(
     x: Tensor<B, 3>,
     layer: AttentionLayer<B>,
     (positions, rope, documents): (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>),
     spec: AttentionSpec,
     residual: Residual,
-) -> (Tensor<B, 3>, Option<Tensor<B, 3, Int>>) {
+) -> (Tensor<B, 3>, Option<MaskAndRanks<B>>) {
     let call = AttentionLayerCall {
         positions: positions.into_primitive(),
         rope: rope.tables(),
@@ -44,18 +50,19 @@ pub fn attention_layer<B: AttentionLayerBackend>(
         spec,
         residual,
     };
-    let (y, expire) = B::attention_layer(primitive(x), layer, call);
-    (tensor(y), expire.map(Tensor::from_primitive))
+    let (y, chosen) = B::attention_layer(primitive(x), layer, call);
+    let chosen = chosen.map(|(expire, rank)| (Tensor::from_primitive(expire), tensor(rank)));
+    (tensor(y), chosen)
 }
 
 /// The composed op behind [`attention_layer()`].
 pub trait AttentionLayerBackend: Backend {
-    /// The output, and DMA's mask.
+    /// The output, and DMA's mask and ranks, without gradient.
     fn attention_layer(
         x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
-    ) -> (Float<Self>, Option<Ints<Self>>);
+    ) -> (Float<Self>, Option<MaskAndRankPrimitives<Self>>);
 }
 
 impl<B: DeviceBackend> AttentionLayerBackend for B {
@@ -63,10 +70,11 @@ impl<B: DeviceBackend> AttentionLayerBackend for B {
         x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
-    ) -> (Float<Self>, Option<Ints<Self>>) {
-        let forward = forward::<Self>(x, layer, &call);
-        let expire = forward.attended.expire();
-        (forward.y, expire)
+    ) -> (Float<Self>, Option<MaskAndRankPrimitives<Self>>) {
+        let keeping = Keeping::NOTHING;
+        let forward = forward::<Self>(x, AttentionLayer { keeping, ..layer }, &call);
+        let chosen = forward.attended.chosen();
+        (forward.y, chosen)
     }
 }
 
@@ -88,6 +96,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayer<Autodiff<B, C>> {
                 spec: dma.spec,
             }),
             precision: self.precision,
+            keeping: self.keeping,
             sums: self.sums.clone().map(|sum| sum.map(Tensor::inner)),
         }
     }
@@ -111,10 +120,10 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
         x: Float<Self>,
         layer: AttentionLayer<Self>,
         call: AttentionLayerCall<Self>,
-    ) -> (Float<Self>, Option<Ints<Self>>) {
+    ) -> (Float<Self>, Option<MaskAndRankPrimitives<Self>>) {
         let (inner, call) = (layer.inner(), call.inner());
         let forward = forward::<B>(x.primitive.clone(), inner.clone(), &call);
-        let expire = forward.attended.expire();
+        let chosen = forward.attended.chosen();
         let kept = Kept::<B> {
             x: x.primitive.clone(),
             qkv: forward.qkv,
@@ -137,7 +146,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
                 enter::<B, C, _, 8>(parents, Selected(kept), forward.y)
             }
         };
-        (y, expire)
+        (y, chosen.map(|(expire, rank)| (expire, constant::<B, C>(rank))))
     }
 }
 

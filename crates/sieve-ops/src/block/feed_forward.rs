@@ -16,6 +16,7 @@ use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use sieve_core::Keeping;
 
 /// What [`feed_forward`] computes with.
 #[derive(Clone, Debug)]
@@ -30,6 +31,8 @@ pub struct FeedForward<B: Backend> {
     pub epsilon: f64,
     /// What both products multiply in.
     pub precision: ProductPrecision,
+    /// What the backward pass is left beside the least.
+    pub keeping: Keeping,
     /// Of `gate_up` and `down`.
     pub sums: WeightSums<B>,
 }
@@ -55,7 +58,8 @@ pub trait FeedForwardBackend: Backend {
 
 impl<B: DeviceBackend> FeedForwardBackend for B {
     fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
-        forward::<Self>(x, layer, residual).y
+        let keeping = Keeping::NOTHING;
+        forward::<Self>(x, FeedForward { keeping, ..layer }, residual).y
     }
 }
 
@@ -67,6 +71,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForward<Autodiff<B, C>> {
             down: self.down.clone().inner(),
             epsilon: self.epsilon,
             precision: self.precision,
+            keeping: self.keeping,
             sums: self.sums.clone().map(|sum| sum.map(Tensor::inner)),
         }
     }
@@ -107,13 +112,14 @@ fn forward<B: DeviceBackend>(x: Float<B>, layer: FeedForward<B>, residual: Resid
         epsilon: layer.epsilon,
     });
     let normed = ToRound::new(normed);
-    let (gate_up, first) = product::<B>(layer.precision, normed, primitive(layer.gate_up), None);
+    let how = (layer.precision, layer.keeping);
+    let (gate_up, first) = product::<B>(how, normed, primitive(layer.gate_up), None);
     let hidden = match layer.precision {
         ProductPrecision::Fp8 => B::fp8_swiglu(gate_up.clone()),
         ProductPrecision::Tensors => ToRound::new(B::swiglu(gate_up.clone())),
     };
     let added = (residual == Residual::Stream).then_some(x);
-    let (y, second) = product::<B>(layer.precision, hidden, primitive(layer.down), added);
+    let (y, second) = product::<B>(how, hidden, primitive(layer.down), added);
     LayerForward {
         gate_up,
         operands: [first, second],
@@ -148,6 +154,7 @@ impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
             down,
             epsilon,
             precision,
+            keeping: _,
             sums: [gate_up_sum, down_sum],
         } = layer;
         let down = Weight::new(down, down_sum);

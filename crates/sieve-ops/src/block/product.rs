@@ -1,5 +1,4 @@
 //! A product of a block in the numbers that the block multiplies in.
-use super::kept;
 use super::residual::{Residual, norm_gradient};
 use crate::DeviceBackend;
 use crate::fp8::{Fp8Kept, ProductPrecision, ToRound};
@@ -8,6 +7,7 @@ use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use sieve_core::Keeping;
 
 /// What a product leaves for its gradients.
 #[derive(Clone, Debug)]
@@ -22,7 +22,7 @@ pub(super) enum Operands<B: Backend> {
 
 /// `x wᵀ [+ residual]`.
 pub(super) fn product<B: DeviceBackend>(
-    precision: ProductPrecision,
+    (precision, keeping): (ProductPrecision, Keeping),
     x: ToRound<B>,
     weight: Float<B>,
     residual: Option<Float<B>>,
@@ -32,7 +32,10 @@ pub(super) fn product<B: DeviceBackend>(
         return (y, Operands::Fp8(kept));
     }
     let x = x.0;
-    let operands = kept(x.clone()).map_or(Operands::None, Operands::X);
+    let operands = match keeping.made_again {
+        true => Operands::X(x.clone()),
+        false => Operands::None,
+    };
     let y = match residual {
         Some(residual) => B::linear_add(x, weight, residual),
         None => <B as LinearBackend>::linear(x, weight),

@@ -23,8 +23,14 @@ impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
         reference::cached_attention(cache, qkv, spec)
     }
 
-    fn mla_decode(q: Float<Self>, latents: Float<Self>, rank: usize, softmax_scale: f64) -> Float<Self> {
-        reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
+    fn mla_decode(
+        q: Float<Self>,
+        latents: Float<Self>,
+        key_scale: Option<Float<Self>>,
+        rank: usize,
+        softmax_scale: f64,
+    ) -> Float<Self> {
+        reference::mla_decode::<Self>(q, latents, key_scale, rank, softmax_scale)
     }
 
     fn dma_decode(

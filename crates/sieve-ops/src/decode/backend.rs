@@ -58,7 +58,13 @@ pub trait DecodeBackend: Backend {
     /// See [`crate::cached_attention`].
     fn cached_attention(cache: KeyCache<Self>, qkv: Float<Self>, spec: AttentionSpec) -> (KeyCache<Self>, Float<Self>);
     /// See [`crate::mla_decode`].
-    fn mla_decode(q: Float<Self>, latents: Float<Self>, rank: usize, softmax_scale: f64) -> Float<Self>;
+    fn mla_decode(
+        q: Float<Self>,
+        latents: Float<Self>,
+        key_scale: Option<Float<Self>>,
+        rank: usize,
+        softmax_scale: f64,
+    ) -> Float<Self>;
     /// One decoding step of DMA; see [`crate::dma_decode`].
     fn dma_decode(
         cache: DmaCache<Self>,

@@ -9,8 +9,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::{DmaBias, DmaWindow, HeavyKeys};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::{
-    AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv,
-    ScoreBias, contiguous_strides,
+    AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache,
+    LatentKeys, Qkv, ScoreBias, contiguous_strides,
 };
 use std::sync::Mutex;
 use std::thread::ThreadId;
@@ -30,12 +30,17 @@ impl DecodeBackend for Cuda {
         })
     }
 
-    fn mla_decode(q: Float, latents: Float, rank: usize, softmax_scale: f64) -> Float {
+    fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
         let [on_q, on_latents] = tensors([&q, &latents]);
-        let scale = softmax_scale as f32;
-        let attempt = sieve_kernels::mla_decode(&on_q, &on_latents, rank, scale);
+        let on_key_scale = key_scale.clone().map(CudaTensor::from);
+        let keys = LatentKeys {
+            latents: &on_latents,
+            rank,
+            key_scale: on_key_scale.as_ref(),
+        };
+        let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
         kernel_or("mla_decode", attempt.map(Into::into), || {
-            reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
+            reference::mla_decode::<Self>(q, latents, key_scale, rank, softmax_scale)
         })
     }
 

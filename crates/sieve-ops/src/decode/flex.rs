@@ -43,9 +43,35 @@ impl DecodeBackend for Flex {
         reference::cached_attention(cache, qkv, spec)
     }
 
-    /// Each token is a query of [`attention_decode`](Self::attention_decode).
-    fn mla_decode(q: FlexTensor, latents: FlexTensor, rank: usize, softmax_scale: f64) -> FlexTensor {
-        reference::mla_decode::<Self>(q, latents, rank, softmax_scale)
+    fn mla_decode(
+        q: FlexTensor,
+        latents: FlexTensor,
+        key_scale: Option<FlexTensor>,
+        rank: usize,
+        softmax_scale: f64,
+    ) -> FlexTensor {
+        if !is_f32(&q) {
+            return plain("mla_decode", || {
+                reference::mla_decode::<Self>(q, latents, key_scale, rank, softmax_scale)
+            });
+        }
+        let [q, latents] = [q, latents].map(contiguous);
+        let key_scale = key_scale.map(contiguous);
+        let (q_shape, len) = (q.shape(), latents.shape()[1]);
+        let shape = sieve_cpu::MlaDecode {
+            batch: q_shape[0],
+            num_queries: q_shape[1],
+            num_heads: q_shape[2],
+            len,
+            rank,
+            rope_dim: q_shape[3] - rank,
+            softmax_scale: softmax_scale as f32,
+        };
+        let sizes = [q_shape[0], q_shape[1], q_shape[2], rank];
+        let mut o = vec![0.0; sizes.iter().product()];
+        let key_scale = key_scale.as_ref().map(floats);
+        sieve_cpu::mla_decode(&shape, floats(&q), floats(&latents), key_scale, &mut o);
+        from_vec(o, sizes)
     }
 
     /// The slots are moved by Burn's operations; the attention over them is a kernel.

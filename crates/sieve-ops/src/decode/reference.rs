@@ -54,22 +54,32 @@ pub(crate) fn cached_attention<B: DecodeBackend>(
     (KeyCache { k, v }, primitive(o))
 }
 
-/// See [`crate::mla_decode`]: each token alone, by [`DecodeBackend::attention_decode`], the latents as keys and values
-/// of one KV head. Of the sum only the first `rank` numbers mean something.
-pub fn mla_decode<B: DecodeBackend>(q: Float<B>, latents: Float<B>, rank: usize, softmax_scale: f64) -> Float<B> {
-    let (q, latents) = (tensor::<B, 4>(q), tensor::<B, 3>(latents));
+/// See [`crate::mla_decode`]: each token alone.
+pub fn mla_decode<B: Backend>(
+    q: Float<B>,
+    latents: Float<B>,
+    key_scale: Option<Float<B>>,
+    rank: usize,
+    softmax_scale: f64,
+) -> Float<B> {
+    let (q, dtype) = upcast::<B, 4>(q);
+    let (latents, _) = upcast::<B, 3>(latents);
+    let key_scale = key_scale.map(|scale| tensor::<B, 3>(scale).cast(q.dtype()));
     let [batch, new, num_heads, width] = q.dims();
     let len = latents.dims()[1];
-    let latents: Tensor<B, 4> = latents.unsqueeze_dim(2);
     let rows = (0..new).map(|at| {
-        let seen = primitive(latents.clone().narrow(1, 0, len - new + at + 1));
+        let seen = len - new + at + 1;
         let q = q.clone().narrow(1, at, 1).reshape([batch, num_heads, width]);
-        let o = B::attention_decode(primitive(q), seen.clone(), seen, None, softmax_scale);
-        tensor::<B, 3>(o)
-            .narrow(2, 0, rank)
-            .reshape([batch, 1, num_heads, rank])
+        let keys = latents.clone().narrow(1, 0, seen);
+        let mut logits = q.matmul(keys.clone().swap_dims(1, 2)) * softmax_scale;
+        if let Some(scale) = &key_scale {
+            logits = logits * scale.clone().narrow(1, 0, seen).swap_dims(1, 2);
+        }
+        let p = burn::tensor::activation::softmax(logits, 2);
+        let o = p.matmul(keys.narrow(2, 0, rank));
+        o.reshape([batch, 1, num_heads, rank])
     });
-    primitive(Tensor::cat(rows.collect(), 1))
+    primitive(Tensor::cat(rows.collect(), 1).cast(dtype))
 }
 
 /// See [`crate::dma_decode`]: the slots in plain Burn operations around [`DecodeBackend::attention_decode`].

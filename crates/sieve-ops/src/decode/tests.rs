@@ -3,7 +3,7 @@ use crate::testing::{Random, RandomInput, assert_close, documents, host};
 use crate::{AttentionSpec, DmaBackend, DmaBias, DmaSelection, attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeepRest};
 
 const HEAD_DIM: usize = 16;
 const KV_HEADS: usize = 3;
@@ -111,7 +111,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let expire = dma_select(tensor::<3>(z.clone()), &all, window);
         let selection = DmaSelection::of_expire(expire.clone().into_primitive());
         let delta = dma_bias(tensor::<3>(z.clone()), bias).into_primitive().tensor();
-        let rows = Flex::dma_attention(qkv.clone(), delta, &all.bounds(), &selection, spec).o;
+        let rows = Flex::dma_attention(qkv.clone(), delta, &all.bounds(), &selection, spec, KeepRest::Never).o;
         let expire = bits(expire);
 
         let token = |at: usize| qkv.narrow(1, at, 1);

@@ -30,7 +30,7 @@ impl fmt::Display for Place {
 pub struct OpPath {
     /// Calls that ran the kernel.
     pub kernel_calls: u64,
-    /// Calls that took the plain-Burn reference.
+    /// Calls that took the plain-Burn reference, or that the caller computes elsewhere after the refusal.
     pub reference_calls: u64,
     /// Why the first of those did.
     pub reason: Option<String>,
@@ -81,10 +81,7 @@ pub(crate) fn reference<T>(
     memory: Memory,
     run: impl FnOnce() -> T,
 ) -> T {
-    count(place, op, |path| {
-        path.reference_calls += 1;
-        path.reason.get_or_insert_with(|| reason.to_owned());
-    });
+    count_refusal((place, op), reason);
     if let Memory::Quadratic(scores) = memory
         && let Err(error) = scores.check(op, &place.to_string(), reason)
     {
@@ -100,14 +97,19 @@ pub(crate) fn kernel_or<T>(op: &'static str, attempt: Result<T, KernelError>, ru
     kernel_or_within(op, attempt, Memory::Linear, run)
 }
 
-/// The CUDA kernel's result, or why it cannot take the call, for an op that another crate computes then.
+/// The CUDA kernel's result, or why it cannot take the call, for an op that another crate computes then. The refusal is
+/// counted as a reference is.
 ///
 /// Panics when a launch failed, as [`kernel_or`].
 pub(crate) fn kernel_or_refusal<T>(op: &'static str, attempt: Result<T, KernelError>) -> Result<T, String> {
     match attempt {
         Ok(value) => Ok(kernel_or(op, Ok(value), || unreachable!("the kernel succeeded"))),
         Err(error @ KernelError::Launch { .. }) => panic!("{error}"),
-        Err(error) => Err(error.to_string()),
+        Err(error) => {
+            let reason = error.to_string();
+            count_refusal((Place::Cuda, op), &reason);
+            Err(reason)
+        }
     }
 }
 
@@ -155,6 +157,13 @@ pub(crate) fn scores(x: &impl TensorMetadata, num_heads: usize) -> ScoreMatrix {
     }
 }
 
+fn count_refusal((place, op): (Place, &'static str), reason: &str) {
+    count(place, op, |path| {
+        path.reference_calls += 1;
+        path.reason.get_or_insert_with(|| reason.to_owned());
+    });
+}
+
 fn count(place: Place, op: &'static str, change: impl FnOnce(&mut OpPath)) {
     let mut paths = PATHS.lock().unwrap_or_else(PoisonError::into_inner);
     change(paths.entry((place, op)).or_default());
@@ -184,6 +193,23 @@ mod tests {
         let path = path.expect("just called");
         assert_eq!((path.kernel_calls, path.reference_calls), (1, 2));
         assert!(path.reason.expect("a reason").contains("seq_len is 0"));
+    }
+
+    #[test]
+    fn a_refusal_handed_to_the_caller_is_counted_with_its_reason() {
+        let attempts = [
+            Ok(1),
+            Err(KernelError::Empty {
+                kernel: "test_handed",
+                what: "num_keys",
+            }),
+        ];
+        let [taken, refused] = attempts.map(|attempt| kernel_or_refusal("test_handed", attempt));
+        assert_eq!(taken, Ok(1));
+        let path = op_paths().remove(&(Place::Cuda, "test_handed"));
+        let path = path.expect("just called");
+        assert_eq!((path.kernel_calls, path.reference_calls), (1, 1));
+        assert_eq!(path.reason, refused.err());
     }
 
     #[test]

@@ -7,7 +7,7 @@ use crate::documents::DocumentBounds;
 use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeepRest};
 
 impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
     fn dma_scores(qkv: Float<Self>, w_dt: Float<Self>, a: Float<Self>, spec: AttentionSpec) -> Float<Self> {
@@ -24,6 +24,7 @@ impl<B: DmaGradients, C: CheckpointStrategy> DmaBackend for Autodiff<B, C> {
         documents: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
+        _rest: KeepRest,
     ) -> AttentionOutput<Self> {
         reference::dma_attention::<Self>(qkv, delta, documents, selection, spec)
     }

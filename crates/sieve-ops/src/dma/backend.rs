@@ -3,7 +3,7 @@ use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeepRest};
 
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
 pub const DMA_SCORE_CLAMP: f64 = 60.0;
@@ -79,13 +79,15 @@ pub trait DmaBackend: Backend {
     fn dma_scores(qkv: Float<Self>, w_dt: Float<Self>, a: Float<Self>, spec: AttentionSpec) -> Float<Self>;
     /// See [`crate::dma_select`].
     fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
-    /// Attention over the kept keys with an additive bias per key, `delta` `[batch, num_kv_heads, seq_len]`.
+    /// Attention over the kept keys with an additive bias per key, `delta` `[batch, num_kv_heads, seq_len]`. A kernel
+    /// that can returns the rest of o in the rows of `rest`.
     fn dma_attention(
         qkv: Float<Self>,
         delta: Float<Self>,
         documents: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
+        rest: KeepRest,
     ) -> AttentionOutput<Self>;
 }
 

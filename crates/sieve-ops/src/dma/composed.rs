@@ -9,7 +9,7 @@ use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
-use sieve_core::DmaShape;
+use sieve_core::{DmaShape, KeepRest};
 
 /// Everything a DMA forward pass computes, as primitives.
 #[derive(Clone, Debug)]
@@ -44,7 +44,8 @@ impl<B: DmaGradients> DynamicMaskBackend for B {
         spec: AttentionSpec,
         dma: DmaShape,
     ) -> DmaForward<Self> {
-        forward::<Self>(qkv, w_dt, a, documents, spec, dma)
+        // Nothing is differentiated.
+        forward::<Self>(qkv, w_dt, a, documents, spec, dma, KeepRest::Never)
     }
 }
 
@@ -58,7 +59,8 @@ impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, 
         dma: DmaShape,
     ) -> DmaForward<Self> {
         let [x, w, scale] = [&qkv, &w_dt, &a].map(inner::<B, C>);
-        let whole = forward::<B>(x.clone(), w.clone(), scale.clone(), documents, spec, dma);
+        let rest = KeepRest::default();
+        let whole = forward::<B>(x.clone(), w.clone(), scale.clone(), documents, spec, dma, rest);
         let kept = DmaState {
             qkv: x,
             w_dt: w,
@@ -99,6 +101,7 @@ pub(crate) fn forward<B: DmaBackend>(
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
     dma: DmaShape,
+    rest: KeepRest,
 ) -> DmaForward<B> {
     let z = tensor::<B, 3>(B::dma_scores(qkv.clone(), w_dt, a, spec));
     let positions = || positions_in_documents(documents);
@@ -106,7 +109,7 @@ pub(crate) fn forward<B: DmaBackend>(
     let delta = primitive(dma_bias(rank.clone(), dma.bias));
     let rank = primitive(rank);
     let selection = B::dma_select(rank.clone(), documents, dma.window());
-    let output = B::dma_attention(qkv, delta, documents, &selection, spec);
+    let output = B::dma_attention(qkv, delta, documents, &selection, spec, rest);
     DmaForward {
         output,
         selection,

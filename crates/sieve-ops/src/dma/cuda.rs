@@ -7,7 +7,7 @@ use crate::device::cuda::{Cuda, cast};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeepRest};
 use sieve_kernels::step::GradientTarget;
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoreBias, ScoresBackward};
 
@@ -32,8 +32,9 @@ impl DmaBackend for Cuda {
         documents: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
+        rest: KeepRest,
     ) -> AttentionOutput<Self> {
-        let attempt = launch(&qkv, &delta, documents, selection, spec);
+        let attempt = launch(&qkv, (&delta, rest), documents, selection, spec);
         kernel_or_scores("dma_attention", attempt, scores(&qkv, spec.num_heads), || {
             reference::dma_attention::<Self>(qkv, delta, documents, selection, spec)
         })
@@ -136,7 +137,7 @@ fn launch_select(
 
 fn launch(
     qkv: &Float,
-    delta: &Float,
+    (delta, rest): (&Float, KeepRest),
     documents: &DocumentBounds<Cuda>,
     selection: &DmaSelection<Cuda>,
     spec: AttentionSpec,
@@ -144,12 +145,12 @@ fn launch(
     let delta = CudaTensor::from(delta.clone());
     let spec = without_window(spec);
     match &selection.keys {
-        DmaKeys::All => attention::forward(qkv, documents, spec, Some(&delta)),
+        DmaKeys::All => attention::forward(qkv, documents, spec, Some((&delta, rest))),
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
             let scale = spec.softmax_scale as f32;
             let qkv = packed(qkv, spec);
-            qkv.dma_attention_forward(&delta, &lists, scale).map(output)
+            qkv.dma_attention_forward(&delta, &lists, scale, rest).map(output)
         }
         DmaKeys::Expire => Err(not_selected()),
     }

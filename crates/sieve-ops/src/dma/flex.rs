@@ -8,7 +8,7 @@ use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeepRest};
 
 impl DmaBackend for Flex {
     fn dma_scores(qkv: FlexTensor, w_dt: FlexTensor, a: FlexTensor, spec: AttentionSpec) -> FlexTensor {
@@ -52,6 +52,7 @@ impl DmaBackend for Flex {
         bounds: &DocumentBounds<Self>,
         selection: &DmaSelection<Self>,
         spec: AttentionSpec,
+        _rest: KeepRest,
     ) -> AttentionOutput<Self> {
         if !is_f32(&qkv) {
             return plain_scores("dma_attention", scores(&qkv, spec.num_heads), || {

@@ -5,8 +5,8 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 /// Scores plus what recency adds: `z_j + slope p_j`, p_j the key's position in its document.
 ///
-/// The product and the sum are rounded one after the other, in training and in decoding alike, so that both rank
-/// equally.
+/// The slope, the product and the sum are rounded to f32 one after the other, in training and in decoding and on every
+/// device alike, so that all rank equally: no division by a period, no fused multiply-add.
 ///
 /// # Shapes
 /// - z: `[batch, num_kv_heads, seq_len]`

@@ -22,16 +22,19 @@ impl Fp8Gradients for Cuda {
 
     fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToRound<Self>, sum: Option<Float>) -> [Float; 2] {
         let total = sum.clone().map(CudaTensor::from);
-        let attempt = match &kept.scales {
-            Some(scales) => backward(&kept, scales, &dy, total.as_ref()),
-            None => {
-                let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy.0);
-                return [dx, added::<Self>(sum, dweight)];
-            }
+        let reference = |kept| {
+            let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy.0.clone());
+            [dx, added::<Self>(sum, dweight)]
         };
-        kernel_or("fp8_linear_backward", attempt, || {
-            unreachable!("whoever rounded the operands can round the gradient")
-        })
+        match &kept.scales {
+            None => reference(kept),
+            Some(scales) => {
+                let attempt = backward(&kept, scales, &dy, total.as_ref());
+                kernel_or("fp8_linear_backward", attempt, || {
+                    reference(reference::unpacked::<Self>(kept, &dy.0))
+                })
+            }
+        }
     }
 
     fn fp8_swiglu(gate_up: Float) -> ToRound<Self> {

@@ -39,11 +39,45 @@ pub fn fp8_quantise(values: &[f32], format: Fp8Format) -> (Vec<f32>, f32) {
     (rounded, bound / largest)
 }
 
+/// The rows `[rows, width]` of bytes of e4m3 `[width, rows]` and their scale.
+pub(super) fn rows_of(bytes: &[u8], [width, rows]: [usize; 2], scale: f32) -> Vec<f32> {
+    let row = |row| (0..width).map(move |column| Fp8Format::E4m3.number_of(bytes[column * rows + row]) * scale);
+    (0..rows).flat_map(row).collect()
+}
+
+fn read<B: Backend>(x: Float<B>) -> TensorData {
+    let read: Result<TensorData, ExecutionError> = burn::tensor::read_sync(B::float_into_data(x));
+    read.expect("the tensor can be read")
+}
+
+/// What a device kept as bytes, as the reference keeps it; `dy` is the gradient of the product.
+pub(super) fn unpacked<B: Backend>(kept: Fp8Kept<B>, dy: &Float<B>) -> Fp8Kept<B> {
+    let Some(scales) = kept.scales else {
+        return kept;
+    };
+    let (device, dtype, mut shape) = (B::float_device(dy), dy.dtype(), dy.shape().to_vec());
+    let [x_scale, weight_scale] = scales.map(|scale| read::<B>(scale).iter::<f32>().next().unwrap_or(f32::NAN));
+    let of = |bytes: Float<B>, scale: f32, shape: &mut Vec<usize>| {
+        let size = bytes.shape().to_vec();
+        let [width, rows] = [size[0], size[1]];
+        let bytes = read::<B>(bytes);
+        let values = rows_of(bytes.as_slice().expect("bytes"), [width, rows], scale);
+        *shape.last_mut().expect("a matrix has a width") = width;
+        let data = TensorData::new(values, shape.clone()).convert_dtype(dtype);
+        B::float_from_data(data, &device)
+    };
+    let out = kept.weight.shape().to_vec()[1];
+    Fp8Kept {
+        x: of(kept.x, x_scale, &mut shape),
+        weight: of(kept.weight, weight_scale, &mut vec![out, 0]),
+        scales: None,
+    }
+}
+
 /// A tensor with its values rounded.
 fn rounded<B: Backend>(x: Float<B>, format: Fp8Format) -> Float<B> {
     let (device, dtype, shape) = (B::float_device(&x), x.dtype(), x.shape());
-    let read: Result<TensorData, ExecutionError> = burn::tensor::read_sync(B::float_into_data(x));
-    let data = read.expect("the tensor can be read").convert::<f32>();
+    let data = read::<B>(x).convert::<f32>();
     let (codes, scale) = fp8_quantise(data.as_slice().expect("converted to f32"), format);
     let values: Vec<f32> = codes.iter().map(|code| code * scale).collect();
     let data = TensorData::new(values, shape.to_vec()).convert_dtype(dtype);

@@ -1,4 +1,4 @@
-use super::reference::{fp8_linear, fp8_linear_backward, fp8_quantise};
+use super::reference::{fp8_linear, fp8_linear_backward, fp8_quantise, rows_of};
 use crate::testing::{Random, RandomInput, host};
 use burn::tensor::DType;
 use burn_flex::Flex;
@@ -49,6 +49,21 @@ fn numbers_are_rounded_to_the_nearest_even_one() {
             assert_eq!(f64::from(found), expected, "{x:e} in {format:?}");
         }
     }
+}
+
+#[test]
+fn bytes_that_a_device_kept_are_numbers_again() {
+    let codes = numbers(E4m3);
+    let bytes: Vec<u8> = (0..0x7f).chain(0x80..0xff).collect();
+    let found = rows_of(&bytes, [1, bytes.len()], 0.5);
+    let expected = codes.iter().copied().chain(codes.iter().map(|x| -x));
+    for (found, expected) in found.into_iter().zip(expected) {
+        assert_eq!(f64::from(found), 0.5 * expected);
+    }
+    assert!(rows_of(&[0x7f], [1, 1], 1.0)[0].is_nan());
+    // 1 to 6 as [width 3, rows 2]: a row holds every other one.
+    let bytes = [0x38, 0x40, 0x44, 0x48, 0x4a, 0x4c];
+    assert_eq!(rows_of(&bytes, [3, 2], 1.0), [1.0, 3.0, 5.0, 2.0, 4.0, 6.0]);
 }
 
 #[test]

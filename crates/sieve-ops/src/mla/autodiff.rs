@@ -1,5 +1,5 @@
 //! MLA's ops as nodes of the autodiff graph.
-use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
+use super::backend::{MlaBackend, MlaGradients, MlaNorm, MlaPackCall, MlaSpec};
 use crate::attention::AttentionOutput;
 use crate::device::autodiff::{Gradient, constant, enter, inner};
 use crate::documents::DocumentBounds;
@@ -10,7 +10,22 @@ use burn::tensor::backend::Backend;
 
 impl<B: MlaGradients> Gradient<B, 3> for MlaPackCall<B> {
     fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
-        B::mla_pack_backward(self, dy)
+        B::mla_pack_backward(self, None, dy).0
+    }
+}
+
+/// A call with norms, and what they read.
+#[derive(Clone, Debug)]
+struct Normed<B: Backend> {
+    call: MlaPackCall<B>,
+    inputs: [Float<B>; 3],
+}
+
+impl<B: MlaGradients> Gradient<B, 5> for Normed<B> {
+    fn gradients(self, dy: Float<B>) -> [Float<B>; 5] {
+        let ([dq, dkv, dk_rope], weights) = B::mla_pack_backward(self.call, Some(self.inputs), dy);
+        let [dq_weight, dk_weight] = weights.expect("the call has norms");
+        [dq, dkv, dk_rope, dq_weight, dk_weight]
     }
 }
 
@@ -30,14 +45,31 @@ impl<B: MlaGradients> Gradient<B, 1> for Attention<B> {
 }
 
 impl<B: MlaGradients, C: CheckpointStrategy> MlaBackend for Autodiff<B, C> {
-    fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> Float<Self> {
-        let call = MlaPackCall {
+    fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> (Float<Self>, Option<[Float<Self>; 2]>) {
+        let below = MlaPackCall {
             positions: call.positions,
             rope: call.rope.inner(),
+            norm: call.norm.as_ref().map(|norm| MlaNorm {
+                q_weight: inner::<B, C>(&norm.q_weight),
+                k_weight: inner::<B, C>(&norm.k_weight),
+                epsilon: norm.epsilon,
+            }),
             spec: call.spec,
         };
-        let y = B::mla_pack(inputs.each_ref().map(inner::<B, C>), call.clone());
-        enter::<B, C, _, 3>(inputs.each_ref(), call, y)
+        let inputs_below = inputs.each_ref().map(inner::<B, C>);
+        let (y, keys) = B::mla_pack(inputs_below.clone(), below.clone());
+        let y = match &call.norm {
+            None => enter::<B, C, _, 3>(inputs.each_ref(), below, y),
+            Some(norm) => {
+                let [q, kv, k_rope] = &inputs;
+                let kept = Normed {
+                    call: below,
+                    inputs: inputs_below,
+                };
+                enter::<B, C, _, 5>([q, kv, k_rope, &norm.q_weight, &norm.k_weight], kept, y)
+            }
+        };
+        (y, keys.map(|keys| keys.map(constant::<B, C>)))
     }
 
     fn mla_attention(packed: Float<Self>, documents: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self> {

@@ -41,13 +41,26 @@ impl MlaSpec {
     }
 }
 
-/// What [`mla_pack`](MlaBackend::mla_pack) rotates by, and its sizes.
+/// Norms of queries and keys; an addition to the paper.
+#[derive(Clone, Debug)]
+pub struct MlaNorm<B: Backend> {
+    /// `[head_dim + rope_dim]`.
+    pub q_weight: Float<B>,
+    /// `[head_dim + rope_dim]`.
+    pub k_weight: Float<B>,
+    /// Added to the mean square.
+    pub epsilon: f64,
+}
+
+/// What [`mla_pack`](MlaBackend::mla_pack) norms with and rotates by, and its sizes.
 #[derive(Clone, Debug)]
 pub struct MlaPackCall<B: Backend> {
     /// `[batch, seq_len]`, each below the tables' length.
     pub positions: Ints<B>,
     /// Tables of width `rope_dim`.
     pub rope: RopeTables<B>,
+    /// Norms of queries and keys, where there are any.
+    pub norm: Option<MlaNorm<B>>,
     /// Sizes.
     pub spec: MlaSpec,
 }
@@ -55,15 +68,20 @@ pub struct MlaPackCall<B: Backend> {
 /// MLA's ops.
 pub trait MlaBackend: Backend {
     /// See [`crate::mla_pack`]; inputs are q, kv, k_rope.
-    fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> Float<Self>;
+    fn mla_pack(inputs: [Float<Self>; 3], call: MlaPackCall<Self>) -> (Float<Self>, Option<[Float<Self>; 2]>);
     /// See [`crate::mla_attention`].
     fn mla_attention(packed: Float<Self>, documents: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self>;
 }
 
 /// Gradients of MLA's ops, as a device computes them.
 pub trait MlaGradients: MlaBackend {
-    /// Gradients of the inputs of [`mla_pack`](MlaBackend::mla_pack).
-    fn mla_pack_backward(call: MlaPackCall<Self>, dy: Float<Self>) -> [Float<Self>; 3];
+    /// Gradients of the inputs of [`mla_pack`](MlaBackend::mla_pack), and of its norms' weights. `normed` are the
+    /// inputs of a call with norms.
+    fn mla_pack_backward(
+        call: MlaPackCall<Self>,
+        normed: Option<[Float<Self>; 3]>,
+        dy: Float<Self>,
+    ) -> ([Float<Self>; 3], Option<[Float<Self>; 2]>);
     /// Gradient of [`mla_attention`](MlaBackend::mla_attention).
     fn mla_attention_backward(
         packed: Float<Self>,

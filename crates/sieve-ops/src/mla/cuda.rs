@@ -7,10 +7,10 @@ use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
-use sieve_kernels::{AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaPack};
+use sieve_kernels::{AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack};
 
 impl MlaBackend for Cuda {
-    fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Self>) -> Float {
+    fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Self>) -> (Float, Option<[Float; 2]>) {
         let [q, kv, k_rope] = tensors(inputs.each_ref());
         let attempt = Rotation::new(&call).forward([&q, &kv, &k_rope]);
         kernel_or("mla_pack", attempt, || reference::mla_pack(inputs, call))
@@ -26,9 +26,15 @@ impl MlaBackend for Cuda {
 }
 
 impl MlaGradients for Cuda {
-    fn mla_pack_backward(call: MlaPackCall<Self>, dy: Float) -> [Float; 3] {
-        let attempt = Rotation::new(&call).backward(&dy);
-        kernel_or("mla_pack_backward", attempt, || reference::mla_pack_backward(call, dy))
+    fn mla_pack_backward(
+        call: MlaPackCall<Self>,
+        normed: Option<[Float; 3]>,
+        dy: Float,
+    ) -> ([Float; 3], Option<[Float; 2]>) {
+        let attempt = Rotation::new(&call).backward(&normed, &dy);
+        kernel_or("mla_pack_backward", attempt, || {
+            reference::mla_pack_backward(call, normed, dy)
+        })
     }
 
     fn mla_attention_backward(
@@ -52,6 +58,8 @@ struct Rotation {
     positions: CudaTensor,
     cos: CudaTensor,
     sin: CudaTensor,
+    /// Weights of queries and keys, and what is added to the mean square.
+    norm: Option<([CudaTensor; 2], f32)>,
 }
 
 impl Rotation {
@@ -61,6 +69,10 @@ impl Rotation {
             positions: CudaTensor::from(call.positions.clone()),
             cos: cast(&call.rope.cos, DType::F32),
             sin: cast(&call.rope.sin, DType::F32),
+            norm: call.norm.as_ref().map(|norm| {
+                let weights = tensors([&norm.q_weight, &norm.k_weight]);
+                (weights, norm.epsilon as f32)
+            }),
         }
     }
 
@@ -72,17 +84,30 @@ impl Rotation {
             positions: &self.positions,
             cos: &self.cos,
             sin: &self.sin,
+            norm: self.norm.as_ref().map(|([q_weight, k_weight], epsilon)| MlaNorm {
+                q_weight,
+                k_weight,
+                epsilon: *epsilon,
+            }),
         }
     }
 
-    fn forward(&self, inputs: [&CudaTensor; 3]) -> Result<Float, KernelError> {
-        self.args().mla_pack_forward(inputs).map(Into::into)
+    fn forward(&self, inputs: [&CudaTensor; 3]) -> Result<(Float, Option<[Float; 2]>), KernelError> {
+        let (packed, keys) = self.args().mla_pack_forward(inputs)?;
+        Ok((packed.into(), keys.map(|keys| keys.map(Into::into))))
     }
 
-    fn backward(&self, dy: &Float) -> Result<[Float; 3], KernelError> {
+    fn backward(
+        &self,
+        normed: &Option<[Float; 3]>,
+        dy: &Float,
+    ) -> Result<([Float; 3], Option<[Float; 2]>), KernelError> {
         let dy = CudaTensor::from(dy.clone());
-        let gradients = self.args().mla_pack_backward(&dy)?;
-        Ok(gradients.map(Into::into))
+        let normed = normed.as_ref().map(|inputs| tensors(inputs.each_ref()));
+        let normed = normed.as_ref().map(|inputs| inputs.each_ref());
+        let (gradients, weights) = self.args().mla_pack_backward(normed, &dy)?;
+        let weights = weights.map(|weights| weights.map(Into::into));
+        Ok((gradients.map(Into::into), weights))
     }
 }
 

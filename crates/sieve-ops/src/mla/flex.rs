@@ -1,5 +1,5 @@
 //! MLA on the CPU; f32 takes the kernels of `sieve-cpu`, any other dtype the reference.
-use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
+use super::backend::{MlaBackend, MlaGradients, MlaNorm, MlaPackCall, MlaSpec};
 use super::reference;
 use crate::attention::AttentionOutput;
 use crate::attention::flex::{contiguous_bounds, documents, empty_output, output_of, shape_of};
@@ -25,6 +25,11 @@ fn contiguous_call(call: MlaPackCall<Flex>) -> MlaPackCall<Flex> {
             cos: contiguous(call.rope.cos),
             sin: contiguous(call.rope.sin),
         },
+        norm: call.norm.map(|norm| MlaNorm {
+            q_weight: contiguous(norm.q_weight),
+            k_weight: contiguous(norm.k_weight),
+            epsilon: norm.epsilon,
+        }),
         spec: call.spec,
     }
 }
@@ -38,11 +43,16 @@ fn pack(call: &MlaPackCall<Flex>) -> MlaPack<'_> {
         cos: floats(&call.rope.cos),
         sin: floats(&call.rope.sin),
         positions: ints(&call.positions),
+        norm: call.norm.as_ref().map(|norm| sieve_cpu::MlaNorm {
+            q_weight: floats(&norm.q_weight),
+            k_weight: floats(&norm.k_weight),
+            eps: norm.epsilon as f32,
+        }),
     }
 }
 
 impl MlaBackend for Flex {
-    fn mla_pack(inputs: [FlexTensor; 3], call: MlaPackCall<Self>) -> FlexTensor {
+    fn mla_pack(inputs: [FlexTensor; 3], call: MlaPackCall<Self>) -> (FlexTensor, Option<[FlexTensor; 2]>) {
         if !is_f32(&inputs[0]) {
             return plain("mla_pack", || reference::mla_pack(inputs, call));
         }
@@ -51,8 +61,12 @@ impl MlaBackend for Flex {
         let sizes = [shape[0], shape[1], call.spec.token_len()];
         let mut packed = vec![0.0; sizes.iter().product()];
         let [q, kv, k_rope] = [&q, &kv, &k_rope].map(floats);
-        sieve_cpu::mla_pack_forward(&pack(&call), q, kv, k_rope, &mut packed);
-        from_vec(packed, sizes)
+        let keys = sieve_cpu::mla_pack_forward(&pack(&call), [q, kv, k_rope], &mut packed);
+        let keys = keys.map(|[rotated, scale]| {
+            [(rotated, call.spec.rope_dim), (scale, call.spec.num_heads)]
+                .map(|(values, width)| from_vec(values, [shape[0], shape[1], width]))
+        });
+        (from_vec(packed, sizes), keys)
     }
 
     fn mla_attention(packed: FlexTensor, bounds: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self> {
@@ -78,9 +92,13 @@ impl MlaBackend for Flex {
 }
 
 impl MlaGradients for Flex {
-    fn mla_pack_backward(call: MlaPackCall<Self>, dy: FlexTensor) -> [FlexTensor; 3] {
+    fn mla_pack_backward(
+        call: MlaPackCall<Self>,
+        normed: Option<[FlexTensor; 3]>,
+        dy: FlexTensor,
+    ) -> ([FlexTensor; 3], Option<[FlexTensor; 2]>) {
         if !is_f32(&dy) {
-            return plain("mla_pack_backward", || reference::mla_pack_backward(call, dy));
+            return plain("mla_pack_backward", || reference::mla_pack_backward(call, normed, dy));
         }
         let (dy, call) = (contiguous(dy), contiguous_call(call));
         let (shape, spec) = (dy.shape(), call.spec);
@@ -91,9 +109,13 @@ impl MlaGradients for Flex {
         ];
         let sizes = widths.map(|width| [shape[0], shape[1], width]);
         let [mut dq, mut dkv, mut dk] = sizes.map(|sizes| vec![0.0; sizes.iter().product()]);
-        sieve_cpu::mla_pack_backward(&pack(&call), floats(&dy), &mut dq, &mut dkv, &mut dk);
+        let normed = normed.map(|inputs| inputs.map(contiguous));
+        let normed = normed.as_ref().map(|inputs| inputs.each_ref().map(floats));
+        let op = pack(&call);
+        let weights = sieve_cpu::mla_pack_backward(&op, normed, floats(&dy), [&mut dq, &mut dkv, &mut dk]);
+        let weights = weights.map(|weights| weights.map(|weight| from_vec(weight, [spec.key_dim()])));
         let [q, kv, k_rope] = sizes;
-        [from_vec(dq, q), from_vec(dkv, kv), from_vec(dk, k_rope)]
+        ([from_vec(dq, q), from_vec(dkv, kv), from_vec(dk, k_rope)], weights)
     }
 
     fn mla_attention_backward(

@@ -3,10 +3,11 @@ use super::backend::{MlaPackCall, MlaSpec};
 use crate::attention::AttentionOutput;
 use crate::attention::reference::{separate_attention, separate_attention_backward};
 use crate::documents::DocumentBounds;
+use crate::norm::reference::{normalise, normalise_backward};
 use crate::rope::reference::Angles;
-use crate::tensors::{Float, primitive, upcast};
-use burn::tensor::Tensor;
+use crate::tensors::{Float, primitive, tensor, upcast};
 use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorMetadata};
 
 /// `[.., head_dim + rope_dim]` split into its two parts.
 fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
@@ -16,55 +17,101 @@ fn parts<B: Backend>(x: Tensor<B, 4>, spec: MlaSpec) -> [Tensor<B, 4>; 2] {
     ]
 }
 
-/// See [`crate::mla_pack`].
-pub fn mla_pack<B: Backend>([q, kv, k_rope]: [Float<B>; 3], call: MlaPackCall<B>) -> Float<B> {
-    let spec = call.spec;
-    let (q, dtype) = upcast::<B, 3>(q);
-    let (kv, _) = upcast::<B, 3>(kv);
-    let (k_rope, _) = upcast::<B, 3>(k_rope);
-    let [batch, n, _] = q.dims();
+/// `[dx, dweight]` of `x / rms(x) * weight` over the last dimension.
+fn norm_backward<B: Backend>(
+    x: Tensor<B, 4>,
+    weight: Float<B>,
+    epsilon: f64,
+    dy: Tensor<B, 4>,
+) -> (Tensor<B, 4>, Float<B>) {
+    let shape @ [batch, n, heads, width] = x.dims();
+    let rows = [batch * n * heads, width];
+    let dtype = weight.dtype();
+    let weight = tensor::<B, 1>(weight).cast(x.dtype());
+    let (dx, dweight) = normalise_backward(x.reshape(rows), weight, epsilon, dy.reshape(rows));
+    (dx.reshape(shape), primitive(dweight.cast(dtype)))
+}
+
+/// q, k, v of each head before norms and rotation, `[batch, seq_len, num_heads, ..]`.
+fn heads<B: Backend>([q, kv, k_rope]: [Tensor<B, 3>; 3], spec: MlaSpec) -> [Tensor<B, 4>; 3] {
     let MlaSpec {
         num_heads,
         head_dim,
         rope_dim,
         ..
     } = spec;
-    let angles = Angles::new(&call.rope, call.positions, q.dtype());
-    let [q_c, q_r] = parts(q.reshape([batch, n, num_heads, spec.key_dim()]), spec);
+    let [batch, n, _] = q.dims();
     let kv = kv.reshape([batch, n, num_heads, 2 * head_dim]);
+    let k_rope = k_rope.reshape([batch, n, 1, rope_dim]);
     let k_c = kv.clone().narrow(3, 0, head_dim);
-    let v = kv.narrow(3, head_dim, head_dim);
-    let k_r = angles
-        .rotate(k_rope.reshape([batch, n, 1, rope_dim]), 1.0)
-        .expand([batch, n, num_heads, rope_dim]);
-    let q = Tensor::cat(vec![q_c, angles.rotate(q_r, 1.0)], 3);
-    let k = Tensor::cat(vec![k_c, k_r], 3);
-    primitive(join([q, k, v]).cast(dtype))
+    [
+        q.reshape([batch, n, num_heads, spec.key_dim()]),
+        Tensor::cat(vec![k_c, k_rope.expand([batch, n, num_heads, rope_dim])], 3),
+        kv.narrow(3, head_dim, head_dim),
+    ]
 }
 
-/// `[dq, dkv, dk_rope]` of [`mla_pack`].
-pub fn mla_pack_backward<B: Backend>(call: MlaPackCall<B>, dy: Float<B>) -> [Float<B>; 3] {
+/// See [`crate::mla_pack`].
+pub fn mla_pack<B: Backend>(inputs: [Float<B>; 3], call: MlaPackCall<B>) -> (Float<B>, Option<[Float<B>; 2]>) {
+    let spec = call.spec;
+    let dtype = inputs[0].dtype();
+    let inputs = inputs.map(|x| upcast::<B, 3>(x).0);
+    let k_rope = inputs[2].clone();
+    let [mut q, mut k, v] = heads(inputs, spec);
+    let [batch, n, num_heads, width] = q.dims();
+    let angles = Angles::new(&call.rope, call.positions, q.dtype());
+    let mut keys = None;
+    if let Some(norm) = call.norm {
+        let weight = |weight| tensor::<B, 1>(weight).cast(q.dtype());
+        let [q_weight, k_weight] = [norm.q_weight, norm.k_weight].map(weight);
+        let rows = [batch * n * num_heads, width];
+        q = (normalise(q.reshape(rows), norm.epsilon).0 * q_weight.unsqueeze()).reshape([batch, n, num_heads, width]);
+        let (normed, inverse) = normalise(k.reshape(rows), norm.epsilon);
+        k = (normed * k_weight.clone().unsqueeze()).reshape([batch, n, num_heads, width]);
+        let k_rope = k_rope * k_weight.narrow(0, spec.head_dim, spec.rope_dim).unsqueeze();
+        let rotated = angles.rotate(k_rope.unsqueeze_dim(2), 1.0).squeeze_dim::<3>(2);
+        let inverse = inverse.reshape([batch, n, num_heads]);
+        keys = Some([primitive(rotated.cast(dtype)), primitive(inverse)]);
+    }
+    let rotated = |x| {
+        let [content, rope] = parts(x, spec);
+        Tensor::cat(vec![content, angles.rotate(rope, 1.0)], 3)
+    };
+    let packed = join([rotated(q), rotated(k), v]);
+    (primitive(packed.cast(dtype)), keys)
+}
+
+/// `[dq, dkv, dk_rope]` of [`mla_pack`], and with norms `[dq_weight, dk_weight]`; `normed` are its inputs then.
+pub fn mla_pack_backward<B: Backend>(
+    call: MlaPackCall<B>,
+    normed: Option<[Float<B>; 3]>,
+    dy: Float<B>,
+) -> ([Float<B>; 3], Option<[Float<B>; 2]>) {
     let spec = call.spec;
     let (dy, dtype) = upcast::<B, 3>(dy);
     let [batch, n, _] = dy.dims();
-    let MlaSpec {
-        num_heads,
-        head_dim,
-        rope_dim,
-        ..
-    } = spec;
     let angles = Angles::new(&call.rope, call.positions, dy.dtype());
+    let unrotated = |x| {
+        let [content, rope] = parts(x, spec);
+        Tensor::cat(vec![content, angles.rotate(rope, -1.0)], 3)
+    };
     let [dq, dk, dv] = split(dy, spec);
-    let [dq_c, dq_r] = parts(dq, spec);
+    let [mut dq, mut dk] = [dq, dk].map(unrotated);
+    let mut weights = None;
+    if let (Some(norm), Some(inputs)) = (call.norm, normed) {
+        let [q, k, _] = heads(inputs.map(|x| upcast::<B, 3>(x).0), spec);
+        let (of_q, dq_weight) = norm_backward(q, norm.q_weight, norm.epsilon, dq);
+        let (of_k, dk_weight) = norm_backward(k, norm.k_weight, norm.epsilon, dk);
+        (dq, dk, weights) = (of_q, of_k, Some([dq_weight, dk_weight]));
+    }
     let [dk_c, dk_r] = parts(dk, spec);
-    let dq = Tensor::cat(vec![dq_c, angles.rotate(dq_r, -1.0)], 3);
     let dkv = Tensor::cat(vec![dk_c, dv], 3);
-    let dk_rope = angles.rotate(dk_r.sum_dim(2), -1.0);
-    [
-        primitive(dq.reshape([batch, n, num_heads * spec.key_dim()]).cast(dtype)),
-        primitive(dkv.reshape([batch, n, num_heads * 2 * head_dim]).cast(dtype)),
-        primitive(dk_rope.reshape([batch, n, rope_dim]).cast(dtype)),
-    ]
+    let gradients = [
+        primitive(dq.reshape([batch, n, spec.num_heads * spec.key_dim()]).cast(dtype)),
+        primitive(dkv.reshape([batch, n, spec.num_heads * 2 * spec.head_dim]).cast(dtype)),
+        primitive(dk_r.sum_dim(2).reshape([batch, n, spec.rope_dim]).cast(dtype)),
+    ];
+    (gradients, weights)
 }
 
 /// q, k, v as one token-major tensor.

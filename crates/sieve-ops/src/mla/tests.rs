@@ -16,16 +16,23 @@ fn spec(num_heads: usize, head_dim: usize, rope_dim: usize) -> MlaSpec {
     }
 }
 
-fn inputs(spec: MlaSpec, [batch, n]: [usize; 2], seed: u64) -> Vec<Input> {
+/// q, kv and k_rope, and with norms the weights of queries and keys.
+fn inputs(spec: MlaSpec, [batch, n]: [usize; 2], is_normed: bool, seed: u64) -> Vec<Input> {
     let mut random = Random(seed);
-    [
+    let widths = [
         spec.num_heads * spec.key_dim(),
         spec.num_heads * 2 * spec.head_dim,
         spec.rope_dim,
-    ]
-    .map(|width| random.input(&[batch, n, width]))
-    .into()
+    ];
+    let mut inputs: Vec<Input> = widths.map(|width| random.input(&[batch, n, width])).into();
+    if is_normed {
+        inputs.extend([(); 2].map(|()| random.input(&[spec.key_dim()]).affine(0.3, 1.0)));
+    }
+    inputs
 }
+
+/// Large, so that its place in the mean square counts.
+const EPSILON: f64 = 0.25;
 
 fn rope(spec: MlaSpec, dtype: DType) -> RotaryEmbedding<Ad> {
     RotaryEmbedding::with_dtype(spec.rope_dim, 80, 100.0, &Default::default(), dtype)
@@ -34,34 +41,46 @@ fn rope(spec: MlaSpec, dtype: DType) -> RotaryEmbedding<Ad> {
 /// The whole layer between projections.
 fn run(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: MlaSpec) -> Float {
     let documents = documents::<Ad>(lengths, dims);
-    let [q, kv, k_rope] = [0, 1, 2].map(|n| float::<3>(&inputs[n]));
-    let rope = rope(spec, q.dtype());
-    let packed = mla_pack(q, kv, k_rope, documents.positions.clone(), &rope, spec);
+    let qkv = [0, 1, 2].map(|n| float::<3>(&inputs[n]));
+    let rope = rope(spec, qkv[0].dtype());
+    let norm = inputs.get(3..5).map(|weights| QkNorm {
+        q_weight: float::<1>(&weights[0]),
+        k_weight: float::<1>(&weights[1]),
+        epsilon: EPSILON,
+    });
+    let (packed, _) = mla_pack(qkv, norm, documents.positions.clone(), &rope, spec);
     primitive(mla_attention(packed, &documents, spec))
 }
 
 fn run_reference(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: MlaSpec) -> Float {
     let documents = documents::<Ad>(lengths, dims);
     let rope = rope(spec, float::<3>(&inputs[0]).dtype());
-    let [q, kv, k_rope] = [0, 1, 2].map(|n| inputs[n].clone());
     let call = MlaPackCall {
         positions: documents.positions.clone().into_primitive(),
         rope: rope.tables(),
+        norm: inputs.get(3..5).map(|weights| MlaNorm {
+            q_weight: weights[0].clone(),
+            k_weight: weights[1].clone(),
+            epsilon: EPSILON,
+        }),
         spec,
     };
-    let packed = reference::mla_pack::<Ad>([q, kv, k_rope], call);
+    let qkv = [0, 1, 2].map(|n| inputs[n].clone());
+    let (packed, _) = reference::mla_pack::<Ad>(qkv, call);
     reference::mla_attention::<Ad>(packed, &documents.bounds(), spec).o
 }
 
 #[test]
 fn mla_equals_the_reference() {
-    for (dims, spec, lengths) in [
-        ([2, 23], spec(3, 6, 4), &[][..]),
-        ([2, 63], spec(2, 16, 8), &[20, 1, 1, 30]),
-        ([1, 1], spec(1, 8, 2), &[]),
-        ([1, 70], spec(2, 64, 32), &[33]),
+    for (dims, spec, lengths, is_normed) in [
+        ([2, 23], spec(3, 6, 4), &[][..], false),
+        ([2, 23], spec(3, 6, 4), &[], true),
+        ([2, 63], spec(2, 16, 8), &[20, 1, 1, 30], true),
+        ([1, 1], spec(1, 8, 2), &[], false),
+        ([1, 70], spec(2, 64, 32), &[33], false),
+        ([1, 70], spec(2, 64, 32), &[33], true),
     ] {
-        let inputs = inputs(spec, dims, 1);
+        let inputs = inputs(spec, dims, is_normed, 1);
         let op = |inputs: &[Float]| run(inputs, lengths, dims, spec);
         check_parity("mla", &inputs, &op, &|inputs| {
             run_reference(inputs, lengths, dims, spec)
@@ -73,5 +92,8 @@ fn mla_equals_the_reference() {
 #[test]
 fn mla_gradients_are_those_of_the_function() {
     let (dims, spec) = ([2, 9], spec(2, 3, 4));
-    check_finite_differences("mla", &inputs(spec, dims, 2), &|inputs| run(inputs, &[4], dims, spec));
+    for is_normed in [false, true] {
+        let inputs = inputs(spec, dims, is_normed, 2);
+        check_finite_differences("mla", &inputs, &|inputs| run(inputs, &[4], dims, spec));
+    }
 }

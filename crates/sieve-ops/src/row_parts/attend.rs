@@ -9,7 +9,7 @@ use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::DmaShape;
+use sieve_core::{DmaShape, KeepRest};
 
 /// What DMA has beside the packed tensor: w_dt, a, its form, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (Float<B>, Float<B>, DmaShape, Ints<B>);
@@ -42,15 +42,17 @@ struct Bordered<B: Backend> {
     selection: Option<(DmaSelection<B>, Float<B>)>,
 }
 
-#[cfg(test)]
 impl<B: Backend> Parted<B> {
-    /// DMA's masks over the longer rows, and the border's keys and values.
-    pub(super) fn mask(&self) -> Option<(&Border<B>, Ints<B>)> {
+    /// The border, and DMA's masks over the longer rows; `None` where whole rows of some heads were exchanged.
+    pub(super) fn border(&self) -> Option<(&Border<B>, Option<Ints<B>>)> {
         match &self.way {
             Way::Heads(_) => None,
             Way::Border(bordered) => {
-                let (selection, _) = bordered.selection.as_ref()?;
-                Some((&bordered.border, selection.expire.clone()))
+                let expire = bordered
+                    .selection
+                    .as_ref()
+                    .map(|(selection, _)| selection.expire.clone());
+                Some((&bordered.border, expire))
             }
         }
     }
@@ -61,6 +63,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     qkv: Float<B>,
     dma: Option<DmaParts<B>>,
     (parts, own_documents, spec): PartPlace<'_, B>,
+    rest: KeepRest,
 ) -> Parted<B> {
     let num_parts = parts.links.num_parts();
     let is_dense = dma.is_none() && spec.window_size.is_none();
@@ -94,7 +97,7 @@ pub(crate) fn forward<B: DeviceBackend>(
             let rank = border.with_ranks(rank);
             let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
             let selection = B::dma_select(rank.clone(), &documents, dma.window());
-            let output = B::dma_attention(longer, delta, &documents, &selection, spec);
+            let output = B::dma_attention(longer, delta, &documents, &selection, spec, rest);
             (output, Some((selection, rank)))
         }
         None => {

@@ -49,7 +49,7 @@ pub(super) struct Border<B: Backend> {
     /// K, then V, `[batch, slots, 2 * num_kv_heads, head_dim]`; none without slots.
     pub(super) keys: Option<Float<B>>,
     /// Of DMA's keys, `[batch, num_kv_heads, slots]`.
-    ranks: Option<Float<B>>,
+    pub(super) ranks: Option<Float<B>>,
     /// Document bounds of the longer rows; none without slots.
     documents: Option<DocumentBounds<B>>,
     /// Keys of each row and head that a part gives.

@@ -1,7 +1,7 @@
 mod gpus;
 
 use super::border::Border;
-use super::{DmaParts, Parted, RowLinks, RowParts, backward, forward};
+use super::{DmaParts, Parted, RowParts, ThreadLinks, backward, forward};
 use crate::attention::{AttentionBackend, AttentionGradients, AttentionSpec};
 use crate::dma::composed::{self, DmaState};
 use crate::documents::Documents;
@@ -9,60 +9,12 @@ use crate::tensors::{primitive, tensor};
 use crate::testing::{Random, RandomInput};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaBias, DmaRecency, DmaShape};
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepRest};
+use std::sync::Arc;
 
 const WIDTH: usize = 8;
 const BATCH: usize = 2;
 const ROW: usize = 24;
-
-/// Ranks that are threads of one process.
-#[derive(Debug)]
-struct Threads {
-    part: usize,
-    to: Vec<Sender<Vec<f32>>>,
-    from: Vec<Mutex<Receiver<Vec<f32>>>>,
-}
-
-impl Threads {
-    fn all(num_parts: usize) -> Vec<Self> {
-        let mut from = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
-        let mut to = (0..num_parts).map(|_| Vec::new()).collect::<Vec<_>>();
-        for senders in &mut to {
-            for receivers in &mut from {
-                let (sender, receiver) = channel();
-                senders.push(sender);
-                receivers.push(Mutex::new(receiver));
-            }
-        }
-        let links = to.into_iter().zip(from).enumerate();
-        links.map(|(part, (to, from))| Self { part, to, from }).collect()
-    }
-}
-
-impl RowLinks for Threads {
-    fn part(&self) -> usize {
-        self.part
-    }
-
-    fn num_parts(&self) -> usize {
-        self.to.len()
-    }
-
-    fn exchange(&self, values: Vec<Vec<f32>>, counts: &[usize]) -> Vec<Vec<f32>> {
-        for (to, values) in self.to.iter().zip(values) {
-            to.send(values).expect("it listens");
-        }
-        let from = self.from.iter().zip(counts);
-        from.map(|(from, &count)| {
-            let values = from.lock().expect("one reader").recv().expect("it sends");
-            assert_eq!(values.len(), count);
-            values
-        })
-        .collect()
-    }
-}
 
 /// What attends, over how many KV heads.
 #[derive(Clone, Copy, Debug)]
@@ -176,7 +128,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
         };
     };
     let (weights, gates) = (w_dt.clone(), a.clone());
-    let forward = composed::forward::<Flex>(qkv.clone(), weights, gates, &documents, spec, dma);
+    let forward = composed::forward::<Flex>(qkv.clone(), weights, gates, &documents, spec, dma, KeepRest::Never);
     let o = values::<4>(forward.output.o.clone());
     let expire = expire_of(forward.selection.expire.clone());
     let mut active = Vec::new();
@@ -222,7 +174,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     };
     let bounds = documents.bounds();
     let place = (&parts, &bounds, case.spec);
-    let parted = forward::<Flex>(own(qkv.clone()), dma(), place);
+    let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepRest::Never);
     let active = active(&parted, first, len, qkv.clone());
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
@@ -240,7 +192,7 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
 
 /// The keys that each query of a part sees, by their positions in the whole row.
 fn active(parted: &Parted<Flex>, first: usize, len: usize, qkv: FlexTensor) -> Vec<Vec<usize>> {
-    let Some((border, expire)) = parted.mask() else {
+    let Some((border, Some(expire))) = parted.border() else {
         return Vec::new();
     };
     let (slots, positions) = (border.slots, positions(border, qkv));
@@ -283,7 +235,7 @@ fn positions(border: &Border<Flex>, qkv: FlexTensor) -> Vec<Option<usize>> {
 
 fn all_parts(case: Case, num_parts: usize, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Vec<Found> {
     std::thread::scope(|scope| {
-        let ranks = Threads::all(num_parts).into_iter().map(|links| {
+        let ranks = ThreadLinks::all(num_parts).into_iter().map(|links| {
             let parts = RowParts::new(Arc::new(links), bounds.clone(), [BATCH, ROW]);
             scope.spawn(move || part(case, parts, inputs))
         });
@@ -371,7 +323,7 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
     let inputs = inputs(case, 0.5);
     for num_parts in [2, 4, 8] {
         let slots = std::thread::scope(|scope| {
-            let ranks = Threads::all(num_parts).into_iter().map(|links| {
+            let ranks = ThreadLinks::all(num_parts).into_iter().map(|links| {
                 let (bounds, inputs) = (bounds.clone(), &inputs);
                 scope.spawn(move || {
                     let parts = RowParts::new(Arc::new(links), bounds, [BATCH, ROW]);
@@ -382,8 +334,8 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                     let bounds = documents.bounds();
                     let dma = (w_dt, a, dma, documents.positions.into_primitive());
                     let place = (&parts, &bounds, case.spec);
-                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place);
-                    parted.mask().expect("DMA's").0.slots
+                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepRest::Never);
+                    parted.border().expect("a border").0.slots
                 })
             });
             let ranks = ranks.collect::<Vec<_>>().into_iter();

@@ -1,11 +1,11 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
-use super::Keeping;
 use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
+use sieve_core::{KeepRest, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{AttentionShape, ChoiceLists, KeepRest, KernelFamily, KeyLists, KeySource};
+use sieve_kernels::{AttentionShape, ChoiceLists, KernelFamily, KeyLists, KeySource};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -53,9 +53,10 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
             let queries = q + heads * rope;
-            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is not
-            // kept.
-            let attention = (rank + rope) + rank + (2 * queries + q) + q;
+            // Normed stream; latent and rotated key, then normed; packed q, k and v; output. What was packed is kept
+            // where the backward pass computes its norms again.
+            let before_norms = if mla.qk_norm { queries + 2 * q } else { 0 };
+            let attention = (rank + rope) + rank + before_norms + (2 * queries + q) + q;
             (common + d_model + attention, lse)
         }
         AttentionForm::Branches(nsa) => {
@@ -145,7 +146,7 @@ fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize, rest: KeepRes
         head_dim_v: shape.head_dim,
     };
     let family = KernelFamily::best(&attention, KeySource::Biased, gpu.is_hopper());
-    rest.in_row(family, seq_len)
+    family.keeps_rest(rest, seq_len)
 }
 
 /// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.

@@ -1,8 +1,9 @@
 //! Memory of using a model: reading its weights, a forward pass, caches.
 
 use super::activations::{F32, block_kept, plain_score_bytes, times};
-use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, Keeping, MemoryPlan, MemoryVerdict, logit_bytes};
+use super::{CPU_PROGRAM_BYTES, GPU_PROGRAM_BYTES, MemoryPlan, MemoryVerdict, logit_bytes};
 use crate::{Target, cache_plan};
+use sieve_core::Keeping;
 use sieve_core::model::ModelShape;
 
 /// What a command does with a model.
@@ -91,14 +92,9 @@ pub fn inference_memory(shape: &ModelShape, size: InferenceSize, target: &Target
     fullest.plan(target)
 }
 
-/// Logits that are returned together. A CPU holds them a second time, as the bytes of the file that they go to.
+/// Logits that are returned together.
 fn returned_logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
-    let copies = match target {
-        Target::Cpu { .. } => 2,
-        Target::Gpu(_) => 1,
-    };
-    let row = shape.vocab_size as u64 * target.value_bytes();
-    times(tokens, copies * row)
+    times(tokens, shape.vocab_size as u64 * target.value_bytes())
 }
 
 /// Memory of bringing a model of another program in: the weights as they were read, a new model, and a copy of its
@@ -153,8 +149,8 @@ impl Moment {
             activation_bytes: self.activation_bytes,
             workspace_bytes: self.workspace_bytes,
             checkpoint_bytes: 0,
-            keeps_rest_of_long_rows: false,
-            keeps_made_again: false,
+            host_checkpoint_bytes: 0,
+            keeping: Keeping::NOTHING,
             program_bytes,
             total_bytes,
             moment: self.name,

@@ -9,27 +9,40 @@ use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, FORMAT_VERSION, lis
 use sieve_ops::TrainBackend;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Between two tries to write the last checkpoint.
+const LONGEST_LAST_PAUSE: Duration = Duration::from_secs(60);
 
 impl<B: TrainBackend> Trainer<B> {
     /// Takes hold of the state as it stands and begins to write it, unless the folder has it already. The checkpoint
-    /// before is on disk then. Of several processes each writes its pieces.
+    /// before is on disk then, or has failed. Of several processes each writes its pieces. Where this fails, all of
+    /// them go on: see [`warn_unsaved`](Self::warn_unsaved).
     ///
     /// # Errors
-    /// Any failure of the file system, also of the checkpoint before. Earlier checkpoints stay.
+    /// A rank or a device is lost; another process has taken the output folder.
     pub(super) fn start_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
-        let folder = self.folder.checkpoint_path();
         if [self.last_checkpoint, self.writer.step()].contains(&Some(self.step)) {
             return Ok(());
         }
         self.finish_checkpoint(reporter)?;
         self.finish_leaves()?;
-        if self.writes() {
-            fs::create_dir_all(&folder).map_err(TrainError::io("creating", &folder))?;
-            Checkpoint::begin(&folder, self.step)?;
-        }
-        if let Some(group) = &self.group {
-            // The others write into the folder that rank 0 has made.
-            group.gather(&[])?;
+        let folder = match (&self.saving.fallback, self.saving.uses_fallback) {
+            (Some(folder), true) => folder.clone(),
+            _ => self.folder.checkpoint_path(),
+        };
+        let begun = match self.writes() {
+            true => self.begin_folder(&folder, reporter),
+            false => Ok(()),
+        };
+        let problem = match begun {
+            Err(error @ TrainError::FolderBusy { .. }) => return Err(error),
+            begun => begun.err().map(|error| error.to_string()),
+        };
+        // The others write into the folder that rank 0 has made.
+        if let Some(problem) = self.of_any(problem)? {
+            self.note_failure(self.step, problem);
+            return Ok(());
         }
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.step);
@@ -63,10 +76,56 @@ impl<B: TrainBackend> Trainer<B> {
         self.writer.start(&folder, state, share, files)
     }
 
+    /// Makes the folder that a checkpoint is written into. Where somebody has removed the run's folder, it is made
+    /// again.
+    fn begin_folder(&mut self, folder: &Path, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        if self.folder.regain()? {
+            self.write_config()?;
+            reporter.metrics.reopen();
+            let path = self.folder.path().display();
+            reporter.tell(TrainEvent::Warning(&format!(
+                "warning: {path} was removed while the run writes to it; it is made again, without what was there"
+            )));
+        }
+        fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
+        Ok(Checkpoint::begin(folder, self.step)?)
+    }
+
+    /// What went wrong in any process, the same for all of them.
+    fn of_any(&self, own: Option<String>) -> Result<Option<String>, TrainError> {
+        let Some(group) = &self.group else {
+            return Ok(own);
+        };
+        let all = group.gather(own.unwrap_or_default().as_bytes())?;
+        let mut problems = all.iter().enumerate().filter(|(_, text)| !text.is_empty());
+        let first = problems.next();
+        Ok(first.map(|(rank, text)| format!("rank {rank}: {}", String::from_utf8_lossy(text))))
+    }
+
+    /// The checkpoint of a step could not be written: all processes know it.
+    fn note_failure(&mut self, step: u64, problem: String) {
+        self.saving.tries.fail();
+        self.saving.problem = Some((step, problem));
+    }
+
+    /// Tells why the last checkpoint is not on disk, if it failed, and what follows.
+    pub(super) fn warn_unsaved(&mut self, reporter: &mut Reporter<'_>) {
+        if let Some((step, problem)) = self.saving.problem.take() {
+            let (failed, most) = (self.saving.tries.num_failed(), self.saving.tries.limits().max_failures);
+            let next = match self.saving.gives_up() {
+                true => "the run stops".to_owned(),
+                false => "training goes on, and soon tries again".to_owned(),
+            };
+            reporter.tell(TrainEvent::Warning(&format!(
+                "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"
+            )));
+        }
+    }
+
     /// Waits for the checkpoint being written, by all processes, tells of it, and removes those that are too old.
     ///
     /// # Errors
-    /// Why it could not be written.
+    /// A rank or a device is lost; ranks compute with different weights.
     pub(super) fn finish_checkpoint(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
         let Some(Written { folder, state, shard }) = self.finish_writing()? else {
             return Ok(());
@@ -80,32 +139,108 @@ impl<B: TrainBackend> Trainer<B> {
                 Checkpoint::discard(&folder, step);
             }
         };
-        let mut checksums = shard.files.clone();
+        let mut all = vec![shard];
         if let Some(group) = &self.group {
-            let own = serde_json::to_vec(&shard).expect("plain data serialises");
-            let all = group.gather(&own).inspect_err(|_| discard())?;
-            let all = all.iter().map(|text| serde_json::from_slice::<Shard>(text));
-            let all = all.collect::<Result<Vec<_>, _>>();
-            let all = all.expect("ranks of one version");
-            let sums = all.iter().map(|shard| shard.replica.clone());
-            let distance = self.distance(step);
-            if let Some(ranks) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), distance) {
+            let own = serde_json::to_vec(&all[0]).expect("plain data serialises");
+            let found = group.gather(&own).inspect_err(|_| discard())?;
+            let found = found.iter().map(|text| serde_json::from_slice(text));
+            let found = found.collect::<Result<Vec<Result<Shard, String>>, _>>();
+            all = found.expect("ranks of one version");
+        }
+        let name = |(rank, shard): (usize, Result<Shard, String>)| {
+            shard.map_err(|problem| match self.group {
+                Some(_) => format!("rank {rank}: {problem}"),
+                None => problem,
+            })
+        };
+        let shards = match all.into_iter().enumerate().map(name).collect::<Result<Vec<_>, _>>() {
+            Ok(shards) => shards,
+            Err(problem) => {
+                discard();
+                self.note_failure(step, problem);
+                return Ok(());
+            }
+        };
+        if self.group.is_some() {
+            let sums = shards.iter().map(|shard| shard.replica.clone());
+            if let Some(ranks) = ReplicaSums::differ(&sums.collect::<Vec<_>>(), self.distance(step)) {
                 discard();
                 return Err(TrainError::ReplicasDiffer { ranks, step });
             }
-            checksums.extend(all.into_iter().flat_map(|shard| shard.files));
         }
+        let checksums = shards.into_iter().flat_map(|shard| shard.files).collect();
+        let mut problem = None;
         if writes {
-            let path = Checkpoint::publish(&folder, state, checksums).inspect_err(|_| discard())?;
-            reporter.tell(TrainEvent::Checkpoint(&path));
-            prune(&self.folder.checkpoint_path(), &self.recipe)?;
+            match Checkpoint::publish(&folder, state, checksums) {
+                Ok(path) => reporter.tell(TrainEvent::Checkpoint(&path)),
+                Err(error) => {
+                    discard();
+                    problem = Some(error.to_string());
+                }
+            }
         }
-        if let Some(group) = &self.group {
-            // It has its name for all.
-            group.gather(&[])?;
+        // It has its name for all.
+        if let Some(problem) = self.of_any(problem)? {
+            self.note_failure(step, problem);
+            return Ok(());
         }
+        self.saving.tries.succeed();
         self.last_checkpoint = Some(step);
+        self.last_folder = folder;
+        if writes && let Err(error) = prune(&self.folder.checkpoint_path(), &self.recipe) {
+            reporter.tell(TrainEvent::Warning(&format!("warning: old checkpoints stay: {error}")));
+        }
         Ok(())
+    }
+
+    /// Writes the state as it stands, whatever it takes: its weights are nowhere else. Tries again for minutes, and in
+    /// between in the folder that was named for this case.
+    ///
+    /// # Errors
+    /// It cannot be written; a rank or a device is lost.
+    pub(super) fn save_last(&mut self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let limits = self.saving.tries.limits();
+        let (since, mut pause) = (Instant::now(), limits.first_pause);
+        loop {
+            self.start_checkpoint(reporter)?;
+            self.finish_checkpoint(reporter)?;
+            let Some((step, problem)) = self.saving.problem.take() else {
+                return Ok(());
+            };
+            let has_other = self.saving.fallback.is_some() && !self.saving.uses_fallback;
+            self.saving.uses_fallback = has_other;
+            // The clocks of several processes differ.
+            let is_over = u64::from(since.elapsed() + pause > limits.last);
+            let is_over = match &self.group {
+                Some(group) => group.of_first(Some(is_over))? == Some(1),
+                None => is_over == 1,
+            };
+            let next = match (has_other, is_over) {
+                (true, _) => "it goes to the folder of --checkpoint-fallback".to_owned(),
+                (false, false) => format!(
+                    "the weights are kept in memory, the next try is in {} s",
+                    pause.as_secs()
+                ),
+                (false, true) => {
+                    return Err(TrainError::Unsaved {
+                        step,
+                        problem,
+                        last_checkpoint: self.last_checkpoint_path(),
+                    });
+                }
+            };
+            reporter.tell(TrainEvent::Warning(&format!(
+                "warning: the last checkpoint, of step {step}, could not be written: {problem}\n  {next}"
+            )));
+            if !has_other {
+                let until = Instant::now() + pause;
+                while Instant::now() < until {
+                    self.tick();
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+                pause = (2 * pause).min(LONGEST_LAST_PAUSE);
+            }
+        }
     }
 
     /// Waits for this process's files.
@@ -145,7 +280,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Where the last checkpoint of this run lies.
     pub(super) fn last_checkpoint_path(&self) -> Option<PathBuf> {
         let step = self.last_checkpoint?;
-        Some(self.folder.checkpoint_path().join(format!("step-{step}")))
+        Some(self.last_folder.join(format!("step-{step}")))
     }
 
     /// Clears away what a killed process left half written, and sets checkpoints aside that lie ahead of this run's
@@ -194,13 +329,18 @@ fn remove_half_written(folder: &Path) -> Result<(), TrainError> {
     Ok(())
 }
 
-/// Removes all but the latest checkpoints; the one before the first step stays where the recipe asks for it.
+/// Removes all but the latest checkpoints; the one before the first step, and one every so many steps, stay where the
+/// recipe asks for it.
 fn prune(folder: &Path, recipe: &Recipe) -> Result<(), TrainError> {
     let keep = recipe.checkpoint.keep_latest_k;
     if keep == 0 {
         return Ok(());
     }
-    let always = |step: u64| step == 0 && recipe.checkpoint.at_start;
+    let keep_every = recipe.checkpoint.keep_every as u64;
+    let always = |step: u64| match step {
+        0 => recipe.checkpoint.at_start,
+        step => keep_every > 0 && step.is_multiple_of(keep_every),
+    };
     let mut all = list_checkpoints(folder)?;
     all.retain(|(step, _)| !always(*step));
     all.truncate(all.len().saturating_sub(keep));

@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 const MAX_UNREAD: usize = 64;
 /// How far the device may be behind: a longer wait for its numbers would look like one for a device that hangs.
 const MAX_BEHIND: Duration = Duration::from_secs(60);
+/// A step that takes longer may look like one that stands still.
+const SLOW_STEP: Duration = Duration::from_secs(20);
 /// After a step that was not taken, this many are read one by one, so that their gradients can be told by layer.
 const WATCHED_STEPS: u64 = 100;
 /// Documents of a step that are named.
@@ -154,6 +156,11 @@ impl<B: TrainBackend> GuardLog<B> {
         self.pace.is_far_behind(self.unread.len() + 1)
     }
 
+    /// Whether one step takes the device so long that a wait for it says nothing.
+    pub(super) fn is_slow(&self) -> bool {
+        self.pace.step_time > SLOW_STEP
+    }
+
     /// Remembers a step before its gradients go.
     pub(super) fn note(
         &mut self,
@@ -244,7 +251,7 @@ impl<B: TrainBackend> Trainer<B> {
             let lr = unread.lr;
             if !numbers.is_taken {
                 let skipped = self.skipped_step(unread, numbers, mean_loss)?;
-                reporter.metrics.skipped(&skipped)?;
+                reporter.metrics.skipped(&skipped);
                 reporter.tell(TrainEvent::Skipped(&skipped));
                 self.guard_log.streak.skipped.push(skipped);
             }
@@ -265,6 +272,7 @@ impl<B: TrainBackend> Trainer<B> {
         reporter: &mut Reporter<'_>,
     ) -> Result<(), TrainError> {
         self.finish_checkpoint(reporter)?;
+        self.warn_unsaved(reporter);
         let (to, times) = self.guard_log.returns;
         let path = match self.last_checkpoint {
             Some(step) if !(step == to && times >= MAX_RETURNS) => self.last_checkpoint_path(),
@@ -293,11 +301,16 @@ impl<B: TrainBackend> Trainer<B> {
         if same_stage {
             self.next_sample = next_sample;
         }
-        reporter.metrics = self.open_metrics()?.0;
+        match self.open_metrics() {
+            Ok((metrics, _)) => reporter.metrics = metrics,
+            Err(error) => reporter.tell(TrainEvent::Warning(&format!(
+                "warning: metrics.jsonl keeps the lines of steps that were taken back: {error}"
+            ))),
+        }
         let log = &mut self.guard_log;
         let streak = std::mem::take(&mut log.streak);
         for skipped in &streak.skipped {
-            reporter.metrics.skipped(skipped)?;
+            reporter.metrics.skipped(skipped);
         }
         log.unread.clear();
         log.last = None;

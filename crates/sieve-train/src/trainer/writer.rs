@@ -3,7 +3,7 @@ use crate::TrainError;
 use crate::group::Share;
 use crate::optimizer::ReplicaSums;
 use serde::{Deserialize, Serialize};
-use sieve_hf::{Checkpoint, CheckpointError, CheckpointFiles, CheckpointState};
+use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
@@ -19,7 +19,7 @@ pub(super) struct CheckpointWriter {
 struct Job {
     folder: PathBuf,
     state: CheckpointState,
-    thread: JoinHandle<Result<Shard, CheckpointError>>,
+    thread: JoinHandle<Result<Shard, TrainError>>,
 }
 
 /// What this process has written of a checkpoint.
@@ -30,12 +30,12 @@ pub(super) struct Shard {
     pub(super) replica: ReplicaSums,
 }
 
-/// A checkpoint whose files of this process are on disk; it has no name yet.
+/// A checkpoint whose files of this process are on disk, or why they are not; it has no name yet.
 #[derive(Debug)]
 pub(super) struct Written {
     pub(super) folder: PathBuf,
     pub(super) state: CheckpointState,
-    pub(super) shard: Shard,
+    pub(super) shard: Result<Shard, String>,
 }
 
 impl CheckpointWriter {
@@ -85,7 +85,7 @@ impl CheckpointWriter {
     /// Waits for the files being written, and calls `tick` as often as more of them is there.
     ///
     /// # Errors
-    /// Why they could not be written.
+    /// Why the device did not give its tensors.
     pub(super) fn finish(&mut self, tick: &dyn Fn()) -> Result<Option<Written>, TrainError> {
         let Some(job) = self.job.take() else {
             return Ok(None);
@@ -104,8 +104,12 @@ impl CheckpointWriter {
             (looked, written) = (Instant::now(), bytes);
         }
         match thread.join() {
-            Ok(Ok(shard)) => Ok(Some(Written { folder, state, shard })),
-            Ok(Err(error)) => Err(error.into()),
+            Ok(Err(error @ TrainError::Device(_))) => Err(error),
+            Ok(shard) => Ok(Some(Written {
+                folder,
+                state,
+                shard: shard.map_err(|error| error.to_string()),
+            })),
             Err(panic) => std::panic::resume_unwind(panic),
         }
     }
@@ -116,12 +120,8 @@ fn write(
     step: u64,
     share: Share,
     files: impl FnOnce() -> Result<(CheckpointFiles, ReplicaSums), String>,
-) -> Result<Shard, CheckpointError> {
-    let (files, replica) = files().map_err(|problem| CheckpointError::Io {
-        action: "reading weights and moments for a checkpoint in",
-        path: folder.to_owned(),
-        source: std::io::Error::other(problem),
-    })?;
+) -> Result<Shard, TrainError> {
+    let (files, replica) = files().map_err(TrainError::Device)?;
     let files = Checkpoint::write_shard(folder, step, [share.rank, share.size], &files)?;
     Ok(Shard { files, replica })
 }

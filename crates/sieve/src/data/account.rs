@@ -36,7 +36,12 @@ pub(crate) fn too_little_held_out(meta: &PreparedMeta) -> Option<String> {
 }
 
 fn lines_of(part: &str, meta: &PreparedMeta, lines: &mut Vec<String>) {
-    if meta.is_cut {
+    if meta.is_cut && !meta.sources.is_empty() {
+        lines.push(format!(
+            "{part}of sources with too few documents to hold whole ones out, the end of the text validates (to name \
+             other text: [validation] paths)"
+        ));
+    } else if meta.is_cut {
         let (held_out, train) = (&meta.validation, &meta.train);
         let num_bytes = held_out.num_bytes + train.num_bytes;
         lines.push(format!(

@@ -6,7 +6,7 @@ use anyhow::{Context, Result};
 use clap::{Args, Subcommand};
 use sieve_data::{BpeConfig, Corpus, HubConfig, Tokenizer};
 use sieve_train::corpus_configs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 /// Subcommands of `sieve tokenizer`.
 #[derive(Subcommand, Debug)]
@@ -54,10 +54,7 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
     let variable = &crate::train::variable;
     let (config, from_recipe) = match &args.recipe {
         Some(recipe) => {
-            let recipe = RecipeArgs {
-                recipe: recipe.clone(),
-                overrides: args.overrides.clone(),
-            };
+            let recipe = RecipeArgs::new(recipe.clone(), args.overrides.clone());
             let (recipe, text) = recipe.load_with_text()?;
             terminal::lines(text);
             (corpus_configs(&recipe, variable)?.0, recipe.tokenizer.train)
@@ -86,7 +83,8 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         args.out.join("tokenizer.json").display()
     );
     let mut corpus = Corpus::open(config)?;
-    corpus.connect(&hub(&args.out))?;
+    // Fetched files lie beside the tokenizer.
+    corpus.connect(&HubConfig::from_variables(variable, args.out.with_extension("hub")))?;
     text_files::warn_of_json_lines(&corpus);
     terminal::line(&format!(
         "training a byte-level BPE of {vocab_size} tokens on up to {} of {} files",
@@ -108,16 +106,6 @@ pub(crate) fn run(command: TokenizerCommand) -> Result<()> {
         terminal::bytes(num_bytes as u64)
     ));
     Ok(())
-}
-
-/// The hub, with fetched files beside the tokenizer.
-fn hub(out: &Path) -> HubConfig {
-    let set = |name: &str| crate::train::variable(name).filter(|value| !value.is_empty());
-    HubConfig {
-        endpoint: set("HF_ENDPOINT").unwrap_or_else(|| HubConfig::ENDPOINT.to_owned()),
-        token: set("HF_TOKEN"),
-        dir: out.with_extension("hub"),
-    }
 }
 
 /// Bytes and tokens of the first documents.

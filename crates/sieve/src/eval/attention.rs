@@ -1,11 +1,9 @@
 //! `sieve eval attention`: where the attention of a trained model goes, in numbers and as a picture.
-use super::selectors::heat_map::encode;
+use super::heads::{Heads, Legend, Square};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
 use anyhow::Result;
-use base64::Engine;
-use base64::engine::general_purpose::STANDARD;
 use burn::tensor::DType;
 use clap::Args;
 use serde_json::json;
@@ -18,11 +16,12 @@ use std::path::PathBuf;
 /// Tokens of the prompt, unless told otherwise or the model's context is shorter.
 const LENGTH: usize = 512;
 /// Most pixels of a head's side in the picture's data.
-const PIXELS: usize = 256;
-/// Side of a head in the picture.
-const SIDE: usize = 132;
+const PIXELS: usize = 512;
 /// Weights below this are drawn as nothing.
 const FAINTEST: f64 = 1e-4;
+
+/// What a kept result is called.
+const COMMAND: &str = "attention";
 
 /// Arguments of `sieve eval attention`.
 #[derive(Args, Debug)]
@@ -42,9 +41,8 @@ pub(crate) struct AttentionArgs {
     /// Also draw the weights of every head: an SVG file
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -54,6 +52,7 @@ pub(crate) fn run(args: AttentionArgs) -> Result<()> {
     if let Some(path) = &args.plot {
         output::check_replaceable(path)?;
     }
+    args.result.check(&args.checkpoint, COMMAND)?;
     let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let length = length(&args, shape.max_seq_len);
         InferenceSize::rows_of(length, length)
@@ -76,13 +75,12 @@ fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DTyp
         attention_weights(&loaded.model, &tokens, &args.layers, device, &mut observe)
     })?;
     if let Some(path) = &args.plot {
-        output::write(path, &picture(&layers, length))?;
+        output::write(path, &picture(&layers, &output::model_name(&loaded), length))?;
     }
-    if args.json {
-        let json = json!({
-            "data": args.data, "num_tokens": length, "distances": DISTANCES, "layers": layers,
-        });
-        output::print_json(&loaded, json);
+    let json = json!({
+        "data": args.data, "num_tokens": length, "distances": DISTANCES, "layers": layers,
+    });
+    if args.result.report(&loaded, COMMAND, json)? {
         return Ok(());
     }
     let heading = output::heading(&loaded);
@@ -149,74 +147,31 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
     lines
 }
 
-/// Layers downwards, heads to the right; in each square queries downwards, keys to the right.
-fn picture(layers: &[LayerWeights], length: usize) -> String {
-    let (left, top, gap) = (70, 64, 8);
-    let heads = layers.iter().map(|layer| layer.heads.len()).max();
-    let heads = heads.unwrap_or(0);
-    let width = left + heads * (SIDE + gap) + 90;
-    let height = top + layers.len() * (SIDE + gap) + 20;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 \
-         0 {width} {height}\" \
-         font-family=\"sans-serif\" font-size=\"13\"><rect width=\"100%\" height=\"100%\" fill=\"white\"/>\
-         <text x=\"{left}\" y=\"20\" font-size=\"15\">Attention weights of {length} tokens: queries downwards, keys \
-         to the \
-         right</text>"
-    );
-    for head in 0..heads {
-        let x = left + head * (SIDE + gap) + SIDE / 2;
-        let y = top - 8;
-        let _ = write!(
-            svg,
-            "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\">head {head}</text>"
-        );
-    }
-    for (row, layer) in layers.iter().enumerate() {
-        let y = top + row * (SIDE + gap);
-        let _ = write!(
-            svg,
-            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">layer {}</text>",
-            left - 8,
-            y + SIDE / 2,
-            layer.layer
-        );
-        for (column, head) in layer.heads.iter().enumerate() {
-            let x = left + column * (SIDE + gap);
-            let _ = write!(
-                svg,
-                "<image x=\"{x}\" y=\"{y}\" width=\"{SIDE}\" height=\"{SIDE}\" preserveAspectRatio=\"none\" \
-                 href=\"data:image/png;base64,{}\"/><rect x=\"{x}\" y=\"{y}\" width=\"{SIDE}\" height=\"{SIDE}\" \
-                 fill=\"none\" stroke=\"#999\"/>",
-                STANDARD.encode(square(&head.weights, length))
-            );
-        }
-    }
-    let x = left + heads * (SIDE + gap) + 4;
-    svg.push_str("<linearGradient id=\"scale\" x1=\"0\" y1=\"0\" x2=\"0\" y2=\"1\"><stop stop-color=\"black\"/>");
-    let _ = write!(
-        svg,
-        "<stop offset=\"1\" stop-color=\"white\"/></linearGradient><rect x=\"{x}\" y=\"{top}\" width=\"14\" \
-         height=\"{SIDE}\" \
-         fill=\"url(#scale)\" stroke=\"#999\"/>"
-    );
-    for (share, label) in [
-        (0.0, "1"),
-        (0.25, "0.1"),
-        (0.5, "0.01"),
-        (0.75, "0.001"),
-        (1.0, "≤ 1e-4"),
-    ] {
-        let y = top as f64 + share * SIDE as f64 + 4.0;
-        let x = x + 18;
-        let _ = write!(svg, "<text x=\"{x}\" y=\"{y:.0}\" font-size=\"11\">{label}</text>");
-    }
-    svg + "</svg>\n"
+/// The weights of every head.
+fn picture(layers: &[LayerWeights], model: &str, length: usize) -> String {
+    let squares = |layer: &LayerWeights| {
+        let heads = layer.heads.iter().map(|head| square(&head.weights, length));
+        (layer.layer, heads.collect())
+    };
+    let picture = Heads {
+        title: format!("Attention weights of {length} tokens"),
+        about: format!("{model}; black is 1, by the logarithm"),
+        num_tokens: length,
+        layers: layers.iter().map(squares).collect(),
+        legend: Legend::Scale(&[
+            (0.0, "1"),
+            (0.25, "0.1"),
+            (0.5, "0.01"),
+            (0.75, "0.001"),
+            (1.0, "≤ 1e-4"),
+        ]),
+    };
+    picture.svg()
 }
 
-/// A head as a grey PNG: black is 1, white 1e-4 and less, in between by the logarithm. A pixel that stands for several
+/// A head in greys: black is 1, white 1e-4 and less, in between by the logarithm. A pixel that stands for several
 /// pairs shows the largest weight.
-fn square(weights: &[f32], length: usize) -> Vec<u8> {
+fn square(weights: &[f32], length: usize) -> Square {
     let side = length.min(PIXELS);
     let mut largest = vec![0.0_f32; side * side];
     for (query, row) in weights.chunks(length).enumerate() {
@@ -229,7 +184,10 @@ fn square(weights: &[f32], length: usize) -> Vec<u8> {
         let depth = 1.0 - (f64::from(weight).max(FAINTEST).ln() / FAINTEST.ln());
         255 - (255.0 * depth.clamp(0.0, 1.0)).round() as u8
     };
-    encode(side, side, &largest.iter().map(grey).collect::<Vec<u8>>())
+    Square {
+        side,
+        pixels: largest.iter().map(grey).collect(),
+    }
 }
 
 #[cfg(test)]
@@ -258,9 +216,9 @@ mod tests {
 
     #[test]
     fn every_head_is_drawn_with_its_names() {
-        let svg = picture(&[layer(vec![1.0, 0.0, 0.5, 0.5])], 2);
+        let svg = picture(&[layer(vec![1.0, 0.0, 0.5, 0.5])], "run, step 3", 2);
         assert_eq!(svg.matches("<image").count(), 2);
-        for word in ["layer 3", "head 0", "head 1", "2 tokens"] {
+        for word in ["layer 3", "head 0", "head 1", "2 tokens", "run, step 3", ">0.001<"] {
             assert!(svg.contains(word), "{word}");
         }
     }

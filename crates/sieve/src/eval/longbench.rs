@@ -54,5 +54,5 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
             args.folder.display()
         );
     }
-    tasks::run(args.tasks.with_data(data))
+    tasks::run(args.tasks.with_data("longbench", data))
 }

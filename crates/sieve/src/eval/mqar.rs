@@ -23,6 +23,9 @@ const BATCH_TOKENS: usize = 16_384;
 /// Samples of a kind where neither the command nor the recipe says.
 const NUM_SAMPLES: u64 = 1000;
 
+/// What a kept result is called.
+const COMMAND: &str = "mqar";
+
 /// Arguments of `sieve eval mqar`.
 #[derive(Args, Debug)]
 pub(crate) struct MqarArgs {
@@ -38,9 +41,8 @@ pub(crate) struct MqarArgs {
     /// What stands where no key or value does; as in training when absent
     #[arg(long, value_enum)]
     noise: Option<NoiseArg>,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     /// Draw accuracy by distance, one line a kind
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
@@ -69,6 +71,7 @@ fn kind(text: &str) -> Result<(usize, usize), String> {
 
 /// Runs the command.
 pub(crate) fn run(args: MqarArgs) -> Result<()> {
+    args.result.check(&args.checkpoint, COMMAND)?;
     let device = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let longest = args.kinds.iter().map(|(seq_len, _)| *seq_len).max();
         InferenceSize::rows_of(longest.unwrap_or(recipe.training.seq_len), BATCH_TOKENS)
@@ -81,6 +84,11 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
     let trained = loaded.recipe.data.mqar.as_ref();
+    if trained.is_none() {
+        terminal::remark(
+            "note: this model has not been trained on the task (its recipe has no [data] mqar), so it can only guess",
+        );
+    }
     let of_recipe = trained.map(|mqar| mqar.num_test_samples as u64);
     let num_samples = args.samples.or(of_recipe).unwrap_or(NUM_SAMPLES);
     let total = num_samples * kinds.len() as u64;
@@ -155,8 +163,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
 }
 
 fn print<B: SieveBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &RecallReport) -> Result<()> {
-    if args.json {
-        output::print_json(loaded, serde_json::to_value(report)?);
+    if args.result.report(loaded, COMMAND, serde_json::to_value(report)?)? {
         return Ok(());
     }
     terminal::line(&format!(

@@ -16,6 +16,9 @@ use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
+/// What a kept result is called.
+const COMMAND: &str = "needle";
+
 /// Arguments of `sieve eval needle`.
 #[derive(Args, Debug)]
 pub(crate) struct NeedleArgs {
@@ -45,9 +48,8 @@ pub(crate) struct NeedleArgs {
     seed: u64,
     #[command(flatten)]
     sparse: selector::SelectorsArgs,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     /// Also write an SVG: a heat map of each score, by length and depth
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
@@ -60,6 +62,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     if args.lengths.contains(&0) {
         bail!("--lengths must be positive\n  hint: a text also has to be longer than --buffer");
     }
+    args.result.check(&args.checkpoint, COMMAND)?;
     let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
         let longest = longest.unwrap_or(shape.max_seq_len);
@@ -90,7 +93,7 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
         };
         selections.iter().enumerate().map(ask).collect::<Result<Vec<_>, _>>()
     })?;
-    print(args, &loaded, &config, &reports);
+    print(args, &loaded, &config, &reports)?;
     if let Some(path) = &args.plot {
         let own = attention_label(&loaded.shape);
         let picture = Picture {
@@ -99,7 +102,7 @@ fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) 
             maps: reports.iter().map(|report| map(&config, report, &own)).collect(),
         };
         std::fs::write(path, picture.svg()).with_context(|| format!("cannot write {}", path.display()))?;
-        if !args.json {
+        if !args.result.json {
             terminal::line(&format!("wrote {}", path.display()));
         }
     }
@@ -171,18 +174,23 @@ fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> 
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 
-fn print<B: SieveBackend>(args: &NeedleArgs, loaded: &LoadedModel<B>, config: &NeedleConfig, reports: &[NeedleReport]) {
-    if args.json {
-        let json = serde_json::json!({
-            "attention": attention_label(&loaded.shape),
-            "trained_length": loaded.recipe.training.seq_len,
-            "data": args.data,
-            "chunk": args.sparse.chunk,
-            "seed": args.seed,
-            "buffer": args.buffer,
-            "methods": reports,
-        });
-        return output::print_json(loaded, json);
+fn print<B: SieveBackend>(
+    args: &NeedleArgs,
+    loaded: &LoadedModel<B>,
+    config: &NeedleConfig,
+    reports: &[NeedleReport],
+) -> Result<()> {
+    let json = serde_json::json!({
+        "attention": attention_label(&loaded.shape),
+        "trained_length": loaded.recipe.training.seq_len,
+        "data": args.data,
+        "chunk": args.sparse.chunk,
+        "seed": args.seed,
+        "buffer": args.buffer,
+        "methods": reports,
+    });
+    if args.result.report(loaded, COMMAND, json)? {
+        return Ok(());
     }
     terminal::line(&format!(
         "{}, trained on {} tokens; {} lengths by {} depths, {} of each\n\
@@ -221,6 +229,7 @@ fn print<B: SieveBackend>(args: &NeedleArgs, loaded: &LoadedModel<B>, config: &N
             terminal::line(&selector::paths(&report.paths));
         }
     }
+    Ok(())
 }
 
 fn count(needles: usize) -> String {

@@ -21,6 +21,9 @@ use std::path::PathBuf;
 /// Prompts of a calibration, unless told otherwise.
 const DAM_PROMPTS: usize = 8;
 
+/// What a kept result is called.
+const COMMAND: &str = "patterns";
+
 /// Arguments of `sieve eval patterns`.
 #[derive(Args, Debug)]
 pub(crate) struct PatternsArgs {
@@ -44,9 +47,8 @@ pub(crate) struct PatternsArgs {
     /// Prompts of dam, 8 when absent; minference searches one
     #[arg(long, value_name = "N")]
     windows: Option<usize>,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     /// auto, cpu, cuda or cuda:N; the search itself runs on the CPU
     #[arg(long, default_value = "auto")]
     device: DeviceChoice,
@@ -95,6 +97,7 @@ fn search(text: &str) -> std::result::Result<Search, String> {
 /// Runs the command.
 pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     let flag = flag(&args)?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let place = PlaceArgs {
         device: args.device,
         memory: args.memory,
@@ -135,8 +138,7 @@ fn run_on<B: SieveBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, 
         })
     })?;
     output::write(&args.out, &file)?;
-    print(args, &loaded, [windows.len(), length], report, flag);
-    Ok(())
+    print(args, &loaded, [windows.len(), length], report, flag)
 }
 
 /// How the file is used.
@@ -300,19 +302,18 @@ fn print<B: SieveBackend>(
     [count, length]: [usize; 2],
     report: Report,
     flag: &str,
-) {
-    if args.json {
-        let json = json!({
-            "method": args.method.name(),
-            "data": args.data,
-            "num_windows": count,
-            "num_tokens": length,
-            "found": report.json,
-            "out": args.out.display().to_string(),
-            "flag": flag,
-        });
-        output::print_json(loaded, json);
-        return;
+) -> Result<()> {
+    let json = json!({
+        "method": args.method.name(),
+        "data": args.data,
+        "num_windows": count,
+        "num_tokens": length,
+        "found": report.json,
+        "out": args.out.display().to_string(),
+        "flag": flag,
+    });
+    if args.result.report(loaded, COMMAND, json)? {
+        return Ok(());
     }
     let prompts = if count == 1 { "prompt" } else { "prompts" };
     terminal::line(&format!(
@@ -322,4 +323,5 @@ fn print<B: SieveBackend>(
     ));
     terminal::lines(&report.lines);
     terminal::line(&format!("wrote {}; use it with {flag}", args.out.display()));
+    Ok(())
 }

@@ -20,11 +20,16 @@ use sieve_eval::{
 use sieve_hf::LoadedModel;
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
-use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::path::PathBuf;
 
 /// Tokens of one forward pass; more only takes memory.
 const BATCH_TOKENS: usize = 8192;
+
+/// Words of more tokens than this on the average have a perplexity that is a power of the tokens'.
+const TOKENS_PER_WORD: f64 = 2.0;
+
+/// What a kept result is called.
+const COMMAND: &str = "ppl";
 
 /// Arguments of `sieve eval ppl`.
 #[derive(Args, Debug)]
@@ -36,7 +41,7 @@ pub(crate) struct PplArgs {
     /// Text, JSONL or Parquet files, folders or globs
     #[arg(long, num_args = 1.., value_name = "PATH")]
     data: Vec<String>,
-    /// The documents that the run held out
+    /// All documents that the run held out; its own validation reads validation.tokens of them
     #[arg(long)]
     recipe_validation: bool,
     /// How the files hold documents; by their ending when absent
@@ -55,7 +60,8 @@ pub(crate) struct PplArgs {
     /// Tokens the model sees at most; the length it was trained with when absent
     #[arg(long, value_name = "N")]
     context: Option<usize>,
-    /// Tokens between the windows of a long document; half the context when absent
+    /// Tokens between the windows of a long document; half the context when absent, or with --by-position and --plot
+    /// the context, so that predictions see every number of tokens up to it
     #[arg(long, value_name = "N")]
     stride: Option<usize>,
     /// Predict N tokens at most; the last document is cut there
@@ -72,9 +78,8 @@ pub(crate) struct PplArgs {
     far: Vec<u32>,
     #[command(flatten)]
     sparse: selector::SelectorArgs,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -82,6 +87,7 @@ pub(crate) struct PplArgs {
 /// Runs the command.
 pub(crate) fn run(args: PplArgs) -> Result<()> {
     output::check(args.plot.as_deref())?;
+    args.result.check(&args.checkpoint, COMMAND)?;
     let device = (args.place).for_checkpoint(&args.checkpoint, |recipe, _| {
         let context = args.context.unwrap_or(recipe.training.seq_len).max(1);
         InferenceSize::rows_of(context, BATCH_TOKENS)
@@ -92,15 +98,20 @@ pub(crate) fn run(args: PplArgs) -> Result<()> {
 fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
+    let usual_stride = match args.by_position || args.plot.is_some() {
+        true => context,
+        false => context.div_ceil(2),
+    };
     let config = PerplexityConfig {
         context,
-        stride: args.stride.unwrap_or(context.div_ceil(2)),
+        stride: args.stride.unwrap_or(usual_stride),
         batch_tokens: BATCH_TOKENS,
         far: args.far.iter().map(|&border| border as usize).collect(),
+        rolling_prefix: Some(tokenizer.eos_id()?),
     };
     let mut selection = args.sparse.selection(&loaded.shape)?;
     let chosen = selection.as_mut();
-    let (report, tokens_per_second) = if args.recipe_validation {
+    let report = if args.recipe_validation {
         let prepared = prepared_data(&loaded)?;
         let total = prepared.meta.validation.num_tokens - prepared.meta.validation.num_documents;
         let total = total.min(args.max_tokens.unwrap_or(total));
@@ -126,9 +137,7 @@ fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> 
         let title = format!("Loss by tokens seen: {}", output::model_name(&loaded));
         output::write(path, &loss_by_position(&title, &report))?;
     }
-    let selection = selection.as_ref();
-    let speed = tokens_per_second;
-    print(args, &loaded, &report, speed, selection, &extrapolation)
+    print(args, &loaded, &report, selection.as_ref(), &extrapolation)
 }
 
 impl PplArgs {
@@ -165,7 +174,7 @@ fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
     chart.svg()
 }
 
-/// The report, and tokens a second from the second forward pass on: the first one loads kernels.
+/// The report, with a bar while it is made.
 fn with_progress<B: SieveBackend>(
     loaded: &LoadedModel<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
@@ -173,23 +182,16 @@ fn with_progress<B: SieveBackend>(
     device: &B::Device,
     selection: Option<&mut Selection>,
     total: Option<u64>,
-) -> Result<(PerplexityReport, Option<f64>)> {
+) -> Result<PerplexityReport> {
     let template = match total {
         Some(_) => "{bar:30} {human_pos}/{human_len} tokens, {eta} left",
         None => "{human_pos} tokens, {elapsed}",
     };
-    let mut passes = Vec::new();
     let report = terminal::with_bar(total.unwrap_or(0), template, |bar| {
-        let (model, mut observe) = (&loaded.model, |num_tokens: u64| {
-            bar.set_position(num_tokens);
-            passes.push((num_tokens, Instant::now()));
-        });
-        perplexity(model, documents, config, device, selection, &mut observe)
+        let mut observe = |num_tokens| bar.set_position(num_tokens);
+        perplexity(&loaded.model, documents, config, device, selection, &mut observe)
     })?;
-    let ends = passes.first().zip(passes.last());
-    let later = ends.map(|(first, last)| (last.0 - first.0, (last.1 - first.1).as_secs_f64()));
-    let later = later.filter(|(num_tokens, _)| *num_tokens > 0);
-    Ok((report, later.map(|(tokens, seconds)| tokens as f64 / seconds)))
+    Ok(report)
 }
 
 /// The shards that the run of this checkpoint read.
@@ -200,7 +202,9 @@ fn prepared_data<B: SieveBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
             "run this where the recipe's data.cache_dir leads to them",
         ),
         None => (
-            run_folder(&loaded.path, &loaded.recipe.checkpoint.folder).join("data"),
+            output::run_folder(&loaded.path, &loaded.recipe.checkpoint.folder)
+                .unwrap_or_else(|| loaded.path.clone())
+                .join("data"),
             "keep the checkpoint in its run folder",
         ),
     };
@@ -212,39 +216,27 @@ fn prepared_data<B: SieveBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     })
 }
 
-/// The run folder above `<run>/<checkpoint folder>/step-N`.
-fn run_folder(checkpoint: &Path, folder: &str) -> PathBuf {
-    let levels = 1 + Path::new(folder).components().count();
-    // A relative path such as `step-9` has fewer parents than levels.
-    let absolute = std::path::absolute(checkpoint).unwrap_or_else(|_| checkpoint.to_owned());
-    let run = absolute.ancestors().nth(levels).map(Path::to_owned);
-    run.unwrap_or(absolute)
-}
-
 fn print<B: SieveBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
     report: &PerplexityReport,
-    tokens_per_second: Option<f64>,
     selection: Option<&Selection>,
     extrapolation: &[Extrapolation],
 ) -> Result<()> {
-    if args.json {
-        let mut object = serde_json::to_value(report)?;
-        object["tokens_per_second"] = json!(tokens_per_second);
-        if !extrapolation.is_empty() {
-            object["extrapolation"] = json!(extrapolation);
-        }
-        if let Some(selection) = selection {
-            let selector = selection.selectors();
-            let is_no_likelihood = !selector.is_causal_map();
-            object["selector"] = selector.to_string().into();
-            object["chunk"] = selection.chunk().into();
-            object["prefill_perplexity"] = is_no_likelihood.into();
-            object["selection"] = json!(selection.totals());
-            object["paths"] = json!(selection.paths());
-        }
-        output::print_json(loaded, object);
+    let mut object = serde_json::to_value(report)?;
+    if !extrapolation.is_empty() {
+        object["extrapolation"] = json!(extrapolation);
+    }
+    if let Some(selection) = selection {
+        let selector = selection.selectors();
+        let is_no_likelihood = !selector.is_causal_map();
+        object["selector"] = selector.to_string().into();
+        object["chunk"] = selection.chunk().into();
+        object["prefill_perplexity"] = is_no_likelihood.into();
+        object["selection"] = json!(selection.totals());
+        object["paths"] = json!(selection.paths());
+    }
+    if args.result.report(loaded, COMMAND, object)? {
         return Ok(());
     }
     let count = terminal::thousands;
@@ -256,7 +248,7 @@ fn print<B: SieveBackend>(
          bytes             {:>14}\n\
          loss              {:>14.4}  nats per token\n\
          token perplexity  {:>14.3}\n\
-         word perplexity   {:>14.3}\n\
+         {}\n\
          byte perplexity   {:>14.4}\n\
          bits per byte     {:>14.4}",
         output::heading(loaded),
@@ -268,14 +260,27 @@ fn print<B: SieveBackend>(
         count(report.num_bytes),
         report.loss,
         report.token_perplexity,
-        report.word_perplexity,
+        word_line(report.word_perplexity, report.num_tokens, report.num_words),
         report.byte_perplexity,
         report.bits_per_byte,
     ));
-    if let Some(speed) = tokens_per_second {
+    if let Some(speed) = report.tokens_per_second {
         let speed = count(speed as u64);
         terminal::line(&format!(
             "tokens a second   {speed:>14}  from the second forward pass on"
+        ));
+    }
+    if let Some(rolling) = &report.lm_eval_rolling {
+        terminal::line(&format!(
+            "\nby lm-evaluation-harness's rolling likelihood (an end-of-document token before each text, none \
+             predicted behind it; windows of {})\n\
+             {}\n\
+             byte perplexity   {:>14.4}\n\
+             bits per byte     {:>14.4}",
+            report.context,
+            word_line(rolling.word_perplexity, rolling.num_tokens, rolling.num_words),
+            rolling.byte_perplexity,
+            rolling.bits_per_byte,
         ));
     }
     if args.by_position {
@@ -308,6 +313,19 @@ fn print<B: SieveBackend>(
     Ok(())
 }
 
+/// Word perplexity, where a word is about a token.
+fn word_line(word_perplexity: f64, num_tokens: u64, num_words: u64) -> String {
+    let tokens_per_word = num_tokens as f64 / num_words.max(1) as f64;
+    match tokens_per_word > TOKENS_PER_WORD {
+        false => format!("word perplexity   {word_perplexity:>14.3}"),
+        true => format!(
+            "word perplexity   {:>14}  not of words of {tokens_per_word:.1} tokens, which this text has in this \
+             tokenizer; --json has it",
+            "-"
+        ),
+    }
+}
+
 fn mean_line(what: &str, mean: &MeanLoss) -> String {
     let num_tokens = terminal::thousands(mean.num_tokens);
     match mean.num_tokens {
@@ -321,10 +339,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_run_folder_is_above_the_checkpoint_folder() {
-        let run = run_folder(Path::new("/a/run/checkpoint/step-3"), "checkpoint");
-        assert_eq!(run, Path::new("/a/run"));
-        let run = run_folder(Path::new("/a/run/x/y/step-3"), "x/y");
-        assert_eq!(run, Path::new("/a/run"));
+    fn word_perplexity_is_printed_where_words_are_about_tokens() {
+        let line = |num_tokens| word_line(459_799.609, num_tokens, 100);
+        assert!(line(200).contains("459799.609"));
+        assert!(line(241).contains(" -  not of words of 2.4 tokens") && !line(241).contains("459799"));
+        assert!(word_line(3.0, 7, 0).contains(" - "));
     }
 }

@@ -16,6 +16,9 @@ use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 
+/// What a kept result is called.
+const COMMAND: &str = "ruler";
+
 /// Arguments of `sieve eval ruler`.
 #[derive(Args, Debug)]
 pub(crate) struct RulerArgs {
@@ -38,9 +41,8 @@ pub(crate) struct RulerArgs {
     seed: u64,
     #[command(flatten)]
     sparse: selector::SelectorsArgs,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     /// Also write each sample's score, rank and generated text: one JSON object a line
     #[arg(long, value_name = "FILE")]
     samples_file: Option<PathBuf>,
@@ -153,6 +155,7 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
     };
     output::check(args.plot.as_deref())?;
     output::check(args.samples_file.as_deref())?;
+    args.result.check(&checkpoint, COMMAND)?;
     let tasks = args.source.tasks(&args.tasks)?;
     let source = args.source.source(Split::Test)?;
     let device = args.place.device(&checkpoint)?;
@@ -258,8 +261,7 @@ fn run_on<B: SieveBackend>(
     if let Some(path) = &args.plot {
         output::write(path, &picture(&loaded, &reports).svg())?;
     }
-    print(args, &loaded, &reports);
-    Ok(())
+    print(args, &loaded, &reports)
 }
 
 fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
@@ -270,17 +272,17 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
     Ok(line.to_string() + "\n")
 }
 
-fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) {
-    if args.json {
-        let json = serde_json::json!({
-            "attention": attention_label(&loaded.shape),
-            "trained_length": loaded.recipe.training.seq_len,
-            "samples": args.samples,
-            "seed": args.seed,
-            "chunk": args.sparse.chunk,
-            "methods": reports,
-        });
-        return output::print_json(loaded, json);
+fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) -> Result<()> {
+    let json = serde_json::json!({
+        "attention": attention_label(&loaded.shape),
+        "trained_length": loaded.recipe.training.seq_len,
+        "samples": args.samples,
+        "seed": args.seed,
+        "chunk": args.sparse.chunk,
+        "methods": reports,
+    });
+    if args.result.report(loaded, COMMAND, json)? {
+        return Ok(());
     }
     terminal::line(&format!(
         "{}, trained on {} tokens; {} samples of each task and length\n\
@@ -321,6 +323,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
     for path in [&args.samples_file, &args.plot].into_iter().flatten() {
         terminal::line(&format!("wrote {}", path.display()));
     }
+    Ok(())
 }
 
 /// For each method all tasks by length, and each task that has depths by length and depth.

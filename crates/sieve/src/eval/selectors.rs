@@ -1,6 +1,6 @@
 //! `sieve eval selectors`: sparse methods side by side on one dense checkpoint.
 mod compare;
-pub(super) mod heat_map;
+mod heat_map;
 mod labels;
 mod panels;
 mod plot;
@@ -25,6 +25,9 @@ use std::path::{Path, PathBuf};
 
 /// Tokens of the prompts where the user names no length.
 const USUAL_LENGTH: usize = 1024;
+
+/// What a kept result is called.
+const COMMAND: &str = "selectors";
 
 /// Arguments of `sieve eval selectors`.
 #[derive(Args, Debug)]
@@ -54,9 +57,8 @@ pub(crate) struct SelectorsArgs {
     /// have the same tokenizer
     #[arg(long, value_name = "DIR")]
     compare: Vec<PathBuf>,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     /// Also write an SVG of density against recall, a line for each method and setting, at the longest length
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
@@ -64,7 +66,7 @@ pub(crate) struct SelectorsArgs {
     /// the prompt's time
     #[arg(long, value_name = "FILE")]
     scores: Option<PathBuf>,
-    /// Also write one PNG for each prefill method and setting into this folder: its kept blocks by layer and head, at
+    /// Also write one SVG for each prefill method and setting into this folder: its kept blocks by layer and head, at
     /// the longest length
     #[arg(long, value_name = "DIR")]
     maps: Option<PathBuf>,
@@ -81,6 +83,7 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     if args.lengths.iter().any(|&length| length < 2) || args.windows == 0 {
         bail!("--lengths and --windows must be positive\n  hint: prompts need at least 2 tokens");
     }
+    args.result.check(&args.checkpoint, COMMAND)?;
     let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
         let longest = args.lengths.iter().max().copied().unwrap_or(0);
         InferenceSize::rows_of(longest, longest)
@@ -131,7 +134,7 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
         labels: &labels,
         device,
     };
-    if !args.json {
+    if !args.result.json {
         table::print(&run, &rows, &trained, &left_out);
     }
     if let Some(path) = &args.plot
@@ -148,10 +151,8 @@ fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DTyp
     {
         failed.add("--maps", &dir.display().to_string(), &error);
     }
-    if args.json {
-        table::print_json(&run, &rows, &trained, &left_out, &failed);
-    }
-    failed.end(args.json)
+    table::report(&run, &rows, &trained, &left_out, &failed)?;
+    failed.end(args.result.json)
 }
 
 /// What failed, while the rest went on.
@@ -261,7 +262,7 @@ struct Run<'a, B: SieveBackend> {
 }
 
 impl<B: SieveBackend> Run<'_, B> {
-    /// One PNG a prefill method.
+    /// One picture a prefill method.
     fn draw_maps(&self, dir: &Path, failed: &mut Failures) -> Result<()> {
         let all = self.selectors.iter().zip(self.labels);
         let (selectors, labels): (Vec<LayerSelectors>, Vec<String>) = all
@@ -279,8 +280,8 @@ impl<B: SieveBackend> Run<'_, B> {
                     continue;
                 }
             };
-            let path = dir.join(format!("{name}.png"));
-            std::fs::write(&path, heat_map::png(&masks)).with_context(|| format!("cannot write {}", path.display()))?;
+            let path = dir.join(format!("{name}.svg"));
+            output::write(&path, &heat_map::svg(label, &output::model_name(self.loaded), &masks))?;
             written += 1;
         }
         self.say(&format!("wrote {written} maps into {}", dir.display()));
@@ -349,7 +350,7 @@ impl<B: SieveBackend> Run<'_, B> {
     }
 
     fn say(&self, text: &str) {
-        if !self.args.json {
+        if !self.args.result.json {
             terminal::line(text);
         }
     }

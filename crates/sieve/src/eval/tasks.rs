@@ -7,13 +7,17 @@ use burn::tensor::DType;
 use clap::Args;
 use sieve_data::{Tokenizer, read_table};
 use sieve_eval::{
-    READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts, run_task,
+    LongBenchAverage, READY_TASKS, Selection, Task, TaskModel, TaskReport, TaskRows, TaskRun, TaskSize, TaskTexts,
+    run_task,
 };
-use sieve_hf::Checkpoint;
+use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::SieveBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
+
+/// Letters of a score's name.
+const SCORE: usize = 21;
 
 /// Arguments of `sieve eval tasks`.
 #[derive(Args, Debug)]
@@ -34,7 +38,7 @@ pub(crate) struct TasksArgs {
     /// The first rows of each task alone
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     limit: Option<u32>,
-    /// Leave out the beginning of a text that is longer than the model's context, in place of an error
+    /// Cut a text that is longer than the model's context, at its beginning or as the task says, in place of an error
     #[arg(long)]
     truncate: bool,
     /// Also write each row's likelihoods or answer: one JSON object a line
@@ -42,9 +46,8 @@ pub(crate) struct TasksArgs {
     samples: Option<PathBuf>,
     #[command(flatten)]
     sparse: selector::SelectorArgs,
-    /// Print one JSON object
-    #[arg(long)]
-    json: bool,
+    #[command(flatten)]
+    result: output::ResultArgs,
     /// Name the tasks inside the program
     #[arg(long)]
     list: bool,
@@ -53,16 +56,27 @@ pub(crate) struct TasksArgs {
     show: Option<String>,
     #[command(flatten)]
     place: PlaceArgs,
+    /// What a kept result is called, where the tasks are those of a benchmark.
+    #[arg(skip)]
+    benchmark: Option<&'static str>,
 }
+
+/// What a kept result is called.
+const COMMAND: &str = "tasks";
 
 impl TasksArgs {
     /// The same with the data of a benchmark, whose prompts are cut where they are too long.
-    pub(super) fn with_data(self, data: Vec<String>) -> Self {
+    pub(super) fn with_data(self, benchmark: &'static str, data: Vec<String>) -> Self {
         Self {
             data,
             truncate: true,
+            benchmark: Some(benchmark),
             ..self
         }
+    }
+
+    fn command(&self) -> &'static str {
+        self.benchmark.unwrap_or(COMMAND)
     }
 }
 
@@ -83,8 +97,9 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
         return Ok(());
     }
     if args.list {
+        let width = READY_TASKS.iter().map(|(name, _)| name.len()).max().unwrap_or(0);
         for (name, _) in READY_TASKS {
-            terminal::line(&format!("{name:<16}{}", Task::ready(name)?.about()));
+            terminal::line(&format!("{name:<width$}  {}", Task::ready(name)?.about()));
         }
         return Ok(());
     }
@@ -95,6 +110,7 @@ pub(crate) fn run(args: TasksArgs) -> Result<()> {
         bail!("--data is missing\n  hint: write for example --data piqa=validation.jsonl");
     }
     output::check(args.samples.as_deref())?;
+    args.result.check(&checkpoint, args.command())?;
     let asked = asked(&args)?;
     let device = args.place.device(&checkpoint)?;
     let peeked = Checkpoint::peek(&checkpoint)?;
@@ -193,8 +209,7 @@ fn run_on<B: SieveBackend>(
     if let Some(path) = &args.samples {
         output::write(path, &samples(&reports)?)?;
     }
-    let heading = output::heading(&loaded);
-    print(args, &heading, &reports, &seconds, selection.as_ref())
+    print(args, &loaded, &reports, &seconds, selection.as_ref())
 }
 
 /// One line a row, with its task.
@@ -213,36 +228,45 @@ fn samples(reports: &[TaskReport]) -> Result<String> {
     Ok(text)
 }
 
-fn print(
+fn print<B: SieveBackend>(
     args: &TasksArgs,
-    heading: &str,
+    loaded: &LoadedModel<B>,
     reports: &[TaskReport],
     seconds: &[f64],
     selection: Option<&Selection>,
 ) -> Result<()> {
-    if args.json {
-        let mut json = serde_json::json!({
-            "checkpoint": heading,
-            "data": args.data,
-            "fewshot_data": args.fewshot_data,
-            "tasks": reports,
-            "seconds": seconds,
-        });
-        if let (Some(object), Some(selection)) = (json.as_object_mut(), selection) {
-            let selector = selection.selectors();
-            object.insert("selector".into(), selector.to_string().into());
-            object.insert("chunk".into(), selection.chunk().into());
-            object.insert("is_causal_map".into(), selector.is_causal_map().into());
-            let (totals, paths) = (selection.totals(), selection.paths());
-            object.insert("selection".into(), serde_json::to_value(totals)?);
-            object.insert("paths".into(), serde_json::to_value(paths)?);
-        }
-        terminal::line(&json.to_string());
+    let average = LongBenchAverage::new(reports);
+    let mut json = serde_json::json!({
+        "data": args.data,
+        "fewshot_data": args.fewshot_data,
+        "tasks": reports,
+        "seconds": seconds,
+    });
+    if let Some(average) = &average {
+        json["longbench"] = serde_json::to_value(average)?;
+    }
+    if let Some(selection) = selection {
+        let selector = selection.selectors();
+        json["selector"] = selector.to_string().into();
+        json["chunk"] = selection.chunk().into();
+        json["is_causal_map"] = selector.is_causal_map().into();
+        json["selection"] = serde_json::to_value(selection.totals())?;
+        json["paths"] = serde_json::to_value(selection.paths())?;
+    }
+    if args.result.report(loaded, args.command(), json)? {
         return Ok(());
     }
+    let width = reports.iter().map(|report| report.task.len() + 2).fold(18, usize::max);
     terminal::line(&format!(
-        "{heading}\n{:<18}{:>8} {:>5}  {:<12}{:>14}  {:>7}{:>10}",
-        "task", "rows", "shots", "score", "value", "stderr", "seconds"
+        "{}\n{:<width$}{:>8} {:>5}  {:<SCORE$}{:>14}  {:>7}{:>10}",
+        output::heading(loaded),
+        "task",
+        "rows",
+        "shots",
+        "score",
+        "value",
+        "stderr",
+        "seconds"
     ));
     for (report, seconds) in reports.iter().zip(seconds) {
         for (n, score) in report.scores.iter().enumerate() {
@@ -259,14 +283,29 @@ fn print(
                 .stderr
                 .map_or_else(|| "-".to_owned(), |stderr| format!("{stderr:.4}"));
             terminal::line(&format!(
-                "{task:<18}{rows:>8} {shots:>5}  {:<12}{:>14.4}  {stderr:>7}{seconds:>10}",
+                "{task:<width$}{rows:>8} {shots:>5}  {:<SCORE$}{:>14.4}  {stderr:>7}{seconds:>10}",
                 score.name, score.value
             ));
         }
         if report.num_truncated > 0 {
             let cut = terminal::thousands(report.num_truncated as u64);
-            terminal::line(&format!("{:<18}{cut} texts were cut at their beginning", ""));
+            let place = if report.cuts_middle {
+                "in their middle"
+            } else {
+                "at their beginning"
+            };
+            terminal::line(&format!("{:<width$}{cut} texts were cut {place}", ""));
         }
+    }
+    if let Some(average) = average {
+        terminal::line(&format!(
+            "average {:.4} over {} of 16 data sets; {:.4} over their {} categories (LongBench's overall: the mean of \
+             each category's mean)",
+            average.mean,
+            average.num_data_sets,
+            average.overall,
+            average.categories.len()
+        ));
     }
     if let Some(selection) = selection {
         terminal::line(&selector::summary(selection));

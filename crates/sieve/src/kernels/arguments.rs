@@ -3,7 +3,8 @@ use crate::device::DeviceChoice;
 use crate::selector;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use sieve_bench::{BenchRows, CaseShape, CheckPart, Op, Scores};
+use sieve_bench::{BenchRows, CaseBlocks, CaseShape, CheckPart, NsaForm, Op, Scores};
+use sieve_core::model::NsaCompression;
 use sieve_select::Selector;
 use std::path::PathBuf;
 
@@ -31,7 +32,7 @@ pub(crate) struct BuildArgs {
     /// Override a key of the recipe, for example training.deterministic=true; may be repeated
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE", requires = "recipe")]
     pub(super) overrides: Vec<String>,
-    /// sm_80, sm_86, sm_89 or sm_90a; may be repeated. The GPU of this machine when absent
+    /// sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a; may be repeated. The GPU of this machine when absent
     #[arg(long, value_name = "ARCH")]
     pub(super) arch: Vec<String>,
     /// Compile with this nvcc
@@ -57,6 +58,9 @@ pub(crate) struct CheckArgs {
     /// Seed of the random calls
     #[arg(long, default_value_t = 1)]
     pub(super) seed: u64,
+    /// Factor on the queries and keys of all calls; small, usual and large ones in turn when absent
+    #[arg(long, value_name = "FACTOR", value_parser = magnitude)]
+    pub(super) magnitude: Option<f32>,
     /// Check the portable kernels alone, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
@@ -235,18 +239,52 @@ pub(crate) struct RunArgs {
     /// Seed of all inputs
     #[arg(long, default_value_t = 0)]
     pub(super) seed: u64,
+    /// Factor on queries and keys
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = magnitude)]
+    pub(super) magnitude: f32,
     /// Sum in a fixed order, as training.deterministic does
     #[arg(long)]
     pub(super) deterministic: bool,
     /// What chooses the keys of block_sparse, NAME:key=value,…
     #[arg(long, value_name = "NAME:…", value_parser = selector::parse_one)]
     pub(super) selector: Option<Selector>,
+    /// Parts that the rows of dma and swa are cut into, one for each rank of context parallelism (threads here): the
+    /// file has each rank's border, output and gradients
+    #[arg(long, value_name = "COUNT", default_value_t = 1)]
+    pub(super) parts: usize,
+    /// Blocks of nsa, in tokens: compressed block, stride, selected block, then the number that a query selects;
+    /// 32,16,64,16 when absent
+    #[arg(long, value_name = "L,S,L',K")]
+    pub(super) blocks: Option<CaseBlocks>,
+    /// How nsa makes one key, and one value, of a block
+    #[arg(long, value_name = "POOL", value_parser = ["mean", "mlp"])]
+    pub(super) pool: Option<String>,
     /// The safetensors file to write
     #[arg(long, value_name = "FILE")]
     pub(super) out: PathBuf,
     /// auto, cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub(super) device: DeviceChoice,
+}
+
+impl RunArgs {
+    /// The form of native sparse attention, where something is said about it.
+    pub(super) fn nsa(&self) -> Option<NsaForm> {
+        let usual = NsaForm::default();
+        (self.blocks.is_some() || self.pool.is_some()).then(|| NsaForm {
+            blocks: self.blocks.map_or(usual.blocks, |CaseBlocks(blocks)| blocks),
+            pool: match self.pool.as_deref() {
+                Some("mlp") => NsaCompression::Mlp,
+                _ => NsaCompression::Mean,
+            },
+        })
+    }
+}
+
+/// A factor on queries and keys whose products f32 can hold.
+fn magnitude(text: &str) -> Result<f32, String> {
+    let factor = text.parse::<f32>().ok().filter(|x| (1e-6..=1e6).contains(x));
+    factor.ok_or_else(|| "a number from 1e-6 to 1e6 is needed".to_owned())
 }
 
 /// The names of ops, each with a line about it.

@@ -1,8 +1,10 @@
 //! How often a run reads its text, where that is tokenised already.
 use crate::terminal;
+use crate::train::variable;
 use sieve_core::Recipe;
-use sieve_core::recipe::DataFormat;
-use sieve_data::Prepared;
+use sieve_core::recipe::{DataFormat, EPOCHS_AS_NEW, tokens_of_text};
+use sieve_data::{Corpus, Prepared};
+use sieve_train::corpus_configs;
 use std::path::Path;
 
 /// Text with an order of its own.
@@ -50,14 +52,31 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
     Some(own)
 }
 
-/// The same in lines.
+/// About how often the run reads its text, by the size of its files; `None` where they are not here.
+fn estimate(recipe: &Recipe) -> Option<f64> {
+    let (config, _) = corpus_configs(recipe, &variable).ok()?;
+    let corpus = Corpus::open(config).ok()?;
+    // A data set of the hub is listed when it is fetched.
+    let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
+    Some(recipe.num_tokens() as f64 / tokens_of_text(num_bytes).max(1.0))
+}
+
+/// The same in lines, by what is tokenised or else by the size of the files.
 pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String> {
-    match found {
-        _ if recipe.data.format == DataFormat::Mqar => Vec::new(),
-        None => vec![
-            "  text       not tokenised yet; sieve data prepare does it, then this says how often the run reads it"
-                .to_owned(),
-        ],
+    if recipe.data.format == DataFormat::Mqar {
+        return Vec::new();
+    }
+    let most = match found {
+        Some(found) => found.iter().map(|part| part.epochs).reduce(f64::max),
+        None => estimate(recipe),
+    };
+    let mut lines = match found {
+        None => vec![format!(
+            "  text       not tokenised yet{}; sieve data prepare does it, then this says how often the run reads it",
+            most.map_or(String::new(), |most| format!(
+                ", read about {most:.1} times by its size"
+            )),
+        )],
         Some(found) => {
             let line = |part: &TextEpochs| {
                 let tokens = terminal::thousands(part.num_tokens);
@@ -68,5 +87,12 @@ pub(super) fn lines(found: Option<&[TextEpochs]>, recipe: &Recipe) -> Vec<String
             };
             found.iter().map(line).collect()
         }
+    };
+    if most.is_some_and(|most| most > EPOCHS_AS_NEW) {
+        lines.push(format!(
+            "             more than {EPOCHS_AS_NEW} times teaches less each time (arXiv:2305.16264): take more text or \
+             fewer steps"
+        ));
     }
+    lines
 }

@@ -2,11 +2,14 @@
 use super::{RecipeArgs, find};
 use crate::train::variable;
 use crate::{shipped, terminal, text_files};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use clap::Args;
 use clap::builder::PossibleValuesParser;
 use sieve_core::Recipe;
-use sieve_core::recipe::{AttentionKind, DataFormat, StartingSize, TokenizerTraining};
+use sieve_core::recipe::{
+    AttentionKind, DataFormat, EPOCHS_AS_NEW, StartingSize, TokenizerTraining, least_text, steps_for_text,
+    tokens_of_text,
+};
 use sieve_data::{Corpus, Tokenizer};
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -37,6 +40,9 @@ pub(crate) struct NewArgs {
     /// Parameters besides the embedding, about: 1m takes two minutes on a CPU, 10m hours there or minutes on a GPU
     #[arg(long, default_value = "1m", value_parser = sizes())]
     size: String,
+    /// Tokens of a row, with about as many tokens a step; the size's own when absent
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    context: Option<u32>,
     /// Which attention: dense (mha), sliding window, latent, native sparse, dynamic mask
     #[arg(long, default_value = "dma", value_parser = kinds())]
     kind: String,
@@ -78,13 +84,10 @@ pub(super) fn show(args: ShowArgs) -> Result<()> {
         return Ok(());
     };
     if !args.all && args.overrides.is_empty() {
-        terminal::text(&find(&name)?.0);
+        terminal::text(&find(&name)?.text);
         return Ok(());
     }
-    let recipe = RecipeArgs {
-        recipe: name,
-        overrides: args.overrides,
-    };
+    let recipe = RecipeArgs::new(name, args.overrides);
     terminal::text(&recipe.load()?.to_template()?);
     Ok(())
 }
@@ -94,7 +97,8 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
     if let Some(path) = &args.tokenizer {
         check_tokenizer(path).context("--tokenizer cannot be used")?;
     }
-    let recipe = start(args)?;
+    let own = OwnText::look(&args.data);
+    let recipe = start(args, own.as_ref())?;
     let text = format!(
         "# A recipe made by `sieve recipe new --size {} --kind {}`. Lines that are commented out hold defaults.\n\
          # `sieve plan --recipe FILE` says what it needs, `sieve train --recipe FILE` trains.\n\n{}",
@@ -113,6 +117,9 @@ pub(super) fn run(args: &NewArgs) -> Result<()> {
                 format!("train --recipe {file}"),
             ]));
         }
+    }
+    if let Some(words) = own.as_ref().and_then(|own| own.epochs(&recipe)) {
+        terminal::remark(&words);
     }
     Ok(())
 }
@@ -139,39 +146,111 @@ pub(crate) fn write_new(path: &Path, text: &str) -> Result<()> {
     .with_context(|| format!("writing {}", path.display()))
 }
 
+/// The text of a new recipe, where it is on this machine.
+struct OwnText {
+    num_bytes: u64,
+    /// Its beginning: the model will have seen its like.
+    prompt: Option<String>,
+}
+
+impl OwnText {
+    fn look(paths: &[String]) -> Option<Self> {
+        let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, &variable));
+        let paths = expanded.collect::<Result<_, _>>().ok()?;
+        let corpus = Corpus::open(text_files::config(paths, None, "text")).ok()?;
+        // A data set of the hub is listed when it is fetched.
+        let num_bytes = Some(corpus.max_text_bytes()).filter(|_| !corpus.files().is_empty())?;
+        let first = corpus.documents().next().and_then(Result::ok);
+        let prompt = first.and_then(|first| text_files::beginning(&first.text, PROMPT_CHARACTERS));
+        Some(Self { num_bytes, prompt })
+    }
+
+    /// What to say of a run that reads the text often.
+    fn epochs(&self, recipe: &Recipe) -> Option<String> {
+        let tokens = tokens_of_text(self.num_bytes);
+        let epochs = recipe.num_tokens() as f64 / tokens;
+        (epochs > EPOCHS_AS_NEW).then(|| {
+            format!(
+                "the text has about {} tokens: {} steps read it about {epochs:.0} times; more text would teach more",
+                terminal::short_count(tokens),
+                terminal::thousands(recipe.training.steps as u64),
+            )
+        })
+    }
+
+    fn too_little(&self, size: &str, tokens_per_step: usize) -> anyhow::Error {
+        anyhow!(
+            "{} of text are too little for --size {size}, which takes {} or more\n  \
+             hint: a smaller --size, more text, or --set training.steps=N",
+            terminal::bytes(self.num_bytes),
+            terminal::bytes(least_text(tokens_per_step))
+        )
+    }
+}
+
 /// The recipe that is asked for.
-fn start(args: &NewArgs) -> Result<Recipe> {
+fn start(args: &NewArgs, own: Option<&OwnText>) -> Result<Recipe> {
     let kind = AttentionKind::ALL.into_iter().find(|kind| kind.name() == args.kind);
     let kind = kind.context("clap takes known kinds alone")?;
     let mut sets = Vec::new();
-    if let Some(prompt) = first_words(&args.data) {
+    if let Some(prompt) = own.and_then(|own| own.prompt.as_ref()) {
         sets.push(format!("generation.prompts={:?}", [prompt]));
     }
     sets.extend(args.tokenizer.iter().map(|path| format!("tokenizer.path={path}")));
     sets.extend(args.overrides.iter().cloned());
-    let mut own = StartingSize::ALL.into_iter();
-    if let Some(size) = own.find(|size| size.name == args.size) {
+    // Steps that are given are meant.
+    let is_given = args
+        .overrides
+        .iter()
+        .any(|set| set.trim_start().starts_with("training.steps"));
+    let own = own.filter(|_| !is_given);
+    let context = args.context.map(|context| context as usize);
+    let mut all = StartingSize::ALL.into_iter();
+    if let Some(mut size) = all.find(|size| size.name == args.size) {
+        if let Some(context) = context {
+            size = size.with_context(context);
+        }
+        if let Some(own) = own {
+            let fitted = size.for_text(own.num_bytes);
+            size = fitted.ok_or_else(|| own.too_little(size.name, size.tokens_per_step()))?;
+        }
         return Ok(size.recipe(kind, &args.data, &sets)?);
     }
     let name = format!("{}_{}.toml", args.kind, args.size);
     let text = shipped::recipe(&name).context("every kind has a recipe of each size")?;
-    let text = Recipe::load(text, &name, &[]).map(|mut recipe| {
-        recipe.data.paths.clone_from(&args.data);
-        recipe.data.weights = None;
-        recipe.data.format = DataFormat::Auto;
-        recipe.model.vocab_size = None;
-        recipe.tokenizer.path = None;
-        recipe.tokenizer.train = Some(TRAINED);
-        recipe.to_toml()
-    })??;
-    Ok(Recipe::load(&text, "the new recipe", &sets)?)
+    let mut recipe = Recipe::load(text, &name, &[])?;
+    recipe.data.paths.clone_from(&args.data);
+    recipe.data.weights = None;
+    recipe.data.format = DataFormat::Auto;
+    recipe.model.vocab_size = None;
+    recipe.tokenizer.path = None;
+    recipe.tokenizer.train = Some(TRAINED);
+    if let Some(context) = context {
+        set_context(&mut recipe, context)?;
+    }
+    // Stages have steps of their own, which only their reader can shorten.
+    if let Some(own) = own.filter(|_| recipe.stage.is_empty()) {
+        let training = &mut recipe.training;
+        let fitted = steps_for_text(own.num_bytes, training.tokens_per_step(), training.steps);
+        training.steps = fitted.ok_or_else(|| own.too_little(&args.size, training.tokens_per_step()))?;
+        let warmup_steps = &mut recipe.lr_scheduler.warmup_steps;
+        *warmup_steps = (*warmup_steps).min(training.steps / 5);
+    }
+    Ok(Recipe::load(&recipe.to_toml()?, "the new recipe", &sets)?)
 }
 
-/// The beginning of the text, where it is on this machine and can be read: the model will have seen its like.
-fn first_words(paths: &[String]) -> Option<String> {
-    let expanded = paths.iter().map(|path| sieve_core::paths::expand(path, &variable));
-    let paths = expanded.collect::<Result<_, _>>().ok()?;
-    let corpus = Corpus::open(text_files::config(paths, None, "text")).ok()?;
-    let text = corpus.documents().next()?.ok()?.text;
-    text_files::beginning(&text, PROMPT_CHARACTERS)
+/// Gives a recipe rows of `seq_len` tokens, and about as many tokens a step and a micro-batch as before.
+fn set_context(recipe: &mut Recipe, seq_len: usize) -> Result<()> {
+    if !recipe.stage.is_empty() {
+        bail!("--context is for recipes without [[stage]]\n  hint: --set stage.1.seq_len=N, and stage.2 alike");
+    }
+    let training = &mut recipe.training;
+    let rows = |rows: usize| (rows * training.seq_len / seq_len).max(1);
+    let local = rows(training.local_batch_size);
+    let rounds = rows(training.global_batch_size).div_ceil(local);
+    training.seq_len = seq_len;
+    training.local_batch_size = local;
+    training.global_batch_size = rounds * local;
+    recipe.model.max_position_embeddings = seq_len;
+    Ok(())
 }

@@ -47,38 +47,62 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
     )
 }
 
-/// One step in less than 100 columns.
+/// One step in less than 80 columns.
 pub(super) fn step_line(report: &StepReport) -> String {
     let mfu = report
         .mfu_percent
-        .map_or(String::new(), |mfu| format!("  mfu: {mfu:.1}%"));
+        .map_or(String::new(), |mfu| format!("  mfu {mfu:.0}%"));
     format!(
-        "step: {:>5}  loss: {:>7.4}  grad_norm: {:>7.3}  lr: {:.2e}  tps: {}{mfu}  {} left",
+        "step: {:>5}  loss {:>7.4}  grad {:>5}  lr {:.2e}  tps {}{mfu}  {} left",
         report.step,
         report.loss,
-        report.grad_norm,
+        four_digits(report.grad_norm),
         report.lr,
         terminal::short_count(report.tokens_per_second),
-        terminal::duration(report.eta_seconds),
+        short_duration(report.eta_seconds),
     )
+}
+
+/// A number of at least 0 in at most five characters, up to 9999.
+fn four_digits(number: f64) -> String {
+    match number {
+        x if x < 9.9995 => format!("{x:.3}"),
+        x if x < 99.995 => format!("{x:.2}"),
+        x if x < 999.95 => format!("{x:.1}"),
+        x if x < 9999.5 => format!("{x:.0}"),
+        x => format!("{x:.0e}"),
+    }
+}
+
+/// `65s`, `42m`, `31h`.
+fn short_duration(seconds: f64) -> String {
+    let seconds = seconds.max(0.0).round() as u64;
+    match seconds {
+        0..100 => format!("{seconds}s"),
+        100..6000 => format!("{}m", (seconds + 30) / 60),
+        _ => format!("{}h", (seconds + 1800) / 3600),
+    }
 }
 
 /// The same with all that is known: torchtitan's line, then density, percent done and time left.
 pub(super) fn whole_step_line(report: &StepReport) -> String {
     let gib = report.memory_bytes as f64 / (1u64 << 30) as f64;
     let share = 100.0 * report.memory_bytes as f64 / report.memory_total_bytes.max(1) as f64;
-    let percent = |value: Option<f64>| value.map_or("n/a".to_owned(), |v| format!("{v:.2}%"));
+    let mfu = report.mfu_percent.zip(report.dense_mfu_percent);
+    let mfu = mfu.map_or(String::new(), |(executed, dense)| {
+        format!("  mfu: {executed:.2}% (dense equivalent {dense:.2}%)")
+    });
+    let clamped = report.attention.clamped;
+    let clamped = clamped.map_or(String::new(), |share| format!("  clamped: {:.2}%", 100.0 * share));
     format!(
         "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  lr: {:.3e}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  \
-         tflops: {:.3}  mfu: {} (dense equivalent {})  density: {:.3} ({:.1} keys)  {:.0}% done, {} left",
+         tflops: {:.3}{mfu}  density: {:.3} ({:.1} keys){clamped}  {:.0}% done, {} left",
         report.step,
         report.loss,
         report.grad_norm,
         report.lr,
         terminal::thousands(report.tokens_per_second as u64),
         report.tflops,
-        percent(report.mfu_percent),
-        percent(report.dense_mfu_percent),
         report.attention.density,
         report.attention.mean_active_keys,
         100.0 * report.step as f64 / report.num_steps as f64,
@@ -158,4 +182,42 @@ pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
         recipe.training.steps,
         checkpoint.display()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_step_line_fits_80_columns() {
+        let report = |loss: f64, grad_norm, tokens_per_second, eta_seconds| StepReport {
+            step: 13_500,
+            num_steps: 20_000,
+            loss,
+            grad_norm,
+            lr: 2.25e-3,
+            tokens_seen: 0,
+            tokens_per_second,
+            tflops: 1.0,
+            mfu_percent: Some(41.26),
+            dense_mfu_percent: None,
+            memory_bytes: 0,
+            memory_total_bytes: 0,
+            eta_seconds,
+            attention: sieve_train::AttentionStatistics::default(),
+        };
+        let line = step_line(&report(10.8785, 0.2512, 555_000.0, 7800.0));
+        assert_eq!(
+            line,
+            "step: 13500  loss 10.8785  grad 0.251  lr 2.25e-3  tps 555.0K  mfu 41%  2h left"
+        );
+        for report in [
+            report(10.8785, 0.2512, 999_900.0, 350_000.0),
+            report(2.5, 99_999.0, 12.0, 99.0),
+            report(2.5, 999.94, 12_345_678.0, 5999.0),
+        ] {
+            let line = step_line(&report);
+            assert!(line.chars().count() <= 80, "{} columns: {line}", line.chars().count());
+        }
+    }
 }

@@ -1,5 +1,5 @@
 //! `sieve train` as one of several processes: who they are, and which of them says what.
-use super::{LAUNCHED, TrainArgs, run_one, variable};
+use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
 use crate::kernels::fill;
@@ -8,15 +8,16 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
-use sieve_comm::{CommError, Failure, Loss, Mesh, Patience, Pieces, World};
+use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
-use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWork, NeededKernels};
+use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, NeededKernels};
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant, SystemTime};
 
 /// Where it is set, NCCL works on Burn's stream, and nothing goes on beside it: to compare, and to look for a fault.
@@ -24,6 +25,10 @@ const INLINE: &str = "SIEVE_NCCL_INLINE";
 
 /// Seconds after which a file that rank 0 has written must be there for all.
 const SHARED_SECONDS: u64 = 10;
+
+/// Time in which NCCL must have connected all GPUs, as in PyTorch, and after which a line says that it is waited for.
+const NCCL_START: Duration = Duration::from_secs(300);
+const CONNECTING: Duration = Duration::from_secs(20);
 
 /// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
 pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
@@ -36,19 +41,20 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
     }
     let give_up = move |failure: &Failure| {
         tell(rank, failure);
-        end_now();
+        end_now(Exit::StoppedEarly);
     };
     let patience = Patience {
         silence: Duration::from_secs(args.patience),
+        still: Duration::from_secs(10 * args.patience / 3),
         long: Duration::from_secs(20 * args.patience),
         ..Patience::default()
     };
     let mesh = Mesh::join(world, env!("CARGO_PKG_VERSION"), patience, give_up)?;
     let mesh = Arc::new(mesh);
-    match run_one(args, Some(mesh.clone())) {
-        Ok(ending) => {
+    match exit_of(run_one(args, Some(mesh.clone())), rank == 0) {
+        Ok(exit) => {
             mesh.leave();
-            Ok(ending.into())
+            Ok(exit)
         }
         Err(error) => {
             let lost = match (error.downcast_ref(), error.downcast_ref()) {
@@ -72,17 +78,20 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
 }
 
 /// Ends this process though a GPU may still wait for a rank that is lost: a usual end could wait for that GPU.
-fn end_now() -> ! {
+fn end_now(exit: Exit) -> ! {
     #[cfg(unix)]
     {
         unsafe extern "C" {
             // SAFETY: of every C library; runs nothing on the way out.
             safe fn _exit(code: std::ffi::c_int) -> !;
         }
-        _exit(Exit::StoppedEarly.code())
+        _exit(exit.code())
     }
     #[cfg(not(unix))]
-    std::process::abort()
+    {
+        let _ = exit;
+        std::process::abort()
+    }
 }
 
 /// Prints why all ranks stop, in one of them, and once.
@@ -96,7 +105,7 @@ fn tell(rank: usize, failure: &Failure) {
         Loss::Error(_) => failure.rank == 0,
         // `sieve launch` sees how a process ended.
         Loss::Ended => variable(LAUNCHED).is_some(),
-        Loss::Silent(_) | Loss::Still(_) | Loss::AllStill(_) => false,
+        Loss::Silent(_) | Loss::Still(_) | Loss::AllStill { .. } => false,
     };
     let speaker = usize::from(failure.rank == 0);
     if is_told || rank != speaker {
@@ -186,12 +195,20 @@ pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
+/// Where a run goes on from. One that sets damaged checkpoints aside has the folder for itself first.
+pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe) -> Result<Origin> {
+    if *start == Start::ResumeAlone {
+        folder.claim(start)?;
+    }
+    Ok(Origin::find(folder, start, recipe)?)
+}
+
 /// The folder and where the run goes on from: rank 0 looks, the others open what it found.
 pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     if mesh.world().rank == 0 {
-        let folder = RunFolder::open(out, name, start)?;
-        let origin = Origin::find(&folder, start, recipe)?;
+        let mut folder = RunFolder::open(out, name, start)?;
+        let origin = find_origin(&mut folder, start, recipe)?;
         let path = origin.checkpoint.as_ref().map(|found| &found.path);
         let path = path.map(|path| path.canonicalize()).transpose()?;
         mesh.broadcast(path.unwrap_or_default().to_string_lossy().as_bytes())?;
@@ -261,6 +278,24 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Re
     let one = Tensor::<Cuda, 1>::ones([1], device);
     all_have_nccl(&mesh, NcclGroup::require())?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
+    let late = mesh.clone();
+    let _limit = Limit::start(CONNECTING, NCCL_START, move |is_over| match is_over {
+        false if rank == 0 => terminal::note(&format!("NCCL connects the GPUs of {size} ranks; still waiting")),
+        false => {}
+        true => {
+            let text = format!(
+                "NCCL has not connected the GPUs of {size} ranks within {} s\n  \
+                 hint: NCCL_SOCKET_IFNAME=NAME says which network interface the hosts share (ip addr lists them), and \
+                 a firewall must let all ports between them through; NCCL_DEBUG=INFO says what NCCL tries",
+                NCCL_START.as_secs()
+            );
+            if rank == 0 {
+                terminal::note(&format!("error: {text}"));
+            }
+            late.fail(&text);
+            end_now(Exit::Failed);
+        }
+    })?;
     let overlaps = variable(INLINE).is_none();
     let nccl = Nccl {
         group: join(&mesh, device, size, overlaps)?,
@@ -286,11 +321,70 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Re
         }),
         false => None,
     };
+    let watches = std::iter::once(nccl.group.watch()).chain(links.iter().map(|links| links.nccl.watch()));
+    watch_nccl(&mesh, watches.collect())?;
     let group = Group::new(mesh, Box::new(nccl));
     Ok(match links {
         Some(links) => group.with_row_links(Arc::new(links)),
         None => group,
     })
+}
+
+/// Asks NCCL every second whether it has met an error, which ends all ranks at once, and tells the other ranks how far
+/// this one's GPU is with the first of the groups.
+fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>) -> Result<()> {
+    let mesh = Arc::downgrade(mesh);
+    let look = move || {
+        while let Some(mesh) = mesh.upgrade() {
+            let looked = watches.iter_mut().map(NcclWatch::look).collect::<Result<Vec<_>, _>>();
+            match looked {
+                Ok(counts) => {
+                    let [num_ended, num_reached] = counts.first().copied().unwrap_or_default();
+                    mesh.set_collective_counts(CollectiveCounts { num_ended, num_reached });
+                }
+                // Ranks that have finished close their connections.
+                Err(_) if !mesh.is_at_work() => return,
+                Err(error) => {
+                    let text = error.to_string();
+                    // Rank 0 prints what the others tell.
+                    if mesh.world().rank == 0 && mesh.check().is_ok() {
+                        terminal::note(&format!("error: {text}"));
+                    }
+                    mesh.fail(&text);
+                    end_now(Exit::StoppedEarly);
+                }
+            }
+            drop(mesh);
+            std::thread::sleep(Duration::from_secs(1));
+        }
+    };
+    let thread = std::thread::Builder::new().name("sieve-nccl".to_owned());
+    thread.spawn(look).map(drop).context("starting a thread")
+}
+
+/// Speaks up while some work lasts that nothing can interrupt: after a while, and when its time is over.
+struct Limit {
+    /// Its end is the work's.
+    _work: Sender<()>,
+}
+
+impl Limit {
+    /// `speak` gets whether the time is over.
+    fn start(soon: Duration, limit: Duration, speak: impl Fn(bool) + Send + 'static) -> Result<Self> {
+        let (work, ended) = channel::<()>();
+        let lasts = move |time| ended.recv_timeout(time) == Err(RecvTimeoutError::Timeout);
+        let watch = move || {
+            if lasts(soon) {
+                speak(false);
+                if lasts(limit.saturating_sub(soon)) {
+                    speak(true);
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("sieve-limit".to_owned());
+        thread.spawn(watch).context("starting a thread")?;
+        Ok(Self { _work: work })
+    }
 }
 
 /// Once all ranks have the library, none waits in it for one that has not.
@@ -390,6 +484,7 @@ mod tests {
             master_addr: "a".to_owned(),
             master_port: 1,
             run_id: String::new(),
+            token: String::new(),
         };
         let error = |count| without_gpu(KernelError::WrongDevice { wanted: 4, count }.into(), &world);
         let text = error(4).to_string();
@@ -398,6 +493,22 @@ mod tests {
         }
         // Another reason stays as it is.
         assert!(error(8).to_string().contains("there is no device 4"));
+    }
+
+    #[test]
+    fn work_that_lasts_is_spoken_of_and_has_an_end() {
+        let millis = Duration::from_millis;
+        let spoken = |work: Duration, limit: Duration| {
+            let (sender, receiver) = channel();
+            let speak = move |is_over| sender.send(is_over).expect("somebody listens");
+            let limit = Limit::start(millis(50), limit, speak).expect("a thread");
+            std::thread::sleep(work);
+            drop(limit);
+            receiver.into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(spoken(millis(0), millis(60_000)), [false; 0]);
+        assert_eq!(spoken(millis(1000), millis(60_000)), [false]);
+        assert_eq!(spoken(millis(2000), millis(100)), [false, true]);
     }
 
     #[test]

@@ -10,6 +10,9 @@ use std::path::{Path, PathBuf};
 /// More runs than this are refused: a list of values was likely meant otherwise.
 const MAX_RUNS: usize = 1000;
 
+/// How an override of the seed begins. No seed is better than another.
+const SEED: &str = "training.seed=";
+
 /// One run of the sweep.
 struct Run {
     /// `section.key=value` of every swept key.
@@ -48,7 +51,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
         terminal::lines(&run.text);
         let start = match args.start(&run.out, None)? {
             // Runs that were not begun yet begin; the others go on.
-            Start::Resume if !RunFolder::holds_run(&run.out) => Start::New,
+            Start::Resume | Start::ResumeAlone if !RunFolder::holds_run(&run.out) => Start::New,
             start => start,
         };
         let error = match train_on(&session, &start, &run.recipe, &run.out) {
@@ -79,6 +82,8 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     if rows.iter().all(|row| row.loss.is_none()) {
         bail!("no run of the sweep finished\n  hint: sweep other values");
     }
+    let compare = format!("compare {}", terminal::quoted(&base));
+    terminal::status(&terminal::next(&[compare]));
     Ok(Ending::Finished)
 }
 
@@ -176,24 +181,93 @@ fn folder_name(overrides: &[String]) -> String {
         .collect()
 }
 
+/// Runs that differ in their seed alone.
+struct Seeds<'a> {
+    /// The overrides but the seed; empty where nothing else is swept.
+    name: String,
+    rows: Vec<&'a Row>,
+}
+
+impl<'a> Seeds<'a> {
+    /// The rows by what they were given beside the seed, in the order of their first runs.
+    fn of(rows: &'a [Row]) -> Vec<Self> {
+        let mut all: Vec<Self> = Vec::new();
+        for row in rows {
+            let rest = row.overrides.iter().filter(|item| !item.starts_with(SEED));
+            let name = rest.map(String::as_str).collect::<Vec<_>>().join(" ");
+            match all.iter_mut().find(|seeds| seeds.name == name) {
+                Some(seeds) => seeds.rows.push(row),
+                None => all.push(Self { name, rows: vec![row] }),
+            }
+        }
+        all
+    }
+
+    /// Mean loss and sample standard deviation, 0 for one seed; `None` where a run diverged.
+    fn mean_and_spread(&self) -> Option<(f64, f64)> {
+        let losses = self.rows.iter().map(|row| row.loss).collect::<Option<Vec<_>>>()?;
+        let mean = losses.iter().sum::<f64>() / losses.len() as f64;
+        let squares: f64 = losses.iter().map(|loss| (loss - mean).powi(2)).sum();
+        let spread = (squares / (losses.len().max(2) - 1) as f64).sqrt();
+        Some((mean, spread))
+    }
+}
+
+/// The losses of all runs, the means over seeds, and what is best: a value, never a seed.
 fn table(rows: &[Row]) -> Vec<String> {
-    let losses = rows.iter().filter_map(|row| row.loss);
-    let best = losses.fold(f64::INFINITY, f64::min);
-    let widths = rows.iter().map(|row| row.overrides.join(" ").chars().count());
-    let width = widths.max().unwrap_or(0);
+    let groups = Seeds::of(rows);
+    let has_seeds = groups.iter().any(|seeds| seeds.rows.len() > 1);
+    let ranked = groups.iter();
+    let ranked = ranked.filter_map(|seeds| Some((seeds, seeds.mean_and_spread()?)));
+    let mut ranked = ranked.collect::<Vec<_>>();
+    ranked.sort_by(|(_, (a, _)), (_, (b, _))| a.total_cmp(b));
+    // With seeds alone there is nothing to choose.
+    let best = ranked.first().filter(|_| groups.len() > 1 || !has_seeds);
+
+    let name_of = |row: &Row| row.overrides.join(" ");
+    let names = rows
+        .iter()
+        .map(name_of)
+        .chain(groups.iter().map(|seeds| seeds.name.clone()));
+    let width = names.map(|name| name.chars().count()).max().unwrap_or(0).max(15);
     let mut lines = vec![format!("{:<width$}  {:>10}  {:>12}", "sweep", "loss", "perplexity")];
     for row in rows {
-        let name = row.overrides.join(" ");
+        let name = name_of(row);
+        let is_best = !has_seeds && best.is_some_and(|(seeds, _)| std::ptr::eq(seeds.rows[0], row));
+        let mark = if is_best { "  best" } else { "" };
         lines.push(match (row.loss, row.perplexity) {
-            (Some(loss), Some(perplexity)) => {
-                let mark = if loss == best { "  best" } else { "" };
-                format!("{name:<width$}  {loss:>10.5}  {perplexity:>12.3}{mark}")
-            }
+            (Some(loss), Some(perplexity)) => format!("{name:<width$}  {loss:>10.5}  {perplexity:>12.3}{mark}"),
             _ => format!("{name:<width$}  diverged"),
         });
     }
-    if let Some(row) = rows.iter().find(|row| row.loss == Some(best)) {
-        lines.push(format!("best: {}", row.folder.display()));
+    if has_seeds {
+        lines.push(format!("{:<width$}  {:>10}  {:>12}", "mean of seeds", "loss", "spread"));
+        for seeds in &groups {
+            let name = match seeds.name.as_str() {
+                "" => "all",
+                name => name,
+            };
+            let mark = match best {
+                Some((best, _)) if std::ptr::eq(*best, seeds) => "  best",
+                _ => "",
+            };
+            lines.push(match seeds.mean_and_spread() {
+                Some((mean, spread)) => format!("{name:<width$}  {mean:>10.5}  {spread:>12.5}{mark}"),
+                None => format!("{name:<width$}  diverged for a seed"),
+            });
+        }
+    }
+    match (best, ranked.get(1)) {
+        (Some((best, (mean, spread))), next) if has_seeds => {
+            lines.push(format!("best: {}, by the mean of {} seeds", best.name, best.rows.len()));
+            let spread = next.map_or(*spread, |(_, (_, other))| spread.max(*other));
+            let ahead = next.map(|(_, (other, _))| other - mean);
+            lines.extend(ahead.filter(|ahead| *ahead < spread).map(|ahead| {
+                format!("  {ahead:.5} below the next, less than the seeds' spread of {spread:.5}: try more seeds")
+            }));
+        }
+        (Some((best, _)), _) => lines.push(format!("best: {}", best.rows[0].folder.display())),
+        (None, _) => {}
     }
     lines
 }
@@ -214,5 +288,70 @@ mod tests {
     fn folders_are_named_after_what_differs() {
         let overrides = ["optimizer.lr=1e-3", "data.paths=[\"a/b\"]"].map(str::to_owned);
         assert_eq!(folder_name(&overrides), "lr=1e-3,paths=__a_b__");
+    }
+
+    fn row(overrides: &str, loss: Option<f64>) -> Row {
+        Row {
+            overrides: overrides.split(' ').map(str::to_owned).collect(),
+            folder: PathBuf::from(format!("out/{overrides}")),
+            loss,
+            perplexity: loss.map(f64::exp),
+            error: None,
+        }
+    }
+
+    #[test]
+    fn a_seed_is_never_best() {
+        let [low, high] = ["training.seed=0 optimizer.lr=1e-3", "training.seed=1 optimizer.lr=1e-3"];
+        let [other, another] = ["training.seed=0 optimizer.lr=3e-3", "training.seed=1 optimizer.lr=3e-3"];
+        // The lowest of the four is of the value whose mean is higher.
+        let rows = [
+            row(low, Some(1.0)),
+            row(high, Some(3.0)),
+            row(other, Some(1.4)),
+            row(another, Some(1.6)),
+        ];
+        let text = table(&rows).join("\n");
+        assert!(
+            text.contains("optimizer.lr=1e-3                     2.00000       1.41421\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("optimizer.lr=3e-3                     1.50000       0.14142  best\n"),
+            "{text}"
+        );
+        assert!(
+            text.contains("best: optimizer.lr=3e-3, by the mean of 2 seeds\n"),
+            "{text}"
+        );
+        assert!(
+            text.ends_with("0.50000 below the next, less than the seeds' spread of 1.41421: try more seeds"),
+            "{text}"
+        );
+        assert_eq!(text.matches("  best").count(), 1, "{text}");
+
+        let rows = [row("training.seed=0", Some(1.0)), row("training.seed=1", Some(1.5))];
+        let text = table(&rows).join("\n");
+        assert!(
+            text.ends_with("all                 1.25000       0.35355") && !text.contains("best"),
+            "{text}"
+        );
+
+        // One that diverged has no mean and is not best.
+        let rows = [
+            row(low, Some(1.0)),
+            row(high, None),
+            row(other, Some(2.0)),
+            row(another, Some(2.0)),
+        ];
+        let text = table(&rows).join("\n");
+        assert!(
+            text.contains("diverged for a seed\n") && text.contains("best: optimizer.lr=3e-3"),
+            "{text}"
+        );
+
+        let rows = [row("optimizer.lr=1e-3", Some(2.0)), row("optimizer.lr=3e-3", Some(1.0))];
+        let text = table(&rows).join("\n");
+        assert!(text.ends_with("2.718  best\nbest: out/optimizer.lr=3e-3"), "{text}");
     }
 }

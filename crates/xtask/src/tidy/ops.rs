@@ -39,7 +39,6 @@ const FLOORS: &[(&str, &[Floor])] = &[
     ("mla_attention", &[Cpu]),
     ("cached_attention", &[]),
     ("dma_decode", &[Cuda, Launch]),
-    ("mla_decode", &[Cuda, Launch]),
     // The CPU's is sieve-select's, over slices.
     ("sparse_attention", &[Cuda, Launch]),
     ("has_sparse_attention", &[]),

@@ -55,13 +55,7 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
 }
 
 fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
-    let (window, a_init) = (dma.keep_window_size, dma.a_init);
-    rules.require(
-        a_init.is_finite(),
-        "attention.a_init",
-        || format!("is {a_init}, not a finite number"),
-        || "0.0 starts DMA as a sliding window".to_owned(),
-    );
+    let window = dma.keep_window_size;
     rules.require(
         dma.local_window_size <= window,
         "attention.local_window_size",
@@ -86,6 +80,17 @@ fn check_dma(dma: &DmaShape, rules: &mut Rules<'_>) {
             || "set attention.recency = \"slope\", or leave the period out".to_owned(),
         );
     }
+    let [first, last] = dma.periods();
+    let is_default = dma.shortest_period.is_none() && dma.longest_period.is_none();
+    rules.require(
+        !has_slopes || is_default || first <= last,
+        match dma.longest_period {
+            Some(_) => "attention.longest_period",
+            None => "attention.shortest_period",
+        },
+        || format!("makes periods of {first} tokens for the first KV head and {last} for the last, which are reversed"),
+        || format!("shortest_period is 64 by default, longest_period four times keep_window_size = {window}"),
+    );
 }
 
 fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>) {

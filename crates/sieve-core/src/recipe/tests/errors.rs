@@ -104,20 +104,25 @@ fn each_rule_is_checked() {
         hidden_size = 48 => hidden_size = 0 => model.hidden_size: is 0, outside 1 to
         num_key_value_heads = 2 => num_key_value_heads = 0 => model.num_key_value_heads: is 0
         hidden_size = 48 => hidden_size = 9000000000 => model.hidden_size: is 9000000000, outside
-        head_dim = 10 => head_dim = 10\nrope_theta = nan => model.rope_theta: is NaN, not a finite number above 0
+        head_dim = 10 => head_dim = 10\nrope_theta = nan => model.rope_theta: is NaN, outside 1 to 1e12
+        head_dim = 10 => head_dim = 10\nrope_theta = 0.5 => model.rope_theta: is 0.5, outside 1 to 1e12
+        head_dim = 10 => head_dim = 10\nrope_theta = 1e300 => model.rope_theta: is 1e300
         head_dim = 10 => head_dim = 10\nrms_norm_eps = 0 => model.rms_norm_eps: is 0
+        head_dim = 10 => head_dim = 10\nrms_norm_eps = 1e30 => model.rms_norm_eps: is 1e30, outside 1.2e-38 to 1\n    \
+            hint: 1e-6 and 1e-5 are usual
         head_dim = 10 => head_dim = 10\ninitializer_range = -0.02 => model.initializer_range: is -0.02
+        head_dim = 10 => head_dim = 10\ninitializer_range = 1e20 => model.initializer_range: is 1e20, outside
         head_dim = 10 => head_dim = 10\nvocab_size = 511 => \
             model.vocab_size: is 511, below tokenizer.train.vocab_size = 512
         keep_window_size = 16 => keep_window_size = 0 => attention.keep_window_size: is 0
         keep_window_size = 16 => keep_window_size = 16\na_init = inf => attention.a_init: is inf
+        keep_window_size = 16 => keep_window_size = 16\na_init = -1e9 => attention.a_init: is -1e9, \
+            outside -1000 to 1000
         keep_window_size = 16 => keep_window_size = 16\nsliding_window = 8 => \
             attention.sliding_window: does not go with kind = "dma"\n    hint: it belongs to kind = "swa"; besides \
             kind, "dma" takes preset, keep_window_size, bias, a_init
         kind = "dma"\nkeep_window_size = 16 => kind = "swa"\nsliding_window = 0 => attention.sliding_window: is 0
         kind = "dma" => kind = "mha" => attention.keep_window_size: does not go with kind = "mha"
-        kind = "dma"\nkeep_window_size = 16 => kind = "swa" => \
-            attention.sliding_window: is missing; it must be a whole number of at least 0 for kind = "swa"
         train = { vocab_size = 512 } =>  => line 16: tokenizer: needs exactly one of path, train and numbers, got none
         train = { => path = "t.json"\ntrain = { => needs exactly one of path, train and numbers, got two
         train = { vocab_size = 512 } => path = " " => tokenizer.path: is empty
@@ -143,12 +148,17 @@ fn each_rule_is_checked() {
             choose another size, or training.precision = "bf16"
         seq_len = 64 => seq_len = 64\nprecision = "fp16" => training.precision
         seq_len = 64 => seq_len = 64\nmax_norm = 0.0 => training.max_norm: is 0
-        lr = 1e-3 => lr = nan => optimizer.lr: is NaN, not a finite number of at least 0
+        seq_len = 64 => seq_len = 64\nmax_norm = 1e-50 => training.max_norm: is 1e-50, outside
+        lr = 1e-3 => lr = nan => optimizer.lr: is NaN, outside 0 to 3.4e38
+        lr = 1e-3 => lr = 1e308 => optimizer.lr: is 1e308, outside
         lr = 1e-3 => lr = -1e-3 => optimizer.lr: is -0.001
         lr = 1e-3 => lr = 1e-3\nbeta1 = 1.0 => optimizer.beta1: is 1, outside [0, 1)
         lr = 1e-3 => lr = 1e-3\nbeta2 = -0.1 => optimizer.beta2: is -0.1
         lr = 1e-3 => lr = 1e-3\neps = 0.0 => optimizer.eps: is 0
+        lr = 1e-3 => lr = 1e-3\neps = 1e-50 => optimizer.eps: is 1e-50, outside 1.2e-38 to 1\n    hint: 1e-8 is usual; \
+            the optimizer counts in f32
         lr = 1e-3 => lr = 1e-3\nweight_decay = inf => optimizer.weight_decay: is inf
+        lr = 1e-3 => lr = 1e-3\nweight_decay = 1e9 => optimizer.weight_decay: is 1e9, outside 0 to 100
         lr = 1e-3 => lr = 1e-3\nname = "Adam" => optimizer.name: there is no "Adam", did you mean AdamW?
         steps = 40 => steps = 4 => lr_scheduler.warmup_steps: is 7, more than training.steps = 4\n    hint: set \
             lr_scheduler.warmup_steps to 1 or less; to try the first steps alone: sieve train --stop-after 4
@@ -164,7 +174,10 @@ fn each_rule_is_checked() {
         [optimizer] => [checkpoint]\nfolder = ""\n[optimizer] => checkpoint.folder: is ""
         [optimizer] => [metrics]\nlog_freq = 0\n[optimizer] => metrics.log_freq: is 0
         [optimizer] => [validation]\ninterval = 0\n[optimizer] => validation.interval: is 0
-        [optimizer] => [validation]\nsteps = 0\n[optimizer] => validation.steps: is 0
+        [optimizer] => [validation]\ntokens = 0\n[optimizer] => validation.tokens: is 0
+        [optimizer] => [validation]\nsteps = 20\n[optimizer] => line 28: validation.steps: is now validation.tokens: \
+            a number of batches was other text for another batch size\n    hint: tokens = steps x \
+            training.local_batch_size x training.seq_len
         [optimizer] => [validation]\npaths = []\n[optimizer] => validation.paths: is an empty list
         [optimizer] => [generation]\nprompts = ["a"]\nmax_new_tokens = 0\n[optimizer] => \
             generation.max_new_tokens: is 0, but there are prompts
@@ -303,6 +316,7 @@ fn rules_of_the_general_form_of_dma() {
     for rest in [
         "",
         "\nshortest_period = 4\nlongest_period = 64.5",
+        "\nshortest_period = 64\nlongest_period = 64",
         "\nlocal_window_size = 16",
     ] {
         assert!(load_replaced(dma, &format!("{slope}{rest}")).is_ok(), "{rest}");
@@ -313,7 +327,7 @@ fn rules_of_the_general_form_of_dma() {
             "attention.local_window_size: is 17, more than keep_window_size = 16\n    hint: 16 keeps the last 16",
         ),
         (
-            format!("{dma}\nrecency = \"slope\""),
+            format!("{dma}\nrecency = \"slope\"\nbias = \"exp\""),
             "attention.bias: is \"exp\", but recency = \"slope\" adds to the logit itself\n    \
              hint: set attention.bias = \"linear\"",
         ),
@@ -323,7 +337,19 @@ fn rules_of_the_general_form_of_dma() {
         ),
         (
             format!("{slope}\nshortest_period = 0"),
-            "attention.shortest_period: is 0, not a finite number above 0",
+            "attention.shortest_period: is 0, outside 1 to 1e9",
+        ),
+        (
+            format!("{slope}\nshortest_period = 100\nlongest_period = 10"),
+            "attention.longest_period: makes periods of 100 tokens for the first KV head and 10 for the last",
+        ),
+        (
+            format!("{slope}\nshortest_period = 65"),
+            "attention.shortest_period: makes periods of 65 tokens for the first KV head and 64 for the last",
+        ),
+        (
+            format!("{slope}\nlongest_period = 63.5"),
+            "attention.longest_period: makes periods of 64 tokens for the first KV head and 63.5 for the last",
         ),
         (format!("{dma}\nrecency = \"slopes\""), "did you mean"),
     ] {
@@ -344,7 +370,6 @@ fn rules_of_mla_and_nsa() {
             attention.select_block_size: is 2, not a multiple of compress_stride = 4\n    hint: 4 is
         compress_stride = 4 => compress_stride = 0 => attention.compress_stride: is 0, outside 1 to
         num_selected_blocks = 4 => num_selected_blocks = 2 => attention.num_selected_blocks: is 2, outside 3 to
-        compress_hidden_size = 6\n =>  => attention.compress_hidden_size: is missing; compress = "mlp" needs it
         compress_hidden_size = 6 => compress_hidden_size = 6\ncompress = "mean" => \
             attention.compress_hidden_size: does not go with compress = "mean"
         window_size = 16 => windows_size = 16 => [attention] has no key windows_size, did you mean window_size?

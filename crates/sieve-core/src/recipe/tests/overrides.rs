@@ -1,6 +1,7 @@
 //! `--set section.key=value`.
 
 use super::*;
+use crate::model::{DmaBias, DmaRecency, MlaShape, NsaCompression, NsaShape};
 use sieve_testing::{cases, refusal};
 
 fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
@@ -51,10 +52,179 @@ fn another_kind_drops_the_keys_of_the_texts_kind_only() {
     let same = loaded(&["attention.kind=dma"]);
     assert_eq!(same.attention, minimal().attention);
     refusal(
-        load(&["attention.kind=mha", "attention.keep_window_size=4"]),
-        "does not go with kind = \"mha\"",
+        load(&["attention.sliding_window=4"]),
+        "attention.sliding_window: does not go with kind = \"dma\"",
     );
-    refusal(load(&["attention.kind=swa"]), "attention.sliding_window: is missing");
+}
+
+#[test]
+fn one_key_chooses_a_kind_and_what_is_left_out_is_named() {
+    let left_out = |text: &str, overrides: &[&str]| {
+        let overrides: Vec<String> = overrides.iter().map(|&item| item.to_owned()).collect();
+        let loaded = Recipe::load_and_left_out(text, "r.toml", &overrides);
+        loaded.unwrap_or_else(|error| panic!("{overrides:?}: {error}"))
+    };
+    let patterned = MINIMAL.replacen(
+        "[attention]",
+        "layer_types = [\"dma\", \"mha\", \"dma\"]\n[attention]",
+        1,
+    );
+    let staged = format!("{patterned}[[stage]]\nsteps = 40\nwindow = 8\n").replacen("steps = 40\n", "", 1);
+    let own = "attention.keep_window_size";
+    for (kind, more, gone) in [
+        (
+            "mha",
+            &["attention.bias=exp"][..],
+            &["attention.bias", own, "stage.1.window"][..],
+        ),
+        ("swa", &["stage.1.window=9"], &[own]),
+        (
+            "swa",
+            &["attention.window_size=7"],
+            &[own, "attention.window_size", "stage.1.window"],
+        ),
+        ("nsa", &[], &[own, "stage.1.window"]),
+        ("dma", &["attention.compress=mlp"], &["attention.compress"]),
+        (
+            "mla",
+            &[],
+            &[own, "stage.1.window", "model.layer_types", "model.num_key_value_heads"],
+        ),
+        (
+            "mla",
+            &["model.num_key_value_heads=6"],
+            &[own, "stage.1.window", "model.layer_types"],
+        ),
+    ] {
+        let kind = format!("attention.kind={kind}");
+        let (recipe, names) = left_out(&staged, &[&[kind.as_str()], more].concat());
+        assert_eq!(names, gone, "{kind} {more:?}");
+        let is_latent = recipe.attention.kind() == AttentionKind::Mla;
+        assert_eq!(recipe.model.num_key_value_heads, if is_latent { 6 } else { 2 });
+        let dense = match recipe.attention.kind() {
+            AttentionKind::Mha | AttentionKind::Mla => &[][..],
+            _ => &[false, true, false],
+        };
+        assert_eq!(recipe.dense_layers(), dense, "{kind}");
+    }
+    // The pattern of a text whose kind is dense is of the kinds that it may be overridden with.
+    let dense = with_attention("kind = \"mha\"").replacen(
+        "[attention]",
+        "layer_types = [\"sparse\", \"mha\", \"sparse\"]\n[attention]",
+        1,
+    );
+    let (recipe, names) = left_out(&dense, &["attention.kind=nsa"]);
+    assert_eq!((recipe.dense_layers(), names), (vec![false, true, false], Vec::new()));
+    // What another kind needs and the text cannot have stays a mistake where the command gives it.
+    refusal(
+        load(&["attention.kind=mla", "model.num_key_value_heads=3"]),
+        "model.num_key_value_heads: is 3, but kind = \"mla\" has keys",
+    );
+}
+
+#[test]
+fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
+    let dense = with_attention("kind = \"mha\"");
+    let of = |kind: &str, seq_len: usize, more: &[&str]| {
+        let own = [
+            format!("attention.kind={kind}"),
+            format!("training.seq_len={seq_len}"),
+            format!("model.max_position_embeddings={seq_len}"),
+        ];
+        let own = own
+            .iter()
+            .map(String::as_str)
+            .chain(more.iter().copied())
+            .collect::<Vec<_>>();
+        let recipe = load_with(&dense, &own).unwrap_or_else(|error| panic!("{own:?}: {error}"));
+        // The text of a recipe of that kind alone says the same.
+        if more.is_empty() {
+            let written = dense.replacen("kind = \"mha\"", &format!("kind = {kind:?}"), 1);
+            let written = written.replacen("num_key_value_heads = 2\n", "", 1);
+            let alone = load_with(&written, &own[1..]).expect("the kind alone");
+            assert_eq!(alone.attention, recipe.attention);
+            assert_eq!(alone.model.num_key_value_heads, if kind == "mla" { 6 } else { 3 });
+        }
+        recipe.attention
+    };
+    let dma = |keep_window_size, local_window_size| {
+        Attention::Dma(DmaShape {
+            bias: DmaBias::Linear,
+            recency: DmaRecency::Slope,
+            local_window_size,
+            ..DmaShape::published(keep_window_size)
+        })
+    };
+    let nsa = |stride, select_block_size, num_selected_blocks, window_size| {
+        Attention::Nsa(NsaShape {
+            compress_block_size: 2 * stride,
+            compress_stride: stride,
+            compress: NsaCompression::Mean,
+            select_block_size,
+            num_selected_blocks,
+            window_size,
+            shared_kv: true,
+            ..NsaShape::published(None)
+        })
+    };
+    for (seq_len, swa, dma, nsa) in [
+        (1, 1, dma(1, 0), nsa(8, 16, 4, 1)),
+        (256, 64, dma(64, 8), nsa(8, 16, 4, 32)),
+        (1024, 256, dma(256, 32), nsa(8, 16, 16, 128)),
+        (2048, 512, dma(512, 64), nsa(16, 64, 8, 256)),
+        // The published sizes.
+        (8192, 2048, dma(2048, 256), nsa(16, 64, 16, 512)),
+        (131_072, 32_768, dma(32_768, 4096), nsa(16, 64, 16, 512)),
+    ] {
+        assert_eq!(of("mha", seq_len, &[]), Attention::Mha);
+        assert_eq!(of("swa", seq_len, &[]), Attention::swa(swa));
+        assert_eq!(of("dma", seq_len, &[]), dma);
+        assert_eq!(of("nsa", seq_len, &[]), nsa);
+        // A latent of a quarter of the width; half a head of ten, rounded up to whole pairs.
+        let Attention::Mla(mla) = of("mla", seq_len, &[]) else {
+            panic!("not MLA")
+        };
+        assert_eq!((mla.kv_lora_rank, mla.qk_rope_head_dim), (12, 6));
+    }
+    // What is given decides about the rest.
+    assert_eq!(of("dma", 256, &["attention.keep_window_size=24"]), dma(24, 3));
+    let Attention::Dma(exp) = of("dma", 256, &["attention.bias=exp"]) else {
+        panic!("not DMA")
+    };
+    assert_eq!((exp.recency, exp.bias), (DmaRecency::None, DmaBias::Exp));
+    for (set, hidden) in [("compress=mlp", 20), ("compress_hidden_size=7", 7)] {
+        let Attention::Nsa(mlp) = of("nsa", 256, &[&format!("attention.{set}")]) else {
+            panic!("not NSA")
+        };
+        assert_eq!(
+            (mlp.compress, mlp.compress_hidden_size),
+            (NsaCompression::Mlp, Some(hidden))
+        );
+    }
+}
+
+#[test]
+fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
+    let paper = "attention.preset=paper";
+    let nsa = loaded(&["attention.kind=nsa", paper]).attention;
+    assert_eq!(nsa, Attention::Nsa(NsaShape::published(Some(20))));
+    let mla = loaded(&["attention.kind=mla", paper]).attention;
+    assert_eq!(mla, Attention::Mla(MlaShape::published(10)));
+    let dma = loaded(&["attention.kind=dma", paper]).attention;
+    assert_eq!(dma, Attention::Dma(DmaShape::published(16)));
+    for kind in ["mha", "swa"] {
+        let kind = format!("attention.kind={kind}");
+        let overrides = [kind, paper.to_owned()];
+        let (_, names) = Recipe::load_and_left_out(MINIMAL, "r.toml", &overrides).expect("without a preset");
+        assert!(names.contains(&"attention.preset".to_owned()), "{names:?}");
+    }
+    let text = with_attention("kind = \"nsa\"\npreset = \"paper\"\nwindow_size = 8");
+    refusal(
+        load_with(&text, &[]),
+        "attention.window_size: is 8, but preset = \"paper\" sets it to 512",
+    );
+    let replaced = load_with(&with_attention("kind = \"nsa\"\nwindow_size = 8"), &[paper]);
+    assert_eq!(replaced.expect("the text's is replaced").attention, nsa);
 }
 
 #[test]
@@ -105,7 +275,7 @@ fn bad_overrides_are_refused_by_name() {
         training.steps=x => --set training.steps=x: training.steps: wanted a whole number of at least 0, got the \
             string "x"
         training.steps= => training.steps: wanted a whole number of at least 0, got the string ""
-        optimizer.lr=-1 => --set optimizer.lr=-1: optimizer.lr: is -1, not a finite number of at least 0
+        optimizer.lr=-1 => --set optimizer.lr=-1: optimizer.lr: is -1, outside 0 to 3.4e38
         attention.kind=mlaa => there is no "mlaa", did you mean mla?
         parallelism.tensor_parallel_degree=2 => parallelism.tensor_parallel_degree: is not built yet
         data.weights=[1, 2] => has 2 entries, data.paths has 1

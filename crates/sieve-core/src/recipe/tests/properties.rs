@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
+use crate::keys::MIN_F32;
 use crate::model::{DmaBias, DmaRecency, DmaShape, NsaCompression, NsaShape};
 
 /// What keys that no strategy draws keep.
@@ -18,7 +19,11 @@ fn finite_share() -> impl Strategy<Value = f64> {
 }
 
 fn positive() -> impl Strategy<Value = f64> {
-    prop_oneof![1e-12..1.0f64, 1.0..1e12f64, Just(f64::MIN_POSITIVE), Just(0.1)]
+    prop_oneof![1e-12..1.0f64, Just(MIN_F32), Just(1.0), Just(0.1)]
+}
+
+fn at_least_one() -> impl Strategy<Value = f64> {
+    prop_oneof![1.0..1e12f64, Just(1.0), Just(1e12)]
 }
 
 fn text() -> impl Strategy<Value = String> {
@@ -54,7 +59,7 @@ fn model() -> impl Strategy<Value = ModelSection> {
         any::<bool>(),
     );
     let rest = (
-        positive(),
+        at_least_one(),
         positive(),
         positive(),
         any::<bool>(),
@@ -111,7 +116,7 @@ fn attention() -> impl Strategy<Value = Attention> {
                     shared_kv,
                 })
             }),
-        (1usize..1 << 27, any::<bool>(), -1e9..1e9f64).prop_map(|(keep_window_size, linear, a_init)| {
+        (1usize..1 << 27, any::<bool>(), -1e3..1e3f64).prop_map(|(keep_window_size, linear, a_init)| {
             let bias = if linear { DmaBias::Linear } else { DmaBias::Exp };
             let recency = if linear { DmaRecency::Slope } else { DmaRecency::None };
             Attention::Dma(DmaShape {
@@ -203,7 +208,7 @@ fn training() -> impl Strategy<Value = TrainingSection> {
         1usize..=5000,
         1usize..100,
         1usize..50,
-        positive(),
+        at_least_one(),
         0..=i64::MAX as u64,
         any::<(bool, bool)>(),
     )
@@ -290,6 +295,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     checkpoint: CheckpointSection {
                         interval,
                         keep_latest_k,
+                        keep_every: 3 * keep_latest_k,
                         at_start,
                         folder: "a/b".to_owned(),
                         ..BASE.checkpoint.clone()
@@ -301,7 +307,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     },
                     validation: ValidationSection {
                         interval: validation.0,
-                        steps: validation.1,
+                        tokens: validation.1,
                         paths: validation.2,
                         ..BASE.validation.clone()
                     },

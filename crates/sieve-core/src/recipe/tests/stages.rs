@@ -90,9 +90,17 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         "stage: wanted one or more blocks [[stage]], got a table",
     );
     refusal(
-        load(STAGED, &["attention.kind=mha"]),
-        "stage.2.window: does not go with kind = \"mha\"",
+        load_replaced(
+            "kind = \"dma\"\nkeep_window_size = 16",
+            "kind = \"mha\"\n[[stage]]\nsteps = 40\nwindow = 8",
+        ),
+        "stage.1.window: does not go with kind = \"mha\"",
     );
+    // Another kind by --set has no windows of the text's.
+    for (kind, windows) in [("mha", [None; 2]), ("swa", [Some(16); 2])] {
+        let recipe = load(STAGED, &[&format!("attention.kind={kind}")]).expect("one key");
+        assert_eq!([0, 1].map(|stage| recipe.stage[stage].window), windows, "{kind}");
+    }
 }
 
 #[test]

@@ -25,7 +25,19 @@ struct State {
     break_off: Option<(usize, usize)>,
     /// Requests so far: path and the first byte asked for.
     requests: Vec<(String, usize)>,
+    /// `Authorization` headers so far.
+    tokens: Vec<String>,
     is_down: bool,
+    /// Takes connections and says nothing.
+    is_silent: bool,
+    /// Statuses and headers of the next answers, whatever is asked.
+    next: Vec<(&'static str, String)>,
+    /// Files come with a bit flipped, as often as this.
+    num_flipped: usize,
+    /// Said of every file, instead of a hash of it.
+    etag: Option<String>,
+    /// Files are large ones, with a SHA-256; else they have names of Git's.
+    is_large: bool,
 }
 
 const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
@@ -54,8 +66,18 @@ impl Server {
         HubConfig {
             endpoint: self.endpoint.clone(),
             token: None,
+            certificates: None,
+            limits: HubLimits {
+                silence: Duration::from_secs(20),
+                outage: Duration::from_secs(4),
+                first_outage: Duration::from_secs(1),
+            },
             dir: dir.join("hub"),
         }
+    }
+
+    fn set(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.state.lock().unwrap());
     }
 
     fn requests(&self, part: &str) -> Vec<usize> {
@@ -76,9 +98,15 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
             let (first, last) = found.split_once('-')?;
             range = Some((first.parse::<usize>().ok()?, last.parse::<usize>().ok()));
         }
+        if let Some(token) = line.strip_prefix("authorization: ") {
+            state.lock().ok()?.tokens.push(token.to_owned());
+        }
         if line.is_empty() {
             break;
         }
+    }
+    if state.lock().ok()?.is_silent {
+        std::thread::sleep(Duration::from_secs(60));
     }
     let mut state = state.lock().ok()?;
     state.requests.push((path.clone(), range.map_or(0, |range| range.0)));
@@ -92,12 +120,35 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
         send("503 Service Unavailable", "", b"", 0);
         return None;
     }
+    if !state.next.is_empty() {
+        let (status, headers) = state.next.remove(0);
+        send(status, &headers, b"", 0);
+        return None;
+    }
     let listing_at = |revision: &str| format!("/api/datasets/me/texts/revision/{revision}?blobs=true");
-    if path == listing_at("main") || path == listing_at("refs%2Fconvert%2Fparquet") {
-        let siblings = state
-            .files
-            .iter()
-            .map(|(name, bytes)| serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": "x"}));
+    let listings = [
+        listing_at("main"),
+        listing_at("refs%2Fconvert%2Fparquet"),
+        "/api/models/some/model/revision/main?blobs=true".to_owned(),
+    ];
+    if listings.contains(&path) {
+        let hex = |sum: ring::digest::Digest| {
+            let bytes = sum.as_ref().iter();
+            bytes.map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        let is_large = state.is_large;
+        let siblings = state.files.iter().map(|(name, bytes)| match is_large {
+            true => {
+                let sha256 = hex(ring::digest::digest(&ring::digest::SHA256, bytes));
+                let lfs = serde_json::json!({"sha256": sha256, "size": bytes.len(), "pointerSize": 134});
+                serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": "0".repeat(40), "lfs": lfs})
+            }
+            false => {
+                let blob = [format!("blob {}\0", bytes.len()).as_bytes(), bytes].concat();
+                let blob = hex(ring::digest::digest(&ring::digest::SHA1_FOR_LEGACY_USE_ONLY, &blob));
+                serde_json::json!({"rfilename": name, "size": bytes.len(), "blobId": blob})
+            }
+        });
         let body = serde_json::json!({"sha": COMMIT, "private": false, "siblings": siblings.collect::<Vec<_>>()});
         let body = body.to_string();
         send("200 OK", "", body.as_bytes(), body.len());
@@ -105,8 +156,9 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
     }
     let name = path
         .strip_prefix(&format!("/datasets/me/texts/resolve/{COMMIT}/"))
-        .or_else(|| path.strip_prefix("/some/model/resolve/main/"));
-    let Some(bytes) = name.and_then(|name| state.files.get(name)).cloned() else {
+        .or_else(|| path.strip_prefix(&format!("/some/model/resolve/{COMMIT}/")))
+        .or_else(|| path.strip_prefix("/elsewhere/"));
+    let Some(mut bytes) = name.and_then(|name| state.files.get(name)).cloned() else {
         send("404 Not Found", "", b"", 0);
         return None;
     };
@@ -116,9 +168,13 @@ fn answer(stream: &TcpStream, state: &Mutex<State>) -> Option<()> {
         return None;
     }
     let end = last.map_or(bytes.len(), |last| (last + 1).min(bytes.len()));
-    let etag = xxh3_64(&bytes);
+    let etag = state.etag.clone().unwrap_or_else(|| format!("{:x}", xxh3_64(&bytes)));
+    if state.num_flipped > 0 {
+        state.num_flipped -= 1;
+        bytes[first] ^= 1;
+    }
     let headers = format!(
-        "ETag: \"{etag:x}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {first}-{}/{}\r\n",
+        "ETag: \"{etag}\"\r\nX-Repo-Commit: {COMMIT}\r\nContent-Range: bytes {first}-{}/{}\r\n",
         end - 1,
         bytes.len()
     );
@@ -191,7 +247,7 @@ fn a_data_set_is_read_by_name_folder_and_glob() {
             .iter()
             .filter(|&&first| first == 0)
             .count(),
-        2
+        1
     );
     assert_eq!(server.requests("/api/").len(), 4);
 }
@@ -230,15 +286,21 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
 }
 
 #[test]
-fn a_fetched_file_killed_before_it_had_its_name_is_fetched_again() {
+fn a_fetched_file_killed_before_it_had_its_name_gets_it() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     let mut corpus = corpus("hf://datasets/me/texts/two");
     corpus.connect(&server.config(dir.path())).unwrap();
     let bytes = server.state.lock().unwrap().files["two/train-00000.parquet"].clone();
-    let blobs = dir.path().join("hub/datasets--me--texts/blobs");
-    fs::create_dir_all(&blobs).unwrap();
-    fs::write(blobs.join(format!("{:x}.part", xxh3_64(&bytes))), &bytes).unwrap();
+    let path = local_path(&corpus);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(temporary_name(&path), &bytes).unwrap();
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
+    assert!(server.requests("two/train").is_empty());
+    // One that holds something else is fetched again.
+    fs::remove_file(&path).unwrap();
+    fs::write(temporary_name(&path), vec![7; bytes.len()]).unwrap();
+    assert_eq!(texts(&corpus).unwrap(), ["other"]);
+    assert_eq!(server.requests("two/train"), [0]);
 }
 
 #[test]
@@ -273,11 +335,7 @@ fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
         .files
         .insert("one/train-00001.parquet".into(), gone);
     assert_eq!(texts(&corpus).unwrap(), ["first", "second", "third"]);
-    assert_eq!(
-        server.requests("train-00000").len(),
-        2,
-        "one question for its size, one for its bytes"
-    );
+    assert_eq!(server.requests("train-00000").len(), 1, "once");
 }
 
 #[test]
@@ -313,8 +371,7 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
             .collect::<Vec<_>>(),
         [3, 1]
     );
-    let blobs = dir.path().join("hub/datasets--me--texts/blobs");
-    assert_eq!(fs::read_dir(blobs).unwrap().count(), 0);
+    assert_eq!(fs::read_dir(dir.path().join("hub/files")).unwrap().count(), 0);
     server.state.lock().unwrap().is_down = true;
     assert!(run().unwrap().reused);
 }
@@ -355,6 +412,7 @@ fn answers_that_are_none_are_told() {
         endpoint: "http://127.0.0.1:1".to_owned(),
         token: Some("secret".to_owned()),
         dir: dir.path().join("other"),
+        ..server.config(dir.path())
     };
     let error = corpus("hf://datasets/me/texts")
         .connect(&config)
@@ -365,15 +423,181 @@ fn answers_that_are_none_are_told() {
         "{error}"
     );
     assert!(!format!("{config:?}").contains("secret"));
-    // A listing with names that lead out of the folder is not used.
-    server
-        .state
-        .lock()
-        .unwrap()
-        .files
-        .insert("../../x.parquet".into(), vec![0]);
-    let error = corpus("hf://datasets/me/texts/one").connect(&server.config(&dir.path().join("x")));
-    refusal(error, "leads elsewhere");
+    // A listing with names that are none, or lead out of the folder, is not used.
+    for (name, words) in [
+        ("../../x.parquet".to_owned(), "\"../../x.parquet\" leads elsewhere"),
+        ("/etc/x.parquet".to_owned(), "leads elsewhere"),
+        ("x\0.parquet".to_owned(), "\"x\\0.parquet\" leads elsewhere"),
+        ("x".repeat(5000), "xxx\"… of 5000 bytes leads elsewhere"),
+    ] {
+        server.set(|state| drop(state.files.insert(name.clone(), vec![0])));
+        let error = corpus("hf://datasets/me/texts/one").connect(&server.config(&dir.path().join("x")));
+        assert!(refusal(error, words).len() < 1000);
+        server.set(|state| drop(state.files.remove(&name)));
+    }
+    // Nor is one that has no end.
+    let length = format!("Content-Length: {}\r\n", MAX_ANSWER_BYTES + 1);
+    let endless = raw_server(
+        format!("HTTP/1.1 200 OK\r\n{length}\r\n"),
+        MAX_ANSWER_BYTES as usize + 1,
+    );
+    let config = HubConfig {
+        endpoint: endless,
+        ..server.config(&dir.path().join("y"))
+    };
+    refusal(corpus("hf://datasets/me/texts").connect(&config), "longer than 64 MiB");
+}
+
+/// Answers every request with `head` and as many spaces.
+fn raw_server(head: String, num_spaces: usize) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let endpoint = format!("http://{}", listener.local_addr().unwrap());
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let lines = BufReader::new(&stream).lines().map_while(Result::ok);
+            lines.take_while(|line| !line.is_empty()).for_each(drop);
+            let _ = (&stream).write_all(head.as_bytes());
+            let _ = (&stream).write_all(&vec![b' '; num_spaces]);
+        }
+    });
+    endpoint
+}
+
+/// Where the first file of a corpus goes.
+fn local_path(corpus: &Corpus) -> PathBuf {
+    let remote = corpus.files()[0].remote.as_ref().unwrap();
+    corpus.hub.as_ref().unwrap().local_path(remote)
+}
+
+#[test]
+fn a_server_does_not_choose_where_a_file_is_written() {
+    let (server, dir) = (server(), tempfile::tempdir().unwrap());
+    let victim = dir.path().join("victim");
+    fs::write(&victim, "untouched").unwrap();
+    for etag in [victim.to_str().unwrap(), "../../../../victim"] {
+        server.set(|state| state.etag = Some(etag.to_owned()));
+        let mut corpus = corpus("hf://datasets/me/texts/two");
+        corpus.connect(&server.config(dir.path())).unwrap();
+        assert_eq!(texts(&corpus).unwrap(), ["other"]);
+        assert_eq!(fs::read_to_string(&victim).unwrap(), "untouched");
+        let path = local_path(&corpus);
+        assert!(
+            path.is_file() && path.starts_with(dir.path().join("hub/files")),
+            "{path:?}"
+        );
+        fs::remove_file(path).unwrap();
+    }
+    let found = fs::read_dir(dir.path()).unwrap().flatten();
+    assert_eq!(found.count(), 2, "the hub's folder and the victim");
+    let odd = RemoteFile {
+        repo: "datasets/a/b".into(),
+        commit: COMMIT.into(),
+        name: format!("x/…{}.ssh:authorized keys.jsonl.gz", "y".repeat(300)),
+        num_bytes: None,
+        checksum: None,
+    };
+    let name = odd.local_name();
+    assert!(
+        name.len() < 120 && name.ends_with("y.ssh_authorized_keys.jsonl.gz"),
+        "{name}"
+    );
+}
+
+#[test]
+fn the_token_goes_nowhere_over_plain_http_and_not_along_a_redirect() {
+    let (server, other, dir) = (server(), server(), tempfile::tempdir().unwrap());
+    let config = HubConfig {
+        token: Some("hf_secret".to_owned()),
+        ..server.config(dir.path())
+    };
+    let mut corpus = corpus("hf://datasets/me/texts/two");
+    corpus.connect(&config).unwrap();
+    let location = format!("Location: {}/elsewhere/two/train-00000.parquet\r\n", other.endpoint);
+    server.set(|state| state.next.push(("302 Found", location)));
+    assert_eq!(texts(&corpus).unwrap(), ["other"]);
+    assert_eq!(other.requests("/elsewhere/").len(), 1);
+    for server in [server, other] {
+        assert_eq!(server.state.lock().unwrap().tokens, [""; 0]);
+    }
+}
+
+#[test]
+fn a_server_that_says_nothing_is_given_up() {
+    let (server, dir) = (server(), tempfile::tempdir().unwrap());
+    let config = HubConfig {
+        limits: HubLimits {
+            silence: Duration::from_millis(300),
+            outage: Duration::from_secs(2),
+            first_outage: Duration::from_secs(1),
+        },
+        ..server.config(dir.path())
+    };
+    server.set(|state| state.is_silent = true);
+    let mut corpus = corpus("hf://datasets/me/texts/two");
+    refusal(corpus.connect(&config), "the listing: | timeout | given up after");
+    server.set(|state| state.is_silent = false);
+    corpus.connect(&config).unwrap();
+    server.set(|state| state.is_silent = true);
+    refusal(
+        texts(&corpus),
+        "fetching two/train-00000.parquet: | timeout | given up after",
+    );
+}
+
+#[test]
+fn a_server_that_asks_for_a_pause_gets_it() {
+    let (server, dir) = (server(), tempfile::tempdir().unwrap());
+    let busy = |seconds: u32| ("429 Too Many Requests", format!("Retry-After: {seconds}\r\n"));
+    server.set(|state| state.next = vec![busy(1)]);
+    let started = std::time::Instant::now();
+    let mut corpus = corpus("hf://datasets/me/texts/two");
+    corpus.connect(&server.config(dir.path())).unwrap();
+    server.set(|state| state.next = vec![busy(1), ("503 Service Unavailable", String::new())]);
+    assert_eq!(texts(&corpus).unwrap(), ["other"]);
+    assert!(started.elapsed() >= Duration::from_secs(2), "{:?}", started.elapsed());
+    // Not longer than a run may wait.
+    fs::remove_file(local_path(&corpus)).unwrap();
+    server.set(|state| state.next = vec![busy(3600)]);
+    refusal(
+        texts(&corpus),
+        "429 Too Many Requests; the server asks to wait for 3600 s; given up",
+    );
+}
+
+#[test]
+fn a_flipped_bit_is_noticed() {
+    for is_large in [true, false] {
+        let (server, dir) = (server(), tempfile::tempdir().unwrap());
+        server.set(|state| (state.is_large, state.num_flipped) = (is_large, 1));
+        let mut corpus = corpus("hf://datasets/me/texts/two");
+        corpus.connect(&server.config(dir.path())).unwrap();
+        assert_eq!(texts(&corpus).unwrap(), ["other"], "fetched again");
+        fs::remove_file(local_path(&corpus)).unwrap();
+        server.set(|state| state.num_flipped = 9);
+        let kind = if is_large {
+            "its SHA-256 is"
+        } else {
+            "its Git blob id is"
+        };
+        refusal(texts(&corpus), &format!("{kind} | the listing says"));
+        assert!(!local_path(&corpus).exists());
+    }
+}
+
+#[test]
+fn certificates_that_are_none_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("roots.pem");
+    let connect = || {
+        let config = HubConfig {
+            certificates: Some(path.clone()),
+            ..server().config(dir.path())
+        };
+        corpus("hf://datasets/me/texts").connect(&config)
+    };
+    refusal(connect(), "roots.pem");
+    fs::write(&path, "no certificate").unwrap();
+    refusal(connect(), "roots.pem | no certificate in it | SSL_CERT_FILE");
 }
 
 #[test]
@@ -401,4 +625,13 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
     }
     let gone = super::hub_tokenizer("hf://some/model/other", server.config(dir.path()));
     refusal(gone, "other/tokenizer.json");
+    // What huggingface_hub has fetched needs no network.
+    let model = dir.path().join("hub/models--other--model");
+    let snapshot = model.join("snapshots").join(COMMIT);
+    fs::create_dir_all(model.join("refs")).unwrap();
+    fs::create_dir_all(&snapshot).unwrap();
+    fs::write(model.join("refs/main"), COMMIT).unwrap();
+    fs::write(snapshot.join("tokenizer.json"), "{}").unwrap();
+    let found = super::hub_tokenizer("hf://other/model", server.config(dir.path())).unwrap();
+    assert_eq!(found, snapshot.join("tokenizer.json"));
 }

@@ -8,14 +8,22 @@ use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, check_size};
+use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size};
 use crate::error::DataError;
+
+/// Longest line where documents have no limit.
+const MAX_LINE_BYTES: u64 = 256 << 20;
+/// Where they have one, a line may hold so much beside its text, whose letters take six bytes each at most (`\u0041`).
+const OTHER_COLUMNS_BYTES: u64 = 16 << 20;
 
 pub(super) struct JsonlSource {
     reader: Unpacked,
     path: PathBuf,
     column: String,
     max_bytes: u64,
+    max_line_bytes: u64,
+    /// The line read last was too long, and its rest is still to come.
+    skips_rest: bool,
     /// The line read last, from 1.
     line: u64,
     /// Offset of the next line in the file.
@@ -26,14 +34,21 @@ pub(super) struct JsonlSource {
 impl DocumentSource for JsonlSource {
     fn next_document(&mut self) -> Option<Result<(String, u64), DataError>> {
         loop {
-            self.buffer.clear();
-            let line_offset = self.offset;
-            match self.reader.by_ref().read_until(b'\n', &mut self.buffer) {
+            let line_offset = match self.read_line() {
                 Ok(0) => return None,
-                Ok(num_bytes) => self.offset += num_bytes as u64,
+                Ok(num_bytes) => self.offset - num_bytes,
                 Err(error) => return Some(Err(self.reader.error(&self.path, error))),
-            }
+            };
             self.line += 1;
+            if self.buffer.len() as u64 > self.max_line_bytes {
+                self.skips_rest = self.buffer.last() != Some(&b'\n');
+                self.buffer = Vec::new();
+                return Some(Err(DataError::LineTooLong {
+                    path: self.path.clone(),
+                    line: self.line,
+                    max_bytes: self.max_line_bytes,
+                }));
+            }
             let mark = if self.line == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) {
                 BYTE_ORDER_MARK.len()
             } else {
@@ -53,14 +68,39 @@ impl JsonlSource {
             path: path.to_path_buf(),
             column: column.to_owned(),
             max_bytes,
+            max_line_bytes: match max_bytes {
+                u64::MAX => MAX_LINE_BYTES,
+                max_bytes => max_bytes.saturating_mul(6).saturating_add(OTHER_COLUMNS_BYTES),
+            },
+            skips_rest: false,
             line: 0,
             offset: 0,
             buffer: Vec::new(),
         })
     }
 
+    /// Reads the next line, of one that is too long its first bytes; returns how many, 0 at the end.
+    fn read_line(&mut self) -> std::io::Result<u64> {
+        while std::mem::take(&mut self.skips_rest) {
+            let bytes = self.reader.fill_buf()?;
+            let end = bytes.iter().position(|byte| *byte == b'\n');
+            let num_bytes = end.map_or(bytes.len(), |end| end + 1);
+            self.skips_rest = end.is_none() && num_bytes > 0;
+            self.reader.consume(num_bytes);
+            self.offset += num_bytes as u64;
+        }
+        self.buffer.clear();
+        let mut line = self.reader.by_ref().take(self.max_line_bytes.saturating_add(1));
+        let num_bytes = line.read_until(b'\n', &mut self.buffer)? as u64;
+        self.offset += num_bytes;
+        Ok(num_bytes)
+    }
+
     fn parse(&self, mark: usize, line_offset: u64) -> Result<String, DataError> {
         let path = || self.path.clone();
+        if self.line == 1 {
+            check_encoding(&self.path, &self.buffer)?;
+        }
         let line = std::str::from_utf8(&self.buffer).map_err(|error| DataError::NotUtf8 {
             path: path(),
             byte_offset: line_offset + error.valid_up_to() as u64,
@@ -151,5 +191,47 @@ impl<'de> Visitor<'de> for Column<'_> {
             }
         }
         Ok(found)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::test_files::zstd;
+    use sieve_testing::refusal;
+
+    /// A line that unpacks to far more than is allowed is given up after that much, and the one behind it is read.
+    #[test]
+    fn a_line_that_is_too_long_takes_no_memory_and_the_next_one_is_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("bomb.jsonl.zst");
+        let long = format!("{{\"text\": \"{}\"}}\n", "x".repeat(64 << 20));
+        std::fs::write(&path, zstd(format!("{long}{{\"text\": \"next\"}}\n").as_bytes())).unwrap();
+        let mut source = JsonlSource::open(&path, "text", 1 << 16).unwrap();
+        let error = source.next_document().unwrap();
+        assert!(error.as_ref().is_err_and(DataError::is_invalid_document));
+        refusal(
+            error,
+            "bomb.jsonl.zst | line 1 | longer than 17170432 bytes | max_document_bytes",
+        );
+        assert!(
+            source.reader.fill_buf().unwrap().len() > 1 && source.offset < 1 << 25,
+            "{}",
+            source.offset
+        );
+        assert_eq!(source.next_document().unwrap().unwrap(), ("next".to_owned(), 2));
+        assert_eq!(source.buffer.capacity() >> 20, 0);
+        assert!(source.next_document().is_none());
+        // The document's own limit is looked at where the line may be read.
+        std::fs::write(
+            &path,
+            zstd(format!("{{\"text\": \"{}\"}}", "x".repeat(1 << 17)).as_bytes()),
+        )
+        .unwrap();
+        let mut source = JsonlSource::open(&path, "text", 1 << 16).unwrap();
+        refusal(
+            source.next_document().unwrap(),
+            "131072 bytes is over the limit of 65536",
+        );
     }
 }

@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
 
 use super::unpack::Unpacked;
-use super::{BYTE_ORDER_MARK, DocumentSource, check_size};
+use super::{BYTE_ORDER_MARK, DocumentSource, check_encoding, check_size};
 use crate::error::DataError;
 
 pub(super) struct TextSource {
@@ -54,6 +54,7 @@ impl TextSource {
             .read_to_end(&mut bytes);
         read.map_err(|error| reader.error(path, error))?;
         check_size(path, bytes.len() as u64, self.max_bytes)?;
+        check_encoding(path, &bytes)?;
         if let Some(position) = bytes.iter().position(|&byte| byte == 0) {
             return Err(DataError::NulByte {
                 path: path.clone(),

@@ -84,6 +84,25 @@ fn each_corpus_of_a_mixture_is_cut_where_none_has_a_document_to_spare() {
 }
 
 #[test]
+fn a_corpus_of_one_document_is_held_out_of_beside_one_of_many() {
+    let few = Few::new();
+    let rows = (0..200)
+        .map(|n| format!("{{\"text\": \"row {n}\"}}\n"))
+        .collect::<String>();
+    let corpora = [few.corpus("a.txt", "0123456789"), few.corpus("b.jsonl", &rows)];
+    let prepared = few.prepare(&corpora, 0.2).unwrap();
+    assert!(prepared.meta.is_cut);
+    let held_out = few.texts(&prepared.validation().unwrap());
+    assert_eq!(held_out[0], "89");
+    let shards = prepared.train_shards().unwrap();
+    assert_eq!(few.texts(&shards[0]), ["01234567"]);
+    // Whole documents of the other, as without the first.
+    let alone = few.prepare(&corpora[1..], 0.2).unwrap();
+    assert_eq!(held_out[1..], few.texts(&alone.validation().unwrap()));
+    assert!(!alone.meta.is_cut && (20..60).contains(&(held_out.len() - 1)));
+}
+
+#[test]
 fn enough_documents_are_not_cut() {
     let place = Place::new();
     assert!(!place.prepare(&place.config()).unwrap().meta.is_cut);

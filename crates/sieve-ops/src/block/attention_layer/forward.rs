@@ -1,10 +1,10 @@
 //! The forward pass of an attention layer.
 use crate::DeviceBackend;
 use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
+use crate::block::WeightSums;
 use crate::block::product::{Operands, product};
 use crate::block::residual::Residual;
-use crate::block::{WeightSums, kept};
-use crate::dma::{DmaForward, DynamicMaskBackend};
+use crate::dma::{DmaForward, composed};
 use crate::documents::DocumentBounds;
 use crate::fp8::{ProductPrecision, ToRound};
 use crate::norm::RmsNormCall;
@@ -13,7 +13,7 @@ use crate::row_parts::{self, DmaParts, Parted, RowParts};
 use crate::tensors::{Float, Ints, primitive};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
-use sieve_core::DmaShape;
+use sieve_core::{DmaShape, Keeping};
 
 /// What [`attention_layer`](super::attention_layer) computes with.
 #[derive(Clone, Debug)]
@@ -32,6 +32,8 @@ pub struct AttentionLayer<B: Backend> {
     pub dma: Option<DmaLayer<B>>,
     /// What the products with `qkv` and `o` multiply in.
     pub precision: ProductPrecision,
+    /// What the backward pass is left beside the least.
+    pub keeping: Keeping,
     /// Of `qkv` and `o`.
     pub sums: WeightSums<B>,
 }
@@ -82,10 +84,11 @@ impl<B: Backend> Attended<B> {
         }
     }
 
-    pub(super) fn expire(&self) -> Option<Ints<B>> {
+    /// DMA's mask and ranks.
+    pub(super) fn chosen(&self) -> Option<(Ints<B>, Float<B>)> {
         match self {
             Self::Recent(_) | Self::Parted(_) => None,
-            Self::Selected(forward) => Some(forward.selection.expire.clone()),
+            Self::Selected(forward) => Some((forward.selection.expire.clone(), forward.rank.clone())),
         }
     }
 }
@@ -113,27 +116,28 @@ pub(super) fn forward<B: DeviceBackend>(
         epsilon: layer.epsilon,
     });
     let normed = ToRound::new(normed);
-    let (qkv, first) = product::<B>(layer.precision, normed, primitive(layer.qkv), None);
+    let (how, rest) = ((layer.precision, layer.keeping), layer.keeping.rest);
+    let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv), None);
     let qkv = split_heads::<B>(qkv, call.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
-    let kept_rotated = kept(rotated.clone());
+    let kept_rotated = layer.keeping.made_again.then(|| rotated.clone());
     let (documents, spec) = (&call.documents, call.spec);
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
             let dma = dma.map(|dma| of_parts(dma, call));
-            Attended::Parted(row_parts::forward(rotated, dma, (parts, documents, spec)))
+            Attended::Parted(row_parts::forward(rotated, dma, (parts, documents, spec), rest))
         }
         (None, None) => Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec)),
         (None, Some(dma)) => {
             let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
-            let forward = B::dynamic_mask_attention(rotated, w_dt, a, documents, spec, dma.spec);
+            let forward = composed::forward::<B>(rotated, w_dt, a, documents, spec, dma.spec, rest);
             Attended::Selected(forward)
         }
     };
     let heads = ToRound::new(merge_heads::<B>(attended.o()));
     let o = primitive(layer.o);
     let added = (call.residual == Residual::Stream).then_some(x);
-    let (y, second) = product::<B>(layer.precision, heads, o, added);
+    let (y, second) = product::<B>(how, heads, o, added);
     LayerForward {
         qkv,
         rotated: kept_rotated,

@@ -1,6 +1,5 @@
 use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer, forward};
 use crate::block::product::Operands;
-use crate::block::while_all_is_kept;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity, check_views, documents,
     evaluate, float, primitive,
@@ -12,12 +11,16 @@ use crate::{
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::Flex;
-use sieve_core::{DmaRecency, DmaShape};
+use sieve_core::{DmaRecency, DmaShape, KeepRest, Keeping};
 
 const EPSILON: f64 = 1e-5;
 const QK_EPSILON: f64 = 1e-4;
 const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
+const ALL: Keeping = Keeping {
+    rest: KeepRest::Always,
+    made_again: true,
+};
 
 /// One call: what attends, in which documents.
 struct Case {
@@ -60,7 +63,7 @@ impl Case {
         RotaryEmbedding::with_dtype(HEAD_DIM, 64, 100.0, &Default::default(), like.dtype())
     }
 
-    fn layer(&self, inputs: &[Float]) -> AttentionLayer<Ad> {
+    fn layer(&self, inputs: &[Float], keeping: Keeping) -> AttentionLayer<Ad> {
         AttentionLayer {
             norm: float(&inputs[1]),
             epsilon: EPSILON,
@@ -73,16 +76,21 @@ impl Case {
                 spec,
             }),
             precision: ProductPrecision::Tensors,
+            keeping,
             sums: [None, None],
         }
     }
 
     fn op(&self, inputs: &[Float]) -> Float {
+        self.op_that_keeps(inputs, Keeping::default())
+    }
+
+    fn op_that_keeps(&self, inputs: &[Float], keeping: Keeping) -> Float {
         let rope = self.rope(&inputs[0]);
         let tokens = (self.documents.positions.clone(), &rope, &self.documents);
         let x = float(&inputs[0]);
-        let (y, expire) = attention_layer(x, self.layer(inputs), tokens, self.spec, self.residual);
-        assert_eq!(expire.is_some(), self.dma.is_some());
+        let (y, chosen) = attention_layer(x, self.layer(inputs, keeping), tokens, self.spec, self.residual);
+        assert_eq!(chosen.is_some(), self.dma.is_some());
         primitive(y)
     }
 
@@ -95,7 +103,7 @@ impl Case {
             spec: self.spec,
             residual: self.residual,
         };
-        reference::attention_layer::<Ad>(inputs[0].clone(), self.layer(inputs), call)
+        reference::attention_layer::<Ad>(inputs[0].clone(), self.layer(inputs, Keeping::NOTHING), call)
     }
 
     /// The same layer by single ops, each a node of its own.
@@ -219,7 +227,7 @@ fn equals_its_parts_to_the_last_bit() {
             let found = run(&|inputs| case.op(inputs));
             let expected = run(&|inputs| case.parts(inputs));
             assert_eq!(found, expected, "{kind:?} {residual:?}");
-            let found = while_all_is_kept(|| run(&|inputs| case.op(inputs)));
+            let found = run(&|inputs| case.op_that_keeps(inputs, ALL));
             assert_eq!(found, expected, "{kind:?} {residual:?}, all kept");
         }
     }
@@ -242,7 +250,8 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
             spec: case.spec,
             residual: case.residual,
         };
-        let all = while_all_is_kept(|| forward::<Flex>(inputs[0].clone(), case.layer(&leaves).inner(), &call.inner()));
+        let layer = case.layer(&leaves, ALL).inner();
+        let all = forward::<Flex>(inputs[0].clone(), layer, &call.inner());
         let [Operands::X(normed), _] = all.operands else {
             panic!("{kind:?}: no normed stream");
         };

@@ -1,6 +1,5 @@
 use super::{FeedForward, Residual, feed_forward, forward};
 use crate::block::product::Operands;
-use crate::block::while_all_is_kept;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, evaluate, float,
     primitive,
@@ -9,8 +8,13 @@ use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::Flex;
+use sieve_core::{KeepRest, Keeping};
 
 const EPSILON: f64 = 1e-5;
+const ALL: Keeping = Keeping {
+    rest: KeepRest::Always,
+    made_again: true,
+};
 
 fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] {
     let mut random = Random(seed);
@@ -22,23 +26,28 @@ fn inputs([batch, seq_len, d_model, d_ff]: [usize; 4], seed: u64) -> [Input; 4] 
     ]
 }
 
-fn layer(inputs: &[Float]) -> FeedForward<Ad> {
+fn layer(inputs: &[Float], keeping: Keeping) -> FeedForward<Ad> {
     FeedForward {
         norm: float(&inputs[1]),
         gate_up: float(&inputs[2]),
         down: float(&inputs[3]),
         epsilon: EPSILON,
         precision: ProductPrecision::Tensors,
+        keeping,
         sums: [None, None],
     }
 }
 
 fn op(residual: Residual) -> impl Fn(&[Float]) -> Float {
-    move |inputs| primitive(feed_forward(float::<3>(&inputs[0]), layer(inputs), residual))
+    op_that_keeps(residual, Keeping::default())
+}
+
+fn op_that_keeps(residual: Residual, keeping: Keeping) -> impl Fn(&[Float]) -> Float {
+    move |inputs| primitive(feed_forward(float::<3>(&inputs[0]), layer(inputs, keeping), residual))
 }
 
 fn reference_op(residual: Residual) -> impl Fn(&[Float]) -> Float {
-    move |inputs| reference::feed_forward::<Ad>(inputs[0].clone(), layer(inputs), residual)
+    move |inputs| reference::feed_forward::<Ad>(inputs[0].clone(), layer(inputs, Keeping::NOTHING), residual)
 }
 
 const BOTH: [Residual; 2] = [Residual::Stream, Residual::None];
@@ -84,7 +93,7 @@ fn equals_its_parts_to_the_last_bit() {
         let expected = evaluate(&parts, &inputs, 5, DType::F32, whole);
         let found = evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole);
         assert_eq!(found, expected, "{sizes:?}");
-        let found = while_all_is_kept(|| evaluate(&op(Residual::Stream), &inputs, 5, DType::F32, whole));
+        let found = evaluate(&op_that_keeps(Residual::Stream, ALL), &inputs, 5, DType::F32, whole);
         assert_eq!(found, expected, "{sizes:?}, all kept");
     }
 }
@@ -95,8 +104,8 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
     let [batch, seq_len, d_model, d_ff] = [2, 7, 24, 20];
     let inputs = inputs([batch, seq_len, d_model, d_ff], 3).map(|x| x.tensor(DType::F32));
     let leaves = inputs.clone().map(Ad::from_inner);
-    let numbers = || {
-        let layer = layer(&leaves).inner();
+    let numbers = |keeping| {
+        let layer = layer(&leaves, keeping).inner();
         let [first, second] = forward::<Flex>(inputs[0].clone(), layer, BOTH[0]).operands;
         let numbers = [first, second].map(|kept| match kept {
             Operands::X(x) => x.shape().num_elements(),
@@ -104,6 +113,6 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
         });
         numbers.iter().sum::<usize>()
     };
-    let all = while_all_is_kept(numbers);
-    assert_eq!(all, batch * seq_len * (d_model + d_ff));
+    assert_eq!(numbers(ALL), batch * seq_len * (d_model + d_ff));
+    assert_eq!(numbers(Keeping::default()), 0);
 }

@@ -8,7 +8,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use proptest::prelude::*;
-use sieve_core::DmaWindow;
+use sieve_core::{DmaWindow, KeepRest};
 
 fn scores(values: &[f32], dims: [usize; 3]) -> Tensor<Flex, 3> {
     Tensor::from_data(TensorData::new(values.to_vec(), dims), &Default::default())
@@ -96,7 +96,7 @@ fn attend(
     let selection = DmaSelection::of_expire(expire.into_primitive());
     let bounds = documents.bounds();
     let (qkv, delta) = (qkv.tensor(dtype), delta.tensor(dtype));
-    let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec);
+    let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec, KeepRest::Never);
     let o_dims = [batch, seq_len, spec.num_heads, head_dim];
     let d_o = Random(9).input(&o_dims);
     let (dqkv, d_delta) =

@@ -11,7 +11,7 @@ use crate::documents::Documents;
 use crate::row_parts::{DmaParts, RowLinks, RowParts, backward, forward};
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use sieve_core::{DmaBias, DmaRecency, DmaShape};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepRest};
 use sieve_cuda::Cuda;
 use sieve_kernels::{CudaReport, KernelCache, NcclGroup};
 use std::collections::HashMap;
@@ -179,7 +179,7 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
     };
     let [w_dt, a] = gpu.weights(case);
     let (x, weights, gates) = (qkv.clone(), w_dt.clone(), a.clone());
-    let forward = composed::forward::<Cuda>(x, weights, gates, &documents, SPEC, dma);
+    let forward = composed::forward::<Cuda>(x, weights, gates, &documents, SPEC, dma, KeepRest::default());
     let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
     let state = DmaState {
         qkv,
@@ -234,9 +234,9 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
     let own_bounds = documents.bounds();
     let place = (&parts, &own_bounds, SPEC);
     let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
-    let parted = forward::<Cuda>(qkv.clone(), dma(), place);
+    let parted = forward::<Cuda>(qkv.clone(), dma(), place, KeepRest::default());
     let mut expire = Vec::new();
-    if let Some((border, of_longer)) = parted.mask() {
+    if let Some((border, Some(of_longer))) = parted.border() {
         let (slots, kv, all) = (border.slots, SPEC.num_kv_heads, first + LEN);
         let border_keys = border.keys.clone().map_or(Vec::new(), |keys| {
             let keys = tensor::<Cuda, 4>(keys).cast(DType::F32).into_data();

@@ -1,32 +1,35 @@
-//! Kept blocks of all layers and heads as one grey PNG.
-
+//! Kept blocks of all layers and heads as a picture.
+use crate::eval::heads::{Heads, Legend, Square};
 use sieve_select::SparseMask;
 
 /// Pixels of one head's side, at most.
-const SIDE: usize = 96;
-/// Pixels between heads.
-const GAP: usize = 4;
-/// Grey of what lies after the diagonal, and between heads.
-const OUTSIDE: u8 = 200;
+const SIDE: usize = 1024;
+/// Grey of keys after the query.
+const LATER: u8 = 200;
 
 /// A row of heads per layer; black is kept, white is dropped. Rows and columns are tiles (with permutations, of the
 /// permuted sequence); a pixel that stands for several tiles shows their mean.
-pub(super) fn png(masks: &[SparseMask]) -> Vec<u8> {
-    let side = |mask: &SparseMask| mask.tiles.num_query_tiles().clamp(1, SIDE);
-    let heads = masks.first().map_or(0, |mask| mask.shape.num_heads);
-    let cell = masks.iter().map(side).max().unwrap_or(1) + GAP;
-    let (width, height) = (heads * cell + GAP, masks.len() * cell + GAP);
-    let mut pixels = vec![OUTSIDE; width * height];
-    for (layer, mask) in masks.iter().enumerate() {
-        for head in 0..heads {
-            let size = side(mask);
-            for (y, row) in cells(mask, head, size).chunks(size).enumerate() {
-                let at = (GAP + layer * cell + y) * width + GAP + head * cell;
-                pixels[at..at + size].copy_from_slice(row);
-            }
+pub(super) fn svg(label: &str, model: &str, masks: &[SparseMask]) -> String {
+    let num_tokens = masks.first().map_or(0, |mask| mask.shape.num_queries);
+    let square = |mask: &SparseMask, head| {
+        let side = mask.tiles.num_query_tiles().clamp(1, SIDE);
+        Square {
+            side,
+            pixels: cells(mask, head, side),
         }
-    }
-    encode(width, height, &pixels)
+    };
+    let layer = |(layer, mask): (usize, &SparseMask)| {
+        let heads = (0..mask.shape.num_heads).map(|head| square(mask, head));
+        (layer, heads.collect())
+    };
+    let picture = Heads {
+        title: format!("Kept blocks of {label}"),
+        about: format!("{model}; a prompt of {num_tokens} tokens, in the permuted order where tokens are permuted"),
+        num_tokens,
+        layers: masks.iter().enumerate().map(layer).collect(),
+        legend: Legend::Boxes(&[(0, "kept"), (255, "dropped"), (LATER, "after the query")]),
+    };
+    picture.svg()
 }
 
 /// Grey values of one head, `[size, size]`.
@@ -45,23 +48,10 @@ fn cells(mask: &SparseMask, head: usize, size: usize) -> Vec<u8> {
         }
     }
     let grey = |(&kept, &all): (&u32, &u32)| match all {
-        0 => OUTSIDE,
+        0 => LATER,
         _ => 255 - (255 * kept / all) as u8,
     };
     kept.iter().zip(&all).map(grey).collect()
-}
-
-/// An 8-bit grey PNG.
-pub(in crate::eval) fn encode(width: usize, height: usize, pixels: &[u8]) -> Vec<u8> {
-    let mut png = Vec::new();
-    let mut encoder = png::Encoder::new(&mut png, width as u32, height as u32);
-    encoder.set_color(png::ColorType::Grayscale);
-    encoder.set_depth(png::BitDepth::Eight);
-    let written = encoder
-        .write_header()
-        .and_then(|mut writer| writer.write_image_data(pixels));
-    written.expect("memory takes a picture of at least one gap");
-    png
 }
 
 #[cfg(test)]
@@ -79,16 +69,19 @@ mod tests {
             head_dim: 4,
         };
         let mask = SparseMask::dense(shape);
-        let o = OUTSIDE;
+        let o = LATER;
         assert_eq!(cells(&mask, 1, 4), [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]);
-        let encoded = png(&[mask.clone(), mask]);
-        let decoder = png::Decoder::new(encoded.as_slice());
-        let (frame, mut reader) = decoder.read_info().expect("a header");
-        assert_eq!((frame.width, frame.height), (20, 20));
-        let mut pixels = vec![0; 20 * 20];
-        reader.next_frame(&mut pixels).expect("a picture");
-        // The second head of the second layer: two tiles a pixel row, after three gaps and its neighbour.
-        let row = |y: usize| &pixels[y * 20 + 12..y * 20 + 16];
-        assert_eq!([row(12), row(15)], [[0, o, o, o], [0, 0, 0, 0]]);
+        let svg = svg("a<b", "run, step 3", &[mask.clone(), mask]);
+        assert_eq!(svg.matches("<image").count(), 4);
+        for words in [
+            ">Kept blocks of a&lt;b<",
+            "512 tokens",
+            ">layer 1<",
+            ">head 1<",
+            ">512<",
+            ">dropped<",
+        ] {
+            assert!(svg.contains(words), "{words}");
+        }
     }
 }

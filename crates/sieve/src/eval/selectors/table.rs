@@ -1,8 +1,8 @@
 //! The measures as lines, or as one JSON object.
 use super::compare::Trained;
 use super::{Failures, Run};
-use crate::eval::output;
 use crate::{selector, terminal};
+use anyhow::Result;
 use serde::Serialize;
 use sieve_eval::SelectorMeasure;
 use sieve_ops::SieveBackend;
@@ -17,14 +17,14 @@ pub(super) struct Row {
     pub(super) measure: SelectorMeasure,
 }
 
-/// Prints everything as one object.
-pub(super) fn print_json<B: SieveBackend>(
+/// Everything as one object, kept and printed as was asked for.
+pub(super) fn report<B: SieveBackend>(
     run: &Run<'_, B>,
     rows: &[Row],
     trained: &[Trained],
     left_out: &[anyhow::Error],
     failed: &Failures,
-) {
+) -> Result<()> {
     let json = serde_json::json!({
         "data": run.args.data,
         "threads": crate::device::num_threads(),
@@ -33,7 +33,8 @@ pub(super) fn print_json<B: SieveBackend>(
         "left_out": left_out.iter().map(terminal::first_line).collect::<Vec<_>>(),
         "failed": failed,
     });
-    output::print_json(run.loaded, json);
+    run.args.result.report(run.loaded, super::COMMAND, json)?;
+    Ok(())
 }
 
 /// Prints all lengths.
@@ -109,8 +110,9 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         ));
     }
     terminal::lines(notes(rows));
+    let (on_cpu, others): (Vec<&&Row>, Vec<&&Row>) = rows.iter().partition(|row| is_on_cpu(&row.measure));
     let mut told = Vec::new();
-    for Row { label, measure: m } in rows {
+    for Row { label, measure: m } in others {
         let path = selector::paths(&m.paths);
         if m.host_bytes > 0.0 {
             terminal::line(&format!(
@@ -122,6 +124,20 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             told.push(path);
         }
     }
+    if !on_cpu.is_empty() {
+        let which = if on_cpu.len() == rows.len() {
+            "all of these"
+        } else {
+            "the others"
+        };
+        terminal::line(&format!("{which} chose and attended on the CPU in every layer"));
+    }
+}
+
+/// Whether the model is on a CPU and all its layers took one path.
+fn is_on_cpu(measure: &SelectorMeasure) -> bool {
+    let paths = &measure.paths;
+    paths.len() == 1 && paths[0].path.ends_with("on the CPU") && measure.host_bytes == 0.0
 }
 
 /// What the rows of one length do not say by themselves.

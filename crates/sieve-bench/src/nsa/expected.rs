@@ -1,0 +1,212 @@
+//! What native sparse attention's ops should give: the softmax branches by the definition of attention in f64, the
+//! others by plain operations in f64; and what plain computations in bf16 make of the same.
+use super::{Inputs, linear_ops};
+use crate::bar::{Bar, RowBar, lost_digits, row_norms};
+use crate::reference::narrow;
+use crate::report::Outcome;
+use burn::tensor::DType;
+use burn_flex::{Flex, FlexDevice};
+use sieve_cpu::nsa::slot_starts;
+use sieve_cpu::reference::{AttentionCall, ChosenBlocks, Results, Rounding};
+use sieve_cpu::{AttentionShape, Documents, Mask};
+
+/// One output.
+struct Output {
+    name: &'static str,
+    exact: Vec<f32>,
+    plain: Vec<f32>,
+    /// How large the terms of each row are; none of a log-sum-exp, which is compared number by number.
+    terms: Vec<f64>,
+    /// See [`RowBar::lost_digits`].
+    lost_digits: f64,
+}
+
+/// Every output of a call, and the blocks that its compressed branch chooses.
+pub(super) struct Expected {
+    outputs: Vec<Output>,
+    pub(super) chosen: Vec<i32>,
+}
+
+impl Expected {
+    pub(super) fn of(inputs: &Inputs, chosen: Vec<i32>) -> Self {
+        let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| linear_ops::<Flex>(inputs, dtype, &FlexDevice));
+        let shape = inputs.case.shape;
+        let pairs = exact.into_iter().zip(plain);
+        let outputs = pairs.map(|((name, exact), (_, plain))| {
+            let width = match name {
+                "gates dlogits" | "gates dbias" => shape.num_heads * 3,
+                _ => shape.head_dim,
+            };
+            Output {
+                terms: row_norms(&exact, width),
+                name,
+                exact,
+                plain,
+                lost_digits: 0.0,
+            }
+        });
+        let mut outputs: Vec<Output> = outputs.collect();
+        outputs.extend(compressed(inputs));
+        outputs.extend(selected(inputs));
+        Self { outputs, chosen }
+    }
+
+    /// The largest error of an output as a share of what is allowed.
+    pub(super) fn judge(&self, name: &str, got: &[f32], is_bf16: bool) -> Outcome {
+        let found = self.outputs.iter().find(|output| output.name == name);
+        let of = found.expect("the names of this file");
+        if of.terms.is_empty() {
+            return Bar::of(is_bf16, 1e-4, [1e-4; 2]).judge(name, got, &of.plain, &of.exact);
+        }
+        RowBar::new(is_bf16, of.lost_digits).judge(name, got, &of.plain, &of.exact, &of.terms)
+    }
+
+    /// A result as a plain computation in bf16 would have it.
+    #[cfg(test)]
+    pub(super) fn plain(&self) -> Vec<(&'static str, Vec<f32>)> {
+        let of = |output: &Output| (output.name, output.plain.clone());
+        self.outputs.iter().map(of).collect()
+    }
+}
+
+fn shape_of(inputs: &Inputs) -> AttentionShape {
+    let shape = inputs.case.shape;
+    AttentionShape {
+        batch: shape.batch,
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+        softmax_scale: inputs.case.scale,
+    }
+}
+
+fn documents(inputs: &Inputs) -> Documents<'_> {
+    Documents {
+        start: &inputs.case.doc_start,
+        end: &inputs.case.doc_end,
+    }
+}
+
+/// Heads of a token side by side: queries, keys, values.
+fn packed(shape: AttentionShape, [q, k, v]: [&[f64]; 3], width: usize) -> Vec<f64> {
+    let tokens = shape.batch * shape.seq_len;
+    let part = |x: &[f64], token: usize, heads: usize| x[token * heads * width..][..heads * width].to_vec();
+    let of_token = |token| {
+        let keys = [k, v].map(|x| part(x, token, shape.num_kv_heads));
+        [part(q, token, shape.num_heads), keys.concat()].concat()
+    };
+    (0..tokens).flat_map(of_token).collect()
+}
+
+/// Attention over the compressed blocks: each stands at its last token, where queries from there on see it.
+fn compressed(inputs: &Inputs) -> Vec<Output> {
+    let (shape, blocks) = (shape_of(inputs), inputs.blocks);
+    let (n, d, heads, kv_heads) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
+    let starts = slot_starts(blocks, shape.batch, n, documents(inputs));
+    let num_slots = blocks.num_slots(n);
+    // Token of the batch where the block in a slot ends.
+    let ends = starts.iter().enumerate().filter(|(_, start)| **start >= 0);
+    let ends = ends.map(|(slot, &start)| {
+        (
+            slot,
+            slot / num_slots * n + start as usize + blocks.compress_block_size - 1,
+        )
+    });
+    let ends: Vec<(usize, usize)> = ends.collect();
+    let mut expire: Vec<i32> = (0..shape.batch * kv_heads).flat_map(|_| 0..n as i32).collect();
+    let mut qkv = inputs.qkv.clone();
+    let (token_len, rows) = (shape.token_len(), inputs.rows());
+    qkv.chunks_exact_mut(token_len)
+        .for_each(|token| token[heads * d..].fill(0.0));
+    for &(slot, token) in &ends {
+        for kv_head in 0..kv_heads {
+            expire[(token / n * kv_heads + kv_head) * n + token % n] = inputs.case.doc_end[token];
+        }
+        for which in [0, 1] {
+            let from = (which * rows + slot * kv_heads) * d;
+            let to = token * token_len + (heads + which * kv_heads) * d;
+            qkv[to..to + kv_heads * d].copy_from_slice(&inputs.compressed[from..from + kv_heads * d]);
+        }
+    }
+    let delta = vec![0.0; expire.len()];
+    let mask = Mask::Expire {
+        expire: &expire,
+        delta: &delta,
+    };
+    let call = AttentionCall::packed(shape, &qkv, documents(inputs), mask, &inputs.case.d_o);
+    let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
+    // Keys and values where the blocks are.
+    let slots = |[k, v]: [&[f64]; 2], width: usize| -> Vec<f64> {
+        let mut all = vec![0.0; 2 * rows * width];
+        for (which, x) in [k, v].into_iter().enumerate() {
+            for &(slot, token) in &ends {
+                let to = (which * rows + slot * kv_heads) * width;
+                all[to..to + kv_heads * width].copy_from_slice(&x[token * kv_heads * width..][..kv_heads * width]);
+            }
+        }
+        all
+    };
+    let queries = |dq: &[f64], width: usize| {
+        let none = vec![0.0; shape.batch * n * kv_heads * width];
+        packed(shape, [dq, &none, &none], width)
+    };
+    let terms = &exact.terms;
+    let of_queries = [queries(&exact.dq, d), queries(&plain.dq, d), queries(&terms.dq, 1)];
+    let of_slots = [
+        slots([&exact.dk, &exact.dv], d),
+        slots([&plain.dk, &plain.dv], d),
+        slots([&terms.dk, &terms.dv], 1),
+    ];
+    let gradients = [("compressed dqkv", of_queries), ("dcompressed", of_slots)];
+    branch(["compressed o", "compressed lse"], exact, plain, gradients)
+}
+
+/// Attention over the blocks that the inputs name.
+fn selected(inputs: &Inputs) -> Vec<Output> {
+    let (shape, d) = (shape_of(inputs), inputs.case.shape.head_dim);
+    let call = AttentionCall {
+        chosen: Some(ChosenBlocks {
+            indices: &inputs.chosen,
+            count: inputs.blocks.num_selected_blocks,
+            block_size: inputs.blocks.select_block_size,
+        }),
+        ..AttentionCall::packed(shape, &inputs.qkv, documents(inputs), Mask::Causal, &inputs.case.d_o)
+    };
+    let [exact, plain] = [Rounding::None, Rounding::Bf16].map(|rounding| call.run(rounding));
+    let gradient = |x: &Results| packed(shape, [&x.dq, &x.dk, &x.dv], d);
+    let terms = &exact.terms;
+    let terms = packed(shape, [&terms.dq, &terms.dk, &terms.dv], 1);
+    let gradients = [("selected dqkv", [gradient(&exact), gradient(&plain), terms])];
+    branch(["selected o", "selected lse"], exact, plain, gradients)
+}
+
+/// The outputs of a softmax branch; of each gradient the exact one, the plain one and the terms of its rows.
+fn branch<const N: usize>(
+    [o, lse]: [&'static str; 2],
+    exact: Results,
+    plain: Results,
+    gradients: [(&'static str, [Vec<f64>; 3]); N],
+) -> Vec<Output> {
+    let exact_lse = narrow(exact.lse);
+    let lost_digits = lost_digits(&exact_lse);
+    let rows = [(o, [exact.o, plain.o, exact.terms.o])];
+    let rows = rows.into_iter().chain(gradients);
+    let mut outputs: Vec<Output> = rows
+        .map(|(name, [exact, plain, terms])| Output {
+            name,
+            exact: narrow(exact),
+            plain: narrow(plain),
+            terms,
+            lost_digits,
+        })
+        .collect();
+    outputs.push(Output {
+        name: lse,
+        exact: exact_lse,
+        plain: narrow(plain.lse),
+        terms: Vec::new(),
+        lost_digits,
+    });
+    outputs
+}

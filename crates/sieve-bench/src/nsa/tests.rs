@@ -1,0 +1,79 @@
+use super::*;
+use sieve_testing::refusal;
+
+#[test]
+fn the_cpu_passes_and_another_choice_fails() {
+    let mut report = Report::default();
+    let extent = Extent::all(3, 90, 1);
+    check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("cases");
+    assert_eq!(report.failed(), 0, "{report}");
+    let none = |_, _| false;
+    assert!(judge_choice(&[0, 1, 0, 2, 0, 3], &[0, 1, 0, 1, 0, 1], 2, none).is_ok());
+    let (found, expected) = (vec![0; 40], vec![1; 40]);
+    assert!(judge_choice(&found, &expected, 2, none).is_err());
+    assert!(judge_choice(&found, &expected, 2, |_, _| true).is_ok());
+}
+
+/// One row of a document of 700 tokens: its late tokens see hundreds of keys, and few queries see them.
+fn one_long_document() -> (Inputs, Expected) {
+    let shape = attention_shape(1, 700, [4, 2], [64, 64]);
+    let mut random = Random(4);
+    let blocks = NsaBlocks {
+        compress_block_size: 8,
+        compress_stride: 4,
+        select_block_size: 16,
+        num_selected_blocks: 6,
+    };
+    let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::RANDOM[0], 9).expect("one document");
+    let mut inputs = Inputs::of(case, blocks, &mut random);
+    let chosen = choice(&inputs);
+    inputs.leave_out(&chosen);
+    let expected = Expected::of(&inputs, chosen);
+    (inputs, expected)
+}
+
+/// What a broken kernel would do to the late tokens of one output, whose rows are `width` wide and `heads` a token.
+#[test]
+fn a_kernel_that_is_wrong_in_its_late_rows_fails() {
+    let (_, expected) = one_long_document();
+    let plain = expected.plain();
+    for (name, values) in &plain {
+        let judged = expected.judge(name, values, true);
+        assert!(judged.is_ok(), "{name}: {judged:?}");
+    }
+    // Query heads, then the key and value heads, of a token.
+    let (q, k, v) = (0..4, 4..6, 6..8);
+    for (name, per_token, heads, factor) in [
+        ("selected o", 4, q.clone(), 0.0),
+        ("selected o", 4, q.clone(), 0.95),
+        ("selected dqkv", 8, q.clone(), 0.95),
+        ("selected dqkv", 8, k, 0.95),
+        ("selected dqkv", 8, v, 0.95),
+        ("compressed o", 4, q.clone(), 0.95),
+        ("compressed dqkv", 8, q.clone(), 0.95),
+        ("gates o", 4, q.clone(), 0.95),
+        ("gates dselected", 4, q, 0.95),
+    ] {
+        let (_, values) = plain.iter().find(|(of, _)| *of == name).expect("an output");
+        let mut values = values.clone();
+        for token in 650..700 {
+            for head in heads.clone() {
+                let row = &mut values[(token * per_token + head) * 64..][..64];
+                row.iter_mut().for_each(|x| *x *= factor);
+            }
+        }
+        refusal(expected.judge(name, &values, true), "row");
+    }
+    // Slots, then heads: the last blocks of both heads, of keys and of values.
+    let (_, values) = plain.iter().find(|(of, _)| *of == "dcompressed").expect("an output");
+    for which in [0, 1] {
+        let mut values = values.clone();
+        let first = values.len() / 2 * which;
+        // 174 blocks lie in the row whole; the last slot is empty.
+        for row in 160 * 2..174 * 2 {
+            let row = &mut values[first + row * 64..][..64];
+            row.iter_mut().for_each(|x| *x *= 0.95);
+        }
+        refusal(expected.judge("dcompressed", &values, true), "row");
+    }
+}

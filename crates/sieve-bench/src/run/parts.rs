@@ -1,0 +1,144 @@
+//! `sieve kernels run dma | swa --parts N`: a row cut into parts, one a rank; the ranks are threads
+//! here.
+use super::branches::Tensors;
+use crate::case::{Case, Keys};
+use crate::error::{Result, refused};
+use crate::nsa::typed;
+use crate::outputs::Outputs;
+use crate::place::{Place, floats, indices};
+use crate::shape::{keys_of, packed_of, queries_of, values_of};
+use crate::strided::{Layout, packed};
+use burn::tensor::{DType, TensorMetadata};
+use sieve_core::DmaShape;
+use sieve_hf::NamedTensor;
+use sieve_ops::{RowParts, ThreadLinks, TracedPart};
+use sieve_testing::{Random, round_bf16};
+use std::sync::Arc;
+
+/// A number of parts that rows of a case can be cut into.
+pub(super) fn check(parts: usize, case: &Case) -> Result<()> {
+    let (seq_len, shape) = (case.shape.seq_len, case.shape);
+    if parts < 2 || !seq_len.is_multiple_of(parts) {
+        return refused(format!(
+            "--parts {parts}: rows of {seq_len} tokens are cut into two parts or more, of equal length"
+        ));
+    }
+    if shape.head_dim != shape.head_dim_v {
+        return refused("--parts takes keys and values of one width\n  hint: leave head_dim_v out");
+    }
+    Ok(())
+}
+
+/// What a rank read and gave, on the host.
+struct Part {
+    /// Keys and values of the border, its ranks, DMA's mask; with their sizes.
+    border: Option<(Vec<f32>, Vec<usize>)>,
+    ranks: Option<(Vec<f32>, Vec<usize>)>,
+    expire: Option<(Vec<i32>, Vec<usize>)>,
+    documents: [(Vec<i32>, Vec<usize>); 2],
+    o: Vec<f32>,
+    d_qkv: Vec<f32>,
+    d_dma: Option<[Vec<f32>; 2]>,
+}
+
+/// The whole rows, then of each rank its border, output and gradients. DMA's scores come from the values, as published.
+pub(super) fn tensors<B: Place>(case: &Case, num_parts: usize, seed: u64, device: &B::Device) -> Vec<NamedTensor> {
+    let shape = case.shape;
+    let (kv_heads, d) = (shape.num_kv_heads, shape.head_dim);
+    let mut random = Random(seed ^ 0x7061_7274);
+    let factor = 1.0 / ((kv_heads * d) as f32).sqrt();
+    let w_dt: Vec<f32> = random.bf16_normals(kv_heads * d * kv_heads);
+    let w_dt: Vec<f32> = w_dt.into_iter().map(|x| round_bf16(x * factor)).collect();
+    let a: Vec<f32> = random.bf16_normals(kv_heads);
+    let dma = match case.keys {
+        Keys::Chosen(window) => Some(DmaShape {
+            local_window_size: window.local_window_size,
+            ..DmaShape::published(window.keep_window_size)
+        }),
+        _ => None,
+    };
+    let mut tensors = Tensors::new(B::DTYPE);
+    tensors.floats("q", &case.q, &queries_of(shape), DType::BF16);
+    tensors.floats("k", &case.k, &keys_of(shape), DType::BF16);
+    tensors.floats("v", &case.v, &values_of(shape), DType::BF16);
+    tensors.floats("do", &case.d_o, &shape.output(), DType::BF16);
+    if dma.is_some() {
+        tensors.floats("w_dt", &w_dt, &[kv_heads * d, kv_heads], DType::BF16);
+        tensors.floats("a", &a, &[kv_heads], DType::BF16);
+    }
+    let qkv = packed(case, Layout::Contiguous).gathered();
+    let bounds = [&case.doc_start, &case.doc_end].map(|x| x.iter().map(|&x| x as u32).collect::<Vec<u32>>());
+    let len = shape.seq_len / num_parts;
+    let of_rank = |links: ThreadLinks| {
+        let rank = sieve_ops::RowLinks::part(&links);
+        let parts = RowParts::new(Arc::new(links), bounds.clone(), [shape.batch, shape.seq_len]);
+        let own = |values: &[f32], heads: usize| {
+            let token = heads * d;
+            let rows = values.chunks_exact(shape.seq_len * token);
+            let own: Vec<f32> = rows
+                .flat_map(|row| row[rank * len * token..][..len * token].to_vec())
+                .collect();
+            typed::<B, 4>(&own, [shape.batch, len, heads, d], device)
+        };
+        let [_, _, heads, _] = packed_of(shape);
+        let inputs = [own(&qkv, heads), own(&case.d_o, shape.num_heads)];
+        let dma = dma.map(|of| {
+            let weights = typed::<B, 2>(&w_dt, [kv_heads * d, kv_heads], device);
+            (weights, typed::<B, 1>(&a, [kv_heads], device), of)
+        });
+        let window = match case.keys {
+            Keys::Window(window) => Some(window),
+            _ => None,
+        };
+        let traced = TracedPart::<B>::new(&parts, inputs, dma, case.spec(window), device);
+        let sizes = |x: &burn::tensor::ops::FloatTensor<B>| x.shape().to_vec();
+        let int_sizes = |x: &burn::tensor::ops::IntTensor<B>| x.shape().to_vec();
+        Part {
+            border: traced.border.map(|x| (floats::<B, 4>(x.clone()), sizes(&x))),
+            ranks: traced.border_ranks.map(|x| (floats::<B, 3>(x.clone()), sizes(&x))),
+            expire: traced.expire.map(|x| (indices::<B, 3>(x.clone()), int_sizes(&x))),
+            documents: traced.documents.map(|x| (indices::<B, 2>(x.clone()), int_sizes(&x))),
+            o: floats::<B, 4>(traced.o),
+            d_qkv: floats::<B, 4>(traced.d_qkv),
+            d_dma: traced
+                .d_dma
+                .map(|[d_w_dt, d_a]| [floats::<B, 2>(d_w_dt), floats::<B, 1>(d_a)]),
+        }
+    };
+    let parts: Vec<Part> = std::thread::scope(|scope| {
+        let of_rank = &of_rank;
+        let ranks = ThreadLinks::all(num_parts).into_iter();
+        let ranks: Vec<_> = ranks.map(|links| scope.spawn(move || of_rank(links))).collect();
+        ranks
+            .into_iter()
+            .map(|rank| rank.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    });
+    let own_shape = sieve_kernels::AttentionShape { seq_len: len, ..shape };
+    for (rank, part) in parts.into_iter().enumerate() {
+        let name = |what: &str| format!("part{rank}.{what}");
+        if let Some((values, sizes)) = &part.border {
+            tensors.output(&name("border"), values, sizes);
+        }
+        if let Some((values, sizes)) = &part.ranks {
+            tensors.floats(&name("border_ranks"), values, sizes, DType::F32);
+        }
+        if let Some((values, sizes)) = part.expire {
+            tensors.ints(&name("expire"), values, &sizes);
+        }
+        for (what, (values, sizes)) in ["doc_start", "doc_end"].into_iter().zip(part.documents) {
+            tensors.ints(&name(what), values, &sizes);
+        }
+        tensors.output(&name("o"), &part.o, &own_shape.output());
+        let mut gradients = Outputs::default();
+        gradients.set_packed_gradient(own_shape, &part.d_qkv);
+        tensors.output(&name("dq"), &gradients.dq, &queries_of(own_shape));
+        tensors.output(&name("dk"), &gradients.dk, &keys_of(own_shape));
+        tensors.output(&name("dv"), &gradients.dv, &values_of(own_shape));
+        if let Some([d_w_dt, d_a]) = &part.d_dma {
+            tensors.floats(&name("dw_dt"), d_w_dt, &[kv_heads * d, kv_heads], DType::F32);
+            tensors.floats(&name("da"), d_a, &[kv_heads], DType::F32);
+        }
+    }
+    tensors.finish(case.cu_seqlens())
+}

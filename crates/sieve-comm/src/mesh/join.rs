@@ -1,0 +1,380 @@
+//! How the ranks of a group find each other: rank 0 listens, and the others come to it.
+use super::Patience;
+use crate::frame::{receive_at_most, send};
+use crate::watch::{Peer, is_timeout};
+use crate::world::TOKEN;
+use crate::{CommError, World};
+use std::io::{self, ErrorKind, Read};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+pub(super) const HELLO: u8 = 10;
+const WELCOME: u8 = 11;
+pub(super) const REFUSED: u8 = 12;
+
+/// First line of the first message; a program that sends another one is a stranger.
+const MAGIC: &str = "sieve-comm 2";
+/// A longer first message is a stranger's.
+const MAX_HELLO_BYTES: u64 = 4 << 10;
+/// Between two tries to reach rank 0.
+pub(super) const RETRY: Duration = Duration::from_millis(20);
+/// A connection whose first message is not there after so long is a stranger's.
+const HELLO_WAIT: Duration = Duration::from_secs(5);
+/// Connections beyond those of the ranks that may be silent at a time; more wait until one of them is given up.
+const MAX_STRANGERS: usize = 256;
+
+/// What a rank says first, on each of its two connections.
+pub(super) struct Hello {
+    version: String,
+    run_id: String,
+    token: String,
+    size: usize,
+    rank: usize,
+    is_control: bool,
+    place: String,
+}
+
+impl Hello {
+    pub(super) fn text(world: &World, version: &str, is_control: bool) -> String {
+        let World {
+            run_id,
+            token,
+            size,
+            rank,
+            ..
+        } = world;
+        let role = if is_control { "control" } else { "data" };
+        format!(
+            "{MAGIC}\n{version}\n{run_id}\n{token}\n{size}\n{rank}\n{role}\n{}",
+            place()
+        )
+    }
+
+    /// `None` of a stranger.
+    fn read(stream: &TcpStream) -> Option<Self> {
+        let (kind, bytes) = receive_until(stream, Instant::now() + HELLO_WAIT).ok()?;
+        let text = String::from_utf8(bytes).ok()?;
+        let mut lines = text.splitn(8, '\n');
+        if kind != HELLO || lines.next()? != MAGIC {
+            return None;
+        }
+        Some(Self {
+            version: lines.next()?.to_owned(),
+            run_id: lines.next()?.to_owned(),
+            token: lines.next()?.to_owned(),
+            size: lines.next()?.parse().ok()?,
+            rank: lines.next()?.parse().ok()?,
+            is_control: lines.next()? == "control",
+            place: lines.next()?.to_owned(),
+        })
+    }
+
+    /// Why this rank cannot be one of `world`.
+    fn problem(&self, world: &World, version: &str) -> Option<String> {
+        let Self { rank, place, .. } = self;
+        if self.version != version {
+            let theirs = &self.version;
+            return Some(format!(
+                "rank {rank} ({place}) runs version {theirs}, rank 0 version {version}"
+            ));
+        }
+        if self.size != world.size {
+            return Some(format!(
+                "rank {rank} ({place}) was started with WORLD_SIZE={}, rank 0 with {}",
+                self.size, world.size
+            ));
+        }
+        if *rank == 0 || *rank >= world.size {
+            return Some(format!("a second process ({place}) says that it is rank {rank}"));
+        }
+        None
+    }
+}
+
+/// Host and process, as messages name them.
+pub(super) fn place() -> String {
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+    match host.trim() {
+        "" => format!("pid {}", std::process::id()),
+        host => format!("host {host}, pid {}", std::process::id()),
+    }
+}
+
+/// The connections of another rank, as they come: for values, for signs of life, and from where.
+#[derive(Default)]
+struct Arrival {
+    data: Option<TcpStream>,
+    control: Option<TcpStream>,
+    place: String,
+}
+
+impl Arrival {
+    fn is_whole(&self) -> bool {
+        self.data.is_some() && self.control.is_some()
+    }
+}
+
+/// Rank 0: waits for all others. Each first message is read on a thread of its own, so that a connection which says
+/// nothing, or a byte now and then, holds up nobody.
+pub(super) fn accept_all(
+    world: &World,
+    listener: TcpListener,
+    version: &str,
+    patience: Patience,
+) -> Result<Vec<Peer>, CommError> {
+    let deadline = Instant::now() + patience.join;
+    let mut found: Vec<Arrival> = (1..world.size).map(|_| Arrival::default()).collect();
+    let (sender, hellos) = channel();
+    // One for each thread that reads, beside this one.
+    let readers = Arc::new(());
+    while !found.iter().all(Arrival::is_whole) {
+        if let Ok((stream, hello)) = hellos.try_recv() {
+            admit(world, version, &mut found, stream, hello)?;
+            continue;
+        }
+        if Instant::now() >= deadline {
+            return Err(missing(world, patience, &found));
+        }
+        let has_room = Arc::strong_count(&readers) <= MAX_STRANGERS + 2 * world.size;
+        let Some(Ok((stream, _))) = has_room.then(|| listener.accept()) else {
+            std::thread::sleep(Duration::from_millis(2));
+            continue;
+        };
+        let (sender, reader) = (sender.clone(), readers.clone());
+        let read = move || {
+            let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
+            if let (Ok(()), Some(hello)) = (ready, Hello::read(&stream)) {
+                // Who comes after the last has nobody to talk to.
+                let _ = sender.send((stream, hello));
+            }
+            drop(reader);
+        };
+        // Without a thread the connection closes, and a rank comes again.
+        let _ = std::thread::Builder::new().name("sieve-hello".to_owned()).spawn(read);
+    }
+    let peers = (1..).zip(found).filter_map(|(rank, arrival)| {
+        Some(Peer {
+            rank,
+            place: arrival.place,
+            data: arrival.data?,
+            control: arrival.control?,
+        })
+    });
+    let peers = peers.collect::<Vec<_>>();
+    for peer in &peers {
+        // A rank that ended meanwhile is noticed by its watch.
+        let _ = send(&peer.data, WELCOME, place().as_bytes());
+    }
+    Ok(peers)
+}
+
+/// Takes a connection to those of its rank, or turns it away.
+///
+/// # Errors
+/// A process of this run that cannot be one of its ranks.
+fn admit(
+    world: &World,
+    version: &str,
+    found: &mut [Arrival],
+    stream: TcpStream,
+    hello: Hello,
+) -> Result<(), CommError> {
+    if hello.run_id != world.run_id || hello.token != world.token {
+        let text = format!(
+            "rank 0 at {} belongs to another run, or was given another {TOKEN}",
+            world.address()
+        );
+        let _ = send(&stream, REFUSED, text.as_bytes());
+        return Ok(());
+    }
+    let mut problem = hello.problem(world, version);
+    if problem.is_none() {
+        let arrival = &mut found[hello.rank - 1];
+        // A rank whose connection ended comes again.
+        arrival.data.take_if(|stream| is_ended(stream));
+        arrival.control.take_if(|stream| is_ended(stream));
+        let place = match hello.is_control {
+            true => &mut arrival.control,
+            false => &mut arrival.data,
+        };
+        if place.is_none() {
+            *place = Some(stream);
+            arrival.place = hello.place;
+            return Ok(());
+        }
+        let (rank, first, second) = (hello.rank, &arrival.place, &hello.place);
+        problem = Some(format!(
+            "two processes say that they are rank {rank}: {first}; {second}"
+        ));
+    }
+    // A rank reads its answer on the other connection, whose first message another thread may still read.
+    if hello.is_control {
+        return Ok(());
+    }
+    let problem = problem.unwrap_or_default();
+    let others = found.iter().flat_map(|arrival| &arrival.data);
+    for stream in others.chain([&stream]) {
+        let _ = send(stream, REFUSED, problem.as_bytes());
+    }
+    Err(CommError::Refused(problem))
+}
+
+/// Waits until the name of rank 0's host is known: that of a host that has just been started may come late.
+pub(super) fn find_host(world: &World, patience: Patience) -> Result<(), CommError> {
+    let deadline = Instant::now() + patience.silence.min(patience.join);
+    loop {
+        match world.address().to_socket_addrs() {
+            Ok(_) => return Ok(()),
+            Err(error) if Instant::now() >= deadline => {
+                return Err(CommError::UnknownHost {
+                    rank: world.rank,
+                    host: world.master_addr.clone(),
+                    problem: error.to_string(),
+                });
+            }
+            Err(_) => std::thread::sleep(10 * RETRY),
+        }
+    }
+}
+
+/// Listens where the others look; on every address of this host where that name is a router's or a proxy's.
+pub(super) fn listen(world: &World) -> Result<TcpListener, CommError> {
+    let bound = match TcpListener::bind(world.address()) {
+        Err(error) if error.kind() == ErrorKind::AddrNotAvailable => TcpListener::bind(("0.0.0.0", world.master_port)),
+        bound => bound,
+    };
+    let listener = bound.and_then(|listener| listener.set_nonblocking(true).map(|()| listener));
+    listener.map_err(|error| CommError::Listen {
+        address: world.address(),
+        problem: error.to_string(),
+    })
+}
+
+fn missing(world: &World, patience: Patience, found: &[Arrival]) -> CommError {
+    let missing = (1..).zip(found).filter(|(_, arrival)| !arrival.is_whole());
+    let missing = missing
+        .map(|(rank, _): (usize, _)| rank.to_string())
+        .collect::<Vec<_>>();
+    CommError::Missing {
+        present: world.size - missing.len(),
+        size: world.size,
+        address: world.address(),
+        seconds: patience.join.as_secs(),
+        missing: missing.join(", "),
+    }
+}
+
+/// Any other rank: finds rank 0, and waits until all are there. Where a connection ends without an answer, something
+/// else had listened there, or rank 0 starts again: this rank looks on.
+pub(super) fn connect(world: &World, version: &str, patience: Patience) -> Result<Peer, CommError> {
+    let deadline = Instant::now() + patience.join;
+    loop {
+        let data = open(world, version, false);
+        match data.and_then(|data| wait_for_all(world, version, data, deadline)) {
+            Ok(Answer::Welcome(peer)) => return Ok(*peer),
+            Ok(Answer::Refused(text)) => return Err(CommError::Refused(text)),
+            Ok(Answer::Strange) => {
+                let error = io::Error::other("something else answers there");
+                return Err(no_first_rank(world, patience, &error));
+            }
+            Err(error) if Instant::now() >= deadline => return Err(no_first_rank(world, patience, &error)),
+            Err(_) => std::thread::sleep(RETRY),
+        }
+    }
+}
+
+/// What rank 0 says to another rank's first message.
+#[derive(Debug)]
+pub(super) enum Answer {
+    Welcome(Box<Peer>),
+    Refused(String),
+    /// No answer of a rank 0.
+    Strange,
+}
+
+/// Opens the second connection, and waits for rank 0's answer on the first one.
+///
+/// # Errors
+/// A connection ended before the answer, or there was none until the deadline.
+pub(super) fn wait_for_all(world: &World, version: &str, data: TcpStream, deadline: Instant) -> io::Result<Answer> {
+    let control = loop {
+        match open(world, version, true) {
+            Ok(control) => break Some(control),
+            // Rank 0 refuses a rank at its first connection, and ends.
+            Err(_) if is_answered(&data) => break None,
+            Err(error) if Instant::now() >= deadline => return Err(error),
+            Err(_) => {}
+        }
+    };
+    let answer = receive_until(&data, deadline.max(Instant::now() + HELLO_WAIT))?;
+    Ok(match (answer, control) {
+        ((WELCOME, place), Some(control)) => Answer::Welcome(Box::new(Peer {
+            rank: 0,
+            place: String::from_utf8_lossy(&place).into_owned(),
+            data,
+            control,
+        })),
+        ((REFUSED, text), _) => Answer::Refused(String::from_utf8_lossy(&text).into_owned()),
+        _ => Answer::Strange,
+    })
+}
+
+/// One of the two connections to rank 0, and the first message on it.
+fn open(world: &World, version: &str, is_control: bool) -> io::Result<TcpStream> {
+    let stream = TcpStream::connect(world.address())?;
+    stream.set_nodelay(true)?;
+    let hello = Hello::text(world, version, is_control);
+    send(&stream, HELLO, hello.as_bytes())?;
+    Ok(stream)
+}
+
+/// Whether the other end has closed a connection, on which nothing is expected yet.
+fn is_ended(stream: &TcpStream) -> bool {
+    let peeked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
+    let blocks = stream.set_nonblocking(false).is_ok();
+    !blocks || !peeked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+}
+
+/// Whether a connection brings something, or its end, within [`RETRY`].
+fn is_answered(stream: &TcpStream) -> bool {
+    let peeked = stream
+        .set_read_timeout(Some(RETRY))
+        .and_then(|()| stream.peek(&mut [0]));
+    !peeked.is_err_and(|error| is_timeout(error.kind()))
+}
+
+fn no_first_rank(world: &World, patience: Patience, error: &io::Error) -> CommError {
+    CommError::NoFirstRank {
+        rank: world.rank,
+        address: world.address(),
+        seconds: patience.join.as_secs(),
+        problem: error.to_string(),
+    }
+}
+
+/// One of the first messages, all of which must be there at `deadline`.
+fn receive_until(stream: &TcpStream, deadline: Instant) -> io::Result<(u8, Vec<u8>)> {
+    let found = receive_at_most(MAX_HELLO_BYTES, &mut Until { stream, deadline })?;
+    stream.set_read_timeout(None)?;
+    Ok(found)
+}
+
+/// Reads with one deadline for all reads together.
+struct Until<'a> {
+    stream: &'a TcpStream,
+    deadline: Instant,
+}
+
+impl Read for Until<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let left = self.deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        self.stream.set_read_timeout(Some(left))?;
+        let mut stream = self.stream;
+        stream.read(buffer)
+    }
+}

@@ -1,0 +1,450 @@
+//! Requests to the hub. Whatever a server decides has a limit: how long it is silent, how long it is down, how much it
+//! sends, where it redirects to.
+
+use std::fs;
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ring::digest;
+use sieve_files::{AtomicFile, temporary_name};
+use ureq::config::RedirectAuthHeaders;
+use ureq::http::{Response, Uri, header};
+use ureq::tls::{PemItem, RootCerts, TlsConfig, parse_pem};
+use ureq::{Agent, Body};
+
+use super::{HubConfig, HubLimits};
+use crate::error::DataError;
+
+/// Bytes a second below which a download counts as broken in any case.
+const LEAST_RATE: u64 = 16 << 10;
+/// The first pause between two tries, doubled from try to try.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(30);
+/// Times that a file may come with another checksum than listed.
+const MAX_DAMAGED: u32 = 2;
+
+/// What the bytes of a file must add up to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Checksum {
+    kind: ChecksumKind,
+    hex: String,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ChecksumKind {
+    /// Of the bytes: files in large file storage.
+    Sha256,
+    /// Git's name of a file: SHA-1 of its length and its bytes.
+    GitBlob,
+}
+
+impl Checksum {
+    /// What a listing says of a file; `None` where it gives no checksum that we know.
+    pub(super) fn of(sha256: Option<&str>, git_blob: Option<&str>) -> Option<Self> {
+        let kinds = [
+            (ChecksumKind::Sha256, 64, sha256),
+            (ChecksumKind::GitBlob, 40, git_blob),
+        ];
+        kinds.into_iter().find_map(|(kind, len, hex)| {
+            let hex = hex.filter(|hex| is_hex(hex, &[len]))?;
+            let hex = hex.to_ascii_lowercase();
+            Some(Self { kind, hex })
+        })
+    }
+
+    fn name(&self) -> &'static str {
+        match self.kind {
+            ChecksumKind::Sha256 => "SHA-256",
+            ChecksumKind::GitBlob => "Git blob id",
+        }
+    }
+
+    /// Of a file on this disk, in hexadecimal digits.
+    fn measure(&self, path: &Path) -> io::Result<String> {
+        let mut file = fs::File::open(path)?;
+        let mut sum = match self.kind {
+            ChecksumKind::Sha256 => digest::Context::new(&digest::SHA256),
+            ChecksumKind::GitBlob => {
+                let mut sum = digest::Context::new(&digest::SHA1_FOR_LEGACY_USE_ONLY);
+                sum.update(format!("blob {}\0", file.metadata()?.len()).as_bytes());
+                sum
+            }
+        };
+        let mut piece = vec![0; 1 << 20];
+        loop {
+            match file.read(&mut piece)? {
+                0 => break,
+                len => sum.update(&piece[..len]),
+            }
+        }
+        Ok(sum.finish().as_ref().iter().map(|byte| format!("{byte:02x}")).collect())
+    }
+}
+
+/// Whether a text is a hexadecimal number of one of these lengths.
+pub(super) fn is_hex(text: &str, lengths: &[usize]) -> bool {
+    lengths.contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+/// A file to fetch.
+pub(super) struct Download<'a> {
+    /// Below the endpoint.
+    pub(super) url_path: String,
+    /// For messages.
+    pub(super) name: &'a str,
+    /// Where it goes.
+    pub(super) path: PathBuf,
+    pub(super) num_bytes: Option<u64>,
+    pub(super) checksum: Option<&'a Checksum>,
+}
+
+/// Why a try failed.
+enum Failure {
+    /// The next one may succeed; the server may say when.
+    Passing(String, Option<Duration>),
+    /// The server's last word.
+    Lasting(String),
+    /// This disk.
+    Here(DataError),
+}
+
+impl Failure {
+    fn passing(reason: impl ToString) -> Self {
+        Self::Passing(reason.to_string(), None)
+    }
+
+    fn here(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let wrap = DataError::io(action, path);
+        move |error| Self::Here(wrap(error))
+    }
+}
+
+impl From<sieve_files::FileError> for Failure {
+    fn from(error: sieve_files::FileError) -> Self {
+        Self::Here(error.into())
+    }
+}
+
+/// A way to one endpoint.
+pub(super) struct Client {
+    agent: Agent,
+    endpoint: String,
+    token: Option<String>,
+    limits: HubLimits,
+    /// Whether the endpoint has ever answered, however it did.
+    has_answered: AtomicBool,
+}
+
+impl Client {
+    /// # Errors
+    /// A file of certificates that cannot be used.
+    pub(super) fn new(config: &HubConfig) -> Result<Self, DataError> {
+        let endpoint = config.endpoint.trim_end_matches('/').to_owned();
+        let is_https = is_https(&endpoint);
+        let mut settings = Agent::config_builder()
+            .http_status_as_error(false)
+            // What begins encrypted stays encrypted.
+            .https_only(is_https)
+            .redirect_auth_headers(RedirectAuthHeaders::SameHost)
+            .timeout_connect(Some(config.limits.silence))
+            .timeout_recv_response(Some(config.limits.silence))
+            .timeout_per_read(Some(config.limits.silence))
+            .timeout_per_write(Some(config.limits.silence))
+            .user_agent(concat!("sieve/", env!("CARGO_PKG_VERSION")));
+        if let Some(path) = &config.certificates {
+            let roots = RootCerts::new_with_certs(&certificates(path)?);
+            settings = settings.tls_config(TlsConfig::builder().root_certs(roots).build());
+        }
+        Ok(Self {
+            agent: settings.build().into(),
+            // Over plain http anyone on the way would read it.
+            token: config.token.clone().filter(|_| is_https),
+            endpoint,
+            limits: config.limits,
+            has_answered: AtomicBool::new(false),
+        })
+    }
+
+    /// The text at `url_path`, of `max_bytes` at most.
+    ///
+    /// # Errors
+    /// Why it does not come; `failed` makes the error of a reason.
+    pub(super) fn text(
+        &self,
+        url_path: &str,
+        max_bytes: u64,
+        failed: &dyn Fn(String) -> DataError,
+    ) -> Result<String, DataError> {
+        self.insist("the listing", max_bytes, failed, &mut |budget, _| {
+            let mut response = self.ask(url_path, 0, budget)?;
+            let body = response.body_mut().with_config().limit(max_bytes);
+            body.read_to_string().map_err(|error| match error {
+                ureq::Error::BodyExceedsLimit(limit) => {
+                    Failure::Lasting(format!("the listing is longer than {} MiB", limit >> 20))
+                }
+                error => Failure::passing(error),
+            })
+        })
+    }
+
+    /// Fetches a file; goes on with what an earlier call has left of it.
+    ///
+    /// # Errors
+    /// Why it does not come; `failed` makes the error of a reason.
+    pub(super) fn download(&self, file: &Download<'_>, failed: &dyn Fn(String) -> DataError) -> Result<(), DataError> {
+        let what = format!("fetching {}", file.name);
+        let num_bytes = file.num_bytes.unwrap_or(0);
+        let mut num_damaged = 0;
+        self.insist(&what, num_bytes, failed, &mut |budget, has_gone_on| {
+            self.fetch_rest(file, budget, has_gone_on)?;
+            self.publish(file)
+                .inspect_err(|_| num_damaged += 1)
+                .map_err(|error| match error {
+                    Failure::Passing(reason, _) if num_damaged == MAX_DAMAGED => Failure::Lasting(reason),
+                    error => error,
+                })
+        })
+    }
+
+    /// The bytes of a file that are not there yet. Sets `has_gone_on` where some came.
+    fn fetch_rest(&self, file: &Download<'_>, budget: Duration, has_gone_on: &mut bool) -> Result<(), Failure> {
+        let temporary = temporary_name(&file.path);
+        let mut have = fs::metadata(&temporary).map_or(0, |metadata| metadata.len());
+        if file.num_bytes.is_some_and(|num_bytes| have > num_bytes) {
+            have = 0;
+        }
+        if have > 0 && Some(have) == file.num_bytes {
+            return Ok(());
+        }
+        let response = self.ask(&file.url_path, have, budget)?;
+        if have > 0 && !begins_at(&response, have) {
+            have = 0;
+            if response.status() != 200 {
+                let _ = fs::remove_file(&temporary);
+                return Err(Failure::passing("the server has another part than it was asked for"));
+            }
+        }
+        let body = response.into_body();
+        let total = match (file.num_bytes, body.content_length()) {
+            (Some(wanted), Some(rest)) if have.saturating_add(rest) != wanted => {
+                let _ = fs::remove_file(&temporary);
+                let found = have.saturating_add(rest);
+                return Err(Failure::Lasting(format!(
+                    "{} came with {found} bytes, not {wanted}",
+                    file.name
+                )));
+            }
+            (Some(wanted), _) => wanted,
+            (None, Some(rest)) => have.saturating_add(rest),
+            (None, None) => {
+                return Err(Failure::Lasting(
+                    "neither listing nor answer says how long it is".to_owned(),
+                ));
+            }
+        };
+        let mut out = match have {
+            0 => AtomicFile::create(&file.path)?,
+            _ => AtomicFile::resume(&file.path, have)?,
+        };
+        // A body that is too long is cut here, and then fails its check.
+        let mut body = body.into_reader().take(total - have);
+        let mut piece = vec![0; 1 << 18];
+        let ended = loop {
+            match body.read(&mut piece) {
+                Ok(0) => break None,
+                Ok(len) => {
+                    *has_gone_on = true;
+                    out.write(&piece[..len])?;
+                    have += len as u64;
+                }
+                Err(error) => break Some(error.to_string()),
+            }
+        };
+        out.keep()?;
+        match ended {
+            None if have == total => Ok(()),
+            None => Err(Failure::passing(format!(
+                "the connection ended after {have} of {total} bytes"
+            ))),
+            Some(reason) => Err(Failure::passing(format!("{reason} after {have} of {total} bytes"))),
+        }
+    }
+
+    /// Checks a file that is all there, and gives it its name.
+    fn publish(&self, file: &Download<'_>) -> Result<(), Failure> {
+        let temporary = temporary_name(&file.path);
+        if let Some(checksum) = file.checksum {
+            let found = checksum.measure(&temporary);
+            let found = found.map_err(Failure::here("read", &temporary))?;
+            if found != checksum.hex {
+                fs::remove_file(&temporary).map_err(Failure::here("remove", &temporary))?;
+                let (kind, wanted) = (checksum.name(), &checksum.hex);
+                return Err(Failure::passing(format!(
+                    "its {kind} is {found}, the listing says {wanted}"
+                )));
+            }
+        }
+        let len = fs::metadata(&temporary)
+            .map_err(Failure::here("read", &temporary))?
+            .len();
+        AtomicFile::resume(&file.path, len)?.finish()?.publish()?;
+        Ok(())
+    }
+
+    /// Tries until it succeeds or there is no hope: the server's last word, no new byte for [`HubLimits::outage`], or a
+    /// rate below [`LEAST_RATE`].
+    fn insist<T>(
+        &self,
+        what: &str,
+        num_bytes: u64,
+        failed: &dyn Fn(String) -> DataError,
+        attempt: &mut dyn FnMut(Duration, &mut bool) -> Result<T, Failure>,
+    ) -> Result<T, DataError> {
+        let whole = self.limits.outage + Duration::from_secs(num_bytes / LEAST_RATE);
+        let started = Instant::now();
+        let (mut last_byte, mut pause) = (started, FIRST_PAUSE);
+        loop {
+            let mut has_gone_on = false;
+            let budget = whole.saturating_sub(started.elapsed());
+            let (reason, asked) = match attempt(budget.max(Duration::from_millis(1)), &mut has_gone_on) {
+                Ok(found) => return Ok(found),
+                Err(Failure::Passing(reason, asked)) => (reason, asked),
+                Err(Failure::Lasting(reason)) => return Err(failed(format!("{what}: {reason}"))),
+                Err(Failure::Here(error)) => return Err(error),
+            };
+            if has_gone_on {
+                (last_byte, pause) = (Instant::now(), FIRST_PAUSE);
+            }
+            let outage = match self.has_answered.load(Ordering::Relaxed) {
+                true => self.limits.outage,
+                false => self.limits.first_outage,
+            };
+            let wait = asked.unwrap_or(pause);
+            if last_byte.elapsed() + wait > outage || started.elapsed() + wait > whole {
+                let asked = asked.map_or(String::new(), |wait| {
+                    format!("; the server asks to wait for {} s", wait.as_secs())
+                });
+                let seconds = started.elapsed().as_secs();
+                return Err(failed(format!("{what}: {reason}{asked}; given up after {seconds} s")));
+            }
+            log::warn!(
+                "{} at {}: {reason}; the next try is in {:.1} s",
+                what.escape_debug(),
+                self.endpoint,
+                wait.as_secs_f64()
+            );
+            std::thread::sleep(wait);
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// A `GET` of what is at `url_path` from byte `first` on.
+    fn ask(&self, url_path: &str, first: u64, budget: Duration) -> Result<Response<Body>, Failure> {
+        let request = self.agent.get(format!("{}{url_path}", self.endpoint));
+        let mut request = request.config().timeout_global(Some(budget)).build();
+        if let Some(token) = &self.token {
+            request = request.header(header::AUTHORIZATION, format!("Bearer {token}"));
+        }
+        if first > 0 {
+            request = request.header(header::RANGE, format!("bytes={first}-"));
+        }
+        let response = request.call().map_err(|error| match error {
+            ureq::Error::BadUri(_)
+            | ureq::Error::Http(_)
+            | ureq::Error::RequireHttpsOnly(_)
+            | ureq::Error::TooManyRedirects
+            | ureq::Error::RedirectFailed
+            | ureq::Error::InvalidProxyUrl => Failure::Lasting(error.to_string()),
+            error => Failure::passing(error),
+        })?;
+        self.has_answered.store(true, Ordering::Relaxed);
+        let status = response.status();
+        match status.as_u16() {
+            // 416: what is there is no beginning of the file, as the caller sees.
+            200 | 206 | 416 => Ok(response),
+            408 | 429 | 500.. => {
+                let asked = response.headers().get(header::RETRY_AFTER);
+                let asked = asked.and_then(|seconds| seconds.to_str().ok()?.trim().parse().ok());
+                Err(Failure::Passing(
+                    format!("http status {status}"),
+                    asked.map(Duration::from_secs),
+                ))
+            }
+            _ => Err(Failure::Lasting(format!("http status {status}"))),
+        }
+    }
+}
+
+fn is_https(endpoint: &str) -> bool {
+    let uri = endpoint.parse::<Uri>();
+    uri.is_ok_and(|uri| uri.scheme_str() == Some("https"))
+}
+
+/// Whether an answer is the part of a file that begins at byte `first`.
+fn begins_at(response: &Response<Body>, first: u64) -> bool {
+    let range = response.headers().get(header::CONTENT_RANGE);
+    let range = range.and_then(|range| range.to_str().ok()).unwrap_or_default();
+    response.status() == 206 && range.starts_with(&format!("bytes {first}-"))
+}
+
+/// The certificates of a file in PEM form.
+fn certificates(path: &Path) -> Result<Vec<ureq::tls::Certificate<'static>>, DataError> {
+    let text = fs::read(path).map_err(DataError::io("read", path))?;
+    let items = parse_pem(&text).map(|item| match item {
+        Ok(PemItem::Certificate(certificate)) => Ok(Some(certificate)),
+        Ok(_) => Ok(None),
+        Err(error) => Err(error.to_string()),
+    });
+    let bad = |reason: String| DataError::BadCertificates {
+        path: path.to_path_buf(),
+        reason,
+    };
+    let found = items.collect::<Result<Vec<_>, _>>().map_err(bad)?;
+    let found = found.into_iter().flatten().collect::<Vec<_>>();
+    match found.is_empty() {
+        true => Err(bad("there is no certificate in it".to_owned())),
+        false => Ok(found),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_token_is_for_an_encrypted_endpoint() {
+        let token = |endpoint: &str| {
+            let config = HubConfig {
+                token: Some("secret".to_owned()),
+                ..HubConfig::from_variables(&|name| (name == "HF_ENDPOINT").then(|| endpoint.to_owned()), "x".into())
+            };
+            Client::new(&config).unwrap().token.is_some()
+        };
+        for (endpoint, is_sent) in [
+            (HubConfig::ENDPOINT, true),
+            ("HTTPS://hub.example/", true),
+            ("http://hub.example", false),
+            ("hub.example", false),
+        ] {
+            assert_eq!(token(endpoint), is_sent, "{endpoint}");
+        }
+    }
+
+    #[test]
+    fn checksums_are_those_of_sha256sum_and_git() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a");
+        fs::write(&path, "hello\n").unwrap();
+        let sha256 = "5891b5b522d5df086d0ff0b110fbd9d21bb4fc7163af34d08286a2e846f6be03";
+        let git_blob = "ce013625030ba8dba906f756967f9e9ca394464a";
+        for (checksum, wanted) in [
+            (Checksum::of(Some(sha256), Some(git_blob)), sha256),
+            (Checksum::of(None, Some(git_blob)), git_blob),
+        ] {
+            assert_eq!(checksum.unwrap().measure(&path).unwrap(), wanted);
+        }
+        assert_eq!(Checksum::of(Some("x"), Some("x")), None);
+    }
+}

@@ -1,0 +1,61 @@
+//! One rank's attention of its part with everything that it read and gave, for files that other programs check.
+use super::{RowParts, backward, forward};
+use crate::DeviceBackend;
+use crate::attention::AttentionSpec;
+use crate::documents::{DocumentBounds, Documents};
+use crate::tensors::{Float, Ints};
+use burn::tensor::backend::Backend;
+use sieve_core::{DmaShape, KeepRest};
+
+/// What attention of a part read and gave. A longer row is the border's slots, then the part's tokens.
+#[derive(Clone, Debug)]
+pub struct TracedPart<B: Backend> {
+    /// Keys, then values, of earlier parts that the part's queries may see, `[batch, slots, 2 * num_kv_heads,
+    /// head_dim]`; slots in front may be empty. `None` without a border.
+    pub border: Option<Float<B>>,
+    /// What DMA ranks them by, `[batch, num_kv_heads, slots]`.
+    pub border_ranks: Option<Float<B>>,
+    /// Bounds of the documents in the longer rows; empty slots are a document of their own.
+    pub documents: DocumentBounds<B>,
+    /// DMA's mask over the longer rows, `[batch, num_kv_heads, slots + len]`.
+    pub expire: Option<Ints<B>>,
+    /// `[batch, len, num_heads, head_dim]`.
+    pub o: Float<B>,
+    /// Of the part's packed tensor, what later parts gave back included.
+    pub d_qkv: Float<B>,
+    /// Of w_dt and a, from this part's tokens.
+    pub d_dma: Option<[Float<B>; 2]>,
+}
+
+impl<B: DeviceBackend> TracedPart<B> {
+    /// Attention of this rank's `qkv` `[batch, len, num_heads + 2 * num_kv_heads, head_dim]`, and its gradient for
+    /// `d_o`. All ranks of `parts` call it at once. Without DMA's w_dt, a and form, the spec's window.
+    pub fn new(
+        parts: &RowParts,
+        [qkv, d_o]: [Float<B>; 2],
+        dma: Option<(Float<B>, Float<B>, DmaShape)>,
+        spec: AttentionSpec,
+        device: &B::Device,
+    ) -> Self {
+        let of_part = Documents::<B>::of_part(parts.clone(), device);
+        let bounds = of_part.bounds();
+        let place = (parts, &bounds, spec);
+        let dma = dma.map(|(w_dt, a, shape)| (w_dt, a, shape, of_part.positions.clone().into_primitive()));
+        let parted = forward::<B>(qkv.clone(), dma.clone(), place, KeepRest::default());
+        let (border, expire) = parted.border().unzip();
+        let documents = border.map_or_else(|| bounds.clone(), |border| border.documents(&bounds));
+        let keys = border.and_then(|border| border.keys.clone());
+        let ranks = border.and_then(|border| border.ranks.clone());
+        let (expire, o) = (expire.flatten(), parted.o.clone());
+        let (d_qkv, d_dma) = backward::<B>(parted, qkv, dma, place, d_o);
+        Self {
+            border: keys,
+            border_ranks: ranks,
+            documents,
+            expire,
+            o,
+            d_qkv,
+            d_dma: d_dma.map(|(d_w_dt, d_a)| [d_w_dt, d_a]),
+        }
+    }
+}

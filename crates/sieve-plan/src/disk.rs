@@ -1,0 +1,87 @@
+//! Checkpoints on the disk.
+use serde::Serialize;
+use sieve_core::Recipe;
+
+/// A weight and two moments, on every device in f32.
+const BYTES_A_PARAMETER: u64 = 3 * 4;
+
+/// What a run's checkpoints take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct DiskPlan {
+    /// Bytes of one checkpoint, without its small files.
+    pub checkpoint_bytes: u64,
+    /// How many are there at most: those that stay, and the one that is being written.
+    pub num_checkpoints: u64,
+}
+
+impl DiskPlan {
+    /// Of a model with so many parameters.
+    pub fn new(recipe: &Recipe, num_parameters: u64) -> Self {
+        let (checkpoint, steps) = (&recipe.checkpoint, recipe.training.steps as u64);
+        let all = steps.div_ceil(checkpoint.interval.max(1) as u64);
+        let latest = match checkpoint.keep_latest_k as u64 {
+            0 => all,
+            latest => (latest + 1).min(all),
+        };
+        let always = steps.checked_div(checkpoint.keep_every as u64).unwrap_or(0);
+        Self {
+            checkpoint_bytes: BYTES_A_PARAMETER * num_parameters,
+            num_checkpoints: (latest + always).min(all) + u64::from(checkpoint.at_start),
+        }
+    }
+
+    /// All of them.
+    pub fn total_bytes(&self) -> u64 {
+        self.checkpoint_bytes.saturating_mul(self.num_checkpoints)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_more_than_stay_and_those_that_stay_for_ever() {
+        let recipe = include_str!("../../../recipes/quickstart.toml");
+        for (sets, count) in [
+            (
+                [
+                    "training.steps=1000",
+                    "checkpoint.keep_latest_k=3",
+                    "checkpoint.keep_every=0",
+                ],
+                4,
+            ),
+            (
+                [
+                    "training.steps=1000",
+                    "checkpoint.keep_latest_k=3",
+                    "checkpoint.keep_every=250",
+                ],
+                8,
+            ),
+            (
+                [
+                    "training.steps=1000",
+                    "checkpoint.keep_latest_k=0",
+                    "checkpoint.keep_every=0",
+                ],
+                20,
+            ),
+            (
+                [
+                    "training.steps=101",
+                    "checkpoint.keep_latest_k=9",
+                    "checkpoint.keep_every=0",
+                ],
+                3,
+            ),
+        ] {
+            let mut sets = sets.map(str::to_owned).to_vec();
+            sets.push("checkpoint.interval=50".to_owned());
+            let recipe = Recipe::load(recipe, "quickstart", &sets).expect("a recipe");
+            let disk = DiskPlan::new(&recipe, 10);
+            assert_eq!((disk.num_checkpoints, disk.checkpoint_bytes), (count, 120), "{sets:?}");
+        }
+    }
+}

@@ -1,0 +1,63 @@
+//! Room for a run's checkpoints, told before the first one is written.
+use crate::terminal;
+use sieve_core::Recipe;
+use sieve_hf::list_checkpoints;
+use sieve_plan::DiskPlan;
+use std::path::Path;
+
+/// What a run of this many parameters prints of it at its start: a line, and a warning where room lacks.
+pub(crate) fn lines(recipe: &Recipe, num_parameters: u64, out: &Path) -> (String, Option<String>) {
+    let disk = DiskPlan::new(recipe, num_parameters);
+    (line(recipe, disk, out), warning(recipe, disk, out))
+}
+
+/// What checkpoints take in the output folder `out`, and what is free there.
+pub(crate) fn line(recipe: &Recipe, disk: DiskPlan, out: &Path) -> String {
+    let free = sieve_files::free_bytes(out);
+    let free = free.map_or(String::new(), |free| {
+        format!("; {} are free in {}", terminal::bytes(free), out.display())
+    });
+    format!(
+        "checkpoints of {} every {} steps, at most {} at a time: {}{free}",
+        terminal::bytes(disk.checkpoint_bytes),
+        terminal::thousands(recipe.checkpoint.interval as u64),
+        terminal::thousands(disk.num_checkpoints),
+        terminal::bytes(disk.total_bytes()),
+    )
+}
+
+/// What to warn of where they have no room, beside those that are there.
+fn warning(recipe: &Recipe, disk: DiskPlan, out: &Path) -> Option<String> {
+    let there = list_checkpoints(&out.join(&recipe.checkpoint.folder)).map_or(0, |found| found.len() as u64);
+    let needed = disk.num_checkpoints.saturating_sub(there).max(1) * disk.checkpoint_bytes;
+    let free = sieve_files::free_bytes(out)?;
+    (free < needed).then(|| {
+        format!(
+            "warning: the checkpoints of this run need {}, and {} are free in {}\n  \
+             hint: make room, lower checkpoint.keep_latest_k (0 keeps all) or raise checkpoint.interval",
+            terminal::bytes(needed),
+            terminal::bytes(free),
+            out.display()
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn too_little_room_is_warned_of_by_both_numbers() {
+        let dir = std::env::temp_dir();
+        let recipe = include_str!("../../../recipes/quickstart.toml");
+        let recipe = Recipe::load(recipe, "quickstart", &[]).expect("a recipe");
+        let disk = |num_parameters| DiskPlan::new(&recipe, num_parameters);
+        assert_eq!(warning(&recipe, disk(1), &dir), None);
+        let text = warning(&recipe, disk(1 << 50), &dir).expect("a petabyte");
+        for part in ["are free in", "keep_latest_k", "checkpoint.interval"] {
+            assert!(text.contains(part), "{text}");
+        }
+        let text = line(&recipe, disk(1 << 20), &dir);
+        assert!(text.starts_with("checkpoints of 12.00 MiB every"), "{text}");
+    }
+}

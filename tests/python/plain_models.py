@@ -1,0 +1,228 @@
+"""Sieve's models with latent or native sparse attention in plain PyTorch, from the weights of a checkpoint.
+
+Written from docs and papers (arXiv:2405.04434, arXiv:2502.11089), with a full matrix of scores and autograd: nothing is
+shared with the program or with the code that it exports. One document a row. Parameters have the checkpoint's names.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(width)), eps
+
+    def forward(self, x):
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def rotate(x, theta):
+    """x [batch, tokens, heads, width]: column i and column i + width / 2 turn by token * theta^(-2 i / width)."""
+    tokens, half = x.shape[1], x.shape[-1] // 2
+    frequency = theta ** (-torch.arange(half, dtype=torch.float64) / half)
+    angle = torch.arange(tokens, dtype=torch.float64)[:, None] * frequency
+    cos, sin = (f(angle)[None, :, None, :].to(x.dtype) for f in (torch.cos, torch.sin))
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def attend(q, k, v, visible):
+    """Output [batch, queries, heads, width] and probabilities; a query that sees no key gives 0."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1])
+    p = scores.masked_fill(~visible, -math.inf).softmax(-1)
+    p = torch.where(visible.any(-1, keepdim=True), p, torch.zeros_like(p))
+    return torch.einsum("bhij,bjhd->bihd", p, v), p
+
+
+def causal(tokens):
+    return torch.ones(tokens, tokens, dtype=torch.bool).tril()
+
+
+def linear(inner, outer):
+    return nn.Linear(inner, outer, bias=False)
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, model, attention, eps, has_norms):
+        super().__init__()
+        size, heads, d = model["hidden_size"], model["num_attention_heads"], model["head_dim"]
+        self.heads, self.d, self.theta = heads, d, model["rope_theta"]
+        self.rank, self.rope = attention["kv_lora_rank"], attention["qk_rope_head_dim"]
+        self.q_proj = linear(size, heads * (d + self.rope))
+        self.kv_a_proj = linear(size, self.rank + self.rope)
+        self.kv_a_norm = RmsNorm(self.rank, eps)
+        self.kv_b_proj = linear(self.rank, heads * 2 * d)
+        self.o_proj = linear(heads * d, size)
+        # Norms of each head's query and of its whole key, before the rotation.
+        if has_norms:
+            self.q_norm, self.k_norm = RmsNorm(d + self.rope, eps), RmsNorm(d + self.rope, eps)
+        self.has_norms = has_norms
+
+    def forward(self, x):
+        batch, n, _ = x.shape
+        heads, d, rope = self.heads, self.d, self.rope
+        q = self.q_proj(x).view(batch, n, heads, d + rope)
+        latent, shared = self.kv_a_proj(x).split([self.rank, rope], -1)
+        kv = self.kv_b_proj(self.kv_a_norm(latent)).view(batch, n, heads, 2 * d)
+        k = torch.cat([kv[..., :d], shared[:, :, None, :].expand(-1, -1, heads, -1)], -1)
+        if self.has_norms:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = (torch.cat([y[..., :d], rotate(y[..., d:], self.theta)], -1) for y in (q, k))
+        o, _ = attend(q, k, kv[..., d:], causal(n))
+        return self.o_proj(o.reshape(batch, n, heads * d))
+
+
+class BlockMlp(nn.Module):
+    def __init__(self, size, d, hidden):
+        super().__init__()
+        self.positions = nn.Parameter(torch.zeros(size, d))
+        self.up_proj, self.down_proj = linear(size * d, hidden), linear(hidden, d)
+
+    def forward(self, blocks):
+        """[batch, blocks, KV heads, size, d] to [batch, blocks, KV heads, d]"""
+        return self.down_proj(functional.relu(self.up_proj((blocks + self.positions).flatten(-2))))
+
+
+class Packed(nn.Module):
+    def __init__(self, model, eps):
+        super().__init__()
+        heads = model["num_attention_heads"] + 2 * model["num_key_value_heads"]
+        self.qkv_proj = linear(model["hidden_size"], heads * model["head_dim"])
+        self.q_norm, self.k_norm = RmsNorm(model["head_dim"], eps), RmsNorm(model["head_dim"], eps)
+
+
+class SparseAttention(nn.Module):
+    """Native sparse attention with keys and values that the branches share, compressed by an MLP or by means."""
+
+    def __init__(self, model, attention, eps):
+        super().__init__()
+        self.heads, self.kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
+        self.d = model["head_dim"]
+        self.theta, self.of = model["rope_theta"], attention
+        # Smallest relative gap between a block that a query chose and the next one, of the last call.
+        self.narrowest = math.inf
+        self.qkv = Packed(model, eps)
+        self.gate_proj = linear(model["hidden_size"], self.heads * 3)
+        self.gate_bias = nn.Parameter(torch.zeros(self.heads * 3))
+        self.o_proj = linear(self.heads * self.d, model["hidden_size"])
+        if attention["compress"] == "mlp":
+            sizes = attention["compress_block_size"], self.d, attention["compress_hidden_size"]
+            self.k_compress, self.v_compress = BlockMlp(*sizes), BlockMlp(*sizes)
+
+    def choice(self, p):
+        """Whether each query's KV head reads each token, from the compressed branch's probabilities."""
+        batch, _, n, slots = p.shape
+        stride, select, size = (self.of[key] for key in ("compress_stride", "select_block_size", "compress_block_size"))
+        p = p.detach().view(batch, self.kv_heads, -1, n, slots).sum(2)
+        blocks = -(-n // select)
+        # A compressed block counts once for each pair of strides that it and the selected block share (eq. 9).
+        weight = torch.zeros(slots, blocks, dtype=p.dtype)
+        for block in range(blocks):
+            for m in range(select // stride):
+                for l in range(size // stride):
+                    slot = block * (select // stride) + m - l
+                    if 0 <= slot < slots:
+                        weight[slot, block] += 1
+        importance = (p @ weight).tolist()
+        self.narrowest = math.inf
+        reads = torch.zeros(batch, self.kv_heads, n, n, dtype=torch.bool)
+        for row in range(batch):
+            for head in range(self.kv_heads):
+                for i in range(n):
+                    own = i // select
+                    forced = [own, own - 1, 0]
+                    # Forced ones first, then by importance, of equal ones the later.
+                    key = lambda block: (block in forced, importance[row][head][i][block], block)
+                    count = self.of["num_selected_blocks"]
+                    order = sorted(range(own + 1), key=key, reverse=True)
+                    if count <= own and order[count - 1] not in forced:
+                        kept, dropped = (importance[row][head][i][block] for block in order[count - 1 : count + 1])
+                        if kept > dropped:
+                            self.narrowest = min(self.narrowest, (kept - dropped) / kept)
+                    for block in order[:count]:
+                        reads[row, head, i, block * select : min((block + 1) * select, i + 1)] = True
+        return reads.repeat_interleave(self.heads // self.kv_heads, 1)
+
+    def forward(self, x):
+        batch, n, _ = x.shape
+        heads, kv_heads, d = self.heads, self.kv_heads, self.d
+        packed = self.qkv.qkv_proj(x).view(batch, n, heads + 2 * kv_heads, d)
+        q, k, v = packed.split([heads, kv_heads, kv_heads], 2)
+        q, k = self.qkv.q_norm(q), self.qkv.k_norm(k)
+        turned_q, turned_k = rotate(q, self.theta), rotate(k, self.theta)
+        token = torch.arange(n)
+
+        size, stride = self.of["compress_block_size"], self.of["compress_stride"]
+        if self.of["compress"] == "mlp":
+            blocks = [y.unfold(1, size, stride).transpose(-1, -2) for y in (k, v)]
+            coarse_q, coarse_k, coarse_v = q, self.k_compress(blocks[0]), self.v_compress(blocks[1])
+        else:
+            coarse_q, coarse_k, coarse_v = turned_q, *(y.unfold(1, size, stride).mean(-1) for y in (turned_k, v))
+        last = torch.arange(coarse_k.shape[1]) * stride + size - 1
+        coarse, p = attend(coarse_q, coarse_k, coarse_v, last[None, :] <= token[:, None])
+        selected, _ = attend(turned_q, turned_k, v, self.choice(p))
+        near = causal(n) & (token[:, None] - token[None, :] < self.of["window_size"])
+        window, _ = attend(turned_q, turned_k, v, near)
+
+        gates = torch.sigmoid(self.gate_proj(x) + self.gate_bias).view(batch, n, heads, 3)
+        o = sum(gates[..., at, None] * branch for at, branch in enumerate((coarse, selected, window)))
+        return self.o_proj(o.reshape(batch, n, heads * d))
+
+
+class Mlp(nn.Module):
+    def __init__(self, size, inner):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = linear(size, 2 * inner), linear(inner, size)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(functional.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    def __init__(self, model, attention, eps, has_norms):
+        super().__init__()
+        size = model["hidden_size"]
+        self.input_layernorm, self.post_attention_layernorm = RmsNorm(size, eps), RmsNorm(size, eps)
+        if attention["kind"] == "mla":
+            self.self_attn = LatentAttention(model, attention, eps, has_norms)
+        else:
+            self.self_attn = SparseAttention(model, attention, eps)
+        self.mlp = Mlp(size, model["intermediate_size"])
+
+    def forward(self, x):
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class PlainModel(nn.Module):
+    """The model of a recipe's tables `model` and `attention`, in float64, with the weights of a checkpoint."""
+
+    def __init__(self, model, attention, weights):
+        super().__init__()
+        eps = model.get("rms_norm_eps", 1e-6)
+        model = {"rope_theta": 10_000.0, **model}
+        has_norms = "layers.0.self_attn.q_norm.weight" in weights
+        vocabulary, size = weights["embed_tokens.weight"].shape
+        self.embed_tokens = nn.Embedding(vocabulary, size)
+        layers = range(model["num_hidden_layers"])
+        self.layers = nn.ModuleList(Layer(model, attention, eps, has_norms) for _ in layers)
+        self.head = nn.ModuleDict({"norm": RmsNorm(size, eps)})
+        self.double()
+        self.load_state_dict({name: value.double() for name, value in weights.items()})
+
+    def narrowest_choice(self):
+        """The smallest relative gap between what a query chose and what it did not, in the last call."""
+        return min(getattr(layer.self_attn, "narrowest", math.inf) for layer in self.layers)
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head["norm"](x) @ self.embed_tokens.weight.T
