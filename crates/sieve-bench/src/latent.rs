@@ -304,8 +304,8 @@ impl Call {
         self.on::<Flex>(&FlexDevice, DType::BF16, false)
     }
 
-    /// What a row's logits move by where one rotated number rounds the other way in bf16, as it may between two orders of
-    /// the rotation's f32 operations; at most an eighth.
+    /// What a row's logits move by where one rotated number rounds the other way in bf16, as it may between two orders
+    /// of the rotation's f32 operations; at most an eighth.
     fn moved_by_a_rounding(&self) -> f64 {
         let (heads, width, key_dim) = (self.spec.num_heads, self.spec.head_dim, self.spec.key_dim());
         let packed = self.packed();
