@@ -49,7 +49,7 @@ pub enum Op {
     Mla,
     /// Attention under a selector's mask.
     BlockSparse,
-    /// A GEMM with a weight in eight-bit floats.
+    /// A GEMM with a weight in fp8.
     Fp8,
 }
 

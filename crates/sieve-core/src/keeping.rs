@@ -5,7 +5,7 @@ use serde::Serialize;
 /// What blocks keep for their backward pass beside the least. Nothing of it is kept where nothing is differentiated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Keeping {
-    /// The rest of o.
+    /// In which rows `o_low`, what rounding o to bf16 loses, is kept.
     pub rest: KeepRest,
     /// Whether a block keeps what its backward pass would make again: normed streams, rotated heads and gated
     /// activations. It takes half as much memory again as all else that a block keeps, saves 1 to 2 % of a step on a

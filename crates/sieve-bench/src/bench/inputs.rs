@@ -19,7 +19,7 @@ pub(crate) struct Inputs {
     doc_start: CudaTensor,
     doc_end: CudaTensor,
     pub(super) scale: f32,
-    /// In which rows a forward pass with a bias keeps the rest of o.
+    /// In which rows a forward pass with a bias keeps `o_low`, what rounding o to bf16 loses.
     pub(super) rest: KeepRest,
 }
 

@@ -1,4 +1,4 @@
-//! `sieve kernels run fp8`: a GEMM with a weight in eight-bit floats, its rounded operands and its gradients.
+//! `sieve kernels run fp8`: a GEMM with a weight in fp8, its rounded operands and its gradients.
 use super::branches::Tensors;
 use crate::case::magnify;
 use crate::device::Device;

@@ -102,7 +102,7 @@ pub(super) fn place() -> String {
     }
 }
 
-/// The connections of another rank, as they come: for values, for signs of life, and from where.
+/// The connections of another rank, as they come: for values, for heartbeats, and from where.
 #[derive(Default)]
 struct Arrival {
     data: Option<TcpStream>,
