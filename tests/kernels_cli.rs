@@ -3,7 +3,7 @@
 use crate::kernel_branches::{Rows, biased_attention};
 use crate::tiny_run::TinyRun;
 use sieve_hf::TensorFile;
-use sieve_testing::{cases, says};
+use sieve_testing::cases;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
@@ -328,85 +328,6 @@ fn attention_with_neither_scores_nor_dense_operands_is_refused() {
     assert!(!tiny.path("z").exists());
 }
 
-/// A compiler that takes no time: it says what nvcc says, and its machine code is the name of the source.
-#[cfg(unix)]
-fn fake_nvcc(tiny: &TinyRun) {
-    use std::os::unix::fs::PermissionsExt;
-    let script = r#"#!/bin/sh
-if [ "$1" = --version ]; then echo "Cuda compilation tools, release 12.9, V12.9.41"; exit 0; fi
-while [ $# -gt 0 ]; do
-  if [ "$1" = -o ]; then out=$2; shift; fi
-  last=$1; shift
-done
-if grep -q FORBIDDEN "$last"; then echo "error: forbidden" >&2; exit 1; fi
-name=$(basename "$last"); entry=${name%%-*}
-echo "$name" > "$out"
-echo "ptxas info    : Function properties for $entry" >&2
-echo "    0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads" >&2
-echo "ptxas info    : Used 77 registers, used 1 barriers, 512 bytes smem" >&2
-"#;
-    let path = tiny.path("nvcc");
-    fs::write(&path, script).expect("the folder is writable");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("our file");
-}
-
-#[cfg(unix)]
-#[test]
-fn kernels_are_built_without_a_gpu_and_once() {
-    let tiny = folder();
-    fake_nvcc(&tiny);
-    let build = "kernels build --recipe tiny.toml --arch sm_80 --arch sm_90a --nvcc ./nvcc --out cache";
-    let printed = tiny.prints(build);
-    says(
-        &printed,
-        "dma_attention_forward | 77 | 4/8 | +512 | sm_80 | sm_90a |  0 were there, 0 failed",
-    );
-    assert!(tiny.path("cache/sm_80-nvrtc12.9/cuda").is_dir());
-    let printed = tiny.prints(build);
-    assert!(printed.contains("0 kernels compiled"), "{printed}");
-    // Another width is another kernel; the rest is there.
-    let wider = format!("{build} --set model.head_dim=32");
-    let printed = tiny.prints(&wider);
-    assert!(
-        printed.contains("HEAD_DIM=32") && !printed.contains(" 0 were there"),
-        "{printed}"
-    );
-}
-
-#[cfg(unix)]
-#[test]
-fn a_kernel_cache_cut_off_in_mid_write_is_used_again() {
-    let tiny = folder();
-    fake_nvcc(&tiny);
-    let build = "kernels build --recipe tiny.toml --arch sm_90a --nvcc ./nvcc --out cache";
-    tiny.prints(build);
-    // As a kill -9 in the middle of a write leaves it: half an entry, and a line of the table of contents without its
-    // end.
-    let torn = |ending: &str| {
-        let snapshot = tiny.snapshot("cache");
-        let mut found = 0;
-        for (path, (bytes, _)) in snapshot {
-            if path.to_string_lossy().ends_with(ending) && !bytes.is_empty() {
-                let half = bytes[..bytes.len() / 3].to_vec();
-                fs::write(&path, [bytes, half].concat()).expect("writable");
-                found += 1;
-            }
-        }
-        assert!(found > 0, "no file ends with {ending}");
-    };
-    torn("chunk0.cbor");
-    let printed = tiny.prints(build);
-    assert!(printed.contains("0 kernels compiled"), "{printed}");
-    torn(".log");
-    let printed = tiny.prints(build);
-    assert!(printed.contains("0 failed"), "{printed}");
-    // What is compiled after a repair is found again.
-    let wider = format!("{build} --set model.head_dim=32");
-    tiny.prints(&wider);
-    let printed = tiny.prints(&wider);
-    assert!(printed.contains("0 kernels compiled"), "{printed}");
-}
-
 #[test]
 fn mistakes_get_one_plain_message_and_write_nothing() {
     let tiny = folder();
@@ -425,7 +346,6 @@ fn mistakes_get_one_plain_message_and_write_nothing() {
         run attention --shape seq_len=20,head_dim=16 --out out => heads is missing
         run attention --shape seq_len=20,heads=3,kv_heads=2,head_dim=16 --out out => kv_heads=2 does not divide heads=3
         build --arch sm_75 => sm_75 | sm_80
-        build --arch sm_80 --nvcc ./none => ./none | --nvrtc
         build --arch sm_80 --recipe none => no recipe none
         check --cases 0 --device cpu => --cases 0
         bench --device cpu => GPU

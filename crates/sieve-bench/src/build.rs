@@ -3,11 +3,11 @@ use crate::error::{BenchError, Result, refused};
 use crate::shape::attention_shape;
 use sieve_core::model::AttentionForm;
 use sieve_core::{Attention, DmaBias, Recipe};
-use sieve_kernels::ahead_of_time::{self, CompiledKernel};
+use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{
-    AttentionNeeds, CudaVersion, KernelCache, KernelError, NeededKernels, NeededKeys, ScoreBias, SourceKernel, SumOrder,
+    AttentionNeeds, Cubins, KernelError, NeededKernels, NeededKeys, ScoreBias, SourceKernel, SumOrder,
 };
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::time::Instant;
@@ -19,8 +19,6 @@ pub struct BuildSettings {
     pub recipe: Option<Recipe>,
     /// Architectures, as compilers name them; those of this machine's GPUs when empty.
     pub arch: Vec<String>,
-    /// Compile with this nvcc instead of the run-time compiler.
-    pub nvcc: Option<PathBuf>,
     /// The folder of caches to fill.
     pub root: PathBuf,
 }
@@ -38,13 +36,6 @@ pub enum BuildEvent {
     Done(String),
 }
 
-/// Who turns text into machine code.
-enum Compiler {
-    Nvcc(PathBuf),
-    /// With the toolkit folder that has the headers.
-    Nvrtc(PathBuf),
-}
-
 /// One kernel's outcome.
 enum Outcome {
     Kept,
@@ -55,22 +46,15 @@ enum Outcome {
 /// Puts machine code into kernel caches, one for each architecture. Needs no GPU.
 ///
 /// # Errors
-/// An unknown architecture, no compiler, a cache in use, kernels that do not compile.
+/// An unknown architecture, no compiler, a folder that cannot be written, kernels that do not compile.
 pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
     let architectures = architectures(&settings.arch)?;
-    let (compiler, version) = compiler(settings.nvcc.as_deref())?;
+    let version = installed_nvrtc().map_err(BenchError::NoCompiler)?;
     let mut failed = 0;
     for (arch, shared_bytes) in architectures {
         let needed = needed_by(settings.recipe.as_ref(), &arch, shared_bytes)?;
-        let cache = KernelCache::open(&settings.root, &arch, version)?;
-        if cache.is_private() {
-            return refused(format!(
-                "the kernel cache {} is in use by another process\n  \
-                 hint: wait for it, or name another folder with --out",
-                settings.root.display()
-            ));
-        }
-        failed += build_one(&arch, &needed, &compiler, &cache, say)?;
+        let cubins = Cubins::below(&settings.root, &arch, version);
+        failed += build_one(&arch, &needed, &cubins, say)?;
     }
     if failed > 0 {
         return refused(format!("{failed} kernels were not compiled"));
@@ -78,28 +62,22 @@ pub fn build(settings: &BuildSettings, say: &mut dyn FnMut(BuildEvent)) -> Resul
     Ok(())
 }
 
-/// Compiles what is missing into a cache that is about to be used, with the run-time compiler of this machine.
+/// Compiles what is missing into a cache that is about to be used, on all cores.
 ///
 /// # Errors
-/// No compiler, or a kernel that does not compile.
-pub fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
-    let compiler = Compiler::Nvrtc(ahead_of_time::cuda_folder()?);
-    let stored = ahead_of_time::are_stored(cache, &needed.kernels)?;
-    let missing = stored.iter().filter(|stored| !**stored).count();
+/// No compiler, a folder that cannot be written, or a kernel that does not compile.
+pub fn prefill(cubins: &Cubins, arch: &str, needed: &NeededKernels, say: &mut dyn FnMut(BuildEvent)) -> Result<()> {
+    let keys = keys_of(&needed.kernels)?;
+    let missing = keys.iter().filter(|key| !cubins.has(**key)).count();
     if missing == 0 {
         return Ok(());
     }
     let started = Instant::now();
-    let outcomes = compile_all(arch, &needed.kernels, &stored, &compiler, cache.folder(), say);
-    let mut ready = Vec::new();
-    for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
-        match outcome {
-            Outcome::Compiled(compiled) => ready.push((kernel.clone(), compiled.cubin)),
-            Outcome::Failed(error) => return Err(error.into()),
-            Outcome::Kept => {}
+    for outcome in compile_all(arch, &needed.kernels, &keys, cubins, say) {
+        if let Outcome::Failed(error) = outcome {
+            return Err(error.into());
         }
     }
-    ahead_of_time::store(cache, &ready)?;
     say(BuildEvent::Done(format!(
         "{missing} kernels compiled in {:.1} s",
         started.elapsed().as_secs_f64()
@@ -107,25 +85,26 @@ pub fn prefill(cache: &KernelCache, arch: &str, needed: &NeededKernels, say: &mu
     Ok(())
 }
 
+fn keys_of(kernels: &[SourceKernel]) -> Result<Vec<u128>> {
+    Ok(kernels
+        .iter()
+        .map(SourceKernel::code_key)
+        .collect::<std::result::Result<_, _>>()?)
+}
+
 /// Compiles one architecture's kernels into the cache and says what they use; returns how many failed.
-fn build_one(
-    arch: &str,
-    needed: &NeededKernels,
-    compiler: &Compiler,
-    cache: &KernelCache,
-    say: &mut dyn FnMut(BuildEvent),
-) -> Result<usize> {
+fn build_one(arch: &str, needed: &NeededKernels, cubins: &Cubins, say: &mut dyn FnMut(BuildEvent)) -> Result<usize> {
     let started = Instant::now();
-    let stored: Vec<bool> = ahead_of_time::are_stored(cache, &needed.kernels)?;
-    let outcomes = compile_all(arch, &needed.kernels, &stored, compiler, cache.folder(), say);
+    let keys = keys_of(&needed.kernels)?;
+    let outcomes = compile_all(arch, &needed.kernels, &keys, cubins, say);
     say(BuildEvent::Table);
-    let (mut ready, mut kept, mut failed) = (Vec::new(), 0, 0);
+    let (mut compiled, mut kept, mut failed) = (0, 0, 0);
     for (kernel, outcome) in needed.kernels.iter().zip(outcomes) {
         match outcome {
             Outcome::Kept => kept += 1,
-            Outcome::Compiled(compiled) => {
-                say(BuildEvent::Kernel(row(arch, kernel, &compiled)));
-                ready.push((kernel.clone(), compiled.cubin));
+            Outcome::Compiled(machine_code) => {
+                compiled += 1;
+                say(BuildEvent::Kernel(row(arch, kernel, &machine_code)));
             }
             Outcome::Failed(error) => {
                 failed += 1;
@@ -139,11 +118,10 @@ fn build_one(
             "{arch:7} none for this architecture: {error}; such calls take the reference path"
         )));
     }
-    let compiled = ahead_of_time::store(cache, &ready)?;
     say(BuildEvent::Done(format!(
         "{arch}: {compiled} kernels compiled in {:.1} s, {kept} were there, {failed} failed; in {}",
         started.elapsed().as_secs_f64(),
-        cache.folder().display()
+        cubins.folder().display()
     )));
     Ok(failed)
 }
@@ -179,13 +157,12 @@ pub fn build_table_head() -> String {
     )
 }
 
-/// Compiles on all cores; outcomes in the order of the kernels.
+/// Compiles what is missing on all cores; outcomes in the order of the kernels.
 fn compile_all(
     arch: &str,
     kernels: &[SourceKernel],
-    stored: &[bool],
-    compiler: &Compiler,
-    work_folder: &Path,
+    keys: &[u128],
+    cubins: &Cubins,
     say: &mut dyn FnMut(BuildEvent),
 ) -> Vec<Outcome> {
     let next = AtomicUsize::new(0);
@@ -201,19 +178,10 @@ fn compile_all(
                     let Some(kernel) = kernels.get(index) else {
                         break;
                     };
-                    let compiled = match (stored[index], compiler) {
-                        (true, _) => Ok(None),
-                        (false, Compiler::Nvcc(nvcc)) => {
-                            ahead_of_time::compile_with_nvcc(kernel, arch, nvcc, work_folder).map(Some)
-                        }
-                        (false, Compiler::Nvrtc(cuda)) => {
-                            ahead_of_time::compile_with_nvrtc(kernel, arch, cuda).map(Some)
-                        }
-                    };
-                    let outcome = match compiled {
-                        Ok(None) => Outcome::Kept,
-                        Ok(Some(compiled)) => Outcome::Compiled(compiled),
-                        Err(error) => Outcome::Failed(error),
+                    let outcome = match cubins.has(keys[index]) {
+                        true => Outcome::Kept,
+                        false => compile_into(kernel, keys[index], arch, cubins)
+                            .map_or_else(Outcome::Failed, Outcome::Compiled),
                     };
                     if send.send((index, outcome)).is_err() {
                         break;
@@ -229,6 +197,17 @@ fn compile_all(
     });
     done.sort_by_key(|(index, _)| *index);
     done.into_iter().map(|(_, outcome)| outcome).collect()
+}
+
+fn compile_into(
+    kernel: &SourceKernel,
+    key: u128,
+    arch: &str,
+    cubins: &Cubins,
+) -> std::result::Result<CompiledKernel, KernelError> {
+    let compiled = compile_with_nvrtc(kernel, arch)?;
+    cubins.write(key, &compiled.cubin)?;
+    Ok(compiled)
 }
 
 /// Each architecture once, with the shared memory of its blocks.
@@ -249,15 +228,6 @@ fn architectures(named: &[String]) -> Result<Vec<(String, usize)>> {
             )),
         })
         .collect()
-}
-
-fn compiler(nvcc: Option<&Path>) -> Result<(Compiler, CudaVersion)> {
-    if let Some(nvcc) = nvcc {
-        let version = ahead_of_time::nvcc_version(nvcc)?;
-        return Ok((Compiler::Nvcc(nvcc.to_owned()), version));
-    }
-    let version = ahead_of_time::installed_nvrtc().map_err(BenchError::NoCompiler)?;
-    Ok((Compiler::Nvrtc(ahead_of_time::cuda_folder()?), version))
 }
 
 /// What is to be compiled for an architecture with so much shared memory: for a recipe, or everything that ships.

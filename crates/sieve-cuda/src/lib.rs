@@ -5,10 +5,8 @@
 //! large ones, so that an edit in `sieve-ops` compiles `sieve-ops` alone. An op that is missing here works all the same
 //! and costs compile time above.
 //!
-//! `sieve-kernels` is optimised more than that and would compile what it calls once more, so it calls the plain
-//! functions of [`launch`].
-
-pub mod launch;
+//! `sieve-kernels` is optimised more than that and would compile what it calls once more, so it calls
+//! [`contiguous_copy`].
 
 use burn::tensor::ops::{BoolTensorOps, FloatTensor, FloatTensorOps, IntTensorOps, QTensorOps};
 use burn::tensor::quantization::{QuantScheme, QuantizationParametersPrimitive};
@@ -21,6 +19,12 @@ pub type Cuda = burn_cuda::Cuda<f32, i32>;
 
 /// A tensor of any element type; CubeCL has one type for all.
 pub type Primitive = FloatTensor<Cuda>;
+
+/// A copy of a tensor's elements in index order, without gaps, made on the stream.
+pub fn contiguous_copy(tensor: &Primitive) -> cubecl::server::Handle {
+    cubecl::std::tensor::into_contiguous(&tensor.client, tensor.clone().binding(), tensor.dtype.into()).handle
+}
+
 type Quantize = fn(Primitive, &QuantScheme, QuantizationParametersPrimitive<Cuda>) -> Primitive;
 type SelectAdd = fn(Primitive, usize, Primitive, Primitive) -> Primitive;
 type SliceAssign = fn(Primitive, &[Slice], Primitive) -> Primitive;

@@ -3,26 +3,26 @@
 //! A product is a closure for CubeCL's device thread: it runs there between the launches before and after it, fetches
 //! the buffers' addresses and hands the product to cuBLASLt on *the same stream*, so nothing waits for anything and a
 //! buffer that is freed afterwards may be reused at once. How that stream is found, and what happens where it cannot
-//! be, is in `cublaslt/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library
+//! be, is in `runtime/lane.rs`. Algorithms are asked for once per shape and kept, the workspace is held, the library
 //! is loaded at the first product.
-mod lane;
+mod library;
 mod plan;
 mod problem;
 
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::lane::{self, Server, late_error, lock, report_late};
 use crate::step::fp8_quantise::Fp8Matrix;
 use crate::step::swiglu_forward::as_rows;
 use burn::tensor::DType;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
-use lane::{Call, Library, Server};
-pub(crate) use lane::{on_lane, open as open_lane};
+use library::{Call, Refusal};
 pub use problem::Product;
 use problem::{Operands, Problem, operand_rows, result_shape};
 use std::collections::HashSet;
-use std::sync::{LazyLock, Mutex, OnceLock, PoisonError};
+use std::sync::{LazyLock, Mutex, OnceLock};
 
 const NAME: &str = "cublaslt";
 
@@ -141,12 +141,6 @@ impl Cublaslt {
             version % 100
         ))
     }
-
-    /// True when products of this process go straight to Burn's stream, false when they go through a stream of their
-    /// own between two events; `None` before the first product.
-    pub fn is_inline() -> Option<bool> {
-        lane::inline_products()
-    }
 }
 
 /// C (read when beta is not zero) and D (written) of a product.
@@ -233,35 +227,32 @@ fn require_matrix(
     })
 }
 
-// Process-wide, because Burn's backend methods have no place for state: what has been planned, and an error that came
-// after its call had returned.
+// What has been planned; process-wide, because Burn's backend methods have no place for state.
 static PLANNED: LazyLock<Mutex<HashSet<(usize, u64, Problem)>>> = LazyLock::new(Mutex::default);
-static LATE_ERROR: Mutex<Option<String>> = Mutex::new(None);
 
 /// Queues a product. The first of a shape waits until its algorithm is found, so that a refusal is this call's error.
 fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
-    if let Some(reason) = lock(&LATE_ERROR).take() {
-        return Err(KernelError::Launch { kernel: NAME, reason });
-    }
+    late_error()?;
     let queue: DeviceHandle<Server> = DeviceHandle::new(like.device().to_id());
     let key = (like.device().index, call.stream.value, call.problem);
     if lock(&PLANNED).contains(&key) {
         queue.submit(move |server| {
-            if let Err(refusal) = Library::run(server, call) {
-                lock(&LATE_ERROR).get_or_insert(refusal.to_string());
+            if let Err(refusal) = call.run(server) {
+                let reason = refusal.to_string();
+                report_late(KernelError::Launch { kernel: NAME, reason });
             }
         });
         return Ok(());
     }
     lane::open(like)?;
     let described = call.problem.to_string();
-    let outcome = queue.submit_blocking(move |server| Library::run(server, call));
+    let outcome = queue.submit_blocking(move |server| call.run(server));
     match outcome {
         Ok(Ok(())) => {
             lock(&PLANNED).insert(key);
             Ok(())
         }
-        Ok(Err(lane::Refusal::NoAlgorithm(reason))) => Err(KernelError::Unsupported {
+        Ok(Err(Refusal::NoAlgorithm(reason))) => Err(KernelError::Unsupported {
             kernel: NAME,
             what: "product",
             got: described,
@@ -276,10 +267,6 @@ fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
             reason: format!("{described}: the device thread is gone"),
         }),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -234,15 +234,6 @@ pub enum KernelError {
         /// What went wrong.
         reason: String,
     },
-    /// The nvcc that was named does not work.
-    #[error("nvcc {path}: {reason}\n  \
-        hint: name the compiler of a CUDA toolkit with --nvcc, or use --nvrtc", path = path.display())]
-    Nvcc {
-        /// The program.
-        path: PathBuf,
-        /// What went wrong.
-        reason: String,
-    },
     /// The CUDA runtime was configured twice in one process.
     #[error(
         "the CUDA runtime is already configured in this process\n  \

@@ -114,21 +114,11 @@ fn open_cuda(
 ) -> Result<Device> {
     let device = report.device(index)?.clone();
     let cache = KernelCache::open(&cache_root()?, &device.arch(), report.nvrtc)?;
-    if let Some(shipped) = shipped_kernels() {
-        cache.fill_from(&shipped)?;
-    }
     prepare(&cache, &device)?;
     cache.init_runtime()?;
     // Its lock holds until the process ends.
     std::mem::forget(cache);
     Ok(Device::Cuda(device))
-}
-
-/// The compiled kernels that an archive of `cargo xtask dist` has beside the program.
-fn shipped_kernels() -> Option<PathBuf> {
-    let program = std::env::current_exe().ok()?;
-    let folder = program.parent()?.join("kernels");
-    folder.is_dir().then_some(folder)
 }
 
 /// `$XDG_CACHE_HOME/sieve`, else `~/.cache/sieve`.

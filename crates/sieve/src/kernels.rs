@@ -37,7 +37,6 @@ fn build(args: BuildArgs) -> Result<()> {
     let settings = BuildSettings {
         recipe: recipe.transpose()?,
         arch: args.arch,
-        nvcc: args.nvcc,
         root: match args.out {
             Some(folder) => folder,
             None => crate::device::cache_root()?,
@@ -72,7 +71,7 @@ fn prepare(needed: impl Fn(&DeviceReport) -> NeededKernels) -> impl Fn(&KernelCa
 /// Compiles what a cache lacks of `needed`.
 pub(crate) fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
     let say = &mut build_printer();
-    Ok(sieve_bench::prefill(cache, arch, needed, say)?)
+    Ok(sieve_bench::prefill(cache.cubins(), arch, needed, say)?)
 }
 
 impl From<Device> for Target {

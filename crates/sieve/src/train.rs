@@ -21,7 +21,7 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use indicatif::ProgressBar;
 use lines::{
-    describe, peak_line, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
+    cost_lines, describe, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
 };
 use log::Log;
 use profile::{StepProfile, StepRange};
@@ -525,8 +525,8 @@ fn train<B: TrainBackend>(
     let summary = result
         .map_err(anyhow::Error::from)
         .inspect_err(|error| log.keep(&terminal::error_text(error)))?;
-    if let Some(peak) = summary.peak_memory {
-        log.line(&peak_line(peak, hardware_memory));
+    for line in cost_lines(summary.peak_memory, hardware_memory) {
+        log.line(&line);
     }
     if summary.interrupted {
         tell_references(&log);

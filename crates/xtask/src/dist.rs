@@ -1,5 +1,4 @@
 //! `cargo xtask dist`: one archive that needs no Rust, and the proof that it does not.
-use crate::kernels::find_nvcc;
 use crate::workspace::{self, root, target_folder};
 use anyhow::{Context, Result, bail, ensure};
 use std::fs;
@@ -7,13 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// Architectures whose kernels are in the archive. sm_80's also run on 8.6 and 8.9 where their tiles fit.
-const ARCHITECTURES: [&str; 4] = ["sm_80", "sm_86", "sm_89", "sm_90a"];
 /// Files of the repository that go in as they are.
 const FILES: [&str; 4] = ["README.md", "LICENSE-APACHE", "LICENSE-MIT", "CHANGELOG.md"];
 
 /// Builds the archive, unpacks it into an empty folder, and runs it there with nothing in PATH.
-pub(crate) fn run(with_kernels: bool) -> Result<()> {
+pub(crate) fn run() -> Result<()> {
     workspace::cargo("build --release --bin sieve")?;
     let version = env!("CARGO_PKG_VERSION");
     let name = format!("sieve-{version}-{}-linux", std::env::consts::ARCH);
@@ -33,9 +30,6 @@ pub(crate) fn run(with_kernels: bool) -> Result<()> {
     }
     copy_all(&root().join("recipes"), &folder.join("recipes"))?;
     copy_all(&root().join("docs"), &folder.join("docs"))?;
-    if with_kernels {
-        compile(&program, &folder.join("kernels"))?;
-    }
     let archive = dist.join(format!("{name}.tar.gz"));
     let [archive_path, dist_path] = [&archive, &dist].map(|path| path.display().to_string());
     workspace::run("tar", &["-czf", &archive_path, "-C", &dist_path, &name])?;
@@ -58,17 +52,6 @@ fn strip(program: &Path) -> Result<()> {
             Ok(())
         }
     }
-}
-
-/// Every shipped kernel for every architecture.
-fn compile(program: &Path, out: &Path) -> Result<()> {
-    let nvcc = find_nvcc()?.display().to_string();
-    let [program, out] = [program, out].map(|path| path.display().to_string());
-    let mut arguments = vec!["kernels", "build", "--nvcc", &nvcc, "--out", &out];
-    for arch in ARCHITECTURES {
-        arguments.extend(["--arch", arch]);
-    }
-    workspace::run(&program, &arguments)
 }
 
 /// Unpacks the archive where nothing else is, and goes through what a new user types, without PATH and without HOME.

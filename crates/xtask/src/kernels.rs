@@ -107,11 +107,6 @@ fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
     )
 }
 
-/// The compiler, installed where it is missing.
-pub(crate) fn find_nvcc() -> Result<std::path::PathBuf> {
-    Ok(Nvcc::find_or_install()?.path().to_owned())
-}
-
 /// The folder with the kernels.
 pub(crate) fn folder() -> std::path::PathBuf {
     workspace::root().join("kernels")

@@ -27,10 +27,8 @@ const USAGE: &str = "cargo xtask <command>
                          the GPU's part alone, or only what is named, with a program that is there: needs neither cargo
                          nor the sources, so both programs can be carried to a machine with a GPU
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
-  dist [--without-kernels]
-                         one archive of the program, recipes, docs, licences and compiled kernels; unpacks it into an \
-                         empty
-                         folder and runs it there with nothing in PATH
+  dist                   one archive of the program, recipes, docs and licences; unpacks it into an empty folder and
+                         runs it there with nothing in PATH
   book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
   kernels [--arch A]     compile what ships with nvcc (installed into target/cuda-venv when missing), print registers,
                          spills, stack and shared memory; fails on any spill that kernels/allowances.toml does not
@@ -45,8 +43,7 @@ fn main() -> ExitCode {
         ["check", "--gpu", program, only @ ..] => gpu::run_program(program.as_ref(), only),
         ["tidy"] => tidy::run(),
         ["kernels"] => kernels::run(None),
-        ["dist"] => dist::run(true),
-        ["dist", "--without-kernels"] => dist::run(false),
+        ["dist"] => dist::run(),
         ["book"] => book::run(),
         ["kernels", "--arch", arch] => kernels::run(Some(arch)),
         [] | ["help" | "--help" | "-h"] => {

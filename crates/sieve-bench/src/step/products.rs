@@ -10,7 +10,7 @@ use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
-use sieve_kernels::{Cublaslt, CudaTensor, KernelError, MatmulOutput, Product, matmul};
+use sieve_kernels::{Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, matmul};
 use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
 
 const NAME: &str = "product, cuBLASLt";
@@ -118,7 +118,7 @@ fn rounded(product: Product, x: &CudaTensor, w: &CudaTensor) -> Result<CudaTenso
 
 /// Whose stream the products so far were queued on.
 fn path() -> &'static str {
-    match Cublaslt::is_inline() {
+    match LaunchCounts::so_far().is_inline {
         Some(true) => "on Burn's own stream",
         Some(false) => "on a stream of its own",
         None => "not queued",

@@ -1,5 +1,5 @@
 //! One product's descriptors and algorithm, made once per shape and kept.
-use super::lane::Refusal;
+use super::library::Refusal;
 use super::problem::{Cut, Layout, Operands as OperandTypes, Problem};
 use crate::step::fp8_quantise::Fp8Format;
 use cudarc::cublaslt::result as lt;

@@ -1,9 +1,11 @@
 //! The folder of compiled kernels, and the settings CubeCL runs with.
 //!
-//! CubeCL keeps compiled kernels in append-only files that only one process may write. The first process of a machine
-//! locks the shared folder; others work on a private copy beside it, which goes when they end.
+//! Our own kernels are [`Cubins`], which any number of processes share. CubeCL keeps those of Burn's ops in append-only
+//! files that only one process may write: the first process of a machine locks the shared folder; others work on a
+//! private copy beside it, which goes when they end.
 use crate::error::KernelError;
 use crate::runtime::cache_files::{cubecl_folder, repair};
+use crate::runtime::cubins::Cubins;
 use cubecl_runtime::config::cache::CacheConfig;
 use cubecl_runtime::config::{CubeClRuntimeConfig, RuntimeConfig};
 use std::fs::{self, File, TryLockError};
@@ -28,6 +30,7 @@ const PRIVATE_PREFIX: &str = "private-";
 pub struct KernelCache {
     folder: PathBuf,
     private: bool,
+    cubins: Cubins,
     /// Held, never read: the lock goes with the file.
     _lock: File,
 }
@@ -39,6 +42,7 @@ impl KernelCache {
     /// # Errors
     /// [`KernelError::Cache`] when the folder cannot be made or written.
     pub fn open(root: &Path, arch: &str, nvrtc: impl std::fmt::Display) -> Result<Self, KernelError> {
+        let cubins = Cubins::below(root, arch, &nvrtc);
         let shared = root.join(format!("{arch}-nvrtc{nvrtc}"));
         create_folder(&shared)?;
         if let Some(lock) = lock_folder(&shared)? {
@@ -47,6 +51,7 @@ impl KernelCache {
             return Ok(Self {
                 folder: shared,
                 private: false,
+                cubins,
                 _lock: lock,
             });
         }
@@ -57,6 +62,7 @@ impl KernelCache {
         Ok(Self {
             folder,
             private: true,
+            cubins,
             _lock: lock,
         })
     }
@@ -66,46 +72,18 @@ impl KernelCache {
         &self.folder
     }
 
-    /// True when another process owns the shared folder and this one works on a copy: what it compiles is not kept.
+    /// True when another process owns the shared folder and this one works on a copy: what CubeCL compiles is not kept.
     pub fn is_private(&self) -> bool {
         self.private
     }
 
-    /// Takes over the kernels that lie compiled below `shipped`, where this cache has none yet: those of the same
-    /// architecture and compiler version, in a folder of this one's name.
-    ///
-    /// # Errors
-    /// [`KernelError::Cache`] when they cannot be copied.
-    pub fn fill_from(&self, shipped: &Path) -> Result<(), KernelError> {
-        let own = cubecl_folder(&self.folder);
-        let Some(name) = self.folder.file_name().filter(|_| !self.private) else {
-            return Ok(());
-        };
-        let theirs = cubecl_folder(&shipped.join(name));
-        if own.exists() || !theirs.is_dir() {
-            return Ok(());
-        }
-        // Whole or not at all.
-        let partial = self.folder.join("cuda.partial");
-        let _ = fs::remove_dir_all(&partial);
-        copy_folder(&theirs, &partial)
-            .and_then(|()| fs::rename(&partial, &own))
-            .map_err(|error| cache_error(&own, error))
+    /// Our own kernels, shared with every process.
+    pub fn cubins(&self) -> &Cubins {
+        &self.cubins
     }
 
-    /// Empties the cache, so that every kernel is compiled anew. Only before the first client is made.
-    ///
-    /// # Errors
-    /// [`KernelError::Cache`].
-    pub fn clear(&self) -> Result<(), KernelError> {
-        match fs::remove_dir_all(cubecl_folder(&self.folder)) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(cache_error(&self.folder, e)),
-            _ => Ok(()),
-        }
-    }
-
-    /// Configures CubeCL for this process: its compilation cache in `cache`, everything else as CubeCL defaults, no
-    /// `cubecl.toml` read. Must run before the first CUDA tensor.
+    /// Configures this process: kernels in this cache, everything else of CubeCL as it defaults, no `cubecl.toml` read.
+    /// Must run before the first CUDA tensor.
     ///
     /// # Errors
     /// [`KernelError::AlreadyInitialised`] on a second call.
@@ -117,6 +95,7 @@ impl KernelCache {
         let mut config = CubeClRuntimeConfig::default();
         config.compilation.cache = Some(CacheConfig::File(self.folder.clone()));
         CubeClRuntimeConfig::set(config);
+        self.cubins.use_here();
         Ok(())
     }
 }
@@ -248,27 +227,6 @@ fn cache_error(path: &Path, reason: impl ToString) -> KernelError {
 mod tests {
     use super::*;
     use crate::runtime::cache_files::{CacheEntry, open_files};
-
-    #[test]
-    fn an_empty_cache_takes_the_kernels_of_a_release() {
-        let [root, release] = [(); 2].map(|()| tempfile::tempdir().expect("a temporary folder"));
-        let compiled = release.path().join("sm_80-nvrtc13.0/cuda/0.10.0/ptx");
-        fs::create_dir_all(&compiled).expect("created");
-        fs::write(compiled.join("chunk0.cbor"), "compiled").expect("written");
-        let chunk = |cache: &KernelCache| fs::read_to_string(cache.folder().join("cuda/0.10.0/ptx/chunk0.cbor")).ok();
-        for (arch, nvrtc) in [("sm_86", "13.0"), ("sm_80", "13.1")] {
-            let other = KernelCache::open(root.path(), arch, nvrtc).expect("writable");
-            other.fill_from(release.path()).expect("nothing to do");
-            assert_eq!(chunk(&other), None, "{arch} {nvrtc}");
-        }
-        let cache = KernelCache::open(root.path(), "sm_80", "13.0").expect("writable");
-        cache.fill_from(release.path()).expect("copied");
-        assert_eq!(chunk(&cache).as_deref(), Some("compiled"));
-        // What is there stays.
-        fs::write(compiled.join("chunk0.cbor"), "others").expect("written");
-        cache.fill_from(release.path()).expect("nothing to do");
-        assert_eq!(chunk(&cache).as_deref(), Some("compiled"));
-    }
 
     #[test]
     fn the_second_user_works_on_a_private_copy() {

@@ -10,7 +10,7 @@ use burn_cubecl::tensor::CubeTensor;
 use cubecl::cuda::{CudaDevice, CudaRuntime};
 use cubecl::prelude::{ComputeClient, InputScalar};
 use cubecl::zspace::metadata::Metadata;
-use sieve_cuda::launch::contiguous_copy;
+use sieve_cuda::contiguous_copy;
 
 /// What is assumed where the driver does not say.
 const DEFAULT_MULTIPROCESSORS: usize = 132;

@@ -4,11 +4,10 @@
 //! meanwhile. Here a thread of any kind copies through one page-locked buffer on a stream of its own.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
-use cubecl::cuda::CudaRuntime;
+use crate::runtime::lane::{Server, address_of, late_error};
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
-use cubecl_runtime::server::ComputeServer;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUdevice, CUstream};
 use std::ffi::c_void;
@@ -17,8 +16,6 @@ const NAME: &str = "host_copy";
 
 /// Page-locked bytes that a copy goes through.
 const STAGING_BYTES: usize = 64 << 20;
-
-type Server = <CudaRuntime as cubecl::Runtime>::Server;
 
 /// A tensor whose values will be read by [`HostReader::read`], on any thread.
 ///
@@ -44,12 +41,10 @@ impl HostCopy {
         let stream = StreamId::current();
         let queue: DeviceHandle<Server> = DeviceHandle::new(tensor.device().to_id());
         let address = queue
-            .submit_blocking(move |server| {
-                let resource = server.get_resource(binding, stream);
-                resource.map(|resource| resource.resource().ptr)
-            })
+            .submit_blocking(move |server| address_of(server, stream, binding).map(|address| address.pointer))
             .map_err(|_| failed("the device thread is gone".to_owned()))?
-            .map_err(|error| failed(format!("get_resource: {error}")))?;
+            .map_err(failed)?;
+        late_error()?;
         Ok(Self { tensor, address })
     }
 

@@ -11,31 +11,27 @@ mod watch;
 
 pub use watch::NcclWatch;
 
-use crate::cublaslt::{Cublaslt, on_lane, open_lane};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::lane::{self, Server, address_of, lock, on_lane};
 use burn::tensor::DType;
-use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
-use cubecl_runtime::server::ComputeServer;
 use cudarc::driver::result as driver;
 use cudarc::driver::sys::{CUcontext, CUevent, CUevent_flags, CUevent_wait_flags, CUstream};
 use cudarc::nccl::sys;
 use library::Nccl;
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use watch::Marks;
 
 const NAME: &str = "nccl";
 
 /// Bytes of what rank 0 gives to the others, so that they find each other.
 pub(crate) const NCCL_ID_BYTES: usize = 128;
-
-type Server = <CudaRuntime as cubecl::Runtime>::Server;
 
 /// This process's part in a group of GPUs. It lasts as long as the process.
 #[derive(Debug)]
@@ -321,20 +317,15 @@ impl NcclGroup {
         let Some(first) = work.results.iter().chain(&work.read).next() else {
             return Ok(work);
         };
-        // The lane of its products is the way to Burn's stream.
-        Cublaslt::require()?;
-        open_lane(first)?;
         let queue: DeviceHandle<Server> = DeviceHandle::new(first.device().to_id());
-        let (link, rank, stream) = (self.link, self.rank, StreamId::current());
+        let (link, rank, stream) = (self.link, self.rank, lane::open(first)?);
         let (end, late_error, marks) = (work.end.clone(), self.late_error.clone(), self.marks.clone());
         queue.submit(move |server| {
             let addresses = jobs.into_iter().map(|job| {
-                let [from, to] = job.bindings.map(|binding| {
-                    let resource = server.get_resource(binding, stream);
-                    let resource = resource.map_err(|error| format!("get_resource: {error}"))?;
-                    Ok::<_, String>(resource.resource().ptr)
-                });
-                let address = Address { from: from?, to: to? };
+                // The work's own bindings keep the memory.
+                let [from, to] = job.bindings.map(|binding| address_of(server, stream, binding));
+                let (from, to) = (from?.pointer, to?.pointer);
+                let address = Address { from, to };
                 Ok((address, job.count, job.work, job.ranges))
             });
             let addresses = addresses.collect::<Result<Vec<_>, String>>();
@@ -559,10 +550,6 @@ fn wait_for(stream: CUstream, event: CUevent) -> Result<(), String> {
         driver::stream::wait_event(stream, event, flags).map_err(told)?;
         driver::event::destroy(event).map_err(told)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn failed(reason: String) -> KernelError {

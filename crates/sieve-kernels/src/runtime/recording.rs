@@ -44,6 +44,13 @@ impl Hardware {
         max_shared_bytes: 227 << 10,
         ..Self::AMPERE
     };
+
+    /// The architecture as compilers spell it: `sm_80`, `sm_90a`.
+    pub fn arch(&self) -> String {
+        let (major, minor) = self.compute_capability;
+        let suffix = if major >= 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{suffix}")
+    }
 }
 
 /// A GPU that writes down what it is told to do. Clones share the recording.

@@ -1,29 +1,14 @@
-//! A kernel given as CUDA C++ text, launched on Burn's own stream.
-//!
-//! CubeCL 0.10 lets a `CubeTask` hand its compiler any text; NVRTC compiles it for the device at hand, and the launch
-//! is queued with Burn's own, in order, without synchronisation. This is the one module that knows how.
+//! A kernel given as CUDA C++ text, and its launches.
 use crate::error::KernelError;
+use crate::runtime::compiled::MapLayout;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::launch;
 use crate::runtime::params::{Params, words_for};
 use crate::runtime::recording::{BufferView, Hardware, Launch, MapData, RecordedTensor, Step};
 use crate::runtime::source::{KernelText, assemble_file, assemble_text};
-use cubecl::ir::{ElemType, FloatKind, StorageType, UIntKind};
-use cubecl::prelude::{CubeCount, CubeDim};
-use cubecl::zspace::metadata::Metadata;
-use cubecl_runtime::compiler::{CompilationError, Compiler, CubeTask};
-use cubecl_runtime::id::KernelId;
-use cubecl_runtime::kernel::{CompiledKernel, KernelMetadata};
-use cubecl_runtime::server::{
-    ExecutionMode, KernelArguments, LaunchError, MetadataBindingInfo, ServerError, TensorMapBinding, TensorMapMeta,
-};
-use cubecl_runtime::tma::{
-    OobFill, TensorMapFormat, TensorMapInterleave, TensorMapPrefetch, TensorMapSwizzle, TiledArgs,
-};
 use serde::Serialize;
-use sieve_cuda::launch::{CudaCompiler, sizes_of_launch};
-use std::collections::HashSet;
-use std::fmt::{Display, Write};
-use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+use std::fmt::Display;
+use std::sync::Arc;
 use xxhash_rust::xxh3::Xxh3;
 
 /// The words of one params struct are few; more would mean a kernel that takes a table by value.
@@ -58,25 +43,19 @@ impl TileMap<'_> {
         })
     }
 
-    fn binding(&self) -> TensorMapBinding {
-        let [batch_stride, row_stride] = self.strides;
+    /// The memory that the map begins in.
+    pub(crate) fn binding(&self) -> cubecl::server::Binding {
         let handle = self.tensor.primitive().handle.clone();
         let bytes = self.offset * self.tensor.dtype().size();
-        TensorMapBinding {
-            binding: handle.offset_start(bytes as u64).binding(),
-            map: TensorMapMeta {
-                format: TensorMapFormat::Tiled(TiledArgs {
-                    tile_size: [1, self.tile[0], self.tile[1]].into(),
-                }),
-                metadata: Metadata::new(self.shape, [batch_stride, row_stride, 1]),
-                elem_stride: [1usize, 1, 1].into(),
-                interleave: TensorMapInterleave::None,
-                swizzle: TensorMapSwizzle::B128,
-                prefetch: TensorMapPrefetch::B256,
-                oob_fill: OobFill::Zero,
-                storage_ty: StorageType::Scalar(ElemType::Float(FloatKind::BF16)),
-            },
-        }
+        handle.offset_start(bytes as u64).binding()
+    }
+
+    /// All but the address.
+    pub(crate) fn layout(&self) -> MapLayout {
+        let Self {
+            shape, strides, tile, ..
+        } = *self;
+        MapLayout { shape, strides, tile }
     }
 }
 
@@ -185,14 +164,15 @@ impl SourceKernel {
         }
     }
 
-    /// The key under which CubeCL's cache files keep this kernel, as a launch computes it.
+    /// What names the compiled kernel, in its file too: the complete text and the entry point.
     ///
     /// # Errors
     /// As [`text`](Self::text).
-    pub fn cache_key(&self) -> Result<u128, KernelError> {
-        let mut id = self.prepare()?.id();
-        id.mode(ExecutionMode::Unchecked);
-        Ok(id.stable_hash())
+    pub fn code_key(&self) -> Result<u128, KernelError> {
+        let mut hasher = Xxh3::new();
+        hasher.update(&self.text()?.hash.to_le_bytes());
+        hasher.update(self.entry.as_bytes());
+        Ok(hasher.digest128())
     }
 
     /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments in the order of the
@@ -200,7 +180,8 @@ impl SourceKernel {
     ///
     /// On tensors of a [`Recorder`](crate::Recorder) the launch is written down instead.
     ///
-    /// The first launch of each specialisation waits for its compilation, so that a compile error is this call's error.
+    /// The first launch of each specialisation waits until it is compiled, loaded and queued, so that an error of these
+    /// is this call's; what the driver refuses later is the next call's error, and names its kernel.
     ///
     /// # Errors
     /// [`KernelError::Compile`], [`KernelError::Launch`], [`KernelError::DeviceLimit`].
@@ -271,29 +252,8 @@ impl SourceKernel {
         if let Some(tensor) = first.recorded() {
             return self.record(tensor, grid, maps, tensors, words);
         }
-        let client = first.client();
-        let task = self.prepare()?;
-        let first_of_its_kind = first_launch(first.device().index, task.hash);
-        let arguments = KernelArguments {
-            buffers: tensors.iter().map(|t| t.primitive().handle.clone().binding()).collect(),
-            // The whole struct stays in constant memory: CubeCL copies words past this offset to a buffer.
-            info: MetadataBindingInfo {
-                dynamic_metadata_offset: words.len(),
-                data: words.to_vec(),
-            },
-            tensor_maps: maps.iter().map(TileMap::binding).collect(),
-        };
-        let [x, y, z] = grid.map(|n| n as u32);
-        // SAFETY: the caller vouches for the kernel; the checks above keep the launch within the device's limits.
-        unsafe { client.launch_unchecked(Box::new(task), CubeCount::Static(x, y, z), arguments) };
-        if first_of_its_kind {
-            // A flush waits for the compiler, not for the GPU, and is the only way to learn of a refused source.
-            if let Err(error) = client.flush() {
-                forget_launch(first.device().index, self.prepare()?.hash);
-                return Err(launch_error(self.name, &error));
-            }
-        }
-        Ok(())
+        // SAFETY: the caller's promise; the checks above keep the launch within the device's limits.
+        unsafe { launch::queue(self, grid, maps, tensors, words) }
     }
 
     fn record(
@@ -350,164 +310,35 @@ impl SourceKernel {
         }
         Ok(())
     }
-
-    /// The kernel as CubeCL's server takes it; for a launch that does not go through a client.
-    ///
-    /// # Errors
-    /// As [`text`](Self::text).
-    pub(crate) fn prepare(&self) -> Result<PreparedKernel, KernelError> {
-        let text = self.text()?;
-        let mut hasher = Xxh3::new();
-        hasher.update(&text.hash.to_le_bytes());
-        hasher.update(self.entry.as_bytes());
-        hasher.update(&self.threads.to_le_bytes());
-        hasher.update(&self.shared_bytes.to_le_bytes());
-        let (entry, threads, shared_bytes) = (self.entry, self.threads, self.shared_bytes);
-        Ok(PreparedKernel {
-            entry,
-            text,
-            hash: hasher.digest128(),
-            threads,
-            shared_bytes,
-        })
-    }
 }
 
 fn file_name<S: serde::Serializer>(name: &&'static str, out: S) -> Result<S::Ok, S::Error> {
     out.collect_str(&format_args!("{name}.cu"))
 }
 
-/// What CubeCL is given.
-#[derive(Clone)]
-pub(crate) struct PreparedKernel {
-    entry: &'static str,
-    text: Arc<KernelText>,
-    hash: u128,
-    threads: u32,
-    shared_bytes: usize,
-}
-
-impl KernelMetadata for PreparedKernel {
-    fn name(&self) -> &'static str {
-        self.entry
-    }
-
-    fn id(&self) -> KernelId {
-        // CubeCL caches by this key alone, in memory and on disk. A plain u128, because the key on disk contains the
-        // TypeId of what stands here, and that of our own types changes with every build.
-        KernelId::new::<SourceKernel>()
-            .info(self.hash)
-            .cube_dim(CubeDim::new_1d(self.threads))
-    }
-
-    fn address_type(&self) -> StorageType {
-        StorageType::Scalar(ElemType::UInt(UIntKind::U32))
-    }
-}
-
-impl CubeTask<CudaCompiler> for PreparedKernel {
-    fn compile(
-        &self,
-        compiler: &mut CudaCompiler,
-        options: &<CudaCompiler as Compiler>::CompilationOptions,
-        mode: ExecutionMode,
-        address_type: StorageType,
-    ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
-        let sizes = [self.threads as usize, self.shared_bytes];
-        let repr = sizes_of_launch(compiler, options, mode, address_type, sizes)?;
-        Ok(CompiledKernel {
-            entrypoint_name: self.entry.into(),
-            debug_name: None,
-            source: self.text.text.clone(),
-            repr: Some(repr),
-            cube_dim: CubeDim::new_1d(self.threads),
-            debug_info: None,
-        })
-    }
-}
-
-/// Kernels launched once without an error, by device. Process-wide, because compiled modules are.
-static LAUNCHED: LazyLock<Mutex<HashSet<(usize, u128)>>> = LazyLock::new(Mutex::default);
-
-fn first_launch(device: usize, hash: u128) -> bool {
-    LAUNCHED
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .insert((device, hash))
-}
-
-fn forget_launch(device: usize, hash: u128) {
-    LAUNCHED
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .remove(&(device, hash));
-}
-
-/// Turns what a flush reports into one error of ours; a compile error comes first, since the rest follows from it.
-fn launch_error(kernel: &'static str, error: &ServerError) -> KernelError {
-    let mut leaves = Vec::new();
-    collect_leaves(error, &mut leaves);
-    for leaf in &leaves {
-        if let ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic { reason, .. })) = leaf {
-            return KernelError::Compile {
-                kernel,
-                log: compiler_log(reason),
-            };
-        }
-    }
-    let mut reason = String::new();
-    for leaf in leaves {
-        let text = leaf.to_string();
-        // Backtraces of CubeCL's internals help nobody who reads this message.
-        let text = text.split("\nBacktrace").next().unwrap_or_default();
-        let _ = writeln!(reason, "{text}");
-    }
-    KernelError::Launch {
-        kernel,
-        reason: reason.trim_end().to_owned(),
-    }
-}
-
-fn collect_leaves<'a>(error: &'a ServerError, leaves: &mut Vec<&'a ServerError>) {
-    match error {
-        ServerError::ServerUnhealthy { errors, .. } => errors.iter().for_each(|e| collect_leaves(e, leaves)),
-        leaf => leaves.push(leaf),
-    }
-}
-
-/// NVRTC's log without the full source that CubeCL appends.
-fn compiler_log(reason: &str) -> String {
-    let log = reason.split("\n[Source]").next().unwrap_or(reason);
-    log.trim_start_matches("[Compilation Error]").trim().to_owned()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::HashSet;
 
     fn kernel() -> SourceKernel {
         SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }")
     }
 
     #[test]
-    fn the_cache_key_follows_everything_that_matters() {
-        let base = kernel().cache_key().expect("plain text");
+    fn the_key_follows_the_code_alone() {
+        let key = |kernel: SourceKernel| kernel.code_key().expect("plain text");
         let others = [
             SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }"),
             kernel().define("A", 1),
-            kernel().threads(256),
-            kernel().shared_bytes(16),
             kernel().entry("other"),
         ];
-        let mut keys: Vec<_> = others.iter().map(|k| k.cache_key().expect("plain text")).collect();
-        keys.push(base);
+        let mut keys: Vec<_> = others.map(key).to_vec();
+        keys.push(key(kernel()));
         let distinct: HashSet<_> = keys.iter().collect();
         assert_eq!(distinct.len(), keys.len());
-        assert_eq!(
-            kernel().cache_key().expect("plain text"),
-            base,
-            "the same kernel has the same key"
-        );
+        // Threads and shared memory belong to the launch.
+        assert_eq!(key(kernel().threads(256).shared_bytes(16)), key(kernel()));
     }
 
     #[test]
@@ -524,24 +355,5 @@ mod tests {
         assert!(kernel().shared_bytes(1001).check_limits([1, 1, 1], 3, &device).is_err());
         assert!(kernel().check_limits([1, 1, 0], 3, &device).is_err());
         assert!(kernel().check_limits([1, 1, 1], 61, &device).is_err());
-    }
-
-    #[test]
-    fn a_compile_error_keeps_the_log_and_drops_the_source() {
-        let backtrace = cubecl_common::backtrace::BackTrace::capture();
-        let reason = "[Compilation Error] \n    kernels/a.cu(3): error: x is undefined\n[Source]  \nlong text".into();
-        let leaf = ServerError::Launch(LaunchError::CompilationError(CompilationError::Generic {
-            reason,
-            backtrace: backtrace.clone(),
-        }));
-        let error = ServerError::ServerUnhealthy {
-            errors: vec![leaf],
-            backtrace,
-        };
-        let expected = KernelError::Compile {
-            kernel: "a",
-            log: "kernels/a.cu(3): error: x is undefined".into(),
-        };
-        assert_eq!(launch_error("a", &error), expected);
     }
 }

@@ -158,7 +158,7 @@ mod tests {
     #[test]
     fn every_shipped_kernel_has_a_key_of_its_own() {
         let kernels = NeededKernels::shipped();
-        let keys = kernels.iter().map(|(k, _)| k.cache_key().expect("the file exists"));
+        let keys = kernels.iter().map(|(k, _)| k.code_key().expect("the file exists"));
         assert_eq!(keys.collect::<BTreeSet<u128>>().len(), kernels.len());
     }
 

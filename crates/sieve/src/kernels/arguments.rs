@@ -35,12 +35,6 @@ pub(crate) struct BuildArgs {
     /// sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a; may be repeated. The GPU of this machine when absent
     #[arg(long, value_name = "ARCH")]
     pub(super) arch: Vec<String>,
-    /// Compile with this nvcc
-    #[arg(long, value_name = "PATH", conflicts_with = "nvrtc")]
-    pub(super) nvcc: Option<PathBuf>,
-    /// Compile with the run-time compiler (the default where it is installed)
-    #[arg(long)]
-    pub(super) nvrtc: bool,
     /// The cache to fill, to be copied to another machine's $XDG_CACHE_HOME/sieve; this machine's when absent
     #[arg(long, value_name = "DIR")]
     pub(super) out: Option<PathBuf>,

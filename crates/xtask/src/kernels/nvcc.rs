@@ -46,11 +46,6 @@ impl Nvcc {
         })
     }
 
-    /// The compiler itself.
-    pub(crate) fn path(&self) -> &Path {
-        &self.program
-    }
-
     /// Compiles one specialisation for one architecture and returns nvcc's messages, from an earlier run when nothing
     /// changed since.
     pub(crate) fn compile(&self, specialisation: &Specialisation, arch: &str) -> Result<String> {

@@ -1,0 +1,132 @@
+//! cuBLASLt on CubeCL's device thread: the library's handle, its plans, and a workspace for each stream.
+use super::plan::{Operands, Plan, WORKSPACE_BYTES};
+use super::problem::{Cut, Problem};
+use crate::runtime::lane::{Server, on_lane_with};
+use cubecl::server::Binding;
+use cubecl::stream_id::StreamId;
+use cudarc::cublaslt::{result as lt, sys::cublasLtHandle_t};
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::CUstream;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::fmt;
+
+/// Why a product did not run.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Refusal {
+    /// cuBLASLt has no algorithm for it: another path may take it.
+    NoAlgorithm(String),
+    /// The library, the driver or the server failed.
+    Failed(String),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::NoAlgorithm(reason) | Self::Failed(reason)) = self;
+        f.write_str(reason)
+    }
+}
+
+/// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
+/// they do not hinder the next op from writing in place.
+pub(super) struct Call {
+    pub(super) problem: Problem,
+    /// The cuts to take where they are offered, the best first.
+    pub(super) cuts: &'static [Cut],
+    /// x, w, C and D; then, where x and w are eight-bit floats, their scales.
+    pub(super) bindings: Vec<Binding>,
+    pub(super) beta: f32,
+    pub(super) stream: StreamId,
+}
+
+/// What the device thread keeps for the life of the process.
+struct Library {
+    handle: cublasLtHandle_t,
+    /// By stream id.
+    workspaces: HashMap<u64, u64>,
+    plans: HashMap<(Problem, [u32; 4]), Plan>,
+}
+
+thread_local! {
+    // On the device thread only; CubeCL runs one for each device.
+    static LIBRARY: RefCell<Option<Library>> = const { RefCell::new(None) };
+}
+
+impl Call {
+    /// Queues the product on its stream, whose lane is open; on the device thread.
+    pub(super) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
+        let (bindings, stream) = (std::mem::take(&mut self.bindings), self.stream);
+        let mut no_algorithm = None;
+        let queued = on_lane_with(server, stream, bindings, |lane, pointers| {
+            let queued = Library::with(|library| library.queue(&self, lane, pointers));
+            queued.map_err(|refusal| {
+                let reason = refusal.to_string();
+                no_algorithm = matches!(refusal, Refusal::NoAlgorithm(_)).then_some(refusal);
+                reason
+            })
+        });
+        queued.map_err(|reason| no_algorithm.unwrap_or(Refusal::Failed(reason)))
+    }
+}
+
+impl Library {
+    fn with<T>(action: impl FnOnce(&mut Library) -> Result<T, Refusal>) -> Result<T, Refusal> {
+        LIBRARY.with_borrow_mut(|slot| {
+            let library = match slot {
+                Some(library) => library,
+                None => slot.insert(Self {
+                    handle: lt::create_handle().map_err(|e| Refusal::Failed(format!("cublasLtCreate: {e}")))?,
+                    workspaces: HashMap::new(),
+                    plans: HashMap::new(),
+                }),
+            };
+            action(library)
+        })
+    }
+
+    fn queue(&mut self, call: &Call, stream: CUstream, pointers: &[u64]) -> Result<(), Refusal> {
+        let workspace = match self.workspaces.get(&call.stream.value) {
+            Some(workspace) => *workspace,
+            None => {
+                // SAFETY: an allocation on the current context, kept for the life of the process.
+                let made = unsafe { driver::malloc_sync(WORKSPACE_BYTES) };
+                let made = made.map_err(|e| Refusal::Failed(format!("a workspace of 64 MiB: {e:?}")))?;
+                self.workspaces.insert(call.stream.value, made);
+                made
+            }
+        };
+        let operands = Operands {
+            pointers: std::array::from_fn(|i| pointers[i]),
+            scales: [4, 5].map(|i| pointers.get(i).copied().unwrap_or(0)),
+            beta: call.beta,
+            workspace,
+            stream,
+        };
+        let key = (call.problem, operands.pointers.map(alignment));
+        if !self.plans.contains_key(&key) {
+            let plan = Plan::find(self.handle, &call.problem, key.1, call.cuts)?;
+            self.plans.insert(key, plan);
+        }
+        let plan = self.plans.get(&key).expect("inserted above");
+        // SAFETY: the wrapper checked the sizes against the tensors, whose addresses these are, on the current context.
+        unsafe { plan.launch(self.handle, &operands) }
+    }
+}
+
+/// What a pointer is a multiple of: a power of two, at most 256 (the most that algorithms ask for).
+fn alignment(pointer: u64) -> u32 {
+    1 << pointer.trailing_zeros().min(8)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn alignment_is_the_largest_power_of_two_up_to_256() {
+        assert_eq!(alignment(0x7f00_0000_0200), 256);
+        assert_eq!(alignment(0x7f00_0000_0210), 16);
+        assert_eq!(alignment(0x7f00_0000_0202), 2);
+        assert_eq!(alignment(0), 256);
+    }
+}

@@ -1,0 +1,102 @@
+//! Compiled kernels as files: `<key>.cubin`, each written whole or not at all, so any number of processes share them.
+use crate::error::KernelError;
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// A folder of compiled kernels of one architecture and one compiler version.
+#[derive(Debug, Clone)]
+pub struct Cubins {
+    folder: PathBuf,
+}
+
+/// Where this process finds and leaves its kernels; without one it compiles them anew.
+static IN_USE: OnceLock<Cubins> = OnceLock::new();
+
+impl Cubins {
+    /// The kernels below `root` (`$XDG_CACHE_HOME/sieve`, say) for an architecture and compiler version; the folder is
+    /// made with the first file.
+    pub fn below(root: &Path, arch: &str, nvrtc: impl std::fmt::Display) -> Self {
+        let folder = root.join(format!("{arch}-nvrtc{nvrtc}")).join("cubins");
+        Self { folder }
+    }
+
+    /// The folder.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Makes this the folder of the process; of several calls the first counts.
+    pub fn use_here(&self) {
+        let _ = IN_USE.set(self.clone());
+    }
+
+    pub(crate) fn in_use() -> Option<&'static Self> {
+        IN_USE.get()
+    }
+
+    /// Whether a kernel is there.
+    pub fn has(&self, key: u128) -> bool {
+        self.path(key).is_file()
+    }
+
+    pub(crate) fn read(&self, key: u128) -> Option<Vec<u8>> {
+        fs::read(self.path(key)).ok().filter(|cubin| !cubin.is_empty())
+    }
+
+    /// Writes a kernel, in place of one that is there.
+    ///
+    /// # Errors
+    /// [`KernelError::Cache`] when the folder cannot be made or written.
+    pub fn write(&self, key: u128, cubin: &[u8]) -> Result<(), KernelError> {
+        let error = |e: std::io::Error| KernelError::Cache {
+            path: self.folder.clone(),
+            reason: e.to_string(),
+        };
+        fs::create_dir_all(&self.folder).map_err(error)?;
+        let mut file = tempfile::NamedTempFile::new_in(&self.folder).map_err(error)?;
+        file.write_all(cubin).map_err(error)?;
+        file.persist(self.path(key)).map_err(|e| error(e.error))?;
+        Ok(())
+    }
+
+    fn path(&self, key: u128) -> PathBuf {
+        self.folder.join(format!("{key:032x}.cubin"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_found_again_and_only_that() {
+        let root = tempfile::tempdir().expect("a temporary folder");
+        let cubins = Cubins::below(root.path(), "sm_80", "13.0");
+        assert!(!cubins.has(7) && cubins.read(7).is_none() && !cubins.folder().exists());
+        cubins.write(7, &[1, 2, 250]).expect("writable");
+        assert_eq!(cubins.read(7), Some(vec![1, 2, 250]));
+        cubins.write(7, &[9]).expect("written again");
+        assert_eq!(cubins.read(7), Some(vec![9]));
+        assert!(cubins.has(7) && !cubins.has(8));
+        let files = fs::read_dir(cubins.folder()).expect("there").count();
+        assert_eq!(files, 1, "no temporary file stays");
+        for (arch, nvrtc) in [("sm_86", "13.0"), ("sm_80", "13.1")] {
+            assert!(!Cubins::below(root.path(), arch, nvrtc).has(7), "{arch} {nvrtc}");
+        }
+    }
+
+    #[test]
+    fn an_empty_file_is_no_kernel_and_an_unusable_folder_is_named() {
+        let root = tempfile::tempdir().expect("a temporary folder");
+        let cubins = Cubins::below(root.path(), "sm_80", "13.0");
+        cubins.write(7, &[]).expect("writable");
+        assert_eq!(cubins.read(7), None);
+        let file = tempfile::NamedTempFile::new().expect("a temporary file");
+        let error = Cubins::below(file.path(), "sm_80", "13.0")
+            .write(7, &[1])
+            .expect_err("a file is no folder");
+        assert!(error.to_string().contains("sm_80-nvrtc13.0"), "{error}");
+    }
+}
