@@ -258,6 +258,10 @@ fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSett
     let both = settings.part.of_a_family();
     let mut good = stage(progress, "portable kernels", |progress| {
         if settings.part == CheckPart::All {
+            progress.part("launches".to_owned(), |report| {
+                step::check_order(report, &device, &extent);
+                Ok(())
+            })?;
             progress.wrappers("portable kernels", ONLY_PORTABLE, &device, &extent)?;
             progress.part("products".to_owned(), |report| {
                 step::check_products(report, &device, &extent);

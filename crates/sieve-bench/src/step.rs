@@ -7,6 +7,7 @@ mod losses;
 mod optimizer;
 mod plain_loss;
 mod products;
+mod queue;
 mod rotation;
 mod scores;
 mod stream;
@@ -14,6 +15,7 @@ mod wrappers;
 
 pub(crate) use fp8::check_products as check_fp8_products;
 pub(crate) use products::check_products;
+pub(crate) use queue::check_order;
 
 use crate::bar::{Bar, Results, judge_all};
 use crate::bench::Bench;

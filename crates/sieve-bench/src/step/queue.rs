@@ -1,0 +1,67 @@
+//! Launches that read what another thread allocated and lets go of at once: its memory must not be reused before the
+//! launch has run.
+use super::wrappers::{Calls, same};
+use crate::extent::Extent;
+use crate::report::{Outcome, Report, Wrong, wrong};
+use burn::tensor::{DType, Tensor};
+use burn_cuda::CudaDevice;
+use sieve_kernels::{CudaTensor, LaunchCounts};
+use sieve_ops::Cuda;
+use std::sync::mpsc::sync_channel;
+
+const NAME: &str = "launch order";
+
+/// Launches, each with a buffer of another thread's stream.
+const LAUNCHES: usize = 10_000;
+
+/// Elements that each launch goes over: some 30 microseconds of the GPU, so that the host is far ahead.
+const ELEMENTS: usize = 16 << 20;
+
+/// Checks that the factors of 10,000 launches, made by a second thread, are still there when the launches run. That
+/// thread fills new buffers of the same size with NaN meanwhile, which land where a factor lay as soon as the allocator
+/// counts it as free.
+pub(crate) fn check_order(report: &mut Report, device: &CudaDevice, extent: &Extent) {
+    let inline = match LaunchCounts::so_far().is_inline {
+        Some(false) => "on a stream of their own",
+        _ => "on Burn's own stream",
+    };
+    let outcome = factors_stay(Calls::new(device, extent.seed), device);
+    report.add(NAME, inline, "10,000 buffers of another thread", outcome);
+}
+
+fn factors_stay(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
+    let total = calls.flat(&[ELEMENTS / 256, 256], DType::F32);
+    let before = LaunchCounts::so_far().foreign_buffers;
+    let (send, receive) = sync_channel::<CudaTensor>(4);
+    let made = std::thread::scope(|scope| {
+        let maker = scope.spawn(move || {
+            let filled = |value: f32| {
+                let tensor = Tensor::<Cuda, 1>::full([1], value, device);
+                CudaTensor::from(tensor.into_primitive().tensor())
+            };
+            for _ in 0..LAUNCHES {
+                let factor = filled(1.0);
+                drop((filled(f32::NAN), filled(f32::NAN)));
+                if send.send(factor).is_err() {
+                    break;
+                }
+            }
+        });
+        for factor in receive {
+            sieve_kernels::step::scale(&total.on, &factor)?;
+        }
+        maker
+            .join()
+            .map_err(|_| Wrong::from("the second thread panicked".to_owned()))
+    });
+    made?;
+    same(
+        "what 10,000 factors of 1 scaled",
+        &calls.device.floats(&total.on)?,
+        &total.values,
+    )?;
+    match LaunchCounts::so_far().foreign_buffers - before {
+        LAUNCHES => Ok(0.0),
+        kept => wrong(format!("{kept} buffers of another stream were kept, of {LAUNCHES}")),
+    }
+}
