@@ -1,7 +1,7 @@
 //! `sieve kernels`: compile the CUDA kernels ahead of time, check them, time them, and write what they compute.
 mod arguments;
 
-use crate::device::Device;
+use crate::device::{Device, DeviceChoice};
 use crate::loaded::on_device;
 use crate::recipe::RecipeArgs;
 use crate::{loaded, terminal};
@@ -15,6 +15,7 @@ use sieve_bench::{
     BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
     Target,
 };
+use sieve_core::Recipe;
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::{Cuda, SieveBackend};
 use std::path::Path;
@@ -69,9 +70,25 @@ fn prepare(needed: impl Fn(&DeviceReport) -> NeededKernels) -> impl Fn(&KernelCa
 }
 
 /// Compiles what a cache lacks of `needed`.
-pub(crate) fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
+fn fill(cache: &KernelCache, arch: &str, needed: &NeededKernels) -> Result<()> {
     let say = &mut build_printer();
     Ok(sieve_bench::prefill(cache.cubins(), arch, needed, say)?)
+}
+
+/// The device of a run, with the kernels of its recipe compiled side by side.
+pub(crate) fn device_for(choice: DeviceChoice, recipe: &Recipe) -> Result<Device> {
+    choice.resolve_and_prepare(|cache, gpu| {
+        let arch = gpu.arch();
+        let Some(shared_bytes) = NeededKernels::shared_bytes_of(&arch) else {
+            return Ok(());
+        };
+        let needed = sieve_bench::needed_by(Some(recipe), &arch, shared_bytes)?;
+        if let Err(error) = fill(cache, &arch, &needed) {
+            // They are compiled at first use then.
+            terminal::warning(&format!("kernels were not compiled ahead: {error}"));
+        }
+        Ok(())
+    })
 }
 
 impl From<Device> for Target {

@@ -184,7 +184,7 @@ fn run_one(args: &TrainArgs, mesh: Option<Arc<Mesh>>) -> Result<Ending> {
     if let Some(mesh) = &mesh {
         ranks::check_recipe(mesh, &recipe)?;
     }
-    let session = Session::open(args, mesh.map(|mesh| (mesh, &recipe)))?;
+    let session = Session::open(args, &recipe, mesh)?;
     text.iter()
         .filter(|_| session.tells())
         .for_each(|line| terminal::status(line));
@@ -280,13 +280,13 @@ impl TrainArgs {
 
 impl Session {
     /// For this process alone, or as one of several that train one recipe.
-    fn open(args: &TrainArgs, group: Option<(Arc<Mesh>, &Recipe)>) -> Result<Self> {
-        let tells = group.as_ref().is_none_or(|(mesh, _)| mesh.world().rank == 0);
+    fn open(args: &TrainArgs, recipe: &Recipe, mesh: Option<Arc<Mesh>>) -> Result<Self> {
+        let tells = mesh.as_ref().is_none_or(|mesh| mesh.world().rank == 0);
         Ok(Self {
             choice: args.device,
-            found: match &group {
-                Some((mesh, recipe)) => ranks::device(args.device, mesh, recipe)?,
-                None => args.device.resolve()?,
+            found: match &mesh {
+                Some(mesh) => ranks::device(args.device, mesh, recipe)?,
+                None => crate::kernels::device_for(args.device, recipe)?,
             },
             interrupt: Interrupt::install(tells)?,
             profile: args.profile,
@@ -297,7 +297,7 @@ impl Session {
                 ..WriteLimits::default()
             },
             memory: args.memory,
-            mesh: group.map(|(mesh, _)| mesh),
+            mesh,
         })
     }
 

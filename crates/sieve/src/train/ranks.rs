@@ -2,7 +2,6 @@
 use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
-use crate::kernels::fill;
 use crate::terminal;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use burn::backend::Autodiff;
@@ -10,7 +9,7 @@ use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
-use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, NeededKernels};
+use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork};
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
@@ -128,18 +127,7 @@ pub(super) fn device(choice: DeviceChoice, mesh: &Mesh, recipe: &Recipe) -> Resu
         mesh.barrier()?;
         return choice.resolve().map_err(|error| without_gpu(error, world));
     }
-    let found = choice.resolve_and_prepare(|cache, gpu| {
-        let arch = gpu.arch();
-        let Some(shared_bytes) = NeededKernels::shared_bytes_of(&arch) else {
-            return Ok(());
-        };
-        let needed = sieve_bench::needed_by(Some(recipe), &arch, shared_bytes)?;
-        if let Err(error) = fill(cache, &arch, &needed) {
-            // They are compiled at first use then.
-            terminal::warning(&format!("kernels were not compiled ahead: {error}"));
-        }
-        Ok(())
-    })?;
+    let found = crate::kernels::device_for(choice, recipe)?;
     mesh.barrier()?;
     Ok(found)
 }

@@ -39,7 +39,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
     let base = args.out_folder();
     // Every recipe is read before the first run begins: a mistake in the last value costs nothing.
     let runs = runs(&args, &base)?;
-    let session = Session::open(&args, None)?;
+    let session = Session::open(&args, &runs[0].recipe, None)?;
     let mut rows = Vec::new();
     for (number, run) in (1..).zip(&runs) {
         terminal::line(&format!(
