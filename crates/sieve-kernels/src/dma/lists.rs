@@ -25,8 +25,6 @@ pub struct KeyLists {
     pub list: CudaTensor,
     /// Entries in use, i32 `[batch, num_kv_heads, num_super_blocks]`.
     pub list_len: CudaTensor,
-    /// How many of them enter in the block, same shape.
-    pub num_entering: CudaTensor,
     /// `{begin, end}` of the entries a tile of queries needs, i32 `[batch, num_kv_heads, tiles, 2]`.
     pub tile_window: CudaTensor,
     /// Queries of such a tile.
@@ -97,7 +95,6 @@ impl Selection {
         let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
         let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
         let list_len = new(&[batch, num_kv_heads, blocks]);
-        let num_entering = new(&[batch, num_kv_heads, blocks]);
         let tile_window = new(&[batch, num_kv_heads, tiles, 2]);
         let tensors = [
             expire,
@@ -106,7 +103,6 @@ impl Selection {
             &self.survivors,
             &list,
             &list_len,
-            &num_entering,
             &tile_window,
         ];
         let params = params!(DmaListsParams {
@@ -116,13 +112,12 @@ impl Selection {
             capacity,
             tile_queries,
         });
-        // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a
+        // SAFETY: reads the selection and the bounds, writes the three new tensors within their shapes; entries past a
         // list's padding stay undefined, and no reader looks there.
         unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
         Ok(KeyLists {
             list,
             list_len,
-            num_entering,
             tile_window,
             tile_queries,
         })

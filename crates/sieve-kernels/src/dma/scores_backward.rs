@@ -6,7 +6,6 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
 const NAME: &str = "dma_scores_backward";
@@ -42,12 +41,7 @@ impl ScoresBackward<'_> {
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
-    pub fn dma_scores_backward(
-        self,
-        dqkv: &Qkv,
-        dw_dt: GradientTarget<'_>,
-        da: GradientTarget<'_>,
-    ) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    pub fn dma_scores_backward(self, dqkv: &Qkv) -> Result<(CudaTensor, CudaTensor), KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
@@ -93,7 +87,7 @@ impl ScoresBackward<'_> {
         let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
         unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
-        let [dw_dt, da] = column_sums(NAME, &partials, [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])])?;
+        let [dw_dt, da] = column_sums(&partials, [&[channels, kv_heads], &[kv_heads]])?;
         Ok((dw_dt, da))
     }
 }

@@ -7,7 +7,7 @@ use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::qk_norm_rope_forward::RotaryTables;
-use crate::step::vector_rows::{GradientTarget, VectorRows, require_alignment};
+use crate::step::vector_rows::{VectorRows, require_alignment};
 use burn::tensor::DType;
 
 const FORWARD: &str = "mla_pack_forward";
@@ -258,10 +258,7 @@ impl MlaPack<'_> {
         if norm_dim == 0 {
             return Ok((grads, None));
         }
-        let shape = [norm_dim];
-        let targets = [GradientTarget::New; 2].map(|target| (target, shape.as_slice()));
-        let weights = column_sums(BACKWARD, &partials, targets)?;
-        Ok((grads, Some(weights)))
+        Ok((grads, Some(column_sums(&partials, [&[norm_dim]; 2])?)))
     }
 
     /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as

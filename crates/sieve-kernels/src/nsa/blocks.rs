@@ -6,7 +6,6 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 
@@ -122,9 +121,7 @@ pub fn nsa_blocks_backward(
     let tensors = [&dy, &documents[0], &documents[1], &partials];
     // SAFETY: `backward` checked dy's size; writes every element of the partials.
     unsafe { nsa_positions_backward_kernel().launch(grid, &tensors, &params) }?;
-    let like_positions = [size, d];
-    let gradients = [(GradientTarget::New, &like_positions[..]); 2];
-    let [dk_positions, dv_positions] = column_sums(NAME, &partials, gradients)?;
+    let [dk_positions, dv_positions] = column_sums(&partials, [&[size, d]; 2])?;
     Ok([dqkv, dk_positions, dv_positions])
 }
 

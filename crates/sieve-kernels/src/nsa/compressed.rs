@@ -102,8 +102,6 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
     unsafe { nsa_compressed_lists_kernel().launch(grid, &tensors, &params) }?;
     Ok(KeyLists {
         list,
-        // Attention does not ask how many enter.
-        num_entering: list_len.clone(),
         list_len,
         tile_window,
         tile_queries: KeyLists::TILE_QUERIES,

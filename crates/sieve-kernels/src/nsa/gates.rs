@@ -4,7 +4,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::{GradientTarget, require_words};
+use crate::step::vector_rows::require_words;
 use burn::tensor::DType;
 
 const NAME: &str = "nsa_gates";
@@ -159,8 +159,8 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
     // Rows side by side, as many as divide them.
     let sharers = 1 << rows.trailing_zeros().min(MOST_SHARERS.trailing_zeros());
     let wide = values.reshaped(NAME, "gradients", &[rows / sharers, sharers * width])?;
-    let [shares] = column_sums(NAME, &wide, [(GradientTarget::New, &[sharers, width][..])])?;
-    let [sums] = column_sums(NAME, &shares, [(GradientTarget::New, &[width][..])])?;
+    let [shares] = column_sums(&wide, [&[sharers, width]])?;
+    let [sums] = column_sums(&shares, [&[width]])?;
     Ok(sums)
 }
 

@@ -186,7 +186,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
                     dma_lists_kernel(),
                     dma_lists_prefix_kernel(),
                     dma_last_kept_kernel(),
-                    dma_scores_kernel(num_kv_heads, head_dim_v, ScoreBias::Linear),
+                    dma_scores_kernel(num_kv_heads, head_dim_v),
                     dma_scores_backward_kernel(num_kv_heads),
                 ]);
             }

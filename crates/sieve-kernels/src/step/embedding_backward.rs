@@ -4,7 +4,8 @@ use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{GradientTarget, VectorRows};
+use crate::step::fill_zero::empty_zero;
+use crate::step::vector_rows::VectorRows;
 use burn::tensor::DType;
 
 const NAME: &str = "embedding_backward";
@@ -22,17 +23,12 @@ const RUN_COLUMNS: usize = 2048;
 ///
 /// # Errors
 /// Other types or shapes, a width that is no multiple of 8, no tokens.
-pub fn embedding_backward(
-    dy: &CudaTensor,
-    ids: &CudaTensor,
-    vocab_size: usize,
-    dweight: GradientTarget<'_>,
-) -> Result<CudaTensor, KernelError> {
+pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, KernelError> {
     let [batch, seq_len, width] = dy.dims(NAME, "dy")?;
     let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
     require_non_empty(NAME, "vocab_size", vocab_size)?;
     let dy = VectorRows::of(NAME, "dy", dy)?;
-    let dweight = dweight.in_place(NAME, &dy.tensor, &[vocab_size, width])?;
+    let dweight = empty_zero(&dy.tensor, &[vocab_size, width])?;
     let order = token_order(&ids, vocab_size)?;
     let chunks = dy.rows.div_ceil(RUN_CHUNK);
     let part = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);

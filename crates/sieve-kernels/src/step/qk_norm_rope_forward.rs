@@ -45,27 +45,18 @@ impl QkNormRope<'_> {
     /// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
     /// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
     ///
-    /// With [`Reuse::InPlace`] the result lies in `qkv`, which must be packed without gaps between heads.
-    ///
     /// # Errors
     /// Other types or shapes, no tokens, a table that does not fit.
-    pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
-        let qkv = PackedTokens::of(NAME, "qkv", qkv, reuse)?;
+    pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
         let args = Checked::of(NAME, &qkv, self)?;
-        let out = match reuse {
-            Reuse::Copy => qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
-            Reuse::InPlace => qkv.tensor.clone(),
-        };
-        let out_stride = match reuse {
-            Reuse::Copy => qkv.row_elements(),
-            Reuse::InPlace => qkv.token_stride,
-        };
+        let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
         let params = params!(QkNormRopeForwardParams {
             tokens: qkv.tokens,
             num_heads: args.num_heads,
             num_kv_heads: args.num_kv_heads,
             in_stride: qkv.token_stride,
-            out_stride,
+            out_stride: qkv.row_elements(),
             max_positions: args.max_positions,
             table_stride: args.table_stride,
             epsilon: args.epsilon,
@@ -73,7 +64,7 @@ impl QkNormRope<'_> {
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
         unsafe {
-            qk_norm_rope_forward_kernel(qkv.head_dim, reuse).launch(
+            qk_norm_rope_forward_kernel(qkv.head_dim).launch(
                 [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
                 &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
                 &params,
@@ -83,12 +74,9 @@ impl QkNormRope<'_> {
     }
 }
 
-/// The specialisation for a width and a kind of output.
-pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("HEAD_DIM", head_dim)
-        .define("COPY_V", (reuse == Reuse::Copy) as u8)
-        .threads(256)
+/// The specialisation for a width.
+pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256)
 }
 
 /// A packed `[batch, seq_len, heads, head_dim]` tensor whose tokens are one stride apart.

@@ -1,42 +1,11 @@
-//! Operands of the element-wise step kernels: rows of whole 16-byte words, and where gradients of weights go.
+//! Operands of the element-wise step kernels: rows of whole 16-byte words.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
-use crate::step::fill_zero::empty_zero;
 use crate::step::swiglu_forward::as_rows;
 use burn::tensor::DType;
 
 /// bf16 of a 16-byte word.
 pub(crate) const WORD_ELEMENTS: usize = 8;
-
-/// Where the gradient of a weight goes, always f32.
-#[derive(Debug, Clone, Copy)]
-pub enum GradientTarget<'a> {
-    /// A new contiguous tensor.
-    New,
-    /// Added in place to this one, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too: sums over
-    /// micro-batches.
-    AddTo(&'a CudaTensor),
-}
-
-impl GradientTarget<'_> {
-    /// The tensor that a kernel adds to: a cleared new one, or the given one.
-    pub(crate) fn in_place(
-        self,
-        kernel: &'static str,
-        like: &CudaTensor,
-        shape: &[usize],
-    ) -> Result<CudaTensor, KernelError> {
-        match self {
-            Self::New => empty_zero(like, shape),
-            Self::AddTo(sum) => {
-                sum.require_dtype(kernel, "the gradient's sum", DType::F32)?;
-                sum.require_shape(kernel, "the gradient's sum", shape)?;
-                sum.require_contiguous(kernel, "the gradient's sum")?;
-                Ok(sum.clone())
-            }
-        }
-    }
-}
 
 /// A bf16 tensor as rows that a kernel reads 16 bytes at a time.
 #[derive(Debug, Clone)]
