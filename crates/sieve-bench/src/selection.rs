@@ -7,10 +7,10 @@ use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{
-    CudaTensor, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept, oracle,
+    AttentionShape, CudaTensor, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept,
+    oracle,
 };
 use sieve_testing::{Random, round_bf16};
 
@@ -33,7 +33,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
     let fixed = fixed.map(|&[seq_len, kept, local]| (seq_len, Keys::local(kept, local), Cuts::Count(2)));
     draws.extend(fixed);
     draws.into_iter().map(move |(seq_len, keys, cuts)| {
-        let shape = attention_shape(random.between(1, 3), seq_len, [2, 2], [16, 16]);
+        let shape = AttentionShape::new(random.between(1, 3), seq_len, [2, 2], [16, 16]);
         let scores = &Scores::RANDOM[random.below(Scores::RANDOM.len())];
         let seed = random.between(0, 1 << 30) as u64;
         let label = format!(

@@ -68,12 +68,7 @@ fn require_sizes(
     };
     match gap {
         None => Ok(()),
-        Some((got, supported)) => Err(KernelError::Unsupported {
-            kernel,
-            what: "call:",
-            got,
-            supported: supported.to_owned(),
-        }),
+        Some((got, supported)) => Err(KernelError::unsupported(kernel, "call:", got, supported)),
     }
 }
 

@@ -196,14 +196,7 @@ impl<'a> Call<'a> {
             && s.query_block.is_multiple_of(s.block / s.tile)
             && s.num_heads.is_multiple_of(s.heads_per_list)
             && s.keep != KeepBlocks::Top(0);
-        let unsupported = |what, got, supported: &str| {
-            Err(KernelError::Unsupported {
-                kernel: NAME,
-                what,
-                got,
-                supported: supported.to_owned(),
-            })
-        };
+        let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(NAME, what, got, supported));
         if !fits {
             return unsupported(
                 "selection",

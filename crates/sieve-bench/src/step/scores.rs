@@ -60,12 +60,7 @@ pub(super) fn bench(
 
 pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (heads, kv_heads, width) = (4, 2, 64);
-    let spec = AttentionSpec {
-        num_heads: heads,
-        num_kv_heads: kv_heads,
-        softmax_scale: 0.125,
-        window_size: None,
-    };
+    let spec = AttentionSpec::dense([heads, kv_heads], width);
     let shape = [2, rows, heads + 2 * kv_heads, width];
     let qkv = on.input(shape);
     let w_dt = on.input([kv_heads * width, kv_heads]);
@@ -105,12 +100,7 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
     };
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
-    let spec = AttentionSpec {
-        num_heads: 2 * kv_heads,
-        num_kv_heads: kv_heads,
-        softmax_scale: 1.0,
-        window_size: None,
-    };
+    let spec = AttentionSpec::dense([2 * kv_heads, kv_heads], head_dim);
     let host = || (qkv.host(shape), w_dt.host(w_shape), a.host([kv_heads]));
     let (x, w, own_a) = host();
     let z = floats::<Flex, 3>(reference::dma_scores::<Flex>(x, w, own_a, spec));

@@ -3,6 +3,7 @@ use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -45,12 +46,7 @@ impl Qkv {
         let shape = self.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
-        for (name, tensor) in [("w_dt", w_dt), ("a", a)] {
-            tensor.require_dtype(NAME, name, DType::F32)?;
-        }
-        w_dt.require_shape(NAME, "w_dt", &[kv_heads * head_dim, kv_heads])?;
-        a.require_shape(NAME, "a", &[kv_heads])?;
-        let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
+        operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads], a: F32[kv_heads]);
         let qkv = self.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
         let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
@@ -84,12 +80,13 @@ pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<
     if kv_heads <= ScoreBias::MAX_KV_HEADS {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
+    let supported = format!("1 to {}", ScoreBias::MAX_KV_HEADS);
+    Err(KernelError::unsupported(
         kernel,
-        what: "number of KV heads",
-        got: kv_heads.to_string(),
-        supported: format!("1 to {}", ScoreBias::MAX_KV_HEADS),
-    })
+        "number of KV heads",
+        kv_heads,
+        supported,
+    ))
 }
 
 /// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.

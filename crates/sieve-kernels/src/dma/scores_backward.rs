@@ -3,6 +3,7 @@ use crate::attention::heads::Qkv;
 use crate::dma::scores::require_kv_heads;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
@@ -46,17 +47,12 @@ impl ScoresBackward<'_> {
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
         let channels = kv_heads * head_dim;
-        let expected: [(&'static str, &CudaTensor, Vec<usize>); 4] = [
-            ("w_dt", self.w_dt, vec![channels, kv_heads]),
-            ("a", self.a, vec![kv_heads]),
-            ("x", self.x, shape.per_key().to_vec()),
-            ("dz", self.dz, shape.per_key().to_vec()),
-        ];
-        for (name, tensor, shape) in &expected {
-            tensor.require_dtype(NAME, name, DType::F32)?;
-            tensor.require_shape(NAME, name, shape)?;
-        }
-        let [w_dt, a, x, dz] = expected.map(|(_, tensor, _)| tensor.contiguous());
+        operands!(NAME,
+            w_dt: F32[channels, kv_heads] = self.w_dt,
+            a: F32[kv_heads] = self.a,
+            x: F32(shape.per_key()) = self.x,
+            dz: F32(shape.per_key()) = self.dz,
+        );
         let qkv = self.qkv.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
         if dqkv.shape(NAME)? != shape {

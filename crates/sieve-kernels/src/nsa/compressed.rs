@@ -12,6 +12,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::{NsaPlaceParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -117,8 +118,7 @@ fn require(
     let shape = qkv.shape(NAME)?;
     require_sizes(NAME, blocks, &shape, qkv)?;
     let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
-    compressed.require_dtype(NAME, "compressed", DType::BF16)?;
-    compressed.require_shape(NAME, "compressed", &[2, rows, shape.head_dim])?;
+    operands!(only NAME, compressed: BF16[2, rows, shape.head_dim] strided);
     let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     Ok((shape, documents))
 }

@@ -1,6 +1,8 @@
 //! Launches of `kernels/nsa_gates*.cu`.
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::{operand, operands};
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
@@ -42,27 +44,22 @@ impl Inputs {
         let dims: [usize; 4] = branches[0].dims(NAME, "a branch")?;
         let [batch, seq_len, heads, width] = dims;
         for branch in branches {
-            branch.require_dtype(NAME, "a branch", DType::BF16)?;
-            branch.require_shape(NAME, "a branch", &dims)?;
+            operand(NAME, "a branch", branch, DType::BF16, &dims)?;
         }
-        logits.require_dtype(NAME, "logits", DType::BF16)?;
-        logits.require_shape(NAME, "logits", &[batch, seq_len, heads * BRANCHES])?;
-        bias.require_dtype(NAME, "bias", DType::F32)?;
-        bias.require_shape(NAME, "bias", &[heads * BRANCHES])?;
+        operands!(NAME,
+            logits: BF16[batch, seq_len, heads * BRANCHES],
+            bias: F32[heads * BRANCHES],
+        );
         require_words(NAME, width)?;
         if width > MAX_WIDTH {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "head_dim",
-                got: width.to_string(),
-                supported: format!("up to {MAX_WIDTH}"),
-            });
+            let supported = format!("up to {MAX_WIDTH}");
+            return Err(KernelError::unsupported(NAME, "head_dim", width, supported));
         }
-        crate::runtime::checks::require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
+        require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
         Ok(Self {
             branches: branches.map(CudaTensor::contiguous),
-            logits: logits.contiguous(),
-            bias: bias.contiguous(),
+            logits,
+            bias,
             dims,
         })
     }
@@ -110,9 +107,7 @@ pub fn nsa_gates_backward(
     d_o: &CudaTensor,
 ) -> Result<GateGradients, KernelError> {
     let inputs = Inputs::new(branches, logits, bias)?;
-    d_o.require_dtype(NAME, "d_o", DType::BF16)?;
-    d_o.require_shape(NAME, "d_o", &inputs.dims)?;
-    let d_o = d_o.contiguous();
+    operands!(NAME, d_o: BF16(inputs.dims));
     let [batch, seq_len, heads, width] = inputs.dims;
     let new = || d_o.empty_contiguous(&inputs.dims, DType::BF16);
     let gradients = [new(), new(), new()];

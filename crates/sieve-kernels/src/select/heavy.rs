@@ -46,12 +46,12 @@ impl Qkv {
         let call = Call::new(self, s)?;
         let (n, d) = (s.num_keys, call.shape.head_dim);
         let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "selection",
-                got: format!("{heavy:?}"),
-                supported: "a top of blocks of one key, fewer last keys than there are".to_owned(),
-            });
+            return Err(KernelError::unsupported(
+                NAME,
+                "selection",
+                format!("{heavy:?}"),
+                "a top of blocks of one key, fewer last keys than there are",
+            ));
         };
         let count = n - heavy.last;
         let kept = top.min(count) + heavy.last;
@@ -165,12 +165,12 @@ impl DmaSlots {
         let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
         if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "shape",
-                got: format!("{shape:?}"),
-                supported: "one sequence, heads of a multiple of 32 columns".to_owned(),
-            });
+            return Err(KernelError::unsupported(
+                NAME,
+                "shape",
+                format!("{shape:?}"),
+                "one sequence, heads of a multiple of 32 columns",
+            ));
         }
         let token = token.walkable();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);

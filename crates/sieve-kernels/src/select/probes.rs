@@ -4,6 +4,7 @@ use super::{Call, Choice, Marks};
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -107,21 +108,17 @@ impl Qkv {
     ) -> Result<(), KernelError> {
         const NAME: &str = "correct_by_probes";
         let shape = self.shape(NAME)?;
-        o.require_dtype(NAME, "o", DType::BF16)?;
-        o.require_contiguous(NAME, "o")?;
-        let [_, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
+        let [batch, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
+        operands!(only NAME, o: BF16[batch, num_queries, num_heads, head_dim] contiguous);
         let gamma = correction.gamma;
         let fits = [shape.batch, shape.num_heads, shape.head_dim_v] == [1, num_heads, head_dim]
             && num_queries <= shape.seq_len
             && gamma > 1
             && num_queries > gamma;
         if !fits {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "shape",
-                got: format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
-                supported: "the outputs of a call of more than gamma queries, gamma above 1".to_owned(),
-            });
+            let got = format!("{shape:?}, o of {:?}, {correction:?}", o.shape());
+            let supported = "the outputs of a call of more than gamma queries, gamma above 1";
+            return Err(KernelError::unsupported(NAME, "shape", got, supported));
         }
         let context = shape.seq_len - num_queries;
         let offset = context % gamma;

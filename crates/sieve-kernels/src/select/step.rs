@@ -2,9 +2,9 @@
 use super::{Call, Choice, LongChoice, Marks, NAME};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use burn::tensor::DType;
 use sieve_core::KeepBlocks;
 
 /// Pages of a block of threads.
@@ -45,8 +45,7 @@ impl Call<'_> {
             return Err(self.not_one_query());
         };
         let [kv_heads, room, two, width] = bounds.dims(NAME, "bounds")?;
-        bounds.require_dtype(NAME, "bounds", DType::F32)?;
-        bounds.require_contiguous(NAME, "bounds")?;
+        operands!(only NAME, bounds: F32[kv_heads, room, two, width] contiguous);
         if [kv_heads, two, width] != [s.num_kv_heads, 2, d] || room < pages {
             return Err(self.not_one_query());
         }
@@ -82,14 +81,13 @@ impl Call<'_> {
     }
 
     fn not_one_query(&self) -> KernelError {
-        KernelError::Unsupported {
-            kernel: NAME,
-            what: "selection",
-            got: format!("{:?}", self.selection),
-            supported: "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
-                columns"
-                .to_owned(),
-        }
+        KernelError::unsupported(
+            NAME,
+            "selection",
+            format!("{:?}", self.selection),
+            "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
+                columns",
+        )
     }
 }
 

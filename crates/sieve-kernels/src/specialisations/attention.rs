@@ -244,14 +244,7 @@ impl NeededKernels {
     pub fn sparse(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
         let mut list = NeededKernels::default();
         for &head_dim in head_dims {
-            let shape = AttentionShape {
-                batch: 1,
-                seq_len: 1,
-                num_heads: 1,
-                num_kv_heads: 1,
-                head_dim,
-                head_dim_v: head_dim,
-            };
+            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
             let needs = AttentionNeeds {
                 shape,
                 keys: NeededKeys::Neighbours,
@@ -350,14 +343,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn needs(width: usize, keys: NeededKeys, order: SumOrder) -> AttentionNeeds {
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: width,
-            head_dim_v: width,
-        };
+        let shape = AttentionShape::new(1, 1, [4, 2], [width, width]);
         AttentionNeeds { shape, keys, order }
     }
 

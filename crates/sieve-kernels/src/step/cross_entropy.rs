@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
@@ -63,11 +64,7 @@ pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTenso
     let has_gradient = require_float(NAME, "logits' type", &logits.tensor)?;
     require_alignment(NAME, "logits", &logits.tensor)?;
     let [rows] = labels.dims(NAME, "labels")?;
-    for (what, tensor, dtype) in [("labels", labels, DType::I32), ("losses", losses, DType::F32)] {
-        tensor.require_dtype(NAME, what, dtype)?;
-        tensor.require_shape(NAME, what, &[rows])?;
-        tensor.require_contiguous(NAME, what)?;
-    }
+    operands!(only NAME, labels: I32[rows] contiguous, losses: F32[rows] contiguous);
     require_rows(logits, rows)?;
     let params = params!(CrossEntropyParams {
         vocab_size: logits.vocab_size,
@@ -84,12 +81,13 @@ fn require_rows(logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
     if rows <= most {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel: NAME,
-        what: "logits",
-        got: format!("{most} rows"),
-        supported: format!("a row for each of {rows} labels"),
-    })
+    let supported = format!("a row for each of {rows} labels");
+    Err(KernelError::unsupported(
+        NAME,
+        "logits",
+        format!("{most} rows"),
+        supported,
+    ))
 }
 
 /// The specialisation for bf16 logits with their gradients, or for f32 logits.

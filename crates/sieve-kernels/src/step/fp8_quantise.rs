@@ -150,12 +150,7 @@ impl Fp8Format {
 }
 
 fn unsupported(what: &'static str, got: String, supported: &str) -> KernelError {
-    KernelError::Unsupported {
-        kernel: NAME,
-        what,
-        got,
-        supported: supported.to_owned(),
-    }
+    KernelError::unsupported(NAME, what, got, supported)
 }
 
 /// A kernel that writes bf16, finding the largest magnitude of it beside (`kernels/common/amax.cuh`).

@@ -2,7 +2,9 @@
 //! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
 use crate::cublaslt::{MatmulOutput, Product, matmul};
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::step::cross_entropy::{LogitRows, cross_entropy, padded_width};
 use crate::step::sum_of_squares::FixedSum;
 use burn::tensor::DType;
@@ -104,17 +106,17 @@ impl Input {
         let [tokens, d_model] = h.dims(NAME, "h")?;
         let [vocab_size, _] = weight.dims(NAME, "weight")?;
         for (what, size) in [("tokens", tokens), ("d_model", d_model), ("vocab_size", vocab_size)] {
-            crate::runtime::checks::require_non_empty(NAME, what, size)?;
+            require_non_empty(NAME, what, size)?;
         }
-        h.require_dtype(NAME, "h", DType::BF16)?;
-        weight.require_dtype(NAME, "weight", DType::BF16)?;
-        weight.require_shape(NAME, "weight", &[vocab_size, d_model])?;
-        labels.require_dtype(NAME, "labels", DType::I32)?;
-        labels.require_shape(NAME, "labels", &[tokens])?;
+        operands!(NAME,
+            h: BF16[tokens, d_model],
+            weight: BF16[vocab_size, d_model],
+            labels: I32[tokens],
+        );
         Ok(Self {
-            h: h.contiguous(),
-            weight: weight.contiguous(),
-            labels: labels.contiguous(),
+            h,
+            weight,
+            labels,
             tokens,
             d_model,
             vocab_size,

@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operand;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
@@ -14,10 +15,8 @@ const NAME: &str = "residual_add";
 /// # Errors
 /// Another type, shapes that differ, no elements.
 pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, KernelError> {
-    for (what, tensor) in [("a", a), ("b", b)] {
-        tensor.require_dtype(NAME, what, DType::BF16)?;
-    }
-    b.require_shape(NAME, "b", a.shape())?;
+    a.require_dtype(NAME, "a", DType::BF16)?;
+    operand(NAME, "b", b, DType::BF16, a.shape())?;
     let y = a.empty_contiguous(a.shape(), DType::BF16);
     let ((a, rows, a_stride), (b, _rows, b_stride)) = (as_rows(a), as_rows(b));
     let width = a.shape().last().copied().unwrap_or(0);

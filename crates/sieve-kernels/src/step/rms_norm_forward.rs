@@ -51,12 +51,12 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     if width <= MAX_WIDTH {
         return Ok(4);
     }
-    Err(KernelError::Unsupported {
+    Err(KernelError::unsupported(
         kernel,
-        what: "width",
-        got: width.to_string(),
-        supported: format!("up to {MAX_WIDTH}"),
-    })
+        "width",
+        width,
+        format!("up to {MAX_WIDTH}"),
+    ))
 }
 
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {

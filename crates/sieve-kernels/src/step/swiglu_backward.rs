@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operand;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
@@ -57,15 +58,13 @@ fn launch(
     reuse: Reuse,
     [amax, y]: [Option<&CudaTensor>; 2],
 ) -> Result<CudaTensor, KernelError> {
-    for (what, tensor) in [("gate_up", gate_up), ("dy", dy)] {
-        tensor.require_dtype(NAME, what, DType::BF16)?;
-    }
+    gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
     let d_ff = packed_width(NAME, gate_up)?;
     let mut expected = gate_up.shape().to_vec();
     if let Some(width) = expected.last_mut() {
         *width = d_ff;
     }
-    dy.require_shape(NAME, "dy", &expected)?;
+    operand(NAME, "dy", dy, DType::BF16, &expected)?;
     let dgate_up = output_at(gate_up, "gate_up", reuse)?;
     let ((gate_up, rows, row_stride), (dy, _rows, dy_stride)) = (as_rows(gate_up), as_rows(dy));
     require_non_empty(NAME, "the number of rows", rows)?;

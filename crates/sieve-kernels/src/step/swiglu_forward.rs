@@ -72,12 +72,7 @@ pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result
     require_non_empty(kernel, "d_ff", width)?;
     if !width.is_multiple_of(2) {
         let got = width.to_string();
-        return Err(KernelError::Unsupported {
-            kernel,
-            what: "width of gate_up",
-            got,
-            supported: "2 * d_ff".to_owned(),
-        });
+        return Err(KernelError::unsupported(kernel, "width of gate_up", got, "2 * d_ff"));
     }
     Ok(width / 2)
 }

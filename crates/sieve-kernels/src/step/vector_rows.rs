@@ -1,6 +1,8 @@
 //! Operands of the element-wise step kernels: rows of whole 16-byte words.
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::step::swiglu_forward::as_rows;
 use burn::tensor::DType;
 
@@ -26,7 +28,7 @@ impl VectorRows {
         let (mut tensor, rows, mut stride) = as_rows(tensor);
         let width = tensor.shape().last().copied().unwrap_or(0);
         require_words(kernel, width)?;
-        crate::runtime::checks::require_non_empty(kernel, "the number of rows", rows)?;
+        require_non_empty(kernel, "the number of rows", rows)?;
         if rows > 1 && !stride.is_multiple_of(WORD_ELEMENTS) {
             tensor = tensor.contiguous();
             stride = width;
@@ -53,26 +55,18 @@ impl VectorRows {
 
     /// A contiguous bf16 vector of the rows' width.
     pub(crate) fn weight(&self, kernel: &'static str, weight: &CudaTensor) -> Result<CudaTensor, KernelError> {
-        weight.require_dtype(kernel, "weight", DType::BF16)?;
-        weight.require_shape(kernel, "weight", &[self.width])?;
-        let weight = weight.contiguous();
-        require_alignment(kernel, "weight", &weight)?;
+        operands!(kernel, weight: BF16[self.width] aligned);
         Ok(weight)
     }
 }
 
 /// Refuses a width that is not made of whole 16-byte words of bf16.
 pub(crate) fn require_words(kernel: &'static str, width: usize) -> Result<(), KernelError> {
-    crate::runtime::checks::require_non_empty(kernel, "the width", width)?;
+    require_non_empty(kernel, "the width", width)?;
     if width.is_multiple_of(WORD_ELEMENTS) {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "width",
-        got: width.to_string(),
-        supported: "multiples of 8".to_owned(),
-    })
+    Err(KernelError::unsupported(kernel, "width", width, "multiples of 8"))
 }
 
 /// Refuses a view that begins between two 16-byte words.

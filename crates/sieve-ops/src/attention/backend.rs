@@ -17,6 +17,16 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// Dense attention of query and KV heads of this width.
+    pub fn dense([num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
+        Self {
+            num_heads,
+            num_kv_heads,
+            softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+            window_size: None,
+        }
+    }
+
     /// Heads of the packed tensor: queries, then keys, then values.
     pub fn packed_heads(&self) -> usize {
         self.num_heads + 2 * self.num_kv_heads

@@ -200,10 +200,10 @@ fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
 }
 
 fn not_selected() -> KernelError {
-    KernelError::Unsupported {
-        kernel: "dma_attention",
-        what: "selection",
-        got: "made by the reference".to_owned(),
-        supported: "made by dma_select".to_owned(),
-    }
+    KernelError::unsupported(
+        "dma_attention",
+        "selection",
+        "made by the reference".to_owned(),
+        "made by dma_select",
+    )
 }
