@@ -52,6 +52,18 @@ pub struct AttentionOutput<B: Backend> {
     pub base: Option<Float<B>>,
 }
 
+impl<B: Backend> AttentionOutput<B> {
+    /// Of a backend whose backward pass makes use of o and the log-sum-exp alone.
+    pub(crate) fn new(o: Float<B>, lse: Float<B>) -> Self {
+        Self {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        }
+    }
+}
+
 /// Dense and sliding-window attention.
 ///
 /// Burn's own backend trait has an `attention` too: write `<B as AttentionBackend>::attention`.
