@@ -48,13 +48,13 @@ impl NeededKernels {
     /// model's sizes; heads of 64 and 128 columns are the usual ones.
     pub fn step(arch: &str) -> Vec<SourceKernel> {
         let mut kernels = vec![
-            column_sums::column_sums_kernel(),
+            column_sums::COLUMN_SUMS,
             cross_entropy::cross_entropy_kernel(true),
             cross_entropy::cross_entropy_kernel(false),
-            embedding_forward::embedding_forward_kernel(),
-            embedding_backward::embedding_order_kernel(),
-            embedding_backward::embedding_backward_kernel(),
-            embedding_backward::embedding_carry_kernel(),
+            embedding_forward::EMBEDDING_FORWARD,
+            embedding_backward::EMBEDDING_ORDER,
+            embedding_backward::EMBEDDING_BACKWARD,
+            embedding_backward::EMBEDDING_CARRY,
             sum_of_squares::sum_partials_kernel(Term::Square, false),
             sum_of_squares::sum_partials_kernel(Term::Value, false),
             sum_of_squares::finish_sum_kernel(sum_of_squares::SumResult::Total),
@@ -67,12 +67,12 @@ impl NeededKernels {
             residual_add::residual_add_kernel(8),
             scale::scale_kernel(true, 8),
             scale::scale_kernel(false, 4),
-            fill_zero::fill_zero_kernel(),
+            fill_zero::FILL_ZERO,
         ];
         // Eight-bit floats come with compute capability 8.9.
         if !["sm_80", "sm_86"].contains(&arch) {
             kernels.extend([
-                fp8_quantise::fp8_amax_kernel(),
+                fp8_quantise::FP8_AMAX,
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
                 fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(8)),

@@ -12,7 +12,7 @@ use super::{NAME, lock};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::source_kernel::PreparedKernel;
-use crate::step::fill_zero::{empty_zero, fill_zero_kernel};
+use crate::step::fill_zero::{FILL_ZERO, empty_zero};
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
@@ -122,7 +122,7 @@ pub(crate) fn open(like: &CudaTensor) -> Result<(), KernelError> {
     // Compiled and launched here once, so that the launch under capture has nothing left to load.
     let scratch = empty_zero(like, &[32])?;
     let probe = Probe {
-        task: fill_zero_kernel().prepare()?,
+        task: FILL_ZERO.prepare()?,
         scratch: scratch.primitive().handle.clone(),
         stream,
     };

@@ -33,7 +33,7 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
     });
     let grid = [num_kv_heads, batch, 1];
     // SAFETY: reads expire, writes every element of kept and nothing else.
-    unsafe { dma_last_kept_kernel().launch(grid, &[&expire, &kept], &params) }?;
+    unsafe { DMA_LAST_KEPT.launch(grid, &[&expire, &kept], &params) }?;
     Ok(kept)
 }
 
@@ -140,9 +140,7 @@ impl Sizes {
 }
 
 /// The search for what is kept at the end.
-pub(crate) fn dma_last_kept_kernel() -> SourceKernel {
-    SourceKernel::new(LAST).threads(1024)
-}
+pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
 
 /// Taking keys, and adding their gradients.
 pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {

@@ -118,7 +118,7 @@ pub fn nsa_blocks_backward(
     let dy = dy.contiguous();
     let tensors = [&dy, &documents[0], &documents[1], &partials];
     // SAFETY: `backward` checked dy's size; writes every element of the partials.
-    unsafe { nsa_positions_backward_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { NSA_POSITIONS_BACKWARD.launch(grid, &tensors, &params) }?;
     let [dk_positions, dv_positions] = column_sums(&partials, [&[size, d]; 2])?;
     Ok([dqkv, dk_positions, dv_positions])
 }
@@ -182,6 +182,4 @@ pub(super) fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
 }
 
 /// Its gradient to the positions, in parts.
-pub(super) fn nsa_positions_backward_kernel() -> SourceKernel {
-    SourceKernel::new("nsa_positions_backward").threads(128)
-}
+pub(super) const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);

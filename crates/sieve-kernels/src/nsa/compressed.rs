@@ -100,7 +100,7 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
     let grid = [super_blocks, heads, batch];
     // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
     // undefined, and no reader looks there.
-    unsafe { nsa_compressed_lists_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { NSA_COMPRESSED_LISTS.launch(grid, &tensors, &params) }?;
     Ok(KeyLists {
         list,
         list_len,
@@ -212,6 +212,4 @@ pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
 }
 
 /// The builder of the lists.
-pub(super) fn nsa_compressed_lists_kernel() -> SourceKernel {
-    SourceKernel::new("nsa_compressed_lists").threads(256)
-}
+pub(super) const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);

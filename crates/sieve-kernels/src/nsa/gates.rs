@@ -92,7 +92,7 @@ pub fn nsa_gates(
         width
     });
     // SAFETY: sizes and types checked above; writes every element of o.
-    unsafe { nsa_gates_kernel().launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
+    unsafe { NSA_GATES.launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
     Ok(o)
 }
 
@@ -138,7 +138,7 @@ pub fn nsa_gates_backward(
     ];
     let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
     // SAFETY: sizes and types checked above; writes every element of the outputs.
-    unsafe { nsa_gates_backward_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { NSA_GATES_BACKWARD.launch(grid, &tensors, &params) }?;
     let bias = sum_rows(&exact, num_gates)?;
     Ok(GateGradients {
         branches: gradients,
@@ -159,12 +159,7 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
     Ok(sums)
 }
 
-/// The kernel.
-pub(super) fn nsa_gates_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(256)
-}
+pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// Its gradient.
-pub(super) fn nsa_gates_backward_kernel() -> SourceKernel {
-    SourceKernel::new("nsa_gates_backward").threads(256)
-}
+pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

@@ -67,7 +67,7 @@ impl Qkv {
         });
         let grid = [count.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
         // SAFETY: both have these rows; every score is written.
-        unsafe { select_smooth_kernel().launch(grid, &[&received, &score], &params) }?;
+        unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
         LongChoice {
@@ -115,7 +115,7 @@ impl Qkv {
         ];
         let grid = [n.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
         // SAFETY: tokens and strides are the tensors' own; writes within the slots.
-        unsafe { select_gather_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { SELECT_GATHER.launch(grid, &tensors, &params) }?;
         Ok(stays)
     }
 }
@@ -189,7 +189,7 @@ impl DmaSlots {
         let grid = [used.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
         let tensors = [token.q.tensor(), &self.kv.k, &logits];
         // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
-        unsafe { slot_logits_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { SLOT_LOGITS.launch(grid, &tensors, &params) }?;
         let nan_rows = z.zeros_contiguous(&[shape.num_heads], DType::I32);
         let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
         let sums = ProbeSums {
@@ -204,20 +204,12 @@ impl DmaSlots {
     }
 }
 
-fn select_smooth_kernel() -> SourceKernel {
-    SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE)
-}
-
-fn select_gather_kernel() -> SourceKernel {
-    SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE)
-}
-
-fn slot_logits_kernel() -> SourceKernel {
-    SourceKernel::new("slot_logits").threads(256)
-}
+const SELECT_SMOOTH: SourceKernel = SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE);
+const SELECT_GATHER: SourceKernel = SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE);
+const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
 
 pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
-    let mut kernels = vec![select_smooth_kernel(), select_gather_kernel(), slot_logits_kernel()];
+    let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS];
     let tilings = head_dims
         .iter()
         .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));

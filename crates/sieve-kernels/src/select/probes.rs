@@ -61,7 +61,7 @@ impl Call<'_> {
             let grid = [num_probes.div_ceil(64), heads.len(), 1];
             let tensors = [&lse, &chosen, &marks.nan_rows];
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
-            unsafe { select_gate_kernel().launch(grid, &tensors, &params) }?;
+            unsafe { SELECT_GATE.launch(grid, &tensors, &params) }?;
             let scores = self.new_f32(&[heads.len(), rows, columns]);
             let params = params!(SelectVotesParams {
                 num_probes,
@@ -71,7 +71,7 @@ impl Call<'_> {
             });
             let grid = [columns.div_ceil(128), rows, heads.len()];
             // SAFETY: reads scores of chosen blocks; writes every score.
-            unsafe { select_votes_kernel().launch(grid, &[&lse, &chosen, &scores], &params) }?;
+            unsafe { SELECT_VOTES.launch(grid, &[&lse, &chosen, &scores], &params) }?;
             self.choose(&Choice {
                 scores: &scores,
                 kept: &marks.kept,
@@ -140,7 +140,7 @@ impl Qkv {
             query_order_at,
         });
         // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
-        unsafe { probe_mask_kernel().launch([tiles, 1, 1], &[&mask], &params) }?;
+        unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&mask], &params) }?;
         let layout = MaskLayout {
             num_queries,
             num_keys: shape.seq_len,
@@ -165,31 +165,15 @@ impl Qkv {
         });
         let grid = [num_probes, width.div_ceil(1024), 1];
         // SAFETY: both have these rows; of the dense ones the probes are read, which attention wrote.
-        unsafe { probe_correct_kernel().launch(grid, &[o, &dense.o], &params) }
+        unsafe { PROBE_CORRECT.launch(grid, &[o, &dense.o], &params) }
     }
 }
 
-fn select_gate_kernel() -> SourceKernel {
-    SourceKernel::new("select_gate").threads(64)
-}
-
-fn select_votes_kernel() -> SourceKernel {
-    SourceKernel::new("select_votes").threads(128)
-}
-
-fn probe_mask_kernel() -> SourceKernel {
-    SourceKernel::new("probe_mask").threads(128)
-}
-
-fn probe_correct_kernel() -> SourceKernel {
-    SourceKernel::new("probe_correct").threads(128)
-}
+const SELECT_GATE: SourceKernel = SourceKernel::new("select_gate").threads(64);
+const SELECT_VOTES: SourceKernel = SourceKernel::new("select_votes").threads(128);
+const PROBE_MASK: SourceKernel = SourceKernel::new("probe_mask").threads(128);
+const PROBE_CORRECT: SourceKernel = SourceKernel::new("probe_correct").threads(128);
 
 pub(super) fn probe_kernels() -> [SourceKernel; 4] {
-    [
-        select_gate_kernel(),
-        select_votes_kernel(),
-        probe_mask_kernel(),
-        probe_correct_kernel(),
-    ]
+    [SELECT_GATE, SELECT_VOTES, PROBE_MASK, PROBE_CORRECT]
 }

@@ -65,7 +65,7 @@ impl Call<'_> {
         let grid = [pages.div_ceil(PAGES_AT_ONCE), s.num_kv_heads, 1];
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];
         // SAFETY: bounds have room for every page, checked above; every score is written.
-        unsafe { select_pages_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { SELECT_PAGES.launch(grid, &tensors, &params) }?;
         self.choose(&Choice {
             scores: &scores,
             kept: &marks.kept,
@@ -91,6 +91,4 @@ impl Call<'_> {
     }
 }
 
-pub(super) fn select_pages_kernel() -> SourceKernel {
-    SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE)
-}
+pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE);

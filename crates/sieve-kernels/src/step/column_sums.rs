@@ -29,11 +29,8 @@ pub(crate) fn column_sums<const N: usize>(
     let tensors = [partials, &outputs[0], &outputs[N - 1]];
     let grid = [width.div_ceil(COLUMNS), 1, 1];
     // SAFETY: reads every partial, writes the elements of the outputs, which have `width` together.
-    unsafe { column_sums_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { COLUMN_SUMS.launch(grid, &tensors, &params) }?;
     Ok(outputs)
 }
 
-/// The kernel.
-pub(crate) fn column_sums_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(1024)
-}
+pub(crate) const COLUMN_SUMS: SourceKernel = SourceKernel::new(NAME).threads(1024);
