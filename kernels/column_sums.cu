@@ -1,7 +1,6 @@
 // column_sums: adds up partial sums of one or two gradients that blocks left behind, column by column, in a fixed
 // order.
-// Math       out[c] = (accumulate ? out[c] : 0) + sum over p of partials[p, c]; columns from `split` on belong to the
-//            second output
+// Math       out[c] = sum over p of partials[p, c]; columns from `split` on belong to the second output
 // Layout     partials f32 [num_partials, width]; first f32 [split], second f32 [width - split], contiguous
 // Buffers    partials, first, second (any where split = width)
 // Defines    none
@@ -12,7 +11,7 @@
 
 constexpr int COLUMNS = 32, SHARES = 32;
 
-struct ColumnSumsParams { u64 num_partials, width, split, accumulate_first, accumulate_second; };
+struct ColumnSumsParams { u64 num_partials, width, split; };
 
 extern "C" __global__ void __launch_bounds__(COLUMNS * SHARES)
 column_sums(const float* partials, float* first, float* second, const __grid_constant__ ColumnSumsParams params) {
@@ -21,7 +20,7 @@ column_sums(const float* partials, float* first, float* second, const __grid_con
   const u64 column = (u64)blockIdx.x * COLUMNS + lane;
   const bool exists = column < params.width;
 
-  // Load and accumulate
+  // Load and add up
   float sum = 0.f;
   if (exists) {
 #pragma unroll 8
@@ -32,11 +31,9 @@ column_sums(const float* partials, float* first, float* second, const __grid_con
 
   // Store
   if (share == 0 && exists) {
-    const bool is_first = column < params.split;
-    float* out = is_first ? first + column : second + (column - params.split);
-    sum = (is_first ? params.accumulate_first : params.accumulate_second) ? *out : 0.f;
+    sum = 0.f;
 #pragma unroll
     for (int i = 0; i < SHARES; i++) sum += sums[i][lane];
-    *out = sum;
+    *(column < params.split ? first + column : second + (column - params.split)) = sum;
   }
 }

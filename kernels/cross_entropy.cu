@@ -1,11 +1,10 @@
 // cross_entropy: losses of rows of logits, and their gradients in the same launch.
-// Math       lse = log sum exp(x); loss = lse - x[label]; dx = (softmax(x) - onehot(label)) scale; a negative label is
+// Math       lse = log sum exp(x); loss = lse - x[label]; dx = softmax(x) - onehot(label); a negative label is
 //            ignored: loss 0, dx 0
-// Layout     logits bf16 (IS_BF16) or f32 [rows, vocab_size], rows in_stride apart; dlogits bf16 [rows, vocab_size],
-//            rows out_stride apart, written up to the next multiple of 8; labels i32 [rows]; losses f32 [rows]; strides
-//            multiples of 8 and at least that width
-// Buffers    logits, labels, losses, dlogits (GRADIENT); dlogits may be bf16 logits
-// Defines    IS_BF16 (1), GRADIENT (1)
+// Layout     logits bf16 (GRADIENT) or f32 [rows, vocab_size], rows stride apart, a multiple of 8 and at least the next
+//            one after vocab_size, up to which gradients are written; labels i32 [rows]; losses f32 [rows]
+// Buffers    logits, labels, losses
+// Defines    GRADIENT (1): the gradients take the logits' place; 0: losses alone
 // Tiling     grid (rows); 512 threads; the first CACHED_CHUNKS chunks of a thread stay in registers between the two
 //            passes, the others are read again, from the L2
 // Numerics   f32 inside, sums in a fixed order; memory-bound
@@ -14,18 +13,15 @@
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 
-#ifndef IS_BF16
-#define IS_BF16 1
-#endif
 #ifndef GRADIENT
 #define GRADIENT 1
 #endif
 
 constexpr int NUM_THREADS = 512, NUM_WARPS = NUM_THREADS / 32;
-constexpr int CACHED_CHUNKS = !GRADIENT ? 0 : IS_BF16 ? 7 : 4;  // 28 or 32 registers
+constexpr int CACHED_CHUNKS = GRADIENT ? 7 : 0;  // 28 registers
 constexpr int CACHE_SIZE = CACHED_CHUNKS > 0 ? CACHED_CHUNKS : 1;
 
-#if IS_BF16
+#if GRADIENT
 typedef bf16 logit;
 struct Words { uint4 all; };
 DEVICE Words load_words(const logit* from) { return {load_16_bytes(from)}; }
@@ -41,7 +37,7 @@ DEVICE void unpack(const Words& words, float (&to)[8]) {
 }
 #endif
 
-struct CrossEntropyParams { u64 vocab_size, in_stride, out_stride, scale; };
+struct CrossEntropyParams { u64 vocab_size, stride; };
 
 DEVICE float exp2_fast(float x) {
   float y;
@@ -86,35 +82,28 @@ DEVICE void add_chunk(SoftmaxSum& running, float (&values)[8]) {
 }
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
-cross_entropy(const logit* logits, const i32* labels, float* losses
-#if GRADIENT
-              , bf16* dlogits
-#endif
-              , const __grid_constant__ CrossEntropyParams params) {
+cross_entropy(logit* logits, const i32* labels, float* losses, const __grid_constant__ CrossEntropyParams params) {
   __shared__ float shared_maximum[NUM_WARPS], shared_sum[NUM_WARPS];
   const u64 row = blockIdx.x;
   const i32 label = labels[row];
   const int vocab_size = (int)params.vocab_size, num_chunks = (vocab_size + 7) / 8;
-  const logit* in = logits + row * params.in_stride;
-#if GRADIENT
-  bf16* out = dlogits + row * params.out_stride;
-#endif
+  logit* row_logits = logits + row * params.stride;
 
   if (label < 0) {
     if (threadIdx.x == 0) losses[row] = 0.f;
 #if GRADIENT
     for (int chunk = threadIdx.x; chunk < num_chunks; chunk += NUM_THREADS)
-      store_16_bytes(out + (i64)chunk * 8, make_uint4(0, 0, 0, 0));
+      store_16_bytes(row_logits + (i64)chunk * 8, make_uint4(0, 0, 0, 0));
 #endif
     return;
   }
   // Read before any thread may overwrite it.
   float picked = __uint_as_float(0x7fc00000u);
   if (label < vocab_size) {
-#if IS_BF16
-    picked = bf16_to_f32(in[label]);
+#if GRADIENT
+    picked = bf16_to_f32(row_logits[label]);
 #else
-    picked = in[label];
+    picked = row_logits[label];
 #endif
   }
 
@@ -123,7 +112,7 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
 #pragma unroll
   for (int c = 0; c < CACHED_CHUNKS; c++) {
     const int chunk = threadIdx.x + c * NUM_THREADS;
-    if (chunk < num_chunks) cache[c] = load_words(in + (i64)chunk * 8);
+    if (chunk < num_chunks) cache[c] = load_words(row_logits + (i64)chunk * 8);
   }
   SoftmaxSum running = {-INFINITY_F32, 0.f};
 #pragma unroll
@@ -139,7 +128,7 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
 #pragma unroll 4
   for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
     float values[8];
-    unpack(load_words(in + (i64)chunk * 8), values);
+    unpack(load_words(row_logits + (i64)chunk * 8), values);
     mask_tail(values, vocab_size - chunk * 8);
     add_chunk(running, values);
   }
@@ -164,20 +153,19 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
 
 #if GRADIENT
   // Store
-  const float scale = f32_word(params.scale);
   const float shift = running.maximum + log2f(running.sum);
   auto store_chunk = [&](int chunk, const Words& words) {
     float values[8];
     unpack(words, values);
     mask_tail(values, vocab_size - chunk * 8);
 #pragma unroll
-    for (int i = 0; i < 8; i++) values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift)) * scale;
+    for (int i = 0; i < 8; i++) values[i] = exp2_fast(fmaf(values[i], LOG2_E, -shift));
     if (label / 8 == chunk) {
 #pragma unroll
       for (int i = 0; i < 8; i++)
-        if (chunk * 8 + i == label) values[i] -= scale;
+        if (chunk * 8 + i == label) values[i] -= 1.f;
     }
-    store_16_bytes(out + (i64)chunk * 8, pack_bf16x8(values));
+    store_16_bytes(row_logits + (i64)chunk * 8, pack_bf16x8(values));
   };
 #pragma unroll
   for (int c = 0; c < CACHED_CHUNKS; c++) {
@@ -186,7 +174,7 @@ cross_entropy(const logit* logits, const i32* labels, float* losses
   }
 #pragma unroll 4
   for (int chunk = threadIdx.x + CACHED_CHUNKS * NUM_THREADS; chunk < num_chunks; chunk += NUM_THREADS) {
-    store_chunk(chunk, load_words(in + (i64)chunk * 8));
+    store_chunk(chunk, load_words(row_logits + (i64)chunk * 8));
   }
 #endif
 }

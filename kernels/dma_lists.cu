@@ -12,7 +12,7 @@
 // Layout     expire i32 [batch, num_kv_heads, seq_len]; doc_start, doc_end i32 [batch, seq_len]; survivors u64
 //            as dma_select_prefix (or dma_lists_prefix) writes them; list int2
 //            [batch, num_kv_heads, num_super_blocks, capacity], capacity a multiple of 128 and at least min(w + 1024,
-//            seq_len); list_len, num_entering i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
+//            seq_len); list_len i32 [batch, num_kv_heads, num_super_blocks]; tile_window int2 {a, e}
 //            [batch, num_kv_heads, ceil(seq_len / tile_queries)]. All contiguous.
 // Defines    PREFIX_BLOCK (8192, as in dma_select_prefix), MIN_BLOCKS (2, blocks to fit on a multiprocessor)
 // Tiling     grid (num_super_blocks, num_kv_heads, batch); 1024 threads; 37 KiB static shared memory, no dynamic
@@ -94,8 +94,7 @@ struct OldKeys {
 extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
     dma_lists(const i32* __restrict__ expire, const i32* __restrict__ doc_start, const i32* __restrict__ doc_end,
               const u64* __restrict__ survivors, int2* __restrict__ list, i32* __restrict__ list_len,
-              i32* __restrict__ num_entering_out, int2* __restrict__ tile_window,
-              const __grid_constant__ DmaListsParams params) {
+              int2* __restrict__ tile_window, const __grid_constant__ DmaListsParams params) {
   __shared__ Shared shared;
   const int thread = threadIdx.x, lane = thread & 31, warp = thread >> 5;
   const i32 seq_len = (i32)params.seq_len, window = (i32)params.keep_window_size;
@@ -182,10 +181,7 @@ extern "C" __global__ void __launch_bounds__(SUPER_BLOCK, MIN_BLOCKS)
   // entry.
   const u32 padded = min((max(length, 1u) + LIST_ALIGNMENT - 1) / LIST_ALIGNMENT * LIST_ALIGNMENT, capacity);
   if (length + thread < padded) out[length + thread] = make_int2(length == 0 ? q0 : out[0].x, 0);
-  if (thread == 0) {
-    list_len[list_idx] = length;
-    num_entering_out[list_idx] = min(num_entering, capacity);
-  }
+  if (thread == 0) list_len[list_idx] = length;
 
   // Windows of the query tiles. The last window of times, still in shared memory, holds the times inside the block.
   const i32 tile_queries = (i32)params.tile_queries;

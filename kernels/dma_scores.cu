@@ -1,16 +1,15 @@
-// dma_scores: what DMA ranks keys by and adds to their logits, from the values.
+// dma_scores: what DMA ranks keys by, from the values.
 // Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
-//            x for x > 20;
-//            delta = exp(min(z, 60)) (BIAS_LINEAR: z)
+//            x for x > 20
 // Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a
 //            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x,
-//            z, delta f32 [batch, NUM_KV_HEADS, seq_len], contiguous
-// Buffers    v, w_dt, a, x, z, delta
-// Defines    NUM_KV_HEADS (1 to 32), BIAS_LINEAR (0)
+//            z f32 [batch, NUM_KV_HEADS, seq_len], contiguous
+// Buffers    v, w_dt, a, x, z
+// Defines    NUM_KV_HEADS (1 to 32)
 // Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of
 //            every 256; tiles of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS
 //            head_dim / 8, floor(1536 / NUM_KV_HEADS)), at most 48 KiB; v is read once, memory-bound
-// Numerics   f32 products and sums in a fixed order; writes every element of x, z and delta. Ranking uses these z
+// Numerics   f32 products and sums in a fixed order; writes every element of x and z. Ranking uses these z
 //            alone: computed once, stored, shared by forward, backward and decode, since another rounding would swap
 //            near ties
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
@@ -18,9 +17,6 @@
 
 #ifndef NUM_KV_HEADS
 #define NUM_KV_HEADS 8
-#endif
-#ifndef BIAS_LINEAR
-#define BIAS_LINEAR 0
 #endif
 
 constexpr int NUM_THREADS = 256, BLOCK_TOKENS = 64;
@@ -31,7 +27,6 @@ constexpr int TILE_CHUNKS = 1536 / NUM_KV_HEADS;
 constexpr int PADDED_SUMS = NUM_SUMS <= 4 ? 4 : NUM_SUMS <= 8 ? 8 : NUM_SUMS <= 16 ? 16 : 32;
 constexpr int HEADS_AT_ONCE = NUM_KV_HEADS % 4 == 0 ? 4 : 1;  // of a row of W_dt
 constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
-constexpr float MAX_EXPONENT = 60.f;     // exp overflows at 88.7, and one such key would own the softmax
 static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 
 struct DmaScoresParams {
@@ -62,8 +57,7 @@ DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a,
-               float* __restrict__ x, float* __restrict__ z, float* __restrict__ delta,
-               const __grid_constant__ DmaScoresParams params) {
+               float* __restrict__ x, float* __restrict__ z, const __grid_constant__ DmaScoresParams params) {
   // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
   extern __shared__ float4 shared_w[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -149,11 +143,9 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     const i32 token = first + lane % TOKENS;
     if (lane < NUM_SUMS && token < block_end) {
       const float softplus = score > LINEAR_SOFTPLUS ? score : log1pf(expf(score));
-      const float rank = a[head] * softplus;
       const i64 out = (batch * NUM_KV_HEADS + head) * seq_len + token;
       x[out] = score;
-      z[out] = rank;
-      delta[out] = BIAS_LINEAR ? rank : expf(fminf(rank, MAX_EXPONENT));
+      z[out] = a[head] * softplus;
     }
   }
 }

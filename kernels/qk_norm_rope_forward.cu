@@ -1,22 +1,18 @@
 // qk_norm_rope_forward: per-head RMSNorm of queries and keys, then rotary positions, on a packed tensor.
 // Math       n = x / sqrt(mean(x^2) + epsilon) weight; y[i] = n[i] cos - n[i + d/2] sin; y[i + d/2] = n[i + d/2] cos +
 //            n[i] sin (Qwen3;
-//            arXiv:2104.09864 in the rotate-half form); values are copied (COPY_V)
+//            arXiv:2104.09864 in the rotate-half form); values are copied
 // Layout     qkv, out bf16 [tokens, num_heads + 2 num_kv_heads, HEAD_DIM], heads contiguous, tokens in_stride and
 //            out_stride apart (multiples of 8); q_weight, k_weight bf16 [HEAD_DIM]; positions i32 [tokens]; cos, sin
 //            f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4)
-// Buffers    qkv, q_weight, k_weight, positions, cos, sin, out; out may be qkv (then COPY_V 0)
-// Defines    HEAD_DIM, COPY_V (1)
+// Buffers    qkv, q_weight, k_weight, positions, cos, sin, out
+// Defines    HEAD_DIM
 // Tiling     grid (ceil(tokens / 8)); 256 threads; a warp takes a token, a group of lanes a head; no shared memory
 // Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables
 //            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle
 #include "common/fixed_sum.cuh"
 #include "common/rotary_head.cuh"
-
-#ifndef COPY_V
-#define COPY_V 1
-#endif
 
 constexpr int NUM_WARPS = 8;
 
@@ -90,9 +86,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       if (holds && head < num_normed) store_head(to + head * HEAD_DIM, column, y);
     }
   }
-#if COPY_V
   const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;
 #pragma unroll 4
   for (int at = first + lane * 8; at < end; at += 256) store_16_bytes(to + at, load_16_bytes(in + at));
-#endif
 }

@@ -1,36 +1,23 @@
-// rms_norm_forward: RMSNorm of rows, with the residual stream's addition in front of it.
-// Math       s = x + residual (HAS_RESIDUAL, else s = x); r = 1 / sqrt(mean(s^2) + epsilon); y = s r weight
-//            (arXiv:1910.07467, eq. 4)
-// Layout     x, residual bf16 [rows, width], rows x_stride and residual_stride apart; sum, y bf16 [rows, width]
-//            contiguous; weight bf16 [width]; width and strides multiples of 8
-// Buffers    x, residual and sum (HAS_RESIDUAL), weight, y
-// Defines    HAS_RESIDUAL (0), WARPS_PER_ROW (1: width up to 2048, 4: up to 8192)
+// rms_norm_forward: RMSNorm of rows.
+// Math       r = 1 / sqrt(mean(x^2) + epsilon); y = x r weight (arXiv:1910.07467, eq. 4)
+// Layout     x bf16 [rows, width], rows x_stride apart; y bf16 [rows, width] contiguous; weight bf16 [width]; width and
+//            stride multiples of 8
+// Buffers    x, weight, y
+// Defines    WARPS_PER_ROW (1: width up to 2048, 4: up to 8192)
 // Tiling     grid (ceil(rows / (8 / WARPS_PER_ROW))); 256 threads; a row stays in registers between its two uses
-// Numerics   f32 sums in a fixed order; the norm is that of the rounded sum, which is what the backward pass reads;
-//            writes every element of its outputs; memory-bound, each input is read once
+// Numerics   f32 sums in a fixed order; writes every element of y; memory-bound, each input is read once
 // Edges      the last block may have fewer rows; lanes past the width hold nothing
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
 #include "common/norm_row.cuh"
 
-#ifndef HAS_RESIDUAL
-#define HAS_RESIDUAL 0
-#endif
-
 constexpr int NUM_WARPS = 8, ROWS = NUM_WARPS / WARPS_PER_ROW;
 static_assert(NUM_WARPS % WARPS_PER_ROW == 0, "a row's warps are in one block");
 
-struct RmsNormForwardParams { u64 rows, width, x_stride, residual_stride, epsilon; };
-
-#if HAS_RESIDUAL
-#define RESIDUAL_BUFFERS const bf16 *residual, bf16 *sum,
-#else
-#define RESIDUAL_BUFFERS
-#endif
+struct RmsNormForwardParams { u64 rows, width, x_stride, epsilon; };
 
 extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
-    rms_norm_forward(const bf16* x, RESIDUAL_BUFFERS const bf16* weight, bf16* y,
-                     const __grid_constant__ RmsNormForwardParams params) {
+    rms_norm_forward(const bf16* x, const bf16* weight, bf16* y, const __grid_constant__ RmsNormForwardParams params) {
   __shared__ float shared[NUM_WARPS];
   const u64 row = (u64)blockIdx.x * ROWS + threadIdx.x / CHUNK_STEP;
   const bool exists = row < params.rows;
@@ -45,27 +32,6 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32)
     const int chunk = first + c * CHUNK_STEP;
     if (chunk < num_chunks) words[c] = load_16_bytes(x + row * params.x_stride + chunk * 8);
   }
-#if HAS_RESIDUAL
-  uint4 residual_words[CHUNKS];
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int chunk = first + c * CHUNK_STEP;
-    if (chunk < num_chunks) residual_words[c] = load_16_bytes(residual + row * params.residual_stride + chunk * 8);
-  }
-#pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    const int chunk = first + c * CHUNK_STEP;
-    if (chunk < num_chunks) {
-      float a[8], b[8];
-      unpack_bf16x8(words[c], a);
-      unpack_bf16x8(residual_words[c], b);
-#pragma unroll
-      for (int i = 0; i < 8; i++) a[i] += b[i];
-      words[c] = pack_bf16x8(a);
-      store_16_bytes(sum + row * params.width + chunk * 8, words[c]);
-    }
-  }
-#endif
 
   float squares = 0.f;
 #pragma unroll

@@ -2,11 +2,11 @@
 // Math       y[r,c] = silu(g[r,c]) * u[r,c], silu(g) = g / (1 + exp(-g)); g and u are the halves of a packed row
 //            (arXiv:2002.05202)
 // Layout     gate_up [rows, 2*d_ff], a row's gate columns first, rows row_stride elements apart (Burn pads rows); y
-//            [rows, d_ff] contiguous; all bf16 or all f32
+//            [rows, d_ff] contiguous; all bf16
 // Buffers    gate_up, y, amax (AMAX_PARTIALS)
-// Defines    AMAX_PARTIALS (0; else into how many parts y's largest magnitude goes, common/amax.cuh), IS_BF16 (1: bf16,
-//            0: f32), VECTOR (elements a thread loads at once: 8 bf16 or 4 f32, or 1 when d_ff or row_stride is no
-//            multiple) (set by sieve-kernels/src/step/swiglu_forward.rs)
+// Defines    AMAX_PARTIALS (0; else into how many parts y's largest magnitude goes, common/amax.cuh), IS_BF16 (1),
+//            VECTOR (elements a thread loads at once: 8, or 1 when d_ff or row_stride is no multiple of 8) (set by
+//            sieve-kernels/src/step/swiglu_forward.rs)
 // Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
 //            no shared memory
 // Numerics   f32 inside, one rounding at the store; writes every element of y, accumulates into nothing; memory-bound,

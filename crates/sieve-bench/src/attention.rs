@@ -10,7 +10,7 @@ use crate::place::{self, Place};
 use crate::reference::{Reference, attention};
 use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::{attention_shape, queries_of, values_of};
+use crate::shape::{queries_of, values_of};
 use crate::strided::{Layout, packed, packed_d_o};
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
@@ -76,7 +76,7 @@ impl Draw {
         };
         let heads = [group * num_kv_heads, num_kv_heads];
         Self {
-            shape: attention_shape(batch, seq_len, heads, [head_dim, head_dim_v]),
+            shape: AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]),
             keys: match mode {
                 1 => Keys::Dense,
                 3 => Keys::Window(window),
@@ -183,7 +183,7 @@ const NAN_TOKENS: usize = 150;
 /// are seen by such a query, and have NaN gradients. A loss that ignores those queries must not train on numbers.
 fn check_nan(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let width = extent.pick(32, 64);
-    let shape = attention_shape(1, NAN_TOKENS, [2, 1], [width, width]);
+    let shape = AttentionShape::new(1, NAN_TOKENS, [2, 1], [width, width]);
     for keys in [Keys::Dense, Keys::Biased, Keys::chosen(NAN_TOKENS)] {
         let mut case = Case::draw(shape, keys, Cuts::Count(1), &Scores::Independent, extent.seed)?;
         case.k[NAN_KEY * width + 3] = f32::NAN;
@@ -290,7 +290,7 @@ const LONG: usize = 17_500;
 /// Several launches over one row, in any order against the fixed one: no reference of that length is needed, since the
 /// fixed order goes block by block and is compared with references in short rows.
 pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
-    let shape = attention_shape(1, LONG, [2, 1], [64, 64]);
+    let shape = AttentionShape::new(1, LONG, [2, 1], [64, 64]);
     for keys in [Keys::chosen(100), Keys::local(400, 300)] {
         let cuts = Cuts::Count(2);
         let case = Case::draw(shape, keys, cuts, &Scores::Independent, extent.seed)?;
@@ -416,7 +416,7 @@ mod tests {
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
         let draw = |seed| Draw {
-            shape: attention_shape(1, 70, [2, 1], [16, 16]),
+            shape: AttentionShape::new(1, 70, [2, 1], [16, 16]),
             keys: Keys::chosen(9),
             cuts: Cuts::Count(1),
             scores: Scores::Falling,

@@ -9,7 +9,6 @@ use crate::extent::Extent;
 use crate::on_device::OnDevice;
 use crate::report::{Report, Wrong};
 use crate::scores::Scores;
-use crate::shape::attention_shape;
 use crate::strided::Layout;
 use rayon::prelude::*;
 use sieve_kernels::{AttentionShape, KeyLists, Selection};
@@ -182,5 +181,5 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
 }
 
 fn shape(seq_len: usize, (head_dim, group): (usize, usize)) -> AttentionShape {
-    attention_shape(1, seq_len, [group * 2, 2], [head_dim, head_dim])
+    AttentionShape::new(1, seq_len, [group * 2, 2], [head_dim, head_dim])
 }

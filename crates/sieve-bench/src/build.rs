@@ -1,11 +1,10 @@
 //! Machine code put into the kernel cache before the first run.
 use crate::error::{BenchError, Result, refused};
-use crate::shape::attention_shape;
 use sieve_core::model::AttentionForm;
 use sieve_core::{Attention, DmaBias, Recipe};
 use sieve_kernels::ahead_of_time::{CompiledKernel, compile_with_nvrtc, installed_nvrtc};
 use sieve_kernels::{
-    AttentionNeeds, Cubins, KernelError, NeededKernels, NeededKeys, ScoreBias, SourceKernel, SumOrder,
+    AttentionNeeds, AttentionShape, Cubins, KernelError, NeededKernels, NeededKeys, ScoreBias, SourceKernel, SumOrder,
 };
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -255,7 +254,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
 /// The attention of a recipe: for DMA also that of rows too short to mask anything.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
-    let mut shape = attention_shape(
+    let mut shape = AttentionShape::new(
         1,
         1,
         [model.num_attention_heads, model.num_key_value_heads],

@@ -353,10 +353,9 @@ fn documents(shape: AttentionShape, cuts: Cuts, random: &mut Random) -> Result<(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::shape::attention_shape;
 
     pub(crate) fn shape() -> AttentionShape {
-        attention_shape(2, 37, [4, 2], [16, 16])
+        AttentionShape::new(2, 37, [4, 2], [16, 16])
     }
 
     #[test]

@@ -8,13 +8,14 @@ use crate::extent::Extent;
 use crate::latent::{self, latent_kernels};
 use crate::place::Place;
 use crate::report::{Report, wrong};
-use crate::shape::attention_shape;
 use crate::{biases, decode, nsa, select, selection, sparse, step};
 use burn::tensor::backend::BackendTypes;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
-use sieve_kernels::{AttentionNeeds, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder};
+use sieve_kernels::{
+    AttentionNeeds, AttentionShape, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder,
+};
 use sieve_ops::Cuda;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -384,7 +385,7 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
         for keys in [NeededKeys::Neighbours, NeededKeys::Chosen(ScoreBias::Exp)] {
             let needs = AttentionNeeds {
-                shape: attention_shape(1, 1, [1, 1], [head_dim, head_dim_v]),
+                shape: AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim_v]),
                 keys,
                 order: SumOrder::Any,
             };
@@ -402,7 +403,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
     list.extend_kernels(step::rare_kernels());
     for &(head_dim, head_dim_v) in widths {
         for &group in groups {
-            let shape = attention_shape(1, 1, [group, 1], [head_dim, head_dim_v]);
+            let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim_v]);
             for keys in [
                 NeededKeys::Neighbours,
                 NeededKeys::AllBiased,

@@ -11,8 +11,8 @@ use crate::place::{self, Place};
 use crate::reference::attention;
 use crate::report::{Outcome, PathWatch, Report, Wrong};
 use crate::scores::Scores;
-use crate::shape::attention_shape;
 use sieve_cpu::reference::Rounding;
+use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
 
 fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
@@ -25,7 +25,7 @@ fn cases(extent: &Extent) -> impl Iterator<Item = Result<(Case, String)>> {
         let num_kv_heads = random.between(1, 4);
         let seq_len = random.between(1, 70);
         let (batch, heads) = (random.between(1, 4), [group * num_kv_heads, num_kv_heads]);
-        let shape = attention_shape(batch, seq_len, heads, [head_dim, head_dim_v]);
+        let shape = AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]);
         let window = random.one_of(&[1, 5, 16, 33, 100]);
         let keys = match at % 4 {
             0 => Keys::Dense,

@@ -11,15 +11,14 @@ use crate::on_device;
 use crate::place::{self, Place, float};
 use crate::report::{Outcome, PathWatch, Report, wrong};
 use crate::scores::Scores;
-use crate::shape::attention_shape;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
-use sieve_cpu::{AttentionShape, Documents, Mask};
+use sieve_cpu::{Documents, Mask};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, MlaNorm, MlaPack, NeededKernels,
-    NeededKeys, SumOrder,
+    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, MlaNorm, MlaPack,
+    NeededKernels, NeededKeys, SumOrder,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -66,7 +65,7 @@ impl Call {
         let seq_len = random.one_of(&[1, 2, 63, 65, 129, drawn, drawn, drawn]);
         let num_heads = random.between(1, 6);
         let (batch, key_dim) = (random.between(1, 4), head_dim + rope_dim);
-        let shape = attention_shape(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
+        let shape = AttentionShape::new(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
         // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
         // against.
         let largest = match seq_len < 15 {
@@ -333,7 +332,7 @@ impl Call {
         };
         let keys = heads * widths[0];
         let call = AttentionCall {
-            shape: AttentionShape {
+            shape: sieve_cpu::AttentionShape {
                 batch,
                 seq_len,
                 num_heads: heads,
@@ -482,7 +481,7 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = NeededKernels::default();
     for &[head_dim, rope_dim] in WIDTHS {
         for order in [SumOrder::Any, SumOrder::Fixed] {
-            let shape = attention_shape(1, 1, [1, 1], [head_dim + rope_dim, head_dim]);
+            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim + rope_dim, head_dim]);
             let keys = NeededKeys::Neighbours;
             let needs = AttentionNeeds { shape, keys, order };
             list.extend(needs.kernels(&gpu.arch()));
@@ -586,7 +585,7 @@ mod tests {
         check_ops::<Flex>(&mut report, &FlexDevice, &extent).expect("random cases");
         assert_eq!(report.failed(), 0, "{:?}", report.rows());
 
-        let shape = attention_shape(1, 120, [3, 3], [48, 32]);
+        let shape = AttentionShape::new(1, 120, [3, 3], [48, 32]);
         let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::Independent, 3).expect("one document");
         let mut call = Call::of(case, Size::Usual, 3, String::new()).normed(Size::Usual, &mut Random(3));
         let expected = Expected::of(&call);

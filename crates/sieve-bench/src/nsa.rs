@@ -10,7 +10,7 @@ use crate::latent::cast;
 use crate::place::{Place, floats, indices};
 use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::{attention_shape, keys_of, packed_of};
+use crate::shape::{keys_of, packed_of};
 use crate::strided::{Layout, packed};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -18,8 +18,9 @@ use burn_flex::{Flex, FlexDevice};
 use expected::Expected;
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, CudaTensor, DeviceReport, KernelError, KeySource, NeededKernels, NeededKeys,
-    Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KeySource,
+    NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, DeviceBackend, NsaBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
@@ -79,7 +80,7 @@ impl Inputs {
             false => (random.between(1, 3), random.one_of(&[1, 31, 64, 65, any])),
         };
         let heads = [group * num_kv_heads, num_kv_heads];
-        let shape = attention_shape(batch, seq_len, heads, [head_dim, head_dim]);
+        let shape = AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim]);
         let blocks = NsaBlocks {
             compress_block_size: size,
             compress_stride: stride,
@@ -454,7 +455,7 @@ pub(crate) fn nsa_check_kernels(gpu: &DeviceReport) -> NeededKernels {
     for head_dim in [64, 128] {
         for group in GROUPS {
             for order in [SumOrder::Any, SumOrder::Fixed] {
-                let shape = attention_shape(1, 1, [group, 1], [head_dim, head_dim]);
+                let shape = AttentionShape::new(1, 1, [group, 1], [head_dim, head_dim]);
                 for keys in [NeededKeys::Blocks, NeededKeys::Neighbours] {
                     let needs = AttentionNeeds { shape, keys, order };
                     list.extend(needs.kernels(&gpu.arch()));

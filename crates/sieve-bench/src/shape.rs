@@ -4,23 +4,6 @@ use sieve_kernels::AttentionShape;
 use sieve_select::CallShape;
 use std::str::FromStr;
 
-/// Sizes of a call: query and KV heads, width of keys and of values.
-pub(crate) fn attention_shape(
-    batch: usize,
-    seq_len: usize,
-    [num_heads, num_kv_heads]: [usize; 2],
-    [head_dim, head_dim_v]: [usize; 2],
-) -> AttentionShape {
-    AttentionShape {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        head_dim_v,
-    }
-}
-
 /// Sizes of a selector's call: queries and keys, query and KV heads, width.
 pub(crate) fn call_shape(
     [num_queries, num_keys]: [usize; 2],
@@ -78,7 +61,7 @@ pub(crate) fn prompt_shape(shape: &AttentionShape) -> CallShape {
 /// A selector's call over all of its keys.
 pub(crate) fn shape_of_call(call: CallShape) -> AttentionShape {
     let heads = [call.num_heads, call.num_kv_heads];
-    attention_shape(1, call.num_keys, heads, [call.head_dim; 2])
+    AttentionShape::new(1, call.num_keys, heads, [call.head_dim; 2])
 }
 
 /// The keys of `--shape`; `batch`, `kv_heads` and `head_dim_v` may be left out.
@@ -116,7 +99,7 @@ impl FromStr for CaseShape {
         };
         let [batch, _, _, kv_heads, _, head_dim_v] = sizes;
         let (seq_len, heads, head_dim) = (required(1)?, required(2)?, required(4)?);
-        Self::checked(attention_shape(
+        Self::checked(AttentionShape::new(
             batch.unwrap_or(1),
             seq_len,
             [heads, kv_heads.unwrap_or(heads)],

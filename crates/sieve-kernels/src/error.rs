@@ -242,6 +242,23 @@ pub enum KernelError {
     AlreadyInitialised,
 }
 
+impl KernelError {
+    /// [`Unsupported`](Self::Unsupported): `what` of `kernel` is `got`, where it takes `supported` alone.
+    pub fn unsupported(
+        kernel: &'static str,
+        what: &'static str,
+        got: impl ToString,
+        supported: impl Into<String>,
+    ) -> Self {
+        Self::Unsupported {
+            kernel,
+            what,
+            got: got.to_string(),
+            supported: supported.into(),
+        }
+    }
+}
+
 /// A CUDA version, `major.minor`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CudaVersion {

@@ -17,10 +17,10 @@ pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use lists::ChoiceLists;
 
-use blocks::{nsa_blocks_backward_kernel, nsa_blocks_kernel, nsa_positions_backward_kernel};
-use choose::{nsa_choose_kernel, nsa_importance_kernel};
-use compressed::{nsa_compressed_lists_kernel, nsa_place_kernel};
-use gates::{nsa_gates_backward_kernel, nsa_gates_kernel};
+use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
+use choose::{NSA_CHOOSE, nsa_importance_kernel};
+use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
+use gates::{NSA_GATES, NSA_GATES_BACKWARD};
 use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
     nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
@@ -68,12 +68,7 @@ fn require_sizes(
     };
     match gap {
         None => Ok(()),
-        Some((got, supported)) => Err(KernelError::Unsupported {
-            kernel,
-            what: "call:",
-            got,
-            supported: supported.to_owned(),
-        }),
+        Some((got, supported)) => Err(KernelError::unsupported(kernel, "call:", got, supported)),
     }
 }
 
@@ -88,13 +83,13 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
 /// Every portable kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
 pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
-        nsa_positions_backward_kernel(),
-        nsa_compressed_lists_kernel(),
-        nsa_choose_kernel(),
+        NSA_POSITIONS_BACKWARD,
+        NSA_COMPRESSED_LISTS,
+        NSA_CHOOSE,
         nsa_list_counts_kernel(0, usize::MAX),
         nsa_lists_kernel(0, usize::MAX),
-        nsa_gates_kernel(),
-        nsa_gates_backward_kernel(),
+        NSA_GATES,
+        NSA_GATES_BACKWARD,
         nsa_place_kernel(false, false),
         nsa_place_kernel(false, true),
         nsa_place_kernel(true, false),

@@ -14,6 +14,7 @@ pub(crate) mod launch;
 pub(crate) mod layout;
 pub(crate) mod memory_watch;
 pub(crate) mod nccl;
+pub(crate) mod operands;
 pub(crate) mod params;
 #[cfg(test)]
 mod params_text;

@@ -15,7 +15,7 @@ use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::fill_zero::fill_zero_kernel;
+use crate::step::fill_zero::FILL_ZERO;
 use burn::tensor::DType;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
@@ -196,14 +196,7 @@ impl<'a> Call<'a> {
             && s.query_block.is_multiple_of(s.block / s.tile)
             && s.num_heads.is_multiple_of(s.heads_per_list)
             && s.keep != KeepBlocks::Top(0);
-        let unsupported = |what, got, supported: &str| {
-            Err(KernelError::Unsupported {
-                kernel: NAME,
-                what,
-                got,
-                supported: supported.to_owned(),
-            })
-        };
+        let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(NAME, what, got, supported));
         if !fits {
             return unsupported(
                 "selection",
@@ -371,7 +364,7 @@ impl<'a> Call<'a> {
         let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(&data));
         let tensors = [&kept, &nan_rows, keys, queries, &bits, &counts, &pairs];
         // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.
-        unsafe { select_lists_kernel().launch([rows.div_ceil(4), lists, 1], &tensors, &params) }?;
+        unsafe { SELECT_LISTS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }?;
         let layout = s.layout();
         let [_, row_ptr_at, tile_idx_at, col_ptr_at, col_idx_at, ..] = layout.places;
         let all_rows = lists * rows;
@@ -381,7 +374,7 @@ impl<'a> Call<'a> {
                 row_ptr_at,
             });
             // SAFETY: the array has one word more than there are rows.
-            unsafe { select_offsets_kernel().launch([1, 1, 1], &[counts, &data], &params) }
+            unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, &data], &params) }
         };
         offsets(&counts, row_ptr_at)?;
         let params = params!(SelectFillParams {
@@ -392,7 +385,7 @@ impl<'a> Call<'a> {
         });
         let grid = [all_rows.div_ceil(4), 1, 1];
         // SAFETY: tile_idx has room for every tile that rows may keep.
-        unsafe { select_fill_kernel().launch(grid, &[&bits, &data], &params) }?;
+        unsafe { SELECT_FILL.launch(grid, &[&bits, &data], &params) }?;
         if let Some(single) = single {
             let singles = new(&[lists, rows]);
             let tensors = [single, &bits, &singles, &pairs, &data];
@@ -408,7 +401,7 @@ impl<'a> Call<'a> {
                     col_idx_at,
                 });
                 // SAFETY: col_idx has room for every column that rows may keep.
-                unsafe { select_columns_kernel().launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
+                unsafe { SELECT_COLUMNS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
             };
             launch(false)?;
             offsets(&singles, col_ptr_at)?;
@@ -434,13 +427,8 @@ fn cell_of(scores: BlockScores) -> Option<usize> {
     }
 }
 
-fn select_pool_kernel() -> SourceKernel {
-    SourceKernel::new("select_pool").threads(128)
-}
-
-fn select_scores_kernel() -> SourceKernel {
-    SourceKernel::new("select_scores").threads(256)
-}
+const SELECT_POOL: SourceKernel = SourceKernel::new("select_pool").threads(128);
+const SELECT_SCORES: SourceKernel = SourceKernel::new("select_scores").threads(256);
 
 fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> SourceKernel {
     let (name, room_to_align) = match family {
@@ -454,9 +442,7 @@ fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> S
         .shared_bytes(CELL_SHARED_BYTES + room_to_align)
 }
 
-fn select_cell_sums_kernel() -> SourceKernel {
-    SourceKernel::new("select_cell_sums").threads(128)
-}
+const SELECT_CELL_SUMS: SourceKernel = SourceKernel::new("select_cell_sums").threads(128);
 
 fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> SourceKernel {
     SourceKernel::new("select_choose")
@@ -466,21 +452,10 @@ fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> Source
         .threads(if is_long { 1024 } else { 128 })
 }
 
-fn select_columns_kernel() -> SourceKernel {
-    SourceKernel::new("select_columns").threads(128)
-}
-
-fn select_lists_kernel() -> SourceKernel {
-    SourceKernel::new("select_lists").threads(128)
-}
-
-fn select_offsets_kernel() -> SourceKernel {
-    SourceKernel::new("select_offsets").threads(1024)
-}
-
-fn select_fill_kernel() -> SourceKernel {
-    SourceKernel::new("select_fill").threads(128)
-}
+const SELECT_COLUMNS: SourceKernel = SourceKernel::new("select_columns").threads(128);
+const SELECT_LISTS: SourceKernel = SourceKernel::new("select_lists").threads(128);
+const SELECT_OFFSETS: SourceKernel = SourceKernel::new("select_offsets").threads(1024);
+const SELECT_FILL: SourceKernel = SourceKernel::new("select_fill").threads(128);
 
 /// The Hopper family's specialisations for heads of these widths.
 pub(crate) fn hopper_select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
@@ -496,23 +471,23 @@ fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel>
 /// All portable specialisations for heads of these widths; `max_shared_bytes` is the shared memory of a thread block.
 pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
-        select_pool_kernel(),
-        select_scores_kernel(),
-        select_cell_sums_kernel(),
-        select_lists_kernel(),
-        select_offsets_kernel(),
-        select_fill_kernel(),
-        select_columns_kernel(),
+        SELECT_POOL,
+        SELECT_SCORES,
+        SELECT_CELL_SUMS,
+        SELECT_LISTS,
+        SELECT_OFFSETS,
+        SELECT_FILL,
+        SELECT_COLUMNS,
         select_choose_kernel(false, false, false),
         select_choose_kernel(true, true, false),
         select_choose_kernel(true, false, false),
         select_choose_kernel(true, false, true),
-        fill_zero_kernel(),
+        FILL_ZERO,
     ];
     kernels.extend(lines::lines_kernels());
     kernels.extend(order::order_kernels());
     kernels.extend(probes::probe_kernels());
-    kernels.push(step::select_pages_kernel());
+    kernels.push(step::SELECT_PAGES);
     kernels.extend(heavy::heavy_kernels(head_dims, max_shared_bytes));
     kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
     kernels

@@ -30,31 +30,31 @@ pub use linear_cross_entropy::{linear_cross_entropy_with_gradients, token_losses
 pub use qk_norm_rope_forward::{QkNormRope, Reuse};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
-pub use rms_norm_forward::{rms_norm_forward, rms_norm_residual_forward};
+pub use rms_norm_forward::rms_norm_forward;
 pub use scale::scale;
 pub use split_master::{join_master, split_master};
 pub use sum_of_squares::{FixedSum, Term};
 pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output};
 pub use swiglu_forward::{swiglu_forward, swiglu_forward_with_amax};
-pub use vector_rows::GradientTarget;
 
-use crate::dma::scores::{ScoreBias, dma_scores_kernel};
+use crate::dma::scores::dma_scores_kernel;
 use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::specialisations::NeededKernels;
+use crate::step::rms_norm_backward::NormResidual;
 
 impl NeededKernels {
     /// Those of every model's step but for attention, as far as an architecture can run them. Most do not depend on a
     /// model's sizes; heads of 64 and 128 columns are the usual ones.
     pub fn step(arch: &str) -> Vec<SourceKernel> {
         let mut kernels = vec![
-            column_sums::column_sums_kernel(),
-            cross_entropy::cross_entropy_kernel(true, true),
-            cross_entropy::cross_entropy_kernel(false, false),
-            embedding_forward::embedding_forward_kernel(),
-            embedding_backward::embedding_order_kernel(),
-            embedding_backward::embedding_backward_kernel(),
-            embedding_backward::embedding_carry_kernel(),
+            column_sums::COLUMN_SUMS,
+            cross_entropy::cross_entropy_kernel(true),
+            cross_entropy::cross_entropy_kernel(false),
+            embedding_forward::EMBEDDING_FORWARD,
+            embedding_backward::EMBEDDING_ORDER,
+            embedding_backward::EMBEDDING_BACKWARD,
+            embedding_backward::EMBEDDING_CARRY,
             sum_of_squares::sum_partials_kernel(Term::Square, false),
             sum_of_squares::sum_partials_kernel(Term::Value, false),
             sum_of_squares::finish_sum_kernel(sum_of_squares::SumResult::Total),
@@ -64,77 +64,56 @@ impl NeededKernels {
             adamw::adamw_kernel(adamw::Master::Split),
             split_master::split_master_kernel(split_master::Direction::Split),
             split_master::split_master_kernel(split_master::Direction::Join),
-            residual_add::residual_add_kernel(true, 8),
-            residual_add::residual_add_kernel(false, 4),
+            residual_add::residual_add_kernel(8),
             scale::scale_kernel(true, 8),
             scale::scale_kernel(false, 4),
-            fill_zero::fill_zero_kernel(),
+            fill_zero::FILL_ZERO,
         ];
         // Eight-bit floats come with compute capability 8.9.
         if !["sm_80", "sm_86"].contains(&arch) {
             kernels.extend([
-                fp8_quantise::fp8_amax_kernel(),
+                fp8_quantise::FP8_AMAX,
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
                 fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
-                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(true, 8)),
-                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(true, 8)),
+                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(8)),
+                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(8)),
             ]);
         }
-        for (is_bf16, vector) in [(true, 8), (false, 4)] {
-            kernels.push(swiglu_forward::swiglu_forward_kernel(is_bf16, vector));
-            kernels.push(swiglu_backward::swiglu_backward_kernel(is_bf16, vector));
-            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(is_bf16, vector));
-        }
-        for residual in [
-            rms_norm_forward::NormResidual::None,
-            rms_norm_forward::NormResidual::Added,
-        ] {
-            for warps_per_row in [1, 4] {
-                kernels.push(rms_norm_forward::rms_norm_forward_kernel(residual, warps_per_row));
-            }
-            for warps_per_row in [2, 4, 8] {
+        kernels.extend(swiglu_kernels(8));
+        kernels.extend([1, 4].map(rms_norm_forward::rms_norm_forward_kernel));
+        for warps_per_row in [2, 4, 8] {
+            for residual in [NormResidual::None, NormResidual::Added, NormResidual::AddedWithOutput] {
                 kernels.push(rms_norm_backward::rms_norm_backward_kernel(residual, warps_per_row));
             }
         }
-        for warps_per_row in [2, 4, 8] {
-            kernels.push(rms_norm_backward::rms_norm_backward_with_output_kernel(warps_per_row));
-        }
-        for head_dim in [64, 128] {
-            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));
-            kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
-                head_dim,
-                Reuse::Copy,
-            ));
-            kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(
-                head_dim,
-                Reuse::InPlace,
-            ));
-        }
+        kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
         kernels
     }
 
-    /// Forms of the step's kernels that no model of the usual widths launches: rows that are no whole words, losses
-    /// alone in bf16, heads of these widths, DMA's scores of `kv_heads` KV heads.
+    /// Forms of the step's kernels that no model of the usual widths launches: rows that are no whole words, heads of
+    /// these widths, DMA's scores of `kv_heads` KV heads.
     pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
-        let mut kernels = vec![
-            cross_entropy::cross_entropy_kernel(true, false),
-            cross_entropy::cross_entropy_kernel(false, true),
-        ];
-        for is_bf16 in [true, false] {
-            kernels.push(swiglu_forward::swiglu_forward_kernel(is_bf16, 1));
-            kernels.push(swiglu_backward::swiglu_backward_kernel(is_bf16, 1));
-            kernels.push(swiglu_backward::swiglu_backward_with_output_kernel(is_bf16, 1));
-        }
-        for &head_dim in head_dims {
-            kernels.push(qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim, Reuse::Copy));
-            for reuse in [Reuse::Copy, Reuse::InPlace] {
-                kernels.push(qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, reuse));
-            }
-        }
+        let mut kernels = swiglu_kernels(1).to_vec();
+        kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
         for &kv_heads in kv_heads {
-            kernels.push(dma_scores_kernel(kv_heads, 64, ScoreBias::Exp));
-            kernels.push(dma_scores_backward_kernel(kv_heads));
+            kernels.extend([dma_scores_kernel(kv_heads, 64), dma_scores_backward_kernel(kv_heads)]);
         }
         kernels
     }
+}
+
+fn swiglu_kernels(vector: usize) -> [SourceKernel; 3] {
+    [
+        swiglu_forward::swiglu_forward_kernel(vector),
+        swiglu_backward::swiglu_backward_kernel(vector),
+        swiglu_backward::swiglu_backward_with_output_kernel(vector),
+    ]
+}
+
+fn qk_norm_rope_kernels(head_dim: usize) -> [SourceKernel; 3] {
+    [
+        qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim),
+        qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::Copy),
+        qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::InPlace),
+    ]
 }

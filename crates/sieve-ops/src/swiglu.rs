@@ -1,5 +1,5 @@
 //! Gated linear unit with SiLU (arXiv:2002.05202): the op, its gradient, and both on every device.
-use crate::device::autodiff::{Gradient, enter};
+use crate::device::autodiff::enter;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain, zeros_like};
 use crate::device::paths::kernel_or;
@@ -144,24 +144,11 @@ pub(crate) fn reuse(is_free: bool) -> Reuse {
     }
 }
 
-#[derive(Clone, Debug)]
-struct Gated<B: Backend> {
-    gate_up: Float<B>,
-}
-
-impl<B: SwigluGradients> Gradient<B, 1> for Gated<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 1] {
-        [B::swiglu_backward(self.gate_up, dy)]
-    }
-}
-
 impl<B: SwigluGradients, C: CheckpointStrategy> SwigluBackend for Autodiff<B, C> {
     fn swiglu(gate_up: Float<Self>) -> Float<Self> {
-        let kept = Gated::<B> {
-            gate_up: gate_up.primitive.clone(),
-        };
-        let y = B::swiglu(gate_up.primitive.clone());
-        enter::<B, C, _, 1>([&gate_up], kept, y)
+        let x = gate_up.primitive.clone();
+        let y = B::swiglu(x.clone());
+        enter::<B, C, _, _>([&gate_up], y, move |dy| [B::swiglu_backward(x, dy)])
     }
 }
 

@@ -3,7 +3,6 @@ use super::rows::dense;
 use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
-use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_kernels::{AttentionShape, CudaTensor, LatentKeys, MlaNorm, MlaPack, mla_decode};
 
@@ -24,7 +23,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 pub(super) fn shape(batch: usize, seq_len: usize) -> AttentionShape {
-    attention_shape(batch, seq_len, [HEADS, HEADS], [HEAD_DIM + ROPE_DIM, HEAD_DIM])
+    AttentionShape::new(batch, seq_len, [HEADS, HEADS], [HEAD_DIM + ROPE_DIM, HEAD_DIM])
 }
 
 /// Packing with rotation, and its gradient.
@@ -78,7 +77,7 @@ fn pack(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
 fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
     const RANK: usize = 512;
     let width = RANK + ROPE_DIM;
-    let shape = attention_shape(batch, len, [HEADS, 1], [width, RANK]);
+    let shape = AttentionShape::new(batch, len, [HEADS, 1], [width, RANK]);
     let q = bench.bf16([batch, 1, HEADS, width]);
     let latents = bench.bf16([batch, len, width]);
     let factors = bench

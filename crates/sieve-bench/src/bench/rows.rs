@@ -4,7 +4,6 @@ use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
-use crate::shape::attention_shape;
 use burn::tensor::DType;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepRest};
 use sieve_kernels::{
@@ -21,7 +20,7 @@ pub(super) const SEED: u64 = 7;
 
 /// Sizes of a row.
 pub(crate) fn shape(batch: usize, seq_len: usize, heads: [usize; 2], width: usize) -> AttentionShape {
-    attention_shape(batch, seq_len, [heads[0], heads[1]], [width, width])
+    AttentionShape::new(batch, seq_len, [heads[0], heads[1]], [width, width])
 }
 
 /// FLOPs of a forward pass in which each query sees at most `window` keys.

@@ -6,7 +6,7 @@ use crate::device::{Device, separate};
 use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
 use crate::scores::Scores;
-use crate::shape::{attention_shape, keys_of, queries_of, values_of};
+use crate::shape::{keys_of, queries_of, values_of};
 use burn::tensor::DType;
 use sieve_cpu::reference::{self, Rounding, attend};
 use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KvCache, Qkv, ScoreBias};
@@ -35,7 +35,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         };
         let (kv_heads, group) = (random.between(1, 4), random.one_of(groups));
         let (batch, heads) = (random.between(1, 4), [kv_heads * group, kv_heads]);
-        let shape = attention_shape(batch, 1, heads, [head_dim, head_dim_v]);
+        let shape = AttentionShape::new(batch, 1, heads, [head_dim, head_dim_v]);
         let seed = random.between(0, 1 << 30) as u64;
         let mut calls = Calls {
             device,

@@ -16,7 +16,7 @@ fn the_cpu_passes_and_another_choice_fails() {
 
 /// One row of a document of 700 tokens: its late tokens see hundreds of keys, and few queries see them.
 fn one_long_document() -> (Inputs, Expected) {
-    let shape = attention_shape(1, 700, [4, 2], [64, 64]);
+    let shape = AttentionShape::new(1, 700, [4, 2], [64, 64]);
     let mut random = Random(4);
     let blocks = NsaBlocks {
         compress_block_size: 8,

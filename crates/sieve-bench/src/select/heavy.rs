@@ -2,10 +2,10 @@
 use super::NEAR;
 use crate::device::{Device, separate};
 use crate::report::{Outcome, Wrong, wrong};
-use crate::shape::{attention_shape, call_shape};
+use crate::shape::call_shape;
 use burn::tensor::DType;
 use sieve_core::HeavyKeys;
-use sieve_kernels::{CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
+use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
 use sieve_select::{DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
@@ -99,7 +99,7 @@ impl Text {
     }
 
     fn upload(&self, device: &dyn Device, tokens: Range<usize>) -> Qkv {
-        let shape = attention_shape(1, tokens.len(), [HEADS, KV_HEADS], [WIDTH; 2]);
+        let shape = AttentionShape::new(1, tokens.len(), [HEADS, KV_HEADS], [WIDTH; 2]);
         separate(device, self.rows(tokens), shape)
     }
 
@@ -154,7 +154,7 @@ impl Text {
 
     fn step(&self, device: &dyn Device, slots: &DmaSlots, token: usize, scale: f32) -> Result<CudaTensor, KernelError> {
         let length = device.int(&[token as i32], &[1]);
-        let shape = attention_shape(1, 1, [HEADS, KV_HEADS], [WIDTH; 2]);
+        let shape = AttentionShape::new(1, 1, [HEADS, KV_HEADS], [WIDTH; 2]);
         let scratch = DecodeScratch::new(&length, shape, slots.z.shape()[2])?;
         let qkv = self.upload(device, token..token + 1);
         slots.heavy_decode(&qkv, &length, token, scale, &scratch)

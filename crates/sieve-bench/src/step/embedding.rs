@@ -1,5 +1,5 @@
 //! Rows of the embedding by token number, and their gradient.
-use super::wrappers::{Calls, GAP, added_of};
+use super::wrappers::{Calls, GAP};
 use super::{On, SEED, VOCAB};
 use crate::bar::Results;
 use crate::bench::{Bench, Work};
@@ -9,7 +9,7 @@ use crate::place::floats;
 use crate::report::{Outcome, Report};
 use burn::tensor::DType;
 use rayon::prelude::*;
-use sieve_kernels::step::{GradientTarget, embedding_backward, embedding_forward};
+use sieve_kernels::step::{embedding_backward, embedding_forward};
 use sieve_ops::{DeviceBackend, EmbeddingBackend, EmbeddingGradients, reference};
 use sieve_testing::Random;
 
@@ -26,11 +26,10 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     ];
     for &[tokens, vocab, width] in extent.sizes(tables) {
         let weight = drawn(extent.seed, [vocab, width]);
-        let before = drawn(extent.seed + vocab as u64, [vocab, width]);
         for ids in [Ids::Any, Ids::Same, Ids::Outside] {
             let case = format!("{tokens} tokens of {vocab} x {width}, {ids:?}");
             let calls = Calls::new(device, extent.seed + 1);
-            let outcome = embedding_launches(calls, [&weight, &before], [tokens, vocab, width], ids);
+            let outcome = embedding_launches(calls, &weight, [tokens, vocab, width], ids);
             report.add("embedding", "kernel", &case, outcome);
         }
     }
@@ -59,15 +58,14 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let mut unique = ids.clone();
     unique.sort_unstable();
     unique.dedup();
-    let (weight, sums) = (bench.bf16([VOCAB, width]), bench.f32([VOCAB, width]));
-    let dy = bench.bf16([1, tokens, width]);
+    let (weight, dy) = (bench.bf16([VOCAB, width]), bench.bf16([1, tokens, width]));
     let shape = format!("{tokens}x{width}, {} ids", unique.len());
     let (elements, rows) = ((tokens * width) as f64, (unique.len() * width) as f64);
     let on = |ids: &[i32]| bench.device.int(ids, &[1, tokens]);
     let (any, same) = (on(&ids), on(&vec![7; tokens]));
     let work = Work::Bytes(2.0 * elements + 2.0 * rows);
     bench.row("embedding forward", &shape, work, || embedding_forward(&weight, &any));
-    let backward = |ids| embedding_backward(&dy, ids, VOCAB, GradientTarget::AddTo(&sums));
+    let backward = |ids| embedding_backward(&dy, ids, VOCAB);
     let work = Work::Bytes(2.0 * elements + 8.0 * rows + 16.0 * tokens as f64);
     bench.row("embedding backward", &shape, work, || backward(&any));
     let shape = format!("{tokens}x{width}, one id");
@@ -93,12 +91,7 @@ pub(super) fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) ->
     vec![("y", floats::<B, 3>(y)), ("dweight", floats::<B, 2>(dweight))]
 }
 
-fn embedding_launches(
-    mut calls: Calls<'_>,
-    [weight, before]: [&[f32]; 2],
-    [tokens, vocab, width]: [usize; 3],
-    kind: Ids,
-) -> Outcome {
+fn embedding_launches(mut calls: Calls<'_>, weight: &[f32], [tokens, vocab, width]: [usize; 3], kind: Ids) -> Outcome {
     let dy = calls.pitched([tokens, width], DType::BF16)?;
     let ids: Vec<i32> = (0..tokens)
         .map(|at| match kind {
@@ -129,13 +122,9 @@ fn embedding_launches(
     let y = calls.device.float(weight, &table, DType::BF16);
     calls.holds("rows", &embedding_forward(&y, &on)?, &expected)?;
     let sums: Vec<f32> = sums.into_iter().map(|x| x as f32).collect();
-    let backward = |target| embedding_backward(&dy_on, &on, vocab, target);
-    let dweight = backward(GradientTarget::New)?;
+    let backward = || embedding_backward(&dy_on, &on, vocab);
+    let dweight = backward()?;
     calls.close("dweight", &dweight, &sums)?;
-    let again = backward(GradientTarget::New)?;
-    calls.equal("dweight of two runs", &again, &dweight)?;
-    let total = calls.device.float(before, &table, DType::F32);
-    let total = backward(GradientTarget::AddTo(&total))?;
-    calls.close("dweight added", &total, &added_of(&sums, before))?;
+    calls.equal("dweight of two runs", &backward()?, &dweight)?;
     Ok(calls.worst)
 }

@@ -1,7 +1,7 @@
 //! DMA's scores of keys and their gradient.
 use super::On;
 use super::wrappers::{Calls, Input};
-use crate::bar::{Bar, Results};
+use crate::bar::Results;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
@@ -10,8 +10,7 @@ use crate::place::floats;
 use crate::report::{Outcome, Report};
 use burn::tensor::DType;
 use burn_flex::Flex;
-use sieve_kernels::step::GradientTarget;
-use sieve_kernels::{Qkv, ScoreBias, ScoresBackward};
+use sieve_kernels::{Qkv, ScoresBackward};
 use sieve_ops::{AttentionSpec, DeviceBackend, reference};
 
 /// KV heads of the checked launches.
@@ -39,10 +38,10 @@ pub(super) fn bench(
     let [qkv, dqkv] = [0, 1].map(|_| Qkv::packed(&bench.bf16(packed), heads, kv_heads));
     let w_dt = bench.f32([kv_heads * head_dim, kv_heads]);
     let (a, dz) = (bench.f32([kv_heads]), bench.f32([1, kv_heads, tokens]));
-    let forward = || qkv.dma_scores(&w_dt, &a, ScoreBias::Exp);
+    let forward = || qkv.dma_scores(&w_dt, &a);
     let shape = format!("{tokens} kv heads {kv_heads} d{head_dim}");
     let keys = (tokens * kv_heads) as f64;
-    let work = Work::Bytes(keys * (2 * head_dim + 12) as f64);
+    let work = Work::Bytes(keys * (2 * head_dim + 8) as f64);
     bench.row("dma_scores forward", &shape, work, forward);
     let scored = forward()?;
     let work = Work::Bytes(keys * (6 * head_dim + 8) as f64);
@@ -54,19 +53,14 @@ pub(super) fn bench(
             x: &scored.x,
             dz: &dz,
         };
-        call.dma_scores_backward(&dqkv, GradientTarget::New, GradientTarget::New)
+        call.dma_scores_backward(&dqkv)
     });
     Ok(())
 }
 
 pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (heads, kv_heads, width) = (4, 2, 64);
-    let spec = AttentionSpec {
-        num_heads: heads,
-        num_kv_heads: kv_heads,
-        softmax_scale: 0.125,
-        window_size: None,
-    };
+    let spec = AttentionSpec::dense([heads, kv_heads], width);
     let shape = [2, rows, heads + 2 * kv_heads, width];
     let qkv = on.input(shape);
     let w_dt = on.input([kv_heads * width, kv_heads]);
@@ -106,21 +100,13 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
     };
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
-    let spec = AttentionSpec {
-        num_heads: 2 * kv_heads,
-        num_kv_heads: kv_heads,
-        softmax_scale: 1.0,
-        window_size: None,
-    };
+    let spec = AttentionSpec::dense([2 * kv_heads, kv_heads], head_dim);
     let host = || (qkv.host(shape), w_dt.host(w_shape), a.host([kv_heads]));
     let (x, w, own_a) = host();
     let z = floats::<Flex, 3>(reference::dma_scores::<Flex>(x, w, own_a, spec));
     let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
-    let scores = heads.dma_scores(&w_dt.on, &a.on, ScoreBias::Exp)?;
+    let scores = heads.dma_scores(&w_dt.on, &a.on)?;
     calls.close("z", &scores.z, &z)?;
-    let delta: Vec<f32> = z.iter().map(|z| z.min(60.0).exp()).collect();
-    let bar = Bar::new(0.0, 1e-6, 1e-4);
-    calls.within(bar, "delta", &scores.delta, [&delta, &delta])?;
 
     let (x, w, own_a) = host();
     let (dz_host, dqkv_host) = (dz.host([BATCH, kv_heads, tokens]), dqkv.host(shape));
@@ -134,7 +120,7 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
         dz: &dz.on,
     };
     let into = Qkv::packed(&dqkv.on, 2 * kv_heads, kv_heads);
-    let (dw, da) = call.dma_scores_backward(&into, GradientTarget::New, GradientTarget::New)?;
+    let (dw, da) = call.dma_scores_backward(&into)?;
     calls.close("dv among dqkv", &dqkv.on, &floats::<Flex, 4>(dqkv_exact))?;
     calls.close("dw_dt", &dw, &floats::<Flex, 2>(dw_exact))?;
     calls.close("da", &da, &floats::<Flex, 1>(da_exact))?;

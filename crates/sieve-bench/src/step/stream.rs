@@ -5,14 +5,11 @@ use crate::bar::Results;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{float, floats};
+use crate::place::floats;
 use crate::report::{Outcome, Report};
 use burn::tensor::DType;
-use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::step::{
-    GradientTarget, residual_add, rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward,
-    rms_norm_residual_forward,
-};
+use burn_flex::Flex;
+use sieve_kernels::step::{residual_add, rms_norm_backward, rms_norm_backward_with_output, rms_norm_forward};
 use sieve_ops::{DeviceBackend, RmsNormCall, reference};
 use sieve_testing::round_bf16;
 
@@ -39,26 +36,22 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
 /// Norms and sums of the residual stream.
 pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, width: usize) {
     let [x, residual, dy] = [0; 3].map(|_| bench.bf16([tokens, width]));
-    let (weight, dweight) = (bench.bf16([width]), bench.f32([width]));
+    let weight = bench.bf16([width]);
     let shape = format!("{tokens}x{width}");
     let epsilon = EPSILON as f32;
     let moved = |times: usize| Work::Bytes((times * tokens * width) as f64);
-    let target = || GradientTarget::AddTo(&dweight);
     bench.row("rms_norm forward", &shape, moved(4), || {
         rms_norm_forward(&x, &weight, epsilon)
     });
-    bench.row("rms_norm + residual", &shape, moved(8), || {
-        rms_norm_residual_forward(&x, &residual, &weight, epsilon)
-    });
     bench.row("rms_norm backward", &shape, moved(6), || {
-        rms_norm_backward(&x, &weight, epsilon, &dy, None, target())
+        rms_norm_backward(&x, &weight, epsilon, &dy, None)
     });
     bench.row("rms_norm backward + residual", &shape, moved(8), || {
-        rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual), target())
+        rms_norm_backward(&x, &weight, epsilon, &dy, Some(&residual))
     });
     let name = "rms_norm backward + residual + output";
     bench.row(name, &shape, moved(10), || {
-        rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual, target())
+        rms_norm_backward_with_output(&x, &weight, epsilon, &dy, &residual)
     });
     bench.row("residual_add", &shape, moved(6), || residual_add(&x, &residual));
 }
@@ -96,43 +89,36 @@ pub(super) fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> 
 
 fn rms_norm_launches(mut calls: Calls<'_>, shape: [usize; 2]) -> Outcome {
     let mut drawn = || calls.pitched(shape, DType::BF16);
-    let [x, residual, dy, beside] = [drawn()?, drawn()?, drawn()?, drawn()?];
+    let [x, dy, beside] = [drawn()?, drawn()?, drawn()?];
     let width = shape[1];
-    let (weight, before) = (calls.flat(&[width], DType::BF16), calls.flat(&[width], DType::F32));
-    let call = |x: &[f32]| RmsNormCall::<Flex> {
-        x: float::<Flex, 2>(x, shape, &FlexDevice),
+    let weight = calls.flat(&[width], DType::BF16);
+    let call = || RmsNormCall::<Flex> {
+        x: x.host(shape),
         weight: weight.host([width]),
         epsilon: EPSILON,
     };
-    let norm = |x: &[f32]| floats::<Flex, 2>(reference::rms_norm::<Flex>(call(x)));
+    let y_exact = floats::<Flex, 2>(reference::rms_norm::<Flex>(call()));
     let epsilon = EPSILON as f32;
     let y = rms_norm_forward(&x.on, &weight.on, epsilon)?;
-    calls.close("y", &y, &norm(&x.values))?;
-    let (sum, y_of_sum) = rms_norm_residual_forward(&x.on, &residual.on, &weight.on, epsilon)?;
-    let added: Vec<f32> = added(&x.values, &residual.values).map(round_bf16).collect();
-    calls.holds("x + residual", &sum, &added)?;
-    calls.close("y of x + residual", &y_of_sum, &norm(&added))?;
+    calls.close("y", &y, &y_exact)?;
 
-    let exact = reference::rms_norm_backward::<Flex>(call(&x.values), dy.host(shape));
+    let exact = reference::rms_norm_backward::<Flex>(call(), dy.host(shape));
     let (dx_exact, dweight_exact) = (floats::<Flex, 2>(exact.0), floats::<Flex, 1>(exact.1));
-    let backward = |d_residual, target| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual, target);
-    let (dx, dweight) = backward(None, GradientTarget::New)?;
+    let backward = |d_residual| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual);
+    let (dx, dweight) = backward(None)?;
     calls.close("dx", &dx, &dx_exact)?;
     calls.close("dweight", &dweight, &dweight_exact)?;
-    let (again, dweight_again) = backward(None, GradientTarget::New)?;
+    let (again, dweight_again) = backward(None)?;
     calls.equal("dx of two runs", &again, &dx)?;
     calls.equal("dweight of two runs", &dweight_again, &dweight)?;
-    let (both, total) = backward(Some(&beside.on), GradientTarget::AddTo(&before.on))?;
-    let expected: Vec<f32> = added_of(&dx_exact, &beside.values);
-    calls.close("dx + its residual", &both, &expected)?;
-    let expected = added_of(&dweight_exact, &before.values);
-    calls.close("dweight added", &total, &expected)?;
+    let (both, dweight_too) = backward(Some(&beside.on))?;
+    calls.close("dx + its residual", &both, &added_of(&dx_exact, &beside.values))?;
+    calls.equal("dweight beside a residual", &dweight_too, &dweight)?;
     let [x_on, weight, dy, beside] = [&x.on, &weight.on, &dy.on, &beside.on];
-    let (with_y, dweight_too, y_again) =
-        rms_norm_backward_with_output(x_on, weight, epsilon, dy, beside, GradientTarget::New)?;
+    let (with_y, dweight_too, y_again) = rms_norm_backward_with_output(x_on, weight, epsilon, dy, beside)?;
     calls.equal("dx beside y", &with_y, &both)?;
     calls.equal("dweight beside y", &dweight_too, &dweight)?;
-    calls.close("y again", &y_again, &norm(&x.values))?;
+    calls.close("y again", &y_again, &y_exact)?;
     Ok(calls.worst)
 }
 
@@ -141,8 +127,5 @@ fn residual_add_launches(mut calls: Calls<'_>) -> Outcome {
     let (a, b) = (calls.pitched(SHAPE, DType::BF16)?, calls.pitched(SHAPE, DType::BF16)?);
     let exact: Vec<f32> = added(&a.values, &b.values).map(round_bf16).collect();
     calls.holds("bf16", &residual_add(&a.on, &b.on)?, &exact)?;
-    let [a, b] = [0, 1].map(|_| calls.flat(&SHAPE, DType::F32));
-    let exact = added_of(&a.values, &b.values);
-    calls.holds("f32", &residual_add(&a.on, &b.on)?, &exact)?;
     Ok(calls.worst)
 }

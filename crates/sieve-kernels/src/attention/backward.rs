@@ -9,6 +9,7 @@ use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
@@ -190,30 +191,20 @@ pub(crate) fn require_gradients(
     shape: &AttentionShape,
 ) -> Result<(), KernelError> {
     require_scale(kernel, call.softmax_scale)?;
-    for (name, tensor) in [("o", &call.result.o), ("d_o", call.d_o)] {
-        tensor.require_dtype(kernel, name, DType::BF16)?;
-        tensor.require_shape(kernel, name, &shape.output())?;
+    operands!(only kernel,
+        o: BF16(shape.output()) contiguous = &call.result.o,
+        d_o: BF16(shape.output()) strided = call.d_o,
+        lse: F32(shape.lse()) contiguous = &call.result.lse,
+    );
+    if let Some(o_rest) = &call.result.o_rest {
+        operands!(only kernel, o_rest: BF16(shape.output()) contiguous);
     }
-    call.result.o.require_contiguous(kernel, "o")?;
-    if let Some(rest) = &call.result.o_rest {
-        rest.require_dtype(kernel, "o_rest", DType::BF16)?;
-        rest.require_shape(kernel, "o_rest", &shape.output())?;
-        rest.require_contiguous(kernel, "o_rest")?;
-    }
-    call.result.lse.require_dtype(kernel, "lse", DType::F32)?;
-    call.result.lse.require_shape(kernel, "lse", &shape.lse())?;
-    call.result.lse.require_contiguous(kernel, "lse")?;
     let grads = call.grads.shape(kernel)?;
     if grads == *shape {
         return Ok(());
     }
-    let (got, supported) = (format!("{grads:?}"), format!("{shape:?}"));
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "shape of the gradients",
-        got,
-        supported,
-    })
+    let (got, what) = (format!("{grads:?}"), "shape of the gradients");
+    Err(KernelError::unsupported(kernel, what, got, format!("{shape:?}")))
 }
 
 /// `{lse in base 2, sum_c o_c do_c}` of each query row, padded.

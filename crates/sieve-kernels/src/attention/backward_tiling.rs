@@ -152,14 +152,7 @@ mod tests {
     use super::*;
 
     fn shape(head_dim: usize, head_dim_v: usize) -> AttentionShape {
-        AttentionShape {
-            batch: 2,
-            seq_len: 2500,
-            num_heads: 6,
-            num_kv_heads: 3,
-            head_dim,
-            head_dim_v,
-        }
+        AttentionShape::new(2, 2500, [6, 3], [head_dim, head_dim_v])
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -65,11 +66,7 @@ impl Bias {
         match base {
             None => Self::new(delta, keys, shape),
             Some(base) => {
-                let heads = [shape.batch, shape.num_kv_heads];
-                let expected = [heads[0], heads[1], padded_len(shape.seq_len)];
-                base.require_dtype("bias_base", "base", DType::F32)?;
-                base.require_shape("bias_base", "base", &expected)?;
-                let base = base.contiguous();
+                operands!("bias_base", base: F32[shape.batch, shape.num_kv_heads, padded_len(shape.seq_len)]);
                 Ok(Self { delta, base })
             }
         }

@@ -5,6 +5,7 @@ use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -44,14 +45,10 @@ impl KvCache {
     /// Checks a cache against a call and returns its capacity.
     pub(crate) fn capacity(&self, kernel: &'static str, shape: &AttentionShape) -> Result<usize, KernelError> {
         let [_, _, capacity, _] = self.k.dims::<4>(kernel, "k_cache")?;
-        for (name, cache, width) in [
-            ("k_cache", &self.k, shape.head_dim),
-            ("v_cache", &self.v, shape.head_dim_v),
-        ] {
-            cache.require_dtype(kernel, name, DType::BF16)?;
-            cache.require_shape(kernel, name, &[shape.batch, shape.num_kv_heads, capacity, width])?;
-            cache.require_contiguous(kernel, name)?;
-        }
+        operands!(only kernel,
+            k_cache: BF16[shape.batch, shape.num_kv_heads, capacity, shape.head_dim] contiguous = &self.k,
+            v_cache: BF16[shape.batch, shape.num_kv_heads, capacity, shape.head_dim_v] contiguous = &self.v,
+        );
         Ok(capacity)
     }
 
@@ -72,16 +69,8 @@ impl KvCache {
         let token = token.walkable();
         let capacity = self.capacity(NAME, &shape)?;
         if step.max_length >= capacity {
-            let (got, supported) = (
-                step.max_length.to_string(),
-                format!("below the cache's capacity of {capacity}"),
-            );
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "length",
-                got,
-                supported,
-            });
+            let supported = format!("below the cache's capacity of {capacity}");
+            return Err(KernelError::unsupported(NAME, "length", step.max_length, supported));
         }
         let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor()];
         launch(&shape, &token, &tensors, self, length, step, scratch, 1)
@@ -118,8 +107,7 @@ fn launch(
 ) -> Result<CudaTensor, KernelError> {
     let capacity = cache.capacity(NAME, shape)?;
     require_scale(NAME, step.softmax_scale)?;
-    length.require_dtype(NAME, "length", DType::I32)?;
-    length.require_shape(NAME, "length", &[shape.batch])?;
+    operands!(only NAME, length: I32[shape.batch] strided);
     let window = step.window.unwrap_or(capacity + 1);
     require_non_empty(NAME, "window", window)?;
     if !scratch.fits(shape) {
@@ -161,11 +149,5 @@ pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionSh
     if shape.seq_len == 1 {
         return Ok(shape);
     }
-    let (got, supported) = (shape.seq_len.to_string(), "1".to_owned());
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "tokens a row",
-        got,
-        supported,
-    })
+    Err(KernelError::unsupported(kernel, "tokens a row", shape.seq_len, "1"))
 }

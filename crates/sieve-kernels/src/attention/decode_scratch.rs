@@ -122,12 +122,7 @@ impl DecodeScratch {
     /// An error for buffers of another batch or model.
     pub(crate) fn misfit(&self, kernel: &'static str, shape: &AttentionShape) -> KernelError {
         let (got, supported) = (format!("{shape:?}"), format!("what it was made for, {:?}", self.shape));
-        KernelError::Unsupported {
-            kernel,
-            what: "shape for this DecodeScratch:",
-            got,
-            supported,
-        }
+        KernelError::unsupported(kernel, "shape for this DecodeScratch:", got, supported)
     }
 }
 
@@ -141,14 +136,7 @@ mod tests {
     use super::*;
 
     fn shape(batch: usize, num_heads: usize, num_kv_heads: usize) -> AttentionShape {
-        AttentionShape {
-            batch,
-            seq_len: 1,
-            num_heads,
-            num_kv_heads,
-            head_dim: 128,
-            head_dim_v: 128,
-        }
+        AttentionShape::new(batch, 1, [num_heads, num_kv_heads], [128, 128])
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operand;
 use crate::runtime::params::{Params, params};
 use burn::tensor::DType;
 use sieve_core::KeepRest;
@@ -120,9 +121,7 @@ pub(crate) fn require_per_key(
     tensor: &CudaTensor,
     shape: &AttentionShape,
 ) -> Result<CudaTensor, KernelError> {
-    tensor.require_dtype(kernel, name, DType::F32)?;
-    tensor.require_shape(kernel, name, &shape.per_key())?;
-    Ok(tensor.contiguous())
+    Ok(operand(kernel, name, tensor, DType::F32, &shape.per_key())?.contiguous())
 }
 
 /// The kernels fold the scale into the exponent, so it must be a positive number.
@@ -130,13 +129,8 @@ pub(crate) fn require_scale(kernel: &'static str, softmax_scale: f32) -> Result<
     if softmax_scale > 0.0 && softmax_scale.is_finite() {
         return Ok(());
     }
-    let (got, supported) = (softmax_scale.to_string(), "positive and finite".to_owned());
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "softmax_scale",
-        got,
-        supported,
-    })
+    let (what, supported) = ("softmax_scale", "positive and finite");
+    Err(KernelError::unsupported(kernel, what, softmax_scale, supported))
 }
 
 #[cfg(test)]

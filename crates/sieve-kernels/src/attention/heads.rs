@@ -1,27 +1,13 @@
 //! Queries, keys and values as attention kernels read them: heads of packed or separate tensors, by strides.
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
+use crate::runtime::operands::operands;
 use crate::runtime::params::{AttentionParams, params};
-use burn::tensor::DType;
 
 /// Attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
-
-impl AttentionShape {
-    /// Widths of heads that the attention kernels take: multiples of this, up to [`AttentionShape::MAX_HEAD_DIM`].
-    pub const HEAD_DIM_STEP: usize = 16;
-}
-impl AttentionShape {
-    /// The widest heads that the attention kernels take.
-    pub const MAX_HEAD_DIM: usize = 256;
-
-    /// Whether the attention kernels take heads of this width.
-    pub fn supports_head_dim(head_dim: usize) -> bool {
-        head_dim.is_multiple_of(AttentionShape::HEAD_DIM_STEP)
-            && (AttentionShape::HEAD_DIM_STEP..=AttentionShape::MAX_HEAD_DIM).contains(&head_dim)
-    }
-}
 
 /// Some neighbouring heads of a `[batch, seq_len, heads, head_dim]` bf16 tensor.
 #[derive(Debug, Clone)]
@@ -60,6 +46,34 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
+    /// Widths of heads that the attention kernels take: multiples of this, up to [`AttentionShape::MAX_HEAD_DIM`].
+    pub const HEAD_DIM_STEP: usize = 16;
+
+    /// The widest heads that the attention kernels take.
+    pub const MAX_HEAD_DIM: usize = 256;
+
+    /// These sizes: query and KV heads, width of keys and of values.
+    pub fn new(
+        batch: usize,
+        seq_len: usize,
+        [num_heads, num_kv_heads]: [usize; 2],
+        [head_dim, head_dim_v]: [usize; 2],
+    ) -> Self {
+        Self {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            head_dim_v,
+        }
+    }
+
+    /// Whether the attention kernels take heads of this width.
+    pub fn supports_head_dim(head_dim: usize) -> bool {
+        head_dim.is_multiple_of(Self::HEAD_DIM_STEP) && (Self::HEAD_DIM_STEP..=Self::MAX_HEAD_DIM).contains(&head_dim)
+    }
+
     /// Query heads that share a KV head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads
@@ -138,37 +152,24 @@ impl Qkv {
         let [batch, seq_len, q_total, head_dim] = self.q.tensor.dims(kernel, "q")?;
         let [_, _, _, head_dim_v] = self.v.tensor.dims::<4>(kernel, "v")?;
         let (num_heads, num_kv_heads) = (self.q.num_heads, self.k.num_heads);
-        let expected = |heads: &Heads, width: usize| {
+        let total = |heads: &Heads| {
             let total = heads.tensor.shape().get(2).copied().unwrap_or(0);
-            [batch, seq_len, total.max(heads.first_head + heads.num_heads), width]
+            total.max(heads.first_head + heads.num_heads)
         };
-        for (name, heads, width) in [
-            ("q", &self.q, head_dim),
-            ("k", &self.k, head_dim),
-            ("v", &self.v, head_dim_v),
-        ] {
-            heads.tensor.require_dtype(kernel, name, DType::BF16)?;
-            heads.tensor.require_shape(kernel, name, &expected(heads, width))?;
-        }
-        let unsupported = |what, got: String, supported: &str| {
-            Err(KernelError::Unsupported {
-                kernel,
-                what,
-                got,
-                supported: supported.to_owned(),
-            })
-        };
+        operands!(only kernel,
+            q: BF16[batch, seq_len, total(&self.q), head_dim] strided = &self.q.tensor,
+            k: BF16[batch, seq_len, total(&self.k), head_dim] strided = &self.k.tensor,
+            v: BF16[batch, seq_len, total(&self.v), head_dim_v] strided = &self.v.tensor,
+        );
+        let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(kernel, what, got, supported));
         if num_kv_heads == 0
             || self.v.num_heads != num_kv_heads
             || !num_heads.is_multiple_of(num_kv_heads)
             || num_heads == 0
         {
             let got = format!("{num_heads}/{num_kv_heads}/{} of {q_total}", self.v.num_heads);
-            return unsupported(
-                "number of q/k/v heads",
-                got,
-                "as many k as v heads, dividing the q heads",
-            );
+            let supported = "as many k as v heads, dividing the q heads";
+            return unsupported("number of q/k/v heads", got, supported);
         }
         if !AttentionShape::supports_head_dim(head_dim) {
             let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
@@ -176,25 +177,16 @@ impl Qkv {
             return unsupported("head_dim", head_dim.to_string(), &supported);
         }
         if !head_dim_v.is_multiple_of(AttentionShape::HEAD_DIM_STEP) || head_dim_v > head_dim {
-            return unsupported(
-                "head_dim of v",
-                head_dim_v.to_string(),
-                "multiples of 16 up to that of q and k",
-            );
+            let supported = "multiples of 16 up to that of q and k";
+            return unsupported("head_dim of v", head_dim_v.to_string(), supported);
         }
-        crate::runtime::checks::require_non_empty(kernel, "batch", batch)?;
-        crate::runtime::checks::require_non_empty(kernel, "seq_len", seq_len)?;
+        require_non_empty(kernel, "batch", batch)?;
+        require_non_empty(kernel, "seq_len", seq_len)?;
         if seq_len > i32::MAX as usize / 2 {
             return unsupported("seq_len", seq_len.to_string(), "below 2^30");
         }
-        Ok(AttentionShape {
-            batch,
-            seq_len,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim_v,
-        })
+        let heads = [num_heads, num_kv_heads];
+        Ok(AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]))
     }
 
     /// The same heads in tensors that the kernels can walk: a copy of each tensor whose strides they cannot follow.

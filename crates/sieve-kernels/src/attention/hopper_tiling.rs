@@ -358,14 +358,7 @@ mod tests {
     use super::*;
 
     fn shape(head_dim: usize, group: usize) -> AttentionShape {
-        AttentionShape {
-            batch: 2,
-            seq_len: 2500,
-            num_heads: 3 * group,
-            num_kv_heads: 3,
-            head_dim,
-            head_dim_v: head_dim,
-        }
+        AttentionShape::new(2, 2500, [3 * group, 3], [head_dim, head_dim])
     }
 
     fn latent() -> AttentionShape {

@@ -5,6 +5,7 @@ use crate::attention::hopper_tiling::{BLOCK_KV, KernelFamily, head_map};
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling, list_entries_in_flight};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -69,36 +70,12 @@ impl Qkv {
         let shape = self.shape(NAME)?;
         let qkv = self.walkable();
         require_scale(NAME, softmax_scale)?;
-        data.require_dtype(NAME, "mask", DType::I32)?;
-        data.require_shape(NAME, "mask", &[mask.words])?;
-        data.require_contiguous(NAME, "mask")?;
-        let sizes = |shape: &AttentionShape| {
-            let AttentionShape {
-                batch,
-                seq_len,
-                num_heads,
-                num_kv_heads,
-                head_dim,
-                head_dim_v,
-            } = *shape;
-            [batch, seq_len, num_heads, num_kv_heads, head_dim_v, head_dim]
-        };
-        let [num_heads, num_kv_heads] = mask.heads;
-        let expected = AttentionShape {
-            batch: 1,
-            seq_len: mask.num_keys,
-            num_heads,
-            num_kv_heads,
-            head_dim_v: shape.head_dim,
-            ..shape
-        };
-        if sizes(&shape) != sizes(&expected) {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "shape",
-                got: format!("{shape:?}"),
-                supported: format!("the mask's {expected:?}"),
-            });
+        operands!(only NAME, mask: I32[mask.words] contiguous = data);
+        let num_heads = shape.num_heads;
+        let expected = AttentionShape::new(1, mask.num_keys, mask.heads, [shape.head_dim; 2]);
+        if shape != expected {
+            let (got, supported) = (format!("{shape:?}"), format!("the mask's {expected:?}"));
+            return Err(KernelError::unsupported(NAME, "shape", got, supported));
         }
         let outputs = AttentionShape {
             seq_len: mask.num_queries,

@@ -254,14 +254,7 @@ mod tests {
     use super::*;
 
     fn shape(head_dim: usize, head_dim_v: usize, group: usize) -> AttentionShape {
-        AttentionShape {
-            batch: 2,
-            seq_len: 2500,
-            num_heads: 3 * group,
-            num_kv_heads: 3,
-            head_dim,
-            head_dim_v,
-        }
+        AttentionShape::new(2, 2500, [3 * group, 3], [head_dim, head_dim_v])
     }
 
     const HOPPER: usize = 227 * 1024;

@@ -9,6 +9,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::step::fill_zero::empty_zero;
 use sieve_core::KeepRest;
@@ -102,12 +103,9 @@ pub(crate) fn require_lists(kernel: &'static str, lists: &KeyLists, shape: &Atte
     let blocks = shape.seq_len.div_ceil(SUPER_BLOCK);
     let tiles = shape.seq_len.div_ceil(lists.tile_queries);
     let [_, _, _, capacity, _] = lists.list.dims::<5>(kernel, "list")?;
-    lists
-        .list
-        .require_shape(kernel, "list", &[batch, heads, blocks, capacity, 2])?;
-    lists
-        .tile_window
-        .require_shape(kernel, "tile_window", &[batch, heads, tiles, 2])?;
-    lists.list.require_contiguous(kernel, "list")?;
-    lists.tile_window.require_contiguous(kernel, "tile_window")
+    operands!(only kernel,
+        list: I32[batch, heads, blocks, capacity, 2] contiguous = &lists.list,
+        tile_window: I32[batch, heads, tiles, 2] contiguous = &lists.tile_window,
+    );
+    Ok(())
 }

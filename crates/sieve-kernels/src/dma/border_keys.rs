@@ -3,6 +3,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -21,10 +22,9 @@ const VECTOR: usize = 8;
 /// Another type or rank, no tokens, no slots.
 pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, KernelError> {
     let [batch, num_kv_heads, seq_len] = expire.dims(LAST, "expire")?;
-    expire.require_dtype(LAST, "expire", DType::I32)?;
+    operands!(LAST, expire: I32[batch, num_kv_heads, seq_len]);
     require_non_empty(LAST, "slots", slots)?;
     require_non_empty(LAST, "the number of tokens", batch * num_kv_heads * seq_len)?;
-    let expire = expire.contiguous();
     let kept = expire.empty_contiguous(&[batch, num_kv_heads, slots], DType::I32);
     let params = params!(DmaLastKeptParams {
         seq_len,
@@ -33,7 +33,7 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
     });
     let grid = [num_kv_heads, batch, 1];
     // SAFETY: reads expire, writes every element of kept and nothing else.
-    unsafe { dma_last_kept_kernel().launch(grid, &[&expire, &kept], &params) }?;
+    unsafe { DMA_LAST_KEPT.launch(grid, &[&expire, &kept], &params) }?;
     Ok(kept)
 }
 
@@ -53,25 +53,17 @@ pub fn dma_border_keys_forward(
     let (packed, rank, kept) = (packed.contiguous(), rank.contiguous(), kept.contiguous());
     let keys = packed.empty_contiguous(&sizes.keys(), DType::BF16);
     let ranks = packed.empty_contiguous(&sizes.ranks(), DType::F32);
-    let Sizes {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        slots,
-    } = sizes;
     let params = params!(DmaBorderKeysForwardParams {
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        slots,
+        seq_len: sizes.seq_len,
+        num_heads: sizes.num_heads,
+        num_kv_heads: sizes.num_kv_heads,
+        head_dim: sizes.head_dim,
+        slots: sizes.slots,
     });
     let tensors = [&packed, &rank, &kept, &keys, &ranks];
     let [kernel, _] = dma_border_keys_kernels();
     // SAFETY: sizes and types checked above; kept names tokens of the row; writes every element of keys and ranks.
-    unsafe { kernel.launch([slots, batch, 1], &tensors, &params) }?;
+    unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }?;
     Ok([keys, ranks])
 }
 
@@ -88,30 +80,19 @@ pub fn dma_border_keys_backward(
     let sizes = Sizes::of(BACKWARD, [d_packed, d_rank, kept])?;
     d_packed.require_contiguous(BACKWARD, "d_packed")?;
     d_rank.require_contiguous(BACKWARD, "d_rank")?;
-    d_keys.require_dtype(BACKWARD, "d_keys", DType::BF16)?;
-    d_keys.require_shape(BACKWARD, "d_keys", &sizes.keys())?;
-    d_ranks.require_dtype(BACKWARD, "d_ranks", DType::F32)?;
-    d_ranks.require_shape(BACKWARD, "d_ranks", &sizes.ranks())?;
-    let (kept, d_keys, d_ranks) = (kept.contiguous(), d_keys.contiguous(), d_ranks.contiguous());
-    let Sizes {
-        batch,
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        slots,
-    } = sizes;
+    operands!(BACKWARD, d_keys: BF16(sizes.keys()), d_ranks: F32(sizes.ranks()));
+    let kept = kept.contiguous();
     let params = params!(DmaBorderKeysBackwardParams {
-        seq_len,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        slots,
+        seq_len: sizes.seq_len,
+        num_heads: sizes.num_heads,
+        num_kv_heads: sizes.num_kv_heads,
+        head_dim: sizes.head_dim,
+        slots: sizes.slots,
     });
     let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
     let [_, kernel] = dma_border_keys_kernels();
     // SAFETY: as above; adds to elements of d_packed and d_rank, each in one thread.
-    unsafe { kernel.launch([slots, batch, 1], &tensors, &params) }
+    unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }
 }
 
 struct Sizes {
@@ -127,20 +108,17 @@ impl Sizes {
     fn of(kernel: &'static str, [packed, rank, kept]: [&CudaTensor; 3]) -> Result<Self, KernelError> {
         let [batch, seq_len, num_heads, head_dim] = packed.dims(kernel, "packed")?;
         let [_, num_kv_heads, slots] = kept.dims(kernel, "kept")?;
-        packed.require_dtype(kernel, "packed", DType::BF16)?;
-        rank.require_dtype(kernel, "rank", DType::F32)?;
-        rank.require_shape(kernel, "rank", &[batch, num_kv_heads, seq_len])?;
-        kept.require_dtype(kernel, "kept", DType::I32)?;
-        kept.require_shape(kernel, "kept", &[batch, num_kv_heads, slots])?;
+        operands!(only kernel,
+            packed: BF16[batch, seq_len, num_heads, head_dim] strided,
+            rank: F32[batch, num_kv_heads, seq_len] strided,
+            kept: I32[batch, num_kv_heads, slots] strided,
+        );
         require_non_empty(kernel, "slots", slots)?;
         require_non_empty(kernel, "the number of values", packed.num_elements())?;
         if !head_dim.is_multiple_of(VECTOR) || num_heads < 2 * num_kv_heads {
-            return Err(KernelError::Unsupported {
-                kernel,
-                what: "heads",
-                got: format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads"),
-                supported: format!("two for each KV head, of multiples of {VECTOR} columns"),
-            });
+            let got = format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads");
+            let supported = format!("two for each KV head, of multiples of {VECTOR} columns");
+            return Err(KernelError::unsupported(kernel, "heads", got, supported));
         }
         Ok(Self {
             batch,
@@ -162,9 +140,7 @@ impl Sizes {
 }
 
 /// The search for what is kept at the end.
-pub(crate) fn dma_last_kept_kernel() -> SourceKernel {
-    SourceKernel::new(LAST).threads(1024)
-}
+pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
 
 /// Taking keys, and adding their gradients.
 pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {

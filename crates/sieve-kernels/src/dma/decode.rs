@@ -7,6 +7,7 @@ use crate::dma::scores::ScoreBias;
 use crate::dma::select::require_local_window;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -72,25 +73,17 @@ pub(crate) fn slots_decode(
     let token = token.walkable();
     let window = slots.kv.capacity(NAME, &shape)?;
     require_scale(NAME, softmax_scale)?;
-    let per_head = [shape.batch, shape.num_kv_heads];
-    let per_slot = [shape.batch, shape.num_kv_heads, window];
-    let checks: [(&'static str, &CudaTensor, DType, &[usize]); 4] = [
-        ("z", z, DType::F32, &per_head),
-        ("slot_z", &slots.z, DType::F32, &per_slot),
-        ("slot_position", &slots.positions, DType::I32, &per_slot),
-        ("length", length, DType::I32, &[shape.batch]),
-    ];
-    for (name, tensor, dtype, expected) in checks {
-        tensor.require_dtype(NAME, name, dtype)?;
-        tensor.require_shape(NAME, name, expected)?;
-    }
+    let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
+    operands!(NAME,
+        z: F32[batch, kv_heads],
+        slot_z: F32[batch, kv_heads, window] contiguous = &slots.z,
+        slot_position: I32[batch, kv_heads, window] contiguous = &slots.positions,
+        length: I32[batch] strided,
+    );
     require_local_window(NAME, slots.local_window_size, window)?;
-    slots.z.require_contiguous(NAME, "slot_z")?;
-    slots.positions.require_contiguous(NAME, "slot_position")?;
     if !scratch.fits(&shape) {
         return Err(scratch.misfit(NAME, &shape));
     }
-    let z = z.contiguous();
     let o = z.empty_contiguous(&shape.output(), DType::BF16);
     let tensors = [
         token.q.tensor(),
@@ -99,8 +92,8 @@ pub(crate) fn slots_decode(
         &z,
         &slots.kv.k,
         &slots.kv.v,
-        &slots.z,
-        &slots.positions,
+        slot_z,
+        slot_position,
         length,
         &o,
         &scratch.partials,

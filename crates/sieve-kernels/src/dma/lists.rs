@@ -4,6 +4,7 @@ use crate::dma::select::{PREFIX_BLOCK, Selection, require_sequence, survivors_sh
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -25,8 +26,6 @@ pub struct KeyLists {
     pub list: CudaTensor,
     /// Entries in use, i32 `[batch, num_kv_heads, num_super_blocks]`.
     pub list_len: CudaTensor,
-    /// How many of them enter in the block, same shape.
-    pub num_entering: CudaTensor,
     /// `{begin, end}` of the entries a tile of queries needs, i32 `[batch, num_kv_heads, tiles, 2]`.
     pub tile_window: CudaTensor,
     /// Queries of such a tile.
@@ -74,30 +73,24 @@ impl Selection {
     ) -> Result<KeyLists, KernelError> {
         let expire = &self.expire;
         let [batch, num_kv_heads, seq_len] = expire.dims(NAME, "expire")?;
-        expire.require_contiguous(NAME, "expire")?;
+        operands!(only NAME, expire: I32[batch, num_kv_heads, seq_len] contiguous);
         require_sequence(NAME, batch, seq_len)?;
         require_non_empty(NAME, "tile_queries", tile_queries)?;
         if !SUPER_BLOCK.is_multiple_of(tile_queries) {
-            let (got, supported) = (tile_queries.to_string(), format!("divisors of {SUPER_BLOCK}"));
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "tile_queries",
-                got,
-                supported,
-            });
+            let supported = format!("divisors of {SUPER_BLOCK}");
+            return Err(KernelError::unsupported(NAME, "tile_queries", tile_queries, supported));
         }
         let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
         let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
         let window = self.keep_window_size;
-        let expected = survivors_shape(batch, num_kv_heads, seq_len, window);
-        self.survivors.require_shape(NAME, "survivors", &expected)?;
+        let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
+        operands!(only NAME, survivors: I64 shape strided = &self.survivors);
 
         let [blocks, capacity, pair] = KeyLists::shape(seq_len, window);
         let tiles = seq_len.div_ceil(tile_queries);
         let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
         let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
         let list_len = new(&[batch, num_kv_heads, blocks]);
-        let num_entering = new(&[batch, num_kv_heads, blocks]);
         let tile_window = new(&[batch, num_kv_heads, tiles, 2]);
         let tensors = [
             expire,
@@ -106,7 +99,6 @@ impl Selection {
             &self.survivors,
             &list,
             &list_len,
-            &num_entering,
             &tile_window,
         ];
         let params = params!(DmaListsParams {
@@ -116,13 +108,12 @@ impl Selection {
             capacity,
             tile_queries,
         });
-        // SAFETY: reads the selection and the bounds, writes the four new tensors within their shapes; entries past a
+        // SAFETY: reads the selection and the bounds, writes the three new tensors within their shapes; entries past a
         // list's padding stay undefined, and no reader looks there.
         unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
         Ok(KeyLists {
             list,
             list_len,
-            num_entering,
             tile_window,
             tile_queries,
         })
@@ -140,11 +131,10 @@ impl Selection {
     ) -> Result<Selection, KernelError> {
         const PREFIX: &str = "dma_lists_prefix";
         let [batch, num_kv_heads, seq_len] = expire.dims(PREFIX, "expire")?;
-        expire.require_dtype(PREFIX, "expire", DType::I32)?;
+        operands!(PREFIX, expire: I32[batch, num_kv_heads, seq_len]);
         require_sequence(PREFIX, batch, seq_len)?;
         require_non_empty(PREFIX, "keep_window_size", keep_window_size)?;
         let doc_start = require_tokens(PREFIX, "doc_start", doc_start, [batch, seq_len])?;
-        let expire = expire.contiguous();
         let window = keep_window_size.min(seq_len);
         let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
         let survivors = expire.empty_contiguous(&shape, DType::I64);

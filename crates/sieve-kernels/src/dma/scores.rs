@@ -1,9 +1,9 @@
-//! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys, and the biases that
-//! it makes of them and adds to the logits.
+//! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys.
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -18,7 +18,7 @@ impl ScoreBias {
     pub const MAX_KV_HEADS: usize = 32;
 }
 
-/// How a score becomes the bias of its key's logits.
+/// How a score becomes the bias of its key's logits, in decoding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreBias {
     /// `exp(min(z, 60))`, as in arXiv:2508.02124.
@@ -34,8 +34,6 @@ pub struct Scores {
     pub x: CudaTensor,
     /// `A * softplus(x)`: the order of the keys.
     pub z: CudaTensor,
-    /// The bias.
-    pub delta: CudaTensor,
 }
 
 impl Qkv {
@@ -44,20 +42,15 @@ impl Qkv {
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
-    pub fn dma_scores(&self, w_dt: &CudaTensor, a: &CudaTensor, bias: ScoreBias) -> Result<Scores, KernelError> {
+    pub fn dma_scores(&self, w_dt: &CudaTensor, a: &CudaTensor) -> Result<Scores, KernelError> {
         let shape = self.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
-        for (name, tensor) in [("w_dt", w_dt), ("a", a)] {
-            tensor.require_dtype(NAME, name, DType::F32)?;
-        }
-        w_dt.require_shape(NAME, "w_dt", &[kv_heads * head_dim, kv_heads])?;
-        a.require_shape(NAME, "a", &[kv_heads])?;
-        let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
+        operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads], a: F32[kv_heads]);
         let qkv = self.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
         let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
-        let (x, z, delta) = (new(), new(), new());
+        let (x, z) = (new(), new());
         let params = params!(DmaScoresParams {
             seq_len: shape.seq_len,
             head_dim,
@@ -66,18 +59,17 @@ impl Qkv {
             v_batch_stride: v[2],
         });
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
-        let kernel = dma_scores_kernel(kv_heads, head_dim, bias);
-        // SAFETY: sizes, strides and types checked above; writes every element of x, z and delta.
-        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z, &delta], &params) }?;
-        Ok(Scores { x, z, delta })
+        let kernel = dma_scores_kernel(kv_heads, head_dim);
+        // SAFETY: sizes, strides and types checked above; writes every element of x and z.
+        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z], &params) }?;
+        Ok(Scores { x, z })
     }
 }
 
-/// The specialisation for a number of KV heads and a form of the bias.
-pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, bias: ScoreBias) -> SourceKernel {
+/// The specialisation for a number of KV heads.
+pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize) -> SourceKernel {
     SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
-        .define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8)
         .threads(256)
         .shared_bytes(shared_bytes(num_kv_heads, head_dim))
 }
@@ -88,12 +80,13 @@ pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<
     if kv_heads <= ScoreBias::MAX_KV_HEADS {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
+    let supported = format!("1 to {}", ScoreBias::MAX_KV_HEADS);
+    Err(KernelError::unsupported(
         kernel,
-        what: "number of KV heads",
-        got: kv_heads.to_string(),
-        supported: format!("1 to {}", ScoreBias::MAX_KV_HEADS),
-    })
+        "number of KV heads",
+        kv_heads,
+        supported,
+    ))
 }
 
 /// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.

@@ -3,10 +3,10 @@ use crate::attention::heads::Qkv;
 use crate::dma::scores::require_kv_heads;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
 const NAME: &str = "dma_scores_backward";
@@ -42,27 +42,17 @@ impl ScoresBackward<'_> {
     ///
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
-    pub fn dma_scores_backward(
-        self,
-        dqkv: &Qkv,
-        dw_dt: GradientTarget<'_>,
-        da: GradientTarget<'_>,
-    ) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    pub fn dma_scores_backward(self, dqkv: &Qkv) -> Result<(CudaTensor, CudaTensor), KernelError> {
         let shape = self.qkv.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
         let channels = kv_heads * head_dim;
-        let expected: [(&'static str, &CudaTensor, Vec<usize>); 4] = [
-            ("w_dt", self.w_dt, vec![channels, kv_heads]),
-            ("a", self.a, vec![kv_heads]),
-            ("x", self.x, shape.per_key().to_vec()),
-            ("dz", self.dz, shape.per_key().to_vec()),
-        ];
-        for (name, tensor, shape) in &expected {
-            tensor.require_dtype(NAME, name, DType::F32)?;
-            tensor.require_shape(NAME, name, shape)?;
-        }
-        let [w_dt, a, x, dz] = expected.map(|(_, tensor, _)| tensor.contiguous());
+        operands!(NAME,
+            w_dt: F32[channels, kv_heads] = self.w_dt,
+            a: F32[kv_heads] = self.a,
+            x: F32(shape.per_key()) = self.x,
+            dz: F32(shape.per_key()) = self.dz,
+        );
         let qkv = self.qkv.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
         if dqkv.shape(NAME)? != shape {
@@ -93,7 +83,7 @@ impl ScoresBackward<'_> {
         let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
         // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
         unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
-        let [dw_dt, da] = column_sums(NAME, &partials, [(dw_dt, &[channels, kv_heads]), (da, &[kv_heads])])?;
+        let [dw_dt, da] = column_sums(&partials, [&[channels, kv_heads], &[kv_heads]])?;
         Ok((dw_dt, da))
     }
 }

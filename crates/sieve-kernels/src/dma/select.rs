@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -46,14 +47,13 @@ pub fn dma_select(
     local_window_size: usize,
 ) -> Result<Selection, KernelError> {
     let [batch, num_kv_heads, seq_len] = z.dims(NAME, "z")?;
-    z.require_dtype(NAME, "z", DType::F32)?;
+    operands!(NAME, z: F32[batch, num_kv_heads, seq_len]);
     require_non_empty(NAME, "the number of KV heads", num_kv_heads)?;
     require_non_empty(NAME, "keep_window_size", keep_window_size)?;
     require_local_window(NAME, local_window_size, keep_window_size)?;
     require_sequence(NAME, batch, seq_len)?;
     let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
     let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
-    let z = z.contiguous();
     let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
     // More than seq_len keys are never kept; a larger window would only ask for more memory.
     let window = keep_window_size.min(seq_len);
@@ -130,12 +130,11 @@ pub(crate) fn require_local_window(
     if local_window_size <= keep_window_size {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "local_window_size",
-        got: local_window_size.to_string(),
-        supported: format!("at most keep_window_size, {keep_window_size}"),
-    })
+    let (what, supported) = (
+        "local_window_size",
+        format!("at most keep_window_size, {keep_window_size}"),
+    );
+    Err(KernelError::unsupported(kernel, what, local_window_size, supported))
 }
 
 /// Refuses an empty batch and sequences whose positions the selection cannot hold.
@@ -145,13 +144,8 @@ pub(crate) fn require_sequence(kernel: &'static str, batch: usize, seq_len: usiz
     if seq_len < MAX_SEQ_LEN {
         return Ok(());
     }
-    let (got, supported) = (seq_len.to_string(), format!("below {MAX_SEQ_LEN}"));
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "seq_len",
-        got,
-        supported,
-    })
+    let supported = format!("below {MAX_SEQ_LEN}");
+    Err(KernelError::unsupported(kernel, "seq_len", seq_len, supported))
 }
 
 #[cfg(test)]

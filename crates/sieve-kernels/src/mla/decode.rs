@@ -4,6 +4,7 @@ use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
@@ -49,9 +50,10 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     } = keys;
     let [batch, new, num_heads, width] = q.dims(NAME, "q")?;
     let [_, len, _] = latents.dims(NAME, "latents")?;
-    q.require_dtype(NAME, "q", DType::BF16)?;
-    latents.require_dtype(NAME, "latents", DType::BF16)?;
-    latents.require_shape(NAME, "latents", &[batch, len, width])?;
+    operands!(NAME,
+        q: BF16[batch, new, num_heads, width] aligned,
+        latents: BF16[batch, len, width] strided,
+    );
     for (what, size) in [
         ("batch", batch),
         ("the number of heads", num_heads),
@@ -61,7 +63,6 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     }
     require_scale(NAME, softmax_scale)?;
     require_sizes([new, len], [width, rank])?;
-    let q = q.contiguous();
     let walk = |latents: &CudaTensor| {
         let strides: [usize; 3] = latents.strides().try_into().ok()?;
         let strides = [strides[0], strides[1], width, strides[2]];
@@ -76,15 +77,17 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
             (copy, layout)
         }
     };
-    require_alignment(NAME, "q", &q)?;
     require_alignment(NAME, "latents", &latents)?;
     let (key_scale, scale_strides) = match key_scale {
         None => (q.clone(), [0; 3]),
         Some(scale) => {
-            scale.require_dtype(NAME, "key_scale", DType::F32)?;
-            scale.require_shape(NAME, "key_scale", &[batch, len, num_heads])?;
-            let is_walked = scale.strides().last() == Some(&1);
-            let scale = if is_walked { scale.clone() } else { scale.contiguous() };
+            operands!(NAME, key_scale: F32[batch, len, num_heads] strided = scale);
+            let is_walked = key_scale.strides().last() == Some(&1);
+            let scale = if is_walked {
+                key_scale.clone()
+            } else {
+                key_scale.contiguous()
+            };
             let strides = scale.strides().try_into();
             let strides = strides.map_err(|_| scale.layout_error(NAME, "key_scale", "three dimensions"))?;
             (scale, strides)
@@ -169,15 +172,7 @@ fn shared_bytes(width: usize, num_warps: usize) -> usize {
 }
 
 fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<(), KernelError> {
-    let unsupported = |what, got: usize, supported: String| {
-        let got = got.to_string();
-        Err(KernelError::Unsupported {
-            kernel: NAME,
-            what,
-            got,
-            supported,
-        })
-    };
+    let unsupported = |what, got: usize, supported| Err(KernelError::unsupported(NAME, what, got, supported));
     if new > len {
         return unsupported("new tokens", new, format!("as many as the {len} latents at most"));
     }
@@ -185,11 +180,8 @@ fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<()
         return unsupported("latents", len, "below 2^30".to_owned());
     }
     if !width.is_multiple_of(16) || !(16..=MAX_KEY_DIM).contains(&width) {
-        return unsupported(
-            "width of a latent",
-            width,
-            format!("multiples of 16 up to {MAX_KEY_DIM}"),
-        );
+        let supported = format!("multiples of 16 up to {MAX_KEY_DIM}");
+        return unsupported("width of a latent", width, supported);
     }
     if !rank.is_multiple_of(16) || rank == 0 || rank > width.min(512) {
         return unsupported("rank", rank, "multiples of 16 up to the width and 512".to_owned());

@@ -3,11 +3,12 @@ use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::qk_norm_rope_forward::RotaryTables;
-use crate::step::vector_rows::{GradientTarget, VectorRows, require_alignment};
+use crate::step::vector_rows::VectorRows;
 use burn::tensor::DType;
 
 const FORWARD: &str = "mla_pack_forward";
@@ -67,15 +68,7 @@ impl MlaPack<'_> {
 
     fn require_widths(&self, kernel: &'static str) -> Result<(), KernelError> {
         require_non_empty(kernel, "the number of heads", self.num_heads)?;
-        let unsupported = |what, got: usize, supported: &str| {
-            let (got, supported) = (got.to_string(), supported.to_owned());
-            Err(KernelError::Unsupported {
-                kernel,
-                what,
-                got,
-                supported,
-            })
-        };
+        let unsupported = |what, got: usize, supported| Err(KernelError::unsupported(kernel, what, got, supported));
         if self.head_dim == 0 || !self.head_dim.is_multiple_of(8) {
             return unsupported("head_dim", self.head_dim, "multiples of 8");
         }
@@ -94,17 +87,11 @@ impl MlaPack<'_> {
             return Ok((0, [unused.clone(), unused.clone()]));
         };
         let width = self.key_dim();
-        let weight = |name, weight: &CudaTensor| {
-            weight.require_dtype(kernel, name, DType::BF16)?;
-            weight.require_shape(kernel, name, &[width])?;
-            let weight = weight.contiguous();
-            require_alignment(kernel, name, &weight)?;
-            Ok(weight)
-        };
-        Ok((
-            width,
-            [weight("q_weight", norm.q_weight)?, weight("k_weight", norm.k_weight)?],
-        ))
+        operands!(kernel,
+            q_weight: BF16[width] aligned = norm.q_weight,
+            k_weight: BF16[width] aligned = norm.k_weight,
+        );
+        Ok((width, [q_weight, k_weight]))
     }
 
     fn epsilon(&self) -> f32 {
@@ -258,10 +245,7 @@ impl MlaPack<'_> {
         if norm_dim == 0 {
             return Ok((grads, None));
         }
-        let shape = [norm_dim];
-        let targets = [GradientTarget::New; 2].map(|target| (target, shape.as_slice()));
-        let weights = column_sums(BACKWARD, &partials, targets)?;
-        Ok((grads, Some(weights)))
+        Ok((grads, Some(column_sums(&partials, [&[norm_dim]; 2])?)))
     }
 
     /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as

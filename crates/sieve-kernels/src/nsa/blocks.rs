@@ -3,10 +3,11 @@ use super::{Bounds, require_bounds};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::GradientTarget;
+use crate::step::vector_rows::require_words;
 use burn::tensor::DType;
 use sieve_core::NsaBlocks;
 
@@ -53,15 +54,11 @@ fn forward(
     let qkv = qkv.walkable();
     let (size, d) = (blocks.compress_block_size, shape.head_dim);
     let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
-    let positions = positions
-        .map(|positions| {
-            for x in positions {
-                x.require_dtype(NAME, "positions", DType::BF16)?;
-                x.require_shape(NAME, "positions", &[size, d])?;
-            }
-            Ok::<_, KernelError>(positions.map(CudaTensor::contiguous))
-        })
-        .transpose()?;
+    let mut places = Vec::new();
+    for positions in positions.into_iter().flatten() {
+        operands!(NAME, positions: BF16[size, d]);
+        places.push(positions);
+    }
     let num_slots = blocks.num_slots(shape.seq_len);
     let rows = shape.batch * num_slots * shape.num_kv_heads;
     let width = if positions.is_some() { size * d } else { d };
@@ -82,7 +79,7 @@ fn forward(
         v_batch_stride: v_words[2],
     });
     let mut tensors = vec![k, qkv.v.tensor(), &start, &end];
-    tensors.extend(positions.iter().flatten());
+    tensors.extend(&places);
     tensors.push(&y);
     let kernel = nsa_blocks_kernel(positions.is_none());
     // SAFETY: sizes, strides and types checked above; reads keys and values inside documents, writes every element of
@@ -121,10 +118,8 @@ pub fn nsa_blocks_backward(
     let dy = dy.contiguous();
     let tensors = [&dy, &documents[0], &documents[1], &partials];
     // SAFETY: `backward` checked dy's size; writes every element of the partials.
-    unsafe { nsa_positions_backward_kernel().launch(grid, &tensors, &params) }?;
-    let like_positions = [size, d];
-    let gradients = [(GradientTarget::New, &like_positions[..]); 2];
-    let [dk_positions, dv_positions] = column_sums(NAME, &partials, gradients)?;
+    unsafe { NSA_POSITIONS_BACKWARD.launch(grid, &tensors, &params) }?;
+    let [dk_positions, dv_positions] = column_sums(&partials, [&[size, d]; 2])?;
     Ok([dqkv, dk_positions, dv_positions])
 }
 
@@ -154,10 +149,8 @@ fn backward(
     let rows = shape.batch * num_slots * shape.num_kv_heads;
     let (size, d) = (blocks.compress_block_size, shape.head_dim);
     let width = if is_mean { d } else { size * d };
-    dy.require_dtype(NAME, "dy", DType::BF16)?;
-    dy.require_shape(NAME, "dy", &[2, rows, width])?;
-    crate::step::vector_rows::require_words(NAME, d)?;
-    let dy = dy.contiguous();
+    operands!(NAME, dy: BF16[2, rows, width]);
+    require_words(NAME, d)?;
     let heads = shape.num_heads + 2 * shape.num_kv_heads;
     let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, d], DType::BF16);
     let params = params!(NsaBlocksBackwardParams {
@@ -189,6 +182,4 @@ pub(super) fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
 }
 
 /// Its gradient to the positions, in parts.
-pub(super) fn nsa_positions_backward_kernel() -> SourceKernel {
-    SourceKernel::new("nsa_positions_backward").threads(128)
-}
+pub(super) const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);

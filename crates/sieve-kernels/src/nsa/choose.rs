@@ -83,7 +83,7 @@ pub(super) fn nsa_choose(
         let tensors = [&slab, start, &indices];
         let grid = [count.div_ceil(CHOOSE_QUERIES), heads, batch];
         // SAFETY: reads importances that were written, writes every index of these queries.
-        unsafe { nsa_choose_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { NSA_CHOOSE.launch(grid, &tensors, &params) }?;
     }
     Ok(indices)
 }
@@ -97,6 +97,4 @@ pub(super) fn nsa_importance_kernel(head_dim: usize) -> SourceKernel {
 }
 
 /// The kernel that takes the most important.
-pub(super) fn nsa_choose_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(256)
-}
+pub(super) const NSA_CHOOSE: SourceKernel = SourceKernel::new(NAME).threads(256);

@@ -12,6 +12,7 @@ use crate::dma::lists::KeyLists;
 use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::{NsaPlaceParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -99,11 +100,9 @@ fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBloc
     let grid = [super_blocks, heads, batch];
     // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
     // undefined, and no reader looks there.
-    unsafe { nsa_compressed_lists_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { NSA_COMPRESSED_LISTS.launch(grid, &tensors, &params) }?;
     Ok(KeyLists {
         list,
-        // Attention does not ask how many enter.
-        num_entering: list_len.clone(),
         list_len,
         tile_window,
         tile_queries: KeyLists::TILE_QUERIES,
@@ -119,8 +118,7 @@ fn require(
     let shape = qkv.shape(NAME)?;
     require_sizes(NAME, blocks, &shape, qkv)?;
     let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
-    compressed.require_dtype(NAME, "compressed", DType::BF16)?;
-    compressed.require_shape(NAME, "compressed", &[2, rows, shape.head_dim])?;
+    operands!(only NAME, compressed: BF16[2, rows, shape.head_dim] strided);
     let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
     Ok((shape, documents))
 }
@@ -214,6 +212,4 @@ pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
 }
 
 /// The builder of the lists.
-pub(super) fn nsa_compressed_lists_kernel() -> SourceKernel {
-    SourceKernel::new("nsa_compressed_lists").threads(256)
-}
+pub(super) const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);

@@ -1,10 +1,12 @@
 //! Launches of `kernels/nsa_gates*.cu`.
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::{operand, operands};
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::vector_rows::{GradientTarget, require_words};
+use crate::step::vector_rows::require_words;
 use burn::tensor::DType;
 
 const NAME: &str = "nsa_gates";
@@ -42,27 +44,22 @@ impl Inputs {
         let dims: [usize; 4] = branches[0].dims(NAME, "a branch")?;
         let [batch, seq_len, heads, width] = dims;
         for branch in branches {
-            branch.require_dtype(NAME, "a branch", DType::BF16)?;
-            branch.require_shape(NAME, "a branch", &dims)?;
+            operand(NAME, "a branch", branch, DType::BF16, &dims)?;
         }
-        logits.require_dtype(NAME, "logits", DType::BF16)?;
-        logits.require_shape(NAME, "logits", &[batch, seq_len, heads * BRANCHES])?;
-        bias.require_dtype(NAME, "bias", DType::F32)?;
-        bias.require_shape(NAME, "bias", &[heads * BRANCHES])?;
+        operands!(NAME,
+            logits: BF16[batch, seq_len, heads * BRANCHES],
+            bias: F32[heads * BRANCHES],
+        );
         require_words(NAME, width)?;
         if width > MAX_WIDTH {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "head_dim",
-                got: width.to_string(),
-                supported: format!("up to {MAX_WIDTH}"),
-            });
+            let supported = format!("up to {MAX_WIDTH}");
+            return Err(KernelError::unsupported(NAME, "head_dim", width, supported));
         }
-        crate::runtime::checks::require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
+        require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
         Ok(Self {
             branches: branches.map(CudaTensor::contiguous),
-            logits: logits.contiguous(),
-            bias: bias.contiguous(),
+            logits,
+            bias,
             dims,
         })
     }
@@ -95,7 +92,7 @@ pub fn nsa_gates(
         width
     });
     // SAFETY: sizes and types checked above; writes every element of o.
-    unsafe { nsa_gates_kernel().launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
+    unsafe { NSA_GATES.launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
     Ok(o)
 }
 
@@ -110,9 +107,7 @@ pub fn nsa_gates_backward(
     d_o: &CudaTensor,
 ) -> Result<GateGradients, KernelError> {
     let inputs = Inputs::new(branches, logits, bias)?;
-    d_o.require_dtype(NAME, "d_o", DType::BF16)?;
-    d_o.require_shape(NAME, "d_o", &inputs.dims)?;
-    let d_o = d_o.contiguous();
+    operands!(NAME, d_o: BF16(inputs.dims));
     let [batch, seq_len, heads, width] = inputs.dims;
     let new = || d_o.empty_contiguous(&inputs.dims, DType::BF16);
     let gradients = [new(), new(), new()];
@@ -143,7 +138,7 @@ pub fn nsa_gates_backward(
     ];
     let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
     // SAFETY: sizes and types checked above; writes every element of the outputs.
-    unsafe { nsa_gates_backward_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { NSA_GATES_BACKWARD.launch(grid, &tensors, &params) }?;
     let bias = sum_rows(&exact, num_gates)?;
     Ok(GateGradients {
         branches: gradients,
@@ -159,17 +154,12 @@ fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError
     // Rows side by side, as many as divide them.
     let sharers = 1 << rows.trailing_zeros().min(MOST_SHARERS.trailing_zeros());
     let wide = values.reshaped(NAME, "gradients", &[rows / sharers, sharers * width])?;
-    let [shares] = column_sums(NAME, &wide, [(GradientTarget::New, &[sharers, width][..])])?;
-    let [sums] = column_sums(NAME, &shares, [(GradientTarget::New, &[width][..])])?;
+    let [shares] = column_sums(&wide, [&[sharers, width]])?;
+    let [sums] = column_sums(&shares, [&[width]])?;
     Ok(sums)
 }
 
-/// The kernel.
-pub(super) fn nsa_gates_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(256)
-}
+pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// Its gradient.
-pub(super) fn nsa_gates_backward_kernel() -> SourceKernel {
-    SourceKernel::new("nsa_gates_backward").threads(256)
-}
+pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

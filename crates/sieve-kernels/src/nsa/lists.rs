@@ -33,12 +33,12 @@ impl ChoiceLists {
         let shared_bytes = indices.hardware().max_shared_bytes;
         let most = Self::most_tokens(blocks.select_block_size, shared_bytes);
         if seq_len > most {
-            return Err(KernelError::Unsupported {
-                kernel: "nsa_lists",
-                what: "rows of",
-                got: format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size),
-                supported: format!("up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows"),
-            });
+            return Err(KernelError::unsupported(
+                "nsa_lists",
+                "rows of",
+                format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size),
+                format!("up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows"),
+            ));
         }
         let cells = seq_len.div_ceil(blocks.select_block_size);
         let parts = count.div_ceil(PART_QUERIES);

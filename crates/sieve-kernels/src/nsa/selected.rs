@@ -9,6 +9,7 @@ use crate::attention::heads::{AttentionShape, Qkv};
 use crate::dma::attention_backward::convert_rows;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
@@ -52,12 +53,11 @@ impl Work {
         require_sizes(NAME, blocks, &shape, qkv)?;
         require_scale(NAME, softmax_scale)?;
         let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
-        indices.require_dtype(NAME, "block_indices", DType::I32)?;
-        indices.require_shape(NAME, "block_indices", &[batch, seq_len, shape.num_kv_heads, k])?;
+        operands!(NAME, block_indices: I32[batch, seq_len, shape.num_kv_heads, k] = indices);
         Ok(Self {
             qkv: qkv.walkable(),
             documents: require_bounds(NAME, documents, [batch, seq_len])?,
-            indices: indices.contiguous(),
+            indices: block_indices,
             shape,
             blocks,
             softmax_scale,

@@ -1,6 +1,7 @@
 //! The checks that several launch wrappers make, each with one plain message.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operand;
 use burn::tensor::DType;
 
 /// Refuses a size of zero.
@@ -19,9 +20,7 @@ pub(crate) fn require_tokens(
     tensor: &CudaTensor,
     shape: [usize; 2],
 ) -> Result<CudaTensor, KernelError> {
-    tensor.require_dtype(kernel, name, DType::I32)?;
-    tensor.require_shape(kernel, name, &shape)?;
-    Ok(tensor.contiguous())
+    Ok(operand(kernel, name, tensor, DType::I32, &shape)?.contiguous())
 }
 
 /// A float type that the element-wise kernels are compiled for: true for bf16, false for f32.
@@ -33,12 +32,7 @@ pub(crate) fn require_float(
     match tensor.dtype() {
         DType::BF16 => Ok(true),
         DType::F32 => Ok(false),
-        other => Err(KernelError::Unsupported {
-            kernel,
-            what,
-            got: other.name().to_owned(),
-            supported: "bf16, f32".to_owned(),
-        }),
+        other => Err(KernelError::unsupported(kernel, what, other.name(), "bf16, f32")),
     }
 }
 

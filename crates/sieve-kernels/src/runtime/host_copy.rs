@@ -22,7 +22,7 @@ const STAGING_BYTES: usize = 64 << 20;
 /// It holds the tensor, so ops that would write in place where nobody else holds a tensor (Burn's own, the optimizer's)
 /// write to a copy: what is read is what the tensor held when this was made, once everything queued before has run
 /// (`sync` the device before reading). Outputs that are overwritten *for every clone* heed no holder:
-/// `MatmulOutput::Into` and `AddTo`, `GradientTarget::AddTo`, `NcclPiece::whole`. Of such a tensor no copy is taken
+/// `MatmulOutput::Into` and `AddTo`, `NcclPiece::whole`. Of such a tensor no copy is taken
 /// before its last write.
 #[derive(Debug)]
 pub struct HostCopy {

@@ -79,7 +79,7 @@ pub struct SourceKernel {
 
 impl SourceKernel {
     /// The kernel in `kernels/<name>.cu`, whose entry point has the same name.
-    pub fn new(name: &'static str) -> Self {
+    pub const fn new(name: &'static str) -> Self {
         Self {
             name,
             entry: name,
@@ -111,7 +111,7 @@ impl SourceKernel {
     }
 
     /// Threads of a block, along x.
-    pub fn threads(mut self, threads: usize) -> Self {
+    pub const fn threads(mut self, threads: usize) -> Self {
         self.threads = threads as u32;
         self
     }

@@ -46,12 +46,12 @@ impl Qkv {
         let call = Call::new(self, s)?;
         let (n, d) = (s.num_keys, call.shape.head_dim);
         let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "selection",
-                got: format!("{heavy:?}"),
-                supported: "a top of blocks of one key, fewer last keys than there are".to_owned(),
-            });
+            return Err(KernelError::unsupported(
+                NAME,
+                "selection",
+                format!("{heavy:?}"),
+                "a top of blocks of one key, fewer last keys than there are",
+            ));
         };
         let count = n - heavy.last;
         let kept = top.min(count) + heavy.last;
@@ -67,7 +67,7 @@ impl Qkv {
         });
         let grid = [count.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
         // SAFETY: both have these rows; every score is written.
-        unsafe { select_smooth_kernel().launch(grid, &[&received, &score], &params) }?;
+        unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
         LongChoice {
@@ -115,7 +115,7 @@ impl Qkv {
         ];
         let grid = [n.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
         // SAFETY: tokens and strides are the tensors' own; writes within the slots.
-        unsafe { select_gather_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { SELECT_GATHER.launch(grid, &tensors, &params) }?;
         Ok(stays)
     }
 }
@@ -165,12 +165,12 @@ impl DmaSlots {
         let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
         if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "shape",
-                got: format!("{shape:?}"),
-                supported: "one sequence, heads of a multiple of 32 columns".to_owned(),
-            });
+            return Err(KernelError::unsupported(
+                NAME,
+                "shape",
+                format!("{shape:?}"),
+                "one sequence, heads of a multiple of 32 columns",
+            ));
         }
         let token = token.walkable();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
@@ -189,7 +189,7 @@ impl DmaSlots {
         let grid = [used.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
         let tensors = [token.q.tensor(), &self.kv.k, &logits];
         // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
-        unsafe { slot_logits_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { SLOT_LOGITS.launch(grid, &tensors, &params) }?;
         let nan_rows = z.zeros_contiguous(&[shape.num_heads], DType::I32);
         let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
         let sums = ProbeSums {
@@ -204,20 +204,12 @@ impl DmaSlots {
     }
 }
 
-fn select_smooth_kernel() -> SourceKernel {
-    SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE)
-}
-
-fn select_gather_kernel() -> SourceKernel {
-    SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE)
-}
-
-fn slot_logits_kernel() -> SourceKernel {
-    SourceKernel::new("slot_logits").threads(256)
-}
+const SELECT_SMOOTH: SourceKernel = SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE);
+const SELECT_GATHER: SourceKernel = SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE);
+const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
 
 pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
-    let mut kernels = vec![select_smooth_kernel(), select_gather_kernel(), slot_logits_kernel()];
+    let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS];
     let tilings = head_dims
         .iter()
         .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));

@@ -45,7 +45,7 @@ impl ProbeSums<'_> {
         });
         let grid = [rows, heads, 1];
         // SAFETY: reads logits of keys not after each query; writes every scale.
-        unsafe { select_probe_rows_kernel().launch(grid, &[logits, &scale, nan_rows], &params) }?;
+        unsafe { SELECT_PROBE_ROWS.launch(grid, &[logits, &scale, nan_rows], &params) }?;
         let params = params!(SelectProbeSumsParams {
             rows,
             num_keys,
@@ -59,7 +59,7 @@ impl ProbeSums<'_> {
         let diagonals = self.diagonals.unwrap_or(self.columns);
         let tensors = [logits, &scale, self.columns, diagonals];
         // SAFETY: as above; writes every sum.
-        unsafe { select_probe_sums_kernel().launch(grid, &tensors, &params) }
+        unsafe { SELECT_PROBE_SUMS.launch(grid, &tensors, &params) }
     }
 }
 
@@ -155,7 +155,7 @@ impl Call<'_> {
         let grid = [s.blocks()[0].div_ceil(4), s.num_heads, 1];
         let tensors = [columns, diagonals, map.unwrap_or(columns), kept];
         // SAFETY: bits have one for each token or block; writes every word.
-        unsafe { select_slashes_kernel().launch(grid, &tensors, &params) }
+        unsafe { SELECT_SLASHES.launch(grid, &tensors, &params) }
     }
 
     /// Marks the blocks of kept diagonals; returns the bits of kept columns.
@@ -253,7 +253,7 @@ impl Call<'_> {
             nan_rows,
         ];
         // SAFETY: sums, bits and estimates are of all heads; writes every sum of blocks and every number.
-        unsafe { select_patterns_kernel().launch([s.num_heads, 1, 1], &tensors, &params) }?;
+        unsafe { SELECT_PATTERNS.launch([s.num_heads, 1, 1], &tensors, &params) }?;
         let best = |at: usize| {
             let tops = tops.row_range(NAME, "tops", at, 1)?;
             let all = self.of_all_heads(&by_block[at], nan_rows, columns);
@@ -290,7 +290,7 @@ impl Call<'_> {
             let grid = [rows, heads.len(), 1];
             let tensors = [&scores, wanted, nan_rows];
             // SAFETY: rows of the scores, in place.
-            unsafe { select_softmax_kernel().launch(grid, &tensors, &params) }?;
+            unsafe { SELECT_SOFTMAX.launch(grid, &tensors, &params) }?;
             let goal = if gamma < 1.0 {
                 (gamma * rows as f64) as f32
             } else {
@@ -314,32 +314,18 @@ impl Call<'_> {
     }
 }
 
-fn select_probe_rows_kernel() -> SourceKernel {
-    SourceKernel::new("select_probe_rows").threads(256)
-}
-
-fn select_probe_sums_kernel() -> SourceKernel {
-    SourceKernel::new("select_probe_sums").threads(256)
-}
-
-fn select_slashes_kernel() -> SourceKernel {
-    SourceKernel::new("select_slashes").threads(128)
-}
-
-fn select_patterns_kernel() -> SourceKernel {
-    SourceKernel::new("select_patterns").threads(256)
-}
-
-fn select_softmax_kernel() -> SourceKernel {
-    SourceKernel::new("select_softmax").threads(128)
-}
+const SELECT_PROBE_ROWS: SourceKernel = SourceKernel::new("select_probe_rows").threads(256);
+const SELECT_PROBE_SUMS: SourceKernel = SourceKernel::new("select_probe_sums").threads(256);
+const SELECT_SLASHES: SourceKernel = SourceKernel::new("select_slashes").threads(128);
+const SELECT_PATTERNS: SourceKernel = SourceKernel::new("select_patterns").threads(256);
+const SELECT_SOFTMAX: SourceKernel = SourceKernel::new("select_softmax").threads(128);
 
 pub(super) fn lines_kernels() -> [SourceKernel; 5] {
     [
-        select_probe_rows_kernel(),
-        select_probe_sums_kernel(),
-        select_slashes_kernel(),
-        select_patterns_kernel(),
-        select_softmax_kernel(),
+        SELECT_PROBE_ROWS,
+        SELECT_PROBE_SUMS,
+        SELECT_SLASHES,
+        SELECT_PATTERNS,
+        SELECT_SOFTMAX,
     ]
 }

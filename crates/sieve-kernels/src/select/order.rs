@@ -124,7 +124,7 @@ impl Call<'_> {
         });
         let grid = [num_tokens.div_ceil(128), num_heads, 1];
         // SAFETY: tokens, heads and strides are the tensor's own; every score is written.
-        unsafe { select_norms_kernel().launch(grid, &[x.tensor(), &score], &params) }?;
+        unsafe { SELECT_NORMS.launch(grid, &[x.tensor(), &score], &params) }?;
         Ok(score)
     }
 
@@ -139,18 +139,13 @@ impl Call<'_> {
         let segments = (sorted.first + sorted.count).div_ceil(segment) - sorted.first / segment;
         let tensors = [&sorted.score, sorted.nan_rows, order];
         // SAFETY: segments are no longer than a block of threads, checked in `new`; every slot is written.
-        unsafe { select_order_kernel().launch([segments, sorted.sets, 1], &tensors, &params) }
+        unsafe { SELECT_ORDER.launch([segments, sorted.sets, 1], &tensors, &params) }
     }
 }
 
-fn select_norms_kernel() -> SourceKernel {
-    SourceKernel::new("select_norms").threads(128)
-}
-
-fn select_order_kernel() -> SourceKernel {
-    SourceKernel::new("select_order").threads(MOST_IN_SEGMENT)
-}
+const SELECT_NORMS: SourceKernel = SourceKernel::new("select_norms").threads(128);
+const SELECT_ORDER: SourceKernel = SourceKernel::new("select_order").threads(MOST_IN_SEGMENT);
 
 pub(super) fn order_kernels() -> [SourceKernel; 2] {
-    [select_norms_kernel(), select_order_kernel()]
+    [SELECT_NORMS, SELECT_ORDER]
 }

@@ -4,6 +4,7 @@ use super::{Call, Choice, Marks};
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use burn::tensor::DType;
@@ -60,7 +61,7 @@ impl Call<'_> {
             let grid = [num_probes.div_ceil(64), heads.len(), 1];
             let tensors = [&lse, &chosen, &marks.nan_rows];
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
-            unsafe { select_gate_kernel().launch(grid, &tensors, &params) }?;
+            unsafe { SELECT_GATE.launch(grid, &tensors, &params) }?;
             let scores = self.new_f32(&[heads.len(), rows, columns]);
             let params = params!(SelectVotesParams {
                 num_probes,
@@ -70,7 +71,7 @@ impl Call<'_> {
             });
             let grid = [columns.div_ceil(128), rows, heads.len()];
             // SAFETY: reads scores of chosen blocks; writes every score.
-            unsafe { select_votes_kernel().launch(grid, &[&lse, &chosen, &scores], &params) }?;
+            unsafe { SELECT_VOTES.launch(grid, &[&lse, &chosen, &scores], &params) }?;
             self.choose(&Choice {
                 scores: &scores,
                 kept: &marks.kept,
@@ -107,21 +108,17 @@ impl Qkv {
     ) -> Result<(), KernelError> {
         const NAME: &str = "correct_by_probes";
         let shape = self.shape(NAME)?;
-        o.require_dtype(NAME, "o", DType::BF16)?;
-        o.require_contiguous(NAME, "o")?;
-        let [_, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
+        let [batch, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
+        operands!(only NAME, o: BF16[batch, num_queries, num_heads, head_dim] contiguous);
         let gamma = correction.gamma;
         let fits = [shape.batch, shape.num_heads, shape.head_dim_v] == [1, num_heads, head_dim]
             && num_queries <= shape.seq_len
             && gamma > 1
             && num_queries > gamma;
         if !fits {
-            return Err(KernelError::Unsupported {
-                kernel: NAME,
-                what: "shape",
-                got: format!("{shape:?}, o of {:?}, {correction:?}", o.shape()),
-                supported: "the outputs of a call of more than gamma queries, gamma above 1".to_owned(),
-            });
+            let got = format!("{shape:?}, o of {:?}, {correction:?}", o.shape());
+            let supported = "the outputs of a call of more than gamma queries, gamma above 1";
+            return Err(KernelError::unsupported(NAME, "shape", got, supported));
         }
         let context = shape.seq_len - num_queries;
         let offset = context % gamma;
@@ -143,7 +140,7 @@ impl Qkv {
             query_order_at,
         });
         // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
-        unsafe { probe_mask_kernel().launch([tiles, 1, 1], &[&mask], &params) }?;
+        unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&mask], &params) }?;
         let layout = MaskLayout {
             num_queries,
             num_keys: shape.seq_len,
@@ -168,31 +165,15 @@ impl Qkv {
         });
         let grid = [num_probes, width.div_ceil(1024), 1];
         // SAFETY: both have these rows; of the dense ones the probes are read, which attention wrote.
-        unsafe { probe_correct_kernel().launch(grid, &[o, &dense.o], &params) }
+        unsafe { PROBE_CORRECT.launch(grid, &[o, &dense.o], &params) }
     }
 }
 
-fn select_gate_kernel() -> SourceKernel {
-    SourceKernel::new("select_gate").threads(64)
-}
-
-fn select_votes_kernel() -> SourceKernel {
-    SourceKernel::new("select_votes").threads(128)
-}
-
-fn probe_mask_kernel() -> SourceKernel {
-    SourceKernel::new("probe_mask").threads(128)
-}
-
-fn probe_correct_kernel() -> SourceKernel {
-    SourceKernel::new("probe_correct").threads(128)
-}
+const SELECT_GATE: SourceKernel = SourceKernel::new("select_gate").threads(64);
+const SELECT_VOTES: SourceKernel = SourceKernel::new("select_votes").threads(128);
+const PROBE_MASK: SourceKernel = SourceKernel::new("probe_mask").threads(128);
+const PROBE_CORRECT: SourceKernel = SourceKernel::new("probe_correct").threads(128);
 
 pub(super) fn probe_kernels() -> [SourceKernel; 4] {
-    [
-        select_gate_kernel(),
-        select_votes_kernel(),
-        probe_mask_kernel(),
-        probe_correct_kernel(),
-    ]
+    [SELECT_GATE, SELECT_VOTES, PROBE_MASK, PROBE_CORRECT]
 }

@@ -1,6 +1,6 @@
 //! Scores of blocks: products of means, and of cells.
 use super::order::Orders;
-use super::{Call, select_cell_sums_kernel, select_cells_kernel, select_pool_kernel, select_scores_kernel};
+use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
 use crate::attention::heads::Heads;
 use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::tiling::KeySource;
@@ -110,7 +110,7 @@ impl Call<'_> {
         });
         let tensors = [p.heads.tensor(), p.order.unwrap_or(&means), &means, &variances];
         // SAFETY: tokens, heads and strides are the tensor's own, an order names them; every mean is written.
-        unsafe { select_pool_kernel().launch([blocks, p.num_heads, 1], &tensors, &params) }?;
+        unsafe { SELECT_POOL.launch([blocks, p.num_heads, 1], &tensors, &params) }?;
         Ok([means, variances])
     }
 
@@ -200,7 +200,7 @@ impl Call<'_> {
             heads.len(),
         ];
         // SAFETY: the means have these sizes; writes within the scores.
-        unsafe { select_scores_kernel().launch(grid, &[q, k, scores], &params) }
+        unsafe { SELECT_SCORES.launch(grid, &[q, k, scores], &params) }
     }
 
     /// Scores by cells, f32 `[heads, rows, key blocks]`.
@@ -296,7 +296,7 @@ impl Call<'_> {
         });
         let grid = [rows, heads.len(), 1];
         // SAFETY: reads what select_cells wrote, writes the masses that select_choose reads.
-        unsafe { select_cell_sums_kernel().launch(grid, &[&scores, &masses], &params) }?;
+        unsafe { SELECT_CELL_SUMS.launch(grid, &[&scores, &masses], &params) }?;
         Ok(masses)
     }
 }

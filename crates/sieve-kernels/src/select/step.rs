@@ -2,9 +2,9 @@
 use super::{Call, Choice, LongChoice, Marks, NAME};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use burn::tensor::DType;
 use sieve_core::KeepBlocks;
 
 /// Pages of a block of threads.
@@ -45,8 +45,7 @@ impl Call<'_> {
             return Err(self.not_one_query());
         };
         let [kv_heads, room, two, width] = bounds.dims(NAME, "bounds")?;
-        bounds.require_dtype(NAME, "bounds", DType::F32)?;
-        bounds.require_contiguous(NAME, "bounds")?;
+        operands!(only NAME, bounds: F32[kv_heads, room, two, width] contiguous);
         if [kv_heads, two, width] != [s.num_kv_heads, 2, d] || room < pages {
             return Err(self.not_one_query());
         }
@@ -66,7 +65,7 @@ impl Call<'_> {
         let grid = [pages.div_ceil(PAGES_AT_ONCE), s.num_kv_heads, 1];
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];
         // SAFETY: bounds have room for every page, checked above; every score is written.
-        unsafe { select_pages_kernel().launch(grid, &tensors, &params) }?;
+        unsafe { SELECT_PAGES.launch(grid, &tensors, &params) }?;
         self.choose(&Choice {
             scores: &scores,
             kept: &marks.kept,
@@ -82,17 +81,14 @@ impl Call<'_> {
     }
 
     fn not_one_query(&self) -> KernelError {
-        KernelError::Unsupported {
-            kernel: NAME,
-            what: "selection",
-            got: format!("{:?}", self.selection),
-            supported: "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
-                columns"
-                .to_owned(),
-        }
+        KernelError::unsupported(
+            NAME,
+            "selection",
+            format!("{:?}", self.selection),
+            "one query; blocks of one key, or bounds of every page of heads of 32, 64, ... 256 \
+                columns",
+        )
     }
 }
 
-pub(super) fn select_pages_kernel() -> SourceKernel {
-    SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE)
-}
+pub(super) const SELECT_PAGES: SourceKernel = SourceKernel::new("select_pages").threads(32 * PAGES_AT_ONCE);

@@ -15,7 +15,7 @@ use crate::attention::sparse_forward::{
 };
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
 use crate::dma::attention_backward::dma_attention_backward_convert_kernel;
-use crate::dma::border_keys::{dma_border_keys_kernels, dma_last_kept_kernel};
+use crate::dma::border_keys::{DMA_LAST_KEPT, dma_border_keys_kernels};
 use crate::dma::decode::dma_decode_kernel;
 use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
 use crate::dma::scores::{ScoreBias, dma_scores_kernel};
@@ -26,8 +26,8 @@ use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::nsa::{nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
-use crate::step::column_sums::column_sums_kernel;
-use crate::step::fill_zero::fill_zero_kernel;
+use crate::step::column_sums::COLUMN_SUMS;
+use crate::step::fill_zero::FILL_ZERO;
 
 /// The attention of a model, as far as it decides which kernels run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -185,14 +185,14 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
                 list.extend_kernels([
                     dma_lists_kernel(),
                     dma_lists_prefix_kernel(),
-                    dma_last_kept_kernel(),
-                    dma_scores_kernel(num_kv_heads, head_dim_v, ScoreBias::Linear),
+                    DMA_LAST_KEPT,
+                    dma_scores_kernel(num_kv_heads, head_dim_v),
                     dma_scores_backward_kernel(num_kv_heads),
                 ]);
             }
             NeededKeys::Blocks => {
                 list.extend_kernels(nsa_kernels(head_dim));
-                list.extend_kernels([column_sums_kernel()]);
+                list.extend_kernels([COLUMN_SUMS]);
             }
             NeededKeys::Neighbours | NeededKeys::AllBiased => {}
         },
@@ -208,7 +208,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             list.extend_kernels(select_blocks_kernels(&[head_dim], shared_bytes));
         }
         Part::Around => {
-            list.extend_kernels([fill_zero_kernel(), attention_backward_prepare_kernel(head_dim_v)]);
+            list.extend_kernels([FILL_ZERO, attention_backward_prepare_kernel(head_dim_v)]);
             if source == KeySource::Gathered {
                 list.extend_kernels([head_dim, head_dim_v].map(dma_attention_backward_convert_kernel));
             }
@@ -244,14 +244,7 @@ impl NeededKernels {
     pub fn sparse(head_dims: &[usize], shared_bytes: usize, is_hopper: bool) -> NeededKernels {
         let mut list = NeededKernels::default();
         for &head_dim in head_dims {
-            let shape = AttentionShape {
-                batch: 1,
-                seq_len: 1,
-                num_heads: 1,
-                num_kv_heads: 1,
-                head_dim,
-                head_dim_v: head_dim,
-            };
+            let shape = AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim]);
             let needs = AttentionNeeds {
                 shape,
                 keys: NeededKeys::Neighbours,
@@ -350,14 +343,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     fn needs(width: usize, keys: NeededKeys, order: SumOrder) -> AttentionNeeds {
-        let shape = AttentionShape {
-            batch: 1,
-            seq_len: 1,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: width,
-            head_dim_v: width,
-        };
+        let shape = AttentionShape::new(1, 1, [4, 2], [width, width]);
         AttentionNeeds { shape, keys, order }
     }
 

@@ -123,14 +123,7 @@ impl NeededKernels {
                 continue;
             }
             for (&(head_dim, head_dim_v), &(num_heads, num_kv_heads)) in pairs(widths, heads) {
-                let shape = AttentionShape {
-                    batch: 1,
-                    seq_len: 1,
-                    num_heads,
-                    num_kv_heads,
-                    head_dim,
-                    head_dim_v,
-                };
+                let shape = AttentionShape::new(1, 1, [num_heads, num_kv_heads], [head_dim, head_dim_v]);
                 let order = Any;
                 let needs = AttentionNeeds { shape, keys, order };
                 for &part in parts {

@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::{AdamwParams, params};
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::require_alignment;
@@ -69,8 +70,7 @@ impl AdamwTensors<'_> {
                 });
             }
         }
-        self.grad_scale.require_dtype(NAME, "grad_scale", DType::F32)?;
-        self.grad_scale.require_shape(NAME, "grad_scale", &[1])?;
+        operands!(only NAME, grad_scale: F32[1] strided = self.grad_scale);
         let mut buffers = vec![self.param, self.exp_avg, self.exp_avg_sq, self.grad, self.grad_scale];
         buffers.extend(self.leaf);
         let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];

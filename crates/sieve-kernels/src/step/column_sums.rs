@@ -3,7 +3,6 @@ use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
 const NAME: &str = "column_sums";
@@ -11,41 +10,27 @@ const NAME: &str = "column_sums";
 /// Columns of a block.
 const COLUMNS: usize = 32;
 
-/// Sums the rows of `partials` f32 `[num_partials, width]` into one or two gradients, which divide its columns in
-/// order. Returns their tensors.
+/// Sums the rows of `partials` f32 `[num_partials, width]` to one or two gradients of these shapes, f32, which divide
+/// its columns in order.
 pub(crate) fn column_sums<const N: usize>(
-    kernel: &'static str,
     partials: &CudaTensor,
-    gradients: [(GradientTarget<'_>, &[usize]); N],
+    shapes: [&[usize]; N],
 ) -> Result<[CudaTensor; N], KernelError> {
     const { assert!(N == 1 || N == 2, "the kernel has two outputs") };
     let [num_partials, width] = partials.dims(NAME, "partials")?;
-    let mut outputs = Vec::with_capacity(N);
-    for (target, shape) in &gradients {
-        outputs.push(match target {
-            GradientTarget::New => partials.empty_contiguous(shape, DType::F32),
-            GradientTarget::AddTo(_) => target.in_place(kernel, partials, shape)?,
-        });
-    }
-    let outputs: [CudaTensor; N] = outputs.try_into().expect("one output for each gradient");
-    let accumulate = gradients.map(|(target, _)| matches!(target, GradientTarget::AddTo(_)));
+    let outputs = shapes.map(|shape| partials.empty_contiguous(shape, DType::F32));
     let (split, sizes) = (outputs[0].num_elements(), outputs.iter().map(CudaTensor::num_elements));
     debug_assert_eq!(sizes.sum::<usize>(), width, "the gradients divide the columns");
     let params = params!(ColumnSumsParams {
         num_partials,
         width,
-        split,
-        accumulate_first: accumulate[0],
-        accumulate_second: accumulate[N - 1],
+        split
     });
     let tensors = [partials, &outputs[0], &outputs[N - 1]];
     let grid = [width.div_ceil(COLUMNS), 1, 1];
     // SAFETY: reads every partial, writes the elements of the outputs, which have `width` together.
-    unsafe { column_sums_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { COLUMN_SUMS.launch(grid, &tensors, &params) }?;
     Ok(outputs)
 }
 
-/// The kernel.
-pub(crate) fn column_sums_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(1024)
-}
+pub(crate) const COLUMN_SUMS: SourceKernel = SourceKernel::new(NAME).threads(1024);

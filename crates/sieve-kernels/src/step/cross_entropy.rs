@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
@@ -54,68 +55,44 @@ pub(crate) fn padded_width(vocab_size: usize) -> usize {
     vocab_size.next_multiple_of(WORD_ELEMENTS)
 }
 
-/// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`).
-///
-/// With a `gradient`, the logits' gradients times its factor go into its rows, bf16, which may be the logits
-/// themselves. The losses are not scaled.
+/// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`). The
+/// gradients of bf16 logits take their place; f32 logits stay as they are.
 ///
 /// # Errors
 /// Other types or shapes, more labels than rows.
-pub fn cross_entropy(
-    logits: &LogitRows,
-    labels: &CudaTensor,
-    losses: &CudaTensor,
-    gradient: Option<(&LogitRows, f32)>,
-) -> Result<(), KernelError> {
-    let is_bf16 = require_float(NAME, "logits' type", &logits.tensor)?;
+pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTensor) -> Result<(), KernelError> {
+    let has_gradient = require_float(NAME, "logits' type", &logits.tensor)?;
     require_alignment(NAME, "logits", &logits.tensor)?;
     let [rows] = labels.dims(NAME, "labels")?;
-    for (what, tensor, dtype) in [("labels", labels, DType::I32), ("losses", losses, DType::F32)] {
-        tensor.require_dtype(NAME, what, dtype)?;
-        tensor.require_shape(NAME, what, &[rows])?;
-        tensor.require_contiguous(NAME, what)?;
-    }
-    require_rows("logits", logits, rows)?;
-    if let Some((dlogits, _)) = gradient {
-        dlogits.tensor.require_dtype(NAME, "dlogits", DType::BF16)?;
-        let width = padded_width(logits.vocab_size);
-        let all = [dlogits.tensor.shape()[0], width];
-        dlogits.tensor.require_shape(NAME, "dlogits", &all)?;
-        require_rows("dlogits", dlogits, rows)?;
-    }
-    let scale = gradient.map_or(0.0, |(_, scale)| scale);
-    let stride = padded_width(logits.vocab_size);
+    operands!(only NAME, labels: I32[rows] contiguous, losses: F32[rows] contiguous);
+    require_rows(logits, rows)?;
     let params = params!(CrossEntropyParams {
         vocab_size: logits.vocab_size,
-        in_stride: stride,
-        out_stride: stride,
-        scale: scale,
+        stride: padded_width(logits.vocab_size),
     });
-    let mut tensors = vec![&logits.tensor, labels, losses];
-    tensors.extend(gradient.map(|(dlogits, _)| &dlogits.tensor));
-    let kernel = cross_entropy_kernel(is_bf16, gradient.is_some());
-    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with a gradient, padded rows: all checked
-    // above.
-    unsafe { kernel.launch([rows, 1, 1], &tensors, &params) }
+    let kernel = cross_entropy_kernel(has_gradient);
+    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with gradients, the padded rows: all
+    // checked above.
+    unsafe { kernel.launch([rows, 1, 1], &[&logits.tensor, labels, losses], &params) }
 }
 
-fn require_rows(what: &'static str, logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
+fn require_rows(logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
     let most = logits.tensor.shape()[0];
     if rows <= most {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel: NAME,
-        what,
-        got: format!("{most} rows"),
-        supported: format!("a row for each of {rows} labels"),
-    })
+    let supported = format!("a row for each of {rows} labels");
+    Err(KernelError::unsupported(
+        NAME,
+        "logits",
+        format!("{most} rows"),
+        supported,
+    ))
 }
 
-/// The specialisation for the logits' type, with or without gradients.
-pub(crate) fn cross_entropy_kernel(is_bf16: bool, has_gradient: bool) -> SourceKernel {
+/// The specialisation for bf16 logits with their gradients, or for f32 logits.
+pub(crate) fn cross_entropy_kernel(has_gradient: bool) -> SourceKernel {
     SourceKernel::new(NAME)
-        .define("IS_BF16", is_bf16 as u8)
         .define("GRADIENT", has_gradient as u8)
         .threads(512)
 }

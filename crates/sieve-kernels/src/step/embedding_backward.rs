@@ -4,7 +4,8 @@ use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::vector_rows::{GradientTarget, VectorRows};
+use crate::step::fill_zero::empty_zero;
+use crate::step::vector_rows::VectorRows;
 use burn::tensor::DType;
 
 const NAME: &str = "embedding_backward";
@@ -22,17 +23,12 @@ const RUN_COLUMNS: usize = 2048;
 ///
 /// # Errors
 /// Other types or shapes, a width that is no multiple of 8, no tokens.
-pub fn embedding_backward(
-    dy: &CudaTensor,
-    ids: &CudaTensor,
-    vocab_size: usize,
-    dweight: GradientTarget<'_>,
-) -> Result<CudaTensor, KernelError> {
+pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, KernelError> {
     let [batch, seq_len, width] = dy.dims(NAME, "dy")?;
     let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
     require_non_empty(NAME, "vocab_size", vocab_size)?;
     let dy = VectorRows::of(NAME, "dy", dy)?;
-    let dweight = dweight.in_place(NAME, &dy.tensor, &[vocab_size, width])?;
+    let dweight = empty_zero(&dy.tensor, &[vocab_size, width])?;
     let order = token_order(&ids, vocab_size)?;
     let chunks = dy.rows.div_ceil(RUN_CHUNK);
     let part = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
@@ -47,7 +43,7 @@ pub fn embedding_backward(
     });
     let tensors = [&dy.tensor, &order, &dweight, &begun, &ended];
     // SAFETY: reads every row of dy, adds to rows of dweight, writes rows of the partial sums; sizes checked above.
-    unsafe { embedding_backward_kernel().launch(grid, &tensors, &params) }?;
+    unsafe { EMBEDDING_BACKWARD.launch(grid, &tensors, &params) }?;
     let params = params!(EmbeddingCarryParams {
         tokens: dy.rows,
         vocab_size,
@@ -55,7 +51,7 @@ pub fn embedding_backward(
         dweight_stride: width,
     });
     // SAFETY: reads the partial sums that the launch before wrote, adds to rows of dweight.
-    unsafe { embedding_carry_kernel().launch(grid, &[&order, &begun, &ended, &dweight], &params) }?;
+    unsafe { EMBEDDING_CARRY.launch(grid, &[&order, &begun, &ended, &dweight], &params) }?;
     Ok(dweight)
 }
 
@@ -71,7 +67,7 @@ fn token_order(ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, Kernel
         num_bits
     });
     // SAFETY: reads the ids, writes both lists.
-    unsafe { embedding_order_kernel().launch([1, 1, 1], &[ids, &order, &scratch], &params) }?;
+    unsafe { EMBEDDING_ORDER.launch([1, 1, 1], &[ids, &order, &scratch], &params) }?;
     Ok(order)
 }
 
@@ -81,19 +77,13 @@ fn num_bits(vocab_size: usize) -> u32 {
 }
 
 /// The kernel that sums.
-pub(crate) fn embedding_backward_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(256)
-}
+pub(crate) const EMBEDDING_BACKWARD: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// The kernel that sorts.
-pub(crate) fn embedding_order_kernel() -> SourceKernel {
-    SourceKernel::new(ORDER).threads(1024)
-}
+pub(crate) const EMBEDDING_ORDER: SourceKernel = SourceKernel::new(ORDER).threads(1024);
 
 /// The kernel that joins what lies in several blocks.
-pub(crate) fn embedding_carry_kernel() -> SourceKernel {
-    SourceKernel::new(CARRY).threads(256)
-}
+pub(crate) const EMBEDDING_CARRY: SourceKernel = SourceKernel::new(CARRY).threads(256);
 
 #[cfg(test)]
 mod tests {

@@ -31,11 +31,8 @@ pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTe
     });
     let grid = [(tokens * width_words).div_ceil(256), 1, 1];
     // SAFETY: reads rows of the table (ids are checked on the device), writes every element of y.
-    unsafe { embedding_forward_kernel().launch(grid, &[&weight.tensor, &ids, &y], &params) }?;
+    unsafe { EMBEDDING_FORWARD.launch(grid, &[&weight.tensor, &ids, &y], &params) }?;
     Ok(y)
 }
 
-/// The kernel.
-pub(crate) fn embedding_forward_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(256)
-}
+pub(crate) const EMBEDDING_FORWARD: SourceKernel = SourceKernel::new(NAME).threads(256);

@@ -19,13 +19,10 @@ pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
     require_non_empty(NAME, "the number of elements", size)?;
     let params = params!(FillZeroParams { num_elements: size });
     // SAFETY: writes `size` elements of a contiguous tensor.
-    unsafe { fill_zero_kernel().launch([size.div_ceil(1024), 1, 1], &[tensor], &params) }
+    unsafe { FILL_ZERO.launch([size.div_ceil(1024), 1, 1], &[tensor], &params) }
 }
 
-/// The kernel.
-pub(crate) fn fill_zero_kernel() -> SourceKernel {
-    SourceKernel::new(NAME).threads(256)
-}
+pub(crate) const FILL_ZERO: SourceKernel = SourceKernel::new(NAME).threads(256);
 
 /// A new f32 tensor of zeros on the device of another.
 pub(crate) fn empty_zero(like: &CudaTensor, shape: &[usize]) -> Result<CudaTensor, KernelError> {

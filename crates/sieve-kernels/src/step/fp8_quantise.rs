@@ -110,7 +110,7 @@ fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let amax = x.empty_contiguous(&[num_partials], DType::F32);
     let params = params!(Fp8AmaxParams { num_elements });
     // SAFETY: reads all elements, writes one number a block.
-    unsafe { fp8_amax_kernel().launch([num_partials, 1, 1], &[x, &amax], &params) }?;
+    unsafe { FP8_AMAX.launch([num_partials, 1, 1], &[x, &amax], &params) }?;
     Ok(amax)
 }
 
@@ -150,12 +150,7 @@ impl Fp8Format {
 }
 
 fn unsupported(what: &'static str, got: String, supported: &str) -> KernelError {
-    KernelError::Unsupported {
-        kernel: NAME,
-        what,
-        got,
-        supported: supported.to_owned(),
-    }
+    KernelError::unsupported(NAME, what, got, supported)
 }
 
 /// A kernel that writes bf16, finding the largest magnitude of it beside (`kernels/common/amax.cuh`).
@@ -164,9 +159,7 @@ pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
 }
 
 /// The first kernel.
-pub(crate) fn fp8_amax_kernel() -> SourceKernel {
-    SourceKernel::new(AMAX).threads(256)
-}
+pub(crate) const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
 
 /// The specialisation for a format.
 pub(crate) fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {

@@ -2,10 +2,11 @@
 //! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
 use crate::cublaslt::{MatmulOutput, Product, matmul};
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::step::cross_entropy::{LogitRows, cross_entropy, padded_width};
 use crate::step::sum_of_squares::FixedSum;
-use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
 const NAME: &str = "linear_cross_entropy";
@@ -45,7 +46,7 @@ pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) ->
         matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&into))?;
         let labels = input.labels.row_range(NAME, "labels", first, count)?;
         let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy(&logits, &labels, &losses, None)?;
+        cross_entropy(&logits, &labels, &losses)?;
     }
     Ok(losses)
 }
@@ -58,7 +59,6 @@ pub fn linear_cross_entropy_with_gradients(
     h: &CudaTensor,
     weight: &CudaTensor,
     labels: &CudaTensor,
-    dweight: GradientTarget<'_>,
 ) -> Result<LinearCrossEntropyGradients, KernelError> {
     let input = Input::of(h, weight, labels)?;
     let (tokens, d_model) = (input.tokens, input.d_model);
@@ -66,12 +66,7 @@ pub fn linear_cross_entropy_with_gradients(
     let logits = LogitRows::new(h, block, input.vocab_size, DType::BF16);
     let losses = h.empty_contiguous(&[tokens], DType::F32);
     let dh = h.empty_contiguous(&[tokens, d_model], DType::BF16);
-    let shape = [input.vocab_size, d_model];
-    let (sum, mut is_first) = match dweight {
-        // The first block overwrites it, so it needs no clearing.
-        GradientTarget::New => (h.empty_contiguous(&shape, DType::F32), true),
-        GradientTarget::AddTo(_) => (dweight.in_place(NAME, h, &shape)?, false),
-    };
+    let dweight = h.empty_contiguous(&[input.vocab_size, d_model], DType::F32);
     for first in (0..tokens).step_by(block) {
         let count = block.min(tokens - first);
         let rows = logits.matrix(count)?;
@@ -79,21 +74,20 @@ pub fn linear_cross_entropy_with_gradients(
         matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&rows))?;
         let labels = input.labels.row_range(NAME, "labels", first, count)?;
         let losses = losses.row_range(NAME, "losses", first, count)?;
-        cross_entropy(&logits, &labels, &losses, Some((&logits, 1.0)))?;
+        cross_entropy(&logits, &labels, &losses)?;
         let dh = dh.row_range(NAME, "dh", first, count)?;
         matmul(Product::Nn, &rows, &input.weight, MatmulOutput::Into(&dh))?;
-        let into = if is_first {
-            MatmulOutput::Into(&sum)
-        } else {
-            MatmulOutput::AddTo(&sum)
+        // The first block overwrites the sum, so it needs no clearing.
+        let into = match first {
+            0 => MatmulOutput::Into(&dweight),
+            _ => MatmulOutput::AddTo(&dweight),
         };
         matmul(Product::Tn, &rows, &h, into)?;
-        is_first = false;
     }
     Ok(LinearCrossEntropyGradients {
         loss: FixedSum::of(&losses)?,
         dh,
-        dweight: sum,
+        dweight,
     })
 }
 
@@ -112,17 +106,17 @@ impl Input {
         let [tokens, d_model] = h.dims(NAME, "h")?;
         let [vocab_size, _] = weight.dims(NAME, "weight")?;
         for (what, size) in [("tokens", tokens), ("d_model", d_model), ("vocab_size", vocab_size)] {
-            crate::runtime::checks::require_non_empty(NAME, what, size)?;
+            require_non_empty(NAME, what, size)?;
         }
-        h.require_dtype(NAME, "h", DType::BF16)?;
-        weight.require_dtype(NAME, "weight", DType::BF16)?;
-        weight.require_shape(NAME, "weight", &[vocab_size, d_model])?;
-        labels.require_dtype(NAME, "labels", DType::I32)?;
-        labels.require_shape(NAME, "labels", &[tokens])?;
+        operands!(NAME,
+            h: BF16[tokens, d_model],
+            weight: BF16[vocab_size, d_model],
+            labels: I32[tokens],
+        );
         Ok(Self {
-            h: h.contiguous(),
-            weight: weight.contiguous(),
-            labels: labels.contiguous(),
+            h,
+            weight,
+            labels,
             tokens,
             d_model,
             vocab_size,

@@ -5,7 +5,6 @@ use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
 use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
-use crate::step::vector_rows::GradientTarget;
 use burn::tensor::DType;
 
 const NAME: &str = "qk_norm_rope_backward";
@@ -27,8 +26,7 @@ pub struct QkNormRopeGradients {
 
 impl QkNormRope<'_> {
     /// Gradients of [`QkNormRope::qk_norm_rope_forward`]. `qkv` is what the forward pass read; `dy`
-    /// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`. `dweights` are the targets of the q and the k weight's
-    /// gradients.
+    /// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`.
     ///
     /// # Errors
     /// As the forward pass.
@@ -37,7 +35,6 @@ impl QkNormRope<'_> {
         qkv: &CudaTensor,
         dy: &CudaTensor,
         reuse: Reuse,
-        dweights: [GradientTarget<'_>; 2],
     ) -> Result<QkNormRopeGradients, KernelError> {
         let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
         dy.require_shape(NAME, "dy", qkv.tensor.shape())?;
@@ -77,9 +74,7 @@ impl QkNormRope<'_> {
         ];
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
         unsafe { qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params) }?;
-        let shape = [qkv.head_dim];
-        let targets = dweights.map(|target| (target, shape.as_slice()));
-        let [dq_weight, dk_weight] = column_sums(NAME, &partials, targets)?;
+        let [dq_weight, dk_weight] = column_sums(&partials, [&[qkv.head_dim]; 2])?;
         Ok(QkNormRopeGradients {
             dqkv,
             dq_weight,

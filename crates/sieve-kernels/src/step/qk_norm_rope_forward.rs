@@ -1,8 +1,9 @@
 //! Launch of `kernels/qk_norm_rope_forward.cu`.
 use crate::error::KernelError;
-use crate::runtime::checks::require_tokens;
+use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
@@ -45,27 +46,18 @@ impl QkNormRope<'_> {
     /// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
     /// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
     ///
-    /// With [`Reuse::InPlace`] the result lies in `qkv`, which must be packed without gaps between heads.
-    ///
     /// # Errors
     /// Other types or shapes, no tokens, a table that does not fit.
-    pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor, reuse: Reuse) -> Result<CudaTensor, KernelError> {
-        let qkv = PackedTokens::of(NAME, "qkv", qkv, reuse)?;
+    pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
         let args = Checked::of(NAME, &qkv, self)?;
-        let out = match reuse {
-            Reuse::Copy => qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
-            Reuse::InPlace => qkv.tensor.clone(),
-        };
-        let out_stride = match reuse {
-            Reuse::Copy => qkv.row_elements(),
-            Reuse::InPlace => qkv.token_stride,
-        };
+        let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
         let params = params!(QkNormRopeForwardParams {
             tokens: qkv.tokens,
             num_heads: args.num_heads,
             num_kv_heads: args.num_kv_heads,
             in_stride: qkv.token_stride,
-            out_stride,
+            out_stride: qkv.row_elements(),
             max_positions: args.max_positions,
             table_stride: args.table_stride,
             epsilon: args.epsilon,
@@ -73,7 +65,7 @@ impl QkNormRope<'_> {
         let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
         unsafe {
-            qk_norm_rope_forward_kernel(qkv.head_dim, reuse).launch(
+            qk_norm_rope_forward_kernel(qkv.head_dim).launch(
                 [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
                 &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
                 &params,
@@ -83,12 +75,9 @@ impl QkNormRope<'_> {
     }
 }
 
-/// The specialisation for a width and a kind of output.
-pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("HEAD_DIM", head_dim)
-        .define("COPY_V", (reuse == Reuse::Copy) as u8)
-        .threads(256)
+/// The specialisation for a width.
+pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256)
 }
 
 /// A packed `[batch, seq_len, heads, head_dim]` tensor whose tokens are one stride apart.
@@ -113,7 +102,7 @@ impl PackedTokens {
         tensor.require_dtype(kernel, name, DType::BF16)?;
         let shape: [usize; 4] = tensor.dims(kernel, name)?;
         let [batch, seq_len, heads, head_dim] = shape;
-        crate::runtime::checks::require_non_empty(kernel, "the number of tokens", batch * seq_len)?;
+        require_non_empty(kernel, "the number of tokens", batch * seq_len)?;
         let stride_of = |tensor: &CudaTensor| {
             let strides: [usize; 4] = tensor.strides().try_into().ok()?;
             let layout = row_layout(shape, strides, WORD_ELEMENTS)?;
@@ -161,17 +150,13 @@ impl Checked {
         let head_dim = qkv.head_dim;
         let num_heads = query_heads(kernel, qkv.heads, args.num_kv_heads)?;
         require_head_dim(kernel, head_dim)?;
-        for (name, weight) in [("q_weight", args.q_weight), ("k_weight", args.k_weight)] {
-            weight.require_dtype(kernel, name, DType::BF16)?;
-            weight.require_shape(kernel, name, &[head_dim])?;
-        }
-        let (q_weight, k_weight) = (args.q_weight.contiguous(), args.k_weight.contiguous());
+        operands!(kernel,
+            q_weight: BF16[head_dim] aligned = args.q_weight,
+            k_weight: BF16[head_dim] aligned = args.k_weight,
+        );
         let [batch, seq_len, _, _] = qkv.tensor.dims(kernel, "qkv")?;
         let positions = require_tokens(kernel, "positions", args.positions, [batch, seq_len])?;
         let tables = RotaryTables::of(kernel, [args.cos, args.sin], head_dim)?;
-        for (name, tensor) in [("q_weight", &q_weight), ("k_weight", &k_weight)] {
-            require_alignment(kernel, name, tensor)?;
-        }
         Ok(Self {
             tensors: [q_weight, k_weight, positions, tables.cos, tables.sin],
             num_heads,
@@ -200,11 +185,11 @@ impl RotaryTables {
     /// Another type or shape, no positions.
     pub(crate) fn of(kernel: &'static str, [cos, sin]: [&CudaTensor; 2], width: usize) -> Result<Self, KernelError> {
         let [max_positions, _] = cos.dims(kernel, "cos")?;
-        crate::runtime::checks::require_non_empty(kernel, "the number of positions", max_positions)?;
-        for (name, table) in [("cos", cos), ("sin", sin)] {
-            table.require_dtype(kernel, name, DType::F32)?;
-            table.require_shape(kernel, name, &[max_positions, width / 2])?;
-        }
+        require_non_empty(kernel, "the number of positions", max_positions)?;
+        operands!(only kernel,
+            cos: F32[max_positions, width / 2] strided,
+            sin: F32[max_positions, width / 2] strided,
+        );
         let walkable = cos.strides() == sin.strides() && cos.strides()[1] == 1 && cos.strides()[0].is_multiple_of(4);
         let (cos, sin, stride) = if walkable {
             (cos.clone(), sin.clone(), cos.strides()[0])
@@ -226,12 +211,12 @@ impl RotaryTables {
 fn query_heads(kernel: &'static str, heads: usize, num_kv_heads: usize) -> Result<usize, KernelError> {
     match heads.checked_sub(2 * num_kv_heads) {
         Some(num_heads) if num_heads > 0 && num_kv_heads > 0 => Ok(num_heads),
-        _ => Err(KernelError::Unsupported {
+        _ => Err(KernelError::unsupported(
             kernel,
-            what: "number of KV heads",
-            got: num_kv_heads.to_string(),
-            supported: format!("1 to {} of {heads} packed heads", heads.saturating_sub(1) / 2),
-        }),
+            "number of KV heads",
+            num_kv_heads,
+            format!("1 to {} of {heads} packed heads", heads.saturating_sub(1) / 2),
+        )),
     }
 }
 
@@ -239,12 +224,8 @@ fn require_head_dim(kernel: &'static str, head_dim: usize) -> Result<(), KernelE
     if head_dim > 0 && head_dim.is_multiple_of(16) && head_dim <= 256 {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "head_dim",
-        got: head_dim.to_string(),
-        supported: "multiples of 16 up to 256".to_owned(),
-    })
+    let supported = "multiples of 16 up to 256";
+    Err(KernelError::unsupported(kernel, "head_dim", head_dim, supported))
 }
 
 #[cfg(test)]

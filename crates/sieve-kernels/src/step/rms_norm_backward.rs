@@ -4,8 +4,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::column_sums::column_sums;
-use crate::step::rms_norm_forward::NormResidual;
-use crate::step::vector_rows::{GradientTarget, VectorRows};
+use crate::step::vector_rows::VectorRows;
 use burn::tensor::DType;
 
 const NAME: &str = "rms_norm_backward";
@@ -33,25 +32,8 @@ pub fn rms_norm_backward(
     epsilon: f32,
     dy: &CudaTensor,
     d_residual: Option<&CudaTensor>,
-    dweight: GradientTarget<'_>,
 ) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    let call = Call::of(x, weight, epsilon, dy)?;
-    let (dx, partials) = call.outputs();
-    match d_residual {
-        None => {
-            let tensors = [&call.x.tensor, &call.weight, &call.dy.tensor];
-            let kernel = rms_norm_backward_kernel(NormResidual::None, call.warps);
-            call.launch(kernel, &tensors, [&dx, &partials], None, 0)?;
-        }
-        Some(d_residual) => {
-            let rows = call.x.like(NAME, "d_residual", d_residual)?;
-            let tensors = [&call.x.tensor, &call.weight, &call.dy.tensor, &rows.tensor];
-            let kernel = rms_norm_backward_kernel(NormResidual::Added, call.warps);
-            call.launch(kernel, &tensors, [&dx, &partials], None, rows.stride)?;
-        }
-    }
-    let [dweight] = column_sums(NAME, &partials, [(dweight, &[call.x.width])])?;
-    Ok((dx, dweight))
+    launch([x, weight, dy], epsilon, d_residual, None)
 }
 
 /// As [`rms_norm_backward`] with a residual gradient, and computes y, the output of
@@ -65,94 +47,72 @@ pub fn rms_norm_backward_with_output(
     epsilon: f32,
     dy: &CudaTensor,
     d_residual: &CudaTensor,
-    dweight: GradientTarget<'_>,
 ) -> Result<(CudaTensor, CudaTensor, CudaTensor), KernelError> {
-    let call = Call::of(x, weight, epsilon, dy)?;
-    let (dx, partials) = call.outputs();
-    let y = call.new_rows();
-    let rows = call.x.like(NAME, "d_residual", d_residual)?;
-    let tensors = [&call.x.tensor, &call.weight, &call.dy.tensor, &rows.tensor];
-    let kernel = rms_norm_backward_with_output_kernel(call.warps);
-    call.launch(kernel, &tensors, [&dx, &partials], Some(&y), rows.stride)?;
-    let [dweight] = column_sums(NAME, &partials, [(dweight, &[call.x.width])])?;
+    let y = x.empty_contiguous(x.shape(), DType::BF16);
+    let (dx, dweight) = launch([x, weight, dy], epsilon, Some(d_residual), Some(&y))?;
     Ok((dx, dweight, y))
 }
 
-/// Checked operands of a call.
-struct Call {
-    x: VectorRows,
-    dy: VectorRows,
-    weight: CudaTensor,
+fn launch(
+    [x, weight, dy]: [&CudaTensor; 3],
     epsilon: f32,
-    warps: usize,
-    blocks: usize,
+    d_residual: Option<&CudaTensor>,
+    y: Option<&CudaTensor>,
+) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    let x = VectorRows::of(NAME, "x", x)?;
+    let dy = x.like(NAME, "dy", dy)?;
+    let weight = x.weight(NAME, weight)?;
+    let warps = warps_per_row(x.width)?;
+    let blocks = num_blocks(x.rows, warps);
+    let d_residual = d_residual.map(|rows| x.like(NAME, "d_residual", rows)).transpose()?;
+    let dx = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
+    let partials = x.tensor.empty_contiguous(&[blocks, x.width], DType::F32);
+    let params = params!(RmsNormBackwardParams {
+        rows: x.rows,
+        width: x.width,
+        x_stride: x.stride,
+        dy_stride: dy.stride,
+        d_residual_stride: d_residual.as_ref().map_or(0, |rows| rows.stride),
+        epsilon,
+    });
+    let residual = match (&d_residual, y) {
+        (None, _) => NormResidual::None,
+        (Some(_), None) => NormResidual::Added,
+        (Some(_), Some(_)) => NormResidual::AddedWithOutput,
+    };
+    let mut tensors = vec![&x.tensor, &weight, &dy.tensor];
+    tensors.extend(d_residual.as_ref().map(|rows| &rows.tensor));
+    tensors.extend([&dx, &partials]);
+    tensors.extend(y);
+    let kernel = rms_norm_backward_kernel(residual, warps);
+    // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y; sizes
+    // checked above.
+    unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
+    let [dweight] = column_sums(&partials, [&[x.width]])?;
+    Ok((dx, dweight))
 }
 
-impl Call {
-    fn of(x: &CudaTensor, weight: &CudaTensor, epsilon: f32, dy: &CudaTensor) -> Result<Self, KernelError> {
-        let x = VectorRows::of(NAME, "x", x)?;
-        let dy = x.like(NAME, "dy", dy)?;
-        let weight = x.weight(NAME, weight)?;
-        let warps = warps_per_row(x.width)?;
-        Ok(Self {
-            blocks: num_blocks(x.rows, warps),
-            x,
-            dy,
-            weight,
-            epsilon,
-            warps,
-        })
-    }
-
-    fn new_rows(&self) -> CudaTensor {
-        let x = &self.x.tensor;
-        x.empty_contiguous(x.shape(), DType::BF16)
-    }
-
-    /// dx, and the blocks' partial sums of dweight.
-    fn outputs(&self) -> (CudaTensor, CudaTensor) {
-        let shape = [self.blocks, self.x.width];
-        let partials = self.x.tensor.empty_contiguous(&shape, DType::F32);
-        (self.new_rows(), partials)
-    }
-
-    fn launch(
-        &self,
-        kernel: SourceKernel,
-        inputs: &[&CudaTensor],
-        outputs: [&CudaTensor; 2],
-        y: Option<&CudaTensor>,
-        residual_stride: usize,
-    ) -> Result<(), KernelError> {
-        let mut tensors = inputs.to_vec();
-        tensors.extend(outputs);
-        tensors.extend(y);
-        let (x, dy) = (&self.x, &self.dy);
-        let params = params!(RmsNormBackwardParams {
-            rows: x.rows,
-            width: x.width,
-            x_stride: x.stride,
-            dy_stride: dy.stride,
-            d_residual_stride: residual_stride,
-            epsilon: self.epsilon,
-        });
-        // SAFETY: reads rows of `width` columns, writes every element of dx, of the blocks' partial sums and of y;
-        // sizes were checked when this call was made.
-        unsafe { kernel.launch([self.blocks, 1, 1], &tensors, &params) }
-    }
+/// What a launch has beside the norm's own gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NormResidual {
+    /// Nothing.
+    None,
+    /// The gradient of the residual stream, added to dx.
+    Added,
+    /// That, and the norm's output, computed again.
+    AddedWithOutput,
 }
 
-/// The specialisation with or without a residual gradient, for rows that `warps_per_row` warps share.
+/// The specialisation for rows that `warps_per_row` warps share.
 pub(crate) fn rms_norm_backward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
-    SourceKernel::new(NAME)
-        .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
+    let kernel = SourceKernel::new(NAME)
+        .define("HAS_RESIDUAL", (residual != NormResidual::None) as u8)
         .define("WARPS_PER_ROW", warps_per_row)
-        .threads(BLOCK_WARPS * 32)
-}
-
-/// The specialisation with a residual gradient and the output.
-pub(crate) fn rms_norm_backward_with_output_kernel(warps_per_row: usize) -> SourceKernel {
-    rms_norm_backward_kernel(NormResidual::Added, warps_per_row).define("HAS_OUTPUT", 1)
+        .threads(BLOCK_WARPS * 32);
+    match residual {
+        NormResidual::AddedWithOutput => kernel.define("HAS_OUTPUT", 1),
+        NormResidual::None | NormResidual::Added => kernel,
+    }
 }
 
 /// Warps that share a row: a power of two.
@@ -161,12 +121,12 @@ fn warps_per_row(width: usize) -> Result<usize, KernelError> {
     if warps <= BLOCK_WARPS {
         return Ok(warps);
     }
-    Err(KernelError::Unsupported {
-        kernel: NAME,
-        what: "width",
-        got: width.to_string(),
-        supported: format!("up to {}", BLOCK_WARPS * WARP_WIDTH),
-    })
+    Err(KernelError::unsupported(
+        NAME,
+        "width",
+        width,
+        format!("up to {}", BLOCK_WARPS * WARP_WIDTH),
+    ))
 }
 
 fn num_blocks(rows: usize, warps_per_row: usize) -> usize {

@@ -1,7 +1,7 @@
 //! Launch of `kernels/rms_norm_forward.cu`.
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::params::{RmsNormForwardParams, params};
+use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::vector_rows::VectorRows;
 use burn::tensor::DType;
@@ -24,56 +24,21 @@ pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Re
     let weight = x.weight(NAME, weight)?;
     let warps = warps_per_row(NAME, x.width)?;
     let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
-    let params = params(&x, 0, epsilon);
-    let kernel = rms_norm_forward_kernel(NormResidual::None, warps);
+    let params = params!(RmsNormForwardParams {
+        rows: x.rows,
+        width: x.width,
+        x_stride: x.stride,
+        epsilon,
+    });
+    let kernel = rms_norm_forward_kernel(warps);
     // SAFETY: reads rows of `width` columns and the weight, writes every element of y; sizes checked above.
     unsafe { kernel.launch(grid(x.rows, warps), &[&x.tensor, &weight, &y], &params) }?;
     Ok(y)
 }
 
-/// The residual stream's addition and the norm that follows it, in one launch: returns `x + residual`, rounded to bf16,
-/// and the norm of that sum, both `[.., width]`.
-///
-/// # Errors
-/// As [`rms_norm_forward`].
-pub fn rms_norm_residual_forward(
-    x: &CudaTensor,
-    residual: &CudaTensor,
-    weight: &CudaTensor,
-    epsilon: f32,
-) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    let x = VectorRows::of(NAME, "x", x)?;
-    let residual = x.like(NAME, "residual", residual)?;
-    let weight = x.weight(NAME, weight)?;
-    let warps = warps_per_row(NAME, x.width)?;
-    let new = || x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
-    let (sum, y) = (new(), new());
-    let params = params(&x, residual.stride, epsilon);
-    let kernel = rms_norm_forward_kernel(NormResidual::Added, warps);
-    // SAFETY: as above; writes every element of sum and y.
-    unsafe {
-        kernel.launch(
-            grid(x.rows, warps),
-            &[&x.tensor, &residual.tensor, &sum, &weight, &y],
-            &params,
-        )
-    }?;
-    Ok((sum, y))
-}
-
-/// Whether a residual stream passes through a norm's kernel.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum NormResidual {
-    /// The norm alone.
-    None,
-    /// Forward: added before the norm. Backward: its gradient added after.
-    Added,
-}
-
-/// The specialisation with or without a residual stream, for rows that `warps_per_row` warps share.
-pub(crate) fn rms_norm_forward_kernel(residual: NormResidual, warps_per_row: usize) -> SourceKernel {
+/// The specialisation for rows that `warps_per_row` warps share.
+pub(crate) fn rms_norm_forward_kernel(warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
-        .define("HAS_RESIDUAL", (residual == NormResidual::Added) as u8)
         .define("WARPS_PER_ROW", warps_per_row)
         .threads(256)
 }
@@ -86,22 +51,12 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     if width <= MAX_WIDTH {
         return Ok(4);
     }
-    Err(KernelError::Unsupported {
+    Err(KernelError::unsupported(
         kernel,
-        what: "width",
-        got: width.to_string(),
-        supported: format!("up to {MAX_WIDTH}"),
-    })
-}
-
-fn params(x: &VectorRows, residual_stride: usize, epsilon: f32) -> RmsNormForwardParams {
-    params!(RmsNormForwardParams {
-        rows: x.rows,
-        width: x.width,
-        x_stride: x.stride,
-        residual_stride,
-        epsilon,
-    })
+        "width",
+        width,
+        format!("up to {MAX_WIDTH}"),
+    ))
 }
 
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {

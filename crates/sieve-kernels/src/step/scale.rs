@@ -2,10 +2,10 @@
 use crate::error::KernelError;
 use crate::runtime::checks::{require_float, require_non_empty};
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
-use burn::tensor::DType;
 
 const NAME: &str = "scale";
 
@@ -16,8 +16,7 @@ const NAME: &str = "scale";
 pub fn scale(x: &CudaTensor, factor: &CudaTensor) -> Result<(), KernelError> {
     let is_bf16 = require_float(NAME, "x's type", x)?;
     x.require_contiguous(NAME, "x")?;
-    factor.require_dtype(NAME, "factor", DType::F32)?;
-    factor.require_shape(NAME, "factor", &[1])?;
+    operands!(only NAME, factor: F32[1] strided);
     let (x, rows, stride) = as_rows(x);
     let width = x.shape().last().copied().unwrap_or(0);
     require_non_empty(NAME, "the number of elements", rows * width)?;

@@ -1,6 +1,6 @@
 //! Launch of `kernels/swiglu_forward.cu`.
 use crate::error::KernelError;
-use crate::runtime::checks::{require_float, require_non_empty, uniform_rows};
+use crate::runtime::checks::{require_non_empty, uniform_rows};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
@@ -13,8 +13,8 @@ const NAME: &str = "swiglu_forward";
 /// Threads of a block, as the kernels' launch bounds say.
 pub(crate) const THREADS: usize = 256;
 
-/// `silu(gate) * up` for packed rows. `gate_up` is `[.., 2 * d_ff]`, bf16 or f32, gate columns first; returns
-/// `[.., d_ff]` of the same type.
+/// `silu(gate) * up` for packed rows. `gate_up` is bf16 `[.., 2 * d_ff]`, gate columns first; returns bf16
+/// `[.., d_ff]`.
 ///
 /// # Errors
 /// Another type, an odd or zero width, no rows.
@@ -22,20 +22,19 @@ pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
     launch(gate_up, None)
 }
 
-/// As [`swiglu_forward`] of bf16, and finds y's largest magnitude: `(y, amax)`, the latter for
+/// As [`swiglu_forward`], and finds y's largest magnitude: `(y, amax)`, the latter for
 /// [`fp8_quantise`](crate::step::fp8_quantise()).
 ///
 /// # Errors
-/// As [`swiglu_forward`]; f32.
+/// As [`swiglu_forward`].
 pub fn swiglu_forward_with_amax(gate_up: &CudaTensor) -> Result<(CudaTensor, CudaTensor), KernelError> {
-    gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
     let amax = empty_zero(gate_up, &[AMAX_PARTIALS])?;
     let y = launch(gate_up, Some(&amax))?;
     Ok((y, amax))
 }
 
 fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
-    let is_bf16 = require_float(NAME, "gate_up's type", gate_up)?;
+    gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
     let d_ff = packed_width(NAME, gate_up)?;
     let (gate_up, rows, row_stride) = as_rows(gate_up);
     require_non_empty(NAME, "the number of rows", rows)?;
@@ -43,10 +42,10 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
     if let Some(width) = shape.last_mut() {
         *width = d_ff;
     }
-    let y = gate_up.empty_contiguous(&shape, gate_up.dtype());
-    let vector = vector_width(is_bf16, &[d_ff, row_stride]);
+    let y = gate_up.empty_contiguous(&shape, DType::BF16);
+    let vector = vector_width(true, &[d_ff, row_stride]);
     let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
-    let kernel = swiglu_forward_kernel(is_bf16, vector);
+    let kernel = swiglu_forward_kernel(vector);
     let kernel = match amax {
         Some(_) => with_amax(kernel),
         None => kernel,
@@ -59,10 +58,10 @@ fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor,
     Ok(y)
 }
 
-/// The specialisation for an element type and a vector width (1, or 16 bytes' worth).
-pub(crate) fn swiglu_forward_kernel(is_bf16: bool, vector: usize) -> SourceKernel {
+/// The specialisation for a vector width, 1 or 8.
+pub(crate) fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
     SourceKernel::new(NAME)
-        .define("IS_BF16", is_bf16 as u8)
+        .define("IS_BF16", 1)
         .define("VECTOR", vector)
         .threads(THREADS)
 }
@@ -73,12 +72,7 @@ pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result
     require_non_empty(kernel, "d_ff", width)?;
     if !width.is_multiple_of(2) {
         let got = width.to_string();
-        return Err(KernelError::Unsupported {
-            kernel,
-            what: "width of gate_up",
-            got,
-            supported: "2 * d_ff".to_owned(),
-        });
+        return Err(KernelError::unsupported(kernel, "width of gate_up", got, "2 * d_ff"));
     }
     Ok(width / 2)
 }

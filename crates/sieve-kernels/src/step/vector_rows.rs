@@ -1,42 +1,13 @@
-//! Operands of the element-wise step kernels: rows of whole 16-byte words, and where gradients of weights go.
+//! Operands of the element-wise step kernels: rows of whole 16-byte words.
 use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
 use crate::runtime::cuda_tensor::CudaTensor;
-use crate::step::fill_zero::empty_zero;
+use crate::runtime::operands::operands;
 use crate::step::swiglu_forward::as_rows;
 use burn::tensor::DType;
 
 /// bf16 of a 16-byte word.
 pub(crate) const WORD_ELEMENTS: usize = 8;
-
-/// Where the gradient of a weight goes, always f32.
-#[derive(Debug, Clone, Copy)]
-pub enum GradientTarget<'a> {
-    /// A new contiguous tensor.
-    New,
-    /// Added in place to this one, for every clone of it, a [`HostCopy`](crate::HostCopy)'s too: sums over
-    /// micro-batches.
-    AddTo(&'a CudaTensor),
-}
-
-impl GradientTarget<'_> {
-    /// The tensor that a kernel adds to: a cleared new one, or the given one.
-    pub(crate) fn in_place(
-        self,
-        kernel: &'static str,
-        like: &CudaTensor,
-        shape: &[usize],
-    ) -> Result<CudaTensor, KernelError> {
-        match self {
-            Self::New => empty_zero(like, shape),
-            Self::AddTo(sum) => {
-                sum.require_dtype(kernel, "the gradient's sum", DType::F32)?;
-                sum.require_shape(kernel, "the gradient's sum", shape)?;
-                sum.require_contiguous(kernel, "the gradient's sum")?;
-                Ok(sum.clone())
-            }
-        }
-    }
-}
 
 /// A bf16 tensor as rows that a kernel reads 16 bytes at a time.
 #[derive(Debug, Clone)]
@@ -57,7 +28,7 @@ impl VectorRows {
         let (mut tensor, rows, mut stride) = as_rows(tensor);
         let width = tensor.shape().last().copied().unwrap_or(0);
         require_words(kernel, width)?;
-        crate::runtime::checks::require_non_empty(kernel, "the number of rows", rows)?;
+        require_non_empty(kernel, "the number of rows", rows)?;
         if rows > 1 && !stride.is_multiple_of(WORD_ELEMENTS) {
             tensor = tensor.contiguous();
             stride = width;
@@ -84,26 +55,18 @@ impl VectorRows {
 
     /// A contiguous bf16 vector of the rows' width.
     pub(crate) fn weight(&self, kernel: &'static str, weight: &CudaTensor) -> Result<CudaTensor, KernelError> {
-        weight.require_dtype(kernel, "weight", DType::BF16)?;
-        weight.require_shape(kernel, "weight", &[self.width])?;
-        let weight = weight.contiguous();
-        require_alignment(kernel, "weight", &weight)?;
+        operands!(kernel, weight: BF16[self.width] aligned);
         Ok(weight)
     }
 }
 
 /// Refuses a width that is not made of whole 16-byte words of bf16.
 pub(crate) fn require_words(kernel: &'static str, width: usize) -> Result<(), KernelError> {
-    crate::runtime::checks::require_non_empty(kernel, "the width", width)?;
+    require_non_empty(kernel, "the width", width)?;
     if width.is_multiple_of(WORD_ELEMENTS) {
         return Ok(());
     }
-    Err(KernelError::Unsupported {
-        kernel,
-        what: "width",
-        got: width.to_string(),
-        supported: "multiples of 8".to_owned(),
-    })
+    Err(KernelError::unsupported(kernel, "width", width, "multiples of 8"))
 }
 
 /// Refuses a view that begins between two 16-byte words.

@@ -17,6 +17,16 @@ pub struct AttentionSpec {
 }
 
 impl AttentionSpec {
+    /// Dense attention of query and KV heads of this width.
+    pub fn dense([num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
+        Self {
+            num_heads,
+            num_kv_heads,
+            softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+            window_size: None,
+        }
+    }
+
     /// Heads of the packed tensor: queries, then keys, then values.
     pub fn packed_heads(&self) -> usize {
         self.num_heads + 2 * self.num_kv_heads
@@ -40,6 +50,18 @@ pub struct AttentionOutput<B: Backend> {
     pub o_rest: Option<Float<B>>,
     /// The largest bias that each query sees, where the backend's backward pass makes use of it.
     pub base: Option<Float<B>>,
+}
+
+impl<B: Backend> AttentionOutput<B> {
+    /// Of a backend whose backward pass makes use of o and the log-sum-exp alone.
+    pub(crate) fn new(o: Float<B>, lse: Float<B>) -> Self {
+        Self {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        }
+    }
 }
 
 /// Dense and sliding-window attention.

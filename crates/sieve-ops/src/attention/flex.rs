@@ -64,12 +64,10 @@ pub(crate) fn empty_output(shape: AttentionShape, width: usize) -> [Vec<f32>; 2]
 /// What a kernel wrote there.
 pub(crate) fn output_of(shape: AttentionShape, width: usize, [o, lse]: [Vec<f32>; 2]) -> AttentionOutput<Flex> {
     let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_heads);
-    AttentionOutput {
-        o: from_vec(o, [batch, seq_len, heads, width]),
-        lse: from_vec(lse, [batch, heads, seq_len]),
-        o_rest: None,
-        base: None,
-    }
+    AttentionOutput::new(
+        from_vec(o, [batch, seq_len, heads, width]),
+        from_vec(lse, [batch, heads, seq_len]),
+    )
 }
 
 pub(crate) fn window(spec: AttentionSpec) -> sieve_cpu::Mask<'static> {

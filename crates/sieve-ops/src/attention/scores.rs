@@ -83,12 +83,10 @@ pub(crate) fn forward<B: Backend>(
     let v = grouped.v.expand([batch, kv_heads, group_size, seq_len, head_dim]);
     let o = p.matmul(v) / sum.clone().mask_fill(empty.clone(), 1.0);
     let lse = (sum.log() + largest).mask_fill(empty, f64::NEG_INFINITY);
-    AttentionOutput {
-        o: primitive(ungroup(o).cast(dtype)),
-        lse: primitive(lse.reshape([batch, kv_heads * group_size, seq_len])),
-        o_rest: None,
-        base: None,
-    }
+    AttentionOutput::new(
+        primitive(ungroup(o).cast(dtype)),
+        primitive(lse.reshape([batch, kv_heads * group_size, seq_len])),
+    )
 }
 
 /// Gradients of an attention call, `[batch, seq_len, heads, width]`.

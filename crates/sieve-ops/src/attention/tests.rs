@@ -10,10 +10,8 @@ use burn_flex::Flex;
 
 fn spec(group_size: usize, head_dim: usize, window_size: Option<usize>) -> AttentionSpec {
     AttentionSpec {
-        num_heads: 3 * group_size,
-        num_kv_heads: 3,
-        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
         window_size,
+        ..AttentionSpec::dense([3 * group_size, 3], head_dim)
     }
 }
 

@@ -15,7 +15,7 @@ use crate::device::autodiff::{constant, enter};
 use crate::documents::Documents;
 use crate::rope::{QkNorm, RotaryEmbedding};
 use crate::tensors::{Float, Ints, primitive, tensor};
-use backward::{Kept, Recent, Selected};
+use backward::{Kept, backward};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
@@ -138,12 +138,16 @@ impl<B: DeviceBackend, C: CheckpointStrategy> AttentionLayerBackend for Autodiff
         let y = match layer.dma {
             None => {
                 let parents = [&x, &norm, &qkv, &q_norm, &k_norm, &o];
-                enter::<B, C, _, 6>(parents, Recent(kept), forward.y)
+                enter::<B, C, _, _>(parents, forward.y, move |dy| backward(kept, dy).0)
             }
             Some(dma) => {
                 let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
                 let parents = [&x, &norm, &qkv, &q_norm, &k_norm, &o, &w_dt, &a];
-                enter::<B, C, _, 8>(parents, Selected(kept), forward.y)
+                enter::<B, C, _, _>(parents, forward.y, move |dy| {
+                    let ([dx, norm, qkv, q_norm, k_norm, o], dma) = backward(kept, dy);
+                    let (w_dt, a) = dma.expect("the node of a layer with DMA");
+                    [dx, norm, qkv, q_norm, k_norm, o, w_dt, a]
+                })
             }
         };
         (y, chosen.map(|(expire, rank)| (expire, constant::<B, C>(rank))))

@@ -8,7 +8,7 @@ use super::WeightSums;
 use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
 use super::residual::Residual;
 use crate::DeviceBackend;
-use crate::device::autodiff::{Gradient, enter};
+use crate::device::autodiff::enter;
 use crate::fp8::{ProductPrecision, ToRound};
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive, tensor};
@@ -93,7 +93,7 @@ impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B,
         };
         let y = forward.y;
         let [norm, gate_up, down] = [primitive(norm), primitive(gate_up), primitive(down)];
-        enter::<B, C, _, 4>([&x, &norm, &gate_up, &down], kept, y)
+        enter::<B, C, _, _>([&x, &norm, &gate_up, &down], y, move |dy| backward(kept, dy))
     }
 }
 
@@ -138,51 +138,49 @@ struct Kept<B: Backend> {
 }
 
 /// Gradients of x, norm, gate_up and down.
-impl<B: DeviceBackend> Gradient<B, 4> for Kept<B> {
-    // Each tensor is handed on as soon as it is read for the last time: this is where a step needs most memory.
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 4] {
-        let Kept {
-            x,
-            gate_up,
-            operands: [first, second],
-            layer,
-            residual,
-        } = self;
-        let FeedForward {
-            norm,
-            gate_up: gate_up_weight,
-            down,
-            epsilon,
-            precision,
-            keeping: _,
-            sums: [gate_up_sum, down_sum],
-        } = layer;
-        let down = Weight::new(down, down_sum);
-        let d_output = ToRound::new(dy.clone());
-        let (d_gate_up, d_down) = match product_gradients(second, &down, d_output) {
-            Some([d_hidden, d_down]) if precision == ProductPrecision::Fp8 => {
-                (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
-            }
-            Some([d_hidden, d_down]) => (ToRound::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
-            None => {
-                let Weight(down, sum) = down;
-                let d_hidden = B::linear_input_gradient(down, dy.clone());
-                let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
-                (
-                    ToRound::new(d_gate_up),
-                    B::linear_weight_gradient(hidden, dy.clone(), sum),
-                )
-            }
-        };
-        let norm = RmsNormCall {
-            x,
-            weight: primitive(norm),
-            epsilon,
-        };
-        let first = (first, Weight::new(gate_up_weight, gate_up_sum));
-        let [dx, d_norm, d_gate_up_weight] = begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
-        [dx, d_norm, d_gate_up_weight, d_down]
-    }
+// Each tensor is handed on as soon as it is read for the last time: this is where a step needs most memory.
+fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
+    let Kept {
+        x,
+        gate_up,
+        operands: [first, second],
+        layer,
+        residual,
+    } = kept;
+    let FeedForward {
+        norm,
+        gate_up: gate_up_weight,
+        down,
+        epsilon,
+        precision,
+        keeping: _,
+        sums: [gate_up_sum, down_sum],
+    } = layer;
+    let down = Weight::new(down, down_sum);
+    let d_output = ToRound::new(dy.clone());
+    let (d_gate_up, d_down) = match product_gradients(second, &down, d_output) {
+        Some([d_hidden, d_down]) if precision == ProductPrecision::Fp8 => {
+            (B::fp8_swiglu_backward(gate_up, d_hidden), d_down)
+        }
+        Some([d_hidden, d_down]) => (ToRound::new(B::swiglu_backward(gate_up, d_hidden)), d_down),
+        None => {
+            let Weight(down, sum) = down;
+            let d_hidden = B::linear_input_gradient(down, dy.clone());
+            let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
+            (
+                ToRound::new(d_gate_up),
+                B::linear_weight_gradient(hidden, dy.clone(), sum),
+            )
+        }
+    };
+    let norm = RmsNormCall {
+        x,
+        weight: primitive(norm),
+        epsilon,
+    };
+    let first = (first, Weight::new(gate_up_weight, gate_up_sum));
+    let [dx, d_norm, d_gate_up_weight] = begin_gradients::<B>(norm, first, d_gate_up, (residual, dy));
+    [dx, d_norm, d_gate_up_weight, d_down]
 }
 
 #[cfg(test)]

@@ -134,12 +134,12 @@ fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
 /// `q [batch, num_heads, head_dim]` over `k, v [batch, kv_len, num_kv_heads, head_dim]`, without a bias.
 fn attend(q: &Float, k: &Float, v: &Float, delta: Option<&Float>, softmax_scale: f64) -> Result<Float, KernelError> {
     if delta.is_some() {
-        return Err(KernelError::Unsupported {
-            kernel: "attention_decode",
-            what: "bias per key",
-            got: "one".to_owned(),
-            supported: "none; dma_decode adds the bias of its own slots".to_owned(),
-        });
+        return Err(KernelError::unsupported(
+            "attention_decode",
+            "bias per key",
+            "one".to_owned(),
+            "none; dma_decode adds the bias of its own slots",
+        ));
     }
     let [_, kv_len, _, _] = CudaTensor::from(k.clone()).dims(NAME, "k")?;
     // The kernel's cache has the heads outside, so that a head's keys are one stretch of memory.
@@ -249,16 +249,16 @@ fn dma_step(
     let window = cache.window.keep_window_size;
     let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
     if len != token.position.min(window) {
-        return Err(KernelError::Unsupported {
-            kernel: "dma_decode",
-            what: "number of cached keys",
-            got: len.to_string(),
-            supported: format!(
+        return Err(KernelError::unsupported(
+            "dma_decode",
+            "number of cached keys",
+            len,
+            format!(
                 "the {} that position {} implies",
                 token.position.min(window),
                 token.position
             ),
-        });
+        ));
     }
     let slots = match slots_of(cache, &shape) {
         Some(slots) => slots,

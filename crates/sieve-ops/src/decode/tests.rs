@@ -13,12 +13,7 @@ fn tensor<const D: usize>(x: FlexTensor) -> Tensor<Flex, D> {
 }
 
 fn spec(group_size: usize) -> AttentionSpec {
-    AttentionSpec {
-        num_heads: KV_HEADS * group_size,
-        num_kv_heads: KV_HEADS,
-        softmax_scale: 1.0 / (HEAD_DIM as f64).sqrt(),
-        window_size: None,
-    }
+    AttentionSpec::dense([KV_HEADS * group_size, KV_HEADS], HEAD_DIM)
 }
 
 /// q of token `at`; k and v of the tokens up to it.

@@ -6,25 +6,45 @@ use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use std::fmt::Debug;
+use std::fmt::{self, Debug};
 use std::marker::PhantomData;
 
-/// What the forward pass of an op with `N` differentiable inputs keeps, and its backward pass.
-pub(crate) trait Gradient<B: Backend, const N: usize>: Clone + Debug + Send + 'static {
-    /// Gradients of the inputs from the gradient of the output.
-    fn gradients(self, dy: Float<B>) -> [Float<B>; N];
+/// The gradients of an op's `N` differentiable inputs from the gradient of its output.
+pub(crate) trait BackwardPass<B: Backend, const N: usize>:
+    FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static
+{
 }
 
-/// A graph node for a [`Gradient`].
-#[derive(Debug)]
-struct Node<G>(PhantomData<G>);
+impl<B: Backend, F, const N: usize> BackwardPass<B, N> for F where
+    F: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static
+{
+}
 
-impl<B: Backend, G: Gradient<B, N>, const N: usize> Backward<B, N> for Node<G> {
-    type State = G;
+/// What the forward pass of an op keeps: its backward pass, which owns it.
+#[derive(Clone)]
+struct Kept<F>(F);
 
-    fn backward(self, ops: Ops<G, N>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
+/// A graph node for such a pass.
+struct Node<F>(PhantomData<F>);
+
+impl<F> Debug for Kept<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Kept")
+    }
+}
+
+impl<F> Debug for Node<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Node")
+    }
+}
+
+impl<B: Backend, F: BackwardPass<B, N>, const N: usize> Backward<B, N> for Node<F> {
+    type State = Kept<F>;
+
+    fn backward(self, ops: Ops<Kept<F>, N>, grads: &mut Gradients, _checkpointer: &mut Checkpointer) {
         let dy = grads.consume::<B>(&ops.node);
-        let gradients = ops.state.gradients(dy);
+        let gradients = (ops.state.0)(dy);
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
             if let Some(parent) = parent {
                 grads.register::<B>(parent.id, gradient);
@@ -35,15 +55,16 @@ impl<B: Backend, G: Gradient<B, N>, const N: usize> Backward<B, N> for Node<G> {
 
 pub(crate) type Tracked<B, C> = Float<Autodiff<B, C>>;
 
-/// Enters `output` into the graph as a function of `parents`; `kept` stays only when one of them needs a gradient.
-pub(crate) fn enter<B: Backend, C: CheckpointStrategy, G: Gradient<B, N>, const N: usize>(
+/// Enters `output` into the graph as a function of `parents`, whose gradients `backward` computes from the output's;
+/// it stays only when one of them needs a gradient.
+pub(crate) fn enter<B: Backend, C: CheckpointStrategy, F: BackwardPass<B, N>, const N: usize>(
     parents: [&Tracked<B, C>; N],
-    kept: G,
     output: Float<B>,
+    backward: F,
 ) -> Tracked<B, C> {
     let nodes = parents.map(|parent| parent.node.clone());
-    match Node::<G>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish(kept, output),
+    match Node::<F>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+        OpsKind::Tracked(prep) => prep.finish(Kept(backward), output),
         OpsKind::UnTracked(prep) => prep.finish(output),
     }
 }

@@ -241,12 +241,7 @@ mod tests {
 
     /// Attention in f64, which no kernel of the CPU takes.
     fn attend_in_f64(seq_len: usize) {
-        let spec = AttentionSpec {
-            num_heads: 1,
-            num_kv_heads: 1,
-            softmax_scale: 1.0,
-            window_size: None,
-        };
+        let spec = AttentionSpec::dense([1, 1], 1);
         let documents = Documents::<Flex>::whole_rows([1, seq_len], &FlexDevice);
         let qkv = Tensor::<Flex, 4>::zeros([1, seq_len, 3, 1], (&FlexDevice, DType::F64));
         let _o = crate::attention(qkv, &documents, spec);

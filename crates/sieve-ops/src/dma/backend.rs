@@ -36,8 +36,6 @@ pub struct DmaKeyLists<B: Backend> {
     pub list: Ints<B>,
     /// Keys in each tile's list.
     pub list_len: Ints<B>,
-    /// Keys that enter inside each tile.
-    pub num_entering: Ints<B>,
     /// Stretch of the list that each tile of queries reads.
     pub tile_window: Ints<B>,
 }
@@ -60,7 +58,6 @@ impl<B: Backend> DmaSelection<B> {
             DmaKeys::Lists(lists) => DmaKeys::Lists(DmaKeyLists {
                 list: lists.list,
                 list_len: lists.list_len,
-                num_entering: lists.num_entering,
                 tile_window: lists.tile_window,
             }),
         };

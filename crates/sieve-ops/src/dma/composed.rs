@@ -3,7 +3,7 @@ use super::backend::{DmaBackend, DmaGradients, DmaSelection};
 use super::bias::{dma_bias, dma_bias_backward};
 use super::rank::{dma_rank, positions_in_documents};
 use crate::attention::{AttentionOutput, AttentionSpec};
-use crate::device::autodiff::{Gradient, constant, enter, inner};
+use crate::device::autodiff::{constant, enter, inner};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, tensor};
 use burn::backend::Autodiff;
@@ -70,27 +70,13 @@ impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, 
             dma,
             forward: whole.clone(),
         };
-        let DmaForward {
-            output,
-            selection,
-            rank,
-        } = whole;
+        let (o, lse) = (whole.output.o, constant::<B, C>(whole.output.lse));
+        let o = enter::<B, C, _, _>([&qkv, &w_dt, &a], o, move |d_o| backward::<B>(kept, d_o).into());
         DmaForward {
-            output: AttentionOutput {
-                o: enter::<B, C, _, 3>([&qkv, &w_dt, &a], kept, output.o),
-                lse: constant::<B, C>(output.lse),
-                o_rest: None,
-                base: None,
-            },
-            selection: selection.on(),
-            rank: constant::<B, C>(rank),
+            output: AttentionOutput::new(o, lse),
+            selection: whole.selection.on(),
+            rank: constant::<B, C>(whole.rank),
         }
-    }
-}
-
-impl<B: DmaGradients> Gradient<B, 3> for DmaState<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
-        backward::<B>(self, dy).into()
     }
 }
 

@@ -8,8 +8,7 @@ use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
 use sieve_core::{DmaWindow, KeepRest};
-use sieve_kernels::step::GradientTarget;
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoreBias, ScoresBackward};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoresBackward};
 
 impl DmaBackend for Cuda {
     fn dma_scores(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec) -> Float {
@@ -79,8 +78,7 @@ impl DmaGradients for Cuda {
 
 fn launch_scores(qkv: &Float, w_dt: &Float, a: &Float, spec: AttentionSpec) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
-    // The bias that the kernel computes along is not used: the caller makes it from z.
-    let scores = packed(qkv, spec).dma_scores(&w_dt, &a, ScoreBias::Linear)?;
+    let scores = packed(qkv, spec).dma_scores(&w_dt, &a)?;
     Ok(scores.z.into())
 }
 
@@ -96,7 +94,7 @@ fn launch_scores_backward(
     let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
     let qkv = packed(qkv, spec);
     // One read of v is cheaper than keeping x of every layer.
-    let scores = qkv.dma_scores(&w_dt, &a, ScoreBias::Linear)?;
+    let scores = qkv.dma_scores(&w_dt, &a)?;
     let dz = cast(dz, DType::F32).contiguous();
     let call = ScoresBackward {
         qkv: &qkv,
@@ -105,8 +103,7 @@ fn launch_scores_backward(
         x: &scores.x,
         dz: &dz,
     };
-    let (new_w, new_a) = (GradientTarget::New, GradientTarget::New);
-    let (dw_dt, da) = call.dma_scores_backward(&packed(dqkv, spec), new_w, new_a)?;
+    let (dw_dt, da) = call.dma_scores_backward(&packed(dqkv, spec))?;
     Ok((dw_dt.into(), da.into()))
 }
 
@@ -127,7 +124,6 @@ fn launch_select(
         DmaKeys::Lists(DmaKeyLists {
             list: lists.list.into(),
             list_len: lists.list_len.into(),
-            num_entering: lists.num_entering.into(),
             tile_window: lists.tile_window.into(),
         })
     };
@@ -198,17 +194,16 @@ fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
     KeyLists {
         list: of(&lists.list),
         list_len: of(&lists.list_len),
-        num_entering: of(&lists.num_entering),
         tile_window: of(&lists.tile_window),
         tile_queries: KeyLists::TILE_QUERIES,
     }
 }
 
 fn not_selected() -> KernelError {
-    KernelError::Unsupported {
-        kernel: "dma_attention",
-        what: "selection",
-        got: "made by the reference".to_owned(),
-        supported: "made by dma_select".to_owned(),
-    }
+    KernelError::unsupported(
+        "dma_attention",
+        "selection",
+        "made by the reference".to_owned(),
+        "made by dma_select",
+    )
 }

@@ -10,12 +10,7 @@ use sieve_core::{DmaRecency, DmaShape};
 
 /// Three KV heads, a group of `group_size`.
 fn spec(group_size: usize, head_dim: usize) -> AttentionSpec {
-    AttentionSpec {
-        num_heads: 3 * group_size,
-        num_kv_heads: 3,
-        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
-        window_size: None,
-    }
+    AttentionSpec::dense([3 * group_size, 3], head_dim)
 }
 
 fn dma(keep_window_size: usize, bias: DmaBias) -> DmaShape {

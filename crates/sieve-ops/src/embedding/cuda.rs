@@ -5,7 +5,6 @@ use super::reference;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::{kernel_or, sum_order};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
-use sieve_kernels::step::GradientTarget;
 use sieve_kernels::{CudaPrimitive as Float, SumOrder};
 
 /// Tokens of one product in the fixed-order form; bounds the one-hot matrix.
@@ -25,7 +24,7 @@ impl EmbeddingGradients for Cuda {
     /// In f32, by a sort of the ids: no atomics.
     fn embedding_backward(dy: Float, ids: Float, vocab_size: usize) -> Float {
         let [d, rows] = tensors([&dy, &ids]);
-        let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size, GradientTarget::New);
+        let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size);
         kernel_or("embedding_backward", attempt.map(Into::into), || {
             plain_backward(dy, ids, vocab_size)
         })

@@ -1,49 +1,29 @@
 //! Products with a weight as nodes of the autodiff graph.
 use super::backend::{LinearBackend, LinearGradients};
-use crate::device::autodiff::{Gradient, enter, inner};
+use crate::device::autodiff::{enter, inner};
 use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::tensor::backend::Backend;
 
-#[derive(Clone, Debug)]
-struct Product<B: Backend> {
-    x: Float<B>,
-    weight: Float<B>,
-}
-
-impl<B: LinearGradients> Gradient<B, 2> for Product<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
-        let dx = B::linear_input_gradient(self.weight, dy.clone());
-        [dx, B::linear_weight_gradient(self.x, dy, None)]
-    }
-}
-
-impl<B: LinearGradients> Gradient<B, 3> for Product<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 3] {
-        let [dx, dweight] = Gradient::<B, 2>::gradients(self, dy.clone());
-        [dx, dweight, dy]
-    }
+/// `[dx, dweight]`.
+fn backward<B: LinearGradients>(x: Float<B>, weight: Float<B>, dy: Float<B>) -> [Float<B>; 2] {
+    let dx = B::linear_input_gradient(weight, dy.clone());
+    [dx, B::linear_weight_gradient(x, dy, None)]
 }
 
 impl<B: LinearGradients, C: CheckpointStrategy> LinearBackend for Autodiff<B, C> {
     fn linear(x: Float<Self>, weight: Float<Self>) -> Float<Self> {
-        let [inner_x, inner_weight] = [&x, &weight].map(inner::<B, C>);
-        let kept = Product::<B> {
-            x: inner_x.clone(),
-            weight: inner_weight.clone(),
-        };
-        let y = <B as LinearBackend>::linear(inner_x, inner_weight);
-        enter::<B, C, _, 2>([&x, &weight], kept, y)
+        let [a, w] = [&x, &weight].map(inner::<B, C>);
+        let y = <B as LinearBackend>::linear(a.clone(), w.clone());
+        enter::<B, C, _, _>([&x, &weight], y, move |dy| backward::<B>(a, w, dy))
     }
 
     fn linear_add(x: Float<Self>, weight: Float<Self>, residual: Float<Self>) -> Float<Self> {
-        let [inner_x, inner_weight] = [&x, &weight].map(inner::<B, C>);
-        let kept = Product::<B> {
-            x: inner_x.clone(),
-            weight: inner_weight.clone(),
-        };
-        let y = B::linear_add(inner_x, inner_weight, inner::<B, C>(&residual));
-        enter::<B, C, _, 3>([&x, &weight, &residual], kept, y)
+        let [a, w] = [&x, &weight].map(inner::<B, C>);
+        let y = B::linear_add(a.clone(), w.clone(), inner::<B, C>(&residual));
+        enter::<B, C, _, _>([&x, &weight, &residual], y, move |dy| {
+            let [dx, dweight] = backward::<B>(a, w, dy.clone());
+            [dx, dweight, dy]
+        })
     }
 }

@@ -1,23 +1,9 @@
 //! The loss as a node of the autodiff graph.
 use super::backend::{LossBackend, LossGradients};
-use crate::device::autodiff::{Gradient, constant, enter, inner};
+use crate::device::autodiff::{constant, enter, inner};
 use crate::tensors::{Float, Ints};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
-use burn::tensor::backend::Backend;
-
-/// The forward pass has the gradients already; the backward pass scales them.
-#[derive(Clone, Debug)]
-struct Known<B: Backend> {
-    dh: Float<B>,
-    dweight: Float<B>,
-}
-
-impl<B: LossGradients> Gradient<B, 2> for Known<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 2] {
-        [self.dh, self.dweight].map(|gradient| B::scale(gradient, dy.clone()))
-    }
-}
 
 impl<B: LossGradients, C: CheckpointStrategy> LossBackend for Autodiff<B, C> {
     fn token_losses(h: Float<Self>, weight: Float<Self>, labels: Ints<Self>) -> Float<Self> {
@@ -31,6 +17,9 @@ impl<B: LossGradients, C: CheckpointStrategy> LossBackend for Autodiff<B, C> {
         }
         let [inner_h, inner_weight] = [&h, &weight].map(inner::<B, C>);
         let (loss, dh, dweight) = B::linear_cross_entropy_with_gradients(inner_h, inner_weight, labels);
-        enter::<B, C, _, 2>([&h, &weight], Known::<B> { dh, dweight }, loss)
+        // The forward pass has the gradients already; the backward pass scales them.
+        enter::<B, C, _, _>([&h, &weight], loss, move |dy| {
+            [dh, dweight].map(|gradient| B::scale(gradient, dy.clone()))
+        })
     }
 }

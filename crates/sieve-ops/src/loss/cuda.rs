@@ -4,7 +4,7 @@ use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors, writable};
 use crate::device::paths::{kernel_on, kernel_or};
 use burn::tensor::DType;
-use sieve_kernels::step::{FixedSum, GradientTarget};
+use sieve_kernels::step::FixedSum;
 use sieve_kernels::{CudaPrimitive as Float, KernelError};
 
 impl LossBackend for Cuda {
@@ -50,7 +50,6 @@ fn summed(h: &Float, weight: &Float, labels: &Float) -> Result<Float, KernelErro
 /// `(loss, dh, dweight)`, dweight in f32.
 fn with_gradients(h: &Float, weight: &Float, labels: &Float) -> Result<(Float, Float, Float), KernelError> {
     let [h, weight, labels] = tensors([h, weight, labels]);
-    let target = GradientTarget::New;
-    let all = sieve_kernels::step::linear_cross_entropy_with_gradients(&h, &weight, &labels, target)?;
+    let all = sieve_kernels::step::linear_cross_entropy_with_gradients(&h, &weight, &labels)?;
     Ok((all.loss.into(), all.dh.into(), all.dweight.into()))
 }

@@ -4,7 +4,6 @@ use super::reference::{self, plus};
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::ops::FloatTensorOps;
-use sieve_kernels::step::GradientTarget;
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor};
 
 impl NormBackend for Cuda {
@@ -18,9 +17,9 @@ impl NormBackend for Cuda {
 impl NormGradients for Cuda {
     fn rms_norm_backward(call: RmsNormCall<Self>, dy: Float, d_residual: Option<Float>) -> (Float, Float) {
         let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
-        let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
+        let epsilon = call.epsilon as f32;
         let beside = d_residual.clone().map(CudaTensor::from);
-        let attempt = sieve_kernels::step::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref(), target);
+        let attempt = sieve_kernels::step::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref());
         let attempt = attempt.map(|(dx, dweight)| (dx.into(), dweight.into()));
         kernel_or("rms_norm_backward", attempt, || {
             let (dx, dweight) = reference::rms_norm_backward(call, dy);
@@ -30,8 +29,8 @@ impl NormGradients for Cuda {
 
     fn rms_norm_backward_with_output(call: RmsNormCall<Self>, dy: Float, d_residual: Float) -> (Float, Float, Float) {
         let [x, weight, d, residual] = tensors([&call.x, &call.weight, &dy, &d_residual]);
-        let (epsilon, target) = (call.epsilon as f32, GradientTarget::New);
-        let attempt = sieve_kernels::step::rms_norm_backward_with_output(&x, &weight, epsilon, &d, &residual, target);
+        let epsilon = call.epsilon as f32;
+        let attempt = sieve_kernels::step::rms_norm_backward_with_output(&x, &weight, epsilon, &d, &residual);
         let attempt = attempt.map(|(dx, dweight, y)| (dx.into(), dweight.into(), y.into()));
         kernel_or("rms_norm_backward", attempt, || {
             let y = reference::rms_norm(call.clone());

@@ -153,14 +153,12 @@ fn lists_of(lists: [Float; 3]) -> ChoiceLists {
 
 fn shape([batch, seq_len, heads, head_dim]: [usize; 4], call: &NsaCall<Cuda>) -> AttentionShape {
     let num_kv_heads = call.spec.num_kv_heads;
-    AttentionShape {
+    AttentionShape::new(
         batch,
         seq_len,
-        num_heads: heads - 2 * num_kv_heads,
-        num_kv_heads,
-        head_dim,
-        head_dim_v: head_dim,
-    }
+        [heads - 2 * num_kv_heads, num_kv_heads],
+        [head_dim, head_dim],
+    )
 }
 
 fn compressed_forward(

@@ -14,15 +14,6 @@ const BLOCKS: NsaBlocks = NsaBlocks {
     num_selected_blocks: 3,
 };
 
-fn spec(num_heads: usize, num_kv_heads: usize, head_dim: usize) -> AttentionSpec {
-    AttentionSpec {
-        num_heads,
-        num_kv_heads,
-        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
-        window_size: None,
-    }
-}
-
 /// A call of given sizes: `[batch, seq_len]`, spec, head_dim, documents.
 struct Call {
     dims: [usize; 2],
@@ -35,7 +26,7 @@ impl Call {
     fn new(dims: [usize; 2], heads: [usize; 2], head_dim: usize, lengths: &[usize]) -> Self {
         Self {
             dims,
-            spec: spec(heads[0], heads[1], head_dim),
+            spec: AttentionSpec::dense(heads, head_dim),
             head_dim,
             documents: documents(lengths, dims),
         }

@@ -4,7 +4,7 @@ use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::DType;
-use sieve_kernels::step::{GradientTarget, Reuse};
+use sieve_kernels::step::Reuse;
 use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError};
 
 impl RopeBackend for Cuda {
@@ -63,7 +63,7 @@ impl Rotation {
 
     fn forward(&self, qkv: &Float) -> Result<Float, KernelError> {
         let qkv = CudaTensor::from(qkv.clone());
-        let rotated = self.args().qk_norm_rope_forward(&qkv, Reuse::Copy);
+        let rotated = self.args().qk_norm_rope_forward(&qkv);
         rotated.map(Into::into)
     }
 
@@ -75,8 +75,7 @@ impl Rotation {
         } else {
             Reuse::Copy
         };
-        let targets = [GradientTarget::New; 2];
-        let gradients = self.args().qk_norm_rope_backward(&qkv, &dy, reuse, targets)?;
+        let gradients = self.args().qk_norm_rope_backward(&qkv, &dy, reuse)?;
         Ok((
             gradients.dqkv.into(),
             gradients.dq_weight.into(),

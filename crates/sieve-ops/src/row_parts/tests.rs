@@ -25,10 +25,8 @@ struct Case {
 
 fn case(num_kv_heads: usize, window_size: Option<usize>, dma: Option<DmaShape>) -> Case {
     let spec = AttentionSpec {
-        num_heads: 2 * num_kv_heads,
-        num_kv_heads,
-        softmax_scale: 1.0 / (WIDTH as f64).sqrt(),
         window_size,
+        ..AttentionSpec::dense([2 * num_kv_heads, num_kv_heads], WIDTH)
     };
     Case { spec, dma }
 }

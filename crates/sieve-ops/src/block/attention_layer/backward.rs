@@ -2,7 +2,6 @@
 use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation};
 use crate::DeviceBackend;
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
-use crate::device::autodiff::Gradient;
 use crate::dma::composed::{self, DmaState};
 use crate::fp8::ToRound;
 use crate::norm::RmsNormCall;
@@ -23,31 +22,9 @@ pub(super) struct Kept<B: Backend> {
     pub(super) call: AttentionLayerCall<B>,
 }
 
-/// Gradients of x, norm, qkv, q_norm, k_norm and o.
-#[derive(Clone, Debug)]
-pub(super) struct Recent<B: Backend>(pub(super) Kept<B>);
-
-impl<B: DeviceBackend> Gradient<B, 6> for Recent<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 6] {
-        backward(self.0, dy).0
-    }
-}
-
-/// As [`Recent`], then w_dt and a.
-#[derive(Clone, Debug)]
-pub(super) struct Selected<B: Backend>(pub(super) Kept<B>);
-
-impl<B: DeviceBackend> Gradient<B, 8> for Selected<B> {
-    fn gradients(self, dy: Float<B>) -> [Float<B>; 8] {
-        let ([dx, norm, qkv, q_norm, k_norm, o], dma) = backward(self.0, dy);
-        let (w_dt, a) = dma.expect("the node of a layer with DMA");
-        [dx, norm, qkv, q_norm, k_norm, o, w_dt, a]
-    }
-}
-
 /// Gradients of x, norm, qkv, q_norm, k_norm and o; those of w_dt and a beside them.
 #[allow(clippy::type_complexity)]
-fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<(Float<B>, Float<B>)>) {
+pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<(Float<B>, Float<B>)>) {
     let Kept {
         x,
         qkv,

@@ -33,13 +33,11 @@ struct Case {
 impl Case {
     fn new(group_size: usize, kind: Kind, dims: [usize; 2], residual: Residual) -> Self {
         let spec = AttentionSpec {
-            num_heads: NUM_KV_HEADS * group_size,
-            num_kv_heads: NUM_KV_HEADS,
-            softmax_scale: 1.0 / (HEAD_DIM as f64).sqrt(),
             window_size: match kind {
                 Kind::Window(window_size) => Some(window_size),
                 _ => None,
             },
+            ..AttentionSpec::dense([NUM_KV_HEADS * group_size, NUM_KV_HEADS], HEAD_DIM)
         };
         let dma = match kind {
             Kind::Dma(keep_window_size) => Some(DmaShape::published(keep_window_size)),

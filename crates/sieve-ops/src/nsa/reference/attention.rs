@@ -92,12 +92,7 @@ pub fn nsa_compressed_attention<B: Backend>(
     let block_indices = select::<B>(p, documents, blocks);
     let o = tensor::<B, 4>(output.o).cast(dtype);
     NsaCompressed {
-        output: AttentionOutput {
-            o: primitive(o),
-            lse: output.lse,
-            o_rest: None,
-            base: None,
-        },
+        output: AttentionOutput::new(primitive(o), output.lse),
         block_indices,
     }
 }
