@@ -419,21 +419,6 @@ fn ba_att_keeps_the_largest_compensated_scores_of_sorted_blocks() {
     );
 }
 
-#[test]
-fn tri_shape_is_exact_to_the_token() {
-    let data = TestCall::random(&mut Random(162), 150, 200, [2, 1], 8);
-    let mask = select("tri_shape:n_init=7,n_local=30,n_last=40", &data);
-    for row in 0..150 {
-        let a = 50 + row;
-        let expected: Vec<bool> = (0..200)
-            .map(|j| j <= a && (row >= 110 || j < 7 || j + 30 > a))
-            .collect();
-        let shown = expanded_row(&mask, 1, row);
-        assert_eq!(shown, expected[..shown.len()], "row {row}");
-        assert!(!expected[shown.len()..].contains(&true), "row {row}");
-    }
-}
-
 /// Each head keeps what the method of its pattern keeps; vertical-slash is compared with an independent program's
 /// lists elsewhere.
 #[test]

@@ -348,17 +348,11 @@ fn snapkv_prompt_keeps_pooled_votes_and_the_window_once() {
 }
 
 #[test]
-fn exact_top_keeps_the_largest_logits_ties_to_the_later() {
+fn exact_top_keeps_the_later_of_equal_logits() {
     let mut data = TestCall::random(&mut Random(96), 40, 40, [2, 1], 8);
     data.k.fill(0.5);
     let (_, kept) = stream("exact_top:k=3", &data);
     assert_eq!(kept[39], [[37, 38, 39], [37, 38, 39]]);
-    let data = TestCall::random(&mut Random(97), 40, 40, [2, 1], 8);
-    let (exact, _) = stream("exact_top:k=12", &data);
-    let dense = oracle_dense(&data.call());
-    let error = |o: &[f32]| -> f64 { o.iter().zip(&dense.o).map(|(a, b)| (f64::from(*a) - b).powi(2)).sum() };
-    let (recent, _) = stream("streamingllm:n_init=2,n_local=10", &data);
-    assert!(error(&exact) < error(&recent));
 }
 
 #[test]
@@ -376,24 +370,9 @@ fn streamingllm_decode_agrees_with_its_prefill_mask() {
 }
 
 #[test]
-fn infllm_reads_init_blocks_and_local() {
+fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
+    // All of them are fixed at its start.
     let data = TestCall::structured(&mut Random(99), 100, [2, 1], 8);
-    let (_, kept) = stream("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=1", &data);
-    for t in 30..100_u32 {
-        let list = &kept[t as usize][0];
-        assert!((0..4).chain(t - 7..=t).all(|j| list.contains(&j)), "token {t}");
-        // Two whole blocks, and what has not become a block yet.
-        let local = t + 1 - 8;
-        let blocks = (local - 4) / 4;
-        let between: Vec<u32> = list.iter().copied().filter(|&j| j >= 4 && j < 4 + 4 * blocks).collect();
-        assert_eq!(between.len(), 8, "token {t}: {list:?}");
-        assert!(
-            between
-                .chunks(4)
-                .all(|block| block[0] % 4 == 0 && block[3] == block[0] + 3)
-        );
-    }
-    // A chunk of queries shares its blocks, all of them fixed at its start.
     let mut session = session("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20", &data);
     let o = session.stream(&data.q, &data.k, &data.v).expect("valid");
     assert!(o.iter().all(|x| x.is_finite()));
