@@ -236,7 +236,7 @@ pub enum KernelError {
     },
     /// The nvcc that was named does not work.
     #[error("nvcc {path}: {reason}\n  \
-        hint: name the compiler of a CUDA toolkit with --nvcc, or use --nvrtc", path = path.display())]
+        hint: name the compiler of a CUDA toolkit with --nvcc, or leave it out", path = path.display())]
     Nvcc {
         /// The program.
         path: PathBuf,

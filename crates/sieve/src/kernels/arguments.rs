@@ -35,12 +35,9 @@ pub(crate) struct BuildArgs {
     /// sm_80, sm_86, sm_89, sm_90a, sm_100a or sm_120a; may be repeated. The GPU of this machine when absent
     #[arg(long, value_name = "ARCH")]
     pub(super) arch: Vec<String>,
-    /// Compile with this nvcc
-    #[arg(long, value_name = "PATH", conflicts_with = "nvrtc")]
+    /// Compile with this nvcc in place of the run-time compiler
+    #[arg(long, value_name = "PATH")]
     pub(super) nvcc: Option<PathBuf>,
-    /// Compile with the run-time compiler (the default where it is installed)
-    #[arg(long)]
-    pub(super) nvrtc: bool,
     /// The cache to fill, to be copied to another machine's $XDG_CACHE_HOME/sieve; this machine's when absent
     #[arg(long, value_name = "DIR")]
     pub(super) out: Option<PathBuf>,
@@ -107,16 +104,9 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     rows: BenchRowsArgs,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
-    /// captured:FILE; may be repeated
-    /// (independent, rising and tied when absent)
+    /// captured:FILE (`sieve kernels capture` of a DMA model); may be repeated (independent, rising and tied when absent)
     #[arg(long)]
     pub(super) scores: Vec<Scores>,
-    /// Also time the scores of this trained DMA model
-    #[arg(long, value_name = "CHECKPOINT")]
-    pub(super) captured: Option<PathBuf>,
-    /// The text that model reads; the kernels' own sources when absent
-    #[arg(long, value_name = "FILE", requires = "captured")]
-    pub(super) text: Option<PathBuf>,
     /// Time the portable kernels, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
@@ -147,28 +137,28 @@ struct BenchRowsArgs {
     table2: bool,
     /// How time and memory grow: dense, window, DMA, NSA and MLA from 512 to 131072 tokens, DMA from 256 to 4096 kept
     /// keys
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     scaling: bool,
     /// The kernels around attention, at the sizes of a training step, instead of attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     step: bool,
     /// Attention under random masks of tiles beside dense attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     sparse: bool,
     /// Whole selectors, selection included, beside dense attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     selectors: bool,
     /// One new token behind 131072 others: dense, DMA, and each selector that decodes on the GPU
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     decode: bool,
     /// Native sparse attention beside dense attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     nsa: bool,
     /// DMA alone: as published, and with the recipes' slope and local window
     #[arg(long)]
     dma: bool,
     /// Latent attention, its tensors and its decoding
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     mla: bool,
 }
 
