@@ -10,14 +10,14 @@ use crate::{DecodeSession, LayerShape, Selector, SparseMask};
 use sieve_testing::Random;
 
 /// What a definition reads of a call.
-struct Naive<'a> {
+pub(super) struct Naive<'a> {
     data: &'a TestCall,
     context: usize,
     block: usize,
 }
 
 impl<'a> Naive<'a> {
-    fn new(data: &'a TestCall, block: usize) -> Self {
+    pub(super) fn new(data: &'a TestCall, block: usize) -> Self {
         Self {
             data,
             context: data.shape.num_keys - data.shape.num_queries,
@@ -70,7 +70,7 @@ impl<'a> Naive<'a> {
     }
 
     /// Softmax of one row over the keys up to its position.
-    fn probabilities(&self, head: usize, row: usize) -> Vec<f64> {
+    pub(super) fn probabilities(&self, head: usize, row: usize) -> Vec<f64> {
         let query = self.query(head, row);
         let logit = |key| self.scale() * product(&query, &self.key(self.kv_head(head), key));
         softmax(&(0..=self.context + row).map(logit).collect::<Vec<f64>>())
@@ -101,7 +101,7 @@ fn softmax(logits: &[f64]) -> Vec<f64> {
 }
 
 /// Indices by falling score; of equal scores the lower first.
-fn best_first(scores: &[f64]) -> Vec<usize> {
+pub(super) fn best_first(scores: &[f64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..scores.len()).collect();
     order.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));
     order
