@@ -1,47 +1,11 @@
 //! Damaged safetensors files: read as they stand or refused, never trusted.
 use crate::damaged_texts::quick_dir;
 use burn::tensor::TensorData;
-use chacha20::ChaCha8Rng;
-use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_hf::{NamedTensor, TensorFile, write_tensor_file};
+use sieve_testing::mutated;
 use std::fs;
 
 const NUM_INPUTS: u64 = 10_000;
-
-/// `bytes` with one to three changes in the first `header` bytes, or cut anywhere.
-fn mutated(bytes: &[u8], header: usize, number: u64) -> Vec<u8> {
-    let mut random = ChaCha8Rng::seed_from_u64(number);
-    let mut bytes = bytes.to_vec();
-    for _ in 0..=random.next_u32() % 3 {
-        if bytes.is_empty() {
-            break;
-        }
-        let at = random.next_u32() as usize % header.min(bytes.len());
-        match random.next_u32() % 7 {
-            0 => bytes[at] ^= 1 << (random.next_u32() % 8),
-            1 => bytes[at] = random.next_u32() as u8,
-            2 => bytes.truncate(random.next_u32() as usize % bytes.len()),
-            3 => drop(bytes.remove(at)),
-            4 => bytes.insert(at, b"0123456789[]{},:\""[random.next_u32() as usize % 17]),
-            // A digit for a digit: offsets, shapes and sizes that are numbers still.
-            5 => {
-                let digits: Vec<usize> = (8..header.min(bytes.len()))
-                    .filter(|&place| bytes[place].is_ascii_digit())
-                    .collect();
-                if !digits.is_empty() {
-                    let place = digits[random.next_u32() as usize % digits.len()];
-                    bytes[place] = b'0' + (random.next_u32() % 10) as u8;
-                }
-            }
-            _ => {
-                let length = [0, 1, u64::MAX, i64::MAX as u64, 1 << 32, 1 << 62, 300][random.next_u32() as usize % 7];
-                let end = bytes.len().min(8);
-                bytes[..end].copy_from_slice(&length.to_le_bytes()[..end]);
-            }
-        }
-    }
-    bytes
-}
 
 #[test]
 fn damaged_headers_are_refused_or_name_tensors_that_are_there() {

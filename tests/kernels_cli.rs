@@ -1,7 +1,8 @@
 //! `sieve kernels`: files that other programs can check, a check that runs anywhere, builds without a GPU, plain
 //! errors.
-use crate::kernel_branches::{Rows, biased_attention};
 use crate::tiny_run::TinyRun;
+use sieve_cpu::reference::{AttentionCall, ChosenBlocks, Heads, Results, Rounding};
+use sieve_cpu::{AttentionShape, Documents, Mask};
 use sieve_hf::TensorFile;
 use sieve_testing::cases;
 use std::collections::BTreeMap;
@@ -45,58 +46,102 @@ impl Written {
         &self.tensors[name].0
     }
 
-    pub(crate) fn scale(&self) -> f64 {
-        self.metadata["scale"].parse().expect("a number")
+    pub(crate) fn floats(&self, name: &str) -> Vec<f32> {
+        self.values(name).iter().map(|&x| x as f32).collect()
     }
 
-    /// Largest errors of `o`, of `lse` and of the gradients against the definition, computed here in f64 from the
-    /// file's own inputs. `lse` is of logits less the largest bias that the query sees.
+    pub(crate) fn ints(&self, name: &str) -> Vec<i32> {
+        self.values(name).iter().map(|&x| x as i32).collect()
+    }
+
+    /// Largest difference of a tensor from these numbers; a query without keys has no log-sum-exp.
+    pub(crate) fn gap(&self, name: &str, expected: &[f64]) -> f64 {
+        let pairs = self.values(name).iter().zip(expected);
+        assert_eq!(pairs.len(), expected.len(), "{name}");
+        let gaps = pairs
+            .filter(|(_, own)| own.is_finite())
+            .map(|(found, own)| (found - own).abs());
+        gaps.fold(0.0, f64::max)
+    }
+
+    /// Attention and its gradients by their definition, from the file's own inputs.
+    pub(crate) fn defined(&self, mask: Mask<'_>, chosen: Option<ChosenBlocks<'_>>) -> Results {
+        let [q, k, v, d_o] = ["q", "k", "v", "do"].map(|name| self.floats(name));
+        let (&[batch, seq_len, num_heads, head_dim], num_kv_heads) = (
+            <&[usize; 4]>::try_from(self.shape("q")).expect("q has four dimensions"),
+            self.shape("k")[2],
+        );
+        let firsts = self.ints("cu_seqlens");
+        let (mut start, mut end) = (Vec::new(), Vec::new());
+        for document in firsts.windows(2) {
+            // Bounds count within the row.
+            let row = document[0] / seq_len as i32 * seq_len as i32;
+            start.resize(document[1] as usize, document[0] - row);
+            end.resize(document[1] as usize, document[1] - row);
+        }
+        let shape = AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            softmax_scale: self.metadata["scale"].parse().expect("a number"),
+        };
+        let call = AttentionCall {
+            shape,
+            q: Heads::new(&q, num_heads, head_dim),
+            k: Heads::new(&k, num_kv_heads, head_dim),
+            v: Heads::new(&v, num_kv_heads, head_dim),
+            d_o: Heads::new(&d_o, num_heads, head_dim),
+            documents: Documents {
+                start: &start,
+                end: &end,
+            },
+            mask,
+            chosen,
+        };
+        call.run(Rounding::None)
+    }
+
+    /// Largest errors of `o`, of `lse` and of the gradients. `lse` is of logits less the largest bias that the query
+    /// sees, which is `base`.
     fn errors(&self) -> [f64; 3] {
-        let rows = |name: &str| Rows::read(self, name);
-        let [q, k, v, d_o] = ["q", "k", "v", "do"].map(rows);
-        let [_, kv_heads, seq_len] = *self.shape("expire") else {
-            panic!("expire has three dimensions")
+        let expire = self.ints("expire");
+        let has_bias = self.tensors.contains_key("delta");
+        let delta = if has_bias {
+            self.floats("delta")
+        } else {
+            vec![0.0; expire.len()]
         };
-        // Of `[batch, heads, seq_len]`.
-        let at = |token: usize, head: usize, heads: usize| (token / seq_len * heads + head) * seq_len + token % seq_len;
-        let (starts, expire) = (self.values("cu_seqlens"), self.values("expire"));
-        let seen = |token: usize, kv: usize| -> Vec<usize> {
-            let first = starts.iter().rev().find(|&&start| start <= token as f64);
-            let keys = *first.expect("0 is one") as usize..=token;
-            let place = (token % seq_len) as f64;
-            keys.filter(|&key| place < expire[at(key, kv, kv_heads)]).collect()
-        };
-        let delta = self.tensors.get("delta");
-        if let Some((_, base)) = self.tensors.get("base") {
-            let tokens = starts[starts.len() - 1] as usize;
-            for (token, kv) in (0..tokens).flat_map(|token| (0..kv_heads).map(move |kv| (token, kv))) {
-                let keys: Vec<usize> = seen(token, kv);
-                let biases = keys.iter().map(|&key| self.values("delta")[at(key, kv, kv_heads)]);
-                let largest = biases.reduce(f64::max).unwrap_or(0.0);
-                assert_eq!(base[at(token, kv, kv_heads)], largest, "token {token}");
+        let all = self.defined(
+            Mask::Expire {
+                expire: &expire,
+                delta: &delta,
+            },
+            None,
+        );
+        let mut gradients = vec![("dq", &all.dq), ("dk", &all.dk), ("dv", &all.dv)];
+        if has_bias {
+            gradients.push(("ddelta", &all.d_delta));
+            let &[_, kv_heads, seq_len] = self.shape("expire") else {
+                panic!("expire has three dimensions")
+            };
+            let starts = self.ints("cu_seqlens");
+            for (at, &base) in self.values("base").iter().enumerate() {
+                let (row, i) = (at / seq_len, at % seq_len);
+                let token = row / kv_heads * seq_len;
+                let first = starts.iter().rev().find(|&&start| start as usize <= token + i);
+                let seen = *first.expect("0 is one") as usize - token..=i;
+                let seen = seen.filter(|&j| (i as i32) < expire[row * seq_len + j]);
+                let largest = seen.map(|j| delta[row * seq_len + j]).reduce(f32::max);
+                assert_eq!(base, f64::from(largest.unwrap_or(0.0)), "row {row}, token {i}");
             }
         }
-        let bias = |key, kv| delta.map_or(0.0, |(_, values): &(_, Vec<_>)| values[at(key, kv, kv_heads)]);
-        let ([o, dq, dk, dv], lse, d_bias) = biased_attention([&q, &k, &v], &d_o, self.scale(), seen, bias);
-        // A query without keys has no log-sum-exp.
-        let gap = |name: &str, own: &Rows, heads: usize| {
-            let tokens = 0..self.values(name).len() / heads;
-            let pairs = tokens.flat_map(|token| (0..heads).map(move |head| (token, head)));
-            let gaps = pairs
-                .map(|(token, head)| (self.values(name)[at(token, head, heads)], own.row(token, head)[0]))
-                .filter(|(_, own)| own.is_finite())
-                .map(|(found, own)| (found - own).abs());
-            gaps.fold(0.0, f64::max)
-        };
-        let gradients = [("dq", dq), ("dk", dk), ("dv", dv)].map(|(name, own)| own.gap(&rows(name)));
-        let d_delta = match self.tensors.contains_key("ddelta") {
-            true => gap("ddelta", &d_bias, kv_heads),
-            false => 0.0,
-        };
+        let gaps = gradients.into_iter().map(|(name, own)| self.gap(name, own));
         [
-            o.gap(&rows("o")),
-            gap("lse", &lse, self.shape("lse")[1]),
-            gradients.into_iter().fold(d_delta, f64::max),
+            self.gap("o", &all.o),
+            self.gap("lse", &all.lse),
+            gaps.fold(0.0, f64::max),
         ]
     }
 }

@@ -103,7 +103,7 @@ fn validation_reads_the_same_text_for_any_batch_and_number_of_processes() {
         let [loss, expected] = [out.as_str(), "of-4"].map(|out| tiny.metrics(out, "validation")[&0].clone());
         assert_near(&loss, &expected, &["loss"], 1e-6);
     }
-    for (nproc, more) in [(2, ""), (4, "--context-parallel 2")] {
+    for (nproc, more) in [(2, ""), (4, "--set parallelism.context_parallel_degree=2")] {
         let out = format!("ranks-{nproc}");
         succeed(&mut tiny.launch(
             nproc,

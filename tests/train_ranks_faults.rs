@@ -270,21 +270,17 @@ pub(crate) fn refuses_once(command: &mut Command, words: &[&str]) {
 #[test]
 fn what_cannot_be_shared_is_refused_once() {
     let tiny = TinyRun::dma();
-    refuses_once(
-        &mut tiny.launch(3, "run", ""),
-        &["global_batch_size 8", "local_batch_size 4 x 3 ranks"],
-    );
-    refuses_once(
-        &mut tiny.launch(8, "run", ""),
-        &["4 x 8 ranks", "training.local_batch_size=1 shares"],
-    );
-    refuses_once(
-        &mut tiny.launch(2, "run", "--sweep optimizer.lr=1e-2,2e-2"),
-        &["--sweep", "one process"],
-    );
-    refuses_once(&mut tiny.launch(2, "run", "--profile 3"), &["--profile traces a GPU"]);
-    refuses_once(&mut tiny.launch(2, "run", "--set training.sed=1"), &["training.sed"]);
-    refuses_once(&mut tiny.launch(2, "run", "--no-such-flag"), &["--no-such-flag"]);
+    for (nproc, more, words) in [
+        (3, "", &["global_batch_size 8", "local_batch_size 4 x 3 ranks"][..]),
+        (8, "", &["4 x 8 ranks", "training.local_batch_size=1 shares"]),
+        (2, "--sweep optimizer.lr=1e-2,2e-2", &["--sweep", "one process"]),
+        (2, "--profile 3", &["--profile traces a GPU"]),
+        (2, "--set training.sed=1", &["training.sed"]),
+        (2, "--no-such-flag", &["--no-such-flag"]),
+        (0, "", &["--nproc"]),
+    ] {
+        refuses_once(&mut tiny.launch(nproc, "run", more), words);
+    }
     refuses_once(
         &mut tiny.sieve("launch --nproc 2 -- plan --recipe tiny.toml"),
         &["starts train"],
@@ -298,7 +294,6 @@ fn what_cannot_be_shared_is_refused_once() {
         &mut tiny.sieve("launch --nproc 2 train --recipe tiny.toml --no-such-flag"),
         &["--no-such-flag"],
     );
-    refuses_once(&mut tiny.launch(0, "run", ""), &["--nproc"]);
     assert!(!tiny.path("run/config.toml").exists());
 }
 

@@ -39,41 +39,31 @@ fn wait_for_the_end() {
     std::process::exit(1);
 }
 
+fn wait_at(place: u64, wanted: u64) {
+    if place == wanted {
+        wait_for_the_end();
+    }
+}
+
 /// Waits to be killed in such a place.
 fn disturbance(place: &str) -> Disturbance {
     let well = Disturbance::default();
     match place {
         // The third step begins with row 16.
         "step" => Disturbance {
-            batches: |row, _| {
-                if row == 16 {
-                    wait_for_the_end();
-                }
-            },
+            batches: |row, _| wait_at(row, 16),
             ..well
         },
         "validation" => Disturbance {
-            validating: |step| {
-                if step == 4 {
-                    wait_for_the_end();
-                }
-            },
+            validating: |step| wait_at(step, 4),
             ..well
         },
         "files" => Disturbance {
-            writing: |step| {
-                if step == 8 {
-                    wait_for_the_end();
-                }
-            },
+            writing: |step| wait_at(step, 8),
             ..well
         },
         "name" => Disturbance {
-            naming: |step| {
-                if step == 8 {
-                    wait_for_the_end();
-                }
-            },
+            naming: |step| wait_at(step, 8),
             ..well
         },
         _ => well,

@@ -26,7 +26,7 @@ fn processes_that_share_rows_follow_one_that_has_them_whole() {
         // Two processes that share all rows, and two times two.
         for nproc in [2, 4] {
             let out = format!("of-{nproc}");
-            let more = format!("{rows} --context-parallel 2");
+            let more = format!("{rows} --set parallelism.context_parallel_degree=2");
             succeed(&mut tiny.launch(nproc, &out, &more));
             let (found, expected) = (tiny.metrics(&out, "step"), tiny.metrics("one", "step"));
             assert_eq!(found.len(), 6, "{kind}");
@@ -53,7 +53,7 @@ fn a_run_goes_on_with_rows_in_parts_and_whole() {
         };
         format!("{rows} --set training.steps=12 --stop-after 4 {from}")
     };
-    let parts = |more: String| format!("{more} --context-parallel 2");
+    let parts = |more: String| format!("{more} --set parallelism.context_parallel_degree=2");
     succeed(&mut tiny.launch(4, "a", &parts(steps(4, ""))));
     succeed(&mut tiny.train("b", &steps(8, "a")));
     succeed(&mut tiny.launch(2, "c", &parts(steps(12, "b"))));
@@ -67,27 +67,30 @@ fn rows_that_cannot_be_shared_are_refused_once() {
     let tiny = TinyRun::dma();
     let rows = "--set training.local_batch_size=1";
     refuses_once(
-        &mut tiny.launch(3, "run", &format!("{rows} --context-parallel 2")),
+        &mut tiny.launch(3, "run", &format!("{rows} --set parallelism.context_parallel_degree=2")),
         &["context_parallel_degree = 2", "3 processes", "hint"],
     );
     refuses_once(
-        &mut tiny.train("run", "--context-parallel 2"),
+        &mut tiny.train("run", "--set parallelism.context_parallel_degree=2"),
         &["1 processes are no multiple", "sieve launch --nproc 2"],
     );
     refuses_once(
-        &mut tiny.launch(2, "run", "--context-parallel 3"),
+        &mut tiny.launch(2, "run", "--set parallelism.context_parallel_degree=3"),
         &["context_parallel_degree: is 3", "training.seq_len = 32"],
     );
     refuses_once(
-        &mut tiny.sieve("plan --recipe tiny.toml --gpu h200 --nproc 3 --context-parallel 2"),
+        &mut tiny.sieve("plan --recipe tiny.toml --gpu h200 --nproc 3 --set parallelism.context_parallel_degree=2"),
         &["context_parallel_degree = 2", "3 processes", "hint"],
     );
     let latent =
         TinyRun::new("kind = \"mla\"\nkv_lora_rank = 16\nqk_nope_head_dim = 8\nqk_rope_head_dim = 8\nv_head_dim = 8");
     let words = &["\"mla\" needs whole rows", "mha, swa and dma"];
-    refuses_once(&mut latent.launch(2, "run", "--context-parallel 2"), words);
     refuses_once(
-        &mut latent.sieve("plan --recipe tiny.toml --gpu h200 --nproc 2 --context-parallel 2"),
+        &mut latent.launch(2, "run", "--set parallelism.context_parallel_degree=2"),
+        words,
+    );
+    refuses_once(
+        &mut latent.sieve("plan --recipe tiny.toml --gpu h200 --nproc 2 --set parallelism.context_parallel_degree=2"),
         words,
     );
     assert!(!tiny.path("run/config.toml").exists());

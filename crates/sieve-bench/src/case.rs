@@ -359,28 +359,6 @@ mod tests {
     }
 
     #[test]
-    fn documents_cover_their_rows() {
-        let mut random = Random(5);
-        for cuts in [Cuts::Count(3), Cuts::Few, Cuts::Mixed, Cuts::Tokens, Cuts::Count(37)] {
-            let (start, end) = documents(shape(), cuts, &mut random).expect("37 tokens");
-            assert_eq!((start.len(), end.len()), (74, 74));
-            for (at, (&start, &end)) in start.iter().zip(&end).enumerate() {
-                let here = (at % 37) as i32;
-                assert!(start <= here && here < end && end <= 37, "{cuts:?} {at}");
-            }
-        }
-        assert!(documents(shape(), Cuts::Count(38), &mut random).is_err());
-    }
-
-    #[test]
-    fn cu_seqlens_counts_over_the_batch() {
-        let case = Case::draw(shape(), Keys::Dense, Cuts::Count(3), &Scores::Tied, 9).expect("three documents fit");
-        let bounds = case.cu_seqlens();
-        assert_eq!(bounds.len(), 7);
-        assert_eq!((bounds[0], bounds[3], bounds[6]), (0, 37, 74));
-    }
-
-    #[test]
     fn a_window_expires_its_keys() {
         let case = Case::draw(shape(), Keys::Window(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");
         let tied = Case::draw(shape(), Keys::chosen(5), Cuts::Count(1), &Scores::Tied, 9).expect("one document");

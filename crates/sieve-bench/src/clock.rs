@@ -159,16 +159,3 @@ fn of_samples(mut samples: Vec<f64>) -> Times {
         p90_ms: at(0.9),
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn percentiles_of_samples_in_any_order() {
-        let samples = (0..31).map(|x| f64::from((x * 7) % 31)).collect();
-        let times = of_samples(samples);
-        assert_eq!((times.median_ms, times.p10_ms, times.p90_ms), (15.0, 3.0, 27.0));
-        assert!(of_samples(Vec::new()).median_ms.is_nan());
-    }
-}

@@ -541,59 +541,6 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn asm_becomes_a_call() {
-        for (statement, call) in [
-            (
-                "asm(\"cvt.rn.bf16x2.f32 %0, %1, %2;\" : \"=r\"(word) : \"f\"(f(a, 1)), \"f\"(b));",
-                "ptx_cvt_rn_bf16x2_f32(word, f(a, 1), b);",
-            ),
-            (
-                "asm volatile(\"cp.async.ca.shared.global [%0], [%1], 8, %2;\" ::\"r\"(to), \"l\"(from), \"r\"(n) : \
-                 \"memory\");",
-                "ptx_cp_async_ca_shared_global(to, from, 8, n);",
-            ),
-            (
-                "asm volatile(\"cp.async.commit_group;\" ::: \"memory\");",
-                "ptx_cp_async_commit_group();",
-            ),
-            ("asm volatile(\"\" : \"+r\"(address));", ";"),
-            (
-                "asm volatile(\n  \"mma.sync \"\n  \"{%0}, {%1};\"\n  : \"+f\"(d[0])\n  : \"r\"(a));",
-                "ptx_mma_sync(d[0], a);",
-            ),
-            (
-                "asm volatile(\"{\\n.reg .pred same;\\nsetp.eq.u32 same, %1, 0;\\n\"\n\
-                 \"@same red.shared.add.u32 [%0], 1;\\n}\" ::\"r\"(a), \"r\"(b));",
-                "ptx_block_red_shared_add_u32(a, b);",
-            ),
-        ] {
-            assert_eq!(without_asm(&format!("x {statement} y")), format!("x {call} y"));
-        }
-        assert_eq!(without_asm("plasma(1);"), "plasma(1);");
-    }
-
-    #[test]
-    fn the_entry_point_alone_is_renamed() {
-        let text = "extern \"C\" __global__ void __launch_bounds__(2)\n    fill(float* x) {\n  fill(x, refill(x));\n}";
-        assert_eq!(with_own_entry("fill", text), text.replacen("fill(", "fill_entry(", 1));
-    }
-
-    #[test]
-    fn dynamic_shared_memory_is_a_pointer() {
-        for (line, kind, name) in [
-            (
-                "  extern __shared__ __align__(128) unsigned char bytes[];",
-                "unsigned char",
-                "bytes",
-            ),
-            ("extern __shared__ float4 w[];  // note", "float4", "w"),
-        ] {
-            assert_eq!(declared_shared(line), Some((kind, name)));
-        }
-        assert_eq!(declared_shared("__shared__ float x[3];"), None);
-    }
-
-    #[test]
     fn a_launch_is_json() {
         let gpu = Recorder::new(Hardware::AMPERE);
         let of = |heads| gpu.tensor(&[1, 70, heads, 64], DType::BF16);

@@ -219,19 +219,3 @@ impl PathWatch {
 fn is_device_limit(reason: &str) -> bool {
     reason.contains("over this device's limit")
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_row_collects_its_cases() {
-        let mut report = Report::default();
-        report.add("dma", "kernel", "a", Ok(0.5));
-        report.add("dma", "kernel", "b", Ok(0.25));
-        report.add("dma", "reference", "c", wrong("silently"));
-        assert_eq!(report.rows().len(), 2);
-        assert_eq!((report.rows()[0].cases, report.rows()[0].worst), (2, 0.5));
-        assert_eq!(report.failed(), 1);
-    }
-}

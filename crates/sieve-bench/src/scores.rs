@@ -149,13 +149,4 @@ mod tests {
             "{error}"
         );
     }
-
-    #[test]
-    fn rising_scores_rise() {
-        let mut random = Random(1);
-        let z = Scores::Rising.draw(2, 1000, &mut random).expect("no file");
-        assert!(z[0] < z[500] && z[500] < z[999] && z[1000] < z[1999]);
-        let tied = Scores::Tied.draw(1, 5, &mut random).expect("no file");
-        assert_eq!(tied, [0.0; 5]);
-    }
 }

@@ -133,12 +133,4 @@ mod tests {
         }
         assert!(Strided::new(&values, shape, Layout::Pitched).buffer[5].is_nan());
     }
-
-    #[test]
-    fn an_expanded_batch_repeats_its_first_row() {
-        let values: Vec<f32> = (0..16).map(|x| x as f32).collect();
-        let strided = Strided::new(&values, [2, 2, 1, 4], Layout::Expanded);
-        assert_eq!(strided.buffer.len(), 8);
-        assert_eq!(strided.gathered()[8..], values[..8]);
-    }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use sieve_core::model::AttentionForm;
-use sieve_core::recipe::{AttentionKind, Location};
+use sieve_core::recipe::AttentionKind;
 use sieve_core::{Attention, DmaShape, Recipe, paths};
 
 /// What the recipes of one size take from Table 4 of arXiv:2508.02124v1.
@@ -281,25 +281,4 @@ fn one_key_gives_any_recipe_any_kind() {
             Recipe::load(&text, &name, &preset).unwrap_or_else(|error| panic!("{error}"));
         }
     }
-}
-
-#[test]
-fn a_mistake_in_a_shipped_recipe_would_be_found() {
-    let (text, _) = &shipped()["quickstart"];
-    let broken = text.replace("keep_window_size", "keep_windw_size");
-    let error = Recipe::load(&broken, "quickstart", &[]).expect_err("a misspelt key");
-    let sieve_core::RecipeError::Invalid { mistakes, .. } = error else {
-        panic!("{error}")
-    };
-    let line = broken
-        .lines()
-        .position(|line| line.starts_with("keep_windw_size"))
-        .expect("the line is there")
-        + 1;
-    assert!(
-        mistakes
-            .iter()
-            .any(|mistake| mistake.location == Some(Location::Line(line))),
-        "{mistakes:?}"
-    );
 }

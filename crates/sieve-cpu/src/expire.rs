@@ -11,8 +11,9 @@ use rayon::prelude::*;
 
 use crate::attention::Documents;
 
-/// Integer whose order is that of (z, position): -0 counts as +0, of equal z the later position is larger.
-fn rank_key(z: f32, position: usize) -> u64 {
+/// Integer whose order is that of (z, position): -0 counts as +0, of equal z the later position is larger. Its lower
+/// half is the position.
+pub fn rank_key(z: f32, position: usize) -> u64 {
     let bits = (z + 0.0).to_bits();
     let ordered = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
     (u64::from(ordered) << 32) | position as u64

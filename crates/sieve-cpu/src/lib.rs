@@ -46,7 +46,7 @@ pub use attention::{
 };
 pub use dma_scores::{dma_scores_backward, dma_scores_forward};
 pub use embedding::{embedding_backward, embedding_forward};
-pub use expire::{dma_select, extend_expire};
+pub use expire::{dma_select, extend_expire, rank_key};
 pub use gemm::{Matrix, MatrixMut, Threads, matmul};
 pub use linear_cross_entropy::{CrossEntropy, linear_cross_entropy, linear_cross_entropy_with_gradients, token_losses};
 pub use mla::decode::{MlaDecode, mla_decode};

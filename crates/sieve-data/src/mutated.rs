@@ -7,61 +7,12 @@ use std::path::{Path, PathBuf};
 use parquet::basic::Compression;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use rayon::prelude::*;
+use sieve_testing::mutated;
 
-use crate::mqar::Draws;
 use crate::test_files::{gzip, quick_dir, write_parquet, zstd};
 use crate::{Corpus, CorpusConfig, DataError, ShardReader, ShardWriter, Tokenizer};
 
 const NUM_INPUTS: u64 = 10_000;
-
-/// `bytes` with one to four changes, fixed by `number`.
-fn mutated(bytes: &[u8], number: u64) -> Vec<u8> {
-    let mut draws = Draws::new([number, bytes.len() as u64, 0, 0]);
-    let mut bytes = bytes.to_vec();
-    for _ in 0..=draws.below(4) {
-        let len = bytes.len() as u64;
-        if len == 0 {
-            return bytes;
-        }
-        let at = draws.below(len) as usize;
-        let piece = at..(at + 1 + draws.below(16) as usize).min(bytes.len());
-        match draws.below(8) {
-            0 => bytes[at] ^= 1 << draws.below(8),
-            1 => bytes[at] = draws.word() as u8,
-            2 => bytes.truncate(at),
-            3 => drop(bytes.drain(piece)),
-            4 => {
-                let copy = bytes[piece].to_vec();
-                let to = draws.below(len) as usize;
-                bytes.splice(to..to, copy);
-            }
-            // Numbers at the ends of their ranges, where sizes and offsets overflow.
-            5 | 6 => {
-                let numbers = [
-                    0,
-                    1,
-                    u64::MAX,
-                    i64::MAX as u64,
-                    u64::from(u32::MAX),
-                    i32::MAX as u64,
-                    1 << 31,
-                    1 << 62,
-                ];
-                let number = numbers[draws.below(8) as usize].to_le_bytes();
-                let len = [1, 4, 8][draws.below(3) as usize];
-                for (byte, new) in bytes[at..].iter_mut().zip(&number[..len]) {
-                    *byte = *new;
-                }
-            }
-            _ => {
-                // A byte that text formats give a meaning to.
-                let meaning = b"{}[]\"\\:,\n0-9eE.\0\xff";
-                bytes[at] = meaning[draws.below(meaning.len() as u64) as usize];
-            }
-        }
-    }
-    bytes
-}
 
 /// Gives `check` every mutation of `bytes`, written to a file called `name`, and returns how many of them it says were
 /// taken.
@@ -72,7 +23,7 @@ fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool +
         let folder = dir.path().join(thread);
         fs::create_dir_all(&folder).unwrap();
         let path = folder.join(name);
-        let bytes = mutated(bytes, number);
+        let bytes = mutated(bytes, usize::MAX, number);
         fs::write(&path, &bytes).unwrap();
         check(&path, &bytes)
     });

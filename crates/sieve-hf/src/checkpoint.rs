@@ -24,11 +24,11 @@ const TOKENIZER: &str = "tokenizer.json";
 /// The running mean of the training loss. On disk as bits: the digits of a JSON number may be read as its neighbour.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct GuardState {
-    /// Mean loss of the taken steps, nats; 0 in checkpoints that do not store it.
-    #[serde(default, rename = "mean_loss_bits", with = "bits")]
+    /// Mean loss of the taken steps, nats.
+    #[serde(rename = "mean_loss_bits", with = "bits")]
     pub mean_loss: f32,
-    /// How many there were. Older checkpoints counted gradient norms, of which each step has one too.
-    #[serde(rename = "num_losses_bits", alias = "num_norms_bits", with = "bits")]
+    /// How many there were.
+    #[serde(rename = "num_losses_bits", with = "bits")]
     pub num_losses: f32,
 }
 
@@ -433,20 +433,5 @@ mod tests {
             &said(ErrorKind::NotFound),
             "model.safetensors is damaged: it cannot be read",
         );
-    }
-
-    #[test]
-    fn states_of_the_guard_that_counted_norms_still_open() {
-        let [one, two, four] = [1.0f32, 2.0, 4.0].map(f32::to_bits);
-        let old = serde_json::json!({
-            "mean_norm_bits": one, "mean_loss_bits": two, "num_norms_bits": four,
-        });
-        let state: GuardState = serde_json::from_value(old).unwrap();
-        assert_eq!((state.mean_loss, state.num_losses), (2.0, 4.0));
-        let older = serde_json::json!({ "mean_norm_bits": one, "num_norms_bits": four });
-        let state: GuardState = serde_json::from_value(older).unwrap();
-        assert_eq!(state.mean_loss, 0.0);
-        let now = serde_json::to_string(&state).unwrap();
-        assert_eq!(serde_json::from_str::<GuardState>(&now).unwrap(), state);
     }
 }

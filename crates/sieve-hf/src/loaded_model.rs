@@ -76,7 +76,7 @@ impl Checkpoint {
             source: Box::new(source),
         };
         let text = self.recipe_toml()?;
-        let recipe = Recipe::load_saved(&text, &path.display().to_string()).map_err(bad_recipe)?;
+        let recipe = Recipe::load(&text, &path.display().to_string(), &[]).map_err(bad_recipe)?;
         let recipe = recipe.at_stage(&recipe.stage_of_state(self.state.step as usize));
         let rows = self.state.vocab_size;
         let shape = recipe.model_shape(rows).map_err(bad_recipe)?;

@@ -235,8 +235,9 @@ mod tests {
     use super::*;
     use crate::testing::{assert_close, ids, kinds, shape, values};
     use burn_flex::Flex;
+    use sieve_cpu::reference::{Key, Rounding, attend};
 
-    /// Dense causal attention, plainly.
+    /// Dense causal attention by its definition.
     fn dense(op: HostOperands<'_>) -> Result<Vec<f32>, ()> {
         let (d, m) = (op.head_dim, op.num_heads / op.num_kv_heads);
         let mut o = Vec::new();
@@ -244,15 +245,14 @@ mod tests {
             for head in 0..op.num_heads {
                 let q = &op.q[(t * op.num_heads + head) * d..][..d];
                 let at = |j: usize| (j * op.num_kv_heads + head / m) * d;
-                let logits: Vec<f32> = (0..=t)
-                    .map(|j| q.iter().zip(&op.k[at(j)..]).map(|(a, b)| a * b).sum::<f32>() / (d as f32).sqrt())
-                    .collect();
-                let max = logits.iter().copied().fold(f32::MIN, f32::max);
-                let sum: f32 = logits.iter().map(|x| (x - max).exp()).sum();
-                o.extend((0..d).map(|c| -> f32 {
-                    let term = |(j, x): (usize, &f32)| (x - max).exp() / sum * op.v[at(j) + c];
-                    logits.iter().enumerate().map(term).sum()
-                }));
+                let key = |j: usize| {
+                    let (k, v) = (&op.k[at(j)..at(j) + d], &op.v[at(j)..at(j) + d]);
+                    Key { k, v, bias: 0.0 }
+                };
+                let keys: Vec<_> = (0..=t).map(key).collect();
+                let mut row = vec![0.0; d];
+                attend(q, &keys, 1.0 / (d as f64).sqrt(), Rounding::None, &mut row);
+                o.extend(row.into_iter().map(|x| x as f32));
             }
         }
         Ok(o)

@@ -115,7 +115,7 @@ const COLUMNS: [Column; 11] = [
 ];
 
 fn parameters(run: &Run) -> f64 {
-    let shape = Recipe::load_saved(&run.recipe, "config.toml").ok().and_then(|recipe| {
+    let shape = Recipe::load(&run.recipe, "config.toml", &[]).ok().and_then(|recipe| {
         // A tokenizer that is trained may have fewer tokens than the recipe asks for.
         let vocab_size = run.vocab_size.or_else(|| recipe.stated_vocab_size())?;
         recipe.model_shape(vocab_size).ok()

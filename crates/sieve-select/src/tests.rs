@@ -61,7 +61,6 @@ macro_rules! prefill_methods {
                     equal_scores_zeros_and_a_huge_key
                     one_finite_score_takes_everything
                     a_nan_makes_its_head_dense_and_leaves_the_others_alone;
-                of(Settings::SMALL, NAME) => chunks: misaligned_chunks_are_valid_and_equal_their_oracle;
                 of(Settings::EVERYTHING, NAME) => forms: everything_kept_equals_dense;
                 of(Settings::EVERYTHING, NAME) => chunks: everything_kept_in_misaligned_chunks_equals_dense;
                 NAME => chunks: chunks_agree_as_far_as_promised;

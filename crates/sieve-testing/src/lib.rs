@@ -7,6 +7,7 @@
 mod clock;
 mod close;
 mod differences;
+mod mutated;
 mod random;
 mod rows;
 mod words;
@@ -14,6 +15,7 @@ mod words;
 pub use clock::{Time, measure, timed};
 pub use close::{assert_close, assert_close_relative, assert_lse_close};
 pub use differences::{finite_differences, inner, wide};
+pub use mutated::mutated;
 pub use random::{Random, round_bf16};
 pub use rows::{threads, whole_rows};
 pub use words::{cases, parts, refusal, says};

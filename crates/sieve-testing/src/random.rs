@@ -83,37 +83,3 @@ impl Random {
 pub fn round_bf16(x: f32) -> f32 {
     half::bf16::from_f32(x).to_f32()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rounding_is_to_the_nearest_even_bf16() {
-        for (x, expected) in [
-            (1.0, 1.0),
-            (1.0 + 1.0 / 512.0, 1.0),
-            (1.0 + 3.0 / 512.0, 1.0 + 1.0 / 128.0),
-            // Halfway between two: to the even one, down and up.
-            (1.0 + 1.0 / 256.0, 1.0),
-            (1.0 + 3.0 / 256.0, 1.0 + 1.0 / 64.0),
-            (-1.004, -1.007_812_5),
-            (f32::INFINITY, f32::INFINITY),
-        ] {
-            assert_eq!(round_bf16(x), expected, "{x}");
-        }
-        assert!(round_bf16(f32::NAN).is_nan());
-    }
-
-    #[test]
-    fn normals_have_mean_0_and_variance_1() {
-        let draws: [fn(&mut Random) -> f32; 2] = [Random::normal, Random::normal_with_tails];
-        for draw in draws {
-            let mut random = Random(3);
-            let values: Vec<f64> = (0..20000).map(|_| f64::from(draw(&mut random))).collect();
-            let mean = values.iter().sum::<f64>() / 2e4;
-            let variance = values.iter().map(|x| x * x).sum::<f64>() / 2e4;
-            assert!(mean.abs() < 0.03 && (variance - 1.0).abs() < 0.05, "{mean} {variance}");
-        }
-    }
-}

@@ -178,7 +178,7 @@ pub enum TrainError {
     #[error(
         "parallelism.context_parallel_degree = {degree}, and {ranks} processes are no multiple of that\n  \
          hint: sieve launch \
-         --nproc {degree}, or --context-parallel 1"
+         --nproc {degree}, or --set parallelism.context_parallel_degree=1"
     )]
     RowParts {
         /// Processes that share a row.

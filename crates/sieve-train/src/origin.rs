@@ -56,7 +56,7 @@ impl Origin {
                 (text, path)
             }
         };
-        let saved = Recipe::load_saved(&saved, &path.display().to_string())?;
+        let saved = Recipe::load(&saved, &path.display().to_string(), &[])?;
         let steps_done = checkpoint.as_ref().map_or(0, |found| found.state.step);
         for change in saved.check_resume(recipe, steps_done as usize)? {
             notices.push(format!("note: {change}"));
@@ -100,7 +100,7 @@ impl Origin {
         }
         let path = checkpoint.path.join("config.toml");
         let text = checkpoint.recipe_toml()?;
-        let before = Recipe::load_saved(&text, &path.display().to_string())?;
+        let before = Recipe::load(&text, &path.display().to_string(), &[])?;
         let mut notices = vec![format!(
             "note: a new run that begins with {}",
             checkpoint.path.display()

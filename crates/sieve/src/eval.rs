@@ -13,6 +13,7 @@ mod patterns;
 mod ppl;
 mod ruler;
 mod selectors;
+mod svg;
 mod tasks;
 mod text;
 

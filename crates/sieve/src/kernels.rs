@@ -9,7 +9,6 @@ use anyhow::{Context, Result, bail};
 pub(crate) use arguments::KernelsCommand;
 use arguments::{BenchArgs, BuildArgs, CaptureArgs, CheckArgs, RunArgs};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
 use indicatif::ProgressBar;
 use sieve_bench::{
     BenchEvent, BenchSettings, BuildEvent, BuildSettings, Captured, CheckSettings, CheckedPart, RunSettings, Scores,
@@ -17,7 +16,7 @@ use sieve_bench::{
 };
 use sieve_core::Recipe;
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
-use sieve_ops::{Cuda, SieveBackend};
+use sieve_ops::SieveBackend;
 use std::path::Path;
 use std::time::Instant;
 
@@ -157,12 +156,6 @@ fn bench(args: BenchArgs) -> Result<()> {
     let mut scores = args.scores;
     if scores.is_empty() {
         scores = vec![Scores::Independent, Scores::Rising, Scores::Tied];
-    }
-    if let Some(checkpoint) = &args.captured {
-        let file = std::env::temp_dir().join(format!("sieve-scores-{}.safetensors", std::process::id()));
-        let device = CudaDevice::new(gpu.index);
-        capture_to::<Cuda>(checkpoint, args.text.as_deref(), &file, &device, DType::BF16)?;
-        scores.push(Scores::Captured(file));
     }
     let settings = BenchSettings {
         rows,

@@ -43,9 +43,6 @@ pub(crate) struct PlanArgs {
         value_parser = clap::value_parser!(u16).range(1..=4096),
     )]
     nnodes: u16,
-    /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
-    #[arg(long, value_name = "P", requires = "gpu", value_parser = clap::value_parser!(u16).range(1..))]
-    context_parallel: Option<u16>,
     /// Also suggest a learning rate, a batch and steps, by Step Law (arXiv:2503.04715)
     #[arg(long)]
     suggest: bool,
@@ -59,7 +56,7 @@ pub(crate) struct PlanArgs {
 
 /// Runs the command.
 pub(crate) fn run(args: PlanArgs) -> Result<()> {
-    let source = args.recipe.with_parts(args.context_parallel);
+    let source = args.recipe;
     let recipe = source.load()?;
     let vocab_size = vocab_size(&recipe)?;
     let (target, name) = target(args.gpu.as_deref())?;

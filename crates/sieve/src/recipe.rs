@@ -68,14 +68,6 @@ impl RecipeArgs {
         }
     }
 
-    /// The same, where `degree` processes share each row.
-    pub(crate) fn with_parts(mut self, degree: Option<u16>) -> Self {
-        let key = "parallelism.context_parallel_degree";
-        let degree = degree.map(|degree| format!("{key}={degree}"));
-        self.overrides.extend(degree);
-        self
-    }
-
     /// Finds, reads and checks the recipe, and warns of keys that an overridden kind of attention leaves out.
     pub(crate) fn load(&self) -> Result<Recipe> {
         let found = match self.found.get() {

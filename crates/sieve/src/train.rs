@@ -96,9 +96,6 @@ pub(crate) struct TrainArgs {
     /// Of several processes: seconds without a sign of life after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
-    /// Processes that share each row, instead of the recipe's parallelism.context_parallel_degree
-    #[arg(long, value_name = "P", value_parser = clap::value_parser!(u16).range(1..))]
-    context_parallel: Option<u16>,
     /// Folder for the last checkpoint of this process when its own place cannot be written
     #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
     checkpoint_fallback: Option<PathBuf>,
@@ -150,9 +147,8 @@ impl From<Ending> for Exit {
 }
 
 /// Runs the command.
-pub(crate) fn run(mut args: TrainArgs) -> Result<Exit> {
+pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     args.check();
-    args.recipe = args.recipe.with_parts(args.context_parallel);
     respect_nohup();
     match World::from_env(&variable)? {
         Some(world) => ranks::run(&args, world),

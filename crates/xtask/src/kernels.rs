@@ -44,7 +44,7 @@ pub(crate) fn run(only_arch: Option<&str>) -> Result<()> {
 
 /// Prints the table, then what must not be.
 fn report(shipped: &Shipped, results: &[Compiled]) -> Result<()> {
-    let mut problems = headers::unnamed_defines(shipped)?;
+    let mut problems = headers::not_shipped(shipped)?;
     println!(
         "{:7} {:44} {:>9} {:>15} {:>6} {:>7}  defines",
         "arch", "entry point", "registers", "spills st/ld B", "stack", "smem B"

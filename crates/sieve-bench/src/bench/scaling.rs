@@ -177,16 +177,3 @@ fn log_log_slope(points: &[(f64, f64)]) -> f64 {
     let along: f64 = logs.iter().map(|log| (log.0 - x) * (log.1 - y)).sum();
     along / logs.iter().map(|log| (log.0 - x).powi(2)).sum::<f64>()
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_power_law_has_its_power_as_slope() {
-        let square: Vec<_> = [1.0, 3.0, 10.0].map(|x: f64| (x, 5.0 * x * x)).to_vec();
-        assert!((log_log_slope(&square) - 2.0).abs() < 1e-12);
-        let flat = [(1.0, 7.0), (2.0, 7.0), (8.0, 7.0)];
-        assert!(log_log_slope(&flat).abs() < 1e-12);
-    }
-}

@@ -75,10 +75,6 @@ pub(super) fn unknown_key(owner: &str, keys: &'static [Key], name: &str) -> Mist
     if schema::PLANNED.contains(&path.as_str()) {
         return not_built(&path);
     }
-    if let Some((_, what, hint)) = schema::RENAMED.iter().find(|(name, ..)| *name == path) {
-        let [what, hint] = [what, hint].map(|&text| text.to_owned());
-        return Mistake::new(path, Problem::Rule { what, hint });
-    }
     let known = keys.iter().map(|key| key.name).collect::<Vec<_>>();
     // A key of another section is in the wrong place, not misspelt.
     let home = schema::home_of(name);

@@ -39,17 +39,6 @@ impl Recipe {
         Self::of_document(document, origin)
     }
 
-    /// Reads the resolved recipe of a run or a checkpoint, which names every key there was when it was written. Keys
-    /// that have another name since are read by the name they had.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load).
-    pub fn load_saved(text: &str, origin: &str) -> Result<Self, RecipeError> {
-        let mut document = Document::parse(text, origin)?;
-        resolve::earlier_keys(&mut document.table);
-        Self::of_document(document, origin).map(|(recipe, _)| recipe)
-    }
-
     /// The recipe of a text and its overrides, and the keys that an overridden kind left out.
     fn of_document(mut document: Document, origin: &str) -> Result<(Self, Vec<String>), RecipeError> {
         let mut mistakes = std::mem::take(&mut document.mistakes);

@@ -8,26 +8,6 @@ use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
 use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
 
-/// Gives a saved recipe the keys that it has now: those of `schema::RENAMED` by their new name, and what was so before
-/// there was a key for it.
-pub(super) fn earlier_keys(table: &mut Table) {
-    let training = |key: &str| value_at(table, &format!("training.{key}"))?.as_integer();
-    let batch = training("local_batch_size").zip(training("seq_len"));
-    if let Some(validation) = table.get_mut("validation").and_then(Value::as_table_mut)
-        && let (Some((rows, seq_len)), Some(Value::Integer(steps))) = (batch, validation.get("steps"))
-    {
-        let tokens = steps.saturating_mul(rows).saturating_mul(seq_len);
-        validation.remove("steps");
-        validation.insert("tokens".to_owned(), Value::Integer(tokens));
-    }
-    // Latent attention had no norms of queries and keys.
-    if let Some(attention) = table.get_mut("attention").and_then(Value::as_table_mut)
-        && attention.get("kind").and_then(Value::as_str) == Some("mla")
-    {
-        attention.entry("qk_norm").or_insert(Value::Boolean(false));
-    }
-}
-
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
 /// Works on unchecked values: what has a wrong type is left to be reported.

@@ -16,13 +16,6 @@ pub(super) const PLANNED: &[&str] = &[
     "parallelism.pipeline_parallel_degree",
 ];
 
-/// Keys that recipes had once: what became of each, and what to write now.
-pub(super) const RENAMED: &[(&str, &str, &str)] = &[(
-    "validation.steps",
-    "is now validation.tokens: a number of batches was other text for another batch size",
-    "tokens = steps x training.local_batch_size x training.seq_len reads as much as before",
-)];
-
 /// Every section but `[[stage]]`, in the order a recipe writes them.
 pub(super) fn sections() -> impl Iterator<Item = &'static Key> {
     let keys = Recipe::KEYS.iter();

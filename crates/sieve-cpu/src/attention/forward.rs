@@ -8,7 +8,7 @@ use rayon::prelude::*;
 use super::keys::Keys;
 use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
 use super::scratch::Pool;
-use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile, row_positions};
+use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, Tile};
 use super::{Documents, Mask, Packed};
 use crate::simd::{exp_below, on_arch};
 
@@ -17,14 +17,130 @@ const SIDE: usize = 4;
 
 /// What one thread needs for one tile.
 struct Scratch<const W: usize> {
-    q: RowPanels<W>,
-    positions: Vec<[i32; LANES]>,
-    block: KeyBlock<W>,
+    rows: Rows<W>,
     list: Vec<u32>,
+}
+
+/// Queries of a tile in panels, the block of keys that they meet next, and what they have summed up.
+pub(crate) struct Rows<const W: usize> {
+    q: RowPanels<W>,
+    panels: Vec<Panel>,
+    pub(crate) block: KeyBlock<W>,
     scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
+    /// Panels of the output's width.
+    columns_v: usize,
     /// `[num_panels, head_dim panels, LANES, W]`.
     o: Vec<Aligned<[[f32; W]; LANES]>>,
-    softmax: Vec<Softmax>,
+}
+
+/// Positions of a panel's rows, -1 for unused rows, and the running state of their softmax.
+struct Panel {
+    positions: [i32; LANES],
+    first: i32,
+    last: i32,
+    softmax: Softmax,
+}
+
+impl<const W: usize> Rows<W> {
+    pub(crate) fn new(head_dim: usize) -> Self {
+        Self {
+            q: RowPanels::new(),
+            panels: Vec::new(),
+            block: KeyBlock::new(head_dim),
+            scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
+            columns_v: 0,
+            o: Vec::new(),
+        }
+    }
+
+    /// Begins with these queries, whose keys and values are `[d, d_v]` wide.
+    #[inline(always)]
+    pub(crate) fn load<'r>(
+        &mut self,
+        rows: impl ExactSizeIterator<Item = &'r [f32]>,
+        position: impl Fn(usize) -> i32,
+        [d, d_v]: [usize; 2],
+        softmax_scale: f32,
+    ) {
+        let num_rows = rows.len();
+        self.q.load(rows, d, softmax_scale);
+        self.q.transpose();
+        self.panels.clear();
+        self.panels.extend((0..num_rows).step_by(LANES).map(|start| {
+            let used = (num_rows - start).min(LANES);
+            let mut positions = [-1; LANES];
+            (0..used).for_each(|lane| positions[lane] = position(start + lane));
+            let used = positions[..used].iter().copied();
+            Panel {
+                positions,
+                first: used.clone().min().unwrap_or(0),
+                last: used.max().unwrap_or(0),
+                softmax: Softmax::new(),
+            }
+        }));
+        self.columns_v = d_v.div_ceil(W);
+        self.o.clear();
+        self.o
+            .resize(self.panels.len() * self.columns_v, Aligned([[0.0; W]; LANES]));
+    }
+
+    /// Adds what the rows see of the block. `bases` are taken from the biases of the keys, where there are any.
+    #[inline(always)]
+    pub(crate) fn add_block<S: Simd>(
+        &mut self,
+        simd: S,
+        columns: usize,
+        bases: Option<impl Fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>,
+    ) {
+        let (block, scores, columns_v) = (&self.block, &mut self.scores, self.columns_v);
+        for (index, panel) in self.panels.iter_mut().enumerate() {
+            let Some(meeting) = block.meeting(panel.first, panel.last) else {
+                continue;
+            };
+            let range = meeting.keys.clone();
+            for c in 0..columns {
+                let (k, q) = (&block.k[c][range.clone()], &self.q.transposed[index * columns + c]);
+                multiply(simd, k, q, &mut scores[range.clone()], c > 0);
+            }
+            let base = bases
+                .as_ref()
+                .map_or(Aligned([0.0; LANES]), |bases| bases(&panel.positions));
+            let shown = Shown {
+                positions: &panel.positions,
+                key: &block.position[range.clone()],
+                expire: &block.expire[range.clone()],
+                delta: bases.as_ref().map(|_| &block.delta[range.clone()]),
+                base: &base,
+                // Unused rows see nothing either.
+                masked: meeting.masked || panel.positions[LANES - 1] < 0,
+            };
+            let o = &mut self.o[index * columns_v..(index + 1) * columns_v];
+            let mut rescale = Aligned([1.0; LANES]);
+            let softmax = &mut panel.softmax;
+            if online_softmax(simd, &shown, &mut scores[range.clone()], softmax, &mut rescale) {
+                for o in o.iter_mut() {
+                    scale_rows(simd, o, &rescale);
+                }
+            }
+            for (o, v) in o.iter_mut().zip(&block.v) {
+                multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
+            }
+        }
+    }
+
+    /// Writes the output of a row, normalised; returns its log-sum-exp.
+    #[inline(always)]
+    pub(crate) fn finish(&self, r: usize, o: &mut [f32]) -> f32 {
+        let (panel, lane) = (r / LANES, r % LANES);
+        let (lse, sum) = self.panels[panel].softmax.finish(lane);
+        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
+        for (c, o) in o.chunks_mut(W).enumerate() {
+            for (o, &x) in o.iter_mut().zip(&self.o[panel * self.columns_v + c][lane]) {
+                *o = x * factor;
+            }
+        }
+        lse
+    }
 }
 
 /// Running state of the online softmax of one panel.
@@ -103,15 +219,8 @@ pub(crate) fn run<const W: usize>(
 
 impl<const W: usize> Scratch<W> {
     fn new(head_dim: usize) -> Self {
-        Self {
-            q: RowPanels::new(),
-            positions: Vec::new(),
-            block: KeyBlock::new(head_dim),
-            list: Vec::new(),
-            scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
-            o: Vec::new(),
-            softmax: Vec::new(),
-        }
+        let (rows, list) = (Rows::new(head_dim), Vec::new());
+        Self { rows, list }
     }
 }
 
@@ -157,65 +266,19 @@ fn one_tile<S: Simd, const W: usize>(
     scratch: &mut Scratch<W>,
 ) {
     let (d, group_size) = (shape.head_dim, shape.group_size());
-    let (columns, columns_v) = (d.div_ceil(W), shape.head_dim_v.div_ceil(W));
-    let Scratch {
-        q,
-        positions,
-        block,
-        list,
-        scores,
-        o,
-        softmax,
-    } = scratch;
-    let rows = (0..tile.num_rows(shape)).map(|r| {
+    let Scratch { rows, list } = scratch;
+    let queries = (0..tile.num_rows(shape)).map(|r| {
         let at = (tile.first + r / group_size) * shape.token_len() + (tile.kv_head * group_size + r % group_size) * d;
         &qkv_row[at..at + d]
     });
-    q.load(rows, d, shape.softmax_scale);
-    q.transpose();
-    row_positions(tile, shape, positions);
-    let num_panels = positions.len();
-    o.clear();
-    o.resize(num_panels * columns_v, Aligned([[0.0; W]; LANES]));
-    softmax.clear();
-    softmax.resize(num_panels, Softmax::new());
-
+    let position = |r: usize| (tile.first + r / group_size) as i32;
+    rows.load(queries, position, [d, shape.head_dim_v], shape.softmax_scale);
     keys.of_tile(tile.row, tile.kv_head, tile.first, tile.end - 1, list);
+    let has_bias = keys.delta(tile.row, tile.kv_head).is_some();
     for list in list.chunks(BLOCK_KEYS) {
-        block.gather(qkv_row, shape, keys, tile, list);
-        for (panel, positions) in positions.iter().enumerate() {
-            let first = positions[0];
-            let last = (tile.first + ((panel + 1) * LANES - 1) / group_size).min(tile.end - 1) as i32;
-            let Some(meeting) = block.meeting(first, last) else {
-                continue;
-            };
-            let range = meeting.keys.clone();
-            for c in 0..columns {
-                let (k, q) = (&block.k[c][range.clone()], &q.transposed[panel * columns + c]);
-                multiply(simd, k, q, &mut scores[range.clone()], c > 0);
-            }
-            let bases = keys.bases(tile.row, tile.kv_head, positions);
-            let shown = Shown {
-                positions,
-                key: &block.position[range.clone()],
-                expire: &block.expire[range.clone()],
-                delta: keys.delta(tile.row, tile.kv_head).map(|_| &block.delta[range.clone()]),
-                base: &bases,
-                // Unused rows see nothing either.
-                masked: meeting.masked || positions[LANES - 1] < 0,
-            };
-            let state = &mut softmax[panel];
-            let o = &mut o[panel * columns_v..(panel + 1) * columns_v];
-            let mut rescale = Aligned([1.0; LANES]);
-            if online_softmax(simd, &shown, &mut scores[range.clone()], state, &mut rescale) {
-                for o in o.iter_mut() {
-                    scale_rows(simd, o, &rescale);
-                }
-            }
-            for (o, v) in o.iter_mut().zip(&block.v) {
-                multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
-            }
-        }
+        rows.block.gather(qkv_row, shape, keys, tile, list);
+        let bases = |positions: &[i32; LANES]| keys.bases(tile.row, tile.kv_head, positions);
+        rows.add_block(simd, d.div_ceil(W), has_bias.then_some(bases));
     }
 }
 
@@ -313,19 +376,9 @@ pub(crate) fn online_softmax<S: Simd>(
 #[inline(always)]
 fn store<const W: usize>(shape: Packed, tile: Tile, scratch: &Scratch<W>, task: &mut Task<'_>) {
     let (d, group_size) = (shape.head_dim_v, shape.group_size());
-    let columns = d.div_ceil(W);
     for r in 0..tile.num_rows(shape) {
-        let (panel, lane) = (r / LANES, r % LANES);
         let (token, head) = (r / group_size, tile.kv_head * group_size + r % group_size);
-        let softmax = &scratch.softmax[panel];
-        let sum;
-        (task.lse[head][token], sum) = softmax.finish(lane);
-        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
         let at = (token * shape.num_heads + head) * d;
-        for (c, o) in task.o[at..at + d].chunks_mut(W).enumerate() {
-            for (o, &x) in o.iter_mut().zip(&scratch.o[panel * columns + c][lane]) {
-                *o = x * factor;
-            }
-        }
+        task.lse[head][token] = scratch.rows.finish(r, &mut task.o[at..at + d]);
     }
 }

@@ -3,10 +3,10 @@
 
 use pulp::Simd;
 
-use super::forward::{Shown, Softmax, online_softmax};
-use super::panel::{Aligned, LANES, multiply, multiply_transposed, scale_rows};
+use super::forward::Rows;
+use super::panel::{Aligned, LANES};
 use super::scratch::Pool;
-use super::tile::{BLOCK_KEYS, KeyBlock, RowPanels, copy_columns, panel_width};
+use super::tile::{BLOCK_KEYS, KeyBlock, copy_columns, panel_width};
 use crate::simd::on_arch;
 
 /// Query rows and the keys they read. A key is visible where `key_position <= query_position < key_expire`.
@@ -40,36 +40,18 @@ pub struct ListedAttention {
 }
 
 enum Pools {
-    Of16(Pool<Scratch<16>>),
-    Of32(Pool<Scratch<32>>),
-    Of64(Pool<Scratch<64>>),
-}
-
-struct Scratch<const W: usize> {
-    q: RowPanels<W>,
-    block: KeyBlock<W>,
-    scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
-    /// `[num_panels, head_dim panels, LANES, W]`.
-    o: Vec<Aligned<[[f32; W]; LANES]>>,
-    panels: Vec<Panel>,
-}
-
-/// Positions of a panel's rows, -1 for unused rows, and the running state of their softmax.
-struct Panel {
-    positions: [i32; LANES],
-    first: i32,
-    last: i32,
-    full: bool,
-    softmax: Softmax,
+    Of16(Pool<Rows<16>>),
+    Of32(Pool<Rows<32>>),
+    Of64(Pool<Rows<64>>),
 }
 
 impl ListedAttention {
     /// For heads of this width; `softmax_scale` is the factor on `q . k`.
     pub fn new(head_dim: usize, softmax_scale: f32) -> Self {
         let pools = match panel_width(head_dim) {
-            16 => Pools::Of16(Pool::new(Scratch::new, head_dim)),
-            32 => Pools::Of32(Pool::new(Scratch::new, head_dim)),
-            _ => Pools::Of64(Pool::new(Scratch::new, head_dim)),
+            16 => Pools::Of16(Pool::new(Rows::new, head_dim)),
+            32 => Pools::Of32(Pool::new(Rows::new, head_dim)),
+            _ => Pools::Of64(Pool::new(Rows::new, head_dim)),
         };
         Self {
             head_dim,
@@ -87,27 +69,15 @@ impl ListedAttention {
     /// When lengths do not fit or a vector leaves its slice.
     pub fn run(&self, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
         let (rows, keys) = (tile.query_at.len(), tile.key_at.len());
-        assert_eq!(
+        let lengths = [
             tile.query_position.len(),
-            rows,
-            "listed_attention: query_position is not [rows]"
-        );
-        assert_eq!(
+            lse.len(),
             tile.key_position.len(),
-            keys,
-            "listed_attention: key_position is not [keys]"
-        );
-        assert_eq!(
             tile.key_expire.len(),
-            keys,
-            "listed_attention: key_expire is not [keys]"
-        );
-        assert_eq!(
-            o.len(),
-            rows * self.head_dim,
-            "listed_attention: o is not [rows, head_dim]"
-        );
-        assert_eq!(lse.len(), rows, "listed_attention: lse is not [rows]");
+        ];
+        assert_eq!(lengths, [rows, rows, keys, keys], "listed_attention: lengths differ");
+        let o_len = rows * self.head_dim;
+        assert_eq!(o.len(), o_len, "listed_attention: o is not [rows, head_dim]");
         match &self.pools {
             Pools::Of16(pool) => self.dispatch(pool, tile, o, lse),
             Pools::Of32(pool) => self.dispatch(pool, tile, o, lse),
@@ -115,10 +85,8 @@ impl ListedAttention {
         }
     }
 
-    fn dispatch<const W: usize>(&self, pool: &Pool<Scratch<W>>, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
-        pool.lend(|scratch| {
-            attend_tile(self.head_dim, self.softmax_scale, tile, scratch, o, lse);
-        });
+    fn dispatch<const W: usize>(&self, pool: &Pool<Rows<W>>, tile: ListedTile<'_>, o: &mut [f32], lse: &mut [f32]) {
+        pool.lend(|all| attend_tile(self.head_dim, self.softmax_scale, tile, all, o, lse));
     }
 }
 
@@ -131,35 +99,9 @@ impl std::fmt::Debug for ListedAttention {
     }
 }
 
-impl<const W: usize> Scratch<W> {
-    fn new(head_dim: usize) -> Self {
-        Self {
-            q: RowPanels::new(),
-            block: KeyBlock::new(head_dim),
-            scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
-            o: Vec::new(),
-            panels: Vec::new(),
-        }
-    }
-}
-
-impl Panel {
-    fn new(positions_of_rows: &[i32]) -> Self {
-        let mut positions = [-1; LANES];
-        positions[..positions_of_rows.len()].copy_from_slice(positions_of_rows);
-        Self {
-            positions,
-            first: positions_of_rows.iter().copied().min().unwrap_or(0),
-            last: positions_of_rows.iter().copied().max().unwrap_or(0),
-            full: positions_of_rows.len() == LANES,
-            softmax: Softmax::new(),
-        }
-    }
-}
-
 on_arch! {
     fn attend_tile<'a, 's; const W>(
-        head_dim: usize, softmax_scale: f32, tile: ListedTile<'a>, scratch: &'s mut Scratch<W>,
+        head_dim: usize, softmax_scale: f32, tile: ListedTile<'a>, all: &'s mut Rows<W>,
         o: &'a mut [f32], lse: &'a mut [f32],
     ) -> () = attend_tile_simd;
 }
@@ -170,70 +112,19 @@ fn attend_tile_simd<S: Simd, const W: usize>(
     d: usize,
     softmax_scale: f32,
     tile: ListedTile<'_>,
-    scratch: &mut Scratch<W>,
+    all: &mut Rows<W>,
     output: &mut [f32],
     lse: &mut [f32],
 ) {
-    let Scratch {
-        q,
-        block,
-        scores,
-        o,
-        panels,
-    } = scratch;
-    let columns = d.div_ceil(W);
     let rows = tile.query_at.iter().map(|&at| &tile.q[at..at + d]);
-    q.load(rows, d, softmax_scale);
-    q.transpose();
-    panels.clear();
-    panels.extend(tile.query_position.chunks(LANES).map(Panel::new));
-    o.clear();
-    o.resize(panels.len() * columns, Aligned([[0.0; W]; LANES]));
-
+    all.load(rows, |r| tile.query_position[r], [d, d], softmax_scale);
     for start in (0..tile.key_at.len()).step_by(BLOCK_KEYS) {
         let end = (start + BLOCK_KEYS).min(tile.key_at.len());
-        block.gather_listed(&tile, start..end, d);
-        for (index, panel) in panels.iter_mut().enumerate() {
-            let Some(meeting) = block.meeting(panel.first, panel.last) else {
-                continue;
-            };
-            let range = meeting.keys.clone();
-            for c in 0..columns {
-                let (k, q) = (&block.k[c][range.clone()], &q.transposed[index * columns + c]);
-                multiply(simd, k, q, &mut scores[range.clone()], c > 0);
-            }
-            let shown = Shown {
-                positions: &panel.positions,
-                key: &block.position[range.clone()],
-                expire: &block.expire[range.clone()],
-                delta: None,
-                base: &[0.0; LANES],
-                masked: meeting.masked || !panel.full,
-            };
-            let o = &mut o[index * columns..(index + 1) * columns];
-            let mut rescale = Aligned([1.0; LANES]);
-            let softmax = &mut panel.softmax;
-            if online_softmax(simd, &shown, &mut scores[range.clone()], softmax, &mut rescale) {
-                for o in o.iter_mut() {
-                    scale_rows(simd, o, &rescale);
-                }
-            }
-            for (o, v) in o.iter_mut().zip(&block.v) {
-                multiply_transposed(simd, &scores[range.clone()], &v[range.clone()], o);
-            }
-        }
+        all.block.gather_listed(&tile, start..end, d);
+        all.add_block(simd, d.div_ceil(W), None::<fn(&[i32; LANES]) -> Aligned<[f32; LANES]>>);
     }
-
     for (r, (out, lse)) in output.chunks_exact_mut(d).zip(lse).enumerate() {
-        let (index, lane) = (r / LANES, r % LANES);
-        let sum;
-        (*lse, sum) = panels[index].softmax.finish(lane);
-        let factor = if sum == 0.0 { 0.0 } else { 1.0 / sum };
-        for (c, out) in out.chunks_mut(W).enumerate() {
-            for (out, &x) in out.iter_mut().zip(&o[index * columns + c][lane]) {
-                *out = x * factor;
-            }
-        }
+        *lse = all.finish(r, out);
     }
 }
 
@@ -262,36 +153,22 @@ impl<const W: usize> KeyBlock<W> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::reference::{Key, Rounding, attend};
     use crate::simd::tests::on_every_arch;
     use sieve_testing::{Random, assert_close_relative, assert_lse_close};
 
     /// Softmax over the visible keys in f64.
     fn expected(tile: &ListedTile<'_>, d: usize, scale: f32) -> (Vec<f64>, Vec<f64>) {
-        let (mut o, mut lse) = (Vec::new(), Vec::new());
-        for (&at, &position) in tile.query_at.iter().zip(tile.query_position) {
-            let seen: Vec<(usize, f64)> = (0..tile.key_at.len())
-                .filter(|&s| tile.key_position[s] <= position && position < tile.key_expire[s])
-                .map(|s| {
-                    let dot: f64 = (0..d)
-                        .map(|c| f64::from(tile.q[at + c]) * f64::from(tile.k[tile.key_at[s] + c]))
-                        .sum();
-                    (s, f64::from(scale) * dot)
-                })
-                .collect();
-            let max = seen.iter().fold(f64::NEG_INFINITY, |m, x| m.max(x.1));
-            let sum: f64 = seen.iter().map(|x| (x.1 - max).exp()).sum();
-            lse.push(if seen.is_empty() {
-                f64::NEG_INFINITY
-            } else {
-                max + sum.ln()
-            });
-            for c in 0..d {
-                let y: f64 = seen
-                    .iter()
-                    .map(|x| (x.1 - max).exp() / sum * f64::from(tile.v[tile.key_at[x.0] + c]))
-                    .sum();
-                o.push(y);
-            }
+        let (mut o, mut lse) = (vec![0.0; tile.query_at.len() * d], Vec::new());
+        for ((&at, &position), o) in tile.query_at.iter().zip(tile.query_position).zip(o.chunks_mut(d)) {
+            let seen = |&s: &usize| tile.key_position[s] <= position && position < tile.key_expire[s];
+            let of = |s: usize| {
+                let at = tile.key_at[s]..tile.key_at[s] + d;
+                let (k, v) = (&tile.k[at.clone()], &tile.v[at]);
+                Key { k, v, bias: 0.0 }
+            };
+            let keys: Vec<_> = (0..tile.key_at.len()).filter(seen).map(of).collect();
+            lse.push(attend(&tile.q[at..at + d], &keys, f64::from(scale), Rounding::None, o).lse);
         }
         (o, lse)
     }

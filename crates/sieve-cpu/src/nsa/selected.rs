@@ -74,23 +74,53 @@ impl Choosers {
     }
 }
 
-/// Keys or values of consecutive tokens as panels; what lies past them is zero.
-#[inline(always)]
-pub(super) fn load_keys<const W: usize>(
-    qkv: &[f32],
-    shape: AttentionShape,
-    tokens: Range<usize>,
-    head: usize,
-    panels: &mut [Aligned<[[f32; W]; BLOCK_KEYS]>],
-) {
-    let d = shape.head_dim;
-    let used = tokens.len();
-    for (slot, token) in tokens.enumerate() {
-        let at = token * shape.token_len() + head * d;
-        copy_columns(&qkv[at..at + d], slot, panels);
+/// Keys and values of consecutive tokens as panels.
+pub(super) struct BlockKeys<const W: usize> {
+    pub(super) k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    pub(super) v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    /// Positions; `i32::MAX` past the tokens.
+    pub(super) position: [i32; BLOCK_KEYS],
+    /// Slots in use, a multiple of [`KEY_STEP`]; those past the tokens are zero.
+    pub(super) used: usize,
+}
+
+impl<const W: usize> BlockKeys<W> {
+    pub(super) fn new(head_dim: usize) -> Self {
+        let panels = || vec![Aligned([[0.0; W]; BLOCK_KEYS]); head_dim.div_ceil(W)];
+        Self {
+            k: panels(),
+            v: panels(),
+            position: [i32::MAX; BLOCK_KEYS],
+            used: 0,
+        }
     }
-    for slot in used..used.next_multiple_of(KEY_STEP) {
-        copy_columns(&[], slot, panels);
+
+    /// Reads some tokens of a row.
+    #[inline(always)]
+    pub(super) fn load(
+        &mut self,
+        qkv: &[f32],
+        shape: AttentionShape,
+        row: usize,
+        kv_head: usize,
+        tokens: &Range<usize>,
+    ) {
+        let (d, heads) = (shape.head_dim, shape.num_heads);
+        self.used = tokens.len().next_multiple_of(KEY_STEP);
+        self.position.fill(i32::MAX);
+        for (slot, token) in tokens.clone().enumerate() {
+            self.position[slot] = token as i32;
+        }
+        let heads = [heads + kv_head, heads + shape.num_kv_heads + kv_head];
+        for (head, panels) in heads.into_iter().zip([&mut self.k, &mut self.v]) {
+            for (slot, token) in tokens.clone().enumerate() {
+                let at = (row * shape.seq_len + token) * shape.token_len() + head * d;
+                copy_columns(&qkv[at..at + d], slot, panels);
+            }
+            for slot in tokens.len()..self.used {
+                copy_columns(&[], slot, panels);
+            }
+        }
     }
 }
 
@@ -98,8 +128,7 @@ pub(super) fn load_keys<const W: usize>(
 struct Scratch<const W: usize> {
     choosers: Choosers,
     q: RowPanels<W>,
-    k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
-    v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    keys: BlockKeys<W>,
     scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     part: Vec<Aligned<[[f32; W]; LANES]>>,
     /// Per row of the tile.
@@ -115,8 +144,7 @@ impl<const W: usize> Scratch<W> {
         Self {
             choosers: Choosers::default(),
             q: RowPanels::new(),
-            k: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
-            v: vec![Aligned([[0.0; W]; BLOCK_KEYS]); columns],
+            keys: BlockKeys::new(head_dim),
             scores: Aligned([[0.0; LANES]; BLOCK_KEYS]),
             part: vec![Aligned([[0.0; W]; LANES]); columns],
             max: Vec::new(),
@@ -276,8 +304,7 @@ fn one_head<S: Simd, const W: usize>(
     let Scratch {
         choosers,
         q,
-        k,
-        v,
+        keys: block_keys,
         scores,
         part,
         max,
@@ -307,15 +334,9 @@ fn one_head<S: Simd, const W: usize>(
         let end = (first + block_len).min(tokens.end);
         for first in (first..end).step_by(BLOCK_KEYS) {
             let keys = first..(first + BLOCK_KEYS).min(end);
-            let in_batch = row * n + keys.start..row * n + keys.end;
-            load_keys(qkv, shape, in_batch.clone(), shape.num_heads + kv_head, k);
-            let v_head = shape.num_heads + shape.num_kv_heads + kv_head;
-            load_keys(qkv, shape, in_batch, v_head, v);
-            let used = keys.len().next_multiple_of(KEY_STEP);
-            let mut key = [i32::MAX; BLOCK_KEYS];
-            for (slot, token) in keys.clone().enumerate() {
-                key[slot] = token as i32;
-            }
+            block_keys.load(qkv, shape, *row, kv_head, &keys);
+            let BlockKeys { k, v, position, used } = &*block_keys;
+            let used = *used;
             // Rows of the panel: token `choosers[i / m]`, head `i % m` of the group.
             let count = choosers.len() * m;
             for panel in (0..count).step_by(LANES) {
@@ -343,7 +364,7 @@ fn one_head<S: Simd, const W: usize>(
                 }
                 let shown = Shown {
                     positions: &positions,
-                    key: &key[..used],
+                    key: &position[..used],
                     expire: &[i32::MAX; BLOCK_KEYS][..used],
                     delta: None,
                     base: &[0.0; LANES],
@@ -351,7 +372,7 @@ fn one_head<S: Simd, const W: usize>(
                 };
                 let mut rescale = Aligned([1.0; LANES]);
                 online_softmax(simd, &shown, &mut scores[..used], &mut state, &mut rescale);
-                for (part, v) in part.iter_mut().zip(&*v) {
+                for (part, v) in part.iter_mut().zip(v) {
                     *part = Aligned([[0.0; W]; LANES]);
                     multiply_transposed(simd, &scores[..used], &v[..used], part);
                 }

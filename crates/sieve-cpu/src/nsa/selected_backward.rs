@@ -7,9 +7,9 @@ use rayon::prelude::*;
 
 use super::NsaBlocks;
 use super::documents_of;
-use super::selected::{Choosers, check, load_keys, tile_tokens};
+use super::selected::{BlockKeys, Choosers, check, tile_tokens};
 use crate::attention::backward::{RowStatistics, Shown, add_columns, probabilities_and_gradients};
-use crate::attention::panel::{Aligned, KEY_STEP, LANES, multiply, multiply_transposed};
+use crate::attention::panel::{Aligned, LANES, multiply, multiply_transposed};
 use crate::attention::segments::{KeySums, TARGET_TASKS, split_by_group, write_sums};
 use crate::attention::tile::{BLOCK_KEYS, RowPanels, panel_width};
 use crate::attention::{AttentionShape, Documents, scratch::Pool};
@@ -77,8 +77,7 @@ struct Scratch<const W: usize> {
     choosers: Choosers,
     q: RowPanels<W>,
     d_o: RowPanels<W>,
-    k: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
-    v: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
+    keys: BlockKeys<W>,
     p: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     ds: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     dk: Vec<Aligned<[[f32; W]; BLOCK_KEYS]>>,
@@ -99,8 +98,7 @@ impl<const W: usize> Scratch<W> {
             choosers: Choosers::default(),
             q: RowPanels::new(),
             d_o: RowPanels::new(),
-            k: keys(),
-            v: keys(),
+            keys: BlockKeys::new(head_dim),
             p: Aligned([[0.0; LANES]; BLOCK_KEYS]),
             ds: Aligned([[0.0; LANES]; BLOCK_KEYS]),
             dk: keys(),
@@ -240,8 +238,7 @@ fn one_tile<S: Simd, const W: usize>(
         choosers,
         q,
         d_o,
-        k,
-        v,
+        keys: block_keys,
         p,
         ds,
         dk,
@@ -284,15 +281,9 @@ fn one_tile<S: Simd, const W: usize>(
         let end = (first + block_len).min(tokens.end);
         for first in (first..end).step_by(BLOCK_KEYS) {
             let keys = first..(first + BLOCK_KEYS).min(end);
-            let in_batch = row * n + keys.start..row * n + keys.end;
-            load_keys(qkv, shape, in_batch.clone(), shape.num_heads + kv_head, k);
-            let v_head = shape.num_heads + shape.num_kv_heads + kv_head;
-            load_keys(qkv, shape, in_batch, v_head, v);
-            let used = keys.len().next_multiple_of(KEY_STEP);
-            let mut key = [i32::MAX; BLOCK_KEYS];
-            for (slot, token) in keys.clone().enumerate() {
-                key[slot] = token as i32;
-            }
+            block_keys.load(qkv, shape, row, kv_head, &keys);
+            let BlockKeys { k, v, position, used } = &*block_keys;
+            let used = *used;
             dk.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
             dv.fill(Aligned([[0.0; W]; BLOCK_KEYS]));
             let count = choosers.len() * m;
@@ -330,7 +321,7 @@ fn one_tile<S: Simd, const W: usize>(
                 }
                 let shown = Shown {
                     positions: &positions,
-                    key: &key[..used],
+                    key: &position[..used],
                     expire: &[i32::MAX; BLOCK_KEYS][..used],
                     delta: None,
                     base: &[0.0; LANES],

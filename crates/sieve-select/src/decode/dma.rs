@@ -6,13 +6,13 @@
 //! checkpoint of a DMA model, for `A` and `W_dt`; a dense checkpoint has none, and without them `A` is 0 as at the
 //! start of DMA's training: all scores tie, and what is left is a sliding window.
 
-use std::cmp::{Ordering, Reverse};
+use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::path::Path;
 
 use safetensors::{Dtype, SafeTensors};
 use sieve_core::DmaBias;
-use sieve_cpu::{AttentionShape, dma_scores_forward};
+use sieve_cpu::{AttentionShape, dma_scores_forward, rank_key};
 
 use super::{Cache, LayerShape, RowAttention, ascending};
 use crate::error::SelectError;
@@ -119,29 +119,6 @@ pub(crate) fn floats(tensor: &safetensors::tensor::TensorView<'_>) -> Option<Vec
     }
 }
 
-/// A kept key; the smallest is the next to go.
-#[derive(Clone, Copy, Debug, PartialEq)]
-struct Slot {
-    z: f32,
-    position: u32,
-}
-
-impl Eq for Slot {}
-
-impl Ord for Slot {
-    fn cmp(&self, other: &Self) -> Ordering {
-        // Adding +0 makes both zeros equal.
-        let by_score = (self.z + 0.0).total_cmp(&(other.z + 0.0));
-        by_score.then(self.position.cmp(&other.position))
-    }
-}
-
-impl PartialOrd for Slot {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
 /// `exp(z)` is finite up to here.
 const MAX_EXPONENT: f32 = 60.0;
 
@@ -150,8 +127,8 @@ const MAX_EXPONENT: f32 = 60.0;
 pub(crate) struct Dma {
     config: DmaConfig,
     weights: DmaLayerWeights,
-    /// Kept keys per KV head, the next to go on top.
-    slots: Vec<BinaryHeap<Reverse<Slot>>>,
+    /// [`rank_key`] of the kept keys per KV head, the next to go on top.
+    slots: Vec<BinaryHeap<Reverse<u64>>>,
     /// Scores of all keys, `[keys, num_kv_heads]`.
     z: Vec<f32>,
 }
@@ -195,10 +172,7 @@ impl Dma {
         for position in self.z.len() / heads..cache.len {
             let z = self.scores(cache, &cache.values[position * width..(position + 1) * width]);
             for (slots, &z) in self.slots.iter_mut().zip(&z) {
-                slots.push(Reverse(Slot {
-                    z,
-                    position: position as u32,
-                }));
+                slots.push(Reverse(rank_key(z, position)));
                 if slots.len() > self.config.keep_window_size {
                     slots.pop();
                 }
@@ -231,8 +205,7 @@ impl Dma {
 
     pub(crate) fn choose(&mut self, cache: &Cache) -> Vec<Vec<u32>> {
         self.extend(cache);
-        let positions =
-            |slots: &BinaryHeap<Reverse<Slot>>| ascending(slots.iter().map(|slot| slot.0.position as usize));
+        let positions = |slots: &BinaryHeap<Reverse<u64>>| ascending(slots.iter().map(|key| key.0 as u32 as usize));
         self.slots.iter().map(positions).collect()
     }
 

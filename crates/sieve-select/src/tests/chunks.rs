@@ -1,9 +1,9 @@
 //! Chunked prefill: the same lists where a method promises it, a valid and causal result everywhere.
 
-use super::{select, selector};
+use super::selector;
 use crate::mask::SparseMask;
+use crate::oracle_dense;
 use crate::test_data::TestCall;
-use crate::{oracle_attention, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 /// Methods whose lists do not depend on how a prompt is cut, and a chunk they agree for.
@@ -87,19 +87,6 @@ fn a_chunk_of_no_tokens_is_refused() {
     let data = TestCall::random(&mut Random(72), 40, 40, [2, 1], 16);
     let error = selector("meanpool").prefill_in_chunks(&data.call(), 0);
     refusal(error, "chunks of 0 tokens");
-}
-
-pub(super) fn misaligned_chunks_are_valid_and_equal_their_oracle(texts: &[&str]) {
-    let data = TestCall::structured(&mut Random(73), 275, [4, 2], 16);
-    for text in texts {
-        for (first, end) in [(0, 100), (100, 200), (200, 275), (123, 124)] {
-            let part = data.chunk(first, end);
-            let call = part.call();
-            let mask = select(text, &part);
-            let output = crate::block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
-            assert_close_relative(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
-        }
-    }
 }
 
 pub(super) fn everything_kept_in_misaligned_chunks_equals_dense(texts: &[&str]) {

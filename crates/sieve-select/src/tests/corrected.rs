@@ -56,21 +56,6 @@ fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
 }
 
 #[test]
-fn momo_keeps_sink_and_everything_since_the_first_probe() {
-    let data = TestCall::random(&mut Random(47), 256, 256, [1, 1], 16);
-    let mask = select("momo:gamma=16,beta=8,chi=32,k=1,k_exact=1,first_dense_layers=0", &data);
-    for i in 0..8 {
-        let row = mask.row(0, i);
-        let complete = (32 * i as i32 + 1) / 8;
-        assert!(row.contains(&0));
-        assert!(
-            ((complete - 1).max(0)..(32 * (i as i32 + 1)) / 8).all(|j| row.contains(&j)),
-            "{i}: {row:?}"
-        );
-    }
-}
-
-#[test]
 fn momo_row_cost_is_that_of_equation_9() {
     let (n, beta, k, gamma) = (4096, 16, 6, 16);
     let data = TestCall::random(&mut Random(160), n, n, [1, 1], 8);

@@ -33,32 +33,6 @@ fn recall_of_everything_is_one_and_of_a_mask_is_its_dense_mass() {
 }
 
 #[test]
-fn oracle_topk_is_an_upper_bound_at_equal_density() {
-    for seed in [82, 83] {
-        let data = TestCall::structured(&mut Random(seed), 512, [2, 1], 16);
-        for text in [
-            "meanpool:block=16,tau=0.5",
-            "xattention:block=16,stride=4,tau=0.6",
-            "block_sparse:block=16,topk=5",
-            "flexprefill:block=16,min_budget=16,gamma=0.5",
-            "bfla:block=16,group=8,tile=16,local_tokens=16,keep_mass=0.7,gqa=per_query",
-            "momo:gamma=4,beta=16,chi=16,k=3,k_exact=1,first_dense_layers=0,mode=sparse_only",
-        ] {
-            let (density, kept) = measured(text, &data);
-            // The smallest oracle that is at least as dense; then the largest that is not denser.
-            let oracles: Vec<(f64, f64)> = (1..=32)
-                .map(|k| measured(&format!("oracle_topk:block=16,k={k}"), &data))
-                .collect();
-            let above = oracles
-                .iter()
-                .find(|oracle| oracle.0 >= density)
-                .expect("all blocks are enough");
-            assert!(above.1 >= kept - 1e-6, "{text}: {kept} at {density}, oracle {above:?}");
-        }
-    }
-}
-
-#[test]
 fn momo_exact_choice_is_close_to_the_oracle() {
     let data = TestCall::structured(&mut Random(84), 512, [2, 1], 16);
     let (density, kept) = measured(

@@ -1,7 +1,6 @@
 //! Answers by length and another axis as heat maps: two scores side by side, one row of maps for each method or task.
-use crate::eval::output::escape;
+use crate::eval::svg::Svg;
 use sieve_eval::NUM_DISTRACTORS;
-use std::fmt::Write;
 
 /// What is drawn.
 pub(super) struct Picture {
@@ -112,110 +111,72 @@ impl Score {
     }
 }
 
+/// Attributes of words.
+const GREY: &str = "fill=\"#444\"";
+const MIDDLE: &str = "text-anchor=\"middle\"";
+const MIDDLE_GREY: &str = "text-anchor=\"middle\" fill=\"#444\"";
+const END_GREY: &str = "text-anchor=\"end\" fill=\"#444\"";
+
 impl Picture {
     /// The picture.
     pub(super) fn svg(&self) -> String {
         let row_height = HEAD + PANEL_HEIGHT + FOOT;
         let width = LEFT + 2.0 * (PANEL_WIDTH + GAP);
         let height = TOP + row_height * self.maps.len() as f64 + LEGEND_HEIGHT;
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 \
-             0 {width} {height}\" \
-             font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n\
-             <text x=\"{LEFT}\" y=\"24\" font-size=\"15\">{}</text>\n",
-            escape(&self.title)
-        );
+        let mut svg = Svg::new(width, height);
+        svg.text([LEFT, 24.0], "font-size=\"15\"", &self.title);
+        let scores = [(Score::Found, LEFT), (Score::Rank, LEFT + PANEL_WIDTH + GAP)];
         for (n, map) in self.maps.iter().enumerate() {
             let top = TOP + row_height * n as f64;
-            let _ = writeln!(
-                svg,
-                "<text x=\"{LEFT}\" y=\"{:.1}\" font-weight=\"bold\">{}</text>\
-                 <text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\" fill=\"#444\">{}</text>",
-                top + 28.0,
-                escape(&shortened(&map.name)),
-                width - GAP,
-                top + 28.0,
-                escape(&map.summary),
-            );
-            for (score, left) in [(Score::Found, LEFT), (Score::Rank, LEFT + PANEL_WIDTH + GAP)] {
+            svg.text([LEFT, top + 28.0], "font-weight=\"bold\"", shortened(&map.name));
+            svg.text([width - GAP, top + 28.0], END_GREY, &map.summary);
+            for (score, left) in scores {
                 self.panel(&mut svg, map, score, left, top + HEAD);
             }
         }
-        let at = height - LEGEND_HEIGHT + 14.0;
-        legend(&mut svg, Score::Found, LEFT, at);
-        legend(&mut svg, Score::Rank, LEFT + PANEL_WIDTH + GAP, at);
-        svg + "</svg>\n"
+        for (score, left) in scores {
+            legend(&mut svg, score, left, height - LEGEND_HEIGHT + 14.0);
+        }
+        svg.end()
     }
 
-    fn panel(&self, svg: &mut String, map: &Map, score: Score, left: f64, top: f64) {
+    fn panel(&self, svg: &mut Svg, map: &Map, score: Score, left: f64, top: f64) {
         let (lengths, num_rows) = (&map.lengths, map.rows.len());
         let cell_width = PANEL_WIDTH / lengths.len() as f64;
         let cell_height = PANEL_HEIGHT / num_rows as f64;
-        let _ = writeln!(
-            svg,
-            "<text x=\"{left:.1}\" y=\"{:.1}\" fill=\"#444\">{}</text>",
-            top - 8.0,
-            score.name()
-        );
-        svg.push_str("<g text-anchor=\"middle\" font-size=\"10\">\n");
+        svg.text([left, top - 8.0], GREY, score.name());
         for cell in &map.cells {
             let x = left + cell.column as f64 * cell_width;
             let y = top + cell.row as f64 * cell_height;
             let value = score.value(cell);
-            let _ = writeln!(
-                svg,
-                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{}\"><title>{}</title></rect>",
-                // Neighbours overlap by a hair, so that no line shows between them.
-                cell_width + 0.2,
-                cell_height + 0.2,
-                colour(value),
-                escape(&cell.title)
-            );
+            let fill = format!("fill=\"{}\"", colour(value));
+            // Neighbours overlap by a hair, so that no line shows between them.
+            svg.rect([x, y], [cell_width + 0.2, cell_height + 0.2], &fill, &cell.title);
             if cell_width >= MIN_TEXT_WIDTH && cell_height >= MIN_TEXT_HEIGHT {
-                let _ = writeln!(
-                    svg,
-                    "<text x=\"{:.1}\" y=\"{:.1}\" fill=\"{}\">{}</text>",
-                    x + cell_width / 2.0,
-                    y + cell_height / 2.0 + 3.5,
-                    if value.abs() > 0.55 { "white" } else { "#222" },
-                    score.text(cell)
-                );
+                let fill = if value.abs() > 0.55 { "white" } else { "#222" };
+                let attributes = format!("{MIDDLE} font-size=\"10\" fill=\"{fill}\"");
+                let middle = [x + cell_width / 2.0, y + cell_height / 2.0 + 3.5];
+                svg.text(middle, &attributes, score.text(cell));
             }
         }
-        svg.push_str("</g>\n");
         let every = lengths.len().div_ceil(MAX_LABELS - 3);
         for (n, length) in lengths.iter().enumerate().step_by(every.max(1)) {
-            let _ = writeln!(
-                svg,
-                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{length}</text>",
-                left + (n as f64 + 0.5) * cell_width,
-                top + PANEL_HEIGHT + 16.0
-            );
+            let x = left + (n as f64 + 0.5) * cell_width;
+            svg.text([x, top + PANEL_HEIGHT + 16.0], MIDDLE, length);
         }
         if matches!(score, Score::Found) {
             let every = num_rows.div_ceil(MAX_LABELS).max(1);
             for (n, row) in map.rows.iter().enumerate().step_by(every) {
-                let _ = writeln!(
-                    svg,
-                    "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
-                    left - 6.0,
-                    top + (n as f64 + 0.5) * cell_height + 4.0,
-                    escape(row)
-                );
+                let y = top + (n as f64 + 0.5) * cell_height + 4.0;
+                svg.text([left - 6.0, y], "text-anchor=\"end\"", row);
             }
-            let (x, y) = (left - LEFT + 14.0, top + PANEL_HEIGHT / 2.0);
-            let _ = writeln!(
-                svg,
-                "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"middle\" fill=\"#444\" \
-                 transform=\"rotate(-90 {x:.1} {y:.1})\">{}</text>",
-                map.about_rows
-            );
+            svg.upright([left - LEFT + 14.0, top + PANEL_HEIGHT / 2.0], GREY, map.about_rows);
         }
         self.trained_mark(svg, lengths, [left, top, cell_width]);
     }
 
     /// A line between the lengths that the model was trained on and those beyond.
-    fn trained_mark(&self, svg: &mut String, lengths: &[usize], [left, top, cell_width]: [f64; 3]) {
+    fn trained_mark(&self, svg: &mut Svg, lengths: &[usize], [left, top, cell_width]: [f64; 3]) {
         let within = lengths.partition_point(|&length| length <= self.trained_len);
         let text = match within {
             _ if lengths.is_empty() => return,
@@ -224,48 +185,33 @@ impl Picture {
                 format!("none longer than the {} tokens of training", self.trained_len)
             }
             _ => {
-                let x = left + within as f64 * cell_width;
-                let _ = writeln!(
-                    svg,
-                    "<line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{:.1}\" y2=\"{:.1}\" stroke=\"black\" stroke-width=\"1.5\" \
-                     stroke-dasharray=\"5 3\"/>",
+                let (x, bottom) = (left + within as f64 * cell_width, top + PANEL_HEIGHT + 4.0);
+                svg.put(&format!(
+                    "<line x1=\"{x:.1}\" x2=\"{x:.1}\" y1=\"{:.1}\" y2=\"{bottom:.1}\" stroke=\"black\" \
+                     stroke-width=\"1.5\" stroke-dasharray=\"5 3\"/>",
                     top - 4.0,
-                    top + PANEL_HEIGHT + 4.0
-                );
+                ));
                 format!("tokens; dashed: trained up to {}", self.trained_len)
             }
         };
-        let _ = writeln!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"middle\" fill=\"#444\">{text}</text>",
-            left + PANEL_WIDTH / 2.0,
-            top + PANEL_HEIGHT + 31.0
-        );
+        svg.text([left + PANEL_WIDTH / 2.0, top + PANEL_HEIGHT + 31.0], MIDDLE_GREY, text);
     }
 }
 
 /// A bar of colours with its ends and middle named.
-fn legend(svg: &mut String, score: Score, left: f64, top: f64) {
+fn legend(svg: &mut Svg, score: Score, left: f64, top: f64) {
     const STEPS: usize = 40;
     const WIDTH: f64 = 220.0;
     let (worst, labels) = score.legend();
     for step in 0..STEPS {
         let share = (step as f64 + 0.5) / STEPS as f64;
-        let _ = writeln!(
-            svg,
-            "<rect x=\"{:.2}\" y=\"{top:.1}\" width=\"{:.2}\" height=\"12\" fill=\"{}\"/>",
-            left + WIDTH * step as f64 / STEPS as f64,
-            WIDTH / STEPS as f64 + 0.2,
-            colour(worst + share * (1.0 - worst))
-        );
+        let fill = format!("fill=\"{}\"", colour(worst + share * (1.0 - worst)));
+        let x = left + WIDTH * step as f64 / STEPS as f64;
+        svg.rect([x, top], [WIDTH / STEPS as f64 + 0.2, 12.0], &fill, "");
     }
     for (n, (label, anchor)) in labels.iter().zip(["start", "middle", "end"]).enumerate() {
-        let _ = writeln!(
-            svg,
-            "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\">{label}</text>",
-            left + WIDTH * n as f64 / 2.0,
-            top + 27.0
-        );
+        let x = left + WIDTH * n as f64 / 2.0;
+        svg.text([x, top + 27.0], &format!("text-anchor=\"{anchor}\""), label);
     }
 }
 

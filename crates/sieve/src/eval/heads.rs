@@ -1,8 +1,7 @@
 //! A square for each head of each layer, queries downwards and keys to the right, with axes and a legend, as an SVG.
-use crate::eval::output::escape;
+use crate::eval::svg::Svg;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
-use std::fmt::Write;
 
 /// What is drawn.
 pub(super) struct Heads<'a> {
@@ -33,148 +32,107 @@ pub(super) enum Legend<'a> {
 }
 
 /// Pixels of all squares of a layer together, where each then has a side between these.
-const WIDTH: usize = 1024;
-const SIDES: [usize; 2] = [132, 480];
+const WIDTH: f64 = 1024.0;
+const SIDES: [f64; 2] = [132.0, 480.0];
 /// Squares with longer sides have a number in the middle of each axis.
-const MIDDLE: usize = 200;
-const LEFT: usize = 108;
-const TOP: usize = 88;
-const GAP: usize = 10;
+const MIDDLE: f64 = 200.0;
+const LEFT: f64 = 108.0;
+const TOP: f64 = 88.0;
+const GAP: f64 = 10.0;
 /// Below the squares, for numbers and the name of the axis.
-const FOOT: usize = 44;
-const LEGEND_WIDTH: usize = 150;
+const FOOT: f64 = 44.0;
+const LEGEND_WIDTH: f64 = 150.0;
+/// Attributes of words.
+const CENTRED: &str = "text-anchor=\"middle\"";
 
 impl Heads<'_> {
     /// The picture.
     pub(super) fn svg(&self) -> String {
         let heads = self.layers.iter().map(|(_, heads)| heads.len()).max().unwrap_or(0);
-        let side = (WIDTH / heads.max(1)).clamp(SIDES[0], SIDES[1]);
-        let right = LEFT + heads * (side + GAP);
+        let side = (WIDTH / heads.max(1) as f64).floor().clamp(SIDES[0], SIDES[1]);
+        let place = |n: usize| n as f64 * (side + GAP);
+        let right = LEFT + place(heads);
         // Nine pixels a letter of the title and seven of the line below it are enough for every font.
         let letters = [(&self.title, 9), (&self.about, 7)].map(|(text, width)| width * text.chars().count());
-        let width = (right + LEGEND_WIDTH).max(40 + letters[0].max(letters[1]));
-        let height = TOP + self.layers.len() * (side + GAP) + FOOT;
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" \
-             viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" font-size=\"12\">\
-             <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\
-             <text x=\"20\" y=\"26\" font-size=\"16\">{}</text><text x=\"20\" y=\"46\" fill=\"#444\">{}</text>\n",
-            escape(&self.title),
-            escape(&self.about)
-        );
+        let width = (right + LEGEND_WIDTH).max(40.0 + letters[0].max(letters[1]) as f64);
+        let bottom = TOP + place(self.layers.len());
+        let mut svg = Svg::new(width, bottom + FOOT);
+        svg.text([20.0, 26.0], "font-size=\"16\"", &self.title);
+        svg.text([20.0, 46.0], "fill=\"#444\"", &self.about);
         for head in 0..heads {
-            let x = LEFT + head * (side + GAP) + side / 2;
-            let y = TOP - 8;
-            let _ = writeln!(
-                svg,
-                "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\">head {head}</text>"
-            );
+            let x = LEFT + place(head);
+            svg.text([x + side / 2.0, TOP - 8.0], CENTRED, format!("head {head}"));
+            for (share, text) in self.numbers(side) {
+                let anchor = ["start", "middle", "end"][(2.0 * share) as usize];
+                let attributes = format!("text-anchor=\"{anchor}\" font-size=\"10\"");
+                svg.text([x + share * side, bottom - GAP + 14.0], &attributes, text);
+            }
+            svg.text([x + side / 2.0, bottom - GAP + 30.0], CENTRED, "key, token");
         }
         for (row, (layer, squares)) in self.layers.iter().enumerate() {
-            let y = TOP + row * (side + GAP);
-            upright(&mut svg, [20, y + side / 2], &format!("layer {layer}"));
-            upright(&mut svg, [44, y + side / 2], "query, token");
-            self.numbers(side, |share, text| {
+            let y = TOP + place(row);
+            svg.upright([20.0, y + side / 2.0], "", format!("layer {layer}"));
+            svg.upright([44.0, y + side / 2.0], "", "query, token");
+            for (share, text) in self.numbers(side) {
                 // The letters hang from the upper end and stand on the lower one.
-                let y = y as f64 + share * side as f64 + 9.0 * (1.0 - share);
-                let x = LEFT - 6;
-                let _ = writeln!(
-                    svg,
-                    "<text x=\"{x}\" y=\"{y:.0}\" text-anchor=\"end\" font-size=\"10\">{text}</text>"
-                );
-            });
+                let y = y + share * side + 9.0 * (1.0 - share);
+                svg.text([LEFT - 6.0, y], "text-anchor=\"end\" font-size=\"10\"", text);
+            }
             for (column, square) in squares.iter().enumerate() {
-                draw(&mut svg, square, [LEFT + column * (side + GAP), y], side);
+                draw(&mut svg, square, [LEFT + place(column), y], side);
             }
         }
-        let bottom = TOP + self.layers.len() * (side + GAP) - GAP;
-        for head in 0..heads {
-            let x = LEFT + head * (side + GAP);
-            self.numbers(side, |share, text| {
-                let anchor = match share {
-                    0.0 => "start",
-                    1.0 => "end",
-                    _ => "middle",
-                };
-                let (x, y) = (x as f64 + share * side as f64, bottom + 14);
-                let _ = writeln!(
-                    svg,
-                    "<text x=\"{x:.0}\" y=\"{y}\" text-anchor=\"{anchor}\" font-size=\"10\">{text}</text>"
-                );
-            });
-            let (x, y) = (x + side / 2, bottom + 30);
-            let _ = writeln!(
-                svg,
-                "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\">key, token</text>"
-            );
-        }
-        self.legend.draw(&mut svg, right + 10);
-        svg + "</svg>\n"
+        self.legend.draw(&mut svg, right + 10.0);
+        svg.end()
     }
 
     /// The numbers of an axis, by their share of its length.
-    fn numbers(&self, side: usize, mut put: impl FnMut(f64, usize)) {
-        put(0.0, 0);
-        if side >= MIDDLE {
-            put(0.5, self.num_tokens / 2);
-        }
-        put(1.0, self.num_tokens);
+    fn numbers(&self, side: f64) -> Vec<(f64, usize)> {
+        let all = [(0.0, 0), (0.5, self.num_tokens / 2), (1.0, self.num_tokens)];
+        let has_room = |(share, _): &(f64, usize)| *share != 0.5 || side >= MIDDLE;
+        all.into_iter().filter(has_room).collect()
     }
 }
 
 impl Legend<'_> {
-    fn draw(&self, svg: &mut String, x: usize) {
-        const HEIGHT: usize = 132;
+    fn draw(&self, svg: &mut Svg, x: f64) {
+        const HEIGHT: f64 = 132.0;
+        const SMALL: &str = "font-size=\"11\"";
         match self {
             Self::Scale(labels) => {
-                let _ = writeln!(
-                    svg,
+                svg.put(
                     "<linearGradient id=\"scale\" x1=\"0\" y1=\"0\" x2=\"0\" y2=\"1\"><stop stop-color=\"black\"/>\
-                     <stop offset=\"1\" stop-color=\"white\"/></linearGradient><rect x=\"{x}\" y=\"{TOP}\" \
-                     width=\"14\" height=\"{HEIGHT}\" fill=\"url(#scale)\" stroke=\"#999\"/>"
+                     <stop offset=\"1\" stop-color=\"white\"/></linearGradient>",
                 );
+                svg.rect([x, TOP], [14.0, HEIGHT], "fill=\"url(#scale)\" stroke=\"#999\"", "");
                 for (share, label) in *labels {
-                    let (x, y) = (x + 20, TOP as f64 + share * HEIGHT as f64 + 4.0);
-                    let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y:.0}\" font-size=\"11\">{label}</text>");
+                    svg.text([x + 20.0, TOP + share * HEIGHT + 4.0], SMALL, label);
                 }
             }
             Self::Boxes(boxes) => {
                 for (n, (grey, label)) in boxes.iter().enumerate() {
-                    let y = TOP + 22 * n;
-                    let _ = writeln!(
-                        svg,
-                        "<rect x=\"{x}\" y=\"{y}\" width=\"14\" height=\"14\" fill=\"rgb({grey},{grey},{grey})\" \
-                         stroke=\"#999\"/><text x=\"{}\" y=\"{}\" font-size=\"11\">{label}</text>",
-                        x + 20,
-                        y + 11
-                    );
+                    let y = TOP + 22.0 * n as f64;
+                    let fill = format!("fill=\"rgb({grey},{grey},{grey})\" stroke=\"#999\"");
+                    svg.rect([x, y], [14.0, 14.0], &fill, "");
+                    svg.text([x + 20.0, y + 11.0], SMALL, label);
                 }
             }
         }
     }
 }
 
-/// Text that is read from below, around its middle.
-fn upright(svg: &mut String, [x, y]: [usize; 2], text: &str) {
-    let _ = writeln!(
-        svg,
-        "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\" transform=\"rotate(-90 {x} {y})\">{text}</text>"
-    );
-}
-
-fn draw(svg: &mut String, square: &Square, [x, y]: [usize; 2], side: usize) {
+fn draw(svg: &mut Svg, square: &Square, [x, y]: [f64; 2], side: f64) {
     // Few pixels stay squares; many are averaged where there is no room for each.
-    let style = match square.side < side {
+    let style = match (square.side as f64) < side {
         true => " style=\"image-rendering:pixelated\"",
         false => "",
     };
-    let _ = writeln!(
-        svg,
+    svg.put(&format!(
         "<image x=\"{x}\" y=\"{y}\" width=\"{side}\" height=\"{side}\" preserveAspectRatio=\"none\"{style} \
-         href=\"data:image/png;base64,{}\"/><rect x=\"{x}\" y=\"{y}\" width=\"{side}\" height=\"{side}\" fill=\"none\" \
-         stroke=\"#999\"/>",
+         href=\"data:image/png;base64,{}\"/>",
         STANDARD.encode(png(square))
-    );
+    ));
+    svg.rect([x, y], [side, side], "fill=\"none\" stroke=\"#999\"", "");
 }
 
 /// An 8-bit grey PNG.

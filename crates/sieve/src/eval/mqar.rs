@@ -45,7 +45,7 @@ pub(crate) struct MqarArgs {
     result: output::ResultArgs,
     /// Draw accuracy by distance, one line a kind
     #[arg(long, value_name = "FILE")]
-    svg: Option<PathBuf>,
+    plot: Option<PathBuf>,
     #[command(flatten)]
     place: PlaceArgs,
 }
@@ -80,7 +80,7 @@ pub(crate) fn run(args: MqarArgs) -> Result<()> {
 }
 
 fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
-    output::check(args.svg.as_deref())?;
+    output::check(args.plot.as_deref())?;
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
     let trained = loaded.recipe.data.mqar.as_ref();
@@ -99,7 +99,7 @@ fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) ->
         recall(model, &kinds, num_samples, BATCH_TOKENS, device, &mut observe)
     })?;
     print(args, &loaded, &report)?;
-    if let Some(path) = &args.svg {
+    if let Some(path) = &args.plot {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
         std::fs::write(path, accuracy_by_distance(&title, &report))
             .with_context(|| format!("writing {}", path.display()))?;

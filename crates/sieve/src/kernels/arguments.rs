@@ -101,16 +101,9 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     rows: BenchRowsArgs,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
-    /// captured:FILE; may be repeated
-    /// (independent, rising and tied when absent)
+    /// captured:FILE (`sieve kernels capture` of a DMA model); may be repeated (independent, rising and tied when absent)
     #[arg(long)]
     pub(super) scores: Vec<Scores>,
-    /// Also time the scores of this trained DMA model
-    #[arg(long, value_name = "CHECKPOINT")]
-    pub(super) captured: Option<PathBuf>,
-    /// The text that model reads; the kernels' own sources when absent
-    #[arg(long, value_name = "FILE", requires = "captured")]
-    pub(super) text: Option<PathBuf>,
     /// Time the portable kernels, also where the device has a family of its own
     #[arg(long)]
     pub(super) portable: bool,
@@ -141,28 +134,28 @@ struct BenchRowsArgs {
     table2: bool,
     /// How time and memory grow: dense, window, DMA, NSA and MLA from 512 to 131072 tokens, DMA from 256 to 4096 kept
     /// keys
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     scaling: bool,
     /// The kernels around attention, at the sizes of a training step, instead of attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     step: bool,
     /// Attention under random masks of tiles beside dense attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     sparse: bool,
     /// Whole selectors, selection included, beside dense attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     selectors: bool,
     /// One new token behind 131072 others: dense, DMA, and each selector that decodes on the GPU
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     decode: bool,
     /// Native sparse attention beside dense attention
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     nsa: bool,
     /// DMA alone: as published, and with the recipes' slope and local window
     #[arg(long)]
     dma: bool,
     /// Latent attention, its tensors and its decoding
-    #[arg(long, conflicts_with_all = ["scores", "captured"])]
+    #[arg(long, conflicts_with = "scores")]
     mla: bool,
 }
 

@@ -149,14 +149,4 @@ mod tests {
         assert_eq!(problems("sieve-new", &[]).len(), 1);
         assert!(problems("sieve", &["sieve-train", "burn"]).is_empty());
     }
-
-    #[test]
-    fn a_forbidden_feature_is_named_once() {
-        let tree = "burn-cubecl feature \"fusion\"\nburn-cubecl feature \"fusion\" (*)\nburn feature \"std\"\nserde \
-            feature \"fusion\"\n";
-        let mut problems = Vec::new();
-        check_features(tree, &mut problems);
-        assert_eq!(problems.len(), 1, "{problems:?}");
-        assert!(problems[0].starts_with("burn-cubecl has the feature \"fusion\""));
-    }
 }

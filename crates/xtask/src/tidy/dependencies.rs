@@ -149,27 +149,4 @@ mod tests {
             assert!(!is_allowed(bad), "{bad}");
         }
     }
-
-    #[test]
-    fn a_second_version_needs_its_place_in_the_list() {
-        let mut versions: BTreeMap<&str, Vec<&str>> = SECOND_VERSIONS
-            .iter()
-            .map(|(name, _)| (*name, vec!["1", "2"]))
-            .collect();
-        let check = |versions: &BTreeMap<&str, Vec<&str>>| {
-            let mut problems = Vec::new();
-            check_versions(versions, &BTreeSet::from(["serde"]), &mut problems);
-            problems
-        };
-        versions.insert("not_ours", vec!["1", "2"]);
-        assert!(check(&versions).is_empty());
-        versions.insert("serde", vec!["1.0.0", "2.0.0"]);
-        assert_eq!(
-            check(&versions),
-            ["serde is in the lock file in versions 1.0.0 and 2.0.0"]
-        );
-        versions.remove("serde");
-        versions.insert("thiserror", vec!["1"]);
-        assert_eq!(check(&versions).len(), 1);
-    }
 }

@@ -95,32 +95,3 @@ fn forbidden_in(line: &str) -> Option<String> {
         (!digits.is_empty()).then(|| format!("issue {digits}"))
     })
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_that_lead_nowhere_are_found() {
-        assert_eq!(
-            forbidden_in(concat!("see ..", "/shared/notes")),
-            Some(concat!("..", "/shared").to_owned())
-        );
-        assert_eq!(
-            forbidden_in(concat!("as iss", "ue #12 says")),
-            Some(concat!("iss", "ue 12").to_owned())
-        );
-        assert_eq!(forbidden_in("no issue here, 12 of them"), None);
-        assert_eq!(forbidden_in("shared memory, network/"), None);
-    }
-
-    #[test]
-    fn long_lines_are_found_except_tables_and_those_with_a_reason() {
-        let long = "x".repeat(MAX_COLUMNS + 1);
-        let text = format!(
-            "ok\n{long}\n//! | {long} |\n  {LONG_LINE}a pattern\n{long}\n{}",
-            "é".repeat(MAX_COLUMNS)
-        );
-        assert_eq!(long_lines(&text).collect::<Vec<_>>(), [2]);
-    }
-}

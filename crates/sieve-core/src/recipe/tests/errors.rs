@@ -175,9 +175,6 @@ fn each_rule_is_checked() {
         [optimizer] => [metrics]\nlog_freq = 0\n[optimizer] => metrics.log_freq: is 0
         [optimizer] => [validation]\ninterval = 0\n[optimizer] => validation.interval: is 0
         [optimizer] => [validation]\ntokens = 0\n[optimizer] => validation.tokens: is 0
-        [optimizer] => [validation]\nsteps = 20\n[optimizer] => line 28: validation.steps: is now validation.tokens: \
-            a number of batches was other text for another batch size\n    hint: tokens = steps x \
-            training.local_batch_size x training.seq_len
         [optimizer] => [validation]\npaths = []\n[optimizer] => validation.paths: is an empty list
         [optimizer] => [generation]\nprompts = ["a"]\nmax_new_tokens = 0\n[optimizer] => \
             generation.max_new_tokens: is 0, but there are prompts

@@ -27,39 +27,6 @@ fn allowed_changes_are_returned_with_both_values() {
 }
 
 #[test]
-fn saved_recipes_from_before_mla_had_norms_have_none() {
-    let mla = "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4";
-    let text = MINIMAL
-        .replace("kind = \"dma\"\nkeep_window_size = 16", mla)
-        .replace("num_key_value_heads = 2", "num_key_value_heads = 6");
-    let now = Recipe::load(&text, "r.toml", &[]).expect("valid");
-    let saved = now.to_toml().expect("small numbers");
-    assert_eq!(Recipe::load_saved(&saved, "config.toml"), Ok(now.clone()));
-    let before = Recipe::load_saved(&saved.replace("qk_norm = true", ""), "config.toml").expect("valid");
-    let of = |recipe: &Recipe| match recipe.attention {
-        Attention::Mla(mla) => mla.qk_norm,
-        other => panic!("{other:?}"),
-    };
-    assert_eq!([of(&now), of(&before)], [true, false]);
-    refusal(before.check_resume(&now, 8), "attention.qk_norm was false, is now true");
-}
-
-#[test]
-fn a_saved_recipe_may_have_keys_of_earlier_names() {
-    let saved = minimal().to_toml().expect("representable");
-    let earlier = saved.replace("tokens = 65536", "steps = 3");
-    assert_ne!(saved, earlier);
-    refusal(
-        Recipe::load(&earlier, "r.toml", &[]),
-        "validation.steps: is now validation.tokens",
-    );
-    let read = Recipe::load_saved(&earlier, "r.toml").expect("it was valid when it was saved");
-    let training = &read.training;
-    assert_eq!(read.validation.tokens, 3 * training.local_batch_size * training.seq_len);
-    assert_eq!(Recipe::load_saved(&saved, "r.toml"), Ok(minimal()));
-}
-
-#[test]
 fn a_format_may_be_named_or_left_to_the_ending() {
     for (saved, now, is_allowed) in [
         (DataFormat::Text, DataFormat::Auto, true),

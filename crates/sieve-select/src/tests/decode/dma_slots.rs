@@ -4,7 +4,8 @@ use super::{layer, stream, tokens};
 use crate::decode::dma::{DmaLayerWeights, DmaWeights};
 use crate::test_data::TestCall;
 use crate::{DecodeSession, Method, Selector};
-use sieve_testing::{Random, assert_close_relative, refusal};
+use sieve_cpu::reference::{Key, Rounding, attend};
+use sieve_testing::{Random, assert_close, assert_close_relative, refusal};
 
 /// The `w` keys with the largest (z, position) so far, and attention over them with the bias, by sorting all keys at
 /// every token.
@@ -46,25 +47,16 @@ fn dma_decode_equals_a_sort_of_all_keys() {
                 assert_eq!(session.kept()[head], expected, "token {t}, head {head}");
                 unseen += usize::from(!order.contains(&t));
                 for p in head * 2..head * 2 + 2 {
-                    let logit = |&j: &usize| -> f64 {
-                        let product: f64 = q[p * 8..(p + 1) * 8]
-                            .iter()
-                            .zip(data.call().key(head, j))
-                            .map(|(q, k)| f64::from(*q) * f64::from(*k))
-                            .sum();
-                        let delta = if bias == "exp" { z(j, head).exp() } else { z(j, head) };
-                        product / 8.0_f64.sqrt() + delta
+                    let key = |&j: &usize| Key {
+                        k: data.call().key(head, j),
+                        v: data.call().value(head, j),
+                        bias: if bias == "exp" { z(j, head).exp() } else { z(j, head) },
                     };
-                    let weights: Vec<f64> = order.iter().map(|j| logit(j).exp()).collect();
-                    let sum: f64 = weights.iter().sum();
-                    for c in 0..8 {
-                        let expected: f64 = order
-                            .iter()
-                            .zip(&weights)
-                            .map(|(&j, w)| w / sum * f64::from(data.call().value(head, j)[c]))
-                            .sum();
-                        assert!((f64::from(o[p * 8 + c]) - expected).abs() < 1e-4);
-                    }
+                    let keys: Vec<_> = order.iter().map(key).collect();
+                    let mut expected = vec![0.0; 8];
+                    let q = &q[p * 8..(p + 1) * 8];
+                    attend(q, &keys, 1.0 / 8.0_f64.sqrt(), Rounding::None, &mut expected);
+                    assert_close("o", &o[p * 8..(p + 1) * 8], &expected, 1e-4);
                 }
             }
         }
