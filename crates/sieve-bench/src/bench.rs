@@ -21,13 +21,15 @@ use crate::error::{BenchError, Result};
 use crate::scores::Scores;
 use crate::step;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
 use inputs::{Inputs, normal};
 use row::Sizes;
 use serde_json::{Value, json};
+use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput, Product, matmul,
+    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput, Product, ToBurn,
+    client_of, kernel_tensor, matmul,
 };
 use sieve_ops::Cuda;
 use std::path::PathBuf;
@@ -254,7 +256,7 @@ impl<'a> Bench<'a> {
         shape: AttentionShape,
         body: impl FnOnce() -> Result<T, KernelError>,
     ) -> Result<u64> {
-        let client = self.any_tensor().client().clone();
+        let client = client_of(&self.any_tensor()).clone();
         let in_use = || -> Result<u64> {
             // What was dropped is given back when the device thread gets there.
             Cuda::sync(&self.device).map_err(BenchError::gpu)?;
@@ -288,7 +290,7 @@ impl<'a> Bench<'a> {
 
     /// Whether `bytes` are free, with a row when not.
     pub(crate) fn fits(&mut self, name: &str, shape: AttentionShape, bytes: f64) -> Result<bool> {
-        self.any_tensor().client().memory_cleanup();
+        client_of(&self.any_tensor()).memory_cleanup();
         let (free, _) = sieve_kernels::DeviceReport::memory_bytes(self.gpu)?;
         if bytes <= free as f64 {
             return Ok(true);
@@ -319,7 +321,7 @@ impl<'a> Bench<'a> {
 
     fn any_tensor(&self) -> CudaTensor {
         let zero = Tensor::<Cuda, 1>::zeros([1], &self.device);
-        CudaTensor::from(zero.into_primitive().tensor())
+        kernel_tensor(zero.into_primitive().tensor())
     }
 }
 
@@ -333,7 +335,7 @@ fn matmul_ceiling(clock: &Clock, device: &CudaDevice) -> Result<(f64, &'static s
         let mut product = || matmul(Product::Nt, &x, &w, output).map(drop);
         (clock.time(&mut product)?, "cuBLASLt")
     } else {
-        let [a, b] = [x, w].map(|x| Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(x.into())));
+        let [a, b] = [x, w].map(|x| Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(x.burn())));
         let mut product = || {
             drop(a.clone().matmul(b.clone().transpose()));
             Ok(())

@@ -1,7 +1,8 @@
 //! What attention of a trained model is given for a text, for benchmarks and checks: the scores of keys of DMA, the
 //! queries, keys and values of dense attention.
 use crate::error::{BenchError, Result, refused};
-use burn::tensor::{DType, Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::DType;
+use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
 use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};

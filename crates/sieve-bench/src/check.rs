@@ -435,7 +435,7 @@ pub fn check_json(report: &Report, settings: &CheckSettings, target: &Target) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use burn::tensor::DType;
+    use sieve_kernels::DType;
     use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Recorder, Step};
     use std::cell::RefCell;
 

@@ -6,9 +6,9 @@
 //! dirty there, and then waits until the host has queued the work: gaps on the host are not measured.
 use crate::device::Device;
 use crate::error::{BenchError, Result};
-use burn::tensor::DType;
 use burn_cuda::CudaDevice;
-use sieve_kernels::{CudaTensor, KernelError, SourceKernel};
+use sieve_kernels::DType;
+use sieve_kernels::{CudaTensor, KernelError, SourceKernel, ToBurn, client_of};
 use std::time::Instant;
 
 /// Repetitions that count, and those before them.
@@ -85,7 +85,7 @@ impl Clock {
 
     /// Times of `work`, each repetition with a cold L2.
     pub(crate) fn time(&self, work: &mut dyn FnMut() -> Result<(), KernelError>) -> Result<Times> {
-        let client = self.sink.client();
+        let client = client_of(&self.sink);
         // Once to compile, once for the time the host needs.
         work()?;
         client.flush().map_err(BenchError::gpu)?;
@@ -100,7 +100,7 @@ impl Clock {
             self.stamp(2 * repetition + 1)?;
             client.flush().map_err(BenchError::gpu)?;
         }
-        let stamps = burn_cubecl::ops::into_data_sync(self.stamps.primitive().clone());
+        let stamps = burn_cubecl::ops::into_data_sync(self.stamps.clone().burn());
         let stamps: Vec<i64> = stamps.to_vec().map_err(BenchError::gpu)?;
         let pairs = stamps.chunks_exact(2).skip(WARM);
         Ok(of_samples(

@@ -1,10 +1,14 @@
 //! Where the wrappers' tensors live: a GPU, or the CPU emulator.
 use crate::place;
 use crate::shape::{keys_of, queries_of, values_of};
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
 use sieve_core::PackedMask;
-use sieve_kernels::{AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KeySource, Qkv};
+use sieve_kernels::DType;
+use sieve_kernels::{
+    AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KeySource, Qkv, ToBurn, burn_dtype,
+    kernel_tensor,
+};
 use sieve_ops::Cuda;
 
 /// A device that the launch wrappers can be called on.
@@ -59,7 +63,7 @@ pub(crate) fn family_name(family: KernelFamily) -> &'static str {
 impl Device for CudaDevice {
     fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
         let data = TensorData::new(values.to_vec(), [values.len()]);
-        let tensor = Tensor::<Cuda, 1>::from_data(data, self).cast(dtype);
+        let tensor = Tensor::<Cuda, 1>::from_data(data, self).cast(burn_dtype(dtype));
         wrapped(tensor.into_primitive().tensor(), shape)
     }
 
@@ -74,13 +78,13 @@ impl Device for CudaDevice {
     }
 
     fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {
-        let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
+        let data = burn_cubecl::ops::into_data_sync(tensor.clone().burn());
         let values = data.convert::<f32>().to_vec();
         Ok(values.expect("data converted to f32 is read as f32"))
     }
 
     fn ints(&self, tensor: &CudaTensor) -> Result<Vec<i32>, KernelError> {
-        let data = burn_cubecl::ops::into_data_sync(tensor.primitive().clone());
+        let data = burn_cubecl::ops::into_data_sync(tensor.clone().burn());
         let values = data.convert::<i32>().to_vec();
         Ok(values.expect("data converted to i32 is read as i32"))
     }
@@ -88,7 +92,7 @@ impl Device for CudaDevice {
 
 /// A tensor of one dimension under its real shape.
 fn wrapped(primitive: CudaPrimitive, shape: &[usize]) -> CudaTensor {
-    let flat = CudaTensor::from(primitive).contiguous();
+    let flat = kernel_tensor(primitive).contiguous();
     flat.reshaped("upload", "the values", shape)
         .expect("as many values as the shape has")
 }

@@ -5,9 +5,9 @@
 //! `ptx.h` has for its instruction. g++ compiles each specialisation once. For correctness only;
 //! tests/gpu/emulator/README.md says what it sees and what not.
 use crate::device::Device;
-use burn::tensor::DType;
 use half::bf16;
-use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Launch, Recorder, Step};
+use sieve_kernels::DType;
+use sieve_kernels::{AttentionShape, CudaTensor, Hardware, KernelError, Launch, Recorder, Step, recorded_at};
 use std::cell::RefCell;
 use std::fs;
 use std::io;
@@ -242,7 +242,7 @@ impl Emulator {
 
     fn put(&self, bytes: &[u8], shape: &[usize], dtype: DType) -> CudaTensor {
         let tensor = self.recorder.tensor(shape, dtype);
-        let at = tensor.recorded_at().expect("the recorder made it");
+        let at = recorded_at(&tensor).expect("the recorder made it");
         self.make_buffers()
             .and_then(|()| self.write(at.buffer, bytes))
             .expect("the folder of buffers can be written");
@@ -252,7 +252,7 @@ impl Emulator {
     fn get(&self, tensor: &CudaTensor) -> Result<Vec<u8>, KernelError> {
         let tensor = tensor.contiguous();
         self.catch_up()?;
-        let at = tensor.recorded_at().expect("tensors of one recorder");
+        let at = recorded_at(&tensor).expect("tensors of one recorder");
         let all = self.read(at.buffer).map_err(|e| failed("reading", &e))?;
         let bytes = tensor.num_elements() * tensor.dtype().size();
         Ok(all[at.offset_bytes..][..bytes].to_vec())

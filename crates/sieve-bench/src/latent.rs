@@ -11,8 +11,9 @@ use crate::on_device;
 use crate::place::{self, Place, float};
 use crate::report::{Outcome, PathWatch, Report, wrong};
 use crate::scores::Scores;
+use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Tensor, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{Documents, Mask};
@@ -228,7 +229,7 @@ impl Call {
             for (row, values) in all.chunks_exact_mut(pitch).zip(values.chunks_exact(width)) {
                 row[before..before + width].copy_from_slice(values);
             }
-            let all = device.float(&all, &[batch, seq_len, pitch], DType::BF16);
+            let all = device.float(&all, &[batch, seq_len, pitch], sieve_kernels::DType::BF16);
             let strides = [seq_len * pitch, pitch, 1];
             all.view_at("check", "input", before, &[batch, seq_len, width], &strides)
         };
@@ -241,10 +242,10 @@ impl Call {
         let rope = RotaryEmbedding::<Flex>::new(self.spec.rope_dim, seq_len, ROPE_THETA.into(), &FlexDevice);
         let table = |table: Tensor<Flex, 2>| {
             let values: Vec<f32> = table.into_data().to_vec().expect("f32 tables");
-            device.float(&values, &[seq_len, self.spec.rope_dim / 2], DType::F32)
+            device.float(&values, &[seq_len, self.spec.rope_dim / 2], sieve_kernels::DType::F32)
         };
         let (cos, sin) = (table(rope.cos), table(rope.sin));
-        let weight = |values: &Vec<f32>| device.float(values, &[values.len()], DType::BF16);
+        let weight = |values: &Vec<f32>| device.float(values, &[values.len()], sieve_kernels::DType::BF16);
         let weights = self.norms.as_ref().map(|weights| weights.each_ref().map(weight));
         let args = MlaPack {
             num_heads: self.spec.num_heads,
@@ -268,11 +269,11 @@ impl Call {
         let [start, end] = bounds.map(|x| device.int(x, &self.rows()));
         let scale = self.spec.softmax_scale as f32;
         let result = qkv.attention_forward(&start, None, scale, None)?;
-        let d_packed = packed.nan_contiguous(packed.shape(), DType::BF16);
+        let d_packed = packed.nan_contiguous(packed.shape(), sieve_kernels::DType::BF16);
         let call = AttentionGradients {
             qkv: &qkv,
             result: &result,
-            d_o: &device.float(&self.case.d_o, &self.case.shape.output(), DType::BF16),
+            d_o: &device.float(&self.case.d_o, &self.case.shape.output(), sieve_kernels::DType::BF16),
             grads: &heads(&d_packed)?,
             softmax_scale: scale,
             order,

@@ -12,8 +12,9 @@ use crate::report::{Outcome, PathWatch, Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, packed_of};
 use crate::strided::{Layout, packed};
+use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use expected::Expected;
 use sieve_cpu::nsa::overlap_weight;
@@ -334,7 +335,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     } = &inputs.case;
     let ([batch, seq_len, num_heads, d], num_kv_heads) = (shape.output(), shape.num_kv_heads);
     let (blocks, rows) = (inputs.blocks, inputs.rows());
-    let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, DType::BF16);
+    let bf16 = |values: &[f32], sizes: &[usize]| device.float(values, sizes, sieve_kernels::DType::BF16);
     let bounds = [doc_start, doc_end].map(|x| device.int(x, &[batch, seq_len]));
     let documents = [&bounds[0], &bounds[1]];
     let size = blocks.compress_block_size;
@@ -387,7 +388,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
         ("selected dqkv, fixed order", SumOrder::Fixed, &lists[..]),
     ] {
         device.poison(*shape);
-        let dqkv = tensor.empty_contiguous(tensor.shape(), DType::BF16);
+        let dqkv = tensor.empty_contiguous(tensor.shape(), sieve_kernels::DType::BF16);
         let grads = Qkv::packed(&dqkv, num_heads, num_kv_heads);
         let call = AttentionGradients {
             qkv: &qkv,
@@ -404,7 +405,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     let branches = inputs.branches.each_ref().map(|x| bf16(x, &shape.output()));
     let branches = [&branches[0], &branches[1], &branches[2]];
     let logits = bf16(&inputs.logits, &[batch, seq_len, num_heads * 3]);
-    let bias = device.float(&inputs.bias, &[num_heads * 3], DType::F32);
+    let bias = device.float(&inputs.bias, &[num_heads * 3], sieve_kernels::DType::F32);
     add("gates o", &nsa_gates(branches, &logits, &bias)?)?;
     let gradients = nsa_gates_backward(branches, &logits, &bias, &d_o)?;
     for (name, branch) in GATED.into_iter().zip(&gradients.branches) {

@@ -10,8 +10,8 @@ use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
 use sieve_core::KeepRest;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaPrimitive, CudaTensor, DecodeScratch, DecodeStep,
-    DmaSlots, KernelError, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, dma_select,
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError,
+    KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, ToBurn, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -28,9 +28,9 @@ impl Place for Cuda {
     }
 
     fn strided(values: &Strided, device: &CudaDevice) -> FloatTensor<Self> {
-        let buffer = device.float(&values.buffer, &[values.buffer.len()], DType::BF16);
+        let buffer = device.float(&values.buffer, &[values.buffer.len()], sieve_kernels::DType::BF16);
         let view = buffer.view("view", "x", &values.shape, &values.strides);
-        CudaPrimitive::from(view.expect("the buffer was made for these strides"))
+        view.expect("the buffer was made for these strides").burn()
     }
 }
 
@@ -63,12 +63,12 @@ impl<'a> OnDevice<'a> {
         let per_key = |values: &[f32]| {
             let zeros = vec![0.0; case.expire.len()];
             let values = if values.is_empty() { &zeros } else { values };
-            device.float(values, &shape.per_key(), DType::F32)
+            device.float(values, &shape.per_key(), sieve_kernels::DType::F32)
         };
         Self {
             case,
             qkv: separate(device, [&case.q, &case.k, &case.v], shape),
-            d_o: device.float(&case.d_o, &shape.output(), DType::BF16),
+            d_o: device.float(&case.d_o, &shape.output(), sieve_kernels::DType::BF16),
             delta: per_key(&case.delta),
             z: per_key(&case.z),
             doc_start: device.int(&case.doc_start, &rows),
@@ -233,7 +233,7 @@ impl<'a> OnDevice<'a> {
         for at in 0..shape.seq_len {
             let z = self.case.z.iter().skip(at).step_by(shape.seq_len);
             let z: Vec<f32> = z.copied().collect();
-            let z = (self.device).float(&z, &[shape.batch, shape.num_kv_heads], DType::F32);
+            let z = (self.device).float(&z, &[shape.batch, shape.num_kv_heads], sieve_kernels::DType::F32);
             let (token, length) = (self.token(at), self.lengths(at));
             let (scale, bias) = (self.case.scale, ScoreBias::Exp);
             let o = slots.dma_decode(&token, &z, &length, scale, bias, &scratch)?;

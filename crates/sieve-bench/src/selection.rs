@@ -7,7 +7,7 @@ use crate::on_device::OnDevice;
 use crate::place::{self, Place};
 use crate::report::{Outcome, Report, Wrong, wrong};
 use crate::scores::Scores;
-use burn::tensor::DType;
+use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, KeyLists, Selection, dma_border_keys_backward, dma_border_keys_forward, dma_last_kept,
     oracle,

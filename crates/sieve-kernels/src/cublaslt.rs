@@ -9,18 +9,19 @@ mod library;
 mod plan;
 mod problem;
 
-use crate::error::KernelError;
-use crate::runtime::cuda_tensor::CudaTensor;
-use crate::runtime::lane::{self, Server, late_error, lock, report_late};
-use crate::step::fp8_quantise::Fp8Matrix;
-use crate::step::swiglu_forward::as_rows;
-use burn::tensor::DType;
+use crate::burn_memory::{binding_of, burn_memory};
+use crate::lane::{self, Server, late_error, lock, report_late};
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
 use library::{Call, Refusal};
 pub use problem::Product;
 use problem::{Operands, Problem, operand_rows, result_shape};
+use sieve_gpu::CudaTensor;
+use sieve_gpu::DType;
+use sieve_gpu::KernelError;
+use sieve_gpu::step::Fp8Matrix;
+use sieve_gpu::step::as_rows;
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, OnceLock};
 
@@ -62,20 +63,18 @@ pub fn matmul(
     queued((product, Operands::Bf16), [x, w], &[], output)
 }
 
-impl Fp8Matrix {
-    /// This `[m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the
-    /// two is of gradients. Sizes are multiples of 16.
-    ///
-    /// # Errors
-    /// As [`matmul`].
-    pub fn times(&self, w: &Self, output: MatmulOutput<'_>) -> Result<CudaTensor, KernelError> {
-        let operands = Operands::Fp8 {
-            x: self.format,
-            w: w.format,
-        };
-        let (values, scales) = ([&self.values, &w.values], [&self.scale, &w.scale]);
-        queued((Product::Nt, operands), values, &scales, output)
-    }
+/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two is of
+/// gradients. Sizes are multiples of 16.
+///
+/// # Errors
+/// As [`matmul`].
+pub fn fp8_matmul(x: &Fp8Matrix, w: &Fp8Matrix, output: MatmulOutput<'_>) -> Result<CudaTensor, KernelError> {
+    let operands = Operands::Fp8 {
+        x: x.format,
+        w: w.format,
+    };
+    let (values, scales) = ([&x.values, &w.values], [&x.scale, &w.scale]);
+    queued((Product::Nt, operands), values, &scales, output)
 }
 
 fn queued(
@@ -108,7 +107,7 @@ fn queued(
         bindings: [&x, &w, &target.c, &target.d]
             .iter()
             .chain(scales)
-            .map(|tensor| tensor.primitive().handle.clone().binding())
+            .map(|tensor| binding_of(tensor))
             .collect(),
         beta: target.beta,
         stream: StreamId::current(),
@@ -161,7 +160,7 @@ impl Target {
     ) -> Result<Self, KernelError> {
         let in_place = |tensor: &CudaTensor, beta| {
             require_output_type(tensor.dtype())?;
-            let rows = crate::runtime::checks::uniform_rows(tensor.shape(), tensor.strides());
+            let rows = sieve_gpu::uniform_rows(tensor.shape(), tensor.strides());
             let (rows, stride) =
                 rows.ok_or_else(|| tensor.layout_error(NAME, "the output", "rows one stride apart are needed"))?;
             require_matrix("the output", tensor, rows, [m, n])?;
@@ -233,8 +232,8 @@ static PLANNED: LazyLock<Mutex<HashSet<(usize, u64, Problem)>>> = LazyLock::new(
 /// Queues a product. The first of a shape waits until its algorithm is found, so that a refusal is this call's error.
 fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
     late_error()?;
-    let queue: DeviceHandle<Server> = DeviceHandle::new(like.device().to_id());
-    let key = (like.device().index, call.stream.value, call.problem);
+    let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(like).device.to_id());
+    let key = (burn_memory(like).device.index, call.stream.value, call.problem);
     if lock(&PLANNED).contains(&key) {
         queue.submit(move |server| {
             if let Err(refusal) = call.run(server) {
@@ -283,7 +282,9 @@ mod tests {
     fn outputs_are_bf16_or_f32() {
         assert!(require_output_type(DType::BF16).is_ok());
         assert!(require_output_type(DType::F32).is_ok());
-        let error = require_output_type(DType::F16).expect_err("no f16").to_string();
+        let error = require_output_type(DType::Other("f16", 2))
+            .expect_err("no f16")
+            .to_string();
         assert!(error.contains("f16"), "{error}");
     }
 }

@@ -10,7 +10,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::step::Reuse;
-use sieve_kernels::{CudaPrimitive, CudaTensor};
+use sieve_kernels::{CudaPrimitive, ToBurn, kernel_tensor};
 
 /// `silu(gate) * up` of a packed tensor, gate first.
 ///
@@ -109,8 +109,10 @@ impl SwigluGradients for Flex {
 
 impl SwigluBackend for Cuda {
     fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
-        let attempt = sieve_kernels::step::swiglu_forward(&CudaTensor::from(gate_up.clone()));
-        kernel_or("swiglu", attempt.map(Into::into), || reference::swiglu::<Self>(gate_up))
+        let attempt = sieve_kernels::step::swiglu_forward(&kernel_tensor(gate_up.clone()));
+        kernel_or("swiglu", attempt.map(ToBurn::burn), || {
+            reference::swiglu::<Self>(gate_up)
+        })
     }
 }
 
@@ -119,7 +121,7 @@ impl SwigluGradients for Cuda {
         let is_free = gate_up.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
         let attempt = sieve_kernels::step::swiglu_backward(&x, &d, reuse(is_free && x.is_contiguous()));
-        kernel_or("swiglu_backward", attempt.map(Into::into), || {
+        kernel_or("swiglu_backward", attempt.map(ToBurn::burn), || {
             reference::swiglu_backward::<Self>(gate_up, dy)
         })
     }
@@ -129,7 +131,7 @@ impl SwigluGradients for Cuda {
         let [x, d] = tensors([&gate_up, &dy]);
         let reuse = reuse(is_free && x.is_contiguous() && d.is_contiguous());
         let attempt = sieve_kernels::step::swiglu_backward_with_output(&x, &d, reuse);
-        let attempt = attempt.map(|(dx, y)| (dx.into(), y.into()));
+        let attempt = attempt.map(|(dx, y)| (dx.burn(), y.burn()));
         kernel_or("swiglu_backward", attempt, || {
             let y = reference::swiglu::<Self>(gate_up.clone());
             (reference::swiglu_backward::<Self>(gate_up, dy), y)

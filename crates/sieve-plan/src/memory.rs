@@ -25,7 +25,6 @@ use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
 use sieve_core::{KeepRest, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
-use sieve_kernels::step::LogitRows;
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
 /// products.
@@ -310,7 +309,7 @@ fn logit_bytes(shape: &ModelShape, tokens: u64, target: &Target) -> u64 {
     let (tokens, vocab_size) = (tokens as usize, shape.vocab_size);
     let rows = match target {
         Target::Cpu { .. } => chunk_rows(vocab_size).min(tokens),
-        Target::Gpu(_) => LogitRows::gradient_block_tokens(tokens, vocab_size),
+        Target::Gpu(_) => sieve_kernels::loss_block_tokens(tokens, vocab_size),
     };
     times(rows as u64, vocab_size as u64 * target.value_bytes())
 }

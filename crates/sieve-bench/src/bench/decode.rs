@@ -4,8 +4,8 @@ use super::{Bench, Work};
 use crate::device::{Device, mask_data};
 use crate::error::Result;
 use crate::shape::call_shape;
-use burn::tensor::DType;
 use sieve_core::KeepBlocks;
+use sieve_kernels::DType;
 use sieve_kernels::{DecodeScratch, KernelError, Qkv};
 use sieve_select::{Selector, Step};
 

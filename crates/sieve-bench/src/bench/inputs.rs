@@ -1,12 +1,13 @@
 //! One attention call's tensors on the GPU, drawn there.
 use crate::device::Device;
 use crate::shape::{packed_of, queries_of};
-use burn::tensor::{DType, Distribution, Tensor};
+use burn::tensor::{Distribution, Tensor};
 use burn_cuda::CudaDevice;
 use sieve_core::{DmaBias, DmaWindow, KeepRest};
+use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, MlaPack, Qkv, Selection,
-    SumOrder, dma_select,
+    SumOrder, burn_dtype, dma_select, kernel_tensor,
 };
 use sieve_ops::Cuda;
 
@@ -26,8 +27,8 @@ pub(crate) struct Inputs {
 /// Normal numbers.
 pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &CudaDevice) -> CudaTensor {
     let normal = Distribution::Normal(0.0, 1.0);
-    let tensor = Tensor::<Cuda, D>::random(shape, normal, device).cast(dtype);
-    CudaTensor::from(tensor.into_primitive().tensor()).contiguous()
+    let tensor = Tensor::<Cuda, D>::random(shape, normal, device).cast(burn_dtype(dtype));
+    kernel_tensor(tensor.into_primitive().tensor()).contiguous()
 }
 
 impl Inputs {

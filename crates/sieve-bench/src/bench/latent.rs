@@ -3,7 +3,7 @@ use super::rows::dense;
 use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
-use burn::tensor::DType;
+use sieve_kernels::DType;
 use sieve_kernels::{AttentionShape, CudaTensor, LatentKeys, MlaNorm, MlaPack, mla_decode};
 
 const HEADS: usize = 16;

@@ -3,7 +3,7 @@ use super::Bench;
 use super::inputs::Inputs;
 use super::rows::{dense, forward_flops, passes, shape};
 use crate::error::Result;
-use burn::tensor::DType;
+use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks_backward, nsa_gates,
     nsa_gates_backward,

@@ -3,10 +3,10 @@ use super::generator::{Generated, HEAD_DIM, STEP, Weights};
 use super::rows::shape;
 use crate::device::Device;
 use crate::error::{BenchError, Result, refused};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_hf::TensorFile;
-use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv};
+use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv, kernel_tensor};
 use sieve_ops::Cuda;
 use std::path::Path;
 
@@ -51,9 +51,9 @@ impl Operands {
         let num_kv_heads = qkv[1].dims()[0];
         let [q, k, v] = qkv.map(|x| {
             let [heads, rows, width] = x.dims();
-            let x = x.cast(DType::BF16).swap_dims(0, 1);
+            let x = x.cast(burn::tensor::DType::BF16).swap_dims(0, 1);
             let x = x.reshape([1, rows, heads, width]);
-            CudaTensor::from(x.into_primitive().tensor()).contiguous()
+            kernel_tensor(x.into_primitive().tensor()).contiguous()
         });
         Self {
             shape: shape(1, seq_len, [num_heads, num_kv_heads], HEAD_DIM),

@@ -4,8 +4,8 @@ use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
-use burn::tensor::DType;
 use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepRest};
+use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias, SumOrder,
 };

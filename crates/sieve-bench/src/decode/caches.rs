@@ -7,8 +7,8 @@ use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, values_of};
-use burn::tensor::DType;
 use sieve_cpu::reference::{self, Rounding, attend};
+use sieve_kernels::DType;
 use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KvCache, Qkv, ScoreBias};
 use sieve_testing::Random;
 

@@ -103,7 +103,7 @@ impl Call {
             batch, new, heads, len, ..
         } = *self;
         let width = self.width();
-        let q = device.float(&self.q, &[batch, new, heads, width], DType::BF16);
+        let q = device.float(&self.q, &[batch, new, heads, width], sieve_kernels::DType::BF16);
         // Rows with NaN behind each, and a row of NaN behind those of a batch row.
         let apart = |values: &[f32], width: usize, gap: usize, dtype| {
             let pitch = width + gap;
@@ -117,10 +117,10 @@ impl Call {
             let strides = [(len + 1) * pitch, pitch, 1];
             all.view("check", "cache", &[batch, len, width], &strides)
         };
-        let latents = apart(&self.latents, width, GAP, DType::BF16)?;
+        let latents = apart(&self.latents, width, GAP, sieve_kernels::DType::BF16)?;
         let key_scale = self.key_scale.as_ref();
         let key_scale = key_scale
-            .map(|values| apart(values, heads, 3, DType::F32))
+            .map(|values| apart(values, heads, 3, sieve_kernels::DType::F32))
             .transpose()?;
         let keys = LatentKeys {
             latents: &latents,

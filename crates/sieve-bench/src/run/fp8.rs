@@ -23,7 +23,7 @@ pub(super) fn on_host(values: &[f32], _sizes: [usize; 2], format: Fp8Format) -> 
 
 /// By the kernels.
 pub(super) fn on_cuda(device: &CudaDevice, values: &[f32], sizes: [usize; 2], format: Fp8Format) -> Rounded {
-    let x = device.float(values, &sizes, DType::BF16);
+    let x = device.float(values, &sizes, sieve_kernels::DType::BF16);
     let read = || {
         let rows = fp8_quantise(&x, format, None)?.rows;
         Ok((device.floats(&rows.values)?, device.floats(&rows.scale)?[0]))

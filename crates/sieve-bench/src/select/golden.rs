@@ -2,8 +2,8 @@
 //! keys of trained models, which are bf16 and so the same operands.
 use super::Found;
 use crate::device::Device;
-use burn::tensor::DType;
 use serde_json::Value;
+use sieve_kernels::DType;
 use sieve_kernels::{KernelError, Qkv};
 use sieve_select::{CallShape, Selector, Step};
 

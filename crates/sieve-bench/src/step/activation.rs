@@ -7,9 +7,9 @@ use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::{Outcome, Report, Wrong};
-use burn::tensor::DType;
 use burn_flex::Flex;
 use sieve_kernels::CudaTensor;
+use sieve_kernels::DType;
 use sieve_kernels::step::{
     Reuse, swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output, swiglu_forward,
     swiglu_forward_with_amax,

@@ -5,10 +5,10 @@ use crate::bar::Bar;
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
-use burn::tensor::DType;
 use burn_cuda::CudaDevice;
+use sieve_kernels::DType;
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
-use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput};
+use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
 use sieve_ops::reference;
 
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
@@ -151,7 +151,7 @@ fn product(mut calls: Calls<'_>, [m, n, k]: [usize; 3], formats: [Fp8Format; 2])
         ("plus", MatmulOutput::Plus(&addend.on), &addend.values),
         ("added", MatmulOutput::AddTo(&before.on), &before.values),
     ] {
-        let y = x.times(&w, output)?;
+        let y = fp8_matmul(&x, &w, output)?;
         let (exact, kept) = (plus(&exact, addend), plus(&kept, addend));
         calls.within(bar(y.dtype(), is_fast), name, &y, [&kept, &exact])?;
     }

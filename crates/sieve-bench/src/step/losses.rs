@@ -10,7 +10,7 @@ use crate::error::Result as BenchResult;
 use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::{Outcome, Report, wrong};
-use burn::tensor::DType;
+use sieve_kernels::DType;
 use sieve_kernels::step::{LogitRows, cross_entropy};
 use sieve_ops::{DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
@@ -67,7 +67,7 @@ pub(super) fn linear_cross_entropy_op<B: DeviceBackend>(on: &mut On<'_, B>, rows
     const WORDS: usize = 96;
     let (h, weight) = (on.input([rows, 64]), on.input([WORDS, 64]));
     let labels = on.indices([rows], WORDS).into_primitive();
-    let [losses, loss, dh, dweight] = if on.form == Form::Plain && on.dtype == DType::BF16 {
+    let [losses, loss, dh, dweight] = if on.form == Form::Plain && on.dtype == burn::tensor::DType::BF16 {
         plain_loss::<B>(h, weight, labels)
     } else {
         let (losses, (loss, dh, dweight)) = if on.own() {

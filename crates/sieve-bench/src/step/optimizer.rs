@@ -7,8 +7,9 @@ use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::{float, floats};
 use crate::report::{Outcome, Report, Wrong, wrong};
-use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
+use burn::tensor::{FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
+use sieve_kernels::DType;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term, join_master, split_master};
 use sieve_kernels::{CudaTensor, KernelError};
 use sieve_ops::{AdamWTensors, DeviceBackend, reference};
@@ -69,17 +70,17 @@ fn step(
 
 pub(super) fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let shape = [rows, 96];
-    let param = on.input_in(shape, DType::F32);
-    let exp_avg = on.input_in(shape, DType::F32);
+    let param = on.input_in(shape, burn::tensor::DType::F32);
+    let exp_avg = on.input_in(shape, burn::tensor::DType::F32);
     // Squares are positive.
-    let root = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(on.input_in(shape, DType::F32)));
+    let root = Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(on.input_in(shape, burn::tensor::DType::F32)));
     let tensors = AdamWTensors::<B> {
         param,
         leaf: None,
         exp_avg,
         exp_avg_sq: (root.clone() * root).into_primitive().tensor(),
     };
-    let grad = on.input_in(shape, DType::F32);
+    let grad = on.input_in(shape, burn::tensor::DType::F32);
     let scale = float::<B, 1>(&[0.5], [1], on.device);
     let before = tensors.param.clone();
     let (next, split) = if on.own() {
@@ -113,7 +114,7 @@ pub(super) fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Res
 }
 
 pub(super) fn sum_of_squares_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let x = on.input_in([rows, 96], DType::F32);
+    let x = on.input_in([rows, 96], burn::tensor::DType::F32);
     let sum = if on.own() {
         B::sum_of_squares(x)
     } else {

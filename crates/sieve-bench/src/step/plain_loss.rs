@@ -1,7 +1,8 @@
 //! Projection and cross-entropy as a plain bf16 computation has them.
+use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::{FloatTensor, IntTensor};
-use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
+use burn::tensor::{Int, Tensor, TensorPrimitive};
 
 /// `(losses [tokens], loss [1], dh [tokens, width], dweight [vocab, width])` with logits and their gradients rounded to
 /// bf16; softmax and sums are f32.

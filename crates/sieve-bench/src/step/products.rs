@@ -8,9 +8,12 @@ use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
+use burn::tensor::{FloatDType, Tensor, TensorPrimitive};
 use burn_cuda::CudaDevice;
-use sieve_kernels::{Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, matmul};
+use sieve_kernels::DType;
+use sieve_kernels::{
+    Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
+};
 use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
 
 const NAME: &str = "product, cuBLASLt";
@@ -67,7 +70,7 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
 
 pub(super) fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
-    let (dy, before) = (on.input([rows, 40]), on.input_in([40, 96], DType::F32));
+    let (dy, before) = (on.input([rows, 40]), on.input_in([40, 96], burn::tensor::DType::F32));
     let (y, dx, dweight, sum) = if on.own() {
         (
             <B as LinearBackend>::linear(x.clone(), weight.clone()),
@@ -191,10 +194,10 @@ fn in_order(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
         let mut x = start.on.clone();
         for round in 0..60 {
             let y = rounded(Product::Nt, &x, &w.on)?;
-            let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.into()));
+            let y = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(y.burn()));
             // A fresh buffer each time, so that freed ones are taken again at once.
             let y = y.mul_scalar(0.04).add_scalar(0.01 * f64::from(round % 3));
-            x = CudaTensor::from(y.into_primitive().tensor());
+            x = kernel_tensor(y.into_primitive().tensor());
             if waits {
                 Cuda::sync(device).map_err(|error| Wrong::from(error.to_string()))?;
             }

@@ -3,9 +3,10 @@
 use super::wrappers::{Calls, same};
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
-use burn::tensor::{DType, Tensor};
+use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
-use sieve_kernels::{CudaTensor, LaunchCounts};
+use sieve_kernels::DType;
+use sieve_kernels::{CudaTensor, LaunchCounts, kernel_tensor};
 use sieve_ops::Cuda;
 use std::sync::mpsc::sync_channel;
 
@@ -37,7 +38,7 @@ fn factors_stay(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
         let maker = scope.spawn(move || {
             let filled = |value: f32| {
                 let tensor = Tensor::<Cuda, 1>::full([1], value, device);
-                CudaTensor::from(tensor.into_primitive().tensor())
+                kernel_tensor(tensor.into_primitive().tensor())
             };
             for _ in 0..LAUNCHES {
                 let factor = filled(1.0);

@@ -7,8 +7,9 @@ use crate::device::Device;
 use crate::extent::Extent;
 use crate::place::{float, floats};
 use crate::report::{Outcome, Report};
-use burn::tensor::{DType, Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
+use sieve_kernels::DType;
 use sieve_kernels::step::{QkNormRope, Reuse};
 use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeTables, reference};
 

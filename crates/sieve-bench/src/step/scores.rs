@@ -8,8 +8,8 @@ use crate::error::Result as BenchResult;
 use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::{Outcome, Report};
-use burn::tensor::DType;
 use burn_flex::Flex;
+use sieve_kernels::DType;
 use sieve_kernels::{Qkv, ScoresBackward};
 use sieve_ops::{AttentionSpec, DeviceBackend, reference};
 
@@ -65,7 +65,7 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
     let qkv = on.input(shape);
     let w_dt = on.input([kv_heads * width, kv_heads]);
     let a = on.input([kv_heads]);
-    let dz = on.input_in([2, kv_heads, rows], DType::F32);
+    let dz = on.input_in([2, kv_heads, rows], burn::tensor::DType::F32);
     let dqkv = on.input(shape);
     let (z, (dqkv, dw, da)) = if on.own() {
         (

@@ -4,10 +4,10 @@ use crate::bar::Bar;
 use crate::device::Device;
 use crate::place::float;
 use crate::report::{Wrong, wrong};
-use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::CudaTensor;
+use sieve_kernels::DType;
 use sieve_testing::Random;
 
 /// Elements between the end of a row and the next.

@@ -1,7 +1,7 @@
 //! cuBLASLt on CubeCL's device thread: the library's handle, its plans, and a workspace for each stream.
 use super::plan::{Operands, Plan, WORKSPACE_BYTES};
 use super::problem::{Cut, Problem};
-use crate::runtime::lane::{Server, on_lane_with};
+use crate::lane::{Server, on_lane_with};
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use cudarc::cublaslt::{result as lt, sys::cublasLtHandle_t};

@@ -1,7 +1,6 @@
 //! One product's descriptors and algorithm, made once per shape and kept.
 use super::library::Refusal;
 use super::problem::{Cut, Layout, Operands as OperandTypes, Problem};
-use crate::step::fp8_quantise::Fp8Format;
 use cudarc::cublaslt::result as lt;
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulAlgoConfigAttributes_t,
@@ -10,6 +9,7 @@ use cudarc::cublaslt::sys::{
     cublasLtMatmulPreferenceAttributes_t, cublasLtMatrixLayout_t, cublasLtReductionScheme_t, cudaDataType_t,
 };
 use cudarc::driver::sys::CUstream;
+use sieve_gpu::step::Fp8Format;
 use std::ffi::c_void;
 use std::mem::MaybeUninit;
 

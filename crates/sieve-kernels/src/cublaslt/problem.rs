@@ -1,7 +1,7 @@
 //! The sizes of a product, and what cuBLASLt's column-major words for it are.
 use super::NAME;
-use crate::error::KernelError;
-use crate::step::fp8_quantise::Fp8Format;
+use sieve_gpu::KernelError;
+use sieve_gpu::step::Fp8Format;
 use std::fmt;
 
 /// Which operands of a row-major product are transposed.
@@ -157,7 +157,7 @@ pub(super) fn operand_rows(product: Product, x: [usize; 2], w: [usize; 2]) -> Re
         });
     }
     for (what, size) in [("m", sizes[0]), ("n", sizes[1]), ("k", sizes[2])] {
-        crate::runtime::checks::require_non_empty(NAME, what, size)?;
+        sieve_gpu::require_non_empty(NAME, what, size)?;
     }
     Ok(sizes)
 }

@@ -6,7 +6,8 @@ use crate::device::paths::{kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
 use sieve_core::KeepRest;
 use sieve_kernels::{
-    AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv,
+    AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv, ToBurn,
+    kernel_tensor,
 };
 
 impl AttentionBackend for Cuda {
@@ -42,29 +43,29 @@ pub(crate) fn packed(qkv: &Float, spec: AttentionSpec) -> Qkv {
 
 /// The same for these numbers of query heads and KV heads.
 pub(crate) fn packed_heads(qkv: &Float, [num_heads, num_kv_heads]: [usize; 2]) -> Qkv {
-    Qkv::packed(&CudaTensor::from(qkv.clone()), num_heads, num_kv_heads)
+    Qkv::packed(&kernel_tensor(qkv.clone()), num_heads, num_kv_heads)
 }
 
 pub(crate) fn bounds(documents: &DocumentBounds<Cuda>) -> [CudaTensor; 2] {
-    documents.clone().map(CudaTensor::from)
+    documents.clone().map(kernel_tensor)
 }
 
 /// Both names of one result.
 pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     AttentionOutput {
-        o: result.o.into(),
-        lse: result.lse.into(),
-        o_rest: result.o_rest.map(Into::into),
-        base: result.base.map(Into::into),
+        o: result.o.burn(),
+        lse: result.lse.burn(),
+        o_rest: result.o_rest.map(ToBurn::burn),
+        base: result.base.map(ToBurn::burn),
     }
 }
 
 pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
-        o: CudaTensor::from(output.o.clone()).contiguous(),
-        lse: CudaTensor::from(output.lse.clone()).contiguous(),
-        o_rest: output.o_rest.clone().map(CudaTensor::from),
-        base: output.base.clone().map(CudaTensor::from),
+        o: kernel_tensor(output.o.clone()).contiguous(),
+        lse: kernel_tensor(output.lse.clone()).contiguous(),
+        o_rest: output.o_rest.clone().map(kernel_tensor),
+        base: output.base.clone().map(kernel_tensor),
     }
 }
 
@@ -80,12 +81,12 @@ pub(crate) struct Backward {
 
 impl Backward {
     pub(crate) fn new(qkv: &Float, spec: AttentionSpec, output: &AttentionOutput<Cuda>, d_o: &Float) -> Self {
-        let input = CudaTensor::from(qkv.clone());
+        let input = kernel_tensor(qkv.clone());
         let dqkv = input.empty_contiguous(input.shape(), input.dtype());
         Self {
             qkv: packed(qkv, spec),
             result: result(output),
-            d_o: CudaTensor::from(d_o.clone()),
+            d_o: kernel_tensor(d_o.clone()),
             grads: Qkv::packed(&dqkv, spec.num_heads, spec.num_kv_heads),
             softmax_scale: spec.softmax_scale as f32,
             dqkv,
@@ -130,5 +131,5 @@ pub(crate) fn backward(
     let backward = Backward::new(qkv, spec, output, d_o);
     let window = spec.window_size;
     let dbias = backward.call().attention_backward([&start, &end], window, bias)?;
-    Ok((backward.dqkv.into(), dbias))
+    Ok((backward.dqkv.burn(), dbias))
 }

@@ -10,7 +10,7 @@ use sieve_core::{DmaBias, DmaWindow, HeavyKeys};
 use sieve_cuda::CudaDevice;
 use sieve_kernels::{
     AttentionShape, CudaPrimitive as Float, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache,
-    LatentKeys, Qkv, ScoreBias, contiguous_strides,
+    LatentKeys, Qkv, ScoreBias, ToBurn, contiguous_strides, device_of, kernel_tensor,
 };
 use std::sync::Mutex;
 use std::thread::ThreadId;
@@ -32,14 +32,14 @@ impl DecodeBackend for Cuda {
 
     fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
         let [on_q, on_latents] = tensors([&q, &latents]);
-        let on_key_scale = key_scale.clone().map(CudaTensor::from);
+        let on_key_scale = key_scale.clone().map(kernel_tensor);
         let keys = LatentKeys {
             latents: &on_latents,
             rank,
             key_scale: on_key_scale.as_ref(),
         };
         let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
-        kernel_or("mla_decode", attempt.map(Into::into), || {
+        kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
             reference::mla_decode::<Self>(q, latents, key_scale, rank, softmax_scale)
         })
     }
@@ -72,12 +72,12 @@ fn float<const D: usize>(primitive: &Float) -> Tensor<Cuda, D> {
 }
 
 fn primitive<const D: usize>(tensor: Tensor<Cuda, D>) -> CudaTensor {
-    CudaTensor::from(tensor.into_primitive().tensor())
+    kernel_tensor(tensor.into_primitive().tensor())
 }
 
 /// `[batch, heads, head_dim]` as a sequence of one token.
 fn one_token(x: &Float) -> Result<CudaTensor, KernelError> {
-    let x = CudaTensor::from(x.clone()).contiguous();
+    let x = kernel_tensor(x.clone()).contiguous();
     let [batch, heads, head_dim] = x.dims(NAME, "token")?;
     x.reshaped(NAME, "token", &[batch, 1, heads, head_dim])
 }
@@ -94,7 +94,7 @@ impl<K: PartialEq, V: Clone> Shared<K, V> {
     }
 
     fn get<E>(&self, like: &CudaTensor, key: K, new: impl FnOnce() -> Result<V, E>) -> Result<V, E> {
-        let key = (std::thread::current().id(), like.device().clone(), key);
+        let key = (std::thread::current().id(), device_of(like).clone(), key);
         let mut last = self.0.lock().unwrap_or_else(|broken| broken.into_inner());
         if let Some((of, value)) = &*last
             && *of == key
@@ -112,8 +112,8 @@ fn lengths(like: &CudaTensor, batch: usize, length: usize) -> CudaTensor {
     static LENGTHS: Shared<[usize; 2], CudaTensor> = Shared::new();
     let new = || {
         let data = TensorData::new(vec![length as i32; batch], [batch]);
-        let lengths = Tensor::<Cuda, 1, Int>::from_data(data, like.device());
-        Ok::<_, std::convert::Infallible>(CudaTensor::from(lengths.into_primitive()))
+        let lengths = Tensor::<Cuda, 1, Int>::from_data(data, device_of(like));
+        Ok::<_, std::convert::Infallible>(kernel_tensor(lengths.into_primitive()))
     };
     let Ok(lengths) = LENGTHS.get(like, [batch, length], new);
     lengths
@@ -128,7 +128,7 @@ fn scratch(like: &CudaTensor, shape: AttentionShape, keys: usize) -> Result<Deco
 
 fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
     let [batch, _, heads, head_dim] = o.dims(NAME, "o")?;
-    Ok(o.reshaped(NAME, "o", &[batch, heads, head_dim])?.into())
+    Ok(o.reshaped(NAME, "o", &[batch, heads, head_dim])?.burn())
 }
 
 /// `q [batch, num_heads, head_dim]` over `k, v [batch, kv_len, num_kv_heads, head_dim]`, without a bias.
@@ -141,7 +141,7 @@ fn attend(q: &Float, k: &Float, v: &Float, delta: Option<&Float>, softmax_scale:
             "none; dma_decode adds the bias of its own slots",
         ));
     }
-    let [_, kv_len, _, _] = CudaTensor::from(k.clone()).dims(NAME, "k")?;
+    let [_, kv_len, _, _] = kernel_tensor(k.clone()).dims(NAME, "k")?;
     // The kernel's cache has the heads outside, so that a head's keys are one stretch of memory.
     let heads_outside = |x: &Float| primitive(float::<4>(x).swap_dims(1, 2)).contiguous();
     let cache = KvCache {
@@ -172,7 +172,7 @@ fn attend(q: &Float, k: &Float, v: &Float, delta: Option<&Float>, softmax_scale:
 fn append(cache: &KeyCache<Cuda>, qkv: &Float, spec: AttentionSpec) -> Result<(KeyCache<Cuda>, Float), KernelError> {
     let token = packed(qkv, spec);
     let shape = token.shape(NAME)?;
-    let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
+    let [_, len, _, _] = kernel_tensor(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
     let (kv, len) = match room_of(cache, &shape, len) {
         Some(kv) => (kv, len),
         None => larger(cache, &shape, len, spec.window_size),
@@ -190,9 +190,9 @@ fn append(cache: &KeyCache<Cuda>, qkv: &Float, spec: AttentionSpec) -> Result<(K
         [shape.batch, len + 1, shape.num_kv_heads, shape.head_dim],
         view_strides(&shape, capacity, shape.head_dim).0,
     );
-    let view = |x: &CudaTensor| x.view(NAME, "cache", &sizes, &strides).map(Float::from);
+    let view = |x: &CudaTensor| x.view(NAME, "cache", &sizes, &strides).map(ToBurn::burn);
     let (k, v) = (view(&kv.k)?, view(&kv.v)?);
-    Ok((KeyCache { k, v }, o.into()))
+    Ok((KeyCache { k, v }, o.burn()))
 }
 
 /// The buffers behind a cache, with room for one key more; `None` when its tensors are others, or somebody else holds
@@ -205,7 +205,7 @@ fn room_of(cache: &KeyCache<Cuda>, shape: &AttentionShape, len: usize) -> Option
             return None;
         }
         let sizes = [shape.batch, shape.num_kv_heads, capacity, shape.head_dim];
-        CudaTensor::from(x.clone())
+        kernel_tensor(x.clone())
             .view(NAME, "cache", &sizes, &contiguous_strides(&sizes))
             .ok()
     };
@@ -247,7 +247,7 @@ fn dma_step(
     let qkv = Qkv::separate(&q, &k, &v);
     let shape = qkv.shape(NAME)?;
     let window = cache.window.keep_window_size;
-    let [_, len, _, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
+    let [_, len, _, _] = kernel_tensor(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
     if len != token.position.min(window) {
         return Err(KernelError::unsupported(
             "dma_decode",
@@ -264,7 +264,7 @@ fn dma_step(
         Some(slots) => slots,
         None => filled_slots(cache, &shape, &q),
     };
-    let rank = CudaTensor::from(token.rank.clone());
+    let rank = kernel_tensor(token.rank.clone());
     let length = lengths(&q, shape.batch, token.position);
     let scratch = scratch(&q, shape, window)?;
     let bias = match bias {
@@ -307,8 +307,8 @@ pub(crate) fn heavy_step(
     position: usize,
     softmax_scale: f32,
 ) -> Result<(DmaCache<Cuda>, Float), KernelError> {
-    let [_, len, num_kv_heads, _] = CudaTensor::from(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
-    let [_, _, heads, _] = CudaTensor::from(qkv.clone()).dims::<4>(NAME, "qkv")?;
+    let [_, len, num_kv_heads, _] = kernel_tensor(cache.k.clone()).dims::<4>(NAME, "cache.k")?;
+    let [_, _, heads, _] = kernel_tensor(qkv.clone()).dims::<4>(NAME, "qkv")?;
     let token = packed_heads(qkv, [heads - 2 * num_kv_heads, num_kv_heads]);
     let shape = token.shape(NAME)?;
     let like = token.q.tensor();
@@ -321,7 +321,7 @@ pub(crate) fn heavy_step(
     let scratch = scratch(like, shape, window)?;
     let o = slots.heavy_decode(&token, &length, position, softmax_scale, &scratch)?;
     let cache = view_of(&slots, &shape, (len + 1).min(window), cache.window)?;
-    Ok((cache, o.into()))
+    Ok((cache, o.burn()))
 }
 
 /// Strides of a view `[batch, len, num_kv_heads, width]` of slots, and of `[batch, num_kv_heads, len]`.
@@ -340,7 +340,7 @@ fn slots_of(cache: &DmaCache<Cuda>, shape: &AttentionShape) -> Option<DmaSlots> 
         }
         let mut sizes = vec![shape.batch, shape.num_kv_heads, window];
         sizes.extend((strides.len() == 4).then_some(width));
-        let whole = CudaTensor::from(x.clone());
+        let whole = kernel_tensor(x.clone());
         whole.view(NAME, "slots", &sizes, &contiguous_strides(&sizes)).ok()
     };
     let (key, per_key) = view_strides(shape, window, shape.head_dim);
@@ -361,7 +361,7 @@ fn slots_of(cache: &DmaCache<Cuda>, shape: &AttentionShape) -> Option<DmaSlots> 
 
 /// New slots with the contents of a cache.
 fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTensor) -> DmaSlots {
-    let device = like.device();
+    let device = device_of(like);
     let (batch, heads) = (shape.batch, shape.num_kv_heads);
     let window = cache.window.keep_window_size;
     let wide = |x: &Float, width: usize| {
@@ -383,7 +383,7 @@ fn filled_slots(cache: &DmaCache<Cuda>, shape: &AttentionShape, like: &CudaTenso
             v: wide(&cache.v, shape.head_dim_v),
         },
         z: primitive(slots_z.slice_assign(used, z)).contiguous(),
-        positions: CudaTensor::from(positions).contiguous(),
+        positions: kernel_tensor(positions).contiguous(),
         local_window_size: cache.window.local_window_size,
     }
 }
@@ -399,7 +399,7 @@ fn view_of(
     let (key, per_key) = view_strides(shape, window.keep_window_size, shape.head_dim);
     let (value, _) = view_strides(shape, window.keep_window_size, shape.head_dim_v);
     let view =
-        |x: &CudaTensor, sizes: &[usize], strides: &[usize]| x.view(NAME, "slots", sizes, strides).map(Float::from);
+        |x: &CudaTensor, sizes: &[usize], strides: &[usize]| x.view(NAME, "slots", sizes, strides).map(ToBurn::burn);
     Ok(DmaCache {
         k: view(&slots.kv.k, &[batch, len, heads, shape.head_dim], &key)?,
         v: view(&slots.kv.v, &[batch, len, heads, shape.head_dim_v], &value)?,

@@ -1,23 +1,23 @@
 //! Burn's CUDA tensors as the kernels of `sieve-kernels` take them.
 use burn::tensor::DType;
 pub use sieve_cuda::Cuda;
-use sieve_kernels::{CudaPrimitive, CudaTensor};
+use sieve_kernels::{CudaPrimitive, CudaTensor, kernel_tensor};
 
 /// The kernels' view of some tensors; no copy.
 pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {
-    primitives.map(|primitive| CudaTensor::from(primitive.clone()))
+    primitives.map(|primitive| kernel_tensor(primitive.clone()))
 }
 
 /// A contiguous tensor that may be written in place: `x` itself where nobody else holds it, else a copy.
 pub(crate) fn writable(x: CudaPrimitive) -> CudaTensor {
     let x = if x.can_mut() { x } else { x.copy() };
-    CudaTensor::from(x).contiguous()
+    kernel_tensor(x).contiguous()
 }
 
 /// The tensor in another float type, itself when it has that type.
 pub(crate) fn cast(x: &CudaPrimitive, dtype: DType) -> CudaTensor {
     if x.dtype == dtype {
-        return CudaTensor::from(x.clone());
+        return kernel_tensor(x.clone());
     }
-    CudaTensor::from(burn_cubecl::kernel::cast(x.clone(), dtype))
+    kernel_tensor(burn_cubecl::kernel::cast(x.clone(), dtype))
 }

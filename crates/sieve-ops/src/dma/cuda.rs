@@ -8,7 +8,7 @@ use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
 use sieve_core::{DmaWindow, KeepRest};
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, KeyLists, ScoresBackward};
+use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackward, ToBurn, kernel_tensor};
 
 impl DmaBackend for Cuda {
     fn dma_scores(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec) -> Float {
@@ -79,7 +79,7 @@ impl DmaGradients for Cuda {
 fn launch_scores(qkv: &Float, w_dt: &Float, a: &Float, spec: AttentionSpec) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
     let scores = packed(qkv, spec).dma_scores(&w_dt, &a)?;
-    Ok(scores.z.into())
+    Ok(scores.z.burn())
 }
 
 /// Adds the path through the scores to `dqkv` in place; returns `(dw_dt, da)` in f32.
@@ -104,7 +104,7 @@ fn launch_scores_backward(
         dz: &dz,
     };
     let (dw_dt, da) = call.dma_scores_backward(&packed(dqkv, spec))?;
-    Ok((dw_dt.into(), da.into()))
+    Ok((dw_dt.burn(), da.burn()))
 }
 
 fn launch_select(
@@ -112,7 +112,7 @@ fn launch_select(
     documents: &DocumentBounds<Cuda>,
     window: DmaWindow,
 ) -> Result<DmaSelection<Cuda>, KernelError> {
-    let rank = CudaTensor::from(rank.clone());
+    let rank = kernel_tensor(rank.clone());
     let [start, end] = bounds(documents);
     let (kept, local) = (window.keep_window_size, window.local_window_size);
     let selection = sieve_kernels::dma_select(&rank, &start, &end, kept, local)?;
@@ -122,12 +122,12 @@ fn launch_select(
     } else {
         let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;
         DmaKeys::Lists(DmaKeyLists {
-            list: lists.list.into(),
-            list_len: lists.list_len.into(),
-            tile_window: lists.tile_window.into(),
+            list: lists.list.burn(),
+            list_len: lists.list_len.burn(),
+            tile_window: lists.tile_window.burn(),
         })
     };
-    let expire = selection.expire.into();
+    let expire = selection.expire.burn();
     Ok(DmaSelection { expire, keys })
 }
 
@@ -138,7 +138,7 @@ fn launch(
     selection: &DmaSelection<Cuda>,
     spec: AttentionSpec,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
-    let delta = CudaTensor::from(delta.clone());
+    let delta = kernel_tensor(delta.clone());
     let spec = without_window(spec);
     match &selection.keys {
         DmaKeys::All => attention::forward(qkv, documents, spec, Some((&delta, rest))),
@@ -162,20 +162,20 @@ fn launch_backward(
     output: &AttentionOutput<Cuda>,
     d_o: &Float,
 ) -> Result<(Float, Float), KernelError> {
-    let delta = CudaTensor::from(delta.clone());
+    let delta = kernel_tensor(delta.clone());
     let spec = without_window(spec);
     match &selection.keys {
         DmaKeys::All => {
             let bias = Some(&delta);
             let (dqkv, d_delta) = attention::backward(qkv, documents, spec, bias, output, d_o)?;
             let d_delta = d_delta.expect("a call with a bias returns the bias's gradient");
-            Ok((dqkv, d_delta.into()))
+            Ok((dqkv, d_delta.burn()))
         }
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
             let backward = Backward::new(qkv, spec, output, d_o);
             let d_delta = backward.call().dma_attention_backward(&delta, &lists)?;
-            Ok((backward.dqkv.into(), d_delta.into()))
+            Ok((backward.dqkv.burn(), d_delta.burn()))
         }
         DmaKeys::Expire => Err(not_selected()),
     }
@@ -190,7 +190,7 @@ fn without_window(spec: AttentionSpec) -> AttentionSpec {
 }
 
 fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
-    let of = |tensor: &Float| CudaTensor::from(tensor.clone());
+    let of = |tensor: &Float| kernel_tensor(tensor.clone());
     KeyLists {
         list: of(&lists.list),
         list_len: of(&lists.list_len),

@@ -5,7 +5,7 @@ use super::reference;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::{kernel_or, sum_order};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
-use sieve_kernels::{CudaPrimitive as Float, SumOrder};
+use sieve_kernels::{CudaPrimitive as Float, SumOrder, ToBurn};
 
 /// Tokens of one product in the fixed-order form; bounds the one-hot matrix.
 const TOKENS: usize = 1024;
@@ -14,7 +14,7 @@ impl EmbeddingBackend for Cuda {
     fn embedding(weight: Float, ids: Float) -> Float {
         let [table, rows] = tensors([&weight, &ids]);
         let attempt = sieve_kernels::step::embedding_forward(&table, &rows);
-        kernel_or("embedding", attempt.map(Into::into), || {
+        kernel_or("embedding", attempt.map(ToBurn::burn), || {
             reference::embedding::<Self>(weight, ids)
         })
     }
@@ -25,7 +25,7 @@ impl EmbeddingGradients for Cuda {
     fn embedding_backward(dy: Float, ids: Float, vocab_size: usize) -> Float {
         let [d, rows] = tensors([&dy, &ids]);
         let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size);
-        kernel_or("embedding_backward", attempt.map(Into::into), || {
+        kernel_or("embedding_backward", attempt.map(ToBurn::burn), || {
             plain_backward(dy, ids, vocab_size)
         })
     }

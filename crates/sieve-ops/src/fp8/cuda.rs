@@ -5,12 +5,12 @@ use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
 use crate::linear::reference::added;
 use crate::swiglu::{SwigluBackend, SwigluGradients, reuse};
-use burn::tensor::DType::{BF16, F32};
 use burn::tensor::TensorMetadata;
+use sieve_kernels::DType::{BF16, F32};
 use sieve_kernels::step::{
     Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise, residual_add, swiglu_backward_with_amax, swiglu_forward_with_amax,
 };
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, ToBurn, fp8_matmul, kernel_tensor};
 
 const NAME: &str = "fp8_linear";
 
@@ -21,7 +21,7 @@ impl Fp8Gradients for Cuda {
     }
 
     fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToRound<Self>, sum: Option<Float>) -> [Float; 2] {
-        let total = sum.clone().map(CudaTensor::from);
+        let total = sum.clone().map(kernel_tensor);
         let reference = |kept| {
             let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy.0.clone());
             [dx, added::<Self>(sum, dweight)]
@@ -38,8 +38,8 @@ impl Fp8Gradients for Cuda {
     }
 
     fn fp8_swiglu(gate_up: Float) -> ToRound<Self> {
-        let attempt = swiglu_forward_with_amax(&CudaTensor::from(gate_up.clone()));
-        let attempt = attempt.map(|(y, amax)| ToRound(y.into(), Some(amax.into())));
+        let attempt = swiglu_forward_with_amax(&kernel_tensor(gate_up.clone()));
+        let attempt = attempt.map(|(y, amax)| ToRound(y.burn(), Some(amax.burn())));
         kernel_or("fp8_swiglu", attempt, || ToRound::new(Self::swiglu(gate_up)))
     }
 
@@ -47,7 +47,7 @@ impl Fp8Gradients for Cuda {
         let is_free = gate_up.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
         let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
-        let attempt = attempt.map(|(dx, amax)| ToRound(dx.into(), Some(amax.into())));
+        let attempt = attempt.map(|(dx, amax)| ToRound(dx.burn(), Some(amax.burn())));
         kernel_or("fp8_swiglu_backward", attempt, || {
             ToRound::new(Self::swiglu_backward(gate_up, dy))
         })
@@ -56,19 +56,19 @@ impl Fp8Gradients for Cuda {
 
 /// Both ways round.
 fn rounded(x: &ToRound<Cuda>, format: Fp8Format) -> Result<Fp8Pair, KernelError> {
-    let amax = x.1.clone().map(CudaTensor::from);
-    fp8_quantise(&CudaTensor::from(x.0.clone()), format, amax.as_ref())
+    let amax = x.1.clone().map(kernel_tensor);
+    fp8_quantise(&kernel_tensor(x.0.clone()), format, amax.as_ref())
 }
 
 fn forward(x: &ToRound<Cuda>, weight: &Float, residual: Option<&Float>) -> Result<(Float, Fp8Kept<Cuda>), KernelError> {
     let mut shape = x.0.shape().to_vec();
-    let weight = CudaTensor::from(weight.clone());
+    let weight = kernel_tensor(weight.clone());
     let [out, inner] = weight.dims(NAME, "weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = out;
     let x = rounded(x, Fp8Format::E4m3)?;
     let weight = fp8_quantise(&weight, Fp8Format::E4m3, None)?;
-    let product = |output| x.rows.times(&weight.rows, output);
-    let y = match residual.map(|residual| CudaTensor::from(residual.clone())) {
+    let product = |output| fp8_matmul(&x.rows, &weight.rows, output);
+    let y = match residual.map(|residual| kernel_tensor(residual.clone())) {
         None => product(MatmulOutput::New(BF16))?,
         // As in bf16: free where the product is square.
         Some(residual) if inner <= out => product(MatmulOutput::Plus(&residual))?,
@@ -78,11 +78,11 @@ fn forward(x: &ToRound<Cuda>, weight: &Float, residual: Option<&Float>) -> Resul
         }
     };
     let kept = Fp8Kept {
-        x: x.columns.values.into(),
-        weight: weight.columns.values.into(),
-        scales: Some([x.columns.scale.into(), weight.columns.scale.into()]),
+        x: x.columns.values.burn(),
+        weight: weight.columns.values.burn(),
+        scales: Some([x.columns.scale.burn(), weight.columns.scale.burn()]),
     };
-    Ok((y.reshaped(NAME, "y", &shape)?.into(), kept))
+    Ok((y.reshaped(NAME, "y", &shape)?.burn(), kept))
 }
 
 fn backward(
@@ -92,16 +92,16 @@ fn backward(
     sum: Option<&CudaTensor>,
 ) -> Result<[Float; 2], KernelError> {
     let [x, weight] = [(&kept.x, &scales[0]), (&kept.weight, &scales[1])].map(|(values, scale)| Fp8Matrix {
-        values: values.clone().into(),
-        scale: scale.clone().into(),
+        values: kernel_tensor(values.clone()),
+        scale: kernel_tensor(scale.clone()),
         format: Fp8Format::E4m3,
     });
     let mut shape = dy.0.shape().to_vec();
     let [inner, _out] = weight.values.dims(NAME, "the weight")?;
     *shape.last_mut().expect("fp8_quantise wants a width") = inner;
     let dy = rounded(dy, Fp8Format::E5m2)?;
-    let dx = dy.rows.times(&weight, MatmulOutput::New(BF16))?;
+    let dx = fp8_matmul(&dy.rows, &weight, MatmulOutput::New(BF16))?;
     let output = sum.map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
-    let dweight = dy.columns.times(&x, output)?;
-    Ok([dx.reshaped(NAME, "dx", &shape)?.into(), dweight.into()])
+    let dweight = fp8_matmul(&dy.columns, &x, output)?;
+    Ok([dx.reshaped(NAME, "dx", &shape)?.burn(), dweight.burn()])
 }

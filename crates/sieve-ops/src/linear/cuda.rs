@@ -3,23 +3,25 @@ use super::backend::{LinearBackend, LinearGradients};
 use super::reference;
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
-use burn::tensor::DType::{BF16, F32};
 use burn::tensor::ops::FloatTensorOps;
+use sieve_kernels::DType::{BF16, F32};
 use sieve_kernels::step::residual_add;
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, Product, matmul};
+use sieve_kernels::{
+    CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
+};
 
 impl LinearBackend for Cuda {
     fn linear(x: Float, weight: Float) -> Float {
         let [a, b] = tensors([&x, &weight]);
         let attempt = matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16));
-        kernel_or("linear", attempt.map(Into::into), || {
+        kernel_or("linear", attempt.map(ToBurn::burn), || {
             reference::linear::<Self>(x, weight)
         })
     }
 
     fn linear_add(x: Float, weight: Float, residual: Float) -> Float {
         let attempt = product_and_sum(tensors([&x, &weight, &residual]));
-        kernel_or("linear_add", attempt.map(Into::into), || {
+        kernel_or("linear_add", attempt.map(ToBurn::burn), || {
             Self::float_add(residual, reference::linear::<Self>(x, weight))
         })
     }
@@ -29,7 +31,7 @@ impl LinearGradients for Cuda {
     fn linear_input_gradient(weight: Float, dy: Float) -> Float {
         let [a, b] = tensors([&dy, &weight]);
         let attempt = matmul(Product::Nn, &a, &b, MatmulOutput::New(BF16));
-        kernel_or("linear_input_gradient", attempt.map(Into::into), || {
+        kernel_or("linear_input_gradient", attempt.map(ToBurn::burn), || {
             reference::linear_input_gradient::<Self>(weight, dy)
         })
     }
@@ -37,10 +39,10 @@ impl LinearGradients for Cuda {
     /// In f32, as the optimizer's masters are.
     fn linear_weight_gradient(x: Float, dy: Float, sum: Option<Float>) -> Float {
         let [a, b] = tensors([&dy, &x]);
-        let total = sum.clone().map(CudaTensor::from);
+        let total = sum.clone().map(kernel_tensor);
         let output = total.as_ref().map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
         let attempt = matmul(Product::Tn, &a, &b, output);
-        kernel_or("linear_weight_gradient", attempt.map(Into::into), || {
+        kernel_or("linear_weight_gradient", attempt.map(ToBurn::burn), || {
             reference::added::<Self>(sum, reference::linear_weight_gradient::<Self>(x, dy))
         })
     }

@@ -7,7 +7,9 @@ use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
-use sieve_kernels::{AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack};
+use sieve_kernels::{
+    AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack, ToBurn, kernel_tensor,
+};
 
 impl MlaBackend for Cuda {
     fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Self>) -> (Float, Option<[Float; 2]>) {
@@ -66,7 +68,7 @@ impl Rotation {
     fn new(call: &MlaPackCall<Cuda>) -> Self {
         Self {
             spec: call.spec,
-            positions: CudaTensor::from(call.positions.clone()),
+            positions: kernel_tensor(call.positions.clone()),
             cos: cast(&call.rope.cos, DType::F32),
             sin: cast(&call.rope.sin, DType::F32),
             norm: call.norm.as_ref().map(|norm| {
@@ -94,7 +96,7 @@ impl Rotation {
 
     fn forward(&self, inputs: [&CudaTensor; 3]) -> Result<(Float, Option<[Float; 2]>), KernelError> {
         let (packed, keys) = self.args().mla_pack_forward(inputs)?;
-        Ok((packed.into(), keys.map(|keys| keys.map(Into::into))))
+        Ok((packed.burn(), keys.map(|keys| keys.map(ToBurn::burn))))
     }
 
     fn backward(
@@ -102,12 +104,12 @@ impl Rotation {
         normed: &Option<[Float; 3]>,
         dy: &Float,
     ) -> Result<([Float; 3], Option<[Float; 2]>), KernelError> {
-        let dy = CudaTensor::from(dy.clone());
+        let dy = kernel_tensor(dy.clone());
         let normed = normed.as_ref().map(|inputs| tensors(inputs.each_ref()));
         let normed = normed.as_ref().map(|inputs| inputs.each_ref());
         let (gradients, weights) = self.args().mla_pack_backward(normed, &dy)?;
-        let weights = weights.map(|weights| weights.map(Into::into));
-        Ok((gradients.map(Into::into), weights))
+        let weights = weights.map(|weights| weights.map(ToBurn::burn));
+        Ok((gradients.map(ToBurn::burn), weights))
     }
 }
 
@@ -116,7 +118,7 @@ fn attend(
     documents: &DocumentBounds<Cuda>,
     spec: MlaSpec,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
-    let packed = CudaTensor::from(packed.clone());
+    let packed = kernel_tensor(packed.clone());
     let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
     let [start, _] = bounds(documents);
     let scale = spec.softmax_scale as f32;
@@ -132,17 +134,17 @@ fn gradient(
     d_o: &Float,
 ) -> Result<Float, KernelError> {
     let widths = [spec.head_dim, spec.rope_dim];
-    let packed = CudaTensor::from(packed.clone());
+    let packed = kernel_tensor(packed.clone());
     let d_packed = packed.empty_contiguous(packed.shape(), packed.dtype());
     let call = AttentionGradients {
         qkv: &MlaPack::heads(&packed, spec.num_heads, widths)?,
         result: &result(output),
-        d_o: &CudaTensor::from(d_o.clone()),
+        d_o: &kernel_tensor(d_o.clone()),
         grads: &MlaPack::heads(&d_packed, spec.num_heads, widths)?,
         softmax_scale: spec.softmax_scale as f32,
         order: sum_order(),
     };
     let [start, end] = bounds(documents);
     call.attention_backward([&start, &end], None, None)?;
-    Ok(d_packed.into())
+    Ok(d_packed.burn())
 }

@@ -6,14 +6,18 @@ use crate::attention::cuda::{Backward, bounds, output, packed, result};
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
 use burn::tensor::DType;
-use sieve_kernels::{AttentionShape, ChoiceLists, CudaPrimitive as Float, CudaTensor, KernelError, SumOrder};
+use sieve_kernels::{
+    AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, SumOrder, ToBurn, kernel_tensor,
+};
 
 impl NsaBackend for Cuda {
     fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Self>) -> Float {
-        let [k, v] = positions.each_ref().map(|x| CudaTensor::from(x.clone()));
+        let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
         let [start, end] = bounds(&call.documents);
         let input = packed(&qkv, call.spec);
-        let attempt = input.nsa_blocks([&k, &v], [&start, &end], call.blocks).map(Into::into);
+        let attempt = input
+            .nsa_blocks([&k, &v], [&start, &end], call.blocks)
+            .map(ToBurn::burn);
         kernel_or("nsa_blocks", attempt, || reference::nsa_blocks(qkv, positions, call))
     }
 
@@ -21,7 +25,7 @@ impl NsaBackend for Cuda {
         let [start, end] = bounds(&call.documents);
         let input = packed(&qkv, call.spec);
         let attempt = input.nsa_mean_pool([&start, &end], call.blocks);
-        kernel_or("nsa_mean_pool", attempt.map(Into::into), || {
+        kernel_or("nsa_mean_pool", attempt.map(ToBurn::burn), || {
             reference::nsa_mean_pool(qkv, call)
         })
     }
@@ -38,7 +42,7 @@ impl NsaBackend for Cuda {
         let [start, end] = bounds(&call.documents);
         let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
             [&start, &end],
-            &block_indices.clone().into(),
+            &kernel_tensor(block_indices.clone()),
             call.blocks,
             call.spec.softmax_scale as f32,
         );
@@ -58,8 +62,8 @@ impl NsaBackend for Cuda {
     fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Float {
         let [a, b, c] = tensors(branches.each_ref());
         let bias_f32 = cast(&bias, DType::F32);
-        let attempt = sieve_kernels::nsa_gates([&a, &b, &c], &logits.clone().into(), &bias_f32);
-        kernel_or("nsa_gates", attempt.map(Into::into), || {
+        let attempt = sieve_kernels::nsa_gates([&a, &b, &c], &kernel_tensor(logits.clone()), &bias_f32);
+        kernel_or("nsa_gates", attempt.map(ToBurn::burn), || {
             reference::nsa_gates::<Self>(branches, logits, bias)
         })
     }
@@ -69,9 +73,9 @@ impl NsaGradients for Cuda {
     fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float) -> [Float; 3] {
         let [start, end] = bounds(&call.documents);
         let shape = shape(dims, call);
-        let gradient = dy.clone().into();
+        let gradient = kernel_tensor(dy.clone());
         let attempt = sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
-        let attempt = attempt.map(|gradients| gradients.map(Into::into));
+        let attempt = attempt.map(|gradients| gradients.map(ToBurn::burn));
         kernel_or("nsa_blocks_backward", attempt, || {
             reference::nsa_blocks_backward(dims, call, dy)
         })
@@ -80,9 +84,9 @@ impl NsaGradients for Cuda {
     fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float) -> Float {
         let [start, end] = bounds(&call.documents);
         let shape = shape(dims, call);
-        let gradient = dy.clone().into();
+        let gradient = kernel_tensor(dy.clone());
         let attempt = sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
-        kernel_or("nsa_mean_pool_backward", attempt.map(Into::into), || {
+        kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || {
             reference::nsa_mean_pool_backward(dims, call, dy)
         })
     }
@@ -113,11 +117,11 @@ impl NsaGradients for Cuda {
         let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
         let attempt = backward.call().nsa_selected_attention_backward(
             [&start, &end],
-            &block_indices.clone().into(),
+            &kernel_tensor(block_indices.clone()),
             call.blocks,
             &lists,
         );
-        let attempt = attempt.map(|()| backward.dqkv.clone().into());
+        let attempt = attempt.map(|()| backward.dqkv.clone().burn());
         let scores = scores(&qkv, call.spec.num_heads);
         kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
             reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o)
@@ -130,7 +134,7 @@ impl NsaGradients for Cuda {
         let attempt = sieve_kernels::nsa_gates_backward([&a, &b, &c], &l, &bias_f32, &d);
         let attempt = attempt.map(|gradients| {
             let [a, b, c] = gradients.branches;
-            [a, b, c, gradients.logits, gradients.bias].map(Into::into)
+            [a, b, c, gradients.logits, gradients.bias].map(ToBurn::burn)
         });
         kernel_or("nsa_gates_backward", attempt, || {
             reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
@@ -139,11 +143,11 @@ impl NsaGradients for Cuda {
 }
 
 fn of_lists(lists: ChoiceLists) -> [Float; 3] {
-    [lists.entries, lists.items, lists.num_items].map(Into::into)
+    [lists.entries, lists.items, lists.num_items].map(ToBurn::burn)
 }
 
 fn lists_of(lists: [Float; 3]) -> ChoiceLists {
-    let [entries, items, num_items] = lists.map(CudaTensor::from);
+    let [entries, items, num_items] = lists.map(kernel_tensor);
     ChoiceLists {
         entries,
         items,
@@ -169,13 +173,13 @@ fn compressed_forward(
     let [start, end] = bounds(&call.documents);
     let (result, indices) = packed(qkv, call.spec).nsa_compressed_attention_forward(
         [&start, &end],
-        &compressed.clone().into(),
+        &kernel_tensor(compressed.clone()),
         call.blocks,
         call.spec.softmax_scale as f32,
     )?;
     Ok(NsaCompressed {
         output: output(result),
-        block_indices: indices.into(),
+        block_indices: indices.burn(),
     })
 }
 
@@ -190,12 +194,12 @@ fn compressed_backward(
     let [start, end] = bounds(&call.documents);
     let gradients = packed(qkv, call.spec).nsa_compressed_attention_backward(
         [&start, &end],
-        &compressed.clone().into(),
+        &kernel_tensor(compressed.clone()),
         call.blocks,
         call.spec.softmax_scale as f32,
         &result(output),
-        &d_o.clone().into(),
+        &kernel_tensor(d_o.clone()),
         sum_order(),
     )?;
-    Ok(gradients.map(Into::into))
+    Ok(gradients.map(ToBurn::burn))
 }

@@ -9,7 +9,7 @@ use burn::tensor::{DType, FloatDType};
 use sieve_core::AdamWStep;
 use sieve_cuda::CudaDevice;
 use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, HostCopy, KernelError};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, HostCopy, KernelError, ToBurn, kernel_tensor};
 
 impl OptimizerBackend for Cuda {
     fn adamw(tensors: AdamWTensors<Self>, grad: Float, grad_scale: Float, step: AdamWStep) -> AdamWTensors<Self> {
@@ -32,8 +32,8 @@ impl OptimizerBackend for Cuda {
     }
 
     fn split_master(master: Float) -> (Float, Float) {
-        let attempt = sieve_kernels::step::split_master(&CudaTensor::from(master.clone()).contiguous());
-        let attempt = attempt.map(|(leaf, rest)| (leaf.into(), rest.into()));
+        let attempt = sieve_kernels::step::split_master(&kernel_tensor(master.clone()).contiguous());
+        let attempt = attempt.map(|(leaf, rest)| (leaf.burn(), rest.burn()));
         kernel_or("split_master", attempt, || {
             (Self::float_cast(master.clone(), FloatDType::BF16), master)
         })
@@ -47,12 +47,12 @@ impl OptimizerBackend for Cuda {
         let [leaf, rest] = tensors([&leaf, &rest]);
         let joined = sieve_kernels::step::join_master(&leaf.contiguous(), &rest);
         // No other way reads a rest.
-        joined.unwrap_or_else(|error| panic!("{error}")).into()
+        joined.unwrap_or_else(|error| panic!("{error}")).burn()
     }
 
     fn sum_of_squares(x: Float) -> Float {
-        let attempt = FixedSum::sum_of_squares(&CudaTensor::from(x.clone()));
-        kernel_or("sum_of_squares", attempt.map(Into::into), || {
+        let attempt = FixedSum::sum_of_squares(&kernel_tensor(x.clone()));
+        kernel_or("sum_of_squares", attempt.map(ToBurn::burn), || {
             reference::sum_of_squares::<Self>(x)
         })
     }
@@ -63,7 +63,7 @@ impl OptimizerBackend for Cuda {
     }
 
     fn snapshot(tensor: Float) -> Snapshot {
-        match HostCopy::new(&CudaTensor::from(tensor.clone())) {
+        match HostCopy::new(&kernel_tensor(tensor.clone())) {
             Ok(copy) => Snapshot::of_cuda(copy),
             // Slower, and right.
             Err(_) => Snapshot::read_now::<Self>(tensor),
@@ -97,22 +97,22 @@ fn launch(
     };
     let outcome = update.adamw(step);
     let tensors = AdamWTensors {
-        param: param.into(),
-        leaf: leaf.map(Into::into),
-        exp_avg: exp_avg.into(),
-        exp_avg_sq: exp_avg_sq.into(),
+        param: param.burn(),
+        leaf: leaf.map(ToBurn::burn),
+        exp_avg: exp_avg.burn(),
+        exp_avg_sq: exp_avg_sq.burn(),
     };
     (tensors, outcome)
 }
 
 /// The norm over all tensors, one launch each.
 fn norm_of(tensors: &[Float]) -> Result<Float, KernelError> {
-    let tensors: Vec<CudaTensor> = tensors.iter().map(|tensor| CudaTensor::from(tensor.clone())).collect();
+    let tensors: Vec<CudaTensor> = tensors.iter().map(|tensor| kernel_tensor(tensor.clone())).collect();
     let sizes = tensors.iter().map(CudaTensor::num_elements);
     let mut sum = FixedSum::new(&tensors[0], Term::Square, sizes);
     for tensor in &tensors {
         sum.add(tensor)?;
     }
     // The factor that clips comes for free and is not used: the trainer's own rule is the same on every backend.
-    Ok(sum.clip(1.0)?.norm.into())
+    Ok(sum.clip(1.0)?.norm.burn())
 }

@@ -5,7 +5,7 @@ use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::kernel_or;
 use burn::tensor::DType;
 use sieve_kernels::step::Reuse;
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 
 impl RopeBackend for Cuda {
     fn qk_norm_rope(qkv: Float, call: QkNormRopeCall<Self>) -> Float {
@@ -41,7 +41,7 @@ impl Rotation {
         Self {
             q_weight,
             k_weight,
-            positions: CudaTensor::from(call.positions.clone()),
+            positions: kernel_tensor(call.positions.clone()),
             cos: cast(&call.rope.cos, DType::F32),
             sin: cast(&call.rope.sin, DType::F32),
             num_kv_heads: call.num_kv_heads,
@@ -62,9 +62,9 @@ impl Rotation {
     }
 
     fn forward(&self, qkv: &Float) -> Result<Float, KernelError> {
-        let qkv = CudaTensor::from(qkv.clone());
+        let qkv = kernel_tensor(qkv.clone());
         let rotated = self.args().qk_norm_rope_forward(&qkv);
-        rotated.map(Into::into)
+        rotated.map(ToBurn::burn)
     }
 
     /// `(dqkv, dq_weight, dk_weight)`, the weights' in f32; dqkv lies in `dy` where nobody else holds it.
@@ -77,9 +77,9 @@ impl Rotation {
         };
         let gradients = self.args().qk_norm_rope_backward(&qkv, &dy, reuse)?;
         Ok((
-            gradients.dqkv.into(),
-            gradients.dq_weight.into(),
-            gradients.dk_weight.into(),
+            gradients.dqkv.burn(),
+            gradients.dq_weight.burn(),
+            gradients.dk_weight.burn(),
         ))
     }
 }

@@ -9,12 +9,12 @@ use crate::device::paths::kernel_or;
 use crate::dma::DmaBackend;
 use crate::documents::DocumentBounds;
 use sieve_core::DmaWindow;
-use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError};
+use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 
 impl RowPartsBackend for Cuda {
     fn dma_last_kept(rank: Float, documents: &DocumentBounds<Self>, window: DmaWindow, slots: usize) -> Float {
         let attempt = last_kept(&rank, documents, window, slots);
-        kernel_or("dma_last_kept", attempt.map(Into::into), || {
+        kernel_or("dma_last_kept", attempt.map(ToBurn::burn), || {
             let selection = Self::dma_select(rank, documents, window);
             reference::dma_last_kept::<Self>(selection.expire, slots)
         })
@@ -23,7 +23,7 @@ impl RowPartsBackend for Cuda {
     fn dma_border_keys(packed: Float, rank: Float, kept: Float, spec: AttentionSpec) -> [Float; 2] {
         let [x, y, z] = tensors([&packed, &rank, &kept]);
         let attempt = sieve_kernels::dma_border_keys_forward(&x, &y, &z);
-        let attempt = attempt.map(|results| results.map(Into::into));
+        let attempt = attempt.map(|results| results.map(ToBurn::burn));
         kernel_or("dma_border_keys", attempt, || {
             reference::dma_border_keys::<Self>(packed, rank, kept, spec)
         })
@@ -39,10 +39,10 @@ impl RowPartsBackend for Cuda {
         let ([d_keys, d_ranks], [d_packed, d_rank]) = (tensors(gradients.each_ref()), &sums);
         let attempt = sieve_kernels::dma_border_keys_backward(
             [d_packed, d_rank],
-            &CudaTensor::from(kept.clone()),
+            &kernel_tensor(kept.clone()),
             [&d_keys, &d_ranks],
         );
-        let sums = sums.map(Float::from);
+        let sums = sums.map(ToBurn::burn);
         kernel_or("dma_border_keys_backward", attempt.map(|()| sums.clone()), || {
             reference::dma_border_keys_backward::<Self>(sums, kept, gradients, spec)
         })
@@ -53,15 +53,10 @@ impl RowPartsBackend for Cuda {
             return over_hosts::<Self>(links, parcel);
         };
         let given = parcel.given.into_iter();
-        let given = given.map(|(part, tensor)| (part, CudaTensor::from(tensor)));
-        let found = nccl.exchange(
-            given.collect(),
-            parcel.from,
-            &parcel.shape,
-            &CudaTensor::from(parcel.like),
-        );
+        let given = given.map(|(part, tensor)| (part, kernel_tensor(tensor)));
+        let found = nccl.exchange(given.collect(), parcel.from, &parcel.shape, &kernel_tensor(parcel.like));
         match found {
-            Ok(found) => found.into_iter().map(Into::into).collect(),
+            Ok(found) => found.into_iter().map(ToBurn::burn).collect(),
             // No other path reaches the other GPUs.
             Err(error) => panic!("{error}"),
         }
@@ -71,8 +66,8 @@ impl RowPartsBackend for Cuda {
         let Some(nccl) = links.nccl() else {
             return slices_over_hosts::<Self>(links, x);
         };
-        match nccl.all_to_all(&CudaTensor::from(x)) {
-            Ok(found) => found.into(),
+        match nccl.all_to_all(&kernel_tensor(x)) {
+            Ok(found) => found.burn(),
             Err(error) => panic!("{error}"),
         }
     }
@@ -84,7 +79,7 @@ fn last_kept(
     window: DmaWindow,
     slots: usize,
 ) -> Result<CudaTensor, KernelError> {
-    let rank = CudaTensor::from(rank.clone());
+    let rank = kernel_tensor(rank.clone());
     let [start, end] = bounds(documents);
     let (kept, local) = (window.keep_window_size, window.local_window_size);
     let selection = sieve_kernels::dma_select(&rank, &start, &end, kept, local)?;

@@ -8,13 +8,12 @@ use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
-use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError};
+use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 use std::ops::Range;
 
 impl SparseBackend for Cuda {
     fn has_sparse_attention(qkv: &Float) -> bool {
-        let qkv = CudaTensor::from(qkv.clone());
-        qkv.dtype() == DType::BF16 && AttentionShape::supports_head_dim(qkv.shape()[3])
+        qkv.dtype == DType::BF16 && AttentionShape::supports_head_dim(qkv.meta.shape()[3])
     }
 
     fn sparse_attention(
@@ -23,10 +22,10 @@ impl SparseBackend for Cuda {
         data: IntTensor<Self>,
         softmax_scale: f64,
     ) -> Result<[Float; 2], String> {
-        let data = CudaTensor::from(data).contiguous();
+        let data = kernel_tensor(data).contiguous();
         let qkv = packed_heads(&qkv, mask.heads);
         let result = qkv.sparse_attention_forward(mask, &data, softmax_scale as f32);
-        let result = result.map(|result| [result.o.into(), result.lse.into()]);
+        let result = result.map(|result| [result.o.burn(), result.lse.burn()]);
         kernel_or_refusal("sparse_attention", result)
     }
 
@@ -38,9 +37,9 @@ impl SparseBackend for Cuda {
         let heads = [selection.num_heads, selection.num_kv_heads];
         let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
             let size = tensor.num_elements();
-            Ok(tensor.reshaped("select_blocks", "lists", &[size])?.into())
+            Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
         };
-        let bounds = bounds.map(CudaTensor::from);
+        let bounds = bounds.map(kernel_tensor);
         let qkv = packed_heads(&qkv, heads);
         let chosen = qkv.select_blocks(selection, bounds.as_ref());
         let chosen = chosen.and_then(|chosen| {
@@ -59,12 +58,12 @@ impl SparseBackend for Cuda {
         dense_rows: Range<usize>,
         softmax_scale: f64,
     ) -> Result<Float, String> {
-        let o = CudaTensor::from(o).contiguous();
-        let heads = CudaTensor::from(qkv.clone()).shape()[2];
+        let o = kernel_tensor(o).contiguous();
+        let heads = kernel_tensor(qkv.clone()).shape()[2];
         let num_heads = o.shape()[2];
         let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
         let result = qkv.correct_by_probes(&o, correction, dense_rows, softmax_scale as f32);
-        kernel_or_refusal("correct_by_probes", result.map(|()| o.into()))
+        kernel_or_refusal("correct_by_probes", result.map(|()| o.burn()))
     }
 
     fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String> {

@@ -9,7 +9,7 @@ use burn::tensor::Tensor;
 use burn_cuda::CudaDevice;
 use sieve_comm::{CollectiveCounts, CommError, Failure, Loss, Mesh, Patience, Pieces, World};
 use sieve_core::Recipe;
-use sieve_kernels::{CudaPrimitive, CudaTensor, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork};
+use sieve_kernels::{CudaPrimitive, KernelError, NcclGroup, NcclPiece, NcclWatch, NcclWork, kernel_tensor};
 use sieve_ops::{Cuda, RowLinks};
 use sieve_train::{Collectives, Gathered, Group, Origin, Pending, RunFolder, Start, TrainError};
 use std::ops::Range;
@@ -435,15 +435,15 @@ impl Collectives<Autodiff<Cuda>> for Nccl {
     fn sum(&self, tensors: Vec<(CudaPrimitive, Option<Pieces>)>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
         let tensors = tensors.into_iter().map(|(tensor, pieces)| {
             let ranges = pieces.map(|pieces| self.ranges(pieces));
-            (CudaTensor::from(tensor), ranges)
+            (kernel_tensor(tensor), ranges)
         });
         pending(self.group.sum(tensors.collect()))
     }
 
     fn gather(&self, tensors: Vec<Gathered<Autodiff<Cuda>>>) -> Result<Pending<Autodiff<Cuda>>, TrainError> {
         let tensors = tensors.into_iter().map(|gathered| NcclPiece {
-            piece: gathered.piece.into(),
-            whole: gathered.whole.into(),
+            piece: kernel_tensor(gathered.piece),
+            whole: kernel_tensor(gathered.whole),
             ranges: self.ranges(gathered.pieces),
         });
         pending(self.group.gather(tensors.collect()))
@@ -454,7 +454,7 @@ fn pending(work: Result<NcclWork, KernelError>) -> Result<Pending<Autodiff<Cuda>
     let work = work.map_err(|error| TrainError::Collective(error.to_string()))?;
     Ok(Box::new(move || {
         let results = work.finish().into_iter();
-        Ok(results.map(CudaPrimitive::from).collect())
+        Ok(results.map(ToBurn::burn).collect())
     }))
 }
 

@@ -1,0 +1,86 @@
+//! Launch of `kernels/bias_base.cu`: the largest bias that each query sees, which attention subtracts from its biases.
+use crate::attention::backward::padded_len;
+use crate::attention::heads::AttentionShape;
+use crate::attention::tiling::KeySource;
+use crate::dma::lists::KeyLists;
+use crate::dma::oracle::SUPER_BLOCK;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+/// The keys that queries see.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum SeenKeys<'a> {
+    /// Inside documents (`doc_start`) and a window.
+    Neighbours(&'a CudaTensor, usize),
+    /// Those of lists.
+    Listed(&'a KeyLists),
+}
+
+/// A bias per key and KV head (f32 `[batch, num_kv_heads, seq_len]`), and the largest of them that each query sees.
+#[derive(Debug, Clone)]
+pub(crate) struct Bias {
+    pub(crate) delta: CudaTensor,
+    /// f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
+    pub(crate) base: CudaTensor,
+}
+
+impl Bias {
+    /// `delta` and the rest must have the sizes of `shape`.
+    pub(crate) fn new(delta: CudaTensor, keys: SeenKeys, shape: &AttentionShape) -> Result<Self, KernelError> {
+        let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
+        let padded = padded_len(seq_len);
+        let base = delta.empty_contiguous(&[batch, heads, padded], DType::F32);
+        let (kernel, mut tensors, reach) = match keys {
+            SeenKeys::Neighbours(doc_start, window) => {
+                (bias_base_kernel(KeySource::Biased), vec![&delta, doc_start], window)
+            }
+            SeenKeys::Listed(lists) => (
+                bias_base_kernel(KeySource::Gathered),
+                vec![&delta, &lists.list, &lists.list_len],
+                lists.capacity(),
+            ),
+        };
+        tensors.push(&base);
+        let grid = [seq_len.div_ceil(SUPER_BLOCK), heads, batch];
+        let params = params!(BiasBaseParams {
+            seq_len,
+            padded_len: padded,
+            reach
+        });
+        // SAFETY: the caller checked sizes and types; lists name positions below seq_len; writes every element of base.
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
+        Ok(Self { delta, base })
+    }
+
+    /// `delta` with the base that a forward pass kept, if it did.
+    pub(crate) fn with_base(
+        delta: CudaTensor,
+        base: Option<&CudaTensor>,
+        keys: SeenKeys,
+        shape: &AttentionShape,
+    ) -> Result<Self, KernelError> {
+        match base {
+            None => Self::new(delta, keys, shape),
+            Some(base) => {
+                operands!("bias_base", base: F32[shape.batch, shape.num_kv_heads, padded_len(shape.seq_len)]);
+                Ok(Self { delta, base })
+            }
+        }
+    }
+
+    /// Both, as launches take them.
+    pub(crate) fn tensors(&self) -> [&CudaTensor; 2] {
+        [&self.delta, &self.base]
+    }
+}
+
+/// The specialisation for a source of keys, which has a bias.
+pub(crate) fn bias_base_kernel(source: KeySource) -> SourceKernel {
+    SourceKernel::new("bias_base")
+        .define("GATHER", (source == KeySource::Gathered) as u8)
+        .threads(SUPER_BLOCK)
+}

@@ -1,0 +1,153 @@
+//! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
+use crate::attention::forward::require_scale;
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "attention_decode";
+
+/// A layer's cached keys and values.
+#[derive(Debug, Clone)]
+pub struct KvCache {
+    /// bf16 `[batch, num_kv_heads, capacity, head_dim]`, written in place.
+    pub k: CudaTensor,
+    /// bf16 `[batch, num_kv_heads, capacity, head_dim_v]`, written in place.
+    pub v: CudaTensor,
+}
+
+/// Which keys a decode step sees, and what it does with the new one.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeStep {
+    /// Keys that a query sees at most, itself included; `None` is all.
+    pub window: Option<usize>,
+    /// Factor on `q.k`.
+    pub softmax_scale: f32,
+    /// Largest number of keys that any row has cached before this token.
+    pub max_length: usize,
+}
+
+impl KvCache {
+    /// An empty cache of `capacity` keys a row; `like` is any tensor on the device.
+    pub fn new(like: &CudaTensor, shape: &AttentionShape, capacity: usize) -> Self {
+        let new = |width| like.empty_contiguous(&[shape.batch, shape.num_kv_heads, capacity, width], DType::BF16);
+        Self {
+            k: new(shape.head_dim),
+            v: new(shape.head_dim_v),
+        }
+    }
+
+    /// Checks a cache against a call and returns its capacity.
+    pub(crate) fn capacity(&self, kernel: &'static str, shape: &AttentionShape) -> Result<usize, KernelError> {
+        let [_, _, capacity, _] = self.k.dims::<4>(kernel, "k_cache")?;
+        operands!(only kernel,
+            k_cache: BF16[shape.batch, shape.num_kv_heads, capacity, shape.head_dim] contiguous = &self.k,
+            v_cache: BF16[shape.batch, shape.num_kv_heads, capacity, shape.head_dim_v] contiguous = &self.v,
+        );
+        Ok(capacity)
+    }
+
+    /// Attends one new token a row over its cache and itself, and appends its key and value to the cache. `token` holds
+    /// `[batch, 1, heads, head_dim]` tensors, `length` (i32 `[batch]`) the keys cached before it. Returns
+    /// `[batch, 1, num_heads, head_dim_v]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit, a full cache.
+    pub fn attention_decode(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = one_token(NAME, token)?;
+        let token = token.walkable();
+        let capacity = self.capacity(NAME, &shape)?;
+        if step.max_length >= capacity {
+            let supported = format!("below the cache's capacity of {capacity}");
+            return Err(KernelError::unsupported(NAME, "length", step.max_length, supported));
+        }
+        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor()];
+        launch(&shape, &token, &tensors, self, length, step, scratch, 1)
+    }
+
+    /// Attends one query a row over its cache alone: `length` keys of it, the last `window` of those. Nothing is
+    /// written to the cache. `token`'s keys and values are not read.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit.
+    pub fn attention_decode_cached(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = one_token(NAME, token)?;
+        let token = token.walkable();
+        launch(&shape, &token, &[token.q.tensor()], self, length, step, scratch, 0)
+    }
+}
+
+#[allow(clippy::too_many_arguments)] // the two public methods' arguments, and what tells them apart
+fn launch(
+    shape: &AttentionShape,
+    token: &Qkv,
+    inputs: &[&CudaTensor],
+    cache: &KvCache,
+    length: &CudaTensor,
+    step: DecodeStep,
+    scratch: &DecodeScratch,
+    append: usize,
+) -> Result<CudaTensor, KernelError> {
+    let capacity = cache.capacity(NAME, shape)?;
+    require_scale(NAME, step.softmax_scale)?;
+    operands!(only NAME, length: I32[shape.batch] strided);
+    let window = step.window.unwrap_or(capacity + 1);
+    require_non_empty(NAME, "window", window)?;
+    if !scratch.fits(shape) {
+        return Err(scratch.misfit(NAME, shape));
+    }
+    let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
+    let mut tensors = inputs.to_vec();
+    tensors.extend([&cache.k, &cache.v, length, &o, &scratch.partials, &scratch.counters]);
+    let [q, k, v] = token.head_words(NAME)?;
+    let params = params!(AttentionDecodeParams {
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        capacity,
+        window_size: window,
+        num_splits: scratch.num_splits,
+        softmax_scale: step.softmax_scale,
+        q_offset: q[0],
+        q_batch_stride: q[2],
+        k_offset: k[0],
+        k_batch_stride: k[2],
+        v_offset: v[0],
+        v_batch_stride: v[2],
+    });
+    let kernel = attention_decode_kernel(scratch.tiling, append);
+    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
+    // of o and, when appending, row `length` of the caches.
+    unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
+    Ok(o)
+}
+
+/// The specialisation for a tiling; `append` is 1 when the token joins the cache.
+pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize) -> SourceKernel {
+    tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append)
+}
+
+/// The sizes of a call with one token a row.
+pub(crate) fn one_token(kernel: &'static str, token: &Qkv) -> Result<AttentionShape, KernelError> {
+    let shape = token.shape(kernel)?;
+    if shape.seq_len == 1 {
+        return Ok(shape);
+    }
+    Err(KernelError::unsupported(kernel, "tokens a row", shape.seq_len, "1"))
+}

@@ -1,0 +1,166 @@
+//! What the decode kernels share: how a row's keys are split over blocks, and the buffers that join the parts.
+use crate::attention::heads::AttentionShape;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+
+/// Query rows of a block, which share its keys.
+const DECODE_ROWS: usize = 16;
+
+/// Keys of a warp's tile: no split is shorter than a tile for each of its warps.
+const WARP_KEYS: usize = 16;
+
+/// Warps for a multiprocessor that fill it: more wait for each other.
+const WARPS_PER_MULTIPROCESSOR: usize = 8;
+
+/// The tiling of a decode kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DecodeTiling {
+    head_dims: [usize; 2],
+    num_warps: usize,
+}
+
+impl DecodeTiling {
+    /// For head widths of keys and values, on a device with `max_shared_bytes` of shared memory a block. A block of
+    /// eight warps leaves fewer parts to join than two of four, where a block may have the memory of both.
+    pub(crate) fn new(head_dims: [usize; 2], max_shared_bytes: usize) -> Self {
+        let mut tiling = Self {
+            head_dims,
+            num_warps: WARPS_PER_MULTIPROCESSOR,
+        };
+        if head_dims.iter().any(|dim| *dim > 128) {
+            tiling.num_warps = 2;
+        } else if tiling.shared_bytes() > max_shared_bytes {
+            tiling.num_warps = 4;
+        }
+        tiling
+    }
+
+    fn num_stages(&self) -> usize {
+        if self.head_dims.iter().all(|dim| *dim <= 64) {
+            4
+        } else {
+            2
+        }
+    }
+
+    fn shared_bytes(&self) -> usize {
+        let [k, v] = self.head_dims;
+        let queries = DECODE_ROWS * (2 * k + 16);
+        queries + self.num_warps * self.num_stages() * (32 * k + 32 * v + 576)
+    }
+
+    /// Sets the defines, block and shared memory that all decode kernels share.
+    pub(crate) fn kernel(&self, kernel: SourceKernel) -> SourceKernel {
+        kernel
+            .define("HEAD_DIM", self.head_dims[0])
+            .define("HEAD_DIM_V", self.head_dims[1])
+            .define("NUM_WARPS", self.num_warps)
+            .define("NUM_STAGES", self.num_stages())
+            .threads(self.num_warps * 32)
+            .shared_bytes(self.shared_bytes())
+    }
+
+    /// Parts a row's keys are split into, so that the device is full: of blocks of two warps, two a multiprocessor.
+    fn num_splits(&self, shape: &AttentionShape, max_keys: usize, multiprocessors: usize) -> usize {
+        let blocks = shape.batch * row_blocks(shape);
+        let room = WARPS_PER_MULTIPROCESSOR.div_ceil(self.num_warps).min(2) * multiprocessors;
+        let most = max_keys.div_ceil(self.num_warps * WARP_KEYS);
+        (room / blocks.max(1)).clamp(1, most.max(1))
+    }
+}
+
+/// Buffers that a decode kernel needs between its blocks. Made once for a batch and used for every token and layer,
+/// since launches follow each other on one stream and leave the counters at zero.
+#[derive(Debug, Clone)]
+pub struct DecodeScratch {
+    pub(crate) partials: CudaTensor,
+    pub(crate) counters: CudaTensor,
+    pub(crate) num_splits: usize,
+    pub(crate) tiling: DecodeTiling,
+    shape: AttentionShape,
+}
+
+impl DecodeScratch {
+    /// Buffers for caches of at most `max_keys` keys. `like` is any tensor on the device; `shape.seq_len` does not
+    /// count.
+    ///
+    /// # Errors
+    /// An empty batch.
+    pub fn new(like: &CudaTensor, shape: AttentionShape, max_keys: usize) -> Result<Self, KernelError> {
+        let hardware = like.hardware();
+        let tiling = DecodeTiling::new([shape.head_dim, shape.head_dim_v], hardware.max_shared_bytes);
+        let num_splits = tiling.num_splits(&shape, max_keys, hardware.num_multiprocessors);
+        let partials = [shape.batch, shape.num_heads, num_splits, shape.head_dim_v + 2];
+        let partials = like.empty_contiguous(&partials, DType::F32);
+        // 32-bit counters; zero has the same bits as an f32.
+        let counters = empty_zero(like, &[shape.batch, shape.num_kv_heads])?;
+        Ok(Self {
+            partials,
+            counters,
+            num_splits,
+            tiling,
+            shape,
+        })
+    }
+
+    /// True when the buffers were made for these heads and this batch.
+    pub(crate) fn fits(&self, shape: &AttentionShape) -> bool {
+        AttentionShape {
+            seq_len: self.shape.seq_len,
+            ..*shape
+        } == self.shape
+    }
+
+    /// The grid of a decode kernel.
+    pub(crate) fn grid(&self) -> [usize; 3] {
+        [self.num_splits, row_blocks(&self.shape), self.shape.batch]
+    }
+
+    /// An error for buffers of another batch or model.
+    pub(crate) fn misfit(&self, kernel: &'static str, shape: &AttentionShape) -> KernelError {
+        let (got, supported) = (format!("{shape:?}"), format!("what it was made for, {:?}", self.shape));
+        KernelError::unsupported(kernel, "shape for this DecodeScratch:", got, supported)
+    }
+}
+
+/// Blocks along the heads: groups wider than a block take several.
+fn row_blocks(shape: &AttentionShape) -> usize {
+    shape.num_kv_heads * shape.group_size().div_ceil(DECODE_ROWS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(batch: usize, num_heads: usize, num_kv_heads: usize) -> AttentionShape {
+        AttentionShape::new(batch, 1, [num_heads, num_kv_heads], [128, 128])
+    }
+
+    #[test]
+    fn splits_fill_the_device_and_no_more() {
+        let splits = |batch, max_keys, shared: usize| {
+            DecodeTiling::new([128, 128], shared << 10).num_splits(&shape(batch, 16, 8), max_keys, 132)
+        };
+        assert_eq!(splits(16, 2048, 227), 1);
+        assert_eq!(splits(1, 2048, 227), 16, "a tile a warp at least");
+        assert_eq!(splits(1, 131072, 227), 16);
+        assert_eq!(splits(512, 131072, 227), 1);
+        assert_eq!(splits(1, 1, 227), 1);
+        assert_eq!(splits(16, 2048, 99), 2, "two blocks of four warps");
+        assert_eq!(splits(1, 2048, 99), 32);
+        assert_eq!(row_blocks(&shape(1, 64, 2)), 4, "a group of 32 takes two blocks");
+    }
+
+    #[test]
+    fn a_block_fits_every_device() {
+        for dim in [16, 32, 64, 96, 128, 192, 256] {
+            for limit in [99 << 10, 163 << 10, 227 << 10] {
+                let tiling = DecodeTiling::new([dim, dim], limit);
+                assert!(tiling.shared_bytes() <= limit, "{tiling:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! Launch of `kernels/attention_forward.cu`: dense causal and sliding-window attention.
+use crate::attention::bias_base::{Bias, SeenKeys};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::launch::PassInputs;
+use crate::attention::tiling::{KeySource, QueryPass};
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operand;
+use crate::runtime::params::{Params, params};
+use sieve_core::KeepRest;
+
+const NAME: &str = "attention_forward";
+
+/// What a forward attention kernel returns.
+#[derive(Debug, Clone)]
+pub struct AttentionResult {
+    /// Output, bf16 `[batch, seq_len, num_heads, head_dim_v]`.
+    pub o: CudaTensor,
+    /// Natural logarithm of each query's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a query sees no
+    /// key. With a bias, [`base`](Self::base) is subtracted from it, so that it keeps its last digits beside large
+    /// biases.
+    pub lse: CudaTensor,
+    /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
+    /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
+    pub o_rest: Option<CudaTensor>,
+    /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
+    pub base: Option<CudaTensor>,
+}
+
+impl Qkv {
+    /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None`
+    /// is no window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every
+    /// key kept), with the rows in which the rest of o is kept. `doc_start` is i32 `[batch, seq_len]`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
+    pub fn attention_forward(
+        &self,
+        doc_start: &CudaTensor,
+        window: Option<usize>,
+        softmax_scale: f32,
+        bias: Option<(&CudaTensor, KeepRest)>,
+    ) -> Result<AttentionResult, KernelError> {
+        let shape = self.shape(NAME)?;
+        let qkv = self.walkable();
+        require_scale(NAME, softmax_scale)?;
+        let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
+        require_non_empty(NAME, "window", window)?;
+        let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
+        let rest = bias.map_or(KeepRest::Never, |(_, rest)| rest);
+        let bias = bias
+            .map(|(bias, _)| {
+                let bias = require_per_key(NAME, "bias", bias, &shape)?;
+                Bias::new(bias, SeenKeys::Neighbours(&doc_start, window), &shape)
+            })
+            .transpose()?;
+        let q = qkv.q.tensor();
+        let source = if bias.is_some() {
+            KeySource::Biased
+        } else {
+            KeySource::Dense
+        };
+        let params = params!(AttentionForwardParams {
+            base: qkv.params(NAME, &shape)?,
+            window,
+            softmax_scale,
+        });
+        let mut tensors = vec![q, qkv.k.tensor(), qkv.v.tensor(), &doc_start];
+        tensors.extend(bias.iter().flat_map(Bias::tensors));
+        let pass = PassInputs {
+            name: NAME,
+            qkv: &qkv,
+            d_o: None,
+            shape: &shape,
+            source,
+        };
+        // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
+        let result = unsafe { launch_forward(&pass, tensors, &params, rest) }?;
+        Ok(AttentionResult {
+            base: bias.map(|bias| bias.base),
+            ..result
+        })
+    }
+}
+
+/// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. The lower
+/// 16 bits of the output are kept in the rows of `rest`; kernels without a bias do not store them.
+///
+/// # Safety
+/// Sizes, strides and types of the inputs are what the pass's kernel reads with `params`; q, k and v are among them.
+pub(crate) unsafe fn launch_forward(
+    pass: &PassInputs<'_>,
+    inputs: Vec<&CudaTensor>,
+    params: &impl Params,
+    rest: KeepRest,
+) -> Result<AttentionResult, KernelError> {
+    let (shape, q) = (pass.shape, pass.qkv.q.tensor());
+    let o = q.empty_contiguous(&shape.output(), DType::BF16);
+    let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+    let with_rest = pass.family().keeps_rest(rest, shape.seq_len);
+    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
+    let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
+    let mut tensors = inputs;
+    tensors.extend([&o, &lse].into_iter().chain(&o_rest));
+    // SAFETY: the caller's promise for the inputs; every element of o and lse is written; the maps are of q, k and v.
+    unsafe { kernel.launch_with_maps(grid, &maps, &tensors, params) }?;
+    Ok(AttentionResult {
+        o,
+        lse,
+        o_rest,
+        base: None,
+    })
+}
+
+/// An f32 tensor of one number a key and KV head; returned contiguous.
+pub(crate) fn require_per_key(
+    kernel: &'static str,
+    name: &'static str,
+    tensor: &CudaTensor,
+    shape: &AttentionShape,
+) -> Result<CudaTensor, KernelError> {
+    Ok(operand(kernel, name, tensor, DType::F32, &shape.per_key())?.contiguous())
+}
+
+/// The kernels fold the scale into the exponent, so it must be a positive number.
+pub(crate) fn require_scale(kernel: &'static str, softmax_scale: f32) -> Result<(), KernelError> {
+    if softmax_scale > 0.0 && softmax_scale.is_finite() {
+        return Ok(());
+    }
+    let (what, supported) = ("softmax_scale", "positive and finite");
+    Err(KernelError::unsupported(kernel, what, softmax_scale, supported))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_scale_must_be_positive() {
+        assert!(require_scale("k", 0.125).is_ok());
+        for bad in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+            assert!(require_scale("k", bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,262 @@
+//! Launch of `kernels/sparse_attention_forward.cu`: attention over the keys that a selector's mask names.
+use crate::attention::forward::{AttentionResult, require_scale};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::{BLOCK_KV, KernelFamily, head_map};
+use crate::attention::tiling::{KeySource, QueryPass, QueryTiling, list_entries_in_flight};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::MaskLayout;
+
+const NAME: &str = "sparse_attention_forward";
+
+/// Rows of a Hopper tile: two warpgroups of 64.
+const HOPPER_ROWS: usize = 128;
+
+/// How the Hopper kernel reads keys and values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SparseKeyReads {
+    /// One by one: any mask.
+    Keys,
+    /// Whole tiles by the copy engine: key tiles that are multiples of 64 keys, in order, without single
+    /// keys. It also reads keys of a listed tile that no query sees.
+    Tiles,
+}
+
+/// The fewest keys that the copy engine brings at a time.
+const SMALL_BOX: usize = 64;
+
+/// Whether two query tiles share a tile of the Hopper kernel, and how many keys the copy engine brings at a time: a
+/// stage where tiles allow it.
+fn pairs_and_box([query_tile, key_tile]: [usize; 2]) -> (bool, usize) {
+    let pairs = query_tile == HOPPER_ROWS / 2;
+    let brings_stages = !pairs && key_tile.is_multiple_of(BLOCK_KV);
+    (pairs, if brings_stages { BLOCK_KV } else { SMALL_BOX })
+}
+
+impl SparseKeyReads {
+    /// How the keys of a mask are read.
+    pub fn of(mask: &MaskLayout) -> Self {
+        let [.., key_tile, _] = mask.cuts;
+        let [_, _, _, col_ptr, _, key_order, _, _] = mask.places;
+        match col_ptr == 0 && key_order == 0 && key_tile.is_multiple_of(SMALL_BOX) {
+            true => Self::Tiles,
+            false => Self::Keys,
+        }
+    }
+}
+
+impl Qkv {
+    /// Attention of the last `mask.num_queries` tokens of `self` (one row) over the keys that the mask names; rows that
+    /// the mask calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that
+    /// sees nothing gets `o = 0`, `lse = -inf`.
+    ///
+    /// # Shapes
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    /// - returns o bf16 `[1, num_queries, num_heads, head_dim]` and lse f32 `[1, num_heads, num_queries]`
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit the mask, values of another width than keys, a scale that is not
+    /// positive.
+    pub fn sparse_attention_forward(
+        &self,
+        mask: &MaskLayout,
+        data: &CudaTensor,
+        softmax_scale: f32,
+    ) -> Result<AttentionResult, KernelError> {
+        let shape = self.shape(NAME)?;
+        let qkv = self.walkable();
+        require_scale(NAME, softmax_scale)?;
+        operands!(only NAME, mask: I32[mask.words] contiguous = data);
+        let num_heads = shape.num_heads;
+        let expected = AttentionShape::new(1, mask.num_keys, mask.heads, [shape.head_dim; 2]);
+        if shape != expected {
+            let (got, supported) = (format!("{shape:?}"), format!("the mask's {expected:?}"));
+            return Err(KernelError::unsupported(NAME, "shape", got, supported));
+        }
+        let outputs = AttentionShape {
+            seq_len: mask.num_queries,
+            ..shape
+        };
+        let q = qkv.q.tensor();
+        let o = q.empty_contiguous(&outputs.output(), DType::BF16);
+        let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
+        let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
+        let family = KernelFamily::of(&shape, KeySource::Dense, q);
+        let reads = SparseKeyReads::of(mask);
+        let launch = |rows: &Rows| -> Result<(), KernelError> {
+            let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;
+            let [heads_per_list, heads_per_order] = rows.heads_per;
+            let [
+                tile_order,
+                row_ptr,
+                tile_idx,
+                col_ptr,
+                col_idx,
+                key_order,
+                query_order,
+                windows,
+            ] = rows.places;
+            let params = params!(SparseAttentionForwardParams {
+                base: qkv.params(NAME, &shape)?,
+                num_queries: mask.num_queries,
+                first_row: rows.first,
+                num_slots: rows.num_slots,
+                query_tile,
+                query_offset,
+                key_tile,
+                num_query_tiles: num_tiles,
+                heads_per_list,
+                heads_per_order,
+                tile_order,
+                row_ptr,
+                tile_idx,
+                col_ptr,
+                col_idx,
+                key_order,
+                query_order,
+                windows,
+                softmax_scale,
+            });
+            let (kernel, grid, maps) = match family {
+                KernelFamily::Hopper => {
+                    let tiles = [query_tile, key_tile];
+                    let kernel = hopper_sparse_attention_forward_kernel(&shape, reads, tiles);
+                    let maps = match reads {
+                        SparseKeyReads::Keys => Vec::new(),
+                        SparseKeyReads::Tiles => {
+                            let [_, k, v] = qkv.head_words(NAME)?;
+                            let width = shape.num_kv_heads * shape.head_dim;
+                            let (_, keys) = pairs_and_box(tiles);
+                            let map = |heads, words| head_map(heads, words, width, &shape, keys);
+                            vec![map(&qkv.k, k), map(&qkv.v, v)]
+                        }
+                    };
+                    (kernel, [q.hardware().num_multiprocessors, 1, 1], maps)
+                }
+                KernelFamily::Portable => {
+                    let limit = q.hardware().max_shared_bytes;
+                    let tiling = sparse_attention_tiling(&shape, limit)?;
+                    let parts = query_tile.div_ceil(tiling.block_rows());
+                    let kernel = sparse_attention_forward_kernel(&shape, &tiling);
+                    (kernel, [num_tiles * parts, num_heads, 1], Vec::new())
+                }
+            };
+            // SAFETY: sizes, strides and types checked above; whoever made the mask vouches for every index; the mask's
+            // query tiles cover every row, whose o and lse are written; the maps are of k and v, which are among the
+            // tensors.
+            unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }
+        };
+        launch(&Rows {
+            first: 0,
+            num_slots: mask.query_slots,
+            cuts: mask.cuts,
+            heads_per: mask.heads_per,
+            places: mask.places,
+        })?;
+        for rows in &mask.dense_rows {
+            launch(&Rows {
+                first: rows.start,
+                num_slots: rows.len(),
+                cuts: [HOPPER_ROWS, 0, HOPPER_ROWS, rows.len().div_ceil(HOPPER_ROWS)],
+                heads_per: [1, 1],
+                places: [0; 8],
+            })?;
+        }
+        Ok(AttentionResult {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        })
+    }
+}
+
+/// The rows of the call that one launch computes, and where their lists are.
+struct Rows {
+    first: usize,
+    num_slots: usize,
+    cuts: [usize; 4],
+    heads_per: [usize; 2],
+    places: [usize; 8],
+}
+
+/// The tiling of the portable kernel: that of dense attention, whose queries of one head fill a tile.
+///
+/// # Errors
+/// [`KernelError::DeviceLimit`] when no tiling fits the device.
+pub(crate) fn sparse_attention_tiling(
+    shape: &AttentionShape,
+    max_shared_bytes: usize,
+) -> Result<QueryTiling, KernelError> {
+    const MOST_ENTRIES: usize = 64 * 8 * 4;
+    let limit = max_shared_bytes.saturating_sub(MOST_ENTRIES);
+    QueryTiling::choose(NAME, QueryPass::Output, shape, KeySource::Dense, limit)
+}
+
+/// The portable specialisation for a shape and tiling.
+pub(crate) fn sparse_attention_forward_kernel(shape: &AttentionShape, tiling: &QueryTiling) -> SourceKernel {
+    let entries = tiling.block_kv * 8 * list_entries_in_flight(tiling.num_stages);
+    tiling
+        .apply(SourceKernel::new(NAME), shape, KeySource::Dense)
+        .shared_bytes(tiling.shared_bytes(shape, KeySource::Dense) + entries)
+}
+
+/// The Hopper specialisation for a shape and for query and key tiles of some size, which matter where keys come by
+/// tiles.
+pub(crate) fn hopper_sparse_attention_forward_kernel(
+    shape: &AttentionShape,
+    reads: SparseKeyReads,
+    tiles: [usize; 2],
+) -> SourceKernel {
+    let d = shape.head_dim;
+    let (k_stages, v_stages) = if d == 64 { (3, 3) } else { (2, 3) };
+    let stages = k_stages + v_stages;
+    let entries = match reads {
+        SparseKeyReads::Keys => 4096,
+        SparseKeyReads::Tiles => 128,
+    };
+    let shared = 256 * d + stages * 256 * d + entries + 2 * (32 + 512) + (2 * stages + 2) * 8 + 1024;
+    let kernel = SourceKernel::new("hopper_sparse_attention_forward")
+        .define("HEAD_DIM", d)
+        .define("NUM_CONSUMERS", 2)
+        .define("BLOCK_KV", BLOCK_KV)
+        .define("K_STAGES", k_stages)
+        .define("V_STAGES", v_stages)
+        .define("TENSOR_MAPS", (reads == SparseKeyReads::Tiles) as u8)
+        .define("CONSUMER_REGISTERS", 216)
+        .define("PRODUCER_REGISTERS", 72)
+        .define("HEADS_PER_TILE", 1)
+        .threads(384)
+        .shared_bytes(shared);
+    if reads == SparseKeyReads::Keys {
+        return kernel.define("TAKE_TURNS", 2);
+    }
+    let (pairs, keys) = pairs_and_box(tiles);
+    // Without pairs a few percent faster by no turns.
+    kernel
+        .define("TAKE_TURNS", if pairs { 2 } else { 0 })
+        .define("PAIRS", pairs as u8)
+        .define("KEY_BOX", keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_come_whole_where_tiles_allow() {
+        for (tiles, form) in [
+            ([128, 128], (false, 128)),
+            ([100, 256], (false, 128)),
+            ([128, 64], (false, 64)),
+            ([128, 192], (false, 64)),
+            ([64, 128], (true, 64)),
+        ] {
+            assert_eq!(pairs_and_box(tiles), form, "{tiles:?}");
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! Launches of `kernels/dma_last_kept.cu` and `kernels/dma_border_keys_*.cu`: the keys of one part of a row that later
+//! parts still see.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const LAST: &str = "dma_last_kept";
+const FORWARD: &str = "dma_border_keys_forward";
+const BACKWARD: &str = "dma_border_keys_backward";
+
+/// Columns that a thread moves.
+const VECTOR: usize = 8;
+
+/// The keys still kept at the last query of a row, by position: i32 `[batch, num_kv_heads, slots]`, the first ones -1
+/// where there are fewer. `expire` is [`Selection::expire`](crate::Selection::expire).
+///
+/// # Errors
+/// Another type or rank, no tokens, no slots.
+pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, KernelError> {
+    let [batch, num_kv_heads, seq_len] = expire.dims(LAST, "expire")?;
+    operands!(LAST, expire: I32[batch, num_kv_heads, seq_len]);
+    require_non_empty(LAST, "slots", slots)?;
+    require_non_empty(LAST, "the number of tokens", batch * num_kv_heads * seq_len)?;
+    let kept = expire.empty_contiguous(&[batch, num_kv_heads, slots], DType::I32);
+    let params = params!(DmaLastKeptParams {
+        seq_len,
+        num_kv_heads,
+        slots,
+    });
+    let grid = [num_kv_heads, batch, 1];
+    // SAFETY: reads expire, writes every element of kept and nothing else.
+    unsafe { DMA_LAST_KEPT.launch(grid, &[&expire, &kept], &params) }?;
+    Ok(kept)
+}
+
+/// The chosen keys of each KV head and their values, bf16 `[batch, slots, 2 * num_kv_heads, head_dim]`, and their
+/// ranks, f32 `[batch, num_kv_heads, slots]`; zeros where `kept` is -1. `packed` is bf16
+/// `[batch, seq_len, heads, head_dim]` with keys and values as its last heads, `rank` f32
+/// `[batch, num_kv_heads, seq_len]`, `kept` as [`dma_last_kept`] gives it for such a row.
+///
+/// # Errors
+/// Other types or shapes, a head width that is no multiple of 8.
+pub fn dma_border_keys_forward(
+    packed: &CudaTensor,
+    rank: &CudaTensor,
+    kept: &CudaTensor,
+) -> Result<[CudaTensor; 2], KernelError> {
+    let sizes = Sizes::of(FORWARD, [packed, rank, kept])?;
+    let (packed, rank, kept) = (packed.contiguous(), rank.contiguous(), kept.contiguous());
+    let keys = packed.empty_contiguous(&sizes.keys(), DType::BF16);
+    let ranks = packed.empty_contiguous(&sizes.ranks(), DType::F32);
+    let params = params!(DmaBorderKeysForwardParams {
+        seq_len: sizes.seq_len,
+        num_heads: sizes.num_heads,
+        num_kv_heads: sizes.num_kv_heads,
+        head_dim: sizes.head_dim,
+        slots: sizes.slots,
+    });
+    let tensors = [&packed, &rank, &kept, &keys, &ranks];
+    let [kernel, _] = dma_border_keys_kernels();
+    // SAFETY: sizes and types checked above; kept names tokens of the row; writes every element of keys and ranks.
+    unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }?;
+    Ok([keys, ranks])
+}
+
+/// Adds the gradients of [`dma_border_keys_forward`]'s results to `d_packed` and `d_rank` in place, which must be
+/// contiguous and nobody else's.
+///
+/// # Errors
+/// As there; gaps in `d_packed` or `d_rank`.
+pub fn dma_border_keys_backward(
+    [d_packed, d_rank]: [&CudaTensor; 2],
+    kept: &CudaTensor,
+    [d_keys, d_ranks]: [&CudaTensor; 2],
+) -> Result<(), KernelError> {
+    let sizes = Sizes::of(BACKWARD, [d_packed, d_rank, kept])?;
+    d_packed.require_contiguous(BACKWARD, "d_packed")?;
+    d_rank.require_contiguous(BACKWARD, "d_rank")?;
+    operands!(BACKWARD, d_keys: BF16(sizes.keys()), d_ranks: F32(sizes.ranks()));
+    let kept = kept.contiguous();
+    let params = params!(DmaBorderKeysBackwardParams {
+        seq_len: sizes.seq_len,
+        num_heads: sizes.num_heads,
+        num_kv_heads: sizes.num_kv_heads,
+        head_dim: sizes.head_dim,
+        slots: sizes.slots,
+    });
+    let tensors = [d_packed, d_rank, &kept, &d_keys, &d_ranks];
+    let [_, kernel] = dma_border_keys_kernels();
+    // SAFETY: as above; adds to elements of d_packed and d_rank, each in one thread.
+    unsafe { kernel.launch([sizes.slots, sizes.batch, 1], &tensors, &params) }
+}
+
+struct Sizes {
+    batch: usize,
+    seq_len: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+    slots: usize,
+}
+
+impl Sizes {
+    fn of(kernel: &'static str, [packed, rank, kept]: [&CudaTensor; 3]) -> Result<Self, KernelError> {
+        let [batch, seq_len, num_heads, head_dim] = packed.dims(kernel, "packed")?;
+        let [_, num_kv_heads, slots] = kept.dims(kernel, "kept")?;
+        operands!(only kernel,
+            packed: BF16[batch, seq_len, num_heads, head_dim] strided,
+            rank: F32[batch, num_kv_heads, seq_len] strided,
+            kept: I32[batch, num_kv_heads, slots] strided,
+        );
+        require_non_empty(kernel, "slots", slots)?;
+        require_non_empty(kernel, "the number of values", packed.num_elements())?;
+        if !head_dim.is_multiple_of(VECTOR) || num_heads < 2 * num_kv_heads {
+            let got = format!("{num_heads} of {head_dim} columns, {num_kv_heads} KV heads");
+            let supported = format!("two for each KV head, of multiples of {VECTOR} columns");
+            return Err(KernelError::unsupported(kernel, "heads", got, supported));
+        }
+        Ok(Self {
+            batch,
+            seq_len,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            slots,
+        })
+    }
+
+    fn keys(&self) -> [usize; 4] {
+        [self.batch, self.slots, 2 * self.num_kv_heads, self.head_dim]
+    }
+
+    fn ranks(&self) -> [usize; 3] {
+        [self.batch, self.num_kv_heads, self.slots]
+    }
+}
+
+/// The search for what is kept at the end.
+pub(crate) const DMA_LAST_KEPT: SourceKernel = SourceKernel::new(LAST).threads(1024);
+
+/// Taking keys, and adding their gradients.
+pub(crate) fn dma_border_keys_kernels() -> [SourceKernel; 2] {
+    [FORWARD, BACKWARD].map(|name| {
+        SourceKernel::new(name)
+            .define("IS_BF16", 1)
+            .define("VECTOR", VECTOR)
+            .threads(256)
+    })
+}

@@ -1,0 +1,130 @@
+//! Launch of `kernels/dma_decode.cu`: one new token a row against a cache of the keys DMA keeps.
+use crate::attention::decode::{KvCache, one_token};
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
+use crate::attention::forward::require_scale;
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::dma::scores::ScoreBias;
+use crate::dma::select::require_local_window;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "dma_decode";
+
+/// A layer's slots: `keep_window_size` keys of each KV head's own choice. All written in place.
+#[derive(Debug, Clone)]
+pub struct DmaSlots {
+    /// Keys and values; the capacity is `keep_window_size`.
+    pub kv: KvCache,
+    /// Scores, f32 `[batch, num_kv_heads, keep_window_size]`.
+    pub z: CudaTensor,
+    /// Positions, i32 `[batch, num_kv_heads, keep_window_size]`.
+    pub positions: CudaTensor,
+    /// The last keys of a row, this many, never lose their slot.
+    pub local_window_size: usize,
+}
+
+impl DmaSlots {
+    /// Empty slots; `like` is any tensor on the device.
+    pub fn new(like: &CudaTensor, shape: &AttentionShape, keep_window_size: usize) -> Self {
+        let per_slot = [shape.batch, shape.num_kv_heads, keep_window_size];
+        Self {
+            kv: KvCache::new(like, shape, keep_window_size),
+            z: like.empty_contiguous(&per_slot, DType::F32),
+            positions: like.empty_contiguous(&per_slot, DType::I32),
+            local_window_size: 0,
+        }
+    }
+
+    /// Offers one new token's key a row to the slots, then attends with its query over the keys then kept: exactly the
+    /// row of the full forward pass. `token` holds `[batch, 1, heads, head_dim]` tensors, `z` (f32
+    /// `[batch, num_kv_heads]`) its scores, `length` (i32 `[batch]`) the tokens of the row before it. Returns
+    /// `[batch, 1, num_heads, head_dim_v]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit.
+    pub fn dma_decode(
+        &self,
+        token: &Qkv,
+        z: &CudaTensor,
+        length: &CudaTensor,
+        softmax_scale: f32,
+        bias: ScoreBias,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        slots_decode(token, z, self, length, softmax_scale, Some(bias), scratch)
+    }
+}
+
+/// The same with a bias of that form, or none.
+pub(crate) fn slots_decode(
+    token: &Qkv,
+    z: &CudaTensor,
+    slots: &DmaSlots,
+    length: &CudaTensor,
+    softmax_scale: f32,
+    bias: Option<ScoreBias>,
+    scratch: &DecodeScratch,
+) -> Result<CudaTensor, KernelError> {
+    let shape = one_token(NAME, token)?;
+    let token = token.walkable();
+    let window = slots.kv.capacity(NAME, &shape)?;
+    require_scale(NAME, softmax_scale)?;
+    let (batch, kv_heads) = (shape.batch, shape.num_kv_heads);
+    operands!(NAME,
+        z: F32[batch, kv_heads],
+        slot_z: F32[batch, kv_heads, window] contiguous = &slots.z,
+        slot_position: I32[batch, kv_heads, window] contiguous = &slots.positions,
+        length: I32[batch] strided,
+    );
+    require_local_window(NAME, slots.local_window_size, window)?;
+    if !scratch.fits(&shape) {
+        return Err(scratch.misfit(NAME, &shape));
+    }
+    let o = z.empty_contiguous(&shape.output(), DType::BF16);
+    let tensors = [
+        token.q.tensor(),
+        token.k.tensor(),
+        token.v.tensor(),
+        &z,
+        &slots.kv.k,
+        &slots.kv.v,
+        slot_z,
+        slot_position,
+        length,
+        &o,
+        &scratch.partials,
+        &scratch.counters,
+    ];
+    let [q, k, v] = token.head_words(NAME)?;
+    let params = params!(DmaDecodeParams {
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        keep_window_size: window,
+        num_splits: scratch.num_splits,
+        softmax_scale,
+        q_offset: q[0],
+        q_batch_stride: q[2],
+        k_offset: k[0],
+        k_batch_stride: k[2],
+        v_offset: v[0],
+        v_batch_stride: v[2],
+        local_window_size: slots.local_window_size,
+    });
+    let kernel = dma_decode_kernel(scratch.tiling, bias);
+    // SAFETY: sizes, strides and types checked above; writes every element of o and at most one slot a head.
+    unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
+    Ok(o)
+}
+
+/// The specialisation for a tiling and a form of the bias, or for none.
+pub(crate) fn dma_decode_kernel(tiling: DecodeTiling, bias: Option<ScoreBias>) -> SourceKernel {
+    let kernel = tiling.kernel(SourceKernel::new(NAME));
+    match bias {
+        Some(bias) => kernel.define("BIAS_LINEAR", (bias == ScoreBias::Linear) as u8),
+        None => kernel.define("NO_BIAS", 1),
+    }
+}

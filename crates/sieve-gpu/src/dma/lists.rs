@@ -1,0 +1,203 @@
+//! Launch of `kernels/dma_lists.cu` (and `kernels/dma_lists_prefix.cu`): the keys each super-block of queries gathers.
+use crate::dma::oracle::SUPER_BLOCK;
+use crate::dma::select::{PREFIX_BLOCK, Selection, require_sequence, survivors_shape};
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "dma_lists";
+
+impl KeyLists {
+    /// Queries a row of the window table stands for, unless a caller has a reason for another divisor of 1024.
+    pub const TILE_QUERIES: usize = 64;
+}
+
+/// Lists are padded to whole tiles of this many entries.
+const LIST_ALIGNMENT: usize = 128;
+
+/// The ordered key lists of a selection, shared by DMA attention forward and backward.
+#[derive(Debug, Clone)]
+pub struct KeyLists {
+    /// `{j, expire[j]}`, i32 `[batch, num_kv_heads, num_super_blocks, capacity, 2]`.
+    pub list: CudaTensor,
+    /// Entries in use, i32 `[batch, num_kv_heads, num_super_blocks]`.
+    pub list_len: CudaTensor,
+    /// `{begin, end}` of the entries a tile of queries needs, i32 `[batch, num_kv_heads, tiles, 2]`.
+    pub tile_window: CudaTensor,
+    /// Queries of such a tile.
+    pub tile_queries: usize,
+}
+
+impl KeyLists {
+    /// Entries a list has room for.
+    pub fn capacity(&self) -> usize {
+        self.list.shape()[3]
+    }
+
+    /// Super-blocks of 1024 queries in a sequence.
+    pub fn num_super_blocks(&self) -> usize {
+        self.list.shape()[2]
+    }
+}
+
+/// Entries a list needs room for: what is alive when its block begins and what enters in it.
+pub(crate) fn list_capacity(seq_len: usize, keep_window_size: usize) -> usize {
+    (keep_window_size + SUPER_BLOCK)
+        .min(seq_len)
+        .next_multiple_of(LIST_ALIGNMENT)
+}
+
+impl KeyLists {
+    /// The lists of one row and KV head, i32: `[num_super_blocks, capacity, 2]`.
+    pub fn shape(seq_len: usize, keep_window_size: usize) -> [usize; 3] {
+        let blocks = seq_len.div_ceil(SUPER_BLOCK);
+        [blocks, list_capacity(seq_len, keep_window_size), 2]
+    }
+}
+
+impl Selection {
+    /// Orders the kept keys for each super-block of 1024 queries: first the keys entering there,
+    /// latest first, then older ones, longest-lived first. `tile_queries` divides 1024.
+    ///
+    /// # Errors
+    /// Shapes that do not fit the selection, a `tile_queries` that does not divide 1024.
+    pub fn dma_lists(
+        &self,
+        doc_start: &CudaTensor,
+        doc_end: &CudaTensor,
+        tile_queries: usize,
+    ) -> Result<KeyLists, KernelError> {
+        let expire = &self.expire;
+        let [batch, num_kv_heads, seq_len] = expire.dims(NAME, "expire")?;
+        operands!(only NAME, expire: I32[batch, num_kv_heads, seq_len] contiguous);
+        require_sequence(NAME, batch, seq_len)?;
+        require_non_empty(NAME, "tile_queries", tile_queries)?;
+        if !SUPER_BLOCK.is_multiple_of(tile_queries) {
+            let supported = format!("divisors of {SUPER_BLOCK}");
+            return Err(KernelError::unsupported(NAME, "tile_queries", tile_queries, supported));
+        }
+        let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
+        let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
+        let window = self.keep_window_size;
+        let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
+        operands!(only NAME, survivors: I64 shape strided = &self.survivors);
+
+        let [blocks, capacity, pair] = KeyLists::shape(seq_len, window);
+        let tiles = seq_len.div_ceil(tile_queries);
+        let new = |shape: &[usize]| expire.empty_contiguous(shape, DType::I32);
+        let list = new(&[batch, num_kv_heads, blocks, capacity, pair]);
+        let list_len = new(&[batch, num_kv_heads, blocks]);
+        let tile_window = new(&[batch, num_kv_heads, tiles, 2]);
+        let tensors = [
+            expire,
+            &doc_start,
+            &doc_end,
+            &self.survivors,
+            &list,
+            &list_len,
+            &tile_window,
+        ];
+        let params = params!(DmaListsParams {
+            seq_len,
+            num_kv_heads,
+            keep_window_size: window,
+            capacity,
+            tile_queries,
+        });
+        // SAFETY: reads the selection and the bounds, writes the three new tensors within their shapes; entries past a
+        // list's padding stay undefined, and no reader looks there.
+        unsafe { dma_lists_kernel().launch([blocks, num_kv_heads, batch], &tensors, &params) }?;
+        Ok(KeyLists {
+            list,
+            list_len,
+            tile_window,
+            tile_queries,
+        })
+    }
+
+    /// Completes an `expire` that did not come from [`dma_select`](crate::dma_select()) to a [`Selection`]: i32
+    /// `[batch, num_kv_heads, seq_len]`, at most one key leaving at a position and at most `keep_window_size` alive.
+    ///
+    /// # Errors
+    /// Other types or shapes.
+    pub fn of_expire(
+        expire: &CudaTensor,
+        doc_start: &CudaTensor,
+        keep_window_size: usize,
+    ) -> Result<Selection, KernelError> {
+        const PREFIX: &str = "dma_lists_prefix";
+        let [batch, num_kv_heads, seq_len] = expire.dims(PREFIX, "expire")?;
+        operands!(PREFIX, expire: I32[batch, num_kv_heads, seq_len]);
+        require_sequence(PREFIX, batch, seq_len)?;
+        require_non_empty(PREFIX, "keep_window_size", keep_window_size)?;
+        let doc_start = require_tokens(PREFIX, "doc_start", doc_start, [batch, seq_len])?;
+        let window = keep_window_size.min(seq_len);
+        let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
+        let survivors = expire.empty_contiguous(&shape, DType::I64);
+        let params = params!(DmaListsPrefixParams {
+            seq_len,
+            num_kv_heads,
+            keep_window_size: window,
+        });
+        let grid = [shape[2], num_kv_heads, batch];
+        // SAFETY: reads expire and the bounds, writes within survivors.
+        unsafe { dma_lists_prefix_kernel().launch(grid, &[&expire, &doc_start, &survivors], &params) }?;
+        Ok(Selection {
+            expire,
+            survivors,
+            keep_window_size: window,
+        })
+    }
+}
+
+/// The list builder.
+pub(crate) fn dma_lists_kernel() -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("PREFIX_BLOCK", PREFIX_BLOCK)
+        .threads(SUPER_BLOCK)
+}
+
+/// The search for survivors in a given `expire`.
+pub(crate) fn dma_lists_prefix_kernel() -> SourceKernel {
+    SourceKernel::new("dma_lists_prefix")
+        .define("PREFIX_BLOCK", PREFIX_BLOCK)
+        .threads(1024)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::oracle;
+
+    /// DMA's selection by the CPU's kernel.
+    pub(crate) fn expire_of_one_document(scores: &[f32], keep_window_size: usize) -> Vec<i32> {
+        let len = scores.len();
+        let documents = sieve_cpu::Documents {
+            start: &vec![0; len],
+            end: &vec![len as i32; len],
+        };
+        let mut expire = vec![0; len];
+        sieve_cpu::dma_select(scores, documents, 1, 1, len, keep_window_size, &mut expire);
+        expire
+    }
+
+    #[test]
+    fn a_list_fits_its_capacity() {
+        // Rising scores: every key survives until w later ones came, the most that can be alive.
+        let (seq_len, window) = (3000, 200);
+        let scores: Vec<f32> = (0..seq_len).map(|i| i as f32).collect();
+        let expire = expire_of_one_document(&scores, window);
+        let longest = (0..3).map(|block| oracle::key_list(&expire, block).entries.len()).max();
+        let capacity = list_capacity(seq_len, window);
+        assert!(
+            longest.is_some_and(|longest| longest <= capacity),
+            "{longest:?} entries, room for {capacity}"
+        );
+        assert_eq!(capacity, 1280);
+        assert_eq!(list_capacity(100, 4096), 128);
+    }
+}

@@ -1,0 +1,108 @@
+//! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys.
+use crate::attention::heads::Qkv;
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "dma_scores";
+
+/// Tokens of a block.
+const BLOCK_TOKENS: usize = 64;
+
+impl ScoreBias {
+    /// Most KV heads that the kernels of DMA's scores take: more do not fit a lane's sums.
+    pub const MAX_KV_HEADS: usize = 32;
+}
+
+/// How a score becomes the bias of its key's logits, in decoding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ScoreBias {
+    /// `exp(min(z, 60))`, as in arXiv:2508.02124.
+    Exp,
+    /// `z` itself.
+    Linear,
+}
+
+/// What [`dma_scores`](crate::Qkv::dma_scores) returns, each f32 `[batch, num_kv_heads, seq_len]`.
+#[derive(Debug, Clone)]
+pub struct Scores {
+    /// `concat(v_j) . W_dt`, for the backward pass.
+    pub x: CudaTensor,
+    /// `A * softplus(x)`: the order of the keys.
+    pub z: CudaTensor,
+}
+
+impl Qkv {
+    /// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
+    /// `[num_kv_heads * head_dim, num_kv_heads]`, `a` f32 `[num_kv_heads]`.
+    ///
+    /// # Errors
+    /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
+    pub fn dma_scores(&self, w_dt: &CudaTensor, a: &CudaTensor) -> Result<Scores, KernelError> {
+        let shape = self.shape(NAME)?;
+        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        require_kv_heads(NAME, kv_heads)?;
+        operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads], a: F32[kv_heads]);
+        let qkv = self.walkable();
+        let [_, _, v] = qkv.head_words(NAME)?;
+        let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
+        let (x, z) = (new(), new());
+        let params = params!(DmaScoresParams {
+            seq_len: shape.seq_len,
+            head_dim,
+            v_offset: v[0],
+            v_token_stride: v[1],
+            v_batch_stride: v[2],
+        });
+        let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
+        let kernel = dma_scores_kernel(kv_heads, head_dim);
+        // SAFETY: sizes, strides and types checked above; writes every element of x and z.
+        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z], &params) }?;
+        Ok(Scores { x, z })
+    }
+}
+
+/// The specialisation for a number of KV heads.
+pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("NUM_KV_HEADS", num_kv_heads)
+        .threads(256)
+        .shared_bytes(shared_bytes(num_kv_heads, head_dim))
+}
+
+/// Refuses more KV heads than the kernels have registers for.
+pub(crate) fn require_kv_heads(kernel: &'static str, kv_heads: usize) -> Result<(), KernelError> {
+    require_non_empty(kernel, "the number of KV heads", kv_heads)?;
+    if kv_heads <= ScoreBias::MAX_KV_HEADS {
+        return Ok(());
+    }
+    let supported = format!("1 to {}", ScoreBias::MAX_KV_HEADS);
+    Err(KernelError::unsupported(
+        kernel,
+        "number of KV heads",
+        kv_heads,
+        supported,
+    ))
+}
+
+/// W_dt goes through shared memory in tiles of some chunks of 8 channels, 48 KiB at most.
+fn shared_bytes(num_kv_heads: usize, head_dim: usize) -> usize {
+    let chunks = num_kv_heads * head_dim / 8;
+    32 * num_kv_heads * chunks.min(1536 / num_kv_heads)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wide_w_dt_is_tiled() {
+        assert_eq!(shared_bytes(8, 128), 32 * 8 * 128, "8 heads of 128: all of it");
+        assert_eq!(shared_bytes(32, 128), 32 * 32 * 48, "32 heads: 48 KiB of 512");
+        assert!((1..=32).all(|heads| shared_bytes(heads, 256) <= 48 * 1024));
+    }
+}

@@ -1,0 +1,124 @@
+//! Launches of `kernels/dma_scores_backward.cu` and `column_sums.cu`.
+use crate::attention::heads::Qkv;
+use crate::dma::scores::require_kv_heads;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+
+const NAME: &str = "dma_scores_backward";
+
+/// Tokens that a block takes at once.
+const TILE_TOKENS: usize = 16;
+
+/// Threads of a block.
+const THREADS: usize = 128;
+
+/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
+/// it.
+const MAX_BLOCKS: usize = 264;
+
+/// Operands of [`dma_scores_backward`](crate::ScoresBackward::dma_scores_backward).
+#[derive(Debug, Clone, Copy)]
+pub struct ScoresBackward<'a> {
+    /// What [`dma_scores`](crate::Qkv::dma_scores) read.
+    pub qkv: &'a Qkv,
+    /// f32 `[num_kv_heads * head_dim, num_kv_heads]`.
+    pub w_dt: &'a CudaTensor,
+    /// f32 `[num_kv_heads]`.
+    pub a: &'a CudaTensor,
+    /// f32 `[batch, num_kv_heads, seq_len]`, as the forward pass returned it.
+    pub x: &'a CudaTensor,
+    /// Gradient of z, f32 `[batch, num_kv_heads, seq_len]`.
+    pub dz: &'a CudaTensor,
+}
+
+impl ScoresBackward<'_> {
+    /// Gradients of [`dma_scores`](crate::Qkv::dma_scores): adds the values' to the value heads of `dqkv`, in place and
+    /// for every clone of it, and returns those of W_dt and A, f32, shaped as they are.
+    ///
+    /// # Errors
+    /// Other types or shapes, more than 32 KV heads, a `dqkv` of other sizes or without room for 16-byte accesses.
+    pub fn dma_scores_backward(self, dqkv: &Qkv) -> Result<(CudaTensor, CudaTensor), KernelError> {
+        let shape = self.qkv.shape(NAME)?;
+        let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
+        require_kv_heads(NAME, kv_heads)?;
+        let channels = kv_heads * head_dim;
+        operands!(NAME,
+            w_dt: F32[channels, kv_heads] = self.w_dt,
+            a: F32[kv_heads] = self.a,
+            x: F32(shape.per_key()) = self.x,
+            dz: F32(shape.per_key()) = self.dz,
+        );
+        let qkv = self.qkv.walkable();
+        let [_, _, v] = qkv.head_words(NAME)?;
+        if dqkv.shape(NAME)? != shape {
+            return Err(KernelError::Shape {
+                kernel: NAME,
+                tensor: "dqkv",
+                got: dqkv.v.tensor().shape().to_vec(),
+                expected: qkv.v.tensor().shape().to_vec(),
+            });
+        }
+        let [_, _, dv] = dqkv.head_words(NAME)?;
+        let tiles = shape.batch * shape.seq_len.div_ceil(TILE_TOKENS);
+        let blocks = tiles.min(MAX_BLOCKS);
+        let width = (channels + 1) * kv_heads;
+        let partials = w_dt.empty_contiguous(&[blocks, width], DType::F32);
+        let slabs = channels.div_ceil(THREADS * channels_per_thread(kv_heads));
+        let params = params!(DmaScoresBackwardParams {
+            batch: shape.batch,
+            seq_len: shape.seq_len,
+            head_dim,
+            v_offset: v[0],
+            v_token_stride: v[1],
+            v_batch_stride: v[2],
+            dv_offset: dv[0],
+            dv_token_stride: dv[1],
+            dv_batch_stride: dv[2],
+        });
+        let tensors = [qkv.v.tensor(), &w_dt, &a, &x, &dz, dqkv.v.tensor(), &partials];
+        // SAFETY: reads v, x and dz, reads and writes the value heads of every token, writes every partial sum.
+        unsafe { dma_scores_backward_kernel(kv_heads).launch([blocks, slabs, 1], &tensors, &params) }?;
+        let [dw_dt, da] = column_sums(&partials, [&[channels, kv_heads], &[kv_heads]])?;
+        Ok((dw_dt, da))
+    }
+}
+
+/// The specialisation for a number of KV heads.
+pub(crate) fn dma_scores_backward_kernel(num_kv_heads: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("NUM_KV_HEADS", num_kv_heads)
+        .threads(THREADS)
+        .shared_bytes(shared_bytes(num_kv_heads))
+}
+
+/// Neighbouring channels of a thread, whose weights and sums stay in registers.
+fn channels_per_thread(num_kv_heads: usize) -> usize {
+    match num_kv_heads {
+        ..=8 => 8,
+        9..=16 => 4,
+        _ => 2,
+    }
+}
+
+/// Two groups of 8 tokens, the channels of v and dv that each thread owns.
+fn shared_bytes(num_kv_heads: usize) -> usize {
+    2 * 2 * 8 * THREADS * channels_per_thread(num_kv_heads) * 2
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_heads_leave_room_for_fewer_channels() {
+        for heads in 1..=32 {
+            assert!(heads * channels_per_thread(heads) <= 64, "{heads}");
+            assert!(shared_bytes(heads) <= 64 * 1024, "{heads}");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Launch of `kernels/dma_select_prefix.cu` and `kernels/dma_select.cu`: which keys DMA keeps, and until when.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "dma_select";
+
+/// Positions between two stored sets of survivors; the kernels' `PREFIX_BLOCK`.
+pub(crate) const PREFIX_BLOCK: usize = 8192;
+
+/// Sequences of up to this many tokens need no survivors: every block looks at all keys before it.
+const SHORT_SEQUENCE: usize = 2 * PREFIX_BLOCK;
+
+/// Arrivals of a block of `dma_select`, one a thread.
+const BLOCK: usize = 1024;
+
+/// Positions must fit the kernels' 22-bit fields.
+pub(crate) const MAX_SEQ_LEN: usize = 1 << 22;
+
+/// What [`dma_select`] found.
+#[derive(Debug, Clone)]
+pub struct Selection {
+    /// `active(i, j)` holds exactly when `j <= i < expire[j]`; i32 `[batch, num_kv_heads, seq_len]`.
+    pub expire: CudaTensor,
+    /// The keys alive at each boundary of 8192 positions, which [`dma_lists`](crate::Selection::dma_lists) reads in
+    /// sequences of more than 16384 tokens; 64-bit words `[batch, num_kv_heads, boundaries, keep_window_size]`.
+    pub survivors: CudaTensor,
+    /// Keys a query may keep.
+    pub keep_window_size: usize,
+}
+
+/// Per document and KV head, keeps for each query the last `local_window_size` keys and the older ones with the largest
+/// `(z_j, j)`, `keep_window_size` in all (arXiv:2508.02124, eq. 3, without a local window; ties to the later key). `z`
+/// is f32 `[batch, num_kv_heads, seq_len]`, the documents' bounds i32 `[batch, seq_len]`. Exact to the bit.
+///
+/// # Errors
+/// Other types or shapes, an empty sequence, one of 2^22 tokens or more, a window of 0 or smaller than its local part.
+pub fn dma_select(
+    z: &CudaTensor,
+    doc_start: &CudaTensor,
+    doc_end: &CudaTensor,
+    keep_window_size: usize,
+    local_window_size: usize,
+) -> Result<Selection, KernelError> {
+    let [batch, num_kv_heads, seq_len] = z.dims(NAME, "z")?;
+    operands!(NAME, z: F32[batch, num_kv_heads, seq_len]);
+    require_non_empty(NAME, "the number of KV heads", num_kv_heads)?;
+    require_non_empty(NAME, "keep_window_size", keep_window_size)?;
+    require_local_window(NAME, local_window_size, keep_window_size)?;
+    require_sequence(NAME, batch, seq_len)?;
+    let doc_start = require_tokens(NAME, "doc_start", doc_start, [batch, seq_len])?;
+    let doc_end = require_tokens(NAME, "doc_end", doc_end, [batch, seq_len])?;
+    let expire = z.empty_contiguous(&[batch, num_kv_heads, seq_len], DType::I32);
+    // More than seq_len keys are never kept; a larger window would only ask for more memory.
+    let window = keep_window_size.min(seq_len);
+    let num_ranked = (keep_window_size - local_window_size).min(seq_len);
+    let survivors_of = |window: usize| {
+        let shape = survivors_shape(batch, num_kv_heads, seq_len, window);
+        z.empty_contiguous(&shape, DType::I64)
+    };
+    let survivors = survivors_of(num_ranked.max(1));
+    let [prefix, select] = dma_select_kernels();
+    if seq_len > SHORT_SEQUENCE && num_ranked > 0 {
+        let grid = [seq_len.div_ceil(PREFIX_BLOCK) - 1, num_kv_heads, batch];
+        let params = params!(DmaSelectPrefixParams {
+            seq_len,
+            num_kv_heads,
+            keep_window_size: num_ranked,
+        });
+        // SAFETY: reads z and the documents' starts, writes some of survivors; sizes checked above.
+        unsafe { prefix.launch(grid, &[&z, &doc_start, &survivors], &params) }?;
+    }
+    let grid = [seq_len.div_ceil(BLOCK), num_kv_heads, batch];
+    let tensors = [&z, &doc_start, &doc_end, &survivors, &expire];
+    let params = params!(DmaSelectParams {
+        seq_len,
+        num_kv_heads,
+        keep_window_size: num_ranked,
+        local_window_size,
+    });
+    // SAFETY: reads z, the bounds and what the launch before wrote, writes every element of expire.
+    unsafe { select.launch(grid, &tensors, &params) }?;
+    if local_window_size == 0 {
+        return Ok(Selection {
+            expire,
+            survivors,
+            keep_window_size: window,
+        });
+    }
+    if seq_len > SHORT_SEQUENCE {
+        // `survivors` holds the best-ranked keys alone; `dma_lists` also needs those of the local window, so all are
+        // found again, from `expire`.
+        return Selection::of_expire(&expire, &doc_start, window);
+    }
+    Ok(Selection {
+        expire,
+        survivors: survivors_of(window),
+        keep_window_size: window,
+    })
+}
+
+/// The two launches of a selection, in order; short sequences need the second alone.
+pub(crate) fn dma_select_kernels() -> [SourceKernel; 2] {
+    // The second keeps the keys before its block in shared memory.
+    const STAGED_BYTES: usize = 4 * (SHORT_SEQUENCE - BLOCK);
+    [("dma_select_prefix", 0), (NAME, STAGED_BYTES)].map(|(name, shared_bytes)| {
+        SourceKernel::new(name)
+            .define("PREFIX_BLOCK", PREFIX_BLOCK)
+            .threads(BLOCK)
+            .shared_bytes(shared_bytes)
+    })
+}
+
+/// Shape of the survivors' tensor.
+pub(crate) fn survivors_shape(batch: usize, num_kv_heads: usize, seq_len: usize, window: usize) -> [usize; 4] {
+    let boundaries = seq_len.div_ceil(PREFIX_BLOCK) - 1;
+    [batch, num_kv_heads, boundaries.max(1), window]
+}
+
+/// Refuses a local window larger than the window it is a part of.
+pub(crate) fn require_local_window(
+    kernel: &'static str,
+    local_window_size: usize,
+    keep_window_size: usize,
+) -> Result<(), KernelError> {
+    if local_window_size <= keep_window_size {
+        return Ok(());
+    }
+    let (what, supported) = (
+        "local_window_size",
+        format!("at most keep_window_size, {keep_window_size}"),
+    );
+    Err(KernelError::unsupported(kernel, what, local_window_size, supported))
+}
+
+/// Refuses an empty batch and sequences whose positions the selection cannot hold.
+pub(crate) fn require_sequence(kernel: &'static str, batch: usize, seq_len: usize) -> Result<(), KernelError> {
+    require_non_empty(kernel, "batch", batch)?;
+    require_non_empty(kernel, "seq_len", seq_len)?;
+    if seq_len < MAX_SEQ_LEN {
+        return Ok(());
+    }
+    let supported = format!("below {MAX_SEQ_LEN}");
+    Err(KernelError::unsupported(kernel, "seq_len", seq_len, supported))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn survivors_have_room_for_every_boundary() {
+        assert_eq!(
+            survivors_shape(2, 3, 8192, 7),
+            [2, 3, 1, 7],
+            "one block: a place nobody writes"
+        );
+        assert_eq!(survivors_shape(2, 3, 8193, 7), [2, 3, 1, 7]);
+        assert_eq!(survivors_shape(2, 3, 16385, 7), [2, 3, 2, 7]);
+    }
+
+    #[test]
+    fn sequences_out_of_range_are_refused() {
+        assert!(require_sequence("k", 1, 0).is_err());
+        assert!(require_sequence("k", 0, 5).is_err());
+        assert!(require_sequence("k", 1, MAX_SEQ_LEN - 1).is_ok());
+        let error = require_sequence("k", 1, MAX_SEQ_LEN).expect_err("22 bits").to_string();
+        assert!(error.contains("4194304"), "{error}");
+    }
+}

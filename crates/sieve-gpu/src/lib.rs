@@ -1,0 +1,52 @@
+//! Sieve's CUDA kernels, and one safe function to launch each; knows neither Burn nor CubeCL.
+//!
+//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC, without
+//! a header of the toolkit, at first use or ahead of time ([`ahead_of_time`]). A GPU is a [`Memory`] that tensors lie in:
+//! Burn's allocator and stream (sieve-kernels), or a [`Recorder`], which writes launches down.
+
+mod error;
+mod runtime;
+
+mod attention;
+mod dma;
+mod mla;
+mod nsa;
+mod select;
+pub mod step;
+
+mod specialisations;
+
+pub use dma::oracle;
+pub use runtime::ahead_of_time;
+
+pub use attention::backward::AttentionGradients;
+pub use attention::backward_tiling::SumOrder;
+pub use attention::decode::{DecodeStep, KvCache};
+pub use attention::decode_scratch::DecodeScratch;
+pub use attention::forward::AttentionResult;
+pub use attention::heads::{AttentionShape, Qkv};
+pub use attention::hopper_tiling::KernelFamily;
+pub use attention::sparse_forward::SparseKeyReads;
+pub use attention::tiling::KeySource;
+pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
+pub use dma::decode::DmaSlots;
+pub use dma::lists::KeyLists;
+pub use dma::scores::ScoreBias;
+pub use dma::scores_backward::ScoresBackward;
+pub use dma::select::{Selection, dma_select};
+pub use error::{CudaVersion, KernelError};
+pub use mla::decode::{LatentKeys, mla_decode};
+pub use mla::pack::{MlaNorm, MlaPack, MlaPackGradients};
+pub use nsa::{ChoiceLists, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward};
+pub use runtime::checks::{require_non_empty, uniform_rows};
+pub use runtime::compiled::{DeviceLaunch, LoadedKernel, MapLayout};
+pub use runtime::cubins::Cubins;
+pub use runtime::cuda_tensor::{CudaTensor, Fill, Memory};
+pub use runtime::dtype::DType;
+pub use runtime::layout::contiguous_strides;
+pub use runtime::operands::operand;
+pub use runtime::recording::{BufferView, Hardware, Launch, Recorder, Step, recorded_at};
+pub use runtime::source::KernelText;
+pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
+pub use select::{KeptKeys, LongChoice};
+pub use specialisations::{AttentionNeeds, NeededKernels, NeededKeys};

@@ -1,0 +1,212 @@
+//! Launch of `kernels/mla_decode.cu`: new tokens of latent attention against the cache of latents.
+use crate::attention::forward::require_scale;
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::layout::row_layout;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+
+const NAME: &str = "mla_decode";
+
+/// Heads of a block, which share its keys.
+const ROWS: usize = 16;
+
+/// Keys below which a split is not worth its join, and most splits that the joining kernel takes.
+const MIN_SPLIT_KEYS: usize = 64;
+const MAX_SPLITS: usize = 4096;
+
+/// Columns that a block of the joining kernel takes.
+const JOINED_COLUMNS: usize = 128;
+
+/// Widest key the kernel takes: a latent of 512 with a rotated key of 64.
+const MAX_KEY_DIM: usize = 576;
+
+/// The cache of a layer: keys and values of every head at once.
+#[derive(Debug, Clone, Copy)]
+pub struct LatentKeys<'a> {
+    /// bf16 `[batch, len, width]`: latents, which are values too, and rotated keys.
+    pub latents: &'a CudaTensor,
+    /// Columns that are values, the first ones.
+    pub rank: usize,
+    /// f32 `[batch, len, num_heads]`: what `q·k` of each key and head is multiplied by, where keys are normed.
+    pub key_scale: Option<&'a CudaTensor>,
+}
+
+/// The last `new` tokens of a row over its latents, each over those up to its own: q bf16
+/// `[batch, new, num_heads, width]` with `W_UK` and the weight of the keys' norm folded in. Returns bf16
+/// `[batch, new, num_heads, rank]`.
+///
+/// # Errors
+/// Other types or shapes, more new tokens than latents, widths that are no multiples of 16 or above 576.
+pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> Result<CudaTensor, KernelError> {
+    let LatentKeys {
+        latents,
+        rank,
+        key_scale,
+    } = keys;
+    let [batch, new, num_heads, width] = q.dims(NAME, "q")?;
+    let [_, len, _] = latents.dims(NAME, "latents")?;
+    operands!(NAME,
+        q: BF16[batch, new, num_heads, width] aligned,
+        latents: BF16[batch, len, width] strided,
+    );
+    for (what, size) in [
+        ("batch", batch),
+        ("the number of heads", num_heads),
+        ("new tokens", new),
+    ] {
+        require_non_empty(NAME, what, size)?;
+    }
+    require_scale(NAME, softmax_scale)?;
+    require_sizes([new, len], [width, rank])?;
+    let walk = |latents: &CudaTensor| {
+        let strides: [usize; 3] = latents.strides().try_into().ok()?;
+        let strides = [strides[0], strides[1], width, strides[2]];
+        row_layout([batch, len, 1, width], strides, WORD_ELEMENTS)
+    };
+    let (latents, layout) = match walk(latents) {
+        Some(layout) => (latents.clone(), layout),
+        None => {
+            let copy = latents.contiguous();
+            let expected = "rows must lie on 16-byte words";
+            let layout = walk(&copy).ok_or_else(|| copy.layout_error(NAME, "latents", expected))?;
+            (copy, layout)
+        }
+    };
+    require_alignment(NAME, "latents", &latents)?;
+    let (key_scale, scale_strides) = match key_scale {
+        None => (q.clone(), [0; 3]),
+        Some(scale) => {
+            operands!(NAME, key_scale: F32[batch, len, num_heads] strided = scale);
+            let is_walked = key_scale.strides().last() == Some(&1);
+            let scale = if is_walked {
+                key_scale.clone()
+            } else {
+                key_scale.contiguous()
+            };
+            let strides = scale.strides().try_into();
+            let strides = strides.map_err(|_| scale.layout_error(NAME, "key_scale", "three dimensions"))?;
+            (scale, strides)
+        }
+    };
+
+    let (rows, row_blocks) = (batch * new, num_heads.div_ceil(ROWS));
+    let hardware = q.hardware();
+    let num_splits = num_splits(rows * row_blocks, len, hardware.num_multiprocessors);
+    let o = q.empty_contiguous(&[batch, new, num_heads, rank], DType::BF16);
+    let partials = match num_splits {
+        1 => [1, 1, 1],
+        _ => [rows * num_heads, num_splits, rank + 2],
+    };
+    let partials = q.empty_contiguous(&partials, DType::F32);
+    let params = params!(MlaDecodeParams {
+        num_heads,
+        num_queries: new,
+        num_keys: len,
+        key_stride: layout.token_stride,
+        batch_stride: layout.batch_stride,
+        scale_stride: scale_strides[1],
+        scale_batch_stride: scale_strides[0],
+        num_splits,
+        softmax_scale,
+    });
+    let kernel = match keys.key_scale {
+        None => mla_decode_kernel(width, rank, hardware.max_shared_bytes),
+        Some(_) => mla_decode_scaled_kernel(width, rank, hardware.max_shared_bytes),
+    };
+    let grid = [num_splits, row_blocks, rows];
+    // SAFETY: sizes, strides and types checked above; reads `len` latents a row and their factors, writes every element
+    // of o or of the parts.
+    unsafe { kernel.launch(grid, &[&q, &latents, &key_scale, &o, &partials], &params) }?;
+    if num_splits > 1 {
+        let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];
+        let params = params!(MlaDecodeJoinParams { num_splits });
+        // SAFETY: reads the parts just made, writes every element of o.
+        unsafe { mla_decode_join_kernel(rank).launch(grid, &[&partials, &o], &params) }?;
+    }
+    Ok(o)
+}
+
+/// The specialisation for widths of keys and values on a device with `max_shared_bytes` of shared memory a block.
+pub(crate) fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+    decode_kernel(width, rank, max_shared_bytes).define("KEY_SCALE", 0)
+}
+
+/// The same where each key and head has a factor.
+pub(crate) fn mla_decode_scaled_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+    decode_kernel(width, rank, max_shared_bytes).define("KEY_SCALE", 1)
+}
+
+fn decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
+    let fits = |num_warps: &usize| shared_bytes(width, *num_warps) <= max_shared_bytes;
+    let num_warps = [4, 2].into_iter().find(fits).unwrap_or(2);
+    SourceKernel::new(NAME)
+        .define("KEY_DIM", width)
+        .define("VALUE_DIM", rank)
+        .define("NUM_WARPS", num_warps)
+        .threads(num_warps * 32)
+        .shared_bytes(shared_bytes(width, num_warps))
+}
+
+/// The kernel that joins the splits, for a width of values.
+pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
+    SourceKernel::new("mla_decode_join")
+        .define("VALUE_DIM", rank)
+        .threads(256)
+}
+
+/// Parts that each row's keys are split into: one block for each multiprocessor, which its shared memory fills.
+fn num_splits(blocks: usize, len: usize, multiprocessors: usize) -> usize {
+    let most = len.div_ceil(MIN_SPLIT_KEYS).min(MAX_SPLITS);
+    (multiprocessors / blocks).clamp(1, most)
+}
+
+/// The queries of 16 heads, two tiles of 16 keys a warp, the weights of a tile, and each warp's maxima and sums.
+fn shared_bytes(width: usize, num_warps: usize) -> usize {
+    let (pitch, tile) = (2 * width + 16, 16 * num_warps);
+    (16 + 2 * tile) * pitch + 16 * (2 * tile + 16) + num_warps * 128
+}
+
+fn require_sizes([new, len]: [usize; 2], [width, rank]: [usize; 2]) -> Result<(), KernelError> {
+    let unsupported = |what, got: usize, supported| Err(KernelError::unsupported(NAME, what, got, supported));
+    if new > len {
+        return unsupported("new tokens", new, format!("as many as the {len} latents at most"));
+    }
+    if len > i32::MAX as usize / 2 {
+        return unsupported("latents", len, "below 2^30".to_owned());
+    }
+    if !width.is_multiple_of(16) || !(16..=MAX_KEY_DIM).contains(&width) {
+        let supported = format!("multiples of 16 up to {MAX_KEY_DIM}");
+        return unsupported("width of a latent", width, supported);
+    }
+    if !rank.is_multiple_of(16) || rank == 0 || rank > width.min(512) {
+        return unsupported("rank", rank, "multiples of 16 up to the width and 512".to_owned());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_checked_and_widths_fit_small_devices() {
+        assert!(require_sizes([1, 1], [576, 512]).is_ok());
+        assert!(
+            require_sizes([3, 2], [64, 48]).is_err(),
+            "new tokens are among the latents"
+        );
+        for (width, rank) in [(8, 8), (592, 512), (64, 80), (64, 0), (576, 528), (72, 48)] {
+            assert!(require_sizes([1, 5], [width, rank]).is_err(), "{width} {rank}");
+        }
+        for width in (16..=MAX_KEY_DIM).step_by(16) {
+            let small = mla_decode_kernel(width, 16, 99 * 1024);
+            assert!(small.dynamic_shared_bytes() <= 99 * 1024, "{width}");
+        }
+        assert_eq!(mla_decode_kernel(576, 512, 227 * 1024).dynamic_shared_bytes(), 171_008);
+    }
+}

@@ -1,0 +1,290 @@
+//! Launches of `kernels/mla_pack_*.cu`: queries, keys and values of latent attention as one tensor, and its heads.
+use crate::attention::heads::Qkv;
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+use crate::step::qk_norm_rope_forward::RotaryTables;
+use crate::step::vector_rows::VectorRows;
+
+const FORWARD: &str = "mla_pack_forward";
+const BACKWARD: &str = "mla_pack_backward";
+
+/// Tokens of a block: one a warp.
+const BLOCK_TOKENS: usize = 8;
+
+/// Blocks of a backward pass with norms, and so partial sums: two on each multiprocessor of an H100. A constant,
+/// because the order of the sum follows it.
+const MAX_NORM_BLOCKS: usize = 264;
+
+/// Widest head that norms take, without its rotary part: a warp holds it.
+const MAX_NORMED_DIM: usize = 256;
+
+/// Sizes of latent attention, and what its rotary parts are rotated by.
+#[derive(Debug, Clone, Copy)]
+pub struct MlaPack<'a> {
+    /// Heads, of queries as of keys and values.
+    pub num_heads: usize,
+    /// Width of the part without rotation, and of a value; a multiple of 8.
+    pub head_dim: usize,
+    /// Width of the rotated part; a multiple of 16 up to 256.
+    pub rope_dim: usize,
+    /// i32 `[batch, seq_len]`: rows of the tables. Past their end counts as the last row.
+    pub positions: &'a CudaTensor,
+    /// f32 `[max_positions, rope_dim / 2]`.
+    pub cos: &'a CudaTensor,
+    /// f32 `[max_positions, rope_dim / 2]`.
+    pub sin: &'a CudaTensor,
+    /// Norms of each head's query and key, before the rotation.
+    pub norm: Option<MlaNorm<'a>>,
+}
+
+/// Weights of the two norms, which all heads share.
+#[derive(Debug, Clone, Copy)]
+pub struct MlaNorm<'a> {
+    /// bf16 `[head_dim + rope_dim]`.
+    pub q_weight: &'a CudaTensor,
+    /// bf16 `[head_dim + rope_dim]`.
+    pub k_weight: &'a CudaTensor,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// Gradients of q, kv and `k_rope`, and with norms f32 ones of the weights of queries and keys.
+pub type MlaPackGradients = ([CudaTensor; 3], Option<[CudaTensor; 2]>);
+
+impl MlaPack<'_> {
+    fn key_dim(&self) -> usize {
+        self.head_dim + self.rope_dim
+    }
+
+    fn token_len(&self) -> usize {
+        self.num_heads * (2 * self.key_dim() + self.head_dim)
+    }
+
+    fn require_widths(&self, kernel: &'static str) -> Result<(), KernelError> {
+        require_non_empty(kernel, "the number of heads", self.num_heads)?;
+        let unsupported = |what, got: usize, supported| Err(KernelError::unsupported(kernel, what, got, supported));
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(8) {
+            return unsupported("head_dim", self.head_dim, "multiples of 8");
+        }
+        if !self.rope_dim.is_multiple_of(16) || !(16..=256).contains(&self.rope_dim) {
+            return unsupported("rope_dim", self.rope_dim, "multiples of 16 from 16 to 256");
+        }
+        if self.norm.is_some() && self.head_dim > MAX_NORMED_DIM {
+            return unsupported("head_dim of a normed head", self.head_dim, "up to 256");
+        }
+        Ok(())
+    }
+
+    /// Width of the norms, 0 without them, and their weights; what is not touched without norms is `unused`.
+    fn norms(&self, kernel: &'static str, unused: &CudaTensor) -> Result<(usize, [CudaTensor; 2]), KernelError> {
+        let Some(norm) = self.norm else {
+            return Ok((0, [unused.clone(), unused.clone()]));
+        };
+        let width = self.key_dim();
+        operands!(kernel,
+            q_weight: BF16[width] aligned = norm.q_weight,
+            k_weight: BF16[width] aligned = norm.k_weight,
+        );
+        Ok((width, [q_weight, k_weight]))
+    }
+
+    fn epsilon(&self) -> f32 {
+        self.norm.map_or(0.0, |norm| norm.epsilon)
+    }
+
+    /// q, kv and `k_rope` as rows of whole words.
+    fn input_rows(
+        &self,
+        kernel: &'static str,
+        [q, kv, k_rope]: [&CudaTensor; 3],
+        [batch, seq_len]: [usize; 2],
+    ) -> Result<[VectorRows; 3], KernelError> {
+        let rows = |name, tensor: &CudaTensor, width| {
+            tensor.require_shape(kernel, name, &[batch, seq_len, width])?;
+            VectorRows::of(kernel, name, tensor)
+        };
+        Ok([
+            rows("q", q, self.num_heads * self.key_dim())?,
+            rows("kv", kv, self.num_heads * 2 * self.head_dim)?,
+            rows("k_rope", k_rope, self.rope_dim)?,
+        ])
+    }
+
+    /// Norms, rotates and packs: q bf16 `[batch, seq_len, num_heads * (head_dim + rope_dim)]`, kv bf16
+    /// `[batch, seq_len, num_heads * 2 * head_dim]` (key then value of each head) and `k_rope` bf16
+    /// `[batch, seq_len, rope_dim]`, shared by the heads, become
+    /// `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`; see [`MlaPack::heads`]. With norms also what
+    /// decoding caches of the keys: `k_rope` times its weight, rotated, bf16 `[batch, seq_len, rope_dim]`, and 1 / rms
+    /// of each key, f32 `[batch, seq_len, num_heads]`.
+    ///
+    /// # Errors
+    /// Other types or shapes, no tokens, widths that are no whole 16-byte words or too wide for a norm.
+    pub fn mla_pack_forward(
+        &self,
+        inputs: [&CudaTensor; 3],
+    ) -> Result<(CudaTensor, Option<[CudaTensor; 2]>), KernelError> {
+        self.require_widths(FORWARD)?;
+        let [batch, seq_len, _] = inputs[0].dims(FORWARD, "q")?;
+        let [q, kv, k_rope] = self.input_rows(FORWARD, inputs, [batch, seq_len])?;
+        let positions = require_tokens(FORWARD, "positions", self.positions, [batch, seq_len])?;
+        let tables = RotaryTables::of(FORWARD, [self.cos, self.sin], self.rope_dim)?;
+        let (norm_dim, [q_weight, k_weight]) = self.norms(FORWARD, &q.tensor)?;
+        let new = |width, dtype| q.tensor.empty_contiguous(&[batch, seq_len, width], dtype);
+        let packed = new(self.token_len(), DType::BF16);
+        let keys = (norm_dim > 0).then(|| [new(self.rope_dim, DType::BF16), new(self.num_heads, DType::F32)]);
+        let [rotated_keys, key_scale] = keys.clone().unwrap_or_else(|| [packed.clone(), packed.clone()]);
+        let params = params!(MlaPackForwardParams {
+            tokens: q.rows,
+            num_heads: self.num_heads,
+            q_stride: q.stride,
+            kv_stride: kv.stride,
+            rope_stride: k_rope.stride,
+            max_positions: tables.max_positions,
+            table_stride: tables.stride,
+            epsilon: self.epsilon(),
+        });
+        let tensors = [
+            &q.tensor,
+            &kv.tensor,
+            &k_rope.tensor,
+            &q_weight,
+            &k_weight,
+            &positions,
+            &tables.cos,
+            &tables.sin,
+            &packed,
+            &rotated_keys,
+            &key_scale,
+        ];
+        let kernel = mla_pack_forward_kernel(self.head_dim, self.rope_dim, norm_dim);
+        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of packed and of
+        // the keys.
+        unsafe { kernel.launch([q.rows.div_ceil(BLOCK_TOKENS), 1, 1], &tensors, &params) }?;
+        Ok((packed, keys))
+    }
+
+    /// Gradients of q, kv and `k_rope` from that of [`MlaPack::mla_pack_forward`]'s result, `k_rope`'s the sum over the
+    /// heads, and of the norms' weights. `inputs` are what the forward pass read, needed where there are norms.
+    ///
+    /// # Errors
+    /// As [`MlaPack::mla_pack_forward`].
+    pub fn mla_pack_backward(
+        &self,
+        inputs: Option<[&CudaTensor; 3]>,
+        dy: &CudaTensor,
+    ) -> Result<MlaPackGradients, KernelError> {
+        self.require_widths(BACKWARD)?;
+        let [batch, seq_len, _] = dy.dims(BACKWARD, "dy")?;
+        dy.require_shape(BACKWARD, "dy", &[batch, seq_len, self.token_len()])?;
+        let dy = VectorRows::of(BACKWARD, "dy", dy)?;
+        let inputs = match self.norm {
+            None => [dy.clone(), dy.clone(), dy.clone()],
+            Some(_) => {
+                let inputs = inputs.expect("norms are computed again from the inputs");
+                self.input_rows(BACKWARD, inputs, [batch, seq_len])?
+            }
+        };
+        let positions = require_tokens(BACKWARD, "positions", self.positions, [batch, seq_len])?;
+        let tables = RotaryTables::of(BACKWARD, [self.cos, self.sin], self.rope_dim)?;
+        let (norm_dim, [q_weight, k_weight]) = self.norms(BACKWARD, &dy.tensor)?;
+        let grads = [
+            self.num_heads * self.key_dim(),
+            self.num_heads * 2 * self.head_dim,
+            self.rope_dim,
+        ]
+        .map(|width| {
+            let shape = [batch, seq_len, width];
+            dy.tensor.empty_contiguous(&shape, DType::BF16)
+        });
+        let blocks = dy.rows.div_ceil(BLOCK_TOKENS);
+        let (blocks, partials) = match norm_dim {
+            0 => (blocks, grads[2].clone()),
+            _ => {
+                let blocks = blocks.min(MAX_NORM_BLOCKS);
+                (blocks, dy.tensor.empty_contiguous(&[blocks, 2 * norm_dim], DType::F32))
+            }
+        };
+        let [q, kv, k_rope] = &inputs;
+        let params = params!(MlaPackBackwardParams {
+            tokens: dy.rows,
+            num_heads: self.num_heads,
+            q_stride: q.stride,
+            kv_stride: kv.stride,
+            rope_stride: k_rope.stride,
+            dy_stride: dy.stride,
+            max_positions: tables.max_positions,
+            table_stride: tables.stride,
+            epsilon: self.epsilon(),
+        });
+        let [dq, dkv, dk_rope] = &grads;
+        let tensors = [
+            &q.tensor,
+            &kv.tensor,
+            &k_rope.tensor,
+            &q_weight,
+            &k_weight,
+            &positions,
+            &tables.cos,
+            &tables.sin,
+            &dy.tensor,
+            dq,
+            dkv,
+            dk_rope,
+            &partials,
+        ];
+        let kernel = mla_pack_backward_kernel(self.head_dim, self.rope_dim, norm_dim);
+        // SAFETY: sizes, strides and types checked above; positions are clamped; writes every element of the gradients
+        // and of the partial sums.
+        unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
+        if norm_dim == 0 {
+            return Ok((grads, None));
+        }
+        Ok((grads, Some(column_sums(&partials, [&[norm_dim]; 2])?)))
+    }
+
+    /// Queries, keys and values of a packed tensor `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]` as
+    /// attention kernels read them: per token all queries, all keys, all values. A copy where the tensor has gaps.
+    ///
+    /// # Errors
+    /// Another width, or a tensor of another rank.
+    pub fn heads(packed: &CudaTensor, num_heads: usize, [head_dim, rope_dim]: [usize; 2]) -> Result<Qkv, KernelError> {
+        const NAME: &str = "mla_attention";
+        let key_dim = head_dim + rope_dim;
+        let token_len = num_heads * (2 * key_dim + head_dim);
+        let [batch, seq_len, _] = packed.dims(NAME, "packed")?;
+        packed.require_shape(NAME, "packed", &[batch, seq_len, token_len])?;
+        let packed = packed.contiguous();
+        let heads = |first: usize, width: usize| {
+            let strides = [seq_len * token_len, token_len, width, 1];
+            packed.view_at(NAME, "packed", first, &[batch, seq_len, num_heads, width], &strides)
+        };
+        let q = heads(0, key_dim)?;
+        let k = heads(num_heads * key_dim, key_dim)?;
+        let v = heads(2 * num_heads * key_dim, head_dim)?;
+        Ok(Qkv::separate(&q, &k, &v))
+    }
+}
+
+/// The forward specialisation for two widths and that of the norms, 0 without them.
+pub(crate) fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
+    pack_kernel(FORWARD, head_dim, rope_dim, norm_dim)
+}
+
+/// The backward specialisation for the same.
+pub(crate) fn mla_pack_backward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
+    pack_kernel(BACKWARD, head_dim, rope_dim, norm_dim)
+}
+
+fn pack_kernel(name: &'static str, head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
+    SourceKernel::new(name)
+        .define("CONTENT_DIM", head_dim)
+        .define("ROPE_DIM", rope_dim)
+        .define("NORM_DIM", norm_dim)
+        .threads(256)
+}

@@ -1,0 +1,145 @@
+//! Launches of `kernels/nsa_*.cu`: native sparse attention (arXiv:2502.11089) without a score for every pair of tokens.
+//! The window branch is [`attention_forward`](crate::Qkv::attention_forward).
+//!
+//! Compressed keys and values stand at their blocks' last tokens, so that DMA's kernels attend to them by lists.
+//! Attention over the chosen blocks goes block by block: the queries that chose one are listed, each of their choices
+//! gets a part of its own, and a query's parts are joined in the order of its blocks.
+mod blocks;
+mod choose;
+mod compressed;
+mod gates;
+mod hopper;
+mod lists;
+mod selected;
+
+pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
+pub use gates::{nsa_gates, nsa_gates_backward};
+pub(crate) use hopper::nsa_hopper_kernels;
+pub use lists::ChoiceLists;
+
+use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
+use choose::{NSA_CHOOSE, nsa_importance_kernel};
+use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
+use gates::{NSA_GATES, NSA_GATES_BACKWARD};
+use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
+use selected::{
+    nsa_selected_attention_backward_kernel, nsa_selected_attention_forward_kernel, nsa_selected_combine_kernel,
+};
+
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::error::KernelError;
+use crate::runtime::checks::require_tokens;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::NsaBlocks;
+
+/// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
+type Bounds<'a> = [&'a CudaTensor; 2];
+
+fn require_bounds(
+    kernel: &'static str,
+    [start, end]: Bounds,
+    shape: [usize; 2],
+) -> Result<[CudaTensor; 2], KernelError> {
+    Ok([
+        require_tokens(kernel, "doc_start", start, shape)?,
+        require_tokens(kernel, "doc_end", end, shape)?,
+    ])
+}
+
+/// Elements of a row of the batch that the Hopper kernels can number: 16-byte words in 31 bits.
+const MAX_ROW_ELEMENTS: usize = (1 << 31) * 8;
+
+/// Refuses sizes that the compressed and the selected branch have no kernels for.
+fn require_sizes(
+    kernel: &'static str,
+    blocks: NsaBlocks,
+    shape: &AttentionShape,
+    qkv: &Qkv,
+) -> Result<(), KernelError> {
+    blocks.check();
+    let token_strides = [&qkv.q, &qkv.k, &qkv.v].into_iter().filter_map(|heads| heads.words());
+    let outputs = shape.num_heads * shape.head_dim;
+    let row = token_strides.fold(outputs, |most, [_, token, _]| most.max(token)) * shape.seq_len;
+    let gap = match shape.head_dim == shape.head_dim_v {
+        true if row > MAX_ROW_ELEMENTS => Some((format!("a row of {row} numbers"), "up to 2^34, 32 GiB")),
+        true => blocks.cuda_gap(shape.head_dim, shape.group_size()),
+        false => Some(("values of another width".to_owned(), "one width")),
+    };
+    match gap {
+        None => Ok(()),
+        Some((got, supported)) => Err(KernelError::unsupported(kernel, "call:", got, supported)),
+    }
+}
+
+/// Consecutive queries that share a launch and its scratch memory: at most `most` of a row.
+fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usize)> {
+    let most = most.clamp(1, seq_len);
+    (0..seq_len)
+        .step_by(most)
+        .map(move |first| (first, most.min(seq_len - first)))
+}
+
+/// Every portable kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
+pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
+    let mut kernels = vec![
+        NSA_POSITIONS_BACKWARD,
+        NSA_COMPRESSED_LISTS,
+        NSA_CHOOSE,
+        nsa_list_counts_kernel(0, usize::MAX),
+        nsa_lists_kernel(0, usize::MAX),
+        NSA_GATES,
+        NSA_GATES_BACKWARD,
+        nsa_place_kernel(false, false),
+        nsa_place_kernel(false, true),
+        nsa_place_kernel(true, false),
+        nsa_importance_kernel(head_dim),
+        nsa_selected_attention_forward_kernel(head_dim),
+        nsa_selected_attention_backward_kernel(head_dim),
+    ];
+    for flag in [false, true] {
+        kernels.push(nsa_blocks_kernel(flag));
+        kernels.push(nsa_blocks_backward_kernel(flag));
+        kernels.push(nsa_selected_combine_kernel(head_dim, flag));
+    }
+    kernels
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::dtype::DType;
+    use crate::runtime::recording::{Hardware, Recorder};
+
+    #[test]
+    fn a_row_beyond_31_bits_of_words_is_refused() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let blocks = NsaBlocks {
+            compress_block_size: 32,
+            compress_stride: 16,
+            select_block_size: 64,
+            num_selected_blocks: 16,
+        };
+        let [heads, kv_heads, d] = [128, 8, 128];
+        for (seq_len, fits) in [(932_067, true), (932_068, false)] {
+            let packed = gpu.tensor(&[1, seq_len, heads + 2 * kv_heads, d], DType::BF16);
+            let qkv = Qkv::packed(&packed, heads, kv_heads);
+            let shape = qkv.shape("nsa").expect("whole heads");
+            let judged = require_sizes("nsa", blocks, &shape, &qkv);
+            assert_eq!(judged.is_ok(), fits, "{seq_len}: {judged:?}");
+        }
+    }
+
+    #[test]
+    fn ranges_cover_a_row_once() {
+        for (seq_len, most) in [(1, 4096), (4096, 4096), (4097, 4096), (10_000, 1000), (5, 0)] {
+            let mut next = 0;
+            for (first, count) in query_ranges(seq_len, most) {
+                assert_eq!(first, next);
+                assert!((1..=most.max(1)).contains(&count));
+                next += count;
+            }
+            assert_eq!(next, seq_len);
+        }
+    }
+}

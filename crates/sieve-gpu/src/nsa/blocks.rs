@@ -1,0 +1,185 @@
+//! Launches of `kernels/nsa_blocks*.cu` and `kernels/nsa_positions_backward.cu`.
+use super::{Bounds, require_bounds};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+use crate::step::vector_rows::require_words;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "nsa_blocks";
+
+/// Columns that a block of threads of nsa_positions_backward takes, and the parts its sums are made in.
+const POSITION_COLUMNS: usize = 1024;
+const POSITION_PARTS: usize = 128;
+
+impl Qkv {
+    /// Keys, and values, of every compressed block side by side, plus `positions` (of keys, of values; bf16
+    /// `[compress_block_size, head_dim]`): bf16
+    /// `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit.
+    pub fn nsa_blocks(
+        &self,
+        positions: [&CudaTensor; 2],
+        documents: Bounds,
+        blocks: NsaBlocks,
+    ) -> Result<CudaTensor, KernelError> {
+        forward(self, Some(positions), documents, blocks)
+    }
+
+    /// Means of the keys, and of the values, of every compressed block: bf16
+    /// `[2, batch * num_slots * num_kv_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// As [`Self::nsa_blocks`].
+    pub fn nsa_mean_pool(&self, documents: Bounds, blocks: NsaBlocks) -> Result<CudaTensor, KernelError> {
+        forward(self, None, documents, blocks)
+    }
+}
+
+fn forward(
+    qkv: &Qkv,
+    positions: Option<[&CudaTensor; 2]>,
+    documents: Bounds,
+    blocks: NsaBlocks,
+) -> Result<CudaTensor, KernelError> {
+    blocks.check();
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    let (size, d) = (blocks.compress_block_size, shape.head_dim);
+    let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+    let mut places = Vec::new();
+    for positions in positions.into_iter().flatten() {
+        operands!(NAME, positions: BF16[size, d]);
+        places.push(positions);
+    }
+    let num_slots = blocks.num_slots(shape.seq_len);
+    let rows = shape.batch * num_slots * shape.num_kv_heads;
+    let width = if positions.is_some() { size * d } else { d };
+    let k = qkv.k.tensor();
+    let y = k.empty_contiguous(&[2, rows, width], DType::BF16);
+    let [_, k_words, v_words] = qkv.head_words(NAME)?;
+    let params = params!(NsaBlocksParams {
+        seq_len: shape.seq_len,
+        num_kv_heads: shape.num_kv_heads,
+        width: d,
+        size,
+        stride: blocks.compress_stride,
+        k_offset: k_words[0],
+        v_offset: v_words[0],
+        k_token_stride: k_words[1],
+        v_token_stride: v_words[1],
+        k_batch_stride: k_words[2],
+        v_batch_stride: v_words[2],
+    });
+    let mut tensors = vec![k, qkv.v.tensor(), &start, &end];
+    tensors.extend(&places);
+    tensors.push(&y);
+    let kernel = nsa_blocks_kernel(positions.is_none());
+    // SAFETY: sizes, strides and types checked above; reads keys and values inside documents, writes every element of
+    // y.
+    unsafe { kernel.launch([num_slots, 2, shape.batch], &tensors, &params) }?;
+    Ok(y)
+}
+
+/// `[dqkv, dk_positions, dv_positions]` of [`nsa_blocks`](crate::Qkv::nsa_blocks) for a packed `qkv` of `shape`: dqkv
+/// bf16, zero for queries; the others f32.
+///
+/// # Errors
+/// Types or sizes that do not fit.
+pub fn nsa_blocks_backward(
+    shape: &AttentionShape,
+    documents: Bounds,
+    blocks: NsaBlocks,
+    dy: &CudaTensor,
+) -> Result<[CudaTensor; 3], KernelError> {
+    let dqkv = backward(shape, documents, blocks, dy, false)?;
+    let (size, d) = (blocks.compress_block_size, shape.head_dim);
+    let columns = size * d;
+    let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+    let partials = dqkv.empty_contiguous(&[POSITION_PARTS, 2 * columns], DType::F32);
+    let num_slots = blocks.num_slots(shape.seq_len);
+    let params = params!(NsaPositionsBackwardParams {
+        batch: shape.batch,
+        seq_len: shape.seq_len,
+        num_kv_heads: shape.num_kv_heads,
+        columns,
+        size,
+        stride: blocks.compress_stride,
+        num_slots,
+    });
+    let grid = [columns.div_ceil(POSITION_COLUMNS), 2, POSITION_PARTS];
+    let dy = dy.contiguous();
+    let tensors = [&dy, &documents[0], &documents[1], &partials];
+    // SAFETY: `backward` checked dy's size; writes every element of the partials.
+    unsafe { NSA_POSITIONS_BACKWARD.launch(grid, &tensors, &params) }?;
+    let [dk_positions, dv_positions] = column_sums(&partials, [&[size, d]; 2])?;
+    Ok([dqkv, dk_positions, dv_positions])
+}
+
+/// `dqkv` of [`nsa_mean_pool`](crate::Qkv::nsa_mean_pool), as [`nsa_blocks_backward`].
+///
+/// # Errors
+/// Types or sizes that do not fit.
+pub fn nsa_mean_pool_backward(
+    shape: &AttentionShape,
+    documents: Bounds,
+    blocks: NsaBlocks,
+    dy: &CudaTensor,
+) -> Result<CudaTensor, KernelError> {
+    backward(shape, documents, blocks, dy, true)
+}
+
+fn backward(
+    shape: &AttentionShape,
+    documents: Bounds,
+    blocks: NsaBlocks,
+    dy: &CudaTensor,
+    is_mean: bool,
+) -> Result<CudaTensor, KernelError> {
+    blocks.check();
+    let [start, end] = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+    let num_slots = blocks.num_slots(shape.seq_len);
+    let rows = shape.batch * num_slots * shape.num_kv_heads;
+    let (size, d) = (blocks.compress_block_size, shape.head_dim);
+    let width = if is_mean { d } else { size * d };
+    operands!(NAME, dy: BF16[2, rows, width]);
+    require_words(NAME, d)?;
+    let heads = shape.num_heads + 2 * shape.num_kv_heads;
+    let dqkv = dy.empty_contiguous(&[shape.batch, shape.seq_len, heads, d], DType::BF16);
+    let params = params!(NsaBlocksBackwardParams {
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        width: d,
+        size,
+        stride: blocks.compress_stride,
+        num_slots,
+    });
+    let grid = [shape.seq_len, shape.batch, 1];
+    let kernel = nsa_blocks_backward_kernel(is_mean);
+    // SAFETY: sizes and types checked above; writes every element of dqkv.
+    unsafe { kernel.launch(grid, &[&dy, &start, &end, &dqkv], &params) }?;
+    Ok(dqkv)
+}
+
+/// The kernel that lays blocks side by side, or takes their means.
+pub(super) fn nsa_blocks_kernel(is_mean: bool) -> SourceKernel {
+    SourceKernel::new(NAME).define("MEAN", u8::from(is_mean)).threads(256)
+}
+
+/// Its gradient to keys and values.
+pub(super) fn nsa_blocks_backward_kernel(is_mean: bool) -> SourceKernel {
+    SourceKernel::new("nsa_blocks_backward")
+        .define("MEAN", u8::from(is_mean))
+        .threads(128)
+}
+
+/// Its gradient to the positions, in parts.
+pub(super) const NSA_POSITIONS_BACKWARD: SourceKernel = SourceKernel::new("nsa_positions_backward").threads(128);

@@ -1,0 +1,100 @@
+//! Launches of `kernels/nsa_importance.cu` and `kernels/nsa_choose.cu`: which blocks each query reads.
+use super::hopper;
+use super::{Bounds, query_ranges};
+use crate::attention::heads::Qkv;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "nsa_choose";
+
+/// Bytes of the importances that a launch leaves for the next one.
+const IMPORTANCE_BYTES: usize = 256 << 20;
+
+/// Rows of a tile of the portable nsa_importance, a query's heads side by side, and the columns of its table of
+/// probabilities.
+const TILE_ROWS: usize = 64;
+const TILE_PITCH: usize = 64 + 32 + 1;
+
+/// Queries of nsa_choose's blocks of threads.
+const CHOOSE_QUERIES: usize = 8;
+
+/// The blocks of each query, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, from the compressed branch's
+/// keys (the first half of `compressed`) and log-sum-exp.
+pub(super) fn nsa_choose(
+    qkv: &Qkv,
+    compressed: &CudaTensor,
+    lse: &CudaTensor,
+    [start, end]: Bounds,
+    blocks: NsaBlocks,
+    softmax_scale: f32,
+) -> Result<CudaTensor, KernelError> {
+    let shape = qkv.shape(NAME)?;
+    let qkv = qkv.walkable();
+    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
+    let num_blocks = seq_len.div_ceil(blocks.select_block_size);
+    let (group, k) = (shape.group_size(), blocks.num_selected_blocks);
+    let indices = lse.empty_contiguous(&[batch, seq_len, heads, k], DType::I32);
+    let most = IMPORTANCE_BYTES / (batch * heads * num_blocks * DType::F32.size());
+    let [q, _, _] = qkv.head_words(NAME)?;
+    let slab_queries = most.clamp(1, seq_len);
+    let hopper_tile = match hopper::is_hopper(&shape, lse) {
+        true => hopper::importance_tile(blocks, group),
+        false => None,
+    };
+    let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
+    for (first, count) in query_ranges(seq_len, slab_queries) {
+        let params = params!(NsaImportanceParams {
+            seq_len,
+            num_heads: shape.num_heads,
+            num_kv_heads: heads,
+            q_offset: q[0],
+            q_token_stride: q[1],
+            q_batch_stride: q[2],
+            softmax_scale,
+            compress_size: blocks.compress_block_size,
+            stride: blocks.compress_stride,
+            select_size: blocks.select_block_size,
+            num_slots: blocks.num_slots(seq_len),
+            first_query: first,
+            num_queries: count,
+            num_blocks,
+        });
+        let tensors = [qkv.q.tensor(), compressed, lse, start, end, &slab];
+        let (kernel, tile) = match hopper_tile {
+            Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim), tile),
+            None => (nsa_importance_kernel(shape.head_dim), TILE_ROWS / group),
+        };
+        let grid = [count.div_ceil(tile), heads, batch];
+        // SAFETY: the caller checked sizes and types; writes within the slab, which has room for `count` queries.
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
+        let params = params!(NsaChooseParams {
+            seq_len,
+            num_kv_heads: heads,
+            select_size: blocks.select_block_size,
+            num_selected: k,
+            first_query: first,
+            num_queries: count,
+            num_blocks,
+        });
+        let tensors = [&slab, start, &indices];
+        let grid = [count.div_ceil(CHOOSE_QUERIES), heads, batch];
+        // SAFETY: reads importances that were written, writes every index of these queries.
+        unsafe { NSA_CHOOSE.launch(grid, &tensors, &params) }?;
+    }
+    Ok(indices)
+}
+
+/// The kernel that adds up probabilities for each block.
+pub(super) fn nsa_importance_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new("nsa_importance")
+        .define("HEAD_DIM", head_dim)
+        .threads(128)
+        .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
+}
+
+/// The kernel that takes the most important.
+pub(super) const NSA_CHOOSE: SourceKernel = SourceKernel::new(NAME).threads(256);

@@ -1,0 +1,215 @@
+//! The compressed branch: DMA's attention kernels over lists of compressed blocks, and `kernels/nsa_place.cu` and
+//! `kernels/nsa_compressed_lists.cu` around them.
+use super::choose::nsa_choose;
+use super::{Bounds, require_bounds, require_sizes};
+use crate::attention::backward::AttentionGradients;
+use crate::attention::backward_tiling::SumOrder;
+use crate::attention::forward::AttentionResult;
+use crate::attention::heads::{AttentionShape, Heads, Qkv};
+use crate::dma::attention_backward::listed_key_sums;
+use crate::dma::attention_forward::listed_attention_forward;
+use crate::dma::lists::KeyLists;
+use crate::dma::oracle::SUPER_BLOCK;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::{NsaPlaceParams, params};
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "nsa_compressed_attention";
+
+/// Lists are padded to whole tiles of this many entries.
+const LIST_ALIGNMENT: usize = 128;
+
+/// The branch's inputs as DMA's kernels take them.
+struct Placed {
+    qkv: Qkv,
+    lists: KeyLists,
+}
+
+impl Placed {
+    /// With `sums` of the gradients of keys and values, cleared where they will be added to.
+    fn new(
+        qkv: &Qkv,
+        shape: &AttentionShape,
+        documents: &[CudaTensor; 2],
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        sums: Option<[&CudaTensor; 2]>,
+    ) -> Result<Self, KernelError> {
+        let tokens = [shape.batch, shape.seq_len, shape.num_kv_heads, shape.head_dim];
+        let new = || compressed.empty_contiguous(&tokens, DType::BF16);
+        let (k, v) = (new(), new());
+        let [start, end] = documents;
+        let mut tensors = vec![compressed, start, end, &k, &v];
+        tensors.extend(sums.iter().flatten());
+        let blocks_of_threads = blocks.num_slots(shape.seq_len) + shape.seq_len.div_ceil(SUPER_BLOCK);
+        let grid = [blocks_of_threads, shape.batch, 1];
+        let (kernel, params) = (
+            nsa_place_kernel(false, sums.is_some()),
+            place_params(shape, blocks, 1.0),
+        );
+        // SAFETY: `require` checked the sizes; writes the rows of k, v and the sums that the lists name, nobody reads
+        // others.
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
+        Ok(Self {
+            qkv: Qkv {
+                q: qkv.q.clone(),
+                k: Heads::all(&k),
+                v: Heads::all(&v),
+            },
+            lists: lists(shape, documents, blocks)?,
+        })
+    }
+}
+
+fn place_params(shape: &AttentionShape, blocks: NsaBlocks, scale: f32) -> NsaPlaceParams {
+    params!(NsaPlaceParams {
+        seq_len: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        width: shape.head_dim,
+        size: blocks.compress_block_size,
+        stride: blocks.compress_stride,
+        num_slots: blocks.num_slots(shape.seq_len),
+        scale,
+    })
+}
+
+fn lists(shape: &AttentionShape, [start, end]: &[CudaTensor; 2], blocks: NsaBlocks) -> Result<KeyLists, KernelError> {
+    let (batch, heads, seq_len) = (shape.batch, shape.num_kv_heads, shape.seq_len);
+    let num_slots = blocks.num_slots(seq_len);
+    let (super_blocks, capacity) = (
+        seq_len.div_ceil(SUPER_BLOCK),
+        num_slots.next_multiple_of(LIST_ALIGNMENT),
+    );
+    let new = |sizes: &[usize]| start.empty_contiguous(sizes, DType::I32);
+    let list = new(&[batch, heads, super_blocks, capacity, 2]);
+    let list_len = new(&[batch, heads, super_blocks]);
+    let tile_window = new(&[batch, heads, seq_len.div_ceil(KeyLists::TILE_QUERIES), 2]);
+    let params = params!(NsaCompressedListsParams {
+        seq_len,
+        size: blocks.compress_block_size,
+        stride: blocks.compress_stride,
+        num_slots,
+        capacity,
+    });
+    let tensors = [start, end, &list, &list_len, &tile_window];
+    let grid = [super_blocks, heads, batch];
+    // SAFETY: reads the bounds, writes the new tensors within their shapes; entries past a list's padding stay
+    // undefined, and no reader looks there.
+    unsafe { NSA_COMPRESSED_LISTS.launch(grid, &tensors, &params) }?;
+    Ok(KeyLists {
+        list,
+        list_len,
+        tile_window,
+        tile_queries: KeyLists::TILE_QUERIES,
+    })
+}
+
+fn require(
+    qkv: &Qkv,
+    documents: Bounds,
+    compressed: &CudaTensor,
+    blocks: NsaBlocks,
+) -> Result<(AttentionShape, [CudaTensor; 2]), KernelError> {
+    let shape = qkv.shape(NAME)?;
+    require_sizes(NAME, blocks, &shape, qkv)?;
+    let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
+    operands!(only NAME, compressed: BF16[2, rows, shape.head_dim] strided);
+    let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+    Ok((shape, documents))
+}
+
+impl Qkv {
+    /// Attention over the compressed blocks (`compressed` bf16 `[2, batch * num_slots * num_kv_heads, head_dim]`, keys
+    /// then values; of `self` only queries are read), and the blocks of the selected branch, i32
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, ascending, then
+    /// -1. A query that sees no compressed block gets `o = 0`, `lse = -inf`.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit or have no kernel.
+    pub fn nsa_compressed_attention_forward(
+        &self,
+        documents: Bounds,
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<(AttentionResult, CudaTensor), KernelError> {
+        let (shape, documents) = require(self, documents, compressed, blocks)?;
+        let compressed = compressed.contiguous();
+        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, None)?;
+        let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
+        let [start, end] = &documents;
+        let indices = nsa_choose(self, &compressed, &result.lse, [start, end], blocks, softmax_scale)?;
+        Ok((result, indices))
+    }
+
+    /// `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice has no gradient.
+    /// dqkv is packed and zero for keys and values.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    #[allow(
+        clippy::too_many_arguments,
+        reason = "what the forward pass was given and what it returned"
+    )]
+    pub fn nsa_compressed_attention_backward(
+        &self,
+        documents: Bounds,
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+        result: &AttentionResult,
+        d_o: &CudaTensor,
+        order: SumOrder,
+    ) -> Result<[CudaTensor; 2], KernelError> {
+        let (shape, documents) = require(self, documents, compressed, blocks)?;
+        let compressed = compressed.contiguous();
+        let (batch, seq_len, d) = (shape.batch, shape.seq_len, shape.head_dim);
+        let (heads, kv_heads) = (shape.num_heads, shape.num_kv_heads);
+        let new = |sizes: &[usize]| compressed.empty_contiguous(sizes, DType::BF16);
+        let dqkv = new(&[batch, seq_len, heads + 2 * kv_heads, d]);
+        let sums = || compressed.empty_contiguous(&[batch, kv_heads, seq_len, d], DType::F32);
+        let sums = [&sums(), &sums()];
+        let placed = Placed::new(self, &shape, &documents, &compressed, blocks, Some(sums))?;
+        let grads = Qkv {
+            q: Heads::some(&dqkv, 0, heads),
+            k: Heads::some(&dqkv, heads, kv_heads),
+            v: Heads::some(&dqkv, heads + kv_heads, kv_heads),
+        };
+        let call = AttentionGradients {
+            qkv: &placed.qkv,
+            result,
+            d_o,
+            grads: &grads,
+            softmax_scale,
+            order,
+        };
+        listed_key_sums(&call, None, &placed.lists, sums)?;
+        let d_compressed = new(compressed.shape());
+        let [start, end] = &documents;
+        let tensors = [sums[0], sums[1], start, end, &d_compressed, &dqkv];
+        let (kernel, params) = (
+            nsa_place_kernel(true, false),
+            place_params(&shape, blocks, softmax_scale),
+        );
+        // SAFETY: reads sums that were cleared, writes every element of d_compressed and the keys and values of dqkv.
+        unsafe { kernel.launch([seq_len, batch, 1], &tensors, &params) }?;
+        Ok([dqkv, d_compressed])
+    }
+}
+
+/// The kernel that puts compressed keys and values at their blocks' last tokens, with sums of gradients or without, or
+/// takes their gradients from there.
+pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
+    SourceKernel::new("nsa_place")
+        .define("TAKE", u8::from(take))
+        .define("SUMS", u8::from(sums))
+        .threads(128)
+}
+
+/// The builder of the lists.
+pub(super) const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);

@@ -1,0 +1,165 @@
+//! Launches of `kernels/nsa_gates*.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::{operand, operands};
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+use crate::step::vector_rows::require_words;
+
+const NAME: &str = "nsa_gates";
+
+const BRANCHES: usize = 3;
+
+/// Threads that share a column of the gates' gradients at most, a power of two.
+const MOST_SHARERS: usize = 256;
+
+/// The widest heads: a row is summed inside a warp.
+const MAX_WIDTH: usize = 256;
+
+/// Gradients of [`nsa_gates`].
+#[derive(Debug, Clone)]
+pub struct GateGradients {
+    /// Of the branches, bf16.
+    pub branches: [CudaTensor; BRANCHES],
+    /// Of the logits, bf16.
+    pub logits: CudaTensor,
+    /// Of the bias, f32.
+    pub bias: CudaTensor,
+}
+
+/// Contiguous inputs of both passes.
+struct Inputs {
+    branches: [CudaTensor; BRANCHES],
+    logits: CudaTensor,
+    bias: CudaTensor,
+    /// `[batch, seq_len, num_heads, head_dim]`.
+    dims: [usize; 4],
+}
+
+impl Inputs {
+    fn new(branches: [&CudaTensor; BRANCHES], logits: &CudaTensor, bias: &CudaTensor) -> Result<Self, KernelError> {
+        let dims: [usize; 4] = branches[0].dims(NAME, "a branch")?;
+        let [batch, seq_len, heads, width] = dims;
+        for branch in branches {
+            operand(NAME, "a branch", branch, DType::BF16, &dims)?;
+        }
+        operands!(NAME,
+            logits: BF16[batch, seq_len, heads * BRANCHES],
+            bias: F32[heads * BRANCHES],
+        );
+        require_words(NAME, width)?;
+        if width > MAX_WIDTH {
+            let supported = format!("up to {MAX_WIDTH}");
+            return Err(KernelError::unsupported(NAME, "head_dim", width, supported));
+        }
+        require_non_empty(NAME, "the number of rows", batch * seq_len * heads)?;
+        Ok(Self {
+            branches: branches.map(CudaTensor::contiguous),
+            logits,
+            bias,
+            dims,
+        })
+    }
+
+    fn rows(&self) -> usize {
+        self.dims[..3].iter().product()
+    }
+}
+
+/// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window, bf16 `[batch, seq_len,
+/// num_heads, head_dim]`; logits bf16 `[batch, seq_len, num_heads * 3]`, bias f32 `[num_heads * 3]`, the branch varying
+/// fastest.
+///
+/// # Errors
+/// Other types or sizes.
+pub fn nsa_gates(
+    branches: [&CudaTensor; BRANCHES],
+    logits: &CudaTensor,
+    bias: &CudaTensor,
+) -> Result<CudaTensor, KernelError> {
+    let inputs = Inputs::new(branches, logits, bias)?;
+    let [a, b, c] = &inputs.branches;
+    let o = a.empty_contiguous(&inputs.dims, DType::BF16);
+    let tensors = [a, b, c, &inputs.logits, &inputs.bias, &o];
+    let words = o.num_elements() / 8;
+    let [_, _, num_heads, width] = inputs.dims;
+    let params = params!(NsaGatesParams {
+        rows: inputs.rows(),
+        num_heads,
+        width
+    });
+    // SAFETY: sizes and types checked above; writes every element of o.
+    unsafe { NSA_GATES.launch([words.div_ceil(256), 1, 1], &tensors, &params) }?;
+    Ok(o)
+}
+
+/// Gradients of [`nsa_gates`].
+///
+/// # Errors
+/// As [`nsa_gates`].
+pub fn nsa_gates_backward(
+    branches: [&CudaTensor; BRANCHES],
+    logits: &CudaTensor,
+    bias: &CudaTensor,
+    d_o: &CudaTensor,
+) -> Result<GateGradients, KernelError> {
+    let inputs = Inputs::new(branches, logits, bias)?;
+    operands!(NAME, d_o: BF16(inputs.dims));
+    let [batch, seq_len, heads, width] = inputs.dims;
+    let new = || d_o.empty_contiguous(&inputs.dims, DType::BF16);
+    let gradients = [new(), new(), new()];
+    let num_gates = heads * BRANCHES;
+    let d_logits = d_o.empty_contiguous(&[batch, seq_len, num_gates], DType::BF16);
+    let exact = d_o.empty_contiguous(&[batch * seq_len, num_gates], DType::F32);
+    let lanes = (width / 8).next_power_of_two();
+    let params = params!(NsaGatesBackwardParams {
+        rows: inputs.rows(),
+        num_heads: heads,
+        width,
+        lanes,
+    });
+    let [a, b, c] = &inputs.branches;
+    let [da, db, dc] = &gradients;
+    let tensors = [
+        a,
+        b,
+        c,
+        &inputs.logits,
+        &inputs.bias,
+        &d_o,
+        da,
+        db,
+        dc,
+        &d_logits,
+        &exact,
+    ];
+    let grid = [inputs.rows().div_ceil(256 / lanes), 1, 1];
+    // SAFETY: sizes and types checked above; writes every element of the outputs.
+    unsafe { NSA_GATES_BACKWARD.launch(grid, &tensors, &params) }?;
+    let bias = sum_rows(&exact, num_gates)?;
+    Ok(GateGradients {
+        branches: gradients,
+        logits: d_logits,
+        bias,
+    })
+}
+
+/// Sums of the columns of f32 `[rows, width]`, in two steps: a thread sums a column, and few columns would be few
+/// threads.
+fn sum_rows(values: &CudaTensor, width: usize) -> Result<CudaTensor, KernelError> {
+    let rows = values.num_elements() / width;
+    // Rows side by side, as many as divide them.
+    let sharers = 1 << rows.trailing_zeros().min(MOST_SHARERS.trailing_zeros());
+    let wide = values.reshaped(NAME, "gradients", &[rows / sharers, sharers * width])?;
+    let [shares] = column_sums(&wide, [&[sharers, width]])?;
+    let [sums] = column_sums(&shares, [&[width]])?;
+    Ok(sums)
+}
+
+pub(super) const NSA_GATES: SourceKernel = SourceKernel::new(NAME).threads(256);
+
+/// Its gradient.
+pub(super) const NSA_GATES_BACKWARD: SourceKernel = SourceKernel::new("nsa_gates_backward").threads(256);

@@ -1,0 +1,162 @@
+//! Launches of `kernels/nsa_list_counts.cu` and `kernels/nsa_lists.cu`: the queries that chose each block.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::NsaBlocks;
+
+/// Queries of a block of threads.
+const PART_QUERIES: usize = 256;
+
+/// The lists of some queries' choices.
+#[derive(Debug, Clone)]
+pub struct ChoiceLists {
+    /// `{query, choice}`, i32 `[batch, num_kv_heads, choices, 2]`.
+    pub entries: CudaTensor,
+    /// Pieces of lists, i32 `[batch, num_kv_heads, max_items, 4]`.
+    pub items: CudaTensor,
+    /// Of each list, then how many of all are taken, 0 before and after a pass; i32 `[batch * num_kv_heads + 1]`.
+    pub num_items: CudaTensor,
+}
+
+impl ChoiceLists {
+    /// Of the queries `first .. first + count`, in pieces of at most `item_queries`.
+    pub(super) fn new(
+        indices: &CudaTensor,
+        doc_start: &CudaTensor,
+        blocks: NsaBlocks,
+        (first, count): (usize, usize),
+        item_queries: usize,
+    ) -> Result<Self, KernelError> {
+        let [batch, seq_len, heads, k] = indices.dims("nsa_lists", "block_indices")?;
+        let shared_bytes = indices.hardware().max_shared_bytes;
+        let most = Self::most_tokens(blocks.select_block_size, shared_bytes);
+        if seq_len > most {
+            return Err(KernelError::unsupported(
+                "nsa_lists",
+                "rows of",
+                format!("{seq_len} tokens in selected blocks of {}", blocks.select_block_size),
+                format!("up to {most} tokens, by this GPU's shared memory; larger blocks take longer rows"),
+            ));
+        }
+        let cells = seq_len.div_ceil(blocks.select_block_size);
+        let parts = count.div_ceil(PART_QUERIES);
+        let choices = count * k;
+        let max_items = choices.div_ceil(item_queries) + cells;
+        let new = |sizes: &[usize]| indices.empty_contiguous(sizes, DType::I32);
+        let counts = new(&[batch, heads, parts, cells]);
+        let lists = Self {
+            entries: new(&[batch, heads, choices, 2]),
+            items: new(&[batch, heads, max_items, 4]),
+            num_items: new(&[batch * heads + 1]),
+        };
+        let params = params!(NsaCellsParams {
+            seq_len,
+            num_kv_heads: heads,
+            num_selected: k,
+            select_size: blocks.select_block_size,
+            num_cells: cells,
+            first_query: first,
+            num_queries: count,
+            item_queries,
+            max_items,
+        });
+        let grid = [parts, heads, batch];
+        let tensors = [indices, doc_start, &counts];
+        // SAFETY: indices name blocks of the query's document at or before it, whose cells are below `cells`; writes
+        // all counts.
+        unsafe { nsa_list_counts_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
+        let tensors = [
+            indices,
+            doc_start,
+            &counts,
+            &lists.entries,
+            &lists.items,
+            &lists.num_items,
+        ];
+        // SAFETY: as above; there is room for every choice and for every piece of a list.
+        unsafe { nsa_lists_kernel(cells, shared_bytes).launch(grid, &tensors, &params) }?;
+        Ok(lists)
+    }
+
+    /// Tokens of the longest row whose blocks of `select_block_size` tokens have a list each in the shared memory of a
+    /// block of threads, of `shared_bytes`.
+    pub fn most_tokens(select_block_size: usize, shared_bytes: usize) -> usize {
+        most_cells(shared_bytes) * select_block_size
+    }
+
+    /// Choices a KV head has room for, and pieces of lists.
+    pub(super) fn capacity(&self) -> [usize; 2] {
+        [&self.entries, &self.items].map(|x| x.shape()[2])
+    }
+}
+
+/// Bytes of shared memory that nsa_lists uses for each cell, and beside them at most.
+const CELL_BYTES: usize = 8;
+const STATIC_BYTES: usize = 1024;
+
+/// Cells (of `select_block_size` positions each, see `kernels/common/nsa_cells.cuh`) of the longest row.
+fn most_cells(shared_bytes: usize) -> usize {
+    shared_bytes.saturating_sub(STATIC_BYTES) / CELL_BYTES
+}
+
+/// Cells that a launch has shared memory for: rounded up, because the kernel cache compiles one specialisation for each
+/// size, but never beyond what a block of threads may have.
+fn cells_with_room(num_cells: usize, shared_bytes: usize) -> usize {
+    let rounded = num_cells.next_power_of_two().max(1024);
+    rounded.min(most_cells(shared_bytes)).max(num_cells)
+}
+
+/// The kernel that counts, for rows of `num_cells` cells where a block of threads may have `shared_bytes`.
+pub(super) fn nsa_list_counts_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
+    SourceKernel::new("nsa_list_counts")
+        .threads(256)
+        .shared_bytes(cells_with_room(num_cells, shared_bytes) * 4)
+}
+
+/// The kernel that makes the lists, likewise.
+pub(super) fn nsa_lists_kernel(num_cells: usize, shared_bytes: usize) -> SourceKernel {
+    SourceKernel::new("nsa_lists")
+        .threads(512)
+        .shared_bytes(cells_with_room(num_cells, shared_bytes) * CELL_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::recording::{Hardware, Recorder};
+
+    const BLOCKS: NsaBlocks = NsaBlocks {
+        compress_block_size: 32,
+        compress_stride: 16,
+        select_block_size: 64,
+        num_selected_blocks: 16,
+    };
+
+    /// Lists of the last queries of a row, as a launch would make them.
+    fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {
+        let gpu = Recorder::new(hardware);
+        let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
+        let indices = tensor(&[1, seq_len, 1, BLOCKS.num_selected_blocks]);
+        let range = (seq_len - 1, 1);
+        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), BLOCKS, range, 64)
+    }
+
+    #[test]
+    fn rows_of_more_than_a_million_tokens_have_lists_and_longer_ones_are_refused_by_name() {
+        for (hardware, fits) in [
+            (Hardware::HOPPER, 1 << 20),
+            (Hardware::HOPPER, 1_800_000),
+            (Hardware::AMPERE, 1 << 20),
+        ] {
+            lists(hardware, fits).expect("room for every cell");
+        }
+        let most = ChoiceLists::most_tokens(64, Hardware::HOPPER.max_shared_bytes);
+        lists(Hardware::HOPPER, most).expect("exactly");
+        let error = lists(Hardware::HOPPER, most + 1)
+            .expect_err("one cell more")
+            .to_string();
+        assert!(error.contains(&format!("up to {most} tokens")), "{error}");
+    }
+}

@@ -1,0 +1,332 @@
+//! Launches of `kernels/nsa_selected_*.cu`: attention over the chosen blocks, block by block.
+use super::hopper;
+use super::lists::ChoiceLists;
+use super::{Bounds, query_ranges, require_bounds, require_sizes};
+use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
+use crate::attention::backward_tiling::SumOrder;
+use crate::attention::forward::{AttentionResult, require_scale};
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::dma::attention_backward::convert_rows;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "nsa_selected_attention";
+
+impl ChoiceLists {
+    /// Bytes of the parts that a launch leaves for nsa_selected_combine.
+    pub const PART_BYTES: usize = 1 << 30;
+}
+
+/// Rows (queries x heads of a group) of a piece of a list, about: enough to pay for a block's keys, few enough to
+/// spread the longest lists.
+const ITEM_ROWS: usize = 2048;
+
+/// Keys of a block, and rows of a tile of the forward pass.
+const BLOCK_KEYS: usize = 64;
+const FORWARD_ROWS: usize = 128;
+
+/// What both passes work with.
+struct Work {
+    shape: AttentionShape,
+    qkv: Qkv,
+    documents: [CudaTensor; 2],
+    indices: CudaTensor,
+    blocks: NsaBlocks,
+    softmax_scale: f32,
+}
+
+impl Work {
+    fn new(
+        qkv: &Qkv,
+        documents: Bounds,
+        indices: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<Self, KernelError> {
+        let shape = qkv.shape(NAME)?;
+        require_sizes(NAME, blocks, &shape, qkv)?;
+        require_scale(NAME, softmax_scale)?;
+        let (batch, seq_len, k) = (shape.batch, shape.seq_len, blocks.num_selected_blocks);
+        operands!(NAME, block_indices: I32[batch, seq_len, shape.num_kv_heads, k] = indices);
+        Ok(Self {
+            qkv: qkv.walkable(),
+            documents: require_bounds(NAME, documents, [batch, seq_len])?,
+            indices: block_indices,
+            shape,
+            blocks,
+            softmax_scale,
+        })
+    }
+
+    /// Ranges of queries whose parts share a launch.
+    fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_heads,
+            head_dim,
+            ..
+        } = self.shape;
+        let a_query = batch * num_heads * self.blocks.num_selected_blocks * head_dim * 2;
+        query_ranges(seq_len, ChoiceLists::PART_BYTES / a_query)
+    }
+
+    fn lists(&self, range: (usize, usize), item_queries: usize) -> Result<ChoiceLists, KernelError> {
+        let [start, _] = &self.documents;
+        ChoiceLists::new(&self.indices, start, self.blocks, range, item_queries)
+    }
+
+    /// Entries of a piece of a list.
+    fn item_queries(&self) -> usize {
+        (ITEM_ROWS / self.shape.group_size()).max(1)
+    }
+
+    fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
+        let AttentionShape {
+            batch, num_kv_heads, ..
+        } = self.shape;
+        let [choices, _] = lists.capacity();
+        let sizes = [batch, num_kv_heads, choices, self.shape.group_size(), width];
+        self.indices.empty_contiguous(&sizes, dtype)
+    }
+
+    /// What the params of both attention kernels begin with.
+    fn params(&self, lists: &ChoiceLists) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
+        let [q, k, v] = self.qkv.head_words(NAME)?;
+        let [choices, max_items] = lists.capacity();
+        Ok(params!(NsaSelectedAttentionForwardParams {
+            seq_len: self.shape.seq_len,
+            num_heads: self.shape.num_heads,
+            num_kv_heads: self.shape.num_kv_heads,
+            q_offset: q[0],
+            k_offset: k[0],
+            v_offset: v[0],
+            q_token_stride: q[1],
+            k_token_stride: k[1],
+            v_token_stride: v[1],
+            q_batch_stride: q[2],
+            k_batch_stride: k[2],
+            v_batch_stride: v[2],
+            softmax_scale: self.softmax_scale,
+            select_size: self.blocks.select_block_size,
+            choices,
+            max_items,
+            batch: self.shape.batch,
+        }))
+    }
+
+    /// The portable kernels: a block of threads for each item that there may be. The Hopper family: one for each
+    /// multiprocessor.
+    fn grid(&self, lists: &ChoiceLists, is_hopper: bool) -> [usize; 3] {
+        if is_hopper {
+            return [self.indices.hardware().num_multiprocessors, 1, 1];
+        }
+        let [_, max_items] = lists.capacity();
+        [max_items, self.shape.num_kv_heads, self.shape.batch]
+    }
+
+    /// Joins the parts of a range: `outputs` are the output and its log-sum-exp, or the gradient of the queries alone.
+    /// The lists are as new afterwards: none of their pieces is taken.
+    fn combine(
+        &self,
+        lists: &ChoiceLists,
+        parts: [&CudaTensor; 2],
+        outputs: [&CudaTensor; 2],
+        layout: [u64; 3],
+        (first, count): (usize, usize),
+        is_gradient: bool,
+    ) -> Result<(), KernelError> {
+        let shape = &self.shape;
+        let params = params!(NsaSelectedCombineParams {
+            seq_len: shape.seq_len,
+            num_heads: shape.num_heads,
+            num_kv_heads: shape.num_kv_heads,
+            num_selected: self.blocks.num_selected_blocks,
+            first_query: first,
+            num_queries: count,
+            offset: layout[0],
+            token_stride: layout[1],
+            batch_stride: layout[2],
+            softmax_scale: self.softmax_scale,
+            num_lists: shape.batch * shape.num_kv_heads,
+        });
+        let (indices, taken) = (&self.indices, &lists.num_items);
+        let tensors: &[&CudaTensor] = match is_gradient {
+            true => &[indices, taken, parts[0], outputs[0]],
+            false => &[indices, taken, parts[0], parts[1], outputs[0], outputs[1]],
+        };
+        let rows = count * shape.num_heads;
+        let grid = [rows.div_ceil(2048 / shape.head_dim), shape.batch, 1];
+        let kernel = nsa_selected_combine_kernel(shape.head_dim, is_gradient);
+        // SAFETY: every choice of these queries has a part; writes the range's rows of the outputs.
+        unsafe { kernel.launch(grid, tensors, &params) }
+    }
+}
+
+impl Qkv {
+    /// Causal attention of each query over the tokens of its blocks (`block_indices` i32
+    /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`: counted from the document's first token, none after the
+    /// query's own, none twice, -1 for none, at the end). A block that nobody chose is not read. Also the lists of each
+    /// range of queries, for the backward pass.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit or have no kernel.
+    pub fn nsa_selected_attention_forward(
+        &self,
+        documents: Bounds,
+        block_indices: &CudaTensor,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<(AttentionResult, Vec<ChoiceLists>), KernelError> {
+        let work = Work::new(self, documents, block_indices, blocks, softmax_scale)?;
+        let shape = &work.shape;
+        let q = work.qkv.q.tensor();
+        let o = q.empty_contiguous(&shape.output(), DType::BF16);
+        let lse = q.empty_contiguous(&shape.lse(), DType::F32);
+        let token = (shape.num_heads * shape.head_dim) as u64;
+        let layout = [0, token, token * shape.seq_len as u64];
+        let is_hopper = hopper::is_hopper(shape, q);
+        let kernel = match is_hopper {
+            true => hopper::selected_forward_kernel(shape.head_dim),
+            false => nsa_selected_attention_forward_kernel(shape.head_dim),
+        };
+        let mut all_lists = Vec::new();
+        for range in work.ranges() {
+            let lists = work.lists(range, work.item_queries())?;
+            let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+            let part_lse = work.parts(&lists, 1, DType::F32);
+            let tensors = [
+                q,
+                work.qkv.k.tensor(),
+                work.qkv.v.tensor(),
+                &work.documents[0],
+                &work.documents[1],
+                &lists.entries,
+                &lists.items,
+                &lists.num_items,
+                &parts,
+                &part_lse,
+            ];
+            let (params, grid) = (work.params(&lists)?, work.grid(&lists, is_hopper));
+            // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its
+            // part.
+            unsafe { kernel.launch(grid, &tensors, &params) }?;
+            work.combine(&lists, [&parts, &part_lse], [&o, &lse], layout, range, false)?;
+            all_lists.push(lists);
+        }
+        let result = AttentionResult {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        };
+        Ok((result, all_lists))
+    }
+}
+
+impl AttentionGradients<'_> {
+    /// Gradients of [`nsa_selected_attention_forward`](crate::Qkv::nsa_selected_attention_forward): every element of
+    /// `self.grads`; keys and values that nobody chose get 0. `lists` are the forward pass's; without them, and in a
+    /// fixed order, lists are made here.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    pub fn nsa_selected_attention_backward(
+        self,
+        documents: Bounds,
+        block_indices: &CudaTensor,
+        blocks: NsaBlocks,
+        lists: &[ChoiceLists],
+    ) -> Result<(), KernelError> {
+        let work = Work::new(self.qkv, documents, block_indices, blocks, self.softmax_scale)?;
+        let shape = &work.shape;
+        require_gradients(NAME, &self, shape)?;
+        let d_o = self.d_o.contiguous();
+        let stats = row_stats(&self, &d_o, shape)?;
+        let [batch, heads, seq_len] = shape.per_key();
+        let sums = empty_zero(&d_o, &[2 * batch, heads, seq_len, shape.head_dim])?;
+        let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
+        let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
+        let [dq, dk, dv] = self.grads.head_words(NAME)?;
+        let is_hopper = hopper::is_hopper_backward(shape, self.order, &d_o);
+        let kernel = match is_hopper {
+            true => hopper::selected_backward_kernel(shape.head_dim),
+            false => nsa_selected_attention_backward_kernel(shape.head_dim),
+        };
+        for (index, range) in work.ranges().enumerate() {
+            let lists = match (self.order, lists.get(index)) {
+                (SumOrder::Any, Some(lists)) => lists.clone(),
+                (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
+                // One piece a list, so that within a launch nobody else adds to its keys.
+                (SumOrder::Fixed, _) => work.lists(range, range.1)?,
+            };
+            let parts = work.parts(&lists, shape.head_dim, DType::BF16);
+            let tensors = [
+                work.qkv.q.tensor(),
+                work.qkv.k.tensor(),
+                work.qkv.v.tensor(),
+                &d_o,
+                &stats,
+                &work.documents[0],
+                &work.documents[1],
+                &lists.entries,
+                &lists.items,
+                &lists.num_items,
+                &parts,
+                &dk_sum,
+                &dv_sum,
+            ];
+            let params = params!(NsaSelectedAttentionBackwardParams {
+                base: work.params(&lists)?,
+                padded_len: padded_len(seq_len),
+            });
+            let grid = work.grid(&lists, is_hopper);
+            // SAFETY: as in the forward pass; adds to the sums, which were cleared.
+            unsafe { kernel.launch(grid, &tensors, &params) }?;
+            let grad = self.grads.q.tensor();
+            work.combine(&lists, [&parts, &parts], [grad, grad], dq, range, true)?;
+        }
+        convert_rows(&dk_sum, &self.grads.k, dk, self.softmax_scale)?;
+        convert_rows(&dv_sum, &self.grads.v, dv, 1.0)
+    }
+}
+
+/// The specialisation for a head width.
+pub(super) fn nsa_selected_attention_forward_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new("nsa_selected_attention_forward")
+        .define("HEAD_DIM", head_dim)
+        .threads(128)
+        .shared_bytes((2 * BLOCK_KEYS + 2 * FORWARD_ROWS) * head_dim * 2)
+}
+
+/// The specialisation for a head width: rows of a step such that two blocks of threads share a multiprocessor.
+pub(super) fn nsa_selected_attention_backward_kernel(head_dim: usize) -> SourceKernel {
+    let rows = if head_dim > 64 { 32 } else { 64 };
+    let shared = (BLOCK_KEYS + 2 * rows) * head_dim * 4
+        + 3 * BLOCK_KEYS * rows * 2
+        + 16 * rows
+        + BLOCK_KEYS * 8
+        + 192
+        + 64 * rows;
+    SourceKernel::new("nsa_selected_attention_backward")
+        .define("HEAD_DIM", head_dim)
+        .define("NUM_WARPS", 4)
+        .define("BLOCK_Q", rows)
+        .define("MIN_BLOCKS", 2)
+        .threads(128)
+        .shared_bytes(shared)
+}
+
+/// The kernel that joins a query's parts, of the output or of its gradient.
+pub(super) fn nsa_selected_combine_kernel(head_dim: usize, is_gradient: bool) -> SourceKernel {
+    SourceKernel::new("nsa_selected_combine")
+        .define("HEAD_DIM", head_dim)
+        .define("GRADIENT", u8::from(is_gradient))
+        .threads(256)
+}

@@ -1,0 +1,107 @@
+//! CUDA C++ to machine code, by NVRTC. Sieve's kernels include no header of the toolkit.
+mod resources;
+
+pub use resources::KernelResources;
+
+use crate::error::{CudaVersion, KernelError};
+use crate::runtime::source_kernel::SourceKernel;
+use cudarc::nvrtc::{result as nvrtc, sys};
+use std::ffi::{CString, c_char};
+
+/// A kernel as a GPU loads it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompiledKernel {
+    /// The machine code.
+    pub cubin: Vec<u8>,
+    /// What it uses; `None` when the compiler did not say.
+    pub resources: Option<KernelResources>,
+}
+
+/// Version of the NVRTC on this machine.
+///
+/// # Errors
+/// [`KernelError::NoNvrtc`].
+pub fn installed_nvrtc() -> Result<CudaVersion, KernelError> {
+    // SAFETY: only tries to open the library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(KernelError::NoNvrtc);
+    }
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: two valid pointers to integers.
+    let status = unsafe { sys::nvrtcVersion(&mut major, &mut minor) };
+    status.result().map_err(|e| KernelError::DriverInit {
+        reason: format!("nvrtcVersion: {e}"),
+    })?;
+    Ok(CudaVersion {
+        major: major as u32,
+        minor: minor as u32,
+    })
+}
+
+/// Compiles one kernel with NVRTC for `arch` (`sm_80`, `sm_90a`, …) to a cubin. Needs no GPU. Safe to call from several
+/// threads at once.
+///
+/// # Errors
+/// [`KernelError::NoNvrtc`], or [`KernelError::Compile`] with the compiler's log.
+pub fn compile_with_nvrtc(kernel: &SourceKernel, arch: &str) -> Result<CompiledKernel, KernelError> {
+    // SAFETY: only tries to open the library.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(KernelError::NoNvrtc);
+    }
+    let source = c_string(kernel, kernel.text()?.text.as_str())?;
+    let failed = |e: nvrtc::NvrtcError| KernelError::Compile {
+        kernel: kernel.name(),
+        log: e.to_string(),
+    };
+    let program = nvrtc::create_program(&source, None).map_err(failed)?;
+    let program = Program(program);
+    let options = [
+        format!("--gpu-architecture={arch}"),
+        "-lineinfo".to_owned(),
+        // Changes no code: the log names registers and spills.
+        "--ptxas-options=-v".to_owned(),
+    ];
+    // SAFETY: the program is alive.
+    let compiled = unsafe { nvrtc::compile_program(program.0, &options) };
+    // SAFETY: the program is alive and was compiled.
+    let log = text_of(&unsafe { nvrtc::get_program_log(program.0) }.map_err(failed)?);
+    if compiled.is_err() {
+        let kernel = kernel.name();
+        return Err(KernelError::Compile { kernel, log });
+    }
+    let mut size = 0;
+    // SAFETY: the program is compiled; `size` is a valid pointer.
+    unsafe { sys::nvrtcGetCUBINSize(program.0, &mut size) }
+        .result()
+        .map_err(failed)?;
+    let mut cubin = vec![0u8; size];
+    // SAFETY: the buffer has the size just asked for.
+    unsafe { sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()) }
+        .result()
+        .map_err(failed)?;
+    let resources = resources::parse(&log, kernel.entry_point());
+    Ok(CompiledKernel { cubin, resources })
+}
+
+/// Destroys the program when it goes.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by create_program, destroyed once.
+        let _ = unsafe { nvrtc::destroy_program(self.0) };
+    }
+}
+
+fn c_string(kernel: &SourceKernel, text: &str) -> Result<CString, KernelError> {
+    let log = "the source contains a NUL byte".to_owned();
+    CString::new(text).map_err(|_| KernelError::Compile {
+        kernel: kernel.name(),
+        log,
+    })
+}
+
+fn text_of(log: &[c_char]) -> String {
+    let bytes: Vec<u8> = log.iter().map(|&c| c as u8).take_while(|&b| b != 0).collect();
+    String::from_utf8_lossy(&bytes).trim().to_owned()
+}

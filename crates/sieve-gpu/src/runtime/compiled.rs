@@ -1,0 +1,216 @@
+//! Kernels as the driver runs them: compiled by NVRTC, kept as files, loaded once on each GPU, launched on any stream.
+use crate::error::KernelError;
+use crate::runtime::ahead_of_time::compile_with_nvrtc;
+use crate::runtime::cubins::Cubins;
+use crate::runtime::source_kernel::SourceKernel;
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::{self as cuda, CUfunction, CUfunction_attribute, CUresult, CUstream, CUtensorMap};
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
+
+/// A kernel that a GPU holds.
+#[derive(Debug)]
+pub struct LoadedKernel {
+    function: CUfunction,
+    /// Dynamic shared memory that the driver was asked to allow, in bytes.
+    shared_bytes: AtomicUsize,
+}
+
+// SAFETY: a function handle stays valid for the life of its module, which is never unloaded, and the driver takes it
+// from any thread.
+unsafe impl Send for LoadedKernel {}
+// SAFETY: as above.
+unsafe impl Sync for LoadedKernel {}
+
+/// A tensor map before it has an address: a bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in
+/// tiles, swizzled in lines of 128 bytes; what lies outside arrives as zeros.
+#[derive(Debug, Clone, Copy)]
+pub struct MapLayout {
+    /// `[batch, rows, width]`.
+    pub shape: [usize; 3],
+    /// Elements from batch row to batch row and from row to row, multiples of 8; columns are neighbours.
+    pub strides: [usize; 2],
+    /// Rows and columns of a tile.
+    pub tile: [usize; 2],
+}
+
+/// One launch, with addresses.
+#[derive(Debug)]
+pub struct DeviceLaunch<'a> {
+    /// Blocks along x, y and z.
+    pub grid: [u32; 3],
+    /// Threads of a block, along x.
+    pub threads: u32,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+    /// The maps, by value before the pointers.
+    pub maps: &'a [MapLayout],
+    /// Addresses of the maps' tensors, then of the pointer arguments. The kernels take a pointer for each map too and
+    /// never read it.
+    pub pointers: &'a [u64],
+    /// The params struct.
+    pub words: &'a [u64],
+}
+
+/// The kernels of this process, by GPU and code.
+static LOADED: LazyLock<Mutex<HashMap<(usize, u128), Arc<LoadedKernel>>>> = LazyLock::new(Mutex::default);
+
+impl LoadedKernel {
+    /// The kernel on a GPU, if it was loaded before.
+    pub fn find(device: usize, key: u128) -> Option<Arc<Self>> {
+        let loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        loaded.get(&(device, key)).cloned()
+    }
+
+    /// Loads a kernel on a GPU of architecture `arch`: from its file, else compiled now.
+    ///
+    /// # Errors
+    /// [`KernelError::NoNvrtc`], [`KernelError::Compile`] with the compiler's log, [`KernelError::Launch`] when the
+    /// driver refuses the machine code.
+    pub fn load(kernel: &SourceKernel, device: usize, arch: &str) -> Result<Arc<Self>, KernelError> {
+        let key = kernel.code_key()?;
+        make_current(device).map_err(|e| refused(kernel, "the primary context", e))?;
+        let loaded = match Cubins::in_use().and_then(|cubins| cubins.read(key)) {
+            Some(cubin) => Self::of_cubin(kernel, &cubin),
+            None => Err(refused(kernel, "no file", CUresult::CUDA_ERROR_FILE_NOT_FOUND)),
+        };
+        let loaded = match loaded {
+            Ok(loaded) => loaded,
+            // No file, or one that the driver does not take: the compiler's answer counts.
+            Err(_) => {
+                let compiled = compile_with_nvrtc(kernel, arch)?;
+                if let Some(cubins) = Cubins::in_use() {
+                    // A folder that cannot be written costs the next start time, not this run.
+                    let _ = cubins.write(key, &compiled.cubin);
+                }
+                Self::of_cubin(kernel, &compiled.cubin)?
+            }
+        };
+        let loaded = Arc::new(loaded);
+        let mut all = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(all.entry((device, key)).or_insert(loaded).clone())
+    }
+
+    /// Machine code on the current context.
+    fn of_cubin(kernel: &SourceKernel, cubin: &[u8]) -> Result<Self, KernelError> {
+        let entry = CString::new(kernel.entry_point()).expect("an identifier of C");
+        // SAFETY: the driver checks the image; the module stays loaded.
+        let function = unsafe {
+            let module = driver::module::load_data(cubin.as_ptr().cast())
+                .map_err(|e| refused(kernel, "cuModuleLoadData", e.0))?;
+            driver::module::get_function(module, entry).map_err(|e| refused(kernel, "cuModuleGetFunction", e.0))?
+        };
+        Ok(Self {
+            function,
+            shared_bytes: AtomicUsize::new(0),
+        })
+    }
+
+    /// Queues one launch on `stream` of the current context.
+    ///
+    /// # Errors
+    /// What the driver refuses, with the call's name.
+    ///
+    /// # Safety
+    /// The kernel must stay inside the buffers at these addresses for these words and grid, and must end; the buffers
+    /// must stay until it has run.
+    pub unsafe fn launch(&self, stream: CUstream, call: &DeviceLaunch<'_>) -> Result<(), String> {
+        let maps = call.maps.iter().zip(call.pointers);
+        let maps = maps
+            .map(|(map, &pointer)| map.encoded(pointer))
+            .collect::<Result<Vec<_>, _>>()?;
+        self.allow_shared(call.shared_bytes)?;
+        let of_maps = maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>());
+        let of_pointers = call
+            .pointers
+            .iter()
+            .map(|pointer| (&raw const *pointer).cast_mut().cast());
+        let mut arguments: Vec<*mut c_void> = of_maps.chain(of_pointers).collect();
+        arguments.push(call.words.as_ptr().cast_mut().cast());
+        let ([x, y, z], threads) = (call.grid, (call.threads, 1, 1));
+        let shared_bytes = call.shared_bytes as u32;
+        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
+        let launched =
+            unsafe { driver::launch_kernel(self.function, (x, y, z), threads, shared_bytes, stream, &mut arguments) };
+        launched.map_err(|e| format!("cuLaunchKernel: {:?}", e.0))
+    }
+
+    /// Lets blocks have more than 48 KiB of shared memory, once.
+    fn allow_shared(&self, bytes: usize) -> Result<(), String> {
+        if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let attribute = CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the function is loaded.
+        unsafe { driver::function::set_function_attribute(self.function, attribute, bytes as i32) }
+            .map_err(|e| format!("cuFuncSetAttribute for {bytes} bytes of shared memory: {:?}", e.0))?;
+        self.shared_bytes.fetch_max(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+impl MapLayout {
+    /// The map of the tensor that begins at `address`.
+    fn encoded(&self, address: u64) -> Result<CUtensorMap, String> {
+        let [batch, rows, width] = self.shape.map(|size| size as u64);
+        let [batch_stride, row_stride] = self.strides.map(|elements| 2 * elements as u64);
+        let [tile_rows, tile_columns] = self.tile.map(|size| size as u32);
+        let (shape, strides) = ([width, rows, batch], [row_stride, batch_stride]);
+        let (tile, steps) = ([tile_columns, tile_rows, 1], [1u32; 3]);
+        let mut map = std::mem::MaybeUninit::<CUtensorMap>::zeroed();
+        // SAFETY: arrays of the rank given; the map is written where the call succeeds.
+        let encoded = unsafe {
+            cuda::cuTensorMapEncodeTiled(
+                map.as_mut_ptr(),
+                cuda::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                3,
+                address as *mut c_void,
+                shape.as_ptr(),
+                strides.as_ptr(),
+                tile.as_ptr(),
+                steps.as_ptr(),
+                cuda::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                cuda::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                cuda::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                cuda::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        };
+        if encoded != CUresult::CUDA_SUCCESS {
+            return Err(format!(
+                "cuTensorMapEncodeTiled: {encoded:?} (address {address:#x}, shape {shape:?}, strides of {strides:?} \
+                 bytes, tile {tile:?}; addresses and strides must be multiples of 16 bytes)"
+            ));
+        }
+        // SAFETY: written by the call; all bytes were zeroed before.
+        Ok(unsafe { map.assume_init() })
+    }
+}
+
+/// Makes a GPU's primary context the calling thread's; retained once by each thread, for the life of the process.
+fn make_current(device: usize) -> Result<(), CUresult> {
+    thread_local! {
+        static CURRENT: Cell<Option<(usize, cuda::CUcontext)>> = const { Cell::new(None) };
+    }
+    let context = match CURRENT.get() {
+        Some((known, context)) if known == device => context,
+        _ => {
+            let handle = driver::device::get(device as i32).map_err(|e| e.0)?;
+            // SAFETY: the handle comes from the driver.
+            let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(|e| e.0)?;
+            CURRENT.set(Some((device, context)));
+            context
+        }
+    };
+    // SAFETY: retained above.
+    unsafe { driver::ctx::set_current(context) }.map_err(|e| e.0)
+}
+
+fn refused(kernel: &SourceKernel, call: &str, error: CUresult) -> KernelError {
+    KernelError::Launch {
+        kernel: kernel.name(),
+        reason: format!("{call}: {error:?}"),
+    }
+}

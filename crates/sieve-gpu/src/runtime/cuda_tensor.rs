@@ -1,0 +1,311 @@
+//! What launches take: tensors in the memory of a GPU, or of a recording, with their shape and strides.
+use crate::error::KernelError;
+use crate::runtime::dtype::DType;
+use crate::runtime::layout::{contiguous_strides, required_elements, strides_are_contiguous};
+use crate::runtime::recording::Hardware;
+use crate::runtime::source_kernel::LaunchRequest;
+use std::any::Any;
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// One allocation, and the GPU that it is on: a buffer of Burn's allocator or of a [`Recorder`](crate::Recorder). Sieve's
+/// launch wrappers know a GPU by this alone.
+pub trait Memory: Any + Debug + Send + Sync {
+    /// What launches must know of the GPU.
+    fn hardware(&self) -> Hardware;
+
+    /// Bytes of the allocation.
+    fn num_bytes(&self) -> usize;
+
+    /// New memory on the same GPU for a contiguous tensor, contents undefined.
+    fn allocate(&self, shape: &[usize], dtype: DType) -> Arc<dyn Memory>;
+
+    /// New memory for a contiguous tensor that holds one value everywhere.
+    fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory>;
+
+    /// The elements of a tensor in this memory in index order, without gaps, copied on the stream.
+    fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory>;
+
+    /// Queues a launch whose first tensor is in this memory. Returns before the GPU has run it; the first launch of
+    /// each kernel waits until it is compiled, loaded and queued.
+    ///
+    /// # Errors
+    /// [`KernelError::Compile`], [`KernelError::Launch`], also of an earlier launch.
+    ///
+    /// # Safety
+    /// The kernel must stay inside the given tensors for these params, grid and block, and must end.
+    unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError>;
+}
+
+/// What new memory holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fill {
+    /// Zeros of the element type.
+    Zero,
+    /// NaN, of a float type.
+    Nan,
+}
+
+/// A tensor in GPU memory, or one of a [`Recorder`](crate::Recorder). Cloning shares the buffer; kernels that write in
+/// place change every clone.
+///
+/// Burn's CUDA tensors are *pitched*: rows are padded, so the strides say more than the shape does. A kernel either
+/// takes strides or needs [`contiguous`](Self::contiguous).
+#[derive(Debug, Clone)]
+pub struct CudaTensor {
+    memory: Arc<dyn Memory>,
+    offset_bytes: usize,
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    dtype: DType,
+}
+
+impl CudaTensor {
+    /// A tensor that begins `offset_bytes` into an allocation, with strides in elements.
+    pub fn new(memory: Arc<dyn Memory>, offset_bytes: usize, [shape, strides]: [&[usize]; 2], dtype: DType) -> Self {
+        Self {
+            memory,
+            offset_bytes,
+            shape: shape.to_vec(),
+            strides: strides.to_vec(),
+            dtype,
+        }
+    }
+
+    /// The allocation, where it is of this type.
+    pub fn memory<M: Memory>(&self) -> Option<&M> {
+        (self.memory.as_ref() as &dyn Any).downcast_ref()
+    }
+
+    /// The allocation.
+    pub(crate) fn gpu(&self) -> &dyn Memory {
+        self.memory.as_ref()
+    }
+
+    /// Whether nobody else holds the allocation through a [`CudaTensor`].
+    pub fn is_only_holder(&self) -> bool {
+        Arc::strong_count(&self.memory) == 1
+    }
+
+    /// What launches must know of the GPU.
+    pub fn hardware(&self) -> Hardware {
+        self.memory.hardware()
+    }
+
+    /// Bytes from the beginning of the allocation.
+    pub fn offset_bytes(&self) -> usize {
+        self.offset_bytes
+    }
+
+    /// Sizes, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Distance between neighbours of each dimension, in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn num_elements(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Sizes as an array.
+    ///
+    /// # Errors
+    /// [`KernelError::Rank`] when there are not `D` dimensions.
+    pub fn dims<const D: usize>(&self, kernel: &'static str, tensor: &'static str) -> Result<[usize; D], KernelError> {
+        let shape = self.shape();
+        shape.try_into().map_err(|_| KernelError::Rank {
+            kernel,
+            tensor,
+            got: shape.len(),
+            expected: D,
+        })
+    }
+
+    /// True when elements lie in memory in index order, without gaps. Dimensions of size 1 don't count.
+    pub fn is_contiguous(&self) -> bool {
+        strides_are_contiguous(self.shape(), self.strides())
+    }
+
+    /// This tensor, or a contiguous copy made on the stream.
+    pub fn contiguous(&self) -> Self {
+        if self.is_contiguous() {
+            return self.clone();
+        }
+        self.of_new(self.memory.gathered(self), &self.shape, self.dtype)
+    }
+
+    /// The same elements under another shape, without a copy.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when the tensor is not contiguous, [`KernelError::Shape`] when the sizes differ.
+    pub fn reshaped(&self, kernel: &'static str, tensor: &'static str, shape: &[usize]) -> Result<Self, KernelError> {
+        self.require_contiguous(kernel, tensor)?;
+        if shape.iter().product::<usize>() != self.num_elements() {
+            return Err(KernelError::Shape {
+                kernel,
+                tensor,
+                got: self.shape().to_vec(),
+                expected: shape.to_vec(),
+            });
+        }
+        Ok(self.part(0, shape, &contiguous_strides(shape)))
+    }
+
+    /// The same buffer under another shape and other strides, in elements; no copy, no check of what lies there.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when the buffer is too small.
+    pub fn view(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<Self, KernelError> {
+        self.view_at(kernel, tensor, 0, shape, strides)
+    }
+
+    /// As [`view`](Self::view), from element `first` of the tensor on.
+    ///
+    /// # Errors
+    /// As [`view`](Self::view).
+    pub fn view_at(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        first: usize,
+        shape: &[usize],
+        strides: &[usize],
+    ) -> Result<Self, KernelError> {
+        let capacity = (self.memory.num_bytes() - self.offset_bytes) / self.dtype.size();
+        if first + required_elements(shape, strides) > capacity {
+            let (shape, strides) = (shape.to_vec(), strides.to_vec());
+            let expected = "the buffer is too small for this view";
+            return Err(KernelError::Layout {
+                kernel,
+                tensor,
+                shape,
+                strides,
+                expected,
+            });
+        }
+        Ok(self.part(first * self.dtype().size(), shape, strides))
+    }
+
+    /// Rows `first .. first + count` of the outermost dimension of a contiguous tensor, without a copy.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`] when the tensor is not contiguous or has fewer rows.
+    pub fn row_range(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        first: usize,
+        count: usize,
+    ) -> Result<Self, KernelError> {
+        let mut shape = self.shape().to_vec();
+        if !self.is_contiguous() || shape.first().is_none_or(|&rows| first + count > rows) {
+            return Err(self.layout_error(kernel, tensor, "a contiguous tensor of more rows is needed"));
+        }
+        shape[0] = count;
+        let row_bytes = shape[1..].iter().product::<usize>() * self.dtype().size();
+        let strides = contiguous_strides(&shape);
+        Ok(self.part(first * row_bytes, &shape, &strides))
+    }
+
+    /// A new contiguous tensor on the same device, contents undefined.
+    pub fn empty_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
+        self.of_new(self.memory.allocate(shape, dtype), shape, dtype)
+    }
+
+    /// A new contiguous tensor of zeros on the same device: one small launch.
+    pub fn zeros_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
+        self.of_new(self.memory.filled(shape, dtype, Fill::Zero), shape, dtype)
+    }
+
+    /// A new contiguous float tensor of NaN. Tests pass such outputs, so that an element a kernel forgot shows.
+    pub fn nan_contiguous(&self, shape: &[usize], dtype: DType) -> Self {
+        self.of_new(self.memory.filled(shape, dtype, Fill::Nan), shape, dtype)
+    }
+
+    /// Checks the element type.
+    ///
+    /// # Errors
+    /// [`KernelError::DType`].
+    pub fn require_dtype(&self, kernel: &'static str, tensor: &'static str, dtype: DType) -> Result<(), KernelError> {
+        if self.dtype() == dtype {
+            return Ok(());
+        }
+        let (got, expected) = (self.dtype().name().to_owned(), dtype.name().to_owned());
+        Err(KernelError::DType {
+            kernel,
+            tensor,
+            got,
+            expected,
+        })
+    }
+
+    /// Checks the shape.
+    ///
+    /// # Errors
+    /// [`KernelError::Shape`].
+    pub fn require_shape(
+        &self,
+        kernel: &'static str,
+        tensor: &'static str,
+        expected: &[usize],
+    ) -> Result<(), KernelError> {
+        if self.shape() == expected {
+            return Ok(());
+        }
+        Err(KernelError::Shape {
+            kernel,
+            tensor,
+            got: self.shape().to_vec(),
+            expected: expected.to_vec(),
+        })
+    }
+
+    /// Checks that the tensor is contiguous.
+    ///
+    /// # Errors
+    /// [`KernelError::Layout`].
+    pub fn require_contiguous(&self, kernel: &'static str, tensor: &'static str) -> Result<(), KernelError> {
+        if self.is_contiguous() {
+            return Ok(());
+        }
+        Err(self.layout_error(kernel, tensor, "a contiguous tensor is needed"))
+    }
+
+    /// A [`KernelError::Layout`] about this tensor; `expected` says in words what the kernel needs.
+    pub fn layout_error(&self, kernel: &'static str, tensor: &'static str, expected: &'static str) -> KernelError {
+        let (shape, strides) = (self.shape().to_vec(), self.strides().to_vec());
+        KernelError::Layout {
+            kernel,
+            tensor,
+            shape,
+            strides,
+            expected,
+        }
+    }
+
+    fn of_new(&self, memory: Arc<dyn Memory>, shape: &[usize], dtype: DType) -> Self {
+        Self::new(memory, 0, [shape, &contiguous_strides(shape)], dtype)
+    }
+
+    /// The same buffer from a later byte on, under another shape and strides.
+    fn part(&self, first_byte: usize, shape: &[usize], strides: &[usize]) -> Self {
+        let offset = self.offset_bytes + first_byte;
+        Self::new(self.memory.clone(), offset, [shape, strides], self.dtype)
+    }
+}

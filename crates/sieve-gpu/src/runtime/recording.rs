@@ -1,0 +1,338 @@
+//! Launches as data: what the wrappers would queue on a GPU, written down instead.
+//!
+//! A [`Recorder`] stands for a GPU that this machine need not have. Its tensors have a size, strides and the number
+//! of a buffer, but no memory; the wrappers of this crate take them as they take any tensor, and each launch becomes
+//! a [`Step`] of the [`Recording`], in order. So a tiling, a grid or a params struct is written once, here, and every
+//! program that runs kernels without CubeCL (the CPU emulator of `tests/gpu/emulator`) replays what these wrappers
+//! do.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::{CudaTensor, Fill, Memory};
+use crate::runtime::dtype::DType;
+use crate::runtime::layout::{contiguous_strides, required_elements};
+use crate::runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};
+use serde::Serialize;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// What launches must know of a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hardware {
+    /// Compute capability, for example (9, 0).
+    pub compute_capability: (u32, u32),
+    /// Its multiprocessors.
+    pub num_multiprocessors: usize,
+    /// Shared memory that a block may have, in bytes.
+    pub max_shared_bytes: usize,
+    /// Most threads of a block.
+    pub max_threads: usize,
+    /// Most blocks along x, y and z.
+    pub max_grid: [usize; 3],
+}
+
+impl Hardware {
+    /// An A100: the portable kernels.
+    pub const AMPERE: Self = Self {
+        compute_capability: (8, 0),
+        num_multiprocessors: 108,
+        max_shared_bytes: 163 << 10,
+        max_threads: 1024,
+        max_grid: [i32::MAX as usize, 65535, 65535],
+    };
+
+    /// An H100 or H200: the Hopper kernels where they have a form.
+    pub const HOPPER: Self = Self {
+        compute_capability: (9, 0),
+        num_multiprocessors: 132,
+        max_shared_bytes: 227 << 10,
+        ..Self::AMPERE
+    };
+
+    /// The architecture as compilers spell it: `sm_80`, `sm_90a`.
+    pub fn arch(&self) -> String {
+        let (major, minor) = self.compute_capability;
+        let suffix = if major >= 9 { "a" } else { "" };
+        format!("sm_{major}{minor}{suffix}")
+    }
+}
+
+/// A GPU that writes down what it is told to do. Clones share the recording.
+#[derive(Debug, Clone)]
+pub struct Recorder {
+    hardware: Hardware,
+    recording: Arc<Mutex<Recording>>,
+}
+
+/// What a recorder was told.
+#[derive(Debug, Default)]
+pub(crate) struct Recording {
+    /// Bytes of each buffer.
+    pub buffers: Vec<usize>,
+    /// In the order of the stream.
+    pub steps: Vec<Step>,
+}
+
+/// One piece of work on the stream.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Step {
+    /// A kernel.
+    Launch(Launch),
+    /// Writes one element's bytes again and again.
+    Fill {
+        /// The buffer; filled whole.
+        buffer: usize,
+        /// The bytes of an element.
+        element: Vec<u8>,
+    },
+    /// Copies a tensor of any strides to a contiguous one.
+    Gather {
+        /// Where the tensor begins.
+        from: BufferView,
+        /// The buffer that is filled.
+        to: usize,
+        /// Sizes, outermost first.
+        shape: Vec<usize>,
+        /// Distances in elements.
+        strides: Vec<usize>,
+        /// Bytes of an element.
+        element_bytes: usize,
+    },
+}
+
+/// A place in a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct BufferView {
+    /// Which buffer.
+    pub buffer: usize,
+    /// Bytes from its beginning.
+    pub offset_bytes: usize,
+}
+
+/// One launch, as data.
+#[derive(Debug, Clone, Serialize)]
+pub struct Launch {
+    /// File, entry point, defines, threads of a block, dynamic shared memory.
+    pub kernel: SourceKernel,
+    /// Blocks along x, y and z.
+    pub grid: [usize; 3],
+    /// Tensor maps, by value before the pointers.
+    pub maps: Vec<MapData>,
+    /// The pointer arguments.
+    pub tensors: Vec<BufferView>,
+    /// The params struct, 64 bits a member.
+    pub words: Vec<u64>,
+}
+
+/// A tensor map: bf16 `[batch, rows, width]` in tiles, swizzled in lines of 128 bytes.
+#[derive(Debug, Clone, Serialize)]
+pub struct MapData {
+    /// Where it begins.
+    pub at: BufferView,
+    /// `[batch, rows, width]`.
+    pub shape: [usize; 3],
+    /// Elements from batch row to batch row and from row to row.
+    pub strides: [usize; 2],
+    /// Rows and columns of a tile.
+    pub tile: [usize; 2],
+}
+
+/// A buffer of a recorder.
+#[derive(Debug)]
+struct RecordedMemory {
+    recorder: Recorder,
+    buffer: usize,
+    num_bytes: usize,
+}
+
+impl Recorder {
+    /// A recorder for a kind of GPU.
+    pub fn new(hardware: Hardware) -> Self {
+        let recording = Arc::default();
+        Self { hardware, recording }
+    }
+
+    /// The GPU it stands for.
+    pub fn hardware(&self) -> Hardware {
+        self.hardware
+    }
+
+    /// A contiguous tensor in a buffer of its own.
+    pub fn tensor(&self, shape: &[usize], dtype: DType) -> CudaTensor {
+        self.strided(shape, &contiguous_strides(shape), dtype)
+    }
+
+    /// A tensor with these strides, in elements, in a buffer of its own that just holds it.
+    pub fn strided(&self, shape: &[usize], strides: &[usize], dtype: DType) -> CudaTensor {
+        let memory = self.buffer(required_elements(shape, strides) * dtype.size());
+        CudaTensor::new(memory, 0, [shape, strides], dtype)
+    }
+
+    fn buffer(&self, num_bytes: usize) -> Arc<RecordedMemory> {
+        let mut recording = self.recording();
+        recording.buffers.push(num_bytes);
+        Arc::new(RecordedMemory {
+            recorder: self.clone(),
+            buffer: recording.buffers.len() - 1,
+            num_bytes,
+        })
+    }
+
+    fn push(&self, step: Step) {
+        self.recording().steps.push(step);
+    }
+
+    /// Takes the steps so far; buffers keep their numbers.
+    pub fn take_steps(&self) -> Vec<Step> {
+        std::mem::take(&mut self.recording().steps)
+    }
+
+    /// Bytes of every buffer so far, by its number.
+    pub fn buffers(&self) -> Vec<usize> {
+        self.recording().buffers.clone()
+    }
+
+    fn recording(&self) -> MutexGuard<'_, Recording> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Where a tensor is in a recording; `None` in GPU memory.
+pub fn recorded_at(tensor: &CudaTensor) -> Option<BufferView> {
+    tensor.memory::<RecordedMemory>().map(|memory| BufferView {
+        buffer: memory.buffer,
+        offset_bytes: tensor.offset_bytes(),
+    })
+}
+
+impl Memory for RecordedMemory {
+    fn hardware(&self) -> Hardware {
+        self.recorder.hardware()
+    }
+
+    fn num_bytes(&self) -> usize {
+        self.num_bytes
+    }
+
+    fn allocate(&self, shape: &[usize], dtype: DType) -> Arc<dyn Memory> {
+        self.recorder.buffer(shape.iter().product::<usize>() * dtype.size())
+    }
+
+    fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
+        let made = self.recorder.buffer(shape.iter().product::<usize>() * dtype.size());
+        self.recorder.push(Step::Fill {
+            buffer: made.buffer,
+            // All bits set: a NaN in every float type.
+            element: match fill {
+                Fill::Zero => vec![0],
+                Fill::Nan => vec![0xff],
+            },
+        });
+        made
+    }
+
+    fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory> {
+        let element_bytes = tensor.dtype().size();
+        let copy = self.recorder.buffer(tensor.num_elements() * element_bytes);
+        self.recorder.push(Step::Gather {
+            from: BufferView {
+                buffer: self.buffer,
+                offset_bytes: tensor.offset_bytes(),
+            },
+            to: copy.buffer,
+            shape: tensor.shape().to_vec(),
+            strides: tensor.strides().to_vec(),
+            element_bytes,
+        });
+        copy
+    }
+
+    /// Writes the launch down.
+    unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
+        let places: Option<Vec<BufferView>> = launch.tensors.iter().map(|tensor| recorded_at(tensor)).collect();
+        let maps: Option<Vec<MapData>> = launch.maps.iter().map(MapData::of).collect();
+        let (Some(tensors), Some(maps)) = (places, maps) else {
+            return Err(KernelError::Launch {
+                kernel: launch.kernel.name(),
+                reason: "recorded tensors and tensors on a GPU in one call".to_owned(),
+            });
+        };
+        self.recorder.push(Step::Launch(Launch {
+            kernel: launch.kernel.clone(),
+            grid: launch.grid,
+            maps,
+            tensors,
+            words: launch.words.to_vec(),
+        }));
+        Ok(())
+    }
+}
+
+impl MapData {
+    /// The map as data; `None` of a tensor in GPU memory.
+    fn of(map: &TileMap<'_>) -> Option<Self> {
+        let mut at = recorded_at(map.tensor)?;
+        at.offset_bytes += map.offset * map.tensor.dtype().size();
+        Some(Self {
+            at,
+            shape: map.shape,
+            strides: map.strides,
+            tile: map.tile,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Qkv;
+
+    #[test]
+    fn a_call_of_a_wrapper_becomes_launches() {
+        let gpu = Recorder::new(Hardware::AMPERE);
+        let of = |heads| gpu.tensor(&[2, 70, heads, 64], DType::BF16);
+        let qkv = Qkv::separate(&of(4), &of(2), &of(2));
+        let doc_start = gpu.tensor(&[2, 70], DType::I32);
+        let result = qkv
+            .attention_forward(&doc_start, None, 0.125, None)
+            .expect("a usual call");
+        assert_eq!(result.o.shape(), [2, 70, 4, 64]);
+        let steps = gpu.take_steps();
+        let [Step::Launch(launch)] = &steps[..] else {
+            panic!("{steps:?}");
+        };
+        assert_eq!(launch.kernel.name(), "attention_forward");
+        assert_eq!(launch.words[..4], [2, 70, 4, 2]);
+        // q, k, v, doc_start, o, lse: six buffers in the order in which they were made.
+        let buffers: Vec<usize> = launch.tensors.iter().map(|view| view.buffer).collect();
+        assert_eq!(buffers, [0, 1, 2, 3, 4, 5]);
+        assert_eq!(gpu.buffers()[5], 2 * 4 * 70 * 4);
+        assert!(gpu.take_steps().is_empty());
+    }
+
+    #[test]
+    fn a_hopper_launch_has_its_tensor_maps() {
+        let gpu = Recorder::new(Hardware::HOPPER);
+        let of = |heads| gpu.tensor(&[1, 300, heads, 128], DType::BF16);
+        let qkv = Qkv::separate(&of(4), &of(2), &of(2));
+        let doc_start = gpu.tensor(&[1, 300], DType::I32);
+        qkv.attention_forward(&doc_start, None, 0.1, None)
+            .expect("a usual call");
+        let steps = gpu.take_steps();
+        let [Step::Launch(launch)] = &steps[..] else {
+            panic!("{steps:?}");
+        };
+        assert_eq!(launch.kernel.name(), "hopper_attention_forward");
+        assert_eq!((launch.grid, launch.maps.len()), ([132, 1, 1], 3));
+        // Keys in tiles of 128 rows and 64 columns.
+        assert_eq!((launch.maps[1].shape, launch.maps[1].tile), ([1, 300, 256], [128, 64]));
+    }
+
+    #[test]
+    fn a_tensor_with_gaps_is_gathered_once() {
+        let gpu = Recorder::new(Hardware::AMPERE);
+        let pitched = gpu.strided(&[3, 5], &[8, 1], DType::F32);
+        assert_eq!(gpu.buffers(), [(2 * 8 + 5) * 4]);
+        let copy = pitched.contiguous();
+        assert!(copy.is_contiguous() && copy.contiguous().is_contiguous());
+        assert_eq!(gpu.take_steps().len(), 1);
+    }
+}

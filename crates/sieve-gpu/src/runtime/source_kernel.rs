@@ -1,0 +1,333 @@
+//! A kernel given as CUDA C++ text, and its launches.
+use crate::error::KernelError;
+use crate::runtime::compiled::MapLayout;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::params::{Params, words_for};
+use crate::runtime::recording::Hardware;
+use crate::runtime::source::{KernelText, assemble_file, assemble_text};
+use serde::Serialize;
+use std::fmt::Display;
+use std::sync::Arc;
+use xxhash_rust::xxh3::Xxh3;
+
+/// The words of one params struct are few; more would mean a kernel that takes a table by value.
+const MAX_PARAM_WORDS: usize = 60;
+
+/// A bf16 tensor `[batch, rows, width]` that the copy engine (TMA) reads in tiles of `tile` rows and columns, swizzled
+/// in lines of 128 bytes; what lies outside arrives as zeros.
+#[derive(Debug, Clone, Copy)]
+pub struct TileMap<'a> {
+    /// The tensor.
+    pub tensor: &'a CudaTensor,
+    /// Its first element that the map sees; a multiple of 8.
+    pub offset: usize,
+    /// `[batch, rows, width]`.
+    pub shape: [usize; 3],
+    /// Elements from batch row to batch row and from row to row, multiples of 8; columns are neighbours.
+    pub strides: [usize; 2],
+    /// Rows and columns of a tile.
+    pub tile: [usize; 2],
+}
+
+impl TileMap<'_> {
+    /// All but the address.
+    pub fn layout(&self) -> MapLayout {
+        let Self {
+            shape, strides, tile, ..
+        } = *self;
+        MapLayout { shape, strides, tile }
+    }
+}
+
+/// One launch of a kernel, checked against the GPU's limits.
+#[derive(Debug)]
+pub struct LaunchRequest<'a> {
+    /// What runs, with its block and shared memory.
+    pub kernel: &'a SourceKernel,
+    /// Blocks along x, y and z.
+    pub grid: [usize; 3],
+    /// Tensor maps, by value before the pointers; their tensors are among `tensors`, which is what orders the launch
+    /// after their writers.
+    pub maps: &'a [TileMap<'a>],
+    /// The pointer arguments; at least one.
+    pub tensors: &'a [&'a CudaTensor],
+    /// The params struct.
+    pub words: &'a [u64],
+}
+
+/// One specialisation of one kernel: file, entry point, defines, block and shared memory.
+///
+/// ```no_run
+/// # use sieve_gpu::SourceKernel;
+/// let kernel = SourceKernel::new("swiglu_forward").define("IS_BF16", 1).threads(256);
+/// ```
+#[derive(Debug, Clone, Serialize)]
+pub struct SourceKernel {
+    #[serde(rename = "file", serialize_with = "file_name")]
+    name: &'static str,
+    entry: &'static str,
+    #[serde(skip)]
+    text: Option<Arc<str>>,
+    defines: Vec<(&'static str, String)>,
+    threads: u32,
+    shared_bytes: usize,
+}
+
+impl SourceKernel {
+    /// The kernel in `kernels/<name>.cu`, whose entry point has the same name.
+    pub const fn new(name: &'static str) -> Self {
+        Self {
+            name,
+            entry: name,
+            text: None,
+            defines: Vec::new(),
+            threads: 128,
+            shared_bytes: 0,
+        }
+    }
+
+    /// A kernel given as text; includes still come from the built-in files. For tests and experiments.
+    pub fn from_text(name: &'static str, text: impl Into<Arc<str>>) -> Self {
+        Self {
+            text: Some(text.into()),
+            ..Self::new(name)
+        }
+    }
+
+    /// Another entry point of the same file.
+    pub fn entry(mut self, entry: &'static str) -> Self {
+        self.entry = entry;
+        self
+    }
+
+    /// Adds `#define name value` before the text.
+    pub fn define(mut self, name: &'static str, value: impl Display) -> Self {
+        self.defines.push((name, value.to_string()));
+        self
+    }
+
+    /// Threads of a block, along x.
+    pub const fn threads(mut self, threads: usize) -> Self {
+        self.threads = threads as u32;
+        self
+    }
+
+    /// Dynamic shared memory of a block, in bytes.
+    pub fn shared_bytes(mut self, bytes: usize) -> Self {
+        self.shared_bytes = bytes;
+        self
+    }
+
+    /// Name of the kernel, as errors give it.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// Entry point of the compiled module.
+    pub fn entry_point(&self) -> &'static str {
+        self.entry
+    }
+
+    /// The defines, in order.
+    pub fn defines(&self) -> &[(&'static str, String)] {
+        &self.defines
+    }
+
+    /// Dynamic shared memory of a block, in bytes.
+    pub fn dynamic_shared_bytes(&self) -> usize {
+        self.shared_bytes
+    }
+
+    /// Threads of a block.
+    pub fn block_threads(&self) -> usize {
+        self.threads as usize
+    }
+
+    /// Whether both are one entry point with the same defines; threads and shared memory belong to the launch.
+    pub(crate) fn is_same_code(&self, other: &Self) -> bool {
+        let code = |kernel: &Self| (kernel.name, kernel.entry);
+        code(self) == code(other) && self.text == other.text && self.defines == other.defines
+    }
+
+    /// The complete text that is compiled.
+    ///
+    /// # Errors
+    /// An unknown file, or an include that cannot be resolved.
+    pub fn text(&self) -> Result<Arc<KernelText>, KernelError> {
+        match &self.text {
+            None => assemble_file(&format!("{}.cu", self.name), &self.defines),
+            Some(text) => assemble_text(&format!("{}.cu", self.name), text, &self.defines).map(Arc::new),
+        }
+    }
+
+    /// What names the compiled kernel, in its file too: the complete text and the entry point.
+    ///
+    /// # Errors
+    /// As [`text`](Self::text).
+    pub fn code_key(&self) -> Result<u128, KernelError> {
+        let mut hasher = Xxh3::new();
+        hasher.update(&self.text()?.hash.to_le_bytes());
+        hasher.update(self.entry.as_bytes());
+        Ok(hasher.digest128())
+    }
+
+    /// Queues the kernel on the stream of the first tensor: `tensors` are its pointer arguments in the order of the
+    /// entry point. Returns before the GPU has run it.
+    ///
+    /// On tensors of a [`Recorder`](crate::Recorder) the launch is written down instead.
+    ///
+    /// The first launch of each specialisation waits until it is compiled, loaded and queued, so that an error of these
+    /// is this call's; what the driver refuses later is the next call's error, and names its kernel.
+    ///
+    /// # Errors
+    /// [`KernelError::Compile`], [`KernelError::Launch`], [`KernelError::DeviceLimit`].
+    ///
+    /// # Safety
+    /// The kernel must stay inside the given tensors for these params, grid and block, and must end.
+    pub(crate) unsafe fn launch(
+        &self,
+        grid: [usize; 3],
+        tensors: &[&CudaTensor],
+        params: &impl Params,
+    ) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_with_maps(grid, &[], tensors, params) }
+    }
+
+    /// As [`launch`](Self::launch), with tensor maps by value before the pointers.
+    ///
+    /// # Errors
+    /// As [`launch`](Self::launch).
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch); the tensors behind the maps are among `tensors`, which is what orders the launch
+    /// after their writers.
+    pub(crate) unsafe fn launch_with_maps(
+        &self,
+        grid: [usize; 3],
+        maps: &[TileMap<'_>],
+        tensors: &[&CudaTensor],
+        params: &impl Params,
+    ) -> Result<(), KernelError> {
+        let words = words_for(self.entry, params)?;
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_words(grid, maps, tensors, &words) }
+    }
+
+    /// As `launch`, of a kernel [given as text](Self::from_text): `words` are its params struct.
+    ///
+    /// # Errors
+    /// As `launch`.
+    ///
+    /// # Safety
+    /// As `launch`.
+    pub unsafe fn launch_text(
+        &self,
+        grid: [usize; 3],
+        tensors: &[&CudaTensor],
+        words: &[u64],
+    ) -> Result<(), KernelError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.launch_words(grid, &[], tensors, words) }
+    }
+
+    unsafe fn launch_words(
+        &self,
+        grid: [usize; 3],
+        maps: &[TileMap<'_>],
+        tensors: &[&CudaTensor],
+        words: &[u64],
+    ) -> Result<(), KernelError> {
+        let [first, ..] = tensors else {
+            return Err(KernelError::Empty {
+                kernel: self.name,
+                what: "the list of tensors",
+            });
+        };
+        self.check_limits(grid, words.len(), &first.hardware())?;
+        let request = LaunchRequest {
+            kernel: self,
+            grid,
+            maps,
+            tensors,
+            words,
+        };
+        // SAFETY: the caller's promise; the checks above keep the launch within the device's limits.
+        unsafe { first.gpu().launch(&request) }
+    }
+
+    fn check_limits(&self, grid: [usize; 3], words: usize, device: &Hardware) -> Result<(), KernelError> {
+        let threads = self.threads as usize;
+        let checks = [
+            ("grid size x", grid[0], device.max_grid[0]),
+            ("grid size y", grid[1], device.max_grid[1]),
+            ("grid size z", grid[2], device.max_grid[2]),
+            ("threads of a block", threads, device.max_threads),
+            ("shared memory in bytes", self.shared_bytes, device.max_shared_bytes),
+            ("number of parameter words", words, MAX_PARAM_WORDS),
+        ];
+        for (what, got, limit) in checks {
+            if got > limit {
+                return Err(KernelError::DeviceLimit {
+                    kernel: self.name,
+                    what,
+                    got,
+                    limit,
+                });
+            }
+        }
+        if grid.contains(&0) {
+            return Err(KernelError::Empty {
+                kernel: self.name,
+                what: "the grid",
+            });
+        }
+        Ok(())
+    }
+}
+
+fn file_name<S: serde::Serializer>(name: &&'static str, out: S) -> Result<S::Ok, S::Error> {
+    out.collect_str(&format_args!("{name}.cu"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn kernel() -> SourceKernel {
+        SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 1.0f; }")
+    }
+
+    #[test]
+    fn the_key_follows_the_code_alone() {
+        let key = |kernel: SourceKernel| kernel.code_key().expect("plain text");
+        let others = [
+            SourceKernel::from_text("probe", "extern \"C\" __global__ void probe(float* x) { x[0] = 2.0f; }"),
+            kernel().define("A", 1),
+            kernel().entry("other"),
+        ];
+        let mut keys: Vec<_> = others.map(key).to_vec();
+        keys.push(key(kernel()));
+        let distinct: HashSet<_> = keys.iter().collect();
+        assert_eq!(distinct.len(), keys.len());
+        // Threads and shared memory belong to the launch.
+        assert_eq!(key(kernel().threads(256).shared_bytes(16)), key(kernel()));
+    }
+
+    #[test]
+    fn limits_are_checked_before_the_launch() {
+        let device = Hardware {
+            max_shared_bytes: 1000,
+            ..Hardware::AMPERE
+        };
+        assert_eq!(kernel().check_limits([1, 1, 1], 3, &device), Ok(()));
+        let too_tall = kernel()
+            .check_limits([1, 65536, 1], 3, &device)
+            .expect_err("y is 16 bits");
+        assert!(too_tall.to_string().contains("grid size y 65536"), "{too_tall}");
+        assert!(kernel().shared_bytes(1001).check_limits([1, 1, 1], 3, &device).is_err());
+        assert!(kernel().check_limits([1, 1, 0], 3, &device).is_err());
+        assert!(kernel().check_limits([1, 1, 1], 61, &device).is_err());
+    }
+}

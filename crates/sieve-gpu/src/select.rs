@@ -1,0 +1,494 @@
+//! Launches of `kernels/select_*.cu`: a selector's choice of blocks, from queries and keys to the lists that attention
+//! reads.
+mod heavy;
+mod lines;
+mod order;
+mod probes;
+mod scores;
+mod step;
+
+pub use heavy::KeptKeys;
+
+use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::KernelFamily;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::FILL_ZERO;
+use order::{MOST_IN_SEGMENT, Orders};
+use probes::MOST_EXACT;
+use scores::CELL_SIDE;
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, MaskLayout};
+use std::ops::Range;
+
+const NAME: &str = "select_blocks";
+
+/// Bytes of scores that are held at a time.
+const SCORE_BYTES: usize = 1 << 30;
+
+/// Columns of a step of select_cells, and its shared memory.
+const CELL_STEP: usize = 64;
+const CELL_SHARED_BYTES: usize = 98_304;
+
+/// The lists of a selection, on the device.
+#[derive(Debug, Clone)]
+pub struct SelectedBlocks {
+    /// Where the arrays are in `data`.
+    pub layout: MaskLayout,
+    /// What attention reads, i32.
+    pub data: CudaTensor,
+    /// Kept tiles of each row of each list, i32 `[lists, query tiles]`.
+    pub counts: CudaTensor,
+    /// Pairs of a query and a kept key not after it, likewise.
+    pub pairs: CudaTensor,
+    /// Rows of each head with a score that is no number: such heads are dense. i32 `[num_heads]`.
+    pub nan_rows: CudaTensor,
+}
+
+impl Qkv {
+    /// Chooses the blocks of keys that each block of the last `selection.num_queries` tokens keeps. Nothing is read
+    /// back.
+    ///
+    /// # Shapes
+    /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
+    /// - bounds: of pages, f32 `[num_kv_heads, pages or more, 2, head_dim]`, kept from call to call:
+    ///   [`BlockScores::Bounds`] reads and writes them
+    ///
+    /// # Errors
+    /// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks;
+    /// bounds that are missing or too few.
+    pub fn select_blocks(
+        &self,
+        selection: &BlockSelection,
+        bounds: Option<&CudaTensor>,
+    ) -> Result<SelectedBlocks, KernelError> {
+        let call = Call::new(self, selection)?;
+        let [block_rows, columns] = selection.blocks();
+        let like = call.qkv.q.tensor();
+        let heads = selection.num_heads;
+        let kept = like.empty_contiguous(&[heads, block_rows, columns.div_ceil(u32::BITS as usize)], DType::I32);
+        let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
+        let data = like.empty_contiguous(&[selection.layout().words], DType::I32);
+        let orders = call.orders(&data, &nan_rows)?;
+        let marks = Marks { kept, nan_rows };
+        let mut columns = None;
+        match selection.scores {
+            BlockScores::Lines { .. } => columns = Some(call.lines(&marks)?),
+            BlockScores::Patterns { .. } => call.patterns(&marks)?,
+            BlockScores::Probes { .. } => call.probes(&marks)?,
+            BlockScores::Logits => call.largest_logits(&marks)?,
+            BlockScores::Bounds(known) => call.pages(&marks, known, bounds)?,
+            _ => call.compare(&marks, &orders)?,
+        }
+        call.lists(marks, data, &orders, columns.as_ref())
+    }
+}
+
+/// What a selection writes before there are lists.
+struct Marks {
+    /// Kept blocks, a bit each: `[num_heads, rows, ceil(columns / 32)]`.
+    kept: CudaTensor,
+    nan_rows: CudaTensor,
+}
+
+/// Rows of scores that select_choose reads, and how.
+#[derive(Clone, Copy)]
+struct Choice<'a> {
+    scores: &'a CudaTensor,
+    kept: &'a CudaTensor,
+    nan_rows: &'a CudaTensor,
+    /// Of each head, where `keep` does not say so.
+    tops: Option<&'a CudaTensor>,
+    first_head: usize,
+    num_heads: usize,
+    keep: KeepBlocks,
+    is_mass: bool,
+    forced: bool,
+    drops_absent: bool,
+}
+
+/// Long rows of masses, one a head, of which the largest are chosen; of equal ones the first.
+#[derive(Clone, Copy, Debug)]
+pub struct LongChoice<'a> {
+    /// f32, `length` of each of the heads from the first of `heads` on.
+    pub scores: &'a CudaTensor,
+    /// Bits of what stays, i32 `[all heads, length / 32 rounded up]`; rows of `heads` are written.
+    pub kept: &'a CudaTensor,
+    /// i32 `[all heads]`: 1 is added for a row with NaN, which keeps nothing.
+    pub nan_rows: &'a CudaTensor,
+    /// As `top` for each head, i32 `[all heads]`; a head with less than 0 keeps nothing. A head with 0 has no entries
+    /// that stay in any case.
+    pub tops: Option<&'a CudaTensor>,
+    /// The first head, and how many.
+    pub heads: [usize; 2],
+    /// Entries of a row.
+    pub length: usize,
+    /// How many of the largest are chosen; 0: as many as hold `goal`.
+    pub top: usize,
+    /// The first entries, which stay in any case and count.
+    pub num_first: usize,
+    /// The mass that is wanted; infinity keeps all.
+    pub goal: f32,
+    /// More than `goal`, not as much.
+    pub strict: bool,
+}
+
+impl LongChoice<'_> {
+    /// Writes the bits.
+    ///
+    /// # Errors
+    /// A launch that is refused.
+    ///
+    /// # Panics
+    /// When the first entries are to stay in a choice by mass: they have no mass that could count.
+    pub fn choose(&self) -> Result<(), KernelError> {
+        let by_number = self.top > 0 || self.tops.is_some();
+        assert!(
+            by_number || self.num_first == 0,
+            "{NAME}: the first entries stay in choices by number alone"
+        );
+        let [first_head, num_heads] = self.heads;
+        let params = params!(SelectChooseParams {
+            num_queries: 1usize,
+            num_keys: self.length,
+            block: 1usize,
+            offset: 0usize,
+            query_block: 1usize,
+            first_head,
+            top: self.top,
+            has_tops: self.tops.is_some(),
+            segment: 0usize,
+            num_first: self.num_first,
+            drops_absent: false,
+            share: 0u64,
+            goal: self.goal,
+            absolute: true,
+            strict: self.strict,
+        });
+        let tops = self.tops.unwrap_or(self.nan_rows);
+        let tensors = [self.scores, self.kept, self.nan_rows, tops];
+        // SAFETY: reads `length` scores a head, writes every word of these heads' rows.
+        unsafe { select_choose_kernel(true, false, true).launch([1, num_heads, 1], &tensors, &params) }
+    }
+}
+
+/// A selection with its checked operands.
+struct Call<'a> {
+    selection: &'a BlockSelection,
+    shape: AttentionShape,
+    qkv: Qkv,
+    q: [u64; 3],
+    k: [u64; 3],
+}
+
+impl<'a> Call<'a> {
+    fn new(qkv: &Qkv, selection: &'a BlockSelection) -> Result<Self, KernelError> {
+        let shape = qkv.shape(NAME)?;
+        let s = selection;
+        let sizes = [shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads];
+        let fits = sizes == [1, s.num_keys, s.num_heads, s.num_kv_heads]
+            && (1..=s.num_keys).contains(&s.num_queries)
+            && s.offset < s.query_block
+            && s.block.is_multiple_of(s.tile)
+            && (s.tile == s.block || s.offset == 0)
+            && s.query_block.is_multiple_of(s.block / s.tile)
+            && s.num_heads.is_multiple_of(s.heads_per_list)
+            && s.keep != KeepBlocks::Top(0);
+        let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(NAME, what, got, supported));
+        if !fits {
+            return unsupported(
+                "selection",
+                format!("{shape:?} with {s:?}"),
+                "one row as long as the selection says, tiles that divide blocks",
+            );
+        }
+        if let Some(order) = s.order
+            && (!order.segment.is_multiple_of(s.block)
+                || order.segment > MOST_IN_SEGMENT
+                || s.tile != s.block
+                || s.query_block != s.block
+                || s.offset != 0)
+        {
+            let supported = "square blocks that divide a segment of at most 512 tokens";
+            return unsupported("order", format!("{s:?}"), supported);
+        }
+        if let BlockScores::Probes { gamma, chosen } = s.scores {
+            let context = s.num_keys - s.num_queries;
+            let fits = chosen[1] <= MOST_EXACT
+                && s.query_block.is_multiple_of(gamma)
+                && context.is_multiple_of(gamma)
+                && s.offset == 0;
+            if !fits {
+                let supported = "calls and tiles of whole distances, at most 32 blocks that are surely the best";
+                return unsupported("probes", format!("{s:?}"), supported);
+            }
+        }
+        if let Some(cell) = cell_of(s.scores) {
+            if !shape.head_dim.is_multiple_of(CELL_STEP) {
+                let supported = "multiples of 64, for products of cells";
+                return unsupported("head_dim", shape.head_dim.to_string(), supported);
+            }
+            let per_block = s.block / cell.max(1);
+            let fits = s.block.is_multiple_of(cell) && per_block.is_power_of_two();
+            let is_one_by_one = matches!(s.scores, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
+            if !is_one_by_one && (!fits || per_block > CELL_SIDE) {
+                let got = format!("{cell} tokens of {}", s.block);
+                let supported = "blocks of 1, 2, 4, ... 128 cells";
+                return unsupported("cell", got, supported);
+            }
+        }
+        let qkv = qkv.walkable();
+        let [q, k, _] = qkv.head_words(NAME)?;
+        Ok(Self {
+            selection,
+            shape,
+            qkv,
+            q,
+            k,
+        })
+    }
+
+    /// Marks the blocks that rows of some heads keep.
+    fn choose(&self, choice: &Choice<'_>) -> Result<(), KernelError> {
+        let s = self.selection;
+        let [rows, columns] = s.blocks();
+        let (top, share, goal) = match choice.keep {
+            KeepBlocks::Mass(share) => (0, 0.0, share as f32),
+            KeepBlocks::Top(top) => (top, 0.0, 0.0),
+            KeepBlocks::Share(share) => (0, share, 0.0),
+        };
+        let params = params!(SelectChooseParams {
+            num_queries: s.num_queries,
+            num_keys: s.num_keys,
+            block: s.block,
+            offset: s.offset,
+            query_block: s.query_block,
+            first_head: choice.first_head,
+            top,
+            has_tops: choice.tops.is_some(),
+            segment: self.segment(),
+            num_first: 0usize,
+            drops_absent: choice.drops_absent,
+            share: share.to_bits(),
+            goal,
+            absolute: false,
+            strict: false,
+        });
+        let kernel =
+            select_choose_kernel(choice.is_mass, choice.forced, false).shared_bytes(columns * DType::F32.size());
+        let tensors = [
+            choice.scores,
+            choice.kept,
+            choice.nan_rows,
+            choice.tops.unwrap_or(choice.nan_rows),
+        ];
+        // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
+        unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
+    }
+
+    fn segment(&self) -> usize {
+        self.selection.order.map_or(0, |order| order.segment)
+    }
+
+    /// Scores of all blocks, and the choice among them.
+    fn compare(&self, marks: &Marks, orders: &Orders) -> Result<(), KernelError> {
+        let s = self.selection;
+        let means = match s.scores {
+            BlockScores::Means | BlockScores::MeansAndVariances(_) => Some(self.means(orders)?),
+            _ => None,
+        };
+        let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
+        for heads in self.slabs(row_bytes) {
+            let scores = match &means {
+                Some(means) => self.products(means, heads.clone())?,
+                None => self.cells(heads.clone())?,
+            };
+            self.choose(&Choice {
+                scores: &scores,
+                kept: &marks.kept,
+                nan_rows: &marks.nan_rows,
+                tops: None,
+                first_head: heads.start,
+                num_heads: heads.len(),
+                keep: s.keep,
+                is_mass: self.is_lse(),
+                forced: s.counts_own,
+                drops_absent: false,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Heads whose scores are held at a time.
+    fn slabs(&self, row_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let heads = self.selection.num_heads;
+        let slab = (SCORE_BYTES / row_bytes.max(1)).clamp(1, heads);
+        (0..heads)
+            .step_by(slab)
+            .map(move |first| first..(first + slab).min(heads))
+    }
+
+    /// The lists that attention reads.
+    fn lists(
+        &self,
+        marks: Marks,
+        data: CudaTensor,
+        orders: &Orders,
+        single: Option<&CudaTensor>,
+    ) -> Result<SelectedBlocks, KernelError> {
+        let Marks { kept, nan_rows } = marks;
+        let s = self.selection;
+        let [rows, columns] = s.tiles();
+        let (lists, num_words) = (s.num_lists(), columns.div_ceil(u32::BITS as usize));
+        let new = |shape: &[usize]| kept.empty_contiguous(shape, DType::I32);
+        let bits = new(&[lists, rows, num_words]);
+        let (counts, pairs) = (new(&[lists, rows]), new(&[lists, rows]));
+        let params = params!(SelectListsParams {
+            num_queries: s.num_queries,
+            num_keys: s.num_keys,
+            block: s.block,
+            offset: s.offset,
+            query_block: s.query_block,
+            tile: s.tile,
+            heads_per_list: s.heads_per_list,
+            num_lists_per_order: lists / s.num_kv_heads,
+            local: s.local_tokens,
+            sinks: s.first_tiles,
+            segment: self.segment(),
+            keeps_first: s.order.is_some_and(|order| order.keeps_first),
+            moves_queries: s.order.is_some_and(|order| order.moves_queries),
+            drops_own: !s.keeps_own,
+        });
+        let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(&data));
+        let tensors = [&kept, &nan_rows, keys, queries, &bits, &counts, &pairs];
+        // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.
+        unsafe { SELECT_LISTS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }?;
+        let layout = s.layout();
+        let [_, row_ptr_at, tile_idx_at, col_ptr_at, col_idx_at, ..] = layout.places;
+        let all_rows = lists * rows;
+        let offsets = |counts: &CudaTensor, row_ptr_at: usize| {
+            let params = params!(SelectOffsetsParams {
+                rows: all_rows,
+                row_ptr_at,
+            });
+            // SAFETY: the array has one word more than there are rows.
+            unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, &data], &params) }
+        };
+        offsets(&counts, row_ptr_at)?;
+        let params = params!(SelectFillParams {
+            rows: all_rows,
+            words: num_words,
+            row_ptr_at,
+            tile_idx_at,
+        });
+        let grid = [all_rows.div_ceil(4), 1, 1];
+        // SAFETY: tile_idx has room for every tile that rows may keep.
+        unsafe { SELECT_FILL.launch(grid, &[&bits, &data], &params) }?;
+        if let Some(single) = single {
+            let singles = new(&[lists, rows]);
+            let tensors = [single, &bits, &singles, &pairs, &data];
+            let launch = |fills: bool| {
+                let params = params!(SelectColumnsParams {
+                    num_queries: s.num_queries,
+                    num_keys: s.num_keys,
+                    block: s.tile,
+                    offset: s.offset,
+                    query_block: s.tile_rows(),
+                    fills,
+                    col_ptr_at,
+                    col_idx_at,
+                });
+                // SAFETY: col_idx has room for every column that rows may keep.
+                unsafe { SELECT_COLUMNS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }
+            };
+            launch(false)?;
+            offsets(&singles, col_ptr_at)?;
+            launch(true)?;
+        }
+        Ok(SelectedBlocks {
+            layout,
+            data,
+            counts,
+            pairs,
+            nan_rows,
+        })
+    }
+}
+
+/// Tokens of a cell, where blocks are compared by cells.
+fn cell_of(scores: BlockScores) -> Option<usize> {
+    match scores {
+        BlockScores::Means | BlockScores::MeansAndVariances(_) | BlockScores::Bounds(_) => None,
+        BlockScores::Logits => Some(1),
+        BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => Some(1),
+        BlockScores::LargestOfGroups(cell) | BlockScores::Cells { stride: cell, .. } => Some(cell),
+    }
+}
+
+const SELECT_POOL: SourceKernel = SourceKernel::new("select_pool").threads(128);
+const SELECT_SCORES: SourceKernel = SourceKernel::new("select_scores").threads(256);
+
+fn select_cells_kernel(head_dim: usize, is_lse: bool, family: KernelFamily) -> SourceKernel {
+    let (name, room_to_align) = match family {
+        KernelFamily::Portable => ("select_cells", 0),
+        KernelFamily::Hopper => ("hopper_select_cells", 1024),
+    };
+    SourceKernel::new(name)
+        .define("HEAD_DIM", head_dim)
+        .define("LSE", u8::from(is_lse))
+        .threads(256)
+        .shared_bytes(CELL_SHARED_BYTES + room_to_align)
+}
+
+const SELECT_CELL_SUMS: SourceKernel = SourceKernel::new("select_cell_sums").threads(128);
+
+fn select_choose_kernel(is_mass: bool, is_forced: bool, is_long: bool) -> SourceKernel {
+    SourceKernel::new("select_choose")
+        .define("IS_MASS", u8::from(is_mass))
+        .define("FORCED", u8::from(is_forced))
+        .define("LONG", u8::from(is_long))
+        .threads(if is_long { 1024 } else { 128 })
+}
+
+const SELECT_COLUMNS: SourceKernel = SourceKernel::new("select_columns").threads(128);
+const SELECT_LISTS: SourceKernel = SourceKernel::new("select_lists").threads(128);
+const SELECT_OFFSETS: SourceKernel = SourceKernel::new("select_offsets").threads(1024);
+const SELECT_FILL: SourceKernel = SourceKernel::new("select_fill").threads(128);
+
+/// The Hopper family's specialisations for heads of these widths.
+pub(crate) fn hopper_select_blocks_kernels(head_dims: &[usize]) -> Vec<SourceKernel> {
+    cells_kernels(head_dims, KernelFamily::Hopper)
+}
+
+fn cells_kernels(head_dims: &[usize], family: KernelFamily) -> Vec<SourceKernel> {
+    let widths = head_dims.iter().filter(|dim| dim.is_multiple_of(CELL_STEP));
+    let of = |&dim| [true, false].map(|is_lse| select_cells_kernel(dim, is_lse, family));
+    widths.flat_map(of).collect()
+}
+
+/// All portable specialisations for heads of these widths; `max_shared_bytes` is the shared memory of a thread block.
+pub(crate) fn select_blocks_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
+    let mut kernels = vec![
+        SELECT_POOL,
+        SELECT_SCORES,
+        SELECT_CELL_SUMS,
+        SELECT_LISTS,
+        SELECT_OFFSETS,
+        SELECT_FILL,
+        SELECT_COLUMNS,
+        select_choose_kernel(false, false, false),
+        select_choose_kernel(true, true, false),
+        select_choose_kernel(true, false, false),
+        select_choose_kernel(true, false, true),
+        FILL_ZERO,
+    ];
+    kernels.extend(lines::lines_kernels());
+    kernels.extend(order::order_kernels());
+    kernels.extend(probes::probe_kernels());
+    kernels.push(step::SELECT_PAGES);
+    kernels.extend(heavy::heavy_kernels(head_dims, max_shared_bytes));
+    kernels.extend(cells_kernels(head_dims, KernelFamily::Portable));
+    kernels
+}

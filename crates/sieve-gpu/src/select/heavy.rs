@@ -1,0 +1,218 @@
+//! Keys that stay of a prompt by the attention they received (SnapKV, H2O), and tokens that then push the lightest out.
+use super::lines::ProbeSums;
+use super::{Call, LongChoice};
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
+use crate::attention::heads::Qkv;
+use crate::dma::decode::{DmaSlots, dma_decode_kernel, slots_decode};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::{HeavyKeys, KeepBlocks};
+
+const NAME: &str = "keep_heavy_keys";
+
+/// Queries whose logits are held at a time: the rows of a tile of select_cells.
+const ROWS_AT_ONCE: usize = 128;
+
+/// Tokens of a block of threads of select_gather and select_smooth, and slots of one of slot_logits.
+const TOKENS_AT_ONCE: usize = 256;
+const SLOTS_AT_ONCE: usize = 32;
+
+/// What stays of a prompt: each KV head's own tokens, by rising position.
+#[derive(Debug, Clone)]
+pub struct KeptKeys {
+    /// bf16 `[1, num_kv_heads, kept, head_dim]`.
+    pub k: CudaTensor,
+    /// Likewise.
+    pub v: CudaTensor,
+    /// The attention they received, f32 `[1, num_kv_heads, kept]`.
+    pub received: CudaTensor,
+    /// Their positions, i32 likewise.
+    pub positions: CudaTensor,
+}
+
+impl Qkv {
+    /// Chooses the keys of a prompt that the tokens after it read. Nothing is read back.
+    ///
+    /// # Shapes
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    ///
+    /// # Errors
+    /// Sizes that do not fit the selection; heads whose width is no multiple of 64.
+    pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
+        let s = &heavy.selection;
+        let call = Call::new(self, s)?;
+        let (n, d) = (s.num_keys, call.shape.head_dim);
+        let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
+            return Err(KernelError::unsupported(
+                NAME,
+                "selection",
+                format!("{heavy:?}"),
+                "a top of blocks of one key, fewer last keys than there are",
+            ));
+        };
+        let count = n - heavy.last;
+        let kept = top.min(count) + heavy.last;
+        let like = call.qkv.q.tensor();
+        let nan_rows = like.zeros_contiguous(&[s.num_heads], DType::I32);
+        let received = call.received(&nan_rows)?;
+        let score = call.new_f32(&[s.num_kv_heads, count]);
+        let params = params!(SelectSmoothParams {
+            num_keys: n,
+            count,
+            width: heavy.width,
+            by_largest: heavy.by_largest,
+        });
+        let grid = [count.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
+        // SAFETY: both have these rows; every score is written.
+        unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
+        let words = count.div_ceil(u32::BITS as usize);
+        let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
+        LongChoice {
+            scores: &score,
+            kept: &marks,
+            nan_rows: &nan_rows,
+            tops: None,
+            heads: [0, s.num_kv_heads],
+            length: count,
+            top,
+            num_first: 0,
+            goal: 0.0,
+            strict: false,
+        }
+        .choose()?;
+        let per_slot = [1, s.num_kv_heads, kept];
+        let rows = [1, s.num_kv_heads, kept, d];
+        // Zeros: a head whose scores are no numbers marks nothing.
+        let stays = KeptKeys {
+            k: like.zeros_contiguous(&rows, DType::BF16),
+            v: like.zeros_contiguous(&rows, DType::BF16),
+            received: like.zeros_contiguous(&per_slot, DType::F32),
+            positions: like.zeros_contiguous(&per_slot, DType::I32),
+        };
+        let [_, k, v] = call.qkv.head_words(NAME)?;
+        let params = params!(SelectGatherParams {
+            num_keys: n,
+            count,
+            slots: kept,
+            head_dim: d,
+            k_offset: k[0],
+            v_offset: v[0],
+            k_token_stride: k[1],
+            v_token_stride: v[1],
+        });
+        let tensors = [
+            &marks,
+            call.qkv.k.tensor(),
+            call.qkv.v.tensor(),
+            &received,
+            &stays.k,
+            &stays.v,
+            &stays.received,
+            &stays.positions,
+        ];
+        let grid = [n.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
+        // SAFETY: tokens and strides are the tensors' own; writes within the slots.
+        unsafe { SELECT_GATHER.launch(grid, &tensors, &params) }?;
+        Ok(stays)
+    }
+}
+
+impl Call<'_> {
+    /// The attention that each key received from the selection's queries of a group, f32 `[num_kv_heads, num_keys]`.
+    fn received(&self, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let group = s.num_heads / s.num_kv_heads;
+        let all = self.new_f32(&[s.num_kv_heads, s.num_keys]);
+        let first = self.context();
+        for start in (first..s.num_keys).step_by(ROWS_AT_ONCE) {
+            let positions = start..(start + ROWS_AT_ONCE).min(s.num_keys);
+            for kv_heads in self.groups_at_once(positions.len()) {
+                let columns = all.row_range(NAME, "received", kv_heads.start, kv_heads.len())?;
+                let sums = ProbeSums {
+                    group,
+                    factor: 1.0,
+                    adds: start > first,
+                    columns: &columns,
+                    diagonals: None,
+                };
+                let heads = kv_heads.start * group..kv_heads.end * group;
+                self.probe_sums(positions.clone(), heads, nan_rows, &sums)?;
+            }
+        }
+        Ok(all)
+    }
+}
+
+impl DmaSlots {
+    /// Offers one new token to the slots, where it takes the place of the lightest key that is not among the last ones,
+    /// and attends over all of them. Then each slot's `z` grows by the attention that it received. `tokens` came
+    /// before. Returns `[1, 1, num_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit; more than one sequence; heads whose width is no multiple of 32.
+    pub fn heavy_decode(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        tokens: usize,
+        softmax_scale: f32,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = token.shape(NAME)?;
+        let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
+        let group = shape.group_size();
+        if batch != 1 || !shape.head_dim.is_multiple_of(32) {
+            return Err(KernelError::unsupported(
+                NAME,
+                "shape",
+                format!("{shape:?}"),
+                "one sequence, heads of a multiple of 32 columns",
+            ));
+        }
+        let token = token.walkable();
+        let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
+        let o = slots_decode(&token, &z, self, length, softmax_scale, None, scratch)?;
+        let used = (tokens + 1).min(room);
+        let logits = z.empty_contiguous(&[shape.num_heads, 1, room], DType::F32);
+        let [[q_offset, ..], ..] = token.head_words(NAME)?;
+        let params = params!(SlotLogitsParams {
+            slots: room,
+            count: used,
+            head_dim: shape.head_dim,
+            group,
+            q_offset,
+            softmax_scale,
+        });
+        let grid = [used.div_ceil(SLOTS_AT_ONCE), num_kv_heads, 1];
+        let tensors = [token.q.tensor(), &self.kv.k, &logits];
+        // SAFETY: slots_decode checked the slots against the token; writes logits of the slots in use.
+        unsafe { SLOT_LOGITS.launch(grid, &tensors, &params) }?;
+        let nan_rows = z.zeros_contiguous(&[shape.num_heads], DType::I32);
+        let columns = self.z.reshaped(NAME, "received", &[num_kv_heads, room])?;
+        let sums = ProbeSums {
+            group,
+            factor: 1.0,
+            adds: true,
+            columns: &columns,
+            diagonals: None,
+        };
+        sums.add(&logits, used - 1, 0, &nan_rows)?;
+        Ok(o)
+    }
+}
+
+const SELECT_SMOOTH: SourceKernel = SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE);
+const SELECT_GATHER: SourceKernel = SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE);
+const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
+
+pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec<SourceKernel> {
+    let mut kernels = vec![SELECT_SMOOTH, SELECT_GATHER, SLOT_LOGITS];
+    let tilings = head_dims
+        .iter()
+        .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
+    kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, None)));
+    kernels
+}

@@ -1,0 +1,331 @@
+//! Columns and diagonals that the last queries look at, and FlexPrefill's choice between them and a map of blocks.
+use super::scores::{Cut, Pooled};
+use super::{Call, LongChoice, Marks, NAME, SCORE_BYTES};
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::BlockScores;
+use std::ops::Range;
+
+/// Bits of what heads keep, of columns and of diagonals.
+type Lines = [CudaTensor; 2];
+
+/// Where sums of what queries look at go.
+pub(super) struct ProbeSums<'a> {
+    /// Heads that are summed.
+    pub(super) group: usize,
+    pub(super) factor: f32,
+    /// Whether sums by key are added to what is there.
+    pub(super) adds: bool,
+    /// By key, f32 of `num_keys` for each group of heads.
+    pub(super) columns: &'a CudaTensor,
+    /// By distance, likewise.
+    pub(super) diagonals: Option<&'a CudaTensor>,
+}
+
+impl ProbeSums<'_> {
+    /// From logits `[heads, rows, num_keys]` of neighbouring queries, the first at a position; it sees the keys up to
+    /// its own.
+    pub(super) fn add(
+        &self,
+        logits: &CudaTensor,
+        first_position: usize,
+        first_head: usize,
+        nan_rows: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let [heads, rows, num_keys] = logits.dims(NAME, "logits")?;
+        let scale = logits.empty_contiguous(&[heads, rows, 2], DType::F32);
+        let params = params!(SelectProbeRowsParams {
+            rows,
+            num_keys,
+            first_position,
+            first_head,
+        });
+        let grid = [rows, heads, 1];
+        // SAFETY: reads logits of keys not after each query; writes every scale.
+        unsafe { SELECT_PROBE_ROWS.launch(grid, &[logits, &scale, nan_rows], &params) }?;
+        let params = params!(SelectProbeSumsParams {
+            rows,
+            num_keys,
+            first_position,
+            group: self.group,
+            factor: self.factor,
+            adds: self.adds,
+        });
+        let kinds = 1 + usize::from(self.diagonals.is_some());
+        let grid = [num_keys.div_ceil(256), heads / self.group, kinds];
+        let diagonals = self.diagonals.unwrap_or(self.columns);
+        let tensors = [logits, &scale, self.columns, diagonals];
+        // SAFETY: as above; writes every sum.
+        unsafe { SELECT_PROBE_SUMS.launch(grid, &tensors, &params) }
+    }
+}
+
+impl Call<'_> {
+    /// KV heads whose groups' logits of some last queries are held at a time.
+    pub(super) fn groups_at_once(&self, rows: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+        let s = self.selection;
+        let (kv_heads, group) = (s.num_kv_heads, s.num_heads / s.num_kv_heads);
+        let bytes = rows * s.num_keys * DType::F32.size() * group;
+        let slab = (SCORE_BYTES / bytes.max(1)).clamp(1, kv_heads);
+        (0..kv_heads)
+            .step_by(slab)
+            .map(move |first| first..(first + slab).min(kv_heads))
+    }
+
+    /// Sums of what the queries at some positions look at, of some heads, by key and by distance.
+    pub(super) fn probe_sums(
+        &self,
+        positions: Range<usize>,
+        heads: Range<usize>,
+        nan_rows: &CudaTensor,
+        sums: &ProbeSums<'_>,
+    ) -> Result<(), KernelError> {
+        let logits = self.logits(positions.clone(), heads.clone())?;
+        sums.add(&logits, positions.start, heads.start, nan_rows)
+    }
+
+    /// The same of all heads.
+    fn all_probe_sums(&self, rows: usize, nan_rows: &CudaTensor, factor: f32) -> Result<[CudaTensor; 2], KernelError> {
+        let s = self.selection;
+        let group = s.num_heads / s.num_kv_heads;
+        let new = || self.new_f32(&[s.num_heads, s.num_keys]);
+        let sums = [new(), new()];
+        for kv_heads in self.groups_at_once(rows) {
+            let heads = kv_heads.start * group..kv_heads.end * group;
+            let part = |sums: &CudaTensor| sums.row_range(NAME, "sums", heads.start, heads.len());
+            let parts = [part(&sums[0])?, part(&sums[1])?];
+            let sums = ProbeSums {
+                group: 1,
+                factor,
+                adds: false,
+                columns: &parts[0],
+                diagonals: Some(&parts[1]),
+            };
+            self.probe_sums(s.num_keys - rows..s.num_keys, heads, nan_rows, &sums)?;
+        }
+        Ok(sums)
+    }
+
+    /// Bits of the best of a long row of each head.
+    fn best_of(&self, choice: LongChoice<'_>) -> Result<CudaTensor, KernelError> {
+        let words = choice.length.div_ceil(u32::BITS as usize);
+        let kept = choice
+            .nan_rows
+            .empty_contiguous(&[self.selection.num_heads, words], DType::I32);
+        LongChoice { kept: &kept, ..choice }.choose()?;
+        Ok(kept)
+    }
+
+    fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
+        LongChoice {
+            scores,
+            kept: nan_rows,
+            nan_rows,
+            tops: None,
+            heads: [0, self.selection.num_heads],
+            length,
+            top: 0,
+            num_first: 0,
+            goal: 0.0,
+            strict: false,
+        }
+    }
+
+    /// Marks the blocks that kept columns and diagonals meet.
+    fn slashes(
+        &self,
+        [columns, diagonals]: &Lines,
+        map: Option<&CudaTensor>,
+        by_token: bool,
+        kept: &CudaTensor,
+    ) -> Result<(), KernelError> {
+        let s = self.selection;
+        let params = params!(SelectSlashesParams {
+            num_queries: s.num_queries,
+            num_keys: s.num_keys,
+            block: s.block,
+            offset: s.offset,
+            query_block: s.query_block,
+            by_token,
+            has_map: map.is_some(),
+        });
+        let grid = [s.blocks()[0].div_ceil(4), s.num_heads, 1];
+        let tensors = [columns, diagonals, map.unwrap_or(columns), kept];
+        // SAFETY: bits have one for each token or block; writes every word.
+        unsafe { SELECT_SLASHES.launch(grid, &tensors, &params) }
+    }
+
+    /// Marks the blocks of kept diagonals; returns the bits of kept columns.
+    pub(super) fn lines(&self, marks: &Marks) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let BlockScores::Lines {
+            rows,
+            columns,
+            diagonals,
+        } = s.scores
+        else {
+            unreachable!("its caller has looked")
+        };
+        let rows = rows.min(s.num_queries);
+        let sums = self.all_probe_sums(rows, &marks.nan_rows, 1.0)?;
+        let best = |sums: &CudaTensor, [top, num_first]: [usize; 2]| {
+            let all = self.of_all_heads(sums, &marks.nan_rows, s.num_keys);
+            self.best_of(LongChoice { top, num_first, ..all })
+        };
+        let lines = [best(&sums[0], columns)?, best(&sums[1], diagonals)?];
+        self.slashes(&lines, None, true, &marks.kept)?;
+        let [columns, _] = lines;
+        Ok(columns)
+    }
+
+    /// Marks the blocks of each head's pattern.
+    pub(super) fn patterns(&self, marks: &Marks) -> Result<(), KernelError> {
+        let s = self.selection;
+        let BlockScores::Patterns {
+            gamma,
+            tau,
+            blocks: [least, most],
+        } = s.scores
+        else {
+            unreachable!("its caller has looked")
+        };
+        let nan_rows = &marks.nan_rows;
+        let rows = s.block.min(s.num_queries);
+        let [_, columns] = s.blocks();
+        let sums = self.all_probe_sums(rows, nan_rows, 1.0 / rows as f32)?;
+        // The estimate of the probe's attention by means.
+        let probe = Pooled {
+            heads: &self.qkv.q,
+            at: self.q,
+            num_heads: s.num_heads,
+            first_token: s.num_keys - rows,
+            num_tokens: rows,
+            block: s.block,
+            offset: 0,
+            order: None,
+        };
+        let [probe, _] = self.pool(&probe, false)?;
+        let [k, _] = self.pool(&self.pooled_keys(None), false)?;
+        let estimate = self.new_f32(&[s.num_heads, 1, columns]);
+        let last = Cut {
+            num_queries: rows,
+            block: s.block,
+            query_block: s.block,
+            offset: 0,
+        };
+        let means = [probe, k];
+        let scale = s.softmax_scale;
+        self.add_products(&means, &estimate, last, 0..s.num_heads, scale, false)?;
+        let passes = |sums: &CudaTensor| {
+            let all = self.of_all_heads(sums, nan_rows, s.num_keys);
+            // A rounded sum may pass 1 before the end.
+            let goal = if gamma < 1.0 { gamma as f32 } else { f32::INFINITY };
+            self.best_of(LongChoice {
+                goal,
+                strict: true,
+                ..all
+            })
+        };
+        let tokens = [passes(&sums[0])?, passes(&sums[1])?];
+        let new = || self.new_f32(&[s.num_heads, columns]);
+        let by_block = [new(), new()];
+        let tops = nan_rows.empty_contiguous(&[3, s.num_heads], DType::I32);
+        let params = params!(SelectPatternsParams {
+            num_heads: s.num_heads,
+            num_keys: s.num_keys,
+            block: s.block,
+            least,
+            most,
+            tau: tau.to_bits(),
+        });
+        let tensors = [
+            &sums[0],
+            &sums[1],
+            &estimate,
+            &tokens[0],
+            &tokens[1],
+            &by_block[0],
+            &by_block[1],
+            &tops,
+            nan_rows,
+        ];
+        // SAFETY: sums, bits and estimates are of all heads; writes every sum of blocks and every number.
+        unsafe { SELECT_PATTERNS.launch([s.num_heads, 1, 1], &tensors, &params) }?;
+        let best = |at: usize| {
+            let tops = tops.row_range(NAME, "tops", at, 1)?;
+            let all = self.of_all_heads(&by_block[at], nan_rows, columns);
+            self.best_of(LongChoice {
+                tops: Some(&tops),
+                num_first: 1,
+                ..all
+            })
+        };
+        let lines = [best(0)?, best(1)?];
+        let wanted = tops.row_range(NAME, "tops", 2, 1)?;
+        let map = self.map(&wanted, nan_rows, gamma)?;
+        self.slashes(&lines, Some(&map), false, &marks.kept)
+    }
+
+    /// Bits of the largest entries of the map of all blocks, of heads that want it.
+    fn map(&self, wanted: &CudaTensor, nan_rows: &CudaTensor, gamma: f64) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let [rows, columns] = s.blocks();
+        let length = rows * columns;
+        let words = length.div_ceil(u32::BITS as usize);
+        let kept = nan_rows.empty_contiguous(&[s.num_heads, words], DType::I32);
+        let means = self.means(&super::order::Orders::default())?;
+        for heads in self.slabs(length * DType::F32.size()) {
+            let scores = self.products(&means, heads.clone())?;
+            let params = params!(SelectSoftmaxParams {
+                num_queries: s.num_queries,
+                num_keys: s.num_keys,
+                block: s.block,
+                offset: s.offset,
+                query_block: s.query_block,
+                first_head: heads.start,
+            });
+            let grid = [rows, heads.len(), 1];
+            let tensors = [&scores, wanted, nan_rows];
+            // SAFETY: rows of the scores, in place.
+            unsafe { SELECT_SOFTMAX.launch(grid, &tensors, &params) }?;
+            let goal = if gamma < 1.0 {
+                (gamma * rows as f64) as f32
+            } else {
+                f32::INFINITY
+            };
+            let choice = LongChoice {
+                scores: &scores,
+                kept: &kept,
+                nan_rows,
+                tops: Some(wanted),
+                heads: [heads.start, heads.len()],
+                length,
+                top: 0,
+                num_first: 0,
+                goal,
+                strict: false,
+            };
+            choice.choose()?;
+        }
+        Ok(kept)
+    }
+}
+
+const SELECT_PROBE_ROWS: SourceKernel = SourceKernel::new("select_probe_rows").threads(256);
+const SELECT_PROBE_SUMS: SourceKernel = SourceKernel::new("select_probe_sums").threads(256);
+const SELECT_SLASHES: SourceKernel = SourceKernel::new("select_slashes").threads(128);
+const SELECT_PATTERNS: SourceKernel = SourceKernel::new("select_patterns").threads(256);
+const SELECT_SOFTMAX: SourceKernel = SourceKernel::new("select_softmax").threads(128);
+
+pub(super) fn lines_kernels() -> [SourceKernel; 5] {
+    [
+        SELECT_PROBE_ROWS,
+        SELECT_PROBE_SUMS,
+        SELECT_SLASHES,
+        SELECT_PATTERNS,
+        SELECT_SOFTMAX,
+    ]
+}

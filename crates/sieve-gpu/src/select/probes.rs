@@ -1,0 +1,179 @@
+//! Dense probe rows: the blocks they choose (MOMO), and the correction of a sparse output by their own.
+use super::scores::Cells;
+use super::{Call, Choice, Marks};
+use crate::attention::heads::Qkv;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use sieve_core::{BlockScores, MaskLayout, ProbeCorrection};
+use std::ops::Range;
+
+/// Blocks that a probe's buffer holds at most.
+pub(super) const MOST_EXACT: usize = 32;
+
+/// Probes of a tile of their attention, and keys of its tiles.
+const SIDE: usize = 128;
+
+impl Call<'_> {
+    /// Marks the blocks that the probes of each tile chose.
+    pub(super) fn probes(&self, marks: &Marks) -> Result<(), KernelError> {
+        let s = self.selection;
+        let BlockScores::Probes {
+            gamma,
+            chosen: [k, num_exact],
+        } = s.scores
+        else {
+            unreachable!("its caller has looked")
+        };
+        let [rows, columns] = s.blocks();
+        let num_probes = s.num_queries.div_ceil(gamma);
+        let words = columns.div_ceil(u32::BITS as usize);
+        let chosen = marks
+            .kept
+            .empty_contiguous(&[s.num_heads, num_probes, words], DType::I32);
+        let cells = Cells {
+            first: self.context(),
+            step: gamma,
+            cell: 1,
+            per_block: s.block,
+            reversed: false,
+            scale: s.softmax_scale,
+            is_lse: true,
+            rows: num_probes,
+        };
+        for heads in self.slabs(num_probes * columns * DType::F32.size()) {
+            let lse = self.launch_cells(&cells, heads.clone())?;
+            let params = params!(SelectGateParams {
+                num_probes,
+                num_blocks: columns,
+                block: s.block,
+                context: self.context(),
+                gamma,
+                tile: s.query_block,
+                first_head: heads.start,
+                sinks: s.first_tiles,
+                k,
+                num_exact,
+            });
+            let grid = [num_probes.div_ceil(64), heads.len(), 1];
+            let tensors = [&lse, &chosen, &marks.nan_rows];
+            // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
+            unsafe { SELECT_GATE.launch(grid, &tensors, &params) }?;
+            let scores = self.new_f32(&[heads.len(), rows, columns]);
+            let params = params!(SelectVotesParams {
+                num_probes,
+                num_blocks: columns,
+                per_tile: s.query_block / gamma,
+                first_head: heads.start,
+            });
+            let grid = [columns.div_ceil(128), rows, heads.len()];
+            // SAFETY: reads scores of chosen blocks; writes every score.
+            unsafe { SELECT_VOTES.launch(grid, &[&lse, &chosen, &scores], &params) }?;
+            self.choose(&Choice {
+                scores: &scores,
+                kept: &marks.kept,
+                nan_rows: &marks.nan_rows,
+                tops: None,
+                first_head: heads.start,
+                num_heads: heads.len(),
+                keep: s.keep,
+                is_mass: false,
+                forced: false,
+                drops_absent: true,
+            })?;
+        }
+        Ok(())
+    }
+}
+
+impl Qkv {
+    /// Corrects attention under a mask by dense probe rows, in place: every `gamma`-th position is one, and the call's
+    /// first row. `dense_rows` are dense already and stay.
+    ///
+    /// # Shapes
+    /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
+    /// - o: bf16 `[1, num_queries, num_heads, head_dim]` contiguous
+    ///
+    /// # Errors
+    /// Sizes that do not fit, probes of every position.
+    pub fn correct_by_probes(
+        &self,
+        o: &CudaTensor,
+        correction: ProbeCorrection,
+        dense_rows: Range<usize>,
+        softmax_scale: f32,
+    ) -> Result<(), KernelError> {
+        const NAME: &str = "correct_by_probes";
+        let shape = self.shape(NAME)?;
+        let [batch, num_queries, num_heads, head_dim] = o.dims(NAME, "o")?;
+        operands!(only NAME, o: BF16[batch, num_queries, num_heads, head_dim] contiguous);
+        let gamma = correction.gamma;
+        let fits = [shape.batch, shape.num_heads, shape.head_dim_v] == [1, num_heads, head_dim]
+            && num_queries <= shape.seq_len
+            && gamma > 1
+            && num_queries > gamma;
+        if !fits {
+            let got = format!("{shape:?}, o of {:?}, {correction:?}", o.shape());
+            let supported = "the outputs of a call of more than gamma queries, gamma above 1";
+            return Err(KernelError::unsupported(NAME, "shape", got, supported));
+        }
+        let context = shape.seq_len - num_queries;
+        let offset = context % gamma;
+        let num_probes = (num_queries + offset).div_ceil(gamma);
+        let tiles = num_probes.div_ceil(SIDE);
+        let last = |tile: usize| ((tile + 1) * SIDE).min(num_probes) - 1;
+        let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
+        let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
+        let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
+        let words = query_order_at + num_probes;
+        let mask = o.empty_contiguous(&[words], DType::I32);
+        let params = params!(ProbeMaskParams {
+            num_probes,
+            context,
+            gamma,
+            offset,
+            row_ptr_at,
+            tile_idx_at,
+            query_order_at,
+        });
+        // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
+        unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&mask], &params) }?;
+        let layout = MaskLayout {
+            num_queries,
+            num_keys: shape.seq_len,
+            heads: [num_heads, shape.num_kv_heads],
+            cuts: [SIDE, 0, SIDE, tiles],
+            heads_per: [num_heads, num_heads],
+            query_slots: num_probes,
+            places: [0, row_ptr_at, tile_idx_at, 0, 0, 0, query_order_at, 0],
+            words,
+            dense_rows: Vec::new(),
+        };
+        let dense = self.sparse_attention_forward(&layout, &mask, softmax_scale)?;
+        let width = num_heads * head_dim;
+        let params = params!(ProbeCorrectParams {
+            num_queries,
+            width,
+            gamma,
+            offset,
+            dense_first: dense_rows.start,
+            dense_end: dense_rows.end,
+            replaces_only: correction.replaces_only,
+        });
+        let grid = [num_probes, width.div_ceil(1024), 1];
+        // SAFETY: both have these rows; of the dense ones the probes are read, which attention wrote.
+        unsafe { PROBE_CORRECT.launch(grid, &[o, &dense.o], &params) }
+    }
+}
+
+const SELECT_GATE: SourceKernel = SourceKernel::new("select_gate").threads(64);
+const SELECT_VOTES: SourceKernel = SourceKernel::new("select_votes").threads(128);
+const PROBE_MASK: SourceKernel = SourceKernel::new("probe_mask").threads(128);
+const PROBE_CORRECT: SourceKernel = SourceKernel::new("probe_correct").threads(128);
+
+pub(super) fn probe_kernels() -> [SourceKernel; 4] {
+    [SELECT_GATE, SELECT_VOTES, PROBE_MASK, PROBE_CORRECT]
+}

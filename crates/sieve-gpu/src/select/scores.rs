@@ -1,0 +1,302 @@
+//! Scores of blocks: products of means, and of cells.
+use super::order::Orders;
+use super::{Call, SELECT_CELL_SUMS, SELECT_POOL, SELECT_SCORES, select_cells_kernel};
+use crate::attention::heads::Heads;
+use crate::attention::hopper_tiling::KernelFamily;
+use crate::attention::tiling::KeySource;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use sieve_core::BlockScores;
+use std::ops::Range;
+
+/// Cells of a tile of select_cells.
+pub(super) const CELL_SIDE: usize = 128;
+
+/// Side of a tile of select_scores.
+const SCORE_SIDE: usize = 64;
+
+/// Means of blocks, and where asked for variances; of queries and of keys.
+pub(super) struct Means {
+    means: [CudaTensor; 2],
+    variances: Option<[CudaTensor; 2]>,
+}
+
+/// Tokens whose blocks are pooled.
+pub(super) struct Pooled<'a> {
+    pub(super) heads: &'a Heads,
+    pub(super) at: [u64; 3],
+    pub(super) num_heads: usize,
+    pub(super) first_token: usize,
+    pub(super) num_tokens: usize,
+    pub(super) block: usize,
+    pub(super) offset: usize,
+    pub(super) order: Option<&'a CudaTensor>,
+}
+
+/// How blocks of queries and keys are cut for products of means.
+#[derive(Clone, Copy)]
+pub(super) struct Cut {
+    pub(super) num_queries: usize,
+    pub(super) block: usize,
+    pub(super) query_block: usize,
+    pub(super) offset: usize,
+}
+
+/// Products of cells of queries, `step` tokens apart from position `first` on, with cells of keys.
+pub(super) struct Cells {
+    pub(super) first: usize,
+    pub(super) step: usize,
+    pub(super) cell: usize,
+    pub(super) per_block: usize,
+    pub(super) reversed: bool,
+    pub(super) scale: f32,
+    /// Log-sum-exps of a cell with each block; else the largest product of two blocks.
+    pub(super) is_lse: bool,
+    pub(super) rows: usize,
+}
+
+impl Call<'_> {
+    pub(super) fn is_lse(&self) -> bool {
+        matches!(self.selection.scores, BlockScores::Cells { .. })
+    }
+
+    /// Position of the first query.
+    pub(super) fn context(&self) -> usize {
+        self.selection.num_keys - self.selection.num_queries
+    }
+
+    /// Position of the first cell of queries.
+    fn first_query(&self) -> usize {
+        match self.selection.scores {
+            BlockScores::Cells { stride, .. } => self.context() / stride * stride,
+            _ => self.context(),
+        }
+    }
+
+    /// Rows of the largest array of scores.
+    pub(super) fn score_rows(&self) -> usize {
+        match self.selection.scores {
+            BlockScores::Cells { stride, .. } => (self.selection.num_keys - self.first_query()).div_ceil(stride),
+            _ => self.selection.blocks()[0],
+        }
+    }
+
+    pub(super) fn new_f32(&self, shape: &[usize]) -> CudaTensor {
+        self.qkv.q.tensor().empty_contiguous(shape, DType::F32)
+    }
+
+    /// Means of blocks, f32 `[heads, blocks, head_dim]`, and their variances.
+    pub(super) fn pool(&self, pooled: &Pooled<'_>, has_variance: bool) -> Result<[CudaTensor; 2], KernelError> {
+        let p = pooled;
+        let blocks = (p.num_tokens + p.offset).div_ceil(p.block);
+        let d = self.shape.head_dim;
+        let means = self.new_f32(&[p.num_heads, blocks, d]);
+        let variances = match has_variance {
+            true => self.new_f32(&[p.num_heads, blocks, d]),
+            false => means.clone(),
+        };
+        let params = params!(SelectPoolParams {
+            x_offset: p.at[0],
+            token_stride: p.at[1],
+            head_dim: d,
+            first_token: p.first_token,
+            num_tokens: p.num_tokens,
+            block: p.block,
+            offset: p.offset,
+            has_order: p.order.is_some(),
+            has_variance,
+        });
+        let tensors = [p.heads.tensor(), p.order.unwrap_or(&means), &means, &variances];
+        // SAFETY: tokens, heads and strides are the tensor's own, an order names them; every mean is written.
+        unsafe { SELECT_POOL.launch([blocks, p.num_heads, 1], &tensors, &params) }?;
+        Ok([means, variances])
+    }
+
+    /// Keys of all heads in blocks.
+    pub(super) fn pooled_keys<'a>(&'a self, order: Option<&'a CudaTensor>) -> Pooled<'a> {
+        let s = self.selection;
+        Pooled {
+            heads: &self.qkv.k,
+            at: self.k,
+            num_heads: s.num_kv_heads,
+            first_token: 0,
+            num_tokens: s.num_keys,
+            block: s.block,
+            offset: 0,
+            order,
+        }
+    }
+
+    /// Means of the blocks of all heads of q and of k.
+    pub(super) fn means(&self, orders: &Orders) -> Result<Means, KernelError> {
+        let s = self.selection;
+        let has_variance = matches!(s.scores, BlockScores::MeansAndVariances(_));
+        let queries = Pooled {
+            heads: &self.qkv.q,
+            at: self.q,
+            num_heads: s.num_heads,
+            first_token: self.context(),
+            num_tokens: s.num_queries,
+            block: s.query_block,
+            offset: s.offset,
+            order: orders.queries.as_ref(),
+        };
+        let [q, q_variance] = self.pool(&queries, has_variance)?;
+        let [k, k_variance] = self.pool(&self.pooled_keys(orders.keys.as_ref()), has_variance)?;
+        Ok(Means {
+            means: [q, k],
+            variances: has_variance.then_some([q_variance, k_variance]),
+        })
+    }
+
+    /// Products of means, f32 `[heads, rows, columns]`.
+    pub(super) fn products(&self, means: &Means, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let [rows, columns] = s.blocks();
+        let scores = self.new_f32(&[heads.len(), rows, columns]);
+        let cut = Cut {
+            num_queries: s.num_queries,
+            block: s.block,
+            query_block: s.query_block,
+            offset: s.offset,
+        };
+        self.add_products(&means.means, &scores, cut, heads.clone(), s.softmax_scale, false)?;
+        if let (Some(variances), BlockScores::MeansAndVariances(weight)) = (&means.variances, s.scores) {
+            self.add_products(variances, &scores, cut, heads, weight, true)?;
+        }
+        Ok(scores)
+    }
+
+    /// Writes or adds products of vectors of blocks.
+    pub(super) fn add_products(
+        &self,
+        [q, k]: &[CudaTensor; 2],
+        scores: &CudaTensor,
+        cut: Cut,
+        heads: Range<usize>,
+        scale: f32,
+        adds: bool,
+    ) -> Result<(), KernelError> {
+        let s = self.selection;
+        let params = params!(SelectScoresParams {
+            num_queries: cut.num_queries,
+            num_keys: s.num_keys,
+            block: cut.block,
+            offset: cut.offset,
+            query_block: cut.query_block,
+            num_heads: s.num_heads,
+            num_kv_heads: s.num_kv_heads,
+            head_dim: self.shape.head_dim,
+            first_head: heads.start,
+            scale,
+            adds,
+        });
+        let rows = (cut.num_queries + cut.offset).div_ceil(cut.query_block);
+        let grid = [
+            s.num_keys.div_ceil(cut.block).div_ceil(SCORE_SIDE),
+            rows.div_ceil(SCORE_SIDE),
+            heads.len(),
+        ];
+        // SAFETY: the means have these sizes; writes within the scores.
+        unsafe { SELECT_SCORES.launch(grid, &[q, k, scores], &params) }
+    }
+
+    /// Scores by cells, f32 `[heads, rows, key blocks]`.
+    pub(super) fn launch_cells(&self, cells: &Cells, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let columns = s.num_keys.div_ceil(cells.cell * cells.per_block);
+        let scores = self.new_f32(&[heads.len(), cells.rows, columns]);
+        let params = params!(SelectCellsParams {
+            num_queries: s.num_queries,
+            num_keys: s.num_keys,
+            num_heads: s.num_heads,
+            num_kv_heads: s.num_kv_heads,
+            first_head: heads.start,
+            q_offset: self.q[0],
+            k_offset: self.k[0],
+            q_token_stride: self.q[1],
+            k_token_stride: self.k[1],
+            first_query: cells.first,
+            cell: cells.cell,
+            query_step: cells.step,
+            per_block: cells.per_block,
+            reversed: cells.reversed,
+            out_rows: cells.rows,
+            out_columns: columns,
+            scale: cells.scale,
+        });
+        let most = cells.rows * if cells.is_lse { 1 } else { cells.per_block };
+        let query_cells = (s.num_keys - cells.first).div_ceil(cells.step).min(most);
+        let grid = [
+            s.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE),
+            query_cells.div_ceil(CELL_SIDE),
+            heads.len(),
+        ];
+        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &scores];
+        let family = KernelFamily::of(&self.shape, KeySource::Dense, self.qkv.q.tensor());
+        let kernel = select_cells_kernel(self.shape.head_dim, cells.is_lse, family);
+        // SAFETY: sizes and strides checked in `new`; tokens outside the row are not read; writes within `scores`.
+        unsafe { kernel.launch(grid, &tensors, &params) }?;
+        Ok(scores)
+    }
+
+    /// Logits of the queries at some positions, f32 `[heads, positions, num_keys]`.
+    pub(super) fn logits(&self, positions: Range<usize>, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+        let cells = Cells {
+            first: positions.start,
+            step: 1,
+            cell: 1,
+            per_block: 1,
+            reversed: false,
+            scale: self.selection.softmax_scale,
+            is_lse: false,
+            rows: positions.len(),
+        };
+        self.launch_cells(&cells, heads)
+    }
+
+    /// Scores of blocks by cells, f32 `[heads, rows, columns]`.
+    pub(super) fn cells(&self, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
+        let s = self.selection;
+        let [rows, columns] = s.blocks();
+        let (cell, scale, reversed) = match s.scores {
+            BlockScores::Cells { stride, reversed, norm } => {
+                let scale = s.softmax_scale / (stride as f64 * norm) as f32;
+                (stride, scale, reversed)
+            }
+            BlockScores::LargestOfGroups(group) => (group, s.softmax_scale, false),
+            _ => (s.block, s.softmax_scale, false),
+        };
+        let cells = Cells {
+            first: self.first_query(),
+            step: cell,
+            cell,
+            per_block: s.block / cell,
+            reversed,
+            scale,
+            is_lse: self.is_lse(),
+            rows: self.score_rows(),
+        };
+        let scores = self.launch_cells(&cells, heads.clone())?;
+        if !self.is_lse() {
+            return Ok(scores);
+        }
+        let masses = self.new_f32(&[heads.len(), rows, columns]);
+        let params = params!(SelectCellSumsParams {
+            num_queries: s.num_queries,
+            num_keys: s.num_keys,
+            block: s.block,
+            offset: s.offset,
+            query_block: s.query_block,
+            first_query: cells.first,
+            cell,
+            query_cells: cells.rows,
+        });
+        let grid = [rows, heads.len(), 1];
+        // SAFETY: reads what select_cells wrote, writes the masses that select_choose reads.
+        unsafe { SELECT_CELL_SUMS.launch(grid, &[&scores, &masses], &params) }?;
+        Ok(masses)
+    }
+}

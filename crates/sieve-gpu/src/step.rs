@@ -1,0 +1,117 @@
+//! The rest of a training step: embedding, norms, rotary positions, SwiGLU, loss, optimizer, and sums over tensors.
+//! A launch has three lines here: its file, its public names, and the forms of its kernels that ship.
+pub(crate) mod adamw;
+pub(crate) mod column_sums;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding_backward;
+pub(crate) mod embedding_forward;
+pub(crate) mod fill_zero;
+pub(crate) mod fp8_quantise;
+pub(crate) mod qk_norm_rope_backward;
+pub(crate) mod qk_norm_rope_forward;
+pub(crate) mod residual_add;
+pub(crate) mod rms_norm_backward;
+pub(crate) mod rms_norm_forward;
+pub(crate) mod scale;
+pub(crate) mod split_master;
+pub(crate) mod sum_of_squares;
+pub(crate) mod swiglu_backward;
+pub(crate) mod swiglu_forward;
+pub(crate) mod vector_rows;
+
+pub use adamw::AdamwTensors;
+pub use cross_entropy::{LogitRows, cross_entropy, padded_width};
+pub use embedding_backward::embedding_backward;
+pub use embedding_forward::embedding_forward;
+pub use fill_zero::fill_zero;
+pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
+pub use qk_norm_rope_forward::{QkNormRope, Reuse};
+pub use residual_add::residual_add;
+pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
+pub use rms_norm_forward::rms_norm_forward;
+pub use scale::scale;
+pub use split_master::{join_master, split_master};
+pub use sum_of_squares::{FixedSum, Term};
+pub use swiglu_backward::{swiglu_backward, swiglu_backward_with_amax, swiglu_backward_with_output};
+pub use swiglu_forward::{as_rows, swiglu_forward, swiglu_forward_with_amax};
+
+use crate::dma::scores::dma_scores_kernel;
+use crate::dma::scores_backward::dma_scores_backward_kernel;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::specialisations::NeededKernels;
+use crate::step::rms_norm_backward::NormResidual;
+
+impl NeededKernels {
+    /// Those of every model's step but for attention, as far as an architecture can run them. Most do not depend on a
+    /// model's sizes; heads of 64 and 128 columns are the usual ones.
+    pub fn step(arch: &str) -> Vec<SourceKernel> {
+        let mut kernels = vec![
+            column_sums::COLUMN_SUMS,
+            cross_entropy::cross_entropy_kernel(true),
+            cross_entropy::cross_entropy_kernel(false),
+            embedding_forward::EMBEDDING_FORWARD,
+            embedding_backward::EMBEDDING_ORDER,
+            embedding_backward::EMBEDDING_BACKWARD,
+            embedding_backward::EMBEDDING_CARRY,
+            sum_of_squares::sum_partials_kernel(Term::Square, false),
+            sum_of_squares::sum_partials_kernel(Term::Value, false),
+            sum_of_squares::finish_sum_kernel(sum_of_squares::SumResult::Total),
+            sum_of_squares::finish_sum_kernel(sum_of_squares::SumResult::ClippedNorm),
+            adamw::adamw_kernel(adamw::Master::Alone),
+            adamw::adamw_kernel(adamw::Master::BesideLeaf),
+            adamw::adamw_kernel(adamw::Master::Split),
+            split_master::split_master_kernel(split_master::Direction::Split),
+            split_master::split_master_kernel(split_master::Direction::Join),
+            residual_add::residual_add_kernel(8),
+            scale::scale_kernel(true, 8),
+            scale::scale_kernel(false, 4),
+            fill_zero::FILL_ZERO,
+        ];
+        // Eight-bit floats come with compute capability 8.9.
+        if !["sm_80", "sm_86"].contains(&arch) {
+            kernels.extend([
+                fp8_quantise::FP8_AMAX,
+                fp8_quantise::fp8_quantise_kernel(Fp8Format::E4m3),
+                fp8_quantise::fp8_quantise_kernel(Fp8Format::E5m2),
+                fp8_quantise::with_amax(swiglu_forward::swiglu_forward_kernel(8)),
+                fp8_quantise::with_amax(swiglu_backward::swiglu_backward_kernel(8)),
+            ]);
+        }
+        kernels.extend(swiglu_kernels(8));
+        kernels.extend([1, 4].map(rms_norm_forward::rms_norm_forward_kernel));
+        for warps_per_row in [2, 4, 8] {
+            for residual in [NormResidual::None, NormResidual::Added, NormResidual::AddedWithOutput] {
+                kernels.push(rms_norm_backward::rms_norm_backward_kernel(residual, warps_per_row));
+            }
+        }
+        kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
+        kernels
+    }
+
+    /// Forms of the step's kernels that no model of the usual widths launches: rows that are no whole words, heads of
+    /// these widths, DMA's scores of `kv_heads` KV heads.
+    pub fn step_rarely(head_dims: &[usize], kv_heads: &[usize]) -> Vec<SourceKernel> {
+        let mut kernels = swiglu_kernels(1).to_vec();
+        kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
+        for &kv_heads in kv_heads {
+            kernels.extend([dma_scores_kernel(kv_heads, 64), dma_scores_backward_kernel(kv_heads)]);
+        }
+        kernels
+    }
+}
+
+fn swiglu_kernels(vector: usize) -> [SourceKernel; 3] {
+    [
+        swiglu_forward::swiglu_forward_kernel(vector),
+        swiglu_backward::swiglu_backward_kernel(vector),
+        swiglu_backward::swiglu_backward_with_output_kernel(vector),
+    ]
+}
+
+fn qk_norm_rope_kernels(head_dim: usize) -> [SourceKernel; 3] {
+    [
+        qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim),
+        qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::Copy),
+        qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::InPlace),
+    ]
+}

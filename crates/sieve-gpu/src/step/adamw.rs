@@ -1,0 +1,138 @@
+//! Launch of `kernels/adamw.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::{AdamwParams, params};
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::require_alignment;
+use sieve_core::AdamWStep;
+
+const NAME: &str = "adamw";
+
+/// Elements of a block.
+const BLOCK_ELEMENTS: usize = 1024;
+
+/// One parameter's tensors in an update, all contiguous and of one size.
+#[derive(Debug, Clone, Copy)]
+pub struct AdamwTensors<'a> {
+    /// Changed in place: the f32 master weights, or, as bf16, what `leaf` lacks of them
+    /// (see [`split_master`](crate::step::split_master())).
+    pub param: &'a CudaTensor,
+    /// f32 first moment, changed in place.
+    pub exp_avg: &'a CudaTensor,
+    /// f32 second moment, changed in place.
+    pub exp_avg_sq: &'a CudaTensor,
+    /// f32 gradient.
+    pub grad: &'a CudaTensor,
+    /// f32 `[1]`: multiplies the gradient. Where it is 0 or not finite, nothing changes.
+    pub grad_scale: &'a CudaTensor,
+    /// bf16 weights of the model, overwritten by the rounded master.
+    pub leaf: Option<&'a CudaTensor>,
+}
+
+impl AdamwTensors<'_> {
+    /// One AdamW update in place (arXiv:1711.05101, algorithm 2), for every clone of the tensors; the bf16 leaf in the
+    /// same pass.
+    ///
+    /// # Errors
+    /// Another type, sizes that differ, gaps, no elements.
+    pub fn adamw(self, step: AdamWStep) -> Result<(), KernelError> {
+        let size = self.param.num_elements();
+        require_non_empty(NAME, "the number of elements", size)?;
+        let master = match (self.leaf, self.param.dtype()) {
+            (Some(_), DType::BF16) => Master::Split,
+            (Some(_), _) => Master::BesideLeaf,
+            (None, _) => Master::Alone,
+        };
+        let param_type = match master {
+            Master::Split => DType::BF16,
+            Master::BesideLeaf | Master::Alone => DType::F32,
+        };
+        let mut operands = vec![
+            ("param", self.param, param_type),
+            ("exp_avg", self.exp_avg, DType::F32),
+            ("exp_avg_sq", self.exp_avg_sq, DType::F32),
+            ("grad", self.grad, DType::F32),
+        ];
+        operands.extend(self.leaf.map(|leaf| ("leaf", leaf, DType::BF16)));
+        for (name, tensor, dtype) in operands {
+            tensor.require_dtype(NAME, name, dtype)?;
+            tensor.require_contiguous(NAME, name)?;
+            require_alignment(NAME, name, tensor)?;
+            if tensor.num_elements() != size {
+                return Err(KernelError::Shape {
+                    kernel: NAME,
+                    tensor: name,
+                    got: tensor.shape().to_vec(),
+                    expected: self.param.shape().to_vec(),
+                });
+            }
+        }
+        operands!(only NAME, grad_scale: F32[1] strided = self.grad_scale);
+        let mut buffers = vec![self.param, self.exp_avg, self.exp_avg_sq, self.grad, self.grad_scale];
+        buffers.extend(self.leaf);
+        let grid = [size.div_ceil(BLOCK_ELEMENTS), 1, 1];
+        let kernel = adamw_kernel(master);
+        // SAFETY: reads and writes `size` elements of each tensor; sizes, types and layouts checked above.
+        unsafe { kernel.launch(grid, &buffers, &params(&step, size)) }
+    }
+}
+
+/// The kernel's params struct; what can be combined is combined in f64.
+fn params(step: &AdamWStep, size: usize) -> AdamwParams {
+    params!(AdamwParams {
+        num_elements: size,
+        beta1: step.beta1 as f32,
+        beta2: step.beta2 as f32,
+        eps: step.eps as f32,
+        decay: (1.0 - step.lr * step.weight_decay) as f32,
+        step_size: (step.lr / step.bias_correction1) as f32,
+        inverse_c2: (1.0 / step.bias_correction2) as f32,
+    })
+}
+
+/// Where the master weights are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Master {
+    /// In f32, without a leaf.
+    Alone,
+    /// In f32, beside a bf16 leaf.
+    BesideLeaf,
+    /// In a bf16 leaf and what it lacks.
+    Split,
+}
+
+/// The specialisation for a master.
+pub(crate) fn adamw_kernel(master: Master) -> SourceKernel {
+    let kernel = SourceKernel::new(NAME).define("HAS_LEAF", (master != Master::Alone) as u8);
+    match master {
+        Master::Split => kernel.define("SPLIT_MASTER", 1),
+        Master::Alone | Master::BesideLeaf => kernel,
+    }
+    .threads(256)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::params::words_for;
+
+    #[test]
+    fn words_hold_the_combined_factors() {
+        let step = AdamWStep {
+            lr: 0.5,
+            beta1: 0.75,
+            beta2: 0.5,
+            eps: 0.25,
+            weight_decay: 0.5,
+            bias_correction1: 0.25,
+            bias_correction2: 0.5,
+        };
+        let expected = [0.75f32, 0.5, 0.25, 0.75, 2.0, 2.0].map(|value| u64::from(value.to_bits()));
+        let words = words_for(NAME, &params(&step, 12)).expect("its own struct");
+        assert_eq!(words[0], 12);
+        assert_eq!(words[1..], expected);
+    }
+}

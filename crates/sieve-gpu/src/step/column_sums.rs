@@ -1,0 +1,36 @@
+//! Launch of `kernels/column_sums.cu`: the second half of every weight gradient that blocks sum up in parts.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "column_sums";
+
+/// Columns of a block.
+const COLUMNS: usize = 32;
+
+/// Sums the rows of `partials` f32 `[num_partials, width]` to one or two gradients of these shapes, f32, which divide
+/// its columns in order.
+pub(crate) fn column_sums<const N: usize>(
+    partials: &CudaTensor,
+    shapes: [&[usize]; N],
+) -> Result<[CudaTensor; N], KernelError> {
+    const { assert!(N == 1 || N == 2, "the kernel has two outputs") };
+    let [num_partials, width] = partials.dims(NAME, "partials")?;
+    let outputs = shapes.map(|shape| partials.empty_contiguous(shape, DType::F32));
+    let (split, sizes) = (outputs[0].num_elements(), outputs.iter().map(CudaTensor::num_elements));
+    debug_assert_eq!(sizes.sum::<usize>(), width, "the gradients divide the columns");
+    let params = params!(ColumnSumsParams {
+        num_partials,
+        width,
+        split
+    });
+    let tensors = [partials, &outputs[0], &outputs[N - 1]];
+    let grid = [width.div_ceil(COLUMNS), 1, 1];
+    // SAFETY: reads every partial, writes the elements of the outputs, which have `width` together.
+    unsafe { COLUMN_SUMS.launch(grid, &tensors, &params) }?;
+    Ok(outputs)
+}
+
+pub(crate) const COLUMN_SUMS: SourceKernel = SourceKernel::new(NAME).threads(1024);

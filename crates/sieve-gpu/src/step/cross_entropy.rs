@@ -1,0 +1,110 @@
+//! Launch of `kernels/cross_entropy.cu` on a block of logits.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_float, require_non_empty};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+
+const NAME: &str = "cross_entropy";
+
+/// Rows of logits, `[rows, vocab_size]`, padded so that each begins on a 16-byte word.
+#[derive(Debug, Clone)]
+pub struct LogitRows {
+    /// `[rows, padded_width]`, contiguous.
+    pub(crate) tensor: CudaTensor,
+    pub(crate) vocab_size: usize,
+}
+
+impl LogitRows {
+    /// New rows, contents undefined.
+    pub fn new(like: &CudaTensor, rows: usize, vocab_size: usize, dtype: DType) -> Self {
+        let shape = [rows, padded_width(vocab_size)];
+        Self {
+            tensor: like.empty_contiguous(&shape, dtype),
+            vocab_size,
+        }
+    }
+
+    /// The rows of a contiguous tensor `[rows, vocab_size rounded up to 8]`.
+    ///
+    /// # Errors
+    /// Other shapes, gaps, an empty vocabulary.
+    pub fn of(tensor: &CudaTensor, vocab_size: usize) -> Result<Self, KernelError> {
+        let [rows, _] = tensor.dims(NAME, "logits")?;
+        require_non_empty(NAME, "vocab_size", vocab_size)?;
+        tensor.require_shape(NAME, "logits", &[rows, padded_width(vocab_size)])?;
+        tensor.require_contiguous(NAME, "logits")?;
+        Ok(Self {
+            tensor: tensor.clone(),
+            vocab_size,
+        })
+    }
+
+    /// The first rows, without their padding: pitched.
+    pub fn matrix(&self, rows: usize) -> Result<CudaTensor, KernelError> {
+        let strides = [padded_width(self.vocab_size), 1];
+        self.tensor.view(NAME, "logits", &[rows, self.vocab_size], &strides)
+    }
+}
+
+/// Width of a row with its padding.
+pub fn padded_width(vocab_size: usize) -> usize {
+    vocab_size.next_multiple_of(WORD_ELEMENTS)
+}
+
+/// Losses of the first rows into `losses` f32 `[rows]`, for as many rows as there are `labels` (i32 `[rows]`). The
+/// gradients of bf16 logits take their place; f32 logits stay as they are.
+///
+/// # Errors
+/// Other types or shapes, more labels than rows.
+pub fn cross_entropy(logits: &LogitRows, labels: &CudaTensor, losses: &CudaTensor) -> Result<(), KernelError> {
+    let has_gradient = require_float(NAME, "logits' type", &logits.tensor)?;
+    require_alignment(NAME, "logits", &logits.tensor)?;
+    let [rows] = labels.dims(NAME, "labels")?;
+    operands!(only NAME, labels: I32[rows] contiguous, losses: F32[rows] contiguous);
+    require_rows(logits, rows)?;
+    let params = params!(CrossEntropyParams {
+        vocab_size: logits.vocab_size,
+        stride: padded_width(logits.vocab_size),
+    });
+    let kernel = cross_entropy_kernel(has_gradient);
+    // SAFETY: reads `rows` padded rows and labels, writes as many losses and, with gradients, the padded rows: all
+    // checked above.
+    unsafe { kernel.launch([rows, 1, 1], &[&logits.tensor, labels, losses], &params) }
+}
+
+fn require_rows(logits: &LogitRows, rows: usize) -> Result<(), KernelError> {
+    let most = logits.tensor.shape()[0];
+    if rows <= most {
+        return Ok(());
+    }
+    let supported = format!("a row for each of {rows} labels");
+    Err(KernelError::unsupported(
+        NAME,
+        "logits",
+        format!("{most} rows"),
+        supported,
+    ))
+}
+
+/// The specialisation for bf16 logits with their gradients, or for f32 logits.
+pub(crate) fn cross_entropy_kernel(has_gradient: bool) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("GRADIENT", has_gradient as u8)
+        .threads(512)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_padded_to_words() {
+        assert_eq!(padded_width(50280), 50280);
+        assert_eq!(padded_width(50257), 50264);
+        assert_eq!(padded_width(1), 8);
+    }
+}

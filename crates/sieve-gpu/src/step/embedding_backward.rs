@@ -1,0 +1,100 @@
+//! Launches of `kernels/embedding_order.cu`, `embedding_backward.cu` and `embedding_carry.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+use crate::step::vector_rows::VectorRows;
+
+const NAME: &str = "embedding_backward";
+const ORDER: &str = "embedding_order";
+const CARRY: &str = "embedding_carry";
+
+/// Sorted tokens of a block, as `common/token_runs.cuh` says.
+const RUN_CHUNK: usize = 32;
+
+/// Columns of a block.
+const RUN_COLUMNS: usize = 2048;
+
+/// Gradient of the embedding table: rows of `dy` bf16 `[batch, seq_len, width]` added by `ids` i32 `[batch, seq_len]`
+/// to an f32 `[vocab_size, width]`, the tokens of one id in their order. No atomics: two runs are bit-equal.
+///
+/// # Errors
+/// Other types or shapes, a width that is no multiple of 8, no tokens.
+pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, KernelError> {
+    let [batch, seq_len, width] = dy.dims(NAME, "dy")?;
+    let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
+    require_non_empty(NAME, "vocab_size", vocab_size)?;
+    let dy = VectorRows::of(NAME, "dy", dy)?;
+    let dweight = empty_zero(&dy.tensor, &[vocab_size, width])?;
+    let order = token_order(&ids, vocab_size)?;
+    let chunks = dy.rows.div_ceil(RUN_CHUNK);
+    let part = || dy.tensor.empty_contiguous(&[chunks, width], DType::F32);
+    let (begun, ended) = (part(), part());
+    let grid = [chunks, width.div_ceil(RUN_COLUMNS), 1];
+    let params = params!(EmbeddingBackwardParams {
+        tokens: dy.rows,
+        vocab_size,
+        width,
+        dy_stride: dy.stride,
+        dweight_stride: width,
+    });
+    let tensors = [&dy.tensor, &order, &dweight, &begun, &ended];
+    // SAFETY: reads every row of dy, adds to rows of dweight, writes rows of the partial sums; sizes checked above.
+    unsafe { EMBEDDING_BACKWARD.launch(grid, &tensors, &params) }?;
+    let params = params!(EmbeddingCarryParams {
+        tokens: dy.rows,
+        vocab_size,
+        width,
+        dweight_stride: width,
+    });
+    // SAFETY: reads the partial sums that the launch before wrote, adds to rows of dweight.
+    unsafe { EMBEDDING_CARRY.launch(grid, &[&order, &begun, &ended, &dweight], &params) }?;
+    Ok(dweight)
+}
+
+/// `{id, token}` of all tokens in ascending order, i32 `[tokens, 2]`.
+fn token_order(ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, KernelError> {
+    let tokens = ids.num_elements();
+    let new = || ids.empty_contiguous(&[tokens, 2], DType::I32);
+    let (order, scratch) = (new(), new());
+    let num_bits = num_bits(vocab_size);
+    let params = params!(EmbeddingOrderParams {
+        tokens,
+        vocab_size,
+        num_bits
+    });
+    // SAFETY: reads the ids, writes both lists.
+    unsafe { EMBEDDING_ORDER.launch([1, 1, 1], &[ids, &order, &scratch], &params) }?;
+    Ok(order)
+}
+
+/// Bits of the largest number that is sorted: `vocab_size` itself stands for ids outside the table.
+fn num_bits(vocab_size: usize) -> u32 {
+    usize::BITS - vocab_size.leading_zeros()
+}
+
+/// The kernel that sums.
+pub(crate) const EMBEDDING_BACKWARD: SourceKernel = SourceKernel::new(NAME).threads(256);
+
+/// The kernel that sorts.
+pub(crate) const EMBEDDING_ORDER: SourceKernel = SourceKernel::new(ORDER).threads(1024);
+
+/// The kernel that joins what lies in several blocks.
+pub(crate) const EMBEDDING_CARRY: SourceKernel = SourceKernel::new(CARRY).threads(256);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_sort_sees_every_id_and_the_one_outside() {
+        assert_eq!(num_bits(1), 1);
+        assert_eq!(num_bits(255), 8);
+        assert_eq!(num_bits(256), 9);
+        assert_eq!(num_bits(50280), 16);
+        assert_eq!(num_bits(151_936), 18);
+    }
+}

@@ -1,0 +1,38 @@
+//! Launch of `kernels/embedding_forward.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_tokens;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::{VectorRows, WORD_ELEMENTS};
+
+const NAME: &str = "embedding_forward";
+
+/// Rows of `weight` bf16 `[vocab_size, width]` by `ids` i32 `[batch, seq_len]`: bf16 `[batch, seq_len, width]`. An id
+/// outside the table gives NaN.
+///
+/// # Errors
+/// Other types or shapes, a width that is no multiple of 8, no tokens.
+pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let [vocab_size, width] = weight.dims(NAME, "weight")?;
+    let [batch, seq_len] = ids.dims(NAME, "ids")?;
+    let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;
+    let tokens = batch * seq_len;
+    crate::runtime::checks::require_non_empty(NAME, "the number of tokens", tokens)?;
+    let weight = VectorRows::of(NAME, "weight", weight)?;
+    let y = ids.empty_contiguous(&[batch, seq_len, width], DType::BF16);
+    let width_words = width / WORD_ELEMENTS;
+    let params = params!(EmbeddingForwardParams {
+        tokens,
+        vocab_size,
+        width_words,
+        row_words: weight.stride / WORD_ELEMENTS,
+    });
+    let grid = [(tokens * width_words).div_ceil(256), 1, 1];
+    // SAFETY: reads rows of the table (ids are checked on the device), writes every element of y.
+    unsafe { EMBEDDING_FORWARD.launch(grid, &[&weight.tensor, &ids, &y], &params) }?;
+    Ok(y)
+}
+
+pub(crate) const EMBEDDING_FORWARD: SourceKernel = SourceKernel::new(NAME).threads(256);

@@ -1,0 +1,32 @@
+//! Launch of `kernels/fill_zero.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+
+const NAME: &str = "fill_zero";
+
+/// Clears a contiguous f32 tensor in place, for every clone of it.
+///
+/// # Errors
+/// Another type, gaps, no elements.
+pub fn fill_zero(tensor: &CudaTensor) -> Result<(), KernelError> {
+    tensor.require_dtype(NAME, "the tensor", DType::F32)?;
+    tensor.require_contiguous(NAME, "the tensor")?;
+    let size = tensor.num_elements();
+    require_non_empty(NAME, "the number of elements", size)?;
+    let params = params!(FillZeroParams { num_elements: size });
+    // SAFETY: writes `size` elements of a contiguous tensor.
+    unsafe { FILL_ZERO.launch([size.div_ceil(1024), 1, 1], &[tensor], &params) }
+}
+
+pub(crate) const FILL_ZERO: SourceKernel = SourceKernel::new(NAME).threads(256);
+
+/// A new f32 tensor of zeros on the device of another.
+pub(crate) fn empty_zero(like: &CudaTensor, shape: &[usize]) -> Result<CudaTensor, KernelError> {
+    let zeros = like.empty_contiguous(shape, DType::F32);
+    fill_zero(&zeros)?;
+    Ok(zeros)
+}

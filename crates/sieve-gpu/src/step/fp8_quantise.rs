@@ -1,0 +1,191 @@
+//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix as eight-bit floats with one scale,
+//! as it stands and transposed. Tensor cores multiply eight-bit floats along rows alone, so a matrix that is an operand
+//! both along its rows and along its columns is needed both ways.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+
+const NAME: &str = "fp8_quantise";
+const AMAX: &str = "fp8_amax";
+
+/// Elements that a block of the first kernel reads at once.
+const AMAX_ELEMENTS: usize = 256 * 4 * WORD_ELEMENTS;
+/// Most blocks of it: four for each multiprocessor of a large GPU.
+const MAX_PARTIALS: usize = 528;
+/// Parts of a largest magnitude that another kernel finds beside its work.
+pub(crate) const AMAX_PARTIALS: usize = 512;
+/// Rows and columns of a block of the second.
+const TILE: usize = 128;
+/// Every size of a product of eight-bit floats is a multiple of this.
+const MULTIPLE: usize = 16;
+
+/// An eight-bit float.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Fp8Format {
+    /// Four bits of exponent, three of mantissa, up to 448: weights and activations.
+    E4m3,
+    /// Five bits of exponent, two of mantissa, up to 57344: gradients.
+    E5m2,
+}
+
+/// Rows of eight-bit floats, contiguous, and what they are to be multiplied with, on the device.
+#[derive(Debug, Clone)]
+pub struct Fp8Matrix {
+    /// `[rows, width]`, a byte each.
+    pub values: CudaTensor,
+    /// f32 `[1]`.
+    pub scale: CudaTensor,
+    /// What the bytes are.
+    pub format: Fp8Format,
+}
+
+/// A matrix and its transpose.
+#[derive(Debug, Clone)]
+pub struct Fp8Pair {
+    /// `[rows, width]`.
+    pub rows: Fp8Matrix,
+    /// `[width, rows]`.
+    pub columns: Fp8Matrix,
+}
+
+/// Rounds a bf16 tensor `[.., width]` to eight bits. The scale brings the largest magnitude to the format's largest.
+/// `amax` are parts of that magnitude, f32 and contiguous, where the kernel that wrote x has found them.
+///
+/// # Errors
+/// Another type, a width or a number of rows that is no multiple of 16, a GPU below compute capability 8.9.
+pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>) -> Result<Fp8Pair, KernelError> {
+    x.require_dtype(NAME, "x", DType::BF16)?;
+    let width = x.shape().last().copied().unwrap_or(0);
+    require_non_empty(NAME, "the number of elements", x.num_elements())?;
+    let rows = x.num_elements() / width;
+    for (what, size) in [("number of rows", rows), ("width", width)] {
+        if !size.is_multiple_of(MULTIPLE) {
+            return Err(unsupported(what, size.to_string(), "multiples of 16"));
+        }
+    }
+    Fp8Format::require(x.hardware().compute_capability)?;
+    let x = x.contiguous();
+    require_alignment(NAME, "x", &x)?;
+    let amax = match amax {
+        Some(amax) => {
+            amax.require_dtype(NAME, "amax", DType::F32)?;
+            amax.require_contiguous(NAME, "amax")?;
+            amax.clone()
+        }
+        None => largest_magnitudes(&x)?,
+    };
+    let new = |shape: &[usize], dtype| x.empty_contiguous(shape, dtype);
+    let (values, turned) = (new(&[rows, width], DType::U8), new(&[width, rows], DType::U8));
+    let scale = new(&[1], DType::F32);
+    let grid = [width.div_ceil(TILE), rows.div_ceil(TILE), 1];
+    let params = params!(Fp8QuantiseParams {
+        num_rows: rows,
+        width,
+        num_partials: amax.num_elements()
+    });
+    // SAFETY: reads all elements and maxima, writes every byte of both copies and the scale.
+    unsafe {
+        let outputs = [&x, &amax, &values, &turned, &scale];
+        fp8_quantise_kernel(format).launch(grid, &outputs, &params)
+    }?;
+    let matrix = |values| Fp8Matrix {
+        values,
+        scale: scale.clone(),
+        format,
+    };
+    Ok(Fp8Pair {
+        rows: matrix(values),
+        columns: matrix(turned),
+    })
+}
+
+/// Those of a contiguous tensor, one a block.
+fn largest_magnitudes(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let num_elements = x.num_elements();
+    let num_partials = num_elements.div_ceil(AMAX_ELEMENTS).min(MAX_PARTIALS);
+    let amax = x.empty_contiguous(&[num_partials], DType::F32);
+    let params = params!(Fp8AmaxParams { num_elements });
+    // SAFETY: reads all elements, writes one number a block.
+    unsafe { FP8_AMAX.launch([num_partials, 1, 1], &[x, &amax], &params) }?;
+    Ok(amax)
+}
+
+impl Fp8Format {
+    /// What a byte stands for.
+    pub fn number_of(self, byte: u8) -> f32 {
+        let byte = i32::from(byte);
+        let (mantissa_bits, bias) = match self {
+            Self::E4m3 => (3, 7),
+            Self::E5m2 => (2, 15),
+        };
+        let exponent = byte >> mantissa_bits & (0x7f >> mantissa_bits);
+        let mantissa = byte & ((1 << mantissa_bits) - 1);
+        let fraction = mantissa as f32 / (1 << mantissa_bits) as f32;
+        let magnitude = match exponent {
+            _ if byte & 0x7f == 0x7f => f32::NAN,
+            0 => fraction * 2f32.powi(1 - bias),
+            _ => (1.0 + fraction) * 2f32.powi(exponent - bias),
+        };
+        match byte & 0x80 {
+            0 => magnitude,
+            _ => -magnitude,
+        }
+    }
+
+    /// Can a GPU of this compute capability multiply eight-bit floats?
+    ///
+    /// # Errors
+    /// [`KernelError::Unsupported`] below 8.9.
+    pub fn require((major, minor): (u32, u32)) -> Result<(), KernelError> {
+        if (major, minor) >= (8, 9) {
+            return Ok(());
+        }
+        let got = format!("{major}.{minor}");
+        Err(unsupported("compute capability", got, "8.9 and later"))
+    }
+}
+
+fn unsupported(what: &'static str, got: String, supported: &str) -> KernelError {
+    KernelError::unsupported(NAME, what, got, supported)
+}
+
+/// A kernel that writes bf16, finding the largest magnitude of it beside (`kernels/common/amax.cuh`).
+pub(crate) fn with_amax(kernel: SourceKernel) -> SourceKernel {
+    kernel.define("AMAX_PARTIALS", AMAX_PARTIALS)
+}
+
+/// The first kernel.
+pub(crate) const FP8_AMAX: SourceKernel = SourceKernel::new(AMAX).threads(256);
+
+/// The specialisation for a format.
+pub(crate) fn fp8_quantise_kernel(format: Fp8Format) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("E5M2", (format == Fp8Format::E5m2) as u8)
+        .threads(256)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::recording::{Hardware, Recorder};
+
+    #[test]
+    fn sizes_and_devices_that_cannot_are_named() {
+        let ada = Hardware {
+            compute_capability: (8, 9),
+            ..Hardware::AMPERE
+        };
+        let text = |hardware, shape: &[usize]| {
+            let x = Recorder::new(hardware).tensor(shape, DType::BF16);
+            fp8_quantise(&x, Fp8Format::E4m3, None).map_or_else(|e| e.to_string(), |_| "taken".to_owned())
+        };
+        assert_eq!(text(ada, &[2, 24, 48]), "taken");
+        assert!(text(ada, &[2, 20, 48]).contains("number of rows 40"));
+        assert!(text(ada, &[16, 24]).contains("width 24"));
+        assert!(text(Hardware::AMPERE, &[16, 32]).contains("compute capability 8.0"));
+    }
+}

@@ -1,0 +1,92 @@
+//! Launches of `kernels/qk_norm_rope_backward.cu` and `column_sums.cu`.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
+use crate::step::qk_norm_rope_forward::{BLOCK_TOKENS, Checked, PackedTokens, QkNormRope, Reuse};
+
+const NAME: &str = "qk_norm_rope_backward";
+
+/// Blocks, and so partial sums: two on each multiprocessor of an H100. A constant, because the order of the sum follows
+/// it.
+const MAX_BLOCKS: usize = 264;
+
+/// What [`QkNormRope::qk_norm_rope_backward`] returns.
+#[derive(Debug, Clone)]
+pub struct QkNormRopeGradients {
+    /// bf16, the shape of qkv.
+    pub dqkv: CudaTensor,
+    /// f32 `[head_dim]`.
+    pub dq_weight: CudaTensor,
+    /// f32 `[head_dim]`.
+    pub dk_weight: CudaTensor,
+}
+
+impl QkNormRope<'_> {
+    /// Gradients of [`QkNormRope::qk_norm_rope_forward`]. `qkv` is what the forward pass read; `dy`
+    /// has its shape. With [`Reuse::InPlace`] dqkv lies in `dy`.
+    ///
+    /// # Errors
+    /// As the forward pass.
+    pub fn qk_norm_rope_backward(
+        &self,
+        qkv: &CudaTensor,
+        dy: &CudaTensor,
+        reuse: Reuse,
+    ) -> Result<QkNormRopeGradients, KernelError> {
+        let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
+        dy.require_shape(NAME, "dy", qkv.tensor.shape())?;
+        let dy = PackedTokens::of(NAME, "dy", dy, reuse)?;
+        let args = Checked::of(NAME, &qkv, self)?;
+        let (dqkv, out_stride) = match reuse {
+            Reuse::Copy => (
+                qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16),
+                qkv.row_elements(),
+            ),
+            Reuse::InPlace => (dy.tensor.clone(), dy.token_stride),
+        };
+        let blocks = qkv.tokens.div_ceil(BLOCK_TOKENS).min(MAX_BLOCKS);
+        let partials = qkv.tensor.empty_contiguous(&[blocks, 2 * qkv.head_dim], DType::F32);
+        let params = params!(QkNormRopeBackwardParams {
+            tokens: qkv.tokens,
+            num_heads: args.num_heads,
+            num_kv_heads: args.num_kv_heads,
+            in_stride: qkv.token_stride,
+            dy_stride: dy.token_stride,
+            out_stride,
+            max_positions: args.max_positions,
+            table_stride: args.table_stride,
+            epsilon: args.epsilon,
+        });
+        let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
+        let tensors = [
+            &qkv.tensor,
+            q_weight,
+            k_weight,
+            positions,
+            cos,
+            sin,
+            &dy.tensor,
+            &dqkv,
+            &partials,
+        ];
+        // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
+        unsafe { qk_norm_rope_backward_kernel(qkv.head_dim, reuse).launch([blocks, 1, 1], &tensors, &params) }?;
+        let [dq_weight, dk_weight] = column_sums(&partials, [&[qkv.head_dim]; 2])?;
+        Ok(QkNormRopeGradients {
+            dqkv,
+            dq_weight,
+            dk_weight,
+        })
+    }
+}
+
+/// The specialisation for a width and a kind of output.
+pub(crate) fn qk_norm_rope_backward_kernel(head_dim: usize, reuse: Reuse) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("HEAD_DIM", head_dim)
+        .define("COPY_V", (reuse == Reuse::Copy) as u8)
+        .threads(256)
+}

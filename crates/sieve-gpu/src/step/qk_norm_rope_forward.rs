@@ -1,0 +1,253 @@
+//! Launch of `kernels/qk_norm_rope_forward.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, require_tokens};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::layout::row_layout;
+use crate::runtime::operands::operands;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::{WORD_ELEMENTS, require_alignment};
+
+const NAME: &str = "qk_norm_rope_forward";
+
+/// Tokens of a block: one a warp.
+pub(crate) const BLOCK_TOKENS: usize = 8;
+
+/// What q/k-norm with rotary positions has beside the packed tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct QkNormRope<'a> {
+    /// bf16 `[head_dim]`.
+    pub q_weight: &'a CudaTensor,
+    /// bf16 `[head_dim]`.
+    pub k_weight: &'a CudaTensor,
+    /// i32 `[batch, seq_len]`: rows of the tables. Past their end counts as the last row.
+    pub positions: &'a CudaTensor,
+    /// f32 `[max_positions, head_dim / 2]`.
+    pub cos: &'a CudaTensor,
+    /// f32 `[max_positions, head_dim / 2]`.
+    pub sin: &'a CudaTensor,
+    /// Key heads, and as many value heads, behind the query heads.
+    pub num_kv_heads: usize,
+    /// Added to the mean square.
+    pub epsilon: f32,
+}
+
+/// Whether a kernel writes over its input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reuse {
+    /// A new tensor; the values are copied into it.
+    Copy,
+    /// The input itself, for every clone of it; the values stay where they are.
+    InPlace,
+}
+
+impl QkNormRope<'_> {
+    /// Normalises the query and key heads of `qkv` bf16 `[batch, seq_len, num_heads + 2 num_kv_heads, head_dim]` and
+    /// rotates them by their positions; values pass through. `head_dim` is a multiple of 16 up to 256.
+    ///
+    /// # Errors
+    /// Other types or shapes, no tokens, a table that does not fit.
+    pub fn qk_norm_rope_forward(&self, qkv: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
+        let args = Checked::of(NAME, &qkv, self)?;
+        let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
+        let params = params!(QkNormRopeForwardParams {
+            tokens: qkv.tokens,
+            num_heads: args.num_heads,
+            num_kv_heads: args.num_kv_heads,
+            in_stride: qkv.token_stride,
+            out_stride: qkv.row_elements(),
+            max_positions: args.max_positions,
+            table_stride: args.table_stride,
+            epsilon: args.epsilon,
+        });
+        let [q_weight, k_weight, positions, cos, sin] = &args.tensors;
+        // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
+        unsafe {
+            qk_norm_rope_forward_kernel(qkv.head_dim).launch(
+                [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
+                &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
+                &params,
+            )
+        }?;
+        Ok(out)
+    }
+}
+
+/// The specialisation for a width.
+pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256)
+}
+
+/// A packed `[batch, seq_len, heads, head_dim]` tensor whose tokens are one stride apart.
+#[derive(Debug, Clone)]
+pub(crate) struct PackedTokens {
+    pub(crate) tensor: CudaTensor,
+    pub(crate) tokens: usize,
+    pub(crate) heads: usize,
+    pub(crate) head_dim: usize,
+    pub(crate) token_stride: usize,
+}
+
+impl PackedTokens {
+    /// The tensor itself where its tokens are one stride apart without gaps inside. Else a contiguous copy, or an error
+    /// with [`Reuse::InPlace`], since the kernel would then write to the copy.
+    pub(crate) fn of(
+        kernel: &'static str,
+        name: &'static str,
+        tensor: &CudaTensor,
+        reuse: Reuse,
+    ) -> Result<Self, KernelError> {
+        tensor.require_dtype(kernel, name, DType::BF16)?;
+        let shape: [usize; 4] = tensor.dims(kernel, name)?;
+        let [batch, seq_len, heads, head_dim] = shape;
+        require_non_empty(kernel, "the number of tokens", batch * seq_len)?;
+        let stride_of = |tensor: &CudaTensor| {
+            let strides: [usize; 4] = tensor.strides().try_into().ok()?;
+            let layout = row_layout(shape, strides, WORD_ELEMENTS)?;
+            let even = batch == 1 || layout.batch_stride == seq_len * layout.token_stride;
+            even.then_some(layout.token_stride)
+        };
+        let (tensor, token_stride) = match (stride_of(tensor), reuse) {
+            (Some(stride), _) => (tensor.clone(), stride),
+            (None, Reuse::Copy) => (tensor.contiguous(), heads * head_dim),
+            (None, Reuse::InPlace) => {
+                let expected = "tokens one stride apart without gaps inside are needed in place";
+                return Err(tensor.layout_error(kernel, name, expected));
+            }
+        };
+        require_alignment(kernel, name, &tensor)?;
+        Ok(Self {
+            tensor,
+            tokens: batch * seq_len,
+            heads,
+            head_dim,
+            token_stride,
+        })
+    }
+
+    /// Elements of a token without gaps.
+    pub(crate) fn row_elements(&self) -> usize {
+        self.heads * self.head_dim
+    }
+}
+
+/// [`QkNormRope`], checked against a packed tensor.
+#[derive(Debug)]
+pub(crate) struct Checked {
+    /// q weight, k weight, positions, cosines, sines.
+    pub(crate) tensors: [CudaTensor; 5],
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) max_positions: usize,
+    pub(crate) table_stride: usize,
+    pub(crate) epsilon: f32,
+}
+
+impl Checked {
+    pub(crate) fn of(kernel: &'static str, qkv: &PackedTokens, args: &QkNormRope<'_>) -> Result<Self, KernelError> {
+        let head_dim = qkv.head_dim;
+        let num_heads = query_heads(kernel, qkv.heads, args.num_kv_heads)?;
+        require_head_dim(kernel, head_dim)?;
+        operands!(kernel,
+            q_weight: BF16[head_dim] aligned = args.q_weight,
+            k_weight: BF16[head_dim] aligned = args.k_weight,
+        );
+        let [batch, seq_len, _, _] = qkv.tensor.dims(kernel, "qkv")?;
+        let positions = require_tokens(kernel, "positions", args.positions, [batch, seq_len])?;
+        let tables = RotaryTables::of(kernel, [args.cos, args.sin], head_dim)?;
+        Ok(Self {
+            tensors: [q_weight, k_weight, positions, tables.cos, tables.sin],
+            num_heads,
+            num_kv_heads: args.num_kv_heads,
+            max_positions: tables.max_positions,
+            table_stride: tables.stride,
+            epsilon: args.epsilon,
+        })
+    }
+}
+
+/// Tables of cosines and sines, f32 `[max_positions, width / 2]`, as the kernels walk them.
+#[derive(Debug, Clone)]
+pub(crate) struct RotaryTables {
+    pub(crate) cos: CudaTensor,
+    pub(crate) sin: CudaTensor,
+    pub(crate) max_positions: usize,
+    /// Elements from row to row.
+    pub(crate) stride: usize,
+}
+
+impl RotaryTables {
+    /// The tables, or copies where the kernels cannot walk them, for heads of `width`.
+    ///
+    /// # Errors
+    /// Another type or shape, no positions.
+    pub(crate) fn of(kernel: &'static str, [cos, sin]: [&CudaTensor; 2], width: usize) -> Result<Self, KernelError> {
+        let [max_positions, _] = cos.dims(kernel, "cos")?;
+        require_non_empty(kernel, "the number of positions", max_positions)?;
+        operands!(only kernel,
+            cos: F32[max_positions, width / 2] strided,
+            sin: F32[max_positions, width / 2] strided,
+        );
+        let walkable = cos.strides() == sin.strides() && cos.strides()[1] == 1 && cos.strides()[0].is_multiple_of(4);
+        let (cos, sin, stride) = if walkable {
+            (cos.clone(), sin.clone(), cos.strides()[0])
+        } else {
+            (cos.contiguous(), sin.contiguous(), width / 2)
+        };
+        for (name, table) in [("cos", &cos), ("sin", &sin)] {
+            require_alignment(kernel, name, table)?;
+        }
+        Ok(Self {
+            cos,
+            sin,
+            max_positions,
+            stride,
+        })
+    }
+}
+
+fn query_heads(kernel: &'static str, heads: usize, num_kv_heads: usize) -> Result<usize, KernelError> {
+    match heads.checked_sub(2 * num_kv_heads) {
+        Some(num_heads) if num_heads > 0 && num_kv_heads > 0 => Ok(num_heads),
+        _ => Err(KernelError::unsupported(
+            kernel,
+            "number of KV heads",
+            num_kv_heads,
+            format!("1 to {} of {heads} packed heads", heads.saturating_sub(1) / 2),
+        )),
+    }
+}
+
+fn require_head_dim(kernel: &'static str, head_dim: usize) -> Result<(), KernelError> {
+    if head_dim > 0 && head_dim.is_multiple_of(16) && head_dim <= 256 {
+        return Ok(());
+    }
+    let supported = "multiples of 16 up to 256";
+    Err(KernelError::unsupported(kernel, "head_dim", head_dim, supported))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packed_heads_are_queries_keys_and_values() {
+        assert_eq!(query_heads("k", 32, 8), Ok(16));
+        assert!(query_heads("k", 16, 8).is_err(), "no query heads");
+        assert!(query_heads("k", 8, 0).is_err());
+        let error = query_heads("k", 4, 3).expect_err("too many").to_string();
+        assert!(error.contains("1 to 1 of 4"), "{error}");
+    }
+
+    #[test]
+    fn widths_of_heads() {
+        assert!(
+            [16, 48, 64, 96, 128, 192, 256]
+                .iter()
+                .all(|&d| require_head_dim("k", d).is_ok())
+        );
+        assert!([0, 8, 40, 272].iter().all(|&d| require_head_dim("k", d).is_err()));
+    }
+}

@@ -1,0 +1,42 @@
+//! Launch of `kernels/residual_add.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operand;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::swiglu_forward::{THREADS, as_rows, vector_width};
+
+const NAME: &str = "residual_add";
+
+/// `a + b` of one shape, bf16; returns a new contiguous tensor.
+///
+/// # Errors
+/// Another type, shapes that differ, no elements.
+pub fn residual_add(a: &CudaTensor, b: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    a.require_dtype(NAME, "a", DType::BF16)?;
+    operand(NAME, "b", b, DType::BF16, a.shape())?;
+    let y = a.empty_contiguous(a.shape(), DType::BF16);
+    let ((a, rows, a_stride), (b, _rows, b_stride)) = (as_rows(a), as_rows(b));
+    let width = a.shape().last().copied().unwrap_or(0);
+    require_non_empty(NAME, "the number of elements", rows * width)?;
+    let vector = vector_width(true, &[width, a_stride, b_stride]);
+    let grid = [rows, width.div_ceil(THREADS * vector), 1];
+    let params = params!(ResidualAddParams {
+        width,
+        a_stride,
+        b_stride
+    });
+    // SAFETY: reads rows of `width` columns of both, writes every element of y; sizes were read off the tensors.
+    unsafe { residual_add_kernel(vector).launch(grid, &[&a, &b, &y], &params) }?;
+    Ok(y)
+}
+
+/// The specialisation for a vector width, 1 or 8.
+pub(crate) fn residual_add_kernel(vector: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("IS_BF16", 1)
+        .define("VECTOR", vector)
+        .threads(THREADS)
+}

@@ -1,0 +1,80 @@
+//! Launch of `kernels/rms_norm_forward.cu`.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::VectorRows;
+
+const NAME: &str = "rms_norm_forward";
+
+/// Columns that a warp holds of a row, as `common/norm_row.cuh` says.
+const WARP_WIDTH: usize = 2048;
+
+/// The widest rows.
+const MAX_WIDTH: usize = 4 * WARP_WIDTH;
+
+/// RMSNorm of each row: `x / sqrt(mean(x²) + epsilon) * weight`. `x` bf16 `[.., width]`, `weight` bf16 `[width]`, width
+/// a multiple of 8 up to 8192; returns bf16 `[.., width]`.
+///
+/// # Errors
+/// Other types or shapes, no rows.
+pub fn rms_norm_forward(x: &CudaTensor, weight: &CudaTensor, epsilon: f32) -> Result<CudaTensor, KernelError> {
+    let x = VectorRows::of(NAME, "x", x)?;
+    let weight = x.weight(NAME, weight)?;
+    let warps = warps_per_row(NAME, x.width)?;
+    let y = x.tensor.empty_contiguous(x.tensor.shape(), DType::BF16);
+    let params = params!(RmsNormForwardParams {
+        rows: x.rows,
+        width: x.width,
+        x_stride: x.stride,
+        epsilon,
+    });
+    let kernel = rms_norm_forward_kernel(warps);
+    // SAFETY: reads rows of `width` columns and the weight, writes every element of y; sizes checked above.
+    unsafe { kernel.launch(grid(x.rows, warps), &[&x.tensor, &weight, &y], &params) }?;
+    Ok(y)
+}
+
+/// The specialisation for rows that `warps_per_row` warps share.
+pub(crate) fn rms_norm_forward_kernel(warps_per_row: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("WARPS_PER_ROW", warps_per_row)
+        .threads(256)
+}
+
+/// Warps that share a row.
+pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize, KernelError> {
+    if width <= WARP_WIDTH {
+        return Ok(1);
+    }
+    if width <= MAX_WIDTH {
+        return Ok(4);
+    }
+    Err(KernelError::unsupported(
+        kernel,
+        "width",
+        width,
+        format!("up to {MAX_WIDTH}"),
+    ))
+}
+
+fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {
+    [rows.div_ceil(8 / warps_per_row), 1, 1]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wide_rows_are_shared() {
+        assert_eq!(warps_per_row("k", 8), Ok(1));
+        assert_eq!(warps_per_row("k", 2048), Ok(1));
+        assert_eq!(warps_per_row("k", 2056), Ok(4));
+        assert_eq!(warps_per_row("k", 8192), Ok(4));
+        assert!(warps_per_row("k", 8200).is_err());
+        assert_eq!(grid(9, 1), [2, 1, 1]);
+        assert_eq!(grid(9, 4), [5, 1, 1]);
+    }
+}

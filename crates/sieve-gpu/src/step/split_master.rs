@@ -1,0 +1,85 @@
+//! Launches of `kernels/split_master.cu`: an f32 master as the model's bf16 leaf and the 16 bits that the leaf lacks.
+//!
+//! Together they are the master, exactly, in 4 bytes instead of the 6 of a master with a leaf beside it. The rest is
+//! held in a tensor of bf16, the type of its size: its values mean nothing.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::require_alignment;
+
+const NAME: &str = "split_master";
+
+/// Elements of a block.
+const BLOCK_ELEMENTS: usize = 1024;
+
+/// `(leaf, rest)` of a contiguous f32 `master`, of its shape. The leaf is the master rounded to bf16, ties away from
+/// zero.
+///
+/// # Errors
+/// Another type, gaps, no elements.
+pub fn split_master(master: &CudaTensor) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    let size = checked("master", master, DType::F32)?;
+    let new = || master.empty_contiguous(master.shape(), DType::BF16);
+    let (leaf, rest) = (new(), new());
+    // SAFETY: reads `size` elements, writes every element of leaf and rest; checked above.
+    unsafe {
+        split_master_kernel(Direction::Split).launch(
+            grid(size),
+            &[master, &leaf, &rest],
+            &params!(SplitMasterParams { num_elements: size }),
+        )
+    }?;
+    Ok((leaf, rest))
+}
+
+/// The f32 master of a leaf and its rest.
+///
+/// # Errors
+/// Other types, shapes that differ, gaps, no elements.
+pub fn join_master(leaf: &CudaTensor, rest: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let size = checked("leaf", leaf, DType::BF16)?;
+    checked("rest", rest, DType::BF16)?;
+    rest.require_shape(NAME, "rest", leaf.shape())?;
+    let master = leaf.empty_contiguous(leaf.shape(), DType::F32);
+    // SAFETY: reads `size` elements of both, writes every element of master; checked above.
+    unsafe {
+        split_master_kernel(Direction::Join).launch(
+            grid(size),
+            &[leaf, rest, &master],
+            &params!(SplitMasterParams { num_elements: size }),
+        )
+    }?;
+    Ok(master)
+}
+
+/// Which way a launch goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    /// Master to leaf and rest.
+    Split,
+    /// Leaf and rest to master.
+    Join,
+}
+
+/// The specialisation for a direction.
+pub(crate) fn split_master_kernel(direction: Direction) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("JOIN", (direction == Direction::Join) as u8)
+        .threads(256)
+}
+
+fn checked(name: &'static str, tensor: &CudaTensor, dtype: DType) -> Result<usize, KernelError> {
+    tensor.require_dtype(NAME, name, dtype)?;
+    tensor.require_contiguous(NAME, name)?;
+    require_alignment(NAME, name, tensor)?;
+    let size = tensor.num_elements();
+    require_non_empty(NAME, "the number of elements", size)?;
+    Ok(size)
+}
+
+fn grid(size: usize) -> [usize; 3] {
+    [size.div_ceil(BLOCK_ELEMENTS), 1, 1]
+}

@@ -1,0 +1,180 @@
+//! Launches of `kernels/sum_partials.cu` and `finish_sum.cu`: sums over one or many tensors in an order that depends on
+//! their sizes alone.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_float, require_non_empty};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::vector_rows::require_alignment;
+
+const NAME: &str = "sum_partials";
+const FINISH: &str = "finish_sum";
+
+/// Elements of a block, and so of a partial sum.
+const BLOCK_ELEMENTS: usize = 65536;
+
+/// What is summed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Term {
+    /// The elements.
+    Value,
+    /// Their squares.
+    Square,
+}
+
+/// A norm and the factor that clips by it, both f32 `[1]` on the device.
+#[derive(Debug, Clone)]
+pub struct ClippedNorm {
+    /// Square root of the sum.
+    pub norm: CudaTensor,
+    /// `min(1, max_norm / (norm + 1e-6))`; 0 where the norm is not finite, which gates the update.
+    pub scale: CudaTensor,
+}
+
+/// A sum over tensors that come one by one: a launch each, and one more at the end.
+#[derive(Debug)]
+pub struct FixedSum {
+    term: Term,
+    partials: CudaTensor,
+    used: usize,
+}
+
+impl FixedSum {
+    /// An empty sum with room for tensors of `sizes` elements, on the device of `like`.
+    pub fn new(like: &CudaTensor, term: Term, sizes: impl IntoIterator<Item = usize>) -> Self {
+        let room: usize = sizes.into_iter().map(num_partials).sum();
+        Self {
+            term,
+            partials: like.empty_contiguous(&[room.max(1)], DType::F32),
+            used: 0,
+        }
+    }
+
+    /// Adds a tensor, f32 or bf16, of any shape.
+    ///
+    /// # Errors
+    /// Another type, no elements, more than [`new`](Self::new) was told of.
+    pub fn add(&mut self, x: &CudaTensor) -> Result<(), KernelError> {
+        let is_bf16 = require_float(NAME, "the tensor's type", x)?;
+        let size = x.num_elements();
+        require_non_empty(NAME, "the number of elements", size)?;
+        let x = x.contiguous();
+        require_alignment(NAME, "the tensor", &x)?;
+        let (count, room) = (num_partials(size), self.partials.num_elements());
+        if self.used + count > room {
+            return Err(KernelError::DeviceLimit {
+                kernel: NAME,
+                what: "number of partial sums",
+                got: self.used + count,
+                limit: room,
+            });
+        }
+        let params = params!(SumPartialsParams {
+            num_elements: size,
+            first_partial: self.used
+        });
+        // SAFETY: reads the tensor, writes `count` partial sums, for which there is room.
+        unsafe { sum_partials_kernel(self.term, is_bf16).launch([count, 1, 1], &[&x, &self.partials], &params) }?;
+        self.used += count;
+        Ok(())
+    }
+
+    /// The sum, f32 `[1]`.
+    ///
+    /// # Errors
+    /// [`KernelError::Empty`] when nothing was added.
+    pub fn total(self) -> Result<CudaTensor, KernelError> {
+        require_non_empty(FINISH, "the number of tensors", self.used)?;
+        let total = self.partials.empty_contiguous(&[1], DType::F32);
+        let params = params!(FinishSumParams {
+            num_partials: self.used,
+            max_norm: 0f32
+        });
+        // SAFETY: reads the partial sums that were written, writes one element.
+        unsafe { finish_sum_kernel(SumResult::Total).launch([1, 1, 1], &[&self.partials, &total], &params) }?;
+        Ok(total)
+    }
+
+    /// The root of the sum, and the factor that clips a gradient of that norm.
+    ///
+    /// # Errors
+    /// [`KernelError::Empty`] when nothing was added.
+    pub fn clip(self, max_norm: f32) -> Result<ClippedNorm, KernelError> {
+        require_non_empty(FINISH, "the number of tensors", self.used)?;
+        let one_element = || self.partials.empty_contiguous(&[1], DType::F32);
+        let (norm, scale) = (one_element(), one_element());
+        let params = params!(FinishSumParams {
+            num_partials: self.used,
+            max_norm
+        });
+        // SAFETY: reads the partial sums that were written, writes two elements.
+        unsafe {
+            finish_sum_kernel(SumResult::ClippedNorm).launch([1, 1, 1], &[&self.partials, &norm, &scale], &params)
+        }?;
+        Ok(ClippedNorm { norm, scale })
+    }
+
+    /// Sum of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
+    ///
+    /// # Errors
+    /// As [`FixedSum::add`].
+    pub fn of(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        Self::over(x, Term::Value)
+    }
+
+    /// Sum of the squares of one tensor, likewise.
+    ///
+    /// # Errors
+    /// As [`FixedSum::add`].
+    pub fn sum_of_squares(x: &CudaTensor) -> Result<CudaTensor, KernelError> {
+        Self::over(x, Term::Square)
+    }
+
+    fn over(x: &CudaTensor, term: Term) -> Result<CudaTensor, KernelError> {
+        let mut sum = Self::new(x, term, [x.num_elements()]);
+        sum.add(x)?;
+        sum.total()
+    }
+}
+
+/// What the last launch of a sum writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SumResult {
+    /// The sum.
+    Total,
+    /// Its root, and the clipping factor.
+    ClippedNorm,
+}
+
+/// The specialisation for a term and an element type.
+pub(crate) fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("SQUARE", (term == Term::Square) as u8)
+        .define("IS_BF16", is_bf16 as u8)
+        .threads(256)
+}
+
+/// The specialisation for a result.
+pub(crate) fn finish_sum_kernel(result: SumResult) -> SourceKernel {
+    SourceKernel::new(FINISH)
+        .define("CLIP", (result == SumResult::ClippedNorm) as u8)
+        .threads(1024)
+}
+
+fn num_partials(size: usize) -> usize {
+    size.div_ceil(BLOCK_ELEMENTS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn partial_sums_follow_the_size_alone() {
+        assert_eq!(num_partials(1), 1);
+        assert_eq!(num_partials(65536), 1);
+        assert_eq!(num_partials(65537), 2);
+        assert_eq!(num_partials(50280 * 2048), 1572);
+    }
+}

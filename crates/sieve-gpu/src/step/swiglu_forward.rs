@@ -1,0 +1,99 @@
+//! Launch of `kernels/swiglu_forward.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::{require_non_empty, uniform_rows};
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::fill_zero::empty_zero;
+use crate::step::fp8_quantise::{AMAX_PARTIALS, with_amax};
+
+const NAME: &str = "swiglu_forward";
+
+/// Threads of a block, as the kernels' launch bounds say.
+pub(crate) const THREADS: usize = 256;
+
+/// `silu(gate) * up` for packed rows. `gate_up` is bf16 `[.., 2 * d_ff]`, gate columns first; returns bf16
+/// `[.., d_ff]`.
+///
+/// # Errors
+/// Another type, an odd or zero width, no rows.
+pub fn swiglu_forward(gate_up: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    launch(gate_up, None)
+}
+
+/// As [`swiglu_forward`], and finds y's largest magnitude: `(y, amax)`, the latter for
+/// [`fp8_quantise`](crate::step::fp8_quantise()).
+///
+/// # Errors
+/// As [`swiglu_forward`].
+pub fn swiglu_forward_with_amax(gate_up: &CudaTensor) -> Result<(CudaTensor, CudaTensor), KernelError> {
+    let amax = empty_zero(gate_up, &[AMAX_PARTIALS])?;
+    let y = launch(gate_up, Some(&amax))?;
+    Ok((y, amax))
+}
+
+fn launch(gate_up: &CudaTensor, amax: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
+    gate_up.require_dtype(NAME, "gate_up", DType::BF16)?;
+    let d_ff = packed_width(NAME, gate_up)?;
+    let (gate_up, rows, row_stride) = as_rows(gate_up);
+    require_non_empty(NAME, "the number of rows", rows)?;
+    let mut shape = gate_up.shape().to_vec();
+    if let Some(width) = shape.last_mut() {
+        *width = d_ff;
+    }
+    let y = gate_up.empty_contiguous(&shape, DType::BF16);
+    let vector = vector_width(true, &[d_ff, row_stride]);
+    let grid = [rows, d_ff.div_ceil(THREADS * vector), 1];
+    let kernel = swiglu_forward_kernel(vector);
+    let kernel = match amax {
+        Some(_) => with_amax(kernel),
+        None => kernel,
+    };
+    let buffers: Vec<_> = [&gate_up, &y].into_iter().chain(amax).collect();
+    let params = params!(SwigluForwardParams { d_ff, row_stride });
+    // SAFETY: reads rows of 2*d_ff columns, writes every element of y; sizes and strides were read off the tensors.
+    // Where there is an amax, it has the parts that the kernel was compiled for.
+    unsafe { kernel.launch(grid, &buffers, &params) }?;
+    Ok(y)
+}
+
+/// The specialisation for a vector width, 1 or 8.
+pub(crate) fn swiglu_forward_kernel(vector: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("IS_BF16", 1)
+        .define("VECTOR", vector)
+        .threads(THREADS)
+}
+
+/// Half the width of a packed tensor.
+pub(crate) fn packed_width(kernel: &'static str, gate_up: &CudaTensor) -> Result<usize, KernelError> {
+    let width = gate_up.shape().last().copied().unwrap_or(0);
+    require_non_empty(kernel, "d_ff", width)?;
+    if !width.is_multiple_of(2) {
+        let got = width.to_string();
+        return Err(KernelError::unsupported(kernel, "width of gate_up", got, "2 * d_ff"));
+    }
+    Ok(width / 2)
+}
+
+/// The tensor, or a copy, as rows one stride apart: `(tensor, rows, row_stride)`.
+pub fn as_rows(tensor: &CudaTensor) -> (CudaTensor, usize, usize) {
+    if let Some((rows, stride)) = uniform_rows(tensor.shape(), tensor.strides()) {
+        return (tensor.clone(), rows, stride);
+    }
+    let copy = tensor.contiguous();
+    let width = copy.shape().last().copied().unwrap_or(1);
+    let rows = copy.num_elements() / width.max(1);
+    (copy, rows, width)
+}
+
+/// Elements of a 16-byte access when every size allows it, else 1.
+pub(crate) fn vector_width(is_bf16: bool, sizes: &[usize]) -> usize {
+    let widest = if is_bf16 { 8 } else { 4 };
+    if sizes.iter().all(|size| size.is_multiple_of(widest)) {
+        widest
+    } else {
+        1
+    }
+}

@@ -1,0 +1,145 @@
+//! Reading tensors on the host from another thread, while training goes on.
+//!
+//! CubeCL reads on the stream it computes on, into memory it has just asked the system for: 1.6 GB/s, and nothing runs
+//! meanwhile. Here a thread of any kind copies through one page-locked buffer on a stream of its own.
+use crate::burn_memory::{binding_of, burn_memory};
+use crate::lane::{Server, address_of, late_error};
+use cubecl::device::Device;
+use cubecl::device_handle::DeviceHandle;
+use cubecl::stream_id::StreamId;
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::{CUdevice, CUstream};
+use sieve_gpu::CudaTensor;
+use sieve_gpu::KernelError;
+use std::ffi::c_void;
+
+const NAME: &str = "host_copy";
+
+/// Page-locked bytes that a copy goes through.
+const STAGING_BYTES: usize = 64 << 20;
+
+/// A tensor whose values will be read by [`HostReader::read`], on any thread.
+///
+/// It holds the tensor, so ops that would write in place where nobody else holds a tensor (Burn's own, the optimizer's)
+/// write to a copy: what is read is what the tensor held when this was made, once everything queued before has run
+/// (`sync` the device before reading). Outputs that are overwritten *for every clone* heed no holder:
+/// `MatmulOutput::Into` and `AddTo`, `NcclPiece::whole`. Of such a tensor no copy is taken
+/// before its last write.
+#[derive(Debug)]
+pub struct HostCopy {
+    tensor: CudaTensor,
+    address: u64,
+}
+
+impl HostCopy {
+    /// Takes hold of a tensor; one with gaps is packed first.
+    ///
+    /// # Errors
+    /// The device thread is gone, or an operation queued before has failed.
+    pub fn new(tensor: &CudaTensor) -> Result<Self, KernelError> {
+        let tensor = tensor.contiguous();
+        let binding = binding_of(&tensor);
+        let stream = StreamId::current();
+        let queue: DeviceHandle<Server> = DeviceHandle::new(burn_memory(&tensor).device.to_id());
+        let address = queue
+            .submit_blocking(move |server| address_of(server, stream, binding).map(|address| address.pointer))
+            .map_err(|_| failed("the device thread is gone".to_owned()))?
+            .map_err(failed)?;
+        late_error()?;
+        Ok(Self { tensor, address })
+    }
+
+    /// Bytes of the values.
+    pub fn num_bytes(&self) -> usize {
+        self.tensor.num_elements() * self.tensor.dtype().size()
+    }
+
+    /// Sizes, outermost first.
+    pub fn shape(&self) -> &[usize] {
+        self.tensor.shape()
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> sieve_gpu::DType {
+        self.tensor.dtype()
+    }
+
+    /// The GPU.
+    pub fn device_index(&self) -> usize {
+        burn_memory(&self.tensor).device.index
+    }
+}
+
+/// A stream and a page-locked buffer, for the thread that made it.
+#[derive(Debug)]
+pub struct HostReader {
+    device: CUdevice,
+    stream: CUstream,
+    staging: *mut c_void,
+}
+
+impl HostReader {
+    /// Opens a stream on the primary context of a GPU.
+    ///
+    /// # Errors
+    /// The driver refuses, say for want of lockable memory.
+    pub fn open(device_index: usize) -> Result<Self, KernelError> {
+        let device = driver::device::get(device_index as i32).map_err(|e| refused("cuDeviceGet", e))?;
+        // SAFETY: the primary context is retained once here and released when this is dropped; the buffer and the
+        // stream are this value's own.
+        unsafe {
+            let context = driver::primary_ctx::retain(device).map_err(|e| refused("cuDevicePrimaryCtxRetain", e))?;
+            driver::ctx::set_current(context).map_err(|e| refused("cuCtxSetCurrent", e))?;
+            let stream = driver::stream::create(driver::stream::StreamKind::NonBlocking)
+                .map_err(|e| refused("cuStreamCreate", e))?;
+            let staging = driver::malloc_host(STAGING_BYTES, 0).map_err(|e| refused("cuMemHostAlloc", e))?;
+            Ok(Self {
+                device,
+                stream,
+                staging,
+            })
+        }
+    }
+
+    /// The values of a tensor, as bytes.
+    ///
+    /// # Errors
+    /// The driver reports one, also of work that ran before.
+    pub fn read(&mut self, copy: &HostCopy) -> Result<Vec<u8>, KernelError> {
+        let num_bytes = copy.num_bytes();
+        let mut bytes = Vec::with_capacity(num_bytes);
+        while bytes.len() < num_bytes {
+            let len = STAGING_BYTES.min(num_bytes - bytes.len());
+            // SAFETY: the buffer has STAGING_BYTES, which nobody else uses; the tensor holds num_bytes from its address
+            // on, and lives as long as `copy`.
+            let chunk = unsafe {
+                let chunk = std::slice::from_raw_parts_mut(self.staging.cast::<u8>(), len);
+                let from = copy.address + bytes.len() as u64;
+                driver::memcpy_dtoh_async(chunk, from, self.stream).map_err(|e| refused("cuMemcpyDtoHAsync", e))?;
+                driver::stream::synchronize(self.stream).map_err(|e| refused("cuStreamSynchronize", e))?;
+                chunk
+            };
+            bytes.extend_from_slice(chunk);
+        }
+        Ok(bytes)
+    }
+}
+
+impl Drop for HostReader {
+    fn drop(&mut self) {
+        // SAFETY: made in `open`, given back once; an error here has nobody to tell.
+        unsafe {
+            let _ = driver::free_host(self.staging);
+            let _ = driver::stream::destroy(self.stream);
+            let _ = driver::primary_ctx::release(self.device);
+        }
+    }
+}
+
+fn failed(reason: String) -> KernelError {
+    KernelError::Launch { kernel: NAME, reason }
+}
+
+fn refused(call: &str, error: cudarc::driver::DriverError) -> KernelError {
+    failed(format!("{call}: {error:?}"))
+}

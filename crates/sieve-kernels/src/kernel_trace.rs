@@ -1,0 +1,282 @@
+//! Which kernels ran, and for how long: a record of every kernel of the process, read from CUPTI.
+//!
+//! CUPTI is NVIDIA's tracing library and comes with the CUDA toolkit. It sees Burn's kernels, cuBLASLt's and ours
+//! alike, times them on the GPU and costs the host about a microsecond a launch.
+use cudarc::cupti::result::{CuptiError, activity};
+use cudarc::cupti::sys::{
+    self, CUpti_Activity, CUpti_ActivityKernel9, CUpti_ActivityKind, CUpti_ActivityMemcpy5, CUpti_ActivityMemset4,
+};
+use sieve_gpu::KernelError;
+use std::alloc::{Layout, alloc, dealloc};
+use std::collections::BTreeMap;
+use std::ffi::CStr;
+use std::ptr::addr_of;
+use std::sync::{Mutex, PoisonError};
+
+/// Bytes of one buffer that CUPTI fills; some 30,000 records.
+const BUFFER_BYTES: usize = 8 << 20;
+const BUFFER_ALIGN: usize = 8;
+const FLUSH_FORCED: u32 = 1;
+/// What CUPTI traces: kernels, and the copies and fills that go through the driver.
+const KINDS: [CUpti_ActivityKind; 3] = [
+    CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL,
+    CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMCPY,
+    CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMSET,
+];
+
+/// One kernel, copy or fill.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelRecord {
+    /// The entry point as the driver knows it; `memcpy` and `memset` for those.
+    pub name: String,
+    /// When it began on the GPU, ns.
+    pub start_ns: u64,
+    /// When it ended, ns.
+    pub end_ns: u64,
+}
+
+/// All launches of one kernel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelTotal {
+    /// The entry point.
+    pub name: String,
+    /// Launches.
+    pub count: usize,
+    /// Sum of their times, ns.
+    pub total_ns: u64,
+}
+
+/// A trace in progress.
+#[derive(Debug)]
+pub struct KernelTrace(());
+
+/// What a trace saw.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TraceResult {
+    /// Every kernel, by the time it began.
+    pub records: Vec<KernelRecord>,
+}
+
+// CUPTI's callbacks carry no pointer of the caller's.
+static RECORDS: Mutex<Vec<KernelRecord>> = Mutex::new(Vec::new());
+
+impl KernelTrace {
+    /// Begins to record. Do it after the device is in use and idle.
+    ///
+    /// # Errors
+    /// [`KernelError::NoCupti`] where the library is missing or refuses (another profiler has it, or a container
+    /// forbids it).
+    pub fn start() -> Result<Self, KernelError> {
+        // SAFETY: only tries to open the library.
+        if !unsafe { sys::is_culib_present() } {
+            let reason = "libcupti.so cannot be loaded".to_owned();
+            return Err(KernelError::NoCupti { reason });
+        }
+        lock().clear();
+        activity::register_callbacks(Some(buffer_requested), Some(buffer_completed)).map_err(refused)?;
+        for kind in KINDS {
+            activity::enable(kind).map_err(refused)?;
+        }
+        Ok(Self(()))
+    }
+
+    /// Stops and returns what ran. Wait for the GPU first: what is still running is not in it.
+    ///
+    /// # Errors
+    /// [`KernelError::NoCupti`] when CUPTI cannot hand out its records.
+    pub fn finish(self) -> Result<TraceResult, KernelError> {
+        activity::flush_all(FLUSH_FORCED).map_err(refused)?;
+        for kind in KINDS {
+            activity::disable(kind).map_err(refused)?;
+        }
+        Ok(TraceResult::new(std::mem::take(&mut *lock())))
+    }
+}
+
+impl TraceResult {
+    /// In order, without what CUPTI could not time: such a record begins at 0.
+    fn new(mut records: Vec<KernelRecord>) -> Self {
+        records.retain(|record| record.start_ns > 0);
+        records.sort_by_key(|record| (record.start_ns, record.end_ns));
+        Self { records }
+    }
+
+    /// Sums by kernel, the longest first.
+    pub fn totals(&self) -> Vec<KernelTotal> {
+        let mut by_name = BTreeMap::<&str, (usize, u64)>::new();
+        for record in &self.records {
+            let (count, total) = by_name.entry(&record.name).or_default();
+            *count += 1;
+            *total += record.end_ns - record.start_ns;
+        }
+        let mut totals: Vec<KernelTotal> = by_name
+            .into_iter()
+            .map(|(name, (count, total_ns))| KernelTotal {
+                name: name.to_owned(),
+                count,
+                total_ns,
+            })
+            .collect();
+        totals.sort_by_key(|total| std::cmp::Reverse(total.total_ns));
+        totals
+    }
+
+    /// Time in which no kernel ran, by the kernel that ended it, the longest first.
+    pub fn idle_before(&self) -> Vec<KernelTotal> {
+        let mut gaps = Vec::new();
+        let mut until = self.records.first().map_or(0, |first| first.start_ns);
+        for record in &self.records {
+            if record.start_ns > until {
+                gaps.push(KernelRecord {
+                    name: record.name.clone(),
+                    start_ns: until,
+                    end_ns: record.start_ns,
+                });
+            }
+            until = until.max(record.end_ns);
+        }
+        Self { records: gaps }.totals()
+    }
+
+    /// Time in which at least one kernel ran, ns.
+    pub fn busy_ns(&self) -> u64 {
+        let (mut busy, mut until) = (0, 0);
+        for record in &self.records {
+            busy += record.end_ns.saturating_sub(record.start_ns.max(until));
+            until = until.max(record.end_ns);
+        }
+        busy
+    }
+
+    /// From the first kernel's begin to the last one's end, ns.
+    pub fn span_ns(&self) -> u64 {
+        let start = self.records.iter().map(|record| record.start_ns).min();
+        let end = self.records.iter().map(|record| record.end_ns).max();
+        end.zip(start).map_or(0, |(end, start)| end - start)
+    }
+}
+
+fn refused(error: CuptiError) -> KernelError {
+    let text = error.error_string().ok().map(CStr::to_string_lossy);
+    KernelError::NoCupti {
+        reason: text.map_or_else(|| format!("{error:?}"), |text| text.into_owned()),
+    }
+}
+
+fn lock() -> std::sync::MutexGuard<'static, Vec<KernelRecord>> {
+    RECORDS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn layout() -> Layout {
+    Layout::from_size_align(BUFFER_BYTES, BUFFER_ALIGN).expect("a power of two")
+}
+
+extern "C" fn buffer_requested(buffer: *mut *mut u8, size: *mut usize, max_records: *mut usize) {
+    // SAFETY: CUPTI hands out three valid places; the memory is freed in buffer_completed.
+    unsafe {
+        *buffer = alloc(layout());
+        *size = if (*buffer).is_null() { 0 } else { BUFFER_BYTES };
+        *max_records = 0;
+    }
+}
+
+extern "C" fn buffer_completed(
+    _context: cudarc::driver::sys::CUcontext,
+    _stream: u32,
+    buffer: *mut u8,
+    _size: usize,
+    valid_bytes: usize,
+) {
+    if buffer.is_null() {
+        return;
+    }
+    let mut record: *mut CUpti_Activity = std::ptr::null_mut();
+    // SAFETY: the buffer holds `valid_bytes` of records; CUPTI steps through them and says when there are no more.
+    while unsafe { activity::get_next_record(buffer, valid_bytes, &mut record) }.is_ok() {
+        // SAFETY: the record is one of the kinds enabled above or is skipped.
+        lock().extend(unsafe { read(record) });
+    }
+    // SAFETY: allocated in buffer_requested with this layout.
+    unsafe { dealloc(buffer, layout()) };
+}
+
+/// # Safety
+/// `record` points to a CUPTI activity record. The members read stand at the same place in every version of their
+/// record.
+unsafe fn read(record: *const CUpti_Activity) -> Option<KernelRecord> {
+    // SAFETY: by the caller's promise; packed members are read by copy.
+    unsafe {
+        let kind = addr_of!((*record).kind).read_unaligned();
+        match kind {
+            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL => {
+                let kernel: *const CUpti_ActivityKernel9 = record.cast();
+                let name = addr_of!((*kernel).name).read_unaligned();
+                let name = if name.is_null() {
+                    "unknown".into()
+                } else {
+                    CStr::from_ptr(name).to_string_lossy()
+                };
+                Some(KernelRecord {
+                    name: name.into_owned(),
+                    start_ns: addr_of!((*kernel).start).read_unaligned(),
+                    end_ns: addr_of!((*kernel).end).read_unaligned(),
+                })
+            }
+            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMCPY => {
+                let copy: *const CUpti_ActivityMemcpy5 = record.cast();
+                Some(KernelRecord {
+                    name: "memcpy".to_owned(),
+                    start_ns: addr_of!((*copy).start).read_unaligned(),
+                    end_ns: addr_of!((*copy).end).read_unaligned(),
+                })
+            }
+            CUpti_ActivityKind::CUPTI_ACTIVITY_KIND_MEMSET => {
+                let fill: *const CUpti_ActivityMemset4 = record.cast();
+                Some(KernelRecord {
+                    name: "memset".to_owned(),
+                    start_ns: addr_of!((*fill).start).read_unaligned(),
+                    end_ns: addr_of!((*fill).end).read_unaligned(),
+                })
+            }
+            _ => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(name: &str, start_ns: u64, end_ns: u64) -> KernelRecord {
+        let name = name.to_owned();
+        KernelRecord { name, start_ns, end_ns }
+    }
+
+    #[test]
+    fn overlapping_kernels_are_busy_once() {
+        let result = TraceResult::new(vec![
+            record("a", 30, 31),
+            record("a", 10, 20),
+            record("b", 15, 18),
+            // Not timed.
+            record("b", 0, 0),
+        ]);
+        assert_eq!(result.busy_ns(), 11);
+        assert_eq!(result.span_ns(), 21);
+        let totals = result.totals();
+        let names: Vec<_> = totals
+            .iter()
+            .map(|total| (total.name.as_str(), total.count, total.total_ns))
+            .collect();
+        assert_eq!(names, [("a", 2, 11), ("b", 1, 3)]);
+        let gaps = result.idle_before();
+        assert_eq!((gaps.len(), gaps[0].count, gaps[0].total_ns), (1, 1, 10));
+        assert_eq!(gaps[0].name, "a");
+    }
+
+    #[test]
+    fn an_empty_trace_has_no_span() {
+        assert_eq!(TraceResult::default().span_ns(), 0);
+        assert_eq!(TraceResult::default().busy_ns(), 0);
+    }
+}

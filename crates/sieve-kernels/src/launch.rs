@@ -1,0 +1,152 @@
+//! Launches on Burn's stream, in the order of Burn's ops.
+//!
+//! A launch is a closure for CubeCL's device thread: it runs there between the ops before and after it, resolves the
+//! addresses of all its buffers and calls the driver on Burn's own stream, so nothing waits for anything and a buffer
+//! that is freed afterwards may be reused at once.
+use crate::burn_memory::{binding_of, burn_memory, kernel_tensor};
+use crate::lane::{self, Server, late_error, on_lane_with, report_late};
+use cubecl::device::Device;
+use cubecl::device_handle::DeviceHandle;
+use cubecl::server::Binding;
+use cubecl::stream_id::StreamId;
+use sieve_gpu::{DeviceLaunch, KernelError, LaunchRequest, LoadedKernel, MapLayout, TileMap};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Launches of this process.
+static LAUNCHES: AtomicUsize = AtomicUsize::new(0);
+
+/// Buffers of launches, products and collectives that were allocated on another stream than the work ran on.
+pub(crate) static FOREIGN: AtomicUsize = AtomicUsize::new(0);
+
+/// How much was queued so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LaunchCounts {
+    /// Launches of our kernels.
+    pub launches: usize,
+    /// Buffers that came from another stream, each kept until an event behind its launch had passed.
+    pub foreign_buffers: usize,
+    /// False when work went through a stream of its own between two events, because Burn's was not found: correct and
+    /// some 20 µs a launch slower; `None` before any.
+    pub is_inline: Option<bool>,
+}
+
+impl LaunchCounts {
+    /// Whether launches of the caller's thread go straight to Burn's stream on this GPU. Launches nothing.
+    ///
+    /// # Errors
+    /// The GPU cannot be used.
+    pub fn probe(device: usize) -> Result<bool, KernelError> {
+        let device = burn_cuda::CudaDevice::new(device);
+        let scratch = burn::tensor::Tensor::<sieve_cuda::Cuda, 1>::empty([32], &device);
+        lane::open(&kernel_tensor(scratch.into_primitive().tensor()))?;
+        Ok(lane::is_inline() == Some(true))
+    }
+
+    /// Of this process, so far.
+    pub fn so_far() -> Self {
+        Self {
+            launches: LAUNCHES.load(Ordering::Relaxed),
+            foreign_buffers: FOREIGN.load(Ordering::Relaxed),
+            is_inline: lane::is_inline(),
+        }
+    }
+}
+
+/// One launch on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
+/// they do not hinder the next op from writing in place.
+struct QueuedLaunch {
+    name: &'static str,
+    kernel: Arc<LoadedKernel>,
+    grid: [u32; 3],
+    threads: u32,
+    shared_bytes: usize,
+    maps: Vec<MapLayout>,
+    /// Of the maps' tensors, then of the pointer arguments.
+    bindings: Vec<Binding>,
+    words: Vec<u64>,
+}
+
+/// Queues a launch on the stream of the caller. The first of each kernel waits until it is queued.
+///
+/// # Errors
+/// Those of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
+///
+/// # Safety
+/// As [`Memory::launch`](sieve_gpu::Memory::launch).
+pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<(), KernelError> {
+    late_error()?;
+    let &LaunchRequest {
+        kernel,
+        grid,
+        maps,
+        tensors,
+        words,
+    } = request;
+    let (first, key) = (tensors[0], kernel.code_key()?);
+    let device = burn_memory(first).device.clone();
+    let known = LoadedKernel::find(device.index, key);
+    let is_known = known.is_some();
+    let loaded = match known {
+        Some(loaded) => loaded,
+        None => LoadedKernel::load(kernel, device.index, &first.hardware().arch())?,
+    };
+    let stream = lane::open(first)?;
+    let of_maps = maps.iter().map(|map| {
+        let bytes = map.offset * map.tensor.dtype().size();
+        let mut binding = binding_of(map.tensor);
+        binding.offset_start = Some(binding.offset_start.unwrap_or(0) + bytes as u64);
+        binding
+    });
+    let of_tensors = tensors.iter().map(|tensor| binding_of(tensor));
+    let call = QueuedLaunch {
+        name: kernel.name(),
+        kernel: loaded,
+        grid: grid.map(|n| n as u32),
+        threads: kernel.block_threads() as u32,
+        shared_bytes: kernel.dynamic_shared_bytes(),
+        maps: maps.iter().map(TileMap::layout).collect(),
+        bindings: of_maps.chain(of_tensors).collect(),
+        words: words.to_vec(),
+    };
+    LAUNCHES.fetch_add(1, Ordering::Relaxed);
+    let queue: DeviceHandle<Server> = DeviceHandle::new(device.to_id());
+    if is_known {
+        queue.submit(move |server| {
+            // SAFETY: the caller's promise.
+            if let Err(error) = unsafe { call.run(server, stream) } {
+                report_late(error);
+            }
+        });
+        return Ok(());
+    }
+    // SAFETY: the caller's promise.
+    let outcome = queue.submit_blocking(move |server| unsafe { call.run(server, stream) });
+    outcome.unwrap_or_else(|_| {
+        Err(KernelError::Launch {
+            kernel: kernel.name(),
+            reason: "the device thread is gone".to_owned(),
+        })
+    })
+}
+
+impl QueuedLaunch {
+    /// On the device thread.
+    unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
+        let queued = on_lane_with(server, stream, self.bindings, |lane, pointers| {
+            let launch = DeviceLaunch {
+                grid: self.grid,
+                threads: self.threads,
+                shared_bytes: self.shared_bytes,
+                maps: &self.maps,
+                pointers,
+                words: &self.words,
+            };
+            // SAFETY: the caller's promise; the buffers stay until the launch is queued, those of other streams until
+            // it has run.
+            unsafe { self.kernel.launch(lane, &launch) }
+        });
+        let kernel = self.name;
+        queued.map_err(|reason| KernelError::Launch { kernel, reason })
+    }
+}

@@ -1,0 +1,157 @@
+//! Projection to the vocabulary and cross-entropy, a block of tokens at a time: products by cuBLASLt around
+//! `kernels/cross_entropy.cu`. The logits of all tokens never exist together.
+use crate::cublaslt::{MatmulOutput, Product, matmul};
+use sieve_gpu::CudaTensor;
+use sieve_gpu::DType;
+use sieve_gpu::KernelError;
+use sieve_gpu::step::FixedSum;
+use sieve_gpu::step::{LogitRows, cross_entropy, padded_width};
+use sieve_gpu::{operand, require_non_empty};
+
+const NAME: &str = "linear_cross_entropy";
+
+/// Most bytes of a block of logits: 8192 tokens of a vocabulary of 50,304 in bf16. Smaller blocks leave processors
+/// idle in the gradient of h where d_model is small, and read the weight's f32 gradient more often.
+const BLOCK_BYTES: usize = 800 << 20;
+
+/// Tokens of a block are a multiple of this, a tile of the products.
+const TOKEN_STEP: usize = 128;
+
+/// What [`linear_cross_entropy_with_gradients`] returns.
+#[derive(Debug, Clone)]
+pub struct LinearCrossEntropyGradients {
+    /// Sum of the losses, f32 `[1]`.
+    pub loss: CudaTensor,
+    /// bf16 `[tokens, d_model]`.
+    pub dh: CudaTensor,
+    /// f32 `[vocab_size, d_model]`.
+    pub dweight: CudaTensor,
+}
+
+/// Cross-entropy of each token in nats, f32 `[tokens]`, 0 where its label is negative: from f32 logits, for evaluation.
+/// `h` bf16 `[tokens, d_model]`, `weight` bf16 `[vocab_size, d_model]`, `labels` i32 `[tokens]`.
+///
+/// # Errors
+/// Other types or shapes, no tokens, no cuBLASLt.
+pub fn token_losses(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<CudaTensor, KernelError> {
+    let input = Input::of(h, weight, labels)?;
+    let block = block_tokens(input.tokens, input.vocab_size, 4);
+    let logits = LogitRows::new(h, block, input.vocab_size, DType::F32);
+    let losses = h.empty_contiguous(&[input.tokens], DType::F32);
+    for first in (0..input.tokens).step_by(block) {
+        let count = block.min(input.tokens - first);
+        let into = logits.matrix(count)?;
+        let h = input.h.row_range(NAME, "h", first, count)?;
+        matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&into))?;
+        let labels = input.labels.row_range(NAME, "labels", first, count)?;
+        let losses = losses.row_range(NAME, "losses", first, count)?;
+        cross_entropy(&logits, &labels, &losses)?;
+    }
+    Ok(losses)
+}
+
+/// Summed cross-entropy with its gradients. The logits are bf16, as the products' other operands; sums are f32.
+///
+/// # Errors
+/// As [`token_losses`].
+pub fn linear_cross_entropy_with_gradients(
+    h: &CudaTensor,
+    weight: &CudaTensor,
+    labels: &CudaTensor,
+) -> Result<LinearCrossEntropyGradients, KernelError> {
+    let input = Input::of(h, weight, labels)?;
+    let (tokens, d_model) = (input.tokens, input.d_model);
+    let block = loss_block_tokens(tokens, input.vocab_size);
+    let logits = LogitRows::new(h, block, input.vocab_size, DType::BF16);
+    let losses = h.empty_contiguous(&[tokens], DType::F32);
+    let dh = h.empty_contiguous(&[tokens, d_model], DType::BF16);
+    let dweight = h.empty_contiguous(&[input.vocab_size, d_model], DType::F32);
+    for first in (0..tokens).step_by(block) {
+        let count = block.min(tokens - first);
+        let rows = logits.matrix(count)?;
+        let h = input.h.row_range(NAME, "h", first, count)?;
+        matmul(Product::Nt, &h, &input.weight, MatmulOutput::Into(&rows))?;
+        let labels = input.labels.row_range(NAME, "labels", first, count)?;
+        let losses = losses.row_range(NAME, "losses", first, count)?;
+        cross_entropy(&logits, &labels, &losses)?;
+        let dh = dh.row_range(NAME, "dh", first, count)?;
+        matmul(Product::Nn, &rows, &input.weight, MatmulOutput::Into(&dh))?;
+        // The first block overwrites the sum, so it needs no clearing.
+        let into = match first {
+            0 => MatmulOutput::Into(&dweight),
+            _ => MatmulOutput::AddTo(&dweight),
+        };
+        matmul(Product::Tn, &rows, &h, into)?;
+    }
+    Ok(LinearCrossEntropyGradients {
+        loss: FixedSum::of(&losses)?,
+        dh,
+        dweight,
+    })
+}
+
+/// The operands, contiguous and checked against each other.
+struct Input {
+    h: CudaTensor,
+    weight: CudaTensor,
+    labels: CudaTensor,
+    tokens: usize,
+    d_model: usize,
+    vocab_size: usize,
+}
+
+impl Input {
+    fn of(h: &CudaTensor, weight: &CudaTensor, labels: &CudaTensor) -> Result<Self, KernelError> {
+        let [tokens, d_model] = h.dims(NAME, "h")?;
+        let [vocab_size, _] = weight.dims(NAME, "weight")?;
+        for (what, size) in [("tokens", tokens), ("d_model", d_model), ("vocab_size", vocab_size)] {
+            require_non_empty(NAME, what, size)?;
+        }
+        Ok(Self {
+            h: operand(NAME, "h", h, DType::BF16, &[tokens, d_model])?.contiguous(),
+            weight: operand(NAME, "weight", weight, DType::BF16, &[vocab_size, d_model])?.contiguous(),
+            labels: operand(NAME, "labels", labels, DType::I32, &[tokens])?.contiguous(),
+            tokens,
+            d_model,
+            vocab_size,
+        })
+    }
+}
+
+/// Tokens whose bf16 logits exist at once in [`linear_cross_entropy_with_gradients`] of `tokens` tokens, at least one.
+pub fn loss_block_tokens(tokens: usize, vocab_size: usize) -> usize {
+    block_tokens(tokens, vocab_size, 2)
+}
+
+/// Tokens whose logits exist at once.
+fn block_tokens(tokens: usize, vocab_size: usize, logit_bytes: usize) -> usize {
+    let most = BLOCK_BYTES / (padded_width(vocab_size) * logit_bytes);
+    let step = (most / TOKEN_STEP * TOKEN_STEP).max(TOKEN_STEP);
+    // Blocks of even size: a short last one would run at a fraction of the speed.
+    let blocks = tokens.div_ceil(step);
+    tokens
+        .div_ceil(blocks)
+        .next_multiple_of(TOKEN_STEP)
+        .min(step)
+        .min(tokens)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_stay_within_their_memory_and_are_even() {
+        assert_eq!(block_tokens(16384, 50280, 2), 8192);
+        assert_eq!(block_tokens(65536, 50304, 2), 8192);
+        assert_eq!(block_tokens(16384, 151_936, 2), 2432);
+        assert_eq!(block_tokens(100, 50280, 2), 100);
+        assert_eq!(block_tokens(1, 1, 2), 1);
+        assert_eq!(block_tokens(9000, 50280, 2), 4608, "two blocks, not 8320 and 680");
+        for (tokens, vocab, bytes) in [(16384, 50280, 4), (65536, 50280, 2), (777, 1 << 20, 2)] {
+            let block = block_tokens(tokens, vocab, bytes);
+            let small = block * padded_width(vocab) * bytes <= BLOCK_BYTES;
+            assert!(small || block <= TOKEN_STEP, "{tokens} {vocab}: {block}");
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! The most GPU memory that tensors took at once.
+//!
+//! The allocator can be asked what is in use now, not what was. While a watch is on, every buffer that a kernel wrapper
+//! makes asks it; each question waits for the device thread, so a program watches a step or two and then stops.
+use cubecl::cuda::CudaRuntime;
+use cubecl::prelude::ComputeClient;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+
+/// Bytes at the fullest moment seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct MemoryPeak {
+    /// Of tensors.
+    pub in_use_bytes: u64,
+    /// That the allocator held, its slack included.
+    pub reserved_bytes: u64,
+}
+
+// Process-wide, because Burn's backend methods have no place for state: a switch and two numbers.
+static IS_ON: AtomicBool = AtomicBool::new(false);
+static IN_USE: AtomicU64 = AtomicU64::new(0);
+static RESERVED: AtomicU64 = AtomicU64::new(0);
+
+impl MemoryPeak {
+    /// Begins to watch; the peak so far counts on.
+    pub fn watch() {
+        IS_ON.store(true, Ordering::Relaxed);
+    }
+
+    /// Stops watching.
+    pub fn unwatch() {
+        IS_ON.store(false, Ordering::Relaxed);
+    }
+
+    /// The most seen while a watch was on; `None` where nothing was.
+    pub fn seen() -> Option<MemoryPeak> {
+        let peak = MemoryPeak {
+            in_use_bytes: IN_USE.load(Ordering::Relaxed),
+            reserved_bytes: RESERVED.load(Ordering::Relaxed),
+        };
+        (peak.in_use_bytes > 0).then_some(peak)
+    }
+}
+
+/// Asks the allocator, where a watch is on.
+pub(crate) fn note_allocation(client: &ComputeClient<CudaRuntime>) {
+    if !IS_ON.load(Ordering::Relaxed) {
+        return;
+    }
+    // A device thread that does not answer fails the step by itself; this is only a count.
+    if let Ok(usage) = client.memory_usage() {
+        note(usage.bytes_in_use, usage.bytes_reserved);
+    }
+}
+
+fn note(in_use: u64, reserved: u64) {
+    IN_USE.fetch_max(in_use, Ordering::Relaxed);
+    RESERVED.fetch_max(reserved, Ordering::Relaxed);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_of_each_is_kept() {
+        assert_eq!(MemoryPeak::seen(), None);
+        for (in_use, reserved) in [(5, 9), (7, 8), (6, 11)] {
+            note(in_use, reserved);
+        }
+        let peak = MemoryPeak::seen().expect("noted");
+        assert_eq!((peak.in_use_bytes, peak.reserved_bytes), (7, 11));
+    }
+}

@@ -1,0 +1,93 @@
+//! How far the GPU is with collectives, and what NCCL knows of broken links: asked from a thread of its own.
+use super::{Link, lock};
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::CUevent;
+use sieve_gpu::KernelError;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
+
+/// `ncclInProgress`: no error.
+const IN_PROGRESS: i32 = 7;
+
+/// Collectives that were queued and have not ended yet, first queued first. Those on Burn's stream have none.
+#[derive(Debug, Default)]
+pub(super) struct Marks(Mutex<VecDeque<Mark>>);
+
+/// Recorded on NCCL's stream before a collective and behind it.
+#[derive(Clone, Copy, Debug)]
+struct Mark {
+    reached: CUevent,
+    ended: CUevent,
+}
+
+// SAFETY: the driver's handles of events may be used by any thread; each is destroyed once, by who takes it out.
+unsafe impl Send for Mark {}
+
+impl Marks {
+    pub(super) fn push(&self, reached: CUevent, ended: CUevent) {
+        lock(&self.0).push_back(Mark { reached, ended });
+    }
+}
+
+/// Asks after a group's work.
+#[derive(Debug)]
+pub struct NcclWatch {
+    link: Link,
+    marks: Arc<Marks>,
+    num_ended: u64,
+}
+
+impl NcclWatch {
+    pub(super) fn new(link: Link, marks: Arc<Marks>) -> Self {
+        Self {
+            link,
+            marks,
+            num_ended: 0,
+        }
+    }
+
+    /// How many collectives have ended on this GPU, and how many it has reached: in the last of these it waits for the
+    /// others. Always called by the same thread.
+    ///
+    /// # Errors
+    /// NCCL has met an error, a link that broke, say: collectives will never end.
+    pub fn look(&mut self) -> Result<[u64; 2], KernelError> {
+        let Link {
+            nccl,
+            communicator,
+            context,
+            ..
+        } = self.link;
+        let mut met = 0;
+        // SAFETY: the communicator lasts as long as the process, and NCCL lets any thread ask; writes one number.
+        let asked = unsafe { (nccl.get_async_error)(communicator, &mut met) };
+        nccl.require("ncclCommGetAsyncError", asked)?;
+        if met != IN_PROGRESS {
+            nccl.require("NCCL has met an error", met)?;
+        }
+        // SAFETY: the primary context, which is retained for the life of the process.
+        if unsafe { driver::ctx::set_current(context) }.is_err() {
+            return Ok([0; 2]);
+        }
+        let mut marks = lock(&self.marks.0);
+        while let Some(&Mark { reached, ended }) = marks.front() {
+            if !has_happened(ended) {
+                break;
+            }
+            marks.pop_front();
+            self.num_ended += 1;
+            for event in [reached, ended] {
+                // SAFETY: nobody else has them any more. One that stays costs a few bytes.
+                let _ = unsafe { driver::event::destroy(event) };
+            }
+        }
+        let num_reached = marks.iter().take_while(|mark| has_happened(mark.reached)).count() as u64;
+        Ok([self.num_ended, self.num_ended + num_reached])
+    }
+}
+
+/// False of an event that has met an error, too: who reads the results tells of it.
+fn has_happened(event: CUevent) -> bool {
+    // SAFETY: it was recorded, and is not destroyed yet.
+    unsafe { driver::event::query(event) }.is_ok()
+}

@@ -1,0 +1,276 @@
+//! Is there a usable CUDA here? Asked before any client is made, because CubeCL answers with a panic.
+use cubecl::cuda::install;
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::{self as driver_sys, CUdevice_attribute};
+use sieve_gpu::ahead_of_time::installed_nvrtc;
+use sieve_gpu::{CudaVersion, KernelError};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{LazyLock, Mutex, PoisonError};
+
+/// The header every kernel, Burn's and ours, needs at run time.
+const HEADER: &str = "cuda_bf16.h";
+
+/// Burn's own kernels include this one too.
+const RUNTIME_HEADER: &str = "cuda_runtime.h";
+
+/// What a working CUDA installation looks like.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CudaReport {
+    /// Newest CUDA version that the driver supports.
+    pub driver: CudaVersion,
+    /// Version of the run-time compiler.
+    pub nvrtc: CudaVersion,
+    /// Folder of the CUDA headers.
+    pub include_folder: PathBuf,
+    /// The GPUs, in the driver's order.
+    pub devices: Vec<DeviceReport>,
+}
+
+/// One GPU.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DeviceReport {
+    /// Number, as in `--device cuda:N`.
+    pub index: usize,
+    /// Name, as `nvidia-smi` prints it.
+    pub name: String,
+    /// Compute capability, major part.
+    pub major: u32,
+    /// Compute capability, minor part.
+    pub minor: u32,
+    /// Streaming multiprocessors.
+    pub num_multiprocessors: usize,
+    /// Memory of the card.
+    pub total_memory_bytes: u64,
+}
+
+impl DeviceReport {
+    /// The architecture as compilers spell it and CubeCL compiles for it: `sm_80`, `sm_90a`.
+    pub fn arch(&self) -> String {
+        let suffix = if self.major >= 9 { "a" } else { "" };
+        format!("sm_{}{}{suffix}", self.major, self.minor)
+    }
+
+    /// Free and total memory of a device in bytes, now. Makes the device's primary context, which a client then shares
+    /// (about 0.2 s on first use).
+    ///
+    /// # Errors
+    /// [`KernelError::DriverInit`] when the driver does not answer.
+    pub fn memory_bytes(device: usize) -> Result<(u64, u64), KernelError> {
+        let handle = driver::device::get(device as i32).map_err(init_error)?;
+        // SAFETY: the handle comes from the driver. The context stays retained on purpose: the client takes it over.
+        let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(init_error)?;
+        // SAFETY: the context was just retained.
+        unsafe { driver::ctx::set_current(context) }.map_err(init_error)?;
+        let (free, total) = driver::mem_get_info().map_err(init_error)?;
+        Ok((free as u64, total as u64))
+    }
+}
+
+impl CudaReport {
+    /// The device of that number, when it is there and new enough.
+    ///
+    /// # Errors
+    /// [`KernelError::WrongDevice`] with the number of devices, [`KernelError::OldDevice`].
+    pub fn device(&self, wanted: usize) -> Result<&DeviceReport, KernelError> {
+        let count = self.devices.len();
+        let device = self
+            .devices
+            .get(wanted)
+            .ok_or(KernelError::WrongDevice { wanted, count })?;
+        if device.major < 8 {
+            let (index, name) = (device.index, device.name.clone());
+            return Err(KernelError::OldDevice {
+                index,
+                name,
+                major: device.major,
+                minor: device.minor,
+            });
+        }
+        Ok(device)
+    }
+
+    /// Looks for the driver, the run-time compiler, the headers and the GPUs, in this order. Makes no client and no
+    /// context.
+    ///
+    /// # Errors
+    /// The first thing that is missing, with how to get it.
+    pub fn probe() -> Result<CudaReport, KernelError> {
+        // SAFETY: only tries to open the library.
+        if !unsafe { driver_sys::is_culib_present() } {
+            return Err(KernelError::NoDriver);
+        }
+        driver::init().map_err(init_error)?;
+        let count = driver::device::get_count().map_err(init_error)?;
+        if count == 0 {
+            return Err(KernelError::NoDevice);
+        }
+        let (nvrtc, driver) = (installed_nvrtc()?, driver_version()?);
+        check_versions(driver, nvrtc)?;
+        let include_folder = check_headers(install::cuda_path().as_deref())?;
+        let devices = (0..count as usize).map(describe).collect::<Result<_, _>>()?;
+        Ok(CudaReport {
+            driver,
+            nvrtc,
+            include_folder,
+            devices,
+        })
+    }
+}
+
+/// Major and minor compute capability of a device in use; asked of the driver once.
+pub(crate) fn compute_capability(device: usize) -> Option<(u32, u32)> {
+    static KNOWN: LazyLock<Mutex<HashMap<usize, (u32, u32)>>> = LazyLock::new(Mutex::default);
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(found) = known.get(&device) {
+        return Some(*found);
+    }
+    let report = describe(device).ok()?;
+    known.insert(device, (report.major, report.minor));
+    Some((report.major, report.minor))
+}
+
+fn driver_version() -> Result<CudaVersion, KernelError> {
+    let mut version = 0;
+    // SAFETY: a valid pointer to an integer.
+    unsafe { driver_sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(init_error)?;
+    Ok(CudaVersion {
+        major: version as u32 / 1000,
+        minor: version as u32 % 1000 / 10,
+    })
+}
+
+/// A driver loads PTX of its own CUDA version and older.
+fn check_versions(driver: CudaVersion, nvrtc: CudaVersion) -> Result<(), KernelError> {
+    if nvrtc > driver {
+        return Err(KernelError::NvrtcTooNew { nvrtc, driver });
+    }
+    Ok(())
+}
+
+/// The include folder that CubeCL will pass to NVRTC, checked for the headers.
+pub(crate) fn check_headers(cuda_path: Option<&Path>) -> Result<PathBuf, KernelError> {
+    let Some(path) = cuda_path else {
+        let searched = "$CUDA_PATH, /usr/local/cuda, /opt/cuda or /usr".to_owned();
+        return Err(KernelError::NoHeaders {
+            header: HEADER,
+            searched,
+        });
+    };
+    let folder = path.join("include");
+    for header in [HEADER, RUNTIME_HEADER] {
+        if !folder.join(header).is_file() {
+            return Err(KernelError::NoHeaders {
+                header,
+                searched: folder.display().to_string(),
+            });
+        }
+    }
+    Ok(folder)
+}
+
+fn describe(index: usize) -> Result<DeviceReport, KernelError> {
+    let device = driver::device::get(index as i32).map_err(init_error)?;
+    // SAFETY: the handle comes from the driver, the attributes are plain integers.
+    let attribute = |which| unsafe { driver::device::get_attribute(device, which) }.map_err(init_error);
+    let major = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)? as u32;
+    let minor = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)? as u32;
+    let num_multiprocessors = attribute(CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize;
+    let name = driver::device::get_name(device).map_err(init_error)?;
+    // SAFETY: the handle comes from the driver.
+    let total_memory_bytes = unsafe { driver::device::total_mem(device) }.map_err(init_error)? as u64;
+    Ok(DeviceReport {
+        index,
+        name,
+        major,
+        minor,
+        num_multiprocessors,
+        total_memory_bytes,
+    })
+}
+
+fn init_error(error: cudarc::driver::DriverError) -> KernelError {
+    KernelError::DriverInit {
+        reason: error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn version(major: u32, minor: u32) -> CudaVersion {
+        CudaVersion { major, minor }
+    }
+
+    fn report(majors: &[u32]) -> CudaReport {
+        let device = |(index, &major): (usize, &u32)| DeviceReport {
+            index,
+            name: "test".into(),
+            major,
+            minor: 0,
+            num_multiprocessors: 1,
+            total_memory_bytes: 1,
+        };
+        let devices = majors.iter().enumerate().map(device).collect();
+        CudaReport {
+            driver: version(13, 0),
+            nvrtc: version(13, 0),
+            include_folder: PathBuf::new(),
+            devices,
+        }
+    }
+
+    #[test]
+    fn probing_never_panics() {
+        // On a machine without CUDA this is the error a user sees; with CUDA it is a report.
+        match CudaReport::probe() {
+            Ok(report) => assert!(!report.devices.is_empty()),
+            Err(error) => assert!(error.to_string().starts_with("CUDA: "), "{error}"),
+        }
+    }
+
+    #[test]
+    fn a_wrong_device_number_tells_how_many_there_are() {
+        let error = report(&[9, 9]).device(2).expect_err("two devices only").to_string();
+        assert!(
+            error.contains("no device 2") && error.contains("has 2") && error.contains("cuda:1"),
+            "{error}"
+        );
+        let old = report(&[7]).device(0).expect_err("Volta").to_string();
+        assert!(old.contains("7.0") && old.contains("8.0"), "{old}");
+        assert_eq!(report(&[9]).device(0).expect("Hopper").arch(), "sm_90a");
+        assert_eq!(report(&[8]).device(0).expect("Ampere").arch(), "sm_80");
+    }
+
+    #[test]
+    fn a_compiler_newer_than_the_driver_is_refused() {
+        assert_eq!(check_versions(version(13, 0), version(12, 9)), Ok(()));
+        assert_eq!(check_versions(version(13, 0), version(13, 0)), Ok(()));
+        let error = check_versions(version(12, 4), version(12, 8)).expect_err("PTX is too new");
+        assert!(
+            error.to_string().contains("12.8") && error.to_string().contains("12.4"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn headers_are_looked_for_where_they_will_be_used() {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let missing = check_headers(Some(folder.path()))
+            .expect_err("empty folder")
+            .to_string();
+        assert!(
+            missing.contains("cuda_bf16.h") && missing.contains("CUDA_PATH"),
+            "{missing}"
+        );
+        std::fs::create_dir(folder.path().join("include")).expect("created");
+        for header in [HEADER, RUNTIME_HEADER] {
+            std::fs::write(folder.path().join("include").join(header), "").expect("written");
+        }
+        assert_eq!(check_headers(Some(folder.path())), Ok(folder.path().join("include")));
+        assert!(check_headers(None).is_err());
+    }
+}
