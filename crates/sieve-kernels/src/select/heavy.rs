@@ -70,19 +70,8 @@ impl Qkv {
         unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
-        LongChoice {
-            scores: &score,
-            kept: &marks,
-            nan_rows: &nan_rows,
-            tops: None,
-            heads: [0, s.num_kv_heads],
-            length: count,
-            top,
-            num_first: 0,
-            goal: 0.0,
-            strict: false,
-        }
-        .choose()?;
+        let all = LongChoice::new([&score, &marks, &nan_rows], [0, s.num_kv_heads], count);
+        LongChoice { top, ..all }.choose()?;
         let per_slot = [1, s.num_kv_heads, kept];
         let rows = [1, s.num_kv_heads, kept, d];
         // Zeros: a head whose scores are no numbers marks nothing.
