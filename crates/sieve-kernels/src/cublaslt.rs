@@ -207,12 +207,12 @@ fn require_output_type(dtype: DType) -> Result<(), KernelError> {
     if matches!(dtype, DType::BF16 | DType::F32) {
         return Ok(());
     }
-    Err(KernelError::unsupported(
-        NAME,
-        "output type",
-        dtype.name().to_owned(),
-        "bf16, f32",
-    ))
+    Err(KernelError::Unsupported {
+        kernel: NAME,
+        what: "output type",
+        got: dtype.name().to_owned(),
+        supported: "bf16, f32".to_owned(),
+    })
 }
 
 fn require_matrix(
@@ -261,12 +261,12 @@ fn submit(like: &CudaTensor, call: Call) -> Result<(), KernelError> {
             lock(&PLANNED).insert(key);
             Ok(())
         }
-        Ok(Err(lane::Refusal::NoAlgorithm(reason))) => Err(KernelError::unsupported(
-            NAME,
-            "product",
-            described,
-            format!("what cuBLASLt has an algorithm for ({reason})"),
-        )),
+        Ok(Err(lane::Refusal::NoAlgorithm(reason))) => Err(KernelError::Unsupported {
+            kernel: NAME,
+            what: "product",
+            got: described,
+            supported: format!("what cuBLASLt has an algorithm for ({reason})"),
+        }),
         Ok(Err(failure)) => Err(KernelError::Launch {
             kernel: NAME,
             reason: format!("{described}: {failure}"),

@@ -46,12 +46,9 @@ impl Qkv {
         let call = Call::new(self, s)?;
         let (n, d) = (s.num_keys, call.shape.head_dim);
         let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
-            return Err(KernelError::unsupported(
-                NAME,
-                "selection",
-                format!("{heavy:?}"),
-                "a top of blocks of one key, fewer last keys than there are",
-            ));
+            let supported = "a top of blocks of one key, fewer last keys than there are";
+            let got = format!("{heavy:?}");
+            return Err(KernelError::unsupported(NAME, "selection", got, supported));
         };
         let count = n - heavy.last;
         let kept = top.min(count) + heavy.last;
@@ -154,12 +151,8 @@ impl DmaSlots {
         let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
         if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-            return Err(KernelError::unsupported(
-                NAME,
-                "shape",
-                format!("{shape:?}"),
-                "one sequence, heads of a multiple of 32 columns",
-            ));
+            let supported = "one sequence, heads of a multiple of 32 columns";
+            return Err(KernelError::unsupported(NAME, "shape", format!("{shape:?}"), supported));
         }
         let token = token.walkable();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);
