@@ -99,8 +99,6 @@ struct Choice<'a> {
     scores: &'a CudaTensor,
     kept: &'a CudaTensor,
     nan_rows: &'a CudaTensor,
-    /// Of each head, where `keep` does not say so.
-    tops: Option<&'a CudaTensor>,
     first_head: usize,
     num_heads: usize,
     keep: KeepBlocks,
@@ -135,7 +133,23 @@ pub struct LongChoice<'a> {
     pub strict: bool,
 }
 
-impl LongChoice<'_> {
+impl<'a> LongChoice<'a> {
+    /// As many as hold no mass at all, of `length` entries of each of `heads`: for callers to say what they want.
+    pub fn new([scores, kept, nan_rows]: [&'a CudaTensor; 3], heads: [usize; 2], length: usize) -> Self {
+        Self {
+            scores,
+            kept,
+            nan_rows,
+            tops: None,
+            heads,
+            length,
+            top: 0,
+            num_first: 0,
+            goal: 0.0,
+            strict: false,
+        }
+    }
+
     /// Writes the bits.
     ///
     /// # Errors
@@ -267,7 +281,7 @@ impl<'a> Call<'a> {
             query_block: s.query_block,
             first_head: choice.first_head,
             top,
-            has_tops: choice.tops.is_some(),
+            has_tops: false,
             segment: self.segment(),
             num_first: 0usize,
             drops_absent: choice.drops_absent,
@@ -278,12 +292,7 @@ impl<'a> Call<'a> {
         });
         let kernel =
             select_choose_kernel(choice.is_mass, choice.forced, false).shared_bytes(columns * DType::F32.size());
-        let tensors = [
-            choice.scores,
-            choice.kept,
-            choice.nan_rows,
-            choice.tops.unwrap_or(choice.nan_rows),
-        ];
+        let tensors = [choice.scores, choice.kept, choice.nan_rows, choice.nan_rows];
         // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
         unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
     }
@@ -309,7 +318,6 @@ impl<'a> Call<'a> {
                 scores: &scores,
                 kept: &marks.kept,
                 nan_rows: &marks.nan_rows,
-                tops: None,
                 first_head: heads.start,
                 num_heads: heads.len(),
                 keep: s.keep,

@@ -200,12 +200,12 @@ fn require_output_type(dtype: DType) -> Result<(), KernelError> {
     if matches!(dtype, DType::BF16 | DType::F32) {
         return Ok(());
     }
-    Err(KernelError::unsupported(
-        NAME,
-        "output type",
-        dtype.name().to_owned(),
-        "bf16, f32",
-    ))
+    Err(KernelError::Unsupported {
+        kernel: NAME,
+        what: "output type",
+        got: dtype.name().to_owned(),
+        supported: "bf16, f32".to_owned(),
+    })
 }
 
 fn require_matrix(

@@ -1,5 +1,5 @@
 //! What a model, a device and a training loop are asked for, as traits that stand for others.
-use crate::{DeviceBackend, SieveBackend};
+use crate::{DeviceBackend, OptimizerBackend, SieveBackend};
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 
@@ -14,7 +14,7 @@ macro_rules! all_of {
 }
 pub(crate) use all_of;
 
-/// What a training loop needs of its backend: Sieve's ops with and without gradients.
-pub trait TrainBackend: SieveBackend + AutodiffBackend<InnerBackend: SieveBackend> {}
+/// What a training loop needs of its backend: Sieve's ops with and without gradients, and below them the optimizer's.
+pub trait TrainBackend: SieveBackend + AutodiffBackend<InnerBackend: SieveBackend + OptimizerBackend> {}
 
 impl<B: DeviceBackend> TrainBackend for Autodiff<B> {}

@@ -79,8 +79,8 @@ backend::all_of!(
     ///
     /// The ops are methods on primitives; users call the functions of this crate that carry their names.
     SieveBackend: LinearBackend EmbeddingBackend NormBackend RopeBackend SwigluBackend AttentionBackend DmaBackend
-        DynamicMaskBackend NsaBackend MlaBackend DecodeBackend SparseBackend LossBackend OptimizerBackend
-        FeedForwardBackend AttentionLayerBackend SeedBackend
+        DynamicMaskBackend NsaBackend MlaBackend DecodeBackend SparseBackend LossBackend FeedForwardBackend
+        AttentionLayerBackend SeedBackend
 );
 
 backend::all_of!(

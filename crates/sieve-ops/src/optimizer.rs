@@ -1,5 +1,4 @@
 //! AdamW (arXiv:1711.05101) over f32 master weights.
-mod autodiff;
 mod backend;
 mod cuda;
 mod flex;

@@ -46,12 +46,9 @@ impl Qkv {
         let call = Call::new(self, s)?;
         let (n, d) = (s.num_keys, call.shape.head_dim);
         let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
-            return Err(KernelError::unsupported(
-                NAME,
-                "selection",
-                format!("{heavy:?}"),
-                "a top of blocks of one key, fewer last keys than there are",
-            ));
+            let supported = "a top of blocks of one key, fewer last keys than there are";
+            let got = format!("{heavy:?}");
+            return Err(KernelError::unsupported(NAME, "selection", got, supported));
         };
         let count = n - heavy.last;
         let kept = top.min(count) + heavy.last;
@@ -70,19 +67,8 @@ impl Qkv {
         unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
         let words = count.div_ceil(u32::BITS as usize);
         let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
-        LongChoice {
-            scores: &score,
-            kept: &marks,
-            nan_rows: &nan_rows,
-            tops: None,
-            heads: [0, s.num_kv_heads],
-            length: count,
-            top,
-            num_first: 0,
-            goal: 0.0,
-            strict: false,
-        }
-        .choose()?;
+        let all = LongChoice::new([&score, &marks, &nan_rows], [0, s.num_kv_heads], count);
+        LongChoice { top, ..all }.choose()?;
         let per_slot = [1, s.num_kv_heads, kept];
         let rows = [1, s.num_kv_heads, kept, d];
         // Zeros: a head whose scores are no numbers marks nothing.
@@ -165,12 +151,8 @@ impl DmaSlots {
         let [batch, num_kv_heads, room] = self.z.dims(NAME, "slots")?;
         let group = shape.group_size();
         if batch != 1 || !shape.head_dim.is_multiple_of(32) {
-            return Err(KernelError::unsupported(
-                NAME,
-                "shape",
-                format!("{shape:?}"),
-                "one sequence, heads of a multiple of 32 columns",
-            ));
+            let supported = "one sequence, heads of a multiple of 32 columns";
+            return Err(KernelError::unsupported(NAME, "shape", format!("{shape:?}"), supported));
         }
         let token = token.walkable();
         let z = self.z.zeros_contiguous(&[1, num_kv_heads], DType::F32);

@@ -120,18 +120,7 @@ impl Call<'_> {
     }
 
     fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
-        LongChoice {
-            scores,
-            kept: nan_rows,
-            nan_rows,
-            tops: None,
-            heads: [0, self.selection.num_heads],
-            length,
-            top: 0,
-            num_first: 0,
-            goal: 0.0,
-            strict: false,
-        }
+        LongChoice::new([scores, nan_rows, nan_rows], [0, self.selection.num_heads], length)
     }
 
     /// Marks the blocks that kept columns and diagonals meet.
@@ -296,19 +285,9 @@ impl Call<'_> {
             } else {
                 f32::INFINITY
             };
-            let choice = LongChoice {
-                scores: &scores,
-                kept: &kept,
-                nan_rows,
-                tops: Some(wanted),
-                heads: [heads.start, heads.len()],
-                length,
-                top: 0,
-                num_first: 0,
-                goal,
-                strict: false,
-            };
-            choice.choose()?;
+            let tops = Some(wanted);
+            let all = LongChoice::new([&scores, &kept, nan_rows], [heads.start, heads.len()], length);
+            LongChoice { tops, goal, ..all }.choose()?;
         }
         Ok(kept)
     }

@@ -76,7 +76,6 @@ impl Call<'_> {
                 scores: &scores,
                 kept: &marks.kept,
                 nan_rows: &marks.nan_rows,
-                tops: None,
                 first_head: heads.start,
                 num_heads: heads.len(),
                 keep: s.keep,

@@ -21,19 +21,9 @@ impl Call<'_> {
             return Err(self.not_one_query());
         }
         let scores = self.logits(s.num_keys - 1..s.num_keys, 0..s.num_heads)?;
-        LongChoice {
-            scores: &scores,
-            kept: &marks.kept,
-            nan_rows: &marks.nan_rows,
-            tops: None,
-            heads: [0, s.num_heads],
-            length: s.num_keys,
-            top,
-            num_first: 0,
-            goal: 0.0,
-            strict: false,
-        }
-        .choose()
+        let tensors = [&scores, &marks.kept, &marks.nan_rows];
+        let all = LongChoice::new(tensors, [0, s.num_heads], s.num_keys);
+        LongChoice { top, ..all }.choose()
     }
 
     /// Marks the pages with the largest bounds; those before `known` have bounds already.
@@ -70,7 +60,6 @@ impl Call<'_> {
             scores: &scores,
             kept: &marks.kept,
             nan_rows: &marks.nan_rows,
-            tops: None,
             first_head: 0,
             num_heads: s.num_heads,
             keep: s.keep,

@@ -264,16 +264,18 @@ impl NeededKernels {
 
 /// Adds a part's kernels of the Hopper family, for shapes that have them.
 pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Part) {
-    if needs.keys == NeededKeys::Blocks {
-        return hopper_blocks(list, &needs.shape, part);
-    }
-    let (shape, source) = (&needs.shape, key_source(needs.keys));
+    let shape = &needs.shape;
+    let source = match (needs.keys, part) {
+        // NSA's lists have no bias, but for gradients in a fixed order.
+        (NeededKeys::Blocks, part) if !matches!(part, Part::Gradients(SumOrder::Fixed)) => KeySource::GatheredUnbiased,
+        (keys, _) => key_source(keys),
+    };
     let mut pass = |pass| list.extend_kernels([HopperTiling::new(pass, shape, source).kernel()]);
     match part {
         Part::Forward => {
             pass(QueryPass::Output);
             // With a bias, short rows take the form that keeps the lower bits of o; long ones make row sums.
-            if source != KeySource::Dense {
+            if source.has_bias() {
                 pass(QueryPass::OutputAndRest);
             }
         }
@@ -289,10 +291,11 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             list.extend_kernels(forms.map(attention));
             list.extend_kernels(hopper_select_blocks_kernels(&[shape.head_dim]));
         }
-        Part::Around if source != KeySource::Dense => {
+        Part::Around if source.has_bias() => {
             list.extend_kernels([hopper_attention_backward_prepare_kernel(shape.head_dim_v)]);
         }
-        Part::RowSums => pass(QueryPass::RowSums),
+        Part::RowSums if source.has_bias() => pass(QueryPass::RowSums),
+        Part::Choose if needs.keys == NeededKeys::Blocks => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
         Part::Gradients(order) => {
             if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
                 pass(QueryPass::Gradient);
@@ -304,36 +307,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             );
         }
         // The portable kernels do these on every device.
-        Part::Around | Part::Choose | Part::ConvertDq | Part::Decode => {}
-    }
-}
-
-/// NSA's: lists without a bias, but for gradients in a fixed order.
-fn hopper_blocks(list: &mut NeededKernels, shape: &AttentionShape, part: Part) {
-    match part {
-        Part::Choose => list.extend_kernels(nsa_hopper_kernels(shape.head_dim)),
-        Part::Forward => {
-            let source = KeySource::GatheredUnbiased;
-            let tiling = HopperTiling::new(QueryPass::Output, shape, source);
-            list.extend_kernels([tiling.kernel()]);
-        }
-        Part::Gradients(order) => {
-            let source = match order {
-                SumOrder::Any => KeySource::GatheredUnbiased,
-                SumOrder::Fixed => KeySource::Gathered,
-            };
-            if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
-                let tiling = HopperTiling::new(QueryPass::Gradient, shape, source);
-                list.extend_kernels([tiling.kernel()]);
-            }
-            let sets = BackwardTiling::launches(shape, order);
-            list.extend_kernels(
-                sets.into_iter()
-                    .map(|set| hopper_backward_kernel(shape, source, set, order)),
-            );
-        }
-        // Row sums come from the output that is stored; the portable kernels do the rest.
-        Part::Masked | Part::RowSums | Part::Around | Part::ConvertDq | Part::Decode => {}
+        Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}
     }
 }
 

@@ -121,12 +121,8 @@ fn warps_per_row(width: usize) -> Result<usize, KernelError> {
     if warps <= BLOCK_WARPS {
         return Ok(warps);
     }
-    Err(KernelError::unsupported(
-        NAME,
-        "width",
-        width,
-        format!("up to {}", BLOCK_WARPS * WARP_WIDTH),
-    ))
+    let supported = format!("up to {}", BLOCK_WARPS * WARP_WIDTH);
+    Err(KernelError::unsupported(NAME, "width", width, supported))
 }
 
 fn num_blocks(rows: usize, warps_per_row: usize) -> usize {

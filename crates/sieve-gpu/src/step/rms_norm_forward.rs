@@ -51,12 +51,8 @@ pub(crate) fn warps_per_row(kernel: &'static str, width: usize) -> Result<usize,
     if width <= MAX_WIDTH {
         return Ok(4);
     }
-    Err(KernelError::unsupported(
-        kernel,
-        "width",
-        width,
-        format!("up to {MAX_WIDTH}"),
-    ))
+    let supported = format!("up to {MAX_WIDTH}");
+    Err(KernelError::unsupported(kernel, "width", width, supported))
 }
 
 fn grid(rows: usize, warps_per_row: usize) -> [usize; 3] {

@@ -23,15 +23,6 @@ pub enum Term {
     Square,
 }
 
-/// A norm and the factor that clips by it, both f32 `[1]` on the device.
-#[derive(Debug, Clone)]
-pub struct ClippedNorm {
-    /// Square root of the sum.
-    pub norm: CudaTensor,
-    /// `min(1, max_norm / (norm + 1e-6))`; 0 where the norm is not finite, which gates the update.
-    pub scale: CudaTensor,
-}
-
 /// A sum over tensors that come one by one: a launch each, and one more at the end.
 #[derive(Debug)]
 pub struct FixedSum {
@@ -85,34 +76,26 @@ impl FixedSum {
     /// # Errors
     /// [`KernelError::Empty`] when nothing was added.
     pub fn total(self) -> Result<CudaTensor, KernelError> {
-        require_non_empty(FINISH, "the number of tensors", self.used)?;
-        let total = self.partials.empty_contiguous(&[1], DType::F32);
-        let params = params!(FinishSumParams {
-            num_partials: self.used,
-            max_norm: 0f32
-        });
-        // SAFETY: reads the partial sums that were written, writes one element.
-        unsafe { finish_sum_kernel(SumResult::Total).launch([1, 1, 1], &[&self.partials, &total], &params) }?;
-        Ok(total)
+        self.finish(false)
     }
 
-    /// The root of the sum, and the factor that clips a gradient of that norm.
+    /// The root of the sum, f32 `[1]`: a norm, of squares.
     ///
     /// # Errors
-    /// [`KernelError::Empty`] when nothing was added.
-    pub fn clip(self, max_norm: f32) -> Result<ClippedNorm, KernelError> {
+    /// As [`total`](Self::total).
+    pub fn root(self) -> Result<CudaTensor, KernelError> {
+        self.finish(true)
+    }
+
+    fn finish(self, root: bool) -> Result<CudaTensor, KernelError> {
         require_non_empty(FINISH, "the number of tensors", self.used)?;
-        let one_element = || self.partials.empty_contiguous(&[1], DType::F32);
-        let (norm, scale) = (one_element(), one_element());
+        let out = self.partials.empty_contiguous(&[1], DType::F32);
         let params = params!(FinishSumParams {
-            num_partials: self.used,
-            max_norm
+            num_partials: self.used
         });
-        // SAFETY: reads the partial sums that were written, writes two elements.
-        unsafe {
-            finish_sum_kernel(SumResult::ClippedNorm).launch([1, 1, 1], &[&self.partials, &norm, &scale], &params)
-        }?;
-        Ok(ClippedNorm { norm, scale })
+        // SAFETY: reads the partial sums that were written, writes one element.
+        unsafe { finish_sum_kernel(root).launch([1, 1, 1], &[&self.partials, &out], &params) }?;
+        Ok(out)
     }
 
     /// Sum of one tensor, f32 or bf16, in a fixed order; f32 `[1]`.
@@ -138,15 +121,6 @@ impl FixedSum {
     }
 }
 
-/// What the last launch of a sum writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SumResult {
-    /// The sum.
-    Total,
-    /// Its root, and the clipping factor.
-    ClippedNorm,
-}
-
 /// The specialisation for a term and an element type.
 pub(crate) fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
     SourceKernel::new(NAME)
@@ -155,11 +129,9 @@ pub(crate) fn sum_partials_kernel(term: Term, is_bf16: bool) -> SourceKernel {
         .threads(256)
 }
 
-/// The specialisation for a result.
-pub(crate) fn finish_sum_kernel(result: SumResult) -> SourceKernel {
-    SourceKernel::new(FINISH)
-        .define("CLIP", (result == SumResult::ClippedNorm) as u8)
-        .threads(1024)
+/// The specialisation for a sum or its root.
+pub(crate) fn finish_sum_kernel(root: bool) -> SourceKernel {
+    SourceKernel::new(FINISH).define("ROOT", u8::from(root)).threads(1024)
 }
 
 fn num_partials(size: usize) -> usize {

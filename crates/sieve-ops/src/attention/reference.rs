@@ -1,17 +1,15 @@
 //! Attention with its full score matrix under the one mask form.
 use super::backend::{AttentionOutput, AttentionSpec};
 use super::masks::hidden_by_documents;
-use super::scores::{Grouped, backward, finite_lse, forward, group, logits};
+use super::scores::{Gradients, Grouped, backward, finite_lse, forward, logits};
 use crate::documents::DocumentBounds;
-use crate::tensors::{Float, upcast};
+use crate::tensors::{Float, primitive, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};
 
 /// Dense causal or sliding-window attention; see [`crate::attention`].
 pub fn attention<B: Backend>(qkv: Float<B>, documents: &DocumentBounds<B>, spec: AttentionSpec) -> AttentionOutput<B> {
-    let (qkv, dtype) = upcast::<B, 4>(qkv);
-    let hidden = hidden_by_documents(documents, spec);
-    forward(Grouped::new(qkv, spec), None, hidden, spec, dtype)
+    masked_attention::<B>(qkv, None, hidden_by_documents(documents, spec), spec)
 }
 
 /// `dqkv` of [`attention`].
@@ -22,32 +20,35 @@ pub fn attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> Float<B> {
-    let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_documents(documents, spec);
-    let grouped = Grouped::new(qkv, spec);
-    backward(grouped, None, hidden, spec, output, d_o).packed(dtype)
+    masked_attention_backward::<B>(qkv, None, hidden, spec, output, d_o).0
 }
 
-/// Attention over the pairs that `hidden` does not mask; `hidden` is `[batch, num_kv_heads, 1, seq_len, seq_len]`.
+/// Attention over the pairs that `hidden` does not mask, with a bias per key where there is one; `hidden` is
+/// `[batch, num_kv_heads or 1, 1, seq_len, seq_len]`.
 pub(crate) fn masked_attention<B: Backend>(
     qkv: Float<B>,
+    delta: Option<Float<B>>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
 ) -> AttentionOutput<B> {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
-    forward(Grouped::new(qkv, spec), None, hidden, spec, dtype)
+    forward(Grouped::new(qkv, spec), delta, hidden, spec, dtype)
 }
 
-/// `dqkv` of [`masked_attention`].
+/// `(dqkv, ddelta)` of [`masked_attention`].
 pub(crate) fn masked_attention_backward<B: Backend>(
     qkv: Float<B>,
+    delta: Option<Float<B>>,
     hidden: Tensor<B, 5, Bool>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
     d_o: Float<B>,
-) -> Float<B> {
+) -> (Float<B>, Float<B>) {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
-    backward(Grouped::new(qkv, spec), None, hidden, spec, output, d_o).packed(dtype)
+    let Gradients { dq, dk, dv, d_delta } = backward(Grouped::new(qkv, spec), delta, hidden, spec, output, d_o);
+    let dqkv = Tensor::cat(vec![dq, dk, dv], 2).cast(dtype);
+    (primitive(dqkv), primitive(d_delta))
 }
 
 /// Probabilities of [`masked_attention`] summed over the heads of a group, `[batch, num_kv_heads, seq_len, seq_len]`.
@@ -69,34 +70,24 @@ pub(crate) fn group_probabilities<B: Backend>(
 
 /// Dense causal attention on q, k `[batch, seq_len, heads, head_dim]` and a narrower v.
 pub(crate) fn separate_attention<B: Backend>(
-    [q, k, v]: [Tensor<B, 4>; 3],
+    qkv: [Tensor<B, 4>; 3],
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
     dtype: DType,
 ) -> AttentionOutput<B> {
     let hidden = hidden_by_documents(documents, spec);
-    let grouped = Grouped {
-        q: group(q, spec),
-        k: group(k, spec),
-        v: group(v, spec),
-    };
-    forward(grouped, None, hidden, spec, dtype)
+    forward(Grouped::of(qkv, spec), None, hidden, spec, dtype)
 }
 
 /// `[dq, dk, dv]` of [`separate_attention`].
 pub(crate) fn separate_attention_backward<B: Backend>(
-    [q, k, v]: [Tensor<B, 4>; 3],
+    qkv: [Tensor<B, 4>; 3],
     documents: &DocumentBounds<B>,
     spec: AttentionSpec,
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> [Tensor<B, 4>; 3] {
     let hidden = hidden_by_documents(documents, spec);
-    let grouped = Grouped {
-        q: group(q, spec),
-        k: group(k, spec),
-        v: group(v, spec),
-    };
-    let gradients = backward(grouped, None, hidden, spec, output, d_o);
+    let gradients = backward(Grouped::of(qkv, spec), None, hidden, spec, output, d_o);
     [gradients.dq, gradients.dk, gradients.dv]
 }

@@ -16,7 +16,11 @@ pub(crate) struct Grouped<B: Backend> {
 
 impl<B: Backend> Grouped<B> {
     pub(crate) fn new(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Self {
-        let [q, k, v] = split_heads(qkv, spec.num_kv_heads);
+        Self::of(split_heads(qkv, spec.num_kv_heads), spec)
+    }
+
+    /// q, k and v `[batch, seq_len, heads, width]`.
+    pub(crate) fn of([q, k, v]: [Tensor<B, 4>; 3], spec: AttentionSpec) -> Self {
         Self {
             q: group(q, spec),
             k: group(k, spec),
@@ -26,7 +30,7 @@ impl<B: Backend> Grouped<B> {
 }
 
 /// `[batch, seq_len, heads, head_dim]` to `[batch, num_kv_heads, heads / num_kv_heads, seq_len, head_dim]`.
-pub(crate) fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
+fn group<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 5> {
     let [batch, seq_len, heads, head_dim] = x.dims();
     x.reshape([batch, seq_len, spec.num_kv_heads, heads / spec.num_kv_heads, head_dim])
         .permute([0, 2, 3, 1, 4])
@@ -96,12 +100,6 @@ pub(crate) struct Gradients<B: Backend> {
     pub(crate) dv: Tensor<B, 4>,
     /// `[batch, num_kv_heads, seq_len]`.
     pub(crate) d_delta: Tensor<B, 3>,
-}
-
-impl<B: Backend> Gradients<B> {
-    pub(crate) fn packed(self, dtype: DType) -> Float<B> {
-        primitive(Tensor::cat(vec![self.dq, self.dk, self.dv], 2).cast(dtype))
-    }
 }
 
 /// The log-sum-exp in the shape and dtype of the logits, 0 where a row sees nothing.

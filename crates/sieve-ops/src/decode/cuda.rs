@@ -134,12 +134,9 @@ fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
 /// `q [batch, num_heads, head_dim]` over `k, v [batch, kv_len, num_kv_heads, head_dim]`, without a bias.
 fn attend(q: &Float, k: &Float, v: &Float, delta: Option<&Float>, softmax_scale: f64) -> Result<Float, KernelError> {
     if delta.is_some() {
-        return Err(KernelError::unsupported(
-            "attention_decode",
-            "bias per key",
-            "one".to_owned(),
-            "none; dma_decode adds the bias of its own slots",
-        ));
+        let supported = "none; dma_decode adds the bias of its own slots";
+        let what = "bias per key";
+        return Err(KernelError::unsupported("attention_decode", what, "one", supported));
     }
     let [_, kv_len, _, _] = kernel_tensor(k.clone()).dims(NAME, "k")?;
     // The kernel's cache has the heads outside, so that a head's keys are one stretch of memory.

@@ -200,10 +200,6 @@ fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {
 }
 
 fn not_selected() -> KernelError {
-    KernelError::unsupported(
-        "dma_attention",
-        "selection",
-        "made by the reference".to_owned(),
-        "made by dma_select",
-    )
+    let (what, supported) = ("selection", "made by dma_select");
+    KernelError::unsupported("dma_attention", what, "made by the reference", supported)
 }

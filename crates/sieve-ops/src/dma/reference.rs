@@ -1,7 +1,7 @@
 //! DMA's scores, selection and attention in plain Burn operations.
 use super::backend::DmaSelection;
 use crate::attention::masks::hidden_by_expiry;
-use crate::attention::scores::{Grouped, backward, forward};
+use crate::attention::reference::{masked_attention, masked_attention_backward};
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
@@ -105,9 +105,8 @@ pub fn dma_attention<B: Backend>(
     selection: &DmaSelection<B>,
     spec: AttentionSpec,
 ) -> AttentionOutput<B> {
-    let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_expiry(documents, selection.expire.clone());
-    forward(Grouped::new(qkv, spec), Some(delta), hidden, spec, dtype)
+    masked_attention::<B>(qkv, Some(delta), hidden, spec)
 }
 
 /// `(dqkv, ddelta)` of [`dma_attention`].
@@ -120,10 +119,6 @@ pub fn dma_attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> (Float<B>, Float<B>) {
-    let (qkv, dtype) = upcast::<B, 4>(qkv);
     let hidden = hidden_by_expiry(documents, selection.expire.clone());
-    let grouped = Grouped::new(qkv, spec);
-    let gradients = backward(grouped, Some(delta), hidden, spec, output, d_o);
-    let d_delta = primitive(gradients.d_delta.clone());
-    (gradients.packed(dtype), d_delta)
+    masked_attention_backward::<B>(qkv, Some(delta), hidden, spec, output, d_o)
 }

@@ -196,7 +196,7 @@ fn hidden_by_blocks<B: Backend>(
 /// See [`crate::nsa_selected_attention`].
 pub fn nsa_selected_attention<B: Backend>(qkv: Float<B>, block_indices: Ints<B>, call: &NsaCall<B>) -> NsaSelected<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    NsaSelected::without_lists(masked_attention::<B>(qkv, hidden, call.spec))
+    NsaSelected::without_lists(masked_attention::<B>(qkv, None, hidden, call.spec))
 }
 
 /// `dqkv` of [`nsa_selected_attention`].
@@ -208,5 +208,5 @@ pub fn nsa_selected_attention_backward<B: Backend>(
     d_o: Float<B>,
 ) -> Float<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    masked_attention_backward::<B>(qkv, hidden, call.spec, selected.output, d_o)
+    masked_attention_backward::<B>(qkv, None, hidden, call.spec, selected.output, d_o).0
 }
