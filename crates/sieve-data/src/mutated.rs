@@ -92,7 +92,9 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
                         return true;
                     }
                 };
-                let wanted = values.iter().map(|value| value["text"].as_str().expect("taken, so a string"));
+                let wanted = values
+                    .iter()
+                    .map(|value| value["text"].as_str().expect("taken, so a string"));
                 let wanted = wanted.filter(|text| !text.trim().is_empty()).collect::<Vec<_>>();
                 assert_eq!(found, wanted);
                 true

@@ -201,10 +201,7 @@ mod tests {
                 let delta = random.vector(KV_HEADS * LEN);
                 let expire = vec![LEN as i32; KV_HEADS * LEN];
                 let (start, end) = whole_rows(1, LEN);
-                let documents = Documents {
-                    start: &start,
-                    end: &end,
-                };
+                let documents = Documents::new(&start, &end);
                 let shape = AttentionShape {
                     batch: 1,
                     seq_len: LEN,
