@@ -92,10 +92,7 @@ fn a_file_of_two_ranks_agrees_with_its_definition() {
             start.resize(document[1] as usize, document[0]);
             end.resize(document[1] as usize, document[1]);
         }
-        let documents = Documents {
-            start: &start,
-            end: &end,
-        };
+        let documents = Documents::new(&start, &end);
         // z = a softplus(v w_dt): what DMA ranks keys by.
         let is_dma = words.starts_with("dma");
         let mut z = vec![0.0; kv_heads * n];

@@ -93,10 +93,7 @@ impl Written {
             k: Heads::new(&k, num_kv_heads, head_dim),
             v: Heads::new(&v, num_kv_heads, head_dim),
             d_o: Heads::new(&d_o, num_heads, head_dim),
-            documents: Documents {
-                start: &start,
-                end: &end,
-            },
+            documents: Documents::new(&start, &end),
             mask,
             chosen,
         };

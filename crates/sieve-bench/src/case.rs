@@ -265,10 +265,7 @@ impl Case {
 
     fn oracle(&self) -> Vec<i32> {
         let [batch, seq_len, _, num_kv_heads, _, _] = sizes(self.shape);
-        let documents = Documents {
-            start: &self.doc_start,
-            end: &self.doc_end,
-        };
+        let documents = Documents::new(&self.doc_start, &self.doc_end);
         let mut expire = vec![0; batch * num_kv_heads * seq_len];
         if let Keys::Chosen(window) = self.keys {
             let kept = window.num_ranked();

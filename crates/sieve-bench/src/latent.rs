@@ -345,10 +345,7 @@ impl Call {
             k: part(keys, widths[0]),
             v: part(2 * keys, widths[1]),
             d_o: Heads::new(&self.case.d_o, heads, widths[1]),
-            documents: Documents {
-                start: &self.case.doc_start,
-                end: &self.case.doc_end,
-            },
+            documents: Documents::new(&self.case.doc_start, &self.case.doc_end),
             mask: Mask::Causal,
             chosen: None,
         };

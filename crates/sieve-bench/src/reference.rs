@@ -33,10 +33,7 @@ pub(crate) fn attention(case: &Case, rounding: Rounding) -> Reference {
         k: Heads::new(&case.k, num_kv_heads, head_dim),
         v: Heads::new(&case.v, num_kv_heads, head_dim_v),
         d_o: Heads::new(&case.d_o, num_heads, head_dim_v),
-        documents: Documents {
-            start: &case.doc_start,
-            end: &case.doc_end,
-        },
+        documents: Documents::new(&case.doc_start, &case.doc_end),
         mask: Mask::Expire {
             expire: &case.expire,
             delta: if has_bias { &case.delta } else { &no_bias },

@@ -84,10 +84,7 @@ fn attention(reference: Reference) {
                 softmax_scale: 0.125,
             };
             let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
-            let documents = Documents {
-                start: &start,
-                end: &end,
-            };
+            let documents = Documents::new(&start, &end);
             let keys = TOKENS * num_kv_heads;
             let z = if kind == "dma random" {
                 values(keys, 3)
@@ -205,10 +202,7 @@ fn pointwise() {
     let (q_weight, k_weight) = (values(64, 15), values(64, 16));
     let (cos, sin) = (values(rows * 32, 17), values(rows * 32, 18));
     let (start, end) = (vec![0; rows], vec![rows as i32; rows]);
-    let documents = Documents {
-        start: &start,
-        end: &end,
-    };
+    let documents = Documents::new(&start, &end);
     let op = QkNormRope {
         batch: 1,
         seq_len: rows,

@@ -40,6 +40,13 @@ pub struct Documents<'a> {
     pub end: &'a [i32],
 }
 
+impl<'a> Documents<'a> {
+    /// The bounds of each token's document, `[batch, seq_len]`.
+    pub fn new(start: &'a [i32], end: &'a [i32]) -> Self {
+        Self { start, end }
+    }
+}
+
 /// Which keys a query sees, always inside its document and never later than itself.
 #[derive(Clone, Copy, Debug)]
 pub enum Mask<'a> {

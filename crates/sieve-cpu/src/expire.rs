@@ -172,10 +172,7 @@ mod tests {
             .map(|_| score(&mut random))
             .collect();
         let (start, end) = random.documents(batch, seq_len);
-        let documents = Documents {
-            start: &start,
-            end: &end,
-        };
+        let documents = Documents::new(&start, &end);
         let mut heap = vec![-7; z.len()];
         dma_select(&z, documents, batch, num_kv_heads, seq_len, keep_window_size, &mut heap);
 
@@ -208,60 +205,34 @@ mod tests {
         }
     }
 
+    /// The expiry of the keys of one document.
+    fn select(z: &[f32], keep_window_size: usize) -> Vec<i32> {
+        let (start, end) = (vec![0; z.len()], vec![z.len() as i32; z.len()]);
+        let documents = Documents::new(&start, &end);
+        let mut expire = vec![-1; z.len()];
+        dma_select(z, documents, 1, 1, z.len(), keep_window_size, &mut expire);
+        expire
+    }
+
     #[test]
     fn equal_scores_are_a_sliding_window() {
         let z: Vec<f32> = (0..40).map(|j| if j % 3 == 0 { -0.0 } else { 0.0 }).collect();
-        let (start, end) = (vec![0; 40], vec![40; 40]);
-        let mut expire = vec![-1; 40];
-        dma_select(
-            &z,
-            Documents {
-                start: &start,
-                end: &end,
-            },
-            1,
-            1,
-            40,
-            7,
-            &mut expire,
-        );
         let expected: Vec<i32> = (0..40).map(|j| (j + 7).min(40)).collect();
-        assert_eq!(expire, expected);
+        assert_eq!(select(&z, 7), expected);
     }
 
     #[test]
     fn falling_scores_keep_the_first_keys() {
         let z: Vec<f32> = (0..20).map(|j| -(j as f32)).collect();
-        let (start, end) = (vec![0; 20], vec![20; 20]);
-        let mut expire = vec![-1; 20];
-        dma_select(
-            &z,
-            Documents {
-                start: &start,
-                end: &end,
-            },
-            1,
-            1,
-            20,
-            4,
-            &mut expire,
-        );
         // Later keys are removed by their own arrival.
         let expected: Vec<i32> = (0..20).map(|j| if j < 4 { 20 } else { j }).collect();
-        assert_eq!(expire, expected);
+        assert_eq!(select(&z, 4), expected);
     }
 
     #[test]
     fn infinities_have_their_place() {
         let z = [f32::NEG_INFINITY, 1.0, f32::INFINITY, -1.0e38, f32::MAX];
-        let (start, end) = ([0; 5], [5; 5]);
-        let documents = Documents {
-            start: &start,
-            end: &end,
-        };
-        let mut heap = [0; 5];
-        dma_select(&z, documents, 1, 1, 5, 2, &mut heap);
-        assert_eq!(heap, [2, 4, 5, 3, 5]);
+        assert_eq!(select(&z, 2), [2, 4, 5, 3, 5]);
     }
 
     #[test]
@@ -271,10 +242,7 @@ mod tests {
         let (start, end) = random.documents(2, 500);
         let run = |count| {
             let mut expire = vec![0; z.len()];
-            let documents = Documents {
-                start: &start,
-                end: &end,
-            };
+            let documents = Documents::new(&start, &end);
             threads(count).install(|| dma_select(&z, documents, 2, 3, 500, 40, &mut expire));
             expire
         };
@@ -284,10 +252,7 @@ mod tests {
     #[test]
     #[should_panic(expected = "disagree about it")]
     fn documents_that_overlap_are_refused() {
-        let documents = Documents {
-            start: &[0, 0, 1],
-            end: &[2, 2, 3],
-        };
+        let documents = Documents::new(&[0, 0, 1], &[2, 2, 3]);
         dma_select(&[0.0; 3], documents, 1, 1, 3, 1, &mut [0; 3]);
     }
 
@@ -299,10 +264,7 @@ mod tests {
             let local = random.below(window + 1);
             let z: Vec<f32> = (0..2 * seq_len).map(|_| score(&mut random)).collect();
             let (start, end) = random.documents(1, seq_len);
-            let documents = Documents {
-                start: &start,
-                end: &end,
-            };
+            let documents = Documents::new(&start, &end);
             let mut expire = vec![-7; z.len()];
             dma_select(&z, documents, 1, 2, seq_len, window - local, &mut expire);
             extend_expire(&mut expire, documents, 2, seq_len, local);

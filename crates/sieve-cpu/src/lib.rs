@@ -11,7 +11,7 @@
 //!     AttentionShape { batch: 1, seq_len: 100, num_heads: 4, num_kv_heads: 2, head_dim: 32, softmax_scale: 0.18 };
 //! let qkv = vec![0.1; 100 * shape.token_len()];
 //! let (start, end) = (vec![0; 100], vec![100; 100]);
-//! let documents = Documents { start: &start, end: &end };
+//! let documents = Documents::new(&start, &end);
 //! let (mut o, mut lse) = (vec![0.0; 100 * 4 * 32], vec![0.0; 4 * 100]);
 //! attention_forward(shape, &qkv, documents, Mask::Window(16), &mut o, &mut lse);
 //! assert!((o[0] - 0.1).abs() < 1e-6);

@@ -498,10 +498,7 @@ mod tests {
                     softmax_scale: 0.2,
                 };
                 let (start, end) = random.documents(2, n);
-                let documents = Documents {
-                    start: &start,
-                    end: &end,
-                };
+                let documents = Documents::new(&start, &end);
                 // Values of the wide tensor are zero from d_v on.
                 let mut full = random.vector(2 * n * shape.token_len());
                 let mut narrow = Vec::new();

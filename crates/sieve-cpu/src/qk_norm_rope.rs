@@ -410,10 +410,7 @@ mod tests {
         }
 
         fn documents(&self) -> Documents<'_> {
-            Documents {
-                start: &self.start,
-                end: &self.end,
-            }
+            Documents::new(&self.start, &self.end)
         }
 
         fn forward(&self) -> Vec<f32> {

@@ -437,10 +437,7 @@ mod tests {
         let qkv = random.bf16_normals(2 * 9 * 4 * 16);
         let d_o = random.bf16_normals(2 * 9 * 2 * 16);
         let (start, end) = whole_rows(2, 9);
-        let documents = Documents {
-            start: &start,
-            end: &end,
-        };
+        let documents = Documents::new(&start, &end);
         AttentionCall::packed(shape, &qkv, documents, mask, &d_o).run(rounding)
     }
 

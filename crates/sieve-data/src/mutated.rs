@@ -83,10 +83,18 @@ fn damaged_jsonl_is_read_as_it_stands_or_refused() {
                     .trim_start_matches('\u{feff}')
                     .lines()
                     .filter(|line| !line.trim().is_empty());
-                let wanted = wanted.map(|line| {
-                    let value = serde_json::from_str::<serde_json::Value>(line).expect("taken, so JSON");
-                    value["text"].as_str().expect("taken, so a string").to_owned()
-                });
+                let values = wanted.map(serde_json::from_str::<serde_json::Value>);
+                let values = match values.collect::<Result<Vec<_>, _>>() {
+                    Ok(values) => values,
+                    // JSON all the same, in a column that is not read.
+                    Err(error) => {
+                        assert!(error.to_string().contains("number out of range"), "{error}");
+                        return true;
+                    }
+                };
+                let wanted = values
+                    .iter()
+                    .map(|value| value["text"].as_str().expect("taken, so a string"));
                 let wanted = wanted.filter(|text| !text.trim().is_empty()).collect::<Vec<_>>();
                 assert_eq!(found, wanted);
                 true

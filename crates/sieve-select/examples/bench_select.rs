@@ -199,10 +199,7 @@ impl Operands {
             qkv.extend_from_slice(&call.v[t * k_len..(t + 1) * k_len]);
         }
         let (start, end) = (vec![0; tokens], vec![tokens as i32; tokens]);
-        let documents = Documents {
-            start: &start,
-            end: &end,
-        };
+        let documents = Documents::new(&start, &end);
         let (mut o, mut lse) = (vec![0.0; tokens * q_len], vec![0.0; tokens * shape.num_heads]);
         let mut run = || attention_forward(shape, &qkv, documents, Mask::Causal, &mut o, &mut lse);
         Ok(timed(&mut run).1)

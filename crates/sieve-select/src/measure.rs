@@ -156,20 +156,13 @@ pub fn dense_attention(call: &Call<'_>) -> Result<AttentionOutput, SelectError> 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::CallShape;
     use crate::selector::Selector;
 
     /// Windows end inside tiles, before the first tokens' end, and before a chunk's first row.
     #[test]
     fn pairs_of_a_window_are_those_that_its_rule_lets_see() {
         for (num_queries, num_keys) in [(200, 200), (70, 333), (1, 130)] {
-            let shape = CallShape {
-                num_queries,
-                num_keys,
-                num_heads: 4,
-                num_kv_heads: 2,
-                head_dim: 8,
-            };
+            let shape = crate::test_data::shape([num_queries, num_keys], [4, 2], 8);
             for (init, local) in [(0, 1), (4, 64), (4, 65), (100, 40), (3, 500)] {
                 let text = format!("a_shape:n_init={init},n_local={local},min_prefill_tokens=0");
                 let selector = Selector::parse(&text).expect("valid");

@@ -82,10 +82,7 @@ fn shape_of(inputs: &Inputs) -> AttentionShape {
 }
 
 fn documents(inputs: &Inputs) -> Documents<'_> {
-    Documents {
-        start: &inputs.case.doc_start,
-        end: &inputs.case.doc_end,
-    }
+    Documents::new(&inputs.case.doc_start, &inputs.case.doc_end)
 }
 
 /// Heads of a token side by side: queries, keys, values.

@@ -128,17 +128,29 @@ fn attend_group_simd<S: Simd>(
             *logit = shape.softmax_scale * dot + delta.map_or(0.0, |delta| delta[s] - base);
             max = if *logit > max { *logit } else { max };
         }
-        let sum = exp_and_sum(simd, logits, max);
-        o.fill(0.0);
-        for (s, &p) in logits.iter().enumerate() {
-            for (o, &v) in o.iter_mut().zip(&v[s * stride..s * stride + d]) {
-                *o += p * v;
-            }
+        weigh(simd, logits, max, |s| &v[s * stride..s * stride + d], o);
+    }
+}
+
+/// Turns the logits, whose largest is `max`, into their softmax, and `o` into the values' mean by it; 0 without keys.
+#[inline(always)]
+pub(crate) fn weigh<'v, S: Simd>(
+    simd: S,
+    logits: &mut [f32],
+    max: f32,
+    value: impl Fn(usize) -> &'v [f32],
+    o: &mut [f32],
+) {
+    let sum = exp_and_sum(simd, logits, max);
+    o.fill(0.0);
+    for (s, &p) in logits.iter().enumerate() {
+        for (o, &v) in o.iter_mut().zip(value(s)) {
+            *o += p * v;
         }
-        if sum != 0.0 {
-            for o in o.iter_mut() {
-                *o /= sum;
-            }
+    }
+    if sum != 0.0 {
+        for o in o.iter_mut() {
+            *o /= sum;
         }
     }
 }
@@ -189,10 +201,7 @@ mod tests {
                 let delta = random.vector(KV_HEADS * LEN);
                 let expire = vec![LEN as i32; KV_HEADS * LEN];
                 let (start, end) = whole_rows(1, LEN);
-                let documents = Documents {
-                    start: &start,
-                    end: &end,
-                };
+                let documents = Documents::new(&start, &end);
                 let shape = AttentionShape {
                     batch: 1,
                     seq_len: LEN,

@@ -55,10 +55,7 @@ impl Case {
         // Few distinct scores, so that ties are common.
         let z: Vec<f32> = (0..keys).map(|_| random.below(40) as f32 / 20.0 - 1.0).collect();
         let mut expire = vec![0; keys];
-        let documents = Documents {
-            start: &start,
-            end: &end,
-        };
+        let documents = Documents::new(&start, &end);
         dma_select(
             &z,
             documents,
@@ -80,10 +77,7 @@ impl Case {
     }
 
     fn documents(&self) -> Documents<'_> {
-        Documents {
-            start: &self.start,
-            end: &self.end,
-        }
+        Documents::new(&self.start, &self.end)
     }
 
     fn mask(&self, kind: Kind) -> Mask<'_> {

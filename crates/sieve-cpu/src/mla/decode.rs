@@ -3,7 +3,8 @@
 use pulp::Simd;
 use rayon::prelude::*;
 
-use crate::simd::{dot, exp_and_sum, on_arch};
+use crate::attention::decode::weigh;
+use crate::simd::{dot, on_arch};
 
 /// Sizes of a decoding step. A latent and a rotated key lie side by side, `rank + rope_dim` numbers a token.
 #[derive(Clone, Copy, Debug)]
@@ -101,16 +102,7 @@ fn attend_simd<S: Simd>(
         }
         max = if *logit > max { *logit } else { max };
     }
-    let sum = exp_and_sum(simd, logits, max);
-    o.fill(0.0);
-    for (&p, key) in logits.iter().zip(latents.chunks_exact(width)) {
-        for (o, &c) in o.iter_mut().zip(key) {
-            *o += p * c;
-        }
-    }
-    for o in o.iter_mut() {
-        *o /= sum;
-    }
+    weigh(simd, logits, max, |at| &latents[at * width..(at + 1) * width], o);
 }
 
 #[cfg(test)]

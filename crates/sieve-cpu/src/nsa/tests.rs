@@ -63,10 +63,7 @@ impl Case {
     }
 
     fn documents(&self) -> Documents<'_> {
-        Documents {
-            start: &self.start,
-            end: &self.end,
-        }
+        Documents::new(&self.start, &self.end)
     }
 
     fn outputs(&self) -> [Vec<f32>; 2] {

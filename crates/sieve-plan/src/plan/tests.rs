@@ -14,6 +14,12 @@ fn recipe(text: &str, overrides: &[&str]) -> Recipe {
 const DMA_80M: &str = include_str!("../../../../recipes/dma_80m.toml");
 const DMA_1P7B: &str = include_str!("../../../../recipes/dma_1p7b.toml");
 
+/// A CPU that nothing is known of.
+const CPU: Target = Target::Cpu {
+    flops_per_second: None,
+    memory_bytes: 0,
+};
+
 fn h200() -> Target {
     Target::Gpu(gpu::find("h200").expect("known"))
 }
@@ -285,11 +291,7 @@ fn measured_peaks_on_a_cpu_are_met_within_a_sixth() {
         let short = "training.steps=2 lr_scheduler.warmup_steps=1";
         let words = [short, size, heads, attention, &mode].map(str::split_whitespace);
         let settings: Vec<&str> = words.into_iter().flatten().collect();
-        let cpu = Target::Cpu {
-            flops_per_second: None,
-            memory_bytes: 0,
-        };
-        let plan = plan(&recipe(QUICKSTART, &settings), 2048, &cpu).expect("plans");
+        let plan = plan(&recipe(QUICKSTART, &settings), 2048, &CPU).expect("plans");
         let ratio = gib * (1u64 << 30) as f64 / plan.memory.total_bytes as f64;
         assert!((0.85..1.17).contains(&ratio), "{settings:?}: {ratio}");
     }
@@ -327,10 +329,6 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     let recipe = recipe(DMA_80M, &[]);
     let shape = recipe.model_shape(50_277).expect("a shape");
     let parameters = shape.parameters().total();
-    let cpu = Target::Cpu {
-        flops_per_second: None,
-        memory_bytes: 0,
-    };
     let size = InferenceSize {
         rows: 1,
         seq_len: 16,
@@ -339,7 +337,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
         logit_tokens: 0,
     };
     // The file beside the model while it is read; a few tokens need less.
-    let memory = inference_memory(&shape, size, &cpu);
+    let memory = inference_memory(&shape, size, &CPU);
     assert_eq!(memory.moment, "reading the weights");
     assert_eq!(memory.parameter_bytes + memory.workspace_bytes, 8 * parameters);
     // A GPU holds f32 weights before they are rounded; many tokens need more than that.
@@ -366,7 +364,7 @@ fn a_loaded_model_needs_its_weights_and_its_caches() {
     let eleven = inference_memory(&shape, eleven, &h200());
     assert_eq!(eleven.cache_bytes, 11 * cache);
     assert_eq!(decoded.total_bytes, memory.total_bytes + cache);
-    assert_eq!(import_memory(&shape, &cpu).workspace_bytes, 8 * parameters);
+    assert_eq!(import_memory(&shape, &CPU).workspace_bytes, 8 * parameters);
 }
 
 #[test]
@@ -381,15 +379,11 @@ fn logits_that_are_returned_together_are_held_together() {
     let memory = inference_memory(&shape, size, &h200());
     assert_eq!(memory.activation_bytes, 2 * (streams + logits));
     // A CPU's are f32.
-    let cpu = Target::Cpu {
-        flops_per_second: None,
-        memory_bytes: 0,
-    };
     let wide = ModelShape {
         vocab_size: 1 << 20,
         ..shape
     };
-    let memory = inference_memory(&wide, size, &cpu);
+    let memory = inference_memory(&wide, size, &CPU);
     assert_eq!(memory.moment, "a forward pass");
     assert_eq!(memory.activation_bytes, 4 * (streams + (8192 << 20)));
 }
@@ -397,11 +391,7 @@ fn logits_that_are_returned_together_are_held_together() {
 #[test]
 fn rows_without_a_token_need_no_less_than_one_token() {
     let shape = recipe(DMA_80M, &[]).model_shape(50_277).expect("a shape");
-    let cpu = Target::Cpu {
-        flops_per_second: None,
-        memory_bytes: 0,
-    };
-    for target in [cpu, h200()] {
+    for target in [CPU, h200()] {
         let [none, one] =
             [0, 1].map(|seq_len| inference_memory(&shape, InferenceSize::rows_of(seq_len, seq_len), &target));
         assert_eq!(none, one);
@@ -452,11 +442,7 @@ fn ops_say_their_path_and_why() {
         assert!(!plan.reason.is_empty());
         (plan.path, plan.reason.clone())
     };
-    let cpu = Target::Cpu {
-        flops_per_second: None,
-        memory_bytes: 0,
-    };
-    assert_eq!(path(&shape, &cpu, "attention").0, "cpu kernel");
+    assert_eq!(path(&shape, &CPU, "attention").0, "cpu kernel");
     assert_eq!(path(&shape, &h200(), "attention").0, "cuda kernel");
     let narrow = ModelShape { head_dim: 40, ..shape };
     let (way, reason) = path(&narrow, &h200(), "attention");

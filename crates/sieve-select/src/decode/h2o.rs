@@ -112,12 +112,7 @@ mod tests {
 
     #[test]
     fn h2o_of_equal_attention_the_older_goes() {
-        let shape = LayerShape {
-            num_heads: 1,
-            num_kv_heads: 1,
-            head_dim: 4,
-            layer: 0,
-        };
+        let shape = crate::test_data::layer([1, 1], 4, 0);
         let config = H2oConfig {
             heavy: 2.0,
             recent: 1.0,

@@ -118,12 +118,7 @@ mod tests {
     #[test]
     fn quest_score_bounds_every_product_in_the_page() {
         let mut random = Random(4);
-        let shape = LayerShape {
-            num_heads: 2,
-            num_kv_heads: 2,
-            head_dim: 12,
-            layer: 5,
-        };
+        let shape = crate::test_data::layer([2, 2], 12, 5);
         let cache = Cache {
             shape,
             keys: random.vector(50 * 24),

@@ -162,12 +162,7 @@ mod tests {
 
     #[test]
     fn snapkv_smoothing_at_the_ends() {
-        let shape = LayerShape {
-            num_heads: 1,
-            num_kv_heads: 1,
-            head_dim: 4,
-            layer: 0,
-        };
+        let shape = crate::test_data::layer([1, 1], 4, 0);
         let smooth = |pool: Pool| {
             let config = SnapkvConfig {
                 kernel: 3,

@@ -140,13 +140,7 @@ mod tests {
 
     #[test]
     fn layers_that_read_all_keys_have_no_step() {
-        let shape = CallShape {
-            num_queries: 1,
-            num_keys: 300,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 64,
-        };
+        let shape = crate::test_data::shape([1, 300], [4, 2], 64);
         for (text, dense_layers) in [("quest", 2), ("quest:first_dense_layers=3", 3), ("exact_top", 0)] {
             let selector = Selector::parse(text).expect("valid");
             for layer in 0..5 {
@@ -159,13 +153,7 @@ mod tests {
 
     #[test]
     fn a_device_keeps_of_a_prompt_what_the_method_says() {
-        let shape = CallShape {
-            num_queries: 300,
-            num_keys: 300,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 64,
-        };
+        let shape = crate::test_data::shape([300, 300], [4, 2], 64);
         let of = |text: &str, layer| {
             let selector = Selector::parse(text).expect("valid");
             selector.heavy_keys(shape, layer)

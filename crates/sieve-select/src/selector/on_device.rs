@@ -279,13 +279,7 @@ mod tests {
 
     #[test]
     fn a_device_takes_what_its_steps_say_and_no_more() {
-        let shape = CallShape {
-            num_queries: 300,
-            num_keys: 428,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 64,
-        };
+        let shape = crate::test_data::shape([300, 428], [4, 2], 64);
         let selection = |text: &str| {
             let selector = Selector::parse(text).expect("valid");
             selector.block_selection(shape, 0, 2)

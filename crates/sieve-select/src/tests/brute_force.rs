@@ -6,7 +6,7 @@ use crate::decode::dam::{DamCapture, DamConfig};
 use crate::oracle::expanded_row;
 use crate::prefill::minference::{Pattern, PatternFile};
 use crate::test_data::TestCall;
-use crate::{DecodeSession, LayerShape, Selector, SparseMask};
+use crate::{DecodeSession, Selector, SparseMask};
 use sieve_testing::Random;
 
 /// What a definition reads of a call.
@@ -461,12 +461,7 @@ fn exact_top_keeps_the_keys_with_the_largest_logits() {
     let data = TestCall::random(&mut Random(164), 90, 90, [4, 2], 8);
     let naive = Naive::new(&data, 1);
     for (text, number) in [("exact_top:k=6", None), ("exact_top:k=0.2", Some(0.2))] {
-        let shape = LayerShape {
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 8,
-            layer: 0,
-        };
+        let shape = crate::test_data::layer([4, 2], 8, 0);
         let selector = Selector::parse(text).expect("valid");
         let mut session = DecodeSession::new(&selector, shape).expect("valid");
         for t in 0..90 {

@@ -4,10 +4,10 @@ use std::collections::BTreeMap;
 
 use safetensors::SafeTensors;
 
-use crate::call::{Call, CallShape};
+use crate::call::Call;
 use crate::mask::SparseMask;
 use crate::test_data::Inputs;
-use crate::{DecodeSession, LayerShape, Selector};
+use crate::{DecodeSession, Selector};
 
 /// The stored lists; rewritten by `tests/golden/selectors/make_lists.py`.
 static FILE: &[u8] = crate::test_data::LISTS;
@@ -47,13 +47,11 @@ fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
         let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
-        let shape = CallShape {
-            num_queries: end - context,
-            num_keys: end,
-            num_heads: inputs.num_heads,
-            num_kv_heads: inputs.num_kv_heads,
-            head_dim: inputs.head_dim,
-        };
+        let shape = crate::test_data::shape(
+            [end - context, end],
+            [inputs.num_heads, inputs.num_kv_heads],
+            inputs.head_dim,
+        );
         let [q, k] = inputs.tokens(context, end);
         let call = Call::new(shape, q, k, k).expect("the sizes fit");
         let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
@@ -122,12 +120,7 @@ fn golden_quest() {
     for (name, place, text) in cases(&file, "quest") {
         let inputs = Inputs::stored(&name);
         let token: usize = place.trim_start_matches("token-").parse().expect("a number");
-        let shape = LayerShape {
-            num_heads: inputs.num_heads,
-            num_kv_heads: inputs.num_kv_heads,
-            head_dim: inputs.head_dim,
-            layer: 0,
-        };
+        let shape = crate::test_data::layer([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
         let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
         let [q, k] = inputs.tokens(0, token + 1);
         session.stream(q, k, k).expect("valid");

@@ -2,7 +2,7 @@
 
 use super::{SMALL, select};
 use crate::test_data::TestCall;
-use crate::{DecodeSession, LayerShape, ListsPer, Selector};
+use crate::{DecodeSession, ListsPer, Selector};
 use sieve_testing::Random;
 
 #[test]
@@ -47,12 +47,7 @@ fn every_shared_key_of_a_prefill_method_acts() {
 
 #[test]
 fn first_dense_layers_acts_in_decode() {
-    let shape = |layer| LayerShape {
-        num_heads: 2,
-        num_kv_heads: 1,
-        head_dim: 8,
-        layer,
-    };
+    let shape = |layer| crate::test_data::layer([2, 1], 8, layer);
     let data = TestCall::structured(&mut Random(171), 60, [2, 1], 8);
     for text in [
         "h2o:heavy=4,recent=4",
