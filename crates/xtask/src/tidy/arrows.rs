@@ -12,6 +12,7 @@ const TOP: &[&str] = &["sieve", "sieve-tests"];
 const WITHOUT_BURN: &[&str] = &[
     "sieve-core",
     "sieve-cpu",
+    "sieve-gpu",
     "sieve-data",
     "sieve-comm",
     "sieve-select",
