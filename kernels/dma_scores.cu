@@ -1,16 +1,17 @@
 // dma_scores: what DMA ranks keys by, from the values.
 // Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
-//            x for x > 20
+//            x for x > 20; with SLOPES z + SLOPES[h] p, p the token's position: first_position + t, less start[b,t] where
+//            has_start is set
 // Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a
 //            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x,
-//            z f32 [batch, NUM_KV_HEADS, seq_len], contiguous
-// Buffers    v, w_dt, a, x, z
-// Defines    NUM_KV_HEADS (1 to 32)
+//            z f32 [batch, NUM_KV_HEADS, seq_len], contiguous; start i32 [batch, seq_len]
+// Buffers    v, w_dt, a, start (not read without has_start), x, z
+// Defines    NUM_KV_HEADS (1 to 32), SLOPES (absent, or NUM_KV_HEADS numbers with commas between)
 // Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of
 //            every 256; tiles of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS
 //            head_dim / 8, floor(1536 / NUM_KV_HEADS)), at most 48 KiB; v is read once, memory-bound
-// Numerics   f32 products and sums in a fixed order; writes every element of x and z. Ranking uses these z
-//            alone: computed once, stored, shared by forward, backward and decode, since another rounding would swap
+// Numerics   f32 products and sums in a fixed order; writes every element of x and z; slope times position and the
+//            sum are rounded one after the other. Ranking uses these z alone: computed once, stored, shared by forward, backward and decode, since another rounding would swap
 //            near ties
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
 #include "common/types.cuh"
@@ -30,7 +31,7 @@ constexpr float LINEAR_SOFTPLUS = 20.f;  // softplus(x) = x beyond, to f32
 static_assert(NUM_SUMS <= 32, "a lane ends up with at most one sum");
 
 struct DmaScoresParams {
-  u64 seq_len, head_dim, v_offset, v_token_stride, v_batch_stride;
+  u64 seq_len, head_dim, v_offset, v_token_stride, v_batch_stride, first_position, has_start;
 };
 
 DEVICE void load_heads(float (&values)[HEADS_AT_ONCE], const float* row) {
@@ -57,7 +58,7 @@ DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a,
-               float* __restrict__ x, float* __restrict__ z, const __grid_constant__ DmaScoresParams params) {
+               const i32* __restrict__ start, float* __restrict__ x, float* __restrict__ z, const __grid_constant__ DmaScoresParams params) {
   // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
   extern __shared__ float4 shared_w[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -145,7 +146,17 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
       const float softplus = score > LINEAR_SOFTPLUS ? score : log1pf(expf(score));
       const i64 out = (batch * NUM_KV_HEADS + head) * seq_len + token;
       x[out] = score;
-      z[out] = a[head] * softplus;
+      float rank = __fmul_rn(a[head], softplus);
+#ifdef SLOPES
+      const float slopes[NUM_KV_HEADS] = {SLOPES};
+      float slope = 0.f;
+#pragma unroll
+      for (int h = 0; h < NUM_KV_HEADS; h++) slope = h == head ? slopes[h] : slope;
+      i32 position = (i32)params.first_position + token;
+      if (params.has_start) position -= start[batch * seq_len + token];
+      rank += __fmul_rn((float)position, slope);
+#endif
+      z[out] = rank;
     }
   }
 }

@@ -245,6 +245,13 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
         list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
         list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
     }
+    let (kv_heads, head_dim) = (recipe.model.num_key_value_heads, recipe.model.head_dim);
+    if let AttentionForm::Ranked(dma) = recipe.attention.form()
+        && let Some(slopes) = dma.slopes(kv_heads)
+    {
+        let slopes: Vec<f32> = slopes.into_iter().map(|slope| slope as f32).collect();
+        list.extend_kernels([NeededKernels::dma_ranks(head_dim, &slopes)]);
+    }
     for needs in attention_needs(recipe)? {
         list.extend(needs.kernels(arch));
     }

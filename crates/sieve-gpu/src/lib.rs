@@ -31,7 +31,7 @@ pub use attention::tiling::KeySource;
 pub use dma::border_keys::{dma_border_keys_backward, dma_border_keys_forward, dma_last_kept};
 pub use dma::decode::DmaSlots;
 pub use dma::lists::KeyLists;
-pub use dma::scores::ScoreBias;
+pub use dma::scores::{PositionOrigin, Recency, ScoreBias};
 pub use dma::scores_backward::ScoresBackward;
 pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};

@@ -12,7 +12,7 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, SieveBackend, cached_attention, dma_decode, dma_rank,
+    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, SieveBackend, PositionOrigin, Recency, cached_attention, dma_decode,
 };
 
 /// One cache per layer, and the number of tokens that went through.
@@ -248,15 +248,22 @@ impl<B: SieveBackend> LayerCache<B> {
         };
         let [batch, new, _, head_dim] = qkv.dims();
         assert_eq!(new, 1, "a filled cache takes one token at a time");
-        let z = B::dma_scores(
+        let recency = Recency {
+            slopes: dma.slopes(spec.num_kv_heads),
+            origin: PositionOrigin::At {
+                position: next_position,
+                batch,
+                device: qkv.device(),
+            },
+        };
+        let rank = B::dma_ranks(
             qkv.clone().into_primitive().tensor(),
             w_dt.into_primitive().tensor(),
             a.into_primitive().tensor(),
             spec,
+            recency,
         );
-        let z = float::<B, 3>(z).reshape([batch, spec.num_kv_heads, 1]);
-        let here = || Tensor::full([batch, 1], next_position as i64, &z.device());
-        let rank = dma_rank(z.clone(), here, dma.slopes(spec.num_kv_heads));
+        let rank = float::<B, 3>(rank);
         let [q, k, v] = split(qkv, spec);
         let token = DmaToken {
             q: q.reshape([batch, spec.num_heads, head_dim]).into_primitive().tensor(),

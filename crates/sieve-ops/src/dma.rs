@@ -18,7 +18,7 @@ pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaKeyLists, DmaKey
 pub use bias::dma_bias;
 pub(crate) use bias::dma_bias_backward as bias_gradient;
 pub use composed::{DmaForward, DynamicMaskBackend};
-pub use rank::dma_rank;
+pub use rank::{PositionOrigin, Recency, dma_rank};
 
 use crate::attention::AttentionSpec;
 use crate::documents::Documents;

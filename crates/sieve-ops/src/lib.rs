@@ -46,7 +46,7 @@ pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use dma::{
     DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection,
-    DynamicMaskBackend, dma_attention, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
+    DynamicMaskBackend, dma_attention, PositionOrigin, Recency, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};

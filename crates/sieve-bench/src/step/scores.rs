@@ -8,10 +8,11 @@ use crate::error::Result as BenchResult;
 use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::{Outcome, Report};
+use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_kernels::DType;
-use sieve_kernels::{Qkv, ScoresBackward};
-use sieve_ops::{AttentionSpec, DeviceBackend, reference};
+use sieve_kernels::{PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
+use sieve_ops::{AttentionSpec, DeviceBackend, PositionOrigin, Recency, reference};
 
 /// KV heads of the checked launches.
 pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
@@ -67,6 +68,15 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
     let a = on.input([kv_heads]);
     let dz = on.input_in([2, kv_heads, rows], burn::tensor::DType::F32);
     let dqkv = on.input(shape);
+    // The second row's tokens are a second document from the third on.
+    let start: Vec<i32> = (0..2 * rows).map(|at| if at >= rows + 2 { 2 } else { 0 }).collect();
+    let start = Tensor::<B, 2, Int>::from_data(TensorData::new(start, [2, rows]), on.device);
+    let recency = Recency {
+        slopes: Some(vec![1.0 / 64.0, 1.0 / 3.0]),
+        origin: PositionOrigin::DocumentStart(start.into_primitive()),
+    };
+    let ranks = if on.own() { B::dma_ranks } else { reference::dma_ranks::<B> };
+    let rank = ranks(qkv.clone(), w_dt.clone(), a.clone(), spec, recency);
     let (z, (dqkv, dw, da)) = if on.own() {
         (
             B::dma_scores(qkv.clone(), w_dt.clone(), a.clone(), spec),
@@ -80,6 +90,7 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
     };
     vec![
         ("z", floats::<B, 3>(z)),
+        ("rank", floats::<B, 3>(rank)),
         ("dqkv", floats::<B, 4>(dqkv)),
         ("dw_dt", floats::<B, 2>(dw)),
         ("da", floats::<B, 1>(da)),
@@ -107,6 +118,26 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
     let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
     let scores = heads.dma_scores(&w_dt.on, &a.on)?;
     calls.close("z", &scores.z, &z)?;
+    // Slope times position and the sum are rounded one after the other, from these very scores.
+    let z = calls.device.floats(&scores.z)?;
+    let slopes: Vec<f32> = (0..kv_heads).map(|head| 1.0 / (3.0 + head as f32)).collect();
+    let starts: Vec<i32> = (0..BATCH * tokens).map(|at| (at % tokens / 100 * 100) as i32).collect();
+    let start = calls.device.int(&starts, &[BATCH, tokens]);
+    for (what, origin) in [
+        ("ranks in documents", Origin::DocumentStart(&start)),
+        ("ranks from a position on", Origin::First(100_001)),
+    ] {
+        let ranks = heads.dma_ranks(&w_dt.on, &a.on, Some(&KernelRecency { slopes: &slopes, origin }))?;
+        let expected = z.iter().enumerate().map(|(at, z)| {
+            let (row, token) = (at / tokens / kv_heads, at % tokens);
+            let position = match origin {
+                Origin::DocumentStart(_) => token - starts[row * tokens + token] as usize,
+                Origin::First(first) => first + token,
+            };
+            z + position as f32 * slopes[at / tokens % kv_heads]
+        });
+        calls.holds(what, &ranks.z, &expected.collect::<Vec<f32>>())?;
+    }
 
     let (x, w, own_a) = host();
     let (dz_host, dqkv_host) = (dz.host([BATCH, kv_heads, tokens]), dqkv.host(shape));

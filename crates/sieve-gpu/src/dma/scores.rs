@@ -1,7 +1,7 @@
 //! Launch of `kernels/dma_scores.cu`: the scores by which dynamic mask attention (DMA) ranks keys.
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
-use crate::runtime::checks::require_non_empty;
+use crate::runtime::checks::{require_non_empty, require_tokens};
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
@@ -36,6 +36,24 @@ pub struct Scores {
     pub z: CudaTensor,
 }
 
+/// What recency adds to a score: the slope of its KV head times its position.
+#[derive(Debug, Clone)]
+pub struct Recency<'a> {
+    /// A slope for each KV head, as f32.
+    pub slopes: &'a [f32],
+    /// Where tokens are counted from.
+    pub origin: PositionOrigin<'a>,
+}
+
+/// Where the positions of a call's tokens are counted from.
+#[derive(Debug, Clone, Copy)]
+pub enum PositionOrigin<'a> {
+    /// The first token of its document in this row: i32 `[batch, seq_len]`.
+    DocumentStart(&'a CudaTensor),
+    /// The call's first token has this position in every row.
+    First(usize),
+}
+
 impl Qkv {
     /// Scores of all keys from their values (arXiv:2508.02124, eq. 3). `w_dt` is f32
     /// `[num_kv_heads * head_dim, num_kv_heads]`, `a` f32 `[num_kv_heads]`.
@@ -43,12 +61,39 @@ impl Qkv {
     /// # Errors
     /// Other types or shapes, more than 32 KV heads, a W_dt that does not fit the device's shared memory.
     pub fn dma_scores(&self, w_dt: &CudaTensor, a: &CudaTensor) -> Result<Scores, KernelError> {
+        self.dma_ranks(w_dt, a, None)
+    }
+
+    /// As [`dma_scores`](Self::dma_scores), with what recency adds: z is what ranks the keys.
+    ///
+    /// # Errors
+    /// As [`dma_scores`](Self::dma_scores); another number of slopes than KV heads.
+    pub fn dma_ranks(
+        &self,
+        w_dt: &CudaTensor,
+        a: &CudaTensor,
+        recency: Option<&Recency<'_>>,
+    ) -> Result<Scores, KernelError> {
         let shape = self.shape(NAME)?;
         let (kv_heads, head_dim) = (shape.num_kv_heads, shape.head_dim_v);
         require_kv_heads(NAME, kv_heads)?;
         operands!(NAME, w_dt: F32[kv_heads * head_dim, kv_heads], a: F32[kv_heads]);
         let qkv = self.walkable();
         let [_, _, v] = qkv.head_words(NAME)?;
+        let slopes = recency.map_or(&[][..], |recency| recency.slopes);
+        if recency.is_some() && slopes.len() != kv_heads {
+            return Err(KernelError::unsupported(NAME, "number of slopes", slopes.len(), kv_heads));
+        }
+        let start = match recency.map(|recency| recency.origin) {
+            Some(PositionOrigin::DocumentStart(start)) => {
+                Some(require_tokens(NAME, "start", start, [shape.batch, shape.seq_len])?)
+            }
+            _ => None,
+        };
+        let first_position = match recency.map(|recency| recency.origin) {
+            Some(PositionOrigin::First(position)) => position,
+            _ => 0,
+        };
         let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
         let (x, z) = (new(), new());
         let params = params!(DmaScoresParams {
@@ -57,21 +102,30 @@ impl Qkv {
             v_offset: v[0],
             v_token_stride: v[1],
             v_batch_stride: v[2],
+            first_position,
+            has_start: start.is_some(),
         });
         let grid = [shape.seq_len.div_ceil(BLOCK_TOKENS), 1, shape.batch];
-        let kernel = dma_scores_kernel(kv_heads, head_dim);
+        let kernel = dma_scores_kernel(kv_heads, head_dim, slopes);
+        let start = start.as_ref().unwrap_or(&a);
         // SAFETY: sizes, strides and types checked above; writes every element of x and z.
-        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, &x, &z], &params) }?;
+        unsafe { kernel.launch(grid, &[qkv.v.tensor(), &w_dt, &a, start, &x, &z], &params) }?;
         Ok(Scores { x, z })
     }
 }
 
-/// The specialisation for a number of KV heads.
-pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize) -> SourceKernel {
-    SourceKernel::new(NAME)
+/// The specialisation for a number of KV heads, and for their slopes where there are any.
+pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[f32]) -> SourceKernel {
+    let kernel = SourceKernel::new(NAME)
         .define("NUM_KV_HEADS", num_kv_heads)
         .threads(256)
-        .shared_bytes(shared_bytes(num_kv_heads, head_dim))
+        .shared_bytes(shared_bytes(num_kv_heads, head_dim));
+    if slopes.is_empty() {
+        return kernel;
+    }
+    // Nine digits tell every f32 from its neighbours.
+    let slopes: Vec<String> = slopes.iter().map(|slope| format!("{slope:.8e}f")).collect();
+    kernel.define("SLOPES", slopes.join(", "))
 }
 
 /// Refuses more KV heads than the kernels have registers for.

@@ -112,6 +112,11 @@ impl AttentionNeeds {
 }
 
 impl NeededKernels {
+    /// What ranks the keys of DMA with these slopes, one for each KV head.
+    pub fn dma_ranks(head_dim: usize, slopes: &[f32]) -> SourceKernel {
+        dma_scores_kernel(slopes.len(), head_dim, slopes)
+    }
+
     /// What latent attention packs with: heads of `head_dim` columns, and `rope_dim` rotated ones beside them, with
     /// norms of `norm_dim` columns or, where that is 0, without.
     pub fn mla_pack(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
@@ -186,7 +191,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
                     dma_lists_kernel(),
                     dma_lists_prefix_kernel(),
                     DMA_LAST_KEPT,
-                    dma_scores_kernel(num_kv_heads, head_dim_v),
+                    dma_scores_kernel(num_kv_heads, head_dim_v, &[]),
                     dma_scores_backward_kernel(num_kv_heads),
                 ]);
             }

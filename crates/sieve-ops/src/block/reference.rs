@@ -4,8 +4,8 @@ use super::feed_forward::FeedForward;
 use super::residual::Residual;
 use crate::attention::reference::attention;
 use crate::dma::dma_bias;
-use crate::dma::rank::{dma_rank, positions_in_documents};
-use crate::dma::reference::{dma_attention, dma_scores, dma_select};
+use crate::dma::rank::{PositionOrigin, Recency};
+use crate::dma::reference::{dma_attention, dma_ranks, dma_select};
 use crate::linear::reference::linear;
 use crate::norm::RmsNormCall;
 use crate::norm::reference::rms_norm;
@@ -44,9 +44,11 @@ pub fn attention_layer<B: Backend>(x: Float<B>, layer: AttentionLayer<B>, call: 
         None => attention::<B>(qkv, &documents, spec),
         Some(dma) => {
             let (w_dt, a, dma) = (primitive(dma.w_dt), primitive(dma.a), dma.spec);
-            let z = tensor::<B, 3>(dma_scores::<B>(qkv.clone(), w_dt, a, spec));
-            let positions = || positions_in_documents(&documents);
-            let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
+            let recency = Recency {
+                slopes: dma.slopes(spec.num_kv_heads),
+                origin: PositionOrigin::DocumentStart(documents[0].clone()),
+            };
+            let rank = tensor::<B, 3>(dma_ranks::<B>(qkv.clone(), w_dt, a, spec, recency));
             let selection = dma_select::<B>(primitive(rank.clone()), &documents, dma.window());
             let delta = primitive(dma_bias(rank, dma.bias));
             dma_attention::<B>(qkv, delta, &documents, &selection, spec)

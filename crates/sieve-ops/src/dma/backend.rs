@@ -1,7 +1,8 @@
 //! DMA's ops as a backend computes them.
+use super::rank::Recency;
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::documents::DocumentBounds;
-use crate::tensors::{Float, Ints};
+use crate::tensors::{Float, Ints, tensor};
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaWindow, KeepRest};
 
@@ -74,6 +75,16 @@ pub trait DmaBackend: Backend {
     ///
     /// `w_dt` is `[num_kv_heads * head_dim, num_kv_heads]`, `a` is `[num_kv_heads]`; v is read from the packed tensor.
     fn dma_scores(qkv: Float<Self>, w_dt: Float<Self>, a: Float<Self>, spec: AttentionSpec) -> Float<Self>;
+    /// What ranks the keys: the scores plus what recency adds, rounded as [`dma_rank`](crate::dma_rank) does.
+    fn dma_ranks(
+        qkv: Float<Self>,
+        w_dt: Float<Self>,
+        a: Float<Self>,
+        spec: AttentionSpec,
+        recency: Recency<Self>,
+    ) -> Float<Self> {
+        recency.ranks(tensor(Self::dma_scores(qkv, w_dt, a, spec)))
+    }
     /// See [`crate::dma_select`].
     fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
     /// Attention over the kept keys with an additive bias per key, `delta` `[batch, num_kv_heads, seq_len]`. A kernel

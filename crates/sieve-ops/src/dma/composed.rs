@@ -1,7 +1,7 @@
 //! Scores, selection and attention together: one node of the autodiff graph.
 use super::backend::{DmaBackend, DmaGradients, DmaSelection};
 use super::bias::{dma_bias, dma_bias_backward};
-use super::rank::{dma_rank, positions_in_documents};
+use super::rank::{PositionOrigin, Recency};
 use crate::attention::{AttentionOutput, AttentionSpec};
 use crate::device::autodiff::{constant, enter, inner};
 use crate::documents::DocumentBounds;
@@ -89,9 +89,11 @@ pub(crate) fn forward<B: DmaBackend>(
     dma: DmaShape,
     rest: KeepRest,
 ) -> DmaForward<B> {
-    let z = tensor::<B, 3>(B::dma_scores(qkv.clone(), w_dt, a, spec));
-    let positions = || positions_in_documents(documents);
-    let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
+    let recency = Recency {
+        slopes: dma.slopes(spec.num_kv_heads),
+        origin: PositionOrigin::DocumentStart(documents[0].clone()),
+    };
+    let rank = tensor::<B, 3>(B::dma_ranks(qkv.clone(), w_dt, a, spec, recency));
     let delta = primitive(dma_bias(rank.clone(), dma.bias));
     let rank = primitive(rank);
     let selection = B::dma_select(rank.clone(), documents, dma.window());

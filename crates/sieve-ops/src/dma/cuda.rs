@@ -1,5 +1,6 @@
 //! DMA's ops on CUDA.
 use super::backend::{DmaBackend, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection};
+use super::rank::{PositionOrigin, Recency};
 use super::reference;
 use crate::attention::cuda::{self as attention, Backward, bounds, output, packed};
 use crate::attention::{AttentionOutput, AttentionSpec};
@@ -12,9 +13,16 @@ use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackwar
 
 impl DmaBackend for Cuda {
     fn dma_scores(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec) -> Float {
-        let attempt = launch_scores(&qkv, &w_dt, &a, spec);
+        let attempt = launch_ranks(&qkv, &w_dt, &a, spec, None);
         kernel_or("dma_scores", attempt, || {
             reference::dma_scores::<Self>(qkv, w_dt, a, spec)
+        })
+    }
+
+    fn dma_ranks(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec, recency: Recency<Self>) -> Float {
+        let attempt = launch_ranks(&qkv, &w_dt, &a, spec, Some(&recency));
+        kernel_or("dma_ranks", attempt, || {
+            reference::dma_ranks::<Self>(qkv, w_dt, a, spec, recency)
         })
     }
 
@@ -76,10 +84,32 @@ impl DmaGradients for Cuda {
     }
 }
 
-fn launch_scores(qkv: &Float, w_dt: &Float, a: &Float, spec: AttentionSpec) -> Result<Float, KernelError> {
+fn launch_ranks(
+    qkv: &Float,
+    w_dt: &Float,
+    a: &Float,
+    spec: AttentionSpec,
+    recency: Option<&Recency<Cuda>>,
+) -> Result<Float, KernelError> {
     let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
-    let scores = packed(qkv, spec).dma_scores(&w_dt, &a)?;
-    Ok(scores.z.burn())
+    let recency = recency.and_then(|recency| Some((recency.slopes.as_ref()?, &recency.origin)));
+    let Some((slopes, origin)) = recency else {
+        return Ok(packed(qkv, spec).dma_scores(&w_dt, &a)?.z.burn());
+    };
+    let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
+    let start;
+    let origin = match origin {
+        PositionOrigin::At { position, .. } => sieve_kernels::PositionOrigin::First(*position),
+        PositionOrigin::DocumentStart(of_tokens) => {
+            start = kernel_tensor(of_tokens.clone());
+            sieve_kernels::PositionOrigin::DocumentStart(&start)
+        }
+    };
+    let recency = sieve_kernels::Recency {
+        slopes: &slopes,
+        origin,
+    };
+    Ok(packed(qkv, spec).dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
 }
 
 /// Adds the path through the scores to `dqkv` in place; returns `(dw_dt, da)` in f32.

@@ -1,6 +1,7 @@
 //! What ranks the keys: their scores, plus recency.
-use crate::documents::DocumentBounds;
+use crate::tensors::{Float, primitive};
 use burn::tensor::backend::Backend;
+use burn::tensor::ops::IntTensor;
 use burn::tensor::{Int, Tensor, TensorData};
 
 /// Scores plus what recency adds: `z_j + slope p_j`, p_j the key's position in its document.
@@ -27,10 +28,49 @@ pub fn dma_rank<B: Backend>(
     z + positions * slopes
 }
 
-/// Positions inside documents, `[batch, seq_len]`, from the documents' starts.
-pub(crate) fn positions_in_documents<B: Backend>(documents: &DocumentBounds<B>) -> Tensor<B, 2, Int> {
-    let start = Tensor::<B, 2, Int>::from_primitive(documents[0].clone());
-    let seq_len = start.dims()[1] as i64;
-    let in_row = Tensor::<B, 1, Int>::arange(0..seq_len, &start.device());
-    in_row.unsqueeze::<2>() - start
+/// What recency adds to the scores of a call's tokens.
+#[derive(Debug)]
+pub struct Recency<B: Backend> {
+    /// One per KV head, as [`sieve_core::DmaShape::slopes`] gives them; `None`: nothing is added.
+    pub slopes: Option<Vec<f64>>,
+    /// Where positions are counted from.
+    pub origin: PositionOrigin<B>,
+}
+
+/// Where the positions of a call's tokens are counted from.
+#[derive(Debug)]
+pub enum PositionOrigin<B: Backend> {
+    /// The first token of its document, `[batch, seq_len]`.
+    DocumentStart(IntTensor<B>),
+    /// One new token of each row, at this position.
+    At {
+        /// The position.
+        position: usize,
+        /// Rows.
+        batch: usize,
+        /// Where the tokens are.
+        device: B::Device,
+    },
+}
+
+impl<B: Backend> Recency<B> {
+    /// What ranks the keys of these scores.
+    pub(crate) fn ranks(self, z: Tensor<B, 3>) -> Float<B> {
+        primitive(dma_rank(z, || self.origin.positions(), self.slopes))
+    }
+}
+
+impl<B: Backend> PositionOrigin<B> {
+    /// The positions, `[batch, seq_len]`.
+    fn positions(self) -> Tensor<B, 2, Int> {
+        match self {
+            Self::DocumentStart(start) => {
+                let start = Tensor::<B, 2, Int>::from_primitive(start);
+                let seq_len = start.dims()[1] as i64;
+                let in_row = Tensor::<B, 1, Int>::arange(0..seq_len, &start.device());
+                in_row.unsqueeze::<2>() - start
+            }
+            Self::At { position, batch, device } => Tensor::full([batch, 1], position as i64, &device),
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! DMA's scores, selection and attention in plain Burn operations.
 use super::backend::DmaSelection;
+use super::rank::Recency;
 use crate::attention::masks::hidden_by_expiry;
 use crate::attention::reference::{masked_attention, masked_attention_backward};
 use crate::attention::{AttentionOutput, AttentionSpec};
@@ -25,6 +26,17 @@ pub fn dma_scores<B: Backend>(qkv: Float<B>, w_dt: Float<B>, a: Float<B>, spec: 
     let x = value_rows(qkv, spec).matmul(tensor::<B, 2>(w_dt).cast(dtype));
     let z = softplus(x, 1.0) * tensor::<B, 1>(a).cast(dtype).unsqueeze();
     primitive(z.reshape([batch, seq_len, spec.num_kv_heads]).swap_dims(1, 2))
+}
+
+/// The scores plus what recency adds.
+pub fn dma_ranks<B: Backend>(
+    qkv: Float<B>,
+    w_dt: Float<B>,
+    a: Float<B>,
+    spec: AttentionSpec,
+    recency: Recency<B>,
+) -> Float<B> {
+    recency.ranks(tensor(dma_scores::<B>(qkv, w_dt, a, spec)))
 }
 
 /// `(dqkv + the path through v, dw_dt, da)`.
