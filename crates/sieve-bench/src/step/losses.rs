@@ -1,5 +1,5 @@
-//! The loss's launch wrapper itself: vocabularies of any size, logits in f32, and in bf16 with gradients in their place,
-//! ignored labels and wrong ones.
+//! The loss's launch wrapper itself: vocabularies of any size, logits in f32, and in bf16 with gradients in their
+//! place, ignored labels and wrong ones.
 use super::plain_loss::plain_loss;
 use super::wrappers::{Calls, gapped, same};
 use super::{Form, On, SEED};

@@ -40,7 +40,9 @@ macro_rules! operands {
         $($crate::runtime::operands::operands!(@ $layout, $kernel, $name, $dtype, $shape $(, $tensor)?);)+
     };
     ($kernel:expr, $($name:ident: $dtype:ident $shape:tt $($layout:ident)? $(= $tensor:expr)?),+ $(,)?) => {
-        $(let $name = $crate::runtime::operands::operands!(@ $($layout)?, $kernel, $name, $dtype, $shape $(, $tensor)?);)+
+        $(let $name = $crate::runtime::operands::operands!(
+            @ $($layout)?, $kernel, $name, $dtype, $shape $(, $tensor)?
+        );)+
     };
     (@ $($layout:ident)?, $kernel:expr, $name:ident, $dtype:ident, $shape:tt) => {
         $crate::runtime::operands::operands!(@ $($layout)?, $kernel, $name, $dtype, $shape, $name)
