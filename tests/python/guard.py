@@ -149,9 +149,11 @@ def rows():
     yield "models", f"eval selectors --checkpoint mha --data {TEXT} --lengths 512 --windows 1 --selector " \
         f"oracle_topk:block=16,k=3 {compare} --json", []
     for selector in PREFILL + DECODE:
-        maps = f"--maps maps/{short(selector).replace(' ', '-')}" if selector in PREFILL else ""
-        yield f"selector {short(selector)}", f"eval selectors --checkpoint mha --data {TEXT} --lengths 512 " \
-            f"--windows 1 --selector {selector} {maps} --json", [maps.removeprefix("--maps ")] if maps else []
+        measure = f"eval selectors --checkpoint mha --data {TEXT} --lengths 512 --windows 1 --selector {selector}"
+        yield f"selector {short(selector)}", f"{measure} --json", []
+        if selector in PREFILL:
+            maps = f"maps/{short(selector).replace(' ', '-')}"
+            yield f"kept blocks {short(selector)}", f"{measure} --maps {maps}", [maps]
         yield f"generate {short(selector)}", f"generate --checkpoint mha --prompt-file {PROMPT} --max-new-tokens 20 " \
             f"--temperature 0 --selector {selector} --json", []
     yield "chunks", f"eval ppl --checkpoint mha --data {TEXT} --context 512 --max-tokens 600 --chunk 128 --selector " \
@@ -216,6 +218,10 @@ def texts(text):
 def contents(path):
     if path.is_dir():
         return {inner.name: contents(inner) for inner in sorted(path.iterdir())}
+    if path.suffix == ".svg":
+        # The maps of blocks inside, not the drawing around them.
+        images = re.findall(r"base64,([^\"]+)", path.read_text())
+        return [hashlib.sha256(image.encode()).hexdigest()[:20] for image in images]
     return tensors(path) if path.suffix == ".safetensors" else texts(path.read_text())
 
 
