@@ -235,6 +235,17 @@ fn the_last_checkpoint_has_a_second_place() {
         &said,
         "no checkpoint of step 40 can be written | --resume=auto | --checkpoint-fallback",
     );
+    // Tries are first five seconds apart, then twice as long each time.
+    let mut waiting = tiny
+        .train("run", "--resume")
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .expect("it starts");
+    let log = || fs::read_to_string(tiny.path("run/log")).unwrap_or_default();
+    crate::tiny_run::wait_until("a second try", || log().matches("the next try is in").count() == 2);
+    waiting.kill().expect("it waits");
+    waiting.wait().expect("it was killed");
+    says(&log(), "the next try is in 5 s | the next try is in 10 s");
     let (code, said) = train("--resume --checkpoint-patience 0 --checkpoint-fallback second");
     assert_eq!(code, Some(0), "{said}");
     says(&said, "it goes to the folder of --checkpoint-fallback | second/step-40");

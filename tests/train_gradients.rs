@@ -8,9 +8,9 @@ use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_core::{KeepRest, Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
-use sieve_hf::NamedTensor;
+use sieve_hf::{NamedTensor, named_parameters};
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_train::{BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
+use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -32,7 +32,7 @@ const KINDS: [&str; 5] = [
 /// Keys and values for each head, so it needs as many KV heads.
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
-fn model(attention: &str, tied: bool) -> Qwen3<B> {
+fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
     let text = format!(
         "[model]\nhidden_size = 48\nintermediate_size = 80\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
@@ -41,8 +41,11 @@ fn model(attention: &str, tied: bool) -> Qwen3<B> {
          [data]\npaths = [\"none\"]\n[training]\nsteps = 1\nseq_len = {SEQ_LEN}\nlocal_batch_size = 1\n\
          [optimizer]\nlr = 1e-3\n[lr_scheduler]\nwarmup_steps = 0\ndecay_ratio = 0.0\n"
     );
-    let recipe = Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid");
-    let shape = recipe.model_shape(VOCAB_SIZE).expect("it fits");
+    Recipe::load(&text, "a test's recipe", &[]).expect("the text above is valid")
+}
+
+fn model(attention: &str, tied: bool) -> Qwen3<B> {
+    let shape = recipe(attention, tied).model_shape(VOCAB_SIZE).expect("it fits");
     Qwen3::new(&shape, 5, &Default::default())
 }
 
@@ -197,6 +200,43 @@ fn further_micro_batches_are_added_to_the_last_bit() {
                 assert_eq!(values(&sum.data), expected, "{attention} {mode:?}: {}", sum.name);
             }
         }
+    }
+}
+
+// With their bias corrected, the moments of one gradient again and again are that gradient and its square.
+#[test]
+fn updates_by_one_gradient_move_every_weight_by_the_rate() {
+    let (device, rate) = (Default::default(), 1e-2);
+    let mut settings = recipe(KINDS[0], true).optimizer;
+    settings.weight_decay = 0.0;
+    let mut optimizer = AdamW::<B>::new(settings);
+    let start = model(KINDS[0], true);
+    let rope = start.rope(SEQ_LEN, &device);
+    let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);
+    let gradients = || {
+        let mut gradients = GradientBuffer::default();
+        accumulate_gradients_with(&BlockSettings::default(), &start, &batch, &rope, 0.1, &mut gradients);
+        gradients
+    };
+    let mut moved = start.clone();
+    for updates in 1..=3 {
+        moved = optimizer.step(moved, &mut gradients(), Tensor::ones([1], &device), rate);
+        let named = gradients().named(&start).into_iter();
+        let mut num_large = 0;
+        for ((gradient, before), after) in named.zip(named_parameters(&start)).zip(named_parameters(&moved)) {
+            let name = &gradient.name;
+            let weights = values(&before.data).into_iter().zip(values(&after.data));
+            for (gradient, (before, after)) in values(&gradient.data).into_iter().zip(weights) {
+                // Beside smaller ones eps counts.
+                if gradient.abs() > 1e-2 {
+                    num_large += 1;
+                    let expected = before - (f64::from(updates) * rate) as f32 * gradient.signum();
+                    let close = (after - expected).abs() < 2e-6;
+                    assert!(close, "{name}, update {updates}: {before} to {after}");
+                }
+            }
+        }
+        assert!(num_large > 1000, "{num_large}");
     }
 }
 

@@ -37,6 +37,8 @@ const SELECTORS: &[&str] = &[
     "ba_att:block=16,segment=64,sparsity=0.3,compensate_layers=all",
     "ba_att:block=32,segment=128,sort=k,gqa=union,compensate_layers=none",
     "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=12,k_exact=4,k_trim=9",
+    // One slot for dozens of blocks: the gate's quantile from the tail of its approximation.
+    "momo:first_dense_layers=0,gamma=5,chi=10,beta=8,k=5,k_exact=4",
     "momo:first_dense_layers=0,gamma=8,chi=64,beta=16,k=6,topk=gauss,sink_blocks=2,gqa=union",
     "delta:base=meanpool,base.block=32,base.tau=TAU,base.min_prefill_tokens=0",
 ];

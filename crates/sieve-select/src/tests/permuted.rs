@@ -1,7 +1,7 @@
 //! BA-Att and PBS-Attn: the check lines of the specification.
 
 use super::{select, selector};
-use crate::oracle::oracle_row;
+use crate::oracle::{expanded_row, oracle_row};
 use crate::pool::mean_and_variance;
 use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation};
 use crate::test_data::TestCall;
@@ -260,4 +260,18 @@ fn pbs_without_a_permutation_keeps_the_order_and_its_rule() {
         }
     }
     assert!(matches!(selector("pbs").method, Method::Pbs(config) if config.segment == 256));
+}
+
+#[test]
+fn density_counts_rows_in_the_order_of_each_head() {
+    let data = TestCall::structured(&mut Random(156), 100, [4, 2], 16);
+    let mut mask = select("meanpool:block=16,tau=0.5,gqa=union", &data);
+    assert_eq!(mask.num_lists(), 2);
+    let rows = |head: i32| (0..100).map(move |slot| (slot + 9 * head) % 100);
+    mask.query_order = (0..4).flat_map(rows).collect();
+    let seen = |at: usize| expanded_row(&mask, at / 100, at % 100).into_iter().filter(|&seen| seen);
+    let pairs: usize = (0..400).map(|at| seen(at).count()).sum();
+    let expected = pairs as f64 / (4 * data.shape.causal_pairs()) as f64;
+    let found = crate::density(&mask).token;
+    assert!((found - expected).abs() < 1e-12, "{found}, {expected}");
 }
