@@ -94,7 +94,10 @@ impl NeededKernels {
         let mut kernels = swiglu_kernels(1).to_vec();
         kernels.extend(head_dims.iter().copied().flat_map(qk_norm_rope_kernels));
         for &kv_heads in kv_heads {
-            kernels.extend([dma_scores_kernel(kv_heads, 64, &[]), dma_scores_backward_kernel(kv_heads)]);
+            kernels.extend([
+                dma_scores_kernel(kv_heads, 64, &[]),
+                dma_scores_backward_kernel(kv_heads),
+            ]);
         }
         kernels
     }

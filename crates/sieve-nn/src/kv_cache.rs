@@ -12,7 +12,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, SieveBackend, PositionOrigin, Recency, cached_attention, dma_decode,
+    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, SieveBackend, cached_attention,
+    dma_decode,
 };
 
 /// One cache per layer, and the number of tokens that went through.

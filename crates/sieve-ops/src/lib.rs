@@ -46,7 +46,7 @@ pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use dma::{
     DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection,
-    DynamicMaskBackend, dma_attention, PositionOrigin, Recency, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
+    DynamicMaskBackend, PositionOrigin, Recency, dma_attention, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
 pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
@@ -101,7 +101,7 @@ pub mod reference {
     pub use crate::block::reference::{attention_layer, feed_forward};
     pub use crate::decode::reference::{attention_decode, mla_decode};
     pub use crate::dma::reference::{
-        dma_attention, dma_attention_backward, dma_scores, dma_scores_backward, dma_select,
+        dma_attention, dma_attention_backward, dma_ranks, dma_scores, dma_scores_backward, dma_select,
     };
     pub use crate::embedding::reference::{embedding, embedding_backward};
     pub use crate::fp8::reference::{fp8_linear, fp8_linear_backward, fp8_quantise};

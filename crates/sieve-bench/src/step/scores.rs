@@ -75,7 +75,11 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
         slopes: Some(vec![1.0 / 64.0, 1.0 / 3.0]),
         origin: PositionOrigin::DocumentStart(start.into_primitive()),
     };
-    let ranks = if on.own() { B::dma_ranks } else { reference::dma_ranks::<B> };
+    let ranks = if on.own() {
+        B::dma_ranks
+    } else {
+        reference::dma_ranks::<B>
+    };
     let rank = ranks(qkv.clone(), w_dt.clone(), a.clone(), spec, recency);
     let (z, (dqkv, dw, da)) = if on.own() {
         (
@@ -127,7 +131,14 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
         ("ranks in documents", Origin::DocumentStart(&start)),
         ("ranks from a position on", Origin::First(100_001)),
     ] {
-        let ranks = heads.dma_ranks(&w_dt.on, &a.on, Some(&KernelRecency { slopes: &slopes, origin }))?;
+        let ranks = heads.dma_ranks(
+            &w_dt.on,
+            &a.on,
+            Some(&KernelRecency {
+                slopes: &slopes,
+                origin,
+            }),
+        )?;
         let expected = z.iter().enumerate().map(|(at, z)| {
             let (row, token) = (at / tokens / kv_heads, at % tokens);
             let position = match origin {

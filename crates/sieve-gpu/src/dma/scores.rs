@@ -82,7 +82,12 @@ impl Qkv {
         let [_, _, v] = qkv.head_words(NAME)?;
         let slopes = recency.map_or(&[][..], |recency| recency.slopes);
         if recency.is_some() && slopes.len() != kv_heads {
-            return Err(KernelError::unsupported(NAME, "number of slopes", slopes.len(), kv_heads));
+            return Err(KernelError::unsupported(
+                NAME,
+                "number of slopes",
+                slopes.len(),
+                kv_heads.to_string(),
+            ));
         }
         let start = match recency.map(|recency| recency.origin) {
             Some(PositionOrigin::DocumentStart(start)) => {

@@ -70,7 +70,11 @@ impl<B: Backend> PositionOrigin<B> {
                 let in_row = Tensor::<B, 1, Int>::arange(0..seq_len, &start.device());
                 in_row.unsqueeze::<2>() - start
             }
-            Self::At { position, batch, device } => Tensor::full([batch, 1], position as i64, &device),
+            Self::At {
+                position,
+                batch,
+                device,
+            } => Tensor::full([batch, 1], position as i64, &device),
         }
     }
 }
