@@ -383,7 +383,8 @@ fn ops<B: Place>(progress: &mut Progress<'_>, device: &B::Device, settings: &Che
 fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
     for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
-        for keys in [NeededKeys::Neighbours, NeededKeys::Chosen(ScoreBias::Exp)] {
+        let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
+        for keys in [NeededKeys::Neighbours, exp, linear] {
             let needs = AttentionNeeds {
                 shape: AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim_v]),
                 keys,
@@ -408,6 +409,7 @@ fn all_kernels(gpu: &DeviceReport) -> NeededKernels {
                 NeededKeys::Neighbours,
                 NeededKeys::AllBiased,
                 NeededKeys::Chosen(ScoreBias::Exp),
+                NeededKeys::Chosen(ScoreBias::Linear),
             ] {
                 for order in [SumOrder::Any, SumOrder::Fixed] {
                     let needs = AttentionNeeds { shape, keys, order };

@@ -1,8 +1,7 @@
 //! The folder of compiled kernels, and the settings CubeCL runs with.
 //!
 //! Our own kernels are [`Cubins`], which any number of processes share. CubeCL keeps those of Burn's ops in append-only
-//! files that only one process may write: the first process of a machine locks the shared folder; others work on a
-//! private copy beside it, which goes when they end.
+//! files that only one process may write: each process takes the first folder that no other has locked.
 use crate::cache_files::{cubecl_folder, repair};
 use cubecl_runtime::config::cache::CacheConfig;
 use cubecl_runtime::config::{CubeClRuntimeConfig, RuntimeConfig};
@@ -19,49 +18,34 @@ const LOCK_FILE: &str = "lock";
 /// File with the size that the compiled kernels had when they were last known to be whole.
 const CHECKED_FILE: &str = "checked-bytes";
 
-/// File beside the private folders. Who has its lock makes one, or deletes those of processes that are gone.
-const PRIVATE_LOCK_FILE: &str = "lock-of-private";
-
-/// Start of the names of private folders.
-const PRIVATE_PREFIX: &str = "private-";
-
 /// An opened cache folder. Keep it for the life of the process: dropping it frees the folder for others.
 #[derive(Debug)]
 pub struct KernelCache {
     folder: PathBuf,
-    private: bool,
     cubins: Cubins,
     /// Held, never read: the lock goes with the file.
     _lock: File,
 }
 
 impl KernelCache {
-    /// Opens the cache below `root` (`$XDG_CACHE_HOME/sieve`, say) for one architecture and compiler version. When
-    /// another process has it, opens a private copy instead.
+    /// Opens the cache below `root` (`$XDG_CACHE_HOME/sieve`, say) for one architecture and compiler version.
     ///
     /// # Errors
-    /// [`KernelError::Cache`] when the folder cannot be made or written.
+    /// [`KernelError::Cache`] when a folder cannot be made or written.
     pub fn open(root: &Path, arch: &str, nvrtc: impl std::fmt::Display) -> Result<Self, KernelError> {
         let cubins = Cubins::below(root, arch, &nvrtc);
         let shared = root.join(format!("{arch}-nvrtc{nvrtc}"));
-        create_folder(&shared)?;
-        if let Some(lock) = lock_folder(&shared)? {
-            remove_abandoned(&shared);
-            repair_if_changed(&shared)?;
-            return Ok(Self {
-                folder: shared,
-                private: false,
-                cubins,
-                _lock: lock,
-            });
-        }
-        let folder = shared.join(format!("{PRIVATE_PREFIX}{}", std::process::id()));
-        let lock = lock_private(&folder, || ())?;
-        // Reading while the owner appends is fine: CubeCL skips an entry that ends early.
-        copy_folder(&cubecl_folder(&shared), &cubecl_folder(&folder)).map_err(|e| cache_error(&folder, e))?;
+        let mut folders = (0..).map(|number| shared.join(format!("burn-{number}")));
+        let (folder, lock) = loop {
+            let folder = folders.next().expect("numbers do not end");
+            fs::create_dir_all(&folder).map_err(|e| cache_error(&folder, e))?;
+            if let Some(lock) = lock_folder(&folder)? {
+                break (folder, lock);
+            }
+        };
+        repair_if_changed(&folder)?;
         Ok(Self {
             folder,
-            private: true,
             cubins,
             _lock: lock,
         })
@@ -70,11 +54,6 @@ impl KernelCache {
     /// The folder that CubeCL gets.
     pub fn folder(&self) -> &Path {
         &self.folder
-    }
-
-    /// True when another process owns the shared folder and this one works on a copy: what CubeCL compiles is not kept.
-    pub fn is_private(&self) -> bool {
-        self.private
     }
 
     /// Our own kernels, shared with every process.
@@ -100,66 +79,16 @@ impl KernelCache {
     }
 }
 
-impl Drop for KernelCache {
-    fn drop(&mut self) {
-        if self.private {
-            let _ = fs::remove_dir_all(&self.folder);
-        }
-    }
-}
-
-fn create_folder(folder: &Path) -> Result<(), KernelError> {
-    fs::create_dir_all(folder).map_err(|e| cache_error(folder, e))
-}
-
-/// Makes a private folder and locks it. Between the two, when `made` is called, it looks like one of a process that is
-/// gone.
-fn lock_private(folder: &Path, made: impl FnOnce()) -> Result<File, KernelError> {
-    let path = folder.with_file_name(PRIVATE_LOCK_FILE);
-    let making = lock_file(&path)?;
-    making.lock().map_err(|e| cache_error(&path, e))?;
-    // A folder of that name is what a dead process with our number left.
-    let _ = fs::remove_dir_all(folder);
-    create_folder(folder)?;
-    made();
-    lock_folder(folder)?.ok_or_else(|| cache_error(folder, "locked by another process"))
-}
-
 /// Locks a folder; `None` when another process holds the lock.
 fn lock_folder(folder: &Path) -> Result<Option<File>, KernelError> {
-    try_lock(&folder.join(LOCK_FILE))
-}
-
-/// Locks a file; `None` when another process holds the lock.
-fn try_lock(path: &Path) -> Result<Option<File>, KernelError> {
-    let file = lock_file(path)?;
+    let path = folder.join(LOCK_FILE);
+    let mut options = File::options();
+    let file = options.create(true).truncate(false).write(true).open(&path);
+    let file = file.map_err(|e| cache_error(&path, e))?;
     match file.try_lock() {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Ok(None),
-        Err(TryLockError::Error(e)) => Err(cache_error(path, e)),
-    }
-}
-
-/// A file that is there for its lock.
-fn lock_file(path: &Path) -> Result<File, KernelError> {
-    let mut options = File::options();
-    let file = options.create(true).truncate(false).write(true).open(path);
-    file.map_err(|e| cache_error(path, e))
-}
-
-/// Deletes private copies whose processes are gone; leaves that to the next start while a process makes its own.
-fn remove_abandoned(shared: &Path) {
-    let alone = try_lock(&shared.join(PRIVATE_LOCK_FILE));
-    let (Ok(Some(_alone)), Ok(entries)) = (alone, fs::read_dir(shared)) else {
-        return;
-    };
-    for entry in entries.flatten() {
-        if !entry.file_name().to_string_lossy().starts_with(PRIVATE_PREFIX) {
-            continue;
-        }
-        if let Ok(Some(_lock)) = lock_folder(&entry.path()) {
-            let _ = fs::remove_dir_all(entry.path());
-        }
+        Err(TryLockError::Error(e)) => Err(cache_error(&path, e)),
     }
 }
 
@@ -197,25 +126,6 @@ fn total_bytes(folder: &Path) -> io::Result<u64> {
     Ok(total)
 }
 
-/// Copies a folder tree, without CubeCL's own lock files. A missing source is an empty one.
-fn copy_folder(from: &Path, to: &Path) -> io::Result<()> {
-    let entries = match fs::read_dir(from) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-        entries => entries?,
-    };
-    fs::create_dir_all(to)?;
-    for entry in entries {
-        let entry = entry?;
-        let target = to.join(entry.file_name());
-        if entry.file_type()?.is_dir() {
-            copy_folder(&entry.path(), &target)?;
-        } else if entry.path().extension().is_none_or(|e| e != "lock") {
-            fs::copy(entry.path(), target)?;
-        }
-    }
-    Ok(())
-}
-
 fn cache_error(path: &Path, reason: impl ToString) -> KernelError {
     KernelError::Cache {
         path: path.to_owned(),
@@ -229,55 +139,18 @@ mod tests {
     use crate::cache_files::{CacheEntry, open_files};
 
     #[test]
-    fn the_second_user_works_on_a_private_copy() {
+    fn each_process_has_a_folder_of_its_own_and_the_next_takes_it_again() {
         let root = tempfile::tempdir().expect("a temporary folder");
-        let first = KernelCache::open(root.path(), "sm_90a", "13.0").expect("writable");
-        assert!(!first.is_private());
-        let deep = first.folder().join("cuda/0.10.0/ptx");
-        fs::create_dir_all(&deep).expect("created");
-        fs::write(deep.join("chunk0.cbor"), "compiled").expect("written");
-        fs::write(deep.join("toc.json.log.lock"), "").expect("written");
-
+        let open = || KernelCache::open(root.path(), "sm_90a", "13.0").expect("writable");
         // Locks of std::fs belong to the open file, so a second open in this process meets the same refusal.
-        let second = KernelCache::open(root.path(), "sm_90a", "13.0").expect("writable");
-        assert!(second.is_private());
-        let copy = second.folder().join("cuda/0.10.0/ptx");
-        assert_eq!(
-            fs::read_to_string(copy.join("chunk0.cbor")).expect("copied"),
-            "compiled"
-        );
-        assert!(!copy.join("toc.json.log.lock").exists(), "a lock is not content");
-
-        let private = second.folder().to_owned();
-        drop(second);
-        assert!(!private.exists(), "a private copy goes with its user");
-    }
-
-    #[test]
-    fn a_dead_process_leaves_nothing_for_long() {
-        let root = tempfile::tempdir().expect("a temporary folder");
-        let first = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
-        let abandoned = first.folder().join("private-1");
-        fs::create_dir_all(&abandoned).expect("created");
+        let [first, second] = [open(), open()];
+        assert!(first.folder().ends_with("sm_90a-nvrtc13.0/burn-0"));
+        assert!(second.folder().ends_with("sm_90a-nvrtc13.0/burn-1"));
+        assert_eq!(first.cubins().folder(), second.cubins().folder());
+        let freed = first.folder().to_owned();
         drop(first);
-        let next = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
-        assert!(!next.is_private() && !abandoned.exists());
-    }
-
-    #[test]
-    fn a_private_folder_that_is_being_made_is_not_taken_for_an_abandoned_one() {
-        let root = tempfile::tempdir().expect("a temporary folder");
-        let owner = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
-        let shared = owner.folder();
-        let folder = shared.join("private-7");
-        // The owner of the shared folder opens it just now, and tidies up.
-        let lock = lock_private(&folder, || remove_abandoned(shared));
-        let lock = lock.expect("nobody has deleted it");
-        remove_abandoned(shared);
-        assert!(folder.exists(), "its process lives");
-        drop(lock);
-        remove_abandoned(shared);
-        assert!(!folder.exists(), "its process is gone");
+        assert_eq!(open().folder(), freed);
+        drop(second);
     }
 
     #[test]
@@ -309,7 +182,8 @@ mod tests {
         let one = KernelCache::open(root.path(), "sm_80", "12.8").expect("writable");
         let other = KernelCache::open(root.path(), "sm_90a", "12.8").expect("writable");
         let newer = KernelCache::open(root.path(), "sm_80", "13.0").expect("writable");
-        assert!(!one.is_private() && !other.is_private() && !newer.is_private());
+        let folders = [one.folder(), other.folder(), newer.folder()];
+        assert!(folders.iter().all(|folder| folder.ends_with("burn-0")), "{folders:?}");
     }
 
     #[test]

@@ -217,6 +217,11 @@ impl Calls<'_> {
         let seq_len = 2 * kept + steps;
         let z = scores.draw(rows, seq_len, &mut self.random);
         let z = z.map_err(|e| Wrong::from(e.to_string()))?;
+        let bias = [ScoreBias::Exp, ScoreBias::Linear][self.random.below(2)];
+        let bias_of = |score: f32| match bias {
+            ScoreBias::Exp => score.min(60.0).exp(),
+            ScoreBias::Linear => score,
+        };
         // Slots as a prefill may leave them, in any order.
         let mut slot_z = vec![f32::NAN; rows * kept];
         let mut slot_position = vec![-1; rows * kept];
@@ -236,7 +241,7 @@ impl Calls<'_> {
             }
             let mut held = Vec::new();
             for (slot, &j) in best.iter().enumerate() {
-                let key = self.drawn_key(score(j).min(60.0).exp(), (score(j), j as i32));
+                let key = self.drawn_key(bias_of(score(j)), (score(j), j as i32));
                 let at = row * kept + slot;
                 (slot_z[at], slot_position[at]) = key.rank;
                 held.push((slot, key));
@@ -262,7 +267,7 @@ impl Calls<'_> {
                 new_z.push(score);
                 let score = score + 0.0;
                 let rank = (score, position as i32);
-                held.push(self.key_of(&token, row, score.min(60.0).exp(), rank));
+                held.push(self.key_of(&token, row, bias_of(score), rank));
                 if held.len() > kept {
                     let rank = |at: &usize| held[*at].rank;
                     let is_older = |at: &usize| rank(at).1 as usize + local <= position;
@@ -276,8 +281,7 @@ impl Calls<'_> {
             let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
             let length = self.device.int(&length, &[batch]);
             let new_z = (self.device).float(&new_z, &[batch, num_kv_heads], DType::F32);
-            let (scale, bias) = (self.scale(), ScoreBias::Exp);
-            let o = slots.dma_decode(&token.on, &new_z, &length, scale, bias, &scratch)?;
+            let o = slots.dma_decode(&token.on, &new_z, &length, self.scale(), bias, &scratch)?;
             self.judge(&o, &token, &keys)?;
             let positions = self.device.ints(&slots.positions)?;
             for (row, held) in keys.iter().enumerate() {
