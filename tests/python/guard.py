@@ -119,7 +119,7 @@ def rows():
     yield "train mqar", "-q train --recipe mqar.toml --out mqar", ["mqar/metrics.jsonl"]
     yield "resume dma", "-q train --recipe tiny.toml --out again --resume-from dma/checkpoint/step-25 " \
         "--set attention.kind=dma", ["again/metrics.jsonl", "again/checkpoint/step-50/model.safetensors"]
-    for name, more in [("2 ranks", ""), ("context parallel", "--context-parallel 2")]:
+    for name, more in [("2 ranks", ""), ("context parallel", "--set parallelism.context_parallel_degree=2")]:
         out = name.replace(" ", "_")
         yield f"train {name}", f"-q launch --nproc 2 -- train --recipe tiny.toml --out {out} {more} " \
             "--set attention.kind=dma --set training.steps=20", [f"{out}/metrics.jsonl"]
