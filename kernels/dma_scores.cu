@@ -1,7 +1,7 @@
 // dma_scores: what DMA ranks keys by, from the values.
 // Math       x[b,h,t] = sum_c v[b,t,c] W_dt[c,h], c over the concatenated KV heads; z = A[h] softplus(x), softplus(x) =
-//            x for x > 20; with SLOPES z + SLOPES[h] p, p the token's position: first_position + t, less start[b,t] where
-//            has_start is set
+//            x for x > 20; with SLOPES z + SLOPES[h] p, p the token's position: first_position + t, less start[b,t]
+//            where has_start is set
 // Layout     v bf16 [batch, seq_len, NUM_KV_HEADS * head_dim], a row contiguous, with an element offset, a token and a
 //            batch stride (multiples of 8); w_dt f32 [NUM_KV_HEADS * head_dim, NUM_KV_HEADS]; a f32 [NUM_KV_HEADS]; x,
 //            z f32 [batch, NUM_KV_HEADS, seq_len], contiguous; start i32 [batch, seq_len]
@@ -10,9 +10,9 @@
 // Tiling     grid (ceil(seq_len / 64), 1, batch); 256 threads; a warp takes TOKENS tokens at once, a lane 8 channels of
 //            every 256; tiles of W_dt in shared memory: dynamic shared bytes = 32 NUM_KV_HEADS min(NUM_KV_HEADS
 //            head_dim / 8, floor(1536 / NUM_KV_HEADS)), at most 48 KiB; v is read once, memory-bound
-// Numerics   f32 products and sums in a fixed order; writes every element of x and z; slope times position and the
-//            sum are rounded one after the other. Ranking uses these z alone: computed once, stored, shared by forward, backward and decode, since another rounding would swap
-//            near ties
+// Numerics   f32 products and sums in a fixed order; writes every element of x and z; slope times position and
+//            the sum are rounded one after the other. Ranking uses these z alone: computed once, stored, shared by
+//            forward, backward and decode, since another rounding would swap near ties
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
 #include "common/types.cuh"
 
@@ -58,7 +58,8 @@ DEVICE void sum_over_warp(float (&sums)[PADDED_SUMS]) {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
     dma_scores(const bf16* __restrict__ v, const float* __restrict__ w_dt, const float* __restrict__ a,
-               const i32* __restrict__ start, float* __restrict__ x, float* __restrict__ z, const __grid_constant__ DmaScoresParams params) {
+               const i32* __restrict__ start, float* __restrict__ x, float* __restrict__ z,
+               const __grid_constant__ DmaScoresParams params) {
   // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
   extern __shared__ float4 shared_w[];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

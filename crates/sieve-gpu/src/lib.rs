@@ -1,8 +1,8 @@
 //! Sieve's CUDA kernels, and one safe function to launch each; knows neither Burn nor CubeCL.
 //!
-//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC, without
-//! a header of the toolkit, at first use or ahead of time ([`ahead_of_time`]). A GPU is a [`Memory`] that tensors lie in:
-//! Burn's allocator and stream (sieve-kernels), or a [`Recorder`], which writes launches down.
+//! The kernels are text under `kernels/`, built into this crate, specialised by `#define`s and compiled by NVRTC,
+//! without a header of the toolkit, at first use or ahead of time ([`ahead_of_time`]). A GPU is a [`Memory`] that
+//! tensors lie in: Burn's allocator and stream (sieve-kernels), or a [`Recorder`], which writes launches down.
 
 mod error;
 mod runtime;

@@ -63,8 +63,8 @@ pub fn matmul(
     queued((product, Operands::Bf16), [x, w], &[], output)
 }
 
-/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two is of
-/// gradients. Sizes are multiples of 16.
+/// `x [m, k]` times the transpose of `w [n, k]`, times their scales, with f32 accumulation; at most one of the two is
+/// of gradients. Sizes are multiples of 16.
 ///
 /// # Errors
 /// As [`matmul`].

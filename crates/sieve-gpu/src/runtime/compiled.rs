@@ -55,8 +55,11 @@ pub struct DeviceLaunch<'a> {
     pub words: &'a [u64],
 }
 
-/// The kernels of this process, by GPU and code.
-static LOADED: LazyLock<Mutex<HashMap<(usize, u128), Arc<LoadedKernel>>>> = LazyLock::new(Mutex::default);
+/// Kernels by GPU and code.
+type Loaded = HashMap<(usize, u128), Arc<LoadedKernel>>;
+
+/// The kernels of this process.
+static LOADED: LazyLock<Mutex<Loaded>> = LazyLock::new(Mutex::default);
 
 impl LoadedKernel {
     /// The kernel on a GPU, if it was loaded before.

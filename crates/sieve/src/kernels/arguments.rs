@@ -101,7 +101,8 @@ pub(crate) struct BenchArgs {
     #[command(flatten)]
     rows: BenchRowsArgs,
     /// DMA's scores: independent, rising, falling, tied, few-values, signed-zeros, narrow, steps, drifting or
-    /// captured:FILE (`sieve kernels capture` of a DMA model); may be repeated (independent, rising and tied when absent)
+    /// captured:FILE (`sieve kernels capture` of a DMA model); may be repeated (independent, rising and tied when
+    /// absent)
     #[arg(long)]
     pub(super) scores: Vec<Scores>,
     /// Time the portable kernels, also where the device has a family of its own
