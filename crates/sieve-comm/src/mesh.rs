@@ -144,7 +144,7 @@ impl Mesh {
         mut values: Vec<f32>,
         parts: &dyn Fn(usize) -> Vec<Range<usize>>,
     ) -> Result<Vec<f32>, CommError> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         let rank = self.world.rank;
         if rank > 0 {
             let first = &self.peers[0];
@@ -181,7 +181,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost, or brings another number of values.
     pub fn gather_values(&self, own: &[f32], counts: &dyn Fn(usize) -> usize) -> Result<Vec<f32>, CommError> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         let mut all = vec![0.0; (0..self.world.size).map(counts).sum()];
         if self.world.rank > 0 {
             let first = &self.peers[0];
@@ -207,7 +207,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         if self.world.rank > 0 {
             let first = &self.peers[0];
             send(&first.data, GATHER, bytes).map_err(|e| self.lost(first, &e))?;
@@ -230,7 +230,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn broadcast(&self, bytes: &[u8]) -> Result<Vec<u8>, CommError> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         if self.world.rank > 0 {
             return self.expect(&self.peers[0], BROADCAST);
         }
@@ -246,7 +246,7 @@ impl Mesh {
     /// # Errors
     /// A rank is lost.
     pub fn exchange(&self, bytes: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>, CommError> {
-        let _turn = self.turn();
+        let _turn = self.turn()?;
         if self.world.rank > 0 {
             let first = &self.peers[0];
             send(&first.data, EXCHANGE, &joined(&bytes)).map_err(|e| self.lost(first, &e))?;
@@ -321,13 +321,16 @@ impl Mesh {
         self.watch.waited()
     }
 
-    fn turn(&self) -> Turn<'_> {
+    /// This thread's turn to exchange with the others. A rank that knows of a loss begins nothing: what the others sent
+    /// before they gave it up may still be there to read.
+    fn turn(&self) -> Result<Turn<'_>, CommError> {
+        self.check()?;
         let turn = Turn {
             watch: &self.watch,
             _lock: self.turn.lock().unwrap_or_else(PoisonError::into_inner),
         };
         self.watch.set_waiting(true);
-        turn
+        Ok(turn)
     }
 
     /// Whether all ranks are well, as far as this one knows.

@@ -190,6 +190,10 @@ fn admit(
         return Ok(());
     }
     let mut problem = hello.problem(world, version);
+    if problem.is_none() && is_ended(&stream) {
+        // It has left; the connection it came again by may have been read first.
+        return Ok(());
+    }
     if problem.is_none() {
         let arrival = &mut found[hello.rank - 1];
         // A rank whose connection ended comes again.
