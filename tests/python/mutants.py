@@ -113,7 +113,7 @@ def instrument(tree):
         for at, old, new in sorted(changes, reverse=True):
             text = text[:at] + new + text[at + len(old) :]
         path.write_text(text)
-    source = tree / "crates/sieve-kernels/src/runtime/source.rs"
+    source = tree / "crates/sieve-gpu/src/runtime/source.rs"
     text = source.read_text()
     assert text.count("out.push_str(line);") == 1, "the text assembly has changed: mend this script"
     text = text.replace("out.push_str(line);", "out.push_str(mutant_line(file, number, line));")
@@ -190,7 +190,8 @@ def run(tree, out, wanted):
         own = mutant["file"].split("/")[1]
         kernel = mutant["file"].startswith("kernels/")
         others = sorted({row["package"] for row in binaries} - {own, "tests"})
-        steps = emulate if kernel else [step for package in (own, *others, "tests") for step in tests(package)]
+        packages = ["sieve-bench"] if kernel else [own, *others, "tests"]
+        steps = emulate * kernel + [step for package in packages for step in tests(package)]
         found, where, begin = None, "", time.time()
         for where, command, folder, failed in steps:
             if found := first_failure(command, folder, mutant["id"], 900, failed):
