@@ -24,7 +24,7 @@ const BYTES_A_TOKEN: usize = 4;
 /// Arguments of `sieve generate`.
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
-    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Qwen3 or
+    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama, Mistral, Qwen2, Qwen3 or
     /// Doge
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
