@@ -54,7 +54,9 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   const i64 last = (i64)params.max_positions - 1, asked = positions[token];
 
   HeadColumns angles = {};
+#if QK_NORM
   HeadWords q_words = {}, k_words = {};
+#endif
 #pragma unroll 1
   for (int base = 0; base < num_normed; base += BATCH * HEADS_PER_WARP) {
     // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being

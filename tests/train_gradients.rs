@@ -38,7 +38,11 @@ const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
 fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
-    let form = if attention == QWEN2 { "qk_norm = false\nqkv_bias = true\n" } else { "" };
+    let form = if attention == QWEN2 {
+        "qk_norm = false\nqkv_bias = true\n"
+    } else {
+        ""
+    };
     let text = format!(
         "[model]\n{form}hidden_size = 48\nintermediate_size = 80\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
          num_key_value_heads = {kv_heads}\nhead_dim = 16\nmax_position_embeddings = 64\ntie_word_embeddings = {tied}\n\

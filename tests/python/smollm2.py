@@ -72,8 +72,12 @@ def compare(folder, checkpoint, binary, text):
         ours = load_file(out)["logits"]
         found["largest_logit"] = theirs.abs().max().item()
         found["largest_difference"] = (ours - theirs).abs().max().item()
-        losses = [torch.nn.functional.cross_entropy(x[0, :-1].double(), ids[0, 1:]) for x in (theirs, ours)]
-        found["perplexity_transformers"], found["perplexity_sieve"] = (loss.exp().item() for loss in losses)
+        loss = torch.nn.functional.cross_entropy(theirs[0, :-1].double(), ids[0, 1:])
+        found["perplexity_transformers"] = loss.exp().item()
+        window = ("--context", str(TOKENS), "--stride", str(TOKENS), "--max-tokens", str(TOKENS - 1))
+        ppl = json.loads(run("eval", "ppl", "--data", text, *window, "--json"))
+        assert ppl["num_tokens"] == TOKENS - 1
+        found["perplexity_sieve"] = ppl["token_perplexity"]
 
         # Prompts as text: both programs have tokens of their own making.
         prompt = tokenizer.decode(ids[0, :PROMPT])

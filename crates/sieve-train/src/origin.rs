@@ -107,7 +107,8 @@ impl Origin {
             checkpoint.path.display()
         )];
         for change in before.diff(recipe)? {
-            if READS_WEIGHTS.contains(&change.key.as_str()) {
+            // Or a key inside one of these.
+            if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) {
                 notices.push(format!(
                     "warning: {change}; the weights were trained with the former, and what they compute changes at once"
                 ));
