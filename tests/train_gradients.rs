@@ -263,7 +263,7 @@ impl ModuleVisitor<B> for Zeros {
 #[test]
 fn layers_take_the_sums_that_their_backward_pass_adds_to() {
     let device = Default::default();
-    for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 4]) {
+    for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 2, 4]) {
         let model = model(attention, true);
         let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);
         let rope = model.rope(SEQ_LEN, &device);
