@@ -1,10 +1,10 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
 //! Dense and sliding-window models are `Qwen3ForCausalLM`, without norms of queries and keys `LlamaForCausalLM`,
-//! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models `DogeForCausalLM`, latent ones without
-//! head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock class expresses is computed by
-//! `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's published form too where that
-//! is asked for.
+//! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models
+//! `DogeForCausalLM`, latent ones without head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock
+//! class expresses is computed by `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's
+//! published form too where that is asked for.
 //! The same checkpoint always gives the same bytes.
 
 mod config;
@@ -217,12 +217,13 @@ impl Architecture {
                     .ok_or(CheckpointError::NotExportable {
                         what: "this model: no class of transformers has both norms and biases of queries and keys, or \
                                 windows beside dense layers without either",
-                        hint: "model.qk_norm, model.qkv_bias and model.layer_types as in Qwen3, Qwen2, Llama or Mistral",
+                        hint: "set model.qk_norm, model.qkv_bias and model.layer_types as Qwen3, Qwen2, Llama or \
+                               Mistral have them",
                     })
             }
             _ if !shape.is_like_qwen3() => Err(CheckpointError::NotExportable {
-                what: "model.qk_norm = false, model.qkv_bias = true or model.rope_scaling with sparse attention: neither \
-                        Doge nor modeling_sieve.py has them",
+                what: "model.qk_norm = false, model.qkv_bias = true or model.rope_scaling with sparse attention: \
+                        neither Doge nor modeling_sieve.py has them",
                 hint: "only attention.kind = \"mha\" and \"swa\" are exported with them",
             }),
             AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Ok(Self::DeepseekV3),

@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 /// Arguments of `sieve import`.
 #[derive(Args, Debug)]
 pub(crate) struct ImportArgs {
-    /// Folder of a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout: config.json, tokenizer.json, safetensors
+    /// Folder of a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout: config.json, tokenizer.json,
+    /// safetensors
     #[arg(long, value_name = "HF_DIR")]
     from: PathBuf,
     /// Folder to write the checkpoint step-0 into
@@ -36,8 +37,8 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     if let Some(gguf) = gguf_at(&args.from) {
         bail!(
             "{} is a GGUF file, which holds quantised weights in another layout\n  \
-             hint: open it in Python by AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME, dtype=torch.float32) \
-             of transformers (packages gguf and accelerate), save_pretrained the model and its tokenizer, and import that \
+             hint: open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages \
+             gguf and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and import that \
              folder",
             gguf.display()
         );

@@ -54,8 +54,8 @@ keys! {
         pub initializer_range: f64 = 0.02,
         /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
         pub residual_scale: bool = false,
-        /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation: Qwen3 and Doge do,
-        /// Llama, Mistral and Qwen2 do not. MLA has a key of its own, `attention.qk_norm`.
+        /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation: Qwen3 and Doge
+        /// do, Llama, Mistral and Qwen2 do not. MLA has a key of its own, `attention.qk_norm`.
         pub qk_norm: bool = true,
         /// Whether the projections of queries, keys and values have biases, as those of Qwen2.
         pub qkv_bias: bool = false,

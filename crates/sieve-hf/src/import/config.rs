@@ -6,9 +6,9 @@ use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain or \
-    scaled as linear, llama3 or yarn), DogeForCausalLM and own exports can be imported, all with dense SiLU feed-forward \
-    layers";
+const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain \
+    or scaled as linear, llama3 or yarn), DogeForCausalLM and own exports can be imported, all with dense SiLU \
+    feed-forward layers";
 /// `rope_theta` and `sliding_window` of the classes of `transformers` where `config.json` has no such key.
 const USUAL_THETA: f64 = 10_000.0;
 const USUAL_WINDOW: usize = 4096;
