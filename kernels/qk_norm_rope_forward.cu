@@ -6,13 +6,17 @@
 //            out_stride apart (multiples of 8); q_weight, k_weight bf16 [HEAD_DIM]; positions i32 [tokens]; cos, sin
 //            f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4)
 // Buffers    qkv, q_weight, k_weight, positions, cos, sin, out
-// Defines    HEAD_DIM
+// Defines    HEAD_DIM, QK_NORM (1; 0: n = x, and the weights are not read)
 // Tiling     grid (ceil(tokens / 8)); 256 threads; a warp takes a token, a group of lanes a head; no shared memory
 // Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables
 //            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle
 #include "common/fixed_sum.cuh"
 #include "common/rotary_head.cuh"
+
+#ifndef QK_NORM
+#define QK_NORM 1
+#endif
 
 constexpr int NUM_WARPS = 8;
 
@@ -50,7 +54,9 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   const i64 last = (i64)params.max_positions - 1, asked = positions[token];
 
   HeadColumns angles = {};
+#if QK_NORM
   HeadWords q_words = {}, k_words = {};
+#endif
 #pragma unroll 1
   for (int base = 0; base < num_normed; base += BATCH * HEADS_PER_WARP) {
     // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being
@@ -62,8 +68,10 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       if (holds && head < num_normed) words[i] = load_head(in + head * HEAD_DIM, column);
     }
     if (base == 0 && holds) {
+#if QK_NORM
       q_words = load_head(q_weight, column);
       k_words = load_head(k_weight, column);
+#endif
       angles = load_angles(cos, sin, (asked < 0 ? 0 : asked > last ? last : asked) * (i64)params.table_stride + column);
     }
 #pragma unroll
@@ -71,15 +79,21 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       const int head = base + i * HEADS_PER_WARP + head_in_warp;
       if (base + i * HEADS_PER_WARP >= num_normed) break;
       const HeadColumns x = words[i].columns();
+#if QK_NORM
       float squares = 0.f;
 #pragma unroll
       for (int k = 0; k < LANE_COLUMNS; k++) squares = fmaf(x.low[k], x.low[k], fmaf(x.high[k], x.high[k], squares));
       const float inverse = 1.f / sqrtf(lanes_sum<GROUP>(squares) * (1.f / HEAD_DIM) + epsilon);
       const HeadColumns factors = selected(head < num_heads, q_words, k_words).columns();
+#endif
       HeadColumns y;
 #pragma unroll
       for (int k = 0; k < LANE_COLUMNS; k++) {
+#if QK_NORM
         const float low = x.low[k] * inverse * factors.low[k], high = x.high[k] * inverse * factors.high[k];
+#else
+        const float low = x.low[k], high = x.high[k];
+#endif
         y.low[k] = low * angles.low[k] - high * angles.high[k];
         y.high[k] = high * angles.low[k] + low * angles.high[k];
       }

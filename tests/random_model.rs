@@ -11,9 +11,9 @@ use std::path::Path;
 /// Rows of the embedding.
 pub(crate) const VOCAB_SIZE: usize = 97;
 
-/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two; windows far below any
-/// length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 11] = [
+/// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two, then the classes of
+/// published models; windows far below any length tested.
+pub(crate) const KINDS: [(&str, &str, &str); 17] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -67,6 +67,34 @@ pub(crate) const KINDS: [(&str, &str, &str); 11] = [
         "tie_word_embeddings = false",
         "kind = \"nsa\"\ncompress_block_size = 6\ncompress_stride = 3\ncompress = \"mean\"\nselect_block_size = 6\n\
          num_selected_blocks = 3\nwindow_size = 5\nshared_kv = false",
+    ),
+    ("llama", "tie_word_embeddings = true\nqk_norm = false", "kind = \"mha\""),
+    (
+        "llama_linear",
+        "tie_word_embeddings = false\nqk_norm = false\nrope_scaling = { rope_type = \"linear\", factor = 2.5 }",
+        "kind = \"mha\"",
+    ),
+    (
+        "llama_llama3",
+        "tie_word_embeddings = false\nqk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, \
+         low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_position_embeddings = 32 }",
+        "kind = \"mha\"",
+    ),
+    (
+        "mistral",
+        "tie_word_embeddings = false\nqk_norm = false",
+        "kind = \"swa\"\nsliding_window = 7",
+    ),
+    (
+        "qwen2",
+        "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\", \"swa\"]",
+        "kind = \"swa\"\nsliding_window = 7",
+    ),
+    (
+        "qwen2_yarn",
+        "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", \
+         factor = 4.0, original_max_position_embeddings = 32 }",
+        "kind = \"mha\"",
     ),
 ];
 
@@ -123,6 +151,7 @@ fn distribution(name: &str, shape: &ModelShape) -> (f64, f64) {
         _ if name.ends_with("norm.weight") => (1.0, 0.5),
         _ if name.ends_with("_residual") => (1.0, 0.2),
         _ if name.ends_with(".a") => (0.0, 1.0),
+        _ if name.ends_with("qkv_bias") => (0.0, 0.5),
         _ if name.ends_with("dt_proj.weight") => product(shape.kv_width()),
         _ if name.ends_with("o_proj.weight") => product(shape.q_width()),
         _ if name.ends_with("down_proj.weight") => product(shape.d_ff),

@@ -20,22 +20,31 @@ type B = Autodiff<Flex>;
 const VOCAB_SIZE: usize = 61;
 const SEQ_LEN: usize = 37;
 
-const KINDS: [&str; 5] = [
+const KINDS: [&str; 6] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
+    QWEN2,
     MLA,
     "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress_hidden_size = 12\nselect_block_size = 4\n\
      num_selected_blocks = 3\nwindow_size = 5",
     "kind = \"dma\"\nkeep_window_size = 5\na_init = 0.5",
 ];
 
+/// With biases in place of norms of queries and keys.
+const QWEN2: &str = "kind = \"swa\"\nsliding_window = 9";
+
 /// Keys and values for each head, so it needs as many KV heads.
 const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
 fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
+    let form = if attention == QWEN2 {
+        "qk_norm = false\nqkv_bias = true\n"
+    } else {
+        ""
+    };
     let text = format!(
-        "[model]\nhidden_size = 48\nintermediate_size = 80\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
+        "[model]\n{form}hidden_size = 48\nintermediate_size = 80\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
          num_key_value_heads = {kv_heads}\nhead_dim = 16\nmax_position_embeddings = 64\ntie_word_embeddings = {tied}\n\
          residual_scale = true\ninitializer_range = 0.2\n[attention]\n{attention}\n[tokenizer]\npath = \"none\"\n\
          [data]\npaths = [\"none\"]\n[training]\nsteps = 1\nseq_len = {SEQ_LEN}\nlocal_batch_size = 1\n\
@@ -254,7 +263,7 @@ impl ModuleVisitor<B> for Zeros {
 #[test]
 fn layers_take_the_sums_that_their_backward_pass_adds_to() {
     let device = Default::default();
-    for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 4]) {
+    for (attention, taken) in KINDS.into_iter().zip([4, 4, 2, 2, 2, 4]) {
         let model = model(attention, true);
         let batch = DeviceBatch::<B>::new(&batch(0, 2), &device);
         let rope = model.rope(SEQ_LEN, &device);

@@ -141,11 +141,15 @@ def main() -> None:
     tokens, text, folders = sys.argv[1], sys.argv[2], sys.argv[3:]
     ids = torch.tensor([[int(token) for token in tokens.split(",")]])
     for folder in folders:
-        is_doge = json.loads(Path(folder, "config.json").read_text())["model_type"] == "doge"
+        model_type = json.loads(Path(folder, "config.json").read_text())["model_type"]
+        is_doge = model_type == "doge"
         # Stock Doge loses its mask with SDPA in some releases (5.10.4: other logits altogether).
         options = {"attn_implementation": "eager"} if is_doge else {}
         model, loading = load(folder, output_loading_info=True, **options)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+        # Of Qwen2 the automatic choice takes Qwen2's own tokenizer, whatever tokenizer_config.json says (5.23.0).
+        is_qwen2 = model_type == "qwen2"
+        tokenizers = transformers.PreTrainedTokenizerFast if is_qwen2 else transformers.AutoTokenizer
+        tokenizer = tokenizers.from_pretrained(folder, trust_remote_code=True)
         model.eval()
         eos_token_id, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
         name = type(model).__name__

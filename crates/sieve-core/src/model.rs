@@ -5,6 +5,7 @@ mod flops;
 pub mod gpu;
 mod layers;
 mod parameters;
+mod rope_scaling;
 #[doc(hidden)]
 pub mod test_shapes;
 
@@ -17,6 +18,7 @@ pub use attention::{
 pub use flops::{FlopsPerToken, mean_active_keys, mean_active_keys_of_documents};
 pub use gpu::peak_bf16_flops;
 pub use parameters::ParameterCounts;
+pub use rope_scaling::{RopeScaling, RopeType};
 
 /// Everything that fixes a model's mathematics and parameter shapes.
 #[derive(Clone, Debug, PartialEq)]
@@ -47,6 +49,12 @@ pub struct ModelShape {
     pub initializer_range: f64,
     /// Whether each block scales its residual inputs by learned vectors.
     pub residual_scale: bool,
+    /// Whether each head's queries and keys go through RMSNorm before the rotation; MLA has a setting of its own.
+    pub qk_norm: bool,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// How the rotary frequencies differ from those of `rope_theta`.
+    pub rope_scaling: Option<RopeScaling>,
     /// The attention of every layer that is not dense by `dense_layers`.
     pub attention: Attention,
     /// A pattern that is repeated over the layers: true where a layer is dense (MHA) instead. Empty: none is.
@@ -67,5 +75,20 @@ impl ModelShape {
     /// Width of the keys, and of the values: `num_kv_heads * head_dim`.
     pub fn kv_width(&self) -> usize {
         self.num_kv_heads * self.head_dim
+    }
+
+    /// Whether queries and keys are normed, without biases, and rotated by unscaled angles.
+    pub fn is_like_qwen3(&self) -> bool {
+        self.qk_norm && !self.qkv_bias && self.rope_scaling.is_none()
+    }
+
+    /// Angle per position of each channel pair of `width` rotated channels, and what cosines and sines are multiplied
+    /// by.
+    pub fn rotary_frequencies(&self, width: usize) -> (Vec<f64>, f64) {
+        let plain = (0..width / 2).map(|pair| self.rope_theta.powf(-2.0 * pair as f64 / width as f64));
+        match self.rope_scaling {
+            None => (plain.collect(), 1.0),
+            Some(scaling) => scaling.scaled(plain.collect(), self.rope_theta, self.max_seq_len),
+        }
     }
 }

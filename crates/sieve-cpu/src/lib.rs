@@ -56,7 +56,7 @@ pub use nsa::{
     nsa_compressed_attention_forward, nsa_gates_backward, nsa_gates_forward, nsa_mean_pool_backward,
     nsa_mean_pool_forward, nsa_selected_attention_backward, nsa_selected_attention_forward,
 };
-pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward};
+pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, rope};
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
 pub use softmax::{exp_row, max_of_row};

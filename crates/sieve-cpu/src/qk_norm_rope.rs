@@ -27,9 +27,9 @@ pub struct QkNormRope<'a> {
     pub num_kv_heads: usize,
     /// Width of a head, even.
     pub head_dim: usize,
-    /// Norm weight of the queries, `[head_dim]`.
+    /// Norm weight of the queries, `[head_dim]`; not read by [`rope`].
     pub q_weight: &'a [f32],
-    /// Norm weight of the keys, `[head_dim]`.
+    /// Norm weight of the keys, `[head_dim]`; not read by [`rope`].
     pub k_weight: &'a [f32],
     /// Added to the mean square.
     pub eps: f32,
@@ -57,16 +57,6 @@ impl QkNormRope<'_> {
             "qk_norm_rope: head_dim must be even"
         );
         assert_eq!(
-            self.q_weight.len(),
-            self.head_dim,
-            "qk_norm_rope: q_weight is not [head_dim]"
-        );
-        assert_eq!(
-            self.k_weight.len(),
-            self.head_dim,
-            "qk_norm_rope: k_weight is not [head_dim]"
-        );
-        assert_eq!(
             self.cos.len(),
             self.sin.len(),
             "qk_norm_rope: cos and sin differ in length"
@@ -76,6 +66,12 @@ impl QkNormRope<'_> {
             tokens,
             "qk_norm_rope: documents.start is not [batch, seq_len]"
         );
+    }
+
+    fn check_weights(&self) {
+        for (name, weight) in [("q_weight", self.q_weight), ("k_weight", self.k_weight)] {
+            assert_eq!(weight.len(), self.head_dim, "qk_norm_rope: {name} is not [head_dim]");
+        }
     }
 
     /// Cosines and sines of one token: position inside its document plus the offset.
@@ -105,6 +101,7 @@ impl QkNormRope<'_> {
 /// When lengths do not fit or a position is outside the tables.
 pub fn qk_norm_rope_forward(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mut [f32]) {
     op.check(documents);
+    op.check_weights();
     let token_len = op.token_len();
     assert_eq!(
         qkv.len(),
@@ -127,6 +124,32 @@ pub fn qk_norm_rope_forward(op: &QkNormRope<'_>, qkv: &[f32], documents: Documen
     });
 }
 
+/// Rotates q and k without norms, copies v; otherwise as [`qk_norm_rope_forward`]. With negated sines it is its own
+/// gradient.
+///
+/// # Panics
+/// When lengths do not fit or a position is outside the tables.
+pub fn rope(op: &QkNormRope<'_>, qkv: &[f32], documents: Documents<'_>, out: &mut [f32]) {
+    op.check(documents);
+    let (token_len, head_dim) = (op.token_len(), op.head_dim);
+    assert_eq!(
+        qkv.len(),
+        op.batch * op.seq_len * token_len,
+        "rope: qkv has another size"
+    );
+    assert_eq!(out.len(), qkv.len(), "rope: out is not as long as qkv");
+    let rotated = (op.num_heads + op.num_kv_heads) * head_dim;
+    let tokens = out.par_chunks_mut(token_len).zip(qkv.par_chunks(token_len)).enumerate();
+    tokens.with_min_len(TOKENS).for_each(|(token, (out, x))| {
+        let (cos, sin) = op.angles(documents, token);
+        let heads = out[..rotated].chunks_exact_mut(head_dim).zip(x.chunks_exact(head_dim));
+        for (out, x) in heads {
+            rotate(x, cos, sin, out);
+        }
+        out[rotated..].copy_from_slice(&x[rotated..]);
+    });
+}
+
 /// Gradients of [`qk_norm_rope_forward`]; `qkv` is its input, and the norms are computed again.
 ///
 /// # Shapes
@@ -145,6 +168,7 @@ pub fn qk_norm_rope_backward(
     d_k_weight: &mut [f32],
 ) {
     op.check(documents);
+    op.check_weights();
     let (token_len, head_dim) = (op.token_len(), op.head_dim);
     assert_eq!(
         qkv.len(),
@@ -326,6 +350,19 @@ fn norm_and_rotate<S: Simd>(simd: S, x: &[f32], weight: &[f32], eps: f32, cos: &
         let (y1, y2) = (w1 * (x1 * rstd), w2 * (x2 * rstd));
         *o1 = y1 * c - y2 * s;
         *o2 = y2 * c + y1 * s;
+    }
+}
+
+#[inline(always)]
+fn rotate(x: &[f32], cos: &[f32], sin: &[f32], out: &mut [f32]) {
+    let half = x.len() / 2;
+    let (cos, sin) = (&cos[..half], &sin[..half]);
+    let (x1, x2) = x.split_at(half);
+    let (out1, out2) = out.split_at_mut(half);
+    let columns = x1.iter().zip(x2).zip(cos.iter().zip(sin));
+    for ((out1, out2), ((&x1, &x2), (&c, &s))) in out1.iter_mut().zip(out2).zip(columns) {
+        *out1 = x1 * c - x2 * s;
+        *out2 = x2 * c + x1 * s;
     }
 }
 

@@ -145,7 +145,11 @@ impl Selection {
             });
         }
         let selectors = selectors.for_layers(shape.num_layers)?;
-        let selectors = selectors.map(|selector| selector.for_rope_theta(shape.rope_theta));
+        let selectors = selectors.map(|selector| match shape.rope_scaling {
+            None => selector.for_rope_theta(shape.rope_theta),
+            // These methods rotate by plain angles alone.
+            Some(_) => selector,
+        });
         for selector in selectors.iter() {
             selector.check_context(shape.max_seq_len)?;
         }

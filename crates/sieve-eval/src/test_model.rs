@@ -24,6 +24,9 @@ pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape
         max_seq_len,
         initializer_range: 0.4,
         residual_scale: false,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention,
         dense_layers: Vec::new(),
     }

@@ -25,7 +25,7 @@ pub use embedding_backward::embedding_backward;
 pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
 pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
-pub use qk_norm_rope_forward::{QkNormRope, Reuse};
+pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
 pub use rms_norm_forward::rms_norm_forward;
@@ -111,9 +111,10 @@ fn swiglu_kernels(vector: usize) -> [SourceKernel; 3] {
     ]
 }
 
-fn qk_norm_rope_kernels(head_dim: usize) -> [SourceKernel; 3] {
+fn qk_norm_rope_kernels(head_dim: usize) -> [SourceKernel; 4] {
     [
         qk_norm_rope_forward::qk_norm_rope_forward_kernel(head_dim),
+        qk_norm_rope_forward::rope_kernel(head_dim),
         qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::Copy),
         qk_norm_rope_backward::qk_norm_rope_backward_kernel(head_dim, Reuse::InPlace),
     ]

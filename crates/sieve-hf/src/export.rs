@@ -1,9 +1,10 @@
 //! The Hugging Face layout: weights, configuration and tokenizer as stock `transformers` classes read them.
 //!
-//! Dense and sliding-window models are `Qwen3ForCausalLM`, dynamic mask models `DogeForCausalLM`, latent ones without
-//! head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock class expresses is computed by
-//! `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's published form too where that
-//! is asked for.
+//! Dense and sliding-window models are `Qwen3ForCausalLM`, without norms of queries and keys `LlamaForCausalLM`,
+//! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models
+//! `DogeForCausalLM`, latent ones without head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock
+//! class expresses is computed by `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's
+//! published form too where that is asked for.
 //! The same checkpoint always gives the same bytes.
 
 mod config;
@@ -105,20 +106,73 @@ const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeli
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Architecture {
     Qwen3,
+    Llama,
+    Mistral,
+    Qwen2,
     Doge,
     DeepseekV3,
     /// Of `modeling_sieve.py`.
     Sieve,
 }
 
+/// What a class of `transformers` is named, and what of a block differs between the classes.
+#[derive(Debug)]
+pub(crate) struct Class {
+    pub(crate) name: &'static str,
+    /// `model_type` of its `config.json`.
+    pub(crate) model_type: &'static str,
+    /// Norms of each head's queries and keys.
+    pub(crate) qk_norm: bool,
+    /// Biases of queries, keys and values.
+    pub(crate) qkv_bias: bool,
+    /// Of grouped-query attention: which layers may have a window.
+    pub(crate) windows: Windows,
+}
+
+/// Which layers of a class may have a sliding window.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Windows {
+    None,
+    /// All or none.
+    Every,
+    /// Those that `layer_types` names.
+    Named,
+}
+
 impl Architecture {
-    fn class_name(self) -> &'static str {
-        match self {
-            Self::Qwen3 => "Qwen3ForCausalLM",
-            Self::Doge => "DogeForCausalLM",
-            Self::DeepseekV3 => "DeepseekV3ForCausalLM",
-            Self::Sieve => "SieveForCausalLM",
+    pub(crate) const ALL: [Self; 7] = [
+        Self::Qwen3,
+        Self::Llama,
+        Self::Mistral,
+        Self::Qwen2,
+        Self::Doge,
+        Self::DeepseekV3,
+        Self::Sieve,
+    ];
+
+    /// The table of the classes.
+    pub(crate) fn class(self) -> Class {
+        let (name, model_type, qk_norm, qkv_bias, windows) = match self {
+            Self::Qwen3 => ("Qwen3ForCausalLM", "qwen3", true, false, Windows::Named),
+            Self::Llama => ("LlamaForCausalLM", "llama", false, false, Windows::None),
+            Self::Mistral => ("MistralForCausalLM", "mistral", false, false, Windows::Every),
+            Self::Qwen2 => ("Qwen2ForCausalLM", "qwen2", false, true, Windows::Named),
+            Self::Doge => ("DogeForCausalLM", "doge", true, false, Windows::None),
+            Self::DeepseekV3 => ("DeepseekV3ForCausalLM", "deepseek_v3", true, false, Windows::None),
+            Self::Sieve => ("SieveForCausalLM", "sieve", true, false, Windows::Named),
+        };
+        Class {
+            name,
+            model_type,
+            qk_norm,
+            qkv_bias,
+            windows,
         }
+    }
+
+    /// Whether the attention is grouped-query attention with or without a window.
+    pub(crate) fn is_grouped(self) -> bool {
+        !matches!(self, Self::Doge | Self::DeepseekV3 | Self::Sieve)
     }
 
     /// The class that expresses `shape` in the form asked for, or why there is none.
@@ -132,9 +186,9 @@ impl Architecture {
                         with bias = \"exp\"",
                 hint: "leave the form out to get the class that computes this model",
             }),
-            (Some(ExportForm::Sieve), Self::Qwen3) => Err(CheckpointError::NotExportable {
-                what: "this model as modeling_sieve.py: dense and sliding-window attention are Qwen3's own class",
-                hint: "leave the form out to get Qwen3",
+            (Some(ExportForm::Sieve), _) => Err(CheckpointError::NotExportable {
+                what: "this model as modeling_sieve.py: dense and sliding-window attention are classes of transformers",
+                hint: "leave the form out to get the stock class",
             }),
         }
     }
@@ -147,7 +201,31 @@ impl Architecture {
                         scales",
                 hint: "only attention.kind = \"dma\" is exported with them, as Doge",
             }),
-            AttentionForm::Grouped { .. } => Ok(Self::Qwen3),
+            AttentionForm::Grouped { window } => {
+                let needed = match window {
+                    None => Windows::None,
+                    Some(_) if shape.dense_layers.is_empty() => Windows::Every,
+                    Some(_) => Windows::Named,
+                };
+                let computes = |class: Class| {
+                    (class.qk_norm, class.qkv_bias) == (shape.qk_norm, shape.qkv_bias)
+                        && (class.windows == Windows::Named || [Windows::None, class.windows].contains(&needed))
+                };
+                let mut classes = Self::ALL.into_iter().filter(|architecture| architecture.is_grouped());
+                classes
+                    .find(|architecture| computes(architecture.class()))
+                    .ok_or(CheckpointError::NotExportable {
+                        what: "this model: no class of transformers has both norms and biases of queries and keys, or \
+                                windows beside dense layers without either",
+                        hint: "set model.qk_norm, model.qkv_bias and model.layer_types as Qwen3, Qwen2, Llama or \
+                               Mistral have them",
+                    })
+            }
+            _ if !shape.is_like_qwen3() => Err(CheckpointError::NotExportable {
+                what: "model.qk_norm = false, model.qkv_bias = true or model.rope_scaling with sparse attention: \
+                        neither Doge nor modeling_sieve.py has them",
+                hint: "only attention.kind = \"mha\" and \"swa\" are exported with them",
+            }),
             AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Ok(Self::DeepseekV3),
             AttentionForm::Latent(_) | AttentionForm::Branches(_) => Ok(Self::Sieve),
             // Doge has neither recency nor a local window, and adds the exponential of a score.
@@ -224,7 +302,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     }
     folder.publish(&files)?;
     Ok(ExportReport {
-        architecture: architecture.class_name(),
+        architecture: architecture.class().name,
         leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
         not_stock: match shape.attention.form() {

@@ -1,4 +1,5 @@
-//! Weights of `transformers` become a checkpoint: Qwen3, Doge and own exports, in one file or many.
+//! Weights of `transformers` become a checkpoint: Llama, Mistral, Qwen2, Qwen3, Doge and own exports, in one file or
+//! many.
 //!
 //! The reverse of [`export`](crate::export), by the same list of tensors: importing what was exported gives the same
 //! weights to the last bit. A model may come in with another attention; what that adds starts as in a new model.
@@ -112,7 +113,7 @@ pub fn import<B: Backend>(
         return Err(not_importable(
             from,
             format!("the new attention has no place for {}", list(&names)),
-            "Qwen3's attention becomes dma, swa or nsa (with shared_kv = true)",
+            "grouped-query attention becomes dma, swa or nsa (with shared_kv = true)",
         ));
     }
     let state = CheckpointState::untrained(shape.vocab_size);

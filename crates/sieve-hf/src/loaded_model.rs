@@ -39,7 +39,7 @@ pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> 
 }
 
 /// Loads the model of a checkpoint: a folder `step-N`, a folder of them, or a run folder; of several the latest. A
-/// folder of `transformers` (Qwen3, Doge, own exports) is read as an import of it would be.
+/// folder of `transformers` (Llama, Mistral, Qwen2, Qwen3, Doge, own exports) is read as an import of it would be.
 ///
 /// # Errors
 /// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.

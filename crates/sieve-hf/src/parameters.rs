@@ -148,6 +148,9 @@ mod tests {
             max_seq_len: 16,
             initializer_range: 0.02,
             residual_scale: false,
+            qk_norm: true,
+            qkv_bias: false,
+            rope_scaling: None,
             attention: Attention::Dma(DmaShape::published(3)),
             dense_layers: Vec::new(),
         };

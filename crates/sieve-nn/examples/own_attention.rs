@@ -99,6 +99,9 @@ fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
         max_seq_len: 64,
         initializer_range: 0.1,
         residual_scale: false,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention: Attention::Mha, // not read here: the layers are this program's
         dense_layers: Vec::new(),
     };

@@ -175,7 +175,12 @@ impl<B: SieveBackend> Attention<B> {
         residual: Residual,
         context: &LayerContext<'_, B>,
     ) -> AttentionResult<B> {
-        if context.shared.is_some() {
+        let in_layer_op = match self {
+            Self::Grouped(layer) => layer.qkv.is_in_layer_op(),
+            Self::Dma(layer) => layer.qkv.is_in_layer_op(),
+            Self::Mla(_) | Self::Nsa(_) => true,
+        };
+        if context.shared.is_some() || !in_layer_op {
             let added = match residual {
                 Residual::Stream => x.clone(),
                 Residual::None => x.zeros_like(),

@@ -1,21 +1,24 @@
-//! The packed projection of queries, keys and values, with per-head norms and rotary positions.
+//! The packed projection of queries, keys and values, with biases, per-head norms and rotary positions.
 use crate::attention::LayerContext;
 use crate::{Linear, RmsNorm, WeightInit};
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_ops::{AttentionLayer, AttentionSpec, QkNorm, SieveBackend};
 
-/// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head and rotated.
+/// `x` to `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, q and k normalised per head, where the model has
+/// such norms, and rotated.
 #[derive(Module, Debug)]
 pub struct QkvProjection<B: Backend> {
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`, rows in the order q, k, v.
     pub qkv_proj: Linear<B>,
-    /// `[head_dim]`.
-    pub q_norm: RmsNorm<B>,
-    /// `[head_dim]`.
-    pub k_norm: RmsNorm<B>,
+    /// `[(num_heads + 2 * num_kv_heads) * head_dim]`; absent but in models like Qwen2.
+    pub qkv_bias: Option<Param<Tensor<B, 1>>>,
+    /// `[head_dim]`; absent in models like Llama.
+    pub q_norm: Option<RmsNorm<B>>,
+    /// `[head_dim]`; absent in models like Llama.
+    pub k_norm: Option<RmsNorm<B>>,
     num_heads: usize,
     num_kv_heads: usize,
     head_dim: usize,
@@ -23,7 +26,7 @@ pub struct QkvProjection<B: Backend> {
 }
 
 impl<B: Backend> QkvProjection<B> {
-    /// Normal weights from `init`, norms of one.
+    /// Normal weights from `init`, biases of zero, norms of one.
     pub fn new(shape: &ModelShape, init: &mut WeightInit, device: &B::Device) -> Self {
         let ModelShape {
             d_model,
@@ -34,10 +37,12 @@ impl<B: Backend> QkvProjection<B> {
         } = *shape;
         let epsilon = shape.rms_norm_eps;
         let packed = (num_heads + 2 * num_kv_heads) * head_dim;
+        let norm = |init: &mut WeightInit| shape.qk_norm.then(|| RmsNorm::new(head_dim, epsilon, init, device));
         Self {
             qkv_proj: Linear::new(d_model, packed, init, device),
-            q_norm: RmsNorm::new(head_dim, epsilon, init, device),
-            k_norm: RmsNorm::new(head_dim, epsilon, init, device),
+            qkv_bias: shape.qkv_bias.then(|| init.constant(0.0, [packed], device)),
+            q_norm: norm(init),
+            k_norm: norm(init),
             num_heads,
             num_kv_heads,
             head_dim,
@@ -64,7 +69,14 @@ impl<B: SieveBackend> QkvProjection<B> {
         self.norm_rope(self.project(x), context)
     }
 
+    /// Whether the op of a whole layer computes this projection: it has per-head norms and no biases.
+    pub(crate) fn is_in_layer_op(&self) -> bool {
+        self.qk_norm().is_some() && self.qkv_bias.is_none()
+    }
+
     /// The layer that ends with `o_proj`, with `norm` before it, as one op takes it.
+    ///
+    /// Panics unless [`is_in_layer_op`](Self::is_in_layer_op).
     pub(crate) fn stream_layer(
         &self,
         norm: &RmsNorm<B>,
@@ -75,7 +87,7 @@ impl<B: SieveBackend> QkvProjection<B> {
             norm: norm.weight.val(),
             epsilon: norm.epsilon,
             qkv: self.qkv_proj.weight.val(),
-            qk_norm: self.qk_norm(),
+            qk_norm: self.qk_norm().expect("is_in_layer_op"),
             o: o_proj.weight.val(),
             dma: None,
             precision: context.precision,
@@ -84,11 +96,16 @@ impl<B: SieveBackend> QkvProjection<B> {
         }
     }
 
-    /// The packed product alone, as [`forward`](Self::forward) shapes it.
+    /// The packed product and its biases alone, as [`forward`](Self::forward) shapes it.
     pub fn project(&self, x: Tensor<B, 3>) -> Tensor<B, 4> {
         let [batch, seq_len, _d_model] = x.dims();
         let heads = self.num_heads + 2 * self.num_kv_heads;
-        self.qkv_proj.forward(x).reshape([batch, seq_len, heads, self.head_dim])
+        let packed = self.qkv_proj.forward(x);
+        let packed = match &self.qkv_bias {
+            Some(bias) => packed + bias.val().unsqueeze(),
+            None => packed,
+        };
+        packed.reshape([batch, seq_len, heads, self.head_dim])
     }
 
     /// Norms and rotation of a packed tensor.
@@ -107,15 +124,18 @@ impl<B: SieveBackend> QkvProjection<B> {
         positions: Tensor<B, 2, Int>,
         context: &LayerContext<'_, B>,
     ) -> Tensor<B, 4> {
-        let norm = self.qk_norm();
-        sieve_ops::qk_norm_rope(qkv, norm, positions, context.rope, self.num_kv_heads)
+        match self.qk_norm() {
+            Some(norm) => sieve_ops::qk_norm_rope(qkv, norm, positions, context.rope, self.num_kv_heads),
+            None => sieve_ops::rope(qkv, positions, context.rope, self.num_kv_heads),
+        }
     }
 
-    fn qk_norm(&self) -> QkNorm<B> {
-        QkNorm {
-            q_weight: self.q_norm.weight.val(),
-            k_weight: self.k_norm.weight.val(),
+    fn qk_norm(&self) -> Option<QkNorm<B>> {
+        let (q_norm, k_norm) = (self.q_norm.as_ref()?, self.k_norm.as_ref()?);
+        Some(QkNorm {
+            q_weight: q_norm.weight.val(),
+            k_weight: k_norm.weight.val(),
             epsilon: self.epsilon,
-        }
+        })
     }
 }

@@ -3,7 +3,7 @@ use crate::attention::rope_dim;
 use crate::{DecoderLayer, KvCache, LayerContext, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::ModelShape;
 use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
 
@@ -104,7 +104,8 @@ impl<B: Backend> Qwen3<B> {
 
     /// Rotary tables for `max_positions` positions.
     pub fn rope(&self, max_positions: usize, device: &B::Device) -> RotaryEmbedding<B> {
-        RotaryEmbedding::new(rope_dim(&self.shape), max_positions, self.shape.rope_theta, device)
+        let (frequencies, amplitude) = self.shape.rotary_frequencies(rope_dim(&self.shape));
+        RotaryEmbedding::of_frequencies((&frequencies, amplitude), max_positions, device, DType::F32)
     }
 }
 

@@ -23,6 +23,9 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
         max_seq_len: 64,
         initializer_range: 0.2,
         residual_scale: false,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention,
         dense_layers: Vec::new(),
     }

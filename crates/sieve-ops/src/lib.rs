@@ -63,7 +63,9 @@ pub use optimizer::{
     AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw, join_master, split_master,
     sum_of_squares,
 };
-pub use rope::{QkNorm, QkNormRopeCall, RopeBackend, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope};
+pub use rope::{
+    QkNorm, QkNormRopeCall, RopeBackend, RopeCall, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope, rope,
+};
 pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend, ThreadLinks, TracedPart};
 pub use sparse::{
     ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes, has_sparse_attention,
@@ -115,6 +117,6 @@ pub mod reference {
         nsa_selected_attention_backward,
     };
     pub use crate::optimizer::reference::{adamw, global_norm, sum_of_squares};
-    pub use crate::rope::reference::{qk_norm_rope, qk_norm_rope_backward};
+    pub use crate::rope::reference::{qk_norm_rope, qk_norm_rope_backward, rope};
     pub use crate::swiglu::reference::{swiglu, swiglu_backward};
 }

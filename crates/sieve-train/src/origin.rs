@@ -7,7 +7,7 @@ use std::path::Path;
 
 /// Keys that decide how the same weights are read. Windows and counts of blocks, which a branch often changes on
 /// purpose, are not among them.
-const READS_WEIGHTS: [&str; 9] = [
+const READS_WEIGHTS: [&str; 10] = [
     "attention.bias",
     "attention.compress_stride",
     "attention.longest_period",
@@ -16,6 +16,7 @@ const READS_WEIGHTS: [&str; 9] = [
     "attention.shortest_period",
     "model.layer_types",
     "model.rms_norm_eps",
+    "model.rope_scaling",
     "model.rope_theta",
 ];
 
@@ -106,7 +107,8 @@ impl Origin {
             checkpoint.path.display()
         )];
         for change in before.diff(recipe)? {
-            if READS_WEIGHTS.contains(&change.key.as_str()) {
+            // Or a key inside one of these.
+            if READS_WEIGHTS.iter().any(|key| change.key.starts_with(key)) {
                 notices.push(format!(
                     "warning: {change}; the weights were trained with the former, and what they compute changes at once"
                 ));

@@ -24,8 +24,8 @@ const BYTES_A_TOKEN: usize = 4;
 /// Arguments of `sieve generate`.
 #[derive(Args, Debug)]
 pub(crate) struct GenerateArgs {
-    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Qwen3 or
-    /// Doge
+    /// A checkpoint (step-N), a run folder (then its latest), an export, or another Hugging Face folder of Llama,
+    /// Mistral, Qwen2, Qwen3 or Doge
     #[arg(long, value_name = "DIR")]
     checkpoint: PathBuf,
     /// Text to continue; when empty, the text begins at a document's start; `-` reads standard input

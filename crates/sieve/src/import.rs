@@ -6,12 +6,13 @@ use burn_flex::{Flex, FlexDevice};
 use clap::Args;
 use sieve_core::recipe::AttentionKind;
 use sieve_data::Tokenizer;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `sieve import`.
 #[derive(Args, Debug)]
 pub(crate) struct ImportArgs {
-    /// Folder of a Qwen3 or Doge model in the Hugging Face layout: config.json, tokenizer.json, safetensors
+    /// Folder of a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout: config.json, tokenizer.json,
+    /// safetensors
     #[arg(long, value_name = "HF_DIR")]
     from: PathBuf,
     /// Folder to write the checkpoint step-0 into
@@ -33,6 +34,15 @@ pub(crate) struct ImportArgs {
 /// Runs the command.
 pub(crate) fn run(args: ImportArgs) -> Result<()> {
     let kind = args.attention.as_deref().map(kind).transpose()?;
+    if let Some(gguf) = gguf_at(&args.from) {
+        bail!(
+            "{} is a GGUF file, which holds quantised weights in another layout\n  \
+             hint: open it with transformers (AutoModelForCausalLM.from_pretrained(FOLDER, gguf_file=NAME), packages \
+             gguf and accelerate), save the weights in float32 and the tokenizer with save_pretrained, and import that \
+             folder",
+            gguf.display()
+        );
+    }
     if !args.from.is_dir() {
         bail!(
             "there is no folder {}\n  \
@@ -109,4 +119,17 @@ fn kind(name: &str) -> Result<AttentionKind> {
             AttentionKind::ALL.map(AttentionKind::name).join(", ")
         ),
     }
+}
+
+/// The GGUF file that `from` is, or that lies there in place of a configuration.
+fn gguf_at(from: &Path) -> Option<PathBuf> {
+    let is_gguf = |path: &Path| path.extension().is_some_and(|end| end == "gguf");
+    if is_gguf(from) {
+        return Some(from.to_owned());
+    }
+    if from.join("config.json").exists() {
+        return None;
+    }
+    let files = std::fs::read_dir(from).ok()?.flatten().map(|entry| entry.path());
+    files.into_iter().find(|path| is_gguf(path))
 }

@@ -84,7 +84,7 @@ enum Command {
     Compare(compare::CompareArgs),
     /// Write a trained model in the Hugging Face layout
     Export(export::ExportArgs),
-    /// Read a Qwen3 or Doge model in the Hugging Face layout as a checkpoint
+    /// Read a Llama, Mistral, Qwen2, Qwen3 or Doge model in the Hugging Face layout as a checkpoint
     Import(import::ImportArgs),
     /// Write raw model output, to compare with other programs
     Logits(logits::LogitsArgs),

@@ -10,8 +10,8 @@ use crate::report::{Outcome, Report};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::DType;
-use sieve_kernels::step::{QkNormRope, Reuse};
-use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeTables, reference};
+use sieve_kernels::step::{QkNormRope, Reuse, rope};
+use sieve_ops::{DeviceBackend, QkNormRopeCall, RopeCall, RopeTables, reference};
 
 const EPSILON: f64 = 1e-6;
 
@@ -88,23 +88,36 @@ pub(super) fn qk_norm_rope_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize)
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let (y, (dx, dq, dk)) = if on.own() {
+    let alone = (qkv.clone(), without_norms(call.clone()));
+    let (rotated, y, (dx, dq, dk)) = if on.own() {
         (
+            B::rope(alone.0, alone.1),
             B::qk_norm_rope(qkv.clone(), call.clone()),
             B::qk_norm_rope_backward(qkv, call, dy),
         )
     } else {
         (
+            reference::rope::<B>(alone.0, alone.1),
             reference::qk_norm_rope::<B>(qkv.clone(), call.clone()),
             reference::qk_norm_rope_backward::<B>(qkv, call, dy),
         )
     };
     vec![
+        ("rotated", floats::<B, 4>(rotated)),
         ("y", floats::<B, 4>(y)),
         ("dx", floats::<B, 4>(dx)),
         ("dq_weight", floats::<B, 1>(dq)),
         ("dk_weight", floats::<B, 1>(dk)),
     ]
+}
+
+/// The rotation of a call alone.
+fn without_norms<B: DeviceBackend>(call: QkNormRopeCall<B>) -> RopeCall<B> {
+    RopeCall {
+        positions: call.positions,
+        rope: call.rope,
+        num_kv_heads: call.num_kv_heads,
+    }
 }
 
 fn qk_norm_rope_launches(
@@ -151,6 +164,9 @@ fn qk_norm_rope_launches(
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
+    let rotated = rope(&qkv.on, &positions_on, [&cos_on, &sin_on], kv_heads)?;
+    let exact = reference::rope::<Flex>(qkv.host(shape), without_norms(host_call()));
+    calls.close("rotated", &rotated, &floats::<Flex, 4>(exact))?;
     let y = args.qk_norm_rope_forward(&qkv.on)?;
     let y_exact = reference::qk_norm_rope::<Flex>(qkv.host(shape), host_call());
     calls.close("y", &y, &floats::<Flex, 4>(y_exact))?;

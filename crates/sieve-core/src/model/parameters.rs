@@ -9,7 +9,7 @@ pub struct ParameterCounts {
     pub embedding: u64,
     /// The output projection, of the embedding's size; 0 when tied to it.
     pub output: u64,
-    /// Projections of queries, keys, values and attention output, all layers.
+    /// Projections of queries, keys, values and attention output, all layers, with the biases of the first three.
     pub attention: u64,
     /// DMA's own: A, one entry per KV head, and W_dt, `kv_width * num_kv_heads`, all layers.
     pub mask: u64,
@@ -17,8 +17,8 @@ pub struct ParameterCounts {
     pub branches: u64,
     /// Gate, up and down projections, all layers.
     pub mlp: u64,
-    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` (MLA: one over its latent, and
-    /// these two with `qk_norm`), one at the end.
+    /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` with `qk_norm` (MLA: one over its
+    /// latent, and these two with its own), one at the end.
     pub norms: u64,
     /// Learned residual scales: two vectors per layer over `d_model`; 0 without them.
     pub residual_scale: u64,
@@ -84,10 +84,12 @@ impl ModelShape {
         let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
         let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
         let head_dim = self.head_dim as u64;
-        let grouped = 2 * d_model * (q_width + kv_width);
+        let biases = if self.qkv_bias { q_width + 2 * kv_width } else { 0 };
+        let grouped = 2 * d_model * (q_width + kv_width) + biases;
+        let head_norms = if self.qk_norm { 2 * head_dim } else { 0 };
         match self.attention.form() {
-            AttentionForm::Grouped { .. } => [grouped, 0, 0, 2 * head_dim],
-            AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, 2 * head_dim],
+            AttentionForm::Grouped { .. } => [grouped, 0, 0, head_norms],
+            AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, head_norms],
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
@@ -101,7 +103,7 @@ impl ModelShape {
                 let compress = nsa
                     .compress_hidden_size
                     .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
-                [grouped + more_kv, 0, gates + compress, 2 * head_dim]
+                [grouped + more_kv, 0, gates + compress, head_norms]
             }
         }
     }

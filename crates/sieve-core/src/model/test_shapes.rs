@@ -18,6 +18,9 @@ pub fn qwen3_0_6b() -> ModelShape {
         max_seq_len: 40_960,
         initializer_range: 0.02,
         residual_scale: false,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention: Attention::Mha,
         dense_layers: Vec::new(),
     }
@@ -39,6 +42,9 @@ pub fn tiny_dma() -> ModelShape {
         max_seq_len: 64,
         initializer_range: 0.02,
         residual_scale: true,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention: Attention::Dma(DmaShape::published(4)),
         dense_layers: Vec::new(),
     }
@@ -49,6 +55,9 @@ pub fn tiny_mla() -> ModelShape {
     ModelShape {
         num_kv_heads: 4,
         residual_scale: false,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention: Attention::Mla(MlaShape {
             kv_lora_rank: 8,
             qk_rope_head_dim: 2,
@@ -62,6 +71,9 @@ pub fn tiny_mla() -> ModelShape {
 pub fn tiny_nsa() -> ModelShape {
     ModelShape {
         residual_scale: false,
+        qk_norm: true,
+        qkv_bias: false,
+        rope_scaling: None,
         attention: Attention::Nsa(NsaShape {
             compress_block_size: 4,
             compress_stride: 2,

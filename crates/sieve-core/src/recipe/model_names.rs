@@ -34,6 +34,9 @@ impl Recipe {
             max_seq_len: model.max_position_embeddings,
             initializer_range: model.initializer_range,
             residual_scale: model.residual_scale,
+            qk_norm: model.qk_norm,
+            qkv_bias: model.qkv_bias,
+            rope_scaling: model.rope_scaling,
             attention: self.attention,
             dense_layers: self.dense_layers(),
         })

@@ -16,6 +16,7 @@ use super::{
     TokenizerSource, TrainingPrecision, TrainingSection, ValidationSection,
 };
 use crate::keys::{Bound, MAX_COUNT, Number, Section, short_number};
+use crate::model::RopeScaling;
 
 /// The sections to check; `None` for one that could not be read, whose rules are then left out.
 pub(super) struct Parts<'a> {
@@ -117,8 +118,30 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
     }
 }
 
+fn check_rope_scaling(scaling: &RopeScaling, rules: &mut Rules<'_>) {
+    rules.bounds("model.rope_scaling", scaling);
+    let foreign = scaling.foreign();
+    rules.require(
+        foreign.is_none(),
+        "model.rope_scaling",
+        || format!("has {}, which its rope_type does not use", foreign.unwrap_or_default()),
+        || "leave it out".to_owned(),
+    );
+    if let Some([few, many]) = scaling.turns() {
+        rules.require(
+            few < many,
+            "model.rope_scaling",
+            || format!("mixes frequencies from {few} to {many} turns, which are reversed"),
+            || "low_freq_factor is below high_freq_factor, beta_slow below beta_fast".to_owned(),
+        );
+    }
+}
+
 fn check_model(model: &ModelSection, rules: &mut Rules<'_>) {
     rules.bounds("model", model);
+    if let Some(scaling) = &model.rope_scaling {
+        check_rope_scaling(scaling, rules);
+    }
     let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
     rules.require(
         kv_heads == 0 || heads.is_multiple_of(kv_heads),

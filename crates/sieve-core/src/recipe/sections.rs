@@ -5,7 +5,7 @@ use crate::keys::{
     Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_F32, MAX_HEAD_DIM, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS,
     MAX_VOCAB, MAX_WIDTH, MIN_F32, Section, USUAL_ROPE_THETA, choices, joined, keys,
 };
-use crate::model::{A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, MlaShape, NsaShape};
+use crate::model::{A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, MlaShape, NsaShape, RopeScaling};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -54,6 +54,13 @@ keys! {
         pub initializer_range: f64 = 0.02,
         /// Whether each block scales its residual inputs by learned vectors (as Doge does; they start at one).
         pub residual_scale: bool = false,
+        /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation: Qwen3 and Doge
+        /// do, Llama, Mistral and Qwen2 do not. MLA has a key of its own, `attention.qk_norm`.
+        pub qk_norm: bool = true,
+        /// Whether the projections of queries, keys and values have biases, as those of Qwen2.
+        pub qkv_bias: bool = false,
+        /// How the rotary frequencies differ from those of `rope_theta`; absent: they do not.
+        pub rope_scaling: Option<RopeScaling>,
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
         /// `"mha"` for a dense layer. Absent: every layer has the kind of `[attention]`.
         pub layer_types: Option<Vec<String>>,

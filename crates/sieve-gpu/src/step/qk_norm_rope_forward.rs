@@ -75,6 +75,60 @@ impl QkNormRope<'_> {
     }
 }
 
+/// Rotates the query and key heads of `qkv` as [`QkNormRope::qk_norm_rope_forward`] does, without the norms. With
+/// negated sines it is its own gradient.
+///
+/// # Errors
+/// Other types or shapes, no tokens, a table that does not fit.
+pub fn rope(
+    qkv: &CudaTensor,
+    positions: &CudaTensor,
+    tables: [&CudaTensor; 2],
+    num_kv_heads: usize,
+) -> Result<CudaTensor, KernelError> {
+    const NAME: &str = "rope";
+    let qkv = PackedTokens::of(NAME, "qkv", qkv, Reuse::Copy)?;
+    let num_heads = query_heads(NAME, qkv.heads, num_kv_heads)?;
+    require_head_dim(NAME, qkv.head_dim)?;
+    let [batch, seq_len, _, _] = qkv.tensor.dims(NAME, "qkv")?;
+    let positions = require_tokens(NAME, "positions", positions, [batch, seq_len])?;
+    let tables = RotaryTables::of(NAME, tables, qkv.head_dim)?;
+    let out = qkv.tensor.empty_contiguous(qkv.tensor.shape(), DType::BF16);
+    let params = params!(QkNormRopeForwardParams {
+        tokens: qkv.tokens,
+        num_heads,
+        num_kv_heads,
+        in_stride: qkv.token_stride,
+        out_stride: qkv.row_elements(),
+        max_positions: tables.max_positions,
+        table_stride: tables.stride,
+        epsilon: 0f32,
+    });
+    // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked; this form does
+    // not read the weights, where qkv stands in their place.
+    unsafe {
+        rope_kernel(qkv.head_dim).launch(
+            [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
+            &[
+                &qkv.tensor,
+                &qkv.tensor,
+                &qkv.tensor,
+                &positions,
+                &tables.cos,
+                &tables.sin,
+                &out,
+            ],
+            &params,
+        )
+    }?;
+    Ok(out)
+}
+
+/// The specialisation for a width, without norms.
+pub(crate) fn rope_kernel(head_dim: usize) -> SourceKernel {
+    qk_norm_rope_forward_kernel(head_dim).define("QK_NORM", 0)
+}
+
 /// The specialisation for a width.
 pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
     SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256)

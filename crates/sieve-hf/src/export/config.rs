@@ -1,5 +1,5 @@
 //! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
-use super::{Architecture, ExportOptions};
+use super::{Architecture, ExportOptions, Windows};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
 use sieve_core::model::AttentionForm;
@@ -14,13 +14,8 @@ pub(super) fn to_text(value: &Value) -> String {
 /// `config.json`.
 pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &ExportOptions) -> String {
     let mut config = json!({
-        "architectures": [architecture.class_name()],
-        "model_type": match architecture {
-            Architecture::Qwen3 => "qwen3",
-            Architecture::Doge => "doge",
-            Architecture::DeepseekV3 => "deepseek_v3",
-            Architecture::Sieve => "sieve",
-        },
+        "architectures": [architecture.class().name],
+        "model_type": architecture.class().model_type,
         "attention_bias": false,
         "attention_dropout": 0.0,
         "bos_token_id": null,
@@ -38,17 +33,33 @@ pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &Ex
         "rms_norm_eps": shape.rms_norm_eps,
         // Version 4 reads rope_theta and torch_dtype, version 5 rope_parameters and dtype.
         "rope_theta": shape.rope_theta,
-        "rope_parameters": { "rope_type": "default", "rope_theta": shape.rope_theta },
+        "rope_parameters": rope_parameters(shape),
         "tie_word_embeddings": shape.tie_word_embeddings,
         "torch_dtype": options.dtype.name(),
         "dtype": options.dtype.name(),
         "use_cache": true,
         "vocab_size": shape.vocab_size,
     });
-    let of_kind = attention(shape, architecture);
+    let mut of_kind = attention(shape, architecture);
+    // Of these classes the window alone is a key.
+    if architecture.class().windows != Windows::Named && architecture.is_grouped() {
+        of_kind.retain(|key, _| key == "sliding_window");
+    }
+    if shape.rope_scaling.is_some() {
+        of_kind.insert("rope_scaling".to_owned(), rope_parameters(shape));
+    }
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(of_kind);
     to_text(&config)
+}
+
+/// Base and scaling of the rotary frequencies.
+fn rope_parameters(shape: &ModelShape) -> Value {
+    let mut parameters = json!({ "rope_type": "default", "rope_theta": shape.rope_theta });
+    if let (Value::Object(parameters), Value::Object(scaling)) = (&mut parameters, json!(shape.rope_scaling)) {
+        parameters.extend(scaling.into_iter().filter(|(_, value)| !value.is_null()));
+    }
+    parameters
 }
 
 /// The keys of the attention kind.

@@ -116,15 +116,15 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
     let ours = |name: &str| format!("layers.{layer_idx}.{name}");
 
     let whole = |name: &str, source: &str, shape: &[usize]| ExportTensor::whole(theirs(name), shape, ours(source));
-    // Packed products are split by rows, which is their output.
-    let split = |source: &str, parts: &[(&str, usize)]| {
+    // Packed products are split by rows, which is their output; `columns` is the shape of a row.
+    let split_rows = |source: &str, parts: &[(&str, usize)], columns: &[usize]| {
         let num_rows = parts.iter().map(|(_, rows)| rows).sum();
         let mut start = 0;
         let mut split = Vec::new();
         for (name, rows) in parts {
             split.push(ExportTensor::rows(
                 theirs(name),
-                &[*rows, d_model],
+                &[&[*rows], columns].concat(),
                 ours(source),
                 start..start + rows,
                 num_rows,
@@ -133,6 +133,7 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
         }
         split
     };
+    let split = |source: &str, parts: &[(&str, usize)]| split_rows(source, parts, &[d_model]);
 
     let norm = "input_layernorm.weight";
     tensors.push(whole(norm, norm, &[d_model]));
@@ -147,7 +148,14 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
                     ("self_attn.v_proj.weight", kv_width),
                 ],
             ));
-            for norm in ["q_norm", "k_norm"] {
+            if shape.qkv_bias {
+                let parts = [("q", q_width), ("k", kv_width), ("v", kv_width)];
+                let names = parts.map(|(part, _)| format!("self_attn.{part}_proj.bias"));
+                let parts = [0, 1, 2].map(|n| (names[n].as_str(), parts[n].1));
+                tensors.extend(split_rows("self_attn.qkv.qkv_bias", &parts, &[]));
+            }
+            let norms: &[&str] = if shape.qk_norm { &["q_norm", "k_norm"] } else { &[] };
+            for norm in norms {
                 tensors.push(whole(
                     &format!("self_attn.{norm}.weight"),
                     &format!("self_attn.qkv.{norm}.weight"),

@@ -1,13 +1,27 @@
 //! `config.json` of `transformers` as a recipe.
 use super::not_importable;
 use crate::CheckpointError;
-use crate::export::{Architecture, DEEPSEEK_LATENT_EPS};
+use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-const HINT: &str = "Qwen3ForCausalLM, DogeForCausalLM (dense feed-forward, plain rotary embedding) and own exports \
-    can be imported";
+const HINT: &str = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM (rotary embedding plain \
+    or scaled as linear, llama3 or yarn), DogeForCausalLM and own exports can be imported, all with dense SiLU \
+    feed-forward layers";
+/// `rope_theta` and `sliding_window` of the classes of `transformers` where `config.json` has no such key.
+const USUAL_THETA: f64 = 10_000.0;
+const USUAL_WINDOW: usize = 4096;
+/// The keys of a scaled rotary embedding that a recipe has.
+const SCALING_KEYS: [&str; 7] = [
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+];
 
 /// What of a `config.json` a recipe can say.
 pub(super) struct HfConfig {
@@ -56,22 +70,51 @@ impl Reader {
 
     /// Version 5 writes `rope_parameters`, version 4 `rope_theta` and `rope_scaling`.
     fn rope_theta(&self) -> Result<f64, CheckpointError> {
-        let parameters = &self.value["rope_parameters"];
-        for scaling in [parameters, &self.value["rope_scaling"]] {
-            let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
-            if kind.is_some_and(|kind| kind != "default") {
-                return Err(self.refuse(format!("rotary embedding is scaled: {scaling}")));
-            }
-        }
-        match parameters["rope_theta"].as_f64() {
-            Some(theta) => Ok(theta),
-            None => self.number("rope_theta"),
+        match (
+            self.value["rope_parameters"]["rope_theta"].as_f64(),
+            &self.value["rope_theta"],
+        ) {
+            (Some(theta), _) => Ok(theta),
+            (None, Value::Null) => Ok(USUAL_THETA),
+            (None, _) => self.number("rope_theta"),
         }
     }
 
-    /// The attention of a Qwen3 model, and which of its layers are dense: all, none, or those between windows.
-    fn qwen3_attention(&self, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
+    /// The line of `[model]` for scaled rotary frequencies; empty where they are plain.
+    fn rope_scaling(&self, architecture: Architecture) -> Result<String, CheckpointError> {
+        let is_scaled = |scaling: &&Value| {
+            let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
+            kind.is_some_and(|kind| kind != "default")
+                || scaling["partial_rotary_factor"]
+                    .as_f64()
+                    .is_some_and(|part| part != 1.0)
+        };
+        let forms = [&self.value["rope_parameters"], &self.value["rope_scaling"]];
+        let Some(scaling) = forms.into_iter().find(is_scaled) else {
+            return Ok(String::new());
+        };
+        let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
+        let known = kind.filter(|kind| ["linear", "llama3", "yarn"].contains(kind) && architecture.is_grouped());
+        let own = |key: &str| ["rope_type", "type", "rope_theta"].contains(&key) || SCALING_KEYS.contains(&key);
+        let keys = scaling.as_object().into_iter().flatten();
+        let foreign = keys.into_iter().find(|(key, value)| !own(key) && !value.is_null());
+        let (Some(kind), None) = (known, foreign) else {
+            return Err(self.refuse(format!("rotary embedding is scaled: {scaling}")));
+        };
+        let given = SCALING_KEYS.iter().filter(|key| !scaling[**key].is_null());
+        let given: String = given.map(|key| format!(", {key} = {}", scaling[*key])).collect();
+        Ok(format!("rope_scaling = {{ rope_type = {kind:?}{given} }}\n"))
+    }
+
+    /// The attention of a class with grouped queries, and which of its layers are dense: all, none, or those between
+    /// windows.
+    fn grouped_attention(&self, windows: Windows, num_layers: usize) -> Result<(String, Vec<bool>), CheckpointError> {
         let is_dense: Vec<bool> = match self.value["layer_types"].as_array() {
+            _ if windows == Windows::None => Vec::new(),
+            _ if windows == Windows::Every => match self.value.get("sliding_window") {
+                Some(Value::Null) => Vec::new(),
+                _ => vec![false; num_layers],
+            },
             Some(types) => types.iter().map(|kind| kind != "sliding_attention").collect(),
             None if self.value["use_sliding_window"] == Value::Bool(true) => {
                 let dense = self.value["max_window_layers"].as_u64().unwrap_or(0) as usize;
@@ -82,7 +125,10 @@ impl Reader {
         if is_dense.iter().all(|dense| *dense) {
             return Ok(("kind = \"mha\"".to_owned(), Vec::new()));
         }
-        let window = self.integer("sliding_window")?;
+        let window = match self.value.get("sliding_window") {
+            None => USUAL_WINDOW,
+            Some(_) => self.integer("sliding_window")?,
+        };
         let attention = format!("kind = \"swa\"\nsliding_window = {window}");
         Ok((attention, is_dense))
     }
@@ -191,28 +237,29 @@ impl HfConfig {
             value,
         };
         let num_layers = reader.integer("num_hidden_layers")?;
-        let (architecture, (attention, dense_layers)) = match reader.value["model_type"].as_str() {
-            Some("qwen3") => (Architecture::Qwen3, reader.qwen3_attention(num_layers)?),
-            Some("doge") => {
-                for key in ["is_moe", "mlp_bias", "sliding_window"] {
+        for key in ["num_experts", "num_local_experts", "alibi", "mlp_bias"] {
+            reader.must_be_off(key)?;
+        }
+        let model_type = reader.value["model_type"].as_str();
+        let architecture = Architecture::ALL
+            .into_iter()
+            .find(|known| Some(known.class().model_type) == model_type);
+        let Some(architecture) = architecture else {
+            return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
+        };
+        let class = architecture.class();
+        let (attention, dense_layers) = match architecture {
+            Architecture::Doge => {
+                for key in ["is_moe", "sliding_window"] {
                     reader.must_be_off(key)?;
                 }
                 let window = reader.integer("keep_window_size")?;
                 let attention = format!("kind = \"dma\"\nkeep_window_size = {window}");
-                (Architecture::Doge, (attention, Vec::new()))
+                (attention, Vec::new())
             }
-            Some("deepseek_v3") => (
-                Architecture::DeepseekV3,
-                (reader.deepseek_attention(num_layers)?, Vec::new()),
-            ),
-            Some("sieve") => {
-                let attention = reader.sieve_attention()?;
-                let dense_layers = reader.sieve_dense_layers()?;
-                (Architecture::Sieve, (attention, dense_layers))
-            }
-            _ => {
-                return Err(reader.refuse(format!("model_type is {}", reader.value["model_type"])));
-            }
+            Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),
+            Architecture::Sieve => (reader.sieve_attention()?, reader.sieve_dense_layers()?),
+            _ => reader.grouped_attention(class.windows, num_layers)?,
         };
         reader.must_be_off("attention_bias")?;
         if reader.value["hidden_act"] != "silu" {
@@ -235,11 +282,16 @@ impl HfConfig {
              vocab_size = {vocab_size}\nrope_theta = {:?}\nrms_norm_eps = {:?}\ntie_word_embeddings = {tied}\n\
              max_position_embeddings = {max_positions}\ninitializer_range = {:?}\n",
             reader.integer("intermediate_size")?,
-            reader.integer("num_key_value_heads")?,
+            match reader.value["num_key_value_heads"] {
+                Value::Null => heads,
+                _ => reader.integer("num_key_value_heads")?,
+            },
             reader.rope_theta()?,
             reader.number("rms_norm_eps")?,
             reader.number("initializer_range").unwrap_or(0.02),
         );
+        model.push_str(&format!("qk_norm = {}\nqkv_bias = {}\n", class.qk_norm, class.qkv_bias));
+        model.push_str(&reader.rope_scaling(architecture)?);
         if dense_layers.contains(&true) {
             let name = |dense: &bool| if *dense { "mha" } else { "sparse" };
             let types: Vec<_> = dense_layers.iter().map(name).collect();

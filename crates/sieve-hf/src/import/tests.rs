@@ -89,6 +89,21 @@ fn export_import_export_gives_the_same_bytes() {
             "tie_word_embeddings = false",
             "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 4\nqk_norm = false",
         ),
+        ("tie_word_embeddings = true\nqk_norm = false", "kind = \"mha\""),
+        (
+            "tie_word_embeddings = false\nqk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, \
+             low_freq_factor = 1.5, original_max_position_embeddings = 32 }",
+            "kind = \"mha\"",
+        ),
+        (
+            "tie_word_embeddings = false\nqk_norm = false",
+            "kind = \"swa\"\nsliding_window = 5",
+        ),
+        (
+            "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\"]\n\
+             rope_scaling = { rope_type = \"yarn\", factor = 4.0, beta_fast = 16.0 }",
+            "kind = \"swa\"\nsliding_window = 5",
+        ),
     ] {
         for options in [
             whole(),
@@ -161,6 +176,37 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
     let expected = theirs.any_tensor(name).expect(name);
     let found = &find("layers.1.self_attn.o_proj.weight").data;
     assert_eq!(found.as_bytes(), expected.as_bytes());
+}
+
+// Keys as version 4 of transformers and older wrote them: none of what has a default.
+#[test]
+fn old_configurations_mean_what_their_class_does_by_default() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hf = exported(
+        folder.path(),
+        "tie_word_embeddings = true\nqk_norm = false",
+        "kind = \"mha\"",
+        whole(),
+    );
+    let path = hf.join("config.json");
+    let config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
+    for (model_type, window, theta) in [("llama", None, None), ("mistral", Some(4096), Some(5e5))] {
+        let mut changed = config.clone();
+        let keys = changed.as_object_mut().expect("an object");
+        keys.retain(|key, _| !["rope_parameters", "rope_theta", "sliding_window"].contains(&key.as_str()));
+        keys.insert("model_type".to_owned(), json!(model_type));
+        keys.insert("rope_scaling".to_owned(), json!({ "type": "linear", "factor": 2.0 }));
+        if let Some(theta) = theta {
+            keys.insert("rope_theta".to_owned(), json!(theta));
+        }
+        fs::write(&path, changed.to_string()).expect("writable");
+        let (recipe, shape) = crate::imported_model(&hf, None, &[]).expect("imports");
+        assert_eq!(recipe.model.rope_theta, theta.unwrap_or(10_000.0));
+        let expected = window.map_or(sieve_core::Attention::Mha, sieve_core::Attention::swa);
+        assert_eq!(recipe.attention, expected);
+        let (frequencies, amplitude) = shape.rotary_frequencies(4);
+        assert_eq!((frequencies[0], amplitude), (0.5, 1.0));
+    }
 }
 
 #[test]
@@ -243,13 +289,25 @@ fn configurations_without_a_recipe_are_refused() {
     let config: serde_json::Value = serde_json::from_str(&fs::read_to_string(&path).expect("written")).expect("JSON");
     let out = folder.path().join("out");
     for (key, value, word) in [
-        ("model_type", json!("llama"), "model_type is \"llama\""),
+        ("model_type", json!("mixtral"), "model_type is \"mixtral\""),
+        ("num_local_experts", json!(8), "num_local_experts is 8"),
+        ("alibi", json!(true), "alibi is true"),
         ("hidden_act", json!("gelu"), "hidden_act"),
         ("attention_bias", json!(true), "attention_bias"),
         (
             "rope_parameters",
-            json!({ "rope_type": "yarn", "rope_theta": 1e4 }),
+            json!({ "rope_type": "longrope", "rope_theta": 1e4 }),
             "scaled",
+        ),
+        (
+            "rope_parameters",
+            json!({ "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 0.7 }),
+            "scaled",
+        ),
+        (
+            "rope_scaling",
+            json!({ "type": "linear", "factor": 0.5 }),
+            "rope_scaling.factor: is 0.5",
         ),
         (
             "layer_types",

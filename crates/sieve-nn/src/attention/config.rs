@@ -185,6 +185,9 @@ impl AttentionConfig {
             max_seq_len: 0,
             initializer_range: self.initializer_range,
             residual_scale: false,
+            qk_norm: true,
+            qkv_bias: false,
+            rope_scaling: None,
             attention,
             dense_layers: Vec::new(),
         }

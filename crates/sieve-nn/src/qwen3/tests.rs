@@ -18,6 +18,8 @@ fn a_model_has_the_parameters_its_shape_counts() {
             let shape = ModelShape {
                 tie_word_embeddings,
                 residual_scale,
+                qk_norm: residual_scale,
+                qkv_bias: tie_word_embeddings,
                 ..shape(attention)
             };
             let model = Qwen3::<Flex>::new(&shape, 1, &Default::default());

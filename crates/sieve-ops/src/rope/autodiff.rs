@@ -1,5 +1,5 @@
-//! Per-head norms with rotary positions as a node of the autodiff graph.
-use super::backend::{QkNormRopeCall, RopeBackend, RopeGradients};
+//! Rotary positions, with and without per-head norms, as a node of the autodiff graph.
+use super::backend::{QkNormRopeCall, RopeBackend, RopeCall, RopeGradients};
 use crate::device::autodiff::enter;
 use crate::tensors::Float;
 use burn::backend::Autodiff;
@@ -20,5 +20,15 @@ impl<B: RopeGradients, C: CheckpointStrategy> RopeBackend for Autodiff<B, C> {
         enter::<B, C, _, _>([&qkv, &call.q_weight, &call.k_weight], y, move |dy| {
             B::qk_norm_rope_backward(x, inner, dy).into()
         })
+    }
+
+    fn rope(qkv: Float<Self>, call: RopeCall<Self>) -> Float<Self> {
+        let inner = RopeCall {
+            positions: call.positions,
+            rope: call.rope.inner(),
+            num_kv_heads: call.num_kv_heads,
+        };
+        let y = B::rope(qkv.primitive.clone(), inner.clone());
+        enter::<B, C, _, _>([&qkv], y, move |dy| [B::rope(dy, inner.inverse())])
     }
 }

@@ -1,4 +1,4 @@
-//! Per-head norms with rotary positions as a backend computes them.
+//! Rotary positions, with and without per-head norms, as a backend computes them.
 use crate::tensors::{Float, Ints};
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -40,10 +40,35 @@ pub struct QkNormRopeCall<B: Backend> {
     pub epsilon: f64,
 }
 
-/// Per-head norms with rotary positions.
+/// What a call of [`crate::rope`] has beside the packed tensor.
+#[derive(Clone, Debug)]
+pub struct RopeCall<B: Backend> {
+    /// `[batch, seq_len]`, an index into the tables' rows.
+    pub positions: Ints<B>,
+    /// Tables of the angles.
+    pub rope: RopeTables<B>,
+    /// Key heads, and as many value heads, after the query heads.
+    pub num_kv_heads: usize,
+}
+
+impl<B: Backend> RopeCall<B> {
+    /// The rotation by the negative angles, which is the gradient.
+    pub(crate) fn inverse(self) -> Self {
+        let rope = RopeTables {
+            sin: B::float_neg(self.rope.sin),
+            ..self.rope
+        };
+        Self { rope, ..self }
+    }
+}
+
+/// Rotary positions, with and without per-head norms.
 pub trait RopeBackend: Backend {
     /// See [`crate::qk_norm_rope`].
     fn qk_norm_rope(qkv: Float<Self>, call: QkNormRopeCall<Self>) -> Float<Self>;
+
+    /// See [`crate::rope`].
+    fn rope(qkv: Float<Self>, call: RopeCall<Self>) -> Float<Self>;
 }
 
 /// Their gradients, as a device computes them.

@@ -1,5 +1,5 @@
-//! Per-head norms with rotary positions on CUDA.
-use super::backend::{QkNormRopeCall, RopeBackend, RopeGradients};
+//! Rotary positions, with and without per-head norms, on CUDA.
+use super::backend::{QkNormRopeCall, RopeBackend, RopeCall, RopeGradients};
 use super::reference;
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::kernel_or;
@@ -11,6 +11,13 @@ impl RopeBackend for Cuda {
     fn qk_norm_rope(qkv: Float, call: QkNormRopeCall<Self>) -> Float {
         let attempt = Rotation::new(&call).forward(&qkv);
         kernel_or("qk_norm_rope", attempt, || reference::qk_norm_rope(qkv, call))
+    }
+
+    fn rope(qkv: Float, call: RopeCall<Self>) -> Float {
+        let (packed, positions) = (kernel_tensor(qkv.clone()), kernel_tensor(call.positions.clone()));
+        let tables = [cast(&call.rope.cos, DType::F32), cast(&call.rope.sin, DType::F32)];
+        let attempt = sieve_kernels::step::rope(&packed, &positions, tables.each_ref(), call.num_kv_heads);
+        kernel_or("rope", attempt.map(ToBurn::burn), || reference::rope(qkv, call))
     }
 }
 

@@ -1,5 +1,5 @@
-//! Per-head norms with rotary positions in plain Burn operations.
-use super::backend::{QkNormRopeCall, RopeTables};
+//! Rotary positions, with and without per-head norms, in plain Burn operations.
+use super::backend::{QkNormRopeCall, RopeCall, RopeTables};
 use crate::norm::reference::{normalise, normalise_backward};
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
@@ -19,6 +19,15 @@ pub fn qk_norm_rope<B: Backend>(qkv: Float<B>, call: QkNormRopeCall<B>) -> Float
     };
     let q = rotated(q, call.q_weight);
     let k = rotated(k, call.k_weight);
+    primitive(Tensor::cat(vec![q, k, v], 2).cast(dtype))
+}
+
+/// Rotates the q and k heads of `qkv [batch, seq_len, heads, head_dim]`; v passes through.
+pub fn rope<B: Backend>(qkv: Float<B>, call: RopeCall<B>) -> Float<B> {
+    let (qkv, dtype) = upcast::<B, 4>(qkv);
+    let angles = Angles::new(&call.rope, call.positions, qkv.dtype());
+    let [q, k, v] = split_heads(qkv, call.num_kv_heads);
+    let [q, k] = [q, k].map(|x| angles.rotate(x, 1.0));
     primitive(Tensor::cat(vec![q, k, v], 2).cast(dtype))
 }
 

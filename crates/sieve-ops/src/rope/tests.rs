@@ -1,4 +1,4 @@
-use super::{QkNorm, QkNormRopeCall, RotaryEmbedding, qk_norm_rope};
+use super::{QkNorm, QkNormRopeCall, RopeCall, RotaryEmbedding, qk_norm_rope};
 use crate::reference;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, documents, float, ints,
@@ -90,4 +90,29 @@ fn values_pass_through() {
     let y: Tensor<Ad, 4> = float(&run(&leaves, positions, 2));
     let v = |x: Tensor<Ad, 4>| x.narrow(2, 3, 2).into_data();
     v(y).assert_eq(&v(float(&leaves[0])), true);
+}
+
+#[test]
+fn without_norms_it_equals_its_reference_and_its_gradient_is_the_inverse() {
+    for (dims, num_kv_heads) in [([2, 63, 9, 16], 3), ([2, 5, 6, 4], 2), ([1, 1, 18, 10], 3)] {
+        let inputs = [Random(1).input(&dims)];
+        let positions = documents::<Ad>(&[20, 1, 30], [dims[0], dims[1]]).positions;
+        let op = |inputs: &[Float]| {
+            let rope = rope(&inputs[0], 64);
+            primitive(super::rope(float(&inputs[0]), positions.clone(), &rope, num_kv_heads))
+        };
+        let reference = |inputs: &[Float]| {
+            let call = RopeCall {
+                positions: positions.clone().into_primitive(),
+                rope: rope(&inputs[0], 64).tables(),
+                num_kv_heads,
+            };
+            reference::rope::<Ad>(inputs[0].clone(), call)
+        };
+        check_parity("rope", &inputs, &op, &reference);
+        check_views("rope", &inputs, &op);
+        if dims[1] == 5 {
+            check_finite_differences("rope", &inputs, &op);
+        }
+    }
 }

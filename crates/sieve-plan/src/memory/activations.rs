@@ -32,10 +32,12 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         false => 0,
     };
     let common = 2 * d_model + 2 * d_ff + more;
+    // Where attention is several ops: its normed stream.
+    let normed = if joins_attention(shape) { 0 } else { d_model };
     let lse = F32 * heads;
     let (values, f32_bytes) = match shape.attention.form() {
-        // q, k and v before q/k-norm and rotation, and the output.
-        AttentionForm::Grouped { .. } => (common + packed + q, lse),
+        // q, k and v, before q/k-norm and rotation where these are in the same op, and the output.
+        AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
         // z and expire beside them, key lists, and the lower 16 bits of the output.
         AttentionForm::Ranked(DmaShape { keep_window_size, .. }) => {
             let rest = if keeps_rest(shape, target, seq_len, keeping.rest) {
@@ -48,7 +50,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
                 _ => 0,
             };
             let per_key = 2 * F32 * kv_heads + lists;
-            (common + packed + q + rest, lse + per_key)
+            (common + normed + packed + q + rest, lse + per_key)
         }
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
@@ -57,7 +59,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             // where the backward pass computes its norms again.
             let before_norms = if mla.qk_norm { queries + 2 * q } else { 0 };
             let attention = (rank + rope) + rank + before_norms + (2 * queries + q) + q;
-            (common + d_model + attention, lse)
+            (common + normed + attention, lse)
         }
         AttentionForm::Branches(nsa) => {
             let branches = NUM_NSA_BRANCHES as u64;
@@ -85,7 +87,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
                 }
                 _ => 0,
             };
-            (common + d_model + attention, branches * lse + lists)
+            (common + normed + attention, branches * lse + lists)
         }
     };
     values * target.value_bytes() + f32_bytes
@@ -93,7 +95,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 
 /// Whether a block's attention is one op with its norm and products.
 fn joins_attention(shape: &ModelShape) -> bool {
-    !matches!(shape.attention, Attention::Mla(_) | Attention::Nsa(_))
+    !matches!(shape.attention, Attention::Mla(_) | Attention::Nsa(_)) && shape.qk_norm && !shape.qkv_bias
 }
 
 /// Numbers a token that a block's products read and its backward pass can make again.
@@ -108,9 +110,9 @@ pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let (weights, inner, outer) = (3 * d_model * d_ff, d_model + d_ff, 2 * d_ff + d_model);
-    match shape.attention {
-        Attention::Mla(_) | Attention::Nsa(_) => (weights, [inner, outer]),
-        _ => {
+    match joins_attention(shape) {
+        false => (weights, [inner, outer]),
+        true => {
             let widths = [inner + d_model + q, outer + q + 2 * kv + d_model];
             (weights + 2 * d_model * (q + kv), widths)
         }

@@ -101,6 +101,18 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
         || format!("use {}", mla.qk_rope_head_dim + 1),
     );
     let Some(model) = model else { return };
+    for (key, given) in [
+        ("model.qk_norm", !model.qk_norm),
+        ("model.qkv_bias", model.qkv_bias),
+        ("model.rope_scaling", model.rope_scaling.is_some()),
+    ] {
+        rules.require(
+            !given,
+            key,
+            || "does not go with kind = \"mla\"".to_owned(),
+            || "leave it out; whether MLA norms queries and keys says attention.qk_norm".to_owned(),
+        );
+    }
     let (heads, kv_heads) = (model.num_attention_heads, model.num_key_value_heads);
     rules.require(
         heads == kv_heads,

@@ -39,4 +39,12 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
             || "mha, swa and dma work on parts of rows".to_owned(),
         );
     }
+    if let Some(model) = parts.model {
+        rules.require(
+            model.qk_norm && !model.qkv_bias,
+            DEGREE,
+            || format!("is {degree}, and a model with qk_norm = false or qkv_bias = true needs whole rows"),
+            || "leave it out, or train a model with norms of queries and keys".to_owned(),
+        );
+    }
 }

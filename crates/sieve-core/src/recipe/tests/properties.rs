@@ -82,6 +82,9 @@ fn model() -> impl Strategy<Value = ModelSection> {
                 max_position_embeddings: 5000,
                 initializer_range,
                 residual_scale,
+                qk_norm: true,
+                qkv_bias: false,
+                rope_scaling: None,
                 ..BASE.model.clone()
             }
         },
