@@ -387,6 +387,39 @@ fn rules_of_mla_and_nsa() {
 }
 
 #[test]
+fn rules_of_norms_biases_and_scaled_rotation() {
+    let with = |line: &str| load_replaced("hidden_size = 48", &format!("hidden_size = 48\n{line}"));
+    let recipe = with("qk_norm = false\nrope_scaling = { rope_type = \"yarn\", factor = 4, beta_fast = 16 }");
+    let shape = recipe.expect("a model").model_shape(512).expect("it fits");
+    assert!(!shape.qk_norm && !shape.qkv_bias);
+    // Pairs that turn more than 16 times in the row stay, those that turn less than once are divided by 4.
+    let (frequencies, amplitude) = shape.rotary_frequencies(48);
+    assert_eq!(frequencies[0], 1.0);
+    let slowest = shape.rope_theta.powf(-46.0 / 48.0);
+    assert!((frequencies[23] / slowest - 0.25).abs() < 1e-12);
+    assert!((amplitude - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
+    for [line, wanted] in cases(
+        r#"
+        rope_scaling = { factor = 2.0 } => rope_type: is missing
+        rope_scaling = { rope_type = "linear" } => factor: is missing
+        rope_scaling = { rope_type = "linear", factor = 0.5 } => model.rope_scaling.factor: is 0.5, outside 1 to
+        rope_scaling = { rope_type = "linear", factor = 2.0, beta_fast = 3.0 } => has beta_fast, which its rope_type
+        rope_scaling = { rope_type = "dynamic", factor = 2.0 } => there is no "dynamic"
+        rope_scaling = { rope_type = "llama3", factor = 8.0, low_freq_factor = 4.0 } => from 4 to 4 turns
+    "#,
+    ) {
+        refusal(with(line), wanted);
+    }
+    for (other, wanted) in [
+        ("parallelism.context_parallel_degree=2", "needs whole rows"),
+        ("attention.kind=mla", "model.qkv_bias: does not go with kind = \"mla\""),
+    ] {
+        let sets = ["model.qkv_bias=true", other].map(str::to_owned);
+        refusal(Recipe::load(MINIMAL, "r.toml", &sets), wanted);
+    }
+}
+
+#[test]
 fn mixtures_and_synthetic_data_are_checked() {
     const MQAR: &str = "format = \"mqar\"\nmqar \
         = { vocab_size = 512, seq_lens = [64, 32], num_pairs = [4, 8], num_samples = [10, 5] }";
