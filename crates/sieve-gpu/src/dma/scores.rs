@@ -130,7 +130,7 @@ pub(crate) fn dma_scores_kernel(num_kv_heads: usize, head_dim: usize, slopes: &[
     }
     // Nine digits tell every f32 from its neighbours.
     let slopes: Vec<String> = slopes.iter().map(|slope| format!("{slope:.8e}f")).collect();
-    kernel.define("SLOPES", slopes.join(", "))
+    kernel.define("SLOPES", slopes.join(","))
 }
 
 /// Refuses more KV heads than the kernels have registers for.
