@@ -70,7 +70,8 @@ impl Nvcc {
                 specialisation
                     .defines
                     .iter()
-                    .map(|(name, value)| format!("-D{name}={value}")),
+                    // nvcc cuts its arguments at commas.
+                    .map(|(name, value)| format!("-D{name}={}", value.replace(',', "\\,"))),
             )
             .arg("-o")
             .args([&cubin, &source])
