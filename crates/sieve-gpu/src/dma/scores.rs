@@ -89,15 +89,13 @@ impl Qkv {
                 kv_heads.to_string(),
             ));
         }
-        let start = match recency.map(|recency| recency.origin) {
+        let (start, first_position) = match recency.map(|recency| recency.origin) {
             Some(PositionOrigin::DocumentStart(start)) => {
-                Some(require_tokens(NAME, "start", start, [shape.batch, shape.seq_len])?)
+                let start = require_tokens(NAME, "start", start, [shape.batch, shape.seq_len])?;
+                (Some(start), 0)
             }
-            _ => None,
-        };
-        let first_position = match recency.map(|recency| recency.origin) {
-            Some(PositionOrigin::First(position)) => position,
-            _ => 0,
+            Some(PositionOrigin::First(position)) => (None, position),
+            None => (None, 0),
         };
         let new = || w_dt.empty_contiguous(&shape.per_key(), DType::F32);
         let (x, z) = (new(), new());

@@ -76,14 +76,11 @@ impl LoadedKernel {
     pub fn load(kernel: &SourceKernel, device: usize, arch: &str) -> Result<Arc<Self>, KernelError> {
         let key = kernel.code_key()?;
         make_current(device).map_err(|e| refused(kernel, "the primary context", e))?;
-        let loaded = match Cubins::in_use().and_then(|cubins| cubins.read(key)) {
-            Some(cubin) => Self::of_cubin(kernel, &cubin),
-            None => Err(refused(kernel, "no file", CUresult::CUDA_ERROR_FILE_NOT_FOUND)),
-        };
-        let loaded = match loaded {
-            Ok(loaded) => loaded,
+        let kept = Cubins::in_use().and_then(|cubins| cubins.read(key));
+        let loaded = match kept.and_then(|cubin| Self::of_cubin(kernel, &cubin).ok()) {
+            Some(loaded) => loaded,
             // No file, or one that the driver does not take: the compiler's answer counts.
-            Err(_) => {
+            None => {
                 let compiled = compile_with_nvrtc(kernel, arch)?;
                 if let Some(cubins) = Cubins::in_use() {
                     // A folder that cannot be written costs the next start time, not this run.
