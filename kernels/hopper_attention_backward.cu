@@ -8,7 +8,7 @@
 //            dq_sum_i = sum_j dS_ij k_j
 // Layout     as attention_backward
 // Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
-//            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then as many unread pointers, q, k, v, do,
+//            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
 //            row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
 //            COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
@@ -67,7 +67,6 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
-    const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats, const i32* doc_end,
 #if HAS_BIAS
     const float* delta, const float* base,

@@ -4,11 +4,11 @@
 //            keys max(doc_start_i, i - window + 1) <= j <= i;
 //            lse_i = log sum_j exp(logit_ij)
 // Layout     as attention_forward; strides and offsets are multiples of 8
-// Buffers    (TENSOR_MAPS: q_map, k_map, v_map by value, then as many unread pointers,) q, k, v, doc_start, (HAS_BIAS:
+// Buffers    q_map, k_map, v_map by value, q, k, v, doc_start, (HAS_BIAS:
 //            delta, base,) o, lse, (RESIDUAL: o_low)
-// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, TENSOR_MAPS and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
+// Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128 and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
 //            HEADS_PER_TILE (a divisor of the group), NUM_CONSUMERS, BLOCK_KV 128, K_STAGES, V_STAGES, TAKE_TURNS (0,
-//            1, 2), TENSOR_MAPS 0|1: maps of bf16 [batch, seq_len, heads * HEAD_DIM] (the tensor's strides, base at its
+//            1, 2); maps of bf16 [batch, seq_len, heads * HEAD_DIM] (the tensor's strides, base at its
 //            offset), box 1 x TILE_QUERIES (q, do) or 128 (k, v) x 64, 128-byte swizzle; RESIDUAL;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS (multiples of 8; NUM_CONSUMERS * consumer + producer <= 504, with
 //            three consumers 512)
@@ -29,12 +29,8 @@
 #include "common/hopper_dense.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_forward(
-#if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map,
-    // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-    const void*, const void*, const void*,
-#endif
     const bf16* q, const bf16* k, const bf16* v, const i32* doc_start,
 #if HAS_BIAS
     const float* delta, const float* base,

@@ -2,7 +2,7 @@
 // results to rounding; runs between attention_backward_prepare and the backward.
 // Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i)
 // Layout     as attention_row_sums
-// Buffers    (TENSOR_MAPS: q_map, k_map, v_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats,
+// Buffers    q_map, k_map, v_map, do_map by value, q, k, v, do, row_stats,
 //            doc_start, (HAS_BIAS: delta, base)
 // Defines    as hopper_attention_forward
 // Tiling     as hopper_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output gradients
@@ -13,12 +13,8 @@
 #include "common/hopper_dense.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_row_sums(
-#if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap do_map,
-    // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-    const void*, const void*, const void*, const void*,
-#endif
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const i32* doc_start,
 #if HAS_BIAS
     const float* delta, const float* base,

@@ -6,7 +6,7 @@
 //            softmax_scale), dk_sum_j += sum_i dS_ij q_i (without softmax_scale), dv_sum_j += sum_i P_ij do_i, ddelta_j
 //            += sum_i dS_ij, i over the queries of the launch's super-blocks
 // Layout     as dma_attention_backward
-// Buffers    q_map, do_map by value, then as many unread pointers, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
+// Buffers    q_map, do_map by value, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
 //            list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, (HAS_BIAS: ddelta)
 // Defines    as hopper_attention_backward, HAS_BIAS (1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made
 //            without atomics, COMPUTE_DQ must be 0 and a launch covers one super-block (launches in ascending order fix
@@ -107,7 +107,6 @@ DEVICE void add_rows(float* to, const float (&sums)[SUM_REGISTERS], const int2 (
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
-    const void*, const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats,
 #if HAS_BIAS
     const float* delta, const float* base,

@@ -4,7 +4,7 @@
 // Math       dq_i = softmax_scale * sum_j dS_ij k_j, dS_ij = P_ij (do_i . v_j - D_i), P_ij = exp(softmax_scale * q_i .
 //            k_j + delta_j - base_i - lse_i) over the pairs j <= i < expire_j
 // Layout     as dma_attention_backward_query
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, base,
+// Buffers    q_map, do_map by value, q, k, v, do, row_stats, delta, base,
 //            list, tile_window, dq
 // Defines    as hopper_dma_attention_forward, without RESIDUAL; TAKE_TURNS 0
 // Tiling     as hopper_dma_attention_row_sums
@@ -17,10 +17,7 @@
 #include "common/hopper_gather.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_backward_query(
-#if TENSOR_MAPS
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map, const void*,
-    const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-#endif
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, const float2* row_stats, const float* delta,
     const float* base, const int2* list, const i32* tile_window, bf16* dq,
     const __grid_constant__ DmaAttentionBackwardQueryParams params) {

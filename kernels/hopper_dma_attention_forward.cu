@@ -4,10 +4,9 @@
 //            keys with j <= i < expire_j (arXiv:2508.02124, eq. 3 to 6);
 //            lse_i = log sum_j exp(logit_ij); a query that sees nothing gets o = 0, lse = -inf
 // Layout     as dma_attention_forward
-// Buffers    (TENSOR_MAPS: q_map by value, then as many unread pointers,) q, k, v, (HAS_BIAS: delta, base,) list,
+// Buffers    q_map by value, q, k, v, (HAS_BIAS: delta, base,) list,
 //            tile_window, o, lse, (RESIDUAL: o_low)
-// Defines    as hopper_attention_forward, HAS_BIAS (1); TENSOR_MAPS: keys and values are gathered by cp.async all the
-//            same; HEADS_PER_TILE: the query heads that share a gathered tile, a divisor of the group; SUPER_BLOCK
+// Defines    as hopper_attention_forward, HAS_BIAS (1); HEADS_PER_TILE: the query heads that share a gathered tile, a divisor of the group; SUPER_BLOCK
 //            (1024)
 // Tiling     BLOCK_Q = NUM_CONSUMERS * 64 rows = HEADS_PER_TILE heads x TILE_QUERIES queries; a tile stays inside one
 //            super-block. Persistent: grid (multiprocessors, 1, 1); 128 + NUM_CONSUMERS * 128 threads; dynamic shared
@@ -25,10 +24,7 @@
 #include "common/hopper_gather.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_forward(
-#if TENSOR_MAPS
     const __grid_constant__ TensorMap q_map,
-    const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-#endif
     const bf16* q, const bf16* k, const bf16* v,
 #if HAS_BIAS
     const float* delta, const float* base,

@@ -3,7 +3,7 @@
 // Math       D_i = sum_j P_ij (do_i . v_j), P_ij = exp(softmax_scale * q_i . k_j + delta_j - base_i - lse_i) over the
 //            pairs j <= i < expire_j
 // Layout     as dma_attention_row_sums
-// Buffers    (TENSOR_MAPS: q_map, do_map by value, then as many unread pointers,) q, k, v, do, row_stats, delta, base,
+// Buffers    q_map, do_map by value, q, k, v, do, row_stats, delta, base,
 //            list, tile_window
 // Defines    as hopper_dma_attention_forward
 // Tiling     as hopper_dma_attention_forward, with BLOCK_Q * HEAD_DIM * 2 more dynamic shared bytes for output
@@ -17,10 +17,7 @@
 #include "common/hopper_gather.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_row_sums(
-#if TENSOR_MAPS
-    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map, const void*,
-    const void*,  // CubeCL passes the addresses of mapped tensors after their maps; nobody reads them here
-#endif
+    const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* q, const bf16* k, const bf16* v, const bf16* d_out, float2* row_stats, const float* delta,
     const float* base, const int2* list, const i32* tile_window,
     const __grid_constant__ DmaAttentionRowSumsParams params) {

@@ -4,21 +4,20 @@
 //            j <= i < expire_j; lse_i = log sum_j exp(softmax_scale * q_i . k_j);
 //            a query that sees nothing gets o = 0, lse = -inf
 // Layout     as sparse_attention_forward
-// Buffers    (TENSOR_MAPS: k_map, v_map by value, then as many unread pointers,) q, k, v, mask, o, lse
-// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; TENSOR_MAPS 0: keys
+// Buffers    (GATHER 0: k_map, v_map by value,) q, k, v, mask, o, lse
+// Defines    as hopper_attention_forward; HEAD_DIM 64 or 128, NUM_CONSUMERS 2, HEADS_PER_TILE 1; GATHER 1: keys
 //            one by one, for any mask;
-//            1: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are
+//            0: tiles of keys by the copy engine, for masks without single keys and order of keys whose key tiles are
 //            multiples of KEY_BOX (64, 128), PAIRS 1: whose query tiles have 64 rows, with KEY_BOX 64;
 //            maps of bf16 [1, seq_len, num_kv_heads * HEAD_DIM], box 1 x KEY_BOX x 64, 128-byte swizzle
 // Tiling     a tile is 128 rows of one query tile, or with PAIRS two neighbouring ones.
 //            Persistent: grid (multiprocessors, 1, 1);
-//            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (TENSOR_MAPS
-//            ? 128 : 4096) + 2 * (32 + 512)
+//            384 threads; dynamic shared bytes = 256 * HEAD_DIM + (K_STAGES + V_STAGES) * 256 * HEAD_DIM + (GATHER
+//            ? 4096 : 128) + 2 * (32 + 512)
 //              + (2 * K_STAGES + 2 * V_STAGES + 2) * 8 + 1024
 // Numerics   as hopper_attention_forward; the order of a row's sums follows the list
-// Edges      as sparse_attention_forward, but with TENSOR_MAPS listed tiles are read whole: keys that no query sees
+// Edges      as sparse_attention_forward, but with GATHER 0 listed tiles are read whole: keys that no query sees
 //            must be finite there
-#define GATHER (!TENSOR_MAPS)
 #define SPARSE 1
 #define HAS_BIAS 0
 #include "common/attention_params.cuh"
@@ -28,8 +27,8 @@
 #include "common/hopper_sparse.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention_forward(
-#if TENSOR_MAPS
-    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map, const void*, const void*,
+#if !GATHER
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
 #endif
     const bf16* q, const bf16* k, const bf16* v, const i32* mask, bf16* o, float* lse,
     const __grid_constant__ SparseAttentionForwardParams params) {
@@ -42,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_sparse_attention
   tensors.seq_len = (int)params.num_queries;
   const ForwardOutput out = {o - context * params.num_heads * HEAD_DIM, lse - context, nullptr};
   __syncthreads();  // the barriers are set up
-#if TENSOR_MAPS
+#if !GATHER
   const TensorMap* maps[2] = {&k_map, &v_map};
 #if PAIRS
   const PairConsumer consumer = {out};

@@ -1,7 +1,7 @@
 // begin_hopper_tile: statements with which the Hopper entry kernels that keep queries in place begin, as begin_tile:
 // they declare `shared`, `tensors`, `work` and `maps` from the buffers, maps and params by the names these kernels give
 // them.
-// Defines    GATHER: keys by DMA's lists, else neighbouring keys; HAS_BIAS, ROW_SUMS, TENSOR_MAPS as hopper_tiles.cuh
+// Defines    GATHER: keys by DMA's lists, else neighbouring keys; HAS_BIAS, ROW_SUMS as hopper_tiles.cuh
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = start_block(shared_memory);
   InputTensors tensors = input_tensors(q, k, v, params);
@@ -17,7 +17,6 @@
 #else
   const DenseWork work(doc_start, params);
 #endif
-#if TENSOR_MAPS
   const TensorMap* maps[4] = {&q_map,
 #if GATHER
                               nullptr, nullptr,
@@ -28,7 +27,4 @@
                               &do_map
 #endif
   };
-#else
-  const TensorMap* const* maps = nullptr;
-#endif
   __syncthreads();  // the barriers are set up

@@ -4,7 +4,7 @@
 // and a consumer lets go by what its own list lacks. Else both see every stage, as with dense attention: the loop asks
 // nothing of a stage before its products, since what differs by warpgroup there keeps addresses out of the uniform
 // registers.
-// Defines    as hopper_tiles.cuh, with SPARSE and TENSOR_MAPS 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
+// Defines    as hopper_tiles.cuh, with SPARSE 1, GATHER and HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
 //            2; PAIRS 0|1; KEY_BOX 64, or 128 without PAIRS
 #pragma once
 #include "common/hopper_forward.cuh"

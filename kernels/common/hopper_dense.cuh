@@ -39,10 +39,6 @@ struct DenseWork {
     const int first_low = max(starts[tile.first_query], tile.first_query - window + 1);
     tile.last_stage = (tile.end_query - 1) / BLOCK_KV;
     tile.num_stages = tile.last_stage - first_low / BLOCK_KV + 1;
-#if !TENSOR_MAPS
-    const bf16* k = tensors.k + place.batch * tensors.k_batch_stride + (u64)kv_head * HEAD_DIM;
-    const bf16* v = tensors.v + place.batch * tensors.v_batch_stride + (u64)kv_head * HEAD_DIM_V;
-#endif
 #if HAS_BIAS
     const float* delta = tensors.delta + ((u64)place.batch * tensors.num_kv_heads + kv_head) * seq_len;
 #endif
@@ -56,9 +52,7 @@ struct DenseWork {
       if (it + 1 < tile.num_stages) {
         // Keys run one stage ahead of values. Past the end the last key stands in, which is masked there.
         const int first_key = (tile.last_stage - it - 1) * BLOCK_KV;
-        [[maybe_unused]] const int key = min(first_key + thread, seq_len - 1);
         const u32 full = barrier_at(shared, FULL_K + places.k.slot), to = shared + K_AT + places.k.slot * STAGE_BYTES;
-#if TENSOR_MAPS
         if (HAS_BIAS || thread == 0) barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
         if (thread == 0) {
           barrier_expect(full, STAGE_BYTES);
@@ -66,10 +60,6 @@ struct DenseWork {
           for (int h = 0; h < DIM_BLOCKS; ++h)
             tensor_load_3d(to + h * BLOCK_KV * 128, maps[1], full, kv_head * HEAD_DIM + h * 64, first_key, place.batch);
         }
-#else
-        barrier_wait(barrier_at(shared, EMPTY_K + places.k.slot), places.k.phase ^ 1);
-        copy_key_rows(to, k, (u32)tensors.k_token_stride * 2, key, thread / 32);
-#endif
 #if HAS_BIAS
         store_split_column(key_slot(shared, places.stage) + ENTRY_BYTES + thread * SPLIT_BYTES,
                            in_scores(next_bias, inverse_scale), BF16_ONE);
@@ -77,7 +67,6 @@ struct DenseWork {
         barrier_arrive(full);
         next_bias = delta[min(max(first_key - BLOCK_KV, 0) + thread, seq_len - 1)];
 #endif
-        if (!TENSOR_MAPS) barrier_arrive_copies(full);
         places.k.advance();
         places.stage += 1;
       }
@@ -85,7 +74,7 @@ struct DenseWork {
         // The queries and the tile's description, once the last tile's products with its queries are done.
         const u32 full = barrier_at(shared, FULL_Q);
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
-        copy_queries(shared, tensors, maps, tile);
+        copy_queries(shared, maps, tile);
         unsigned char* described = (unsigned char*)__cvta_shared_to_generic(tile_base(shared, done));
         if (thread == 0) *(TileHead*)described = tile;
         for (int at = thread; at < TILE_QUERIES; at += 128) {
@@ -106,7 +95,6 @@ struct DenseWork {
       }
       const u32 full = barrier_at(shared, FULL_V + places.v.slot), to = shared + V_AT + places.v.slot * V_STAGE_BYTES;
       const int first_key = (tile.last_stage - it) * BLOCK_KV;
-#if TENSOR_MAPS
       if (thread == 0) {
         barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
         barrier_expect(full, V_STAGE_BYTES);
@@ -114,11 +102,6 @@ struct DenseWork {
         for (int h = 0; h < DIM_BLOCKS_V; ++h)
           tensor_load_3d(to + h * BLOCK_KV * 128, maps[2], full, kv_head * HEAD_DIM_V + h * 64, first_key, place.batch);
       }
-#else
-      barrier_wait(barrier_at(shared, EMPTY_V + places.v.slot), places.v.phase ^ 1);
-      copy_key_rows(to, v, (u32)tensors.v_token_stride * 2, min(first_key + thread, seq_len - 1), thread / 32);
-      barrier_arrive_copies(full);
-#endif
       places.v.advance();
     }
   }

@@ -177,7 +177,7 @@ struct RowsInWork {
   DEVICE void first_stage(u32 (&weights)[STEPS][4], bool is_last) {
     float score[8 * STEPS], factor[2];
     barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-    if (!KEY_MAPS) fence_async_proxy();
+    if (GATHER) fence_async_proxy();
     wgmma_fence();
     multiply_stage<HAS_BIAS>(score, q, key_tile(), bases, key_slot(shared, places.stage));
     const bool partial = stage_is_partial<16 * STEPS>(rows, key_slot(shared, places.stage), 0);
@@ -196,7 +196,7 @@ struct RowsInWork {
     places.k.advance();
     places.stage += 1;
     barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-    if (!KEY_MAPS) fence_async_proxy();  // for the keys, and the values awaited before
+    if (GATHER) fence_async_proxy();  // for the keys, and the values awaited before
 #if TAKE_TURNS
     barrier_sync(1 + warpgroup, 256);
 #endif
@@ -281,7 +281,7 @@ struct RowsInWork {
   // O of the last stage.
   template <int STEPS>
   DEVICE void finish(const u32 (&weights)[STEPS][4]) {
-    if (!KEY_MAPS) fence_async_proxy();
+    if (GATHER) fence_async_proxy();
     wgmma_fence();
     weigh_stage(output, weights, value_tile());
     wgmma_wait<0>();
@@ -299,7 +299,7 @@ struct ForwardConsumer {
   DEVICE bool consume(const InputTensors& tensors, u32 shared, u32 done, int warpgroup, ConsumerPlaces& places) const {
     const u32 tile = tile_base(shared, done);
     barrier_wait(barrier_at(shared, FULL_Q), done & 1);
-    if (!QUERY_MAPS) fence_async_proxy();  // the queries came by cp.async
+    if (SPARSE) fence_async_proxy();  // the queries came by cp.async
     const int num_stages = load_shared_int(tile + 16);
     if (num_stages == 0) return false;
 

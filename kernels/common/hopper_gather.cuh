@@ -109,7 +109,7 @@ struct GatherWork {
       if (it < 0) {
         // The queries and the tile's description, once the last tile's products with its queries are done.
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
-        copy_queries(shared, tensors, maps, tile);
+        copy_queries(shared, maps, tile);
         if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = tile;
 #if HAS_BIAS
         store_base(tile_base(shared, done), base, inverse_scale);

@@ -52,7 +52,7 @@ struct QueryGradientConsumer {
       float score[64], dp[64];
       const u32 k = shared + K_AT + places.k.slot * STAGE_BYTES;
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
-      if (!KEY_MAPS) fence_async_proxy();
+      if (GATHER) fence_async_proxy();
       wgmma_fence();
       multiply_stage<HAS_BIAS>(score, q, k, tile + BASES_AT + warpgroup * 64 * SPLIT_BYTES,
                                key_slot(shared, places.stage));
@@ -61,7 +61,7 @@ struct QueryGradientConsumer {
       // Only now: the producer brings the next stage's keys before these values, and with two slots it may have been
       // waiting for the one just released.
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
-      if (!KEY_MAPS) fence_async_proxy();
+      if (GATHER) fence_async_proxy();
       wgmma_fence();
       multiply_stage<0>(dp, d_out, shared + V_AT + places.v.slot * STAGE_BYTES, 0, 0);
       const bool partial = stage_is_partial(rows, key_slot(shared, places.stage), it);

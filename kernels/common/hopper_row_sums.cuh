@@ -55,7 +55,7 @@ struct RowSumsConsumer {
       float score[64], dp[64];
       barrier_wait(barrier_at(shared, FULL_K + places.k.slot), places.k.phase);
       barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
-      if (!KEY_MAPS) fence_async_proxy();
+      if (GATHER) fence_async_proxy();
 #if TAKE_TURNS
       barrier_sync(1 + warpgroup, 256);
 #endif

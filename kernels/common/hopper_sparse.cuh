@@ -1,5 +1,5 @@
 // hopper_sparse: tiles of queries and the keys that a selector's mask names, key by key.
-// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, TENSOR_MAPS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
+// Defines    as hopper_tiles.cuh, with GATHER and SPARSE 1, HAS_BIAS 0, HEADS_PER_TILE 1, NUM_CONSUMERS
 //            2
 #pragma once
 #include "common/hopper_tiles.cuh"

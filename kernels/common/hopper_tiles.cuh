@@ -1,11 +1,10 @@
 // hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared
 // memory, barriers, masks; common to the kernels that keep queries in place: attention (hopper_forward.cuh) and its
 // backward's row sums (hopper_row_sums.cuh).
-// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; with TENSOR_MAPS also 192 and 128, where nothing is gathered);
+// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; also 192 and 128, where nothing is gathered);
 //            NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query
-//            heads of a group share a tile; HAS_BIAS; GATHER; TENSOR_MAPS 0|1: tiles by the copy engine instead of
-//            cp.async (gathered keys and values always by cp.async); TAKE_TURNS: consumers issue their products in
-//            turns, 1: the next one's follow at once, 2: after this one's first product;
+//            heads of a group share a tile; HAS_BIAS; GATHER: keys and values by cp.async, else tiles by the copy engine (TMA), as
+//            queries always but for SPARSE; TAKE_TURNS: consumers issue their GEMMs in turns, 1: the next one's follow at once, 2: after this one's first product;
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key, without in
 //            boxes of KEY_BOX keys by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a
 //            tile's first stage may be one of 64 keys
@@ -38,22 +37,16 @@
 #ifndef HALF_STAGES
 #define HALF_STAGES 0
 #endif
-#ifndef TENSOR_MAPS
-#define TENSOR_MAPS 0
-#endif
 #ifndef TAKE_TURNS
 #define TAKE_TURNS 1
 #endif
-// Whether keys and values, and queries, come by the copy engine.
-#define KEY_MAPS (TENSOR_MAPS && !GATHER)
-#define QUERY_MAPS (TENSOR_MAPS && !SPARSE)
 
 constexpr int BLOCK_Q = NUM_CONSUMERS * 64;
 constexpr int TILE_QUERIES = BLOCK_Q / HEADS_PER_TILE;
 constexpr int THREADS = 128 + NUM_CONSUMERS * 128;
 static_assert(HEAD_DIM_V == 64 || HEAD_DIM_V == 128,
               "output rows are 32 or 64 registers of a thread, and a producer thread copies whole chunks");
-static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 && KEY_MAPS && !ROW_SUMS),
+static_assert(HEAD_DIM == HEAD_DIM_V || (HEAD_DIM == 192 && HEAD_DIM_V == 128 && !GATHER && !ROW_SUMS),
               "wider keys come by the copy engine alone");
 static_assert(BLOCK_KV == 128, "scores are 64 registers of a thread; each of four producer warps brings 32 keys");
 constexpr int HALF_KV = BLOCK_KV / 2;
@@ -141,50 +134,21 @@ DEVICE u32 barrier_at(u32 shared, int barrier) { return shared + BARRIERS_AT + b
 // ---- Producer
 // ---------------------------------------------------------------------------------------------------------------------
 
-#if !QUERY_MAPS
-// The tile's rows of q or do, `base` at the tile's batch row and first head; rows past its end arrive as zeros.
-DEVICE void copy_rows_of_tile(u32 to, const bf16* base, u64 token_stride, const TileHead& tile) {
-  constexpr int CHUNKS = HEAD_DIM / 8, STEP = 128 / CHUNKS;  // rows that the warpgroup copies at once
-  static_assert(STEP % 8 == 0 && BLOCK_Q % STEP == 0,
-                "a thread's rows differ by multiples of 8, so its swizzled chunk is one");
-  const int thread = (int)opaque(threadIdx.x) % 128, chunk = thread % CHUNKS;
-  base += chunk * 8;
-  to += chunk / 8 * BLOCK_Q * 128 + thread / CHUNKS * 128 + (((chunk % 8) ^ (thread / CHUNKS % 8)) << 4);
-#pragma unroll 2
-  for (int row = thread / CHUNKS; row < BLOCK_Q; row += STEP, to += STEP * 128) {
-    const int query = tile.first_query + row % TILE_QUERIES;
-    const bool inside = query < tile.end_query;
-    copy_async_16(to, base + (u64)(inside ? query : tile.first_query) * token_stride + row / TILE_QUERIES * HEAD_DIM,
-                  inside ? 16 : 0);
-  }
-}
-#endif
-
-// The tile's queries (and output gradients). TENSOR_MAPS: `maps` of q, k, v, do; thread 0 asks for all of it.
-DEVICE void copy_queries(u32 shared, const InputTensors& tensors, const TensorMap* const* maps, const TileHead& tile) {
+#if !SPARSE
+// The tile's queries (and output gradients), asked for by thread 0; `maps` of q, k, v, do.
+DEVICE void copy_queries(u32 shared, const TensorMap* const* maps, const TileHead& tile) {
+  if (threadIdx.x % 128 != 0) return;
   const u32 full = barrier_at(shared, FULL_Q);
-#if QUERY_MAPS
-  if (threadIdx.x % 128 == 0) {
-    barrier_expect(full, Q_BYTES * (ROW_SUMS ? 2 : 1));
+  barrier_expect(full, Q_BYTES * (ROW_SUMS ? 2 : 1));
 #pragma unroll
-    for (int x = 0; x < (ROW_SUMS ? 2 : 1) * DIM_BLOCKS * HEADS_PER_TILE; ++x) {
-      const int head = x % HEADS_PER_TILE, block = x / HEADS_PER_TILE % DIM_BLOCKS,
-                tensor = x / HEADS_PER_TILE / DIM_BLOCKS;
-      tensor_load_3d(shared + tensor * DO_AT + block * BLOCK_Q * 128 + head * TILE_QUERIES * 128, maps[tensor ? 3 : 0],
-                     full, (tile.head + head) * HEAD_DIM + block * 64, tile.first_query, tile.batch);
-    }
+  for (int x = 0; x < (ROW_SUMS ? 2 : 1) * DIM_BLOCKS * HEADS_PER_TILE; ++x) {
+    const int head = x % HEADS_PER_TILE, block = x / HEADS_PER_TILE % DIM_BLOCKS,
+              tensor = x / HEADS_PER_TILE / DIM_BLOCKS;
+    tensor_load_3d(shared + tensor * DO_AT + block * BLOCK_Q * 128 + head * TILE_QUERIES * 128, maps[tensor ? 3 : 0],
+                   full, (tile.head + head) * HEAD_DIM + block * 64, tile.first_query, tile.batch);
   }
-#else
-  copy_rows_of_tile(shared, tensors.q + tile.batch * tensors.q_batch_stride + (u64)tile.head * HEAD_DIM,
-                    tensors.q_token_stride, tile);
-#if ROW_SUMS
-  copy_rows_of_tile(shared + DO_AT,
-                    tensors.d_out + ((u64)tile.batch * tensors.seq_len * tensors.num_heads + tile.head) * HEAD_DIM,
-                    (u64)tensors.num_heads * HEAD_DIM, tile);
-#endif
-  barrier_arrive_copies(full);
-#endif
 }
+#endif
 
 #if HAS_BIAS
 // The base of this thread's row of the tile. Asked for long before it is stored.
@@ -207,7 +171,7 @@ DEVICE void describe_end(u32 done, u32 shared) {
     const TileHead none = {};
     *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = none;
   }
-  if (!QUERY_MAPS || threadIdx.x % 128 == 0) barrier_arrive(full);  // in place of the copies
+  if (SPARSE || threadIdx.x % 128 == 0) barrier_arrive(full);  // in place of the copies
   barrier_arrive(full);
 }
 
@@ -408,7 +372,7 @@ DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
     // Arrivals: every producer thread's copies (one expect_tx with tensor maps); one of each consumer warp.
-    constexpr int FILL = KEY_MAPS ? 1 : 128;
+    constexpr int FILL = GATHER ? 128 : 1;
     constexpr int KEY_ARRIVALS = FILL + (GATHER || HAS_BIAS ? 128 : 0);  // and entries and biases stored
     for (int i = 0; i < K_STAGES; ++i) {
       barrier_init(barrier_at(shared, FULL_K + i), KEY_ARRIVALS);
@@ -419,7 +383,7 @@ DEVICE u32 start_block(void* memory) {
       barrier_init(barrier_at(shared, EMPTY_V + i), NUM_CONSUMERS * 4);
     }
     // the queries; every producer thread's stores of the tile's description
-    barrier_init(barrier_at(shared, FULL_Q), (QUERY_MAPS ? 1 : 128) + 128);
+    barrier_init(barrier_at(shared, FULL_Q), (SPARSE ? 128 : 1) + 128);
     barrier_init(barrier_at(shared, EMPTY_Q), NUM_CONSUMERS * 4);
     barrier_ready();
   }

@@ -193,7 +193,6 @@ impl HopperTiling {
             .define("K_STAGES", self.k_stages)
             .define("V_STAGES", self.v_stages)
             .define("TAKE_TURNS", self.take_turns)
-            .define("TENSOR_MAPS", 1)
             .define("CONSUMER_REGISTERS", self.registers[0])
             .define("PRODUCER_REGISTERS", self.registers[1])
             .define("HEADS_PER_TILE", self.heads_per_tile)

@@ -226,7 +226,7 @@ pub(crate) fn hopper_sparse_attention_forward_kernel(
         .define("BLOCK_KV", BLOCK_KV)
         .define("K_STAGES", k_stages)
         .define("V_STAGES", v_stages)
-        .define("TENSOR_MAPS", (reads == SparseKeyReads::Tiles) as u8)
+        .define("GATHER", (reads == SparseKeyReads::Keys) as u8)
         .define("CONSUMER_REGISTERS", 216)
         .define("PRODUCER_REGISTERS", 72)
         .define("HEADS_PER_TILE", 1)

@@ -48,8 +48,7 @@ pub struct DeviceLaunch<'a> {
     pub shared_bytes: usize,
     /// The maps, by value before the pointers.
     pub maps: &'a [MapLayout],
-    /// Addresses of the maps' tensors, then of the pointer arguments. The kernels take a pointer for each map too and
-    /// never read it.
+    /// Addresses of the maps' tensors, which kernels get as maps alone, then of the pointer arguments.
     pub pointers: &'a [u64],
     /// The params struct.
     pub words: &'a [u64],
@@ -118,16 +117,14 @@ impl LoadedKernel {
     /// The kernel must stay inside the buffers at these addresses for these words and grid, and must end; the buffers
     /// must stay until it has run.
     pub unsafe fn launch(&self, stream: CUstream, call: &DeviceLaunch<'_>) -> Result<(), String> {
-        let maps = call.maps.iter().zip(call.pointers);
+        let (of_maps, pointers) = call.pointers.split_at(call.maps.len());
+        let maps = call.maps.iter().zip(of_maps);
         let maps = maps
-            .map(|(map, &pointer)| map.encoded(pointer))
+            .map(|(map, &address)| map.encoded(address))
             .collect::<Result<Vec<_>, _>>()?;
         self.allow_shared(call.shared_bytes)?;
         let of_maps = maps.iter().map(|map| (&raw const *map).cast_mut().cast::<c_void>());
-        let of_pointers = call
-            .pointers
-            .iter()
-            .map(|pointer| (&raw const *pointer).cast_mut().cast());
+        let of_pointers = pointers.iter().map(|pointer| (&raw const *pointer).cast_mut().cast());
         let mut arguments: Vec<*mut c_void> = of_maps.chain(of_pointers).collect();
         arguments.push(call.words.as_ptr().cast_mut().cast());
         let ([x, y, z], threads) = (call.grid, (call.threads, 1, 1));
