@@ -1,13 +1,13 @@
 // hopper_tiles: a tile of query rows and the stages of keys and values that stream past it, on Hopper (sm_90a): shared
 // memory, barriers, masks; common to the kernels that keep queries in place: attention (hopper_forward.cuh) and its
 // backward's row sums (hopper_row_sums.cuh).
-// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; also 192 and 128, where nothing is gathered);
-//            NUM_CONSUMERS warpgroups of 64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query
-//            heads of a group share a tile; HAS_BIAS; GATHER: keys and values by cp.async, else tiles by the copy engine (TMA), as
-//            queries always but for SPARSE; TAKE_TURNS: consumers issue their GEMMs in turns, 1: the next one's follow at once, 2: after this one's first product;
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with GATHER key by key, without in
-//            boxes of KEY_BOX keys by the copy engine; ROW_SUMS: output gradients beside the queries; HALF_STAGES: a
-//            tile's first stage may be one of 64 keys
+// Defines    HEAD_DIM, HEAD_DIM_V (64, 128; also 192 and 128, where nothing is gathered); NUM_CONSUMERS warpgroups of
+//            64 rows; BLOCK_KV (128) keys a stage; K_STAGES, V_STAGES; HEADS_PER_TILE query heads of a group share a
+//            tile; HAS_BIAS; GATHER: keys and values by cp.async, else tiles by the copy engine (TMA), as queries
+//            always but for SPARSE; TAKE_TURNS: consumers issue their GEMMs in turns, 1: the next one's follow at once,
+//            2: after this one's first product; CONSUMER_REGISTERS, PRODUCER_REGISTERS; SPARSE: a selector's mask, with
+//            GATHER key by key, without in boxes of KEY_BOX keys by the copy engine; ROW_SUMS: output gradients beside
+//            the queries; HALF_STAGES: a tile's first stage may be one of 64 keys
 // A stage's life: a producer thread waits for the slot (empty barrier), copies, and arrives at the full barrier when
 // its copies are there; each consumer warp releases the slot after the products that read it.
 #pragma once
