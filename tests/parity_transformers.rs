@@ -5,7 +5,7 @@
 #![allow(clippy::print_stderr, reason = "the largest difference is worth a line")]
 use crate::python;
 use crate::random_model::{KINDS, VOCAB_SIZE, distinct_tokens, max_difference, random_model, recipe, write_checkpoint};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::DmaWindow;
 use sieve_eval::{GenerateConfig, Generator, Sampling, logits};
@@ -41,7 +41,7 @@ fn values(data: TensorData) -> Vec<f32> {
 /// Logits of a checkpoint, read back from disk.
 fn our_logits(checkpoint: &Path, tokens: &[u32]) -> Vec<f32> {
     let device = Default::default();
-    let loaded = load_model::<Flex>(checkpoint, &device).expect("just written");
+    let loaded = load_model::<Flex>(checkpoint, &device, DType::F32).expect("just written");
     values(logits(&loaded.model, tokens, &device).expect("tokens of the vocabulary"))
 }
 

@@ -1,5 +1,5 @@
 //! Small models with random weights of every kind of parameter, gates and norms too, and their checkpoints.
-use burn::tensor::TensorData;
+use burn::tensor::{DType, TensorData};
 use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
@@ -120,7 +120,7 @@ pub(crate) fn random_model(recipe: &Recipe, seed: u64) -> Qwen3<Flex> {
 }
 
 fn randomise(model: Qwen3<Flex>, shape: &ModelShape, seed: u64) -> Qwen3<Flex> {
-    load_parameters(model, &mut |name, dims| {
+    load_parameters(model, DType::F32, &mut |name, dims| {
         let (centre, spread) = distribution(name, shape);
         Ok::<_, String>(values(name, dims, seed, centre, spread))
     })

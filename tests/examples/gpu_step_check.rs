@@ -190,7 +190,7 @@ fn twins(size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> (Qwen3<
         let found = found.ok_or_else(|| format!("{name} is missing"))?;
         Ok(found.data.clone().convert::<f32>())
     };
-    let cpu = load_parameters(cpu, read).expect("the same names");
+    let cpu = load_parameters(cpu, DType::F32, read).expect("the same names");
     (gpu, cpu)
 }
 

@@ -257,7 +257,16 @@ impl Checkpoint {
     /// Nothing there, a damaged or truncated file, a layout of another version.
     pub fn open(path: &Path) -> Result<Self, CheckpointError> {
         let (folder, previous) = Self::find(path)?;
-        Self::open_verified(&folder, previous)
+        Self::open_verified(&folder, previous, |_| true)
+    }
+
+    /// As [`open`](Self::open), without the optimizer's files, which nothing but training reads.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open).
+    pub fn open_model(path: &Path) -> Result<Self, CheckpointError> {
+        let (folder, previous) = Self::find(path)?;
+        Self::open_verified(&folder, previous, |name| !name.starts_with(OPTIMIZER))
     }
 
     /// As [`open`](Self::open), but reads `state.json` alone: enough for the model's sizes, before any of its tensors
@@ -285,9 +294,13 @@ impl Checkpoint {
         Ok((latest.clone(), previous.or_else(|| previous_of(latest))))
     }
 
-    fn open_verified(path: &Path, previous: Option<PathBuf>) -> Result<Self, CheckpointError> {
+    fn open_verified(
+        path: &Path,
+        previous: Option<PathBuf>,
+        is_read: impl Fn(&str) -> bool,
+    ) -> Result<Self, CheckpointError> {
         let checkpoint = Self::read_state(path, &previous)?;
-        for (name, expected) in &checkpoint.state.checksums {
+        for (name, expected) in checkpoint.state.checksums.iter().filter(|(name, _)| is_read(name)) {
             let file = path.join(name);
             let found = checksum_of(&file).map_err(|error| unreadable(&file, error, &previous))?;
             if found != *expected {

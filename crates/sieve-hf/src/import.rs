@@ -10,10 +10,10 @@ use crate::export::tensors::{Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
 use crate::{
     Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
-    named_parameters,
+    parameters::named_parameters_but,
 };
-use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
+use burn::tensor::{DType, TensorData};
 use config::HfConfig;
 use sieve_core::recipe::{AttentionKind, Location};
 use sieve_core::{ModelShape, Recipe, RecipeError};
@@ -87,26 +87,27 @@ pub fn import<B: Backend>(
     let (recipe, shape, mut read) = read_model(from, &settings)?;
     let ties = attention.is_none() && read.all_scores_tie();
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
-    let mut added = Vec::new();
-    let mut weights = named_parameters(&model);
-    drop(model);
-    for tensor in &mut weights {
-        match read.tensors.remove(&tensor.name) {
-            Some(data) if data.shape == tensor.data.shape => tensor.data = data,
-            Some(data) => {
-                return Err(not_importable(
-                    from,
-                    format!(
-                        "{} is {:?}, the recipe's model wants {:?}",
-                        tensor.name,
-                        data.shape.to_vec(),
-                        tensor.data.shape.to_vec()
-                    ),
-                    "only the attention may change; leave [model] as it is",
+    let (mut added, mut misfit) = (Vec::new(), None);
+    let weights = named_parameters_but(&model, |name, wanted| {
+        let data = read.tensors.remove(name);
+        match &data {
+            Some(data) if data.shape.to_vec() != wanted => {
+                misfit = Some(format!(
+                    "{name} is {:?}, the recipe's model wants {wanted:?}",
+                    data.shape.to_vec()
                 ));
             }
-            None => added.push(tensor.name.clone()),
+            Some(_) => (),
+            None => added.push(name.to_owned()),
         }
+        data
+    });
+    if let Some(problem) = misfit {
+        return Err(not_importable(
+            from,
+            problem,
+            "only the attention may change; leave [model] as it is",
+        ));
     }
     if !read.tensors.is_empty() {
         let names = read.tensors.keys().cloned().collect::<BTreeSet<_>>();
@@ -142,10 +143,14 @@ pub fn import<B: Backend>(
 }
 
 /// The model of a folder of `transformers`, as [`load_model`](crate::load_model) gives one of a checkpoint.
-pub(crate) fn load<B: Backend>(from: &Path, device: &B::Device) -> Result<LoadedModel<B>, CheckpointError> {
+pub(crate) fn load<B: Backend>(
+    from: &Path,
+    device: &B::Device,
+    dtype: DType,
+) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
     let (recipe, shape, mut read) = read_model(from, &settings(&tokenizer_path, None, &[]))?;
-    let model = load_parameters(Qwen3::new(&shape, 0, device), &mut |name, dims| {
+    let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
         let data = read.tensors.remove(name);
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
             let problem = format!("{name} is missing or of another shape");

@@ -1,5 +1,6 @@
 //! A model as a checkpoint holds it.
 use crate::{Checkpoint, CheckpointError, CheckpointState, load_parameters};
+use burn::tensor::DType;
 use burn::tensor::backend::Backend;
 use sieve_core::{ModelShape, Recipe};
 use sieve_nn::Qwen3;
@@ -43,15 +44,18 @@ pub fn peek_model(path: &Path) -> Result<(Recipe, ModelShape), CheckpointError> 
 ///
 /// # Errors
 /// No checkpoint there, a damaged one, a recipe that cannot be read, weights that are not this recipe's model.
-pub fn load_model<B: Backend>(path: &Path, device: &B::Device) -> Result<LoadedModel<B>, CheckpointError> {
+pub fn load_model<B: Backend>(
+    path: &Path,
+    device: &B::Device,
+    dtype: DType,
+) -> Result<LoadedModel<B>, CheckpointError> {
     if is_of_transformers(path) {
-        return crate::import::load(path, device);
+        return crate::import::load(path, device, dtype);
     }
-    let checkpoint = Checkpoint::open(path)?;
+    let checkpoint = Checkpoint::open_model(path)?;
     let (recipe, shape) = checkpoint.recipe_and_shape()?;
     let weights = checkpoint.model()?;
-    // The drawn weights are all replaced; the seed does not matter.
-    let model = load_parameters(Qwen3::new(&shape, 0, device), &mut |name, dims| {
+    let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
         weights.tensor(name, dims)
     })?;
     Ok(LoadedModel {

@@ -1,7 +1,7 @@
 //! A module's parameters by name, in module order.
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{DType, Tensor, TensorData};
 use std::ops::Range;
 
 /// One parameter on the host.
@@ -21,9 +21,17 @@ pub type PartSource<'a, E> = dyn FnMut(&str, &[usize], Option<Range<usize>>) -> 
 
 /// All float parameters, copied to the host, in module order.
 pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor> {
+    named_parameters_but(module, |_, _| None)
+}
+
+/// The same, but for those that `instead` has a tensor for, by name and shape; these are not drawn.
+pub(crate) fn named_parameters_but<B: Backend, M: Module<B>>(
+    module: &M,
+    mut instead: impl FnMut(&str, &[usize]) -> Option<TensorData>,
+) -> Vec<NamedTensor> {
     let mut tensors = Vec::new();
-    visit(module, |name, data| {
-        let data = data();
+    visit(module, |name, shape, data| {
+        let data = instead(&name, shape).unwrap_or_else(data);
         tensors.push(NamedTensor { name, data });
     });
     tensors
@@ -32,23 +40,29 @@ pub fn named_parameters<B: Backend, M: Module<B>>(module: &M) -> Vec<NamedTensor
 /// Names of all float parameters, in module order.
 pub fn parameter_names<B: Backend, M: Module<B>>(module: &M) -> Vec<String> {
     let mut names = Vec::new();
-    visit(module, |name, _data| names.push(name));
+    visit(module, |name, _shape, _data| names.push(name));
     names
 }
 
-/// Calls `take` with the name of each float parameter, and what copies it to the host.
-fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &dyn Fn() -> TensorData)) {
+/// Calls `take` with the name and shape of each float parameter, and what copies it to the host.
+fn visit<B: Backend, M: Module<B>>(module: &M, take: impl FnMut(String, &[usize], &dyn Fn() -> TensorData)) {
     let path = Vec::new();
     module.visit(&mut Reader { path, take });
 }
 
-/// Replaces every float parameter by what `source` gives for its name and shape.
+/// Replaces every float parameter by what `source` gives for its name and shape, as `dtype`. What a module would have
+/// drawn for them is never drawn.
 ///
 /// # Errors
 /// The first error of `source`; the module is consumed either way.
-pub fn load_parameters<B: Backend, M: Module<B>, E>(module: M, source: &mut TensorSource<'_, E>) -> Result<M, E> {
+pub fn load_parameters<B: Backend, M: Module<B>, E>(
+    module: M,
+    dtype: DType,
+    source: &mut TensorSource<'_, E>,
+) -> Result<M, E> {
     let mut writer = Writer {
         path: Vec::new(),
+        dtype,
         source,
         error: None,
     };
@@ -69,9 +83,9 @@ struct Reader<F> {
     take: F,
 }
 
-impl<B: Backend, F: FnMut(String, &dyn Fn() -> TensorData)> ModuleVisitor<B> for Reader<F> {
+impl<B: Backend, F: FnMut(String, &[usize], &dyn Fn() -> TensorData)> ModuleVisitor<B> for Reader<F> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        (self.take)(self.path.join("."), &|| param.val().into_data());
+        (self.take)(self.path.join("."), &param.lazy_shape(), &|| param.val().into_data());
     }
 
     fn enter_module(&mut self, name: &str, container: &str) {
@@ -89,6 +103,7 @@ impl<B: Backend, F: FnMut(String, &dyn Fn() -> TensorData)> ModuleVisitor<B> for
 
 struct Writer<'a, 'b, E> {
     path: Vec<String>,
+    dtype: DType,
     source: &'a mut TensorSource<'b, E>,
     error: Option<E>,
 }
@@ -98,13 +113,13 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
         if self.error.is_some() {
             return param;
         }
-        let (name, shape) = (self.path.join("."), param.val().dims());
+        let (name, shape) = (self.path.join("."), param.lazy_shape());
         match (self.source)(&name, &shape) {
-            Ok(data) => param.map(|old| {
-                let dtype = old.dtype();
-                Tensor::from_data(data.convert_dtype(dtype), (&old.device(), dtype))
-                    .set_require_grad(old.is_require_grad())
-            }),
+            Ok(data) => {
+                let (id, device) = (param.id, param.lazy_device());
+                let loaded = Tensor::<B, D>::from_data(data.convert_dtype(DType::F32), (&device, DType::F32));
+                param.transform_for_load(loaded.cast(self.dtype), id)
+            }
             Err(error) => {
                 self.error = Some(error);
                 param
@@ -162,7 +177,7 @@ mod tests {
         assert!(names.contains(&"layers.0.self_attn.a"), "{names:?}");
         assert_eq!(names[names.len() - 1], "head.norm.weight");
         let other = Qwen3::<Flex>::new(&shape, 8, &Default::default());
-        let loaded = load_parameters(other, &mut |name, shape| {
+        let loaded = load_parameters(other, DType::F32, &mut |name, shape| {
             let tensor = tensors.iter().find(|t| t.name == name).ok_or(name.to_owned())?;
             assert_eq!(tensor.data.shape.to_vec(), shape);
             Ok::<_, String>(tensor.data.clone())

@@ -21,7 +21,6 @@
 //! assert_eq!(y.dims(), [1, 32, 64]);
 //! ```
 
-mod precision;
 mod weight_init;
 
 mod linear;
@@ -46,7 +45,6 @@ pub use attention::{Attention, AttentionResult, LayerContext};
 pub use decoder_layer::{DecoderLayer, LayerOutput};
 pub use kv_cache::{BlockCache, KvCache, LatentCache, LayerCache};
 pub use linear::Linear;
-pub use precision::cast_parameters;
 pub use prefill_hook::{HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;
 pub use qwen3::{LmHead, Qwen3, TokenEmbedding};

@@ -1,5 +1,6 @@
-//! Initial weights drawn on the host, the same on every backend and for any number of threads.
-use burn::module::Param;
+//! Initial weights drawn on the host, the same on every backend and for any number of threads. A parameter is drawn when
+//! its value is first asked for: a model whose weights come from a file draws none.
+use burn::module::{Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData};
 use chacha20::ChaCha8Rng;
@@ -30,24 +31,31 @@ impl WeightInit {
 
     /// The next parameter, normal.
     pub fn normal<B: Backend, const D: usize>(&mut self, shape: [usize; D], device: &B::Device) -> Param<Tensor<B, D>> {
-        let first_stream = self.num_drawn << 32;
+        let (seed, standard_deviation, first_stream) = (self.seed, self.standard_deviation, self.num_drawn << 32);
         self.num_drawn += 1;
-        let mut values = vec![0f32; shape.iter().product()];
-        values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
-            let mut rng = ChaCha8Rng::seed_from_u64(self.seed);
-            rng.set_stream(first_stream + chunk as u64);
-            for value in values {
-                let unit: f64 = StandardNormal.sample(&mut rng);
-                *value = (unit * self.standard_deviation) as f32;
-            }
-        });
-        parameter(values, shape, device)
+        let draw = move || {
+            let mut values = vec![0f32; shape.iter().product()];
+            values.par_chunks_mut(CHUNK).enumerate().for_each(|(chunk, values)| {
+                let mut rng = ChaCha8Rng::seed_from_u64(seed);
+                rng.set_stream(first_stream + chunk as u64);
+                for value in values {
+                    let unit: f64 = StandardNormal.sample(&mut rng);
+                    *value = (unit * standard_deviation) as f32;
+                }
+            });
+            values
+        };
+        parameter(draw, shape, device)
     }
 
     /// A vector of `len` values that repeat `pattern`.
     pub fn repeated<B: Backend>(&mut self, pattern: &[f64], len: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
-        let values = pattern.iter().map(|&x| x as f32).cycle().take(len);
-        parameter(values.collect(), [len], device)
+        let pattern = pattern.iter().map(|&x| x as f32).collect::<Vec<_>>();
+        parameter(
+            move || pattern.iter().copied().cycle().take(len).collect(),
+            [len],
+            device,
+        )
     }
 
     /// A parameter filled with one value.
@@ -57,16 +65,21 @@ impl WeightInit {
         shape: [usize; D],
         device: &B::Device,
     ) -> Param<Tensor<B, D>> {
-        parameter(vec![value as f32; shape.iter().product()], shape, device)
+        parameter(move || vec![value as f32; shape.iter().product()], shape, device)
     }
 }
 
 fn parameter<B: Backend, const D: usize>(
-    values: Vec<f32>,
+    values: impl Fn() -> Vec<f32> + Send + Sync + 'static,
     shape: [usize; D],
     device: &B::Device,
 ) -> Param<Tensor<B, D>> {
-    Param::from_data(TensorData::new(values, Shape::new(shape)), device)
+    let drawn = move |device: &B::Device, requires_grad| {
+        let data = TensorData::new(values(), Shape::new(shape));
+        B::memory_persistent_allocations(device, data, |data| Tensor::from_data(data, device))
+            .set_require_grad(requires_grad)
+    };
+    Param::uninitialized(ParamId::new(), drawn, device.clone(), true, Shape::new(shape))
 }
 
 #[cfg(test)]

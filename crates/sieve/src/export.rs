@@ -41,7 +41,7 @@ enum DtypeArg {
 
 /// Runs the command.
 pub(crate) fn run(args: ExportArgs) -> Result<()> {
-    let checkpoint = Checkpoint::open(&args.checkpoint)?;
+    let checkpoint = Checkpoint::open_model(&args.checkpoint)?;
     let (recipe, _) = checkpoint.recipe_and_shape()?;
     let tokenizer =
         Tokenizer::from_file(&checkpoint.tokenizer_path())?.with_eos_token(recipe.tokenizer.eos_token.as_deref());

@@ -64,11 +64,7 @@ pub(crate) fn load<B: Backend>(
     device: &B::Device,
     dtype: DType,
 ) -> Result<(LoadedModel<B>, Tokenizer)> {
-    let loaded = load_model::<B>(checkpoint, device)?;
-    let loaded = LoadedModel {
-        model: sieve_nn::cast_parameters(loaded.model, dtype),
-        ..loaded
-    };
+    let loaded = load_model::<B>(checkpoint, device, dtype)?;
     let eos_token = loaded.recipe.tokenizer.eos_token.as_deref();
     let tokenizer = Tokenizer::from_file(&loaded.tokenizer_path)?.with_eos_token(eos_token);
     Ok((loaded, tokenizer))

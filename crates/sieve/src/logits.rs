@@ -47,9 +47,8 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
 }
 
 fn run_on<B: SieveBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, dtype: DType) -> Result<()> {
-    let loaded = load_model::<B>(&args.checkpoint, device)?;
-    let model = sieve_nn::cast_parameters(loaded.model, dtype);
-    let data = sieve_eval::logits(&model, tokens, device)?;
+    let loaded = load_model::<B>(&args.checkpoint, device, dtype)?;
+    let data = sieve_eval::logits(&loaded.model, tokens, device)?;
     let shape = data.shape.to_vec();
     let name = "logits".to_owned();
     write_tensor_file(&args.out, &[NamedTensor { name, data }], None)?;

@@ -330,20 +330,20 @@ fn loads_the_model_it_was_written_from() {
     let tied = "tie_word_embeddings = true";
     let run = folder.path().join("run");
     let checkpoint = checkpoint(&run, tied, DMA);
-    let loaded = load_model::<Flex>(&run, &Default::default()).expect("loads");
+    let loaded = load_model::<Flex>(&run, &Default::default(), burn::tensor::DType::F32).expect("loads");
     assert_eq!(loaded.path, checkpoint.path);
     let weights = TensorFile::open(&checkpoint.path.join("model.safetensors")).expect("just written");
     for tensor in named_parameters(&loaded.model) {
         assert_eq!(weights.any_tensor(&tensor.name).expect("same names"), tensor.data);
     }
     let empty = folder.path().join("empty");
-    let error = load_model::<Flex>(&empty, &Default::default()).expect_err("nothing there");
+    let error = load_model::<Flex>(&empty, &Default::default(), burn::tensor::DType::F32).expect_err("nothing there");
     assert!(matches!(error, CheckpointError::NotFound { .. }), "{error}");
     let file = loaded.path.join("model.safetensors");
     let mut bytes = fs::read(&file).expect("there");
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
     fs::write(&file, bytes).expect("writable");
-    let error = load_model::<Flex>(&run, &Default::default()).expect_err("a flipped bit");
+    let error = load_model::<Flex>(&run, &Default::default(), burn::tensor::DType::F32).expect_err("a flipped bit");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
 }

@@ -1,5 +1,6 @@
 use super::*;
 use crate::export::tests::changed_checkpoint;
+use crate::named_parameters;
 use crate::{DEFAULT_SHARD_BYTES, ExportDtype, ExportOptions, NamedTensor, export, load_model};
 use burn_flex::Flex;
 use serde_json::json;
@@ -150,7 +151,7 @@ fn a_dense_model_becomes_sparse_with_new_weights_at_their_start() {
             "layers.1.self_attn.a",
         ]
     );
-    let loaded = load_model::<Flex>(&out, &Default::default()).expect("loads");
+    let loaded = load_model::<Flex>(&out, &Default::default(), burn::tensor::DType::F32).expect("loads");
     let new = named_parameters(&loaded.model);
     let find = |name: &str| new.iter().find(|tensor| tensor.name == name).expect(name);
     let a = find("layers.1.self_attn.a");

@@ -4,6 +4,7 @@ use crate::group::Share;
 use crate::segment::Segment;
 use crate::{Precision, TrainError, TrainingData};
 use burn::module::AutodiffModule;
+use burn::tensor::DType;
 use sieve_core::recipe::Stage;
 use sieve_core::{ModelShape, Recipe};
 use sieve_data::{Batch, Loader, LoaderConfig, Order, Packing, Prefetch, PrefetchPlan};
@@ -148,7 +149,7 @@ impl<B: TrainBackend> Trainer<B> {
     ) -> Result<(), TrainError> {
         let seed = self.recipe.training.seed;
         let model = Qwen3::new(&self.stage.shape, seed, &self.device);
-        let model = load_parameters(model, weights)?;
+        let model = load_parameters(model, DType::F32, weights)?;
         if let Some(moments) = moments {
             self.optimizer.load_state(&model, &self.device, moments)?;
         }
