@@ -9,7 +9,7 @@ pub(crate) mod native_sparse;
 pub(crate) mod shared_prompts;
 mod weights;
 
-use crate::{LayerCache, Linear, RmsNorm, WeightInit};
+use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -215,7 +215,7 @@ impl<B: SieveBackend> Attention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         match self {
             Self::Grouped(layer) => layer.forward_cached(x, context, caches),

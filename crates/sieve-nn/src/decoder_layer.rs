@@ -1,5 +1,5 @@
 //! One transformer block: attention and feed-forward, each after a norm and added to the residual stream.
-use crate::{Attention, AttentionResult, LayerCache, LayerContext, RmsNorm, SwigluMlp, WeightInit};
+use crate::{Attention, AttentionResult, LayerCaches, LayerContext, RmsNorm, SwigluMlp, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -86,7 +86,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let normed = self.input_layernorm.forward(x.clone());
         let y = self.self_attn.forward_cached(normed, context, caches);

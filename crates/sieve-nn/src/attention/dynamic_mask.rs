@@ -1,7 +1,6 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
 use super::{AttentionResult, LayerContext};
-use crate::kv_cache::by_row;
-use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -106,22 +105,24 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         )
     }
 
-    /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`].
+    /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`](crate::LayerCache).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = by_row(caches, qkv, |cache, qkv| {
-            if cache.is_empty() {
+        let o = caches.attend(qkv, |cached, qkv| {
+            if cached.cache.is_empty() {
                 let result = self.attend(qkv.clone(), context.documents);
-                cache.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
+                cached
+                    .cache
+                    .keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
                 return result.o;
             }
             let w_dt = self.dt_proj.weight.val().transpose();
-            cache.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
+            cached.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
         });
         self.o_proj.forward(o.flatten(2, 3))
     }
