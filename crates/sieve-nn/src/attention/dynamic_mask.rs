@@ -1,5 +1,5 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
-use super::{AttentionResult, LayerContext};
+use super::{LayerContext, LayerOutput};
 use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
@@ -53,12 +53,7 @@ impl<B: Backend> DynamicMaskAttention<B> {
 
 impl<B: SieveBackend> DynamicMaskAttention<B> {
     /// `residual` plus the attention's output, both `[batch, seq_len, d_model]`; the mask beside it.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> AttentionResult<B> {
+    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         let qkv = self.qkv.forward(x, context);
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
@@ -69,7 +64,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
             }
             result.o
         });
-        AttentionResult {
+        LayerOutput {
             x: self.o_proj.forward_add(o.flatten(2, 3), residual),
             expire,
             clamped_scores: scores,
@@ -77,7 +72,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
     }
 
     /// The layer after `norm`, as one op takes it.
-    pub(crate) fn stream_layer(
+    pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
@@ -89,7 +84,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         };
         let layer = AttentionLayer {
             dma: Some(dma),
-            ..self.qkv.stream_layer(norm, &self.o_proj, context)
+            ..self.qkv.layer_op(norm, &self.o_proj, context)
         };
         (layer, self.spec())
     }

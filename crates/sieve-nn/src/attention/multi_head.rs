@@ -48,12 +48,12 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
     }
 
     /// The layer after `norm`, as one op takes it.
-    pub(crate) fn stream_layer(
+    pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
     ) -> (AttentionLayer<B>, AttentionSpec) {
-        (self.qkv.stream_layer(norm, &self.o_proj, context), self.spec())
+        (self.qkv.layer_op(norm, &self.o_proj, context), self.spec())
     }
 
     /// The output alone, with a cache; see [`LayerCache`](crate::LayerCache).

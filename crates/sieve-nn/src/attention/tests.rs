@@ -1,6 +1,6 @@
 use super::{Attention, LayerContext};
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
-use crate::{AttentionConfig, KvCache, LayerCache, RmsNorm, WeightInit};
+use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, WeightInit};
 use burn::backend::Autodiff;
 use burn::tensor::Tensor;
 use burn_flex::Flex;
@@ -34,19 +34,17 @@ fn after_its_norm_a_layer_is_the_same_layer() {
     for attention in kinds(0.5) {
         let rows = Rows::new([2, 13], &shape(attention));
         let x = input::<Flex, 3>([2, 13, 24], 2);
-        let mut init = WeightInit::new(3, 0.2);
-        let norm = RmsNorm::<Flex> {
-            weight: init.normal([24], &Default::default()),
-            ..RmsNorm::new(24, 1e-5, &mut init, &Default::default())
-        };
-        let layer = layer::<Flex>(attention);
+        let (mut init, device) = (WeightInit::new(3, 0.2), Default::default());
+        let mut layer = DecoderLayer::<Flex>::new(&shape(attention), &mut init, &device);
+        layer.input_layernorm.weight = init.normal([24], &device);
         for residual in [Residual::Stream, Residual::None] {
             let added = match residual {
                 Residual::Stream => x.clone(),
                 Residual::None => x.zeros_like(),
             };
-            let apart = layer.forward(norm.forward(x.clone()), added, &rows.context());
-            let whole = layer.forward_stream(x.clone(), &norm, residual, &rows.context());
+            let normed = layer.input_layernorm.forward(x.clone());
+            let apart = layer.self_attn.forward(normed, added, &rows.context());
+            let whole = layer.attention(x.clone(), residual, &rows.context());
             let what = format!("{attention:?} {residual:?}");
             assert_close(&what, &values(whole.x), &values(apart.x), 1e-6);
             assert_eq!(whole.expire.is_some(), apart.expire.is_some());
