@@ -146,12 +146,11 @@ fn each_layer<B: SieveBackend>(
     let documents = Documents::whole_rows([1, tokens.len()], device);
     let rope = model.rope(tokens.len(), device);
     let context = LayerContext::new(&documents, &rope);
-    let mut x = model.embed_tokens.forward(ids);
-    for (at, layer) in model.layers.iter().enumerate() {
+    let hidden = model.through_layers(ids, |at, layer, x| {
         observe(at, layer, x.clone(), &context)?;
-        x = layer.forward(x, &context).x;
-    }
-    Ok(())
+        Ok(layer.forward(x, &context).x)
+    });
+    hidden.map(drop)
 }
 
 /// Scores of one row of tokens, for each layer and KV head.

@@ -13,7 +13,6 @@ use sieve_ops::{
     AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken, DocumentBounds,
     KeyCache, SieveBackend,
 };
-use std::ops::Range;
 
 /// A backend that can be given a tensor of any strides.
 pub(crate) trait Place: DeviceBackend {
@@ -152,37 +151,37 @@ pub(crate) fn select<B: Place>(case: &Case, device: &B::Device) -> Vec<i32> {
 pub(crate) fn decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
     let shape = case.shape;
     let tokens = Tokens::<B>::new(case, device);
-    let mut rows = Vec::new();
+    let (mut rows, mut scratch) = (Vec::new(), B::DecodeScratch::default());
     for at in 0..shape.seq_len {
         let first = (at + 1).saturating_sub(case.window());
-        let keys = |x: &Tensor<B, 4>| part(x, first..at + 1);
+        let keys = |x: &Tensor<B, 4>| x.clone().narrow(1, first, at + 1 - first);
+        let keys = KeyCache::new(keys(&tokens.k), keys(&tokens.v));
         let (q, scale) = (token(&tokens.q, at), f64::from(case.scale));
-        let o = B::attention_decode(q, keys(&tokens.k), keys(&tokens.v), None, scale);
+        let o = B::attention_decode(q, &keys, None, scale, &mut scratch);
         rows.push(cut(floats::<B, 3>(o), shape));
     }
     by_token(&rows, shape)
 }
 
-/// The same through a cache that each token joins; at times somebody else holds the cache, too.
+/// The same through a cache that each token joins; at times a clone of the cache goes on in its place.
 pub(crate) fn cached_attention<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> {
     let shape = case.shape;
     let Tokens { q, k, v } = Tokens::<B>::new(case, device);
     let spec = case.spec((case.window() < shape.seq_len).then(|| case.window()));
-    let first = |x: &Tensor<B, 4>| part(x, 0..1);
-    let mut cache = KeyCache::<B> {
-        k: first(&k),
-        v: first(&v),
-    };
-    let o = B::attention_decode(token(&q, 0), first(&k), first(&v), None, spec.softmax_scale);
+    let first = |x: &Tensor<B, 4>| x.clone().narrow(1, 0, 1);
+    let (mut cache, mut scratch) = (KeyCache::<B>::new(first(&k), first(&v)), B::DecodeScratch::default());
+    let o = B::attention_decode(token(&q, 0), &cache, None, spec.softmax_scale, &mut scratch);
     let mut rows = vec![cut(floats::<B, 3>(o), shape)];
     let qkv = Tensor::cat(vec![q, k, v], 2);
     for at in 1..shape.seq_len {
-        let token = part(&qkv, at..at + 1);
-        let also_held = (at % 50 == 7).then(|| cache.clone());
-        let (next, o) = B::cached_attention(cache, token, spec);
-        drop(also_held);
-        cache = next;
-        rows.push(cut(floats::<B, 4>(o), shape));
+        let token = qkv.clone().narrow(1, at, 1);
+        if at % 50 == 7 {
+            let other = cache.clone();
+            sieve_ops::cached_attention(&mut cache, Tensor::zeros_like(&token), spec, &mut scratch);
+            cache = other;
+        }
+        let o = sieve_ops::cached_attention(&mut cache, token, spec, &mut scratch);
+        rows.push(cut(floats::<B, 4>(o.into_primitive().tensor()), shape));
     }
     by_token(&rows, shape)
 }
@@ -195,17 +194,11 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
     let z = Tensor::<B, 3>::from_data(z, device);
     let z_of = |at: usize| z.clone().narrow(2, at, 1);
     // The first key is always kept, and its query sees it alone.
-    let (k, v) = (part(&tokens.k, 0..1), part(&tokens.v, 0..1));
-    let scale = f64::from(case.scale);
-    let o = B::attention_decode(token(&tokens.q, 0), k.clone(), v.clone(), None, scale);
-    let heads = [shape.batch, shape.num_kv_heads, 1];
-    let mut cache = DmaCache::<B> {
-        k,
-        v,
-        rank: z_of(0).into_primitive().tensor(),
-        positions: Tensor::<B, 3, Int>::zeros(heads, device).into_primitive(),
-        window: case.dma_window(),
-    };
+    let first = [&tokens.k, &tokens.v].map(|x| x.clone().narrow(1, 0, 1).swap_dims(1, 2));
+    let (scale, mut scratch) = (f64::from(case.scale), B::DecodeScratch::default());
+    let position = Tensor::zeros([shape.batch, shape.num_kv_heads, 1], device);
+    let mut cache = DmaCache::<B>::new(first, z_of(0), position, case.dma_window());
+    let o = B::attention_decode(token(&tokens.q, 0), &cache.keys, None, scale, &mut scratch);
     let mut rows = vec![cut(floats::<B, 3>(o), shape)];
     for at in 1..shape.seq_len {
         let token = DmaToken::<B> {
@@ -215,8 +208,7 @@ pub(crate) fn dma_decode<B: Place>(case: &Case, device: &B::Device) -> Vec<f32> 
             rank: z_of(at).flatten::<2>(1, 2).into_primitive().tensor(),
             position: at,
         };
-        let (next, o) = B::dma_decode(cache, token, scale, DmaBias::Exp);
-        cache = next;
+        let o = B::dma_decode(&mut cache, token, scale, DmaBias::Exp, &mut scratch);
         rows.push(cut(floats::<B, 3>(o), shape));
     }
     by_token(&rows, shape)
@@ -251,12 +243,6 @@ impl<B: Place> Tokens<B> {
             v: of(v, keys_of(shape)),
         }
     }
-}
-
-/// Some tokens of `[batch, seq_len, heads, width]`.
-fn part<B: Place>(x: &Tensor<B, 4>, tokens: Range<usize>) -> FloatTensor<B> {
-    let part = x.clone().narrow(1, tokens.start, tokens.len());
-    part.into_primitive().tensor()
 }
 
 /// One token of `[batch, seq_len, heads, width]` as `[batch, heads, width]`.

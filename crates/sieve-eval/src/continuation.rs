@@ -1,9 +1,8 @@
 //! Texts that a model reads piece by piece, with what it keeps of them.
-use crate::device_cache::DeviceCache;
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
-use sieve_nn::{KvCache, LayerOperands, Qwen3};
+use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
 use sieve_ops::{RotaryEmbedding, SieveBackend};
 
 /// Most keys in the caches of texts that are decoded side by side. More would take memory and save little time.
@@ -24,8 +23,6 @@ pub(crate) struct Continuation<'a, B: SieveBackend> {
     rope: RotaryEmbedding<B>,
     cache: KvCache<B>,
     selection: Option<Selection>,
-    /// One per layer, where a decode method runs on the device.
-    on_device: Vec<Option<DeviceCache<B>>>,
 }
 
 impl<'a, B: SieveBackend> Continuation<'a, B> {
@@ -35,7 +32,6 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
             rope: model.rope(max_tokens, device),
             cache: KvCache::new(model.layers.len()),
             selection: None,
-            on_device: Vec::new(),
             model,
             device: device.clone(),
         }
@@ -45,13 +41,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
     /// the tokens after a dense prompt.
     #[must_use]
     pub(crate) fn with_selection(self, selection: Option<Selection>) -> Self {
-        let acts = selection.as_ref().is_some_and(Selection::acts_in_decode);
-        Self {
-            selection,
-            // A decode method keeps of the prompt what it needs; the model's own cache would keep everything besides.
-            cache: if acts { KvCache::new(0) } else { self.cache },
-            ..self
-        }
+        Self { selection, ..self }
     }
 
     /// The selector with what it has computed.
@@ -76,14 +66,20 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
     pub(crate) fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EvalError> {
         let ids = ids(tokens, [1, tokens.len()], &self.device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
+        let num_tokens = cache.num_tokens + tokens.len();
+        type Operands<'a, B> = &'a LayerOperands<B>;
         let logits = match &mut self.selection {
             Some(selection) if selection.acts_in_decode() => {
-                let on_device = &mut self.on_device;
-                let attend = &mut |operands: &LayerOperands<B>| selection.continue_text(on_device, operands);
+                let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, scratch: &mut _| {
+                    selection.continue_text(operands, num_tokens, cache, scratch)
+                };
                 model.next_logits_attending(ids, cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {
-                let attend = &mut |operands: &LayerOperands<B>| selection.attend(operands);
+                let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, _: &mut _| {
+                    cache.keep_recent(&operands.qkv, operands.spec());
+                    selection.attend(operands)
+                };
                 model.next_logits_attending(ids, cache, rope, attend)?
             }
             _ => model.next_logits(ids, cache, rope),
@@ -138,6 +134,9 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
         let mut order: Vec<usize> = (0..endings.len()).collect();
         order.sort_by_key(|&n| std::cmp::Reverse(endings[n].len()));
         for some in order.chunks(texts_together(self.cache.num_tokens)) {
+            if endings[some[0]].len() == 1 {
+                break;
+            }
             let mut text = self.clone();
             text.selection = text.selection.as_ref().map(Selection::uncounted);
             let mut texts = vec![text; some.len()];

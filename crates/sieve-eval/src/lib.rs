@@ -23,7 +23,7 @@ mod tasks;
 
 mod captured;
 mod chunks;
-mod device_cache;
+mod device_steps;
 mod pass;
 mod patterns;
 mod selection;

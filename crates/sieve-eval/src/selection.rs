@@ -1,12 +1,12 @@
 //! A selector in place of a dense model's attention: what it computes, and what it cost.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, calls_of, prefill, prefill_on_device};
-use crate::device_cache::DeviceCache;
+use crate::device_steps;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
-use sieve_nn::{HostOperands, LayerOperands};
-use sieve_ops::{AttentionSpec, Documents, SieveBackend, attention, has_sparse_attention};
+use sieve_nn::{HostOperands, LayerCache, LayerOperands};
+use sieve_ops::{Documents, SieveBackend, attention, has_sparse_attention};
 use sieve_select::{DecodeSession, LayerSelectors, LayerShape, Method, Phase, Selector};
 use std::ops::AddAssign;
 use std::time::Instant;
@@ -376,15 +376,17 @@ impl Selection {
     }
 
     /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too), then
-    /// one token at a time. Only where a layer acts in decode. `caches` has each layer's keys on the device, where its
-    /// tokens are read there.
+    /// one token at a time; the last of `operands` is the text's `num_tokens`-th. Only where a layer acts in decode.
+    /// `cache` gets the layer's keys where its tokens are read on the device.
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.
     pub(crate) fn continue_text<B: SieveBackend>(
         &mut self,
-        caches: &mut Vec<Option<DeviceCache<B>>>,
         operands: &LayerOperands<B>,
+        num_tokens: usize,
+        cache: &mut LayerCache<B>,
+        scratch: &mut B::DecodeScratch,
     ) -> Result<Tensor<B, 4>, EvalError> {
         let layer = operands.layer;
         let (steps, width) = (self.steps.of(layer), operands.qkv.dims()[3]);
@@ -392,18 +394,15 @@ impl Selection {
             self.count_copied(operands);
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
-        if caches.len() <= layer {
-            caches.resize_with(layer + 1, || None);
-        }
-        let Some(cache) = &mut caches[layer] else {
-            caches[layer] = Some(DeviceCache::of(self.steps.of(layer), operands)?);
+        if cache.is_empty() {
+            device_steps::keep_prompt(self.steps.of(layer), operands, cache)?;
             return match self.selects_prompts(layer) {
                 true => self.attend(operands),
                 false => Ok(dense(operands)),
             };
-        };
-        let (o, pairs, is_chosen) = cache.step(self.steps.of(layer), operands)?;
-        let dense = (cache.num_tokens() * operands.num_heads) as f64;
+        }
+        let (o, pairs, is_chosen) = device_steps::step(self.steps.of(layer), operands, num_tokens, cache, scratch)?;
+        let dense = (num_tokens * operands.num_heads) as f64;
         let totals = &mut self.totals[layer];
         totals.kernel_calls += 1;
         totals.device_selections += u64::from(is_chosen);
@@ -438,15 +437,8 @@ impl Selection {
 
 /// Dense attention by the model's own kernel.
 fn dense<B: SieveBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
-    let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let spec = AttentionSpec {
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
-        window_size: None,
-    };
-    let documents = Documents::whole_rows([1, tokens], &operands.qkv.device());
-    attention(operands.qkv.clone(), &documents, spec)
+    let documents = Documents::whole_rows([1, operands.num_tokens()], &operands.qkv.device());
+    attention(operands.qkv.clone(), &documents, operands.spec())
 }
 
 /// Pairs of dense causal attention.

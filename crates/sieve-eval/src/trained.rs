@@ -8,6 +8,7 @@ use sieve_core::ModelShape;
 use sieve_core::model::NsaShape;
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
+use std::convert::Infallible;
 
 /// One model at one prompt length, over all layers and windows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -115,13 +116,12 @@ fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) 
     let documents = Documents::whole_rows(shape, device);
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
-    let mut x = model.embed_tokens.forward(ids(&window[..num_tokens], shape, device));
+    let ids = ids(&window[..num_tokens], shape, device);
     let mut counted = Vec::new();
-    for (index, layer) in model.layers.iter().enumerate() {
+    let Ok(_) = model.through_layers(ids, |index, layer, x| {
         let attention = model.shape().of_layer(index).attention;
         let chosen = blocks_of(layer, &x, &context);
         let output = layer.forward(x, &context);
-        x = output.x;
         counted.push(match (output.expire, chosen, attention) {
             (Some(expire), ..) => {
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
@@ -134,7 +134,8 @@ fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) 
                 Counted::of(pairs, pairs, num_tokens)
             }
         });
-    }
+        Ok::<_, Infallible>(output.x)
+    });
     counted
 }
 

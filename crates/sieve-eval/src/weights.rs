@@ -6,6 +6,7 @@ use serde::Serialize;
 use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
 use sieve_nn::{LayerContext, Qwen3};
 use sieve_ops::{Documents, SieveBackend};
+use std::convert::Infallible;
 
 /// Distances at which [`HeadWeights::beyond`] is asked, in tokens.
 pub const DISTANCES: [usize; 4] = [16, 64, 256, 1024];
@@ -80,9 +81,8 @@ pub fn attention_weights<B: SieveBackend>(
     let documents = Documents::whole_rows([1, num_tokens], device);
     let rope = model.rope(num_tokens, device);
     let context = LayerContext::new(&documents, &rope);
-    let mut x = model.embed_tokens.forward(ids(tokens, [1, num_tokens], device));
     let mut all = Vec::new();
-    for (idx, layer) in model.layers.iter().enumerate() {
+    let Ok(_) = model.through_layers(ids(tokens, [1, num_tokens], device), |idx, layer, x| {
         let is_asked = layers.is_empty() || layers.contains(&idx);
         let weights = is_asked.then(|| {
             let normed = layer.input_layernorm.forward(x.clone());
@@ -90,7 +90,6 @@ pub fn attention_weights<B: SieveBackend>(
             weights.into_data().iter::<f32>().collect::<Vec<f32>>()
         });
         let output = layer.forward(x, &context);
-        x = output.x;
         if let Some(weights) = weights {
             let heads = weights.chunks(num_tokens * num_tokens);
             let of_layer = shape.of_layer(idx);
@@ -108,7 +107,8 @@ pub fn attention_weights<B: SieveBackend>(
             });
         }
         observe(idx as u64 + 1);
-    }
+        Ok::<_, Infallible>(output.x)
+    });
     Ok(all)
 }
 

@@ -9,7 +9,7 @@ pub(crate) mod native_sparse;
 pub(crate) mod shared_prompts;
 mod weights;
 
-use crate::{LayerCache, Linear, RmsNorm, WeightInit};
+use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -19,8 +19,10 @@ use multi_head::MultiHeadAttention;
 use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
 use sieve_core::model::AttentionForm;
-use sieve_core::{DmaBias, Keeping, ModelShape};
-use sieve_ops::{Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend, WeightSums};
+use sieve_core::{Keeping, ModelShape};
+use sieve_ops::{
+    AttentionLayer, AttentionSpec, Documents, ProductPrecision, RotaryEmbedding, SieveBackend, WeightSums,
+};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -92,10 +94,10 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
     }
 }
 
-/// Output of an attention layer.
+/// Output of an attention layer, or of a whole block.
 #[derive(Clone, Debug)]
-pub struct AttentionResult<B: Backend> {
-    /// The residual stream with the attention's output added, `[batch, seq_len, d_model]`.
+pub struct LayerOutput<B: Backend> {
+    /// The residual stream with the layer's output added, `[batch, seq_len, d_model]`.
     pub x: Tensor<B, 3>,
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
     pub expire: Option<Tensor<B, 3, Int>>,
@@ -104,15 +106,7 @@ pub struct AttentionResult<B: Backend> {
     pub clamped_scores: Option<Tensor<B, 3>>,
 }
 
-impl<B: Backend> AttentionResult<B> {
-    fn new(x: Tensor<B, 3>, y: Tensor<B, 3>, residual: Residual) -> Self {
-        let x = match residual {
-            Residual::Stream => x + y,
-            Residual::None => y,
-        };
-        Self::of(x)
-    }
-
+impl<B: Backend> LayerOutput<B> {
     /// Of a kind without a mask of its own.
     fn of(x: Tensor<B, 3>) -> Self {
         Self {
@@ -151,61 +145,29 @@ impl<B: Backend> Attention<B> {
 
 impl<B: SieveBackend> Attention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> AttentionResult<B> {
+    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         match self {
-            Self::Grouped(layer) => AttentionResult::of(layer.forward(x, residual, context)),
-            Self::Mla(layer) => AttentionResult::of(residual + layer.forward(x, context)),
-            Self::Nsa(layer) => AttentionResult::of(residual + layer.forward(x, context)),
+            Self::Grouped(layer) => LayerOutput::of(layer.forward(x, residual, context)),
+            Self::Mla(layer) => LayerOutput::of(residual + layer.forward(x, context)),
+            Self::Nsa(layer) => LayerOutput::of(residual + layer.forward(x, context)),
             Self::Dma(layer) => layer.forward(x, residual, context),
         }
     }
 
-    /// The layer after `norm`, as one op where the kind has one: less is kept for the backward pass than by
-    /// [`forward`](Self::forward) after the norm. `x`, before the norm, is the residual stream,
-    /// `[batch, seq_len, d_model]`.
-    pub fn forward_stream(
+    /// The layer after `norm` as one op, which keeps less for the backward pass than [`forward`](Self::forward) after the
+    /// norm; `None` where the call takes several ops.
+    pub(crate) fn layer_op(
         &self,
-        x: Tensor<B, 3>,
         norm: &RmsNorm<B>,
-        residual: Residual,
         context: &LayerContext<'_, B>,
-    ) -> AttentionResult<B> {
-        let in_layer_op = match self {
-            Self::Grouped(layer) => layer.qkv.is_in_layer_op(),
-            Self::Dma(layer) => layer.qkv.is_in_layer_op(),
-            Self::Mla(_) | Self::Nsa(_) => true,
-        };
-        if context.shared.is_some() || !in_layer_op {
-            let added = match residual {
-                Residual::Stream => x.clone(),
-                Residual::None => x.zeros_like(),
-            };
-            return self.forward(norm.forward(x), added, context);
+    ) -> Option<(AttentionLayer<B>, AttentionSpec)> {
+        if context.shared.is_some() {
+            return None;
         }
-        let (layer, spec) = match self {
-            Self::Grouped(layer) => layer.stream_layer(norm, context),
-            Self::Dma(layer) => layer.stream_layer(norm, context),
-            Self::Mla(layer) => {
-                let y = layer.forward(norm.forward(x.clone()), context);
-                return AttentionResult::new(x, y, residual);
-            }
-            Self::Nsa(layer) => {
-                let y = layer.forward(norm.forward(x.clone()), context);
-                return AttentionResult::new(x, y, residual);
-            }
-        };
-        let clamps = layer.dma.as_ref().is_some_and(|dma| dma.spec.bias == DmaBias::Exp);
-        let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
-        let (expire, scores) = chosen.unzip();
-        AttentionResult {
-            x,
-            expire,
-            clamped_scores: scores.filter(|_| clamps),
+        match self {
+            Self::Grouped(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
+            Self::Dma(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
+            Self::Mla(_) | Self::Nsa(_) => None,
         }
     }
 
@@ -215,7 +177,7 @@ impl<B: SieveBackend> Attention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         match self {
             Self::Grouped(layer) => layer.forward_cached(x, context, caches),

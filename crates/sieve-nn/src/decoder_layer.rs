@@ -1,9 +1,9 @@
 //! One transformer block: attention and feed-forward, each after a norm and added to the residual stream.
-use crate::{Attention, AttentionResult, LayerCache, LayerContext, RmsNorm, SwigluMlp, WeightInit};
+use crate::{Attention, LayerCaches, LayerContext, LayerOutput, RmsNorm, SwigluMlp, WeightInit};
 use burn::module::{Module, Param};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
-use sieve_core::ModelShape;
+use sieve_core::{DmaBias, ModelShape};
 use sieve_ops::{Residual, SieveBackend};
 
 /// Pre-norm block of Qwen3; with residual scales, of Doge.
@@ -21,17 +21,6 @@ pub struct DecoderLayer<B: Backend> {
     pub input_residual: Option<Param<Tensor<B, 1>>>,
     /// Scale of the residual around the feed-forward layer, `[d_model]`; one where absent.
     pub post_attention_residual: Option<Param<Tensor<B, 1>>>,
-}
-
-/// Output of a block.
-#[derive(Clone, Debug)]
-pub struct LayerOutput<B: Backend> {
-    /// Residual stream, `[batch, seq_len, d_model]`.
-    pub x: Tensor<B, 3>,
-    /// DMA's mask, as in [`AttentionResult`](crate::AttentionResult).
-    pub expire: Option<Tensor<B, 3, Int>>,
-    /// DMA's scores where its bias clamps large ones, as in [`AttentionResult`](crate::AttentionResult).
-    pub clamped_scores: Option<Tensor<B, 3>>,
 }
 
 impl<B: Backend> DecoderLayer<B> {
@@ -62,22 +51,44 @@ impl<B: Backend> DecoderLayer<B> {
 impl<B: SieveBackend> DecoderLayer<B> {
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
-        let norm = &self.input_layernorm;
-        let attend = |x, residual| self.self_attn.forward_stream(x, norm, residual, context);
-        let result = match &self.input_residual {
-            None => attend(x, Residual::Stream),
+        let output = match &self.input_residual {
+            None => self.attention(x, Residual::Stream, context),
             scale => {
-                let result = attend(x.clone(), Residual::None);
-                AttentionResult {
-                    x: scaled(x, scale) + result.x,
-                    ..result
+                let output = self.attention(x.clone(), Residual::None, context);
+                LayerOutput {
+                    x: scaled(x, scale) + output.x,
+                    ..output
                 }
             }
         };
         LayerOutput {
-            x: self.feed_forward(result.x, context),
-            expire: result.expire,
-            clamped_scores: result.clamped_scores,
+            x: self.feed_forward(output.x, context),
+            ..output
+        }
+    }
+
+    /// The attention after its norm, as one op where it has one.
+    pub(crate) fn attention(
+        &self,
+        x: Tensor<B, 3>,
+        residual: Residual,
+        context: &LayerContext<'_, B>,
+    ) -> LayerOutput<B> {
+        let norm = &self.input_layernorm;
+        let Some((layer, spec)) = self.self_attn.layer_op(norm, context) else {
+            let added = match residual {
+                Residual::Stream => x.clone(),
+                Residual::None => x.zeros_like(),
+            };
+            return self.self_attn.forward(norm.forward(x), added, context);
+        };
+        let clamps = layer.dma.as_ref().is_some_and(|dma| dma.spec.bias == DmaBias::Exp);
+        let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
+        let (expire, scores) = chosen.unzip();
+        LayerOutput {
+            x,
+            expire,
+            clamped_scores: scores.filter(|_| clamps),
         }
     }
 
@@ -86,7 +97,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let normed = self.input_layernorm.forward(x.clone());
         let y = self.self_attn.forward_cached(normed, context, caches);

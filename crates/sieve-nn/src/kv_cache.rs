@@ -3,43 +3,49 @@ mod blocks;
 mod latents;
 
 pub use blocks::BlockCache;
-pub(crate) use blocks::Growing;
 pub use latents::LatentCache;
 pub(crate) use latents::NewLatents;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, SieveBackend, cached_attention,
-    dma_decode,
+    AttentionSpec, DecodeBackend, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, SieveBackend,
+    TokenBuffer, cached_attention, dma_decode,
 };
 
-/// One cache per layer, and the number of tokens that went through.
+/// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
 #[derive(Clone, Debug)]
-pub struct KvCache<B: Backend> {
+pub struct KvCache<B: DecodeBackend> {
     /// In order of the layers.
     pub layers: Vec<LayerCache<B>>,
     /// Tokens seen so far; the position of the next one.
     pub num_tokens: usize,
+    scratch: B::DecodeScratch,
 }
 
-impl<B: Backend> KvCache<B> {
+impl<B: DecodeBackend> KvCache<B> {
     /// An empty cache.
     pub fn new(num_layers: usize) -> Self {
         Self {
             layers: (0..num_layers).map(|_| LayerCache::Empty).collect(),
             num_tokens: 0,
+            scratch: Default::default(),
         }
     }
-}
 
-impl<B: SieveBackend> KvCache<B> {
-    /// The cache of one row as that of several equal rows.
+    /// Makes the cache of one row that of several equal rows.
     pub fn repeat(&mut self, rows: usize) {
         for layer in &mut self.layers {
             layer.repeat(rows);
+        }
+    }
+
+    /// The cache of one layer.
+    pub fn layer(&mut self, index: usize) -> LayerCaches<'_, B> {
+        LayerCaches {
+            caches: vec![&mut self.layers[index]],
+            scratch: &mut self.scratch,
         }
     }
 }
@@ -68,6 +74,17 @@ pub enum LayerCache<B: Backend> {
     Blocks(BlockCache<B>),
     /// What MLA's keys and values are made from.
     Latent(LatentCache<B>),
+    /// Everything of every token, for a selector that chooses keys anew for each token.
+    Packed(PackedCache<B>),
+}
+
+/// Queries, keys and values of all tokens of one row.
+#[derive(Clone, Debug)]
+pub struct PackedCache<B: Backend> {
+    /// `[1, room, num_heads + 2 * num_kv_heads, head_dim]`.
+    pub qkv: TokenBuffer<B, 4>,
+    /// Bounds of the keys of whole pages, f32 `[num_kv_heads, room, 2, head_dim]`, for selectors that compare those.
+    pub bounds: Option<TokenBuffer<B, 4>>,
 }
 
 impl<B: Backend> LayerCache<B> {
@@ -80,119 +97,44 @@ impl<B: Backend> LayerCache<B> {
     pub fn num_keys(&self) -> usize {
         match self {
             Self::Empty => 0,
-            Self::Recent { cache, window_size } => {
-                let len = float::<B, 4>(cache.k.clone()).dims()[1];
-                window_size.unwrap_or(len).min(len)
-            }
-            Self::Selected { cache, .. } => float::<B, 4>(cache.k.clone()).dims()[1],
+            Self::Recent { cache, window_size } => window_size.unwrap_or(cache.len()).min(cache.len()),
+            Self::Selected { cache, .. } => cache.len(),
             Self::Blocks(cache) => cache.num_tokens(),
             Self::Latent(cache) => cache.len(),
+            Self::Packed(cache) => cache.qkv.len(),
         }
     }
-}
 
-/// The caches with their rows of a batch: first row and how many. One cache holds all rows, else each has one.
-pub(crate) fn rows_of<'a, B: Backend>(
-    caches: &'a mut [&mut LayerCache<B>],
-    batch: usize,
-) -> impl Iterator<Item = (usize, usize, &'a mut LayerCache<B>)> {
-    let rows = match caches.len() {
-        1 => batch,
-        _ => 1,
-    };
-    assert_eq!(rows * caches.len(), batch, "one cache, or one a row");
-    let caches = caches.iter_mut().enumerate();
-    caches.map(move |(n, cache)| (n * rows, rows, &mut **cache))
-}
-
-/// Attention of a packed tensor with each cache and its rows.
-pub(crate) fn by_row<B: Backend>(
-    caches: &mut [&mut LayerCache<B>],
-    packed: Tensor<B, 4>,
-    mut attend: impl FnMut(&mut LayerCache<B>, Tensor<B, 4>) -> Tensor<B, 4>,
-) -> Tensor<B, 4> {
-    if let [cache] = caches {
-        return attend(cache, packed);
-    }
-    let batch = packed.dims()[0];
-    let parts = rows_of(caches, batch).map(|(row, rows, cache)| attend(cache, packed.clone().narrow(0, row, rows)));
-    Tensor::cat(parts.collect(), 0)
-}
-
-fn float<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
-    Tensor::from_primitive(TensorPrimitive::Float(primitive))
-}
-
-fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
-    x.into_primitive().tensor()
-}
-
-/// `[q, k, v]` of a packed tensor.
-fn split<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> [Tensor<B, 4>; 3] {
-    let AttentionSpec {
-        num_heads,
-        num_kv_heads,
-        ..
-    } = spec;
-    [
-        qkv.clone().narrow(2, 0, num_heads),
-        qkv.clone().narrow(2, num_heads, num_kv_heads),
-        qkv.narrow(2, num_heads + num_kv_heads, num_kv_heads),
-    ]
-}
-
-impl<B: SieveBackend> LayerCache<B> {
     fn repeat(&mut self, rows: usize) {
-        let repeated = |x: &mut FloatTensor<B>| {
-            *x = primitive(float::<B, 4>(x.clone()).repeat_dim(0, rows));
-        };
         match self {
             Self::Empty => {}
-            Self::Recent { cache, .. } => [&mut cache.k, &mut cache.v].into_iter().for_each(repeated),
-            Self::Selected { cache, .. } => {
-                [&mut cache.k, &mut cache.v].into_iter().for_each(repeated);
-                cache.rank = primitive(float::<B, 3>(cache.rank.clone()).repeat_dim(0, rows));
-                let positions = Tensor::<B, 3, Int>::from_primitive(cache.positions.clone());
-                cache.positions = positions.repeat_dim(0, rows).into_primitive();
-            }
+            Self::Recent { cache, .. } => cache.repeat(rows),
+            Self::Selected { cache, .. } => cache.repeat(rows),
             Self::Blocks(cache) => cache.repeat(rows),
             Self::Latent(cache) => cache.repeat(rows),
+            Self::Packed(_) => panic!("selectors read one text"),
         }
     }
 
-    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`.
-    ///
-    /// Panics when more than one token meets a cache that is not empty.
-    pub(crate) fn attend_recent(
-        &mut self,
-        qkv: Tensor<B, 4>,
-        documents: &Documents<B>,
-        spec: AttentionSpec,
-    ) -> Tensor<B, 4> {
-        let (cache, o) = match std::mem::replace(self, Self::Empty) {
-            Self::Recent { cache, .. } => {
-                assert_eq!(qkv.dims()[1], 1, "a filled cache takes one token at a time");
-                cached_attention(cache, qkv, spec)
-            }
-            _ => {
-                let [_, k, v] = split(qkv.clone(), spec);
-                let [k, v] = [k, v].map(|x| primitive(recent(x, spec)));
-                (KeyCache { k, v }, sieve_ops::attention(qkv, documents, spec))
-            }
-        };
+    /// Fills the cache of a dense layer, or one with a window, with a prompt's keys.
+    pub fn keep_recent(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec) {
         let window_size = spec.window_size;
+        let [_, k, v] = split(qkv.clone(), spec);
+        let seen = |x: Tensor<B, 4>| last(x, window_size.unwrap_or(usize::MAX));
+        let cache = KeyCache::new(seen(k), seen(v));
         *self = Self::Recent { cache, window_size };
-        o
     }
 
     /// Adds what MLA keeps of new tokens and returns the cache.
-    pub(crate) fn extend_latents(&mut self, new: NewLatents<B>) -> LatentCache<B> {
-        let all = match std::mem::replace(self, Self::Empty) {
-            Self::Latent(old) => old.extended(new),
-            _ => LatentCache::of(new),
+    pub(crate) fn extend_latents(&mut self, new: NewLatents<B>) -> &LatentCache<B> {
+        match self {
+            Self::Latent(cache) => cache.append(new),
+            _ => *self = Self::Latent(LatentCache::new(new)),
+        }
+        let Self::Latent(cache) = self else {
+            unreachable!("just filled")
         };
-        *self = Self::Latent(all.clone());
-        all
+        cache
     }
 
     /// Fills an empty cache with the keys that the mask still shows to the next query.
@@ -218,41 +160,164 @@ impl<B: SieveBackend> LayerCache<B> {
         let positions = Tensor::<B, 3, Int>::from_data(TensorData::new(positions, [batch, kv_heads, kept]), &device);
         let gather = |x: Tensor<B, 4>| {
             let rows = positions.clone().swap_dims(1, 2).reshape([batch, kept, kv_heads, 1]);
-            x.gather(1, rows.expand([batch, kept, kv_heads, head_dim]))
+            let kept = x.gather(1, rows.expand([batch, kept, kv_heads, head_dim]));
+            kept.swap_dims(1, 2)
         };
-        let cache = DmaCache {
-            k: gather(k).into_primitive().tensor(),
-            v: gather(v).into_primitive().tensor(),
-            rank: rank.gather(2, positions.clone()).into_primitive().tensor(),
-            positions: positions.into_primitive(),
-            window: dma.window(),
-        };
+        let keys = [gather(k), gather(v)];
+        let rank = rank.gather(2, positions.clone());
         *self = Self::Selected {
-            cache,
+            cache: DmaCache::new(keys, rank, positions, dma.window()),
             next_position: seq_len,
         };
+    }
+}
+
+/// What a pass reads and extends in one layer: one cache of all rows, or one of each row.
+#[derive(Debug)]
+pub struct LayerCaches<'a, B: DecodeBackend> {
+    caches: Vec<&'a mut LayerCache<B>>,
+    scratch: &'a mut B::DecodeScratch,
+}
+
+/// Some rows of a batch, and their cache.
+pub(crate) struct CachedRows<'a, B: DecodeBackend> {
+    /// The first row, and how many there are.
+    pub(crate) rows: [usize; 2],
+    pub(crate) cache: &'a mut LayerCache<B>,
+    pub(crate) scratch: &'a mut B::DecodeScratch,
+}
+
+impl<'a, B: DecodeBackend> LayerCaches<'a, B> {
+    /// A layer of one cache of all rows, or of those of each row.
+    ///
+    /// Panics without a cache.
+    pub(crate) fn of_layer(caches: &'a mut [&mut KvCache<B>], index: usize) -> Self {
+        let mut first = None;
+        let caches = caches.iter_mut().map(|cache| {
+            let KvCache { layers, scratch, .. } = &mut **cache;
+            first.get_or_insert(scratch);
+            &mut layers[index]
+        });
+        Self {
+            caches: caches.collect(),
+            scratch: first.expect("at least one cache"),
+        }
+    }
+
+    /// The one cache of all rows, and what decoding ops share.
+    ///
+    /// Panics where each row has a cache.
+    pub(crate) fn single(&mut self) -> (&mut LayerCache<B>, &mut B::DecodeScratch) {
+        let [cache] = &mut self.caches[..] else {
+            panic!("one cache of all rows")
+        };
+        (cache, self.scratch)
+    }
+
+    /// The one cache of all rows, while it is empty.
+    pub(crate) fn empty(&mut self) -> Option<&mut LayerCache<B>> {
+        match &mut self.caches[..] {
+            [cache] if cache.is_empty() => Some(cache),
+            _ => None,
+        }
+    }
+
+    /// Calls `each` with the rows of each cache.
+    pub(crate) fn each<T>(&mut self, batch: usize, mut each: impl FnMut(CachedRows<'_, B>) -> T) -> Vec<T> {
+        let count = match self.caches.len() {
+            1 => batch,
+            _ => 1,
+        };
+        assert_eq!(count * self.caches.len(), batch, "one cache, or one a row");
+        let caches = self.caches.iter_mut().enumerate();
+        let rows = caches.map(|(n, cache)| {
+            each(CachedRows {
+                rows: [n * count, count],
+                cache,
+                scratch: self.scratch,
+            })
+        });
+        rows.collect()
+    }
+
+    /// Attention of a packed tensor with each cache and its rows.
+    pub(crate) fn attend(
+        &mut self,
+        packed: Tensor<B, 4>,
+        mut attend: impl FnMut(CachedRows<'_, B>, Tensor<B, 4>) -> Tensor<B, 4>,
+    ) -> Tensor<B, 4> {
+        let mut parts = self.each(packed.dims()[0], |cached| {
+            let [row, rows] = cached.rows;
+            attend(cached, packed.clone().narrow(0, row, rows))
+        });
+        match parts.len() {
+            1 => parts.remove(0),
+            _ => Tensor::cat(parts, 0),
+        }
+    }
+}
+
+/// `[q, k, v]` of a packed tensor.
+fn split<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> [Tensor<B, 4>; 3] {
+    let AttentionSpec {
+        num_heads,
+        num_kv_heads,
+        ..
+    } = spec;
+    [
+        qkv.clone().narrow(2, 0, num_heads),
+        qkv.clone().narrow(2, num_heads, num_kv_heads),
+        qkv.narrow(2, num_heads + num_kv_heads, num_kv_heads),
+    ]
+}
+
+/// The last `count` tokens, or all.
+fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
+    let len = x.dims()[1];
+    match len > count {
+        true => x.narrow(1, len - count, count),
+        false => x,
+    }
+}
+
+impl<B: SieveBackend> CachedRows<'_, B> {
+    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`.
+    ///
+    /// Panics when more than one token meets a cache that is not empty.
+    pub(crate) fn attend_recent(
+        self,
+        qkv: Tensor<B, 4>,
+        documents: &Documents<B>,
+        spec: AttentionSpec,
+    ) -> Tensor<B, 4> {
+        let LayerCache::Recent { cache, .. } = self.cache else {
+            self.cache.keep_recent(&qkv, spec);
+            return sieve_ops::attention(qkv, documents, spec);
+        };
+        assert_eq!(qkv.dims()[1], 1, "a filled cache takes one token at a time");
+        cached_attention(cache, qkv, spec, self.scratch)
     }
 
     /// DMA of one new token; `[batch, 1, num_heads, head_dim]`.
     ///
     /// Panics on an empty cache or more than one token.
     pub(crate) fn attend_selected(
-        &mut self,
+        self,
         qkv: Tensor<B, 4>,
         w_dt: Tensor<B, 2>,
         a: Tensor<B, 1>,
         spec: AttentionSpec,
         dma: DmaShape,
     ) -> Tensor<B, 4> {
-        let Self::Selected { cache, next_position } = std::mem::replace(self, Self::Empty) else {
+        let LayerCache::Selected { cache, next_position } = self.cache else {
             panic!("a DMA layer decodes after a prompt");
         };
-        let [batch, new, _, head_dim] = qkv.dims();
+        let [batch, new, _, _] = qkv.dims();
         assert_eq!(new, 1, "a filled cache takes one token at a time");
         let recency = Recency {
             slopes: dma.slopes(spec.num_kv_heads),
             origin: PositionOrigin::At {
-                position: next_position,
+                position: *next_position,
                 batch,
                 device: qkv.device(),
             },
@@ -264,33 +329,17 @@ impl<B: SieveBackend> LayerCache<B> {
             spec,
             recency,
         );
-        let rank = float::<B, 3>(rank);
-        let [q, k, v] = split(qkv, spec);
+        let rank = Tensor::<B, 3>::from_primitive(burn::tensor::TensorPrimitive::Float(rank));
+        let [q, k, v] = split(qkv, spec).map(|x| x.squeeze_dim::<3>(1).into_primitive().tensor());
         let token = DmaToken {
-            q: q.reshape([batch, spec.num_heads, head_dim]).into_primitive().tensor(),
-            k: k.reshape([batch, spec.num_kv_heads, head_dim])
-                .into_primitive()
-                .tensor(),
-            v: v.reshape([batch, spec.num_kv_heads, head_dim])
-                .into_primitive()
-                .tensor(),
-            rank: rank.reshape([batch, spec.num_kv_heads]).into_primitive().tensor(),
-            position: next_position,
+            q,
+            k,
+            v,
+            rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(),
+            position: *next_position,
         };
-        let (cache, o) = dma_decode(cache, token, spec.softmax_scale, dma.bias);
-        *self = Self::Selected {
-            cache,
-            next_position: next_position + 1,
-        };
-        o.reshape([batch, 1, spec.num_heads, head_dim])
-    }
-}
-
-/// The keys a later query can still see.
-fn recent<B: Backend>(x: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 4> {
-    let len = x.dims()[1];
-    match spec.window_size {
-        Some(window_size) if len > window_size => x.narrow(1, len - window_size, window_size),
-        _ => x,
+        *next_position += 1;
+        let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, self.scratch);
+        o.unsqueeze_dim(1)
     }
 }

@@ -5,10 +5,11 @@
 //! they are.
 use crate::attention::Attention;
 use crate::decoder_layer::scaled;
-use crate::{KvCache, LayerCache, LayerContext, Qwen3};
+use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, Qwen3};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_ops::{Documents, KeyCache, RotaryEmbedding, SieveBackend};
+use sieve_ops::{AttentionSpec, DecodeBackend, Documents, RotaryEmbedding, SieveBackend};
+use std::ops::Range;
 
 /// Queries and keys after norm and rotation, and values, of one document in one layer.
 #[derive(Clone, Copy, Debug)]
@@ -51,10 +52,21 @@ pub struct LayerOperands<B: Backend> {
 /// Attention of one document in one layer: `[1, num_tokens, num_heads, head_dim]`, or an error that ends the pass.
 pub type LayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>) -> Result<Tensor<B, 4>, E> + 'a;
 
+/// The same of one text's next tokens, with the layer's cache, which it reads and fills itself, and what decoding ops
+/// share.
+pub type CachedLayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut <B as DecodeBackend>::DecodeScratch) -> Result<Tensor<B, 4>, E>
+    + 'a;
+
 impl<B: Backend> LayerOperands<B> {
     /// Tokens of the document.
     pub fn num_tokens(&self) -> usize {
         self.qkv.dims()[1]
+    }
+
+    /// The heads' sizes, as dense attention takes them.
+    pub fn spec(&self) -> AttentionSpec {
+        let head_dim = self.qkv.dims()[3];
+        AttentionSpec::dense([self.num_heads, self.num_kv_heads], head_dim)
     }
 
     /// Queries, copied to the host.
@@ -107,7 +119,25 @@ impl<B: SieveBackend> Qwen3<B> {
         context: &LayerContext<'_, B>,
         attend: &mut LayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 3>, E> {
-        self.pass(ids, context, None, attend)
+        let documents = documents_of(context.documents);
+        self.through_layers(ids, |index, layer, x| {
+            let Some(mha) = dense(layer) else {
+                return Ok(layer.forward(x, context).x);
+            };
+            layer.forward_attending(mha, x, context, |qkv| {
+                let [batch, seq_len, heads, head_dim] = qkv.dims();
+                let rows = qkv.reshape([1, batch * seq_len, heads, head_dim]);
+                let of = |range: &Range<usize>| rows.clone().narrow(1, range.start, range.len());
+                let parts = documents
+                    .iter()
+                    .map(|range| attend(&self.operands(index, mha, of(range))));
+                let mut parts = parts.collect::<Result<Vec<_>, E>>()?;
+                Ok(match parts.len() {
+                    1 => parts.remove(0),
+                    _ => Tensor::cat(parts, 1),
+                })
+            })
+        })
     }
 
     /// As [`token_losses`](Self::token_losses), with `attend`.
@@ -125,9 +155,8 @@ impl<B: SieveBackend> Qwen3<B> {
         Ok(self.head.token_losses(hidden, labels, &self.embed_tokens))
     }
 
-    /// As [`next_logits`](Self::next_logits) for tokens at positions `cache.num_tokens..`, with `attend`. Keys and
-    /// values of a prompt go into an empty cache, from which [`next_logits`](Self::next_logits) may go on. With a cache
-    /// that is not empty only its count is used and raised: `attend` then remembers earlier keys itself.
+    /// As [`next_logits`](Self::next_logits) of one text, with `attend` in dense layers, which reads and fills their
+    /// caches.
     ///
     /// # Errors
     /// The first error of `attend`.
@@ -136,81 +165,60 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         cache: &mut KvCache<B>,
         rope: &RotaryEmbedding<B>,
-        attend: &mut LayerAttention<'_, B, E>,
+        attend: &mut CachedLayerAttention<'_, B, E>,
     ) -> Result<Tensor<B, 2>, E> {
-        let [batch, new] = ids.dims();
-        let documents = Documents::whole_rows([batch, new], &ids.device());
-        let positions = documents.positions.clone();
-        let context = LayerContext {
-            positions: positions.add_scalar(cache.num_tokens as i64),
-            ..LayerContext::new(&documents, rope)
-        };
-        let layers = (cache.num_tokens == 0).then_some(&mut cache.layers);
-        let x = self.pass(ids, &context, layers, attend)?;
-        cache.num_tokens += new;
-        let last = x.narrow(1, new - 1, 1);
-        Ok(self.head.logits(last, &self.embed_tokens).flatten(1, 2))
+        self.cached_pass(ids, &mut [cache], rope, |index, layer, x, context, mut caches| {
+            let Some(mha) = dense(layer) else {
+                return Ok(layer.forward_cached(x, context, &mut caches));
+            };
+            layer.forward_attending(mha, x, context, |qkv| {
+                let (cache, scratch) = caches.single();
+                attend(&self.operands(index, mha, qkv), cache, scratch)
+            })
+        })
     }
 
-    fn pass<E>(
-        &self,
-        ids: Tensor<B, 2, Int>,
-        context: &LayerContext<'_, B>,
-        mut caches: Option<&mut Vec<LayerCache<B>>>,
-        attend: &mut LayerAttention<'_, B, E>,
-    ) -> Result<Tensor<B, 3>, E> {
-        let ranges = documents_of(context.documents);
-        let mut x = self.embed_tokens.forward(ids);
-        for (index, layer) in self.layers.iter().enumerate() {
-            let mha = match &layer.self_attn {
-                Attention::Grouped(mha) if mha.is_dense() => mha,
-                _ => {
-                    x = layer.forward(x, context).x;
-                    continue;
-                }
-            };
-            let normed = layer.input_layernorm.forward(x.clone());
-            let residual = scaled(x, &layer.input_residual);
-            let qkv = mha.qkv.forward(normed, context);
-            let spec = mha.spec();
-            if let Some(cache) = caches.as_mut().and_then(|caches| caches.get_mut(index)) {
-                let of = |at| {
-                    let heads = qkv.clone().narrow(2, at, spec.num_kv_heads);
-                    heads.into_primitive().tensor()
-                };
-                *cache = LayerCache::Recent {
-                    cache: KeyCache {
-                        k: of(spec.num_heads),
-                        v: of(spec.num_heads + spec.num_kv_heads),
-                    },
-                    window_size: None,
-                };
-            }
-            let [batch, seq_len, heads, head_dim] = qkv.dims();
-            let rows = qkv.reshape([1, batch * seq_len, heads, head_dim]);
-            let mut parts = Vec::with_capacity(ranges.len());
-            for range in &ranges {
-                parts.push(attend(&LayerOperands {
-                    layer: index,
-                    num_layers: self.layers.len(),
-                    num_heads: spec.num_heads,
-                    num_kv_heads: spec.num_kv_heads,
-                    qkv: rows.clone().narrow(1, range.start, range.len()),
-                })?);
-            }
-            let o = match parts.len() {
-                1 => parts.remove(0),
-                _ => Tensor::cat(parts, 1),
-            };
-            let o = o.reshape([batch, seq_len, spec.num_heads * head_dim]);
-            x = layer.feed_forward(mha.o_proj.forward_add(o, residual), context);
+    fn operands(&self, layer: usize, mha: &MultiHeadAttention<B>, qkv: Tensor<B, 4>) -> LayerOperands<B> {
+        let spec = mha.spec();
+        LayerOperands {
+            layer,
+            num_layers: self.layers.len(),
+            num_heads: spec.num_heads,
+            num_kv_heads: spec.num_kv_heads,
+            qkv,
         }
-        Ok(x)
+    }
+}
+
+impl<B: SieveBackend> DecoderLayer<B> {
+    /// As [`forward`](Self::forward) with `attend`, from the packed tensor to `[.., num_heads, head_dim]`, in place of
+    /// the attention of `mha`, this layer's.
+    fn forward_attending<E>(
+        &self,
+        mha: &MultiHeadAttention<B>,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        attend: impl FnOnce(Tensor<B, 4>) -> Result<Tensor<B, 4>, E>,
+    ) -> Result<Tensor<B, 3>, E> {
+        let [batch, seq_len, _] = x.dims();
+        let normed = self.input_layernorm.forward(x.clone());
+        let o = attend(mha.qkv.forward(normed, context))?;
+        let o = o.reshape([batch as i32, seq_len as i32, -1]);
+        let residual = scaled(x, &self.input_residual);
+        Ok(self.feed_forward(mha.o_proj.forward_add(o, residual), context))
+    }
+}
+
+/// The attention of a dense layer.
+fn dense<B: SieveBackend>(layer: &DecoderLayer<B>) -> Option<&MultiHeadAttention<B>> {
+    match &layer.self_attn {
+        Attention::Grouped(mha) if mha.is_dense() => Some(mha),
+        _ => None,
     }
 }
 
 /// Documents as ranges over the rows laid end to end.
-fn documents_of<B: SieveBackend>(documents: &Documents<B>) -> Vec<std::ops::Range<usize>> {
+fn documents_of<B: SieveBackend>(documents: &Documents<B>) -> Vec<Range<usize>> {
     let [_, seq_len] = documents.end.dims();
     let ends: Vec<usize> = documents
         .end
@@ -238,7 +246,7 @@ mod tests {
     use sieve_cpu::reference::{Key, Rounding, attend};
 
     /// Dense causal attention by its definition.
-    fn dense(op: HostOperands<'_>) -> Result<Vec<f32>, ()> {
+    fn by_definition(op: HostOperands<'_>) -> Result<Vec<f32>, ()> {
         let (d, m) = (op.head_dim, op.num_heads / op.num_kv_heads);
         let mut o = Vec::new();
         for t in 0..op.num_tokens {
@@ -274,7 +282,7 @@ mod tests {
             let mut calls = 0;
             let hooked = model.hidden_attending(ids([2, 11], 3), &context, &mut |op| {
                 calls += 1;
-                op.on_host(dense)
+                op.on_host(by_definition)
             });
             let hooked = hooked.expect("it never fails");
             assert_close("hidden", &values(hooked), &values(plain), 1e-4);
@@ -289,13 +297,16 @@ mod tests {
         let (mut plain, mut hooked) = (KvCache::new(2), KvCache::new(2));
         let first = ids([1, 9], 1);
         let a = model.next_logits(first.clone(), &mut plain, &rope);
-        let attend = &mut |op: &LayerOperands<Flex>| op.on_host(dense);
+        let attend = &mut |op: &LayerOperands<Flex>, cache: &mut LayerCache<Flex>, (): &mut ()| {
+            cache.keep_recent(&op.qkv, op.spec());
+            op.on_host(by_definition)
+        };
         let b = model.next_logits_attending(first, &mut hooked, &rope, attend);
         assert_close("prompt", &values(b.expect("it never fails")), &values(a), 1e-4);
         let a = model.next_logits(ids([1, 1], 2), &mut plain, &rope);
         let b = model.next_logits(ids([1, 1], 2), &mut hooked, &rope);
         assert_close("next", &values(b), &values(a), 1e-4);
-        let error = model.next_logits_attending(ids([1, 1], 2), &mut hooked, &rope, &mut |_| Err("no"));
+        let error = model.next_logits_attending(ids([1, 1], 2), &mut hooked, &rope, &mut |_, _, _| Err("no"));
         assert_eq!(error.err(), Some("no"));
     }
 }

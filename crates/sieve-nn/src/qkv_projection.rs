@@ -77,7 +77,7 @@ impl<B: SieveBackend> QkvProjection<B> {
     /// The layer that ends with `o_proj`, with `norm` before it, as one op takes it.
     ///
     /// Panics unless [`is_in_layer_op`](Self::is_in_layer_op).
-    pub(crate) fn stream_layer(
+    pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
         o_proj: &Linear<B>,

@@ -1,11 +1,12 @@
 //! The language model: embedding, blocks, norm and output projection.
 use crate::attention::rope_dim;
-use crate::{DecoderLayer, KvCache, LayerContext, Linear, RmsNorm, WeightInit};
+use crate::{DecoderLayer, KvCache, LayerCaches, LayerContext, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::ModelShape;
 use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+use std::convert::Infallible;
 
 /// Token embedding.
 #[derive(Module, Debug)]
@@ -110,10 +111,26 @@ impl<B: Backend> Qwen3<B> {
 }
 
 impl<B: SieveBackend> Qwen3<B> {
+    /// The residual stream after the last block, `[batch, seq_len, d_model]`: embeds `ids`, and `step` takes the stream
+    /// through each layer in turn, given the layer's number. All passes but training's go this way; training cuts the
+    /// graph between layers.
+    ///
+    /// # Errors
+    /// The first error of `step`.
+    pub fn through_layers<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        mut step: impl FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>) -> Result<Tensor<B, 3>, E>,
+    ) -> Result<Tensor<B, 3>, E> {
+        let x = self.embed_tokens.forward(ids);
+        let mut layers = self.layers.iter().enumerate();
+        layers.try_fold(x, |x, (index, layer)| step(index, layer, x))
+    }
+
     /// The residual stream after the last block, `[batch, seq_len, d_model]`.
     pub fn hidden(&self, ids: Tensor<B, 2, Int>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let x = self.embed_tokens.forward(ids);
-        self.layers.iter().fold(x, |x, layer| layer.forward(x, context).x)
+        let Ok(x) = self.through_layers(ids, |_, layer, x| Ok::<_, Infallible>(layer.forward(x, context).x));
+        x
     }
 
     /// `[batch, seq_len, vocab_size]`.
@@ -153,6 +170,27 @@ impl<B: SieveBackend> Qwen3<B> {
         caches: &mut [&mut KvCache<B>],
         rope: &RotaryEmbedding<B>,
     ) -> Tensor<B, 2> {
+        let step = |_, layer: &DecoderLayer<B>, x, context: &LayerContext<'_, B>, mut caches: LayerCaches<'_, B>| {
+            Ok::<_, Infallible>(layer.forward_cached(x, context, &mut caches))
+        };
+        let Ok(logits) = self.cached_pass(ids, caches, rope, step);
+        logits
+    }
+
+    /// Logits of the last token by `step` in each layer, which is given the layer's caches too; counts the tokens.
+    pub(crate) fn cached_pass<E>(
+        &self,
+        ids: Tensor<B, 2, Int>,
+        caches: &mut [&mut KvCache<B>],
+        rope: &RotaryEmbedding<B>,
+        mut step: impl FnMut(
+            usize,
+            &DecoderLayer<B>,
+            Tensor<B, 3>,
+            &LayerContext<'_, B>,
+            LayerCaches<'_, B>,
+        ) -> Result<Tensor<B, 3>, E>,
+    ) -> Result<Tensor<B, 2>, E> {
         let [batch, new] = ids.dims();
         let device = ids.device();
         let documents = Documents::whole_rows([batch, new], &device);
@@ -162,16 +200,14 @@ impl<B: SieveBackend> Qwen3<B> {
             positions: documents.positions.clone() + Tensor::from_data(seen, &device),
             ..LayerContext::new(&documents, rope)
         };
-        let mut x = self.embed_tokens.forward(ids);
-        for (index, layer) in self.layers.iter().enumerate() {
-            let caches = caches.iter_mut().map(|cache| &mut cache.layers[index]);
-            x = layer.forward_cached(x, &context, &mut caches.collect::<Vec<_>>());
-        }
+        let x = self.through_layers(ids, |index, layer, x| {
+            step(index, layer, x, &context, LayerCaches::of_layer(caches, index))
+        })?;
         for cache in caches {
             cache.num_tokens += new;
         }
         let last = x.narrow(1, new - 1, 1);
-        self.head.logits(last, &self.embed_tokens).flatten(1, 2)
+        Ok(self.head.logits(last, &self.embed_tokens).flatten(1, 2))
     }
 }
 

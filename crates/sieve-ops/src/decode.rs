@@ -1,51 +1,54 @@
 //! Attention of new queries over the keys of a cache: dense, DMA, latent.
 mod autodiff;
 mod backend;
+mod cache;
 pub(crate) mod cuda;
 mod flex;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
+mod token_buffer;
 
-pub use backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
+pub use backend::{DecodeBackend, DmaToken};
+pub use cache::{DmaCache, KeyCache};
+pub use token_buffer::TokenBuffer;
 
 use crate::attention::AttentionSpec;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::Tensor;
 use sieve_core::DmaBias;
 
-/// One query per sequence over all `kv_len` given keys, with an optional additive bias per key.
+/// One query per sequence over all keys of a cache, with an optional additive bias per key.
 ///
 /// # Shapes
 /// - q: `[batch, num_heads, head_dim]`
-/// - k, v: `[batch, kv_len, num_kv_heads, head_dim]`
-/// - delta: `[batch, num_kv_heads, kv_len]`
+/// - delta: `[batch, num_kv_heads, keys]`
 /// - returns: `[batch, num_heads, head_dim]`
 pub fn attention_decode<B: DecodeBackend>(
     q: Tensor<B, 3>,
-    k: Tensor<B, 4>,
-    v: Tensor<B, 4>,
+    keys: &KeyCache<B>,
     delta: Option<Tensor<B, 3>>,
     softmax_scale: f64,
+    scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 3> {
-    let (q, delta) = (primitive(q), delta.map(primitive));
-    tensor(B::attention_decode(q, primitive(k), primitive(v), delta, softmax_scale))
+    let delta = delta.map(primitive);
+    tensor(B::attention_decode(primitive(q), keys, delta, softmax_scale, scratch))
 }
 
 /// Adds the keys and values of one token a sequence to the cache, then attends with its queries over all of them, or
-/// the last `spec.window_size`. A device may leave room behind the keys, and keys that the window no longer shows, so
-/// that most tokens copy none of the others.
+/// the last `spec.window_size`. Keys that the window no longer shows stay while there is room for the new one.
 ///
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[batch, 1, num_heads, head_dim]`
 pub fn cached_attention<B: DecodeBackend>(
-    cache: KeyCache<B>,
+    cache: &mut KeyCache<B>,
     qkv: Tensor<B, 4>,
     spec: AttentionSpec,
-) -> (KeyCache<B>, Tensor<B, 4>) {
-    let (cache, o) = B::cached_attention(cache, primitive(qkv), spec);
-    (cache, tensor(o))
+    scratch: &mut B::DecodeScratch,
+) -> Tensor<B, 4> {
+    cache.reserve(1, spec.window_size.map_or(cache.len(), |window| window - 1));
+    tensor(B::cached_attention(cache, primitive(qkv), spec, scratch))
 }
 
 /// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the
@@ -76,11 +79,11 @@ pub fn mla_decode<B: DecodeBackend>(
 /// keys outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever
 /// sees it.
 pub fn dma_decode<B: DecodeBackend>(
-    cache: DmaCache<B>,
+    cache: &mut DmaCache<B>,
     token: DmaToken<B>,
     softmax_scale: f64,
     bias: DmaBias,
-) -> (DmaCache<B>, Tensor<B, 3>) {
-    let (cache, o) = B::dma_decode(cache, token, softmax_scale, bias);
-    (cache, tensor(o))
+    scratch: &mut B::DecodeScratch,
+) -> Tensor<B, 3> {
+    tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch))
 }

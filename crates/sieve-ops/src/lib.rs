@@ -40,7 +40,8 @@ pub use block::{
     Residual, SeedBackend, WeightSums, attention_layer, feed_forward, seed_gradient,
 };
 pub use decode::{
-    DecodeBackend, DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode, mla_decode,
+    DecodeBackend, DmaCache, DmaToken, KeyCache, TokenBuffer, attention_decode, cached_attention, dma_decode,
+    mla_decode,
 };
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};

@@ -156,11 +156,11 @@ pub fn keep_heavy_keys<B: SparseBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) 
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
 pub fn heavy_decode<B: SparseBackend>(
-    cache: DmaCache<B>,
+    cache: &mut DmaCache<B>,
     qkv: Tensor<B, 4>,
     position: usize,
     softmax_scale: f64,
-) -> Result<(DmaCache<B>, Tensor<B, 4>), String> {
-    let (cache, o) = B::heavy_decode(cache, primitive(qkv), position, softmax_scale)?;
-    Ok((cache, tensor(o)))
+    scratch: &mut B::DecodeScratch,
+) -> Result<Tensor<B, 4>, String> {
+    B::heavy_decode(cache, primitive(qkv), position, softmax_scale, scratch).map(tensor)
 }

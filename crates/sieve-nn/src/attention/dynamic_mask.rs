@@ -1,7 +1,6 @@
 //! Dynamic Mask Attention (paper: Trainable Dynamic Mask Sparse Attention), exact to the token.
-use super::{AttentionResult, LayerContext};
-use crate::kv_cache::by_row;
-use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
+use super::{LayerContext, LayerOutput};
+use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -54,12 +53,7 @@ impl<B: Backend> DynamicMaskAttention<B> {
 
 impl<B: SieveBackend> DynamicMaskAttention<B> {
     /// `residual` plus the attention's output, both `[batch, seq_len, d_model]`; the mask beside it.
-    pub fn forward(
-        &self,
-        x: Tensor<B, 3>,
-        residual: Tensor<B, 3>,
-        context: &LayerContext<'_, B>,
-    ) -> AttentionResult<B> {
+    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         let qkv = self.qkv.forward(x, context);
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
@@ -70,7 +64,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
             }
             result.o
         });
-        AttentionResult {
+        LayerOutput {
             x: self.o_proj.forward_add(o.flatten(2, 3), residual),
             expire,
             clamped_scores: scores,
@@ -78,7 +72,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
     }
 
     /// The layer after `norm`, as one op takes it.
-    pub(crate) fn stream_layer(
+    pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
@@ -90,7 +84,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         };
         let layer = AttentionLayer {
             dma: Some(dma),
-            ..self.qkv.stream_layer(norm, &self.o_proj, context)
+            ..self.qkv.layer_op(norm, &self.o_proj, context)
         };
         (layer, self.spec())
     }
@@ -106,22 +100,24 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         )
     }
 
-    /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`].
+    /// The output alone, with a cache of `keep_window_size` slots a head; see [`LayerCache`](crate::LayerCache).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = by_row(caches, qkv, |cache, qkv| {
-            if cache.is_empty() {
+        let o = caches.attend(qkv, |cached, qkv| {
+            if cached.cache.is_empty() {
                 let result = self.attend(qkv.clone(), context.documents);
-                cache.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
+                cached
+                    .cache
+                    .keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
                 return result.o;
             }
             let w_dt = self.dt_proj.weight.val().transpose();
-            cache.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
+            cached.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

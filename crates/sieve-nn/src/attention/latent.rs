@@ -1,7 +1,7 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1), without query compression.
 use super::LayerContext;
-use crate::kv_cache::{LatentCache, NewLatents, rows_of};
-use crate::{LayerCache, Linear, RmsNorm, WeightInit};
+use crate::kv_cache::{LatentCache, NewLatents};
+use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -93,7 +93,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// As [`forward`](Self::forward), caching `kv_lora_rank + qk_rope_head_dim` numbers a token, and with norms of
-    /// queries and keys one more for each head; see [`LayerCache`].
+    /// queries and keys one more for each head; see [`LayerCache`](crate::LayerCache).
     ///
     /// Tokens after the prompt attend to the latents themselves: W_UK and the weight of the keys' norm are multiplied
     /// into the query, and the weighted sum by W_UV. They may come one or several at a time; several need memory for
@@ -102,13 +102,11 @@ impl<B: SieveBackend> LatentAttention<B> {
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let [batch, new, _d_model] = x.dims();
         let (latent, k_rope) = self.latent(x.clone());
-        if let [cache] = caches
-            && cache.is_empty()
-        {
+        if let Some(cache) = caches.empty() {
             let kv = self.kv_b_proj.forward(latent.clone());
             let (packed, keys) = self.packed(x, kv, k_rope, context);
             cache.extend_latents(self.cached(latent, &packed, keys));
@@ -126,11 +124,12 @@ impl<B: SieveBackend> LatentAttention<B> {
         };
         let (packed, keys) = self.packed(x, kv, k_rope, context);
         let cached = self.cached(latent, &packed, keys);
-        let o = rows_of(caches, batch).map(|(row, rows, cache)| {
-            let cached = cache.extend_latents(cached.rows(row, rows));
+        let o = caches.each(batch, |of_rows| {
+            let [row, rows] = of_rows.rows;
+            let cached = of_rows.cache.extend_latents(cached.rows(row, rows));
             self.folded(packed.clone().narrow(0, row, rows), cached)
         });
-        let o = Tensor::cat(o.collect(), 0);
+        let o = Tensor::cat(o, 0);
         self.o_proj.forward(o.flatten(2, 3))
     }
 
@@ -177,7 +176,7 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// Attention of new tokens on cached latents, `[batch, new, num_heads, head_dim]`.
-    fn folded(&self, packed: Tensor<B, 3>, cache: LatentCache<B>) -> Tensor<B, 4> {
+    fn folded(&self, packed: Tensor<B, 3>, cache: &LatentCache<B>) -> Tensor<B, 4> {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();

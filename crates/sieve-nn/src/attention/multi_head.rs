@@ -1,7 +1,6 @@
 //! Causal attention with grouped queries, over all earlier keys or a sliding window.
 use super::LayerContext;
-use crate::kv_cache::by_row;
-use crate::{LayerCache, Linear, QkvProjection, RmsNorm, WeightInit};
+use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
@@ -49,24 +48,24 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
     }
 
     /// The layer after `norm`, as one op takes it.
-    pub(crate) fn stream_layer(
+    pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
     ) -> (AttentionLayer<B>, AttentionSpec) {
-        (self.qkv.stream_layer(norm, &self.o_proj, context), self.spec())
+        (self.qkv.layer_op(norm, &self.o_proj, context), self.spec())
     }
 
-    /// The output alone, with a cache; see [`LayerCache`].
+    /// The output alone, with a cache; see [`LayerCache`](crate::LayerCache).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let qkv = self.qkv.forward(x, context);
-        let o = by_row(caches, qkv, |cache, qkv| {
-            cache.attend_recent(qkv, context.documents, self.spec())
+        let o = caches.attend(qkv, |cached, qkv| {
+            cached.attend_recent(qkv, context.documents, self.spec())
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

@@ -2,8 +2,8 @@
 use super::LayerContext;
 use super::block_mlp::BlockMlp;
 use super::weights::with_values;
-use crate::kv_cache::{BlockCache, Growing, rows_of};
-use crate::{LayerCache, Linear, QkvProjection, WeightInit};
+use crate::kv_cache::BlockCache;
+use crate::{LayerCache, LayerCaches, Linear, QkvProjection, WeightInit};
 use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
@@ -43,10 +43,10 @@ pub struct NativeSparseAttention<B: Backend> {
 }
 
 /// The packed tensors of the three branches; clones of one where keys and values are shared and rotated alike.
-pub(super) struct Branches<B: Backend> {
-    pub(super) compressed: Tensor<B, 4>,
-    selected: Tensor<B, 4>,
-    pub(super) window: Tensor<B, 4>,
+pub(crate) struct Branches<B: Backend> {
+    pub(crate) compressed: Tensor<B, 4>,
+    pub(crate) selected: Tensor<B, 4>,
+    pub(crate) window: Tensor<B, 4>,
 }
 
 impl<B: SieveBackend> Branches<B> {
@@ -61,14 +61,6 @@ impl<B: SieveBackend> Branches<B> {
 }
 
 impl<B: Backend> Branches<B> {
-    fn growing(&self) -> Growing<'_, B> {
-        Growing {
-            compressed: &self.compressed,
-            selected: &self.selected,
-            window: &self.window,
-        }
-    }
-
     fn rows(&self, first: usize, count: usize) -> Self {
         let rows = |x: &Tensor<B, 4>| x.clone().narrow(0, first, count);
         Self {
@@ -156,36 +148,34 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
-    /// As [`forward`](Self::forward) with a cache; see [`LayerCache`].
+    /// As [`forward`](Self::forward) with a cache; see [`LayerCache`](crate::LayerCache).
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
-        caches: &mut [&mut LayerCache<B>],
+        caches: &mut LayerCaches<'_, B>,
     ) -> Tensor<B, 3> {
         let (spec, blocks) = (self.spec(), self.blocks());
         let branches = self.branches(x.clone(), context);
-        if let [cache] = caches
-            && cache.is_empty()
-        {
+        if let Some(cache) = caches.empty() {
             let compressed = self.compress(branches.compressed.clone(), context.documents);
-            let of_prompt = BlockCache::of_prompt(branches.growing(), compressed.clone(), spec, blocks);
-            **cache = LayerCache::Blocks(of_prompt);
+            let of_prompt = BlockCache::of_prompt(&branches, compressed.clone(), spec, blocks);
+            *cache = LayerCache::Blocks(of_prompt);
             let o = self.attend(branches, compressed, context.documents);
             return self.gate(x, o);
         }
         let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
         let mut parts = [const { Vec::new() }; NUM_NSA_BRANCHES];
-        for (row, rows, cache) in rows_of(caches, x.dims()[0]) {
-            let LayerCache::Blocks(cache) = cache else {
+        caches.each(x.dims()[0], |cached| {
+            let LayerCache::Blocks(cache) = cached.cache else {
                 panic!("an NSA layer decodes after a prompt");
             };
-            let of_row = branches.rows(row, rows);
-            let o = cache.attend(of_row.growing(), spec, blocks, &block);
+            let [row, rows] = cached.rows;
+            let o = cache.attend(&branches.rows(row, rows), spec, blocks, &block, cached.scratch);
             for (parts, o) in parts.iter_mut().zip(o) {
                 parts.push(o);
             }
-        }
+        });
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 

@@ -1,8 +1,8 @@
 use super::{Attention, LayerContext};
 use crate::testing::{KEEP_WINDOW_SIZE, Rows, assert_close, input, kinds, shape, values};
-use crate::{AttentionConfig, LayerCache, RmsNorm, WeightInit};
+use crate::{AttentionConfig, DecoderLayer, KvCache, LayerCache, WeightInit};
 use burn::backend::Autodiff;
-use burn::tensor::{Int, Tensor, TensorPrimitive};
+use burn::tensor::Tensor;
 use burn_flex::Flex;
 use sieve_core::{DmaBias, DmaRecency, DmaShape};
 use sieve_ops::{Documents, Residual};
@@ -34,19 +34,17 @@ fn after_its_norm_a_layer_is_the_same_layer() {
     for attention in kinds(0.5) {
         let rows = Rows::new([2, 13], &shape(attention));
         let x = input::<Flex, 3>([2, 13, 24], 2);
-        let mut init = WeightInit::new(3, 0.2);
-        let norm = RmsNorm::<Flex> {
-            weight: init.normal([24], &Default::default()),
-            ..RmsNorm::new(24, 1e-5, &mut init, &Default::default())
-        };
-        let layer = layer::<Flex>(attention);
+        let (mut init, device) = (WeightInit::new(3, 0.2), Default::default());
+        let mut layer = DecoderLayer::<Flex>::new(&shape(attention), &mut init, &device);
+        layer.input_layernorm.weight = init.normal([24], &device);
         for residual in [Residual::Stream, Residual::None] {
             let added = match residual {
                 Residual::Stream => x.clone(),
                 Residual::None => x.zeros_like(),
             };
-            let apart = layer.forward(norm.forward(x.clone()), added, &rows.context());
-            let whole = layer.forward_stream(x.clone(), &norm, residual, &rows.context());
+            let normed = layer.input_layernorm.forward(x.clone());
+            let apart = layer.self_attn.forward(normed, added, &rows.context());
+            let whole = layer.attention(x.clone(), residual, &rows.context());
             let what = format!("{attention:?} {residual:?}");
             assert_close(&what, &values(whole.x), &values(apart.x), 1e-6);
             assert_eq!(whole.expire.is_some(), apart.expire.is_some());
@@ -83,8 +81,8 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
         let rows = Rows::new([2, len], &shape(attention));
         let x = input::<Flex, 3>([2, len, 24], 4);
         let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
-        let mut cache = LayerCache::Empty;
-        assert_eq!(cache.num_keys(), 0);
+        let mut cache = KvCache::<Flex>::new(1);
+        assert_eq!(cache.layers[0].num_keys(), 0);
         let mut got = Vec::new();
         let mut done = 0;
         for new in std::iter::once(prompt).chain(vec![1; len - prompt]) {
@@ -95,13 +93,13 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
                 ..rows.context()
             };
             let tokens = x.clone().narrow(1, done, new);
-            got.push(layer.forward_cached(tokens, &context, &mut [&mut cache]));
+            got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
             done += new;
             let most = match attention {
                 sieve_core::Attention::Mha | sieve_core::Attention::Mla(_) | sieve_core::Attention::Nsa(_) => len,
                 _ => KEEP_WINDOW_SIZE,
             };
-            assert_eq!(cache.num_keys(), done.min(most), "{attention:?}");
+            assert_eq!(cache.layers[0].num_keys(), done.min(most), "{attention:?}");
         }
         let got = values(Tensor::cat(got, 1));
         assert_close(&format!("{attention:?}"), &got, &values(all), 1e-5);
@@ -120,7 +118,7 @@ fn latents_in_chunks(attention: sieve_core::Attention) {
     let rows = Rows::new([2, 23], &shape(attention));
     let x = input::<Flex, 3>([2, 23, 24], 6);
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
-    let (mut cache, mut got, mut done) = (LayerCache::Empty, Vec::new(), 0);
+    let (mut cache, mut got, mut done) = (KvCache::<Flex>::new(1), Vec::new(), 0);
     for new in [3, 7, 1, 12] {
         let documents = Documents::whole_rows([2, new], &Default::default());
         let context = LayerContext {
@@ -129,7 +127,7 @@ fn latents_in_chunks(attention: sieve_core::Attention) {
             ..rows.context()
         };
         let tokens = x.clone().narrow(1, done, new);
-        got.push(layer.forward_cached(tokens, &context, &mut [&mut cache]));
+        got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
         done += new;
     }
     let got = values(Tensor::cat(got, 1));
@@ -142,10 +140,10 @@ fn a_filled_cache_refuses_several_tokens() {
     let attention = sieve_core::Attention::Mha;
     let layer = layer::<Flex>(attention);
     let rows = Rows::new([1, 3], &shape(attention));
-    let mut cache = LayerCache::Empty;
+    let mut cache = KvCache::<Flex>::new(1);
     for _ in 0..2 {
         let x = input::<Flex, 3>([1, 3, 24], 5);
-        layer.forward_cached(x, &rows.context(), &mut [&mut cache]);
+        layer.forward_cached(x, &rows.context(), &mut cache.layer(0));
     }
 }
 
@@ -202,7 +200,7 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let ranks: Vec<f32> = whole.rank.into_data().iter().collect();
     let expire: Vec<i32> = whole.expire.into_data().iter().collect();
 
-    let mut cache = LayerCache::Empty;
+    let mut cache = KvCache::<Flex>::new(1);
     let mut got = Vec::new();
     let mut done = 0;
     for tokens in std::iter::once(len - new).chain(vec![1; new]) {
@@ -213,19 +211,18 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
             ..rows.context()
         };
         let x = x.clone().narrow(1, done, tokens);
-        let y = layer.forward_cached(x, &context, &mut [&mut cache]);
+        let y = layer.forward_cached(x, &context, &mut cache.layer(0));
         got.push(y.narrow(1, tokens - 1, 1));
         done += tokens;
     }
     let got = values(Tensor::cat(got, 1));
     let last = all.x.narrow(1, len - new - 1, new + 1);
     assert_close("the last rows", &got, &values(last), 1e-5);
-    let LayerCache::Selected { cache, .. } = cache else {
+    let LayerCache::Selected { cache, .. } = &cache.layers[0] else {
         panic!("no slots")
     };
-    let slots = |primitive| Tensor::<Flex, 3>::from_primitive(primitive).into_data();
-    let held: Vec<f32> = slots(TensorPrimitive::Float(cache.rank)).iter().collect();
-    let positions = Tensor::<Flex, 3, Int>::from_primitive(cache.positions).into_data();
+    let held: Vec<f32> = cache.rank.tokens().into_data().iter().collect();
+    let positions = cache.positions.tokens().into_data();
     let positions: Vec<usize> = positions.iter::<i64>().map(|at| at as usize).collect();
     for (head, (positions, held)) in positions.chunks(64).zip(held.chunks(64)).enumerate() {
         let of_head = |at: usize| head * len + at;

@@ -1,19 +1,13 @@
 //! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and
 //! the tokens that the next block is made of.
-use super::{recent, split};
+use super::{last, split};
+use crate::attention::native_sparse::Branches;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
-use sieve_ops::{AttentionSpec, Documents, NsaBlocks, SieveBackend, attention_decode, choose_blocks, overlap_weight};
-
-/// Packed tensors of new tokens, by branch.
-pub(crate) struct Growing<'a, B: Backend> {
-    pub(crate) compressed: &'a Tensor<B, 4>,
-    pub(crate) selected: &'a Tensor<B, 4>,
-    pub(crate) window: &'a Tensor<B, 4>,
-}
-
-/// Keys and values, `[batch, len, num_kv_heads, head_dim]` each.
-type Pair<B> = [Tensor<B, 4>; 2];
+use sieve_ops::{
+    AttentionSpec, Documents, KeyCache, NsaBlocks, SieveBackend, attention_decode, cached_attention, choose_blocks,
+    overlap_weight,
+};
 
 /// Makes the compressed keys and values of packed tokens.
 type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
@@ -22,50 +16,36 @@ type Compress<'a, B> = dyn Fn(Tensor<B, 4>, &Documents<B>) -> Tensor<B, 3> + 'a;
 #[derive(Clone, Debug)]
 pub struct BlockCache<B: Backend> {
     /// Of all tokens.
-    selected: Pair<B>,
-    /// Of the last `window_size` tokens.
-    window: Pair<B>,
+    selected: KeyCache<B>,
+    /// Of the last `window_size` tokens at least.
+    window: KeyCache<B>,
     /// Of the compressed blocks; absent before the first is whole.
-    compressed: Option<Pair<B>>,
+    compressed: Option<KeyCache<B>>,
     /// The last `compress_block_size` tokens of the compressed branch, packed.
     tail: Tensor<B, 4>,
-}
-
-fn append<B: Backend>(old: &Tensor<B, 4>, new: Tensor<B, 4>) -> Tensor<B, 4> {
-    Tensor::cat(vec![old.clone(), new], 1)
-}
-
-fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
-    let len = x.dims()[1];
-    match len > count {
-        true => x.narrow(1, len - count, count),
-        false => x,
-    }
 }
 
 impl<B: Backend> BlockCache<B> {
     /// Tokens that went through.
     pub fn num_tokens(&self) -> usize {
-        self.selected[0].dims()[1]
+        self.selected.len()
     }
 
     /// Compressed keys a head.
     pub fn num_compressed(&self) -> usize {
-        self.compressed.as_ref().map_or(0, |[k, _]| k.dims()[1])
+        self.compressed.as_ref().map_or(0, KeyCache::len)
     }
 
-    /// The cache of one row as that of several equal rows.
+    /// Makes each row several equal ones.
     pub(super) fn repeat(&mut self, rows: usize) {
-        let pairs = [&mut self.selected, &mut self.window];
-        let tensors = pairs.into_iter().chain(self.compressed.as_mut()).flatten();
-        for x in tensors.chain([&mut self.tail]) {
-            *x = x.clone().repeat_dim(0, rows);
-        }
+        let caches = [&mut self.selected, &mut self.window];
+        (caches.into_iter().chain(&mut self.compressed)).for_each(|cache| cache.repeat(rows));
+        self.tail = self.tail.clone().repeat_dim(0, rows);
     }
 
     /// After a prompt; `compressed` is the prompt's, `[2, batch * num_slots * num_kv_heads, head_dim]`.
     pub(crate) fn of_prompt(
-        new: Growing<'_, B>,
+        new: &Branches<B>,
         compressed: Tensor<B, 3>,
         spec: AttentionSpec,
         blocks: NsaBlocks,
@@ -73,11 +53,13 @@ impl<B: Backend> BlockCache<B> {
         let [batch, len, _, _] = new.selected.dims();
         let [_, k, v] = split(new.selected.clone(), spec);
         let [_, window_k, window_v] = split(new.window.clone(), spec);
+        let in_window = |x| last(x, spec.window_size.unwrap_or(usize::MAX));
         let count = blocks.num_compressed_blocks(len);
+        let first_blocks = || first_blocks(compressed, batch, blocks.num_slots(len), count, spec);
         Self {
-            selected: [k, v],
-            window: [recent(window_k, spec), recent(window_v, spec)],
-            compressed: (count > 0).then(|| first_blocks(compressed, batch, blocks.num_slots(len), count, spec)),
+            selected: KeyCache::new(k, v),
+            window: KeyCache::new(in_window(window_k), in_window(window_v)),
+            compressed: (count > 0).then(first_blocks).map(|[k, v]| KeyCache::new(k, v)),
             tail: last(new.compressed.clone(), blocks.compress_block_size),
         }
     }
@@ -91,14 +73,14 @@ fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
     }
 }
 
-/// The first `count` compressed keys and values of each row.
+/// The first `count` compressed keys and values of each row, `[batch, count, num_kv_heads, head_dim]`.
 fn first_blocks<B: Backend>(
     compressed: Tensor<B, 3>,
     batch: usize,
     num_slots: usize,
     count: usize,
     spec: AttentionSpec,
-) -> Pair<B> {
+) -> [Tensor<B, 4>; 2] {
     let d = compressed.dims()[2];
     [0, 1].map(|which| {
         let x = compressed.clone().narrow(0, which, 1);
@@ -114,66 +96,64 @@ impl<B: SieveBackend> BlockCache<B> {
     /// Panics on more than one token.
     pub(crate) fn attend(
         &mut self,
-        new: Growing<'_, B>,
+        new: &Branches<B>,
         spec: AttentionSpec,
         blocks: NsaBlocks,
         compress: &Compress<'_, B>,
+        scratch: &mut B::DecodeScratch,
     ) -> [Tensor<B, 4>; 3] {
         let [batch, num_new, _, d] = new.selected.dims();
         assert_eq!(num_new, 1, "a filled cache takes one token at a time");
         let [q, k, v] = split(new.selected.clone(), spec);
-        self.selected = [append(&self.selected[0], k), append(&self.selected[1], v)];
-        let [_, k, v] = split(new.window.clone(), spec);
-        self.window = [
-            recent(append(&self.window[0], k), spec),
-            recent(append(&self.window[1], v), spec),
-        ];
+        self.selected.append(k, v);
+        let window = cached_attention(&mut self.window, new.window.clone(), spec, scratch);
         let size = blocks.compress_block_size;
-        self.tail = last(append(&self.tail, new.compressed.clone()), size);
+        let tail = vec![self.tail.clone(), new.compressed.clone()];
+        self.tail = last(Tensor::cat(tail, 1), size);
         let len = self.num_tokens();
         if blocks.num_compressed_blocks(len) > self.num_compressed() {
             let documents = Documents::whole_rows([batch, size], &q.device());
             let pair = compress(self.tail.clone(), &documents);
-            let new = first_blocks(pair, batch, blocks.num_slots(size), 1, spec);
-            self.compressed = Some(match self.compressed.take() {
-                Some([k, v]) => {
-                    let [new_k, new_v] = new;
-                    [append(&k, new_k), append(&v, new_v)]
-                }
-                None => new,
-            });
+            let [k, v] = first_blocks(pair, batch, blocks.num_slots(size), 1, spec);
+            match &mut self.compressed {
+                Some(compressed) => compressed.append(k, v),
+                none => *none = Some(KeyCache::new(k, v)),
+            }
         }
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let [coarse_q, _, _] = split(new.compressed.clone(), spec);
-        let (coarse, importance) = self.coarse(one(coarse_q), spec, blocks);
-        let q = one(q);
-        let [k, v] = self.chosen(importance, spec, blocks);
-        let selected = attention_decode(q.clone(), k, v, None, spec.softmax_scale);
-        let [k, v] = self.window.clone();
-        let window = attention_decode(q, k, v, None, spec.softmax_scale);
-        [coarse, selected, window].map(|o| o.reshape([batch, 1, spec.num_heads, d]))
+        let (coarse, importance) = self.coarse(one(coarse_q), spec, blocks, scratch);
+        let chosen = self.chosen(importance, blocks);
+        let selected = attention_decode(one(q), &chosen, None, spec.softmax_scale, scratch);
+        let [coarse, selected] = [coarse, selected].map(|o| o.reshape([batch, 1, spec.num_heads, d]));
+        [coarse, selected, window]
     }
 
     /// The compressed branch of one query, `[batch, num_heads, head_dim]`, and the importance of the blocks up to its
     /// own, per row and KV head.
-    fn coarse(&self, q: Tensor<B, 3>, spec: AttentionSpec, blocks: NsaBlocks) -> (Tensor<B, 3>, Vec<Vec<f32>>) {
+    fn coarse(
+        &self,
+        q: Tensor<B, 3>,
+        spec: AttentionSpec,
+        blocks: NsaBlocks,
+        scratch: &mut B::DecodeScratch,
+    ) -> (Tensor<B, 3>, Vec<Vec<f32>>) {
         let [batch, num_heads, d] = q.dims();
         let kv_heads = spec.num_kv_heads;
         let num_blocks = (self.num_tokens() - 1) / blocks.select_block_size + 1;
-        let Some([k, v]) = self.compressed.clone() else {
+        let Some(keys) = &self.compressed else {
             return (q.zeros_like(), vec![vec![0.0; num_blocks]; batch * kv_heads]);
         };
-        let o = attention_decode(q.clone(), k.clone(), v, None, spec.softmax_scale);
-        let count = k.dims()[1];
+        let o = attention_decode(q.clone(), keys, None, spec.softmax_scale, scratch);
         // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole
         // pass.
-        let (q, k) = (at_least_f32(q), at_least_f32(k));
+        let (q, k) = (at_least_f32(q), at_least_f32(keys.k.tokens()));
         let logits = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
-            .matmul(k.permute([0, 2, 3, 1]))
+            .matmul(k.swap_dims(2, 3))
             * spec.softmax_scale;
         let p: Vec<f32> = softmax(logits, 3).sum_dim(2).into_data().iter::<f32>().collect();
-        let importance = p.chunks_exact(count).map(|p| {
+        let importance = p.chunks_exact(keys.len()).map(|p| {
             let mut sums = vec![0.0; num_blocks];
             for (c, p) in p.iter().enumerate() {
                 for (block, sum) in sums.iter_mut().enumerate() {
@@ -186,10 +166,9 @@ impl<B: SieveBackend> BlockCache<B> {
     }
 
     /// Keys and values of the chosen blocks.
-    fn chosen(&self, importance: Vec<Vec<f32>>, spec: AttentionSpec, blocks: NsaBlocks) -> Pair<B> {
-        let [k, v] = self.selected.clone();
-        let [batch, len, kv_heads, d] = k.dims();
-        debug_assert_eq!(kv_heads, spec.num_kv_heads);
+    fn chosen(&self, importance: Vec<Vec<f32>>, blocks: NsaBlocks) -> KeyCache<B> {
+        let (len, k) = (self.num_tokens(), self.selected.k.buffer());
+        let [batch, kv_heads, _, d] = k.dims();
         let size = blocks.select_block_size;
         let own = (len - 1) / size;
         let mut tokens = Vec::new();
@@ -203,11 +182,9 @@ impl<B: SieveBackend> BlockCache<B> {
         }
         // Every head has its own block and as many others, so all have equally many tokens.
         let count = tokens.len() / (batch * kv_heads);
-        let rows = TensorData::new(tokens, [batch, kv_heads, count]);
-        let rows = Tensor::<B, 3, Int>::from_data(rows, &k.device())
-            .swap_dims(1, 2)
-            .reshape([batch, count, kv_heads, 1])
-            .expand([batch, count, kv_heads, d]);
-        [k, v].map(|x| x.gather(1, rows.clone()))
+        let rows = TensorData::new(tokens, [batch, kv_heads, count, 1]);
+        let rows = Tensor::<B, 4, Int>::from_data(rows, &k.device()).expand([batch, kv_heads, count, d]);
+        let [k, v] = [k, self.selected.v.buffer()].map(|x| x.clone().gather(2, rows.clone()));
+        KeyCache::with_room(k, v, Some(count))
     }
 }

@@ -1,5 +1,6 @@
 //! Decoding under autodiff: plain operations, each with its own node.
-use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
+use super::backend::{DecodeBackend, DmaToken};
+use super::cache::{DmaCache, KeyCache};
 use super::reference;
 use crate::attention::AttentionSpec;
 use crate::tensors::Float;
@@ -9,17 +10,19 @@ use burn::tensor::backend::Backend;
 use sieve_core::DmaBias;
 
 impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
+    type DecodeScratch = ();
+
     fn attention_decode(
         q: Float<Self>,
-        k: Float<Self>,
-        v: Float<Self>,
+        keys: &KeyCache<Self>,
         delta: Option<Float<Self>>,
         softmax_scale: f64,
+        (): &mut (),
     ) -> Float<Self> {
-        reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
+        reference::attention_decode::<Self>(q, keys, keys.len(), delta, softmax_scale)
     }
 
-    fn cached_attention(cache: KeyCache<Self>, qkv: Float<Self>, spec: AttentionSpec) -> (KeyCache<Self>, Float<Self>) {
+    fn cached_attention(cache: &mut KeyCache<Self>, qkv: Float<Self>, spec: AttentionSpec, (): &mut ()) -> Float<Self> {
         reference::cached_attention(cache, qkv, spec)
     }
 
@@ -34,11 +37,12 @@ impl<B: Backend, C: CheckpointStrategy> DecodeBackend for Autodiff<B, C> {
     }
 
     fn dma_decode(
-        cache: DmaCache<Self>,
+        cache: &mut DmaCache<Self>,
         token: DmaToken<Self>,
         softmax_scale: f64,
         bias: DmaBias,
-    ) -> (DmaCache<Self>, Float<Self>) {
-        reference::dma_decode(cache, token, softmax_scale, bias)
+        scratch: &mut (),
+    ) -> Float<Self> {
+        reference::dma_decode(cache, token, softmax_scale, bias, scratch)
     }
 }

@@ -1,34 +1,10 @@
 //! Attention of new queries as a backend computes it; without gradient.
+use super::cache::{DmaCache, KeyCache};
 use crate::attention::AttentionSpec;
-use crate::tensors::{Float, Ints};
+use crate::tensors::Float;
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaBias, DmaWindow};
-
-/// The slots a DMA layer keeps: `len` of them in use, each KV head with keys of its own choice.
-///
-/// A key that leaves the mask never returns, so its slot is free for the key that pushed it out.
-#[derive(Clone, Debug)]
-pub struct DmaCache<B: Backend> {
-    /// `[batch, len, num_kv_heads, head_dim]`.
-    pub k: Float<B>,
-    /// `[batch, len, num_kv_heads, head_dim]`.
-    pub v: Float<B>,
-    /// What ranks the keys, `[batch, num_kv_heads, len]`; see [`crate::dma_rank`].
-    pub rank: Float<B>,
-    /// Positions of the keys, `[batch, num_kv_heads, len]`.
-    pub positions: Ints<B>,
-    /// Slots at most, and how many of them hold the last keys.
-    pub window: DmaWindow,
-}
-
-/// Keys and values that a dense layer or one with a window keeps: `len` of them, of which a window shows the last.
-#[derive(Clone, Debug)]
-pub struct KeyCache<B: Backend> {
-    /// `[batch, len, num_kv_heads, head_dim]`.
-    pub k: Float<B>,
-    /// `[batch, len, num_kv_heads, head_dim]`.
-    pub v: Float<B>,
-}
+use sieve_core::DmaBias;
+use std::fmt::Debug;
 
 /// One new token of every sequence.
 #[derive(Clone, Debug)]
@@ -47,16 +23,25 @@ pub struct DmaToken<B: Backend> {
 
 /// Attention of new queries over the keys of a cache.
 pub trait DecodeBackend: Backend {
+    /// Tensors that the layers of a decoding step share, and one step leaves to the next. Whoever owns the caches owns
+    /// them too.
+    type DecodeScratch: Clone + Debug + Default + Send;
+
     /// See [`crate::attention_decode`].
     fn attention_decode(
         q: Float<Self>,
-        k: Float<Self>,
-        v: Float<Self>,
+        keys: &KeyCache<Self>,
         delta: Option<Float<Self>>,
         softmax_scale: f64,
+        scratch: &mut Self::DecodeScratch,
     ) -> Float<Self>;
-    /// See [`crate::cached_attention`].
-    fn cached_attention(cache: KeyCache<Self>, qkv: Float<Self>, spec: AttentionSpec) -> (KeyCache<Self>, Float<Self>);
+    /// See [`crate::cached_attention`]; the cache has room for the token.
+    fn cached_attention(
+        cache: &mut KeyCache<Self>,
+        qkv: Float<Self>,
+        spec: AttentionSpec,
+        scratch: &mut Self::DecodeScratch,
+    ) -> Float<Self>;
     /// See [`crate::mla_decode`].
     fn mla_decode(
         q: Float<Self>,
@@ -67,9 +52,10 @@ pub trait DecodeBackend: Backend {
     ) -> Float<Self>;
     /// One decoding step of DMA; see [`crate::dma_decode`].
     fn dma_decode(
-        cache: DmaCache<Self>,
+        cache: &mut DmaCache<Self>,
         token: DmaToken<Self>,
         softmax_scale: f64,
         bias: DmaBias,
-    ) -> (DmaCache<Self>, Float<Self>);
+        scratch: &mut Self::DecodeScratch,
+    ) -> Float<Self>;
 }

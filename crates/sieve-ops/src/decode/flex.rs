@@ -1,46 +1,34 @@
 //! Attention of one new query on the CPU.
-use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
+use super::backend::{DecodeBackend, DmaToken};
+use super::cache::{DmaCache, KeyCache};
 use super::reference;
 use crate::attention::AttentionSpec;
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
+use crate::tensors::{primitive, split_heads, tensor};
 use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaBias;
 
 impl DecodeBackend for Flex {
+    type DecodeScratch = ();
+
     fn attention_decode(
         q: FlexTensor,
-        k: FlexTensor,
-        v: FlexTensor,
+        keys: &KeyCache<Self>,
         delta: Option<FlexTensor>,
         softmax_scale: f64,
+        (): &mut (),
     ) -> FlexTensor {
-        if !is_f32(&q) {
-            return plain("attention_decode", || {
-                reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
-            });
-        }
-        let [q, k, v] = [q, k, v].map(contiguous);
-        let delta = delta.map(contiguous);
-        let (q_shape, k_shape) = (q.shape(), k.shape());
-        let kv_len = vec![k_shape[1]; k_shape[0]];
-        let shape = sieve_cpu::DecodeShape {
-            num_heads: q_shape[1],
-            num_kv_heads: k_shape[2],
-            head_dim: k_shape[3],
-            capacity: k_shape[1],
-            slot_stride: k_shape[2] * k_shape[3],
-            kv_len: &kv_len,
-            softmax_scale: softmax_scale as f32,
-        };
-        let mut o = zeros_like(&q);
-        let delta = delta.as_ref().map(floats);
-        sieve_cpu::attention_decode(&shape, floats(&q), floats(&k), floats(&v), delta, &mut o);
-        from_vec(o, q_shape)
+        attend(q, keys, keys.len(), delta, softmax_scale)
     }
 
-    fn cached_attention(cache: KeyCache<Self>, qkv: FlexTensor, spec: AttentionSpec) -> (KeyCache<Self>, FlexTensor) {
-        reference::cached_attention(cache, qkv, spec)
+    fn cached_attention(cache: &mut KeyCache<Self>, qkv: FlexTensor, spec: AttentionSpec, (): &mut ()) -> FlexTensor {
+        let [q, k, v] = split_heads(tensor::<Self, 4>(qkv), spec.num_kv_heads);
+        let shape = q.dims();
+        cache.append(k, v);
+        let seen = spec.window_size.unwrap_or(cache.len()).min(cache.len());
+        let o = attend(primitive(q.squeeze_dim::<3>(1)), cache, seen, None, spec.softmax_scale);
+        primitive(tensor::<Self, 3>(o).reshape(shape))
     }
 
     fn mla_decode(
@@ -76,11 +64,56 @@ impl DecodeBackend for Flex {
 
     /// The slots are moved by Burn's operations; the attention over them is a kernel.
     fn dma_decode(
-        cache: DmaCache<Self>,
+        cache: &mut DmaCache<Self>,
         token: DmaToken<Self>,
         softmax_scale: f64,
         bias: DmaBias,
-    ) -> (DmaCache<Self>, FlexTensor) {
-        reference::dma_decode(cache, token, softmax_scale, bias)
+        scratch: &mut (),
+    ) -> FlexTensor {
+        reference::dma_decode(cache, token, softmax_scale, bias, scratch)
     }
+}
+
+/// One query per sequence, `[batch, num_heads, head_dim]`, over the last `seen` keys of the cache.
+fn attend(
+    q: FlexTensor,
+    keys: &KeyCache<Flex>,
+    seen: usize,
+    delta: Option<FlexTensor>,
+    softmax_scale: f64,
+) -> FlexTensor {
+    if !is_f32(&q) {
+        return plain("attention_decode", || {
+            reference::attention_decode::<Flex>(q, keys, seen, delta, softmax_scale)
+        });
+    }
+    let [k, v] = [&keys.k, &keys.v].map(|x| contiguous(primitive(x.buffer().clone())));
+    let (q_shape, q) = (q.shape(), contiguous(q));
+    let [batch, num_kv_heads, room, head_dim] = k.shape().dims();
+    // A head's keys lie together, as a row's would with one KV head.
+    let kv_len = vec![seen; batch * num_kv_heads];
+    let shape = sieve_cpu::DecodeShape {
+        num_heads: q_shape[1] / num_kv_heads,
+        num_kv_heads: 1,
+        head_dim,
+        capacity: room,
+        slot_stride: head_dim,
+        kv_len: &kv_len,
+        softmax_scale: softmax_scale as f32,
+    };
+    let delta = delta.map(|delta| {
+        let delta = contiguous(delta);
+        let rows = floats(&delta).chunks_exact(seen);
+        let mut wide = Vec::with_capacity(kv_len.len() * room);
+        for row in rows {
+            wide.extend_from_slice(row);
+            wide.resize(wide.len() + room - seen, 0.0);
+        }
+        wide
+    });
+    let first = (keys.len() - seen) * head_dim;
+    let mut o = zeros_like(&q);
+    let [k, v] = [&k, &v].map(|x| &floats(x)[first..]);
+    sieve_cpu::attention_decode(&shape, floats(&q), k, v, delta.as_deref(), &mut o);
+    from_vec(o, q_shape)
 }

@@ -1,4 +1,4 @@
-use super::{DmaCache, DmaToken, attention_decode, dma_decode};
+use super::{DmaCache, DmaToken, KeyCache, attention_decode, dma_decode};
 use crate::testing::{Random, RandomInput, assert_close, documents, host};
 use crate::{AttentionSpec, DmaBackend, DmaBias, DmaSelection, attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
@@ -16,20 +16,18 @@ fn spec(group_size: usize) -> AttentionSpec {
     AttentionSpec::dense([KV_HEADS * group_size, KV_HEADS], HEAD_DIM)
 }
 
-/// q of token `at`; k and v of the tokens up to it.
-fn last_query(
-    qkv: &Tensor<Flex, 4>,
-    at: usize,
-    spec: AttentionSpec,
-) -> (Tensor<Flex, 3>, Tensor<Flex, 4>, Tensor<Flex, 4>) {
+/// q of token `at`; the keys of the tokens up to it.
+fn last_query(qkv: &Tensor<Flex, 4>, at: usize, spec: AttentionSpec) -> (Tensor<Flex, 3>, KeyCache<Flex>) {
     let batch = qkv.dims()[0];
     let heads = spec.num_heads;
     let q = qkv.clone().narrow(1, at, 1).narrow(2, 0, heads);
     let keys = qkv.clone().narrow(1, 0, at + 1);
     (
         q.reshape([batch, heads, HEAD_DIM]),
-        keys.clone().narrow(2, heads, KV_HEADS),
-        keys.narrow(2, heads + KV_HEADS, KV_HEADS),
+        KeyCache::new(
+            keys.clone().narrow(2, heads, KV_HEADS),
+            keys.narrow(2, heads + KV_HEADS, KV_HEADS),
+        ),
     )
 }
 
@@ -41,9 +39,8 @@ fn one_query_gives_the_row_of_the_whole_pass() {
         let qkv = tensor::<4>(qkv.tensor(DType::F32));
         let rows = attention(qkv.clone(), &documents(&[], [2, seq_len]), spec);
         for at in [0, seq_len / 2, seq_len - 1] {
-            // k and v are views into the packed tensor.
-            let (q, k, v) = last_query(&qkv, at, spec);
-            let row = attention_decode(q, k, v, None, spec.softmax_scale);
+            let (q, keys) = last_query(&qkv, at, spec);
+            let row = attention_decode(q, &keys, None, spec.softmax_scale, &mut ());
             let expected = rows.clone().narrow(1, at, 1);
             assert_close(
                 &format!("row {at}"),
@@ -61,9 +58,9 @@ fn a_bias_per_key_equals_the_reference() {
     let qkv = Random(2).input(&[2, 29, spec.packed_heads(), HEAD_DIM]);
     let delta = Random(3).input(&[2, KV_HEADS, 29]);
     let run = |dtype| {
-        let (q, k, v) = last_query(&tensor(qkv.tensor(dtype)), 28, spec);
+        let (q, keys) = last_query(&tensor(qkv.tensor(dtype)), 28, spec);
         let delta = Some(tensor(delta.tensor(dtype)));
-        let o = attention_decode(q, k, v, delta, spec.softmax_scale);
+        let o = attention_decode(q, &keys, delta, spec.softmax_scale, &mut ());
         host(o.into_primitive().tensor())
     };
     assert_close("o", &run(DType::F32), &run(DType::F64), 2e-6);
@@ -110,13 +107,10 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let expire = bits(expire);
 
         let token = |at: usize| qkv.narrow(1, at, 1);
-        let mut cache = DmaCache::<Flex> {
-            k: token(0).narrow(2, heads, KV_HEADS),
-            v: token(0).narrow(2, heads + KV_HEADS, KV_HEADS),
-            rank: z.narrow(2, 0, 1),
-            positions: Tensor::<Flex, 3, Int>::zeros([2, KV_HEADS, 1], &Default::default()).into_primitive(),
-            window,
-        };
+        let first =
+            [heads, heads + KV_HEADS].map(|head| tensor::<4>(token(0)).narrow(2, head, KV_HEADS).swap_dims(1, 2));
+        let position = Tensor::zeros([2, KV_HEADS, 1], &Default::default());
+        let mut cache = DmaCache::<Flex>::new(first, tensor(z.narrow(2, 0, 1)), position, window);
         for at in 1..seq_len {
             let offered = DmaToken {
                 q: token(at).narrow(2, 0, heads).reshape([2, heads, HEAD_DIM].into()),
@@ -129,8 +123,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
                 rank: z.narrow(2, at, 1).reshape([2, KV_HEADS].into()),
                 position: at,
             };
-            let (next, o) = dma_decode(cache, offered, spec.softmax_scale, bias);
-            cache = next;
+            let o = dma_decode(&mut cache, offered, spec.softmax_scale, bias, &mut ());
             assert_close(
                 &format!("row {at}, {bias:?}"),
                 &host(o.into_primitive().tensor()),
@@ -138,7 +131,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
                 4e-6,
             );
             // The slots hold exactly the keys that the mask shows to this query.
-            let positions = bits(Tensor::from_primitive(cache.positions.clone()));
+            let positions = bits(cache.positions.tokens());
             let slots = positions.len() / (2 * KV_HEADS);
             for (head, held) in positions.chunks(slots).enumerate() {
                 let mut held = held.to_vec();

@@ -45,11 +45,12 @@ impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
     }
 
     fn heavy_decode(
-        _cache: DmaCache<Self>,
+        _cache: &mut DmaCache<Self>,
         _qkv: Float<Self>,
         _position: usize,
         _softmax_scale: f64,
-    ) -> Result<(DmaCache<Self>, Float<Self>), String> {
+        _scratch: &mut Self::DecodeScratch,
+    ) -> Result<Float<Self>, String> {
         Err("it has no gradient".to_owned())
     }
 }

@@ -1,7 +1,6 @@
 //! Attention under a selector's mask, and its selection, as a backend computes them.
-use crate::decode::DmaCache;
+use crate::decode::{DecodeBackend, DmaCache};
 use crate::tensors::Float;
-use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use std::ops::Range;
@@ -16,7 +15,7 @@ pub struct ChosenBlocks<I> {
 }
 
 /// Attention under a selector's mask.
-pub trait SparseBackend: Backend {
+pub trait SparseBackend: DecodeBackend {
     /// See [`crate::has_sparse_attention`].
     fn has_sparse_attention(qkv: &Float<Self>) -> bool;
     /// See [`crate::sparse_attention`]. Returns o and the log-sum-exp.
@@ -44,9 +43,10 @@ pub trait SparseBackend: Backend {
     fn keep_heavy_keys(qkv: Float<Self>, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String>;
     /// See [`crate::heavy_decode`].
     fn heavy_decode(
-        cache: DmaCache<Self>,
+        cache: &mut DmaCache<Self>,
         qkv: Float<Self>,
         position: usize,
         softmax_scale: f64,
-    ) -> Result<(DmaCache<Self>, Float<Self>), String>;
+        scratch: &mut Self::DecodeScratch,
+    ) -> Result<Float<Self>, String>;
 }

@@ -73,12 +73,13 @@ impl SparseBackend for Cuda {
     }
 
     fn heavy_decode(
-        cache: DmaCache<Self>,
+        cache: &mut DmaCache<Self>,
         qkv: Float,
         position: usize,
         softmax_scale: f64,
-    ) -> Result<(DmaCache<Self>, Float), String> {
-        let result = heavy_step(&cache, &qkv, position, softmax_scale as f32);
+        scratch: &mut Self::DecodeScratch,
+    ) -> Result<Float, String> {
+        let result = heavy_step(cache, &qkv, position, softmax_scale as f32, scratch);
         kernel_or_refusal("heavy_decode", result)
     }
 }

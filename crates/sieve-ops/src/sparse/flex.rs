@@ -42,11 +42,12 @@ impl SparseBackend for Flex {
     }
 
     fn heavy_decode(
-        _cache: DmaCache<Self>,
+        _cache: &mut DmaCache<Self>,
         _qkv: FlexTensor,
         _position: usize,
         _softmax_scale: f64,
-    ) -> Result<(DmaCache<Self>, FlexTensor), String> {
+        _scratch: &mut Self::DecodeScratch,
+    ) -> Result<FlexTensor, String> {
         Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
     }
 }

@@ -1,0 +1,170 @@
+//! Decoding under a decode method on the device: keys and values of a text stay there, and each query reads some.
+use crate::EvalError;
+use burn::tensor::{DType, Tensor};
+use sieve_nn::{LayerCache, LayerOperands, PackedCache};
+use sieve_ops::{
+    DeviceMask, SieveBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys,
+    select_blocks_by_bounds, sparse_attention,
+};
+use sieve_select::{CallShape, Selector, Step};
+
+/// Keeps of a prompt what the tokens after it read: all keys, packed, where each token finds its own; those that were
+/// chosen, or all where a layer reads everything, and later all others; slots, where a new key evicts the one with the
+/// least accumulated attention.
+///
+/// # Errors
+/// Operands that a kernel refuses.
+pub(crate) fn keep_prompt<B: SieveBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    cache: &mut LayerCache<B>,
+) -> Result<(), EvalError> {
+    let num_tokens = operands.num_tokens();
+    match selector.heavy_keys(shape_of(operands, num_tokens), operands.layer) {
+        None if selector.reads_all(operands.layer) => cache.keep_recent(&operands.qkv, operands.spec()),
+        None => {
+            *cache = LayerCache::Packed(PackedCache {
+                qkv: TokenBuffer::new(operands.qkv.clone(), 1, None),
+                bounds: None,
+            })
+        }
+        Some(heavy) => {
+            let kept = keep_heavy_keys(&operands.qkv, &heavy);
+            let kept = kept.map_err(|reason| refused(selector, reason))?;
+            *cache = match heavy.slots {
+                Some(_) => LayerCache::Selected {
+                    cache: kept,
+                    next_position: num_tokens,
+                },
+                None => LayerCache::Recent {
+                    cache: kept.keys,
+                    window_size: None,
+                },
+            };
+        }
+    }
+    Ok(())
+}
+
+/// One token, the `num_tokens`-th of its text: stores it, finds what its query reads, attends. Returns o, the pairs
+/// that it took, and whether its keys were chosen on the device.
+///
+/// # Errors
+/// Operands that a kernel refuses.
+pub(crate) fn step<B: SieveBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    num_tokens: usize,
+    cache: &mut LayerCache<B>,
+    scratch: &mut B::DecodeScratch,
+) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
+    let spec = operands.spec();
+    let (o, read, is_chosen) = match cache {
+        LayerCache::Packed(cache) => choose_and_attend(selector, operands, cache)?,
+        LayerCache::Recent { cache, .. } => {
+            let o = cached_attention(cache, operands.qkv.clone(), spec, scratch);
+            (o, cache.len() as f64, !selector.reads_all(operands.layer))
+        }
+        LayerCache::Selected { cache, next_position } => {
+            *next_position = num_tokens;
+            let o = heavy_decode(cache, operands.qkv.clone(), num_tokens - 1, spec.softmax_scale, scratch);
+            (o.map_err(|reason| refused(selector, reason))?, cache.len() as f64, true)
+        }
+        _ => return Err(refused(selector, "a prompt comes first".to_owned())),
+    };
+    Ok((o, read * operands.num_heads as f64, is_chosen))
+}
+
+fn refused(selector: &Selector, reason: String) -> EvalError {
+    EvalError::Kernel {
+        selector: selector.name(),
+        reason,
+    }
+}
+
+/// The call of a text's tokens so far.
+fn shape_of<B: SieveBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
+    CallShape {
+        num_queries: operands.num_tokens(),
+        num_keys,
+        num_heads: operands.num_heads,
+        num_kv_heads: operands.num_kv_heads,
+        head_dim: operands.qkv.dims()[3],
+    }
+}
+
+/// Returns o, the keys that a head reads, and whether they were chosen on the device.
+fn choose_and_attend<B: SieveBackend>(
+    selector: &Selector,
+    operands: &LayerOperands<B>,
+    cache: &mut PackedCache<B>,
+) -> Result<(Tensor<B, 4>, f64, bool), EvalError> {
+    cache.qkv.append(operands.qkv.clone());
+    let num_tokens = cache.qkv.len();
+    let shape = shape_of(operands, num_tokens);
+    let refused = |reason| refused(selector, reason);
+    let device = operands.qkv.device();
+    if let Some(page) = selector.page() {
+        let pages = cache.qkv.room().div_ceil(page);
+        // A text that outgrew its buffer outgrew its bounds.
+        if cache.bounds.as_ref().is_none_or(|bounds| bounds.room() < pages) {
+            let size = [shape.num_kv_heads, pages, 2, shape.head_dim];
+            cache.bounds = Some(TokenBuffer::empty(size, 1, (&device, DType::F32)));
+        }
+    }
+    let known = cache.bounds.as_ref().map_or(0, TokenBuffer::len);
+    let step = selector.step(shape, operands.layer, known);
+    let step = step.ok_or_else(|| refused("it decodes on the host".to_owned()))?;
+    let keys = cache.qkv.tokens();
+    let (mask, read, is_chosen) = match step {
+        Step::Mask(mask) => {
+            let read = sieve_select::density(&mask).token * shape.num_keys as f64;
+            (DeviceMask::upload(&mask.packed()?, &device), read, false)
+        }
+        Step::Blocks(selection, read) => {
+            let bounds = cache.bounds.as_ref().map(TokenBuffer::buffer);
+            let made = select_blocks_by_bounds(&keys, &selection, bounds);
+            if let (Some(bounds), Some(page)) = (&mut cache.bounds, selector.page()) {
+                bounds.count(num_tokens / page - known);
+            }
+            (made.map_err(refused)?.mask, read as f64, true)
+        }
+    };
+    let SparseOutput { o, .. } = sparse_attention(keys, &mask, operands.spec().softmax_scale).map_err(refused)?;
+    Ok((o, read, is_chosen))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::Distribution;
+    use burn_flex::{Flex, FlexDevice};
+    use sieve_ops::{Documents, attention};
+
+    #[test]
+    fn a_layer_that_reads_everything_decodes_as_dense_attention_does() {
+        const TOKENS: usize = 37;
+        let shape = [1, TOKENS, 8, 32];
+        let all = Tensor::<Flex, 4>::random(shape, Distribution::Default, &FlexDevice);
+        let operands = |first, count| LayerOperands {
+            layer: 1,
+            num_layers: 4,
+            num_heads: 4,
+            num_kv_heads: 2,
+            qkv: all.clone().narrow(1, first, count),
+        };
+        let selector = Selector::parse("quest").expect("valid");
+        let mut cache = LayerCache::Empty;
+        keep_prompt(&selector, &operands(0, TOKENS - 2), &mut cache).expect("a prompt");
+        for position in [TOKENS - 2, TOKENS - 1] {
+            let step = step(&selector, &operands(position, 1), position + 1, &mut cache, &mut ());
+            let (o, pairs, is_chosen) = step.expect("the CPU has dense attention");
+            assert_eq!((pairs, is_chosen), (4.0 * (position + 1) as f64, false));
+            let documents = Documents::whole_rows([1, position + 1], &FlexDevice);
+            let whole = operands(0, position + 1);
+            let dense = attention(whole.qkv.clone(), &documents, whole.spec());
+            let far = (dense.narrow(1, position, 1) - o).abs().max().into_scalar();
+            assert!(far < 1e-5, "{position}: {far}");
+        }
+    }
+}

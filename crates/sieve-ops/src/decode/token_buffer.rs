@@ -1,0 +1,171 @@
+//! Buffers that a cache adds tokens to.
+use burn::tensor::backend::Backend;
+use burn::tensor::{BasicOps, DType, Float, Tensor};
+use std::fmt;
+use std::ops::Range;
+
+/// Room for new tokens that a full buffer gets: one token for `ROOM_SHARE` that it has, which a plan does not count,
+/// and `LEAST_ROOM` at least.
+const LEAST_ROOM: usize = 256;
+const ROOM_SHARE: usize = 16;
+
+/// Tokens along one axis of a contiguous buffer with room for more, so that most additions copy none of the others.
+///
+/// Kernels write to the buffer in place, so it has one owner: a clone has a buffer of its own.
+pub struct TokenBuffer<B: Backend, const D: usize, K: BasicOps<B> = Float> {
+    /// `Option` only because [`write`](Self::write) moves the tensor out; `None` never escapes it.
+    buffer: Option<Tensor<B, D, K>>,
+    axis: usize,
+    len: usize,
+}
+
+impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
+    /// These tokens, which lie along `axis`, in a buffer with room for as many as `room` says, or for some more.
+    pub fn new(tokens: Tensor<B, D, K>, axis: usize, room: Option<usize>) -> Self {
+        let mut shape = tokens.dims();
+        shape[axis] = room.unwrap_or(shape[axis] + spare(shape[axis]));
+        let mut new = Self::empty(shape, axis, (&tokens.device(), tokens.dtype()));
+        new.append(tokens);
+        new
+    }
+
+    /// A buffer of this shape without a token.
+    pub fn empty(shape: [usize; D], axis: usize, options: (&B::Device, DType)) -> Self {
+        // Of one dimension first: rows of a CUDA tensor with several may have gaps between them.
+        let buffer = Tensor::<B, 1, K>::empty([shape.iter().product::<usize>()], options);
+        Self {
+            buffer: Some(buffer.reshape(shape)),
+            axis,
+            len: 0,
+        }
+    }
+
+    /// Tokens in use, the first ones.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no token is in use.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Tokens that the buffer has a place for.
+    pub fn room(&self) -> usize {
+        self.buffer().dims()[self.axis]
+    }
+
+    /// The whole buffer.
+    pub fn buffer(&self) -> &Tensor<B, D, K> {
+        self.buffer.as_ref().expect("a write puts the buffer back")
+    }
+
+    /// The tokens in use, without a copy.
+    pub fn tokens(&self) -> Tensor<B, D, K> {
+        self.buffer().clone().narrow(self.axis, 0, self.len)
+    }
+
+    /// Adds tokens behind the others.
+    pub fn append(&mut self, tokens: Tensor<B, D, K>) {
+        let new = tokens.dims()[self.axis];
+        self.reserve(new, self.len);
+        let ranges: [Range<usize>; D] = std::array::from_fn(|dim| match dim == self.axis {
+            true => self.len..self.len + new,
+            false => 0..tokens.dims()[dim],
+        });
+        self.write(|buffer| buffer.slice_assign(ranges, tokens));
+        self.len += new;
+    }
+
+    /// Counts tokens that a kernel wrote behind the others in place.
+    pub fn count(&mut self, new: usize) {
+        self.len += new;
+    }
+
+    /// Makes room for `new` more tokens; where that takes another buffer, of the old ones only the last `kept` move.
+    pub fn reserve(&mut self, new: usize, kept: usize) {
+        if self.len + new > self.room() {
+            let kept = kept.min(self.len);
+            let old = self.buffer().clone().narrow(self.axis, self.len - kept, kept);
+            *self = Self::new(old, self.axis, Some(kept + new + spare(kept)));
+        }
+    }
+
+    /// Makes each row several equal ones.
+    pub fn repeat(&mut self, rows: usize) {
+        *self = Self::new(self.tokens().repeat_dim(0, rows), self.axis, Some(self.room()));
+    }
+
+    /// Replaces the buffer by what `write` makes of it, in place where a backend can.
+    pub(super) fn write(&mut self, write: impl FnOnce(Tensor<B, D, K>) -> Tensor<B, D, K>) {
+        let buffer = self.buffer.take().expect("a write puts the buffer back");
+        self.buffer = Some(write(buffer));
+    }
+}
+
+/// Room behind `len` tokens.
+fn spare(len: usize) -> usize {
+    LEAST_ROOM.max(len / ROOM_SHARE)
+}
+
+impl<B: Backend, const D: usize, K: BasicOps<B>> Clone for TokenBuffer<B, D, K> {
+    fn clone(&self) -> Self {
+        Self::new(self.tokens(), self.axis, Some(self.room()))
+    }
+}
+
+impl<B: Backend, const D: usize, K: BasicOps<B>> fmt::Debug for TokenBuffer<B, D, K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let shape = self.buffer().dims();
+        write!(f, "TokenBuffer({} tokens of {shape:?}, axis {})", self.len, self.axis)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::tensor::{Distribution, TensorData};
+    use burn_flex::{Flex, FlexDevice};
+
+    fn data<const D: usize>(x: Tensor<Flex, D>) -> TensorData {
+        x.into_data()
+    }
+
+    #[test]
+    fn tokens_stay_where_they_are_while_the_buffer_grows_and_a_clone_keeps_its_own() {
+        let (prompt, len) = (5, 700);
+        for axis in [1, 2] {
+            let mut shape = [2, 3, 3, 4];
+            shape[axis] = len;
+            let all = Tensor::<Flex, 4>::random(shape, Distribution::Default, &FlexDevice);
+            let part = |first: usize, count: usize| all.clone().narrow(axis, first, count);
+            let mut buffer = TokenBuffer::new(part(0, prompt), axis, None);
+            let mut grown = 0;
+            while buffer.len() < len {
+                let (at, room) = (buffer.len(), buffer.room());
+                let count = (len - at).min(if at % 7 == 0 { 3 } else { 1 });
+                let mut other = buffer.clone();
+                other.append(part(0, count));
+                buffer.append(part(at, count));
+                assert_eq!([buffer.len(), other.len()], [at + count; 2]);
+                assert_eq!(data(buffer.tokens()), data(part(0, at + count)));
+                assert_eq!(data(other.tokens().narrow(axis, at, count)), data(part(0, count)));
+                grown += usize::from(buffer.room() != room);
+            }
+            assert_eq!(grown, 2, "a buffer with room is not copied");
+            buffer.repeat(2);
+            assert_eq!(data(buffer.tokens()), data(all.clone().repeat_dim(0, 2)));
+        }
+    }
+
+    #[test]
+    fn a_larger_buffer_gets_the_last_tokens_alone() {
+        let all = Tensor::<Flex, 2>::random([1, 300], Distribution::Default, &FlexDevice);
+        let mut buffer = TokenBuffer::new(all.clone().narrow(1, 0, 5), 1, Some(6));
+        buffer.reserve(1, 3);
+        assert_eq!((buffer.len(), buffer.room()), (5, 6));
+        buffer.reserve(2, 3);
+        assert_eq!(data(buffer.tokens()), data(all.narrow(1, 2, 3)));
+        assert!(buffer.room() >= 5);
+    }
+}
