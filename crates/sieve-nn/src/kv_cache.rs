@@ -13,7 +13,7 @@ use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use sieve_core::DmaShape;
 use sieve_ops::{
     AttentionSpec, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, SieveBackend, cached_attention,
-    dma_decode,
+    dma_decode, dma_ranks,
 };
 
 /// One cache per layer, and the number of tokens that went through.
@@ -249,22 +249,15 @@ impl<B: SieveBackend> LayerCache<B> {
         };
         let [batch, new, _, head_dim] = qkv.dims();
         assert_eq!(new, 1, "a filled cache takes one token at a time");
-        let recency = Recency {
-            slopes: dma.slopes(spec.num_kv_heads),
+        let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
+            slopes,
             origin: PositionOrigin::At {
                 position: next_position,
                 batch,
                 device: qkv.device(),
             },
-        };
-        let rank = B::dma_ranks(
-            qkv.clone().into_primitive().tensor(),
-            w_dt.into_primitive().tensor(),
-            a.into_primitive().tensor(),
-            spec,
-            recency,
-        );
-        let rank = float::<B, 3>(rank);
+        });
+        let rank = dma_ranks(qkv.clone(), w_dt, a, spec, recency);
         let [q, k, v] = split(qkv, spec);
         let token = DmaToken {
             q: q.reshape([batch, spec.num_heads, head_dim]).into_primitive().tensor(),

@@ -1,18 +1,17 @@
-//! Attention of new queries over the keys of a cache: dense, DMA, latent.
-mod autodiff;
-mod backend;
+//! Attention of new queries over the keys of a cache: dense, DMA, latent; without gradient.
+pub(crate) mod cpu;
 pub(crate) mod cuda;
-mod flex;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
-
+use crate::SieveBackend;
 use crate::attention::AttentionSpec;
-use crate::tensors::{primitive, tensor};
+use crate::backend::DeviceBackend;
+use crate::tensors::{Float, Ints, primitive, tensor, untracked};
 use burn::tensor::Tensor;
-use sieve_core::DmaBias;
+use burn::tensor::backend::Backend;
+use sieve_core::{DmaBias, DmaWindow};
 
 /// One query per sequence over all `kv_len` given keys, with an optional additive bias per key.
 ///
@@ -21,15 +20,17 @@ use sieve_core::DmaBias;
 /// - k, v: `[batch, kv_len, num_kv_heads, head_dim]`
 /// - delta: `[batch, num_kv_heads, kv_len]`
 /// - returns: `[batch, num_heads, head_dim]`
-pub fn attention_decode<B: DecodeBackend>(
+pub fn attention_decode<B: SieveBackend>(
     q: Tensor<B, 3>,
     k: Tensor<B, 4>,
     v: Tensor<B, 4>,
     delta: Option<Tensor<B, 3>>,
     softmax_scale: f64,
 ) -> Tensor<B, 3> {
-    let (q, delta) = (primitive(q), delta.map(primitive));
-    tensor(B::attention_decode(q, primitive(k), primitive(v), delta, softmax_scale))
+    let value = untracked::<B>("attention_decode");
+    let (q, k, v) = (value(primitive(q)), value(primitive(k)), value(primitive(v)));
+    let delta = delta.map(|delta| value(primitive(delta)));
+    tensor(B::constant(B::Inner::attention_decode(q, k, v, delta, softmax_scale)))
 }
 
 /// Adds the keys and values of one token a sequence to the cache, then attends with its queries over all of them, or
@@ -39,13 +40,14 @@ pub fn attention_decode<B: DecodeBackend>(
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[batch, 1, num_heads, head_dim]`
-pub fn cached_attention<B: DecodeBackend>(
+pub fn cached_attention<B: SieveBackend>(
     cache: KeyCache<B>,
     qkv: Tensor<B, 4>,
     spec: AttentionSpec,
 ) -> (KeyCache<B>, Tensor<B, 4>) {
-    let (cache, o) = B::cached_attention(cache, primitive(qkv), spec);
-    (cache, tensor(o))
+    let value = untracked::<B>("cached_attention");
+    let (cache, o) = B::Inner::cached_attention(cache.on(&value), value(primitive(qkv)), spec);
+    (cache.on(B::constant), tensor(B::constant(o)))
 }
 
 /// Latent attention of the last `new` tokens over the cached latents, each over those up to its own. A latent is the
@@ -58,15 +60,23 @@ pub fn cached_attention<B: DecodeBackend>(
 /// - latents: `[batch, len, rank + rope_dim]`
 /// - key_scale: `[batch, len, num_heads]`, f32
 /// - returns: `[batch, new, num_heads, rank]`
-pub fn mla_decode<B: DecodeBackend>(
+pub fn mla_decode<B: SieveBackend>(
     q: Tensor<B, 4>,
     latents: Tensor<B, 3>,
     key_scale: Option<Tensor<B, 3>>,
     rank: usize,
     softmax_scale: f64,
 ) -> Tensor<B, 4> {
-    let (q, latents, key_scale) = (primitive(q), primitive(latents), key_scale.map(primitive));
-    tensor(B::mla_decode(q, latents, key_scale, rank, softmax_scale))
+    let value = untracked::<B>("mla_decode");
+    let (q, latents) = (value(primitive(q)), value(primitive(latents)));
+    let key_scale = key_scale.map(|scale| value(primitive(scale)));
+    tensor(B::constant(B::Inner::mla_decode(
+        q,
+        latents,
+        key_scale,
+        rank,
+        softmax_scale,
+    )))
 }
 
 /// Offers the token's key to the cache, then attends with its query: exactly the row that the full forward pass
@@ -75,12 +85,91 @@ pub fn mla_decode<B: DecodeBackend>(
 /// While slots are free the key is appended. After that it takes the slot of the smallest (rank, position) among the
 /// keys outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever
 /// sees it.
-pub fn dma_decode<B: DecodeBackend>(
+pub fn dma_decode<B: SieveBackend>(
     cache: DmaCache<B>,
     token: DmaToken<B>,
     softmax_scale: f64,
     bias: DmaBias,
 ) -> (DmaCache<B>, Tensor<B, 3>) {
-    let (cache, o) = B::dma_decode(cache, token, softmax_scale, bias);
-    (cache, tensor(o))
+    let value = untracked::<B>("dma_decode");
+    let (cache, o) = B::Inner::dma_decode(cache.on(&value), token.on(&value), softmax_scale, bias);
+    (cache.on(B::constant), tensor(B::constant(o)))
+}
+
+/// The slots a DMA layer keeps: `len` of them in use, each KV head with keys of its own choice.
+///
+/// A key that leaves the mask never returns, so its slot is free for the key that pushed it out.
+#[derive(Clone, Debug)]
+pub struct DmaCache<B: Backend> {
+    /// `[batch, len, num_kv_heads, head_dim]`.
+    pub k: Float<B>,
+    /// `[batch, len, num_kv_heads, head_dim]`.
+    pub v: Float<B>,
+    /// What ranks the keys, `[batch, num_kv_heads, len]`; see [`crate::dma_rank`].
+    pub rank: Float<B>,
+    /// Positions of the keys, `[batch, num_kv_heads, len]`.
+    pub positions: Ints<B>,
+    /// Slots at most, and how many of them hold the last keys.
+    pub window: DmaWindow,
+}
+
+/// Keys and values that a dense layer or one with a window keeps: `len` of them, of which a window shows the last.
+#[derive(Clone, Debug)]
+pub struct KeyCache<B: Backend> {
+    /// `[batch, len, num_kv_heads, head_dim]`.
+    pub k: Float<B>,
+    /// `[batch, len, num_kv_heads, head_dim]`.
+    pub v: Float<B>,
+}
+
+/// One new token of every sequence.
+#[derive(Clone, Debug)]
+pub struct DmaToken<B: Backend> {
+    /// `[batch, num_heads, head_dim]`.
+    pub q: Float<B>,
+    /// `[batch, num_kv_heads, head_dim]`.
+    pub k: Float<B>,
+    /// `[batch, num_kv_heads, head_dim]`.
+    pub v: Float<B>,
+    /// Ranks, `[batch, num_kv_heads]`.
+    pub rank: Float<B>,
+    /// Position of the token, larger than any in the cache.
+    pub position: usize,
+}
+
+impl<B: Backend> DmaCache<B> {
+    /// The same cache above or below a graph: `to` moves each tensor.
+    pub(crate) fn on<T>(self, to: impl Fn(Float<B>) -> Float<T>) -> DmaCache<T>
+    where
+        T: Backend<IntTensorPrimitive = B::IntTensorPrimitive>,
+    {
+        DmaCache {
+            k: to(self.k),
+            v: to(self.v),
+            rank: to(self.rank),
+            positions: self.positions,
+            window: self.window,
+        }
+    }
+}
+
+impl<B: Backend> KeyCache<B> {
+    fn on<T: Backend>(self, to: impl Fn(Float<B>) -> Float<T>) -> KeyCache<T> {
+        KeyCache {
+            k: to(self.k),
+            v: to(self.v),
+        }
+    }
+}
+
+impl<B: Backend> DmaToken<B> {
+    fn on<T: Backend>(self, to: impl Fn(Float<B>) -> Float<T>) -> DmaToken<T> {
+        DmaToken {
+            q: to(self.q),
+            k: to(self.k),
+            v: to(self.v),
+            rank: to(self.rank),
+            position: self.position,
+        }
+    }
 }

@@ -1,6 +1,5 @@
 //! One new token a sequence against its cache on CUDA.
-use super::backend::{DecodeBackend, DmaCache, DmaToken, KeyCache};
-use super::reference;
+use super::{DmaCache, DmaToken, KeyCache, reference};
 use crate::attention::AttentionSpec;
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::cuda::{Cuda, tensors};
@@ -15,46 +14,44 @@ use sieve_kernels::{
 use std::sync::Mutex;
 use std::thread::ThreadId;
 
-impl DecodeBackend for Cuda {
-    fn attention_decode(q: Float, k: Float, v: Float, delta: Option<Float>, softmax_scale: f64) -> Float {
-        let attempt = attend(&q, &k, &v, delta.as_ref(), softmax_scale);
-        kernel_or("attention_decode", attempt, || {
-            reference::attention_decode::<Self>(q, k, v, delta, softmax_scale)
-        })
-    }
+pub(crate) fn attention_decode(q: Float, k: Float, v: Float, delta: Option<Float>, softmax_scale: f64) -> Float {
+    let attempt = attend(&q, &k, &v, delta.as_ref(), softmax_scale);
+    kernel_or("attention_decode", attempt, || {
+        reference::attention_decode::<Cuda>(q, k, v, delta, softmax_scale)
+    })
+}
 
-    fn cached_attention(cache: KeyCache<Self>, qkv: Float, spec: AttentionSpec) -> (KeyCache<Self>, Float) {
-        let attempt = append(&cache, &qkv, spec);
-        kernel_or("attention_decode", attempt, || {
-            reference::cached_attention(cache, qkv, spec)
-        })
-    }
+pub(crate) fn cached_attention(cache: KeyCache<Cuda>, qkv: Float, spec: AttentionSpec) -> (KeyCache<Cuda>, Float) {
+    let attempt = append(&cache, &qkv, spec);
+    kernel_or("attention_decode", attempt, || {
+        reference::cached_attention(cache, qkv, spec)
+    })
+}
 
-    fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
-        let [on_q, on_latents] = tensors([&q, &latents]);
-        let on_key_scale = key_scale.clone().map(kernel_tensor);
-        let keys = LatentKeys {
-            latents: &on_latents,
-            rank,
-            key_scale: on_key_scale.as_ref(),
-        };
-        let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
-        kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
-            reference::mla_decode::<Self>(q, latents, key_scale, rank, softmax_scale)
-        })
-    }
+pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
+    let [on_q, on_latents] = tensors([&q, &latents]);
+    let on_key_scale = key_scale.clone().map(kernel_tensor);
+    let keys = LatentKeys {
+        latents: &on_latents,
+        rank,
+        key_scale: on_key_scale.as_ref(),
+    };
+    let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
+    kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
+        reference::mla_decode::<Cuda>(q, latents, key_scale, rank, softmax_scale)
+    })
+}
 
-    fn dma_decode(
-        cache: DmaCache<Self>,
-        token: DmaToken<Self>,
-        softmax_scale: f64,
-        bias: DmaBias,
-    ) -> (DmaCache<Self>, Float) {
-        let attempt = dma_step(&cache, &token, softmax_scale, bias);
-        kernel_or("dma_decode", attempt, || {
-            reference::dma_decode(cache, token, softmax_scale, bias)
-        })
-    }
+pub(crate) fn dma_decode(
+    cache: DmaCache<Cuda>,
+    token: DmaToken<Cuda>,
+    softmax_scale: f64,
+    bias: DmaBias,
+) -> (DmaCache<Cuda>, Float) {
+    let attempt = dma_step(&cache, &token, softmax_scale, bias);
+    kernel_or("dma_decode", attempt, || {
+        reference::dma_decode(cache, token, softmax_scale, bias)
+    })
 }
 
 const NAME: &str = "decode";
