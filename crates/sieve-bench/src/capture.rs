@@ -2,11 +2,11 @@
 //! queries, keys and values of dense attention.
 use crate::error::{BenchError, Result, refused};
 use burn::tensor::DType;
-use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
 use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
+use sieve_ops::{Documents, SieveBackend, dma_ranks};
 use std::path::Path;
 
 /// Most tokens read: enough for the longest benchmark.
@@ -164,13 +164,8 @@ fn scores_of_row<B: SieveBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::
             );
         };
         let qkv = dma.qkv.forward(layer.input_layernorm.forward(x), context);
-        let z = B::dma_scores(
-            qkv.into_primitive().tensor(),
-            dma.dt_proj.weight.val().transpose().into_primitive().tensor(),
-            dma.a.val().into_primitive().tensor(),
-            dma.qkv.spec(None),
-        );
-        let z = Tensor::<B, 3>::from_primitive(TensorPrimitive::Float(z)).into_data();
+        let w_dt = dma.dt_proj.weight.val().transpose();
+        let z = dma_ranks(qkv, w_dt, dma.a.val(), dma.qkv.spec(None), None).into_data();
         let z: Vec<f32> = z.convert::<f32>().to_vec().map_err(BenchError::gpu)?;
         rows.extend(z.chunks_exact(tokens.len()).map(<[f32]>::to_vec));
         Ok(())

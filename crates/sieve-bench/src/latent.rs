@@ -21,7 +21,7 @@ use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, MlaNorm, MlaPack,
     NeededKernels, NeededKeys, SumOrder,
 };
-use sieve_ops::{AttentionOutput, DeviceBackend, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
+use sieve_ops::{AttentionOutput, DeviceBackend, MlaCall, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
 
 /// Widths of the part without rotation and of the rotated one.
@@ -188,19 +188,23 @@ impl Call {
     fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType, is_own: bool) -> Results {
         let (inputs, call) = self.inputs_on::<B>(device, dtype);
         let normed = self.norms.as_ref().map(|_| inputs.clone());
-        let bounds = self.case.documents::<B>(device).bounds();
+        let documents = self.case.documents::<B>(device).bounds();
+        let attention = MlaCall {
+            documents,
+            spec: self.spec,
+        };
         let d_o = cast::<B, 4>(&self.case.d_o, self.case.shape.output(), dtype, device);
         let (output, keys, (gradients, weights)): (AttentionOutput<B>, _, _) = if is_own {
             let (packed, keys) = B::mla_pack(inputs, call.clone());
-            let output = B::mla_attention(packed.clone(), &bounds, self.spec);
+            let output = B::mla_attention(packed.clone(), &attention);
             let kept = output.clone();
-            let d_packed = B::mla_attention_backward(packed, &bounds, self.spec, kept, d_o);
+            let d_packed = B::mla_attention_backward(packed, &attention, kept, d_o);
             (output, keys, B::mla_pack_backward(call, normed, d_packed))
         } else {
             let (packed, keys) = reference::mla_pack::<B>(inputs, call.clone());
-            let output = reference::mla_attention::<B>(packed.clone(), &bounds, self.spec);
-            let (kept, spec) = (output.clone(), self.spec);
-            let d_packed = reference::mla_attention_backward::<B>(packed, &bounds, spec, kept, d_o);
+            let output = reference::mla_attention::<B>(packed.clone(), &attention);
+            let kept = output.clone();
+            let d_packed = reference::mla_attention_backward::<B>(packed, &attention, kept, d_o);
             (output, keys, reference::mla_pack_backward::<B>(call, normed, d_packed))
         };
         let [dq, dkv, dk_rope] = gradients.map(place::floats::<B, 3>);

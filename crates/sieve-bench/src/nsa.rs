@@ -23,7 +23,7 @@ use sieve_kernels::{
     NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
     nsa_mean_pool_backward,
 };
-use sieve_ops::{AttentionSpec, DeviceBackend, NsaBackend, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionSpec, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
 
 /// Query heads of a KV head.

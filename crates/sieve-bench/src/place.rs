@@ -10,8 +10,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_core::KeepRest;
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
-    AttentionBackend, AttentionSpec, DeviceBackend, DmaBias, DmaCache, DmaSelection, DmaToken, DocumentBounds,
-    KeyCache, SieveBackend,
+    AttentionCall, DeviceBackend, DmaBias, DmaCache, DmaCall, DmaSelection, DmaToken, KeyCache, SieveBackend,
 };
 
 /// A backend that can be given a tensor of any strides.
@@ -49,8 +48,7 @@ struct Call<'a, B: Place> {
     case: &'a Case,
     qkv: FloatTensor<B>,
     d_o: FloatTensor<B>,
-    documents: DocumentBounds<B>,
-    spec: AttentionSpec,
+    attention: AttentionCall<B>,
     device: &'a B::Device,
 }
 
@@ -60,11 +58,13 @@ pub(crate) fn attention<B: Place>(case: &Case, qkv: &Strided, d_o: &Strided, dev
         case,
         qkv: B::strided(qkv, device),
         d_o: B::strided(d_o, device),
-        documents: case.documents::<B>(device).bounds(),
-        spec: case.spec(match case.keys {
-            Keys::Window(window) => Some(window),
-            _ => None,
-        }),
+        attention: AttentionCall::new(
+            case.documents::<B>(device).bounds(),
+            case.spec(match case.keys {
+                Keys::Window(window) => Some(window),
+                _ => None,
+            }),
+        ),
         device,
     };
     match case.keys {
@@ -75,9 +75,9 @@ pub(crate) fn attention<B: Place>(case: &Case, qkv: &Strided, d_o: &Strided, dev
 
 impl<B: Place> Call<'_, B> {
     fn neighbours(self) -> Outputs {
-        let output = <B as AttentionBackend>::attention(self.qkv.clone(), &self.documents, self.spec);
+        let output = <B as DeviceBackend>::attention(self.qkv.clone(), &self.attention);
         let mut outputs = self.forward_outputs(&output.o, &output.lse);
-        let dqkv = B::attention_backward(self.qkv, &self.documents, self.spec, output, self.d_o);
+        let dqkv = B::attention_backward(self.qkv, &self.attention, output, self.d_o);
         outputs.set_packed_gradient(self.case.shape, &floats::<B, 4>(dqkv));
         outputs
     }
@@ -86,27 +86,22 @@ impl<B: Place> Call<'_, B> {
         let shape = self.case.shape;
         let per_key = |values: &[f32]| float::<B, 3>(values, shape.per_key(), self.device);
         let selection: DmaSelection<B> = match self.case.keys {
-            Keys::Chosen(window) => B::dma_select(per_key(&self.case.z), &self.documents, window),
+            Keys::Chosen(window) => B::dma_select(per_key(&self.case.z), &self.attention.documents, window),
             _ => {
                 let equal = vec![0.0; self.case.delta.len()];
-                B::dma_select(per_key(&equal), &self.documents, shape.seq_len.into())
+                B::dma_select(per_key(&equal), &self.attention.documents, shape.seq_len.into())
             }
         };
-        let delta = per_key(&self.case.delta);
-        let (qkv, documents) = (self.qkv.clone(), &self.documents);
-        let rest = KeepRest::default();
-        let output = B::dma_attention(qkv, delta.clone(), documents, &selection, self.spec, rest);
+        let call = DmaCall {
+            qkv: self.qkv.clone(),
+            delta: per_key(&self.case.delta),
+            selection,
+            attention: self.attention.clone(),
+        };
+        let output = B::dma_attention(&call, KeepRest::default());
         let mut outputs = self.forward_outputs(&output.o, &output.lse);
-        outputs.expire = ints::<B>(&selection);
-        let (dqkv, ddelta) = B::dma_attention_backward(
-            self.qkv,
-            delta,
-            &self.documents,
-            &selection,
-            self.spec,
-            output,
-            self.d_o,
-        );
+        outputs.expire = ints::<B>(&call.selection);
+        let [dqkv, ddelta] = B::dma_attention_backward(&call, output, self.d_o);
         outputs.set_packed_gradient(shape, &floats::<B, 4>(dqkv));
         outputs.ddelta = floats::<B, 3>(ddelta);
         outputs

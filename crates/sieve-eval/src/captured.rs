@@ -7,12 +7,12 @@ use crate::selectors::LayerMeasure;
 use burn::tensor::{DType, Tensor};
 use sieve_core::{MaskArrays, PackedMask};
 use sieve_nn::LayerOperands;
-use sieve_ops::{DeviceMask, SieveBackend, SparseOutput, has_sparse_attention, sparse_attention};
+use sieve_ops::{DeviceBackend, DeviceMask, SparseOutput, has_sparse_attention, sparse_attention};
 use sieve_select::{DecodeSession, dense_attention, recall};
 use std::time::Instant;
 
 /// A layer with what dense attention says.
-pub(crate) struct Captured<B: SieveBackend> {
+pub(crate) struct Captured<B: DeviceBackend> {
     pub(crate) operands: LayerOperands<B>,
     dense: Output<B>,
     /// Milliseconds of dense attention.
@@ -20,21 +20,21 @@ pub(crate) struct Captured<B: SieveBackend> {
 }
 
 /// What attention gave: on the device where its kernels took the call, else on the host.
-enum Output<B: SieveBackend> {
+enum Output<B: DeviceBackend> {
     Device(SparseOutput<B>),
     /// o `[num_tokens, num_heads, head_dim]`, lse `[num_heads, num_tokens]`; a stream has no lse.
     Host(Vec<f32>, Option<Vec<f32>>),
 }
 
 /// A selector's attention of a layer.
-pub(crate) struct Done<B: SieveBackend> {
+pub(crate) struct Done<B: DeviceBackend> {
     output: Output<B>,
     pub(crate) cost: Cost,
     /// Of selection and attention; copies to the host are not part of it.
     pub(crate) milliseconds: f64,
 }
 
-impl<B: SieveBackend> Captured<B> {
+impl<B: DeviceBackend> Captured<B> {
     /// Dense attention of a layer by the path that selectors take, and its output for the next layer.
     pub(crate) fn of(operands: &LayerOperands<B>) -> Result<(Self, Tensor<B, 4>), EvalError> {
         let captured = |dense, dense_ms| Self {
@@ -155,7 +155,7 @@ impl<B: SieveBackend> Captured<B> {
 }
 
 /// Dense attention by the kernel of masks, with every key kept.
-fn dense_on_device<B: SieveBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
+fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
     let all = PackedMask::new(&MaskArrays {
         num_queries: tokens,
@@ -180,7 +180,7 @@ fn dense_on_device<B: SieveBackend>(operands: &LayerOperands<B>) -> Result<Spars
     Ok(dense)
 }
 
-fn number<B: SieveBackend>(x: Tensor<B, 1>) -> f64 {
+fn number<B: DeviceBackend>(x: Tensor<B, 1>) -> f64 {
     x.into_data().iter::<f64>().next().unwrap_or(f64::NAN)
 }
 

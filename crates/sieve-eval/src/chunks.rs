@@ -4,7 +4,7 @@ use burn::tensor::{DType, Int, Tensor};
 use sieve_core::{BlockSelection, PackedMask};
 use sieve_nn::{HostOperands, LayerOperands};
 use sieve_ops::{
-    DeviceMask, DeviceSelection, SieveBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention,
+    DeviceBackend, DeviceMask, DeviceSelection, SparseOutput, correct_by_probes, select_blocks, sparse_attention,
 };
 use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectStats, Selector, SparseMask, density};
 use std::any::Any;
@@ -81,7 +81,7 @@ impl Cost {
     }
 
     /// A call whose mask was made on the device. Reads what it kept back, and waits for it.
-    fn add_selection<B: SieveBackend>(
+    fn add_selection<B: DeviceBackend>(
         &mut self,
         shape: CallShape,
         selection: &BlockSelection,
@@ -136,7 +136,7 @@ pub(crate) struct HostMask {
 
 impl HostMask {
     /// The mask on the device that a prompt is on, copied there once.
-    fn on_device<B: SieveBackend>(&self, device: &B::Device) -> &DeviceMask<B> {
+    fn on_device<B: DeviceBackend>(&self, device: &B::Device) -> &DeviceMask<B> {
         let upload = || Box::new(DeviceMask::<B>::upload(&self.packed, device)) as Box<_>;
         let uploaded = self.uploaded.get_or_init(upload).downcast_ref();
         uploaded.expect("all layers of a prompt are on one device")
@@ -179,7 +179,7 @@ pub(crate) fn prefill(
 }
 
 /// The calls of a document, of `chunk` tokens or one.
-pub(crate) fn calls_of<B: SieveBackend>(
+pub(crate) fn calls_of<B: DeviceBackend>(
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
 ) -> impl Iterator<Item = CallShape> + use<B> {
@@ -201,7 +201,7 @@ pub(crate) fn calls_of<B: SieveBackend>(
 /// The same with the attention on the device: o is `[1, num_tokens, num_heads, head_dim]`. Where the selection is not
 /// on the device too, what it reads goes to the host, and the masks come back. With a clock the host waits for
 /// each selection on the device, which must have nothing else to do; a model has none.
-pub(crate) fn prefill_on_device<B: SieveBackend>(
+pub(crate) fn prefill_on_device<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     chunk: Option<usize>,
@@ -278,7 +278,7 @@ type HostQueriesAndKeys = (Vec<f32>, Vec<f32>);
 
 /// A mask made on the host, from what it reads of the device; queries and keys are copied once. One that reads nothing
 /// is made for the first layer alone.
-fn select_on_host<B: SieveBackend>(
+fn select_on_host<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     whole: CallShape,
@@ -354,7 +354,7 @@ struct Means {
 
 impl Means {
     /// `qkv`: `[1, num_keys, packed heads, head_dim]`.
-    fn of<B: SieveBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> Self {
+    fn of<B: DeviceBackend>(qkv: &Tensor<B, 4>, shape: CallShape, block: usize) -> Self {
         let q = qkv.clone().narrow(2, 0, shape.num_heads);
         let k = qkv.clone().narrow(2, shape.num_heads, shape.num_kv_heads);
         Self {
@@ -374,7 +374,7 @@ impl Means {
 }
 
 /// `[blocks, heads, width]` of `[1, tokens, heads, width]`; a short last block has the mean of its own tokens.
-fn block_means<B: SieveBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
+fn block_means<B: DeviceBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
     let [_, tokens, heads, width] = x.dims();
     let whole = tokens / block * block;
     let mean = |first: usize, count: usize, block: usize| {

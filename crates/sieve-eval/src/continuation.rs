@@ -3,7 +3,7 @@ use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
-use sieve_ops::{RotaryEmbedding, SieveBackend};
+use sieve_ops::{DeviceBackend, RotaryEmbedding};
 
 /// Most keys in the caches of texts that are decoded side by side. More would take memory and save little time.
 const TOGETHER_TOKENS: usize = 65_536;
@@ -17,7 +17,7 @@ pub fn texts_together(num_tokens: usize) -> usize {
 
 /// A prompt and what follows, through the KV cache. A clone goes its own way from there.
 #[derive(Clone, Debug)]
-pub(crate) struct Continuation<'a, B: SieveBackend> {
+pub(crate) struct Continuation<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     device: B::Device,
     rope: RotaryEmbedding<B>,
@@ -25,7 +25,7 @@ pub(crate) struct Continuation<'a, B: SieveBackend> {
     selection: Option<Selection>,
 }
 
-impl<'a, B: SieveBackend> Continuation<'a, B> {
+impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// Nothing read yet, with room for `max_tokens`.
     pub(crate) fn new(model: &'a Qwen3<B>, max_tokens: usize, device: &B::Device) -> Self {
         Self {
@@ -163,7 +163,7 @@ impl<'a, B: SieveBackend> Continuation<'a, B> {
 }
 
 /// Logits as f32, converted where they are: on the host that would take longer than the pass.
-fn on_host<B: SieveBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
+fn on_host<B: DeviceBackend>(logits: Tensor<B, 2>) -> Vec<f32> {
     let logits = logits.cast(DType::F32).into_data();
     logits.into_vec().expect("they were converted")
 }

@@ -3,7 +3,7 @@ use crate::EvalError;
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{LayerCache, LayerOperands, PackedCache};
 use sieve_ops::{
-    DeviceMask, SieveBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys,
+    DeviceBackend, DeviceMask, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys,
     select_blocks_by_bounds, sparse_attention,
 };
 use sieve_select::{CallShape, Selector, Step};
@@ -14,7 +14,7 @@ use sieve_select::{CallShape, Selector, Step};
 ///
 /// # Errors
 /// Operands that a kernel refuses.
-pub(crate) fn keep_prompt<B: SieveBackend>(
+pub(crate) fn keep_prompt<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     cache: &mut LayerCache<B>,
@@ -51,7 +51,7 @@ pub(crate) fn keep_prompt<B: SieveBackend>(
 ///
 /// # Errors
 /// Operands that a kernel refuses.
-pub(crate) fn step<B: SieveBackend>(
+pub(crate) fn step<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     num_tokens: usize,
@@ -83,7 +83,7 @@ fn refused(selector: &Selector, reason: String) -> EvalError {
 }
 
 /// The call of a text's tokens so far.
-fn shape_of<B: SieveBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
+fn shape_of<B: DeviceBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
     CallShape {
         num_queries: operands.num_tokens(),
         num_keys,
@@ -94,7 +94,7 @@ fn shape_of<B: SieveBackend>(operands: &LayerOperands<B>, num_keys: usize) -> Ca
 }
 
 /// Returns o, the keys that a head reads, and whether they were chosen on the device.
-fn choose_and_attend<B: SieveBackend>(
+fn choose_and_attend<B: DeviceBackend>(
     selector: &Selector,
     operands: &LayerOperands<B>,
     cache: &mut PackedCache<B>,

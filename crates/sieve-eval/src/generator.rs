@@ -3,7 +3,7 @@ use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
 use crate::{EvalError, Sampler, Sampling, Selection};
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// What to generate.
 #[derive(Clone, Copy, Debug)]
@@ -21,7 +21,7 @@ pub struct GenerateConfig {
 
 /// A prompt that was checked and not read yet.
 #[derive(Debug)]
-pub(crate) struct Start<'a, B: SieveBackend> {
+pub(crate) struct Start<'a, B: DeviceBackend> {
     pub(crate) text: Continuation<'a, B>,
     pub(crate) prompt: Vec<u32>,
     /// With `num_tokens` of the model's vocabulary at most.
@@ -29,7 +29,7 @@ pub(crate) struct Start<'a, B: SieveBackend> {
     pub(crate) remaining: usize,
 }
 
-impl<'a, B: SieveBackend> Start<'a, B> {
+impl<'a, B: DeviceBackend> Start<'a, B> {
     pub(crate) fn new(
         model: &'a Qwen3<B>,
         prompt: &[u32],
@@ -63,13 +63,13 @@ impl<'a, B: SieveBackend> Start<'a, B> {
 
 /// Continues a prompt; an iterator over the new tokens.
 #[derive(Debug)]
-pub struct Generator<'a, B: SieveBackend> {
+pub struct Generator<'a, B: DeviceBackend> {
     /// Its prompt is what the cache has not seen yet: the prompt, then the last token.
     start: Start<'a, B>,
     sampler: Sampler,
 }
 
-impl<'a, B: SieveBackend> Generator<'a, B> {
+impl<'a, B: DeviceBackend> Generator<'a, B> {
     /// Checks everything before the model runs.
     ///
     /// # Errors
@@ -119,7 +119,7 @@ impl<'a, B: SieveBackend> Generator<'a, B> {
     }
 }
 
-impl<B: SieveBackend> Iterator for Generator<'_, B> {
+impl<B: DeviceBackend> Iterator for Generator<'_, B> {
     type Item = Result<u32, EvalError>;
 
     /// The next token; `None` after `max_new_tokens`, at the end-of-document token (which is not given), and after an

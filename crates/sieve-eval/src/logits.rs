@@ -3,13 +3,13 @@ use crate::EvalError;
 use crate::input::{check_row, ids};
 use burn::tensor::TensorData;
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents};
 
 /// Logits of every position of one document, f32 `[1, num_tokens, vocab_size]`, by one full forward pass.
 ///
 /// # Errors
 /// No token, a token outside the vocabulary, more tokens than the model's context.
-pub fn logits<B: SieveBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<TensorData, EvalError> {
+pub fn logits<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<TensorData, EvalError> {
     let (num_tokens, shape) = (tokens.len(), model.shape());
     check_row(tokens, num_tokens, shape)?;
     let documents = Documents::whole_rows([1, num_tokens], device);

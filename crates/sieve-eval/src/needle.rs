@@ -18,7 +18,7 @@ use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// Numbers that an answer is ranked among, itself not counted.
 pub const NUM_DISTRACTORS: usize = 10;
@@ -167,7 +167,7 @@ impl NeedleConfig {
 /// # Errors
 /// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose
 /// output is no number; operands that the selector refuses.
-pub fn needle<B: SieveBackend>(
+pub fn needle<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokenizer: &Tokenizer,
     haystack: &Haystack,
@@ -243,7 +243,7 @@ pub fn needle<B: SieveBackend>(
 }
 
 /// What asking needs besides the needle.
-struct Reader<'a, B: SieveBackend> {
+struct Reader<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     tokenizer: &'a Tokenizer,
     eos_id: u32,
@@ -256,7 +256,7 @@ struct Reader<'a, B: SieveBackend> {
     pairs: [f64; 2],
 }
 
-impl<B: SieveBackend> Reader<'_, B> {
+impl<B: DeviceBackend> Reader<'_, B> {
     /// The rank of the answer's likelihood, and whether the greedy continuation holds it.
     fn ask(&mut self, sample: &Sample, haystack: &Haystack, buffer: usize) -> Result<(f64, bool), EvalError> {
         let len = sample.length - buffer;

@@ -4,7 +4,7 @@ use crate::input::ids;
 use crate::selection::Selection;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_nn::{HostOperands, LayerAttention, LayerContext, LayerOperands, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents};
 use std::time::Instant;
 
 /// What a pass gave.
@@ -17,7 +17,7 @@ pub(crate) struct Pass {
 }
 
 /// A window through the model with its own attention: all its tokens but the last go in.
-pub(crate) fn own_pass<B: SieveBackend>(
+pub(crate) fn own_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
@@ -26,7 +26,7 @@ pub(crate) fn own_pass<B: SieveBackend>(
 }
 
 /// The same with `attend` on the host as the attention of dense layers.
-pub(crate) fn attending_pass<B: SieveBackend>(
+pub(crate) fn attending_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
@@ -37,7 +37,7 @@ pub(crate) fn attending_pass<B: SieveBackend>(
 }
 
 /// The same with a selector, which computes where its device does.
-pub(crate) fn selecting_pass<B: SieveBackend>(
+pub(crate) fn selecting_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
@@ -47,7 +47,7 @@ pub(crate) fn selecting_pass<B: SieveBackend>(
 }
 
 /// The same with `attend`, which is given a layer's operands where they are.
-pub(crate) fn layers_pass<B: SieveBackend>(
+pub(crate) fn layers_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
@@ -58,7 +58,7 @@ pub(crate) fn layers_pass<B: SieveBackend>(
     })
 }
 
-fn pass<B: SieveBackend>(
+fn pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,

@@ -5,7 +5,7 @@ use crate::input::check_row;
 use crate::pass::attending_pass;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_select::decode::dam::{DamCapture, DamConfig, DamMaps};
 use sieve_select::prefill::minference::{MinferenceConfig, Pattern, PatternFile, search_patterns};
 use sieve_select::{Method, Selector, dense_attention, density};
@@ -35,7 +35,7 @@ impl PatternSearch {
 ///
 /// # Errors
 /// A model that is not dense, a prompt longer than its context, a token outside its vocabulary, no prompt.
-pub fn search_minference<B: SieveBackend>(
+pub fn search_minference<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
@@ -68,7 +68,7 @@ pub fn search_minference<B: SieveBackend>(
 ///
 /// # Errors
 /// As [`search_minference`]; settings of the calibration outside their ranges; maps that take too much memory.
-pub fn calibrate_dam<B: SieveBackend>(
+pub fn calibrate_dam<B: DeviceBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],
     calibration: &DamConfig,

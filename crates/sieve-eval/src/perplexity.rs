@@ -18,7 +18,7 @@ use burn::tensor::{Tensor, TensorData};
 pub use extrapolation::{Extrapolation, extrapolation};
 use serde::Serialize;
 use sieve_nn::{LayerContext, LayerOperands, Qwen3};
-use sieve_ops::{Documents, IGNORE_LABEL, RotaryEmbedding, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents, IGNORE_LABEL, RotaryEmbedding};
 use std::time::{Duration, Instant};
 use windows::{Place, push, rolling_windows, windows};
 
@@ -120,7 +120,7 @@ impl RollingPerplexity {
 /// # Errors
 /// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
 /// predict, a loss that is no number, a selector that refuses a call.
-pub fn perplexity<B: SieveBackend>(
+pub fn perplexity<B: DeviceBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
     config: &PerplexityConfig,
@@ -211,7 +211,7 @@ fn check(config: &PerplexityConfig, max_seq_len: usize) -> Result<(), EvalError>
 }
 
 /// Forward passes and their sum.
-struct Pass<'a, B: SieveBackend> {
+struct Pass<'a, B: DeviceBackend> {
     model: &'a Qwen3<B>,
     rope: RotaryEmbedding<B>,
     device: &'a B::Device,
@@ -243,7 +243,7 @@ impl Speed {
 }
 
 /// The same texts by lm-evaluation-harness's definition.
-struct Rolling<'a, B: SieveBackend> {
+struct Rolling<'a, B: DeviceBackend> {
     prefix: u32,
     pass: Pass<'a, B>,
     rows: Rows<Place>,
@@ -251,7 +251,7 @@ struct Rolling<'a, B: SieveBackend> {
     num_bytes: u64,
 }
 
-impl<B: SieveBackend> Rolling<'_, B> {
+impl<B: DeviceBackend> Rolling<'_, B> {
     fn add(&mut self, document: &EvalDocument, context: usize) -> Result<(), EvalError> {
         let text = document.text;
         self.num_words += text.num_words;
@@ -275,7 +275,7 @@ impl<B: SieveBackend> Rolling<'_, B> {
     }
 }
 
-impl<'a, B: SieveBackend> Pass<'a, B> {
+impl<'a, B: DeviceBackend> Pass<'a, B> {
     fn new(
         model: &'a Qwen3<B>,
         context: usize,

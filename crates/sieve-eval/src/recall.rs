@@ -5,7 +5,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::{Mqar, MqarConfig, MqarSplit};
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents};
 
 /// Right answers among questions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -76,7 +76,7 @@ pub struct RecallReport {
 ///
 /// # Errors
 /// A kind that cannot be drawn, samples longer than the model's context, a vocabulary larger than the model's.
-pub fn recall<B: SieveBackend>(
+pub fn recall<B: DeviceBackend>(
     model: &Qwen3<B>,
     kinds: &[MqarConfig],
     num_samples: u64,
@@ -120,7 +120,7 @@ pub fn recall<B: SieveBackend>(
     })
 }
 
-fn check<B: SieveBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), EvalError> {
+fn check<B: DeviceBackend>(model: &Qwen3<B>, config: &MqarConfig) -> Result<(), EvalError> {
     let shape = model.shape();
     if config.seq_len > shape.max_seq_len {
         return Err(EvalError::TooLong {
@@ -172,7 +172,7 @@ impl Counts {
 }
 
 /// One forward pass over `count` samples. Logits are computed at the questions alone.
-fn ask<B: SieveBackend>(
+fn ask<B: DeviceBackend>(
     model: &Qwen3<B>,
     mqar: &Mqar,
     first: u64,

@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::{HostOperands, LayerCache, LayerOperands};
-use sieve_ops::{Documents, SieveBackend, attention, has_sparse_attention};
+use sieve_ops::{DeviceBackend, Documents, attention, has_sparse_attention};
 use sieve_select::{DecodeSession, LayerSelectors, LayerShape, Method, Phase, Selector};
 use std::ops::AddAssign;
 use std::time::Instant;
@@ -292,7 +292,7 @@ impl Selection {
     }
 
     /// Whether kernels of the device attend to every call.
-    pub(crate) fn attends_on_device<B: SieveBackend>(&self, operands: &LayerOperands<B>) -> bool {
+    pub(crate) fn attends_on_device<B: DeviceBackend>(&self, operands: &LayerOperands<B>) -> bool {
         let mut calls = calls_of(operands, self.chunk);
         let selector = self.selectors.of(operands.layer);
         !selector.is_token_by_token()
@@ -307,7 +307,7 @@ impl Selection {
     ///
     /// # Errors
     /// Operands that the selector refuses.
-    pub fn attend<B: SieveBackend>(&mut self, operands: &LayerOperands<B>) -> Result<Tensor<B, 4>, EvalError> {
+    pub fn attend<B: DeviceBackend>(&mut self, operands: &LayerOperands<B>) -> Result<Tensor<B, 4>, EvalError> {
         let (tokens, layer) = (operands.num_tokens(), operands.layer);
         if self.selectors.of(layer).is_dense_layer(layer) {
             let started = Instant::now();
@@ -366,7 +366,7 @@ impl Selection {
     }
 
     /// Bytes that the host is about to be handed.
-    fn count_copied<B: SieveBackend>(&mut self, operands: &LayerOperands<B>) {
+    fn count_copied<B: DeviceBackend>(&mut self, operands: &LayerOperands<B>) {
         // Copies of a host's own memory are none.
         if has_sparse_attention(&operands.qkv) {
             let elements: usize = operands.qkv.dims().into_iter().product();
@@ -381,7 +381,7 @@ impl Selection {
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.
-    pub(crate) fn continue_text<B: SieveBackend>(
+    pub(crate) fn continue_text<B: DeviceBackend>(
         &mut self,
         operands: &LayerOperands<B>,
         num_tokens: usize,
@@ -436,7 +436,7 @@ impl Selection {
 }
 
 /// Dense attention by the model's own kernel.
-fn dense<B: SieveBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
+fn dense<B: DeviceBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
     let documents = Documents::whole_rows([1, operands.num_tokens()], &operands.qkv.device());
     attention(operands.qkv.clone(), &documents, operands.spec())
 }

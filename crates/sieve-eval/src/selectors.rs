@@ -11,7 +11,7 @@ use crate::pass::{attending_pass, layers_pass, own_pass, selecting_pass};
 use crate::selection::{LayerPath, Selection};
 use serde::Serialize;
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_select::{LayerSelectors, SparseMask, dense_attention};
 
 /// One selector at one prompt length, over all layers and windows.
@@ -84,7 +84,7 @@ pub struct LayerMeasure {
 ///
 /// # Errors
 /// A token outside the vocabulary, no window, a model that fails without a selector.
-pub fn measure_selectors<B: SieveBackend>(
+pub fn measure_selectors<B: DeviceBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],
     selections: &[Selection],
@@ -172,7 +172,7 @@ pub type DensityAndRecall = Result<(f64, f64), EvalError>;
 ///
 /// # Errors
 /// As [`measure_selectors`].
-pub fn sweep_selectors<B: SieveBackend>(
+pub fn sweep_selectors<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     selections: &[Selection],
@@ -203,7 +203,7 @@ pub fn sweep_selectors<B: SieveBackend>(
 ///
 /// # Errors
 /// As [`measure_selectors`].
-pub fn selector_masks<B: SieveBackend>(
+pub fn selector_masks<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     selectors: &[LayerSelectors],
@@ -246,7 +246,7 @@ struct Sums {
 
 impl Sums {
     /// Adds one prompt: each captured layer, then the whole model under the selector.
-    fn window<B: SieveBackend>(
+    fn window<B: DeviceBackend>(
         &mut self,
         selection: &mut Selection,
         captured: &[Captured<B>],
@@ -276,7 +276,7 @@ impl Sums {
     }
 
     /// Runs a selector on a captured layer.
-    fn layer<B: SieveBackend>(
+    fn layer<B: DeviceBackend>(
         &mut self,
         selection: &Selection,
         layer: &Captured<B>,

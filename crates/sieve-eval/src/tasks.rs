@@ -14,13 +14,13 @@ pub use longbench::LongBenchAverage;
 use serde::Serialize;
 use sieve_data::{TableRow, Tokenizer};
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use spec::{Measure, Question};
 pub use spec::{READY_TASKS, Task};
 
 /// Who is asked.
 #[derive(Debug)]
-pub struct TaskModel<'a, B: SieveBackend> {
+pub struct TaskModel<'a, B: DeviceBackend> {
     /// The model.
     pub model: &'a Qwen3<B>,
     /// Its tokenizer.
@@ -213,7 +213,7 @@ impl<'a> TaskTexts<'a> {
 ///
 /// # Errors
 /// A token outside the vocabulary, an output that is no number, a selector that refuses a call.
-pub fn run_task<B: SieveBackend>(
+pub fn run_task<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     texts: &TaskTexts<'_>,
     selection: Option<&mut Selection>,
@@ -352,7 +352,7 @@ impl Encoder<'_> {
     }
 }
 
-fn generated<B: SieveBackend>(
+fn generated<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     task: &Task,
     questions: &[Question],

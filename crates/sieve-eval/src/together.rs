@@ -2,12 +2,12 @@
 use crate::generator::Start;
 use crate::{EvalError, GenerateConfig, Sampler};
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// Continues a prompt several times, each text with draws of its own: one pass of the model gives a token of every
 /// text.
 #[derive(Debug)]
-pub struct TogetherGenerator<'a, B: SieveBackend> {
+pub struct TogetherGenerator<'a, B: DeviceBackend> {
     start: Start<'a, B>,
     /// Of each text.
     samplers: Vec<Sampler>,
@@ -16,7 +16,7 @@ pub struct TogetherGenerator<'a, B: SieveBackend> {
     is_done: Vec<bool>,
 }
 
-impl<'a, B: SieveBackend> TogetherGenerator<'a, B> {
+impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
     /// `num_texts` texts, the first with the seed of `config`, each later one with the next. Checks everything before
     /// the model runs.
     ///
@@ -83,7 +83,7 @@ impl<'a, B: SieveBackend> TogetherGenerator<'a, B> {
     }
 }
 
-impl<B: SieveBackend> Iterator for TogetherGenerator<'_, B> {
+impl<B: DeviceBackend> Iterator for TogetherGenerator<'_, B> {
     type Item = Result<Vec<Option<u32>>, EvalError>;
 
     /// The next token of each text, `None` of one that has ended; `None` when all have, after `max_new_tokens`, and

@@ -7,7 +7,7 @@ use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_core::model::NsaShape;
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
 /// One model at one prompt length, over all layers and windows.
@@ -57,7 +57,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
 ///
 /// # Errors
 /// No window; a token outside the vocabulary; a prompt longer than the model's context; a loss that is no number.
-pub fn measure_trained<B: SieveBackend>(
+pub fn measure_trained<B: DeviceBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],
     device: &B::Device,
@@ -110,7 +110,7 @@ impl Counted {
 }
 
 /// What each layer reads of a window, by the masks that it has in this pass.
-fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Vec<Counted> {
+fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) -> Vec<Counted> {
     let num_tokens = window.len() - 1;
     let shape = [1, num_tokens];
     let documents = Documents::whole_rows(shape, device);
@@ -140,7 +140,7 @@ fn masks<B: SieveBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device) 
 }
 
 /// The blocks that an NSA layer selects, `[num_tokens, num_kv_heads, num_selected_blocks]`.
-fn blocks_of<B: SieveBackend>(
+fn blocks_of<B: DeviceBackend>(
     layer: &DecoderLayer<B>,
     x: &Tensor<B, 3>,
     context: &LayerContext<'_, B>,

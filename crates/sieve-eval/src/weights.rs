@@ -5,7 +5,7 @@ use crate::trained::attention_label;
 use serde::Serialize;
 use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
 use sieve_nn::{LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
 
 /// Distances at which [`HeadWeights::beyond`] is asked, in tokens.
@@ -68,7 +68,7 @@ pub struct LifeSpans {
 /// # Errors
 /// No token; a token outside the vocabulary; a prompt longer than the model's context, or so long that the weights of
 /// one layer are more than 2^26; a layer that the model does not have.
-pub fn attention_weights<B: SieveBackend>(
+pub fn attention_weights<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokens: &[u32],
     layers: &[usize],

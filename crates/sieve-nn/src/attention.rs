@@ -21,7 +21,8 @@ use shared_prompts::SharedPrompts;
 use sieve_core::model::AttentionForm;
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, Documents, ProductPrecision, RotaryEmbedding, SieveBackend, WeightSums,
+    AttentionLayer, AttentionSpec, DeviceBackend, Documents, ProductPrecision, RotaryEmbedding, SieveBackend,
+    WeightSums,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -178,7 +179,10 @@ impl<B: SieveBackend> Attention<B> {
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
         caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 3>
+    where
+        B: DeviceBackend,
+    {
         match self {
             Self::Grouped(layer) => layer.forward_cached(x, context, caches),
             Self::Mla(layer) => layer.forward_cached(x, context, caches),

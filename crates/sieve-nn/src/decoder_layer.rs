@@ -4,7 +4,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, ModelShape};
-use sieve_ops::{Residual, SieveBackend};
+use sieve_ops::{DeviceBackend, Residual, SieveBackend};
 
 /// Pre-norm block of Qwen3; with residual scales, of Doge.
 #[derive(Module, Debug)]
@@ -98,7 +98,10 @@ impl<B: SieveBackend> DecoderLayer<B> {
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
         caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 3>
+    where
+        B: DeviceBackend,
+    {
         let normed = self.input_layernorm.forward(x.clone());
         let y = self.self_attn.forward_cached(normed, context, caches);
         self.feed_forward(scaled(x, &self.input_residual) + y, context)

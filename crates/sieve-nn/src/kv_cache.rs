@@ -10,13 +10,13 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::DmaShape;
 use sieve_ops::{
-    AttentionSpec, DecodeBackend, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, SieveBackend,
-    TokenBuffer, cached_attention, dma_decode,
+    AttentionSpec, DeviceBackend, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, TokenBuffer,
+    cached_attention, dma_decode, dma_ranks,
 };
 
 /// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
 #[derive(Clone, Debug)]
-pub struct KvCache<B: DecodeBackend> {
+pub struct KvCache<B: DeviceBackend> {
     /// In order of the layers.
     pub layers: Vec<LayerCache<B>>,
     /// Tokens seen so far; the position of the next one.
@@ -24,7 +24,7 @@ pub struct KvCache<B: DecodeBackend> {
     scratch: B::DecodeScratch,
 }
 
-impl<B: DecodeBackend> KvCache<B> {
+impl<B: DeviceBackend> KvCache<B> {
     /// An empty cache.
     pub fn new(num_layers: usize) -> Self {
         Self {
@@ -174,20 +174,20 @@ impl<B: Backend> LayerCache<B> {
 
 /// What a pass reads and extends in one layer: one cache of all rows, or one of each row.
 #[derive(Debug)]
-pub struct LayerCaches<'a, B: DecodeBackend> {
+pub struct LayerCaches<'a, B: DeviceBackend> {
     caches: Vec<&'a mut LayerCache<B>>,
     scratch: &'a mut B::DecodeScratch,
 }
 
 /// Some rows of a batch, and their cache.
-pub(crate) struct CachedRows<'a, B: DecodeBackend> {
+pub(crate) struct CachedRows<'a, B: DeviceBackend> {
     /// The first row, and how many there are.
     pub(crate) rows: [usize; 2],
     pub(crate) cache: &'a mut LayerCache<B>,
     pub(crate) scratch: &'a mut B::DecodeScratch,
 }
 
-impl<'a, B: DecodeBackend> LayerCaches<'a, B> {
+impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
     /// A layer of one cache of all rows, or of those of each row.
     ///
     /// Panics without a cache.
@@ -280,7 +280,7 @@ fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
     }
 }
 
-impl<B: SieveBackend> CachedRows<'_, B> {
+impl<B: DeviceBackend> CachedRows<'_, B> {
     /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`.
     ///
     /// Panics when more than one token meets a cache that is not empty.
@@ -314,22 +314,15 @@ impl<B: SieveBackend> CachedRows<'_, B> {
         };
         let [batch, new, _, _] = qkv.dims();
         assert_eq!(new, 1, "a filled cache takes one token at a time");
-        let recency = Recency {
-            slopes: dma.slopes(spec.num_kv_heads),
+        let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
+            slopes,
             origin: PositionOrigin::At {
                 position: *next_position,
                 batch,
                 device: qkv.device(),
             },
-        };
-        let rank = B::dma_ranks(
-            qkv.clone().into_primitive().tensor(),
-            w_dt.into_primitive().tensor(),
-            a.into_primitive().tensor(),
-            spec,
-            recency,
-        );
-        let rank = Tensor::<B, 3>::from_primitive(burn::tensor::TensorPrimitive::Float(rank));
+        });
+        let rank = dma_ranks(qkv.clone(), w_dt, a, spec, recency);
         let [q, k, v] = split(qkv, spec).map(|x| x.squeeze_dim::<3>(1).into_primitive().tensor());
         let token = DmaToken {
             q,

@@ -8,7 +8,7 @@ use crate::decoder_layer::scaled;
 use crate::{DecoderLayer, KvCache, LayerCache, LayerContext, MultiHeadAttention, Qwen3};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_ops::{AttentionSpec, DecodeBackend, Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{AttentionSpec, DeviceBackend, Documents, RotaryEmbedding, SieveBackend};
 use std::ops::Range;
 
 /// Queries and keys after norm and rotation, and values, of one document in one layer.
@@ -54,7 +54,7 @@ pub type LayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>) -> Result<Tenso
 
 /// The same of one text's next tokens, with the layer's cache, which it reads and fills itself, and what decoding ops
 /// share.
-pub type CachedLayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut <B as DecodeBackend>::DecodeScratch) -> Result<Tensor<B, 4>, E>
+pub type CachedLayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut <B as DeviceBackend>::DecodeScratch) -> Result<Tensor<B, 4>, E>
     + 'a;
 
 impl<B: Backend> LayerOperands<B> {
@@ -166,7 +166,10 @@ impl<B: SieveBackend> Qwen3<B> {
         cache: &mut KvCache<B>,
         rope: &RotaryEmbedding<B>,
         attend: &mut CachedLayerAttention<'_, B, E>,
-    ) -> Result<Tensor<B, 2>, E> {
+    ) -> Result<Tensor<B, 2>, E>
+    where
+        B: DeviceBackend,
+    {
         self.cached_pass(ids, &mut [cache], rope, |index, layer, x, context, mut caches| {
             let Some(mha) = dense(layer) else {
                 return Ok(layer.forward_cached(x, context, &mut caches));

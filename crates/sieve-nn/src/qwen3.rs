@@ -5,7 +5,7 @@ use burn::module::{Module, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_core::ModelShape;
-use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents, RotaryEmbedding, SieveBackend};
 use std::convert::Infallible;
 
 /// Token embedding.
@@ -152,12 +152,10 @@ impl<B: SieveBackend> Qwen3<B> {
     /// Logits of the last token, `[batch, vocab_size]`, through the cache: a prompt first, then one token at a time.
     ///
     /// Panics when the cache is not empty and `ids` holds more than one token.
-    pub fn next_logits(
-        &self,
-        ids: Tensor<B, 2, Int>,
-        cache: &mut KvCache<B>,
-        rope: &RotaryEmbedding<B>,
-    ) -> Tensor<B, 2> {
+    pub fn next_logits(&self, ids: Tensor<B, 2, Int>, cache: &mut KvCache<B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 2>
+    where
+        B: DeviceBackend,
+    {
         self.next_logits_of_rows(ids, &mut [cache], rope)
     }
 
@@ -169,7 +167,10 @@ impl<B: SieveBackend> Qwen3<B> {
         ids: Tensor<B, 2, Int>,
         caches: &mut [&mut KvCache<B>],
         rope: &RotaryEmbedding<B>,
-    ) -> Tensor<B, 2> {
+    ) -> Tensor<B, 2>
+    where
+        B: DeviceBackend,
+    {
         let step = |_, layer: &DecoderLayer<B>, x, context: &LayerContext<'_, B>, mut caches: LayerCaches<'_, B>| {
             Ok::<_, Infallible>(layer.forward_cached(x, context, &mut caches))
         };
@@ -190,7 +191,10 @@ impl<B: SieveBackend> Qwen3<B> {
             &LayerContext<'_, B>,
             LayerCaches<'_, B>,
         ) -> Result<Tensor<B, 3>, E>,
-    ) -> Result<Tensor<B, 2>, E> {
+    ) -> Result<Tensor<B, 2>, E>
+    where
+        B: DeviceBackend,
+    {
         let [batch, new] = ids.dims();
         let device = ids.device();
         let documents = Documents::whole_rows([batch, new], &device);

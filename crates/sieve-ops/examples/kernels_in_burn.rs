@@ -12,7 +12,7 @@ use burn::optim::{AdamConfig, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Distribution, Tensor};
 use burn_flex::Flex;
-use sieve_ops::{AttentionBackend, AttentionSpec, Documents, attention};
+use sieve_ops::{AttentionSpec, Documents, SieveBackend, attention};
 
 const NUM_HEADS: usize = 4;
 const NUM_KV_HEADS: usize = 2;
@@ -26,7 +26,7 @@ struct Mixer<B: Backend> {
     out: Linear<B>,
 }
 
-impl<B: AttentionBackend> Mixer<B> {
+impl<B: SieveBackend> Mixer<B> {
     fn new(device: &B::Device) -> Self {
         let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
         Self {
@@ -51,7 +51,7 @@ impl<B: AttentionBackend> Mixer<B> {
 }
 
 /// Steps towards saying at each token what stood two tokens before.
-fn train<B: AutodiffBackend + AttentionBackend>(device: &B::Device) -> (f32, f32) {
+fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
     let mut mixer = Mixer::<B>::new(device);
     let mut optimizer = AdamConfig::new().init();
     // One document a row; `Documents::new` packs several, which do not see each other.

@@ -1,30 +1,106 @@
 //! Dense causal and sliding-window attention on the packed tensor.
-mod autodiff;
-mod backend;
+pub(crate) mod cpu;
 pub(crate) mod cuda;
-pub(crate) mod flex;
 pub(crate) mod masks;
 pub(crate) mod reference;
 pub(crate) mod scores;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec};
-
-use crate::documents::Documents;
-use crate::tensors::{primitive, tensor};
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::documents::{DocumentBounds, Documents};
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 
 /// Grouped-query attention: query i sees the keys j of its document with `i - window < j <= i`.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
-pub fn attention<B: AttentionBackend>(
-    qkv: Tensor<B, 4>,
-    documents: &Documents<B>,
-    spec: AttentionSpec,
-) -> Tensor<B, 4> {
-    let output = <B as AttentionBackend>::attention(primitive(qkv), &documents.bounds(), spec);
-    tensor(output.o)
+pub fn attention<B: SieveBackend>(qkv: Tensor<B, 4>, documents: &Documents<B>, spec: AttentionSpec) -> Tensor<B, 4> {
+    let qkv = primitive(qkv);
+    let (x, call) = (B::value(qkv.clone()), AttentionCall::new(documents.bounds(), spec));
+    let output = <B::Inner as DeviceBackend>::attention(x.clone(), &call);
+    tensor(B::node([&qkv], output.o.clone(), move |d_o| {
+        [B::Inner::attention_backward(x, &call, output, d_o)]
+    }))
+}
+
+/// Sizes and scale of one grouped-query attention call on a packed tensor.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionSpec {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key and value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Factor on `q·k`, usually `1/sqrt(head_dim)`.
+    pub softmax_scale: f64,
+    /// Keys a query may see at most, itself included (`i - window < j <= i`); `None` is dense causal.
+    pub window_size: Option<usize>,
+}
+
+impl AttentionSpec {
+    /// Dense attention of query and KV heads of this width.
+    pub fn dense([num_heads, num_kv_heads]: [usize; 2], head_dim: usize) -> Self {
+        Self {
+            num_heads,
+            num_kv_heads,
+            softmax_scale: 1.0 / (head_dim as f64).sqrt(),
+            window_size: None,
+        }
+    }
+
+    /// Heads of the packed tensor: queries, then keys, then values.
+    pub fn packed_heads(&self) -> usize {
+        self.num_heads + 2 * self.num_kv_heads
+    }
+
+    /// Query heads that share one KV head.
+    pub fn group_size(&self) -> usize {
+        self.num_heads / self.num_kv_heads
+    }
+}
+
+/// What an attention call has beside the packed tensor.
+#[derive(Clone, Debug)]
+pub struct AttentionCall<B: Backend> {
+    /// Document bounds.
+    pub documents: DocumentBounds<B>,
+    /// Heads, scale and window.
+    pub spec: AttentionSpec,
+}
+
+impl<B: Backend> AttentionCall<B> {
+    /// A call on documents.
+    pub fn new(documents: DocumentBounds<B>, spec: AttentionSpec) -> Self {
+        Self { documents, spec }
+    }
+}
+
+/// Output of an attention forward pass.
+#[derive(Clone, Debug)]
+pub struct AttentionOutput<B: Backend> {
+    /// `[batch, seq_len, num_heads, head_dim]`, dtype of the packed input.
+    pub o: Float<B>,
+    /// Natural logarithm of each row's softmax sum, f32 `[batch, num_heads, seq_len]`; `-inf` where a row sees nothing.
+    /// With a bias per key it is less by the largest bias that the row sees, beside which it would lose its digits.
+    pub lse: Float<B>,
+    /// The lower bits of o in f32, where the backend's backward pass makes use of them.
+    pub o_rest: Option<Float<B>>,
+    /// The largest bias that each query sees, where the backend's backward pass makes use of it.
+    pub base: Option<Float<B>>,
+}
+
+impl<B: Backend> AttentionOutput<B> {
+    /// Of a backend whose backward pass makes use of o and the log-sum-exp alone.
+    pub(crate) fn new(o: Float<B>, lse: Float<B>) -> Self {
+        Self {
+            o,
+            lse,
+            o_rest: None,
+            base: None,
+        }
+    }
 }

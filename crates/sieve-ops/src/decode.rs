@@ -1,21 +1,20 @@
-//! Attention of new queries over the keys of a cache: dense, DMA, latent.
-mod autodiff;
-mod backend;
+//! Attention of new queries over the keys of a cache: dense, DMA, latent. Devices alone decode: there is no gradient.
 mod cache;
+pub(crate) mod cpu;
 pub(crate) mod cuda;
-mod flex;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 mod token_buffer;
 
-pub use backend::{DecodeBackend, DmaToken};
 pub use cache::{DmaCache, KeyCache};
 pub use token_buffer::TokenBuffer;
 
 use crate::attention::AttentionSpec;
-use crate::tensors::{primitive, tensor};
+use crate::backend::DeviceBackend;
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 use sieve_core::DmaBias;
 
 /// One query per sequence over all keys of a cache, with an optional additive bias per key.
@@ -24,7 +23,7 @@ use sieve_core::DmaBias;
 /// - q: `[batch, num_heads, head_dim]`
 /// - delta: `[batch, num_kv_heads, keys]`
 /// - returns: `[batch, num_heads, head_dim]`
-pub fn attention_decode<B: DecodeBackend>(
+pub fn attention_decode<B: DeviceBackend>(
     q: Tensor<B, 3>,
     keys: &KeyCache<B>,
     delta: Option<Tensor<B, 3>>,
@@ -41,7 +40,7 @@ pub fn attention_decode<B: DecodeBackend>(
 /// # Shapes
 /// - qkv: `[batch, 1, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[batch, 1, num_heads, head_dim]`
-pub fn cached_attention<B: DecodeBackend>(
+pub fn cached_attention<B: DeviceBackend>(
     cache: &mut KeyCache<B>,
     qkv: Tensor<B, 4>,
     spec: AttentionSpec,
@@ -61,7 +60,7 @@ pub fn cached_attention<B: DecodeBackend>(
 /// - latents: `[batch, len, rank + rope_dim]`
 /// - key_scale: `[batch, len, num_heads]`, f32
 /// - returns: `[batch, new, num_heads, rank]`
-pub fn mla_decode<B: DecodeBackend>(
+pub fn mla_decode<B: DeviceBackend>(
     q: Tensor<B, 4>,
     latents: Tensor<B, 3>,
     key_scale: Option<Tensor<B, 3>>,
@@ -78,7 +77,7 @@ pub fn mla_decode<B: DecodeBackend>(
 /// While slots are free the key is appended. After that it takes the slot of the smallest (rank, position) among the
 /// keys outside the local window. Without a local window it is a candidate itself: if it is the smallest, no query ever
 /// sees it.
-pub fn dma_decode<B: DecodeBackend>(
+pub fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,
     softmax_scale: f64,
@@ -86,4 +85,19 @@ pub fn dma_decode<B: DecodeBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 3> {
     tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch))
+}
+
+/// One new token of every sequence.
+#[derive(Clone, Debug)]
+pub struct DmaToken<B: Backend> {
+    /// `[batch, num_heads, head_dim]`.
+    pub q: Float<B>,
+    /// `[batch, num_kv_heads, head_dim]`.
+    pub k: Float<B>,
+    /// `[batch, num_kv_heads, head_dim]`.
+    pub v: Float<B>,
+    /// Ranks, `[batch, num_kv_heads]`.
+    pub rank: Float<B>,
+    /// Position of the token, larger than any in the cache.
+    pub position: usize,
 }

@@ -3,28 +3,27 @@
 //! Every key has a score z that does not depend on the query, and a rank: the score, or the score plus recency. A query
 //! sees the last `local_window_size` keys of its document and the older ones with the largest (rank, position),
 //! `keep_window_size` in all. A key that has left never returns, so one integer a key is the whole mask.
-mod autodiff;
-mod backend;
 mod bias;
 pub(crate) mod composed;
-mod cuda;
-mod flex;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
 pub(crate) mod rank;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{DMA_SCORE_CLAMP, DmaBackend, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection};
 pub use bias::dma_bias;
 pub(crate) use bias::dma_bias_backward as bias_gradient;
-pub use composed::{DmaForward, DynamicMaskBackend};
 pub use rank::{PositionOrigin, Recency, dma_rank};
 
-use crate::attention::AttentionSpec;
+use crate::SieveBackend;
+use crate::attention::{AttentionCall, AttentionSpec};
+use crate::backend::DeviceBackend;
 use crate::documents::Documents;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, Ints, primitive, tensor, untracked};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use composed::{DmaInputs, backward, forward};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepRest};
 
 /// What a DMA layer hands on.
@@ -38,14 +37,14 @@ pub struct DmaAttention<B: Backend> {
     pub expire: Tensor<B, 3, Int>,
 }
 
-/// Scores, selection and attention over the kept keys. The selection has no gradient; scores get theirs through the
-/// bias.
+/// Scores, selection and attention over the kept keys, as one node of the graph. The selection has no gradient; scores
+/// get theirs through the bias.
 ///
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`, after q/k-norm and RoPE
 /// - w_dt: `[num_kv_heads * head_dim, num_kv_heads]`
 /// - a: `[num_kv_heads]`
-pub fn dynamic_mask_attention<B: DynamicMaskBackend>(
+pub fn dynamic_mask_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     w_dt: Tensor<B, 2>,
     a: Tensor<B, 1>,
@@ -53,18 +52,30 @@ pub fn dynamic_mask_attention<B: DynamicMaskBackend>(
     spec: AttentionSpec,
     dma: DmaShape,
 ) -> DmaAttention<B> {
-    let forward = B::dynamic_mask_attention(
-        primitive(qkv),
-        primitive(w_dt),
-        primitive(a),
-        &documents.bounds(),
-        spec,
+    let [qkv, w_dt, a] = [primitive(qkv), primitive(w_dt), primitive(a)];
+    let inputs = DmaInputs {
+        scores: DmaScoresCall {
+            qkv: B::value(qkv.clone()),
+            w_dt: B::value(w_dt.clone()),
+            a: B::value(a.clone()),
+            spec,
+        },
+        documents: documents.bounds(),
         dma,
-    );
+    };
+    let rest = match B::HAS_GRAPH {
+        true => KeepRest::default(),
+        false => KeepRest::Never,
+    };
+    let found = forward::<B::Inner>(&inputs, rest);
+    let (rank, expire) = (found.rank.clone(), found.selection.expire.clone());
+    let o = B::node([&qkv, &w_dt, &a], found.output.o.clone(), move |d_o| {
+        backward(&inputs, found, d_o)
+    });
     DmaAttention {
-        o: tensor(forward.output.o),
-        rank: tensor(forward.rank),
-        expire: Tensor::from_primitive(forward.selection.expire),
+        o: tensor(o),
+        rank: tensor(B::constant(rank)),
+        expire: Tensor::from_primitive(expire),
     }
 }
 
@@ -74,7 +85,7 @@ pub fn dynamic_mask_attention<B: DynamicMaskBackend>(
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - rank, expire: `[batch, num_kv_heads, seq_len]`, as [`DmaAttention`] holds them
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
-pub fn dma_attention<B: DmaBackend>(
+pub fn dma_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
     expire: Tensor<B, 3, Int>,
@@ -82,21 +93,116 @@ pub fn dma_attention<B: DmaBackend>(
     spec: AttentionSpec,
     bias: DmaBias,
 ) -> Tensor<B, 4> {
-    let selection = DmaSelection::of_expire(expire.into_primitive());
-    let delta = primitive(dma_bias(rank, bias));
-    let rest = KeepRest::Never;
-    let output = B::dma_attention(primitive(qkv), delta, &documents.bounds(), &selection, spec, rest);
-    tensor(output.o)
+    let (qkv, delta) = (primitive(qkv), primitive(dma_bias(rank, bias)));
+    let call = DmaCall {
+        qkv: B::value(qkv.clone()),
+        delta: B::value(delta.clone()),
+        selection: DmaSelection::of_expire(expire.into_primitive()),
+        attention: AttentionCall::new(documents.bounds(), spec),
+    };
+    let output = B::Inner::dma_attention(&call, KeepRest::Never);
+    tensor(B::node([&qkv, &delta], output.o.clone(), move |d_o| {
+        B::Inner::dma_attention_backward(&call, output, d_o)
+    }))
 }
 
 /// The exact mask of DMA: `expire` `[batch, num_kv_heads, seq_len]` for ranks of the same shape.
 ///
 /// Of equal ranks the more recent key stays; `expire[j] = j` marks a key that left with its own arrival.
-pub fn dma_select<B: DmaBackend>(
+pub fn dma_select<B: SieveBackend>(
     rank: Tensor<B, 3>,
     documents: &Documents<B>,
     window: impl Into<DmaWindow>,
 ) -> Tensor<B, 3, Int> {
-    let selection = B::dma_select(primitive(rank), &documents.bounds(), window.into());
+    let rank = B::value(primitive(rank));
+    let selection = B::Inner::dma_select(rank, &documents.bounds(), window.into());
     Tensor::from_primitive(selection.expire)
+}
+
+/// What ranks the keys of a packed tensor, without gradient: their scores plus what recency adds, f32
+/// `[batch, num_kv_heads, seq_len]`. Shapes as in [`dynamic_mask_attention`].
+pub fn dma_ranks<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    w_dt: Tensor<B, 2>,
+    a: Tensor<B, 1>,
+    spec: AttentionSpec,
+    recency: Option<Recency<B::Inner>>,
+) -> Tensor<B, 3> {
+    let value = untracked::<B>("dma_ranks");
+    let call = DmaScoresCall {
+        qkv: value(primitive(qkv)),
+        w_dt: value(primitive(w_dt)),
+        a: value(primitive(a)),
+        spec,
+    };
+    tensor(B::constant(B::Inner::dma_ranks(&call, recency)))
+}
+
+/// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.
+pub const DMA_SCORE_CLAMP: f64 = 60.0;
+
+/// What `dma_select` found: the exact mask, and how the backend's kernels find its keys.
+#[derive(Clone, Debug)]
+pub struct DmaSelection<B: Backend> {
+    /// First query that no longer sees the key, i32 `[batch, num_kv_heads, seq_len]`:
+    /// `active(i, j) <=> j <= i < expire[j]`.
+    pub expire: Ints<B>,
+    /// How kernels find the keys.
+    pub keys: DmaKeys<B>,
+}
+
+/// How a backend's kernels find the keys of a selection, in the forward and the backward pass.
+#[derive(Clone, Debug)]
+pub enum DmaKeys<B: Backend> {
+    /// By `expire` alone, as the references and the CPU do.
+    Expire,
+    /// All keys of the document so far are kept: dense attention with a bias per key.
+    All,
+    /// By lists of the kept keys.
+    Lists(DmaKeyLists<B>),
+}
+
+/// Lists of the kept keys for tiles of queries, as `sieve_kernels::Selection::dma_lists` makes them.
+#[derive(Clone, Debug)]
+pub struct DmaKeyLists<B: Backend> {
+    /// Keys of each tile.
+    pub list: Ints<B>,
+    /// Keys in each tile's list.
+    pub list_len: Ints<B>,
+    /// Stretch of the list that each tile of queries reads.
+    pub tile_window: Ints<B>,
+}
+
+impl<B: Backend> DmaSelection<B> {
+    /// A mask that no backend has prepared for its kernels.
+    pub fn of_expire(expire: Ints<B>) -> Self {
+        let keys = DmaKeys::Expire;
+        Self { expire, keys }
+    }
+}
+
+/// What DMA's scores are computed from.
+#[derive(Clone, Debug)]
+pub struct DmaScoresCall<B: Backend> {
+    /// The packed tensor, of which v is read.
+    pub qkv: Float<B>,
+    /// `[num_kv_heads * head_dim, num_kv_heads]`.
+    pub w_dt: Float<B>,
+    /// `[num_kv_heads]`.
+    pub a: Float<B>,
+    /// Heads.
+    pub spec: AttentionSpec,
+}
+
+/// A call of attention over the keys of a selection.
+#[derive(Clone, Debug)]
+pub struct DmaCall<B: Backend> {
+    /// The packed tensor.
+    pub qkv: Float<B>,
+    /// Bias of each key, `[batch, num_kv_heads, seq_len]`.
+    pub delta: Float<B>,
+    /// The kept keys: the whole mask, so that a window of `attention` is not read.
+    pub selection: DmaSelection<B>,
+    /// Documents, heads and scale.
+    pub attention: AttentionCall<B>,
 }

@@ -1,16 +1,14 @@
-//! Token embedding.
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
-pub(crate) mod reference;
-#[cfg(test)]
-mod tests;
-
-pub use backend::{EmbeddingBackend, EmbeddingGradients};
-
-use crate::tensors::{primitive, tensor};
-use burn::tensor::{Int, Tensor};
+//! Token embedding: the op, its gradient, and both on every device.
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain};
+use crate::device::paths::{kernel_or, sum_order};
+use crate::tensors::{Float, Ints, primitive, tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata};
+use burn_flex::FlexTensor;
+use sieve_kernels::{SumOrder, ToBurn};
 
 /// Rows of `weight` by token id.
 ///
@@ -18,7 +16,129 @@ use burn::tensor::{Int, Tensor};
 /// - weight: `[vocab_size, d_model]`
 /// - ids: `[batch, seq_len]`, each in `0..vocab_size`
 /// - returns: `[batch, seq_len, d_model]`
-pub fn embedding<B: EmbeddingBackend>(weight: Tensor<B, 2>, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
-    let ids = ids.into_primitive();
-    tensor(<B as EmbeddingBackend>::embedding(primitive(weight), ids))
+pub fn embedding<B: SieveBackend>(weight: Tensor<B, 2>, ids: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+    let [vocab_size, _d_model] = weight.dims();
+    let (weight, ids) = (primitive(weight), ids.into_primitive());
+    let y = <B::Inner as DeviceBackend>::embedding(B::value(weight.clone()), ids.clone());
+    tensor(B::node([&weight], y, move |dy| {
+        [<B::Inner as DeviceBackend>::embedding_backward(dy, ids, vocab_size)]
+    }))
 }
+
+pub(crate) mod reference {
+    //! Rows of a table, and their gradient.
+    use super::*;
+
+    /// `weight[ids]`.
+    pub fn embedding<B: Backend>(weight: Float<B>, ids: Ints<B>) -> Float<B> {
+        let ids: Tensor<B, 2, Int> = Tensor::from_primitive(ids);
+        let [batch, seq_len] = ids.dims();
+        let weight = tensor::<B, 2>(weight);
+        let [_, d_model] = weight.dims();
+        let rows = weight.select(0, ids.reshape([batch * seq_len]));
+        primitive(rows.reshape([batch, seq_len, d_model]))
+    }
+
+    /// Rows of `dy [batch, seq_len, d_model]` added by id into `[vocab_size, d_model]`.
+    pub fn embedding_backward<B: Backend>(dy: Float<B>, ids: Ints<B>, vocab_size: usize) -> Float<B> {
+        let ids: Tensor<B, 2, Int> = Tensor::from_primitive(ids);
+        let [batch, seq_len] = ids.dims();
+        let dy = tensor::<B, 3>(dy);
+        let [_, _, d_model] = dy.dims();
+        let zeros = Tensor::<B, 2>::zeros(Shape::new([vocab_size, d_model]), (&dy.device(), dy.dtype()));
+        let dy = dy.reshape([batch * seq_len, d_model]);
+        primitive(zeros.select_assign(0, ids.reshape([batch * seq_len]), dy, IndexingUpdateOp::Add))
+    }
+}
+
+pub(crate) mod cpu {
+    use super::*;
+    use burn_flex::Flex;
+
+    pub(crate) fn embedding(weight: FlexTensor, ids: FlexTensor) -> FlexTensor {
+        if !is_f32(&weight) {
+            return plain("embedding", || reference::embedding::<Flex>(weight, ids));
+        }
+        let (weight, ids) = (contiguous(weight), contiguous(ids));
+        let d_model = last_dim(&weight);
+        let shape = ids.shape();
+        let mut y = vec![0.0; shape.num_elements() * d_model];
+        sieve_cpu::embedding_forward(ints(&ids), floats(&weight), d_model, &mut y);
+        from_vec(y, [shape[0], shape[1], d_model])
+    }
+
+    pub(crate) fn embedding_backward(dy: FlexTensor, ids: FlexTensor, vocab_size: usize) -> FlexTensor {
+        if !is_f32(&dy) {
+            return plain("embedding_backward", || {
+                reference::embedding_backward::<Flex>(dy, ids, vocab_size)
+            });
+        }
+        let (dy, ids) = (contiguous(dy), contiguous(ids));
+        let d_model = last_dim(&dy);
+        let mut dweight = vec![0.0; vocab_size * d_model];
+        sieve_cpu::embedding_backward(floats(&dy), ints(&ids), d_model, &mut dweight);
+        from_vec(dweight, [vocab_size, d_model])
+    }
+}
+
+pub(crate) mod cuda {
+    //! Where the gradient's kernel refuses: Burn's scatter, or products in a fixed order where two runs must be
+    //! bit-equal.
+    use super::*;
+
+    /// Tokens of one product in the fixed-order form; bounds the one-hot matrix.
+    const TOKENS: usize = 1024;
+
+    pub(crate) fn embedding(weight: CudaPrimitive, ids: CudaPrimitive) -> CudaPrimitive {
+        let [table, rows] = tensors([&weight, &ids]);
+        let attempt = sieve_kernels::step::embedding_forward(&table, &rows);
+        kernel_or("embedding", attempt.map(ToBurn::burn), || {
+            reference::embedding::<Cuda>(weight, ids)
+        })
+    }
+
+    /// In f32, by a sort of the ids: no atomics.
+    pub(crate) fn embedding_backward(dy: CudaPrimitive, ids: CudaPrimitive, vocab_size: usize) -> CudaPrimitive {
+        let [d, rows] = tensors([&dy, &ids]);
+        let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size);
+        kernel_or("embedding_backward", attempt.map(ToBurn::burn), || {
+            plain_backward(dy, ids, vocab_size)
+        })
+    }
+
+    /// `dweight [vocab_size, d_model]` in f32: many tokens share a row, and a bf16 sum of them would lose the small
+    /// ones.
+    fn plain_backward(dy: CudaPrimitive, ids: CudaPrimitive, vocab_size: usize) -> CudaPrimitive {
+        let dy = tensor::<Cuda, 3>(dy).cast(DType::F32);
+        match sum_order() {
+            SumOrder::Any => reference::embedding_backward::<Cuda>(primitive(dy), ids, vocab_size),
+            SumOrder::Fixed => primitive(by_products(dy, Tensor::from_primitive(ids), vocab_size)),
+        }
+    }
+
+    /// One-hot products, chunk after chunk: slower than a scatter, which adds in whatever order its atomics meet.
+    fn by_products(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
+        let [batch, seq_len, d_model] = dy.dims();
+        let device = dy.device();
+        let tokens = batch * seq_len;
+        let dy = dy.reshape([tokens, d_model]);
+        let ids = ids.reshape([1, tokens]);
+        let rows = Tensor::<Cuda, 1, Int>::arange(0..vocab_size as i64, &device);
+        let rows = rows.reshape([vocab_size, 1]);
+        let mut sum = Tensor::<Cuda, 2>::zeros([vocab_size, d_model], (&device, DType::F32));
+        for first in (0..tokens).step_by(TOKENS) {
+            let count = TOKENS.min(tokens - first);
+            let here = ids.clone().narrow(1, first, count);
+            let one_hot = rows
+                .clone()
+                .expand([vocab_size, count])
+                .equal(here.expand([vocab_size, count]));
+            let one_hot = one_hot.float().cast(DType::F32);
+            sum = sum + one_hot.matmul(dy.clone().narrow(0, first, count));
+        }
+        sum
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -2,14 +2,14 @@
 //! from its largest magnitude at hand, bf16 results, f32 sums and weight gradients.
 //!
 //! The blocks call these on a device, inside one node of the graph each; there is no function for users.
-mod backend;
-mod cuda;
-mod flex;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{Fp8Gradients, Fp8Kept, ToRound};
+use crate::tensors::Float;
+use burn::tensor::backend::Backend;
 
 /// In which numbers the blocks of a model multiply by their weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -19,4 +19,26 @@ pub enum ProductPrecision {
     Tensors,
     /// Eight-bit floats, forward and backward.
     Fp8,
+}
+
+/// What a product leaves for its gradients: both operands, rounded.
+#[derive(Clone, Debug)]
+pub struct Fp8Kept<B: Backend> {
+    /// With scales bytes, `[in, tokens]`; without, what the bytes stand for, as x was.
+    pub(crate) x: Float<B>,
+    /// With scales bytes, `[in, out]`; without, what the bytes stand for, `[out, in]`.
+    pub(crate) weight: Float<B>,
+    /// Those of x and of the weight, `[1]`; `None` where the reference ran.
+    pub(crate) scales: Option<[Float<B>; 2]>,
+}
+
+/// A tensor that is to be rounded, and parts of its largest magnitude, where the kernel that wrote it has found them.
+#[derive(Clone, Debug)]
+pub struct ToRound<B: Backend>(pub(crate) Float<B>, pub(crate) Option<Float<B>>);
+
+impl<B: Backend> ToRound<B> {
+    /// A tensor whose magnitudes nobody has looked at.
+    pub fn new(x: Float<B>) -> Self {
+        Self(x, None)
+    }
 }

@@ -1,8 +1,8 @@
 //! Differentiable ops of Sieve: a plain-Burn reference for each, the fast CPU path, the CUDA path, and their backward
 //! passes under Burn's autodiff.
 //!
-//! One folder for each family of ops: the public functions, `backend` (the calls and the traits), `reference`, `flex`
-//! (the CPU), `cuda` and `autodiff`.
+//! One folder, or one file, for each family of ops: the public functions with their nodes of the autodiff graph, the
+//! calls, `reference`, `cpu` and `cuda`. `backend` has the table of what a device computes.
 //!
 //! Tensors are packed as `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values. Every mask
 //! is `active(i, j) <=> j <= i < expire[j]`.
@@ -33,66 +33,46 @@ mod tensors;
 #[cfg(test)]
 mod testing;
 
-pub use attention::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec, attention};
-pub use backend::TrainBackend;
+pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention};
+pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
-    AttentionLayer, AttentionLayerBackend, AttentionLayerCall, DmaLayer, FeedForward, FeedForwardBackend, MaskAndRanks,
-    Residual, SeedBackend, WeightSums, attention_layer, feed_forward, seed_gradient,
+    AttentionLayer, AttentionLayerCall, DmaLayer, FeedForward, MaskAndRanks, Residual, WeightSums, attention_layer,
+    feed_forward, seed_gradient,
 };
 pub use decode::{
-    DecodeBackend, DmaCache, DmaToken, KeyCache, TokenBuffer, attention_decode, cached_attention, dma_decode,
-    mla_decode,
+    DmaCache, DmaToken, KeyCache, TokenBuffer, attention_decode, cached_attention, dma_decode, mla_decode,
 };
+pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;
 pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
 pub use dma::{
-    DMA_SCORE_CLAMP, DmaAttention, DmaBackend, DmaForward, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection,
-    DynamicMaskBackend, PositionOrigin, Recency, dma_attention, dma_bias, dma_rank, dma_select, dynamic_mask_attention,
+    DMA_SCORE_CLAMP, DmaAttention, DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, PositionOrigin, Recency,
+    dma_attention, dma_bias, dma_rank, dma_ranks, dma_select, dynamic_mask_attention,
 };
 pub use documents::{DocumentBounds, Documents};
-pub use embedding::{EmbeddingBackend, EmbeddingGradients, embedding};
-pub use fp8::{Fp8Gradients, Fp8Kept, ProductPrecision, ToRound};
-pub use linear::{LinearBackend, LinearGradients, linear, linear_add};
-pub use loss::{IGNORE_LABEL, LossBackend, LossGradients, linear_cross_entropy, token_losses};
-pub use mla::{MlaBackend, MlaGradients, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
-pub use norm::{NormBackend, NormGradients, RmsNormCall, rms_norm};
+pub use embedding::embedding;
+pub use fp8::{Fp8Kept, ProductPrecision, ToRound};
+pub use linear::{linear, linear_add};
+pub use loss::{IGNORE_LABEL, linear_cross_entropy, token_losses};
+pub use mla::{MlaCall, MlaNorm, MlaPackCall, MlaSpec, mla_attention, mla_pack};
+pub use norm::{RmsNormCall, rms_norm};
 pub use nsa::{
-    CompressedAttention, NsaBackend, NsaBlocks, NsaCall, NsaCompressed, NsaGradients, NsaSelected, choose_blocks,
-    nsa_blocks, nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
+    CompressedAttention, NsaBlocks, NsaCall, NsaCompressed, NsaSelected, choose_blocks, nsa_blocks,
+    nsa_compressed_attention, nsa_gates, nsa_mean_pool, nsa_selected_attention, overlap_weight,
 };
 pub use optimizer::{
-    AdamWStep, AdamWTensors, OptimizerBackend, Snapshot, SnapshotReader, adamw, join_master, split_master,
-    sum_of_squares,
+    AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, split_master, sum_of_squares,
 };
-pub use rope::{
-    QkNorm, QkNormRopeCall, RopeBackend, RopeCall, RopeGradients, RopeTables, RotaryEmbedding, qk_norm_rope, rope,
-};
-pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend, ThreadLinks, TracedPart};
+pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
+pub use row_parts::{Parcel, RowLinks, RowParts, ThreadLinks, TracedPart};
 pub use sparse::{
-    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes, has_sparse_attention,
-    heavy_decode, keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,
+    ChosenBlocks, DeviceMask, DeviceSelection, SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode,
+    keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,
 };
-pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
+pub use swiglu::swiglu;
 
 pub use sieve_core::DmaBias;
 pub use sieve_kernels::SumOrder;
-
-backend::all_of!(
-    /// A Burn backend with Sieve's ops: a device, or autodiff over one.
-    ///
-    /// The ops are methods on primitives; users call the functions of this crate that carry their names.
-    SieveBackend: LinearBackend EmbeddingBackend NormBackend RopeBackend SwigluBackend AttentionBackend DmaBackend
-        DynamicMaskBackend NsaBackend MlaBackend DecodeBackend SparseBackend LossBackend FeedForwardBackend
-        AttentionLayerBackend SeedBackend
-);
-
-backend::all_of!(
-    /// A backend that computes itself, every op and every op's gradient: the CPU's and CUDA's. Nothing has a default
-    /// body: what has no kernel says so and is counted.
-    DeviceBackend: LinearGradients Fp8Gradients EmbeddingGradients NormGradients RopeGradients SwigluGradients
-        AttentionGradients DmaGradients NsaGradients MlaGradients DecodeBackend SparseBackend LossGradients
-        OptimizerBackend RowPartsBackend
-);
 
 pub mod reference {
     //! Every op in plain Burn operations: the definition the fast paths are measured against.

@@ -1,16 +1,16 @@
-//! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints.
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
-pub(crate) mod reference;
-#[cfg(test)]
-mod tests;
-
-pub use backend::{LinearBackend, LinearGradients};
-
-use crate::tensors::{primitive, tensor};
-use burn::tensor::Tensor;
+//! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op, its
+//! gradients, and all on every device.
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
+use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain};
+use crate::device::paths::kernel_or;
+use crate::tensors::{Float, primitive, tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Tensor, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+use sieve_kernels::{CudaTensor, KernelError, MatmulOutput, Product, ToBurn, kernel_tensor};
 
 /// `y = x Wᵀ`.
 ///
@@ -18,15 +18,222 @@ use burn::tensor::Tensor;
 /// - x: `[.., in]`
 /// - weight: `[out, in]`
 /// - returns: `[.., out]`
-pub fn linear<B: LinearBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
-    tensor(<B as LinearBackend>::linear(primitive(x), primitive(weight)))
+pub fn linear<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 2>) -> Tensor<B, D> {
+    let (x, weight) = (primitive(x), primitive(weight));
+    let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
+    let y = <B::Inner as DeviceBackend>::linear(a.clone(), w.clone());
+    tensor(B::node([&x, &weight], y, move |dy| backward::<B::Inner>(a, w, dy)))
 }
 
 /// `y = residual + x Wᵀ`; shapes as [`linear`], residual `[.., out]`.
-pub fn linear_add<B: LinearBackend, const D: usize>(
+pub fn linear_add<B: SieveBackend, const D: usize>(
     x: Tensor<B, D>,
     weight: Tensor<B, 2>,
     residual: Tensor<B, D>,
 ) -> Tensor<B, D> {
-    tensor(B::linear_add(primitive(x), primitive(weight), primitive(residual)))
+    let (x, weight, residual) = (primitive(x), primitive(weight), primitive(residual));
+    let (a, w) = (B::value(x.clone()), B::value(weight.clone()));
+    let y = B::Inner::linear_add(a.clone(), w.clone(), B::value(residual.clone()));
+    tensor(B::node([&x, &weight, &residual], y, move |dy| {
+        let [dx, dweight] = backward::<B::Inner>(a, w, dy.clone());
+        [dx, dweight, dy]
+    }))
 }
+
+/// `[dx, dweight]`.
+fn backward<D: DeviceBackend>(x: Float<D>, weight: Float<D>, dy: Float<D>) -> [Float<D>; 2] {
+    let dx = D::linear_input_gradient(weight, dy.clone());
+    [dx, D::linear_weight_gradient(x, dy, None)]
+}
+
+/// A gradient with those before it.
+pub(crate) fn added<B: Backend>(sum: Option<Float<B>>, gradient: Float<B>) -> Float<B> {
+    match sum {
+        Some(sum) => B::float_add(sum, gradient),
+        None => gradient,
+    }
+}
+
+pub(crate) mod reference {
+    //! Products with a `[out, in]` weight.
+    use super::*;
+
+    fn flatten<B: Backend>(x: Float<B>) -> (Tensor<B, 2>, Vec<usize>) {
+        let shape = x.shape().to_vec();
+        let last = shape[shape.len() - 1];
+        let count = shape.iter().product::<usize>() / last.max(1);
+        (tensor(B::float_reshape(x, [count, last].into())), shape)
+    }
+
+    /// `y = x Wᵀ` for `x [.., in]`, `weight [out, in]`.
+    pub fn linear<B: Backend>(x: Float<B>, weight: Float<B>) -> Float<B> {
+        let (x, mut shape) = flatten::<B>(x);
+        let weight = tensor::<B, 2>(weight);
+        let last = shape.len() - 1;
+        shape[last] = weight.dims()[0];
+        B::float_reshape(primitive(x.matmul(weight.transpose())), shape.into())
+    }
+
+    /// `dx = dy W` of [`linear`].
+    pub fn linear_input_gradient<B: Backend>(weight: Float<B>, dy: Float<B>) -> Float<B> {
+        let (dy, mut shape) = flatten::<B>(dy);
+        let weight = tensor::<B, 2>(weight);
+        let last = shape.len() - 1;
+        shape[last] = weight.dims()[1];
+        B::float_reshape(primitive(dy.matmul(weight)), shape.into())
+    }
+
+    /// `dW = dyᵀ x` of [`linear`].
+    pub fn linear_weight_gradient<B: Backend>(x: Float<B>, dy: Float<B>) -> Float<B> {
+        let (x, _) = flatten::<B>(x);
+        let (dy, _) = flatten::<B>(dy);
+        primitive(dy.transpose().matmul(x))
+    }
+}
+
+pub(crate) mod cpu {
+    use super::*;
+    use sieve_cpu::{Matrix, MatrixMut, Threads, matmul};
+
+    /// Rows below which the product library takes other code, with another order of its sums.
+    const MIN_PRODUCT_ROWS: usize = 8;
+
+    /// Multiplications from which a product takes all threads: 256 cubed is faster so, 128 cubed is not.
+    const MIN_SHARED_PRODUCT: usize = 192 * 192 * 192;
+
+    /// A row's result must not depend on how many rows there are: when a prompt and a single decoded token round
+    /// differently, equal tokens get unequal scores, and DMA's ties fall otherwise than in the full pass. So few rows
+    /// are multiplied with rows of zeros behind them.
+    pub(crate) fn linear(x: FlexTensor, weight: FlexTensor) -> FlexTensor {
+        if !is_f32(&x) {
+            return plain("linear", || reference::linear::<Flex>(x, weight));
+        }
+        let (x, weight) = (contiguous(x), contiguous(weight));
+        let (count, d_in, d_out) = (num_rows(&x), last_dim(&x), num_rows(&weight));
+        if count >= MIN_PRODUCT_ROWS || d_in == 0 {
+            let y = product(rows(&x), rows(&weight).t());
+            return with_columns(&x, d_out, y);
+        }
+        let mut padded = floats(&x)[..count * d_in].to_vec();
+        padded.resize(MIN_PRODUCT_ROWS * d_in, 0.0);
+        let mut y = product(Matrix::new(&padded, MIN_PRODUCT_ROWS, d_in), rows(&weight).t());
+        y.truncate(count * d_out);
+        with_columns(&x, d_out, y)
+    }
+
+    pub(crate) fn linear_add(x: FlexTensor, weight: FlexTensor, residual: FlexTensor) -> FlexTensor {
+        Flex::float_add(residual, linear(x, weight))
+    }
+
+    pub(crate) fn linear_input_gradient(weight: FlexTensor, dy: FlexTensor) -> FlexTensor {
+        if !is_f32(&dy) {
+            return plain("linear_input_gradient", || {
+                reference::linear_input_gradient::<Flex>(weight, dy)
+            });
+        }
+        let (weight, dy) = (contiguous(weight), contiguous(dy));
+        with_columns(&dy, last_dim(&weight), product(rows(&dy), rows(&weight)))
+    }
+
+    pub(crate) fn linear_weight_gradient(x: FlexTensor, dy: FlexTensor, sum: Option<FlexTensor>) -> FlexTensor {
+        if !is_f32(&x) {
+            return plain("linear_weight_gradient", || {
+                added::<Flex>(sum, reference::linear_weight_gradient::<Flex>(x, dy))
+            });
+        }
+        let (x, dy) = (contiguous(x), contiguous(dy));
+        let gradient = product(rows(&dy).t(), rows(&x));
+        added::<Flex>(sum, from_vec(gradient, [last_dim(&dy), last_dim(&x)]))
+    }
+
+    /// Rows of a contiguous tensor whose leading dimensions are folded.
+    fn num_rows(x: &FlexTensor) -> usize {
+        x.shape().num_elements() / last_dim(x).max(1)
+    }
+
+    /// The contiguous f32 tensor `x [.., columns]` as a matrix.
+    fn rows(x: &FlexTensor) -> Matrix<'_> {
+        Matrix::strided(floats(x), num_rows(x), last_dim(x), last_dim(x), 1)
+    }
+
+    /// `a b`, row after row.
+    fn product(a: Matrix<'_>, b: Matrix<'_>) -> Vec<f32> {
+        let (m, n) = (a.num_rows(), b.num_columns());
+        let mut c = vec![0.0; m * n];
+        let threads = match m * n * b.num_rows() {
+            few if few < MIN_SHARED_PRODUCT => Threads::One,
+            _ => Threads::All,
+        };
+        matmul(threads, 1.0, a, b, 0.0, MatrixMut::new(&mut c, m, n));
+        c
+    }
+
+    /// `values` under `x`'s shape with another last dimension.
+    fn with_columns(x: &FlexTensor, columns: usize, values: Vec<f32>) -> FlexTensor {
+        let mut shape = x.shape().to_vec();
+        let last = shape.len() - 1;
+        shape[last] = columns;
+        from_vec(values, shape)
+    }
+}
+
+pub(crate) mod cuda {
+    //! Through cuBLASLt.
+    use super::*;
+    use sieve_kernels::DType::{BF16, F32};
+    use sieve_kernels::matmul;
+    use sieve_kernels::step::residual_add;
+
+    pub(crate) fn linear(x: CudaPrimitive, weight: CudaPrimitive) -> CudaPrimitive {
+        let [a, b] = tensors([&x, &weight]);
+        let attempt = matmul(Product::Nt, &a, &b, MatmulOutput::New(BF16));
+        kernel_or("linear", attempt.map(ToBurn::burn), || {
+            reference::linear::<Cuda>(x, weight)
+        })
+    }
+
+    pub(crate) fn linear_add(x: CudaPrimitive, weight: CudaPrimitive, residual: CudaPrimitive) -> CudaPrimitive {
+        let attempt = product_and_sum(tensors([&x, &weight, &residual]));
+        kernel_or("linear_add", attempt.map(ToBurn::burn), || {
+            Cuda::float_add(residual, reference::linear::<Cuda>(x, weight))
+        })
+    }
+
+    pub(crate) fn linear_input_gradient(weight: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+        let [a, b] = tensors([&dy, &weight]);
+        let attempt = matmul(Product::Nn, &a, &b, MatmulOutput::New(BF16));
+        kernel_or("linear_input_gradient", attempt.map(ToBurn::burn), || {
+            reference::linear_input_gradient::<Cuda>(weight, dy)
+        })
+    }
+
+    /// In f32, as the optimizer's masters are.
+    pub(crate) fn linear_weight_gradient(
+        x: CudaPrimitive,
+        dy: CudaPrimitive,
+        sum: Option<CudaPrimitive>,
+    ) -> CudaPrimitive {
+        let [a, b] = tensors([&dy, &x]);
+        let total = sum.clone().map(kernel_tensor);
+        let output = total.as_ref().map_or(MatmulOutput::New(F32), MatmulOutput::AddTo);
+        let attempt = matmul(Product::Tn, &a, &b, output);
+        kernel_or("linear_weight_gradient", attempt.map(ToBurn::burn), || {
+            added::<Cuda>(sum, reference::linear_weight_gradient::<Cuda>(x, dy))
+        })
+    }
+
+    /// The residual is added inside the product where that is free.
+    fn product_and_sum([x, weight, residual]: [CudaTensor; 3]) -> Result<CudaTensor, KernelError> {
+        let [out, inner] = weight.dims("linear_add", "weight")?;
+        // Measured on an H200 at 16384 x 2048 x 6144: a product that also reads a residual takes 0.1 ms longer, which
+        // is twice what the addition costs; where the product is square it costs nothing.
+        if inner > out {
+            let y = matmul(Product::Nt, &x, &weight, MatmulOutput::New(BF16))?;
+            return residual_add(&residual, &y);
+        }
+        matmul(Product::Nt, &x, &weight, MatmulOutput::Plus(&residual))
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,16 +1,15 @@
-//! Output projection and cross-entropy in one op: the logits of all tokens are never held at once.
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
-pub(crate) mod reference;
-#[cfg(test)]
-mod tests;
-
-pub use backend::{LossBackend, LossGradients};
-
-use crate::tensors::{primitive, tensor};
-use burn::tensor::{Int, Tensor};
+//! Output projection and cross-entropy in one op: the logits of all tokens are never held at once. The op, its
+//! gradients, and both on every device.
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
+use crate::device::paths::{kernel_on, kernel_or};
+use crate::tensors::{Float, Ints, primitive, rows, tensor, unrows, upcast};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Bool, DType, Int, Tensor, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+use sieve_kernels::{KernelError, ToBurn};
 
 /// A label that takes no part in the loss.
 pub const IGNORE_LABEL: i32 = -100;
@@ -21,17 +20,236 @@ pub const IGNORE_LABEL: i32 = -100;
 /// - h: `[tokens, d_model]`
 /// - weight: `[vocab_size, d_model]`
 /// - labels: `[tokens]`, [`IGNORE_LABEL`] where there is none
-pub fn linear_cross_entropy<B: LossBackend>(
+pub fn linear_cross_entropy<B: SieveBackend>(
     h: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     labels: Tensor<B, 1, Int>,
 ) -> Tensor<B, 1> {
-    let labels = labels.into_primitive();
-    tensor(B::linear_cross_entropy(primitive(h), primitive(weight), labels))
+    let (h, weight, labels) = (primitive(h), primitive(weight), labels.into_primitive());
+    let (states, table) = (B::value(h.clone()), B::value(weight.clone()));
+    if !B::is_tracked(&h) && !B::is_tracked(&weight) {
+        return tensor(B::constant(B::Inner::linear_cross_entropy(states, table, labels)));
+    }
+    let [loss, dh, dweight] = B::Inner::linear_cross_entropy_with_gradients(states, table, labels);
+    // The forward pass has the gradients already; the backward pass scales them.
+    tensor(B::node([&h, &weight], loss, move |dy| {
+        [dh, dweight].map(|gradient| B::Inner::scale(gradient, dy.clone()))
+    }))
 }
 
-/// Cross-entropy of every token in nats, `[tokens]`; zero where the label is [`IGNORE_LABEL`]. Shapes as above.
-pub fn token_losses<B: LossBackend>(h: Tensor<B, 2>, weight: Tensor<B, 2>, labels: Tensor<B, 1, Int>) -> Tensor<B, 1> {
-    let labels = labels.into_primitive();
-    tensor(B::token_losses(primitive(h), primitive(weight), labels))
+/// Cross-entropy of every token in nats, `[tokens]`; zero where the label is [`IGNORE_LABEL`]. Without gradient; shapes
+/// as above.
+pub fn token_losses<B: SieveBackend>(h: Tensor<B, 2>, weight: Tensor<B, 2>, labels: Tensor<B, 1, Int>) -> Tensor<B, 1> {
+    let (h, weight) = (B::value(primitive(h)), B::value(primitive(weight)));
+    let losses = B::Inner::token_losses(h, weight, labels.into_primitive());
+    tensor(B::constant(losses))
 }
+
+pub(crate) mod reference {
+    //! Projection and cross-entropy with all logits at once.
+    use super::*;
+
+    struct Logits<B: Backend> {
+        h: Tensor<B, 2>,
+        weight: Tensor<B, 2>,
+        logits: Tensor<B, 2>,
+        lse: Tensor<B, 2>,
+        ignored: Tensor<B, 2, Bool>,
+        target: Tensor<B, 2, Int>,
+    }
+
+    fn logits<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Logits<B> {
+        let (h, _) = upcast::<B, 2>(h);
+        let (weight, _) = upcast::<B, 2>(weight);
+        let labels: Tensor<B, 1, Int> = Tensor::from_primitive(labels);
+        let labels: Tensor<B, 2, Int> = labels.unsqueeze_dim(1);
+        let logits = h.clone().matmul(weight.clone().transpose());
+        let largest = logits.clone().max_dim(1);
+        let lse = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
+        let ignored = labels.clone().lower_elem(0);
+        let target = labels.mask_fill(ignored.clone(), 0);
+        Logits {
+            h,
+            weight,
+            logits,
+            lse,
+            ignored,
+            target,
+        }
+    }
+
+    fn losses<B: Backend>(all: &Logits<B>) -> Tensor<B, 2> {
+        let picked = all.logits.clone().gather(1, all.target.clone());
+        let losses = all.lse.clone() - picked;
+        losses.mask_fill(all.ignored.clone(), 0.0)
+    }
+
+    /// `lse - logit[label]` of each token; zero where ignored.
+    pub fn token_losses<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Float<B> {
+        primitive(losses(&logits::<B>(h, weight, labels)).squeeze_dim::<1>(1))
+    }
+
+    /// The sum of all losses, `[1]`.
+    pub fn linear_cross_entropy<B: Backend>(h: Float<B>, weight: Float<B>, labels: Ints<B>) -> Float<B> {
+        primitive(losses(&logits::<B>(h, weight, labels)).sum())
+    }
+
+    /// `dlogits = softmax - onehot`, then `dh = dlogits W`, `dW = dlogitsᵀ h`.
+    pub fn linear_cross_entropy_with_gradients<B: Backend>(
+        h: Float<B>,
+        weight: Float<B>,
+        labels: Ints<B>,
+    ) -> [Float<B>; 3] {
+        let dtypes = [&h, &weight].map(TensorMetadata::dtype);
+        let all = logits::<B>(h, weight, labels);
+        let loss = losses(&all).sum();
+        let [tokens, vocab] = all.logits.dims();
+        let classes = Tensor::<B, 1, Int>::arange(0..vocab as i64, &all.logits.device());
+        let onehot = all
+            .target
+            .clone()
+            .expand([tokens, vocab])
+            .equal(classes.reshape([1, vocab]).expand([tokens, vocab]));
+        let d_logits = (all.logits.clone() - all.lse.clone()).exp();
+        let at_the_label = d_logits.clone() - 1.0;
+        let d_logits = d_logits
+            .mask_where(onehot, at_the_label)
+            .mask_fill(all.ignored.expand([tokens, vocab]), 0.0);
+        let dh = d_logits.clone().matmul(all.weight);
+        let dweight = d_logits.transpose().matmul(all.h);
+        [
+            primitive(loss),
+            primitive(dh.cast(dtypes[0])),
+            primitive(dweight.cast(dtypes[1])),
+        ]
+    }
+
+    /// `x * factor`, the factor a `[1]`; the product is rounded to the dtype of x.
+    pub fn scale<B: Backend>(x: Float<B>, factor: Float<B>) -> Float<B> {
+        let (x, dtype, shape) = rows::<B>(x);
+        let factor = tensor::<B, 1>(factor).cast(x.dtype());
+        unrows(x * factor.unsqueeze(), dtype, shape)
+    }
+}
+
+pub(crate) mod cpu {
+    use super::*;
+
+    pub(crate) fn token_losses(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
+        if !is_f32(&h) {
+            return plain("token_losses", || reference::token_losses::<Flex>(h, weight, labels));
+        }
+        let [h, weight, labels] = [h, weight, labels].map(contiguous);
+        let mut losses = vec![0.0; labels.shape().num_elements()];
+        let d_model = last_dim(&h);
+        sieve_cpu::token_losses(floats(&h), floats(&weight), ints(&labels), d_model, &mut losses);
+        let count = losses.len();
+        from_vec(losses, [count])
+    }
+
+    pub(crate) fn linear_cross_entropy(h: FlexTensor, weight: FlexTensor, labels: FlexTensor) -> FlexTensor {
+        if !is_f32(&h) {
+            return plain("linear_cross_entropy", || {
+                reference::linear_cross_entropy::<Flex>(h, weight, labels)
+            });
+        }
+        let [h, weight, labels] = [h, weight, labels].map(contiguous);
+        let d_model = last_dim(&h);
+        let loss = sieve_cpu::linear_cross_entropy(floats(&h), floats(&weight), ints(&labels), d_model);
+        from_vec(vec![loss.loss_sum as f32], [1])
+    }
+
+    pub(crate) fn linear_cross_entropy_with_gradients(
+        h: FlexTensor,
+        weight: FlexTensor,
+        labels: FlexTensor,
+    ) -> [FlexTensor; 3] {
+        if !is_f32(&h) {
+            return plain("linear_cross_entropy_with_gradients", || {
+                reference::linear_cross_entropy_with_gradients::<Flex>(h, weight, labels)
+            });
+        }
+        let [h, weight, labels] = [h, weight, labels].map(contiguous);
+        let d_model = last_dim(&h);
+        let (mut dh, mut dweight) = (zeros_like(&h), zeros_like(&weight));
+        let loss = sieve_cpu::linear_cross_entropy_with_gradients(
+            floats(&h),
+            floats(&weight),
+            ints(&labels),
+            d_model,
+            &mut dh,
+            &mut dweight,
+        );
+        let loss = from_vec(vec![loss.loss_sum as f32], [1]);
+        [loss, from_vec(dh, h.shape()), from_vec(dweight, weight.shape())]
+    }
+
+    pub(crate) fn scale(x: FlexTensor, factor: FlexTensor) -> FlexTensor {
+        if !is_f32(&x) || !is_f32(&factor) {
+            return plain("scale", || reference::scale::<Flex>(x, factor));
+        }
+        let factor = floats(&contiguous(factor))[0];
+        let mut x = contiguous(x);
+        if factor != 1.0 {
+            x.storage_mut::<f32>().iter_mut().for_each(|x| *x *= factor);
+        }
+        x
+    }
+}
+
+pub(crate) mod cuda {
+    //! A block of tokens at a time.
+    use super::*;
+    use crate::device::cuda::{cast, writable};
+    use sieve_kernels::step::FixedSum;
+
+    pub(crate) fn token_losses(h: CudaPrimitive, weight: CudaPrimitive, labels: CudaPrimitive) -> CudaPrimitive {
+        let [states, table, ids] = tensors([&h, &weight, &labels]);
+        let attempt = sieve_kernels::token_losses(&states, &table, &ids);
+        kernel_or("token_losses", attempt.map(ToBurn::burn), || {
+            reference::token_losses::<Cuda>(h, weight, labels)
+        })
+    }
+
+    pub(crate) fn linear_cross_entropy(
+        h: CudaPrimitive,
+        weight: CudaPrimitive,
+        labels: CudaPrimitive,
+    ) -> CudaPrimitive {
+        let attempt = summed([&h, &weight, &labels]);
+        kernel_or("linear_cross_entropy", attempt, || {
+            reference::linear_cross_entropy::<Cuda>(h, weight, labels)
+        })
+    }
+
+    /// dweight in f32.
+    pub(crate) fn linear_cross_entropy_with_gradients(
+        h: CudaPrimitive,
+        weight: CudaPrimitive,
+        labels: CudaPrimitive,
+    ) -> [CudaPrimitive; 3] {
+        let [states, table, ids] = tensors([&h, &weight, &labels]);
+        let attempt = sieve_kernels::linear_cross_entropy_with_gradients(&states, &table, &ids);
+        let attempt = attempt.map(|all| [all.loss, all.dh, all.dweight].map(ToBurn::burn));
+        kernel_or("linear_cross_entropy_with_gradients", attempt, || {
+            reference::linear_cross_entropy_with_gradients::<Cuda>(h, weight, labels)
+        })
+    }
+
+    /// In place where nobody else holds x.
+    pub(crate) fn scale(x: CudaPrimitive, factor: CudaPrimitive) -> CudaPrimitive {
+        let x = writable(x);
+        let outcome = sieve_kernels::step::scale(&x, &cast(&factor, DType::F32));
+        kernel_on("scale", x.burn(), outcome, |x| reference::scale::<Cuda>(x, factor))
+    }
+
+    /// The sum of all losses.
+    fn summed(operands: [&CudaPrimitive; 3]) -> Result<CudaPrimitive, KernelError> {
+        let [h, weight, labels] = tensors(operands);
+        let losses = sieve_kernels::token_losses(&h, &weight, &labels)?;
+        FixedSum::of(&losses).map(ToBurn::burn)
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,18 +1,18 @@
 //! Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of every head come from one small
 //! latent, beside one rotated key that all heads share.
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{MlaBackend, MlaGradients, MlaNorm, MlaPackCall, MlaSpec};
-
-use crate::documents::Documents;
-use crate::rope::{QkNorm, RotaryEmbedding};
-use crate::tensors::{primitive, tensor};
+use crate::SieveBackend;
+use crate::attention::{AttentionCall, AttentionSpec};
+use crate::backend::DeviceBackend;
+use crate::documents::{DocumentBounds, Documents};
+use crate::rope::{QkNorm, RopeTables, RotaryEmbedding};
+use crate::tensors::{Float, Ints, primitive, tensor};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
 /// Rotates and packs queries, keys and values: per token `num_heads` queries `[q_C ; RoPE(q_R)]`, as many keys
@@ -29,25 +29,45 @@ use burn::tensor::{Int, Tensor};
 /// - positions: `[batch, seq_len]`, each below the tables' length; the tables are `rope_dim` wide
 /// - returns: `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`, `[batch, seq_len, rope_dim]`,
 ///   `[batch, seq_len, num_heads]`
-pub fn mla_pack<B: MlaBackend>(
-    [q, kv, k_rope]: [Tensor<B, 3>; 3],
+pub fn mla_pack<B: SieveBackend>(
+    inputs: [Tensor<B, 3>; 3],
     norm: Option<QkNorm<B>>,
     positions: Tensor<B, 2, Int>,
     rope: &RotaryEmbedding<B>,
     spec: MlaSpec,
 ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
+    let inputs = inputs.map(primitive);
+    let norm = norm.map(|norm| ([primitive(norm.q_weight), primitive(norm.k_weight)], norm.epsilon));
     let call = MlaPackCall {
         positions: positions.into_primitive(),
-        rope: rope.tables(),
-        norm: norm.map(|norm| MlaNorm {
-            q_weight: primitive(norm.q_weight),
-            k_weight: primitive(norm.k_weight),
-            epsilon: norm.epsilon,
+        rope: rope.tables().values(),
+        norm: norm.clone().map(|(weights, epsilon)| {
+            let [q_weight, k_weight] = weights.map(B::value);
+            MlaNorm {
+                q_weight,
+                k_weight,
+                epsilon,
+            }
         }),
         spec,
     };
-    let (packed, keys) = B::mla_pack([q, kv, k_rope].map(primitive), call);
-    (tensor(packed), keys.map(|keys| keys.map(tensor)))
+    let values = inputs.clone().map(B::value);
+    let (packed, keys) = B::Inner::mla_pack(values.clone(), call.clone());
+    let [q, kv, k_rope] = &inputs;
+    let packed = match &norm {
+        None => B::node([q, kv, k_rope], packed, |dy| {
+            B::Inner::mla_pack_backward(call, None, dy).0
+        }),
+        Some(([q_weight, k_weight], _)) => B::node([q, kv, k_rope, q_weight, k_weight], packed, |dy| {
+            let ([dq, dkv, dk_rope], weights) = B::Inner::mla_pack_backward(call, Some(values), dy);
+            let [dq_weight, dk_weight] = weights.expect("the call has norms");
+            [dq, dkv, dk_rope, dq_weight, dk_weight]
+        }),
+    };
+    (
+        tensor(packed),
+        keys.map(|keys| keys.map(|key| tensor(B::constant(key)))),
+    )
 }
 
 /// Dense causal attention on the tensor of [`mla_pack`]; values are narrower than keys.
@@ -55,6 +75,87 @@ pub fn mla_pack<B: MlaBackend>(
 /// # Shapes
 /// - packed: `[batch, seq_len, num_heads * (3 * head_dim + 2 * rope_dim)]`
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
-pub fn mla_attention<B: MlaBackend>(packed: Tensor<B, 3>, documents: &Documents<B>, spec: MlaSpec) -> Tensor<B, 4> {
-    tensor(B::mla_attention(primitive(packed), &documents.bounds(), spec).o)
+pub fn mla_attention<B: SieveBackend>(packed: Tensor<B, 3>, documents: &Documents<B>, spec: MlaSpec) -> Tensor<B, 4> {
+    let packed = primitive(packed);
+    let documents = documents.bounds();
+    let (x, call) = (B::value(packed.clone()), MlaCall { documents, spec });
+    let output = B::Inner::mla_attention(x.clone(), &call);
+    tensor(B::node([&packed], output.o.clone(), move |d_o| {
+        [B::Inner::mla_attention_backward(x, &call, output, d_o)]
+    }))
+}
+
+/// Sizes and scale of a latent attention call.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MlaSpec {
+    /// Heads, of queries as of keys and values.
+    pub num_heads: usize,
+    /// Width of the part without rotation, and of a value.
+    pub head_dim: usize,
+    /// Width of the rotated part.
+    pub rope_dim: usize,
+    /// Factor on `q·k`, usually `1/sqrt(head_dim + rope_dim)`.
+    pub softmax_scale: f64,
+}
+
+impl MlaSpec {
+    /// Width of a query and of a key.
+    pub fn key_dim(&self) -> usize {
+        self.head_dim + self.rope_dim
+    }
+
+    /// Elements of one token in the packed tensor.
+    pub fn token_len(&self) -> usize {
+        self.num_heads * (2 * self.key_dim() + self.head_dim)
+    }
+
+    /// The dense attention call it amounts to.
+    pub fn attention(&self) -> AttentionSpec {
+        AttentionSpec {
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_heads,
+            softmax_scale: self.softmax_scale,
+            window_size: None,
+        }
+    }
+}
+
+/// Norms of queries and keys; an addition to the paper.
+#[derive(Clone, Debug)]
+pub struct MlaNorm<B: Backend> {
+    /// `[head_dim + rope_dim]`.
+    pub q_weight: Float<B>,
+    /// `[head_dim + rope_dim]`.
+    pub k_weight: Float<B>,
+    /// Added to the mean square.
+    pub epsilon: f64,
+}
+
+/// What [`mla_pack`](crate::mla_pack) norms with and rotates by, and its sizes.
+#[derive(Clone, Debug)]
+pub struct MlaPackCall<B: Backend> {
+    /// `[batch, seq_len]`, each below the tables' length.
+    pub positions: Ints<B>,
+    /// Tables of width `rope_dim`.
+    pub rope: RopeTables<B>,
+    /// Norms of queries and keys, where there are any.
+    pub norm: Option<MlaNorm<B>>,
+    /// Sizes.
+    pub spec: MlaSpec,
+}
+
+/// What latent attention has beside the packed tensor.
+#[derive(Clone, Debug)]
+pub struct MlaCall<B: Backend> {
+    /// Document bounds.
+    pub documents: DocumentBounds<B>,
+    /// Sizes and scale.
+    pub spec: MlaSpec,
+}
+
+impl<B: Backend> MlaCall<B> {
+    /// The dense attention call it amounts to.
+    pub(crate) fn attention(&self) -> AttentionCall<B> {
+        AttentionCall::new(self.documents.clone(), self.spec.attention())
+    }
 }

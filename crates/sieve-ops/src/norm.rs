@@ -1,16 +1,15 @@
-//! Root-mean-square normalisation (arXiv:1910.07467, eq. 4).
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
-pub(crate) mod reference;
-#[cfg(test)]
-mod tests;
-
-pub use backend::{NormBackend, NormGradients, RmsNormCall};
-
-use crate::tensors::{primitive, tensor};
-use burn::tensor::Tensor;
+//! Root-mean-square normalisation (arXiv:1910.07467, eq. 4): the op, its gradient, and both on every device.
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
+use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
+use crate::device::paths::kernel_or;
+use crate::tensors::{Float, primitive, rows, tensor, unrows};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Tensor, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+use sieve_kernels::{ToBurn, kernel_tensor};
 
 /// `y = x / sqrt(mean(x²) + epsilon) * weight`, the mean over the last dimension and computed in f32.
 ///
@@ -18,10 +17,168 @@ use burn::tensor::Tensor;
 /// - x: `[.., d_model]`
 /// - weight: `[d_model]`
 /// - returns: shape of x
-pub fn rms_norm<B: NormBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 1>, epsilon: f64) -> Tensor<B, D> {
-    tensor(B::rms_norm(RmsNormCall {
-        x: primitive(x),
-        weight: primitive(weight),
+pub fn rms_norm<B: SieveBackend, const D: usize>(x: Tensor<B, D>, weight: Tensor<B, 1>, epsilon: f64) -> Tensor<B, D> {
+    let (x, weight) = (primitive(x), primitive(weight));
+    let call = RmsNormCall {
+        x: B::value(x.clone()),
+        weight: B::value(weight.clone()),
         epsilon,
+    };
+    let y = B::Inner::rms_norm(call.clone());
+    tensor(B::node([&x, &weight], y, |dy| {
+        B::Inner::rms_norm_backward(call, dy, None)
     }))
 }
+
+/// A call of [`crate::rms_norm`].
+#[derive(Clone, Debug)]
+pub struct RmsNormCall<B: Backend> {
+    /// `[.., d_model]`.
+    pub x: Float<B>,
+    /// `[d_model]`.
+    pub weight: Float<B>,
+    /// Added to the mean square.
+    pub epsilon: f64,
+}
+
+pub(crate) mod reference {
+    //! RMSNorm in plain Burn operations.
+    use super::*;
+
+    /// `x / sqrt(mean(x²) + epsilon) * weight` over the last dimension.
+    pub fn rms_norm<B: Backend>(call: RmsNormCall<B>) -> Float<B> {
+        let (x, dtype, shape) = rows::<B>(call.x);
+        let weight = tensor::<B, 1>(call.weight).cast(x.dtype());
+        unrows(normalise(x, call.epsilon).0 * weight.unsqueeze(), dtype, shape)
+    }
+
+    /// `[dx, dweight]`. With `r = 1/sqrt(mean(x²) + epsilon)`, `n = x r`, `g = dy * weight`:
+    /// `dx = r (g - n mean(g n))`, `dweight = sum(dy n)`.
+    pub fn rms_norm_backward<B: Backend>(call: RmsNormCall<B>, dy: Float<B>) -> [Float<B>; 2] {
+        let (x, dtype, shape) = rows::<B>(call.x);
+        let (dy, _, _) = rows::<B>(dy);
+        let weight_dtype = call.weight.dtype();
+        let weight = tensor::<B, 1>(call.weight).cast(x.dtype());
+        let (dx, dweight) = normalise_backward(x, weight, call.epsilon, dy);
+        [unrows(dx, dtype, shape), primitive(dweight.cast(weight_dtype))]
+    }
+
+    /// `(n, r)` of the rows.
+    pub(crate) fn normalise<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>) {
+        let r = (x.clone().powi_scalar(2).mean_dim(1) + epsilon).sqrt().recip();
+        (x * r.clone(), r)
+    }
+
+    pub(crate) fn normalise_backward<B: Backend>(
+        x: Tensor<B, 2>,
+        weight: Tensor<B, 1>,
+        epsilon: f64,
+        dy: Tensor<B, 2>,
+    ) -> (Tensor<B, 2>, Tensor<B, 1>) {
+        let (n, r) = normalise(x, epsilon);
+        let g = dy.clone() * weight.unsqueeze();
+        let dx = r * (g.clone() - n.clone() * (g * n.clone()).mean_dim(1));
+        (dx, (dy * n).sum_dim(0).squeeze_dim(0))
+    }
+}
+
+/// `x + addend` where there is one.
+fn plus<B: Backend>(x: Float<B>, addend: Option<Float<B>>) -> Float<B> {
+    match addend {
+        Some(addend) => B::float_add(x, addend),
+        None => x,
+    }
+}
+
+pub(crate) mod cpu {
+    use super::*;
+
+    pub(crate) fn rms_norm(call: RmsNormCall<Flex>) -> FlexTensor {
+        if !is_f32(&call.x) {
+            return plain("rms_norm", || reference::rms_norm(call));
+        }
+        let [x, weight] = [call.x, call.weight].map(contiguous);
+        let mut y = zeros_like(&x);
+        sieve_cpu::rms_norm_forward(floats(&x), floats(&weight), call.epsilon as f32, &mut y);
+        from_vec(y, x.shape())
+    }
+
+    pub(crate) fn rms_norm_backward(
+        call: RmsNormCall<Flex>,
+        dy: FlexTensor,
+        d_residual: Option<FlexTensor>,
+    ) -> [FlexTensor; 2] {
+        if !is_f32(&call.x) {
+            let [dx, dweight] = plain("rms_norm_backward", || reference::rms_norm_backward(call, dy));
+            return [plus::<Flex>(dx, d_residual), dweight];
+        }
+        let [x, weight, dy] = [call.x, call.weight, dy].map(contiguous);
+        let (mut dx, mut dweight) = (zeros_like(&x), zeros_like(&weight));
+        sieve_cpu::rms_norm_backward(
+            floats(&x),
+            floats(&weight),
+            call.epsilon as f32,
+            floats(&dy),
+            &mut dx,
+            &mut dweight,
+        );
+        let dx = plus::<Flex>(from_vec(dx, x.shape()), d_residual);
+        [dx, from_vec(dweight, weight.shape())]
+    }
+
+    pub(crate) fn rms_norm_backward_with_output(
+        call: RmsNormCall<Flex>,
+        dy: FlexTensor,
+        d_residual: FlexTensor,
+    ) -> [FlexTensor; 3] {
+        let y = rms_norm(call.clone());
+        let [dx, dweight] = rms_norm_backward(call, dy, Some(d_residual));
+        [dx, dweight, y]
+    }
+}
+
+pub(crate) mod cuda {
+    //! The gradient of the weight is f32.
+    use super::*;
+
+    pub(crate) fn rms_norm(call: RmsNormCall<Cuda>) -> CudaPrimitive {
+        let [x, weight] = tensors([&call.x, &call.weight]);
+        let attempt = sieve_kernels::step::rms_norm_forward(&x, &weight, call.epsilon as f32);
+        kernel_or("rms_norm", attempt.map(ToBurn::burn), || reference::rms_norm(call))
+    }
+
+    pub(crate) fn rms_norm_backward(
+        call: RmsNormCall<Cuda>,
+        dy: CudaPrimitive,
+        d_residual: Option<CudaPrimitive>,
+    ) -> [CudaPrimitive; 2] {
+        let [x, weight, d] = tensors([&call.x, &call.weight, &dy]);
+        let epsilon = call.epsilon as f32;
+        let beside = d_residual.clone().map(kernel_tensor);
+        let attempt = sieve_kernels::step::rms_norm_backward(&x, &weight, epsilon, &d, beside.as_ref());
+        let attempt = attempt.map(|(dx, dweight)| [dx, dweight].map(ToBurn::burn));
+        kernel_or("rms_norm_backward", attempt, || {
+            let [dx, dweight] = reference::rms_norm_backward(call, dy);
+            [plus::<Cuda>(dx, d_residual), dweight]
+        })
+    }
+
+    pub(crate) fn rms_norm_backward_with_output(
+        call: RmsNormCall<Cuda>,
+        dy: CudaPrimitive,
+        d_residual: CudaPrimitive,
+    ) -> [CudaPrimitive; 3] {
+        let [x, weight, d, residual] = tensors([&call.x, &call.weight, &dy, &d_residual]);
+        let epsilon = call.epsilon as f32;
+        let attempt = sieve_kernels::step::rms_norm_backward_with_output(&x, &weight, epsilon, &d, &residual);
+        let attempt = attempt.map(|(dx, dweight, y)| [dx, dweight, y].map(ToBurn::burn));
+        kernel_or("rms_norm_backward", attempt, || {
+            let y = reference::rms_norm(call.clone());
+            let [dx, dweight] = reference::rms_norm_backward(call, dy);
+            [Cuda::float_add(dx, d_residual), dweight, y]
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,20 +1,21 @@
 //! Native sparse attention (arXiv:2502.11089): the ops of its compressed and selected branches, and the gated sum. The
-//! window branch is [`attention`](crate::attention).
+//! window branch is [`attention`](crate::attention()).
 //!
 //! Blocks are counted from each document's first token.
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
 pub use sieve_cpu::NsaBlocks;
 pub use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
-use crate::tensors::{primitive, tensor};
+use crate::SieveBackend;
+use crate::attention::{AttentionOutput, AttentionSpec};
+use crate::backend::DeviceBackend;
+use crate::documents::{DocumentBounds, Documents};
+use crate::tensors::{Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 
@@ -25,14 +26,19 @@ use burn::tensor::{Int, Tensor};
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - k_positions, v_positions: `[compress_block_size, head_dim]`
 /// - returns: `[2, batch * num_slots * num_kv_heads, compress_block_size * head_dim]`, keys then values
-pub fn nsa_blocks<B: NsaBackend>(
+pub fn nsa_blocks<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     k_positions: Tensor<B, 2>,
     v_positions: Tensor<B, 2>,
     call: &NsaCall<B>,
 ) -> Tensor<B, 3> {
-    let positions = [primitive(k_positions), primitive(v_positions)];
-    tensor(B::nsa_blocks(primitive(qkv), positions, call))
+    let (dims, call) = (qkv.dims(), call.on::<B::Inner>());
+    let [qkv, k, v] = [primitive(qkv), primitive(k_positions), primitive(v_positions)];
+    let positions = [B::value(k.clone()), B::value(v.clone())];
+    let y = B::Inner::nsa_blocks(B::value(qkv.clone()), positions, &call);
+    tensor(B::node([&qkv, &k, &v], y, move |dy| {
+        B::Inner::nsa_blocks_backward(dims, &call, dy)
+    }))
 }
 
 /// Means of the keys, and of the values, of every compressed block.
@@ -40,8 +46,13 @@ pub fn nsa_blocks<B: NsaBackend>(
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - returns: `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then values
-pub fn nsa_mean_pool<B: NsaBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> Tensor<B, 3> {
-    tensor(B::nsa_mean_pool(primitive(qkv), call))
+pub fn nsa_mean_pool<B: SieveBackend>(qkv: Tensor<B, 4>, call: &NsaCall<B>) -> Tensor<B, 3> {
+    let (dims, call) = (qkv.dims(), call.on::<B::Inner>());
+    let qkv = primitive(qkv);
+    let y = B::Inner::nsa_mean_pool(B::value(qkv.clone()), &call);
+    tensor(B::node([&qkv], y, move |dy| {
+        [B::Inner::nsa_mean_pool_backward(dims, &call, dy)]
+    }))
 }
 
 /// What the compressed branch hands on.
@@ -60,15 +71,20 @@ pub struct CompressedAttention<B: Backend> {
 /// # Shapes
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; only its queries are read
 /// - compressed: `[2, batch * num_slots * num_kv_heads, head_dim]`, keys then values
-pub fn nsa_compressed_attention<B: NsaBackend>(
+pub fn nsa_compressed_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     compressed: Tensor<B, 3>,
     call: &NsaCall<B>,
 ) -> CompressedAttention<B> {
-    let result = B::nsa_compressed_attention(primitive(qkv), primitive(compressed), call);
+    let (qkv, compressed, call) = (primitive(qkv), primitive(compressed), call.on::<B::Inner>());
+    let (q, c) = (B::value(qkv.clone()), B::value(compressed.clone()));
+    let NsaCompressed { output, block_indices } = B::Inner::nsa_compressed_attention(q.clone(), c.clone(), &call);
+    let o = B::node([&qkv, &compressed], output.o.clone(), move |d_o| {
+        B::Inner::nsa_compressed_attention_backward(q, c, &call, output, d_o)
+    });
     CompressedAttention {
-        o: tensor(result.output.o),
-        block_indices: Tensor::from_primitive(result.block_indices),
+        o: tensor(o),
+        block_indices: Tensor::from_primitive(block_indices),
     }
 }
 
@@ -78,13 +94,19 @@ pub fn nsa_compressed_attention<B: NsaBackend>(
 /// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
 /// - block_indices: as [`CompressedAttention::block_indices`]
 /// - returns: `[batch, seq_len, num_heads, head_dim]`
-pub fn nsa_selected_attention<B: NsaBackend>(
+pub fn nsa_selected_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     block_indices: Tensor<B, 4, Int>,
     call: &NsaCall<B>,
 ) -> Tensor<B, 4> {
-    let selected = B::nsa_selected_attention(primitive(qkv), block_indices.into_primitive(), call);
-    tensor(selected.output.o)
+    let (qkv, chosen, call) = (primitive(qkv), block_indices.into_primitive(), call.on::<B::Inner>());
+    let x = B::value(qkv.clone());
+    let selected = B::Inner::nsa_selected_attention(x.clone(), chosen.clone(), &call);
+    tensor(B::node([&qkv], selected.output.o.clone(), move |d_o| {
+        [B::Inner::nsa_selected_attention_backward(
+            x, chosen, &call, selected, d_o,
+        )]
+    }))
 }
 
 /// `o = sum_c sigmoid(logits_c + bias_c) o_c` over the branches compressed, selected, window (eq. 5).
@@ -92,10 +114,81 @@ pub fn nsa_selected_attention<B: NsaBackend>(
 /// # Shapes
 /// - branches: `[batch, seq_len, num_heads, head_dim]` each
 /// - logits: `[batch, seq_len, num_heads * 3]`, bias: `[num_heads * 3]`, the branch varying fastest
-pub fn nsa_gates<B: NsaBackend>(branches: [Tensor<B, 4>; 3], logits: Tensor<B, 3>, bias: Tensor<B, 1>) -> Tensor<B, 4> {
-    tensor(B::nsa_gates(
-        branches.map(primitive),
-        primitive(logits),
-        primitive(bias),
-    ))
+pub fn nsa_gates<B: SieveBackend>(
+    branches: [Tensor<B, 4>; 3],
+    logits: Tensor<B, 3>,
+    bias: Tensor<B, 1>,
+) -> Tensor<B, 4> {
+    let (branches, logits, bias) = (branches.map(primitive), primitive(logits), primitive(bias));
+    let (of, l, b) = (
+        branches.clone().map(B::value),
+        B::value(logits.clone()),
+        B::value(bias.clone()),
+    );
+    let y = B::Inner::nsa_gates(of.clone(), l.clone(), b.clone());
+    let [compressed, selected, window] = &branches;
+    tensor(B::node([compressed, selected, window, &logits, &bias], y, |dy| {
+        B::Inner::nsa_gates_backward(of, l, b, dy)
+    }))
+}
+
+/// Where documents lie in the rows of a call, its heads, and its blocks.
+#[derive(Clone, Debug)]
+pub struct NsaCall<B: Backend> {
+    /// Bounds of the documents.
+    pub documents: DocumentBounds<B>,
+    /// Heads and scale; the window is the third branch's alone and not read.
+    pub spec: AttentionSpec,
+    /// Sizes of compressed and selected blocks.
+    pub blocks: NsaBlocks,
+}
+
+impl<B: Backend> NsaCall<B> {
+    /// The call on `documents`.
+    pub fn new(documents: &Documents<B>, spec: AttentionSpec, blocks: NsaBlocks) -> Self {
+        Self {
+            documents: documents.bounds(),
+            spec,
+            blocks,
+        }
+    }
+
+    /// The same call on a backend with the same integers: an autodiff backend's inner one.
+    pub(crate) fn on<I>(&self) -> NsaCall<I>
+    where
+        I: Backend<IntTensorPrimitive = B::IntTensorPrimitive>,
+    {
+        NsaCall {
+            documents: self.documents.clone(),
+            spec: self.spec,
+            blocks: self.blocks,
+        }
+    }
+}
+
+/// Output of the compressed branch.
+#[derive(Clone, Debug)]
+pub struct NsaCompressed<B: Backend> {
+    /// Attention over the compressed blocks.
+    pub output: AttentionOutput<B>,
+    /// See [`crate::CompressedAttention::block_indices`].
+    pub block_indices: Ints<B>,
+}
+
+/// Output of the selected branch.
+#[derive(Clone, Debug)]
+pub struct NsaSelected<B: Backend> {
+    /// Attention over the chosen blocks.
+    pub output: AttentionOutput<B>,
+    /// The queries that chose each block, where the device keeps its lists for the backward pass: entries, pieces and
+    /// numbers of pieces, of each range of queries.
+    pub lists: Vec<[Ints<B>; 3]>,
+}
+
+impl<B: Backend> NsaSelected<B> {
+    /// Of a device that keeps no lists.
+    pub(crate) fn without_lists(output: AttentionOutput<B>) -> Self {
+        let lists = Vec::new();
+        Self { output, lists }
+    }
 }

@@ -1,23 +1,29 @@
-//! AdamW (arXiv:1711.05101) over f32 master weights.
-mod backend;
-mod cuda;
-mod flex;
-pub(crate) mod reference;
+//! AdamW (arXiv:1711.05101) over f32 master weights, norms of gradients and snapshots, on every device; none has a
+//! gradient.
 mod snapshot;
 #[cfg(test)]
 mod tests;
 
-pub use backend::{AdamWTensors, OptimizerBackend};
 pub use sieve_core::AdamWStep;
 pub use snapshot::{Snapshot, SnapshotReader};
 
-use crate::tensors::{Float, primitive, tensor};
-use burn::tensor::Tensor;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, cast, tensors, writable};
+use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain};
+use crate::device::paths::{kernel_on, kernel_or};
+use crate::tensors::{Float, primitive, rows, tensor};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, FloatDType, Shape, Tensor, TensorMetadata};
+use burn_flex::{Flex, FlexDevice, FlexTensor};
+use sieve_cuda::CudaDevice;
+use sieve_kernels::step::{AdamwTensors, FixedSum, Term};
+use sieve_kernels::{CudaTensor, HostCopy, KernelError, ToBurn, kernel_tensor};
 
 /// One update of one parameter, in the order of PyTorch's AdamW: decay, moments, step.
 ///
 /// `grad` has the parameter's shape; `grad_scale` is `[1]` and multiplies it.
-pub fn adamw<B: OptimizerBackend, const D: usize>(
+pub fn adamw<B: DeviceBackend, const D: usize>(
     tensors: AdamWTensors<B>,
     grad: Tensor<B, D>,
     grad_scale: Tensor<B, 1>,
@@ -28,17 +34,275 @@ pub fn adamw<B: OptimizerBackend, const D: usize>(
 
 /// `(leaf, rest)`: a bf16 leaf of an f32 `master`, and what [`adamw`] needs beside it, as a primitive that nothing else
 /// reads.
-pub fn split_master<B: OptimizerBackend, const D: usize>(master: Tensor<B, D>) -> (Tensor<B, D>, Float<B>) {
+pub fn split_master<B: DeviceBackend, const D: usize>(master: Tensor<B, D>) -> (Tensor<B, D>, Float<B>) {
     let (leaf, rest) = B::split_master(primitive(master));
     (tensor(leaf), rest)
 }
 
 /// The master of a leaf and its rest, exactly.
-pub fn join_master<B: OptimizerBackend, const D: usize>(leaf: Tensor<B, D>, rest: Float<B>) -> Tensor<B, D> {
+pub fn join_master<B: DeviceBackend, const D: usize>(leaf: Tensor<B, D>, rest: Float<B>) -> Tensor<B, D> {
     tensor(B::join_master(primitive(leaf), rest))
 }
 
 /// Sum of squares in an order that does not depend on the number of threads, `[1]`.
-pub fn sum_of_squares<B: OptimizerBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
+pub fn sum_of_squares<B: DeviceBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, 1> {
     tensor(B::sum_of_squares(primitive(x)))
+}
+
+/// One parameter's state in an AdamW update, all of one shape and, but for `leaf` and what belongs to it, f32 (f64 in
+/// tests).
+#[derive(Clone, Debug)]
+pub struct AdamWTensors<B: Backend> {
+    /// The master weights; beside a leaf, what [`DeviceBackend::split_master`] returned beside it.
+    pub param: Float<B>,
+    /// The weights that the model computes with, in bf16, where they are another tensor than `param`.
+    pub leaf: Option<Float<B>>,
+    /// First moment.
+    pub exp_avg: Float<B>,
+    /// Second moment.
+    pub exp_avg_sq: Float<B>,
+}
+
+pub(crate) mod reference {
+    //! AdamW and norms in plain Burn operations.
+    use super::*;
+
+    /// `p -= lr wd p; m = b1 m + (1 - b1) g; v = b2 v + (1 - b2) g²; p -= lr / c1 * m / (sqrt(v / c2) + eps)`, unless
+    /// `grad_scale` is zero or no finite number; the leaf is p rounded to its type.
+    pub fn adamw<B: Backend>(
+        tensors: AdamWTensors<B>,
+        grad: Float<B>,
+        grad_scale: Float<B>,
+        step: AdamWStep,
+    ) -> AdamWTensors<B> {
+        let shape: Vec<usize> = tensors.param.shape().to_vec();
+        let flat = |x: Float<B>| {
+            let count = x.shape().num_elements();
+            tensor::<B, 1>(B::float_reshape(x, Shape::new([count])))
+        };
+        let old = [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(flat);
+        let [param, exp_avg, exp_avg_sq] = old.clone();
+        let compute = param.dtype();
+        let scale = tensor::<B, 1>(grad_scale).cast(compute);
+        let grad = flat(grad).cast(compute) * scale.clone();
+        let exp_avg = exp_avg * step.beta1 + grad.clone() * (1.0 - step.beta1);
+        let exp_avg_sq = exp_avg_sq * step.beta2 + grad.clone() * grad * (1.0 - step.beta2);
+        let denominator = (exp_avg_sq.clone() / step.bias_correction2).sqrt() + step.eps;
+        let update = exp_avg.clone() / denominator * (step.lr / step.bias_correction1);
+        let param = param * (1.0 - step.lr * step.weight_decay) - update;
+
+        let spoilt = scale.clone().equal_elem(0.0).bool_or(scale.is_finite().bool_not());
+        let [old_param, old_avg, old_avg_sq] = old;
+        let gated = |next: Tensor<B, 1>, old: Tensor<B, 1>| {
+            let spoilt = spoilt.clone().expand(old.dims());
+            next.mask_where(spoilt, old)
+        };
+        let back = |x: Tensor<B, 1>| B::float_reshape(primitive(x), shape.clone().into());
+        let param = gated(param, old_param);
+        let leaf = tensors.leaf.map(|leaf| back(param.clone().cast(leaf.dtype())));
+        AdamWTensors {
+            param: back(param),
+            leaf,
+            exp_avg: back(gated(exp_avg, old_avg)),
+            exp_avg_sq: back(gated(exp_avg_sq, old_avg_sq)),
+        }
+    }
+
+    /// `sum(x²)`, `[1]`.
+    pub fn sum_of_squares<B: Backend>(x: Float<B>) -> Float<B> {
+        let (x, _, _) = rows::<B>(x);
+        primitive(x.powi_scalar(2).sum())
+    }
+
+    /// `sqrt(sum over tensors of sum(x²))`, `[1]`.
+    pub fn global_norm<B: DeviceBackend>(tensors: Vec<Float<B>>) -> Float<B> {
+        let squares = tensors.into_iter().map(|x| tensor::<B, 1>(B::sum_of_squares(x)));
+        let sum = squares.reduce(|sum, square| sum + square);
+        primitive(sum.expect("at least one tensor").sqrt())
+    }
+}
+
+pub(crate) mod cpu {
+    //! AdamW and norms on the CPU, where a master is its own rest.
+    use super::*;
+
+    pub(crate) fn adamw(
+        tensors: AdamWTensors<Flex>,
+        grad: FlexTensor,
+        grad_scale: FlexTensor,
+        step: AdamWStep,
+    ) -> AdamWTensors<Flex> {
+        if !is_f32(&tensors.param) || tensors.leaf.is_some() {
+            return plain("adamw", || reference::adamw::<Flex>(tensors, grad, grad_scale, step));
+        }
+        let grad = contiguous(grad);
+        let grad_scale = floats(&contiguous(grad_scale))[0];
+        if grad_scale == 0.0 || !grad_scale.is_finite() {
+            return tensors;
+        }
+        let AdamWTensors {
+            param,
+            exp_avg,
+            exp_avg_sq,
+            ..
+        } = tensors;
+        let [mut param, mut exp_avg, mut exp_avg_sq] = [param, exp_avg, exp_avg_sq].map(contiguous);
+        // In place where nobody else holds the tensor; `storage_mut` copies where somebody does.
+        sieve_cpu::adamw(
+            param.storage_mut::<f32>(),
+            floats(&grad),
+            exp_avg.storage_mut::<f32>(),
+            exp_avg_sq.storage_mut::<f32>(),
+            grad_scale,
+            &step,
+        );
+        AdamWTensors {
+            param,
+            leaf: None,
+            exp_avg,
+            exp_avg_sq,
+        }
+    }
+
+    pub(crate) fn split_master(master: FlexTensor) -> (FlexTensor, FlexTensor) {
+        let leaf = Flex::float_cast(master.clone(), FloatDType::BF16);
+        (leaf, master)
+    }
+
+    pub(crate) fn join_master(_leaf: FlexTensor, rest: FlexTensor) -> FlexTensor {
+        rest
+    }
+
+    pub(crate) fn sum_of_squares(x: FlexTensor) -> FlexTensor {
+        if !is_f32(&x) {
+            return plain("sum_of_squares", || reference::sum_of_squares::<Flex>(x));
+        }
+        let x = contiguous(x);
+        from_vec(vec![sieve_cpu::sum_of_squares(floats(&x)) as f32], [1])
+    }
+
+    pub(crate) fn global_norm(tensors: Vec<FlexTensor>) -> FlexTensor {
+        reference::global_norm::<Flex>(tensors)
+    }
+
+    pub(crate) fn snapshot(tensor: FlexTensor) -> Snapshot {
+        Snapshot::read_now::<Flex>(tensor)
+    }
+
+    pub(crate) fn snapshot_room(_device: &FlexDevice) -> u64 {
+        0
+    }
+}
+
+pub(crate) mod cuda {
+    //! AdamW and norms of gradients on CUDA.
+    use super::*;
+
+    pub(crate) fn adamw(
+        tensors: AdamWTensors<Cuda>,
+        grad: CudaPrimitive,
+        grad_scale: CudaPrimitive,
+        step: AdamWStep,
+    ) -> AdamWTensors<Cuda> {
+        let (tensors, outcome) = launch(tensors, &grad, &grad_scale, step);
+        kernel_on("adamw", tensors, outcome, |tensors| {
+            let AdamWTensors { param, leaf, .. } = &tensors;
+            let Some(leaf) = leaf.clone().filter(|_| param.dtype == DType::BF16) else {
+                return reference::adamw::<Cuda>(tensors, grad, grad_scale, step);
+            };
+            let param = join_master(leaf, param.clone());
+            let whole = AdamWTensors { param, ..tensors };
+            let next = reference::adamw::<Cuda>(whole, grad, grad_scale, step);
+            let (leaf, param) = split_master(next.param);
+            AdamWTensors {
+                param,
+                leaf: Some(leaf),
+                ..next
+            }
+        })
+    }
+
+    pub(crate) fn split_master(master: CudaPrimitive) -> (CudaPrimitive, CudaPrimitive) {
+        let attempt = sieve_kernels::step::split_master(&kernel_tensor(master.clone()).contiguous());
+        let attempt = attempt.map(|(leaf, rest)| (leaf.burn(), rest.burn()));
+        kernel_or("split_master", attempt, || {
+            (Cuda::float_cast(master.clone(), FloatDType::BF16), master)
+        })
+    }
+
+    pub(crate) fn join_master(leaf: CudaPrimitive, rest: CudaPrimitive) -> CudaPrimitive {
+        if rest.dtype != DType::BF16 {
+            // The kernel refused to split it: the rest is the master.
+            return rest;
+        }
+        let [leaf, rest] = tensors([&leaf, &rest]);
+        let joined = sieve_kernels::step::join_master(&leaf.contiguous(), &rest);
+        // No other way reads a rest.
+        joined.unwrap_or_else(|error| panic!("{error}")).burn()
+    }
+
+    pub(crate) fn sum_of_squares(x: CudaPrimitive) -> CudaPrimitive {
+        let attempt = FixedSum::sum_of_squares(&kernel_tensor(x.clone()));
+        kernel_or("sum_of_squares", attempt.map(ToBurn::burn), || {
+            reference::sum_of_squares::<Cuda>(x)
+        })
+    }
+
+    pub(crate) fn global_norm(tensors: Vec<CudaPrimitive>) -> CudaPrimitive {
+        let attempt = norm_of(&tensors);
+        kernel_or("global_norm", attempt, || reference::global_norm::<Cuda>(tensors))
+    }
+
+    pub(crate) fn snapshot(tensor: CudaPrimitive) -> Snapshot {
+        match HostCopy::new(&kernel_tensor(tensor.clone())) {
+            Ok(copy) => Snapshot::of_cuda(copy),
+            // Slower, and right.
+            Err(_) => Snapshot::read_now::<Cuda>(tensor),
+        }
+    }
+
+    pub(crate) fn snapshot_room(device: &CudaDevice) -> u64 {
+        sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
+    }
+
+    /// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them
+    /// kept for that case would make every update copy.
+    fn launch(
+        tensors: AdamWTensors<Cuda>,
+        grad: &CudaPrimitive,
+        grad_scale: &CudaPrimitive,
+        step: AdamWStep,
+    ) -> (AdamWTensors<Cuda>, Result<(), KernelError>) {
+        let [param, exp_avg, exp_avg_sq] = [tensors.param, tensors.exp_avg, tensors.exp_avg_sq].map(writable);
+        let leaf = tensors.leaf.map(writable);
+        let grad = cast(grad, DType::F32).contiguous();
+        let grad_scale = cast(grad_scale, DType::F32);
+        let update = AdamwTensors {
+            param: &param,
+            exp_avg: &exp_avg,
+            exp_avg_sq: &exp_avg_sq,
+            grad: &grad,
+            grad_scale: &grad_scale,
+            leaf: leaf.as_ref(),
+        };
+        let outcome = update.adamw(step);
+        let tensors = AdamWTensors {
+            param: param.burn(),
+            leaf: leaf.map(ToBurn::burn),
+            exp_avg: exp_avg.burn(),
+            exp_avg_sq: exp_avg_sq.burn(),
+        };
+        (tensors, outcome)
+    }
+
+    /// The norm over all tensors, one launch each.
+    fn norm_of(tensors: &[CudaPrimitive]) -> Result<CudaPrimitive, KernelError> {
+        let tensors: Vec<CudaTensor> = tensors.iter().map(|tensor| kernel_tensor(tensor.clone())).collect();
+        let sizes = tensors.iter().map(CudaTensor::num_elements);
+        let mut sum = FixedSum::new(&tensors[0], Term::Square, sizes);
+        for tensor in &tensors {
+            sum.add(tensor)?;
+        }
+        sum.root().map(ToBurn::burn)
+    }
 }

@@ -7,10 +7,9 @@
 //! head as it keeps, however long the row is: a key that has left never returns, so of all earlier keys only those that
 //! are kept where the part begins can be seen.
 mod attend;
-mod backend;
 mod border;
-mod cuda;
-mod flex;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
 mod heads;
 mod reference;
 #[cfg(test)]
@@ -19,11 +18,11 @@ mod threads;
 mod traced;
 
 pub(crate) use attend::{DmaParts, Parted, backward, forward};
-pub use backend::{Parcel, RowPartsBackend};
 pub use threads::ThreadLinks;
 pub use traced::TracedPart;
 
 use crate::documents::Documents;
+use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use sieve_kernels::NcclGroup;
@@ -123,6 +122,18 @@ impl RowParts {
         }
         bounds
     }
+}
+
+/// Tensors of one shape that go to the ranks of other parts, and from whom as many come.
+pub struct Parcel<B: Backend> {
+    /// What goes to which part.
+    pub given: Vec<(usize, Float<B>)>,
+    /// Parts that send one.
+    pub from: Range<usize>,
+    /// Shape of each.
+    pub shape: Vec<usize>,
+    /// A tensor of their type, and on this rank's device.
+    pub like: Float<B>,
 }
 
 impl<B: Backend> Documents<B> {

@@ -1,13 +1,11 @@
 //! Attention under a selector's mask, and the selection of one, without gradient.
-mod autodiff;
-mod backend;
-mod cuda;
-mod flex;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
 
-pub use backend::{ChosenBlocks, SparseBackend};
-
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
 use crate::decode::DmaCache;
-use crate::tensors::{primitive, tensor};
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, PackedMask, ProbeCorrection};
@@ -44,6 +42,15 @@ pub struct DeviceSelection<B: Backend> {
     pub nan_rows: Tensor<B, 1, Int>,
 }
 
+/// A mask made on a device.
+#[derive(Clone, Debug)]
+pub struct ChosenBlocks<I> {
+    /// Sizes, and where arrays are in the first tensor.
+    pub layout: MaskLayout,
+    /// The mask; kept tiles and kept pairs of each row; rows of each head with a score that is no number.
+    pub tensors: [I; 4],
+}
+
 /// What attention under a mask returns.
 #[derive(Clone, Debug)]
 pub struct SparseOutput<B: Backend> {
@@ -55,8 +62,8 @@ pub struct SparseOutput<B: Backend> {
 
 /// Whether the backend has a kernel for [`sparse_attention`] on this tensor. Where it has none, sieve-select's
 /// attention on the host takes the call.
-pub fn has_sparse_attention<B: SparseBackend>(qkv: &Tensor<B, 4>) -> bool {
-    B::has_sparse_attention(&primitive(qkv.clone()))
+pub fn has_sparse_attention<B: SieveBackend>(qkv: &Tensor<B, 4>) -> bool {
+    !B::HAS_GRAPH && B::Inner::has_sparse_attention(&B::value(primitive(qkv.clone())))
 }
 
 /// Attention of a tensor's last tokens over the keys that a mask names.
@@ -66,16 +73,16 @@ pub fn has_sparse_attention<B: SparseBackend>(qkv: &Tensor<B, 4>) -> bool {
 ///
 /// # Errors
 /// Why the kernel refuses the call, or that the backend has none.
-pub fn sparse_attention<B: SparseBackend>(
+pub fn sparse_attention<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     mask: &DeviceMask<B>,
     softmax_scale: f64,
 ) -> Result<SparseOutput<B>, String> {
     let data = mask.data.clone().into_primitive();
-    let [o, lse] = B::sparse_attention(primitive(qkv), &mask.layout, data, softmax_scale)?;
+    let [o, lse] = B::Inner::sparse_attention(value::<B, 4>(qkv)?, &mask.layout, data, softmax_scale)?;
     Ok(SparseOutput {
-        o: tensor(o),
-        lse: tensor(lse),
+        o: tensor(B::constant(o)),
+        lse: tensor(B::constant(lse)),
     })
 }
 
@@ -86,7 +93,7 @@ pub fn sparse_attention<B: SparseBackend>(
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn select_blocks<B: SparseBackend>(
+pub fn select_blocks<B: SieveBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
 ) -> Result<DeviceSelection<B>, String> {
@@ -98,13 +105,13 @@ pub fn select_blocks<B: SparseBackend>(
 ///
 /// # Errors
 /// As [`select_blocks`].
-pub fn select_blocks_by_bounds<B: SparseBackend>(
+pub fn select_blocks_by_bounds<B: SieveBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
     bounds: Option<&Tensor<B, 4>>,
 ) -> Result<DeviceSelection<B>, String> {
-    let bounds = bounds.map(|bounds| primitive(bounds.clone()));
-    let chosen = B::select_blocks(primitive(qkv.clone()), selection, bounds)?;
+    let bounds = bounds.map(|bounds| value::<B, 4>(bounds.clone())).transpose()?;
+    let chosen = B::Inner::select_blocks(value::<B, 4>(qkv.clone())?, selection, bounds)?;
     let [data, counts, pairs, nan_rows] = chosen.tensors.map(Tensor::from_primitive);
     let layout = chosen.layout;
     Ok(DeviceSelection {
@@ -123,15 +130,16 @@ pub fn select_blocks_by_bounds<B: SparseBackend>(
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn correct_by_probes<B: SparseBackend>(
+pub fn correct_by_probes<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     o: Tensor<B, 4>,
     correction: ProbeCorrection,
     dense_rows: Range<usize>,
     softmax_scale: f64,
 ) -> Result<Tensor<B, 4>, String> {
-    let (qkv, o) = (primitive(qkv), primitive(o));
-    B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
+    let (qkv, o) = (value::<B, 4>(qkv)?, value::<B, 4>(o)?);
+    let o = B::Inner::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale)?;
+    Ok(tensor(B::constant(o)))
 }
 
 /// Chooses the keys of a prompt that the tokens after it read: each KV head's own, by the attention that they received,
@@ -142,7 +150,7 @@ pub fn correct_by_probes<B: SparseBackend>(
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn keep_heavy_keys<B: SparseBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String> {
+pub fn keep_heavy_keys<B: DeviceBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String> {
     B::keep_heavy_keys(primitive(qkv.clone()), heavy)
 }
 
@@ -155,7 +163,7 @@ pub fn keep_heavy_keys<B: SparseBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) 
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn heavy_decode<B: SparseBackend>(
+pub fn heavy_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     qkv: Tensor<B, 4>,
     position: usize,
@@ -163,4 +171,12 @@ pub fn heavy_decode<B: SparseBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Result<Tensor<B, 4>, String> {
     B::heavy_decode(cache, primitive(qkv), position, softmax_scale, scratch).map(tensor)
+}
+
+/// A tensor's value, where there is no graph.
+fn value<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Result<Float<B::Inner>, String> {
+    match B::HAS_GRAPH {
+        true => Err("it has no gradient".to_owned()),
+        false => Ok(B::value(primitive(x))),
+    }
 }

@@ -1,46 +1,32 @@
 //! Gated linear unit with SiLU (arXiv:2002.05202): the op, its gradient, and both on every device.
-use crate::device::autodiff::enter;
-use crate::device::cuda::{Cuda, tensors};
+use crate::SieveBackend;
+use crate::backend::DeviceBackend;
+use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
 use crate::device::flex::{contiguous, floats, from_vec, is_f32, last_dim, plain, zeros_like};
 use crate::device::paths::kernel_or;
-use crate::tensors::{Float, primitive, tensor};
-use burn::backend::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use crate::tensors::{Float, primitive, rows, tensor, unrows};
+use burn::tensor::activation::sigmoid;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_kernels::step::Reuse;
-use sieve_kernels::{CudaPrimitive, ToBurn, kernel_tensor};
+use sieve_kernels::{ToBurn, kernel_tensor};
 
 /// `silu(gate) * up` of a packed tensor, gate first.
 ///
 /// # Shapes
 /// - gate_up: `[.., 2 * d_ff]`
 /// - returns: `[.., d_ff]`
-pub fn swiglu<B: SwigluBackend, const D: usize>(gate_up: Tensor<B, D>) -> Tensor<B, D> {
-    tensor(B::swiglu(primitive(gate_up)))
-}
-
-/// SwiGLU.
-pub trait SwigluBackend: Backend {
-    /// See [`crate::swiglu`].
-    fn swiglu(gate_up: Float<Self>) -> Float<Self>;
-}
-
-/// Its gradient, as a device computes it.
-pub trait SwigluGradients: SwigluBackend {
-    /// Gradient of [`crate::swiglu`].
-    fn swiglu_backward(gate_up: Float<Self>, dy: Float<Self>) -> Float<Self>;
-    /// `(dgate_up, y)`: gradient of [`crate::swiglu`], and its output once more.
-    fn swiglu_backward_with_output(gate_up: Float<Self>, dy: Float<Self>) -> (Float<Self>, Float<Self>);
+pub fn swiglu<B: SieveBackend, const D: usize>(gate_up: Tensor<B, D>) -> Tensor<B, D> {
+    let gate_up = primitive(gate_up);
+    let x = B::value(gate_up.clone());
+    let y = B::Inner::swiglu(x.clone());
+    tensor(B::node([&gate_up], y, |dy| [B::Inner::swiglu_backward(x, dy)]))
 }
 
 /// `silu(gate) * up` and its gradient in plain Burn operations.
 pub(crate) mod reference {
-    use crate::tensors::{Float, rows, unrows};
-    use burn::tensor::Tensor;
-    use burn::tensor::activation::sigmoid;
-    use burn::tensor::backend::Backend;
+    use super::*;
 
     /// `gate_up [.., 2 * d_ff]`, gate first; returns `[.., d_ff]`.
     pub fn swiglu<B: Backend>(gate_up: Float<B>) -> Float<B> {
@@ -73,10 +59,12 @@ pub(crate) mod reference {
     }
 }
 
-impl SwigluBackend for Flex {
-    fn swiglu(gate_up: FlexTensor) -> FlexTensor {
+pub(crate) mod cpu {
+    use super::*;
+
+    pub(crate) fn swiglu(gate_up: FlexTensor) -> FlexTensor {
         if !is_f32(&gate_up) {
-            return plain("swiglu", || reference::swiglu::<Self>(gate_up));
+            return plain("swiglu", || reference::swiglu::<Flex>(gate_up));
         }
         let gate_up = contiguous(gate_up);
         let mut shape = gate_up.shape().to_vec();
@@ -87,12 +75,10 @@ impl SwigluBackend for Flex {
         sieve_cpu::activation::swiglu_forward(floats(&gate_up), d_ff, &mut y);
         from_vec(y, shape)
     }
-}
 
-impl SwigluGradients for Flex {
-    fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
+    pub(crate) fn swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> FlexTensor {
         if !is_f32(&gate_up) {
-            return plain("swiglu_backward", || reference::swiglu_backward::<Self>(gate_up, dy));
+            return plain("swiglu_backward", || reference::swiglu_backward::<Flex>(gate_up, dy));
         }
         let (gate_up, dy) = (contiguous(gate_up), contiguous(dy));
         let mut d_gate_up = zeros_like(&gate_up);
@@ -101,40 +87,40 @@ impl SwigluGradients for Flex {
         from_vec(d_gate_up, gate_up.shape())
     }
 
-    fn swiglu_backward_with_output(gate_up: FlexTensor, dy: FlexTensor) -> (FlexTensor, FlexTensor) {
-        let y = Self::swiglu(gate_up.clone());
-        (Self::swiglu_backward(gate_up, dy), y)
+    pub(crate) fn swiglu_backward_with_output(gate_up: FlexTensor, dy: FlexTensor) -> [FlexTensor; 2] {
+        let y = swiglu(gate_up.clone());
+        [swiglu_backward(gate_up, dy), y]
     }
 }
 
-impl SwigluBackend for Cuda {
-    fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
+pub(crate) mod cuda {
+    use super::*;
+
+    pub(crate) fn swiglu(gate_up: CudaPrimitive) -> CudaPrimitive {
         let attempt = sieve_kernels::step::swiglu_forward(&kernel_tensor(gate_up.clone()));
         kernel_or("swiglu", attempt.map(ToBurn::burn), || {
-            reference::swiglu::<Self>(gate_up)
+            reference::swiglu::<Cuda>(gate_up)
         })
     }
-}
 
-impl SwigluGradients for Cuda {
-    fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
+    pub(crate) fn swiglu_backward(gate_up: CudaPrimitive, dy: CudaPrimitive) -> CudaPrimitive {
         let is_free = gate_up.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
         let attempt = sieve_kernels::step::swiglu_backward(&x, &d, reuse(is_free && x.is_contiguous()));
         kernel_or("swiglu_backward", attempt.map(ToBurn::burn), || {
-            reference::swiglu_backward::<Self>(gate_up, dy)
+            reference::swiglu_backward::<Cuda>(gate_up, dy)
         })
     }
 
-    fn swiglu_backward_with_output(gate_up: CudaPrimitive, dy: CudaPrimitive) -> (CudaPrimitive, CudaPrimitive) {
+    pub(crate) fn swiglu_backward_with_output(gate_up: CudaPrimitive, dy: CudaPrimitive) -> [CudaPrimitive; 2] {
         let is_free = gate_up.can_mut() && dy.can_mut();
         let [x, d] = tensors([&gate_up, &dy]);
         let reuse = reuse(is_free && x.is_contiguous() && d.is_contiguous());
         let attempt = sieve_kernels::step::swiglu_backward_with_output(&x, &d, reuse);
-        let attempt = attempt.map(|(dx, y)| (dx.burn(), y.burn()));
+        let attempt = attempt.map(|(dx, y)| [dx, y].map(ToBurn::burn));
         kernel_or("swiglu_backward", attempt, || {
-            let y = reference::swiglu::<Self>(gate_up.clone());
-            (reference::swiglu_backward::<Self>(gate_up, dy), y)
+            let y = reference::swiglu::<Cuda>(gate_up.clone());
+            [reference::swiglu_backward::<Cuda>(gate_up, dy), y]
         })
     }
 }
@@ -143,14 +129,6 @@ pub(crate) fn reuse(is_free: bool) -> Reuse {
     match is_free {
         true => Reuse::InPlace,
         false => Reuse::Copy,
-    }
-}
-
-impl<B: SwigluGradients, C: CheckpointStrategy> SwigluBackend for Autodiff<B, C> {
-    fn swiglu(gate_up: Float<Self>) -> Float<Self> {
-        let x = gate_up.primitive.clone();
-        let y = B::swiglu(x.clone());
-        enter::<B, C, _, _>([&gate_up], y, move |dy| [B::swiglu_backward(x, dy)])
     }
 }
 

@@ -1,4 +1,5 @@
 //! Primitives as tensors of known rank, and the dtype that references compute in.
+use crate::SieveBackend;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 
@@ -13,6 +14,24 @@ pub(crate) fn tensor<B: Backend, const D: usize>(primitive: Float<B>) -> Tensor<
 /// Back to a primitive.
 pub(crate) fn primitive<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Float<B> {
     tensor.into_primitive().tensor()
+}
+
+/// A tensor's value on the device, without its place in the graph.
+pub(crate) fn value<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<B::Inner, D> {
+    tensor(B::value(primitive(x)))
+}
+
+/// What takes the values of the inputs of `op`, which has no gradient.
+///
+/// The function panics where a gradient will be asked of an input.
+pub(crate) fn untracked<B: SieveBackend>(op: &'static str) -> impl Fn(Float<B>) -> Float<B::Inner> {
+    move |x| {
+        assert!(
+            !B::is_tracked(&x),
+            "{op} has no gradient\n  hint: call it on the device below the graph, with `model.valid()`"
+        );
+        B::value(x)
+    }
 }
 
 /// The dtype a reference computes in: f64 stays, everything else becomes f32.

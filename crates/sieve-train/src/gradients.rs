@@ -3,7 +3,7 @@ use crate::collectives::Primitive;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
 use sieve_hf::NamedTensor;
-use sieve_ops::{OptimizerBackend, TrainBackend};
+use sieve_ops::{DeviceBackend, TrainBackend};
 use std::cell::RefCell;
 use std::collections::HashMap;
 

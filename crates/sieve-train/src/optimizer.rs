@@ -15,7 +15,7 @@ use burn::tensor::{DType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_core::recipe::OptimizerSection;
 use sieve_hf::PartSource;
 use sieve_nn::Qwen3;
-use sieve_ops::{AdamWStep, AdamWTensors, OptimizerBackend, TrainBackend};
+use sieve_ops::{AdamWStep, AdamWTensors, DeviceBackend, TrainBackend};
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::ops::Range;

@@ -6,7 +6,7 @@ use burn::tensor::DType;
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -97,7 +97,7 @@ fn prompt(args: &GenerateArgs) -> Result<String> {
     }
 }
 
-fn run_on<B: SieveBackend>((args, prompt): (&GenerateArgs, &str), device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::Device, dtype: DType) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let tokens = tokenizer.encode_marked(prompt)?;
     // An empty prompt takes one position for the token it starts from.
@@ -289,7 +289,7 @@ impl<'t> Growing<'t> {
 }
 
 /// Gathers samples that grow together.
-fn write_together<B: SieveBackend>(
+fn write_together<B: DeviceBackend>(
     args: &GenerateArgs,
     tokenizer: &Tokenizer,
     mut generator: TogetherGenerator<'_, B>,
@@ -313,7 +313,7 @@ fn write_together<B: SieveBackend>(
 }
 
 /// Prints one sample as it comes, or gathers it for `--json`.
-fn write<B: SieveBackend>(
+fn write<B: DeviceBackend>(
     args: &GenerateArgs,
     prompt: &str,
     tokenizer: &Tokenizer,

@@ -16,7 +16,7 @@ use sieve_bench::{
 };
 use sieve_core::Recipe;
 use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use std::path::Path;
 use std::time::Instant;
 
@@ -189,7 +189,7 @@ fn capture(args: &CaptureArgs) -> Result<()> {
     on_device!(args.device.resolve()?, capture_to(checkpoint, text, out))
 }
 
-fn capture_to<B: SieveBackend>(
+fn capture_to<B: DeviceBackend>(
     checkpoint: &Path,
     text: Option<&Path>,
     out: &Path,

@@ -5,7 +5,7 @@ use anyhow::{Context, Result, ensure};
 use burn::tensor::DType;
 use clap::{ArgGroup, Args};
 use sieve_hf::{NamedTensor, load_model, write_tensor_file};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
@@ -46,7 +46,7 @@ pub(crate) fn run(args: LogitsArgs) -> Result<()> {
     on_device!(device, run_on(&args, &tokens))
 }
 
-fn run_on<B: SieveBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &LogitsArgs, tokens: &[u32], device: &B::Device, dtype: DType) -> Result<()> {
     let loaded = load_model::<B>(&args.checkpoint, device, dtype)?;
     let data = sieve_eval::logits(&loaded.model, tokens, device)?;
     let shape = data.shape.to_vec();

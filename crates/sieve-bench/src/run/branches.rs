@@ -13,7 +13,7 @@ use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_core::model::NsaCompression;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
-use sieve_ops::{AttentionBackend, LinearBackend, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::{Random, round_bf16};
 
 /// Blocks of native sparse attention, and how one key, and one value, is made of a block.
@@ -81,8 +81,8 @@ fn primitive<B: Place, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 impl<B: Place> Mlp<B> {
     fn forward(weights: [FloatTensor<B>; 2], blocks: FloatTensor<B>) -> (Self, Tensor<B, 2>) {
         let [up, down] = weights.clone();
-        let hidden = relu(tensor::<B, 2>(<B as LinearBackend>::linear(blocks.clone(), up)));
-        let y = <B as LinearBackend>::linear(primitive(hidden.clone()), down);
+        let hidden = relu(tensor::<B, 2>(<B as DeviceBackend>::linear(blocks.clone(), up)));
+        let y = <B as DeviceBackend>::linear(primitive(hidden.clone()), down);
         let mlp = Self {
             weights,
             blocks,
@@ -246,7 +246,7 @@ pub(super) fn nsa<B: Place>(case: &Case, form: NsaForm, seed: u64, device: &B::D
 
     let documents = case.documents::<B>(device);
     let call = NsaCall::new(&documents, case.spec(None), blocks);
-    let (window, bounds) = (case.spec(Some(case.window())), documents.bounds());
+    let window = AttentionCall::new(documents.bounds(), case.spec(Some(case.window())));
     let dims = packed_of(case.shape);
     let rows = crate::strided::packed(case, crate::strided::Layout::Contiguous).gathered();
     let qkv = typed::<B, 4>(&rows, dims, device);
@@ -276,7 +276,7 @@ pub(super) fn nsa<B: Place>(case: &Case, form: NsaForm, seed: u64, device: &B::D
     let coarse = B::nsa_compressed_attention(qkv.clone(), compressed.clone(), &call);
     let chosen = coarse.block_indices;
     let selected = B::nsa_selected_attention(qkv.clone(), chosen.clone(), &call);
-    let recent = <B as AttentionBackend>::attention(qkv.clone(), &bounds, window);
+    let recent = <B as DeviceBackend>::attention(qkv.clone(), &window);
     let branches = [&coarse.output, &selected.output, &recent].map(|x| x.o.clone());
     let o = B::nsa_gates(branches.clone(), logits.clone(), bias.clone());
 
@@ -332,7 +332,7 @@ pub(super) fn nsa<B: Place>(case: &Case, form: NsaForm, seed: u64, device: &B::D
         coarse_dqkv,
         blocks_dqkv,
         B::nsa_selected_attention_backward(qkv.clone(), chosen, &call, selected, selected_do),
-        B::attention_backward(qkv, &bounds, window, recent, window_do),
+        B::attention_backward(qkv, &window, recent, window_do),
     ];
     // The sum of the parts as a model's autodiff makes it, but in f32.
     let mut sum = vec![0.0f32; dims.iter().product()];

@@ -37,7 +37,7 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
 
 pub(super) fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (gate_up, dy) = (on.input([rows, 2 * 96]), on.input([rows, 96]));
-    let (y, dx, (dx_again, y_again)) = if on.own() {
+    let (y, dx, [dx_again, y_again]) = if on.own() {
         (
             B::swiglu(gate_up.clone()),
             B::swiglu_backward(gate_up.clone(), dy.clone()),
@@ -47,7 +47,7 @@ pub(super) fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Re
     } else {
         let y = reference::swiglu::<B>(gate_up.clone());
         let dx = reference::swiglu_backward::<B>(gate_up, dy);
-        (y.clone(), dx.clone(), (dx, y))
+        (y.clone(), dx.clone(), [dx, y])
     };
     vec![
         ("y", floats::<B, 2>(y)),

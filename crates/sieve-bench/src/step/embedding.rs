@@ -10,7 +10,7 @@ use crate::report::{Outcome, Report};
 use rayon::prelude::*;
 use sieve_kernels::DType;
 use sieve_kernels::step::{embedding_backward, embedding_forward};
-use sieve_ops::{DeviceBackend, EmbeddingBackend, EmbeddingGradients, reference};
+use sieve_ops::{DeviceBackend, reference};
 use sieve_testing::Random;
 
 /// Checks the launches.
@@ -79,8 +79,8 @@ pub(super) fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) ->
     let ids = on.indices([2, rows], WORDS).into_primitive();
     let (y, dweight) = if on.own() {
         (
-            <B as EmbeddingBackend>::embedding(weight, ids.clone()),
-            <B as EmbeddingGradients>::embedding_backward(dy, ids, WORDS),
+            <B as DeviceBackend>::embedding(weight, ids.clone()),
+            <B as DeviceBackend>::embedding_backward(dy, ids, WORDS),
         )
     } else {
         (

@@ -70,7 +70,7 @@ pub(super) fn linear_cross_entropy_op<B: DeviceBackend>(on: &mut On<'_, B>, rows
     let [losses, loss, dh, dweight] = if on.form == Form::Plain && on.dtype == burn::tensor::DType::BF16 {
         plain_loss::<B>(h, weight, labels)
     } else {
-        let (losses, (loss, dh, dweight)) = if on.own() {
+        let (losses, [loss, dh, dweight]) = if on.own() {
             (
                 B::token_losses(h.clone(), weight.clone(), labels.clone()),
                 B::linear_cross_entropy_with_gradients(h, weight, labels),

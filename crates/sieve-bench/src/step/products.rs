@@ -14,7 +14,7 @@ use sieve_kernels::DType;
 use sieve_kernels::{
     Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
 };
-use sieve_ops::{Cuda, DeviceBackend, LinearBackend, reference};
+use sieve_ops::{Cuda, DeviceBackend, reference};
 
 const NAME: &str = "product, cuBLASLt";
 
@@ -73,7 +73,7 @@ pub(super) fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Re
     let (dy, before) = (on.input([rows, 40]), on.input_in([40, 96], burn::tensor::DType::F32));
     let (y, dx, dweight, sum) = if on.own() {
         (
-            <B as LinearBackend>::linear(x.clone(), weight.clone()),
+            <B as DeviceBackend>::linear(x.clone(), weight.clone()),
             B::linear_input_gradient(weight, dy.clone()),
             B::linear_weight_gradient(x.clone(), dy.clone(), None),
             B::linear_weight_gradient(x, dy, Some(before)),

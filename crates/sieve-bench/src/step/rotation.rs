@@ -89,7 +89,7 @@ pub(super) fn qk_norm_rope_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize)
         epsilon: EPSILON,
     };
     let alone = (qkv.clone(), without_norms(call.clone()));
-    let (rotated, y, (dx, dq, dk)) = if on.own() {
+    let (rotated, y, [dx, dq, dk]) = if on.own() {
         (
             B::rope(alone.0, alone.1),
             B::qk_norm_rope(qkv.clone(), call.clone()),
@@ -170,7 +170,7 @@ fn qk_norm_rope_launches(
     let y = args.qk_norm_rope_forward(&qkv.on)?;
     let y_exact = reference::qk_norm_rope::<Flex>(qkv.host(shape), host_call());
     calls.close("y", &y, &floats::<Flex, 4>(y_exact))?;
-    let (dqkv, dq, dk) = reference::qk_norm_rope_backward::<Flex>(qkv.host(shape), host_call(), dy.host(shape));
+    let [dqkv, dq, dk] = reference::qk_norm_rope_backward::<Flex>(qkv.host(shape), host_call(), dy.host(shape));
     let backward = |reuse| args.qk_norm_rope_backward(&qkv.on, &dy.on, reuse);
     let copied = backward(Reuse::Copy)?;
     calls.close("dqkv", &copied.dqkv, &floats::<Flex, 4>(dqkv))?;

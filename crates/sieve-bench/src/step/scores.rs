@@ -12,7 +12,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_kernels::DType;
 use sieve_kernels::{PositionOrigin as Origin, Qkv, Recency as KernelRecency, ScoresBackward};
-use sieve_ops::{AttentionSpec, DeviceBackend, PositionOrigin, Recency, reference};
+use sieve_ops::{AttentionSpec, DeviceBackend, DmaScoresCall, PositionOrigin, Recency, reference};
 
 /// KV heads of the checked launches.
 pub(super) const KV_HEADS: &[usize] = &[1, 2, 3, 4, 8, 16, 32];
@@ -71,25 +71,22 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
     // The second row's tokens are a second document from the third on.
     let start: Vec<i32> = (0..2 * rows).map(|at| if at >= rows + 2 { 2 } else { 0 }).collect();
     let start = Tensor::<B, 2, Int>::from_data(TensorData::new(start, [2, rows]), on.device);
-    let recency = Recency {
-        slopes: Some(vec![1.0 / 64.0, 1.0 / 3.0]),
+    let recency = Some(Recency {
+        slopes: vec![1.0 / 64.0, 1.0 / 3.0],
         origin: PositionOrigin::DocumentStart(start.into_primitive()),
-    };
-    let ranks = if on.own() {
-        B::dma_ranks
-    } else {
-        reference::dma_ranks::<B>
-    };
-    let rank = ranks(qkv.clone(), w_dt.clone(), a.clone(), spec, recency);
-    let (z, (dqkv, dw, da)) = if on.own() {
+    });
+    let call = DmaScoresCall::<B> { qkv, w_dt, a, spec };
+    let (rank, z, [dqkv, dw, da]) = if on.own() {
         (
-            B::dma_scores(qkv.clone(), w_dt.clone(), a.clone(), spec),
-            B::dma_scores_backward(qkv, w_dt, a, spec, dz, dqkv),
+            B::dma_ranks(&call, recency),
+            B::dma_scores(&call),
+            B::dma_scores_backward(&call, dz, dqkv),
         )
     } else {
         (
-            reference::dma_scores::<B>(qkv.clone(), w_dt.clone(), a.clone(), spec),
-            reference::dma_scores_backward::<B>(qkv, w_dt, a, spec, dz, dqkv),
+            reference::dma_ranks(&call, recency),
+            reference::dma_scores(&call),
+            reference::dma_scores_backward(&call, dz, dqkv),
         )
     };
     vec![
@@ -116,9 +113,13 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
     let a = calls.flat(&[kv_heads], DType::F32);
     let dz = calls.flat(&[BATCH, kv_heads, tokens], DType::F32);
     let spec = AttentionSpec::dense([2 * kv_heads, kv_heads], head_dim);
-    let host = || (qkv.host(shape), w_dt.host(w_shape), a.host([kv_heads]));
-    let (x, w, own_a) = host();
-    let z = floats::<Flex, 3>(reference::dma_scores::<Flex>(x, w, own_a, spec));
+    let on_host = DmaScoresCall::<Flex> {
+        qkv: qkv.host(shape),
+        w_dt: w_dt.host(w_shape),
+        a: a.host([kv_heads]),
+        spec,
+    };
+    let z = floats::<Flex, 3>(reference::dma_scores(&on_host));
     let heads = Qkv::packed(&qkv.on, 2 * kv_heads, kv_heads);
     let scores = heads.dma_scores(&w_dt.on, &a.on)?;
     calls.close("z", &scores.z, &z)?;
@@ -150,10 +151,8 @@ fn dma_scores_launches(mut calls: Calls<'_>, tokens: usize, kv_heads: usize, hea
         calls.holds(what, &ranks.z, &expected.collect::<Vec<f32>>())?;
     }
 
-    let (x, w, own_a) = host();
     let (dz_host, dqkv_host) = (dz.host([BATCH, kv_heads, tokens]), dqkv.host(shape));
-    let (dqkv_exact, dw_exact, da_exact) =
-        reference::dma_scores_backward::<Flex>(x, w, own_a, spec, dz_host, dqkv_host);
+    let [dqkv_exact, dw_exact, da_exact] = reference::dma_scores_backward(&on_host, dz_host, dqkv_host);
     let call = ScoresBackward {
         qkv: &heads,
         w_dt: &w_dt.on,

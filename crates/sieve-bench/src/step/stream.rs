@@ -69,7 +69,7 @@ pub(super) fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> 
         epsilon: EPSILON,
     };
     let [dy, beside] = [0, 1].map(|_| on.input([rows, 160]));
-    let (y, (dx, dweight), with_output) = if on.own() {
+    let (y, [dx, dweight], with_output) = if on.own() {
         (
             B::rms_norm(norm.clone()),
             B::rms_norm_backward(norm.clone(), dy.clone(), None),
@@ -77,12 +77,12 @@ pub(super) fn rms_norm_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> 
         )
     } else {
         let y = reference::rms_norm::<B>(norm.clone());
-        let (dx, dweight) = reference::rms_norm_backward::<B>(norm, dy);
+        let [dx, dweight] = reference::rms_norm_backward::<B>(norm, dy);
         let sum = B::float_add(dx.clone(), beside);
-        let with_output = (sum, dweight.clone(), y.clone());
-        (y, (dx, dweight), with_output)
+        let with_output = [sum, dweight.clone(), y.clone()];
+        (y, [dx, dweight], with_output)
     };
-    let (sum, dweight_again, y_again) = with_output;
+    let [sum, dweight_again, y_again] = with_output;
     vec![
         ("y", floats::<B, 2>(y)),
         ("dx", floats::<B, 2>(dx)),
@@ -108,8 +108,8 @@ fn rms_norm_launches(mut calls: Calls<'_>, shape: [usize; 2]) -> Outcome {
     let y = rms_norm_forward(&x.on, &weight.on, epsilon)?;
     calls.close("y", &y, &y_exact)?;
 
-    let exact = reference::rms_norm_backward::<Flex>(call(), dy.host(shape));
-    let (dx_exact, dweight_exact) = (floats::<Flex, 2>(exact.0), floats::<Flex, 1>(exact.1));
+    let [dx_exact, dweight_exact] = reference::rms_norm_backward::<Flex>(call(), dy.host(shape));
+    let (dx_exact, dweight_exact) = (floats::<Flex, 2>(dx_exact), floats::<Flex, 1>(dweight_exact));
     let backward = |d_residual| rms_norm_backward(&x.on, &weight.on, epsilon, &dy.on, d_residual);
     let (dx, dweight) = backward(None)?;
     calls.close("dx", &dx, &dx_exact)?;

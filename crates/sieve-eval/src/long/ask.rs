@@ -6,7 +6,7 @@ use crate::needle::rank;
 use crate::sampler::likeliest;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// Stretches of depth that scores are given by.
 const NUM_DEPTHS: usize = 5;
@@ -86,7 +86,7 @@ pub struct LongReport {
 /// # Errors
 /// Prompts longer than the model's context, tokens outside its vocabulary, an output that is no number, operands that
 /// the selector refuses.
-pub fn ask_long<B: SieveBackend>(
+pub fn ask_long<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     texts: &LongTexts,
     mut selection: Option<&mut Selection>,

@@ -5,7 +5,7 @@ use crate::rows::Rows;
 use crate::words::WordUse;
 use serde::Serialize;
 use sieve_nn::Qwen3;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// The same tokens behind a context of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -30,7 +30,7 @@ pub struct Extrapolation {
 ///
 /// # Errors
 /// Those of [`perplexity`](super::perplexity); no document longer than the longest context.
-pub fn extrapolation<B: SieveBackend>(
+pub fn extrapolation<B: DeviceBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
     contexts: &[usize],

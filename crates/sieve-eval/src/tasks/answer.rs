@@ -7,14 +7,14 @@ use crate::input::check_vocabulary;
 use crate::sampler::likeliest;
 use crate::{EvalError, Selection};
 use sieve_data::DecodeStream;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// What a number that is not there is called; never an answer.
 const NO_NUMBER: &str = "[invalid]";
 
 /// Greedy text after each prompt: up to the first stop string, the end of the document or `max_new_tokens`. Prompts are
 /// read one by one; many texts are decoded side by side.
-pub(super) fn answers<B: SieveBackend>(
+pub(super) fn answers<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     prompts: &[Vec<u32>],
     matching: &Matching,
@@ -80,7 +80,7 @@ pub(super) fn answers<B: SieveBackend>(
 }
 
 /// An answer that is not at its end.
-struct Going<'a, 't, B: SieveBackend> {
+struct Going<'a, 't, B: DeviceBackend> {
     number: usize,
     text: Continuation<'a, B>,
     /// Of its next token.
@@ -90,7 +90,7 @@ struct Going<'a, 't, B: SieveBackend> {
     num_said: usize,
 }
 
-impl<B: SieveBackend> Going<'_, '_, B> {
+impl<B: DeviceBackend> Going<'_, '_, B> {
     /// Says the likeliest token; `None` at the end.
     fn say(&mut self, num_tokens: usize, eos_id: u32, matching: &Matching) -> Result<Option<u32>, EvalError> {
         let token = likeliest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite {

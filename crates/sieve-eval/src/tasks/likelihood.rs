@@ -9,7 +9,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use serde::Serialize;
 use sieve_data::Tokenizer;
 use sieve_nn::{LayerContext, Qwen3, SharedPrompts};
-use sieve_ops::{Documents, RotaryEmbedding, SieveBackend};
+use sieve_ops::{DeviceBackend, Documents, RotaryEmbedding};
 use std::cmp::Reverse;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -104,7 +104,7 @@ impl Pair {
 
 /// The likelihood of every pair, in their order. Pairs of one question go through the model together. `observe` hears
 /// how many are done.
-pub(super) fn likelihoods<B: SieveBackend>(
+pub(super) fn likelihoods<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     questions: &[Vec<Pair>],
     with_greedy: bool,
@@ -225,7 +225,7 @@ impl<'a> Question<'a> {
 /// Each prompt once through the cache, then the tokens behind it: under a prefill selector the prompt is one sparse
 /// call and the tokens behind it read everything, under a decode method the prompt is dense and the tokens behind it
 /// are not.
-pub(super) fn after_prompts<B: SieveBackend>(
+pub(super) fn after_prompts<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     pairs: &[Pair],
     mut selection: Option<&mut Selection>,
@@ -310,7 +310,7 @@ impl Layout {
         self.num_texts_tokens += text.len();
     }
 
-    fn run<B: SieveBackend>(
+    fn run<B: DeviceBackend>(
         self,
         model: &TaskModel<'_, B>,
         rope: &RotaryEmbedding<B>,
@@ -384,7 +384,7 @@ impl Layout {
 }
 
 /// The likeliest token after each of some places, `hidden` `[1, places, d_model]`.
-fn likeliest<B: SieveBackend>(model: &Qwen3<B>, hidden: Tensor<B, 3>) -> Vec<i64> {
+fn likeliest<B: DeviceBackend>(model: &Qwen3<B>, hidden: Tensor<B, 3>) -> Vec<i64> {
     let [_, num_places, _] = hidden.dims();
     let mut tokens = Vec::with_capacity(num_places);
     for first in (0..num_places).step_by(LOGIT_TOKENS) {

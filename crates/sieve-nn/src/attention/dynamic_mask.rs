@@ -5,7 +5,7 @@ use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, DmaShape, ModelShape};
-use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, Documents, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend};
 
 /// Every KV head scores each key once from its values; a query sees the `keep_window_size` best keys so far.
 #[derive(Module, Debug)]
@@ -106,7 +106,10 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
         caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 3>
+    where
+        B: DeviceBackend,
+    {
         let qkv = self.qkv.forward(x, context);
         let o = caches.attend(qkv, |cached, qkv| {
             if cached.cache.is_empty() {

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{MlaSpec, QkNorm, SieveBackend, mla_decode};
+use sieve_ops::{DeviceBackend, MlaSpec, QkNorm, SieveBackend, mla_decode};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
 /// for all heads. Nothing else is cached but, where keys are normed, one number a head and token.
@@ -103,7 +103,10 @@ impl<B: SieveBackend> LatentAttention<B> {
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
         caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 3>
+    where
+        B: DeviceBackend,
+    {
         let [batch, new, _d_model] = x.dims();
         let (latent, k_rope) = self.latent(x.clone());
         if let Some(cache) = caches.empty() {
@@ -176,7 +179,10 @@ impl<B: SieveBackend> LatentAttention<B> {
     }
 
     /// Attention of new tokens on cached latents, `[batch, new, num_heads, head_dim]`.
-    fn folded(&self, packed: Tensor<B, 3>, cache: &LatentCache<B>) -> Tensor<B, 4> {
+    fn folded(&self, packed: Tensor<B, 3>, cache: &LatentCache<B>) -> Tensor<B, 4>
+    where
+        B: DeviceBackend,
+    {
         let (heads, d, rank) = (self.num_heads, self.head_dim, self.kv_lora_rank);
         let [batch, new, _] = packed.dims();
         let key_dim = self.spec().key_dim();

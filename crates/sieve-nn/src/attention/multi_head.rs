@@ -5,7 +5,7 @@ use burn::module::Module;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
-use sieve_ops::{AttentionLayer, AttentionSpec, SieveBackend};
+use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, SieveBackend};
 
 /// Every query sees the earlier keys of its document, all or the last `window_size` (arXiv:2305.13245 for the groups).
 #[derive(Module, Debug)]
@@ -62,7 +62,10 @@ impl<B: SieveBackend> MultiHeadAttention<B> {
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
         caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 3>
+    where
+        B: DeviceBackend,
+    {
         let qkv = self.qkv.forward(x, context);
         let o = caches.attend(qkv, |cached, qkv| {
             cached.attend_recent(qkv, context.documents, self.spec())

@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall, SieveBackend};
+use sieve_ops::{AttentionSpec, DeviceBackend, Documents, NsaBlocks, NsaCall, SieveBackend};
 
 /// Bias of the gates at the start, by branch: training begins as a window.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
@@ -154,7 +154,10 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         x: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
         caches: &mut LayerCaches<'_, B>,
-    ) -> Tensor<B, 3> {
+    ) -> Tensor<B, 3>
+    where
+        B: DeviceBackend,
+    {
         let (spec, blocks) = (self.spec(), self.blocks());
         let branches = self.branches(x.clone(), context);
         if let Some(cache) = caches.empty() {

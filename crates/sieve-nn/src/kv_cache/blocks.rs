@@ -5,7 +5,7 @@ use crate::attention::native_sparse::Branches;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_ops::{
-    AttentionSpec, Documents, KeyCache, NsaBlocks, SieveBackend, attention_decode, cached_attention, choose_blocks,
+    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, attention_decode, cached_attention, choose_blocks,
     overlap_weight,
 };
 
@@ -89,7 +89,7 @@ fn first_blocks<B: Backend>(
     })
 }
 
-impl<B: SieveBackend> BlockCache<B> {
+impl<B: DeviceBackend> BlockCache<B> {
     /// Takes one token in and returns its three branches, `[batch, 1, num_heads, head_dim]` each; `compress` makes the
     /// compressed pair of one block of tokens.
     ///

@@ -1,39 +1,32 @@
 //! Dense and sliding-window attention on CUDA, and the arguments that every attention kernel there takes.
-use super::backend::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec};
-use super::reference;
+use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::cuda::Cuda;
 use crate::device::paths::{kernel_or_scores, scores, sum_order};
 use crate::documents::DocumentBounds;
 use sieve_core::KeepRest;
 use sieve_kernels::{
-    AttentionGradients as BackwardCall, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv, ToBurn,
-    kernel_tensor,
+    AttentionGradients, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv, ToBurn, kernel_tensor,
 };
 
-impl AttentionBackend for Cuda {
-    fn attention(qkv: Float, documents: &DocumentBounds<Self>, spec: AttentionSpec) -> AttentionOutput<Self> {
-        let attempt = forward(&qkv, documents, spec, None);
-        kernel_or_scores("attention", attempt, scores(&qkv, spec.num_heads), || {
-            reference::attention::<Self>(qkv, documents, spec)
-        })
-    }
+pub(crate) fn attention(qkv: Float, call: &AttentionCall<Cuda>) -> AttentionOutput<Cuda> {
+    let attempt = forward(&qkv, call, None);
+    kernel_or_scores("attention", attempt, scores(&qkv, call.spec.num_heads), || {
+        reference::attention::<Cuda>(qkv, call)
+    })
 }
 
-impl AttentionGradients for Cuda {
-    fn attention_backward(
-        qkv: Float,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        output: AttentionOutput<Self>,
-        d_o: Float,
-    ) -> Float {
-        let attempt = backward(&qkv, documents, spec, None, &output, &d_o);
-        let attempt = attempt.map(|(dqkv, _)| dqkv);
-        let scores = scores(&qkv, spec.num_heads);
-        kernel_or_scores("attention_backward", attempt, scores, || {
-            reference::attention_backward::<Self>(qkv, documents, spec, output, d_o)
-        })
-    }
+pub(crate) fn attention_backward(
+    qkv: Float,
+    call: &AttentionCall<Cuda>,
+    output: AttentionOutput<Cuda>,
+    d_o: Float,
+) -> Float {
+    let attempt = backward(&qkv, call, None, &output, &d_o);
+    let attempt = attempt.map(|(dqkv, _)| dqkv);
+    let scores = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("attention_backward", attempt, scores, || {
+        reference::attention_backward::<Cuda>(qkv, call, output, d_o)
+    })
 }
 
 /// A packed tensor as the kernels take it.
@@ -93,8 +86,8 @@ impl Backward {
         }
     }
 
-    pub(crate) fn call(&self) -> BackwardCall<'_> {
-        BackwardCall {
+    pub(crate) fn call(&self) -> AttentionGradients<'_> {
+        AttentionGradients {
             qkv: &self.qkv,
             result: &self.result,
             d_o: &self.d_o,
@@ -107,11 +100,10 @@ impl Backward {
 
 pub(crate) fn forward(
     qkv: &Float,
-    documents: &DocumentBounds<Cuda>,
-    spec: AttentionSpec,
+    call: &AttentionCall<Cuda>,
     bias: Option<(&CudaTensor, KeepRest)>,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
-    let [start, _] = bounds(documents);
+    let ([start, _], spec) = (bounds(&call.documents), call.spec);
     let scale = spec.softmax_scale as f32;
     packed(qkv, spec)
         .attention_forward(&start, spec.window_size, scale, bias)
@@ -121,15 +113,14 @@ pub(crate) fn forward(
 /// `(dqkv, dbias)`.
 pub(crate) fn backward(
     qkv: &Float,
-    documents: &DocumentBounds<Cuda>,
-    spec: AttentionSpec,
+    call: &AttentionCall<Cuda>,
     bias: Option<&CudaTensor>,
     output: &AttentionOutput<Cuda>,
     d_o: &Float,
 ) -> Result<(Float, Option<CudaTensor>), KernelError> {
-    let [start, end] = bounds(documents);
-    let backward = Backward::new(qkv, spec, output, d_o);
-    let window = spec.window_size;
+    let [start, end] = bounds(&call.documents);
+    let backward = Backward::new(qkv, call.spec, output, d_o);
+    let window = call.spec.window_size;
     let dbias = backward.call().attention_backward([&start, &end], window, bias)?;
     Ok((backward.dqkv.burn(), dbias))
 }

@@ -1,5 +1,5 @@
 //! Which pairs of a query and a key a reference masks.
-use super::backend::AttentionSpec;
+use super::AttentionCall;
 use crate::documents::DocumentBounds;
 use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
@@ -15,18 +15,15 @@ fn grid<B: Backend>(seq_len: usize, device: &B::Device) -> (Tensor<B, 3, Int>, T
 }
 
 /// True where a pair is masked, `[batch, 1, 1, seq_len, seq_len]`.
-pub(crate) fn hidden_by_documents<B: Backend>(
-    documents: &DocumentBounds<B>,
-    spec: AttentionSpec,
-) -> Tensor<B, 5, Bool> {
-    let start: Tensor<B, 2, Int> = Tensor::from_primitive(documents[0].clone());
+pub(crate) fn hidden_by_documents<B: Backend>(call: &AttentionCall<B>) -> Tensor<B, 5, Bool> {
+    let start: Tensor<B, 2, Int> = Tensor::from_primitive(call.documents[0].clone());
     let [batch, seq_len] = start.dims();
     let (i, j) = grid::<B>(seq_len, &start.device());
     let i = i.expand([batch, seq_len, seq_len]);
     let j = j.expand([batch, seq_len, seq_len]);
     let start = start.reshape([batch, seq_len, 1]).expand([batch, seq_len, seq_len]);
     let mut hidden = j.clone().greater(i.clone()).bool_or(j.clone().lower(start));
-    if let Some(window_size) = spec.window_size {
+    if let Some(window_size) = call.spec.window_size {
         hidden = hidden.bool_or((i - j).greater_equal_elem(window_size as i64));
     }
     hidden.reshape([batch, 1, 1, seq_len, seq_len])

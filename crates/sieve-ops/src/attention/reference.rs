@@ -1,27 +1,25 @@
 //! Attention with its full score matrix under the one mask form.
-use super::backend::{AttentionOutput, AttentionSpec};
 use super::masks::hidden_by_documents;
 use super::scores::{Gradients, Grouped, backward, finite_lse, forward, logits};
-use crate::documents::DocumentBounds;
+use super::{AttentionCall, AttentionOutput, AttentionSpec};
 use crate::tensors::{Float, primitive, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};
 
 /// Dense causal or sliding-window attention; see [`crate::attention`].
-pub fn attention<B: Backend>(qkv: Float<B>, documents: &DocumentBounds<B>, spec: AttentionSpec) -> AttentionOutput<B> {
-    masked_attention::<B>(qkv, None, hidden_by_documents(documents, spec), spec)
+pub fn attention<B: Backend>(qkv: Float<B>, call: &AttentionCall<B>) -> AttentionOutput<B> {
+    masked_attention::<B>(qkv, None, hidden_by_documents(call), call.spec)
 }
 
 /// `dqkv` of [`attention`].
 pub fn attention_backward<B: Backend>(
     qkv: Float<B>,
-    documents: &DocumentBounds<B>,
-    spec: AttentionSpec,
+    call: &AttentionCall<B>,
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> Float<B> {
-    let hidden = hidden_by_documents(documents, spec);
-    masked_attention_backward::<B>(qkv, None, hidden, spec, output, d_o).0
+    let [dqkv, _] = masked_attention_backward::<B>(qkv, None, hidden_by_documents(call), call.spec, output, d_o);
+    dqkv
 }
 
 /// Attention over the pairs that `hidden` does not mask, with a bias per key where there is one; `hidden` is
@@ -36,7 +34,7 @@ pub(crate) fn masked_attention<B: Backend>(
     forward(Grouped::new(qkv, spec), delta, hidden, spec, dtype)
 }
 
-/// `(dqkv, ddelta)` of [`masked_attention`].
+/// `[dqkv, ddelta]` of [`masked_attention`].
 pub(crate) fn masked_attention_backward<B: Backend>(
     qkv: Float<B>,
     delta: Option<Float<B>>,
@@ -44,11 +42,11 @@ pub(crate) fn masked_attention_backward<B: Backend>(
     spec: AttentionSpec,
     output: AttentionOutput<B>,
     d_o: Float<B>,
-) -> (Float<B>, Float<B>) {
+) -> [Float<B>; 2] {
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let Gradients { dq, dk, dv, d_delta } = backward(Grouped::new(qkv, spec), delta, hidden, spec, output, d_o);
     let dqkv = Tensor::cat(vec![dq, dk, dv], 2).cast(dtype);
-    (primitive(dqkv), primitive(d_delta))
+    [primitive(dqkv), primitive(d_delta)]
 }
 
 /// Probabilities of [`masked_attention`] summed over the heads of a group, `[batch, num_kv_heads, seq_len, seq_len]`.
@@ -71,23 +69,21 @@ pub(crate) fn group_probabilities<B: Backend>(
 /// Dense causal attention on q, k `[batch, seq_len, heads, head_dim]` and a narrower v.
 pub(crate) fn separate_attention<B: Backend>(
     qkv: [Tensor<B, 4>; 3],
-    documents: &DocumentBounds<B>,
-    spec: AttentionSpec,
+    call: &AttentionCall<B>,
     dtype: DType,
 ) -> AttentionOutput<B> {
-    let hidden = hidden_by_documents(documents, spec);
-    forward(Grouped::of(qkv, spec), None, hidden, spec, dtype)
+    let hidden = hidden_by_documents(call);
+    forward(Grouped::of(qkv, call.spec), None, hidden, call.spec, dtype)
 }
 
 /// `[dq, dk, dv]` of [`separate_attention`].
 pub(crate) fn separate_attention_backward<B: Backend>(
     qkv: [Tensor<B, 4>; 3],
-    documents: &DocumentBounds<B>,
-    spec: AttentionSpec,
+    call: &AttentionCall<B>,
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> [Tensor<B, 4>; 3] {
-    let hidden = hidden_by_documents(documents, spec);
-    let gradients = backward(Grouped::of(qkv, spec), None, hidden, spec, output, d_o);
+    let hidden = hidden_by_documents(call);
+    let gradients = backward(Grouped::of(qkv, call.spec), None, hidden, call.spec, output, d_o);
     [gradients.dq, gradients.dk, gradients.dv]
 }

@@ -1,5 +1,5 @@
 //! Softmax attention with its full score matrix, forward and backward.
-use super::backend::{AttentionOutput, AttentionSpec};
+use super::{AttentionOutput, AttentionSpec};
 use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Tensor};

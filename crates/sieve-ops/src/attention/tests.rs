@@ -3,7 +3,7 @@ use crate::testing::{
     Ad, Float, Input, Random, RandomInput, assert_close, check_finite_differences, check_parity, check_views,
     documents, float, host, primitive,
 };
-use crate::{AttentionBackend, AttentionSpec, Documents, reference};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, Documents, reference};
 use burn::tensor::DType;
 use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
@@ -26,7 +26,7 @@ fn run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
 }
 
 fn reference_run(qkv: &Float, documents: &Documents<Ad>, spec: AttentionSpec) -> Float {
-    reference::attention::<Ad>(qkv.clone(), &documents.bounds(), spec).o
+    reference::attention::<Ad>(qkv.clone(), &AttentionCall::new(documents.bounds(), spec)).o
 }
 
 fn check(spec: AttentionSpec, dims: [usize; 3], lengths: &[usize]) {
@@ -65,10 +65,10 @@ fn window_attention_equals_the_reference() {
 fn log_sum_exp_equals_the_reference() {
     let spec = spec(2, 16, Some(7));
     let qkv = packed(spec, [2, 63, 16], 2);
-    let bounds = documents::<Flex>(&[20, 1], [2, 63]).bounds();
+    let call = AttentionCall::new(documents::<Flex>(&[20, 1], [2, 63]).bounds(), spec);
     let lse = |dtype| {
         let qkv = qkv.tensor(dtype);
-        host(<Flex as AttentionBackend>::attention(qkv, &bounds, spec).lse)
+        host(<Flex as DeviceBackend>::attention(qkv, &call).lse)
     };
     assert_close("lse", &lse(DType::F32), &lse(DType::F64), 2e-6);
 }

@@ -4,16 +4,13 @@
 //! and the gated activation are read by weight gradients alone; the kernels of the norm's and SwiGLU's backward pass,
 //! which read what they are made of anyway, write them once more. The gradient of the residual stream is added there
 //! too.
-use super::WeightSums;
 use super::product::{Operands, Weight, begin_gradients, product, product_gradients};
 use super::residual::Residual;
-use crate::DeviceBackend;
-use crate::device::autodiff::enter;
+use super::{WeightSums, kept_by};
 use crate::fp8::{ProductPrecision, ToRound};
 use crate::norm::RmsNormCall;
-use crate::tensors::{Float, primitive, tensor};
-use burn::backend::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use crate::tensors::{Float, primitive, tensor, value};
+use crate::{DeviceBackend, SieveBackend};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::Keeping;
@@ -42,58 +39,42 @@ pub struct FeedForward<B: Backend> {
 /// # Shapes
 /// - x: `[.., d_model]`
 /// - returns: shape of x
-pub fn feed_forward<B: FeedForwardBackend, const D: usize>(
+pub fn feed_forward<B: SieveBackend, const D: usize>(
     x: Tensor<B, D>,
     layer: FeedForward<B>,
     residual: Residual,
 ) -> Tensor<B, D> {
-    tensor(B::feed_forward(primitive(x), layer, residual))
+    let x = primitive(x);
+    let [norm, gate_up, down] = [
+        primitive(layer.norm.clone()),
+        primitive(layer.gate_up.clone()),
+        primitive(layer.down.clone()),
+    ];
+    let layer = layer.values();
+    let forward = forward::<B::Inner>(B::value(x.clone()), layer.clone(), residual);
+    let kept = Kept::<B::Inner> {
+        x: B::value(x.clone()),
+        gate_up: forward.gate_up,
+        operands: forward.operands,
+        layer,
+        residual,
+    };
+    tensor(B::node([&x, &norm, &gate_up, &down], forward.y, |dy| {
+        backward(kept, dy)
+    }))
 }
 
-/// The composed op behind [`feed_forward()`].
-pub trait FeedForwardBackend: Backend {
-    /// See [`feed_forward()`].
-    fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self>;
-}
-
-impl<B: DeviceBackend> FeedForwardBackend for B {
-    fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
-        let keeping = Keeping::NOTHING;
-        forward::<Self>(x, FeedForward { keeping, ..layer }, residual).y
-    }
-}
-
-impl<B: DeviceBackend, C: CheckpointStrategy> FeedForward<Autodiff<B, C>> {
-    fn inner(&self) -> FeedForward<B> {
+impl<B: SieveBackend> FeedForward<B> {
+    fn values(self) -> FeedForward<B::Inner> {
         FeedForward {
-            norm: self.norm.clone().inner(),
-            gate_up: self.gate_up.clone().inner(),
-            down: self.down.clone().inner(),
+            norm: value::<B, 1>(self.norm),
+            gate_up: value::<B, 2>(self.gate_up),
+            down: value::<B, 2>(self.down),
             epsilon: self.epsilon,
             precision: self.precision,
-            keeping: self.keeping,
-            sums: self.sums.clone().map(|sum| sum.map(Tensor::inner)),
+            keeping: kept_by::<B>(self.keeping),
+            sums: self.sums.map(|sum| sum.map(value::<B, 2>)),
         }
-    }
-}
-
-impl<B: DeviceBackend, C: CheckpointStrategy> FeedForwardBackend for Autodiff<B, C> {
-    fn feed_forward(x: Float<Self>, layer: FeedForward<Self>, residual: Residual) -> Float<Self> {
-        let inner = layer.inner();
-        let FeedForward {
-            norm, gate_up, down, ..
-        } = layer;
-        let forward = forward::<B>(x.primitive.clone(), inner.clone(), residual);
-        let kept = Kept::<B> {
-            x: x.primitive.clone(),
-            gate_up: forward.gate_up,
-            operands: forward.operands,
-            layer: inner,
-            residual,
-        };
-        let y = forward.y;
-        let [norm, gate_up, down] = [primitive(norm), primitive(gate_up), primitive(down)];
-        enter::<B, C, _, _>([&x, &norm, &gate_up, &down], y, move |dy| backward(kept, dy))
     }
 }
 
@@ -166,7 +147,7 @@ fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> [Float<B>; 4] {
         None => {
             let Weight(down, sum) = down;
             let d_hidden = B::linear_input_gradient(down, dy.clone());
-            let (d_gate_up, hidden) = B::swiglu_backward_with_output(gate_up, d_hidden);
+            let [d_gate_up, hidden] = B::swiglu_backward_with_output(gate_up, d_hidden);
             (
                 ToRound::new(d_gate_up),
                 B::linear_weight_gradient(hidden, dy.clone(), sum),

@@ -2,7 +2,6 @@
 use super::residual::{Residual, norm_gradient};
 use crate::DeviceBackend;
 use crate::fp8::{Fp8Kept, ProductPrecision, ToRound};
-use crate::linear::LinearBackend;
 use crate::norm::RmsNormCall;
 use crate::tensors::{Float, primitive};
 use burn::tensor::Tensor;
@@ -38,7 +37,7 @@ pub(super) fn product<B: DeviceBackend>(
     };
     let y = match residual {
         Some(residual) => B::linear_add(x, weight, residual),
-        None => <B as LinearBackend>::linear(x, weight),
+        None => <B as DeviceBackend>::linear(x, weight),
     };
     (y, operands)
 }
@@ -80,10 +79,10 @@ pub(super) fn begin_gradients<B: DeviceBackend>(
     let Some([d_normed, d_weight]) = gradients else {
         let (Weight(weight, sum), d_product) = (weight, d_product.0);
         let d_normed = B::linear_input_gradient(weight, d_product.clone());
-        let (dx, d_norm, normed) = norm_gradient::<B>(norm, d_normed, (residual, dy));
+        let [dx, d_norm, normed] = norm_gradient::<B>(norm, d_normed, (residual, dy));
         return [dx, d_norm, B::linear_weight_gradient(normed, d_product, sum)];
     };
     let beside = (residual == Residual::Stream).then_some(dy);
-    let (dx, d_norm) = B::rms_norm_backward(norm, d_normed, beside);
+    let [dx, d_norm] = B::rms_norm_backward(norm, d_normed, beside);
     [dx, d_norm, d_weight]
 }

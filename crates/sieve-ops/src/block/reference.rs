@@ -3,9 +3,9 @@ use super::attention_layer::{AttentionLayer, AttentionLayerCall};
 use super::feed_forward::FeedForward;
 use super::residual::Residual;
 use crate::attention::reference::attention;
-use crate::dma::dma_bias;
 use crate::dma::rank::{PositionOrigin, Recency};
 use crate::dma::reference::{dma_attention, dma_ranks, dma_select};
+use crate::dma::{DmaCall, DmaScoresCall, dma_bias};
 use crate::linear::reference::linear;
 use crate::norm::RmsNormCall;
 use crate::norm::reference::rms_norm;
@@ -21,11 +21,11 @@ pub fn attention_layer<B: Backend>(x: Float<B>, layer: AttentionLayer<B>, call: 
     let AttentionLayerCall {
         positions,
         rope,
-        documents,
-        spec,
+        attention: place,
         residual,
         parts: _,
     } = call;
+    let spec = place.spec;
     let normed = normed(x.clone(), layer.norm, layer.epsilon);
     let packed = linear::<B>(normed, primitive(layer.qkv));
     let shape = packed.shape();
@@ -41,17 +41,27 @@ pub fn attention_layer<B: Backend>(x: Float<B>, layer: AttentionLayer<B>, call: 
     };
     let qkv = qk_norm_rope(packed, rotation);
     let output = match layer.dma {
-        None => attention::<B>(qkv, &documents, spec),
+        None => attention::<B>(qkv, &place),
         Some(dma) => {
-            let (w_dt, a, dma) = (primitive(dma.w_dt), primitive(dma.a), dma.spec);
-            let recency = Recency {
-                slopes: dma.slopes(spec.num_kv_heads),
-                origin: PositionOrigin::DocumentStart(documents[0].clone()),
+            let scores = DmaScoresCall::<B> {
+                qkv: qkv.clone(),
+                w_dt: primitive(dma.w_dt),
+                a: primitive(dma.a),
+                spec,
             };
-            let rank = tensor::<B, 3>(dma_ranks::<B>(qkv.clone(), w_dt, a, spec, recency));
-            let selection = dma_select::<B>(primitive(rank.clone()), &documents, dma.window());
-            let delta = primitive(dma_bias(rank, dma.bias));
-            dma_attention::<B>(qkv, delta, &documents, &selection, spec)
+            let dma = dma.spec;
+            let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
+                slopes,
+                origin: PositionOrigin::DocumentStart(place.documents[0].clone()),
+            });
+            let rank = tensor::<B, 3>(dma_ranks(&scores, recency));
+            let selection = dma_select::<B>(primitive(rank.clone()), &place.documents, dma.window());
+            dma_attention(&DmaCall {
+                qkv,
+                delta: primitive(dma_bias(rank, dma.bias)),
+                selection,
+                attention: place,
+            })
         }
     };
     let width = shape[2] / heads * spec.num_heads;

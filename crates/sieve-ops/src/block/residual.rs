@@ -1,5 +1,6 @@
 //! The residual stream around a layer, and the norm that begins one.
-use crate::norm::{NormGradients, RmsNormCall};
+use crate::DeviceBackend;
+use crate::norm::RmsNormCall;
 use crate::tensors::Float;
 
 /// Whether a layer's output has the residual stream in it.
@@ -11,18 +12,18 @@ pub enum Residual {
     None,
 }
 
-/// `(dx, dweight, y)` of the norm that begins a layer whose output had the gradient `dy`, y being the norm's output.
-pub(super) fn norm_gradient<B: NormGradients>(
+/// `[dx, dweight, y]` of the norm that begins a layer whose output had the gradient `dy`, y being the norm's output.
+pub(super) fn norm_gradient<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     d_normed: Float<B>,
     (residual, dy): (Residual, Float<B>),
-) -> (Float<B>, Float<B>, Float<B>) {
+) -> [Float<B>; 3] {
     match residual {
         Residual::Stream => B::rms_norm_backward_with_output(norm, d_normed, dy),
         Residual::None => {
             let y = B::rms_norm(norm.clone());
-            let (dx, dweight) = B::rms_norm_backward(norm, d_normed, None);
-            (dx, dweight, y)
+            let [dx, dweight] = B::rms_norm_backward(norm, d_normed, None);
+            [dx, dweight, y]
         }
     }
 }

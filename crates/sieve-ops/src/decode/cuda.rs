@@ -1,7 +1,5 @@
 //! One new token a sequence against its cache on CUDA.
-use super::backend::{DecodeBackend, DmaToken};
-use super::cache::{DmaCache, KeyCache};
-use super::reference;
+use super::{DmaCache, DmaToken, KeyCache, reference};
 use crate::attention::AttentionSpec;
 use crate::attention::cuda::{packed, packed_heads};
 use crate::device::cuda::{Cuda, tensors};
@@ -13,60 +11,56 @@ use sieve_kernels::{
     LatentKeys, Qkv, ScoreBias, ToBurn, device_of, kernel_tensor,
 };
 
-impl DecodeBackend for Cuda {
-    type DecodeScratch = CudaDecodeScratch;
+pub(crate) fn attention_decode(
+    q: Float,
+    keys: &KeyCache<Cuda>,
+    delta: Option<Float>,
+    softmax_scale: f64,
+    scratch: &mut CudaDecodeScratch,
+) -> Float {
+    let attempt = attend(&q, keys, delta.as_ref(), softmax_scale, scratch);
+    kernel_or("attention_decode", attempt, || {
+        reference::attention_decode::<Cuda>(q, keys, keys.len(), delta, softmax_scale)
+    })
+}
 
-    fn attention_decode(
-        q: Float,
-        keys: &KeyCache<Self>,
-        delta: Option<Float>,
-        softmax_scale: f64,
-        scratch: &mut CudaDecodeScratch,
-    ) -> Float {
-        let attempt = attend(&q, keys, delta.as_ref(), softmax_scale, scratch);
-        kernel_or("attention_decode", attempt, || {
-            reference::attention_decode::<Self>(q, keys, keys.len(), delta, softmax_scale)
-        })
-    }
+pub(crate) fn cached_attention(
+    cache: &mut KeyCache<Cuda>,
+    qkv: Float,
+    spec: AttentionSpec,
+    scratch: &mut CudaDecodeScratch,
+) -> Float {
+    let attempt = append(cache, &qkv, spec, scratch);
+    kernel_or("attention_decode", attempt, || {
+        reference::cached_attention(cache, qkv, spec)
+    })
+}
 
-    fn cached_attention(
-        cache: &mut KeyCache<Self>,
-        qkv: Float,
-        spec: AttentionSpec,
-        scratch: &mut CudaDecodeScratch,
-    ) -> Float {
-        let attempt = append(cache, &qkv, spec, scratch);
-        kernel_or("attention_decode", attempt, || {
-            reference::cached_attention(cache, qkv, spec)
-        })
-    }
+pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
+    let [on_q, on_latents] = tensors([&q, &latents]);
+    let on_key_scale = key_scale.clone().map(kernel_tensor);
+    let keys = LatentKeys {
+        latents: &on_latents,
+        rank,
+        key_scale: on_key_scale.as_ref(),
+    };
+    let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
+    kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
+        reference::mla_decode::<Cuda>(q, latents, key_scale, rank, softmax_scale)
+    })
+}
 
-    fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, rank: usize, softmax_scale: f64) -> Float {
-        let [on_q, on_latents] = tensors([&q, &latents]);
-        let on_key_scale = key_scale.clone().map(kernel_tensor);
-        let keys = LatentKeys {
-            latents: &on_latents,
-            rank,
-            key_scale: on_key_scale.as_ref(),
-        };
-        let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
-        kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
-            reference::mla_decode::<Self>(q, latents, key_scale, rank, softmax_scale)
-        })
-    }
-
-    fn dma_decode(
-        cache: &mut DmaCache<Self>,
-        token: DmaToken<Self>,
-        softmax_scale: f64,
-        bias: DmaBias,
-        scratch: &mut CudaDecodeScratch,
-    ) -> Float {
-        let attempt = dma_step(cache, &token, softmax_scale, bias, scratch);
-        kernel_or("dma_decode", attempt, || {
-            reference::dma_decode(cache, token, softmax_scale, bias, scratch)
-        })
-    }
+pub(crate) fn dma_decode(
+    cache: &mut DmaCache<Cuda>,
+    token: DmaToken<Cuda>,
+    softmax_scale: f64,
+    bias: DmaBias,
+    scratch: &mut CudaDecodeScratch,
+) -> Float {
+    let attempt = dma_step(cache, &token, softmax_scale, bias, scratch);
+    kernel_or("dma_decode", attempt, || {
+        reference::dma_decode(cache, token, softmax_scale, bias, scratch)
+    })
 }
 
 const NAME: &str = "decode";

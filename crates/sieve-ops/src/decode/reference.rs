@@ -1,7 +1,7 @@
 //! Attention of one new query in plain Burn operations.
-use super::backend::{DecodeBackend, DmaToken};
-use super::cache::{DmaCache, KeyCache};
+use super::{DmaCache, DmaToken, KeyCache};
 use crate::attention::AttentionSpec;
+use crate::backend::DeviceBackend;
 use crate::dma::dma_bias;
 use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
@@ -74,8 +74,8 @@ pub fn mla_decode<B: Backend>(
     primitive(Tensor::cat(rows.collect(), 1).cast(dtype))
 }
 
-/// See [`crate::dma_decode`]: the slots in plain Burn operations around [`DecodeBackend::attention_decode`].
-pub(crate) fn dma_decode<B: DecodeBackend>(
+/// See [`crate::dma_decode`]: the slots in plain Burn operations around [`DeviceBackend::attention_decode`].
+pub(crate) fn dma_decode<B: DeviceBackend>(
     cache: &mut DmaCache<B>,
     token: DmaToken<B>,
     softmax_scale: f64,

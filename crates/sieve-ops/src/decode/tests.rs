@@ -1,6 +1,7 @@
 use super::{DmaCache, DmaToken, KeyCache, attention_decode, dma_decode};
 use crate::testing::{Random, RandomInput, assert_close, documents, host};
-use crate::{AttentionSpec, DmaBackend, DmaBias, DmaSelection, attention, dma_bias, dma_select};
+use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaSelection};
+use crate::{attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaWindow, KeepRest};
@@ -101,9 +102,13 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         let z = tied_scores(seq_len, 5);
         let all = documents::<Flex>(&[], [2, seq_len]);
         let expire = dma_select(tensor::<3>(z.clone()), &all, window);
-        let selection = DmaSelection::of_expire(expire.clone().into_primitive());
-        let delta = dma_bias(tensor::<3>(z.clone()), bias).into_primitive().tensor();
-        let rows = Flex::dma_attention(qkv.clone(), delta, &all.bounds(), &selection, spec, KeepRest::Never).o;
+        let call = DmaCall {
+            qkv: qkv.clone(),
+            delta: dma_bias(tensor::<3>(z.clone()), bias).into_primitive().tensor(),
+            selection: DmaSelection::of_expire(expire.clone().into_primitive()),
+            attention: AttentionCall::new(all.bounds(), spec),
+        };
+        let rows = Flex::dma_attention(&call, KeepRest::Never).o;
         let expire = bits(expire);
 
         let token = |at: usize| qkv.narrow(1, at, 1);

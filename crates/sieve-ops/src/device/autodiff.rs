@@ -1,4 +1,5 @@
 //! One node of Burn's autodiff graph for each op.
+use crate::backend::{DeviceBackend, SieveBackend};
 use crate::tensors::Float;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -10,10 +11,7 @@ use std::fmt::{self, Debug};
 use std::marker::PhantomData;
 
 /// The gradients of an op's `N` differentiable inputs from the gradient of its output.
-pub(crate) trait BackwardPass<B: Backend, const N: usize>:
-    FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static
-{
-}
+pub trait BackwardPass<B: Backend, const N: usize>: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static {}
 
 impl<B: Backend, F, const N: usize> BackwardPass<B, N> for F where
     F: FnOnce(Float<B>) -> [Float<B>; N] + Clone + Send + 'static
@@ -53,28 +51,32 @@ impl<B: Backend, F: BackwardPass<B, N>, const N: usize> Backward<B, N> for Node<
     }
 }
 
-pub(crate) type Tracked<B, C> = Float<Autodiff<B, C>>;
+impl<D: DeviceBackend, C: CheckpointStrategy> SieveBackend for Autodiff<D, C> {
+    type Inner = D;
+    const HAS_GRAPH: bool = true;
 
-/// Enters `output` into the graph as a function of `parents`, whose gradients `backward` computes from the output's;
-/// it stays only when one of them needs a gradient.
-pub(crate) fn enter<B: Backend, C: CheckpointStrategy, F: BackwardPass<B, N>, const N: usize>(
-    parents: [&Tracked<B, C>; N],
-    output: Float<B>,
-    backward: F,
-) -> Tracked<B, C> {
-    let nodes = parents.map(|parent| parent.node.clone());
-    match Node::<F>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
-        OpsKind::Tracked(prep) => prep.finish(Kept(backward), output),
-        OpsKind::UnTracked(prep) => prep.finish(output),
+    fn value(x: Float<Self>) -> Float<D> {
+        x.primitive
     }
-}
 
-/// A value without gradient.
-pub(crate) fn constant<B: Backend, C: CheckpointStrategy>(value: Float<B>) -> Tracked<B, C> {
-    <Autodiff<B, C> as AutodiffBackend>::from_inner(value)
-}
+    fn constant(value: Float<D>) -> Float<Self> {
+        <Self as AutodiffBackend>::from_inner(value)
+    }
 
-/// The tensor below the graph.
-pub(crate) fn inner<B: Backend, C: CheckpointStrategy>(x: &Tracked<B, C>) -> Float<B> {
-    x.primitive.clone()
+    fn is_tracked(x: &Float<Self>) -> bool {
+        x.is_tracked()
+    }
+
+    /// The node stays only when a parent needs a gradient.
+    fn node<F: BackwardPass<D, N>, const N: usize>(
+        parents: [&Float<Self>; N],
+        output: Float<D>,
+        backward: F,
+    ) -> Float<Self> {
+        let nodes = parents.map(|parent| parent.node.clone());
+        match Node::<F>(PhantomData).prepare::<C>(nodes).compute_bound().stateful() {
+            OpsKind::Tracked(prep) => prep.finish(Kept(backward), output),
+            OpsKind::UnTracked(prep) => prep.finish(output),
+        }
+    }
 }

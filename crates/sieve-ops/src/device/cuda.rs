@@ -1,7 +1,8 @@
 //! Burn's CUDA tensors as the kernels of `sieve-kernels` take them.
 use burn::tensor::DType;
 pub use sieve_cuda::Cuda;
-use sieve_kernels::{CudaPrimitive, CudaTensor, kernel_tensor};
+pub(crate) use sieve_kernels::CudaPrimitive;
+use sieve_kernels::{CudaTensor, kernel_tensor};
 
 /// The kernels' view of some tensors; no copy.
 pub(crate) fn tensors<const N: usize>(primitives: [&CudaPrimitive; N]) -> [CudaTensor; N] {

@@ -1,5 +1,5 @@
 //! The additive bias that a score becomes.
-use super::backend::DMA_SCORE_CLAMP;
+use super::DMA_SCORE_CLAMP;
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::DmaBias;

@@ -1,103 +1,55 @@
-//! Scores, selection and attention together: one node of the autodiff graph.
-use super::backend::{DmaBackend, DmaGradients, DmaSelection};
+//! Scores, selection and attention together, forward and backward.
 use super::bias::{dma_bias, dma_bias_backward};
 use super::rank::{PositionOrigin, Recency};
-use crate::attention::{AttentionOutput, AttentionSpec};
-use crate::device::autodiff::{constant, enter, inner};
+use super::{DmaCall, DmaScoresCall, DmaSelection};
+use crate::attention::{AttentionCall, AttentionOutput};
+use crate::backend::DeviceBackend;
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, tensor};
-use burn::backend::Autodiff;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use sieve_core::{DmaShape, KeepRest};
 
-/// Everything a DMA forward pass computes, as primitives.
+/// What DMA computes from.
 #[derive(Clone, Debug)]
-pub struct DmaForward<B: Backend> {
+pub(crate) struct DmaInputs<B: Backend> {
+    /// The packed tensor, and what scores its keys.
+    pub(crate) scores: DmaScoresCall<B>,
+    pub(crate) documents: DocumentBounds<B>,
+    pub(crate) dma: DmaShape,
+}
+
+/// Everything a DMA forward pass computes.
+#[derive(Clone, Debug)]
+pub(crate) struct DmaForward<B: Backend> {
     /// Attention output and log-sum-exp.
-    pub output: AttentionOutput<B>,
+    pub(crate) output: AttentionOutput<B>,
     /// The exact mask.
-    pub selection: DmaSelection<B>,
+    pub(crate) selection: DmaSelection<B>,
     /// What ranks the keys: their scores plus recency, f32 `[batch, num_kv_heads, seq_len]`.
-    pub rank: Float<B>,
+    pub(crate) rank: Float<B>,
 }
 
-/// The composed op behind [`crate::dynamic_mask_attention`]. Devices run its parts; autodiff enters one node for all.
-pub trait DynamicMaskBackend: Backend {
-    /// The output, the selection and the ranks.
-    fn dynamic_mask_attention(
-        qkv: Float<Self>,
-        w_dt: Float<Self>,
-        a: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        dma: DmaShape,
-    ) -> DmaForward<Self>;
-}
-
-impl<B: DmaGradients> DynamicMaskBackend for B {
-    fn dynamic_mask_attention(
-        qkv: Float<Self>,
-        w_dt: Float<Self>,
-        a: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        dma: DmaShape,
-    ) -> DmaForward<Self> {
-        // Nothing is differentiated.
-        forward::<Self>(qkv, w_dt, a, documents, spec, dma, KeepRest::Never)
-    }
-}
-
-impl<B: DmaGradients, C: CheckpointStrategy> DynamicMaskBackend for Autodiff<B, C> {
-    fn dynamic_mask_attention(
-        qkv: Float<Self>,
-        w_dt: Float<Self>,
-        a: Float<Self>,
-        documents: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        dma: DmaShape,
-    ) -> DmaForward<Self> {
-        let [x, w, scale] = [&qkv, &w_dt, &a].map(inner::<B, C>);
-        let rest = KeepRest::default();
-        let whole = forward::<B>(x.clone(), w.clone(), scale.clone(), documents, spec, dma, rest);
-        let kept = DmaState {
-            qkv: x,
-            w_dt: w,
-            a: scale,
-            documents: documents.clone(),
-            spec,
-            dma,
-            forward: whole.clone(),
-        };
-        let (o, lse) = (whole.output.o, constant::<B, C>(whole.output.lse));
-        let o = enter::<B, C, _, _>([&qkv, &w_dt, &a], o, move |d_o| backward::<B>(kept, d_o).into());
-        DmaForward {
-            output: AttentionOutput::new(o, lse),
-            selection: whole.selection.on(),
-            rank: constant::<B, C>(whole.rank),
+impl<B: Backend> DmaInputs<B> {
+    fn attention(&self, delta: Float<B>, selection: DmaSelection<B>) -> DmaCall<B> {
+        DmaCall {
+            qkv: self.scores.qkv.clone(),
+            delta,
+            selection,
+            attention: AttentionCall::new(self.documents.clone(), self.scores.spec),
         }
     }
 }
 
-pub(crate) fn forward<B: DmaBackend>(
-    qkv: Float<B>,
-    w_dt: Float<B>,
-    a: Float<B>,
-    documents: &DocumentBounds<B>,
-    spec: AttentionSpec,
-    dma: DmaShape,
-    rest: KeepRest,
-) -> DmaForward<B> {
-    let recency = Recency {
-        slopes: dma.slopes(spec.num_kv_heads),
-        origin: PositionOrigin::DocumentStart(documents[0].clone()),
-    };
-    let rank = tensor::<B, 3>(B::dma_ranks(qkv.clone(), w_dt, a, spec, recency));
-    let delta = primitive(dma_bias(rank.clone(), dma.bias));
-    let rank = primitive(rank);
-    let selection = B::dma_select(rank.clone(), documents, dma.window());
-    let output = B::dma_attention(qkv, delta, documents, &selection, spec, rest);
+pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, rest: KeepRest) -> DmaForward<B> {
+    let dma = inputs.dma;
+    let recency = dma.slopes(inputs.scores.spec.num_kv_heads).map(|slopes| Recency {
+        slopes,
+        origin: PositionOrigin::DocumentStart(inputs.documents[0].clone()),
+    });
+    let rank = B::dma_ranks(&inputs.scores, recency);
+    let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
+    let selection = B::dma_select(rank.clone(), &inputs.documents, dma.window());
+    let output = B::dma_attention(&inputs.attention(delta, selection.clone()), rest);
     DmaForward {
         output,
         selection,
@@ -105,41 +57,17 @@ pub(crate) fn forward<B: DmaBackend>(
     }
 }
 
-/// Inputs and outputs of the forward pass that its backward pass needs.
-#[derive(Clone, Debug)]
-pub(crate) struct DmaState<B: Backend> {
-    pub(crate) qkv: Float<B>,
-    pub(crate) w_dt: Float<B>,
-    pub(crate) a: Float<B>,
-    pub(crate) documents: DocumentBounds<B>,
-    pub(crate) spec: AttentionSpec,
-    pub(crate) dma: DmaShape,
-    pub(crate) forward: DmaForward<B>,
-}
-
-/// `(dqkv, dw_dt, da)`.
-pub(crate) fn backward<B: DmaGradients>(state: DmaState<B>, d_o: Float<B>) -> (Float<B>, Float<B>, Float<B>) {
-    let DmaState {
-        qkv,
-        w_dt,
-        a,
-        documents,
-        spec,
-        dma,
-        forward,
-    } = state;
+/// `[dqkv, dw_dt, da]`.
+pub(crate) fn backward<B: DeviceBackend>(
+    inputs: &DmaInputs<B>,
+    forward: DmaForward<B>,
+    d_o: Float<B>,
+) -> [Float<B>; 3] {
     let rank = tensor::<B, 3>(forward.rank);
-    let delta = dma_bias(rank.clone(), dma.bias);
-    let (dqkv, d_delta) = B::dma_attention_backward(
-        qkv.clone(),
-        primitive(delta.clone()),
-        &documents,
-        &forward.selection,
-        spec,
-        forward.output,
-        d_o,
-    );
+    let delta = dma_bias(rank.clone(), inputs.dma.bias);
+    let call = inputs.attention(primitive(delta.clone()), forward.selection);
+    let [dqkv, d_delta] = B::dma_attention_backward(&call, forward.output, d_o);
     // A slope is fixed, so the gradient of the rank is that of the score.
-    let dz = dma_bias_backward(rank, delta, tensor(d_delta), dma.bias);
-    B::dma_scores_backward(qkv, w_dt, a, spec, primitive(dz), dqkv)
+    let dz = dma_bias_backward(rank, delta, tensor(d_delta), inputs.dma.bias);
+    B::dma_scores_backward(&inputs.scores, primitive(dz), dqkv)
 }

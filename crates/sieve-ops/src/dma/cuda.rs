@@ -1,9 +1,8 @@
 //! DMA's ops on CUDA.
-use super::backend::{DmaBackend, DmaGradients, DmaKeyLists, DmaKeys, DmaSelection};
 use super::rank::{PositionOrigin, Recency};
-use super::reference;
+use super::{DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, reference};
 use crate::attention::cuda::{self as attention, Backward, bounds, output, packed};
-use crate::attention::{AttentionOutput, AttentionSpec};
+use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
 use crate::device::cuda::{Cuda, cast};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
@@ -11,90 +10,51 @@ use burn::tensor::DType;
 use sieve_core::{DmaWindow, KeepRest};
 use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackward, ToBurn, kernel_tensor};
 
-impl DmaBackend for Cuda {
-    fn dma_scores(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec) -> Float {
-        let attempt = launch_ranks(&qkv, &w_dt, &a, spec, None);
-        kernel_or("dma_scores", attempt, || {
-            reference::dma_scores::<Self>(qkv, w_dt, a, spec)
-        })
-    }
-
-    fn dma_ranks(qkv: Float, w_dt: Float, a: Float, spec: AttentionSpec, recency: Recency<Self>) -> Float {
-        let attempt = launch_ranks(&qkv, &w_dt, &a, spec, Some(&recency));
-        kernel_or("dma_ranks", attempt, || {
-            reference::dma_ranks::<Self>(qkv, w_dt, a, spec, recency)
-        })
-    }
-
-    fn dma_select(rank: Float, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self> {
-        let attempt = launch_select(&rank, documents, window);
-        kernel_or("dma_select", attempt, || {
-            reference::dma_select::<Self>(rank, documents, window)
-        })
-    }
-
-    fn dma_attention(
-        qkv: Float,
-        delta: Float,
-        documents: &DocumentBounds<Self>,
-        selection: &DmaSelection<Self>,
-        spec: AttentionSpec,
-        rest: KeepRest,
-    ) -> AttentionOutput<Self> {
-        let attempt = launch(&qkv, (&delta, rest), documents, selection, spec);
-        kernel_or_scores("dma_attention", attempt, scores(&qkv, spec.num_heads), || {
-            reference::dma_attention::<Self>(qkv, delta, documents, selection, spec)
-        })
-    }
+pub(crate) fn dma_scores(call: &DmaScoresCall<Cuda>) -> Float {
+    let attempt = launch_ranks(call, None);
+    kernel_or("dma_scores", attempt, || reference::dma_scores(call))
 }
 
-impl DmaGradients for Cuda {
-    fn dma_scores_backward(
-        qkv: Float,
-        w_dt: Float,
-        a: Float,
-        spec: AttentionSpec,
-        dz: Float,
-        dqkv: Float,
-    ) -> (Float, Float, Float) {
-        // The kernel adds to dqkv in place, so it must be nobody else's.
-        let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
-        let attempt = launch_scores_backward(&qkv, [&w_dt, &a], spec, &dz, &dqkv);
-        kernel_or(
-            "dma_scores_backward",
-            attempt.map(|(dw_dt, da)| (dqkv.clone(), dw_dt, da)),
-            || reference::dma_scores_backward::<Self>(qkv, w_dt, a, spec, dz, dqkv),
-        )
-    }
-
-    fn dma_attention_backward(
-        qkv: Float,
-        delta: Float,
-        documents: &DocumentBounds<Self>,
-        selection: &DmaSelection<Self>,
-        spec: AttentionSpec,
-        output: AttentionOutput<Self>,
-        d_o: Float,
-    ) -> (Float, Float) {
-        let attempt = launch_backward(&qkv, &delta, documents, selection, spec, &output, &d_o);
-        let scores = scores(&qkv, spec.num_heads);
-        kernel_or_scores("dma_attention_backward", attempt, scores, || {
-            reference::dma_attention_backward::<Self>(qkv, delta, documents, selection, spec, output, d_o)
-        })
-    }
+pub(crate) fn dma_ranks(call: &DmaScoresCall<Cuda>, recency: Option<Recency<Cuda>>) -> Float {
+    let attempt = launch_ranks(call, recency.as_ref());
+    kernel_or("dma_ranks", attempt, || reference::dma_ranks(call, recency))
 }
 
-fn launch_ranks(
-    qkv: &Float,
-    w_dt: &Float,
-    a: &Float,
-    spec: AttentionSpec,
-    recency: Option<&Recency<Cuda>>,
-) -> Result<Float, KernelError> {
-    let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
-    let recency = recency.and_then(|recency| Some((recency.slopes.as_ref()?, &recency.origin)));
-    let Some((slopes, origin)) = recency else {
-        return Ok(packed(qkv, spec).dma_scores(&w_dt, &a)?.z.burn());
+pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Cuda>, dz: Float, dqkv: Float) -> [Float; 3] {
+    // The kernel adds to dqkv in place, so it must be nobody else's.
+    let dqkv = if dqkv.can_mut() { dqkv } else { dqkv.copy() };
+    let attempt = launch_scores_backward(call, &dz, &dqkv);
+    let attempt = attempt.map(|[dw_dt, da]| [dqkv.clone(), dw_dt, da]);
+    kernel_or("dma_scores_backward", attempt, || {
+        reference::dma_scores_backward(call, dz, dqkv)
+    })
+}
+
+pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: DmaWindow) -> DmaSelection<Cuda> {
+    let attempt = launch_select(&rank, documents, window);
+    kernel_or("dma_select", attempt, || {
+        reference::dma_select::<Cuda>(rank, documents, window)
+    })
+}
+
+pub(crate) fn dma_attention(call: &DmaCall<Cuda>, rest: KeepRest) -> AttentionOutput<Cuda> {
+    let attempt = launch(call, rest);
+    let scores = scores(&call.qkv, call.attention.spec.num_heads);
+    kernel_or_scores("dma_attention", attempt, scores, || reference::dma_attention(call))
+}
+
+pub(crate) fn dma_attention_backward(call: &DmaCall<Cuda>, output: AttentionOutput<Cuda>, d_o: Float) -> [Float; 2] {
+    let attempt = launch_backward(call, &output, &d_o);
+    let scores = scores(&call.qkv, call.attention.spec.num_heads);
+    kernel_or_scores("dma_attention_backward", attempt, scores, || {
+        reference::dma_attention_backward(call, output, d_o)
+    })
+}
+
+fn launch_ranks(call: &DmaScoresCall<Cuda>, recency: Option<&Recency<Cuda>>) -> Result<Float, KernelError> {
+    let (w_dt, a) = (cast(&call.w_dt, DType::F32), cast(&call.a, DType::F32));
+    let Some(Recency { slopes, origin }) = recency else {
+        return Ok(packed(&call.qkv, call.spec).dma_scores(&w_dt, &a)?.z.burn());
     };
     let slopes: Vec<f32> = slopes.iter().map(|&slope| slope as f32).collect();
     let start;
@@ -109,32 +69,28 @@ fn launch_ranks(
         slopes: &slopes,
         origin,
     };
-    Ok(packed(qkv, spec).dma_ranks(&w_dt, &a, Some(&recency))?.z.burn())
+    Ok(packed(&call.qkv, call.spec)
+        .dma_ranks(&w_dt, &a, Some(&recency))?
+        .z
+        .burn())
 }
 
-/// Adds the path through the scores to `dqkv` in place; returns `(dw_dt, da)` in f32.
-fn launch_scores_backward(
-    qkv: &Float,
-    [w_dt, a]: [&Float; 2],
-    spec: AttentionSpec,
-    dz: &Float,
-    dqkv: &Float,
-) -> Result<(Float, Float), KernelError> {
-    let (w_dt, a) = (cast(w_dt, DType::F32), cast(a, DType::F32));
-    let (w_dt, a) = (w_dt.contiguous(), a.contiguous());
-    let qkv = packed(qkv, spec);
+/// Adds the path through the scores to `dqkv` in place; returns `[dw_dt, da]` in f32.
+fn launch_scores_backward(call: &DmaScoresCall<Cuda>, dz: &Float, dqkv: &Float) -> Result<[Float; 2], KernelError> {
+    let [w_dt, a] = [&call.w_dt, &call.a].map(|x| cast(x, DType::F32).contiguous());
+    let qkv = packed(&call.qkv, call.spec);
     // One read of v is cheaper than keeping x of every layer.
     let scores = qkv.dma_scores(&w_dt, &a)?;
     let dz = cast(dz, DType::F32).contiguous();
-    let call = ScoresBackward {
+    let backward = ScoresBackward {
         qkv: &qkv,
         w_dt: &w_dt,
         a: &a,
         x: &scores.x,
         dz: &dz,
     };
-    let (dw_dt, da) = call.dma_scores_backward(&packed(dqkv, spec))?;
-    Ok((dw_dt.burn(), da.burn()))
+    let (dw_dt, da) = backward.dma_scores_backward(&packed(dqkv, call.spec))?;
+    Ok([dw_dt, da].map(ToBurn::burn))
 }
 
 fn launch_select(
@@ -161,62 +117,53 @@ fn launch_select(
     Ok(DmaSelection { expire, keys })
 }
 
-fn launch(
-    qkv: &Float,
-    (delta, rest): (&Float, KeepRest),
-    documents: &DocumentBounds<Cuda>,
-    selection: &DmaSelection<Cuda>,
-    spec: AttentionSpec,
-) -> Result<AttentionOutput<Cuda>, KernelError> {
-    let delta = kernel_tensor(delta.clone());
-    let spec = without_window(spec);
-    match &selection.keys {
-        DmaKeys::All => attention::forward(qkv, documents, spec, Some((&delta, rest))),
+fn launch(call: &DmaCall<Cuda>, rest: KeepRest) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let delta = kernel_tensor(call.delta.clone());
+    let whole = without_window(&call.attention);
+    match &call.selection.keys {
+        DmaKeys::All => attention::forward(&call.qkv, &whole, Some((&delta, rest))),
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
-            let scale = spec.softmax_scale as f32;
-            let qkv = packed(qkv, spec);
+            let scale = whole.spec.softmax_scale as f32;
+            let qkv = packed(&call.qkv, whole.spec);
             qkv.dma_attention_forward(&delta, &lists, scale, rest).map(output)
         }
         DmaKeys::Expire => Err(not_selected()),
     }
 }
 
-/// `(dqkv, ddelta)`.
+/// `[dqkv, ddelta]`.
 fn launch_backward(
-    qkv: &Float,
-    delta: &Float,
-    documents: &DocumentBounds<Cuda>,
-    selection: &DmaSelection<Cuda>,
-    spec: AttentionSpec,
+    call: &DmaCall<Cuda>,
     output: &AttentionOutput<Cuda>,
     d_o: &Float,
-) -> Result<(Float, Float), KernelError> {
-    let delta = kernel_tensor(delta.clone());
-    let spec = without_window(spec);
-    match &selection.keys {
+) -> Result<[Float; 2], KernelError> {
+    let delta = kernel_tensor(call.delta.clone());
+    let whole = without_window(&call.attention);
+    match &call.selection.keys {
         DmaKeys::All => {
-            let bias = Some(&delta);
-            let (dqkv, d_delta) = attention::backward(qkv, documents, spec, bias, output, d_o)?;
+            let (dqkv, d_delta) = attention::backward(&call.qkv, &whole, Some(&delta), output, d_o)?;
             let d_delta = d_delta.expect("a call with a bias returns the bias's gradient");
-            Ok((dqkv, d_delta.burn()))
+            Ok([dqkv, d_delta.burn()])
         }
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
-            let backward = Backward::new(qkv, spec, output, d_o);
+            let backward = Backward::new(&call.qkv, whole.spec, output, d_o);
             let d_delta = backward.call().dma_attention_backward(&delta, &lists)?;
-            Ok((backward.dqkv.burn(), d_delta.burn()))
+            Ok([backward.dqkv, d_delta].map(ToBurn::burn))
         }
         DmaKeys::Expire => Err(not_selected()),
     }
 }
 
 /// The selection is the whole mask of DMA.
-fn without_window(spec: AttentionSpec) -> AttentionSpec {
-    AttentionSpec {
-        window_size: None,
-        ..spec
-    }
+fn without_window(call: &AttentionCall<Cuda>) -> AttentionCall<Cuda> {
+    let window_size = None;
+    let spec = AttentionSpec {
+        window_size,
+        ..call.spec
+    };
+    AttentionCall::new(call.documents.clone(), spec)
 }
 
 fn kernel_lists(lists: &DmaKeyLists<Cuda>) -> KeyLists {

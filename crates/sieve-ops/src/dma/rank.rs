@@ -1,5 +1,5 @@
 //! What ranks the keys: their scores, plus recency.
-use crate::tensors::{Float, primitive};
+use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -31,8 +31,8 @@ pub fn dma_rank<B: Backend>(
 /// What recency adds to the scores of a call's tokens.
 #[derive(Debug)]
 pub struct Recency<B: Backend> {
-    /// One per KV head, as [`sieve_core::DmaShape::slopes`] gives them; `None`: nothing is added.
-    pub slopes: Option<Vec<f64>>,
+    /// One per KV head, as [`sieve_core::DmaShape::slopes`] gives them.
+    pub slopes: Vec<f64>,
     /// Where positions are counted from.
     pub origin: PositionOrigin<B>,
 }
@@ -53,10 +53,11 @@ pub enum PositionOrigin<B: Backend> {
     },
 }
 
-impl<B: Backend> Recency<B> {
-    /// What ranks the keys of these scores.
-    pub(crate) fn ranks(self, z: Tensor<B, 3>) -> Float<B> {
-        primitive(dma_rank(z, || self.origin.positions(), self.slopes))
+/// What ranks the keys of these scores.
+pub(crate) fn ranks<B: Backend>(z: Float<B>, recency: Option<Recency<B>>) -> Float<B> {
+    match recency {
+        None => z,
+        Some(Recency { slopes, origin }) => primitive(dma_rank(tensor(z), || origin.positions(), Some(slopes))),
     }
 }
 

@@ -1,6 +1,6 @@
 //! DMA's scores, selection and attention in plain Burn operations.
-use super::backend::DmaSelection;
-use super::rank::Recency;
+use super::rank::{Recency, ranks};
+use super::{DmaCall, DmaScoresCall, DmaSelection};
 use crate::attention::masks::hidden_by_expiry;
 use crate::attention::reference::{masked_attention, masked_attention_backward};
 use crate::attention::{AttentionOutput, AttentionSpec};
@@ -8,7 +8,7 @@ use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::activation::{sigmoid, softplus};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
+use burn::tensor::{Bool, Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::DmaWindow;
 
 /// Packed values as rows, `[batch * seq_len, num_kv_heads * head_dim]`.
@@ -19,7 +19,8 @@ fn value_rows<B: Backend>(qkv: Tensor<B, 4>, spec: AttentionSpec) -> Tensor<B, 2
 }
 
 /// `z = A * softplus(concat(v) . W_dt)`, `[batch, num_kv_heads, seq_len]`.
-pub fn dma_scores<B: Backend>(qkv: Float<B>, w_dt: Float<B>, a: Float<B>, spec: AttentionSpec) -> Float<B> {
+pub fn dma_scores<B: Backend>(call: &DmaScoresCall<B>) -> Float<B> {
+    let DmaScoresCall { qkv, w_dt, a, spec } = call.clone();
     let (qkv, _) = upcast::<B, 4>(qkv);
     let [batch, seq_len, _, _] = qkv.dims();
     let dtype = qkv.dtype();
@@ -29,25 +30,13 @@ pub fn dma_scores<B: Backend>(qkv: Float<B>, w_dt: Float<B>, a: Float<B>, spec: 
 }
 
 /// The scores plus what recency adds.
-pub fn dma_ranks<B: Backend>(
-    qkv: Float<B>,
-    w_dt: Float<B>,
-    a: Float<B>,
-    spec: AttentionSpec,
-    recency: Recency<B>,
-) -> Float<B> {
-    recency.ranks(tensor(dma_scores::<B>(qkv, w_dt, a, spec)))
+pub fn dma_ranks<B: Backend>(call: &DmaScoresCall<B>, recency: Option<Recency<B>>) -> Float<B> {
+    ranks(dma_scores(call), recency)
 }
 
-/// `(dqkv + the path through v, dw_dt, da)`.
-pub fn dma_scores_backward<B: Backend>(
-    qkv: Float<B>,
-    w_dt: Float<B>,
-    a: Float<B>,
-    spec: AttentionSpec,
-    dz: Float<B>,
-    dqkv: Float<B>,
-) -> (Float<B>, Float<B>, Float<B>) {
+/// `[dqkv + the path through v, dw_dt, da]`.
+pub fn dma_scores_backward<B: Backend>(call: &DmaScoresCall<B>, dz: Float<B>, dqkv: Float<B>) -> [Float<B>; 3] {
+    let DmaScoresCall { qkv, w_dt, a, spec } = call.clone();
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let [batch, seq_len, heads, head_dim] = qkv.dims();
     let compute = qkv.dtype();
@@ -67,11 +56,11 @@ pub fn dma_scores_backward<B: Backend>(
     let dqkv = tensor::<B, 4>(dqkv);
     let values = dqkv.clone().narrow(2, first_value, spec.num_kv_heads).cast(compute) + dv;
     let dqkv = Tensor::cat(vec![dqkv.narrow(2, 0, first_value), values.cast(dtype)], 2);
-    (
+    [
         primitive(dqkv),
         primitive(dw.cast(w_dtype)),
         primitive(da.cast(a_dtype)),
-    )
+    ]
 }
 
 /// `expire` by definition: for each query the last keys and the best of the older ones, on the host, O(n² log n).
@@ -110,27 +99,25 @@ pub fn dma_select<B: Backend>(rank: Float<B>, documents: &DocumentBounds<B>, win
 }
 
 /// Attention over the keys with `j <= i < expire[j]`, plus `delta` per key.
-pub fn dma_attention<B: Backend>(
-    qkv: Float<B>,
-    delta: Float<B>,
-    documents: &DocumentBounds<B>,
-    selection: &DmaSelection<B>,
-    spec: AttentionSpec,
-) -> AttentionOutput<B> {
-    let hidden = hidden_by_expiry(documents, selection.expire.clone());
-    masked_attention::<B>(qkv, Some(delta), hidden, spec)
+pub fn dma_attention<B: Backend>(call: &DmaCall<B>) -> AttentionOutput<B> {
+    let DmaCall {
+        qkv, delta, attention, ..
+    } = call.clone();
+    masked_attention::<B>(qkv, Some(delta), hidden(call), attention.spec)
 }
 
-/// `(dqkv, ddelta)` of [`dma_attention`].
+/// `[dqkv, ddelta]` of [`dma_attention`].
 pub fn dma_attention_backward<B: Backend>(
-    qkv: Float<B>,
-    delta: Float<B>,
-    documents: &DocumentBounds<B>,
-    selection: &DmaSelection<B>,
-    spec: AttentionSpec,
+    call: &DmaCall<B>,
     output: AttentionOutput<B>,
     d_o: Float<B>,
-) -> (Float<B>, Float<B>) {
-    let hidden = hidden_by_expiry(documents, selection.expire.clone());
-    masked_attention_backward::<B>(qkv, Some(delta), hidden, spec, output, d_o)
+) -> [Float<B>; 2] {
+    let DmaCall {
+        qkv, delta, attention, ..
+    } = call.clone();
+    masked_attention_backward::<B>(qkv, Some(delta), hidden(call), attention.spec, output, d_o)
+}
+
+fn hidden<B: Backend>(call: &DmaCall<B>) -> Tensor<B, 5, Bool> {
+    hidden_by_expiry(&call.attention.documents, call.selection.expire.clone())
 }

@@ -3,7 +3,7 @@ mod mask;
 
 use super::{dma_bias, dma_rank, dynamic_mask_attention};
 use crate::testing::{Ad, Float, Input, Random, RandomInput, float, primitive};
-use crate::{AttentionSpec, DmaBias, Documents, reference};
+use crate::{AttentionCall, AttentionSpec, DmaBias, DmaCall, DmaScoresCall, Documents, reference};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::Flex;
 use sieve_core::{DmaRecency, DmaShape};
@@ -54,12 +54,23 @@ fn run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: Dm
 fn reference_run(inputs: &[Float], documents: &Documents<Ad>, spec: AttentionSpec, dma: DmaShape) -> Float {
     let [qkv, w_dt, a] = [0, 1, 2].map(|n| inputs[n].clone());
     let bounds = documents.bounds();
-    let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
+    let call = DmaScoresCall::<Ad> {
+        qkv: qkv.clone(),
+        w_dt,
+        a,
+        spec,
+    };
+    let z = reference::dma_scores(&call);
     let positions = || documents.positions.clone();
     let rank = dma_rank(float::<3>(&z), positions, dma.slopes(spec.num_kv_heads));
     let selection = reference::dma_select::<Ad>(primitive(rank.clone()), &bounds, dma.window());
-    let delta = primitive(dma_bias(rank, dma.bias));
-    reference::dma_attention::<Ad>(qkv, delta, &bounds, &selection, spec).o
+    let call = DmaCall::<Ad> {
+        qkv,
+        delta: primitive(dma_bias(rank, dma.bias)),
+        selection,
+        attention: AttentionCall::new(bounds, spec),
+    };
+    reference::dma_attention(&call).o
 }
 
 #[test]

@@ -1,10 +1,9 @@
 //! Eight-bit floats on CUDA: rounded by our kernels, multiplied by cuBLASLt.
-use super::backend::{Fp8Gradients, Fp8Kept, ToRound};
-use super::reference;
+use super::{Fp8Kept, ToRound, reference};
 use crate::device::cuda::{Cuda, tensors};
 use crate::device::paths::kernel_or;
-use crate::linear::reference::added;
-use crate::swiglu::{SwigluBackend, SwigluGradients, reuse};
+use crate::linear::added;
+use crate::swiglu::{self, reuse};
 use burn::tensor::TensorMetadata;
 use sieve_kernels::DType::{BF16, F32};
 use sieve_kernels::step::{
@@ -14,44 +13,42 @@ use sieve_kernels::{CudaPrimitive as Float, CudaTensor, KernelError, MatmulOutpu
 
 const NAME: &str = "fp8_linear";
 
-impl Fp8Gradients for Cuda {
-    fn fp8_linear(x: ToRound<Self>, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Self>) {
-        let attempt = forward(&x, &weight, residual.as_ref());
-        kernel_or(NAME, attempt, || reference::fp8_linear::<Self>(x.0, weight, residual))
-    }
+pub(crate) fn fp8_linear(x: ToRound<Cuda>, weight: Float, residual: Option<Float>) -> (Float, Fp8Kept<Cuda>) {
+    let attempt = forward(&x, &weight, residual.as_ref());
+    kernel_or(NAME, attempt, || reference::fp8_linear::<Cuda>(x.0, weight, residual))
+}
 
-    fn fp8_linear_backward(kept: Fp8Kept<Self>, dy: ToRound<Self>, sum: Option<Float>) -> [Float; 2] {
-        let total = sum.clone().map(kernel_tensor);
-        let reference = |kept| {
-            let [dx, dweight] = reference::fp8_linear_backward::<Self>(kept, dy.0.clone());
-            [dx, added::<Self>(sum, dweight)]
-        };
-        match &kept.scales {
-            None => reference(kept),
-            Some(scales) => {
-                let attempt = backward(&kept, scales, &dy, total.as_ref());
-                kernel_or("fp8_linear_backward", attempt, || {
-                    reference(reference::unpacked::<Self>(kept, &dy.0))
-                })
-            }
+pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Cuda>, dy: ToRound<Cuda>, sum: Option<Float>) -> [Float; 2] {
+    let total = sum.clone().map(kernel_tensor);
+    let reference = |kept| {
+        let [dx, dweight] = reference::fp8_linear_backward::<Cuda>(kept, dy.0.clone());
+        [dx, added::<Cuda>(sum, dweight)]
+    };
+    match &kept.scales {
+        None => reference(kept),
+        Some(scales) => {
+            let attempt = backward(&kept, scales, &dy, total.as_ref());
+            kernel_or("fp8_linear_backward", attempt, || {
+                reference(reference::unpacked::<Cuda>(kept, &dy.0))
+            })
         }
     }
+}
 
-    fn fp8_swiglu(gate_up: Float) -> ToRound<Self> {
-        let attempt = swiglu_forward_with_amax(&kernel_tensor(gate_up.clone()));
-        let attempt = attempt.map(|(y, amax)| ToRound(y.burn(), Some(amax.burn())));
-        kernel_or("fp8_swiglu", attempt, || ToRound::new(Self::swiglu(gate_up)))
-    }
+pub(crate) fn fp8_swiglu(gate_up: Float) -> ToRound<Cuda> {
+    let attempt = swiglu_forward_with_amax(&kernel_tensor(gate_up.clone()));
+    let attempt = attempt.map(|(y, amax)| ToRound(y.burn(), Some(amax.burn())));
+    kernel_or("fp8_swiglu", attempt, || ToRound::new(swiglu::cuda::swiglu(gate_up)))
+}
 
-    fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToRound<Self> {
-        let is_free = gate_up.can_mut();
-        let [x, d] = tensors([&gate_up, &dy]);
-        let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
-        let attempt = attempt.map(|(dx, amax)| ToRound(dx.burn(), Some(amax.burn())));
-        kernel_or("fp8_swiglu_backward", attempt, || {
-            ToRound::new(Self::swiglu_backward(gate_up, dy))
-        })
-    }
+pub(crate) fn fp8_swiglu_backward(gate_up: Float, dy: Float) -> ToRound<Cuda> {
+    let is_free = gate_up.can_mut();
+    let [x, d] = tensors([&gate_up, &dy]);
+    let attempt = swiglu_backward_with_amax(&x, &d, reuse(is_free && x.is_contiguous()));
+    let attempt = attempt.map(|(dx, amax)| ToRound(dx.burn(), Some(amax.burn())));
+    kernel_or("fp8_swiglu_backward", attempt, || {
+        ToRound::new(swiglu::cuda::swiglu_backward(gate_up, dy))
+    })
 }
 
 /// Both ways round.

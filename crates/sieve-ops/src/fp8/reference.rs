@@ -1,5 +1,5 @@
 //! Eight-bit floats in plain arithmetic: rounded numbers stay in the tensors' type.
-use super::backend::Fp8Kept;
+use super::Fp8Kept;
 use crate::linear::reference::{linear, linear_input_gradient, linear_weight_gradient};
 use crate::tensors::Float;
 use burn::tensor::backend::{Backend, ExecutionError};

@@ -1,57 +1,50 @@
 //! MLA on CUDA: a kernel packs and rotates, the attention kernels walk the packed tensor.
-use super::backend::{MlaBackend, MlaGradients, MlaPackCall, MlaSpec};
-use super::reference;
+use super::{MlaCall, MlaPackCall, MlaSpec, reference};
 use crate::attention::AttentionOutput;
 use crate::attention::cuda::{bounds, output, result};
 use crate::device::cuda::{Cuda, cast, tensors};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
-use crate::documents::DocumentBounds;
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack, ToBurn, kernel_tensor,
 };
 
-impl MlaBackend for Cuda {
-    fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Self>) -> (Float, Option<[Float; 2]>) {
-        let [q, kv, k_rope] = tensors(inputs.each_ref());
-        let attempt = Rotation::new(&call).forward([&q, &kv, &k_rope]);
-        kernel_or("mla_pack", attempt, || reference::mla_pack(inputs, call))
-    }
-
-    fn mla_attention(packed: Float, documents: &DocumentBounds<Self>, spec: MlaSpec) -> AttentionOutput<Self> {
-        let attempt = attend(&packed, documents, spec);
-        let scores = scores(&packed, spec.num_heads);
-        kernel_or_scores("mla_attention", attempt, scores, || {
-            reference::mla_attention::<Self>(packed, documents, spec)
-        })
-    }
+pub(crate) fn mla_pack(inputs: [Float; 3], call: MlaPackCall<Cuda>) -> (Float, Option<[Float; 2]>) {
+    let [q, kv, k_rope] = tensors(inputs.each_ref());
+    let attempt = Rotation::new(&call).forward([&q, &kv, &k_rope]);
+    kernel_or("mla_pack", attempt, || reference::mla_pack(inputs, call))
 }
 
-impl MlaGradients for Cuda {
-    fn mla_pack_backward(
-        call: MlaPackCall<Self>,
-        normed: Option<[Float; 3]>,
-        dy: Float,
-    ) -> ([Float; 3], Option<[Float; 2]>) {
-        let attempt = Rotation::new(&call).backward(&normed, &dy);
-        kernel_or("mla_pack_backward", attempt, || {
-            reference::mla_pack_backward(call, normed, dy)
-        })
-    }
+pub(crate) fn mla_attention(packed: Float, call: &MlaCall<Cuda>) -> AttentionOutput<Cuda> {
+    let attempt = attend(&packed, call);
+    let scores = scores(&packed, call.spec.num_heads);
+    kernel_or_scores("mla_attention", attempt, scores, || {
+        reference::mla_attention::<Cuda>(packed, call)
+    })
+}
 
-    fn mla_attention_backward(
-        packed: Float,
-        documents: &DocumentBounds<Self>,
-        spec: MlaSpec,
-        output: AttentionOutput<Self>,
-        d_o: Float,
-    ) -> Float {
-        let attempt = gradient(&packed, documents, spec, &output, &d_o);
-        let scores = scores(&packed, spec.num_heads);
-        kernel_or_scores("mla_attention_backward", attempt, scores, || {
-            reference::mla_attention_backward::<Self>(packed, documents, spec, output, d_o)
-        })
-    }
+pub(crate) fn mla_pack_backward(
+    call: MlaPackCall<Cuda>,
+    normed: Option<[Float; 3]>,
+    dy: Float,
+) -> ([Float; 3], Option<[Float; 2]>) {
+    let attempt = Rotation::new(&call).backward(&normed, &dy);
+    kernel_or("mla_pack_backward", attempt, || {
+        reference::mla_pack_backward(call, normed, dy)
+    })
+}
+
+pub(crate) fn mla_attention_backward(
+    packed: Float,
+    call: &MlaCall<Cuda>,
+    output: AttentionOutput<Cuda>,
+    d_o: Float,
+) -> Float {
+    let attempt = gradient(&packed, call, &output, &d_o);
+    let scores = scores(&packed, call.spec.num_heads);
+    kernel_or_scores("mla_attention_backward", attempt, scores, || {
+        reference::mla_attention_backward::<Cuda>(packed, call, output, d_o)
+    })
 }
 
 /// The tensors of a pack call, as the kernels take them.
@@ -113,14 +106,11 @@ impl Rotation {
     }
 }
 
-fn attend(
-    packed: &Float,
-    documents: &DocumentBounds<Cuda>,
-    spec: MlaSpec,
-) -> Result<AttentionOutput<Cuda>, KernelError> {
+fn attend(packed: &Float, call: &MlaCall<Cuda>) -> Result<AttentionOutput<Cuda>, KernelError> {
+    let spec = call.spec;
     let packed = kernel_tensor(packed.clone());
     let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
-    let [start, _] = bounds(documents);
+    let [start, _] = bounds(&call.documents);
     let scale = spec.softmax_scale as f32;
     heads.attention_forward(&start, None, scale, None).map(output)
 }
@@ -128,15 +118,15 @@ fn attend(
 /// The gradient of the packed tensor, every element of it.
 fn gradient(
     packed: &Float,
-    documents: &DocumentBounds<Cuda>,
-    spec: MlaSpec,
+    call: &MlaCall<Cuda>,
     output: &AttentionOutput<Cuda>,
     d_o: &Float,
 ) -> Result<Float, KernelError> {
+    let spec = call.spec;
     let widths = [spec.head_dim, spec.rope_dim];
     let packed = kernel_tensor(packed.clone());
     let d_packed = packed.empty_contiguous(packed.shape(), packed.dtype());
-    let call = AttentionGradients {
+    let backward = AttentionGradients {
         qkv: &MlaPack::heads(&packed, spec.num_heads, widths)?,
         result: &result(output),
         d_o: &kernel_tensor(d_o.clone()),
@@ -144,7 +134,7 @@ fn gradient(
         softmax_scale: spec.softmax_scale as f32,
         order: sum_order(),
     };
-    let [start, end] = bounds(documents);
-    call.attention_backward([&start, &end], None, None)?;
+    let [start, end] = bounds(&call.documents);
+    backward.attention_backward([&start, &end], None, None)?;
     Ok(d_packed.burn())
 }

@@ -1,8 +1,7 @@
 //! Multi-head latent attention's ops in plain Burn operations.
-use super::backend::{MlaPackCall, MlaSpec};
+use super::{MlaCall, MlaPackCall, MlaSpec};
 use crate::attention::AttentionOutput;
 use crate::attention::reference::{separate_attention, separate_attention_backward};
-use crate::documents::DocumentBounds;
 use crate::norm::reference::{normalise, normalise_backward};
 use crate::rope::reference::Angles;
 use crate::tensors::{Float, primitive, tensor, upcast};
@@ -142,22 +141,21 @@ fn split<B: Backend>(packed: Tensor<B, 3>, spec: MlaSpec) -> [Tensor<B, 4>; 3] {
 }
 
 /// See [`crate::mla_attention`].
-pub fn mla_attention<B: Backend>(packed: Float<B>, documents: &DocumentBounds<B>, spec: MlaSpec) -> AttentionOutput<B> {
+pub fn mla_attention<B: Backend>(packed: Float<B>, call: &MlaCall<B>) -> AttentionOutput<B> {
     let (packed, dtype) = upcast::<B, 3>(packed);
-    separate_attention(split(packed, spec), documents, spec.attention(), dtype)
+    separate_attention(split(packed, call.spec), &call.attention(), dtype)
 }
 
 /// Gradient of [`mla_attention`].
 pub fn mla_attention_backward<B: Backend>(
     packed: Float<B>,
-    documents: &DocumentBounds<B>,
-    spec: MlaSpec,
+    call: &MlaCall<B>,
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> Float<B> {
     let (packed, dtype) = upcast::<B, 3>(packed);
-    let qkv = split(packed, spec);
-    let gradients = separate_attention_backward(qkv, documents, spec.attention(), output, d_o);
+    let qkv = split(packed, call.spec);
+    let gradients = separate_attention_backward(qkv, &call.attention(), output, d_o);
     let packed = join(gradients);
     primitive(packed.cast(dtype))
 }

@@ -67,7 +67,8 @@ fn run_reference(inputs: &[Float], lengths: &[usize], dims: [usize; 2], spec: Ml
     };
     let qkv = [0, 1, 2].map(|n| inputs[n].clone());
     let (packed, _) = reference::mla_pack::<Ad>(qkv, call);
-    reference::mla_attention::<Ad>(packed, &documents.bounds(), spec).o
+    let documents = documents.bounds();
+    reference::mla_attention::<Ad>(packed, &MlaCall { documents, spec }).o
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! NSA on CUDA.
-use super::backend::{NsaBackend, NsaCall, NsaCompressed, NsaGradients, NsaSelected};
-use super::reference;
+use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::AttentionOutput;
 use crate::attention::cuda::{Backward, bounds, output, packed, result};
 use crate::device::cuda::{Cuda, cast, tensors};
@@ -10,136 +9,132 @@ use sieve_kernels::{
     AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, SumOrder, ToBurn, kernel_tensor,
 };
 
-impl NsaBackend for Cuda {
-    fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Self>) -> Float {
-        let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
-        let [start, end] = bounds(&call.documents);
-        let input = packed(&qkv, call.spec);
-        let attempt = input
-            .nsa_blocks([&k, &v], [&start, &end], call.blocks)
-            .map(ToBurn::burn);
-        kernel_or("nsa_blocks", attempt, || reference::nsa_blocks(qkv, positions, call))
-    }
-
-    fn nsa_mean_pool(qkv: Float, call: &NsaCall<Self>) -> Float {
-        let [start, end] = bounds(&call.documents);
-        let input = packed(&qkv, call.spec);
-        let attempt = input.nsa_mean_pool([&start, &end], call.blocks);
-        kernel_or("nsa_mean_pool", attempt.map(ToBurn::burn), || {
-            reference::nsa_mean_pool(qkv, call)
-        })
-    }
-
-    fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &NsaCall<Self>) -> NsaCompressed<Self> {
-        let attempt = compressed_forward(&qkv, &compressed, call);
-        let scores = scores(&qkv, call.spec.num_heads);
-        kernel_or_scores("nsa_compressed_attention", attempt, scores, || {
-            reference::nsa_compressed_attention(qkv, compressed, call)
-        })
-    }
-
-    fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &NsaCall<Self>) -> NsaSelected<Self> {
-        let [start, end] = bounds(&call.documents);
-        let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
-            [&start, &end],
-            &kernel_tensor(block_indices.clone()),
-            call.blocks,
-            call.spec.softmax_scale as f32,
-        );
-        let scores = scores(&qkv, call.spec.num_heads);
-        let attempt = attempt.map(|(result, lists)| NsaSelected {
-            output: output(result),
-            lists: match sum_order() {
-                SumOrder::Any => lists.into_iter().map(of_lists).collect(),
-                SumOrder::Fixed => Vec::new(),
-            },
-        });
-        kernel_or_scores("nsa_selected_attention", attempt, scores, || {
-            reference::nsa_selected_attention(qkv, block_indices, call)
-        })
-    }
-
-    fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Float {
-        let [a, b, c] = tensors(branches.each_ref());
-        let bias_f32 = cast(&bias, DType::F32);
-        let attempt = sieve_kernels::nsa_gates([&a, &b, &c], &kernel_tensor(logits.clone()), &bias_f32);
-        kernel_or("nsa_gates", attempt.map(ToBurn::burn), || {
-            reference::nsa_gates::<Self>(branches, logits, bias)
-        })
-    }
+pub(crate) fn nsa_blocks(qkv: Float, positions: [Float; 2], call: &NsaCall<Cuda>) -> Float {
+    let [k, v] = positions.each_ref().map(|x| kernel_tensor(x.clone()));
+    let [start, end] = bounds(&call.documents);
+    let input = packed(&qkv, call.spec);
+    let attempt = input
+        .nsa_blocks([&k, &v], [&start, &end], call.blocks)
+        .map(ToBurn::burn);
+    kernel_or("nsa_blocks", attempt, || reference::nsa_blocks(qkv, positions, call))
 }
 
-impl NsaGradients for Cuda {
-    fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float) -> [Float; 3] {
-        let [start, end] = bounds(&call.documents);
-        let shape = shape(dims, call);
-        let gradient = kernel_tensor(dy.clone());
-        let attempt = sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
-        let attempt = attempt.map(|gradients| gradients.map(ToBurn::burn));
-        kernel_or("nsa_blocks_backward", attempt, || {
-            reference::nsa_blocks_backward(dims, call, dy)
-        })
-    }
+pub(crate) fn nsa_mean_pool(qkv: Float, call: &NsaCall<Cuda>) -> Float {
+    let [start, end] = bounds(&call.documents);
+    let input = packed(&qkv, call.spec);
+    let attempt = input.nsa_mean_pool([&start, &end], call.blocks);
+    kernel_or("nsa_mean_pool", attempt.map(ToBurn::burn), || {
+        reference::nsa_mean_pool(qkv, call)
+    })
+}
 
-    fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Self>, dy: Float) -> Float {
-        let [start, end] = bounds(&call.documents);
-        let shape = shape(dims, call);
-        let gradient = kernel_tensor(dy.clone());
-        let attempt = sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
-        kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || {
-            reference::nsa_mean_pool_backward(dims, call, dy)
-        })
-    }
+pub(crate) fn nsa_compressed_attention(qkv: Float, compressed: Float, call: &NsaCall<Cuda>) -> NsaCompressed<Cuda> {
+    let attempt = compressed_forward(&qkv, &compressed, call);
+    let scores = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("nsa_compressed_attention", attempt, scores, || {
+        reference::nsa_compressed_attention(qkv, compressed, call)
+    })
+}
 
-    fn nsa_compressed_attention_backward(
-        qkv: Float,
-        compressed: Float,
-        call: &NsaCall<Self>,
-        output: AttentionOutput<Self>,
-        d_o: Float,
-    ) -> [Float; 2] {
-        let attempt = compressed_backward(&qkv, &compressed, call, &output, &d_o);
-        let scores = scores(&qkv, call.spec.num_heads);
-        kernel_or_scores("nsa_compressed_attention_backward", attempt, scores, || {
-            reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o)
-        })
-    }
+pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &NsaCall<Cuda>) -> NsaSelected<Cuda> {
+    let [start, end] = bounds(&call.documents);
+    let attempt = packed(&qkv, call.spec).nsa_selected_attention_forward(
+        [&start, &end],
+        &kernel_tensor(block_indices.clone()),
+        call.blocks,
+        call.spec.softmax_scale as f32,
+    );
+    let scores = scores(&qkv, call.spec.num_heads);
+    let attempt = attempt.map(|(result, lists)| NsaSelected {
+        output: output(result),
+        lists: match sum_order() {
+            SumOrder::Any => lists.into_iter().map(of_lists).collect(),
+            SumOrder::Fixed => Vec::new(),
+        },
+    });
+    kernel_or_scores("nsa_selected_attention", attempt, scores, || {
+        reference::nsa_selected_attention(qkv, block_indices, call)
+    })
+}
 
-    fn nsa_selected_attention_backward(
-        qkv: Float,
-        block_indices: Float,
-        call: &NsaCall<Self>,
-        selected: NsaSelected<Self>,
-        d_o: Float,
-    ) -> Float {
-        let [start, end] = bounds(&call.documents);
-        let backward = Backward::new(&qkv, call.spec, &selected.output, &d_o);
-        let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
-        let attempt = backward.call().nsa_selected_attention_backward(
-            [&start, &end],
-            &kernel_tensor(block_indices.clone()),
-            call.blocks,
-            &lists,
-        );
-        let attempt = attempt.map(|()| backward.dqkv.clone().burn());
-        let scores = scores(&qkv, call.spec.num_heads);
-        kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
-            reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o)
-        })
-    }
+pub(crate) fn nsa_gates(branches: [Float; 3], logits: Float, bias: Float) -> Float {
+    let [a, b, c] = tensors(branches.each_ref());
+    let bias_f32 = cast(&bias, DType::F32);
+    let attempt = sieve_kernels::nsa_gates([&a, &b, &c], &kernel_tensor(logits.clone()), &bias_f32);
+    kernel_or("nsa_gates", attempt.map(ToBurn::burn), || {
+        reference::nsa_gates::<Cuda>(branches, logits, bias)
+    })
+}
 
-    fn nsa_gates_backward(branches: [Float; 3], logits: Float, bias: Float, d_o: Float) -> [Float; 5] {
-        let [a, b, c, l, d] = tensors([&branches[0], &branches[1], &branches[2], &logits, &d_o]);
-        let bias_f32 = cast(&bias, DType::F32);
-        let attempt = sieve_kernels::nsa_gates_backward([&a, &b, &c], &l, &bias_f32, &d);
-        let attempt = attempt.map(|gradients| {
-            let [a, b, c] = gradients.branches;
-            [a, b, c, gradients.logits, gradients.bias].map(ToBurn::burn)
-        });
-        kernel_or("nsa_gates_backward", attempt, || {
-            reference::nsa_gates_backward::<Self>(branches, logits, bias, d_o)
-        })
-    }
+pub(crate) fn nsa_blocks_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> [Float; 3] {
+    let [start, end] = bounds(&call.documents);
+    let shape = shape(dims, call);
+    let gradient = kernel_tensor(dy.clone());
+    let attempt = sieve_kernels::nsa_blocks_backward(&shape, [&start, &end], call.blocks, &gradient);
+    let attempt = attempt.map(|gradients| gradients.map(ToBurn::burn));
+    kernel_or("nsa_blocks_backward", attempt, || {
+        reference::nsa_blocks_backward(dims, call, dy)
+    })
+}
+
+pub(crate) fn nsa_mean_pool_backward(dims: [usize; 4], call: &NsaCall<Cuda>, dy: Float) -> Float {
+    let [start, end] = bounds(&call.documents);
+    let shape = shape(dims, call);
+    let gradient = kernel_tensor(dy.clone());
+    let attempt = sieve_kernels::nsa_mean_pool_backward(&shape, [&start, &end], call.blocks, &gradient);
+    kernel_or("nsa_mean_pool_backward", attempt.map(ToBurn::burn), || {
+        reference::nsa_mean_pool_backward(dims, call, dy)
+    })
+}
+
+pub(crate) fn nsa_compressed_attention_backward(
+    qkv: Float,
+    compressed: Float,
+    call: &NsaCall<Cuda>,
+    output: AttentionOutput<Cuda>,
+    d_o: Float,
+) -> [Float; 2] {
+    let attempt = compressed_backward(&qkv, &compressed, call, &output, &d_o);
+    let scores = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("nsa_compressed_attention_backward", attempt, scores, || {
+        reference::nsa_compressed_attention_backward(qkv, compressed, call, output, d_o)
+    })
+}
+
+pub(crate) fn nsa_selected_attention_backward(
+    qkv: Float,
+    block_indices: Float,
+    call: &NsaCall<Cuda>,
+    selected: NsaSelected<Cuda>,
+    d_o: Float,
+) -> Float {
+    let [start, end] = bounds(&call.documents);
+    let backward = Backward::new(&qkv, call.spec, &selected.output, &d_o);
+    let lists: Vec<_> = selected.lists.iter().cloned().map(lists_of).collect();
+    let attempt = backward.call().nsa_selected_attention_backward(
+        [&start, &end],
+        &kernel_tensor(block_indices.clone()),
+        call.blocks,
+        &lists,
+    );
+    let attempt = attempt.map(|()| backward.dqkv.clone().burn());
+    let scores = scores(&qkv, call.spec.num_heads);
+    kernel_or_scores("nsa_selected_attention_backward", attempt, scores, || {
+        reference::nsa_selected_attention_backward(qkv, block_indices, call, selected, d_o)
+    })
+}
+
+pub(crate) fn nsa_gates_backward(branches: [Float; 3], logits: Float, bias: Float, d_o: Float) -> [Float; 5] {
+    let [a, b, c, l, d] = tensors([&branches[0], &branches[1], &branches[2], &logits, &d_o]);
+    let bias_f32 = cast(&bias, DType::F32);
+    let attempt = sieve_kernels::nsa_gates_backward([&a, &b, &c], &l, &bias_f32, &d);
+    let attempt = attempt.map(|gradients| {
+        let [a, b, c] = gradients.branches;
+        [a, b, c, gradients.logits, gradients.bias].map(ToBurn::burn)
+    });
+    kernel_or("nsa_gates_backward", attempt, || {
+        reference::nsa_gates_backward::<Cuda>(branches, logits, bias, d_o)
+    })
 }
 
 fn of_lists(lists: ChoiceLists) -> [Float; 3] {

@@ -1,10 +1,9 @@
 //! NSA's ops against their references, against differences, and for every way a tensor can lie in memory.
 use super::*;
-use crate::tensors::primitive;
+use crate::reference;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, documents, float, ints,
 };
-use crate::{AttentionSpec, Documents, reference};
 use burn_flex::Flex;
 
 const BLOCKS: NsaBlocks = NsaBlocks {
@@ -81,8 +80,8 @@ fn calls() -> Vec<Call> {
 
 /// The op of each kind, on the backend's methods or on the references.
 fn blocks_op(call: &Call, inputs: &[Float]) -> Float {
-    let positions = [inputs[1].clone(), inputs[2].clone()];
-    Ad::nsa_blocks(inputs[0].clone(), positions, &call.call())
+    let (qkv, k, v) = (float(&inputs[0]), float(&inputs[1]), float(&inputs[2]));
+    primitive(nsa_blocks(qkv, k, v, &call.call()))
 }
 
 fn positions(call: &Call, seed: u64) -> Input {
@@ -98,7 +97,7 @@ fn nsa_blocks_equal_the_reference() {
             reference::nsa_blocks::<Ad>(inputs[0].clone(), positions, &call.call())
         });
         check_views("nsa_blocks", &inputs, &|inputs| blocks_op(&call, inputs));
-        let pool = |inputs: &[Float]| Ad::nsa_mean_pool(inputs[0].clone(), &call.call());
+        let pool = |inputs: &[Float]| primitive::<Ad, 3>(nsa_mean_pool(float(&inputs[0]), &call.call()));
         check_parity("nsa_mean_pool", &inputs[..1], &pool, &|inputs| {
             let qkv = inputs[0].clone();
             reference::nsa_mean_pool::<Ad>(qkv, &call.call())
@@ -113,8 +112,8 @@ fn nsa_blocks_equal_the_reference() {
 #[test]
 fn nsa_compressed_attention_equals_the_reference() {
     let op = |call: &Call, inputs: &[Float]| {
-        let (qkv, compressed) = (inputs[0].clone(), inputs[1].clone());
-        Ad::nsa_compressed_attention(qkv, compressed, &call.call()).output.o
+        let (qkv, compressed) = (float(&inputs[0]), float(&inputs[1]));
+        primitive::<Ad, 4>(nsa_compressed_attention(qkv, compressed, &call.call()).o)
     };
     for call in calls() {
         let inputs = [call.qkv(1), call.compressed(2)];
@@ -160,9 +159,8 @@ fn nsa_choice_of_blocks_equals_the_reference() {
 #[test]
 fn nsa_selected_attention_equals_the_reference() {
     let op = |call: &Call, chosen: &Tensor<Ad, 4, Int>, inputs: &[Float]| {
-        let chosen = chosen.clone().into_primitive();
-        let qkv = inputs[0].clone();
-        Ad::nsa_selected_attention(qkv, chosen, &call.call()).output.o
+        let qkv = float(&inputs[0]);
+        primitive::<Ad, 4>(nsa_selected_attention(qkv, chosen.clone(), &call.call()))
     };
     for call in calls() {
         let (inputs, chosen) = ([call.qkv(1)], call.chosen(2));

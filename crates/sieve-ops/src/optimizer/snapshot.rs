@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use sieve_kernels::{HostCopy, HostReader, KernelError};
 
-/// The values of a tensor when [`OptimizerBackend::snapshot`](crate::OptimizerBackend::snapshot) was called.
+/// The values of a tensor when [`DeviceBackend::snapshot`](crate::DeviceBackend::snapshot) was called.
 ///
 /// On a GPU it holds the tensor, and ops that would write in place write to a copy; the device must have run what was
 /// queued before the values are read.

@@ -3,9 +3,8 @@ use super::RowParts;
 use super::border::{Border, Reach};
 use super::heads::{to_heads, to_tokens};
 use crate::DeviceBackend;
-use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
-use crate::dma::{DmaSelection, bias_gradient, dma_bias, dma_rank};
-use crate::documents::DocumentBounds;
+use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
+use crate::dma::{DmaCall, DmaScoresCall, DmaSelection, bias_gradient, dma_bias, dma_rank};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -14,8 +13,8 @@ use sieve_core::{DmaShape, KeepRest};
 /// What DMA has beside the packed tensor: w_dt, a, its form, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (Float<B>, Float<B>, DmaShape, Ints<B>);
 
-/// Where a part's tokens stand: the rows, the document bounds inside the part, and how they attend.
-pub(crate) type PartPlace<'a, B> = (&'a RowParts, &'a DocumentBounds<B>, AttentionSpec);
+/// Where a part's tokens stand: the rows, and attention inside the part.
+pub(crate) type PartPlace<'a, B> = (&'a RowParts, &'a AttentionCall<B>);
 
 /// What attention of a part leaves for its backward pass.
 #[derive(Clone, Debug)]
@@ -62,15 +61,15 @@ impl<B: Backend> Parted<B> {
 pub(crate) fn forward<B: DeviceBackend>(
     qkv: Float<B>,
     dma: Option<DmaParts<B>>,
-    (parts, own_documents, spec): PartPlace<'_, B>,
+    (parts, own_call): PartPlace<'_, B>,
     rest: KeepRest,
 ) -> Parted<B> {
+    let spec = own_call.spec;
     let num_parts = parts.links.num_parts();
     let is_dense = dma.is_none() && spec.window_size.is_none();
     if is_dense && spec.num_kv_heads.is_multiple_of(num_parts) {
         let own = to_own_heads::<B>(parts, qkv, spec);
-        let (documents, own_spec) = whole::<B>(parts, &own, spec);
-        let output = <B as AttentionBackend>::attention(own, &documents, own_spec);
+        let output = <B as DeviceBackend>::attention(own.clone(), &whole::<B>(parts, &own, spec));
         let o = tensor::<B, 4>(output.o.clone());
         let o = to_tokens(&*parts.links, o, &[spec.num_heads]);
         return Parted {
@@ -83,27 +82,29 @@ pub(crate) fn forward<B: DeviceBackend>(
         (None, window) => Reach::Recent(window.map_or(parts.seq_len, |window| window - 1)),
     };
     let rank = dma.map(|(w_dt, a, dma, positions)| {
-        let z = tensor::<B, 3>(B::dma_scores(qkv.clone(), w_dt, a, spec));
+        let z = tensor::<B, 3>(B::dma_scores(&scores_call(&qkv, w_dt, a, spec)));
         let positions = || Tensor::<B, 2, Int>::from_primitive(positions);
         let rank = dma_rank(z, positions, dma.slopes(spec.num_kv_heads));
         (primitive(rank), dma)
     });
     let own_rank = rank.as_ref().map(|(rank, _)| rank);
-    let border = Border::<B>::gather(parts, &qkv, (own_documents, spec), reach, own_rank);
+    let border = Border::<B>::gather(parts, &qkv, own_call, reach, own_rank);
     let len = parts.len();
-    let (longer, documents) = (border.with_keys(qkv), border.documents(own_documents));
+    let (longer, attention) = (border.with_keys(qkv), border.call(own_call));
     let (output, selection) = match rank {
         Some((rank, dma)) => {
             let rank = border.with_ranks(rank);
             let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
-            let selection = B::dma_select(rank.clone(), &documents, dma.window());
-            let output = B::dma_attention(longer, delta, &documents, &selection, spec, rest);
-            (output, Some((selection, rank)))
+            let selection = B::dma_select(rank.clone(), &attention.documents, dma.window());
+            let call = DmaCall {
+                qkv: longer,
+                delta,
+                selection: selection.clone(),
+                attention,
+            };
+            (B::dma_attention(&call, rest), Some((selection, rank)))
         }
-        None => {
-            let output = <B as AttentionBackend>::attention(longer, &documents, spec);
-            (output, None)
-        }
+        None => (<B as DeviceBackend>::attention(longer, &attention), None),
     };
     let o = tensor::<B, 4>(output.o.clone()).narrow(1, border.slots, len);
     let bordered = Bordered {
@@ -118,21 +119,20 @@ pub(crate) fn forward<B: DeviceBackend>(
 }
 
 /// `dqkv` of this part, and the gradients of w_dt and a.
-#[allow(clippy::type_complexity)]
 pub(crate) fn backward<B: DeviceBackend>(
     parted: Parted<B>,
     qkv: Float<B>,
     dma: Option<DmaParts<B>>,
-    (parts, own_documents, spec): PartPlace<'_, B>,
+    (parts, own_call): PartPlace<'_, B>,
     d_o: Float<B>,
-) -> (Float<B>, Option<(Float<B>, Float<B>)>) {
+) -> (Float<B>, Option<[Float<B>; 2]>) {
+    let spec = own_call.spec;
     let links = &*parts.links;
     let bordered = match parted.way {
         Way::Heads(output) => {
             let d_o = primitive(to_heads(links, tensor::<B, 4>(d_o), &[spec.num_heads]));
             let own = to_own_heads::<B>(parts, qkv, spec);
-            let (documents, own_spec) = whole::<B>(parts, &own, spec);
-            let d_own = B::attention_backward(own, &documents, own_spec, output, d_o);
+            let d_own = B::attention_backward(own.clone(), &whole::<B>(parts, &own, spec), output, d_o);
             let d_qkv = to_tokens(links, tensor::<B, 4>(d_own), &kinds(spec));
             return (primitive(d_qkv), None);
         }
@@ -145,7 +145,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     } = *bordered;
     let (slots, len) = (border.slots, parts.len());
     let longer = border.with_keys(qkv.clone());
-    let documents = border.documents(own_documents);
+    let attention = border.call(own_call);
     let mut d_o = tensor::<B, 4>(d_o);
     if slots > 0 {
         let [batch, _, heads, head_dim] = d_o.dims();
@@ -154,27 +154,31 @@ pub(crate) fn backward<B: DeviceBackend>(
     }
     let d_o = primitive(d_o);
     let (Some((selection, rank)), Some((w_dt, a, dma, _))) = (selection, dma) else {
-        let d_longer = B::attention_backward(longer, &documents, spec, output, d_o);
+        let d_longer = B::attention_backward(longer, &attention, output, d_o);
         let (d_qkv, _) = border.give_back(parts, d_longer, None);
         return (d_qkv, None);
     };
     let rank = tensor::<B, 3>(rank);
     let delta = dma_bias(rank.clone(), dma.bias);
-    let (d_longer, d_delta) = B::dma_attention_backward(
-        longer,
-        primitive(delta.clone()),
-        &documents,
-        &selection,
-        spec,
-        output,
-        d_o,
-    );
+    let call = DmaCall {
+        qkv: longer,
+        delta: primitive(delta.clone()),
+        selection,
+        attention,
+    };
+    let [d_longer, d_delta] = B::dma_attention_backward(&call, output, d_o);
     let (d_qkv, d_delta) = border.give_back(parts, d_longer, Some(d_delta));
     let d_delta = tensor::<B, 3>(d_delta.expect("given above"));
     let own = |x: Tensor<B, 3>| x.narrow(2, slots, len);
     let dz = bias_gradient(own(rank), own(delta), d_delta, dma.bias);
-    let (d_qkv, d_w_dt, d_a) = B::dma_scores_backward(qkv, w_dt, a, spec, primitive(dz), d_qkv);
-    (d_qkv, Some((d_w_dt, d_a)))
+    let scores = scores_call(&qkv, w_dt, a, spec);
+    let [d_qkv, d_w_dt, d_a] = B::dma_scores_backward(&scores, primitive(dz), d_qkv);
+    (d_qkv, Some([d_w_dt, d_a]))
+}
+
+fn scores_call<B: Backend>(qkv: &Float<B>, w_dt: Float<B>, a: Float<B>, spec: AttentionSpec) -> DmaScoresCall<B> {
+    let qkv = qkv.clone();
+    DmaScoresCall { qkv, w_dt, a, spec }
 }
 
 fn kinds(spec: AttentionSpec) -> [usize; 3] {
@@ -185,8 +189,8 @@ fn to_own_heads<B: DeviceBackend>(parts: &RowParts, qkv: Float<B>, spec: Attenti
     primitive(to_heads(&*parts.links, tensor::<B, 4>(qkv), &kinds(spec)))
 }
 
-/// Bounds of the whole rows, and the spec of this rank's heads.
-fn whole<B: Backend>(parts: &RowParts, own: &Float<B>, spec: AttentionSpec) -> (DocumentBounds<B>, AttentionSpec) {
+/// Attention over whole rows of this rank's heads.
+fn whole<B: Backend>(parts: &RowParts, own: &Float<B>, spec: AttentionSpec) -> AttentionCall<B> {
     let device = B::float_device(own);
     let shape = [parts.batch, parts.seq_len];
     let documents = [0, 1].map(|bound| {
@@ -199,7 +203,7 @@ fn whole<B: Backend>(parts: &RowParts, own: &Float<B>, spec: AttentionSpec) -> (
         num_kv_heads: spec.num_kv_heads / num_parts,
         ..spec
     };
-    (documents, own_spec)
+    AttentionCall::new(documents, own_spec)
 }
 
 pub(super) fn int_primitive<B: Backend>(values: Vec<i32>, shape: [usize; 2], device: &B::Device) -> Ints<B> {

@@ -1,9 +1,8 @@
 //! The keys of earlier parts that a part's queries may see.
-use super::RowParts;
 use super::attend::int_primitive;
-use super::backend::Parcel;
+use super::{Parcel, RowParts};
 use crate::DeviceBackend;
-use crate::attention::AttentionSpec;
+use crate::attention::{AttentionCall, AttentionSpec};
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
@@ -65,14 +64,15 @@ pub(super) struct Border<B: Backend> {
 
 impl<B: DeviceBackend> Border<B> {
     /// Gives later parts the keys that they may see, and gets those that this part may see. `qkv` is this part's packed
-    /// tensor, `documents` its bounds, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
+    /// tensor, `own` attention inside it, `rank` `[batch, num_kv_heads, len]` what DMA ranks its keys by.
     pub(super) fn gather(
         parts: &RowParts,
         qkv: &Float<B>,
-        (documents, spec): (&DocumentBounds<B>, AttentionSpec),
+        own: &AttentionCall<B>,
         reach: Reach,
         rank: Option<&Float<B>>,
     ) -> Self {
+        let (documents, spec) = (&own.documents, own.spec);
         let (own, num_parts, len) = (parts.links.part(), parts.links.num_parts(), parts.len());
         let (share, kv_heads) = (reach.keys().min(len), spec.num_kv_heads);
         let [batch, _, _, head_dim] = qkv.shape().dims();
@@ -158,9 +158,12 @@ impl<B: DeviceBackend> Border<B> {
         B::exchange(&*parts.links, parcel)
     }
 
-    /// The bounds of the longer rows, where those of the part are `own`.
-    pub(super) fn documents(&self, own: &DocumentBounds<B>) -> DocumentBounds<B> {
-        self.documents.clone().unwrap_or_else(|| own.clone())
+    /// Attention over the longer rows, where the one inside the part is `own`.
+    pub(super) fn call(&self, own: &AttentionCall<B>) -> AttentionCall<B> {
+        match &self.documents {
+            Some(documents) => AttentionCall::new(documents.clone(), own.spec),
+            None => own.clone(),
+        }
     }
 
     /// The packed tensor of the longer rows: the border's keys with queries of zero, then the part.

@@ -4,7 +4,7 @@ use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor};
 
-/// See [`RowPartsBackend::dma_last_kept`](super::RowPartsBackend::dma_last_kept); from DMA's `expire`.
+/// See [`DeviceBackend::dma_last_kept`](crate::DeviceBackend::dma_last_kept); from DMA's `expire`.
 pub(super) fn dma_last_kept<B: Backend>(expire: Ints<B>, slots: usize) -> Ints<B> {
     let expire = Tensor::<B, 3, Int>::from_primitive(expire);
     let seq_len = expire.dims()[2];
@@ -15,7 +15,7 @@ pub(super) fn dma_last_kept<B: Backend>(expire: Ints<B>, slots: usize) -> Ints<B
     sorted.narrow(2, seq_len - slots, slots).into_primitive()
 }
 
-/// See [`RowPartsBackend::dma_border_keys`](super::RowPartsBackend::dma_border_keys).
+/// See [`DeviceBackend::dma_border_keys`](crate::DeviceBackend::dma_border_keys).
 pub(super) fn dma_border_keys<B: Backend>(
     packed: Float<B>,
     rank: Float<B>,
@@ -32,7 +32,7 @@ pub(super) fn dma_border_keys<B: Backend>(
     [keys, primitive(ranks.mask_fill(places.no_ranks, 0.0))]
 }
 
-/// See [`RowPartsBackend::dma_border_keys_backward`](super::RowPartsBackend::dma_border_keys_backward).
+/// See [`DeviceBackend::dma_border_keys_backward`](crate::DeviceBackend::dma_border_keys_backward).
 pub(super) fn dma_border_keys_backward<B: Backend>(
     [d_packed, d_rank]: [Float<B>; 2],
     kept: Ints<B>,

@@ -2,8 +2,10 @@ mod gpus;
 
 use super::border::Border;
 use super::{DmaParts, Parted, RowParts, ThreadLinks, backward, forward};
-use crate::attention::{AttentionBackend, AttentionGradients, AttentionSpec};
-use crate::dma::composed::{self, DmaState};
+use crate::DeviceBackend;
+use crate::attention::{AttentionCall, AttentionSpec};
+use crate::dma::DmaScoresCall;
+use crate::dma::composed::{self, DmaInputs};
 use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
 use crate::testing::{Random, RandomInput};
@@ -114,9 +116,10 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
     let documents = Documents::<Flex>::new(&bounds[0], &bounds[1], [BATCH, ROW], &device).bounds();
     let spec = case.spec;
     let Some(dma) = case.dma else {
-        let output = <Flex as AttentionBackend>::attention(qkv.clone(), &documents, spec);
+        let call = AttentionCall::new(documents, spec);
+        let output = <Flex as DeviceBackend>::attention(qkv.clone(), &call);
         let o = values::<4>(output.o.clone());
-        let d_qkv = Flex::attention_backward(qkv, &documents, spec, output, d_o);
+        let d_qkv = Flex::attention_backward(qkv, &call, output, d_o);
         return Found {
             o,
             d_qkv: values::<4>(d_qkv),
@@ -125,8 +128,12 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
             active: Vec::new(),
         };
     };
-    let (weights, gates) = (w_dt.clone(), a.clone());
-    let forward = composed::forward::<Flex>(qkv.clone(), weights, gates, &documents, spec, dma, KeepRest::Never);
+    let inputs = DmaInputs {
+        scores: DmaScoresCall { qkv, w_dt, a, spec },
+        documents,
+        dma,
+    };
+    let forward = composed::forward::<Flex>(&inputs, KeepRest::Never);
     let o = values::<4>(forward.output.o.clone());
     let expire = expire_of(forward.selection.expire.clone());
     let mut active = Vec::new();
@@ -136,16 +143,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
             keys.collect::<Vec<_>>()
         }));
     }
-    let state = DmaState {
-        qkv,
-        w_dt,
-        a,
-        documents,
-        spec,
-        dma,
-        forward,
-    };
-    let (d_qkv, d_w_dt, d_a) = composed::backward::<Flex>(state, d_o);
+    let [d_qkv, d_w_dt, d_a] = composed::backward::<Flex>(&inputs, forward, d_o);
     Found {
         o,
         d_qkv: values::<4>(d_qkv),
@@ -170,13 +168,13 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
         let positions = documents.positions.clone().into_primitive();
         Some((w_dt.clone(), a.clone(), case.dma?, positions))
     };
-    let bounds = documents.bounds();
-    let place = (&parts, &bounds, case.spec);
+    let own_call = AttentionCall::new(documents.bounds(), case.spec);
+    let place = (&parts, &own_call);
     let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepRest::Never);
     let active = active(&parted, first, len, qkv.clone());
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
-    let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |(d_w_dt, d_a)| {
+    let (d_w_dt, d_a) = d_dma.map_or((Vec::new(), Vec::new()), |[d_w_dt, d_a]| {
         (values::<2>(d_w_dt), values::<1>(d_a))
     });
     Found {
@@ -329,9 +327,9 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                     let [qkv, _, w_dt, a] = inputs.clone();
                     let first = parts.links.part() * parts.len();
                     let qkv = tensor::<Flex, 4>(qkv).narrow(1, first, parts.len());
-                    let bounds = documents.bounds();
+                    let own_call = AttentionCall::new(documents.bounds(), case.spec);
                     let dma = (w_dt, a, dma, documents.positions.into_primitive());
-                    let place = (&parts, &bounds, case.spec);
+                    let place = (&parts, &own_call);
                     let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepRest::Never);
                     parted.border().expect("a border").0.slots
                 })

@@ -1,7 +1,7 @@
 //! One rank's attention of its part with everything that it read and gave, for files that other programs check.
 use super::{RowParts, backward, forward};
 use crate::DeviceBackend;
-use crate::attention::AttentionSpec;
+use crate::attention::{AttentionCall, AttentionSpec};
 use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
@@ -38,12 +38,12 @@ impl<B: DeviceBackend> TracedPart<B> {
         device: &B::Device,
     ) -> Self {
         let of_part = Documents::<B>::of_part(parts.clone(), device);
-        let bounds = of_part.bounds();
-        let place = (parts, &bounds, spec);
+        let own = AttentionCall::new(of_part.bounds(), spec);
+        let place = (parts, &own);
         let dma = dma.map(|(w_dt, a, shape)| (w_dt, a, shape, of_part.positions.clone().into_primitive()));
         let parted = forward::<B>(qkv.clone(), dma.clone(), place, KeepRest::default());
         let (border, expire) = parted.border().unzip();
-        let documents = border.map_or_else(|| bounds.clone(), |border| border.documents(&bounds));
+        let documents = border.map_or_else(|| own.clone(), |border| border.call(&own)).documents;
         let keys = border.and_then(|border| border.keys.clone());
         let ranks = border.and_then(|border| border.ranks.clone());
         let (expire, o) = (expire.flatten(), parted.o.clone());
@@ -55,7 +55,7 @@ impl<B: DeviceBackend> TracedPart<B> {
             expire,
             o,
             d_qkv,
-            d_dma: d_dma.map(|(d_w_dt, d_a)| [d_w_dt, d_a]),
+            d_dma,
         }
     }
 }

@@ -1,85 +1,82 @@
 //! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
-use super::backend::{ChosenBlocks, SparseBackend};
+use super::ChosenBlocks;
 use crate::attention::cuda::packed_heads;
 use crate::decode::DmaCache;
-use crate::decode::cuda::{heavy_step, kept_cache};
+use crate::decode::cuda::{CudaDecodeScratch, heavy_step, kept_cache};
 use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
-use burn::tensor::ops::IntTensor;
 use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
 use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 use std::ops::Range;
 
-impl SparseBackend for Cuda {
-    fn has_sparse_attention(qkv: &Float) -> bool {
-        qkv.dtype == DType::BF16 && AttentionShape::supports_head_dim(qkv.meta.shape()[3])
-    }
+pub(crate) fn has_sparse_attention(qkv: &Float) -> bool {
+    qkv.dtype == DType::BF16 && AttentionShape::supports_head_dim(qkv.meta.shape()[3])
+}
 
-    fn sparse_attention(
-        qkv: Float,
-        mask: &MaskLayout,
-        data: IntTensor<Self>,
-        softmax_scale: f64,
-    ) -> Result<[Float; 2], String> {
-        let data = kernel_tensor(data).contiguous();
-        let qkv = packed_heads(&qkv, mask.heads);
-        let result = qkv.sparse_attention_forward(mask, &data, softmax_scale as f32);
-        let result = result.map(|result| [result.o.burn(), result.lse.burn()]);
-        kernel_or_refusal("sparse_attention", result)
-    }
+pub(crate) fn sparse_attention(
+    qkv: Float,
+    mask: &MaskLayout,
+    data: Float,
+    softmax_scale: f64,
+) -> Result<[Float; 2], String> {
+    let data = kernel_tensor(data).contiguous();
+    let qkv = packed_heads(&qkv, mask.heads);
+    let result = qkv.sparse_attention_forward(mask, &data, softmax_scale as f32);
+    let result = result.map(|result| [result.o.burn(), result.lse.burn()]);
+    kernel_or_refusal("sparse_attention", result)
+}
 
-    fn select_blocks(
-        qkv: Float,
-        selection: &BlockSelection,
-        bounds: Option<Float>,
-    ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
-        let heads = [selection.num_heads, selection.num_kv_heads];
-        let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
-            let size = tensor.num_elements();
-            Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
-        };
-        let bounds = bounds.map(kernel_tensor);
-        let qkv = packed_heads(&qkv, heads);
-        let chosen = qkv.select_blocks(selection, bounds.as_ref());
-        let chosen = chosen.and_then(|chosen| {
-            let [data, counts, pairs, nan_rows] = [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
-            Ok(ChosenBlocks {
-                layout: chosen.layout,
-                tensors: [data?, counts?, pairs?, nan_rows?],
-            })
-        });
-        kernel_or_refusal("select_blocks", chosen)
-    }
-    fn correct_by_probes(
-        qkv: Float,
-        o: Float,
-        correction: ProbeCorrection,
-        dense_rows: Range<usize>,
-        softmax_scale: f64,
-    ) -> Result<Float, String> {
-        let o = kernel_tensor(o).contiguous();
-        let heads = kernel_tensor(qkv.clone()).shape()[2];
-        let num_heads = o.shape()[2];
-        let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
-        let result = qkv.correct_by_probes(&o, correction, dense_rows, softmax_scale as f32);
-        kernel_or_refusal("correct_by_probes", result.map(|()| o.burn()))
-    }
+pub(crate) fn select_blocks(
+    qkv: Float,
+    selection: &BlockSelection,
+    bounds: Option<Float>,
+) -> Result<ChosenBlocks<Float>, String> {
+    let heads = [selection.num_heads, selection.num_kv_heads];
+    let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
+        let size = tensor.num_elements();
+        Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
+    };
+    let bounds = bounds.map(kernel_tensor);
+    let qkv = packed_heads(&qkv, heads);
+    let chosen = qkv.select_blocks(selection, bounds.as_ref());
+    let chosen = chosen.and_then(|chosen| {
+        let [data, counts, pairs, nan_rows] = [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
+        Ok(ChosenBlocks {
+            layout: chosen.layout,
+            tensors: [data?, counts?, pairs?, nan_rows?],
+        })
+    });
+    kernel_or_refusal("select_blocks", chosen)
+}
+pub(crate) fn correct_by_probes(
+    qkv: Float,
+    o: Float,
+    correction: ProbeCorrection,
+    dense_rows: Range<usize>,
+    softmax_scale: f64,
+) -> Result<Float, String> {
+    let o = kernel_tensor(o).contiguous();
+    let heads = kernel_tensor(qkv.clone()).shape()[2];
+    let num_heads = o.shape()[2];
+    let qkv = packed_heads(&qkv, [num_heads, (heads - num_heads) / 2]);
+    let result = qkv.correct_by_probes(&o, correction, dense_rows, softmax_scale as f32);
+    kernel_or_refusal("correct_by_probes", result.map(|()| o.burn()))
+}
 
-    fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String> {
-        let s = &heavy.selection;
-        let qkv = packed_heads(&qkv, [s.num_heads, s.num_kv_heads]);
-        kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
-    }
+pub(crate) fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, String> {
+    let s = &heavy.selection;
+    let qkv = packed_heads(&qkv, [s.num_heads, s.num_kv_heads]);
+    kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
+}
 
-    fn heavy_decode(
-        cache: &mut DmaCache<Self>,
-        qkv: Float,
-        position: usize,
-        softmax_scale: f64,
-        scratch: &mut Self::DecodeScratch,
-    ) -> Result<Float, String> {
-        let result = heavy_step(cache, &qkv, position, softmax_scale as f32, scratch);
-        kernel_or_refusal("heavy_decode", result)
-    }
+pub(crate) fn heavy_decode(
+    cache: &mut DmaCache<Cuda>,
+    qkv: Float,
+    position: usize,
+    softmax_scale: f64,
+    scratch: &mut CudaDecodeScratch,
+) -> Result<Float, String> {
+    let result = heavy_step(cache, &qkv, position, softmax_scale as f32, scratch);
+    kernel_or_refusal("heavy_decode", result)
 }

@@ -6,7 +6,7 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 use sieve_hf::NamedTensor;
-use sieve_ops::{OptimizerBackend, Snapshot, SnapshotReader, TrainBackend};
+use sieve_ops::{DeviceBackend, Snapshot, SnapshotReader, TrainBackend};
 
 impl<B: TrainBackend> AdamW<B> {
     /// Takes hold of weights and moments as they stand, to be read on any thread. Of several ranks each takes its

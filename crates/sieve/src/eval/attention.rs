@@ -8,7 +8,7 @@ use burn::tensor::DType;
 use clap::Args;
 use serde_json::json;
 use sieve_eval::{DISTANCES, HeadWeights, LayerWeights, attention_weights};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::fmt::Write;
 use std::path::PathBuf;
@@ -64,7 +64,7 @@ fn length(args: &AttentionArgs, context: usize) -> usize {
     args.length.map_or(LENGTH.min(context), |length| length as usize)
 }
 
-fn run_on<B: SieveBackend>(args: &AttentionArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &AttentionArgs, device: &B::Device, dtype: DType) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let length = length(args, loaded.shape.max_seq_len);
     let mut tokens = text::tokens(&args.data, &tokenizer, length, 1)?;

@@ -13,7 +13,7 @@ use sieve_core::recipe::MqarNoise as RecipeNoise;
 use sieve_data::{MqarConfig, MqarNoise};
 use sieve_eval::{RecallOfKind, RecallReport, recall};
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
@@ -79,7 +79,7 @@ pub(crate) fn run(args: MqarArgs) -> Result<()> {
     on_device!(device, run_on(&args))
 }
 
-fn run_on<B: SieveBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -> Result<()> {
     output::check(args.plot.as_deref())?;
     let (loaded, _tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let kinds = kinds(args, &loaded.recipe, loaded.model.shape().vocab_size)?;
@@ -162,7 +162,7 @@ fn kinds(args: &MqarArgs, recipe: &Recipe, model_vocab_size: usize) -> Result<Ve
     sizes.into_iter().map(config).collect()
 }
 
-fn print<B: SieveBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &RecallReport) -> Result<()> {
+fn print<B: DeviceBackend>(args: &MqarArgs, loaded: &LoadedModel<B>, report: &RecallReport) -> Result<()> {
     if args.result.report(loaded, COMMAND, serde_json::to_value(report)?)? {
         return Ok(());
     }

@@ -12,7 +12,7 @@ use sieve_eval::{
     text_documents, texts_together,
 };
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
@@ -75,7 +75,7 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     on_device!(device, run_on(&args))
 }
 
-fn run_on<B: SieveBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType) -> Result<()> {
     output::check(args.plot.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let config = config(args, loaded.shape.max_seq_len)?;
@@ -174,7 +174,7 @@ fn haystack(args: &NeedleArgs, config: &NeedleConfig, tokenizer: &Tokenizer) -> 
     Ok(Haystack::of_documents(documents, wanted, tokenizer)?)
 }
 
-fn print<B: SieveBackend>(
+fn print<B: DeviceBackend>(
     args: &NeedleArgs,
     loaded: &LoadedModel<B>,
     config: &NeedleConfig,

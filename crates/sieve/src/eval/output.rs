@@ -5,20 +5,20 @@ use clap::Args;
 use serde_json::{Value, json};
 use sieve_files::write_synced;
 use sieve_hf::{Checkpoint, LoadedModel};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use std::path::{Path, PathBuf};
 
 /// Folder of a run that holds what evaluations found; `sieve compare` reads it.
 const FOLDER: &str = "eval";
 
 /// What a picture calls a model: the name of its run and the step, and no path.
-pub(super) fn model_name<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
+pub(super) fn model_name<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     let folder = &loaded.recipe.checkpoint.folder;
     format!("{}, step {}", run_name(&loaded.path, folder), loaded.state.step)
 }
 
 /// What a report begins with: the checkpoint and its step.
-pub(super) fn heading<B: SieveBackend>(loaded: &LoadedModel<B>) -> String {
+pub(super) fn heading<B: DeviceBackend>(loaded: &LoadedModel<B>) -> String {
     format!("{} (step {})", loaded.path.display(), loaded.state.step)
 }
 
@@ -70,7 +70,7 @@ impl ResultArgs {
 
     /// Keeps and prints the fields of a report as JSON, behind the checkpoint and its step, as was asked for. False
     /// where lines are printed in its place.
-    pub(super) fn report<B: SieveBackend>(
+    pub(super) fn report<B: DeviceBackend>(
         &self,
         loaded: &LoadedModel<B>,
         command: &str,

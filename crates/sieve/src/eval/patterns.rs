@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use sieve_core::{Attention, ModelShape};
 use sieve_eval::{EvalError, PatternSearch, calibrate_dam, search_minference};
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::decode::dam::{DamConfig, DamMap, DamMaps};
 use sieve_select::prefill::minference::Pattern;
@@ -109,7 +109,7 @@ pub(crate) fn run(args: PatternsArgs) -> Result<()> {
     on_device!(device, run_on(&args, &flag))
 }
 
-fn run_on<B: SieveBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &PatternsArgs, flag: &str, device: &B::Device, dtype: DType) -> Result<()> {
     output::check_replaceable(&args.out)?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let length = length(args, &loaded.shape, loaded.recipe.training.seq_len)?;
@@ -296,7 +296,7 @@ fn dam_report(maps: &DamMaps, length: usize) -> Report {
 }
 
 /// Prints what was found, and the `flag` by which other commands read the written file.
-fn print<B: SieveBackend>(
+fn print<B: DeviceBackend>(
     args: &PatternsArgs,
     loaded: &LoadedModel<B>,
     [count, length]: [usize; 2],

@@ -18,7 +18,7 @@ use sieve_eval::{
     perplexity, prepared_documents, text_documents,
 };
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
@@ -95,7 +95,7 @@ pub(crate) fn run(args: PplArgs) -> Result<()> {
     on_device!(device, run_on(&args))
 }
 
-fn run_on<B: SieveBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &PplArgs, device: &B::Device, dtype: DType) -> Result<()> {
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
     let context = args.context.unwrap_or(loaded.recipe.training.seq_len);
     let usual_stride = match args.by_position || args.plot.is_some() {
@@ -175,7 +175,7 @@ fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
 }
 
 /// The report, with a bar while it is made.
-fn with_progress<B: SieveBackend>(
+fn with_progress<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,
     config: &PerplexityConfig,
@@ -195,7 +195,7 @@ fn with_progress<B: SieveBackend>(
 }
 
 /// The shards that the run of this checkpoint read.
-fn prepared_data<B: SieveBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
+fn prepared_data<B: DeviceBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     let (dir, hint) = match &loaded.recipe.data.cache_dir {
         Some(dir) => (
             PathBuf::from(sieve_core::paths::expand(dir, &crate::train::variable)?),
@@ -216,7 +216,7 @@ fn prepared_data<B: SieveBackend>(loaded: &LoadedModel<B>) -> Result<Prepared> {
     })
 }
 
-fn print<B: SieveBackend>(
+fn print<B: DeviceBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
     report: &PerplexityReport,

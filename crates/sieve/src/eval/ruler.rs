@@ -12,7 +12,7 @@ use sieve_eval::{
     SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, texts_together,
 };
 use sieve_hf::{Checkpoint, LoadedModel};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 
@@ -211,7 +211,7 @@ fn texts(
     Ok(tasks.iter().map(of_task).collect::<Result<_, _>>()?)
 }
 
-fn run_on<B: SieveBackend>(
+fn run_on<B: DeviceBackend>(
     args: &RulerArgs,
     checkpoint: &Path,
     asked: &Asked,
@@ -272,7 +272,7 @@ fn line(score: &SampleScore, selector: Option<&str>) -> Result<String> {
     Ok(line.to_string() + "\n")
 }
 
-fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) -> Result<()> {
+fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[LongReport]) -> Result<()> {
     let json = serde_json::json!({
         "attention": attention_label(&loaded.shape),
         "trained_length": loaded.recipe.training.seq_len,
@@ -327,7 +327,7 @@ fn print<B: SieveBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &[
 }
 
 /// For each method all tasks by length, and each task that has depths by length and depth.
-fn picture<B: SieveBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
+fn picture<B: DeviceBackend>(loaded: &LoadedModel<B>, reports: &[LongReport]) -> Picture {
     let mut maps = Vec::new();
     for report in reports {
         let method = selector::method(report.selector.as_deref(), &loaded.shape);

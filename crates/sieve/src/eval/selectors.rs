@@ -18,7 +18,7 @@ use serde::Serialize;
 use sieve_core::ModelShape;
 use sieve_eval::{READY_GRIDS, Selection, measure_selectors, selector_grid, selector_masks, sweep_selectors};
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use sieve_select::{ENTRIES, LayerSelectors, Phase, Selector};
 use std::path::{Path, PathBuf};
@@ -91,7 +91,7 @@ pub(crate) fn run(mut args: SelectorsArgs) -> Result<()> {
     on_device!(device, run_on(&args))
 }
 
-fn run_on<B: SieveBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {
+fn run_on<B: DeviceBackend>(args: &SelectorsArgs, device: &B::Device, dtype: DType) -> Result<()> {
     output::check(args.plot.as_deref())?;
     output::check(args.scores.as_deref())?;
     let (loaded, tokenizer) = loaded::load::<B>(&args.checkpoint, device, dtype)?;
@@ -250,7 +250,7 @@ fn all_prefill(chunk: Option<usize>) -> Result<Vec<LayerSelectors>> {
 }
 
 /// One run of the command.
-struct Run<'a, B: SieveBackend> {
+struct Run<'a, B: DeviceBackend> {
     args: &'a SelectorsArgs,
     loaded: &'a LoadedModel<B>,
     /// The first prompt of the longest length, and the token after it.
@@ -261,7 +261,7 @@ struct Run<'a, B: SieveBackend> {
     device: &'a B::Device,
 }
 
-impl<B: SieveBackend> Run<'_, B> {
+impl<B: DeviceBackend> Run<'_, B> {
     /// One picture a prefill method.
     fn draw_maps(&self, dir: &Path, failed: &mut Failures) -> Result<()> {
         let all = self.selectors.iter().zip(self.labels);

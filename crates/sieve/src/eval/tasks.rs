@@ -11,7 +11,7 @@ use sieve_eval::{
     run_task,
 };
 use sieve_hf::{Checkpoint, LoadedModel};
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -179,7 +179,7 @@ fn pairs(arguments: &[String]) -> Result<Vec<(&str, &str)>> {
     pairs.collect()
 }
 
-fn run_on<B: SieveBackend>(
+fn run_on<B: DeviceBackend>(
     args: &TasksArgs,
     checkpoint: &Path,
     texts: &[TaskTexts<'_>],
@@ -228,7 +228,7 @@ fn samples(reports: &[TaskReport]) -> Result<String> {
     Ok(text)
 }
 
-fn print<B: SieveBackend>(
+fn print<B: DeviceBackend>(
     args: &TasksArgs,
     loaded: &LoadedModel<B>,
     reports: &[TaskReport],

@@ -1,8 +1,8 @@
 //! The backward pass of an attention layer.
-use super::forward::{Attended, AttentionLayer, AttentionLayerCall, merge_heads, of_parts, rotation};
+use super::forward::{Attended, AttentionLayer, AttentionLayerCall, dma_inputs, merge_heads, of_parts, rotation};
 use crate::DeviceBackend;
 use crate::block::product::{Operands, Weight, begin_gradients, product_gradients};
-use crate::dma::composed::{self, DmaState};
+use crate::dma::composed;
 use crate::fp8::ToRound;
 use crate::norm::RmsNormCall;
 use crate::row_parts;
@@ -23,8 +23,7 @@ pub(super) struct Kept<B: Backend> {
 }
 
 /// Gradients of x, norm, qkv, q_norm, k_norm and o; those of w_dt and a beside them.
-#[allow(clippy::type_complexity)]
-pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<(Float<B>, Float<B>)>) {
+pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float<B>; 6], Option<[Float<B>; 2]>) {
     let Kept {
         x,
         qkv,
@@ -50,32 +49,20 @@ pub(super) fn backward<B: DeviceBackend>(kept: Kept<B>, dy: Float<B>) -> ([Float
     let again = rotated.unwrap_or_else(|| B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm.clone(), &call)));
     let (d_rotated, d_dma) = match (attended, layer.dma) {
         (Attended::Selected(forward), Some(dma)) => {
-            let state = DmaState {
-                qkv: again,
-                w_dt: primitive(dma.w_dt),
-                a: primitive(dma.a),
-                documents: call.documents.clone(),
-                spec: call.spec,
-                dma: dma.spec,
-                forward,
-            };
-            let (dqkv, dw_dt, da) = composed::backward::<B>(state, d_o);
-            (dqkv, Some((dw_dt, da)))
+            let inputs = dma_inputs(again, dma, &call.attention);
+            let [dqkv, dw_dt, da] = composed::backward::<B>(&inputs, forward, d_o);
+            (dqkv, Some([dw_dt, da]))
         }
-        (Attended::Recent(output), _) => {
-            let dqkv = B::attention_backward(again, &call.documents, call.spec, output, d_o);
-            (dqkv, None)
-        }
+        (Attended::Recent(output), _) => (B::attention_backward(again, &call.attention, output, d_o), None),
         (Attended::Parted(parted), dma) => {
             let dma = dma.map(|dma| of_parts(dma, &call));
             let parts = call.parts.as_ref().expect("made for parts of rows");
-            let place = (parts, &call.documents, call.spec);
-            row_parts::backward(parted, again, dma, place, d_o)
+            row_parts::backward(parted, again, dma, (parts, &call.attention), d_o)
         }
         (Attended::Selected(_), None) => unreachable!("made with the weights of DMA"),
     };
     let rotation = rotation(layer.qk_norm, &call);
-    let (dqkv, d_q_norm, d_k_norm) = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
+    let [dqkv, d_q_norm, d_k_norm] = B::qk_norm_rope_backward(qkv, rotation, d_rotated);
     let dqkv = ToRound::new(merge_heads::<B>(dqkv));
     let norm = RmsNormCall {
         x,

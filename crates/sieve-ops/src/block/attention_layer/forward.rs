@@ -1,11 +1,11 @@
 //! The forward pass of an attention layer.
 use crate::DeviceBackend;
-use crate::attention::{AttentionBackend, AttentionOutput, AttentionSpec};
+use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
 use crate::block::WeightSums;
 use crate::block::product::{Operands, product};
 use crate::block::residual::Residual;
-use crate::dma::{DmaForward, composed};
-use crate::documents::DocumentBounds;
+use crate::dma::DmaScoresCall;
+use crate::dma::composed::{self, DmaForward, DmaInputs};
 use crate::fp8::{ProductPrecision, ToRound};
 use crate::norm::RmsNormCall;
 use crate::rope::{QkNorm, QkNormRopeCall, RopeTables};
@@ -56,12 +56,10 @@ pub struct AttentionLayerCall<B: Backend> {
     pub positions: Ints<B>,
     /// Rotary tables.
     pub rope: RopeTables<B>,
-    /// Document bounds.
-    pub documents: DocumentBounds<B>,
+    /// Documents, heads, scale and window.
+    pub attention: AttentionCall<B>,
     /// Where the tokens are parts of rows: the whole rows.
     pub parts: Option<RowParts>,
-    /// Heads, scale and window.
-    pub spec: AttentionSpec,
     /// Whether x is added to the output.
     pub residual: Residual,
 }
@@ -118,21 +116,16 @@ pub(super) fn forward<B: DeviceBackend>(
     let normed = ToRound::new(normed);
     let (how, rest) = ((layer.precision, layer.keeping), layer.keeping.rest);
     let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv), None);
-    let qkv = split_heads::<B>(qkv, call.spec);
+    let qkv = split_heads::<B>(qkv, call.attention.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
     let kept_rotated = layer.keeping.made_again.then(|| rotated.clone());
-    let (documents, spec) = (&call.documents, call.spec);
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
             let dma = dma.map(|dma| of_parts(dma, call));
-            Attended::Parted(row_parts::forward(rotated, dma, (parts, documents, spec), rest))
+            Attended::Parted(row_parts::forward(rotated, dma, (parts, &call.attention), rest))
         }
-        (None, None) => Attended::Recent(<B as AttentionBackend>::attention(rotated, documents, spec)),
-        (None, Some(dma)) => {
-            let (w_dt, a) = (primitive(dma.w_dt), primitive(dma.a));
-            let forward = composed::forward::<B>(rotated, w_dt, a, documents, spec, dma.spec, rest);
-            Attended::Selected(forward)
-        }
+        (None, None) => Attended::Recent(<B as DeviceBackend>::attention(rotated, &call.attention)),
+        (None, Some(dma)) => Attended::Selected(composed::forward(&dma_inputs(rotated, dma, &call.attention), rest)),
     };
     let heads = ToRound::new(merge_heads::<B>(attended.o()));
     let o = primitive(layer.o);
@@ -144,6 +137,20 @@ pub(super) fn forward<B: DeviceBackend>(
         attended,
         operands: [first, second],
         y,
+    }
+}
+
+/// What DMA computes from.
+pub(super) fn dma_inputs<B: Backend>(qkv: Float<B>, dma: DmaLayer<B>, call: &AttentionCall<B>) -> DmaInputs<B> {
+    DmaInputs {
+        scores: DmaScoresCall {
+            qkv,
+            w_dt: primitive(dma.w_dt),
+            a: primitive(dma.a),
+            spec: call.spec,
+        },
+        documents: call.documents.clone(),
+        dma: dma.spec,
     }
 }
 
@@ -159,7 +166,7 @@ pub(super) fn rotation<B: Backend>(norm: QkNorm<B>, call: &AttentionLayerCall<B>
         k_weight: primitive(norm.k_weight),
         positions: call.positions.clone(),
         rope: call.rope.clone(),
-        num_kv_heads: call.spec.num_kv_heads,
+        num_kv_heads: call.attention.spec.num_kv_heads,
         epsilon: norm.epsilon,
     }
 }

@@ -1,4 +1,4 @@
-use super::{AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer, forward};
+use super::{AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer, forward};
 use crate::block::product::Operands;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity, check_views, documents,
@@ -96,9 +96,8 @@ impl Case {
         let call = AttentionLayerCall {
             positions: self.documents.positions.clone().into_primitive(),
             rope: self.rope(&inputs[0]).tables(),
-            documents: self.documents.bounds(),
+            attention: AttentionCall::new(self.documents.bounds(), self.spec),
             parts: None,
-            spec: self.spec,
             residual: self.residual,
         };
         reference::attention_layer::<Ad>(inputs[0].clone(), self.layer(inputs, Keeping::NOTHING), call)
@@ -242,14 +241,13 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
         let rope = case.rope(&leaves[0]);
         let call = AttentionLayerCall {
             positions: case.documents.positions.clone().into_primitive(),
-            rope: rope.tables(),
-            documents: case.documents.bounds(),
+            rope: rope.tables().values(),
+            attention: AttentionCall::new(case.documents.bounds(), case.spec),
             parts: None,
-            spec: case.spec,
             residual: case.residual,
         };
-        let layer = case.layer(&leaves, ALL).inner();
-        let all = forward::<Flex>(inputs[0].clone(), layer, &call.inner());
+        let layer = case.layer(&leaves, ALL).values();
+        let all = forward::<Flex>(inputs[0].clone(), layer, &call);
         let [Operands::X(normed), _] = all.operands else {
             panic!("{kind:?}: no normed stream");
         };

@@ -105,7 +105,7 @@ fn what_is_kept_to_be_faster_is_what_the_plan_counts() {
     let inputs = inputs([batch, seq_len, d_model, d_ff], 3).map(|x| x.tensor(DType::F32));
     let leaves = inputs.clone().map(Ad::from_inner);
     let numbers = |keeping| {
-        let layer = layer(&leaves, keeping).inner();
+        let layer = layer(&leaves, keeping).values();
         let [first, second] = forward::<Flex>(inputs[0].clone(), layer, BOTH[0]).operands;
         let numbers = [first, second].map(|kept| match kept {
             Operands::X(x) => x.shape().num_elements(),

@@ -1,8 +1,8 @@
 use super::{dma, inputs, run, spec};
 use crate::testing::{Ad, Input, Random, RandomInput, assert_close, documents, float, host, primitive};
 use crate::{
-    AttentionOutput, AttentionSpec, DmaBackend, DmaBias, DmaGradients, DmaSelection, Documents, attention, dma_select,
-    reference,
+    AttentionCall, AttentionOutput, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaScoresCall, DmaSelection,
+    Documents, attention, dma_select, reference,
 };
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
@@ -93,14 +93,16 @@ fn attend(
     let [batch, seq_len, head_dim] = [qkv.dims[0], qkv.dims[1], qkv.dims[3]];
     let dims = [batch, spec.num_kv_heads, seq_len];
     let expire = Tensor::<Flex, 3, Int>::from_data(TensorData::new(expire.to_vec(), dims), &Default::default());
-    let selection = DmaSelection::of_expire(expire.into_primitive());
-    let bounds = documents.bounds();
-    let (qkv, delta) = (qkv.tensor(dtype), delta.tensor(dtype));
-    let output = Flex::dma_attention(qkv.clone(), delta.clone(), &bounds, &selection, spec, KeepRest::Never);
+    let call = DmaCall::<Flex> {
+        qkv: qkv.tensor(dtype),
+        delta: delta.tensor(dtype),
+        selection: DmaSelection::of_expire(expire.into_primitive()),
+        attention: AttentionCall::new(documents.bounds(), spec),
+    };
+    let output = Flex::dma_attention(&call, KeepRest::Never);
     let o_dims = [batch, seq_len, spec.num_heads, head_dim];
     let d_o = Random(9).input(&o_dims);
-    let (dqkv, d_delta) =
-        Flex::dma_attention_backward(qkv, delta, &bounds, &selection, spec, output.clone(), d_o.tensor(dtype));
+    let [dqkv, d_delta] = Flex::dma_attention_backward(&call, output.clone(), d_o.tensor(dtype));
     Attended {
         output,
         dqkv: host(dqkv),
@@ -235,11 +237,23 @@ fn with_room_for_all_keys_it_is_dense_attention_with_a_bias() {
     for bias in [DmaBias::Exp, DmaBias::Linear] {
         let dense = through(&inputs, DType::F64, |inputs| {
             let (qkv, w_dt, a) = (inputs[0].clone(), inputs[1].clone(), inputs[2].clone());
-            let z = reference::dma_scores::<Ad>(qkv.clone(), w_dt, a, spec);
+            let call = DmaScoresCall::<Ad> {
+                qkv: qkv.clone(),
+                w_dt,
+                a,
+                spec,
+            };
+            let z = reference::dma_scores(&call);
             let delta = primitive(crate::dma_bias(float::<3>(&z), bias));
             let selection =
                 DmaSelection::of_expire(crate::testing::ints(expire.clone(), [2, 3, seq_len]).into_primitive());
-            reference::dma_attention::<Ad>(qkv, delta, &all.bounds(), &selection, spec).o
+            let call = DmaCall::<Ad> {
+                qkv,
+                delta,
+                selection,
+                attention: AttentionCall::new(all.bounds(), spec),
+            };
+            reference::dma_attention(&call).o
         });
         for keep_window_size in [62, 63, 1000] {
             let dma = through(&inputs, DType::F32, |inputs| {
@@ -316,11 +330,14 @@ fn scores_of_a_token_do_not_depend_on_its_neighbours() {
     // Decoding computes one token's score at a time; another rounding could flip a near tie.
     let spec = spec(2, 16);
     let [qkv, w_dt, a] = inputs(spec, [2, 37, 16], 7).map(|input| input.tensor(DType::F32));
-    let z = host(Flex::dma_scores(qkv.clone(), w_dt.clone(), a.clone(), spec));
+    let scores_of = |qkv| {
+        let (w_dt, a) = (w_dt.clone(), a.clone());
+        host(Flex::dma_scores(&DmaScoresCall { qkv, w_dt, a, spec }))
+    };
+    let z = scores_of(qkv.clone());
     for (batch, token) in [(0, 0), (0, 5), (1, 17), (1, 36)] {
         let one = qkv.narrow(0, batch, 1).narrow(1, token, 1);
-        let alone = host(Flex::dma_scores(one, w_dt.clone(), a.clone(), spec));
-        for (head, alone) in alone.iter().enumerate() {
+        for (head, alone) in scores_of(one).iter().enumerate() {
             assert_eq!(*alone, z[(batch * 3 + head) * 37 + token]);
         }
     }

@@ -1,15 +1,15 @@
 //! The compressed and the selected branch.
 use super::host::{Host, ints};
-use crate::attention::AttentionOutput;
 use crate::attention::masks::hidden_by_expiry;
 use crate::attention::reference::{group_probabilities, masked_attention, masked_attention_backward};
-use crate::dma::DmaSelection;
+use crate::attention::{AttentionCall, AttentionOutput};
 use crate::dma::reference::{dma_attention, dma_attention_backward};
+use crate::dma::{DmaCall, DmaSelection};
 use crate::documents::DocumentBounds;
-use crate::nsa::backend::{NsaCall, NsaCompressed, NsaSelected};
+use crate::nsa::{NsaCall, NsaCompressed, NsaSelected};
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData};
 use sieve_cpu::NsaBlocks;
 use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
@@ -61,12 +61,16 @@ fn place<B: Backend>(qkv: Tensor<B, 4>, compressed: Tensor<B, 3>, call: &NsaCall
     }
 }
 
-fn no_bias<B: Backend>(expire: &Tensor<B, 3, Int>, dtype: DType) -> Float<B> {
-    primitive(Tensor::<B, 3>::zeros(expire.dims(), (&expire.device(), dtype)))
-}
-
-fn selection<B: Backend>(expire: &Tensor<B, 3, Int>) -> DmaSelection<B> {
-    DmaSelection::of_expire(expire.clone().into_primitive())
+/// Attention over the placed keys, without a bias.
+fn attention<B: Backend>(placed: &Placed<B>, call: &NsaCall<B>) -> DmaCall<B> {
+    let expire = placed.expire.clone();
+    let no_bias = Tensor::<B, 3>::zeros(expire.dims(), (&expire.device(), placed.qkv.dtype()));
+    DmaCall {
+        qkv: primitive(placed.qkv.clone()),
+        delta: primitive(no_bias),
+        selection: DmaSelection::of_expire(expire.into_primitive()),
+        attention: AttentionCall::new(call.documents.clone(), call.spec),
+    }
 }
 
 /// See [`crate::nsa_compressed_attention`].
@@ -78,15 +82,8 @@ pub fn nsa_compressed_attention<B: Backend>(
     let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, _) = upcast::<B, 3>(compressed);
-    let compute = qkv.dtype();
     let placed = place::<B>(qkv, compressed, call);
-    let output = dma_attention::<B>(
-        primitive(placed.qkv.clone()),
-        no_bias(&placed.expire, compute),
-        documents,
-        &selection(&placed.expire),
-        spec,
-    );
+    let output = dma_attention::<B>(&attention(&placed, call));
     let hidden = hidden_by_expiry::<B>(documents, placed.expire.into_primitive());
     let p = group_probabilities::<B>(primitive(placed.qkv), hidden, spec, output.lse.clone());
     let block_indices = select::<B>(p, documents, blocks);
@@ -136,7 +133,7 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
     output: AttentionOutput<B>,
     d_o: Float<B>,
 ) -> [Float<B>; 2] {
-    let (documents, spec, blocks) = (&call.documents, call.spec, call.blocks);
+    let (spec, blocks) = (call.spec, call.blocks);
     let (qkv, dtype) = upcast::<B, 4>(qkv);
     let (compressed, compressed_dtype) = upcast::<B, 3>(compressed);
     let compute = qkv.dtype();
@@ -144,15 +141,7 @@ pub fn nsa_compressed_attention_backward<B: Backend>(
     let kv_heads = spec.num_kv_heads;
     let num_slots = blocks.num_slots(n);
     let placed = place::<B>(qkv, compressed, call);
-    let (d_placed, _) = dma_attention_backward::<B>(
-        primitive(placed.qkv),
-        no_bias(&placed.expire, compute),
-        documents,
-        &selection(&placed.expire),
-        spec,
-        output,
-        d_o,
-    );
+    let [d_placed, _] = dma_attention_backward::<B>(&attention(&placed, call), output, d_o);
     let [dq, dk, dv] = split_heads(tensor::<B, 4>(d_placed), kv_heads);
     let d_compressed = [dk.clone(), dv.clone()].map(|dx| {
         let zeros = Tensor::<B, 2>::zeros([batch * num_slots, kv_heads * d], (&dx.device(), compute));
@@ -208,5 +197,6 @@ pub fn nsa_selected_attention_backward<B: Backend>(
     d_o: Float<B>,
 ) -> Float<B> {
     let hidden = hidden_by_blocks::<B>(block_indices, &call.documents, call.blocks);
-    masked_attention_backward::<B>(qkv, None, hidden, call.spec, selected.output, d_o).0
+    let [dqkv, _] = masked_attention_backward::<B>(qkv, None, hidden, call.spec, selected.output, d_o);
+    dqkv
 }

@@ -1,7 +1,7 @@
 //! Blocks of keys and values, and their means.
 use super::host::{Host, ints};
 use crate::documents::DocumentBounds;
-use crate::nsa::backend::NsaCall;
+use crate::nsa::NsaCall;
 use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor, TensorData};

@@ -5,8 +5,10 @@
 //! ```
 //!
 //! Each GPU is a process of its own, as in training: this program again, told by [`PART`] which part is its.
-use crate::attention::{AttentionBackend, AttentionGradients, AttentionSpec};
-use crate::dma::composed::{self, DmaState};
+use crate::DeviceBackend;
+use crate::attention::{AttentionCall, AttentionSpec};
+use crate::dma::DmaScoresCall;
+use crate::dma::composed::{self, DmaInputs};
 use crate::documents::Documents;
 use crate::row_parts::{DmaParts, RowLinks, RowParts, backward, forward};
 use crate::tensors::{Float, primitive, tensor};
@@ -168,9 +170,10 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
     let documents = Documents::<Cuda>::new(&start, &end, [1, ROW], &gpu.device).bounds();
     let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
     let Some(dma) = case.dma else {
-        let output = <Cuda as AttentionBackend>::attention(qkv.clone(), &documents, SPEC);
+        let call = AttentionCall::new(documents, SPEC);
+        let output = <Cuda as DeviceBackend>::attention(qkv.clone(), &call);
         let o = some(output.o.clone());
-        let d_qkv = Cuda::attention_backward(qkv, &documents, SPEC, output, d_o);
+        let d_qkv = Cuda::attention_backward(qkv, &call, output, d_o);
         return Found {
             o,
             d_qkv: some(d_qkv),
@@ -178,19 +181,19 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
         };
     };
     let [w_dt, a] = gpu.weights(case);
-    let (x, weights, gates) = (qkv.clone(), w_dt.clone(), a.clone());
-    let forward = composed::forward::<Cuda>(x, weights, gates, &documents, SPEC, dma, KeepRest::default());
-    let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
-    let state = DmaState {
-        qkv,
-        w_dt,
-        a,
+    let inputs = DmaInputs {
+        scores: DmaScoresCall {
+            qkv,
+            w_dt,
+            a,
+            spec: SPEC,
+        },
         documents,
-        spec: SPEC,
         dma,
-        forward,
     };
-    let (d_qkv, _, _) = composed::backward::<Cuda>(state, d_o);
+    let forward = composed::forward::<Cuda>(&inputs, KeepRest::default());
+    let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
+    let [d_qkv, _, _] = composed::backward::<Cuda>(&inputs, forward, d_o);
     Found {
         o,
         d_qkv: some(d_qkv),
@@ -231,8 +234,8 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
         let positions = documents.positions.clone().into_primitive();
         Some((w_dt.clone(), a.clone(), case.dma?, positions))
     };
-    let own_bounds = documents.bounds();
-    let place = (&parts, &own_bounds, SPEC);
+    let own_call = AttentionCall::new(documents.bounds(), SPEC);
+    let place = (&parts, &own_call);
     let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
     let parted = forward::<Cuda>(qkv.clone(), dma(), place, KeepRest::default());
     let mut expire = Vec::new();

@@ -5,13 +5,13 @@ use anyhow::{Result, bail};
 use sieve_data::Tokenizer;
 use sieve_eval::{EvalDocument, EvalError, Extrapolation, extrapolation, prepared_documents, text_documents};
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// Contexts, in rows of training.
 const FACTORS: [usize; 3] = [1, 2, 4];
 
 /// Predicts the last tokens of long documents behind every context that the model has positions for.
-pub(super) fn measure<B: SieveBackend>(
+pub(super) fn measure<B: DeviceBackend>(
     args: &PplArgs,
     loaded: &LoadedModel<B>,
     tokenizer: &Tokenizer,

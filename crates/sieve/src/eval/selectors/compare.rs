@@ -6,7 +6,7 @@ use serde::Serialize;
 use sieve_data::Tokenizer;
 use sieve_eval::{TrainedMeasure, measure_trained};
 use sieve_hf::LoadedModel;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use std::path::PathBuf;
 
 /// One row of the table.
@@ -22,7 +22,7 @@ pub(super) struct Trained {
 }
 
 /// The models, checked before any of them is measured.
-pub(super) fn load<B: SieveBackend>(
+pub(super) fn load<B: DeviceBackend>(
     folders: &[PathBuf],
     tokenizer: &Tokenizer,
     longest: usize,
@@ -55,7 +55,7 @@ pub(super) fn load<B: SieveBackend>(
 }
 
 /// Each model on the same windows.
-pub(super) fn measure<B: SieveBackend>(
+pub(super) fn measure<B: DeviceBackend>(
     models: &[LoadedModel<B>],
     windows: &[Vec<u32>],
     device: &B::Device,

@@ -5,7 +5,7 @@ use super::panels::{self, Panel, Section};
 use super::table::Row;
 use crate::eval::line_chart::Axis;
 use crate::eval::output;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 use sieve_select::LayerSelectors;
 
 /// One measured setting.
@@ -28,7 +28,7 @@ struct Curve {
 }
 
 /// The rows of the longest length; those that differ in the one key that trades density for recall are one curve.
-pub(super) fn svg<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained]) -> String {
+pub(super) fn svg<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained]) -> String {
     let longest = run.tokens.len() - 1;
     let mut curves: Vec<Curve> = Vec::new();
     let (mut dense_ms, mut dense_loss) = (0.0, None);

@@ -5,7 +5,7 @@ use crate::{selector, terminal};
 use anyhow::Result;
 use serde::Serialize;
 use sieve_eval::SelectorMeasure;
-use sieve_ops::SieveBackend;
+use sieve_ops::DeviceBackend;
 
 /// One line of the table.
 #[derive(Debug, Serialize)]
@@ -18,7 +18,7 @@ pub(super) struct Row {
 }
 
 /// Everything as one object, kept and printed as was asked for.
-pub(super) fn report<B: SieveBackend>(
+pub(super) fn report<B: DeviceBackend>(
     run: &Run<'_, B>,
     rows: &[Row],
     trained: &[Trained],
@@ -38,7 +38,7 @@ pub(super) fn report<B: SieveBackend>(
 }
 
 /// Prints all lengths.
-pub(super) fn print<B: SieveBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained], left_out: &[anyhow::Error]) {
+pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &[Trained], left_out: &[anyhow::Error]) {
     let (args, loaded) = (run.args, run.loaded);
     let chunks = match args.chunk {
         Some(chunk) => format!(", read in chunks of {chunk} tokens"),

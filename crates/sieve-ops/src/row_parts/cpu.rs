@@ -1,9 +1,8 @@
 //! Rows in parts on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
 use super::attend::{from_values, values_of};
-use super::backend::{Parcel, RowPartsBackend};
-use super::{RowLinks, reference};
+use super::{Parcel, RowLinks, reference};
 use crate::attention::AttentionSpec;
-use crate::dma::DmaBackend;
+use crate::backend::DeviceBackend;
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
@@ -11,41 +10,44 @@ use burn::tensor::{Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::DmaWindow;
 
-impl RowPartsBackend for Flex {
-    fn dma_last_kept(
-        rank: FlexTensor,
-        documents: &DocumentBounds<Self>,
-        window: DmaWindow,
-        slots: usize,
-    ) -> FlexTensor {
-        let selection = Self::dma_select(rank, documents, window);
-        reference::dma_last_kept::<Self>(selection.expire, slots)
-    }
+pub(crate) fn dma_last_kept(
+    rank: FlexTensor,
+    documents: &DocumentBounds<Flex>,
+    window: DmaWindow,
+    slots: usize,
+) -> FlexTensor {
+    let selection = Flex::dma_select(rank, documents, window);
+    reference::dma_last_kept::<Flex>(selection.expire, slots)
+}
 
-    fn dma_border_keys(packed: FlexTensor, rank: FlexTensor, kept: FlexTensor, spec: AttentionSpec) -> [FlexTensor; 2] {
-        reference::dma_border_keys::<Self>(packed, rank, kept, spec)
-    }
+pub(crate) fn dma_border_keys(
+    packed: FlexTensor,
+    rank: FlexTensor,
+    kept: FlexTensor,
+    spec: AttentionSpec,
+) -> [FlexTensor; 2] {
+    reference::dma_border_keys::<Flex>(packed, rank, kept, spec)
+}
 
-    fn dma_border_keys_backward(
-        sums: [FlexTensor; 2],
-        kept: FlexTensor,
-        gradients: [FlexTensor; 2],
-        spec: AttentionSpec,
-    ) -> [FlexTensor; 2] {
-        reference::dma_border_keys_backward::<Self>(sums, kept, gradients, spec)
-    }
+pub(crate) fn dma_border_keys_backward(
+    sums: [FlexTensor; 2],
+    kept: FlexTensor,
+    gradients: [FlexTensor; 2],
+    spec: AttentionSpec,
+) -> [FlexTensor; 2] {
+    reference::dma_border_keys_backward::<Flex>(sums, kept, gradients, spec)
+}
 
-    fn exchange(links: &dyn RowLinks, parcel: Parcel<Self>) -> Vec<FlexTensor> {
-        over_hosts::<Self>(links, parcel)
-    }
+pub(crate) fn exchange(links: &dyn RowLinks, parcel: Parcel<Flex>) -> Vec<FlexTensor> {
+    over_hosts::<Flex>(links, parcel)
+}
 
-    fn all_to_all(links: &dyn RowLinks, x: FlexTensor) -> FlexTensor {
-        slices_over_hosts::<Self>(links, x)
-    }
+pub(crate) fn all_to_all(links: &dyn RowLinks, x: FlexTensor) -> FlexTensor {
+    slices_over_hosts::<Flex>(links, x)
 }
 
 /// An exchange of slices by way of the host.
-pub(super) fn slices_over_hosts<B: RowPartsBackend>(links: &dyn RowLinks, x: Float<B>) -> Float<B> {
+pub(super) fn slices_over_hosts<B: Backend>(links: &dyn RowLinks, x: Float<B>) -> Float<B> {
     let slices = tensor::<B, 5>(x.clone());
     let [parts, batch, len, heads, width] = slices.dims();
     let slice = |part| (part, primitive(slices.clone().narrow(0, part, 1)));

@@ -1,6 +1,5 @@
 //! Dense and sliding-window attention on the CPU, and what every attention there shares.
-use super::backend::{AttentionBackend, AttentionGradients, AttentionOutput, AttentionSpec};
-use super::reference;
+use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain_scores, zeros_like};
 use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
@@ -8,34 +7,28 @@ use burn::tensor::TensorMetadata;
 use burn_flex::{Flex, FlexTensor};
 use sieve_cpu::AttentionShape;
 
-impl AttentionBackend for Flex {
-    fn attention(qkv: FlexTensor, bounds: &DocumentBounds<Self>, spec: AttentionSpec) -> AttentionOutput<Self> {
-        if !is_f32(&qkv) {
-            return plain_scores("attention", scores(&qkv, spec.num_heads), || {
-                reference::attention::<Self>(qkv, bounds, spec)
-            });
-        }
-        forward(&contiguous(qkv), &contiguous_bounds(bounds), window(spec), spec)
+pub(crate) fn attention(qkv: FlexTensor, call: &AttentionCall<Flex>) -> AttentionOutput<Flex> {
+    if !is_f32(&qkv) {
+        return plain_scores("attention", scores(&qkv, call.spec.num_heads), || {
+            reference::attention::<Flex>(qkv, call)
+        });
     }
+    forward(&contiguous(qkv), window(call.spec), call)
 }
 
-impl AttentionGradients for Flex {
-    fn attention_backward(
-        qkv: FlexTensor,
-        bounds: &DocumentBounds<Self>,
-        spec: AttentionSpec,
-        output: AttentionOutput<Self>,
-        d_o: FlexTensor,
-    ) -> FlexTensor {
-        if !is_f32(&qkv) {
-            return plain_scores("attention_backward", scores(&qkv, spec.num_heads), || {
-                reference::attention_backward::<Self>(qkv, bounds, spec, output, d_o)
-            });
-        }
-        let (qkv, bounds) = (contiguous(qkv), contiguous_bounds(bounds));
-        let operands = [output.o, output.lse, d_o];
-        backward(&qkv, &bounds, window(spec), spec, operands, None)
+pub(crate) fn attention_backward(
+    qkv: FlexTensor,
+    call: &AttentionCall<Flex>,
+    output: AttentionOutput<Flex>,
+    d_o: FlexTensor,
+) -> FlexTensor {
+    if !is_f32(&qkv) {
+        return plain_scores("attention_backward", scores(&qkv, call.spec.num_heads), || {
+            reference::attention_backward::<Flex>(qkv, call, output, d_o)
+        });
     }
+    let operands = [output.o, output.lse, d_o];
+    backward(&contiguous(qkv), window(call.spec), call, operands, None)
 }
 
 /// Sizes of a packed tensor.
@@ -86,33 +79,34 @@ pub(crate) fn documents(bounds: &[FlexTensor; 2]) -> sieve_cpu::Documents<'_> {
     }
 }
 
+/// Attention of a contiguous tensor; of the call's mask `mask` alone counts.
 pub(crate) fn forward(
     qkv: &FlexTensor,
-    bounds: &[FlexTensor; 2],
     mask: sieve_cpu::Mask<'_>,
-    spec: AttentionSpec,
+    call: &AttentionCall<Flex>,
 ) -> AttentionOutput<Flex> {
-    let shape = attention_shape(qkv, spec);
+    let bounds = contiguous_bounds(&call.documents);
+    let shape = attention_shape(qkv, call.spec);
     let [mut o, mut lse] = empty_output(shape, shape.head_dim);
-    let documents = documents(bounds);
-    sieve_cpu::attention_forward(shape, floats(qkv), documents, mask, &mut o, &mut lse);
+    sieve_cpu::attention_forward(shape, floats(qkv), documents(&bounds), mask, &mut o, &mut lse);
     output_of(shape, shape.head_dim, [o, lse])
 }
 
+/// Its gradient.
 pub(crate) fn backward(
     qkv: &FlexTensor,
-    bounds: &[FlexTensor; 2],
     mask: sieve_cpu::Mask<'_>,
-    spec: AttentionSpec,
+    call: &AttentionCall<Flex>,
     [o, lse, d_o]: [FlexTensor; 3],
     d_delta: Option<&mut [f32]>,
 ) -> FlexTensor {
+    let bounds = contiguous_bounds(&call.documents);
     let mut dqkv = zeros_like(qkv);
     let [o, lse, d_o] = [o, lse, d_o].map(contiguous);
     sieve_cpu::attention_backward(
-        attention_shape(qkv, spec),
+        attention_shape(qkv, call.spec),
         floats(qkv),
-        documents(bounds),
+        documents(&bounds),
         mask,
         floats(&o),
         floats(&lse),

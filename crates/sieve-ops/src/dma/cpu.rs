@@ -1,0 +1,121 @@
+//! DMA's ops on the CPU.
+use super::rank::{Recency, ranks};
+use super::{DmaCall, DmaScoresCall, DmaSelection, reference};
+use crate::attention::AttentionOutput;
+use crate::attention::cpu::{attention_shape, backward, contiguous_bounds, documents, forward};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, plain_scores, zeros_like};
+use crate::device::paths::scores;
+use crate::documents::DocumentBounds;
+use burn::tensor::{TensorData, TensorMetadata};
+use burn_flex::{Flex, FlexTensor};
+use sieve_core::{DmaWindow, KeepRest};
+
+/// The packed tensor, w_dt by KV head and a. The kernel reads W_dt so; a layer stores it so, and hands over a transposed
+/// view.
+fn operands(call: &DmaScoresCall<Flex>) -> [FlexTensor; 3] {
+    [call.qkv.clone(), call.w_dt.transpose(0, 1), call.a.clone()].map(contiguous)
+}
+
+pub(crate) fn dma_scores(call: &DmaScoresCall<Flex>) -> FlexTensor {
+    if !is_f32(&call.qkv) {
+        return plain("dma_scores", || reference::dma_scores(call));
+    }
+    let [qkv, w, a] = operands(call);
+    let shape = attention_shape(&qkv, call.spec);
+    let mut z = vec![0.0; shape.batch * shape.num_kv_heads * shape.seq_len];
+    sieve_cpu::dma_scores_forward(shape, floats(&qkv), floats(&w), floats(&a), &mut z);
+    from_vec(z, [shape.batch, shape.num_kv_heads, shape.seq_len])
+}
+
+pub(crate) fn dma_ranks(call: &DmaScoresCall<Flex>, recency: Option<Recency<Flex>>) -> FlexTensor {
+    ranks(dma_scores(call), recency)
+}
+
+pub(crate) fn dma_scores_backward(call: &DmaScoresCall<Flex>, dz: FlexTensor, dqkv: FlexTensor) -> [FlexTensor; 3] {
+    if !is_f32(&call.qkv) {
+        return plain("dma_scores_backward", || reference::dma_scores_backward(call, dz, dqkv));
+    }
+    let [qkv, w, a] = operands(call);
+    let [dz, mut dqkv] = [dz, dqkv].map(contiguous);
+    let (mut dw, mut da) = (zeros_like(&w), zeros_like(&a));
+    sieve_cpu::dma_scores_backward(
+        attention_shape(&qkv, call.spec),
+        floats(&qkv),
+        floats(&w),
+        floats(&a),
+        floats(&dz),
+        dqkv.storage_mut(),
+        &mut dw,
+        &mut da,
+    );
+    let dw = from_vec(dw, w.shape()).transpose(0, 1);
+    [dqkv, dw, from_vec(da, a.shape())]
+}
+
+pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window: DmaWindow) -> DmaSelection<Flex> {
+    if !is_f32(&rank) {
+        return plain("dma_select", || reference::dma_select::<Flex>(rank, bounds, window));
+    }
+    let (rank, bounds) = (contiguous(rank), contiguous_bounds(bounds));
+    let shape = rank.shape();
+    let mut expire = vec![0i32; shape.num_elements()];
+    let documents = documents(&bounds);
+    sieve_cpu::dma_select(
+        floats(&rank),
+        documents,
+        shape[0],
+        shape[1],
+        shape[2],
+        window.num_ranked(),
+        &mut expire,
+    );
+    let local = window.local_window_size;
+    sieve_cpu::extend_expire(&mut expire, documents, shape[1], shape[2], local);
+    let expire = FlexTensor::from_data(TensorData::new(expire, shape));
+    DmaSelection::of_expire(expire)
+}
+
+pub(crate) fn dma_attention(call: &DmaCall<Flex>, _rest: KeepRest) -> AttentionOutput<Flex> {
+    if !is_f32(&call.qkv) {
+        let scores = scores(&call.qkv, call.attention.spec.num_heads);
+        return plain_scores("dma_attention", scores, || reference::dma_attention(call));
+    }
+    let [qkv, delta, expire] = keys(call);
+    forward(&qkv, mask(&delta, &expire), &call.attention)
+}
+
+pub(crate) fn dma_attention_backward(
+    call: &DmaCall<Flex>,
+    output: AttentionOutput<Flex>,
+    d_o: FlexTensor,
+) -> [FlexTensor; 2] {
+    if !is_f32(&call.qkv) {
+        let scores = scores(&call.qkv, call.attention.spec.num_heads);
+        return plain_scores("dma_attention_backward", scores, || {
+            reference::dma_attention_backward(call, output, d_o)
+        });
+    }
+    let [qkv, delta, expire] = keys(call);
+    let mut d_delta = zeros_like(&delta);
+    let operands = [output.o, output.lse, d_o];
+    let dqkv = backward(
+        &qkv,
+        mask(&delta, &expire),
+        &call.attention,
+        operands,
+        Some(&mut d_delta),
+    );
+    [dqkv, from_vec(d_delta, delta.shape())]
+}
+
+/// The packed tensor, the keys' biases and their expiry.
+fn keys(call: &DmaCall<Flex>) -> [FlexTensor; 3] {
+    [call.qkv.clone(), call.delta.clone(), call.selection.expire.clone()].map(contiguous)
+}
+
+fn mask<'a>(delta: &'a FlexTensor, expire: &'a FlexTensor) -> sieve_cpu::Mask<'a> {
+    sieve_cpu::Mask::Expire {
+        expire: ints(expire),
+        delta: floats(delta),
+    }
+}

@@ -1,0 +1,33 @@
+//! Eight-bit floats on the CPU: rounded f32, always counted as the reference.
+use super::{Fp8Kept, ToRound, reference};
+use crate::device::paths::{self, Memory, Place};
+use crate::linear::added;
+use crate::swiglu;
+use burn_flex::{Flex, FlexTensor};
+
+const NO_NUMBERS: &str = "the CPU has no eight-bit floats: f32 is rounded to them";
+
+fn counted<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
+    paths::reference((Place::Cpu, op), NO_NUMBERS, Memory::Linear, run)
+}
+
+pub(crate) fn fp8_linear(
+    x: ToRound<Flex>,
+    weight: FlexTensor,
+    residual: Option<FlexTensor>,
+) -> (FlexTensor, Fp8Kept<Flex>) {
+    counted("fp8_linear", || reference::fp8_linear::<Flex>(x.0, weight, residual))
+}
+
+pub(crate) fn fp8_linear_backward(kept: Fp8Kept<Flex>, dy: ToRound<Flex>, sum: Option<FlexTensor>) -> [FlexTensor; 2] {
+    let [dx, dweight] = counted("fp8_linear_backward", || reference::fp8_linear_backward(kept, dy.0));
+    [dx, added::<Flex>(sum, dweight)]
+}
+
+pub(crate) fn fp8_swiglu(gate_up: FlexTensor) -> ToRound<Flex> {
+    ToRound::new(swiglu::cpu::swiglu(gate_up))
+}
+
+pub(crate) fn fp8_swiglu_backward(gate_up: FlexTensor, dy: FlexTensor) -> ToRound<Flex> {
+    ToRound::new(swiglu::cpu::swiglu_backward(gate_up, dy))
+}

@@ -1,0 +1,50 @@
+//! The CPU computes attention under a selector's mask, and the mask, from slices: sieve-select.
+use super::ChosenBlocks;
+use crate::decode::DmaCache;
+use burn_flex::{Flex, FlexTensor};
+use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
+use std::ops::Range;
+
+pub(crate) fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
+    false
+}
+
+pub(crate) fn sparse_attention(
+    _qkv: FlexTensor,
+    _mask: &MaskLayout,
+    _data: FlexTensor,
+    _softmax_scale: f64,
+) -> Result<[FlexTensor; 2], String> {
+    Err("the CPU computes it from slices (sieve_select::block_sparse_attention)".to_owned())
+}
+
+pub(crate) fn select_blocks(
+    _qkv: FlexTensor,
+    _selection: &BlockSelection,
+    _bounds: Option<FlexTensor>,
+) -> Result<ChosenBlocks<FlexTensor>, String> {
+    Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
+}
+pub(crate) fn correct_by_probes(
+    _qkv: FlexTensor,
+    _o: FlexTensor,
+    _correction: ProbeCorrection,
+    _dense_rows: Range<usize>,
+    _softmax_scale: f64,
+) -> Result<FlexTensor, String> {
+    Err("the CPU corrects slices (sieve_select::block_sparse_attention)".to_owned())
+}
+
+pub(crate) fn keep_heavy_keys(_qkv: FlexTensor, _heavy: &HeavyKeys) -> Result<DmaCache<Flex>, String> {
+    Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
+}
+
+pub(crate) fn heavy_decode(
+    _cache: &mut DmaCache<Flex>,
+    _qkv: FlexTensor,
+    _position: usize,
+    _softmax_scale: f64,
+    (): &mut (),
+) -> Result<FlexTensor, String> {
+    Err("the CPU chooses from slices (sieve_select::DecodeSession)".to_owned())
+}
