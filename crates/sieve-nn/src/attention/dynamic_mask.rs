@@ -2,8 +2,8 @@
 use super::{LayerContext, LayerOutput};
 use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorPrimitive};
 use sieve_core::{DmaBias, DmaShape, ModelShape};
 use sieve_ops::{AttentionLayer, AttentionSpec, DmaLayer, Documents, SieveBackend};
 
@@ -111,13 +111,14 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let o = caches.attend(qkv, |cached, qkv| {
             if cached.cache.is_empty() {
                 let result = self.attend(qkv.clone(), context.documents);
-                cached
-                    .cache
-                    .keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
+                cached.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma.window());
                 return result.o;
             }
-            let w_dt = self.dt_proj.weight.val().transpose();
-            cached.attend_selected(qkv, w_dt, self.a.val(), self.spec(), self.dma)
+            let scores = [
+                self.dt_proj.weight.val().transpose().into_primitive(),
+                self.a.val().into_primitive(),
+            ];
+            cached.attend_selected(qkv, scores.map(TensorPrimitive::tensor), self.spec(), self.dma)
         });
         self.o_proj.forward(o.flatten(2, 3))
     }
