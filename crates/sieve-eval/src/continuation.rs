@@ -2,6 +2,8 @@
 use crate::input::{check_vocabulary, ids};
 use crate::{EvalError, Selection};
 use burn::tensor::{DType, Tensor};
+use sieve_core::ModelShape;
+use sieve_core::model::AttentionForm;
 use sieve_nn::{KvCache, LayerCache, LayerOperands, Qwen3};
 use sieve_ops::{DeviceBackend, RotaryEmbedding};
 
@@ -13,6 +15,25 @@ const TOGETHER: usize = 32;
 /// How many texts of `num_tokens` tokens are decoded side by side. The caches of all are in memory at once.
 pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
+}
+
+/// Tokens of a prompt that go through a model of windows or DMA together: its layers then hold as many at a time, however
+/// long the prompt is.
+const PROMPT_PART: usize = 8192;
+/// And as many times what a layer keeps, at least: that goes through again with each part.
+const PARTS_OF_KEPT: usize = 4;
+
+/// Tokens of a prompt of `num_tokens` that go through the model together. All do unless every layer keeps a bounded
+/// number of keys: dense, latent and native sparse layers keep something of every token anyway, and read a prompt fastest
+/// as a whole.
+pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
+    let kept = shape.by_kind().into_iter().map(|part| match part.attention.form() {
+        AttentionForm::Grouped { window } => window,
+        AttentionForm::Ranked(dma) => Some(dma.keep_window_size),
+        AttentionForm::Latent(_) | AttentionForm::Branches(_) => None,
+    });
+    let most = kept.reduce(|a, b| a.zip(b).map(|(a, b)| a.max(b))).flatten();
+    most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))
 }
 
 /// A prompt and what follows, through the KV cache. A clone goes its own way from there.
@@ -64,7 +85,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// # Errors
     /// Operands that the selector refuses.
     pub(crate) fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EvalError> {
-        let ids = ids(tokens, [1, tokens.len()], &self.device);
+        let ids_of = |tokens: &[u32], device: &B::Device| ids(tokens, [1, tokens.len()], device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let num_tokens = cache.num_tokens + tokens.len();
         type Operands<'a, B> = &'a LayerOperands<B>;
@@ -73,16 +94,24 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, scratch: &mut _| {
                     selection.continue_text(operands, num_tokens, cache, scratch)
                 };
-                model.next_logits_attending(ids, cache, rope, attend)?
+                model.next_logits_attending(ids_of(tokens, &self.device), cache, rope, attend)?
             }
             Some(selection) if cache.num_tokens == 0 => {
                 let attend = &mut |operands: Operands<'_, B>, cache: &mut LayerCache<B>, _: &mut _| {
                     cache.keep_recent(&operands.qkv, operands.spec());
                     selection.attend(operands)
                 };
-                model.next_logits_attending(ids, cache, rope, attend)?
+                model.next_logits_attending(ids_of(tokens, &self.device), cache, rope, attend)?
             }
-            _ => model.next_logits(ids, cache, rope),
+            _ => {
+                let part = prompt_part(model.shape(), tokens.len());
+                let mut logits = None;
+                for part in tokens.chunks(part.max(1)) {
+                    let ids = ids_of(part, &self.device);
+                    logits = Some(model.next_logits(ids, cache, rope));
+                }
+                logits.expect("at least one token")
+            }
         };
         Ok(on_host(logits))
     }
@@ -204,8 +233,51 @@ impl Ending {
 mod tests {
     use super::*;
     use crate::test_model::{tiny_model, tiny_shape, words};
-    use sieve_core::Attention;
+    use sieve_core::{Attention, DmaShape};
     use sieve_select::Selector;
+
+    #[test]
+    fn a_long_prompt_of_a_dma_model_goes_through_in_parts_and_leaves_what_one_pass_leaves() {
+        let dma = |kept| Attention::Dma(DmaShape::published(kept));
+        let part = |attention, num_tokens| prompt_part(&tiny_shape(attention, 64), num_tokens);
+        assert_eq!(
+            [part(dma(5), 9000), part(dma(3000), 90_000), part(dma(5), 70)],
+            [8192, 12_000, 70]
+        );
+        assert_eq!(
+            [part(Attention::swa(7), 8193), part(Attention::Mha, 9000)],
+            [8192, 9000]
+        );
+        let hybrid = ModelShape {
+            dense_layers: vec![true, false],
+            ..tiny_shape(dma(5), 64)
+        };
+        assert_eq!(prompt_part(&hybrid, 9000), 9000);
+
+        let (len, device) = (8192 + 300, Default::default());
+        for attention in [dma(5), Attention::swa(7)] {
+            let model = tiny_model(attention, len + 8);
+            let (mut text, rope) = (
+                Continuation::new(&model, len + 8, &device),
+                model.rope(len + 8, &device),
+            );
+            let mut cache = KvCache::new(model.layers.len());
+            let prompt = words(len);
+            let parted = text.read(&prompt).expect("a prompt");
+            let whole = on_host(model.next_logits(ids(&prompt, [1, len], &device), &mut cache, &rope));
+            sieve_testing::assert_close("prompt", &wide(&parted), &wide(&whole), 1e-4);
+            for token in [3, 11, 7] {
+                let parted = text.read(&[token]).expect("a token");
+                let whole = on_host(model.next_logits(ids(&[token], [1, 1], &device), &mut cache, &rope));
+                sieve_testing::assert_close("token", &wide(&parted), &wide(&whole), 1e-4);
+            }
+            assert_eq!(text.cache().num_tokens, cache.num_tokens);
+        }
+    }
+
+    fn wide(values: &[f32]) -> Vec<f64> {
+        values.iter().map(|&x| f64::from(x)).collect()
+    }
 
     #[test]
     fn the_models_cache_holds_nothing_of_a_prompt_that_a_decode_method_keeps() {

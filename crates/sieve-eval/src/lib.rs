@@ -35,7 +35,7 @@ mod together;
 mod trained;
 mod weights;
 
-pub use continuation::texts_together;
+pub use continuation::{prompt_part, texts_together};
 pub use document::{EvalDocument, TextSize, first_tokens, prepared_documents, text_documents};
 pub use error::EvalError;
 pub use generator::{GenerateConfig, Generator};

@@ -172,8 +172,8 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row:
-    /// a prompt into an empty cache of all rows, or one token at a time.
+    /// The output alone, `[batch, seq_len, d_model]`, reading and extending one cache of all rows, or one of each row,
+    /// by any number of tokens; only one of all rows may be empty.
     pub fn forward_cached(
         &self,
         x: Tensor<B, 3>,

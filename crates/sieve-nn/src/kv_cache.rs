@@ -8,10 +8,10 @@ pub(crate) use latents::NewLatents;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::DmaShape;
+use sieve_core::{DmaShape, DmaWindow};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, TokenBuffer,
-    cached_attention, dma_decode, dma_ranks,
+    cached_attention, dma_attention, dma_decode, dma_ranks, dma_select,
 };
 
 /// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
@@ -50,8 +50,7 @@ impl<B: DeviceBackend> KvCache<B> {
     }
 }
 
-/// What one layer keeps. A prompt goes into an empty cache in one pass; after that tokens come one at a time, MLA's in
-/// any number.
+/// What one layer keeps. Tokens come in any number at a time, and the rows are those of one pass over all of them.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
     /// Nothing yet.
@@ -136,40 +135,37 @@ impl<B: Backend> LayerCache<B> {
         };
         cache
     }
+}
 
-    /// Fills an empty cache with the keys that the mask still shows to the next query.
-    pub(crate) fn keep_selected(
-        &mut self,
-        qkv: Tensor<B, 4>,
-        rank: Tensor<B, 3>,
-        expire: Tensor<B, 3, Int>,
-        spec: AttentionSpec,
-        dma: DmaShape,
-    ) {
-        let device = qkv.device();
-        let [batch, seq_len, _, head_dim] = qkv.dims();
-        let [_, k, v] = split(qkv, spec);
-        let kv_heads = spec.num_kv_heads;
-        let kept = seq_len.min(dma.keep_window_size);
-        let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
-        let mut positions = Vec::with_capacity(batch * kv_heads * kept);
-        for expire in expire.chunks(seq_len) {
-            let alive = expire.iter().enumerate().filter(|(_, e)| **e as usize == seq_len);
-            positions.extend(alive.map(|(j, _)| j as i32));
-        }
-        let positions = Tensor::<B, 3, Int>::from_data(TensorData::new(positions, [batch, kv_heads, kept]), &device);
-        let gather = |x: Tensor<B, 4>| {
-            let rows = positions.clone().swap_dims(1, 2).reshape([batch, kept, kv_heads, 1]);
-            let kept = x.gather(1, rows.expand([batch, kept, kv_heads, head_dim]));
-            kept.swap_dims(1, 2)
-        };
-        let keys = [gather(k), gather(v)];
-        let rank = rank.gather(2, positions.clone());
-        *self = Self::Selected {
-            cache: DmaCache::new(keys, rank, positions, dma.window()),
-            next_position: seq_len,
-        };
+/// Of the keys of a packed row, each KV head's that DMA's mask still shows to the next query; rank, expire and positions
+/// are `[batch, num_kv_heads, seq_len]`.
+fn still_seen<B: Backend>(
+    qkv: Tensor<B, 4>,
+    rank: Tensor<B, 3>,
+    expire: Tensor<B, 3, Int>,
+    positions: Tensor<B, 3, Int>,
+    spec: AttentionSpec,
+    window: DmaWindow,
+) -> DmaCache<B> {
+    let device = qkv.device();
+    let [batch, seq_len, _, head_dim] = qkv.dims();
+    let [_, k, v] = split(qkv, spec);
+    let kv_heads = spec.num_kv_heads;
+    let kept = seq_len.min(window.keep_window_size);
+    let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
+    let mut keys = Vec::with_capacity(batch * kv_heads * kept);
+    for expire in expire.chunks(seq_len) {
+        let alive = expire.iter().enumerate().filter(|(_, e)| **e as usize == seq_len);
+        keys.extend(alive.map(|(j, _)| j as i32));
     }
+    let keys = Tensor::<B, 3, Int>::from_data(TensorData::new(keys, [batch, kv_heads, kept]), &device);
+    let of_heads = keys
+        .clone()
+        .unsqueeze_dim::<4>(3)
+        .expand([batch, kv_heads, kept, head_dim]);
+    let gather = |x: Tensor<B, 4>| x.swap_dims(1, 2).gather(2, of_heads.clone());
+    let rank = rank.gather(2, keys.clone());
+    DmaCache::new([gather(k), gather(v)], rank, positions.gather(2, keys), window)
 }
 
 /// What a pass reads and extends in one layer: one cache of all rows, or one of each row.
@@ -281,9 +277,8 @@ fn last<B: Backend>(x: Tensor<B, 4>, count: usize) -> Tensor<B, 4> {
 }
 
 impl<B: DeviceBackend> CachedRows<'_, B> {
-    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`.
-    ///
-    /// Panics when more than one token meets a cache that is not empty.
+    /// Dense or sliding-window attention of new tokens; `[batch, new, num_heads, head_dim]`. Several tokens behind
+    /// others attend as one row of the keys that they may see and themselves.
     pub(crate) fn attend_recent(
         self,
         qkv: Tensor<B, 4>,
@@ -294,13 +289,25 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
             self.cache.keep_recent(&qkv, spec);
             return sieve_ops::attention(qkv, documents, spec);
         };
-        assert_eq!(qkv.dims()[1], 1, "a filled cache takes one token at a time");
-        cached_attention(cache, qkv, spec, self.scratch)
+        let [batch, new, _, _] = qkv.dims();
+        if new == 1 {
+            return cached_attention(cache, qkv, spec, self.scratch);
+        }
+        let earlier = spec
+            .window_size
+            .map_or(cache.len(), |window| cache.len().min(window - 1));
+        let row = cache.before(&qkv, earlier);
+        let documents = Documents::whole_rows([batch, earlier + new], &qkv.device());
+        let o = sieve_ops::attention(row, &documents, spec);
+        let [_, k, v] = split(qkv, spec);
+        cache.reserve(new, earlier);
+        cache.append(k, v);
+        o.narrow(1, earlier, new)
     }
 
-    /// DMA of one new token; `[batch, 1, num_heads, head_dim]`.
-    ///
-    /// Panics on an empty cache or more than one token.
+    /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several tokens behind others attend as one row of the keys
+    /// in the slots and themselves: a key's rank does not depend on the query, and one that has left never returns, so
+    /// that row's mask is the whole text's.
     pub(crate) fn attend_selected(
         self,
         qkv: Tensor<B, 4>,
@@ -313,26 +320,62 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
             panic!("a DMA layer decodes after a prompt");
         };
         let [batch, new, _, _] = qkv.dims();
-        assert_eq!(new, 1, "a filled cache takes one token at a time");
+        let (first, device) = (*next_position, qkv.device());
+        *next_position += new;
         let recency = dma.slopes(spec.num_kv_heads).map(|slopes| Recency {
             slopes,
             origin: PositionOrigin::At {
-                position: *next_position,
-                batch,
-                device: qkv.device(),
+                position: first,
+                shape: [batch, new],
+                device: device.clone(),
             },
         });
         let rank = dma_ranks(qkv.clone(), w_dt, a, spec, recency);
-        let [q, k, v] = split(qkv, spec).map(|x| x.squeeze_dim::<3>(1).into_primitive().tensor());
-        let token = DmaToken {
-            q,
-            k,
-            v,
-            rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(),
-            position: *next_position,
-        };
-        *next_position += 1;
-        let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, self.scratch);
-        o.unsqueeze_dim(1)
+        if new == 1 {
+            let [q, k, v] = split(qkv, spec).map(|x| x.squeeze_dim::<3>(1).into_primitive().tensor());
+            let token = DmaToken {
+                q,
+                k,
+                v,
+                rank: rank.squeeze_dim::<2>(2).into_primitive().tensor(),
+                position: first,
+            };
+            let o = dma_decode(cache, token, spec.softmax_scale, dma.bias, self.scratch);
+            return o.unsqueeze_dim(1);
+        }
+        let slots = cache.in_order();
+        let earlier = slots.len();
+        let rank = Tensor::cat(vec![slots.rank.tokens(), rank], 2);
+        let row = slots.keys.before(&qkv, earlier);
+        let documents = Documents::whole_rows([batch, earlier + new], &device);
+        let expire = dma_select(rank.clone(), &documents, dma.window());
+        let o = dma_attention(row.clone(), rank.clone(), expire.clone(), &documents, spec, dma.bias);
+        let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
+        let positions = Tensor::cat(vec![slots.positions.tokens(), positions], 2);
+        *cache = still_seen(row, rank, expire, positions, spec, dma.window());
+        o.narrow(1, earlier, new)
     }
+
+    /// Fills an empty cache with the keys of a prompt that the mask still shows to the next query.
+    pub(crate) fn keep_selected(
+        self,
+        qkv: Tensor<B, 4>,
+        rank: Tensor<B, 3>,
+        expire: Tensor<B, 3, Int>,
+        spec: AttentionSpec,
+        window: DmaWindow,
+    ) {
+        let positions = positions(0, rank.dims(), &qkv.device());
+        *self.cache = LayerCache::Selected {
+            next_position: qkv.dims()[1],
+            cache: still_seen(qkv, rank, expire, positions, spec, window),
+        };
+    }
+}
+
+/// The positions of tokens from one on, the same for each row and head.
+fn positions<B: Backend>(first: usize, shape: [usize; 3], device: &B::Device) -> Tensor<B, 3, Int> {
+    let first = first as i64;
+    let positions = Tensor::<B, 1, Int>::arange(first..first + shape[2] as i64, device);
+    positions.unsqueeze::<3>().expand(shape)
 }

@@ -54,8 +54,10 @@ pub type LayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>) -> Result<Tenso
 
 /// The same of one text's next tokens, with the layer's cache, which it reads and fills itself, and what decoding ops
 /// share.
-pub type CachedLayerAttention<'a, B, E> = dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut <B as DeviceBackend>::DecodeScratch) -> Result<Tensor<B, 4>, E>
-    + 'a;
+pub type CachedLayerAttention<'a, B, E> =
+    dyn FnMut(&LayerOperands<B>, &mut LayerCache<B>, &mut Scratch<B>) -> Result<Tensor<B, 4>, E> + 'a;
+
+type Scratch<B> = <B as DeviceBackend>::DecodeScratch;
 
 impl<B: Backend> LayerOperands<B> {
     /// Tokens of the document.

@@ -149,9 +149,9 @@ impl<B: SieveBackend> Qwen3<B> {
             .token_losses(self.hidden(ids, context), labels, &self.embed_tokens)
     }
 
-    /// Logits of the last token, `[batch, vocab_size]`, through the cache: a prompt first, then one token at a time.
-    ///
-    /// Panics when the cache is not empty and `ids` holds more than one token.
+    /// Logits of the last token, `[batch, vocab_size]`, through the cache, which takes any number of
+    /// tokens at a time: those of a text in parts are those of one pass. Behind others they cost dense layers, and those
+    /// of NSA, more than one pass over all of them.
     pub fn next_logits(&self, ids: Tensor<B, 2, Int>, cache: &mut KvCache<B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 2>
     where
         B: DeviceBackend,
@@ -159,9 +159,9 @@ impl<B: SieveBackend> Qwen3<B> {
         self.next_logits_of_rows(ids, &mut [cache], rope)
     }
 
-    /// The same for rows that each have a cache of their own, of any lengths: one token a row.
+    /// The same for rows that each have a cache of their own, of any lengths.
     ///
-    /// Panics when a cache is empty or `ids` holds more than one token a row, unless it is one cache of all rows.
+    /// Panics when a cache is empty, unless it is one cache of all rows.
     pub fn next_logits_of_rows(
         &self,
         ids: Tensor<B, 2, Int>,

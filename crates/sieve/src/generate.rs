@@ -5,7 +5,7 @@ use anyhow::{Context, Result};
 use burn::tensor::DType;
 use clap::Args;
 use sieve_data::{DecodeStream, Tokenizer};
-use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator};
+use sieve_eval::{GenerateConfig, Generator, Sampling, Selection, StopTexts, TogetherGenerator, prompt_part};
 use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
@@ -67,12 +67,12 @@ pub(crate) struct GenerateArgs {
 /// Runs the command.
 pub(crate) fn run(args: GenerateArgs) -> Result<()> {
     let prompt = prompt(&args)?;
-    let device = (args.place).for_checkpoint(&args.checkpoint, |_, _| {
+    let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let prompt = prompt.len() / BYTES_A_TOKEN + 1;
         let new = args.max_new_tokens.unwrap_or(DEFAULT_NEW_TOKENS);
         InferenceSize {
             rows: 1,
-            seq_len: prompt,
+            seq_len: prompt_part(shape, prompt),
             cached_tokens: prompt.saturating_add(new),
             num_caches: match args.sparse.selector {
                 None => args.samples.min(MOST_TOGETHER) as usize,

@@ -2,8 +2,8 @@
 use super::{LayerContext, LayerOutput};
 use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::Tensor;
 use sieve_core::{DmaBias, DmaShape, ModelShape};
 use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend};
 
@@ -114,9 +114,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let o = caches.attend(qkv, |cached, qkv| {
             if cached.cache.is_empty() {
                 let result = self.attend(qkv.clone(), context.documents);
-                cached
-                    .cache
-                    .keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
+                cached.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma.window());
                 return result.o;
             }
             let w_dt = self.dt_proj.weight.val().transpose();

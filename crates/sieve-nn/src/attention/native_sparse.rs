@@ -61,12 +61,13 @@ impl<B: SieveBackend> Branches<B> {
 }
 
 impl<B: Backend> Branches<B> {
-    fn rows(&self, first: usize, count: usize) -> Self {
-        let rows = |x: &Tensor<B, 4>| x.clone().narrow(0, first, count);
+    /// Some rows, or some tokens.
+    fn part(&self, dim: usize, [first, count]: [usize; 2]) -> Self {
+        let part = |x: &Tensor<B, 4>| x.clone().narrow(dim, first, count);
         Self {
-            compressed: rows(&self.compressed),
-            selected: rows(&self.selected),
-            window: rows(&self.window),
+            compressed: part(&self.compressed),
+            selected: part(&self.selected),
+            window: part(&self.window),
         }
     }
 }
@@ -173,11 +174,15 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let LayerCache::Blocks(cache) = cached.cache else {
                 panic!("an NSA layer decodes after a prompt");
             };
-            let [row, rows] = cached.rows;
-            let o = cache.attend(&branches.rows(row, rows), spec, blocks, &block, cached.scratch);
-            for (parts, o) in parts.iter_mut().zip(o) {
-                parts.push(o);
+            let of_rows = branches.part(0, cached.rows);
+            let mut tokens = [const { Vec::new() }; NUM_NSA_BRANCHES];
+            // One at a time: each may end a block, which the next ones compare.
+            for token in 0..x.dims()[1] {
+                let o = cache.attend(&of_rows.part(1, [token, 1]), spec, blocks, &block, cached.scratch);
+                tokens.iter_mut().zip(o).for_each(|(tokens, o)| tokens.push(o));
             }
+            let o = tokens.map(|o| Tensor::cat(o, 1));
+            parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
         });
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }

@@ -107,43 +107,84 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
 }
 
 #[test]
-fn latents_take_several_tokens_at_a_time() {
-    let kinds = kinds(0.0).into_iter();
-    let latent = kinds.filter(|kind| matches!(kind, sieve_core::Attention::Mla(_)));
-    latent.for_each(latents_in_chunks);
-}
-
-fn latents_in_chunks(attention: sieve_core::Attention) {
-    let layer = layer::<Flex>(attention);
-    let rows = Rows::new([2, 23], &shape(attention));
-    let x = input::<Flex, 3>([2, 23, 24], 6);
-    let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
-    let (mut cache, mut got, mut done) = (KvCache::<Flex>::new(1), Vec::new(), 0);
-    for new in [3, 7, 1, 12] {
-        let documents = Documents::whole_rows([2, new], &Default::default());
-        let context = LayerContext {
-            documents: &documents,
-            positions: documents.positions.clone().add_scalar(done as i64),
-            ..rows.context()
-        };
-        let tokens = x.clone().narrow(1, done, new);
-        got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
-        done += new;
+fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
+    let ranked = |keep_window_size, local_window_size, bias| {
+        sieve_core::Attention::Dma(DmaShape {
+            bias,
+            recency: DmaRecency::Slope,
+            local_window_size,
+            a_init: 0.5,
+            ..DmaShape::published(keep_window_size)
+        })
+    };
+    let more = [
+        ranked(9, 4, DmaBias::Linear),
+        ranked(6, 0, DmaBias::Exp),
+        ranked(40, 7, DmaBias::Linear),
+    ];
+    for attention in kinds(0.5).into_iter().chain(more) {
+        for parts in [
+            vec![3, 7, 1, 12],
+            vec![1, 2, 2, 18],
+            vec![10, 13],
+            vec![2; 11],
+            vec![22, 1],
+        ] {
+            let len = parts.iter().sum();
+            let layer = layer::<Flex>(attention);
+            let rows = Rows::new([2, len], &shape(attention));
+            let x = input::<Flex, 3>([2, len, 24], 6);
+            let all = layer.forward(x.clone(), x.zeros_like(), &rows.context()).x;
+            let what = format!("{attention:?} in parts of {parts:?}");
+            let (mut cache, mut got, mut done) = (KvCache::<Flex>::new(1), Vec::new(), 0);
+            for new in parts {
+                let documents = Documents::whole_rows([2, new], &Default::default());
+                let context = LayerContext {
+                    documents: &documents,
+                    positions: documents.positions.clone().add_scalar(done as i64),
+                    ..rows.context()
+                };
+                let tokens = x.clone().narrow(1, done, new);
+                got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
+                done += new;
+                let Attention::Dma(dma) = &layer else {
+                    continue;
+                };
+                let rows = Rows::new([2, done], &shape(attention));
+                let so_far = dma.qkv.forward(x.clone().narrow(1, 0, done), &rows.context());
+                holds_what_is_seen(&what, &cache.layers[0], dma.attend(so_far, rows.context().documents));
+            }
+            assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
+        }
     }
-    let got = values(Tensor::cat(got, 1));
-    assert_close("latents in chunks", &got, &values(all), 1e-5);
 }
 
-#[test]
-#[should_panic(expected = "a filled cache takes one token at a time")]
-fn a_filled_cache_refuses_several_tokens() {
-    let attention = sieve_core::Attention::Mha;
-    let layer = layer::<Flex>(attention);
-    let rows = Rows::new([1, 3], &shape(attention));
-    let mut cache = KvCache::<Flex>::new(1);
-    for _ in 0..2 {
-        let x = input::<Flex, 3>([1, 3, 24], 5);
-        layer.forward_cached(x, &rows.context(), &mut cache.layer(0));
+/// The slots hold the keys that the last query's mask shows, with their ranks, to the last bit.
+fn holds_what_is_seen(what: &str, cache: &LayerCache<Flex>, whole: sieve_ops::DmaAttention<Flex>) {
+    let LayerCache::Selected { cache, next_position } = cache else {
+        panic!("no slots")
+    };
+    let len = whole.rank.dims()[2];
+    assert_eq!(*next_position, len);
+    let slots = cache.len();
+    let ranks: Vec<f32> = whole.rank.into_data().iter().collect();
+    let expire: Vec<i32> = whole.expire.into_data().iter().collect();
+    let held: Vec<f32> = cache.rank.tokens().into_data().iter().collect();
+    let positions = cache.positions.tokens().into_data();
+    let positions: Vec<usize> = positions.iter::<i64>().map(|at| at as usize).collect();
+    for (head, (positions, held)) in positions.chunks(slots).zip(held.chunks(slots)).enumerate() {
+        let of_head = |at: usize| head * len + at;
+        for (&at, held) in positions.iter().zip(held) {
+            assert_eq!(
+                held.to_bits(),
+                ranks[of_head(at)].to_bits(),
+                "{what}: head {head}, key {at}"
+            );
+        }
+        let mut positions = positions.to_vec();
+        positions.sort_unstable();
+        let seen: Vec<usize> = (0..len).filter(|&at| expire[of_head(at)] as usize == len).collect();
+        assert_eq!(positions, seen, "{what}: head {head}");
     }
 }
 
@@ -197,13 +238,11 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let x = input::<Flex, 3>([1, len, 24], 4);
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
     let whole = inner.attend(inner.qkv.forward(x.clone(), &rows.context()), rows.context().documents);
-    let ranks: Vec<f32> = whole.rank.into_data().iter().collect();
-    let expire: Vec<i32> = whole.expire.into_data().iter().collect();
-
     let mut cache = KvCache::<Flex>::new(1);
     let mut got = Vec::new();
     let mut done = 0;
-    for tokens in std::iter::once(len - new).chain(vec![1; new]) {
+    // The prompt in two parts, then token by token.
+    for tokens in [len - new - 9000, 9000].into_iter().chain(vec![1; new]) {
         let documents = Documents::whole_rows([1, tokens], &Default::default());
         let context = LayerContext {
             documents: &documents,
@@ -215,24 +254,22 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
         got.push(y.narrow(1, tokens - 1, 1));
         done += tokens;
     }
-    let got = values(Tensor::cat(got, 1));
+    let got = values(Tensor::cat(got.split_off(1), 1));
     let last = all.x.narrow(1, len - new - 1, new + 1);
     assert_close("the last rows", &got, &values(last), 1e-5);
+    holds_what_is_seen("131072 tokens", &cache.layers[0], whole);
     let LayerCache::Selected { cache, .. } = &cache.layers[0] else {
         panic!("no slots")
     };
-    let held: Vec<f32> = cache.rank.tokens().into_data().iter().collect();
-    let positions = cache.positions.tokens().into_data();
-    let positions: Vec<usize> = positions.iter::<i64>().map(|at| at as usize).collect();
-    for (head, (positions, held)) in positions.chunks(64).zip(held.chunks(64)).enumerate() {
-        let of_head = |at: usize| head * len + at;
-        for (&at, held) in positions.iter().zip(held) {
-            assert_eq!(held.to_bits(), ranks[of_head(at)].to_bits(), "head {head}, key {at}");
-        }
-        let mut positions = positions.to_vec();
-        positions.sort_unstable();
-        let seen: Vec<usize> = (0..len).filter(|&at| expire[of_head(at)] as usize == len).collect();
-        assert_eq!(positions, seen, "head {head}");
-        assert!(seen[0] < len - 64, "head {head} keeps the last keys alone");
+    for head in cache
+        .positions
+        .tokens()
+        .into_data()
+        .iter::<i64>()
+        .collect::<Vec<_>>()
+        .chunks(64)
+    {
+        let first = *head.iter().min().expect("64 keys") as usize;
+        assert!(first < len - 64, "only the last keys are kept");
     }
 }

@@ -44,6 +44,20 @@ impl<B: Backend> KeyCache<B> {
         self.v.append(v.swap_dims(1, KEY_AXIS));
     }
 
+    /// A packed row of the last `earlier` keys, with queries of zero, and then new tokens, `qkv`
+    /// `[batch, new, num_heads + 2 * num_kv_heads, head_dim]`.
+    pub fn before(&self, qkv: &Tensor<B, 4>, earlier: usize) -> Tensor<B, 4> {
+        let last = |x: &TokenBuffer<B, 4>| {
+            let tokens = x.tokens().narrow(KEY_AXIS, self.len() - earlier, earlier);
+            tokens.swap_dims(1, KEY_AXIS)
+        };
+        let [batch, _, heads, head_dim] = qkv.dims();
+        let num_heads = heads - 2 * self.k.buffer().dims()[1];
+        let queries = Tensor::zeros([batch, earlier, num_heads, head_dim], (&qkv.device(), qkv.dtype()));
+        let keys = Tensor::cat(vec![queries, last(&self.k), last(&self.v)], 2);
+        Tensor::cat(vec![keys, qkv.clone()], 1)
+    }
+
     /// Makes room for `new` more tokens, after which only the last `kept` of the others may be there.
     pub fn reserve(&mut self, new: usize, kept: usize) {
         self.k.reserve(new, kept);
@@ -112,6 +126,17 @@ impl<B: Backend> DmaCache<B> {
     /// Whether no slot is taken.
     pub fn is_empty(&self) -> bool {
         self.rank.is_empty()
+    }
+
+    /// The same keys by rising position.
+    pub fn in_order(&self) -> Self {
+        let order = self.positions.tokens().argsort(2);
+        let [batch, heads, len, width] = self.keys.k.tokens().dims();
+        let of_keys = order.clone().unsqueeze_dim::<4>(3).expand([batch, heads, len, width]);
+        let keys = [&self.keys.k, &self.keys.v].map(|x| x.tokens().gather(2, of_keys.clone()));
+        let rank = self.rank.tokens().gather(2, order.clone());
+        let positions = self.positions.tokens().gather(2, order);
+        Self::new(keys, rank, positions, self.window)
     }
 
     /// Makes each row several equal ones.

@@ -42,12 +42,12 @@ pub struct Recency<B: Backend> {
 pub enum PositionOrigin<B: Backend> {
     /// The first token of its document, `[batch, seq_len]`.
     DocumentStart(IntTensor<B>),
-    /// One new token of each row, at this position.
+    /// New tokens of each row, from this position on.
     At {
-        /// The position.
+        /// The first one's position.
         position: usize,
-        /// Rows.
-        batch: usize,
+        /// Rows, and new tokens of each.
+        shape: [usize; 2],
         /// Where the tokens are.
         device: B::Device,
     },
@@ -73,9 +73,13 @@ impl<B: Backend> PositionOrigin<B> {
             }
             Self::At {
                 position,
-                batch,
+                shape,
                 device,
-            } => Tensor::full([batch, 1], position as i64, &device),
+            } => {
+                let first = position as i64;
+                let in_row = Tensor::<B, 1, Int>::arange(first..first + shape[1] as i64, &device);
+                in_row.unsqueeze::<2>().expand(shape)
+            }
         }
     }
 }

@@ -9,7 +9,7 @@ use clap::Args;
 use sieve_data::Tokenizer;
 use sieve_eval::{
     Haystack, NUM_DISTRACTORS, NeedleConfig, NeedleReport, Selection, attention_label, linear_grid, needle,
-    text_documents, texts_together,
+    prompt_part, text_documents, texts_together,
 };
 use sieve_hf::LoadedModel;
 use sieve_ops::DeviceBackend;
@@ -66,10 +66,11 @@ pub(crate) fn run(args: NeedleArgs) -> Result<()> {
     let device = (args.place).for_checkpoint(&args.checkpoint, |_, shape| {
         let longest = args.lengths.iter().max().copied();
         let longest = longest.unwrap_or(shape.max_seq_len);
+        let part = prompt_part(shape, longest);
         InferenceSize {
             cached_tokens: longest,
             num_caches: 1 + texts_together(longest).min(NUM_DISTRACTORS + 1),
-            ..InferenceSize::rows_of(longest, longest)
+            ..InferenceSize::rows_of(part, part)
         }
     })?;
     on_device!(device, run_on(&args))

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use sieve_data::Tokenizer;
 use sieve_eval::{
     LONG_TASKS, LongCell, LongReport, LongSource, LongTask, LongTaskReport, LongText, LongTexts, NUM_WRONG, QaData,
-    SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, texts_together,
+    SampleScore, Split, TaskModel, ask_long, attention_label, long_texts, prompt_part, texts_together,
 };
 use sieve_hf::{Checkpoint, LoadedModel};
 use sieve_ops::DeviceBackend;
@@ -172,10 +172,11 @@ pub(crate) fn run(mut args: RulerArgs) -> Result<()> {
         );
     }
     let longest = args.lengths.iter().max().copied().unwrap_or(0);
+    let part = prompt_part(&shape, longest);
     (args.place.memory).check_inference(&checkpoint, &device, |_, _| InferenceSize {
         cached_tokens: longest,
         num_caches: 1 + texts_together(longest).min(NUM_WRONG + 1),
-        ..InferenceSize::rows_of(longest, longest)
+        ..InferenceSize::rows_of(part, part)
     })?;
     let tokenizer = Tokenizer::from_file(&peeked.tokenizer_path())?;
     let asked = Asked {
