@@ -313,6 +313,14 @@ fn an_import_writes_a_recipe_that_trains() {
         "import --from nowhere --out x",
         "there is no folder nowhere | --local-dir",
     );
+    // A GGUF file is refused by its name, and in a folder that has nothing else to read.
+    fs::create_dir(tiny.path("quantised")).expect("new");
+    tiny.write("quantised/model.gguf", "GGUF");
+    for from in ["quantised", "quantised/model.gguf"] {
+        let words = "quantised/model.gguf is a GGUF file | gguf_file=NAME | save_pretrained";
+        tiny.refuses(&format!("import --from {from} --out x"), words);
+    }
+    assert!(!tiny.path("x").exists(), "nothing is written");
 }
 
 /// All Rust files of the crates, with their texts.

@@ -12,8 +12,8 @@ use std::path::Path;
 pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two, then the classes of
-/// published models; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 17] = [
+/// published models, and those models with sparse layers; windows far below any length tested.
+pub(crate) const KINDS: [(&str, &str, &str); 21] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
     (
         "swa",
@@ -95,6 +95,29 @@ pub(crate) const KINDS: [(&str, &str, &str); 17] = [
         "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", \
          factor = 4.0, original_max_position_embeddings = 32 }",
         "kind = \"mha\"",
+    ),
+    (
+        "llama_dma",
+        "tie_word_embeddings = true\nqk_norm = false\nlayer_types = [\"dma\", \"mha\", \"dma\"]\nrope_scaling = { \
+         rope_type = \"llama3\", factor = 8.0, original_max_position_embeddings = 32 }",
+        "kind = \"dma\"\nkeep_window_size = 5\nbias = \"linear\"",
+    ),
+    (
+        "llama_windows",
+        "tie_word_embeddings = false\nqk_norm = false\nresidual_scale = true\nlayer_types = [\"swa\", \"mha\", \"swa\"]",
+        "kind = \"swa\"\nsliding_window = 7",
+    ),
+    (
+        "qwen2_dma",
+        "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true",
+        "kind = \"dma\"\nkeep_window_size = 5\nrecency = \"slope\"\nshortest_period = 4",
+    ),
+    (
+        "qwen2_nsa",
+        "tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", factor = \
+         4.0, original_max_position_embeddings = 32 }",
+        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mlp\"\ncompress_hidden_size = 20\n\
+         select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7\nshared_kv = false",
     ),
 ];
 

@@ -11,6 +11,7 @@ all classes but Doge, which leaves open which of equal keys it keeps:
 - worst: the largest differences of logits from those of the whole pass, by what was done otherwise.
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -149,7 +150,10 @@ def main() -> None:
         # Of Qwen2 the automatic choice takes Qwen2's own tokenizer, whatever tokenizer_config.json says (5.23.0).
         is_qwen2 = model_type == "qwen2"
         tokenizers = transformers.PreTrainedTokenizerFast if is_qwen2 else transformers.AutoTokenizer
-        tokenizer = tokenizers.from_pretrained(folder, trust_remote_code=True)
+        # Without trust, as it has no code of its own; where nobody answers the question none is run. The question goes
+        # to standard output.
+        with contextlib.redirect_stdout(sys.stderr):
+            tokenizer = tokenizers.from_pretrained(folder)
         model.eval()
         eos_token_id, model.generation_config.eos_token_id = model.generation_config.eos_token_id, None
         name = type(model).__name__

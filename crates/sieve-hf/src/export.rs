@@ -3,11 +3,11 @@
 //! Dense and sliding-window models are `Qwen3ForCausalLM`, without norms of queries and keys `LlamaForCausalLM`,
 //! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models
 //! `DogeForCausalLM`, latent ones without head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock
-//! class expresses is computed by `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's
+//! class computes (NSA; DMA or windows with dense layers between them, without norms or with biases) is computed by `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's
 //! published form too where that is asked for.
 //! The same checkpoint always gives the same bytes.
 
-mod config;
+pub(crate) mod config;
 mod folder;
 mod shards;
 pub(crate) mod tensors;
@@ -99,7 +99,7 @@ pub struct ExportReport {
     pub num_bytes: u64,
 }
 
-/// The Python file that computes NSA, DMA, and MLA with head norms or beside other layers.
+/// The Python file that computes what no class of `transformers` does.
 const MODELING: (&str, &str) = ("modeling_sieve.py", include_str!("export/modeling_sieve.py"));
 
 /// The class of `transformers` that computes a model.
@@ -177,30 +177,26 @@ impl Architecture {
 
     /// The class that expresses `shape` in the form asked for, or why there is none.
     fn of(shape: &ModelShape, form: Option<ExportForm>) -> Result<Self, CheckpointError> {
-        match (form, Self::usual(shape)?) {
+        match (form, Self::usual(shape)) {
             (None, usual) => Ok(usual),
             (Some(ExportForm::Doge), Self::Doge) => Ok(Self::Doge),
             (Some(ExportForm::Sieve), Self::Doge | Self::DeepseekV3 | Self::Sieve) => Ok(Self::Sieve),
             (Some(ExportForm::Doge), _) => Err(CheckpointError::NotExportable {
                 what: "this model as Doge: Doge is dynamic mask attention in every layer, ranked by content alone, \
-                        with bias = \"exp\"",
+                        with bias = \"exp\", with norms of queries and keys and without biases",
                 hint: "leave the form out to get the class that computes this model",
             }),
             (Some(ExportForm::Sieve), _) => Err(CheckpointError::NotExportable {
-                what: "this model as modeling_sieve.py: dense and sliding-window attention are classes of transformers",
+                what: "this model as modeling_sieve.py: transformers has a class for it",
                 hint: "leave the form out to get the stock class",
             }),
         }
     }
 
     /// The class that expresses `shape`, a stock one where there is one.
-    fn usual(shape: &ModelShape) -> Result<Self, CheckpointError> {
+    fn usual(shape: &ModelShape) -> Self {
         match shape.attention.form() {
-            AttentionForm::Grouped { .. } if shape.residual_scale => Err(CheckpointError::NotExportable {
-                what: "model.residual_scale = true with dense or sliding-window attention: Qwen3 has no residual \
-                        scales",
-                hint: "only attention.kind = \"dma\" is exported with them, as Doge",
-            }),
+            AttentionForm::Grouped { .. } if shape.residual_scale => Self::Sieve,
             AttentionForm::Grouped { window } => {
                 let needed = match window {
                     None => Windows::None,
@@ -212,29 +208,22 @@ impl Architecture {
                         && (class.windows == Windows::Named || [Windows::None, class.windows].contains(&needed))
                 };
                 let mut classes = Self::ALL.into_iter().filter(|architecture| architecture.is_grouped());
-                classes
-                    .find(|architecture| computes(architecture.class()))
-                    .ok_or(CheckpointError::NotExportable {
-                        what: "this model: no class of transformers has both norms and biases of queries and keys, or \
-                                windows beside dense layers without either",
-                        hint: "set model.qk_norm, model.qkv_bias and model.layer_types as Qwen3, Qwen2, Llama or \
-                               Mistral have them",
-                    })
+                let found = classes.find(|architecture| computes(architecture.class()));
+                // Norms and biases at once, or windows beside dense layers without either.
+                found.unwrap_or(Self::Sieve)
             }
-            _ if !shape.is_like_qwen3() => Err(CheckpointError::NotExportable {
-                what: "model.qk_norm = false, model.qkv_bias = true or model.rope_scaling with sparse attention: \
-                        neither Doge nor modeling_sieve.py has them",
-                hint: "only attention.kind = \"mha\" and \"swa\" are exported with them",
-            }),
-            AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Ok(Self::DeepseekV3),
-            AttentionForm::Latent(_) | AttentionForm::Branches(_) => Ok(Self::Sieve),
+            AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Self::DeepseekV3,
+            AttentionForm::Latent(_) | AttentionForm::Branches(_) => Self::Sieve,
             // Doge has neither recency nor a local window, and adds the exponential of a score.
             AttentionForm::Ranked(dma)
-                if dma.ranks_by_content_alone() && dma.bias == DmaBias::Exp && shape.dense_layers.is_empty() =>
+                if dma.ranks_by_content_alone()
+                    && dma.bias == DmaBias::Exp
+                    && shape.dense_layers.is_empty()
+                    && shape.is_like_qwen3() =>
             {
-                Ok(Self::Doge)
+                Self::Doge
             }
-            AttentionForm::Ranked(_) => Ok(Self::Sieve),
+            AttentionForm::Ranked(_) => Self::Sieve,
         }
     }
 }
@@ -269,11 +258,13 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let tensors = tensors::tensors_of(&shape, architecture);
     tensors::check_complete(&tensors, &weights)?;
 
+    let beside = tokenizer_files::folder(checkpoint)?;
+    let generation = config::generation(options, tokenizer_files::object(&beside, tokenizer_files::GENERATION)?);
     let json_files = [
-        ("config.json", config::model(&shape, architecture, options)),
-        ("generation_config.json", config::generation(options)),
+        ("config.json", config::model(&shape, architecture, options, &generation)),
+        (tokenizer_files::GENERATION, config::to_text(&generation)),
     ];
-    let tokenizer_files = tokenizer_files::read(checkpoint, shape.max_seq_len, options)?;
+    let tokenizer_files = tokenizer_files::read(checkpoint, &beside, shape.max_seq_len, options)?;
 
     let modeling = (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
     let texts = json_files.into_iter().chain(modeling).chain(tokenizer_files);

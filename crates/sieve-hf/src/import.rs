@@ -83,7 +83,7 @@ pub fn import<B: Backend>(
     let tokenizer_json =
         fs::read_to_string(&tokenizer_path).map_err(CheckpointError::io("reading", &tokenizer_path))?;
     let kept = path.join("tokenizer.json");
-    let settings = settings(&kept, attention, overrides);
+    let settings = settings(from, &kept, attention, overrides)?;
     let (recipe, shape, mut read) = read_model(from, &settings)?;
     let ties = attention.is_none() && read.all_scores_tie();
     let model = Qwen3::<B>::new(&shape, recipe.training.seed, device);
@@ -132,6 +132,11 @@ pub fn import<B: Backend>(
             write_synced(&path.join(name), text.as_bytes())?;
         }
     }
+    let generation = serde_json::Value::Object(tokenizer_files::generation(from)?);
+    write_synced(
+        &path.join(tokenizer_files::GENERATION),
+        generation.to_string().as_bytes(),
+    )?;
     Ok(ImportReport {
         path,
         num_parameters: shape.parameters().total(),
@@ -149,7 +154,7 @@ pub(crate) fn load<B: Backend>(
     dtype: DType,
 ) -> Result<LoadedModel<B>, CheckpointError> {
     let tokenizer_path = from.join("tokenizer.json");
-    let (recipe, shape, mut read) = read_model(from, &settings(&tokenizer_path, None, &[]))?;
+    let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?)?;
     let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
         let data = read.tensors.remove(name);
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
@@ -190,18 +195,24 @@ pub fn imported_model(
     overrides: &[String],
 ) -> Result<(Recipe, ModelShape), CheckpointError> {
     let config = HfConfig::read(&from.join("config.json"))?;
-    let settings = settings(&from.join("tokenizer.json"), attention, overrides);
+    let settings = settings(from, &from.join("tokenizer.json"), attention, overrides)?;
     recipe_and_shape(from, &config, config.residual_scale, &settings)
 }
 
-/// What the user changes in the model's recipe.
-fn settings(tokenizer: &Path, attention: Option<AttentionKind>, overrides: &[String]) -> Vec<String> {
+/// What the folder says of the tokenizer, and what the user changes in the model's recipe.
+fn settings(
+    from: &Path,
+    tokenizer: &Path,
+    attention: Option<AttentionKind>,
+    overrides: &[String],
+) -> Result<Vec<String>, CheckpointError> {
     // Paths in a recipe have variables.
     let path = tokenizer.display().to_string().replace('$', "$$");
     let tokenizer = format!("tokenizer.path={path}");
+    let eos = tokenizer_files::eos_token(from)?.map(|name| format!("tokenizer.eos_token={name}"));
     let kind = attention.map(|kind| format!("attention.kind={}", kind.name()));
-    let settings = std::iter::once(tokenizer).chain(kind);
-    settings.chain(overrides.iter().cloned()).collect()
+    let settings = std::iter::once(tokenizer).chain(eos).chain(kind);
+    Ok(settings.chain(overrides.iter().cloned()).collect())
 }
 
 fn recipe_and_shape(

@@ -94,6 +94,21 @@ impl RopeScaling {
         }
     }
 
+    /// The same with what its type always has and may be left out here; `max_positions` stands for
+    /// `original_max_position_embeddings`. `transformers` refuses a `"llama3"` without it.
+    #[must_use]
+    pub fn filled(self, max_positions: usize) -> Self {
+        match (self.rope_type, self.turns()) {
+            (RopeType::Llama3, Some([low, high])) => Self {
+                original_max_position_embeddings: self.original_max_position_embeddings.or(Some(max_positions)),
+                low_freq_factor: Some(low),
+                high_freq_factor: Some(high),
+                ..self
+            },
+            _ => self,
+        }
+    }
+
     /// The frequencies in place of `plain`, those of `theta`, and the factor of cosines and sines; `max_positions`
     /// stands for `original_max_position_embeddings` where that is absent. As `transformers` computes them.
     pub(crate) fn scaled(&self, plain: Vec<f64>, theta: f64, max_positions: usize) -> (Vec<f64>, f64) {

@@ -2,7 +2,10 @@
 use super::{Architecture, ExportOptions, Windows};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
-use sieve_core::model::AttentionForm;
+use sieve_core::model::{AttentionForm, RopeScaling};
+
+/// Of what `modeling_sieve.py` computes, the key that names the scaling its frequencies come from.
+pub(crate) const SCALING: &str = "rotary_scaling";
 
 /// Text of a JSON file: two spaces, a line end at the end, keys in the order given.
 pub(super) fn to_text(value: &Value) -> String {
@@ -11,16 +14,24 @@ pub(super) fn to_text(value: &Value) -> String {
     text
 }
 
-/// `config.json`.
-pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &ExportOptions) -> String {
+/// `config.json`; `generation` is [`generation`]'s, whose ids of special tokens stand here too.
+pub(super) fn model(
+    shape: &ModelShape,
+    architecture: Architecture,
+    options: &ExportOptions,
+    generation: &Value,
+) -> String {
+    // What has no class in transformers says it in a key of its own: a tokenizer is opened with the plainest of
+    // configurations, which knows no scaling.
+    let scaling = shape.rope_scaling.filter(|_| architecture != Architecture::Sieve);
     let mut config = json!({
         "architectures": [architecture.class().name],
         "model_type": architecture.class().model_type,
         "attention_bias": false,
         "attention_dropout": 0.0,
-        "bos_token_id": null,
-        "eos_token_id": options.eos_token_id,
-        "pad_token_id": options.pad_token_id,
+        "bos_token_id": generation["bos_token_id"],
+        "eos_token_id": generation["eos_token_id"],
+        "pad_token_id": generation["pad_token_id"],
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "hidden_size": shape.d_model,
@@ -33,7 +44,7 @@ pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &Ex
         "rms_norm_eps": shape.rms_norm_eps,
         // Version 4 reads rope_theta and torch_dtype, version 5 rope_parameters and dtype.
         "rope_theta": shape.rope_theta,
-        "rope_parameters": rope_parameters(shape),
+        "rope_parameters": rope_parameters(shape, scaling),
         "tie_word_embeddings": shape.tie_word_embeddings,
         "torch_dtype": options.dtype.name(),
         "dtype": options.dtype.name(),
@@ -45,8 +56,8 @@ pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &Ex
     if architecture.class().windows != Windows::Named && architecture.is_grouped() {
         of_kind.retain(|key, _| key == "sliding_window");
     }
-    if shape.rope_scaling.is_some() {
-        of_kind.insert("rope_scaling".to_owned(), rope_parameters(shape));
+    if scaling.is_some() {
+        of_kind.insert("rope_scaling".to_owned(), rope_parameters(shape, scaling));
     }
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(of_kind);
@@ -54,9 +65,10 @@ pub(super) fn model(shape: &ModelShape, architecture: Architecture, options: &Ex
 }
 
 /// Base and scaling of the rotary frequencies.
-fn rope_parameters(shape: &ModelShape) -> Value {
+fn rope_parameters(shape: &ModelShape, scaling: Option<RopeScaling>) -> Value {
     let mut parameters = json!({ "rope_type": "default", "rope_theta": shape.rope_theta });
-    if let (Value::Object(parameters), Value::Object(scaling)) = (&mut parameters, json!(shape.rope_scaling)) {
+    let scaling = json!(scaling.map(|scaling| scaling.filled(shape.max_seq_len)));
+    if let (Value::Object(parameters), Value::Object(scaling)) = (&mut parameters, scaling) {
         parameters.extend(scaling.into_iter().filter(|(_, value)| !value.is_null()));
     }
     parameters
@@ -72,6 +84,10 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
         layers.collect::<Vec<_>>()
     };
     let keys = match shape.attention.form() {
+        AttentionForm::Grouped { window } if architecture == Architecture::Sieve => match window {
+            None => of_sieve(shape, "mha", json!({})),
+            Some(window) => of_sieve(shape, "swa", json!({ "window_size": window })),
+        },
         AttentionForm::Grouped { window: None } => json!({
             "use_sliding_window": false,
             "sliding_window": null,
@@ -134,6 +150,8 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
         "attention_kind": kind,
         "dense_layers": shape.dense_layers,
         "residual_scale": shape.residual_scale,
+        "qk_norm": shape.qk_norm,
+        "qkv_bias": shape.qkv_bias,
         "auto_map": {
             "AutoConfig": "modeling_sieve.SieveConfig",
             "AutoModel": "modeling_sieve.SieveModel",
@@ -142,14 +160,33 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     });
     if let (Value::Object(keys), Value::Object(sizes)) = (&mut keys, sizes) {
         keys.extend(sizes);
+        if shape.rope_scaling.is_some() {
+            let (frequencies, amplitude) = shape.rotary_frequencies(shape.head_dim);
+            keys.insert("rope_frequencies".to_owned(), json!(frequencies));
+            keys.insert("rope_amplitude".to_owned(), json!(amplitude));
+            keys.insert(SCALING.to_owned(), rope_parameters(shape, shape.rope_scaling));
+        }
     }
     keys
 }
 
-/// `generation_config.json`.
-pub(super) fn generation(options: &ExportOptions) -> String {
-    to_text(&json!({
-        "eos_token_id": options.eos_token_id,
-        "pad_token_id": options.pad_token_id,
-    }))
+/// `generation_config.json`: what the source of an imported model had, as far as the end of a document is still one of
+/// the tokens that it ends at.
+pub(super) fn generation(options: &ExportOptions, source: Map<String, Value>) -> Value {
+    let eos = json!(options.eos_token_id);
+    let theirs = source.get("eos_token_id").filter(|theirs| match theirs {
+        Value::Array(all) => all.contains(&eos),
+        one => **one == eos,
+    });
+    let pad = options.pad_token_id.map(|id| json!(id));
+    let mut all = json!({
+        "eos_token_id": theirs.unwrap_or(&eos),
+        "pad_token_id": pad.as_ref().or(source.get("pad_token_id")),
+    });
+    for (key, value) in source {
+        if !["transformers_version", "_from_model_config"].contains(&key.as_str()) && all.get(&key).is_none() {
+            all[key] = value;
+        }
+    }
+    all
 }

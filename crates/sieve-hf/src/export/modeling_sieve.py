@@ -1,4 +1,6 @@
-"""Language models with NSA, MLA, DMA with recency or dense layers between them, as Sieve exports them: plain PyTorch.
+"""Language models whose attention no class of transformers has, as Sieve exports them: plain PyTorch.
+
+The attention is NSA, MLA, DMA, a sliding window or dense, the sparse kinds with or without dense layers between them.
 
 Padding, wherever attention_mask has it, is moved behind the tokens of its row, where causal attention never looks, and
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
@@ -37,6 +39,13 @@ DEFAULTS = {
     "attention_kind": "nsa",
     # Repeated over the layers: true where a layer is dense.
     "dense_layers": [],
+    # Whether each head's query and key go through RMSNorm before the rotation (MLA: mla_qk_norm), and whether the
+    # projections of queries, keys and values have biases.
+    "qk_norm": True,
+    "qkv_bias": False,
+    # Angle per position of each channel pair, and the factor of cosines and sines; without a list those of rope_theta.
+    "rope_frequencies": None,
+    "rope_amplitude": 1.0,
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
@@ -53,7 +62,7 @@ DEFAULTS = {
     "qk_rope_head_dim": 0,
     # Whether each head's query and key go through RMSNorm before the rotation, all heads with one weight.
     "mla_qk_norm": False,
-    # NSA
+    # NSA; window_size is that of a sliding window too.
     "compress_block_size": 32,
     "compress_stride": 16,
     "compress": "mlp",
@@ -132,8 +141,8 @@ class SieveCacheLayer(DynamicLayer):
 class Rows:
     """The tokens of one call: how many columns, and how many tokens each row had before (a number, or [batch])."""
 
-    def __init__(self, first, columns, count, new, theta, device):
-        self.first, self.columns, self.count, self.new, self.theta = first, columns, count, new, theta
+    def __init__(self, first, columns, count, new, config, device):
+        self.first, self.columns, self.count, self.new, self.config = first, columns, count, new, config
         self.positions = indices(first, count, device)
         self.tables = {}
 
@@ -145,9 +154,11 @@ class Rows:
         """Rotary positions of x [batch, heads, tokens, width], the halves of a head being the pairs."""
         half = x.shape[-1] // 2
         if half not in self.tables:
-            frequency = self.theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
-            angle = self.positions[:, None, :, None] * frequency
-            self.tables[half] = angle.cos().float(), angle.sin().float()
+            frequency = self.config.rope_theta ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+            if self.config.rope_frequencies is not None:
+                frequency = torch.tensor(self.config.rope_frequencies, device=x.device, dtype=torch.float64)
+            angle, amplitude = self.positions[:, None, :, None] * frequency, self.config.rope_amplitude
+            self.tables[half] = (angle.cos() * amplitude).float(), (angle.sin() * amplitude).float()
         cos, sin = self.tables[half]
         x1, x2 = x.float().chunk(2, -1)
         return torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin], -1).to(x.dtype)
@@ -324,15 +335,18 @@ class BlockMlp(nn.Module):
 
 
 class DenseAttention(nn.Module):
+    window = None
+
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.scale = 1.0 / math.sqrt(config.head_dim)
         size, d = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = linear(size, heads * d)
-        self.k_proj, self.v_proj = linear(size, kv_heads * d), linear(size, kv_heads * d)
-        self.q_norm, self.k_norm = RMSNorm(d, config.rms_norm_eps), RMSNorm(d, config.rms_norm_eps)
+        self.q_proj = linear(size, heads * d, config.qkv_bias)
+        self.k_proj, self.v_proj = (linear(size, kv_heads * d, config.qkv_bias) for _ in range(2))
+        norm = (lambda: RMSNorm(d, config.rms_norm_eps)) if config.qk_norm else nn.Identity
+        self.q_norm, self.k_norm = norm(), norm()
         self.o_proj = linear(heads * d, size)
 
     def heads(self, x):
@@ -351,7 +365,15 @@ class DenseAttention(nn.Module):
         v = self.heads(self.v_proj(x))
         if cache is not None:
             k, v = (cache.append(name, new, rows.first, rows.total) for name, new in (("k", k), ("v", v)))
-        return self.out(dense(self, q, k, v, rows, self.scale))
+        return self.out(dense(self, q, k, v, rows, self.scale, self.window))
+
+
+class WindowAttention(DenseAttention):
+    """Each query sees the last window_size keys, its own among them."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.window = config.window_size
 
 
 class NativeSparseAttention(DenseAttention):
@@ -374,7 +396,8 @@ class NativeSparseAttention(DenseAttention):
         k = self.k_norm(self.heads(getattr(self, f"{source}k_proj")(x)))
         # An MLP's keys carry learned positions instead.
         is_plain = branch == "compress" and config.compress == "mlp"
-        k, v = k if is_plain else rows.rotate(k), self.heads(getattr(self, f"{source}v_proj")(x))
+        k = k * config.rope_amplitude if is_plain else rows.rotate(k)
+        v = self.heads(getattr(self, f"{source}v_proj")(x))
         if cache is None:
             return k, v
         named = ((f"{source}k{'_plain' * is_plain}", k), (f"{source}v", v))
@@ -424,7 +447,7 @@ class NativeSparseAttention(DenseAttention):
         size, stride, select = config.compress_block_size, config.compress_stride, config.select_block_size
         q = self.q_norm(self.heads(self.q_proj(x)))
         q_rotated = rows.rotate(q)
-        coarse_q = q_rotated if config.compress == "mean" else q
+        coarse_q = q_rotated if config.compress == "mean" else q * config.rope_amplitude
         coarse_k, coarse_v = self.compressed(*self.key_value(x, "compress", rows, cache), rows, cache)
         coarse_k, coarse_v = coarse_k[:, :, None].float().transpose(3, 4), coarse_v[:, :, None]
         last = torch.arange(coarse_v.shape[3], device=device) * stride + size - 1
@@ -561,11 +584,16 @@ class MLP(nn.Module):
 class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, index):
         super().__init__()
-        kinds = {"mla": LatentAttention, "nsa": NativeSparseAttention, "dma": DynamicMaskAttention}
+        kinds = {
+            "mla": LatentAttention,
+            "nsa": NativeSparseAttention,
+            "dma": DynamicMaskAttention,
+            "swa": WindowAttention,
+            "mha": DenseAttention,
+        }
         pattern = config.dense_layers
         is_dense = bool(pattern) and pattern[index % len(pattern)]
-        kind = DenseAttention if is_dense else kinds[config.attention_kind]
-        self.self_attn = kind(config)
+        self.self_attn = kinds["mha" if is_dense else config.attention_kind](config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -648,7 +676,7 @@ class SieveModel(SievePreTrainedModel):
             back = order.argsort(dim=1)[..., None]
             x = x.gather(1, order[..., None].expand_as(x))
         new = count if real is None else real.sum(1)
-        rows = Rows(first, columns, count, new, self.config.rope_theta, device)
+        rows = Rows(first, columns, count, new, self.config, device)
         if position_ids is not None and not torch.compiler.is_compiling():
             expected = rows.positions.expand(batch, -1)
             expected = expected if back is None else expected.gather(1, back[..., 0])

@@ -156,6 +156,22 @@ fn a_dynamic_mask_model_becomes_doge_with_scales_of_one_or_the_trained_ones() {
 }
 
 #[test]
+fn a_scaling_names_all_that_transformers_asks_for() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let model = "qk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0 }";
+    for (attention, key) in [(MHA, "rope_parameters"), (DMA, "rotary_scaling")] {
+        let checkpoint = checkpoint(&folder.path().join(key), model, attention);
+        let out = folder.path().join(format!("{key}-hf"));
+        export(&checkpoint, &out, &options()).expect("exports");
+        let config = json(out.join("config.json"));
+        let all = serde_json::json!({ "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+            "original_max_position_embeddings": 16, "low_freq_factor": 1.0, "high_freq_factor": 4.0 });
+        assert_eq!(config[key], all);
+        assert_eq!(config["rope_frequencies"].is_array(), key == "rotary_scaling");
+    }
+}
+
+#[test]
 fn a_window_is_in_every_layer() {
     let folder = tempfile::tempdir().expect("a folder");
     let tied = "tie_word_embeddings = true";
@@ -275,7 +291,6 @@ fn bf16_halves_the_bytes_and_rounds_to_nearest() {
 #[test]
 fn published_dma_takes_either_class_and_other_models_their_own() {
     let folder = tempfile::tempdir().expect("a folder");
-    let tied = "tie_word_embeddings = true";
     let recency = "kind = \"dma\"\nkeep_window_size = 3\nbias = \"linear\"\nrecency = \"slope\"";
     let [doge, sieve] = [ExportForm::Doge, ExportForm::Sieve];
     let (either, own) = (["DogeForCausalLM", "SieveForCausalLM"], "SieveForCausalLM");
@@ -284,11 +299,19 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
         (recency, own, None, Some(own)),
         (MHA, "Qwen3ForCausalLM", None, None),
         (SWA, "Qwen3ForCausalLM", None, None),
+        ("kind = \"dma\"\nkeep_window_size = 3", own, None, Some(own)),
+        ("kind = \"swa\"\nsliding_window = 5", own, None, Some(own)),
     ]
     .into_iter()
     .enumerate()
     {
-        let checkpoint = checkpoint(&folder.path().join(format!("run-{n}")), tied, attention);
+        // Of the last two no class of transformers has the rest of the model.
+        let model = match n {
+            4 => "qk_norm = false",
+            5 => "qk_norm = false\nlayer_types = [\"swa\", \"mha\"]",
+            _ => "tie_word_embeddings = true",
+        };
+        let checkpoint = checkpoint(&folder.path().join(format!("run-{n}")), model, attention);
         let out = folder.path().join(format!("hf-{n}"));
         for (form, expected) in [(None, Some(usual)), (Some(doge), of_doge), (Some(sieve), of_sieve)] {
             let report = export(&checkpoint, &out, &ExportOptions { form, ..options() });
@@ -308,14 +331,18 @@ fn published_dma_takes_either_class_and_other_models_their_own() {
 #[test]
 fn refuses_what_it_cannot_express_and_folders_of_others() {
     let folder = tempfile::tempdir().expect("a folder");
-    let scaled = "tie_word_embeddings = true\nresidual_scale = true";
     let tied = "tie_word_embeddings = true";
-    let refused = checkpoint(&folder.path().join("scaled"), scaled, MHA);
-    let out = folder.path().join("refused");
-    let error = export(&refused, &out, &options()).expect_err("Qwen3 has no residual scales");
-    assert!(error.to_string().contains("residual_scale"), "{error}");
-    assert!(!out.exists(), "nothing is written before the checks");
     let checkpoint = checkpoint(&folder.path().join("run"), tied, MHA);
+    let out = folder.path().join("refused");
+    let doge = ExportOptions {
+        form: Some(ExportForm::Doge),
+        ..options()
+    };
+    sieve_testing::refusal(
+        export(&checkpoint, &out, &doge),
+        "this model as Doge | leave the form out",
+    );
+    assert!(!out.exists(), "nothing is written before the checks");
     let out = folder.path().join("thesis");
     fs::create_dir(&out).expect("writable");
     fs::write(out.join("config.json"), "mine").expect("writable");

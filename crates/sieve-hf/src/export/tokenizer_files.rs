@@ -1,5 +1,5 @@
-//! The tokenizer, and the files that name its special tokens for `transformers`; what another tokenizer's files say of
-//! chats is carried through.
+//! The tokenizer, and the files that name its special tokens for `transformers`; what another model's files say of
+//! chats, special tokens and generation is carried through.
 use super::ExportOptions;
 use super::config::to_text;
 use crate::{Checkpoint, CheckpointError};
@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 
 const CONFIG: &str = "tokenizer_config.json";
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
-/// Files beside a `tokenizer.json` that an import keeps and an export reads.
+pub(crate) const GENERATION: &str = "generation_config.json";
+/// Files beside a `tokenizer.json` that an import keeps as they are and an export reads.
 pub(crate) const BESIDE: [&str; 2] = [CONFIG, CHAT_TEMPLATE];
 /// Keys of `tokenizer_config.json` that are carried through as they are.
 const CARRIED: [&str; 6] = [
@@ -23,18 +24,16 @@ const CARRIED: [&str; 6] = [
     "padding_side",
 ];
 
-/// Names and texts of the tokenizer's files.
+/// Names and texts of the tokenizer's files; `beside` is [`folder`]'s.
 pub(super) fn read(
     checkpoint: &Checkpoint,
+    beside: &Option<PathBuf>,
     max_seq_len: usize,
     options: &ExportOptions,
 ) -> Result<Vec<(&'static str, String)>, CheckpointError> {
     let path = checkpoint.tokenizer_path();
     let text = fs::read_to_string(&path).map_err(CheckpointError::io("reading", &path))?;
-    let tokenizer: Value = serde_json::from_str(&text).map_err(|error| CheckpointError::Malformed {
-        path: path.clone(),
-        problem: format!("it is no tokenizer.json ({error})"),
-    })?;
+    let tokenizer = parsed(&path, &text)?;
 
     let mut special = Map::new();
     special.insert("eos_token".into(), content(&tokenizer, options.eos_token_id, &path)?);
@@ -51,12 +50,14 @@ pub(super) fn read(
     let all = config.as_object_mut().expect("built as an object above");
     all.extend(special.clone());
     let mut files = Vec::new();
-    if let Some((folder, theirs)) = files_beside(checkpoint)? {
-        let carried = CARRIED.iter().filter(|key| !theirs[**key].is_null());
-        all.extend(carried.map(|key| ((*key).to_owned(), theirs[*key].clone())));
-        if let Some(template) = text_of(&folder.join(CHAT_TEMPLATE))? {
-            files.push((CHAT_TEMPLATE, template));
-        }
+    let theirs = object(beside, CONFIG)?;
+    let carried = CARRIED.iter().filter_map(|key| theirs.get_key_value(*key));
+    let carried = carried.filter(|(_, value)| !value.is_null());
+    all.extend(carried.map(|(key, value)| (key.clone(), value.clone())));
+    if let Some(folder) = beside
+        && let Some(template) = text_of(&folder.join(CHAT_TEMPLATE))?
+    {
+        files.push((CHAT_TEMPLATE, template));
     }
     files.extend([
         ("tokenizer.json", text),
@@ -66,21 +67,35 @@ pub(super) fn read(
     Ok(files)
 }
 
-/// The folder of the tokenizer file that the recipe names, and the `tokenizer_config.json` in it.
-fn files_beside(checkpoint: &Checkpoint) -> Result<Option<(PathBuf, Value)>, CheckpointError> {
+/// The folder of the tokenizer file that the recipe names.
+pub(super) fn folder(checkpoint: &Checkpoint) -> Result<Option<PathBuf>, CheckpointError> {
     let (recipe, _) = checkpoint.recipe_and_shape()?;
-    let TokenizerSource::Path(path) = recipe.tokenizer.source() else {
-        return Ok(None);
+    Ok(match recipe.tokenizer.source() {
+        TokenizerSource::Path(path) => Some(Path::new(path).parent().unwrap_or(Path::new("")).to_owned()),
+        _ => None,
+    })
+}
+
+/// The JSON object in the file `name` of a folder; empty where there is no such file.
+pub(crate) fn object(folder: &Option<PathBuf>, name: &str) -> Result<Map<String, Value>, CheckpointError> {
+    let Some(path) = folder.as_ref().map(|folder| folder.join(name)) else {
+        return Ok(Map::new());
     };
-    let folder = Path::new(path).parent().unwrap_or(Path::new("")).to_owned();
-    let path = folder.join(CONFIG);
-    let config = text_of(&path)?.map(|text| {
-        serde_json::from_str(&text).map_err(|error| CheckpointError::Malformed {
+    match text_of(&path)?.map(|text| parsed(&path, &text)).transpose()? {
+        Some(Value::Object(found)) => Ok(found),
+        Some(_) => Err(CheckpointError::Malformed {
             path,
-            problem: error.to_string(),
-        })
-    });
-    Ok(Some((folder, config.transpose()?.unwrap_or(Value::Null))))
+            problem: "it is no JSON object".to_owned(),
+        }),
+        None => Ok(Map::new()),
+    }
+}
+
+fn parsed(path: &Path, text: &str) -> Result<Value, CheckpointError> {
+    serde_json::from_str(text).map_err(|error| CheckpointError::Malformed {
+        path: path.to_owned(),
+        problem: format!("it is no JSON ({error})"),
+    })
 }
 
 /// The text of a file that may be absent.
@@ -90,6 +105,52 @@ pub(crate) fn text_of(path: &Path) -> Result<Option<String>, CheckpointError> {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
         Err(error) => Err(CheckpointError::io("reading", path)(error)),
     }
+}
+
+/// `generation_config.json` of a folder of `transformers`; ids of special tokens that it lacks are those of
+/// `config.json`.
+pub(crate) fn generation(from: &Path) -> Result<Map<String, Value>, CheckpointError> {
+    let folder = Some(from.to_owned());
+    let mut all = object(&folder, GENERATION)?;
+    let config = object(&folder, "config.json")?;
+    for key in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+        if all.get(key).is_none_or(Value::is_null)
+            && let Some(id) = config.get(key).filter(|id| !id.is_null())
+        {
+            all.insert(key.to_owned(), id.clone());
+        }
+    }
+    Ok(all)
+}
+
+/// The token that ends a document in a folder of `transformers`: the name in `tokenizer_config.json`, or else the first
+/// id that generation ends at; `None` where neither says so or the tokenizer has no such token.
+pub(crate) fn eos_token(from: &Path) -> Result<Option<String>, CheckpointError> {
+    let path = from.join("tokenizer.json");
+    let Some(tokenizer) = text_of(&path)?.map(|text| parsed(&path, &text)).transpose()? else {
+        return Ok(None);
+    };
+    let config = object(&Some(from.to_owned()), CONFIG)?;
+    let name = config
+        .get("eos_token")
+        .and_then(|name| name.as_str().or(name["content"].as_str()));
+    if let Some(name) = name
+        && has_token(&tokenizer, name)
+    {
+        return Ok(Some(name.to_owned()));
+    }
+    let ids = generation(from)?;
+    let first = ids.get("eos_token_id").and_then(|id| id.as_u64().or(id[0].as_u64()));
+    let found = first.and_then(|id| content(&tokenizer, id as u32, &path).ok());
+    Ok(found.and_then(|name| name.as_str().map(str::to_owned)))
+}
+
+fn has_token(tokenizer: &Value, name: &str) -> bool {
+    added_tokens(tokenizer).iter().any(|token| token["content"] == name)
+        || match &tokenizer["model"]["vocab"] {
+            Value::Object(vocab) => vocab.contains_key(name),
+            list => list.as_array().into_iter().flatten().any(|pair| pair[0] == name),
+        }
 }
 
 fn added_tokens(tokenizer: &Value) -> &[Value] {

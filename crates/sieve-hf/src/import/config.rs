@@ -1,6 +1,7 @@
 //! `config.json` of `transformers` as a recipe.
 use super::not_importable;
 use crate::CheckpointError;
+use crate::export::config::SCALING;
 use crate::export::{Architecture, DEEPSEEK_LATENT_EPS, Windows};
 use serde_json::Value;
 use std::fs;
@@ -82,20 +83,31 @@ impl Reader {
 
     /// The line of `[model]` for scaled rotary frequencies; empty where they are plain.
     fn rope_scaling(&self, architecture: Architecture) -> Result<String, CheckpointError> {
+        let keys = [SCALING, "rope_parameters", "rope_scaling"];
+        let forms = keys.map(|key| &self.value[key]);
+        for place in [&self.value].into_iter().chain(forms) {
+            match &place["partial_rotary_factor"] {
+                Value::Null => {}
+                whole if whole.as_f64() == Some(1.0) => {}
+                part => {
+                    return Err(self.refuse(format!(
+                        "partial_rotary_factor is {part}, and a recipe rotates whole heads"
+                    )));
+                }
+            }
+        }
         let is_scaled = |scaling: &&Value| {
             let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
             kind.is_some_and(|kind| kind != "default")
-                || scaling["partial_rotary_factor"]
-                    .as_f64()
-                    .is_some_and(|part| part != 1.0)
         };
-        let forms = [&self.value["rope_parameters"], &self.value["rope_scaling"]];
         let Some(scaling) = forms.into_iter().find(is_scaled) else {
             return Ok(String::new());
         };
         let kind = scaling["rope_type"].as_str().or(scaling["type"].as_str());
-        let known = kind.filter(|kind| ["linear", "llama3", "yarn"].contains(kind) && architecture.is_grouped());
-        let own = |key: &str| ["rope_type", "type", "rope_theta"].contains(&key) || SCALING_KEYS.contains(&key);
+        let is_able = architecture.is_grouped() || architecture == Architecture::Sieve;
+        let known = kind.filter(|kind| ["linear", "llama3", "yarn"].contains(kind) && is_able);
+        let said = ["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+        let own = |key: &str| said.contains(&key) || SCALING_KEYS.contains(&key);
         let keys = scaling.as_object().into_iter().flatten();
         let foreign = keys.into_iter().find(|(key, value)| !own(key) && !value.is_null());
         let (Some(kind), None) = (known, foreign) else {
@@ -207,7 +219,12 @@ impl Reader {
         };
         let mut lines = format!("kind = {kind:?}");
         for key in SIEVE_SIZES {
-            match &self.value[*key] {
+            let value = &self.value[*key];
+            let key = match *key {
+                "window_size" if kind == "swa" => "sliding_window",
+                key => key,
+            };
+            match value {
                 Value::Null => {}
                 // Numbers, strings and truth values are written alike in JSON and TOML.
                 value @ (Value::Number(_) | Value::Bool(_) | Value::String(_) | Value::Array(_)) => {
@@ -290,7 +307,13 @@ impl HfConfig {
             reader.number("rms_norm_eps")?,
             reader.number("initializer_range").unwrap_or(0.02),
         );
-        model.push_str(&format!("qk_norm = {}\nqkv_bias = {}\n", class.qk_norm, class.qkv_bias));
+        // Own exports say of both; older ones are of models with norms and without biases.
+        let said = |key: &str, of_class: bool| match architecture {
+            Architecture::Sieve => reader.value[key].as_bool().unwrap_or(of_class),
+            _ => of_class,
+        };
+        let (qk_norm, qkv_bias) = (said("qk_norm", class.qk_norm), said("qkv_bias", class.qkv_bias));
+        model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
         model.push_str(&reader.rope_scaling(architecture)?);
         if dense_layers.contains(&true) {
             let name = |dense: &bool| if *dense { "mha" } else { "sparse" };

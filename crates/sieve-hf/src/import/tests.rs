@@ -105,6 +105,18 @@ fn export_import_export_gives_the_same_bytes() {
              rope_scaling = { rope_type = \"yarn\", factor = 4.0, beta_fast = 16.0 }",
             "kind = \"swa\"\nsliding_window = 5",
         ),
+        (
+            "tie_word_embeddings = false\nqk_norm = false\nlayer_types = [\"swa\", \"mha\"]",
+            "kind = \"swa\"\nsliding_window = 5",
+        ),
+        (
+            "tie_word_embeddings = true\nresidual_scale = true\nqkv_bias = true",
+            "kind = \"mha\"",
+        ),
+        (
+            "tie_word_embeddings = true\nqk_norm = false\nrope_scaling = { rope_type = \"linear\", factor = 2.0 }",
+            "kind = \"dma\"\nkeep_window_size = 3",
+        ),
     ] {
         for options in [
             whole(),
@@ -282,6 +294,58 @@ fn chat_templates_and_special_tokens_come_back_out() {
 }
 
 #[test]
+fn tokens_that_generation_ends_and_begins_at_come_back_out() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let hf = exported(folder.path(), "tie_word_embeddings = true", "kind = \"mha\"", whole());
+    let read = |folder: &Path, name: &str| -> serde_json::Value {
+        serde_json::from_str(&fs::read_to_string(folder.join(name)).expect("written")).expect("JSON")
+    };
+    let change = |name: &str, changes: serde_json::Value| {
+        let mut all = read(&hf, name);
+        for (key, value) in changes.as_object().expect("an object") {
+            all[key] = value.clone();
+        }
+        fs::write(hf.join(name), all.to_string()).expect("writable");
+    };
+    // The first of the ids is the tokenizer's token "a"; what one file lacks the other says.
+    let sampling = json!({ "do_sample": true, "temperature": 0.5, "transformers_version": "5" });
+    change("generation_config.json", sampling);
+    change("config.json", json!({ "bos_token_id": 0, "eos_token_id": 0 }));
+    change("tokenizer_config.json", json!({ "eos_token": null }));
+    // What is trained on from here ends its documents with token 1.
+    for (number, (theirs, expected)) in [(json!([0, 1]), json!([0, 1])), (json!(0), json!(1))]
+        .into_iter()
+        .enumerate()
+    {
+        change("generation_config.json", json!({ "eos_token_id": theirs }));
+        let back = folder.path().join(format!("back-{number}"));
+        let report = imported(&hf, &back, None, &[]).expect("imports");
+        assert_eq!(report.recipe.tokenizer.eos_token.as_deref(), Some("a"));
+        let out = folder.path().join(format!("again-{number}"));
+        export(&Checkpoint::open(&back).expect("just written"), &out, &whole()).expect("exports");
+        let generation = json!({ "eos_token_id": expected, "pad_token_id": null, "do_sample": true,
+            "temperature": 0.5, "bos_token_id": 0 });
+        assert_eq!(read(&out, "generation_config.json"), generation);
+        let config = read(&out, "config.json");
+        assert_eq!(
+            [&config["bos_token_id"], &config["eos_token_id"]],
+            [&json!(0), &expected]
+        );
+    }
+    // A name in tokenizer_config.json comes first, and one that the user gives before it.
+    change(
+        "tokenizer_config.json",
+        json!({ "eos_token": { "content": "<|endoftext|>" } }),
+    );
+    let eos = |out: &str, overrides: &[&str]| {
+        let report = imported(&hf, &folder.path().join(out), None, overrides).expect("imports");
+        report.recipe.tokenizer.eos_token
+    };
+    assert_eq!(eos("named", &[]).as_deref(), Some("<|endoftext|>"));
+    assert_eq!(eos("set", &["tokenizer.eos_token=a"]).as_deref(), Some("a"));
+}
+
+#[test]
 fn configurations_without_a_recipe_are_refused() {
     let folder = tempfile::tempdir().expect("a folder");
     let tied = "tie_word_embeddings = true";
@@ -295,6 +359,12 @@ fn configurations_without_a_recipe_are_refused() {
         ("alibi", json!(true), "alibi is true"),
         ("hidden_act", json!("gelu"), "hidden_act"),
         ("attention_bias", json!(true), "attention_bias"),
+        ("partial_rotary_factor", json!(0.5), "partial_rotary_factor is 0.5"),
+        (
+            "rope_parameters",
+            json!({ "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25 }),
+            "partial_rotary_factor is 0.25",
+        ),
         (
             "rope_parameters",
             json!({ "rope_type": "longrope", "rope_theta": 1e4 }),
