@@ -4,10 +4,10 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use sieve_nn::LayerOperands;
 use sieve_ops::{
-    AttentionSpec, DeviceMask, DmaCache, KeyCache, SieveBackend, SparseOutput, cached_attention, heavy_decode,
-    keep_heavy_keys, select_blocks_by_bounds, sparse_attention,
+    AttentionSpec, DmaCache, KeyCache, SieveBackend, SparseOutput, cached_attention, heavy_decode, keep_heavy_keys,
+    select_blocks_by_bounds, sparse_attention, upload_mask,
 };
-use sieve_select::{CallShape, Selector, Step};
+use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
 
 /// Tokens of a new cache, at least.
 const FEWEST_TOKENS: usize = 256;
@@ -202,8 +202,9 @@ impl<B: SieveBackend> AllKeys<B> {
         let keys = self.qkv.clone().narrow(1, 0, self.num_tokens);
         let (mask, read, is_chosen) = match step {
             Step::Mask(mask) => {
-                let read = sieve_select::density(&mask).token * shape.num_keys as f64;
-                (DeviceMask::upload(&mask.packed()?, &device), read, false)
+                let on_device = upload_mask::<B>(&mask, &device).map_err(SelectError::from)?;
+                let read = sieve_select::density(&Selected::from(*mask)).token * shape.num_keys as f64;
+                (on_device, read, false)
             }
             Step::Blocks(selection, read) => {
                 let bounds = self.bounds.as_ref().map(|(bounds, _)| bounds);
@@ -211,7 +212,7 @@ impl<B: SieveBackend> AllKeys<B> {
                 if let (Some((_, known)), Some(page)) = (&mut self.bounds, page) {
                     *known = self.num_tokens / page;
                 }
-                (made.map_err(refused)?.mask, read as f64, true)
+                (made.map_err(refused)?, read as f64, true)
             }
         };
         let scale = f64::from(shape.softmax_scale());

@@ -68,8 +68,8 @@ pub use rope::{
 };
 pub use row_parts::{Parcel, RowLinks, RowParts, RowPartsBackend, ThreadLinks, TracedPart};
 pub use sparse::{
-    ChosenBlocks, DeviceMask, DeviceSelection, SparseBackend, SparseOutput, correct_by_probes, has_sparse_attention,
-    heavy_decode, keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,
+    SparseBackend, SparseKernels, SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys,
+    select_blocks, select_blocks_by_bounds, sparse_attention, upload_mask,
 };
 pub use swiglu::{SwigluBackend, SwigluGradients, swiglu};
 

@@ -1,47 +1,26 @@
 //! Attention under a selector's mask, and the selection of one, without gradient.
-mod autodiff;
 mod backend;
 mod cuda;
-mod flex;
 
-pub use backend::{ChosenBlocks, SparseBackend};
+pub use backend::{SparseBackend, SparseKernels};
 
 use crate::decode::DmaCache;
 use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, PackedMask, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection};
 use std::ops::Range;
 
-/// A selector's mask where the queries are.
-#[derive(Clone, Debug)]
-pub struct DeviceMask<B: Backend> {
-    layout: MaskLayout,
-    data: Tensor<B, 1, Int>,
-}
-
-impl<B: Backend> DeviceMask<B> {
-    /// A mask of the host, copied to a device.
-    pub fn upload(mask: &PackedMask, device: &B::Device) -> Self {
-        let data = TensorData::new(mask.data().to_vec(), [mask.data().len()]);
-        Self {
-            layout: mask.layout().clone(),
-            data: Tensor::from_data(data, device),
-        }
-    }
-}
-
-/// A mask made on the device, and what it keeps.
-#[derive(Clone, Debug)]
-pub struct DeviceSelection<B: Backend> {
-    /// The mask.
-    pub mask: DeviceMask<B>,
-    /// Kept tiles of each row of each list, `[lists * query tiles]`.
-    pub counts: Tensor<B, 1, Int>,
-    /// Pairs of a query and a kept key not after it, likewise.
-    pub pairs: Tensor<B, 1, Int>,
-    /// Rows of each head with a score that is no number; such heads are dense. `[num_heads]`.
-    pub nan_rows: Tensor<B, 1, Int>,
+/// A mask of the host, copied to a device as kernels take it.
+///
+/// # Errors
+/// Those of [`KeyMask::for_kernels`].
+pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<KeyMask<Tensor<B, 1, Int>>, MaskError> {
+    let upload = |words: Vec<i32>| {
+        let shape = [words.len()];
+        Tensor::from_data(TensorData::new(words, shape), device)
+    };
+    Ok(mask.for_kernels()?.map(upload))
 }
 
 /// What attention under a mask returns.
@@ -56,7 +35,7 @@ pub struct SparseOutput<B: Backend> {
 /// Whether the backend has a kernel for [`sparse_attention`] on this tensor. Where it has none, sieve-select's
 /// attention on the host takes the call.
 pub fn has_sparse_attention<B: SparseBackend>(qkv: &Tensor<B, 4>) -> bool {
-    B::has_sparse_attention(&primitive(qkv.clone()))
+    B::sparse_kernels().is_some_and(|kernels| kernels.takes(&primitive(qkv.clone())))
 }
 
 /// Attention of a tensor's last tokens over the keys that a mask names.
@@ -68,18 +47,19 @@ pub fn has_sparse_attention<B: SparseBackend>(qkv: &Tensor<B, 4>) -> bool {
 /// Why the kernel refuses the call, or that the backend has none.
 pub fn sparse_attention<B: SparseBackend>(
     qkv: Tensor<B, 4>,
-    mask: &DeviceMask<B>,
+    mask: &KeyMask<Tensor<B, 1, Int>>,
     softmax_scale: f64,
 ) -> Result<SparseOutput<B>, String> {
-    let data = mask.data.clone().into_primitive();
-    let [o, lse] = B::sparse_attention(primitive(qkv), &mask.layout, data, softmax_scale)?;
+    let mask = mask.clone().map(Tensor::into_primitive);
+    let [o, lse] = kernels::<B>()?.sparse_attention(primitive(qkv), mask, softmax_scale)?;
     Ok(SparseOutput {
         o: tensor(o),
         lse: tensor(lse),
     })
 }
 
-/// Chooses the blocks that a selector keeps from queries and keys, on the device; nothing is copied to the host.
+/// Chooses the blocks that a selector keeps from queries and keys, on the device, with what it counted; nothing is copied
+/// to the host.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
@@ -89,7 +69,7 @@ pub fn sparse_attention<B: SparseBackend>(
 pub fn select_blocks<B: SparseBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
-) -> Result<DeviceSelection<B>, String> {
+) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
     select_blocks_by_bounds(qkv, selection, None)
 }
 
@@ -102,17 +82,10 @@ pub fn select_blocks_by_bounds<B: SparseBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
     bounds: Option<&Tensor<B, 4>>,
-) -> Result<DeviceSelection<B>, String> {
+) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
     let bounds = bounds.map(|bounds| primitive(bounds.clone()));
-    let chosen = B::select_blocks(primitive(qkv.clone()), selection, bounds)?;
-    let [data, counts, pairs, nan_rows] = chosen.tensors.map(Tensor::from_primitive);
-    let layout = chosen.layout;
-    Ok(DeviceSelection {
-        mask: DeviceMask { layout, data },
-        counts,
-        pairs,
-        nan_rows,
-    })
+    let chosen = kernels::<B>()?.select_blocks(primitive(qkv.clone()), selection, bounds)?;
+    Ok(chosen.map(Tensor::from_primitive))
 }
 
 /// Corrects attention under a mask by dense rows. One position in `correction.gamma` is computed densely here;
@@ -131,7 +104,9 @@ pub fn correct_by_probes<B: SparseBackend>(
     softmax_scale: f64,
 ) -> Result<Tensor<B, 4>, String> {
     let (qkv, o) = (primitive(qkv), primitive(o));
-    B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
+    kernels::<B>()?
+        .correct_by_probes(qkv, o, correction, dense_rows, softmax_scale)
+        .map(tensor)
 }
 
 /// Chooses the keys of a prompt that the tokens after it read: each KV head's own, by the attention that they received,
@@ -143,7 +118,7 @@ pub fn correct_by_probes<B: SparseBackend>(
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
 pub fn keep_heavy_keys<B: SparseBackend>(qkv: &Tensor<B, 4>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String> {
-    B::keep_heavy_keys(primitive(qkv.clone()), heavy)
+    kernels::<B>()?.keep_heavy_keys(primitive(qkv.clone()), heavy)
 }
 
 /// Adds the key and value of the token at a position to the keys that stayed, where the one that received the least
@@ -161,6 +136,11 @@ pub fn heavy_decode<B: SparseBackend>(
     position: usize,
     softmax_scale: f64,
 ) -> Result<(DmaCache<B>, Tensor<B, 4>), String> {
-    let (cache, o) = B::heavy_decode(cache, primitive(qkv), position, softmax_scale)?;
+    let (cache, o) = kernels::<B>()?.heavy_decode(cache, primitive(qkv), position, softmax_scale)?;
     Ok((cache, tensor(o)))
+}
+
+fn kernels<B: SparseBackend>() -> Result<&'static dyn SparseKernels<B>, String> {
+    let none = "this device has no kernels for it: sieve-select takes slices of the host";
+    B::sparse_kernels().ok_or_else(|| none.to_owned())
 }

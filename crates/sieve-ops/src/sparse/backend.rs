@@ -1,52 +1,69 @@
-//! Attention under a selector's mask, and its selection, as a backend computes them.
+//! Attention under a selector's mask, and its selection, where a backend has kernels for them.
 use crate::decode::DmaCache;
 use crate::tensors::Float;
+use burn::backend::Autodiff;
+use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
+use burn_flex::Flex;
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
 use std::ops::Range;
 
-/// A mask made on a device.
-#[derive(Clone, Debug)]
-pub struct ChosenBlocks<I> {
-    /// Sizes, and where arrays are in the first tensor.
-    pub layout: MaskLayout,
-    /// The mask; kept tiles and kept pairs of each row; rows of each head with a score that is no number.
-    pub tensors: [I; 4],
+/// A backend that may have kernels for attention under masks. Calls of one without go to sieve-select, which takes slices
+/// on the host.
+pub trait SparseBackend: Backend {
+    /// The kernels.
+    fn sparse_kernels() -> Option<&'static dyn SparseKernels<Self>>;
 }
 
-/// Attention under a selector's mask.
-pub trait SparseBackend: Backend {
+impl SparseBackend for Flex {
+    fn sparse_kernels() -> Option<&'static dyn SparseKernels<Self>> {
+        None
+    }
+}
+
+/// Attention under a mask has no gradient.
+impl<B: Backend, C: CheckpointStrategy> SparseBackend for Autodiff<B, C> {
+    fn sparse_kernels() -> Option<&'static dyn SparseKernels<Self>> {
+        None
+    }
+}
+
+/// Kernels of a backend; each says why it refuses a call.
+pub trait SparseKernels<B: Backend> {
     /// See [`crate::has_sparse_attention`].
-    fn has_sparse_attention(qkv: &Float<Self>) -> bool;
+    fn takes(&self, qkv: &Float<B>) -> bool;
     /// See [`crate::sparse_attention`]. Returns o and the log-sum-exp.
     fn sparse_attention(
-        qkv: Float<Self>,
-        mask: &MaskLayout,
-        data: IntTensor<Self>,
+        &self,
+        qkv: Float<B>,
+        mask: KeyMask<IntTensor<B>>,
         softmax_scale: f64,
-    ) -> Result<[Float<Self>; 2], String>;
+    ) -> Result<[Float<B>; 2], String>;
     /// See [`crate::select_blocks`].
     fn select_blocks(
-        qkv: Float<Self>,
+        &self,
+        qkv: Float<B>,
         selection: &BlockSelection,
-        bounds: Option<Float<Self>>,
-    ) -> Result<ChosenBlocks<IntTensor<Self>>, String>;
+        bounds: Option<Float<B>>,
+    ) -> Result<KeyMask<IntTensor<B>>, String>;
     /// See [`crate::correct_by_probes`].
     fn correct_by_probes(
-        qkv: Float<Self>,
-        o: Float<Self>,
+        &self,
+        qkv: Float<B>,
+        o: Float<B>,
         correction: ProbeCorrection,
         dense_rows: Range<usize>,
         softmax_scale: f64,
-    ) -> Result<Float<Self>, String>;
+    ) -> Result<Float<B>, String>;
     /// See [`crate::keep_heavy_keys`].
-    fn keep_heavy_keys(qkv: Float<Self>, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String>;
+    fn keep_heavy_keys(&self, qkv: Float<B>, heavy: &HeavyKeys) -> Result<DmaCache<B>, String>;
     /// See [`crate::heavy_decode`].
     fn heavy_decode(
-        cache: DmaCache<Self>,
-        qkv: Float<Self>,
+        &self,
+        cache: DmaCache<B>,
+        qkv: Float<B>,
         position: usize,
         softmax_scale: f64,
-    ) -> Result<(DmaCache<Self>, Float<Self>), String>;
+    ) -> Result<(DmaCache<B>, Float<B>), String>;
 }

@@ -1,5 +1,5 @@
 //! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
-use super::backend::{ChosenBlocks, SparseBackend};
+use super::backend::{SparseBackend, SparseKernels};
 use crate::attention::cuda::packed_heads;
 use crate::decode::DmaCache;
 use crate::decode::cuda::{heavy_step, kept_cache};
@@ -7,34 +7,43 @@ use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
 use burn::tensor::ops::IntTensor;
-use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
 use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 use std::ops::Range;
 
 impl SparseBackend for Cuda {
-    fn has_sparse_attention(qkv: &Float) -> bool {
+    fn sparse_kernels() -> Option<&'static dyn SparseKernels<Self>> {
+        Some(&CudaKernels)
+    }
+}
+
+struct CudaKernels;
+
+impl SparseKernels<Cuda> for CudaKernels {
+    fn takes(&self, qkv: &Float) -> bool {
         qkv.dtype == DType::BF16 && AttentionShape::supports_head_dim(qkv.meta.shape()[3])
     }
 
     fn sparse_attention(
+        &self,
         qkv: Float,
-        mask: &MaskLayout,
-        data: IntTensor<Self>,
+        mask: KeyMask<IntTensor<Cuda>>,
         softmax_scale: f64,
     ) -> Result<[Float; 2], String> {
-        let data = kernel_tensor(data).contiguous();
-        let qkv = packed_heads(&qkv, mask.heads);
-        let result = qkv.sparse_attention_forward(mask, &data, softmax_scale as f32);
+        let mask = mask.map(|words| kernel_tensor(words).contiguous());
+        let qkv = packed_heads(&qkv, [mask.shape.num_heads, mask.shape.num_kv_heads]);
+        let result = qkv.sparse_attention_forward(&mask, softmax_scale as f32);
         let result = result.map(|result| [result.o.burn(), result.lse.burn()]);
         kernel_or_refusal("sparse_attention", result)
     }
 
     fn select_blocks(
+        &self,
         qkv: Float,
         selection: &BlockSelection,
         bounds: Option<Float>,
-    ) -> Result<ChosenBlocks<IntTensor<Self>>, String> {
-        let heads = [selection.num_heads, selection.num_kv_heads];
+    ) -> Result<KeyMask<IntTensor<Cuda>>, String> {
+        let heads = [selection.shape.num_heads, selection.shape.num_kv_heads];
         let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
             let size = tensor.num_elements();
             Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
@@ -42,16 +51,11 @@ impl SparseBackend for Cuda {
         let bounds = bounds.map(kernel_tensor);
         let qkv = packed_heads(&qkv, heads);
         let chosen = qkv.select_blocks(selection, bounds.as_ref());
-        let chosen = chosen.and_then(|chosen| {
-            let [data, counts, pairs, nan_rows] = [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
-            Ok(ChosenBlocks {
-                layout: chosen.layout,
-                tensors: [data?, counts?, pairs?, nan_rows?],
-            })
-        });
-        kernel_or_refusal("select_blocks", chosen)
+        kernel_or_refusal("select_blocks", chosen.and_then(|chosen| chosen.try_map(flat)))
     }
+
     fn correct_by_probes(
+        &self,
         qkv: Float,
         o: Float,
         correction: ProbeCorrection,
@@ -66,18 +70,19 @@ impl SparseBackend for Cuda {
         kernel_or_refusal("correct_by_probes", result.map(|()| o.burn()))
     }
 
-    fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Self>, String> {
-        let s = &heavy.selection;
+    fn keep_heavy_keys(&self, qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, String> {
+        let s = heavy.selection.shape;
         let qkv = packed_heads(&qkv, [s.num_heads, s.num_kv_heads]);
         kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
     }
 
     fn heavy_decode(
-        cache: DmaCache<Self>,
+        &self,
+        cache: DmaCache<Cuda>,
         qkv: Float,
         position: usize,
         softmax_scale: f64,
-    ) -> Result<(DmaCache<Self>, Float), String> {
+    ) -> Result<(DmaCache<Cuda>, Float), String> {
         let result = heavy_step(&cache, &qkv, position, softmax_scale as f32);
         kernel_or_refusal("heavy_decode", result)
     }
