@@ -12,8 +12,8 @@ use thiserror::Error;
 pub struct KeyMask<W = Vec<i32>> {
     /// The call's sizes.
     pub shape: CallShape,
-    /// How query slots and key slots are cut. Slots are rows and keys in order, unless an order says which one each slot
-    /// holds. `num_queries` counts the slots: fewer than the call's rows where `query_order` names some of them.
+    /// How query slots and key slots are cut. Slots are rows and keys in order, unless an order says which one each
+    /// slot holds. `num_queries` counts the slots: fewer than the call's rows where `query_order` names some of them.
     pub tiles: Tiles,
     /// Query heads that share a list: 1, or those of a KV head.
     pub heads_per_list: usize,
@@ -179,8 +179,8 @@ impl<W> KeyMask<W> {
 }
 
 impl KeyMask {
-    /// The mask of what each row of each list keeps, list by list. Entries are sorted, those named twice count once, and
-    /// single slots inside kept tiles go.
+    /// The mask of what each row of each list keeps, list by list. Entries are sorted, those named twice count once,
+    /// and single slots inside kept tiles go.
     pub fn new(
         shape: CallShape,
         tiles: Tiles,

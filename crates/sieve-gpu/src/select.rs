@@ -72,8 +72,8 @@ impl Qkv {
     }
 }
 
-/// What a selection writes before there are lists: kept blocks, a bit each, `[num_heads, rows, ceil(columns / 32)]`, and
-/// rows of each head with a NaN score, `[num_heads]`.
+/// What a selection writes before there are lists: kept blocks, a bit each, `[num_heads, rows, ceil(columns / 32)]`,
+/// and rows of each head with a NaN score, `[num_heads]`.
 type KeptBits<'a> = [&'a CudaTensor; 2];
 
 /// Rows of scores that select_choose reads, and how.

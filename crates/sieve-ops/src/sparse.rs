@@ -58,8 +58,8 @@ pub fn sparse_attention<B: SparseBackend>(
     })
 }
 
-/// Chooses the blocks that a selector keeps from queries and keys, on the device, with what it counted; nothing is copied
-/// to the host.
+/// Chooses the blocks that a selector keeps from queries and keys, on the device, with what it counted; nothing is
+/// copied to the host.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]

@@ -20,7 +20,7 @@ pub(super) struct Method<'a> {
 
 enum Kind {
     /// Chooses by queries and keys, on the device.
-    Chooses(BlockSelection),
+    Chooses(Box<BlockSelection>),
     /// Keeps the same positions of every prompt of this length: made once, on the host.
     Positions {
         mask: Box<KeyMask<CudaTensor>>,
@@ -35,7 +35,7 @@ impl<'a> Method<'a> {
     pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a CudaDevice) -> Result<Option<Self>> {
         let call = prompt_shape(&operands.shape);
         let kind = match selector.block_selection(call, 0, 0) {
-            Some(selection) => Kind::Chooses(selection),
+            Some(selection) => Kind::Chooses(Box::new(selection)),
             None => {
                 let refused = |error: sieve_select::SelectError| BenchError::Refused(error.to_string());
                 let started = Instant::now();

@@ -49,8 +49,9 @@ impl SparseKeyReads {
 }
 
 impl Qkv {
-    /// Attention of the last `mask.shape.num_queries` tokens of `self` (one row) over the keys that the mask names; rows
-    /// that the mask calls dense over all keys not after them. A query that sees nothing gets `o = 0`, `lse = -inf`.
+    /// Attention of the last `mask.shape.num_queries` tokens of `self` (one row) over the keys that the mask names;
+    /// rows that the mask calls dense over all keys not after them. A query that sees nothing gets `o = 0`,
+    /// `lse = -inf`.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`

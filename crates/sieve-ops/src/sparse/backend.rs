@@ -9,8 +9,8 @@ use burn_flex::Flex;
 use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
 use std::ops::Range;
 
-/// A backend that may have kernels for attention under masks. Calls of one without go to sieve-select, which takes slices
-/// on the host.
+/// A backend that may have kernels for attention under masks. Calls of one without go to sieve-select, which takes
+/// slices on the host.
 pub trait SparseBackend: Backend {
     /// The kernels.
     fn sparse_kernels() -> Option<&'static dyn SparseKernels<Self>>;

@@ -77,8 +77,8 @@ impl Selector {
     }
 }
 
-/// Keys with the most attention from the last `rows` queries of a prompt, as they received it, and the `last` ones: `most`
-/// in all.
+/// Keys with the most attention from the last `rows` queries of a prompt, as they received it, and the `last` ones:
+/// `most` in all.
 pub(super) fn most_attended(shape: CallShape, rows: usize, [most, last]: [usize; 2]) -> HeavyKeys {
     let n = shape.num_keys;
     let shape = CallShape {
