@@ -6,7 +6,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
 use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};
-use sieve_ops::{Documents, SieveBackend, dma_ranks};
+use sieve_ops::{Documents, DeviceBackend, dma_ranks};
 use std::path::Path;
 
 /// Most tokens read: enough for the longest benchmark.
@@ -29,7 +29,7 @@ pub enum Captured {
 ///
 /// # Errors
 /// A model with neither DMA nor dense attention, a text without a token, a file that cannot be written.
-pub fn capture<B: SieveBackend>(
+pub fn capture<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     tokens: Vec<u32>,
     out: &Path,
@@ -44,7 +44,7 @@ pub fn capture<B: SieveBackend>(
 
 /// Writes "q", "k" and "v" of one row as long as a training row, `[tokens, heads, head_dim]` in f32 after norms and
 /// RoPE: the heads of as many layers as have 32 query heads together, spread evenly over the model.
-fn operands<B: SieveBackend>(
+fn operands<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,
     out: &Path,
@@ -89,7 +89,7 @@ fn operands<B: SieveBackend>(
 ///
 /// # Errors
 /// A model without DMA, a text without a token, a file that cannot be written.
-fn scores<B: SieveBackend>(
+fn scores<B: DeviceBackend>(
     loaded: &LoadedModel<B>,
     mut tokens: Vec<u32>,
     out: &Path,
@@ -132,7 +132,7 @@ pub fn kernel_sources() -> Result<String> {
 /// What a pass over one row of tokens tells of each layer: its number, the layer, its input and the context.
 type Observe<'a, B> = dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
 
-fn each_layer<B: SieveBackend>(
+fn each_layer<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokens: &[u32],
     device: &B::Device,
@@ -154,7 +154,7 @@ fn each_layer<B: SieveBackend>(
 }
 
 /// Scores of one row of tokens, for each layer and KV head.
-fn scores_of_row<B: SieveBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
+fn scores_of_row<B: DeviceBackend>(model: &Qwen3<B>, tokens: &[u32], device: &B::Device) -> Result<Vec<Vec<f32>>> {
     let mut rows = Vec::new();
     each_layer(model, tokens, device, &mut |_, layer, x, context| {
         let Attention::Dma(dma) = &layer.self_attn else {

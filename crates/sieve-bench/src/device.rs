@@ -3,7 +3,7 @@ use crate::place;
 use crate::shape::{keys_of, queries_of, values_of};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_cuda::CudaDevice;
-use sieve_core::PackedMask;
+use sieve_core::{KeyMask, MaskError};
 use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KeySource, Qkv, ToBurn, burn_dtype,
@@ -42,9 +42,21 @@ pub(crate) fn separate(device: &dyn Device, [q, k, v]: [&[f32]; 3], shape: Atten
     Qkv::separate(&q, &k, &put(v, values_of(shape)))
 }
 
-/// The arrays of a mask.
-pub(crate) fn mask_data(device: &dyn Device, mask: &PackedMask) -> CudaTensor {
-    device.int(mask.data(), &[mask.data().len()])
+/// A mask of the host as kernels take it.
+///
+/// # Errors
+/// Those of [`KeyMask::for_kernels`].
+pub(crate) fn upload_mask(device: &dyn Device, mask: &KeyMask) -> Result<KeyMask<CudaTensor>, MaskError> {
+    let upload = |words: Vec<i32>| device.int(&words, &[words.len()]);
+    Ok(mask.for_kernels()?.map(upload))
+}
+
+/// A mask of a device on the host.
+///
+/// # Errors
+/// Of work that was queued before.
+pub(crate) fn download_mask(device: &dyn Device, mask: KeyMask<CudaTensor>) -> Result<KeyMask, KernelError> {
+    mask.try_map(|words| device.ints(&words))
 }
 
 /// The family of attention kernels that a call takes.

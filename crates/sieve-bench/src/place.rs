@@ -10,7 +10,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_core::KeepRest;
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
-    AttentionCall, DeviceBackend, DmaBias, DmaCache, DmaCall, DmaSelection, DmaToken, KeyCache, SieveBackend,
+    AttentionCall, DeviceBackend, DmaBias, DmaCache, DmaCall, DmaSelection, DmaToken, KeyCache, DeviceBackend,
 };
 
 /// A backend that can be given a tensor of any strides.
@@ -264,7 +264,7 @@ fn cut(values: Vec<f32>, shape: AttentionShape) -> Vec<f32> {
 }
 
 /// A contiguous f32 tensor.
-pub(crate) fn float<B: SieveBackend, const D: usize>(
+pub(crate) fn float<B: DeviceBackend, const D: usize>(
     values: &[f32],
     shape: [usize; D],
     device: &B::Device,
@@ -274,18 +274,18 @@ pub(crate) fn float<B: SieveBackend, const D: usize>(
 }
 
 /// A tensor's values in f32.
-pub(crate) fn floats<B: SieveBackend, const D: usize>(x: FloatTensor<B>) -> Vec<f32> {
+pub(crate) fn floats<B: DeviceBackend, const D: usize>(x: FloatTensor<B>) -> Vec<f32> {
     let data = Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x)).into_data();
     let values = data.convert::<f32>().to_vec();
     values.expect("data converted to f32 is read as f32")
 }
 
-fn ints<B: SieveBackend>(selection: &DmaSelection<B>) -> Vec<i32> {
+fn ints<B: DeviceBackend>(selection: &DmaSelection<B>) -> Vec<i32> {
     indices::<B, 3>(selection.expire.clone())
 }
 
 /// A tensor's whole numbers.
-pub(crate) fn indices<B: SieveBackend, const D: usize>(x: IntTensor<B>) -> Vec<i32> {
+pub(crate) fn indices<B: DeviceBackend, const D: usize>(x: IntTensor<B>) -> Vec<i32> {
     let data = Tensor::<B, D, Int>::from_primitive(x).into_data();
     let values = data.convert::<i32>().to_vec();
     values.expect("data converted to i32 is read as i32")

@@ -2,7 +2,7 @@
 //! definition.
 use crate::bar::Bar;
 use crate::case::magnify;
-use crate::device::{self, Device, family_name, mask_data, separate};
+use crate::device::{self, Device, family_name, separate, upload_mask};
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
@@ -11,9 +11,8 @@ use crate::shape::{call_shape, shape_of_call};
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
 use sieve_kernels::{DeviceReport, KernelFamily, KeySource, NeededKernels, SparseKeyReads};
-use sieve_select::mask::ListRows;
 use sieve_select::oracle::{expanded_row, rounded_row};
-use sieve_select::{Call, CallShape, ListsPer, Selector, SparseMask, Tiles, TokenWindow};
+use sieve_select::{Call, CallShape, KeyMask, Selector, Tiles, TokenWindow};
 use sieve_testing::Random;
 use std::ops::Range;
 
@@ -46,7 +45,7 @@ struct Case {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
-    mask: SparseMask,
+    mask: KeyMask,
     label: String,
 }
 
@@ -112,11 +111,11 @@ impl Case {
                 };
                 let selector = Selector::parse(&format!("{name}{short}"));
                 let selector = selector.expect("the names above are right");
-                selector.select(&call).expect("a prefill method")
+                selector.select(&call).expect("a prefill method").mask
             }
         };
         let label = format!(
-            "{} queries={},keys={},heads={}/{},head_dim={} tiles {}x{} {:?} q, k x {magnitude}",
+            "{} queries={},keys={},heads={}/{},head_dim={} tiles {}x{}, {} heads a list, q, k x {magnitude}",
             name.unwrap_or("random"),
             shape.num_queries,
             shape.num_keys,
@@ -125,7 +124,7 @@ impl Case {
             shape.head_dim,
             mask.tiles.query_tile,
             mask.tiles.key_tile,
-            mask.lists,
+            mask.heads_per_list,
         );
         Self {
             shape,
@@ -147,22 +146,21 @@ impl Case {
         // Keys that no query sees must change nothing.
         let q = with_context(&self.q, self.shape);
         let [mut k, mut v] = [self.k.clone(), self.v.clone()];
-        let packed = match self.mask.packed() {
-            Ok(packed) => packed,
+        let mask = match upload_mask(device, &self.mask) {
+            Ok(mask) => mask,
             Err(error) => return wrong(error.to_string()),
         };
         let reads_tiles =
-            self.family(device) == KernelFamily::Hopper && SparseKeyReads::of(packed.layout()) == SparseKeyReads::Tiles;
+            self.family(device) == KernelFamily::Hopper && SparseKeyReads::of(&mask) == SparseKeyReads::Tiles;
         for at in (0..seen.len()).filter(|&at| self.is_unread(at, &seen, reads_tiles)) {
             k[at * head_dim..][..head_dim].fill(f32::NAN);
             v[at * head_dim..][..head_dim].fill(f32::NAN);
         }
         let shape = shape_of_call(self.shape);
         let qkv = separate(device, [&q, &k, &v], shape);
-        let data = mask_data(device, &packed);
         device.poison(shape);
         let scale = self.shape.softmax_scale();
-        let result = qkv.sparse_attention_forward(packed.layout(), &data, scale)?;
+        let result = qkv.sparse_attention_forward(&mask, scale)?;
         let (o, lse) = (device.floats(&result.o)?, device.floats(&result.lse)?);
         let bar = |floor, norm| Bar {
             plain: 2.0,
@@ -193,7 +191,7 @@ impl Case {
             |rows: &Range<usize>| key < (self.shape.context() + rows.end).next_multiple_of(KEYS_OF_A_BOX);
         let may_read = match reads_tiles {
             true => lists.any(list_names) || mask.dense_rows.iter().any(beside_dense),
-            false => !mask.query_order.is_empty() && lists.any(list_names),
+            false => !mask.query_order().is_empty() && lists.any(list_names),
         };
         !seen[at] && !may_read
     }
@@ -243,7 +241,7 @@ impl Case {
 
 /// Tiles of any size, rows without keys, single keys, both permutations, windows and dense rows; or tiles that the
 /// Hopper kernel reads whole.
-fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
+fn random_mask(shape: CallShape, random: &mut Random) -> KeyMask {
     let whole_tiles = shape.num_keys > 400 || random.chance(0.3);
     let (query_tiles, key_tiles): (&[usize], &[usize]) = match whole_tiles {
         true => (&[64, 64, 64, 128, 128, 100, 192], &[64, 128, 192]),
@@ -254,45 +252,34 @@ fn random_mask(shape: CallShape, random: &mut Random) -> SparseMask {
         query_offset: random.one_of(&[0, shape.context() % query_tile]),
         ..Tiles::new(shape, query_tile, key_tile)
     };
-    let per = random.one_of(&[ListsPer::QueryHead, ListsPer::KvHead]);
-    let num_lists = match per {
-        ListsPer::QueryHead => shape.num_heads,
-        ListsPer::KvHead => shape.num_kv_heads,
-    };
+    let heads_per_list = random.one_of(&[1, shape.group_size()]);
+    let num_lists = shape.num_heads / heads_per_list;
     let columns = !whole_tiles && random.chance(0.5);
     let density = random.one_of(&[0.02, 0.3, 0.8]);
-    let lists: Vec<ListRows> = (0..num_lists)
-        .map(|_| {
-            let mut rows = ListRows::default();
-            for _ in 0..tiles.num_query_tiles() {
-                let kept: Vec<i32> = (0..tiles.num_key_tiles() as i32)
-                    .filter(|_| random.chance(density))
-                    .collect();
-                let single = |slot: &i32| !kept.contains(&(slot / key_tile as i32));
-                let singles: Vec<i32> = (0..shape.num_keys as i32)
-                    .filter(|_| columns && random.chance(0.1))
-                    .filter(single)
-                    .collect();
-                rows.tiles.push(kept);
-                rows.columns.push(singles);
-            }
-            rows
-        })
-        .collect();
-    let mut mask = SparseMask::from_lists(shape, tiles, per, &lists);
+    let mut row = |_| -> [Vec<i32>; 2] {
+        let kept: Vec<i32> = (0..tiles.num_key_tiles() as i32)
+            .filter(|_| random.chance(density))
+            .collect();
+        let singles = (0..shape.num_keys as i32).filter(|_| columns && random.chance(0.1));
+        let singles = singles.collect();
+        [kept, singles]
+    };
+    let rows: Vec<_> = (0..num_lists * tiles.num_query_tiles()).map(&mut row).collect();
+    let mut mask = KeyMask::new(shape, tiles, heads_per_list, rows);
     if !whole_tiles && random.chance(0.4) {
-        let heads = random.one_of(&[num_lists, shape.num_heads]);
-        mask.key_order = orders(heads, shape.num_keys, random);
+        let heads = random.one_of(&[shape.num_kv_heads, shape.num_heads]);
+        mask.set_key_order(&orders(heads, shape.num_keys, random));
     }
     if random.chance(0.4) {
-        mask.query_order = orders(shape.num_heads, shape.num_queries, random);
+        mask.set_query_order(&orders(shape.num_heads, shape.num_queries, random));
     }
     if random.chance(0.3) {
         let window = |random: &mut Random| TokenWindow {
             init: random.between(0, 20) as i32,
             local: random.one_of(&[1, 40, 100, i32::MAX]),
         };
-        mask.windows = (0..num_lists).map(|_| window(random)).collect();
+        let windows: Vec<TokenWindow> = (0..num_lists).map(|_| window(random)).collect();
+        mask.set_windows(&windows);
     }
     if random.chance(0.3) {
         let first = random.below(shape.num_queries);

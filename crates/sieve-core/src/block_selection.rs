@@ -1,15 +1,17 @@
 //! How a selector chooses blocks of keys, in steps that a device can take.
+use crate::call_shape::{CallShape, Tiles};
+use crate::key_mask::{KeyMask, MaskPlaces};
 use crate::model::DmaWindow;
-use crate::packed_mask::MaskLayout;
 use std::ops::Range;
 
 /// How blocks of queries and of keys are compared.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum BlockScores {
-    /// Product of their means.
-    Means,
-    /// The same, and this many times the product of their variances.
-    MeansAndVariances(f32),
+    /// Product of their means, and this many times the product of their variances.
+    Means {
+        /// 0 where variances are not computed.
+        variances: f32,
+    },
     /// The largest product of groups of this many tokens, each read as one long vector.
     LargestOfGroups(usize),
     /// Softmax over cells of `stride` tokens a side, summed over each block.
@@ -113,94 +115,116 @@ pub enum KeepBlocks {
     Share(f64),
 }
 
-/// A selection of one call. Blocks that meet a row's own queries always stay.
-///
-/// Queries are the last `num_queries` of `num_keys` tokens.
-#[derive(Clone, Debug, PartialEq)]
-pub struct BlockSelection {
-    /// Query rows of the call.
-    pub num_queries: usize,
-    /// Keys, the call's own included.
-    pub num_keys: usize,
-    /// Query heads.
-    pub num_heads: usize,
-    /// Key and value heads.
-    pub num_kv_heads: usize,
+/// How blocks are cut and compared.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ScoredBlocks {
     /// Tokens of a block of keys.
     pub block: usize,
     /// Tokens of a block of queries.
     pub query_block: usize,
-    /// How tokens move before they are cut.
-    pub order: Option<SlotOrder>,
     /// Rows missing in front of the first block of queries.
     pub offset: usize,
-    /// How blocks are compared.
-    pub scores: BlockScores,
-    /// Which stay.
-    pub keep: KeepBlocks,
-    /// Whether the first block and those that meet a row's queries count towards `keep`, before all others.
+    /// Factor on `q . k`.
+    pub softmax_scale: f32,
+    /// How they are compared.
+    pub by: BlockScores,
+}
+
+/// What a row keeps, and the lists that it goes to.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KeptBlocks {
+    /// Which of the compared blocks stay.
+    pub by: KeepBlocks,
+    /// Whether the first block and those that meet a row's queries count towards `by`, before all others.
     pub counts_own: bool,
-    /// Query heads that share a list, which has what any of them keeps.
-    pub heads_per_list: usize,
     /// Whether a row keeps the blocks that meet its queries in any case.
     pub keeps_own: bool,
-    /// Tokens of the mask's tiles; divides `block`.
+    /// Query heads that share a list, which has what any of them keeps.
+    pub heads_per_list: usize,
+    /// Tokens of the mask's tiles; divides the block.
     pub tile: usize,
     /// Tokens before a tile's first row that stay.
     pub local_tokens: usize,
     /// First tiles that stay.
     pub first_tiles: usize,
-    /// Factor on `q . k`.
-    pub softmax_scale: f32,
     /// Rows of the call that are dense.
     pub dense_rows: Vec<Range<usize>>,
 }
 
+/// A selection of one call. Queries are the last `shape.num_queries` of `shape.num_keys` tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub struct BlockSelection {
+    /// The call's sizes.
+    pub shape: CallShape,
+    /// How blocks are cut and compared.
+    pub scores: ScoredBlocks,
+    /// What stays.
+    pub keep: KeptBlocks,
+    /// How tokens move before they are cut.
+    pub order: Option<SlotOrder>,
+}
+
 impl BlockSelection {
+    /// Blocks of `block` queries and keys, a list for each query head, which keeps its own block.
+    pub fn new(shape: CallShape, block: usize, scores: BlockScores, keep: KeepBlocks) -> Self {
+        Self {
+            shape,
+            scores: ScoredBlocks {
+                block,
+                query_block: block,
+                offset: 0,
+                softmax_scale: shape.softmax_scale(),
+                by: scores,
+            },
+            keep: KeptBlocks {
+                by: keep,
+                counts_own: false,
+                keeps_own: true,
+                heads_per_list: 1,
+                tile: block,
+                local_tokens: 0,
+                first_tiles: 0,
+                dense_rows: Vec::new(),
+            },
+            order: None,
+        }
+    }
+
     /// Makes all rows from `first` on dense.
     pub fn add_dense_end(&mut self, first: Option<usize>) {
-        let first = self.dense_rows.iter().map(|rows| rows.start).chain(first);
+        let first = self.keep.dense_rows.iter().map(|rows| rows.start).chain(first);
         let first = first.min();
-        self.dense_rows = first.map(|first| first..self.num_queries).into_iter().collect();
+        self.keep.dense_rows = first.map(|first| first..self.shape.num_queries).into_iter().collect();
     }
 
     /// Blocks of queries and of keys.
     pub fn blocks(&self) -> [usize; 2] {
-        self.cut(self.query_block, self.block)
+        let blocks = self.cut(self.scores.query_block, self.scores.block);
+        [blocks.num_query_tiles(), blocks.num_key_tiles()]
     }
 
-    /// Query tiles and key tiles of the mask.
-    pub fn tiles(&self) -> [usize; 2] {
-        self.cut(self.tile_rows(), self.tile)
+    /// The mask's tiles.
+    pub fn tiles(&self) -> Tiles {
+        let per_block = self.scores.block / self.keep.tile;
+        self.cut(self.scores.query_block / per_block, self.keep.tile)
     }
 
-    /// Queries of a tile.
-    pub fn tile_rows(&self) -> usize {
-        self.query_block / (self.block / self.tile)
-    }
-
-    fn cut(&self, rows: usize, keys: usize) -> [usize; 2] {
-        [
-            (self.num_queries + self.offset).div_ceil(rows),
-            self.num_keys.div_ceil(keys),
-        ]
+    fn cut(&self, query_tile: usize, key_tile: usize) -> Tiles {
+        Tiles {
+            query_offset: self.scores.offset,
+            ..Tiles::new(self.shape, query_tile, key_tile)
+        }
     }
 
     /// Lists of the mask.
     pub fn num_lists(&self) -> usize {
-        self.num_heads / self.heads_per_list
+        self.shape.num_heads / self.keep.heads_per_list
     }
 
     /// Key tiles that start no later than a query tile's last row, over all rows of a list: the most it can keep.
     pub fn admissible_tiles(&self) -> usize {
-        self.last_rows().map(|last| last / self.tile + 1).sum()
-    }
-
-    /// Positions of the last query of each tile.
-    fn last_rows(&self) -> impl Iterator<Item = usize> {
-        let context = self.num_keys - self.num_queries;
-        let end = |row: usize| (row + 1) * self.tile_rows() - self.offset;
-        (0..self.tiles()[0]).map(move |row| context + end(row).min(self.num_queries) - 1)
+        let tiles = self.tiles();
+        (0..tiles.num_query_tiles()).map(|i| tiles.admissible(i)).sum()
     }
 
     /// The most tiles that a list can hold: its own segments' too, where keys move.
@@ -208,62 +232,64 @@ impl BlockSelection {
         let Some(order) = self.order else {
             return self.admissible_tiles();
         };
-        let end = |last: usize| (last / order.segment + 1) * (order.segment / self.tile);
-        let all = self.tiles()[1];
-        self.last_rows().map(|last| end(last).min(all)).sum()
+        let tiles = self.tiles();
+        let end = |i: usize| (tiles.last(i) / order.segment + 1) * (order.segment / self.keep.tile);
+        let of_row = |i| end(i).min(tiles.num_key_tiles());
+        (0..tiles.num_query_tiles()).map(of_row).sum()
     }
 
     /// The most single keys that a list can hold.
     fn most_columns(&self) -> usize {
-        match self.scores {
-            BlockScores::Lines { columns, .. } => self.last_rows().map(|last| columns[0].min(last + 1)).sum(),
+        let tiles = self.tiles();
+        match self.scores.by {
+            BlockScores::Lines { columns, .. } => {
+                let of_row = |i| columns[0].min(tiles.last(i) + 1);
+                (0..tiles.num_query_tiles()).map(of_row).sum()
+            }
             _ => 0,
         }
     }
 
-    /// The mask, whose buffer has room for every tile and key that can be kept: a 0, then the arrays that there are.
-    pub fn layout(&self) -> MaskLayout {
-        let [query_tiles, _] = self.tiles();
-        let rows = self.num_lists() * query_tiles;
-        let single = self.most_columns();
+    /// The mask, with room for every tile and key that can be kept: a 0, then the arrays that there are.
+    pub fn layout(&self) -> KeyMask<()> {
+        let tiles = self.tiles();
+        let rows = self.num_lists() * tiles.num_query_tiles();
+        let single = self.num_lists() * self.most_columns();
         let mut words = 1;
         let mut place = |size: usize| {
-            let at = if size == 0 { 0 } else { words };
+            let first = if size == 0 { 0 } else { words };
             words += size;
-            at
+            first..first + size
         };
-        let moved = self.order.map_or([0; 2], |order| {
-            [
-                self.num_kv_heads * self.num_keys,
-                usize::from(order.moves_queries) * self.num_heads * self.num_queries,
-            ]
-        });
-        let places = [
-            0,
-            place(rows + 1),
-            place(self.num_lists() * self.most_tiles()),
-            place(if single > 0 { rows + 1 } else { 0 }),
-            place(self.num_lists() * single),
-            place(moved[0]),
-            place(moved[1]),
-            0,
-        ];
-        MaskLayout {
-            num_queries: self.num_queries,
-            num_keys: self.num_keys,
-            heads: [self.num_heads, self.num_kv_heads],
-            cuts: [self.tile_rows(), self.offset, self.tile, query_tiles],
-            heads_per: [
-                self.heads_per_list,
-                match self.order {
-                    Some(_) => self.num_heads / self.num_kv_heads,
-                    None => self.num_heads,
-                },
-            ],
-            query_slots: self.num_queries,
-            places,
-            words,
-            dense_rows: self.dense_rows.clone(),
+        let CallShape {
+            num_queries,
+            num_keys,
+            num_heads,
+            num_kv_heads,
+            ..
+        } = self.shape;
+        let moves_queries = self.order.is_some_and(|order| order.moves_queries);
+        KeyMask {
+            shape: self.shape,
+            tiles,
+            heads_per_list: self.keep.heads_per_list,
+            heads_per_order: match self.order {
+                Some(_) => num_heads / num_kv_heads,
+                None => num_heads,
+            },
+            causal: true,
+            dense_rows: self.keep.dense_rows.clone(),
+            places: MaskPlaces {
+                row_ptr: place(rows + 1),
+                tile_idx: place(self.num_lists() * self.most_tiles()),
+                col_ptr: place(if single > 0 { rows + 1 } else { 0 }),
+                col_idx: place(single),
+                key_order: place(self.order.map_or(0, |_| num_kv_heads * num_keys)),
+                query_order: place(usize::from(moves_queries) * num_heads * num_queries),
+                ..MaskPlaces::default()
+            },
+            words: (),
+            counts: None,
         }
     }
 }
@@ -274,31 +300,21 @@ mod tests {
 
     #[test]
     fn there_is_room_for_every_admissible_tile() {
-        let selection = BlockSelection {
+        let shape = CallShape {
             num_queries: 70,
             num_keys: 100,
             num_heads: 4,
             num_kv_heads: 2,
-            block: 32,
-            query_block: 32,
-            order: None,
-            offset: 0,
-            scores: BlockScores::Means,
-            keep: KeepBlocks::Top(3),
-            counts_own: false,
-            heads_per_list: 2,
-            keeps_own: true,
-            tile: 16,
-            local_tokens: 0,
-            first_tiles: 0,
-            softmax_scale: 1.0,
-            dense_rows: Vec::new(),
+            head_dim: 8,
         };
+        let means = BlockScores::Means { variances: 0.0 };
+        let mut selection = BlockSelection::new(shape, 32, means, KeepBlocks::Top(3));
+        (selection.keep.heads_per_list, selection.keep.tile) = (2, 16);
         assert_eq!(selection.blocks(), [3, 4]);
         // Rows end at 45, 61, 77, 93, 99.
         assert_eq!(selection.admissible_tiles(), 3 + 4 + 5 + 6 + 7);
-        let layout = selection.layout();
-        assert_eq!(layout.places[1..3], [1, 2 * 5 + 2]);
-        assert_eq!(layout.words, 12 + 2 * 25);
+        let places = selection.layout().places;
+        assert_eq!([places.row_ptr.start, places.tile_idx.start], [1, 2 * 5 + 2]);
+        assert_eq!(places.num_words(), 12 + 2 * 25);
     }
 }

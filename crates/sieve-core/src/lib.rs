@@ -25,20 +25,24 @@ pub mod model;
 
 mod adamw_step;
 mod block_selection;
+mod call_shape;
 mod keeping;
+mod key_mask;
 mod keys;
 mod nsa_blocks;
-mod packed_mask;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;
-pub use block_selection::{BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder};
+pub use block_selection::{
+    BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, ScoredBlocks, SlotOrder,
+};
+pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepRest, Keeping};
+pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
     NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
-pub use packed_mask::{MaskArrays, MaskError, MaskLayout, PackedMask};
 pub use recipe::{Recipe, RecipeError};
 pub use score_matrix::{MOST_REFERENCE_SCORES, ReferenceTooLarge, ScoreMatrix};

@@ -5,10 +5,10 @@ use crate::pass::milliseconds;
 use crate::selection::{Selection, layer_shape};
 use crate::selectors::LayerMeasure;
 use burn::tensor::{DType, Tensor};
-use sieve_core::{MaskArrays, PackedMask};
+use sieve_core::KeyMask;
 use sieve_nn::LayerOperands;
-use sieve_ops::{DeviceBackend, DeviceMask, SparseOutput, has_sparse_attention, sparse_attention};
-use sieve_select::{DecodeSession, dense_attention, recall};
+use sieve_ops::{DeviceBackend, SparseOutput, has_sparse_attention, sparse_attention, upload_mask};
+use sieve_select::{CallShape, DecodeSession, dense_attention, recall};
 use std::time::Instant;
 
 /// A layer with what dense attention says.
@@ -157,22 +157,18 @@ impl<B: DeviceBackend> Captured<B> {
 /// Dense attention by the kernel of masks, with every key kept.
 fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let all = PackedMask::new(&MaskArrays {
+    let all = KeyMask::dense(CallShape {
         num_queries: tokens,
         num_keys: tokens,
         num_heads: operands.num_heads,
         num_kv_heads: operands.num_kv_heads,
-        query_tile: 128,
-        key_tile: 128,
-        num_lists: operands.num_kv_heads,
-        ..MaskArrays::default()
+        head_dim,
     });
     let refused = |reason: String| EvalError::Kernel {
         selector: "dense",
         reason,
     };
-    let all = all.map_err(|error| refused(error.to_string()))?;
-    let mask = DeviceMask::upload(&all, &operands.qkv.device());
+    let mask = upload_mask::<B>(&all, &operands.qkv.device()).map_err(|error| refused(error.to_string()))?;
     let scale = 1.0 / (head_dim as f64).sqrt();
     let dense = sparse_attention(operands.qkv.clone(), &mask, scale).map_err(refused)?;
     // The clock waits for the device.

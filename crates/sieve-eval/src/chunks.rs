@@ -1,15 +1,13 @@
 //! Prompts whole, or in pieces that each see all keys before them; on the host, or with the attention on the device.
 use crate::EvalError;
 use burn::tensor::{DType, Int, Tensor};
-use sieve_core::{BlockSelection, PackedMask};
+use sieve_core::{BlockSelection, KeyMask};
 use sieve_nn::{HostOperands, LayerOperands};
-use sieve_ops::{
-    DeviceBackend, DeviceMask, DeviceSelection, SparseOutput, correct_by_probes, select_blocks, sparse_attention,
-};
-use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectStats, Selector, SparseMask, density};
+use sieve_ops::{DeviceBackend, SparseOutput, correct_by_probes, select_blocks, sparse_attention, upload_mask};
+use sieve_select::{BlockMeans, Call, CallShape, Reads, SelectError, SelectStats, Selected, Selector, density};
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 /// A layer's attention of one document under a prefill selector, over all its calls.
@@ -85,19 +83,20 @@ impl Cost {
         &mut self,
         shape: CallShape,
         selection: &BlockSelection,
-        made: &DeviceSelection<B>,
+        made: &KeyMask<Tensor<B, 1, Int>>,
     ) {
+        let counts = made.counts.as_ref().expect("a device counts what it keeps");
         let sum = |numbers: &Tensor<B, 1, Int>| -> f64 {
             let numbers = numbers.clone().into_data();
             numbers.iter::<i64>().map(|x| x as f64).sum()
         };
         let lists = selection.num_lists() as f64;
-        let (tiles, mut pairs) = (sum(&made.counts), sum(&made.pairs));
+        let (tiles, mut pairs) = (sum(&counts.tiles), sum(&counts.pairs));
         let causal = shape.causal_pairs() as f64;
         let most = selection.admissible_tiles() as f64;
         // As for masks of the host: dense rows are computed whole, and their part of the lists is not.
         let density = pairs / (lists * causal);
-        pairs = match selection.dense_rows.first() {
+        pairs = match made.dense_rows.first() {
             None => density,
             Some(rows) => {
                 let dense = CallShape {
@@ -108,7 +107,7 @@ impl Cost {
                 share + density * (1.0 - share)
             }
         };
-        let nan_rows = made.nan_rows.clone().into_data();
+        let nan_rows = counts.nan_rows.clone().into_data();
         let nan_heads = nan_rows.iter::<i64>().filter(|&rows| rows > 0).count();
         self.add_shares(shape, [pairs, tiles / (lists * most)]);
         self.dense_calls += u64::from(tiles == lists * most);
@@ -118,33 +117,31 @@ impl Cost {
 }
 
 /// Computed pairs over causal ones, and kept tiles over admissible ones.
-fn shares(mask: &SparseMask) -> [f64; 2] {
-    let shares = density(mask);
+fn shares(selected: &Selected) -> [f64; 2] {
+    let shares = density(selected);
     [shares.token + shares.probes, shares.tile]
 }
 
-/// A mask made on the host, ready for the device.
+/// A selection made on the host, and its mask on the device.
 #[derive(Debug)]
-pub(crate) struct HostMask {
+pub(crate) struct Made {
     shape: CallShape,
-    packed: PackedMask,
     shares: [f64; 2],
     stats: SelectStats,
-    /// The [`DeviceMask`] of its first layer.
-    uploaded: OnceLock<Box<dyn Any + Send + Sync>>,
+    /// A [`KeyMask`] of a tensor of the backend.
+    on_device: Box<dyn Any + Send + Sync>,
 }
 
-impl HostMask {
-    /// The mask on the device that a prompt is on, copied there once.
-    fn on_device<B: DeviceBackend>(&self, device: &B::Device) -> &DeviceMask<B> {
-        let upload = || Box::new(DeviceMask::<B>::upload(&self.packed, device)) as Box<_>;
-        let uploaded = self.uploaded.get_or_init(upload).downcast_ref();
-        uploaded.expect("all layers of a prompt are on one device")
+impl Made {
+    /// The mask on the device that a prompt is on.
+    fn mask<B: DeviceBackend>(&self) -> &KeyMask<Tensor<B, 1, Int>> {
+        let mask = self.on_device.downcast_ref();
+        mask.expect("all layers of a prompt are on one device")
     }
 }
 
 /// Masks that depend on a call's sizes alone, for the next layers of a prompt of so many tokens.
-pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<HostMask>)>;
+pub(crate) type KeptMasks = Vec<(Selector, usize, Arc<Made>)>;
 
 /// Runs a prefill selector on a document, in calls of `chunk` tokens or in one. A layer's rows depend on earlier rows
 /// of the layer below alone, so that cutting layer by layer is what a model does that reads its prompt piece by piece.
@@ -166,10 +163,10 @@ pub(crate) fn prefill(
     };
     let mut first = 0;
     for part in parts {
-        let mask = &part.mask;
-        done.cost.add(mask.shape, shares(mask), &mask.stats);
+        let selected = &part.selected;
+        done.cost.add(selected.mask.shape, shares(selected), &selected.stats);
         done.o.extend(part.output.o);
-        let rows = part.mask.shape.num_queries;
+        let rows = selected.mask.shape.num_queries;
         for (head, lse) in part.output.lse.chunks(rows.max(1)).enumerate() {
             done.lse[head * tokens + first..][..rows].copy_from_slice(lse);
         }
@@ -226,11 +223,11 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
             Some((selection, made))
         });
         let scale = f64::from(shape.softmax_scale());
-        let attend = |mask: &DeviceMask<B>, dense_rows: &[Range<usize>], is_dense: bool| {
+        let attend = |mask: &KeyMask<Tensor<B, 1, Int>>, is_dense: bool| {
             let mut output = sparse_attention(keys.clone(), mask, scale)?;
             let correction = selector.correction(shape, operands.layer);
             if let Some(correction) = correction.filter(|_| !is_dense) {
-                let dense = dense_rows.first().cloned().unwrap_or(0..0);
+                let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
                 output.o = correct_by_probes(keys.clone(), output.o, correction, dense, scale)?;
             }
             Ok(output)
@@ -242,7 +239,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
             }
             // It waits for the selection, so it goes before the attention, which nobody waits for.
             cost.add_selection(shape, &selection, &made);
-            let output = attend(&made.mask, &selection.dense_rows, false);
+            let output = attend(&made, false);
             parts.push(output.map_err(refused)?);
             cost.add_probes(shape, selector, operands.layer);
             continue;
@@ -259,8 +256,7 @@ pub(crate) fn prefill_on_device<B: DeviceBackend>(
         if !is_dense {
             cost.add_probes(shape, selector, operands.layer);
         }
-        let uploaded = mask.on_device(&keys.device());
-        let output = attend(uploaded, &mask.packed.layout().dense_rows, is_dense);
+        let output = attend(mask.mask(), is_dense);
         parts.push(output.map_err(refused)?);
     }
     let joined = match parts.len() {
@@ -286,7 +282,7 @@ fn select_on_host<B: DeviceBackend>(
     kept: &mut KeptMasks,
     copied: &mut Option<HostQueriesAndKeys>,
     cost: &mut Cost,
-) -> Result<Arc<HostMask>, EvalError> {
+) -> Result<Arc<Made>, EvalError> {
     let shape = CallShape {
         num_queries: rows.len(),
         num_keys: rows.end,
@@ -325,18 +321,18 @@ fn select_on_host<B: DeviceBackend>(
         }
     };
     let call = call.in_layer(operands.layer, operands.num_layers);
-    let mut mask = selector.select_uncorrected(&call)?;
-    mask.stats.dense_call |= mask.keeps_everything();
-    let shares = shares(&mask);
-    cost.add(shape, shares, &mask.stats);
+    let mut chosen = selector.select_uncorrected(&call)?;
+    chosen.stats.dense_call |= chosen.mask.keeps_everything();
+    let shares = shares(&chosen);
+    cost.add(shape, shares, &chosen.stats);
     // These are counted once.
-    mask.stats.select_seconds = 0.0;
-    let made = Arc::new(HostMask {
+    chosen.stats.select_seconds = 0.0;
+    let on_device = upload_mask::<B>(&chosen.mask, &operands.qkv.device()).map_err(SelectError::from)?;
+    let made = Arc::new(Made {
         shape,
-        packed: mask.packed()?,
         shares,
-        stats: mask.stats,
-        uploaded: OnceLock::new(),
+        stats: chosen.stats,
+        on_device: Box::new(on_device),
     });
     if serves_others {
         kept.retain(|(_, tokens, _)| *tokens == whole.num_queries);
@@ -443,9 +439,8 @@ mod tests {
                 let by_means = Call::of_means(call.shape, means.view()).expect("sizes fit");
                 let by_means = selector.select(&by_means).expect("a prefill method");
                 let by_tokens = selector.select(&call).expect("a prefill method");
-                assert_eq!(by_means.tile_idx, by_tokens.tile_idx, "{text} {rows:?}");
-                assert_eq!(by_means.row_ptr, by_tokens.row_ptr, "{text} {rows:?}");
-                assert!(by_tokens.tile_idx.len() > 12, "{text}");
+                assert_eq!(by_means.mask, by_tokens.mask, "{text} {rows:?}");
+                assert!(by_tokens.mask.num_tiles() > 12, "{text}");
             }
         }
     }
@@ -470,7 +465,7 @@ mod tests {
             let mut kept = KeptMasks::new();
             // In two calls a layer; then a longer prompt, which leaves nothing of the one before.
             for [first, tokens] in [[40, 77], [50, 90]] {
-                let mut made: Vec<Arc<HostMask>> = Vec::new();
+                let mut made: Vec<Arc<Made>> = Vec::new();
                 for layer in 0..4 {
                     let operands = LayerOperands {
                         layer,
@@ -518,9 +513,7 @@ mod tests {
             let [(_, _, mask)] = &kept[..] else {
                 panic!("one mask: {kept:?}");
             };
-            let uploaded = mask.uploaded.get().expect("the attention asked for it");
-            let uploaded = uploaded.downcast_ref::<DeviceMask<Flex>>();
-            copies.push(uploaded.expect("on this device") as *const DeviceMask<Flex>);
+            copies.push(mask.mask::<Flex>() as *const KeyMask<Tensor<Flex, 1, Int>>);
         }
         assert_eq!(copies[0], copies[1]);
     }
@@ -543,7 +536,7 @@ mod tests {
             let by_shape = Call::of_shape(shape).expect("sizes fit");
             let (a, b) = (selector.select(&by_shape), selector.select(&call));
             let (a, b) = (a.expect("it selects"), b.expect("it selects"));
-            assert_eq!((a.tile_idx, a.windows), (b.tile_idx, b.windows), "{text}");
+            assert_eq!(a.mask, b.mask, "{text}");
         }
     }
 }

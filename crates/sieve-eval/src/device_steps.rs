@@ -3,10 +3,10 @@ use crate::EvalError;
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{LayerCache, LayerOperands, PackedCache};
 use sieve_ops::{
-    DeviceBackend, DeviceMask, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys,
-    select_blocks_by_bounds, sparse_attention,
+    DeviceBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys,
+    select_blocks_by_bounds, sparse_attention, upload_mask,
 };
-use sieve_select::{CallShape, Selector, Step};
+use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
 
 /// Keeps of a prompt what the tokens after it read: all keys, packed, where each token finds its own; those that were
 /// chosen, or all where a layer reads everything, and later all others; slots, where a new key evicts the one with the
@@ -118,8 +118,9 @@ fn choose_and_attend<B: DeviceBackend>(
     let keys = cache.qkv.tokens();
     let (mask, read, is_chosen) = match step {
         Step::Mask(mask) => {
-            let read = sieve_select::density(&mask).token * shape.num_keys as f64;
-            (DeviceMask::upload(&mask.packed()?, &device), read, false)
+            let on_device = upload_mask::<B>(&mask, &device).map_err(SelectError::from)?;
+            let read = sieve_select::density(&Selected::from(*mask)).token * shape.num_keys as f64;
+            (on_device, read, false)
         }
         Step::Blocks(selection, read) => {
             let bounds = cache.bounds.as_ref().map(TokenBuffer::buffer);
@@ -127,7 +128,7 @@ fn choose_and_attend<B: DeviceBackend>(
             if let (Some(bounds), Some(page)) = (&mut cache.bounds, selector.page()) {
                 bounds.count(num_tokens / page - known);
             }
-            (made.map_err(refused)?.mask, read as f64, true)
+            (made.map_err(refused)?, read as f64, true)
         }
     };
     let SparseOutput { o, .. } = sparse_attention(keys, &mask, operands.spec().softmax_scale).map_err(refused)?;

@@ -12,7 +12,7 @@ use crate::selection::{LayerPath, Selection};
 use serde::Serialize;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
-use sieve_select::{LayerSelectors, SparseMask, dense_attention};
+use sieve_select::{LayerSelectors, Selected, dense_attention};
 
 /// One selector at one prompt length, over all layers and windows.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -208,10 +208,10 @@ pub fn selector_masks<B: DeviceBackend>(
     window: &[u32],
     selectors: &[LayerSelectors],
     device: &B::Device,
-) -> Result<Vec<Result<Vec<SparseMask>, EvalError>>, EvalError> {
+) -> Result<Vec<Result<Vec<Selected>, EvalError>>, EvalError> {
     check_vocabulary(window, model.shape().vocab_size)?;
     let fits = |one: &LayerSelectors| Selection::new(one.clone(), model.shape());
-    let mut masks: Vec<Result<Vec<SparseMask>, EvalError>> =
+    let mut masks: Vec<Result<Vec<Selected>, EvalError>> =
         selectors.iter().map(|one| fits(one).map(|_| Vec::new())).collect();
     attending_pass(model, window, device, &mut |operands| {
         let call = call(operands)?;

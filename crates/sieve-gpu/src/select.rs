@@ -20,7 +20,7 @@ use crate::step::fill_zero::FILL_ZERO;
 use order::{MOST_IN_SEGMENT, Orders};
 use probes::MOST_EXACT;
 use scores::CELL_SIDE;
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, MaskLayout};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeyMask, MaskCounts};
 use std::ops::Range;
 
 const NAME: &str = "select_blocks";
@@ -32,24 +32,8 @@ const SCORE_BYTES: usize = 1 << 30;
 const CELL_STEP: usize = 64;
 const CELL_SHARED_BYTES: usize = 98_304;
 
-/// The lists of a selection, on the device.
-#[derive(Debug, Clone)]
-pub struct SelectedBlocks {
-    /// Where the arrays are in `data`.
-    pub layout: MaskLayout,
-    /// What attention reads, i32.
-    pub data: CudaTensor,
-    /// Kept tiles of each row of each list, i32 `[lists, query tiles]`.
-    pub counts: CudaTensor,
-    /// Pairs of a query and a kept key not after it, likewise.
-    pub pairs: CudaTensor,
-    /// Rows of each head with a score that is no number: such heads are dense. i32 `[num_heads]`.
-    pub nan_rows: CudaTensor,
-}
-
 impl Qkv {
-    /// Chooses the blocks of keys that each block of the last `selection.num_queries` tokens keeps. Nothing is read
-    /// back.
+    /// Chooses the blocks of keys that each block of the call's queries keeps. Nothing is read back.
     ///
     /// # Shapes
     /// - q, k: bf16 `[1, num_keys, heads, head_dim]`
@@ -63,42 +47,40 @@ impl Qkv {
         &self,
         selection: &BlockSelection,
         bounds: Option<&CudaTensor>,
-    ) -> Result<SelectedBlocks, KernelError> {
+    ) -> Result<KeyMask<CudaTensor>, KernelError> {
         let call = Call::new(self, selection)?;
         let [block_rows, columns] = selection.blocks();
         let like = call.qkv.q.tensor();
-        let heads = selection.num_heads;
+        let heads = selection.shape.num_heads;
         let kept = like.empty_contiguous(&[heads, block_rows, columns.div_ceil(u32::BITS as usize)], DType::I32);
         let nan_rows = like.zeros_contiguous(&[heads], DType::I32);
-        let data = like.empty_contiguous(&[selection.layout().words], DType::I32);
-        let orders = call.orders(&data, &nan_rows)?;
-        let marks = Marks { kept, nan_rows };
+        let layout = selection.layout();
+        let words = like.empty_contiguous(&[layout.places.num_words()], DType::I32);
+        let mask = layout.map(|()| words.clone());
+        let orders = call.orders(&mask, &nan_rows)?;
+        let bits = [&kept, &nan_rows];
         let mut columns = None;
-        match selection.scores {
-            BlockScores::Lines { .. } => columns = Some(call.lines(&marks)?),
-            BlockScores::Patterns { .. } => call.patterns(&marks)?,
-            BlockScores::Probes { .. } => call.probes(&marks)?,
-            BlockScores::Logits => call.largest_logits(&marks)?,
-            BlockScores::Bounds(known) => call.pages(&marks, known, bounds)?,
-            _ => call.compare(&marks, &orders)?,
+        match selection.scores.by {
+            BlockScores::Lines { .. } => columns = Some(call.lines(bits)?),
+            BlockScores::Patterns { .. } => call.patterns(bits)?,
+            BlockScores::Probes { .. } => call.probes(bits)?,
+            BlockScores::Logits => call.largest_logits(bits)?,
+            BlockScores::Bounds(known) => call.pages(bits, known, bounds)?,
+            _ => call.compare(bits, &orders)?,
         }
-        call.lists(marks, data, &orders, columns.as_ref())
+        call.lists(bits, mask, &orders, columns.as_ref())
     }
 }
 
-/// What a selection writes before there are lists.
-struct Marks {
-    /// Kept blocks, a bit each: `[num_heads, rows, ceil(columns / 32)]`.
-    kept: CudaTensor,
-    nan_rows: CudaTensor,
-}
+/// What a selection writes before there are lists: kept blocks, a bit each, `[num_heads, rows, ceil(columns / 32)]`,
+/// and rows of each head with a NaN score, `[num_heads]`.
+type KeptBits<'a> = [&'a CudaTensor; 2];
 
 /// Rows of scores that select_choose reads, and how.
 #[derive(Clone, Copy)]
 struct Choice<'a> {
     scores: &'a CudaTensor,
-    kept: &'a CudaTensor,
-    nan_rows: &'a CudaTensor,
+    bits: KeptBits<'a>,
     first_head: usize,
     num_heads: usize,
     keep: KeepBlocks,
@@ -202,14 +184,14 @@ impl<'a> Call<'a> {
         let shape = qkv.shape(NAME)?;
         let s = selection;
         let sizes = [shape.batch, shape.seq_len, shape.num_heads, shape.num_kv_heads];
-        let fits = sizes == [1, s.num_keys, s.num_heads, s.num_kv_heads]
-            && (1..=s.num_keys).contains(&s.num_queries)
-            && s.offset < s.query_block
-            && s.block.is_multiple_of(s.tile)
-            && (s.tile == s.block || s.offset == 0)
-            && s.query_block.is_multiple_of(s.block / s.tile)
-            && s.num_heads.is_multiple_of(s.heads_per_list)
-            && s.keep != KeepBlocks::Top(0);
+        let fits = sizes == [1, s.shape.num_keys, s.shape.num_heads, s.shape.num_kv_heads]
+            && (1..=s.shape.num_keys).contains(&s.shape.num_queries)
+            && s.scores.offset < s.scores.query_block
+            && s.scores.block.is_multiple_of(s.keep.tile)
+            && (s.keep.tile == s.scores.block || s.scores.offset == 0)
+            && s.scores.query_block.is_multiple_of(s.scores.block / s.keep.tile)
+            && s.shape.num_heads.is_multiple_of(s.keep.heads_per_list)
+            && s.keep.by != KeepBlocks::Top(0);
         let unsupported = |what, got, supported: &str| Err(KernelError::unsupported(NAME, what, got, supported));
         if !fits {
             return unsupported(
@@ -219,36 +201,36 @@ impl<'a> Call<'a> {
             );
         }
         if let Some(order) = s.order
-            && (!order.segment.is_multiple_of(s.block)
+            && (!order.segment.is_multiple_of(s.scores.block)
                 || order.segment > MOST_IN_SEGMENT
-                || s.tile != s.block
-                || s.query_block != s.block
-                || s.offset != 0)
+                || s.keep.tile != s.scores.block
+                || s.scores.query_block != s.scores.block
+                || s.scores.offset != 0)
         {
             let supported = "square blocks that divide a segment of at most 512 tokens";
             return unsupported("order", format!("{s:?}"), supported);
         }
-        if let BlockScores::Probes { gamma, chosen } = s.scores {
-            let context = s.num_keys - s.num_queries;
+        if let BlockScores::Probes { gamma, chosen } = s.scores.by {
+            let context = s.shape.num_keys - s.shape.num_queries;
             let fits = chosen[1] <= MOST_EXACT
-                && s.query_block.is_multiple_of(gamma)
+                && s.scores.query_block.is_multiple_of(gamma)
                 && context.is_multiple_of(gamma)
-                && s.offset == 0;
+                && s.scores.offset == 0;
             if !fits {
                 let supported = "calls and tiles of whole distances, at most 32 blocks that are surely the best";
                 return unsupported("probes", format!("{s:?}"), supported);
             }
         }
-        if let Some(cell) = cell_of(s.scores) {
+        if let Some(cell) = cell_of(s.scores.by) {
             if !shape.head_dim.is_multiple_of(CELL_STEP) {
                 let supported = "multiples of 64, for products of cells";
                 return unsupported("head_dim", shape.head_dim.to_string(), supported);
             }
-            let per_block = s.block / cell.max(1);
-            let fits = s.block.is_multiple_of(cell) && per_block.is_power_of_two();
-            let is_one_by_one = matches!(s.scores, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
+            let per_block = s.scores.block / cell.max(1);
+            let fits = s.scores.block.is_multiple_of(cell) && per_block.is_power_of_two();
+            let is_one_by_one = matches!(s.scores.by, BlockScores::Lines { .. } | BlockScores::Patterns { .. });
             if !is_one_by_one && (!fits || per_block > CELL_SIDE) {
-                let got = format!("{cell} tokens of {}", s.block);
+                let got = format!("{cell} tokens of {}", s.scores.block);
                 let supported = "blocks of 1, 2, 4, ... 128 cells";
                 return unsupported("cell", got, supported);
             }
@@ -274,11 +256,11 @@ impl<'a> Call<'a> {
             KeepBlocks::Share(share) => (0, share, 0.0),
         };
         let params = params!(SelectChooseParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            block: s.block,
-            offset: s.offset,
-            query_block: s.query_block,
+            num_queries: s.shape.num_queries,
+            num_keys: s.shape.num_keys,
+            block: s.scores.block,
+            offset: s.scores.offset,
+            query_block: s.scores.query_block,
             first_head: choice.first_head,
             top,
             has_tops: false,
@@ -292,7 +274,8 @@ impl<'a> Call<'a> {
         });
         let kernel =
             select_choose_kernel(choice.is_mass, choice.forced, false).shared_bytes(columns * DType::F32.size());
-        let tensors = [choice.scores, choice.kept, choice.nan_rows, choice.nan_rows];
+        let [kept, nan_rows] = choice.bits;
+        let tensors = [choice.scores, kept, nan_rows, nan_rows];
         // SAFETY: reads scores of competing blocks, writes every word of these heads' rows.
         unsafe { kernel.launch([rows, choice.num_heads, 1], &tensors, &params) }
     }
@@ -302,10 +285,10 @@ impl<'a> Call<'a> {
     }
 
     /// Scores of all blocks, and the choice among them.
-    fn compare(&self, marks: &Marks, orders: &Orders) -> Result<(), KernelError> {
+    fn compare(&self, bits: KeptBits<'_>, orders: &Orders) -> Result<(), KernelError> {
         let s = self.selection;
-        let means = match s.scores {
-            BlockScores::Means | BlockScores::MeansAndVariances(_) => Some(self.means(orders)?),
+        let means = match s.scores.by {
+            BlockScores::Means { .. } => Some(self.means(orders)?),
             _ => None,
         };
         let row_bytes = self.score_rows() * s.blocks()[1] * DType::F32.size();
@@ -316,13 +299,12 @@ impl<'a> Call<'a> {
             };
             self.choose(&Choice {
                 scores: &scores,
-                kept: &marks.kept,
-                nan_rows: &marks.nan_rows,
+                bits,
                 first_head: heads.start,
                 num_heads: heads.len(),
-                keep: s.keep,
+                keep: s.keep.by,
                 is_mass: self.is_lse(),
-                forced: s.counts_own,
+                forced: s.keep.counts_own,
                 drops_absent: false,
             })?;
         }
@@ -331,7 +313,7 @@ impl<'a> Call<'a> {
 
     /// Heads whose scores are held at a time.
     fn slabs(&self, row_bytes: usize) -> impl Iterator<Item = Range<usize>> + use<> {
-        let heads = self.selection.num_heads;
+        let heads = self.selection.shape.num_heads;
         let slab = (SCORE_BYTES / row_bytes.max(1)).clamp(1, heads);
         (0..heads)
             .step_by(slab)
@@ -341,40 +323,40 @@ impl<'a> Call<'a> {
     /// The lists that attention reads.
     fn lists(
         &self,
-        marks: Marks,
-        data: CudaTensor,
+        [kept, nan_rows]: KeptBits<'_>,
+        mask: KeyMask<CudaTensor>,
         orders: &Orders,
         single: Option<&CudaTensor>,
-    ) -> Result<SelectedBlocks, KernelError> {
-        let Marks { kept, nan_rows } = marks;
-        let s = self.selection;
-        let [rows, columns] = s.tiles();
+    ) -> Result<KeyMask<CudaTensor>, KernelError> {
+        let (s, data, tiles) = (self.selection, &mask.words, mask.tiles);
+        let (rows, columns) = (tiles.num_query_tiles(), tiles.num_key_tiles());
         let (lists, num_words) = (s.num_lists(), columns.div_ceil(u32::BITS as usize));
         let new = |shape: &[usize]| kept.empty_contiguous(shape, DType::I32);
         let bits = new(&[lists, rows, num_words]);
         let (counts, pairs) = (new(&[lists, rows]), new(&[lists, rows]));
         let params = params!(SelectListsParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            block: s.block,
-            offset: s.offset,
-            query_block: s.query_block,
-            tile: s.tile,
-            heads_per_list: s.heads_per_list,
-            num_lists_per_order: lists / s.num_kv_heads,
-            local: s.local_tokens,
-            sinks: s.first_tiles,
+            num_queries: s.shape.num_queries,
+            num_keys: s.shape.num_keys,
+            block: s.scores.block,
+            offset: s.scores.offset,
+            query_block: s.scores.query_block,
+            tile: s.keep.tile,
+            heads_per_list: s.keep.heads_per_list,
+            num_lists_per_order: lists / s.shape.num_kv_heads,
+            local: s.keep.local_tokens,
+            sinks: s.keep.first_tiles,
             segment: self.segment(),
             keeps_first: s.order.is_some_and(|order| order.keeps_first),
             moves_queries: s.order.is_some_and(|order| order.moves_queries),
-            drops_own: !s.keeps_own,
+            drops_own: !s.keep.keeps_own,
         });
-        let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(&data));
-        let tensors = [&kept, &nan_rows, keys, queries, &bits, &counts, &pairs];
+        let [keys, queries] = [&orders.keys, &orders.queries].map(|x| x.as_ref().unwrap_or(data));
+        let tensors = [kept, nan_rows, keys, queries, &bits, &counts, &pairs];
         // SAFETY: reads what select_choose wrote, writes every element of bits, counts and pairs.
         unsafe { SELECT_LISTS.launch([rows.div_ceil(4), lists, 1], &tensors, &params) }?;
-        let layout = s.layout();
-        let [_, row_ptr_at, tile_idx_at, col_ptr_at, col_idx_at, ..] = layout.places;
+        let places = &mask.places;
+        let [row_ptr_at, tile_idx_at] = [places.row_ptr.start, places.tile_idx.start];
+        let [col_ptr_at, col_idx_at] = [places.col_ptr.start, places.col_idx.start];
         let all_rows = lists * rows;
         let offsets = |counts: &CudaTensor, row_ptr_at: usize| {
             let params = params!(SelectOffsetsParams {
@@ -382,7 +364,7 @@ impl<'a> Call<'a> {
                 row_ptr_at,
             });
             // SAFETY: the array has one word more than there are rows.
-            unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, &data], &params) }
+            unsafe { SELECT_OFFSETS.launch([1, 1, 1], &[counts, data], &params) }
         };
         offsets(&counts, row_ptr_at)?;
         let params = params!(SelectFillParams {
@@ -393,17 +375,17 @@ impl<'a> Call<'a> {
         });
         let grid = [all_rows.div_ceil(4), 1, 1];
         // SAFETY: tile_idx has room for every tile that rows may keep.
-        unsafe { SELECT_FILL.launch(grid, &[&bits, &data], &params) }?;
+        unsafe { SELECT_FILL.launch(grid, &[&bits, data], &params) }?;
         if let Some(single) = single {
             let singles = new(&[lists, rows]);
-            let tensors = [single, &bits, &singles, &pairs, &data];
+            let tensors = [single, &bits, &singles, &pairs, data];
             let launch = |fills: bool| {
                 let params = params!(SelectColumnsParams {
-                    num_queries: s.num_queries,
-                    num_keys: s.num_keys,
-                    block: s.tile,
-                    offset: s.offset,
-                    query_block: s.tile_rows(),
+                    num_queries: s.shape.num_queries,
+                    num_keys: s.shape.num_keys,
+                    block: s.keep.tile,
+                    offset: s.scores.offset,
+                    query_block: tiles.query_tile,
                     fills,
                     col_ptr_at,
                     col_idx_at,
@@ -415,12 +397,13 @@ impl<'a> Call<'a> {
             offsets(&singles, col_ptr_at)?;
             launch(true)?;
         }
-        Ok(SelectedBlocks {
-            layout,
-            data,
-            counts,
-            pairs,
-            nan_rows,
+        Ok(KeyMask {
+            counts: Some(MaskCounts {
+                tiles: counts,
+                pairs,
+                nan_rows: nan_rows.clone(),
+            }),
+            ..mask
         })
     }
 }
@@ -428,7 +411,7 @@ impl<'a> Call<'a> {
 /// Tokens of a cell, where blocks are compared by cells.
 fn cell_of(scores: BlockScores) -> Option<usize> {
     match scores {
-        BlockScores::Means | BlockScores::MeansAndVariances(_) | BlockScores::Bounds(_) => None,
+        BlockScores::Means { .. } | BlockScores::Bounds(_) => None,
         BlockScores::Logits => Some(1),
         BlockScores::Lines { .. } | BlockScores::Patterns { .. } | BlockScores::Probes { .. } => Some(1),
         BlockScores::LargestOfGroups(cell) | BlockScores::Cells { stride: cell, .. } => Some(cell),

@@ -17,11 +17,10 @@ use crate::nsa::{NsaCall, NsaCompressed, NsaSelected};
 use crate::optimizer::{AdamWTensors, Snapshot};
 use crate::rope::{QkNormRopeCall, RopeCall};
 use crate::row_parts::{Parcel, RowLinks};
-use crate::sparse::ChosenBlocks;
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
-use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepRest, MaskLayout, ProbeCorrection};
+use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepRest, KeyMask, ProbeCorrection};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -334,8 +333,7 @@ device_ops! {
         /// See [`crate::sparse_attention`]. Returns o and the log-sum-exp.
         fn sparse_attention(
             qkv: Float<Self>,
-            mask: &MaskLayout,
-            data: Ints<Self>,
+            mask: KeyMask<Ints<Self>>,
             softmax_scale: f64,
         ) -> Result<[Float<Self>; 2], String>;
         /// See [`crate::select_blocks`].
@@ -343,7 +341,7 @@ device_ops! {
             qkv: Float<Self>,
             selection: &BlockSelection,
             bounds: Option<Float<Self>>,
-        ) -> Result<ChosenBlocks<Ints<Self>>, String>;
+        ) -> Result<KeyMask<Ints<Self>>, String>;
         /// See [`crate::correct_by_probes`].
         fn correct_by_probes(
             qkv: Float<Self>,

@@ -66,8 +66,8 @@ pub use optimizer::{
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
 pub use row_parts::{Parcel, RowLinks, RowParts, ThreadLinks, TracedPart};
 pub use sparse::{
-    ChosenBlocks, DeviceMask, DeviceSelection, SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode,
-    keep_heavy_keys, select_blocks, select_blocks_by_bounds, sparse_attention,
+    SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys, select_blocks,
+    select_blocks_by_bounds, sparse_attention, upload_mask,
 };
 pub use swiglu::swiglu;
 

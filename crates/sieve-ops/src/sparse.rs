@@ -2,53 +2,24 @@
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 
-use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::decode::DmaCache;
-use crate::tensors::{Float, primitive, tensor};
+use crate::tensors::{primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, PackedMask, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, MaskError, ProbeCorrection};
 use std::ops::Range;
 
-/// A selector's mask where the queries are.
-#[derive(Clone, Debug)]
-pub struct DeviceMask<B: Backend> {
-    layout: MaskLayout,
-    data: Tensor<B, 1, Int>,
-}
-
-impl<B: Backend> DeviceMask<B> {
-    /// A mask of the host, copied to a device.
-    pub fn upload(mask: &PackedMask, device: &B::Device) -> Self {
-        let data = TensorData::new(mask.data().to_vec(), [mask.data().len()]);
-        Self {
-            layout: mask.layout().clone(),
-            data: Tensor::from_data(data, device),
-        }
-    }
-}
-
-/// A mask made on the device, and what it keeps.
-#[derive(Clone, Debug)]
-pub struct DeviceSelection<B: Backend> {
-    /// The mask.
-    pub mask: DeviceMask<B>,
-    /// Kept tiles of each row of each list, `[lists * query tiles]`.
-    pub counts: Tensor<B, 1, Int>,
-    /// Pairs of a query and a kept key not after it, likewise.
-    pub pairs: Tensor<B, 1, Int>,
-    /// Rows of each head with a score that is no number; such heads are dense. `[num_heads]`.
-    pub nan_rows: Tensor<B, 1, Int>,
-}
-
-/// A mask made on a device.
-#[derive(Clone, Debug)]
-pub struct ChosenBlocks<I> {
-    /// Sizes, and where arrays are in the first tensor.
-    pub layout: MaskLayout,
-    /// The mask; kept tiles and kept pairs of each row; rows of each head with a score that is no number.
-    pub tensors: [I; 4],
+/// A mask of the host, copied to a device as kernels take it.
+///
+/// # Errors
+/// Those of [`KeyMask::for_kernels`].
+pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<KeyMask<Tensor<B, 1, Int>>, MaskError> {
+    let upload = |words: Vec<i32>| {
+        let shape = [words.len()];
+        Tensor::from_data(TensorData::new(words, shape), device)
+    };
+    Ok(mask.for_kernels()?.map(upload))
 }
 
 /// What attention under a mask returns.
@@ -62,8 +33,8 @@ pub struct SparseOutput<B: Backend> {
 
 /// Whether the backend has a kernel for [`sparse_attention`] on this tensor. Where it has none, sieve-select's
 /// attention on the host takes the call.
-pub fn has_sparse_attention<B: SieveBackend>(qkv: &Tensor<B, 4>) -> bool {
-    !B::HAS_GRAPH && B::Inner::has_sparse_attention(&B::value(primitive(qkv.clone())))
+pub fn has_sparse_attention<B: DeviceBackend>(qkv: &Tensor<B, 4>) -> bool {
+    B::has_sparse_attention(&primitive(qkv.clone()))
 }
 
 /// Attention of a tensor's last tokens over the keys that a mask names.
@@ -73,30 +44,31 @@ pub fn has_sparse_attention<B: SieveBackend>(qkv: &Tensor<B, 4>) -> bool {
 ///
 /// # Errors
 /// Why the kernel refuses the call, or that the backend has none.
-pub fn sparse_attention<B: SieveBackend>(
+pub fn sparse_attention<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
-    mask: &DeviceMask<B>,
+    mask: &KeyMask<Tensor<B, 1, Int>>,
     softmax_scale: f64,
 ) -> Result<SparseOutput<B>, String> {
-    let data = mask.data.clone().into_primitive();
-    let [o, lse] = B::Inner::sparse_attention(value::<B, 4>(qkv)?, &mask.layout, data, softmax_scale)?;
+    let mask = mask.clone().map(Tensor::into_primitive);
+    let [o, lse] = B::sparse_attention(primitive(qkv), mask, softmax_scale)?;
     Ok(SparseOutput {
-        o: tensor(B::constant(o)),
-        lse: tensor(B::constant(lse)),
+        o: tensor(o),
+        lse: tensor(lse),
     })
 }
 
-/// Chooses the blocks that a selector keeps from queries and keys, on the device; nothing is copied to the host.
+/// Chooses the blocks that a selector keeps from queries and keys, on the device, with what it counted; nothing is
+/// copied to the host.
 ///
 /// # Shapes
 /// - qkv: as [`sparse_attention`]
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn select_blocks<B: SieveBackend>(
+pub fn select_blocks<B: DeviceBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
-) -> Result<DeviceSelection<B>, String> {
+) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
     select_blocks_by_bounds(qkv, selection, None)
 }
 
@@ -105,21 +77,14 @@ pub fn select_blocks<B: SieveBackend>(
 ///
 /// # Errors
 /// As [`select_blocks`].
-pub fn select_blocks_by_bounds<B: SieveBackend>(
+pub fn select_blocks_by_bounds<B: DeviceBackend>(
     qkv: &Tensor<B, 4>,
     selection: &BlockSelection,
     bounds: Option<&Tensor<B, 4>>,
-) -> Result<DeviceSelection<B>, String> {
-    let bounds = bounds.map(|bounds| value::<B, 4>(bounds.clone())).transpose()?;
-    let chosen = B::Inner::select_blocks(value::<B, 4>(qkv.clone())?, selection, bounds)?;
-    let [data, counts, pairs, nan_rows] = chosen.tensors.map(Tensor::from_primitive);
-    let layout = chosen.layout;
-    Ok(DeviceSelection {
-        mask: DeviceMask { layout, data },
-        counts,
-        pairs,
-        nan_rows,
-    })
+) -> Result<KeyMask<Tensor<B, 1, Int>>, String> {
+    let bounds = bounds.map(|bounds| primitive(bounds.clone()));
+    let chosen = B::select_blocks(primitive(qkv.clone()), selection, bounds)?;
+    Ok(chosen.map(Tensor::from_primitive))
 }
 
 /// Corrects attention under a mask by dense rows. One position in `correction.gamma` is computed densely here;
@@ -130,16 +95,15 @@ pub fn select_blocks_by_bounds<B: SieveBackend>(
 ///
 /// # Errors
 /// Why the kernels refuse the call, or that the backend has none.
-pub fn correct_by_probes<B: SieveBackend>(
+pub fn correct_by_probes<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     o: Tensor<B, 4>,
     correction: ProbeCorrection,
     dense_rows: Range<usize>,
     softmax_scale: f64,
 ) -> Result<Tensor<B, 4>, String> {
-    let (qkv, o) = (value::<B, 4>(qkv)?, value::<B, 4>(o)?);
-    let o = B::Inner::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale)?;
-    Ok(tensor(B::constant(o)))
+    let (qkv, o) = (primitive(qkv), primitive(o));
+    B::correct_by_probes(qkv, o, correction, dense_rows, softmax_scale).map(tensor)
 }
 
 /// Chooses the keys of a prompt that the tokens after it read: each KV head's own, by the attention that they received,
@@ -171,12 +135,4 @@ pub fn heavy_decode<B: DeviceBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Result<Tensor<B, 4>, String> {
     B::heavy_decode(cache, primitive(qkv), position, softmax_scale, scratch).map(tensor)
-}
-
-/// A tensor's value, where there is no graph.
-fn value<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Result<Float<B::Inner>, String> {
-    match B::HAS_GRAPH {
-        true => Err("it has no gradient".to_owned()),
-        false => Ok(B::value(primitive(x))),
-    }
 }

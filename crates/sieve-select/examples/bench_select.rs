@@ -54,14 +54,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let selector = Selector::parse(text)?;
         let (done, time) = timed(|| selector.prefill(&call));
         let done = done?;
-        let shares = density(&done.mask);
+        let shares = density(&done.selected);
         println!(
             "{:18} {:8.3} {:8.3} {:9.4} {:9.4} {:8.4} {:8.4} {:8.4} {:9.2} {:9.2}",
             selector.name(),
             time.wall,
             time.cpu,
-            done.mask.stats.select_seconds,
-            done.mask.stats.permute_seconds,
+            done.selected.stats.select_seconds,
+            done.selected.stats.permute_seconds,
             shares.token,
             shares.tile,
             recall(&done.output.lse, &dense.lse),

@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use rayon::prelude::*;
+use sieve_core::KeyMask;
 use sieve_cpu::{ListedAttention, ListedTile};
 
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::{Correction, CorrectionMode, SparseMask};
+use crate::mask::{Correction, CorrectionMode, Selected};
 
 /// Result of an attention call.
 #[derive(Clone, Debug, PartialEq)]
@@ -21,15 +22,16 @@ pub struct AttentionOutput {
 /// Query rows handled together where the caller gives no tiles: rows of the call times heads of the group.
 const DENSE_TILE_ROWS: usize = 192;
 
-/// Attention over the kept pairs of a mask, with its dense rows and its correction.
+/// Attention over the kept pairs of a selection, with its dense rows and its correction.
 ///
 /// Work is proportional to the kept pairs. Keys no row of a tile may see are never read. Results do not depend on the
 /// number of threads.
 ///
 /// # Errors
 /// A mask that breaks a rule of its form or belongs to another call.
-pub fn block_sparse_attention(call: &Call<'_>, mask: &SparseMask) -> Result<AttentionOutput, SelectError> {
-    mask.check(call)?;
+pub fn block_sparse_attention(call: &Call<'_>, selected: &Selected) -> Result<AttentionOutput, SelectError> {
+    selected.check(call)?;
+    let mask = &selected.mask;
     let shape = call.shape;
     let engine = ListedAttention::new(shape.head_dim, shape.softmax_scale());
     let mut tasks: Vec<(usize, usize)> = Vec::new();
@@ -51,7 +53,7 @@ pub fn block_sparse_attention(call: &Call<'_>, mask: &SparseMask) -> Result<Atte
         let rows: Vec<usize> = mask.dense_rows.iter().cloned().flatten().collect();
         scatter(call, &dense_tiles(call, &engine, &rows, mask.causal), &mut output);
     }
-    if let Some(correction) = &mask.correction {
+    if let Some(correction) = &selected.correction {
         correct(mask, correction, &mut output.o);
     }
     Ok(output)
@@ -101,7 +103,7 @@ struct KeyList {
 }
 
 impl KeyList {
-    fn push(&mut self, call: &Call<'_>, mask: &SparseMask, list: usize, key: usize) {
+    fn push(&mut self, call: &Call<'_>, mask: &KeyMask, list: usize, key: usize) {
         let kv_head = call.kv_head(mask.heads_of(list).start);
         self.at.push(call.key_at(kv_head, key));
         self.position.push(if mask.causal { key as i32 } else { i32::MIN });
@@ -110,7 +112,7 @@ impl KeyList {
     }
 }
 
-fn sparse_tile(call: &Call<'_>, mask: &SparseMask, engine: &ListedAttention, list: usize, i: usize) -> TileResult {
+fn sparse_tile(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, list: usize, i: usize) -> TileResult {
     let context = call.shape.context();
     let rows: Vec<(usize, usize)> = mask
         .tiles
@@ -212,7 +214,7 @@ pub(crate) fn probe_window(correction: &Correction, index: usize, num_queries: u
 }
 
 /// Adds what the probes know (MOMO, eq. 3); probe rows become the dense output itself.
-fn correct(mask: &SparseMask, correction: &Correction, o: &mut [f32]) {
+fn correct(mask: &KeyMask, correction: &Correction, o: &mut [f32]) {
     if correction.mode == CorrectionMode::SparseOnly {
         return;
     }

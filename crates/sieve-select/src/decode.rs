@@ -19,11 +19,12 @@ pub mod streaming;
 pub use step::Step;
 
 use rayon::prelude::*;
+use sieve_core::CallShape;
 
 use crate::attention::{AttentionOutput, block_sparse_attention};
-use crate::call::{Call, CallShape};
+use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::SparseMask;
+use crate::mask::Selected;
 use crate::selector::{Method, Phase, Selector, names_of};
 use crate::vector::dot;
 
@@ -155,7 +156,7 @@ impl DecodeSession {
     /// Operands of another size; a session that has tokens already.
     pub fn prompt(&mut self, q: &[f32], k: &[f32], v: &[f32]) -> Result<AttentionOutput, SelectError> {
         let call = self.prompt_call(q, k, v)?;
-        let output = block_sparse_attention(&call, &SparseMask::dense(call.shape))?;
+        let output = block_sparse_attention(&call, &Selected::dense(call.shape))?;
         self.take_prompt(q, k, v)?;
         Ok(output)
     }

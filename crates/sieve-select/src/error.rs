@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde::de::DeserializeOwned;
+use sieve_core::MaskError;
 use thiserror::Error;
 
 /// Everything a selector can refuse.
@@ -101,13 +102,8 @@ pub enum SelectError {
         hint: &'static str,
     },
     /// A mask whose arrays break the rules of its form.
-    #[error(
-        "sparse mask: {problem}\n  hint: masks come from a selector; one built by hand must pass SparseMask::check"
-    )]
-    Mask {
-        /// The broken rule, with the place.
-        problem: String,
-    },
+    #[error(transparent)]
+    Mask(#[from] MaskError),
     /// A file that could not be read or written.
     #[error("{path}: {problem}\n  hint: {hint}")]
     File {

@@ -89,22 +89,6 @@ pub fn softmax(row: &mut [f32]) -> bool {
     true
 }
 
-/// Union of two ascending lists.
-pub(crate) fn union(a: &[i32], b: impl IntoIterator<Item = i32>) -> Vec<i32> {
-    let mut all = a.to_vec();
-    all.extend(b);
-    all.sort_unstable();
-    all.dedup();
-    all
-}
-
-/// Ascending, no duplicates, as tile indices.
-pub(crate) fn sorted(mut tiles: Vec<usize>) -> Vec<i32> {
-    tiles.sort_unstable();
-    tiles.dedup();
-    tiles.into_iter().map(|j| j as i32).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

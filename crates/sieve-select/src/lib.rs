@@ -1,6 +1,6 @@
 //! Training-free sparse attention: which pairs of queries and keys are worth computing.
 //!
-//! Every method of the literature here gives one form of mask ([`SparseMask`]), which one block-sparse attention
+//! Every method of the literature here gives one form of mask ([`KeyMask`]), which one block-sparse attention
 //! computes and one set of measures judges. Operands are plain f32 slices of one layer and one request.
 //!
 //! ```
@@ -12,7 +12,7 @@
 //! let call = Call::new(shape, &q, &k, &k)?;
 //! let done = Selector::parse("xattention:tau=0.8")?.prefill(&call)?;
 //! assert_eq!(done.output.o.len(), q.len());
-//! assert!(density(&done.mask).token <= 1.0);
+//! assert!(density(&done.selected).token <= 1.0);
 //! # Ok::<(), sieve_select::SelectError>(())
 //! ```
 //!
@@ -31,7 +31,6 @@ pub mod oracle;
 
 pub mod gqa;
 pub mod keep;
-mod packed;
 mod permute;
 mod pool;
 mod range;
@@ -48,12 +47,13 @@ mod test_data;
 mod tests;
 
 pub use attention::{AttentionOutput, block_sparse_attention, dense_rows_attention};
-pub use call::{BlockMeans, Call, CallShape, Tiles};
+pub use call::{BlockMeans, Call};
 pub use decode::{DecodeSession, LayerShape, Step};
 pub use error::SelectError;
 pub use gqa::GqaPolicy;
-pub use mask::{Correction, CorrectionMode, ListsPer, SelectStats, SparseMask, TokenWindow};
+pub use mask::{Correction, CorrectionMode, SelectStats, Selected};
 pub use measure::{Density, dense_attention, density, recall};
 pub use oracle::{OracleOutput, oracle_attention, oracle_dense};
 pub use selector::layers::LayerSelectors;
 pub use selector::{Common, ENTRIES, Entry, Method, Phase, Prefill, Reads, Selector, names_of};
+pub use sieve_core::{CallShape, KeyMask, Tiles, TokenWindow};

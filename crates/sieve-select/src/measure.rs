@@ -3,7 +3,8 @@
 use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::{SparseMask, TokenWindow};
+use crate::mask::Selected;
+use sieve_core::{KeyMask, TokenWindow};
 use std::ops::Range;
 
 /// Shares of the causal work, over all query heads.
@@ -17,8 +18,9 @@ pub struct Density {
     pub probes: f64,
 }
 
-/// Counts what a mask computes.
-pub fn density(mask: &SparseMask) -> Density {
+/// Counts what a selection computes.
+pub fn density(selected: &Selected) -> Density {
+    let mask = &selected.mask;
     let shape = mask.shape;
     let all_pairs = |rows: u64, per_row: u64| rows as f64 * per_row as f64;
     let total = if mask.causal {
@@ -61,7 +63,7 @@ pub fn density(mask: &SparseMask) -> Density {
     };
     let heads = shape.num_heads as u64;
     let dense: u64 = mask.dense_rows.iter().cloned().flatten().map(row_pairs).sum();
-    let probes: u64 = mask
+    let probes: u64 = selected
         .correction
         .iter()
         .flat_map(|correction| &correction.probe_rows)
@@ -75,12 +77,12 @@ pub fn density(mask: &SparseMask) -> Density {
 }
 
 /// Visible pairs of the rows of one query tile that are not dense rows, over all heads of the list.
-fn pairs_of_tile(mask: &SparseMask, list: usize, i: usize, bounds: &[(usize, usize)]) -> u64 {
+fn pairs_of_tile(mask: &KeyMask, list: usize, i: usize, bounds: &[(usize, usize)]) -> u64 {
     let context = mask.shape.context();
     let order = mask.key_order_of(list);
     let heads = mask.heads_of(list);
     // Rows in order are those of every head.
-    let (same, distinct) = match mask.query_order.is_empty() {
+    let (same, distinct) = match mask.query_order().is_empty() {
         true => (heads.len() as u64, 1),
         false => (1, heads.len()),
     };
@@ -150,7 +152,7 @@ pub fn recall(sparse_lse: &[f32], dense_lse: &[f32]) -> f64 {
 /// # Errors
 /// None for a call that passed [`Call::new`].
 pub fn dense_attention(call: &Call<'_>) -> Result<AttentionOutput, SelectError> {
-    block_sparse_attention(call, &SparseMask::dense(call.shape))
+    block_sparse_attention(call, &Selected::dense(call.shape))
 }
 
 #[cfg(test)]
@@ -167,11 +169,11 @@ mod tests {
                 let text = format!("a_shape:n_init={init},n_local={local},min_prefill_tokens=0");
                 let selector = Selector::parse(&text).expect("valid");
                 let call = Call::of_shape(shape).expect("sizes fit");
-                let mask = selector.select(&call).expect("it reads nothing");
+                let chosen = selector.select(&call).expect("it reads nothing");
                 let seen = |a: usize| (0..=a).filter(|&j| j < init || j + local > a).count();
                 let pairs: usize = (num_keys - num_queries..num_keys).map(seen).sum();
                 let expected = pairs as f64 / shape.causal_pairs() as f64;
-                let found = density(&mask).token;
+                let found = density(&chosen).token;
                 assert!((found - expected).abs() < 1e-12, "{text}: {found}, {expected}");
             }
         }

@@ -2,7 +2,8 @@
 
 use crate::attention::probe_window;
 use crate::call::Call;
-use crate::mask::{CorrectionMode, SparseMask};
+use crate::mask::{CorrectionMode, Selected};
+use sieve_core::KeyMask;
 use sieve_cpu::reference::{Attended, Key, Rounding, attend};
 
 /// Result of the oracle.
@@ -15,7 +16,7 @@ pub struct OracleOutput {
 }
 
 /// Which keys (by original position) a row of the call sees: `[num_keys]`.
-pub fn expanded_row(mask: &SparseMask, head: usize, row: usize) -> Vec<bool> {
+pub fn expanded_row(mask: &KeyMask, head: usize, row: usize) -> Vec<bool> {
     let (num_keys, a) = (mask.shape.num_keys, mask.shape.context() + row);
     if mask.is_dense_row(row) {
         return (0..num_keys).map(|j| !mask.causal || j <= a).collect();
@@ -58,9 +59,9 @@ pub fn rounded_row(call: &Call<'_>, head: usize, row: usize, shown: &[bool], rou
     (o, lse)
 }
 
-/// Attention under a mask, with its dense rows and its correction.
-pub fn oracle_attention(call: &Call<'_>, mask: &SparseMask) -> OracleOutput {
-    let shape = call.shape;
+/// Attention under a selection, with its dense rows and its correction.
+pub fn oracle_attention(call: &Call<'_>, selected: &Selected) -> OracleOutput {
+    let (shape, mask) = (call.shape, &selected.mask);
     let d = shape.head_dim;
     let mut output = OracleOutput {
         o: vec![0.0; call.q.len()],
@@ -74,7 +75,7 @@ pub fn oracle_attention(call: &Call<'_>, mask: &SparseMask) -> OracleOutput {
             output.lse[head * shape.num_queries + row] = lse;
         }
     }
-    let Some(correction) = mask
+    let Some(correction) = selected
         .correction
         .as_ref()
         .filter(|c| c.mode != CorrectionMode::SparseOnly)
@@ -110,5 +111,5 @@ pub fn oracle_attention(call: &Call<'_>, mask: &SparseMask) -> OracleOutput {
 
 /// Dense causal attention in f64.
 pub fn oracle_dense(call: &Call<'_>) -> OracleOutput {
-    oracle_attention(call, &SparseMask::dense(call.shape))
+    oracle_attention(call, &Selected::dense(call.shape))
 }

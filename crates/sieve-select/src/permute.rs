@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-use crate::call::{Call, Tiles};
-use crate::gqa::Lists;
+use sieve_core::{KeyMask, Tiles};
+
+use crate::call::Call;
 use crate::keep::falling;
-use crate::mask::{ListRows, SparseMask};
+use crate::mask::Selected;
 use crate::pool::{mean_pool, scores};
 use crate::vector::norm;
 
@@ -55,29 +56,6 @@ pub(crate) fn sort_ranges(len: usize, ranges: impl Iterator<Item = Range<usize>>
         }
     }
     order
-}
-
-/// Drops tiles that hold only keys after the last row of a query tile, in each list of a mask.
-fn drop_future_tiles(call: &Call<'_>, tiles: Tiles, lists: &mut [ListRows], orders: &[Vec<i32>], queries: &[Vec<i32>]) {
-    let (heads, per_list) = (call.shape.num_heads, call.shape.num_heads / lists.len());
-    for (list, rows) in lists.iter_mut().enumerate() {
-        let own = list * per_list..(list + 1) * per_list;
-        let order = &orders[own.start * orders.len() / heads];
-        let smallest: Vec<i32> = (0..tiles.num_key_tiles())
-            .map(|j| order[tiles.keys(j)].iter().copied().min().unwrap_or(i32::MAX))
-            .collect();
-        for (i, row) in rows.tiles.iter_mut().enumerate() {
-            let last_of = |head: usize| match queries.get(head) {
-                Some(order) => order[tiles.rows(i)]
-                    .iter()
-                    .max()
-                    .map_or(0, |&row| tiles.context() + row as usize),
-                None => tiles.last(i),
-            };
-            let last = own.clone().map(last_of).max().unwrap_or(0);
-            row.retain(|&j| smallest[j as usize] as usize <= last);
-        }
-    }
 }
 
 /// Means of the blocks of permuted keys, `[key tiles, head_dim]`.
@@ -150,23 +128,37 @@ impl Orders {
         self.queries.get(head).map_or(slot, |order| order[slot] as usize)
     }
 
-    /// A mask of lists over these slots. Orders that change nothing stay out of it; in a causal one so do tiles that
-    /// hold only later keys.
-    pub(crate) fn mask(&self, call: &Call<'_>, tiles: Tiles, mut lists: Lists, causal: bool) -> SparseMask {
-        if causal {
-            drop_future_tiles(call, tiles, &mut lists.rows, &self.keys, &self.queries);
-        }
-        let mut mask = SparseMask::from_lists(call.shape, tiles, lists.per, &lists.rows);
-        let of_slots = |orders: &[Vec<i32>]| {
-            let moves = |order: &Vec<i32>| (0..).zip(order).any(|(slot, &x)| slot != x);
-            match orders.iter().any(moves) {
-                true => orders.concat(),
-                false => Vec::new(),
-            }
+    /// The lists over these slots as a mask. Orders that change nothing stay out of it; in a causal one so do tiles
+    /// that hold only keys after the last row of a query tile.
+    pub(crate) fn mask(&self, mut selected: Selected, causal: bool) -> Selected {
+        let lists = &selected.mask;
+        let of_list = |list: usize| &self.keys[lists.heads_of(list).start * self.keys.len() / lists.shape.num_heads];
+        let last_of = |list: usize, i: usize| {
+            let rows = |head| lists.tiles.rows(i).map(move |slot| self.query_row(head, slot));
+            lists
+                .heads_of(list)
+                .flat_map(rows)
+                .max()
+                .map_or(0, |row| lists.shape.context() + row)
         };
-        (mask.key_order, mask.query_order) = (of_slots(&self.keys), of_slots(&self.queries));
+        let kept = |list: usize, i: usize| {
+            let (order, last) = (of_list(list), last_of(list, i));
+            let first_key = |j: i32| order[lists.tiles.keys(j as usize)].iter().copied().min();
+            let seen = |&j: &i32| !causal || first_key(j).is_some_and(|key| key as usize <= last);
+            [lists.row(list, i).iter().copied().filter(seen).collect(), Vec::new()]
+        };
+        let places = (0..lists.num_lists()).flat_map(|list| (0..lists.tiles.num_query_tiles()).map(move |i| (list, i)));
+        let rows = places.map(|(list, i)| kept(list, i));
+        let mut mask = KeyMask::new(lists.shape, lists.tiles, lists.heads_per_list, rows);
+        let moves = |order: &Vec<i32>| (0..).zip(order).any(|(slot, &x)| slot != x);
+        if self.keys.iter().any(moves) {
+            mask.set_key_order(&self.keys.concat());
+        }
+        if self.queries.iter().any(moves) {
+            mask.set_query_order(&self.queries.concat());
+        }
         mask.causal = causal;
-        mask.stats.nan_lists = lists.nan_lists;
-        mask
+        selected.mask = mask;
+        selected
     }
 }

@@ -116,20 +116,27 @@ pub(crate) fn for_each_prompt_row(call: &Call<'_>, kv_head: usize, mut add: impl
     }
 }
 
-/// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.
-pub(crate) fn causal_probabilities(call: &Call<'_>, head: usize, rows: Range<usize>) -> Option<Vec<f32>> {
-    let context = call.shape.context();
-    let (num_rows, first) = (rows.len(), rows.start);
-    let cols = context + rows.end;
-    let mut p = vec![0.0; num_rows * cols];
+/// Scaled products of some rows of a head, ascending, with the keys up to the last of them, `[rows, keys]`.
+pub(crate) fn logits(call: &Call<'_>, head: usize, rows: Matrix<'_>, keys: usize) -> Vec<f32> {
+    let (num_rows, keys) = (rows.num_rows(), call.keys(call.kv_head(head), 0..keys));
+    let cols = keys.num_rows();
+    let mut x = vec![0.0; num_rows * cols];
     matmul(
         Threads::One,
         call.shape.softmax_scale(),
-        call.queries(head, rows),
-        call.keys(call.kv_head(head), 0..cols).t(),
+        rows,
+        keys.t(),
         0.0,
-        MatrixMut::new(&mut p, num_rows, cols),
+        MatrixMut::new(&mut x, num_rows, cols),
     );
+    x
+}
+
+/// Causal softmax of consecutive rows of a head over keys `0..=last position`, `[rows, last + 1]`; `None` on NaN.
+pub(crate) fn causal_probabilities(call: &Call<'_>, head: usize, rows: Range<usize>) -> Option<Vec<f32>> {
+    let (context, first) = (call.shape.context(), rows.start);
+    let cols = context + rows.end;
+    let mut p = logits(call, head, call.queries(head, rows), cols);
     for (r, row) in p.chunks_exact_mut(cols).enumerate() {
         let (seen, future) = row.split_at_mut(context + first + r + 1);
         future.fill(0.0);

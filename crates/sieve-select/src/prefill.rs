@@ -1,9 +1,11 @@
 //! Selectors for prefill: each turns q, k and v of a call into a mask.
 
+use sieve_core::BlockSelection;
+
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
-use crate::mask::SparseMask;
+use crate::mask::Selected;
 use crate::selector::{Reads, all_methods};
 
 /// A key that trades density for recall, and its values over a curve.
@@ -27,7 +29,13 @@ pub(crate) trait PrefillMethod {
     }
 
     /// What the call keeps.
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask;
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected;
+
+    /// The choice in steps that a device can take, from the call's sizes and layer alone: queries and keys need not
+    /// leave it. `None` where the method, or one of its settings, selects on the host.
+    fn steps(&self, _: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        None
+    }
 
     /// What selecting reads of a call.
     fn reads(&self) -> Reads {

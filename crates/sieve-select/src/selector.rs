@@ -2,7 +2,7 @@
 
 pub(crate) mod layers;
 mod methods;
-pub(crate) mod on_device;
+mod on_device;
 mod parse;
 mod sweep;
 
@@ -16,7 +16,7 @@ use crate::attention::{AttentionOutput, block_sparse_attention};
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
-use crate::mask::SparseMask;
+use crate::mask::Selected;
 use crate::measure::dense_attention;
 use crate::prefill::PrefillMethod;
 
@@ -82,7 +82,7 @@ pub struct Prefill {
     /// The attention.
     pub output: AttentionOutput,
     /// What was kept, with its statistics.
-    pub mask: SparseMask,
+    pub selected: Selected,
     /// Seconds from q, k, v to the output, selection included.
     pub seconds: f64,
 }
@@ -205,39 +205,41 @@ impl Selector {
     ///
     /// # Errors
     /// A decode method; settings that do not fit the call.
-    pub fn select(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
-        let mut mask = self.selected(call)?;
-        if let (Method::Delta(config, _), false) = (&self.method, mask.stats.dense_call) {
+    pub fn select(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
+        let mut chosen = self.selected(call)?;
+        if let (Method::Delta(config, _), false) = (&self.method, chosen.stats.dense_call) {
             let started = Instant::now();
-            config.correct(call, &mut mask);
-            mask.stats.select_seconds += started.elapsed().as_secs_f64();
+            config.correct(call, &mut chosen);
+            chosen.stats.select_seconds += started.elapsed().as_secs_f64();
         }
-        Ok(mask)
+        Ok(chosen)
     }
 
     /// The same without a correction, which [`correction`](Self::correction) describes.
     ///
     /// # Errors
     /// As [`select`](Self::select).
-    pub fn select_uncorrected(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
-        let mut mask = self.selected(call)?;
-        mask.correction = None;
-        Ok(mask)
+    pub fn select_uncorrected(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
+        let mut chosen = self.selected(call)?;
+        chosen.correction = None;
+        Ok(chosen)
     }
 
     /// The mask, with the correction of methods whose choice makes it.
-    fn selected(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
+    fn selected(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         let started = Instant::now();
-        let mut mask = self.select_untimed(call)?;
+        let mut chosen = self.select_untimed(call)?;
         let rows = call.shape.num_queries;
-        if self.common.last_dense_rows > 0 && !mask.stats.dense_call {
-            mask.add_dense_rows(rows.saturating_sub(self.common.last_dense_rows)..rows);
+        if self.common.last_dense_rows > 0 && !chosen.stats.dense_call {
+            chosen
+                .mask
+                .add_dense_rows(rows.saturating_sub(self.common.last_dense_rows)..rows);
         }
-        mask.stats.select_seconds = started.elapsed().as_secs_f64();
-        Ok(mask)
+        chosen.stats.select_seconds = started.elapsed().as_secs_f64();
+        Ok(chosen)
     }
 
-    fn select_untimed(&self, call: &Call<'_>) -> Result<SparseMask, SelectError> {
+    fn select_untimed(&self, call: &Call<'_>) -> Result<Selected, SelectError> {
         if self.phase() == Phase::Decode {
             return Err(SelectError::Unsupported {
                 selector: self.name(),
@@ -249,17 +251,17 @@ impl Selector {
             });
         }
         if self.is_dense(call.layer, call.shape.num_queries) {
-            return Ok(SparseMask::dense(call.shape));
+            return Ok(Selected::dense(call.shape));
         }
         if let Method::Delta(config, base) = &self.method {
-            let mut mask = base.select(call)?;
-            if let (Some(first), false) = (config.tail(call.shape), mask.stats.dense_call) {
-                mask.add_dense_rows(first..call.shape.num_queries);
+            let mut chosen = base.select(call)?;
+            if let (Some(first), false) = (config.tail(call.shape), chosen.stats.dense_call) {
+                chosen.mask.add_dense_rows(first..call.shape.num_queries);
             }
-            return Ok(mask);
+            return Ok(chosen);
         }
         let Some(method) = self.method.of_prefill() else {
-            return Ok(SparseMask::dense(call.shape));
+            return Ok(Selected::dense(call.shape));
         };
         method.check_call(call)?;
         Ok(method.select(call, self.common.gqa))
@@ -271,16 +273,16 @@ impl Selector {
     /// As [`select`](Self::select).
     pub fn prefill(&self, call: &Call<'_>) -> Result<Prefill, SelectError> {
         let started = Instant::now();
-        let mut mask = self.select(call)?;
-        let output = if mask.correction.is_none() && mask.keeps_everything() {
-            mask.stats.dense_call = true;
+        let mut selected = self.select(call)?;
+        let output = if selected.correction.is_none() && selected.mask.keeps_everything() {
+            selected.stats.dense_call = true;
             dense_attention(call)?
         } else {
-            block_sparse_attention(call, &mask)?
+            block_sparse_attention(call, &selected)?
         };
         Ok(Prefill {
             output,
-            mask,
+            selected,
             seconds: started.elapsed().as_secs_f64(),
         })
     }

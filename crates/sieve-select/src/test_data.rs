@@ -1,10 +1,12 @@
 //! Random, structured and stored inputs of the tests.
 
+use std::ops::Range;
+
 use safetensors::SafeTensors;
 use sieve_testing::Random;
 
 use crate::LayerShape;
-use crate::call::{Call, CallShape};
+use crate::{Call, CallShape};
 
 /// Lists of an independent computation, with the inputs made up for them.
 pub(crate) static LISTS: &[u8] = include_bytes!("../../../tests/golden/selectors/lists.safetensors");
@@ -69,20 +71,30 @@ impl TestCall {
 
     /// Rows `first..end` as a call of their own, over the keys before `end`.
     pub(crate) fn chunk(&self, first: usize, end: usize) -> TestCall {
-        let context = self.shape.context();
+        self.cut(first..end, 0)
+    }
+
+    /// Tokens of a whole prompt as a prompt of their own.
+    pub(crate) fn slice(&self, tokens: Range<usize>) -> TestCall {
+        let first = tokens.start;
+        self.cut(tokens, first)
+    }
+
+    fn cut(&self, rows: Range<usize>, first_key: usize) -> TestCall {
+        let end = self.shape.context() + rows.end;
         let (q_len, k_len) = (
             self.shape.num_heads * self.shape.head_dim,
             self.shape.num_kv_heads * self.shape.head_dim,
         );
         TestCall {
             shape: CallShape {
-                num_queries: end - first,
-                num_keys: context + end,
+                num_queries: rows.len(),
+                num_keys: end - first_key,
                 ..self.shape
             },
-            q: self.q[first * q_len..end * q_len].to_vec(),
-            k: self.k[..(context + end) * k_len].to_vec(),
-            v: self.v[..(context + end) * k_len].to_vec(),
+            q: self.q[rows.start * q_len..rows.end * q_len].to_vec(),
+            k: self.k[first_key * k_len..end * k_len].to_vec(),
+            v: self.v[first_key * k_len..end * k_len].to_vec(),
         }
     }
 }

@@ -11,7 +11,6 @@ macro_rules! checks {
     )+)+};
 }
 
-mod brute_force;
 mod chunks;
 mod corrected;
 mod decode;
@@ -90,11 +89,11 @@ pub(super) fn selector(text: &str) -> Selector {
 }
 
 /// The mask of a method on a call.
-pub(super) fn select(text: &str, data: &TestCall) -> crate::SparseMask {
+pub(super) fn select(text: &str, data: &TestCall) -> crate::Selected {
     let call = data.call();
-    let mask = selector(text)
+    let chosen = selector(text)
         .select(&call)
         .unwrap_or_else(|error| panic!("{text}: {error}"));
-    mask.check(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
-    mask
+    chosen.check(&call).unwrap_or_else(|error| panic!("{text}: {error}"));
+    chosen
 }

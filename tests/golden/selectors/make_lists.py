@@ -1,4 +1,4 @@
-"""Lists of kept blocks of seven selectors, by their definitions, in numpy float64.
+"""Lists of kept blocks and keys of the selectors, by their definitions, in numpy float64.
 
 Written from the methods' papers alone, one plain function each, to compare with.
 Usage: python make_lists.py OUT.safetensors CAPTURED.safetensors
@@ -317,6 +317,189 @@ def quest(q, k, t, page, budget):
     return lists
 
 
+def pooled(call, b, p):
+    """Scores of the admissible blocks of each query tile: products of the means of blocks."""
+    k = np.array([call.k[list(block), p // call.m].mean(axis=0) for block in blocks(call, b)])
+    tiles = query_tiles(call, b)
+    return [k[: ends(call, t)[1] // b + 1] @ call.q[list(t), p].mean(axis=0) / np.sqrt(call.d) for t in tiles]
+
+
+def dense_mass(call, b, p):
+    """Dense attention of each query tile on the admissible blocks."""
+    x = call.probabilities(p, 0)
+    mass = lambda t: np.array([x[list(t)][:, list(block)].sum() for block in blocks(call, b)])
+    return [mass(t)[: ends(call, t)[1] // b + 1] for t in query_tiles(call, b)]
+
+
+def by_score(call, b, scores, keep, gqa="per_query", first=()):
+    """What `keep` leaves of each tile's scores, the blocks that meet its queries, and `first`."""
+    of_heads = [scores(call, b, p) for p in range(call.heads)]
+    groups = [range(h * call.m, (h + 1) * call.m) for h in range(call.kv_heads)]
+    if gqa == "mean":
+        of_heads = [[sum(of_heads[p][i] for p in group) / call.m for i in range(len(of_heads[0]))] for group in groups]
+    lists = []
+    for rows in of_heads:
+        own = [range(ends(call, t)[0] // b, ends(call, t)[1] // b + 1) for t in query_tiles(call, b)]
+        lists.append([{int(j) for j in keep(row)} | set(mine) | set(first) for row, mine in zip(rows, own)])
+    if gqa == "union":
+        lists = [[set.union(*rows) for rows in zip(*(lists[p] for p in group))] for group in groups]
+    return lists
+
+
+def by_norm(x, segment, partial):
+    """Slots by rising norm inside each segment; `partial`: inside a short last one too."""
+    slots = np.arange(len(x))
+    for start in range(0, len(x), segment):
+        part = slots[start : start + segment]
+        if partial or len(part) == segment:
+            slots[start : start + segment] = part[np.argsort((x[part] ** 2).sum(axis=1), kind="stable")]
+    return slots
+
+
+def ba_att(call, b, segment, sort="qk", sparsity=0.5, covariance=1.0, crossed=0.0, causal=True):
+    """Whole prompts. Factors: `covariance` on var_q var_k, `crossed` on the two terms of a mean and a variance."""
+    lists, n = [], call.keys
+    whole = segment if causal else n
+    for p in range(call.heads):
+        q, k = call.q[:, p], call.k[:, p // call.m]
+        sigma = by_norm(q, whole, True) if "q" in sort else np.arange(n)
+        pi = by_norm(k, whole, False) if "k" in sort else np.arange(n)
+        moments = lambda x: [f for f in (x.mean(axis=0), x.var(axis=0))]
+        of_keys = [moments(k[pi[list(block)]]) for block in blocks(call, b)]
+        rows = []
+        for tile in query_tiles(call, b):
+            mq, vq = moments(q[sigma[list(tile)]])
+            terms = lambda mk, vk: covariance * (vq @ vk) + crossed * (mq**2 @ vk + vq @ mk**2)
+            logits = np.array([mq @ mk / np.sqrt(call.d) + terms(mk, vk) / call.d for mk, vk in of_keys])
+            # Blocks of earlier segments compete; those of the own one stay where a key is visible.
+            earlier = tile[0] // segment * segment // b if causal else len(logits)
+            row = {int(j) for j in order(logits[:earlier])[: int(np.ceil((1 - sparsity) * earlier - 1e-9))]}
+            if causal:
+                end, last = (tile[0] // segment + 1) * segment, sigma[list(tile)].max()
+                own = [j for j, block in enumerate(blocks(call, b)) if j >= earlier and block[0] < end]
+                row |= {j for j in own if pi[list(blocks(call, b)[j])].min() <= last}
+            rows.append(row)
+        lists.append(rows)
+    return lists
+
+
+def infinitehip(call, block, sink, window, stages):
+    """Each stage samples every stride-th query, narrows each chunk to one key by halving, and keeps the best chunks."""
+    lists, size = [], stages[-1][1]
+    for p in range(call.heads):
+        x = call.q[:, p] @ call.k[:, p // call.m].T
+        rows = []
+        for tile in query_tiles(call, block):
+            first, last = ends(call, tile)
+            high = max((first + 1 - window) // size * size if first + 1 > window else 0, sink)
+            chunks = [range(s, min(s + stages[0][1], high)) for s in range(sink, high, stages[0][1])]
+            for at, (stride, _, kept) in enumerate(stages):
+                best = x[list(tile)[::stride]].max(axis=0)
+
+                def narrowed(keys):
+                    while len(keys) > 1:
+                        half = (len(keys) + 1) // 2
+                        keys = keys[half:] if best[keys[half]] > best[keys[0]] else keys[:half]
+                    return best[keys[0]]
+
+                found = [narrowed(keys) for keys in chunks]
+                cut = stages[min(at + 1, 2)][1]
+                chunks = [chunks[j] for j in sorted(order(found)[:kept])]
+                chunks = [range(s, min(s + cut, c.stop)) for c in chunks for s in range(c.start, c.stop, cut)]
+            tiles = last // size + 1
+            always = set(range(min(sink // size, tiles))) | set(range(high // size, tiles))
+            rows.append({c.start // size for c in chunks} | always)
+        lists.append(rows)
+    return lists
+
+
+def query_orders(call, b, segment):
+    """PBS's order of queries: pairs of a query and a block by falling cosine; a block takes at most b of a segment."""
+    unit = lambda x: x / np.sqrt((x**2).sum(axis=-1, keepdims=True))
+    orders = []
+    for p in range(call.heads):
+        means = unit(np.array([call.k[list(block), p // call.m].mean(axis=0) for block in blocks(call, b)]))
+        mine = []
+        for start in range(0, call.rows, segment):
+            rows = range(start, min(start + segment, call.rows))
+            cosine = unit(call.q[list(rows), p]) @ means[: rows[-1] // b + 1].T
+            block_of, taken = {}, np.zeros(cosine.shape[1])
+            for pair in order(cosine.ravel()):
+                query, block = divmod(int(pair), cosine.shape[1])
+                if query not in block_of and taken[block] < b:
+                    block_of[query] = block
+                    taken[block] += 1
+            mine += [start + query for query in sorted(block_of, key=lambda query: (block_of[query], query))]
+        orders.append(mine)
+    return orders
+
+
+def exact_top(q, k, t, top):
+    """Keys that token t reads, per query head."""
+    m = q.shape[1] // k.shape[1]
+    number = top if top >= 1 else max(int(np.floor(top * (t + 1) + 0.5)), 1)
+    logits = [k[: t + 1, p // m].astype(np.float64) @ q[t, p] for p in range(q.shape[1])]
+    return [[set(int(t - j) for j in order(x[::-1])[:number])] for x in logits]
+
+
+def heavy(call, kept):
+    """Dense attention that each key of a prompt gets from the last `kept` rows, per KV head."""
+    probabilities = [call.probabilities(p, call.rows - kept).sum(axis=0) for p in range(call.heads)]
+    return [sum(probabilities[h * call.m : (h + 1) * call.m]) for h in range(call.kv_heads)]
+
+
+def h2o_prompt(call, t, heavy_keys, recent):
+    old = call.keys - recent
+    top = [order(sums[:old])[:heavy_keys] for sums in heavy(call, call.rows)]
+    return [[{int(j) for j in best} | set(range(old, t + 1))] for best in top]
+
+
+def h2o_stream(q, k, t, heavy_keys, recent):
+    """Token by token: what is kept gets attention, then the lightest of the older ones goes."""
+    m, lists = q.shape[1] // k.shape[1], []
+    for h in range(k.shape[1]):
+        cache = {}
+        for at in range(t + 1):
+            cache[at] = 0.0
+            read = sorted(cache)
+            for p in range(h * m, (h + 1) * m):
+                share = softmax(k[read, h].astype(np.float64) @ q[at, p].astype(np.float64) / np.sqrt(q.shape[2]))
+                for key, x in zip(read, share):
+                    cache[key] += x
+            if len(cache) > heavy_keys + recent:
+                del cache[min(read[:-recent], key=lambda key: (cache[key], key))]
+        lists.append([set(read)])
+    return lists
+
+
+def snapkv(call, t, window, capacity, kernel, pool):
+    early, half, lists = call.keys - window, kernel // 2, []
+    for votes in heavy(call, window):
+        near = [votes[max(0, j - half) : min(j + half + 1, early)] for j in range(early)]
+        smooth = [x.sum() / kernel if pool == "avg" else x.max() for x in near]
+        lists.append([{int(j) for j in order(smooth)[: capacity - window]} | set(range(early, t + 1))])
+    return lists
+
+
+def dam(sequences, n, density, matching, sink):
+    """Rows, columns and distances of each head's map."""
+    maps = []
+    for p in range(sequences[0].heads):
+        pairs = [(i, j) for i in range(n) for j in range(i + 1)]
+        mean = sum(call.probabilities(p, 0) for call in sequences)
+        on = np.zeros((n, n), bool)
+        for at in order([mean[pair] for pair in pairs])[: int(np.ceil(density * len(pairs)))]:
+            on[pairs[at]] = True
+        for i in range(n):
+            on[i, : min(sink, i)] = on[i, i] = True
+        # Beyond an eighth from the end too few rows speak for a column or a distance.
+        limit = n - n // 8
+        columns = {j for j in range(limit) if on[j:, j].sum() >= matching * (n - j)}
+        offsets = {o for o in range(limit) if np.diagonal(on, -o).sum() >= matching * (n - o)}
+        maps.append([set(np.flatnonzero(row).tolist()) for row in on] + [columns, offsets])
+    return maps
+
+
 def write(path, tensors):
     """A safetensors file."""
     header, data = {}, b""
@@ -411,16 +594,67 @@ def lists_of(q, k, places, settings):
         yield f"token-{t}/{text}", quest(q, k, t, **settings["quest"]), {}
 
 
+def plain_lists(call, b):
+    """Methods that choose by one score of a block or key: what the flag says, and the lists."""
+    top = lambda k: lambda row: order(row)[:k]
+    share = lambda tau: lambda row: keep_mass(row, tau)
+    soft = lambda tau: lambda row: keep_mass(softmax(row), tau)
+    for tau in (0.35, 0.7):
+        for gqa in ("per_query", "union", "mean"):
+            lists = by_score(call, b, pooled, soft(tau), gqa, first=[0])
+            yield f"meanpool:block={b},tau={tau},gqa={gqa}", lists, {}
+    yield f"meanpool:block={b},top_k=3", by_score(call, b, pooled, top(3), first=[0]), {}
+    for k in (1, 4):
+        yield f"block_sparse:block={b},topk={k}", by_score(call, b, pooled, top(k)), {}
+    yield f"oracle_topk:block={b},k=5", by_score(call, b, dense_mass, top(5)), {}
+    yield f"oracle_topk:block={b},tau=0.6", by_score(call, b, dense_mass, share(0.6)), {}
+    stages = [(4, b, 6), (2, b // 2, 6), (1, b // 4, 4)]
+    text = (
+        f"infinitehip:block={b // 2},stride_1=4,chunk_1={b},budget_2={6 * b},stride_2=2,chunk_2={b // 2},"
+        f"budget_3={3 * b},stride_3=1,chunk_3={b // 4},budget={b},sink={b // 2},window={b},prefill_dense_below=0,"
+        "first_dense_layers=0"
+    )
+    yield text, infinitehip(call, b // 2, b // 2, b, stages), {}
+
+
+def whole_prompt_lists(call, b):
+    """Methods that are defined here for whole prompts alone."""
+    ba = lambda text, **settings: (f"ba_att:block={b},segment={4 * b},{text}", ba_att(call, b, 4 * b, **settings), {})
+    yield ba("beta=1")
+    yield ba("beta=2.5", covariance=2.5)
+    yield ba("compensation=variance,sparsity=0.7", covariance=0.5, crossed=0.5, sparsity=0.7)
+    yield ba("compensate_layers=none", covariance=0.0)
+    yield ba("sort=q,compensate_layers=none", sort="q", covariance=0.0)
+    yield ba("sort=k", sort="k")
+    yield ba("sort=none,sparsity=0.8", sort="", sparsity=0.8)
+    if call.keys % b == 0:
+        yield ba("causal=false,sparsity=0.7", sparsity=0.7, causal=False)
+
+
+def token_lists(q, k, t):
+    yield f"token-{t}/exact_top:k=6", exact_top(q, k, t, 6), {}
+    yield f"token-{t}/exact_top:k=0.2", exact_top(q, k, t, 0.2), {}
+    yield f"token-{t}/h2o:heavy=5,recent=3", h2o_stream(q, k, t, 5, 3), {}
+    prompt = Call(q, k, 0, t)
+    yield f"prompt-{t}/h2o:heavy=9,recent=4", h2o_prompt(prompt, t, 9, 4), {}
+    for pool in ("avg", "max"):
+        text = f"snapkv:window=4,capacity=12,kernel=3,pool={pool}"
+        yield f"prompt-{t}/{text}", snapkv(prompt, t, 4, 12, 3, pool), {}
+
+
 def main():
     rng = np.random.default_rng(20)
     captured = read(sys.argv[2])
     tensors = {}
 
     def add(name, q, k, places, settings):
-        for case, lists, extra in lists_of(q, k, places, settings):
+        put(f"{name}/", lists_of(q, k, places, settings))
+
+    def put(place, found):
+        for case, lists, extra in found:
             ptr, idx = flat(lists)
             for key, x in {"ptr": ptr, "idx": idx, **extra}.items():
-                tensors[f"{name}/{case}/{key}"] = x
+                tensors[f"{place}{case}/{key}"] = x
 
     for kind in ("random", "structured"):
         for heads, kv_heads in ((2, 2), (4, 2), (8, 1)):
@@ -428,11 +662,28 @@ def main():
             q, k = made_up(kind, heads, kv_heads, rng)
             tensors[f"{name}/q"], tensors[f"{name}/k"] = q, k
             add(name, q, k, ((0, 230), (77, 230), (100, 200)), SMALL)
+            if (heads, kv_heads) != (4, 2):
+                continue
+            for context, end in ((0, 230), (77, 230), (100, 200)):
+                put(f"{name}/{context}-{end}/", plain_lists(Call(q, k, context, end), 16))
+            for end in (224, 230):
+                put(f"{name}/0-{end}/", whole_prompt_lists(Call(q, k, 0, end), 16))
+            orders = query_orders(Call(q, k, 0, 230), 16, 64)
+            tensors[f"{name}/query_order/pbs:block=16,segment=64,tau=0.5,permute=queries"] = np.array(orders, np.int32)
+            for t in (45, 89):
+                put(f"{name}/", token_lists(q, k, t))
+    for name in ("random", "structured"):
+        q, k = tensors[f"{name}.2.2/q"], tensors[f"{name}.2.2/k"]
+        maps = dam([Call(q[s : s + 40], k[s : s + 40], 0, 40) for s in (0, 40, 80)], 40, 0.3, 0.75, 2)
+        put(f"{name}.2.2/", [("dam/dam:capture=40,density=0.3,matching=0.75,sink=2", maps, {})])
     for name in ("trained.2.2", "trained.4.2", "trained.8.1"):
         # Groups of one: the first query head of each KV head.
         source, step = ("trained.4.2", 2) if name == "trained.2.2" else (name, 1)
         q, k = captured[f"{source}/q"][:, ::step], captured[f"{source}/k"]
         add(name, q, k, ((0, 768), (277, 768), (100, 700)), TRAINED)
+        if name == "trained.2.2":
+            put(f"{name}/277-768/", plain_lists(Call(q, k, 277, 768), 32))
+            put(f"{name}/0-768/", whole_prompt_lists(Call(q, k, 0, 768), 32))
     write(sys.argv[1], tensors)
 
 

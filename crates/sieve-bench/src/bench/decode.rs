@@ -1,7 +1,7 @@
 //! Rows of one new token behind a long text: what a method does to find its keys, and its attention, in one layer.
 use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
 use super::{Bench, Work};
-use crate::device::{Device, mask_data};
+use crate::device::{Device, upload_mask};
 use crate::error::Result;
 use crate::shape::call_shape;
 use sieve_core::KeepBlocks;
@@ -54,25 +54,19 @@ fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
                 like.zeros_contiguous(&size, DType::F32)
             });
             let token = |known: usize| -> Result<(), KernelError> {
-                let (layout, data) = match selector.step(call, LAYER, known) {
-                    Some(Step::Mask(mask)) => {
-                        let packed = mask.packed().expect("its own arrays");
-                        (packed.layout().clone(), mask_data(&device, &packed))
-                    }
-                    Some(Step::Blocks(selection, _)) => {
-                        let made = text.select_blocks(&selection, bounds.as_ref())?;
-                        (made.layout, made.data)
-                    }
+                let mask = match selector.step(call, LAYER, known) {
+                    Some(Step::Mask(mask)) => upload_mask(&device, &mask).expect("its own arrays"),
+                    Some(Step::Blocks(selection, _)) => text.select_blocks(&selection, bounds.as_ref())?,
                     None => unreachable!("it decodes on a device"),
                 };
-                text.sparse_attention_forward(&layout, &data, scale).map(drop)
+                text.sparse_attention_forward(&mask, scale).map(drop)
             };
             // Whole pages have bounds from earlier tokens.
             token(0)?;
             let known = page.map_or(0, |page| (TOKENS - 1) / page);
             bench.row(name, shape, Work::Time, || token(known));
         }
-        Some(heavy) => match (heavy.slots, heavy.selection.keep) {
+        Some(heavy) => match (heavy.slots, heavy.selection.keep.by) {
             (Some(window), _) => {
                 let room = window.keep_window_size;
                 let slots = slots(bench, shape, room, window.local_window_size);

@@ -1,10 +1,10 @@
 //! A selector on one call's operands: its lists, attention under them, and what that keeps of dense attention.
 use super::operands::Operands;
-use crate::device::{Device, mask_data};
+use crate::device::{Device, upload_mask};
 use crate::error::{BenchError, Result};
 use crate::shape::prompt_shape;
 use burn_cuda::CudaDevice;
-use sieve_core::{BlockSelection, MaskLayout};
+use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
 use sieve_select::{Call, CallShape, Selector, density};
 use std::time::Instant;
@@ -20,23 +20,14 @@ pub(super) struct Method<'a> {
 
 enum Kind {
     /// Chooses by queries and keys, on the device.
-    Chooses(BlockSelection),
+    Chooses(Box<BlockSelection>),
     /// Keeps the same positions of every prompt of this length: made once, on the host.
     Positions {
-        lists: Box<Lists>,
+        mask: Box<KeyMask<CudaTensor>>,
         /// Kept pairs over causal ones.
         density: f64,
         host_ms: f64,
     },
-}
-
-/// What attention reads.
-#[derive(Clone)]
-pub(super) struct Lists {
-    layout: MaskLayout,
-    data: CudaTensor,
-    /// Of each row of each list, where the device chose.
-    pairs: Option<CudaTensor>,
 }
 
 impl<'a> Method<'a> {
@@ -44,26 +35,20 @@ impl<'a> Method<'a> {
     pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a CudaDevice) -> Result<Option<Self>> {
         let call = prompt_shape(&operands.shape);
         let kind = match selector.block_selection(call, 0, 0) {
-            Some(selection) => Kind::Chooses(selection),
+            Some(selection) => Kind::Chooses(Box::new(selection)),
             None => {
                 let refused = |error: sieve_select::SelectError| BenchError::Refused(error.to_string());
                 let started = Instant::now();
                 let empty = Call::of_shape(call).map_err(refused)?;
-                let mask = selector.select_uncorrected(&empty).map_err(refused)?;
-                if mask.keeps_everything() {
+                let chosen = selector.select_uncorrected(&empty).map_err(refused)?;
+                if chosen.mask.keeps_everything() {
                     return Ok(None);
                 }
-                let packed = mask.packed().map_err(refused)?;
-                let data = mask_data(device, &packed);
+                let mask = upload_mask(device, &chosen.mask).map_err(|error| refused(error.into()))?;
                 let host_ms = 1e3 * started.elapsed().as_secs_f64();
-                let lists = Lists {
-                    layout: packed.layout().clone(),
-                    data,
-                    pairs: None,
-                };
                 Kind::Positions {
-                    lists: Box::new(lists),
-                    density: density(&mask).token,
+                    mask: Box::new(mask),
+                    density: density(&chosen).token,
                     host_ms,
                 }
             }
@@ -85,44 +70,35 @@ impl<'a> Method<'a> {
         }
     }
 
-    pub(super) fn select(&self) -> Result<Lists, KernelError> {
+    pub(super) fn select(&self) -> Result<KeyMask<CudaTensor>, KernelError> {
         match &self.kind {
-            Kind::Positions { lists, .. } => Ok(Lists::clone(lists)),
-            Kind::Chooses(selection) => {
-                let made = self.operands.qkv.select_blocks(selection, None)?;
-                Ok(Lists {
-                    layout: made.layout,
-                    data: made.data,
-                    pairs: Some(made.pairs),
-                })
-            }
+            Kind::Positions { mask, .. } => Ok(KeyMask::clone(mask)),
+            Kind::Chooses(selection) => self.operands.qkv.select_blocks(selection, None),
         }
     }
 
     /// With the method's correction.
-    pub(super) fn attend(&self, lists: &Lists) -> Result<AttentionResult, KernelError> {
+    pub(super) fn attend(&self, mask: &KeyMask<CudaTensor>) -> Result<AttentionResult, KernelError> {
         let (qkv, scale) = (&self.operands.qkv, self.operands.scale());
-        let done = qkv.sparse_attention_forward(&lists.layout, &lists.data, scale)?;
+        let done = qkv.sparse_attention_forward(mask, scale)?;
         if let Some(correction) = self.selector.correction(self.call, 0)
-            && let Kind::Chooses(selection) = &self.kind
+            && let Kind::Chooses(_) = &self.kind
         {
-            let dense = selection.dense_rows.first().cloned().unwrap_or(0..0);
+            let dense = mask.dense_rows.first().cloned().unwrap_or(0..0);
             qkv.correct_by_probes(&done.o, correction, dense, scale)?;
         }
         Ok(done)
     }
 
     /// Kept pairs over causal ones.
-    pub(super) fn density(&self, lists: &Lists) -> Result<f64> {
-        let (pairs, selection) = match (&lists.pairs, &self.kind) {
-            (Some(pairs), Kind::Chooses(selection)) => (pairs, selection),
-            (_, Kind::Positions { density, .. }) => return Ok(*density),
+    pub(super) fn density(&self, mask: &KeyMask<CudaTensor>) -> Result<f64> {
+        let pairs = match (&mask.counts, &self.kind) {
+            (Some(counts), _) => self.device.ints(&counts.pairs)?,
+            (None, Kind::Positions { density, .. }) => return Ok(*density),
             (None, Kind::Chooses(_)) => return Ok(f64::NAN),
         };
-        let pairs = self.device.ints(pairs)?;
         let pairs: f64 = pairs.iter().map(|&pairs| f64::from(pairs)).sum();
-        let all = self.call.causal_pairs() as f64 * selection.num_lists() as f64;
-        Ok(pairs / all)
+        Ok(pairs / (self.call.causal_pairs() as f64 * mask.num_lists() as f64))
     }
 }
 

@@ -1,9 +1,10 @@
 //! Rows of attention under selectors' masks, beside dense attention.
 use super::rows::{forward_flops, shape};
 use super::{Bench, Work};
-use crate::device::mask_data;
+use crate::device::upload_mask;
 use crate::error::Result;
-use sieve_core::{MaskArrays, PackedMask};
+use crate::shape::prompt_shape;
+use sieve_core::{KeyMask, Tiles};
 use sieve_kernels::AttentionShape;
 use sieve_testing::Random;
 
@@ -21,13 +22,13 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
         dense(bench, "dense forward");
         for (tile, density) in [(128, 1.0), (128, 0.125), (128, 0.0625), (64, 0.125)] {
             let (mask, pairs) = mask(shape, tile, density);
-            let data = mask_data(&bench.device, &mask);
+            let mask = upload_mask(&bench.device, &mask).expect("every tile is inside the sequence");
             let work = Work::Flops(4.0 * shape.head_dim as f64 * pairs);
             let name = format!("sparse forward, tiles of {tile}, density {density}");
             let scale = 1.0 / (shape.head_dim as f32).sqrt();
             bench.row(&name, shape, work, || {
                 let qkv = &inputs.qkv;
-                qkv.sparse_attention_forward(mask.layout(), &data, scale)
+                qkv.sparse_attention_forward(&mask, scale)
             });
             // A GPU at its limit of power is slower in later rows.
             if density == 1.0 {
@@ -39,38 +40,26 @@ pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// The diagonal tile and random others, as many as the share of a query tile's key tiles says; and the pairs it keeps.
-fn mask(shape: AttentionShape, tile: usize, density: f64) -> (PackedMask, f64) {
-    let tiles = shape.seq_len.div_ceil(tile);
+fn mask(shape: AttentionShape, tile: usize, density: f64) -> (KeyMask, f64) {
+    let call = prompt_shape(&shape);
+    let tiles = Tiles::new(call, tile, tile);
     let mut random = Random(5);
-    let (mut row_ptr, mut tile_idx) = (vec![0], Vec::new());
-    for _ in 0..shape.num_heads {
-        for i in 0..tiles {
-            let wanted = ((density * (i + 1) as f64).round() as usize).max(1);
-            // The next tile is kept by its chance among those that are left (Knuth's algorithm S).
-            let mut left = wanted - 1;
-            for j in 0..i {
-                if random.below(i - j) < left {
-                    tile_idx.push(j as i32);
-                    left -= 1;
-                }
+    let mut row = |i: usize| -> [Vec<i32>; 2] {
+        let wanted = ((density * (i + 1) as f64).round() as usize).max(1);
+        // The next tile is kept by its chance among those that are left (Knuth's algorithm S).
+        let mut left = wanted - 1;
+        let mut kept = vec![i as i32];
+        for j in 0..i {
+            if random.below(i - j) < left {
+                kept.push(j as i32);
+                left -= 1;
             }
-            tile_idx.push(i as i32);
-            row_ptr.push(tile_idx.len() as i32);
         }
-    }
-    let diagonal = (shape.num_heads * tiles) as f64;
-    let pairs = (tile_idx.len() as f64 - diagonal / 2.0) * (tile * tile) as f64;
-    let mask = PackedMask::new(&MaskArrays {
-        num_queries: shape.seq_len,
-        num_keys: shape.seq_len,
-        num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
-        query_tile: tile,
-        key_tile: tile,
-        num_lists: shape.num_heads,
-        row_ptr: &row_ptr,
-        tile_idx: &tile_idx,
-        ..MaskArrays::default()
-    });
-    (mask.expect("every tile is inside the sequence"), pairs)
+        [kept, Vec::new()]
+    };
+    let places = (0..shape.num_heads).flat_map(|_| 0..tiles.num_query_tiles());
+    let mask = KeyMask::new(call, tiles, 1, places.map(&mut row));
+    let diagonal = (shape.num_heads * tiles.num_query_tiles()) as f64;
+    let pairs = (mask.num_tiles() as f64 - diagonal / 2.0) * (tile * tile) as f64;
+    (mask, pairs)
 }

@@ -1,7 +1,6 @@
 //! The device's selections against lists of an independent computation (`tests/golden/selectors`), on the queries and
 //! keys of trained models, which are bf16 and so the same operands.
-use super::Found;
-use crate::device::Device;
+use crate::device::{Device, download_mask};
 use serde_json::Value;
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, Qkv};
@@ -186,7 +185,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             continue;
         };
         done.run += 1;
-        selection.softmax_scale = shape.softmax_scale();
+        selection.scores.softmax_scale = shape.softmax_scale();
         let (q_on, k_on) = (q.upload(device, context, end), k.upload(device, 0, end));
         let qkv = Qkv::separate(&q_on, &k_on, &k_on);
         let bounds = selector.page().map(|page| {
@@ -194,30 +193,22 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             k_on.zeros_contiguous(&room, DType::F32)
         });
         let made = qkv.select_blocks(&selection, bounds.as_ref())?;
-        let found = Found {
-            data: device.ints(&made.data)?,
-            counts: Vec::new(),
-            pairs: Vec::new(),
-            nan_rows: Vec::new(),
-            selection,
-        };
+        let found = download_mask(device, made)?;
+        let rows = found.tiles.num_query_tiles();
         let case = name.trim_end_matches("/ptr");
         let ints = |array: &str| lists.ints(&format!("{case}/{array}"));
         let (ptr, idx) = (ints("ptr"), ints("idx"));
         for row in 0..ptr.len() - 1 {
             let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
-            let tiles = found.row(row);
+            let tiles = found.row(row / rows, row % rows);
             // A token's list names keys.
-            let tile = found.selection.tile as i32;
+            let keys_of = |&j: &i32| found.tiles.keys(j as usize).map(|key| key as i32);
             let keys: Vec<i32> = match is_step {
-                true => tiles
-                    .iter()
-                    .flat_map(|&j| j * tile..((j + 1) * tile).min(end as i32))
-                    .collect(),
+                true => tiles.iter().flat_map(keys_of).collect(),
                 false => tiles.to_vec(),
             };
             done.check(&format!("{case}: row {row}"), &keys, expected);
-            let columns = found.columns(row);
+            let columns = found.columns(row / rows, row % rows);
             if method == "vertical_slash" {
                 let (ptr, idx) = (ints("col_ptr"), ints("col_idx"));
                 let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
@@ -226,7 +217,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         }
         if method == "pbs" {
             let stored = ints("order");
-            let heads = found.order(5, stored.len()).chunks_exact(end);
+            let heads = found.key_order().chunks_exact(end);
             for (kv_head, (found, stored)) in heads.zip(stored.chunks_exact(end)).enumerate() {
                 let place = format!("{case}: keys of KV head {kv_head}");
                 done.check(

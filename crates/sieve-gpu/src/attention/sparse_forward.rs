@@ -9,7 +9,7 @@ use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::MaskLayout;
+use sieve_core::{KeyMask, MaskPlaces, Tiles};
 
 const NAME: &str = "sparse_attention_forward";
 
@@ -39,10 +39,9 @@ fn pairs_and_box([query_tile, key_tile]: [usize; 2]) -> (bool, usize) {
 
 impl SparseKeyReads {
     /// How the keys of a mask are read.
-    pub fn of(mask: &MaskLayout) -> Self {
-        let [.., key_tile, _] = mask.cuts;
-        let [_, _, _, col_ptr, _, key_order, _, _] = mask.places;
-        match col_ptr == 0 && key_order == 0 && key_tile.is_multiple_of(SMALL_BOX) {
+    pub fn of<W>(mask: &KeyMask<W>) -> Self {
+        let in_order = mask.places.col_ptr.is_empty() && mask.places.key_order.is_empty();
+        match in_order && mask.tiles.key_tile.is_multiple_of(SMALL_BOX) {
             true => Self::Tiles,
             false => Self::Keys,
         }
@@ -50,9 +49,9 @@ impl SparseKeyReads {
 }
 
 impl Qkv {
-    /// Attention of the last `mask.num_queries` tokens of `self` (one row) over the keys that the mask names; rows that
-    /// the mask calls dense over all keys not after them. `data` is the mask's data on the device, i32. A query that
-    /// sees nothing gets `o = 0`, `lse = -inf`.
+    /// Attention of the last `mask.shape.num_queries` tokens of `self` (one row) over the keys that the mask names;
+    /// rows that the mask calls dense over all keys not after them. A query that sees nothing gets `o = 0`,
+    /// `lse = -inf`.
     ///
     /// # Shapes
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
@@ -63,62 +62,59 @@ impl Qkv {
     /// positive.
     pub fn sparse_attention_forward(
         &self,
-        mask: &MaskLayout,
-        data: &CudaTensor,
+        mask: &KeyMask<CudaTensor>,
         softmax_scale: f32,
     ) -> Result<AttentionResult, KernelError> {
         let shape = self.shape(NAME)?;
         let qkv = self.walkable();
         require_scale(NAME, softmax_scale)?;
-        operands!(only NAME, mask: I32[mask.words] contiguous = data);
+        let num_words = mask.places.num_words();
+        operands!(only NAME, mask: I32[num_words] contiguous = &mask.words);
         let num_heads = shape.num_heads;
-        let expected = AttentionShape::new(1, mask.num_keys, mask.heads, [shape.head_dim; 2]);
+        let expected = AttentionShape::new(
+            1,
+            mask.shape.num_keys,
+            [mask.shape.num_heads, mask.shape.num_kv_heads],
+            [shape.head_dim; 2],
+        );
         if shape != expected {
             let (got, supported) = (format!("{shape:?}"), format!("the mask's {expected:?}"));
             return Err(KernelError::unsupported(NAME, "shape", got, supported));
         }
         let outputs = AttentionShape {
-            seq_len: mask.num_queries,
+            seq_len: mask.shape.num_queries,
             ..shape
         };
         let q = qkv.q.tensor();
         let o = q.empty_contiguous(&outputs.output(), DType::BF16);
         let lse = q.empty_contiguous(&outputs.lse(), DType::F32);
-        let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), data, &o, &lse];
+        let tensors = [q, qkv.k.tensor(), qkv.v.tensor(), &mask.words, &o, &lse];
         let family = KernelFamily::of(&shape, KeySource::Dense, q);
         let reads = SparseKeyReads::of(mask);
-        let launch = |rows: &Rows| -> Result<(), KernelError> {
-            let [query_tile, query_offset, key_tile, num_tiles] = rows.cuts;
-            let [heads_per_list, heads_per_order] = rows.heads_per;
-            let [
-                tile_order,
-                row_ptr,
-                tile_idx,
-                col_ptr,
-                col_idx,
-                key_order,
-                query_order,
-                windows,
-            ] = rows.places;
+        let launch = |rows: &Rows<'_>| -> Result<(), KernelError> {
+            let Tiles {
+                query_tile, key_tile, ..
+            } = rows.tiles;
+            let (num_tiles, places) = (rows.tiles.num_query_tiles(), rows.places);
             let params = params!(SparseAttentionForwardParams {
                 base: qkv.params(NAME, &shape)?,
-                num_queries: mask.num_queries,
+                num_queries: mask.shape.num_queries,
                 first_row: rows.first,
-                num_slots: rows.num_slots,
+                num_slots: rows.tiles.num_queries,
                 query_tile,
-                query_offset,
+                query_offset: rows.tiles.query_offset,
                 key_tile,
                 num_query_tiles: num_tiles,
-                heads_per_list,
-                heads_per_order,
-                tile_order,
-                row_ptr,
-                tile_idx,
-                col_ptr,
-                col_idx,
-                key_order,
-                query_order,
-                windows,
+                heads_per_list: rows.heads_per_list,
+                heads_per_order: mask.heads_per_order,
+                tile_order: places.tile_order.start,
+                row_ptr: places.row_ptr.start,
+                tile_idx: places.tile_idx.start,
+                col_ptr: places.col_ptr.start,
+                col_idx: places.col_idx.start,
+                key_order: places.key_order.start,
+                query_order: places.query_order.start,
+                windows: places.windows.start,
                 softmax_scale,
             });
             let (kernel, grid, maps) = match family {
@@ -152,18 +148,19 @@ impl Qkv {
         };
         launch(&Rows {
             first: 0,
-            num_slots: mask.query_slots,
-            cuts: mask.cuts,
-            heads_per: mask.heads_per,
-            places: mask.places,
+            tiles: mask.tiles,
+            heads_per_list: mask.heads_per_list,
+            places: &mask.places,
         })?;
         for rows in &mask.dense_rows {
             launch(&Rows {
                 first: rows.start,
-                num_slots: rows.len(),
-                cuts: [HOPPER_ROWS, 0, HOPPER_ROWS, rows.len().div_ceil(HOPPER_ROWS)],
-                heads_per: [1, 1],
-                places: [0; 8],
+                tiles: Tiles {
+                    num_queries: rows.len(),
+                    ..Tiles::new(mask.shape, HOPPER_ROWS, HOPPER_ROWS)
+                },
+                heads_per_list: 1,
+                places: &MaskPlaces::default(),
             })?;
         }
         Ok(AttentionResult {
@@ -176,12 +173,12 @@ impl Qkv {
 }
 
 /// The rows of the call that one launch computes, and where their lists are.
-struct Rows {
+struct Rows<'a> {
     first: usize,
-    num_slots: usize,
-    cuts: [usize; 4],
-    heads_per: [usize; 2],
-    places: [usize; 8],
+    /// `num_queries` counts the slots.
+    tiles: Tiles,
+    heads_per_list: usize,
+    places: &'a MaskPlaces,
 }
 
 /// The tiling of the portable kernel: that of dense attention, whose queries of one head fill a tile.

@@ -44,8 +44,8 @@ impl Qkv {
     pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
         let s = &heavy.selection;
         let call = Call::new(self, s)?;
-        let (n, d) = (s.num_keys, call.shape.head_dim);
-        let (KeepBlocks::Top(top), true, true) = (s.keep, s.block == 1, heavy.last < n) else {
+        let (n, d) = (s.shape.num_keys, call.shape.head_dim);
+        let (KeepBlocks::Top(top), true, true) = (s.keep.by, s.scores.block == 1, heavy.last < n) else {
             let supported = "a top of blocks of one key, fewer last keys than there are";
             let got = format!("{heavy:?}");
             return Err(KernelError::unsupported(NAME, "selection", got, supported));
@@ -53,24 +53,24 @@ impl Qkv {
         let count = n - heavy.last;
         let kept = top.min(count) + heavy.last;
         let like = call.qkv.q.tensor();
-        let nan_rows = like.zeros_contiguous(&[s.num_heads], DType::I32);
+        let nan_rows = like.zeros_contiguous(&[s.shape.num_heads], DType::I32);
         let received = call.received(&nan_rows)?;
-        let score = call.new_f32(&[s.num_kv_heads, count]);
+        let score = call.new_f32(&[s.shape.num_kv_heads, count]);
         let params = params!(SelectSmoothParams {
             num_keys: n,
             count,
             width: heavy.width,
             by_largest: heavy.by_largest,
         });
-        let grid = [count.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
+        let grid = [count.div_ceil(TOKENS_AT_ONCE), s.shape.num_kv_heads, 1];
         // SAFETY: both have these rows; every score is written.
         unsafe { SELECT_SMOOTH.launch(grid, &[&received, &score], &params) }?;
         let words = count.div_ceil(u32::BITS as usize);
-        let marks = like.empty_contiguous(&[s.num_kv_heads, words], DType::I32);
-        let all = LongChoice::new([&score, &marks, &nan_rows], [0, s.num_kv_heads], count);
+        let marks = like.empty_contiguous(&[s.shape.num_kv_heads, words], DType::I32);
+        let all = LongChoice::new([&score, &marks, &nan_rows], [0, s.shape.num_kv_heads], count);
         LongChoice { top, ..all }.choose()?;
-        let per_slot = [1, s.num_kv_heads, kept];
-        let rows = [1, s.num_kv_heads, kept, d];
+        let per_slot = [1, s.shape.num_kv_heads, kept];
+        let rows = [1, s.shape.num_kv_heads, kept, d];
         // Zeros: a head whose scores are no numbers marks nothing.
         let stays = KeptKeys {
             k: like.zeros_contiguous(&rows, DType::BF16),
@@ -99,7 +99,7 @@ impl Qkv {
             &stays.received,
             &stays.positions,
         ];
-        let grid = [n.div_ceil(TOKENS_AT_ONCE), s.num_kv_heads, 1];
+        let grid = [n.div_ceil(TOKENS_AT_ONCE), s.shape.num_kv_heads, 1];
         // SAFETY: tokens and strides are the tensors' own; writes within the slots.
         unsafe { SELECT_GATHER.launch(grid, &tensors, &params) }?;
         Ok(stays)
@@ -110,11 +110,11 @@ impl Call<'_> {
     /// The attention that each key received from the selection's queries of a group, f32 `[num_kv_heads, num_keys]`.
     fn received(&self, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let group = s.num_heads / s.num_kv_heads;
-        let all = self.new_f32(&[s.num_kv_heads, s.num_keys]);
+        let group = s.shape.num_heads / s.shape.num_kv_heads;
+        let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
         let first = self.context();
-        for start in (first..s.num_keys).step_by(ROWS_AT_ONCE) {
-            let positions = start..(start + ROWS_AT_ONCE).min(s.num_keys);
+        for start in (first..s.shape.num_keys).step_by(ROWS_AT_ONCE) {
+            let positions = start..(start + ROWS_AT_ONCE).min(s.shape.num_keys);
             for kv_heads in self.groups_at_once(positions.len()) {
                 let columns = all.row_range(NAME, "received", kv_heads.start, kv_heads.len())?;
                 let sums = ProbeSums {

@@ -1,6 +1,6 @@
 //! Columns and diagonals that the last queries look at, and FlexPrefill's choice between them and a map of blocks.
 use super::scores::{Cut, Pooled};
-use super::{Call, LongChoice, Marks, NAME, SCORE_BYTES};
+use super::{Call, KeptBits, LongChoice, NAME, SCORE_BYTES};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
@@ -67,8 +67,8 @@ impl Call<'_> {
     /// KV heads whose groups' logits of some last queries are held at a time.
     pub(super) fn groups_at_once(&self, rows: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let s = self.selection;
-        let (kv_heads, group) = (s.num_kv_heads, s.num_heads / s.num_kv_heads);
-        let bytes = rows * s.num_keys * DType::F32.size() * group;
+        let (kv_heads, group) = (s.shape.num_kv_heads, s.shape.num_heads / s.shape.num_kv_heads);
+        let bytes = rows * s.shape.num_keys * DType::F32.size() * group;
         let slab = (SCORE_BYTES / bytes.max(1)).clamp(1, kv_heads);
         (0..kv_heads)
             .step_by(slab)
@@ -90,8 +90,8 @@ impl Call<'_> {
     /// The same of all heads.
     fn all_probe_sums(&self, rows: usize, nan_rows: &CudaTensor, factor: f32) -> Result<[CudaTensor; 2], KernelError> {
         let s = self.selection;
-        let group = s.num_heads / s.num_kv_heads;
-        let new = || self.new_f32(&[s.num_heads, s.num_keys]);
+        let group = s.shape.num_heads / s.shape.num_kv_heads;
+        let new = || self.new_f32(&[s.shape.num_heads, s.shape.num_keys]);
         let sums = [new(), new()];
         for kv_heads in self.groups_at_once(rows) {
             let heads = kv_heads.start * group..kv_heads.end * group;
@@ -104,7 +104,7 @@ impl Call<'_> {
                 columns: &parts[0],
                 diagonals: Some(&parts[1]),
             };
-            self.probe_sums(s.num_keys - rows..s.num_keys, heads, nan_rows, &sums)?;
+            self.probe_sums(s.shape.num_keys - rows..s.shape.num_keys, heads, nan_rows, &sums)?;
         }
         Ok(sums)
     }
@@ -114,13 +114,17 @@ impl Call<'_> {
         let words = choice.length.div_ceil(u32::BITS as usize);
         let kept = choice
             .nan_rows
-            .empty_contiguous(&[self.selection.num_heads, words], DType::I32);
+            .empty_contiguous(&[self.selection.shape.num_heads, words], DType::I32);
         LongChoice { kept: &kept, ..choice }.choose()?;
         Ok(kept)
     }
 
     fn of_all_heads<'a>(&self, scores: &'a CudaTensor, nan_rows: &'a CudaTensor, length: usize) -> LongChoice<'a> {
-        LongChoice::new([scores, nan_rows, nan_rows], [0, self.selection.num_heads], length)
+        LongChoice::new(
+            [scores, nan_rows, nan_rows],
+            [0, self.selection.shape.num_heads],
+            length,
+        )
     }
 
     /// Marks the blocks that kept columns and diagonals meet.
@@ -133,83 +137,82 @@ impl Call<'_> {
     ) -> Result<(), KernelError> {
         let s = self.selection;
         let params = params!(SelectSlashesParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            block: s.block,
-            offset: s.offset,
-            query_block: s.query_block,
+            num_queries: s.shape.num_queries,
+            num_keys: s.shape.num_keys,
+            block: s.scores.block,
+            offset: s.scores.offset,
+            query_block: s.scores.query_block,
             by_token,
             has_map: map.is_some(),
         });
-        let grid = [s.blocks()[0].div_ceil(4), s.num_heads, 1];
+        let grid = [s.blocks()[0].div_ceil(4), s.shape.num_heads, 1];
         let tensors = [columns, diagonals, map.unwrap_or(columns), kept];
         // SAFETY: bits have one for each token or block; writes every word.
         unsafe { SELECT_SLASHES.launch(grid, &tensors, &params) }
     }
 
     /// Marks the blocks of kept diagonals; returns the bits of kept columns.
-    pub(super) fn lines(&self, marks: &Marks) -> Result<CudaTensor, KernelError> {
+    pub(super) fn lines(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let BlockScores::Lines {
             rows,
             columns,
             diagonals,
-        } = s.scores
+        } = s.scores.by
         else {
             unreachable!("its caller has looked")
         };
-        let rows = rows.min(s.num_queries);
-        let sums = self.all_probe_sums(rows, &marks.nan_rows, 1.0)?;
+        let rows = rows.min(s.shape.num_queries);
+        let sums = self.all_probe_sums(rows, nan_rows, 1.0)?;
         let best = |sums: &CudaTensor, [top, num_first]: [usize; 2]| {
-            let all = self.of_all_heads(sums, &marks.nan_rows, s.num_keys);
+            let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
             self.best_of(LongChoice { top, num_first, ..all })
         };
         let lines = [best(&sums[0], columns)?, best(&sums[1], diagonals)?];
-        self.slashes(&lines, None, true, &marks.kept)?;
+        self.slashes(&lines, None, true, kept)?;
         let [columns, _] = lines;
         Ok(columns)
     }
 
     /// Marks the blocks of each head's pattern.
-    pub(super) fn patterns(&self, marks: &Marks) -> Result<(), KernelError> {
+    pub(super) fn patterns(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<(), KernelError> {
         let s = self.selection;
         let BlockScores::Patterns {
             gamma,
             tau,
             blocks: [least, most],
-        } = s.scores
+        } = s.scores.by
         else {
             unreachable!("its caller has looked")
         };
-        let nan_rows = &marks.nan_rows;
-        let rows = s.block.min(s.num_queries);
+        let rows = s.scores.block.min(s.shape.num_queries);
         let [_, columns] = s.blocks();
         let sums = self.all_probe_sums(rows, nan_rows, 1.0 / rows as f32)?;
         // The estimate of the probe's attention by means.
         let probe = Pooled {
             heads: &self.qkv.q,
             at: self.q,
-            num_heads: s.num_heads,
-            first_token: s.num_keys - rows,
+            num_heads: s.shape.num_heads,
+            first_token: s.shape.num_keys - rows,
             num_tokens: rows,
-            block: s.block,
+            block: s.scores.block,
             offset: 0,
             order: None,
         };
         let [probe, _] = self.pool(&probe, false)?;
         let [k, _] = self.pool(&self.pooled_keys(None), false)?;
-        let estimate = self.new_f32(&[s.num_heads, 1, columns]);
+        let estimate = self.new_f32(&[s.shape.num_heads, 1, columns]);
         let last = Cut {
             num_queries: rows,
-            block: s.block,
-            query_block: s.block,
+            block: s.scores.block,
+            query_block: s.scores.block,
             offset: 0,
         };
         let means = [probe, k];
-        let scale = s.softmax_scale;
-        self.add_products(&means, &estimate, last, 0..s.num_heads, scale, false)?;
+        let scale = s.scores.softmax_scale;
+        self.add_products(&means, &estimate, last, 0..s.shape.num_heads, scale, false)?;
         let passes = |sums: &CudaTensor| {
-            let all = self.of_all_heads(sums, nan_rows, s.num_keys);
+            let all = self.of_all_heads(sums, nan_rows, s.shape.num_keys);
             // A rounded sum may pass 1 before the end.
             let goal = if gamma < 1.0 { gamma as f32 } else { f32::INFINITY };
             self.best_of(LongChoice {
@@ -219,13 +222,13 @@ impl Call<'_> {
             })
         };
         let tokens = [passes(&sums[0])?, passes(&sums[1])?];
-        let new = || self.new_f32(&[s.num_heads, columns]);
+        let new = || self.new_f32(&[s.shape.num_heads, columns]);
         let by_block = [new(), new()];
-        let tops = nan_rows.empty_contiguous(&[3, s.num_heads], DType::I32);
+        let tops = nan_rows.empty_contiguous(&[3, s.shape.num_heads], DType::I32);
         let params = params!(SelectPatternsParams {
-            num_heads: s.num_heads,
-            num_keys: s.num_keys,
-            block: s.block,
+            num_heads: s.shape.num_heads,
+            num_keys: s.shape.num_keys,
+            block: s.scores.block,
             least,
             most,
             tau: tau.to_bits(),
@@ -242,7 +245,7 @@ impl Call<'_> {
             nan_rows,
         ];
         // SAFETY: sums, bits and estimates are of all heads; writes every sum of blocks and every number.
-        unsafe { SELECT_PATTERNS.launch([s.num_heads, 1, 1], &tensors, &params) }?;
+        unsafe { SELECT_PATTERNS.launch([s.shape.num_heads, 1, 1], &tensors, &params) }?;
         let best = |at: usize| {
             let tops = tops.row_range(NAME, "tops", at, 1)?;
             let all = self.of_all_heads(&by_block[at], nan_rows, columns);
@@ -255,7 +258,7 @@ impl Call<'_> {
         let lines = [best(0)?, best(1)?];
         let wanted = tops.row_range(NAME, "tops", 2, 1)?;
         let map = self.map(&wanted, nan_rows, gamma)?;
-        self.slashes(&lines, Some(&map), false, &marks.kept)
+        self.slashes(&lines, Some(&map), false, kept)
     }
 
     /// Bits of the largest entries of the map of all blocks, of heads that want it.
@@ -264,16 +267,16 @@ impl Call<'_> {
         let [rows, columns] = s.blocks();
         let length = rows * columns;
         let words = length.div_ceil(u32::BITS as usize);
-        let kept = nan_rows.empty_contiguous(&[s.num_heads, words], DType::I32);
+        let kept = nan_rows.empty_contiguous(&[s.shape.num_heads, words], DType::I32);
         let means = self.means(&super::order::Orders::default())?;
         for heads in self.slabs(length * DType::F32.size()) {
             let scores = self.products(&means, heads.clone())?;
             let params = params!(SelectSoftmaxParams {
-                num_queries: s.num_queries,
-                num_keys: s.num_keys,
-                block: s.block,
-                offset: s.offset,
-                query_block: s.query_block,
+                num_queries: s.shape.num_queries,
+                num_keys: s.shape.num_keys,
+                block: s.scores.block,
+                offset: s.scores.offset,
+                query_block: s.scores.query_block,
                 first_head: heads.start,
             });
             let grid = [rows, heads.len(), 1];

@@ -6,7 +6,8 @@ use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::KeyScores;
+use sieve_core::{KeyMask, KeyScores};
+use std::ops::Range;
 
 /// Most tokens of a segment that a block of threads sorts.
 pub(super) const MOST_IN_SEGMENT: usize = 512;
@@ -33,30 +34,32 @@ struct Sorted<'a> {
 
 impl Call<'_> {
     /// Writes the orders of keys and queries into the mask.
-    pub(super) fn orders(&self, data: &CudaTensor, nan_rows: &CudaTensor) -> Result<Orders, KernelError> {
+    pub(super) fn orders(&self, mask: &KeyMask<CudaTensor>, nan_rows: &CudaTensor) -> Result<Orders, KernelError> {
         let s = self.selection;
         let Some(order) = s.order else {
             return Ok(Orders::default());
         };
-        let [.., keys_at, queries_at, _] = s.layout().places;
-        let part = |at: usize, sets: usize, count: usize| data.view_at(NAME, "order", at, &[sets, count], &[count, 1]);
-        let keys = part(keys_at, s.num_kv_heads, s.num_keys)?;
+        let part = |place: &Range<usize>, sets: usize, count: usize| {
+            mask.words
+                .view_at(NAME, "order", place.start, &[sets, count], &[count, 1])
+        };
+        let keys = part(&mask.places.key_order, s.shape.num_kv_heads, s.shape.num_keys)?;
         let (score, heads_per_set) = match order.keys {
             KeyScores::Attention(rows) => (
-                self.attention_of_last(rows.min(s.num_queries), nan_rows)?,
-                s.num_heads / s.num_kv_heads,
+                self.attention_of_last(rows.min(s.shape.num_queries), nan_rows)?,
+                s.shape.num_heads / s.shape.num_kv_heads,
             ),
             KeyScores::Length => {
-                let tokens = [0, s.num_keys];
-                (self.lengths(&self.qkv.k, self.k, s.num_kv_heads, tokens)?, 0)
+                let tokens = [0, s.shape.num_keys];
+                (self.lengths(&self.qkv.k, self.k, s.shape.num_kv_heads, tokens)?, 0)
             }
         };
         let sorted = Sorted {
             score,
             nan_rows,
-            sets: s.num_kv_heads,
+            sets: s.shape.num_kv_heads,
             first: 0,
-            count: s.num_keys,
+            count: s.shape.num_keys,
             whole_only: true,
             heads_per_set,
         };
@@ -67,14 +70,14 @@ impl Call<'_> {
                 queries: None,
             });
         }
-        let queries = part(queries_at, s.num_heads, s.num_queries)?;
-        let tokens = [self.context(), s.num_queries];
+        let queries = part(&mask.places.query_order, s.shape.num_heads, s.shape.num_queries)?;
+        let tokens = [self.context(), s.shape.num_queries];
         let sorted = Sorted {
-            score: self.lengths(&self.qkv.q, self.q, s.num_heads, tokens)?,
+            score: self.lengths(&self.qkv.q, self.q, s.shape.num_heads, tokens)?,
             nan_rows,
-            sets: s.num_heads,
+            sets: s.shape.num_heads,
             first: self.context(),
-            count: s.num_queries,
+            count: s.shape.num_queries,
             whole_only: false,
             heads_per_set: 0,
         };
@@ -88,8 +91,8 @@ impl Call<'_> {
     /// What the last queries of a group's heads look at, f32 `[num_kv_heads, num_keys]`.
     fn attention_of_last(&self, rows: usize, nan_rows: &CudaTensor) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let group = s.num_heads / s.num_kv_heads;
-        let all = self.new_f32(&[s.num_kv_heads, s.num_keys]);
+        let group = s.shape.num_heads / s.shape.num_kv_heads;
+        let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
         for kv_heads in self.groups_at_once(rows) {
             let (first, count) = (kv_heads.start, kv_heads.len());
             let part = all.row_range(NAME, "attention", first, count)?;
@@ -101,7 +104,7 @@ impl Call<'_> {
                 columns: &part,
                 diagonals: None,
             };
-            self.probe_sums(s.num_keys - rows..s.num_keys, heads, nan_rows, &sums)?;
+            self.probe_sums(s.shape.num_keys - rows..s.shape.num_keys, heads, nan_rows, &sums)?;
         }
         Ok(all)
     }

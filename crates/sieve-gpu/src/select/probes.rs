@@ -1,6 +1,6 @@
 //! Dense probe rows: the blocks they choose (MOMO), and the correction of a sparse output by their own.
 use super::scores::Cells;
-use super::{Call, Choice, Marks};
+use super::{Call, Choice, KeptBits};
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -8,7 +8,7 @@ use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::{BlockScores, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockScores, CallShape, KeyMask, MaskPlaces, ProbeCorrection, Tiles};
 use std::ops::Range;
 
 /// Blocks that a probe's buffer holds at most.
@@ -19,28 +19,27 @@ const SIDE: usize = 128;
 
 impl Call<'_> {
     /// Marks the blocks that the probes of each tile chose.
-    pub(super) fn probes(&self, marks: &Marks) -> Result<(), KernelError> {
+    pub(super) fn probes(&self, bits: KeptBits<'_>) -> Result<(), KernelError> {
         let s = self.selection;
         let BlockScores::Probes {
             gamma,
             chosen: [k, num_exact],
-        } = s.scores
+        } = s.scores.by
         else {
             unreachable!("its caller has looked")
         };
         let [rows, columns] = s.blocks();
-        let num_probes = s.num_queries.div_ceil(gamma);
+        let num_probes = s.shape.num_queries.div_ceil(gamma);
         let words = columns.div_ceil(u32::BITS as usize);
-        let chosen = marks
-            .kept
-            .empty_contiguous(&[s.num_heads, num_probes, words], DType::I32);
+        let [kept, nan_rows] = bits;
+        let chosen = kept.empty_contiguous(&[s.shape.num_heads, num_probes, words], DType::I32);
         let cells = Cells {
             first: self.context(),
             step: gamma,
             cell: 1,
-            per_block: s.block,
+            per_block: s.scores.block,
             reversed: false,
-            scale: s.softmax_scale,
+            scale: s.scores.softmax_scale,
             is_lse: true,
             rows: num_probes,
         };
@@ -49,24 +48,24 @@ impl Call<'_> {
             let params = params!(SelectGateParams {
                 num_probes,
                 num_blocks: columns,
-                block: s.block,
+                block: s.scores.block,
                 context: self.context(),
                 gamma,
-                tile: s.query_block,
+                tile: s.scores.query_block,
                 first_head: heads.start,
-                sinks: s.first_tiles,
+                sinks: s.keep.first_tiles,
                 k,
                 num_exact,
             });
             let grid = [num_probes.div_ceil(64), heads.len(), 1];
-            let tensors = [&lse, &chosen, &marks.nan_rows];
+            let tensors = [&lse, &chosen, nan_rows];
             // SAFETY: reads scores of blocks that a probe sees; writes every word of these heads.
             unsafe { SELECT_GATE.launch(grid, &tensors, &params) }?;
             let scores = self.new_f32(&[heads.len(), rows, columns]);
             let params = params!(SelectVotesParams {
                 num_probes,
                 num_blocks: columns,
-                per_tile: s.query_block / gamma,
+                per_tile: s.scores.query_block / gamma,
                 first_head: heads.start,
             });
             let grid = [columns.div_ceil(128), rows, heads.len()];
@@ -74,11 +73,10 @@ impl Call<'_> {
             unsafe { SELECT_VOTES.launch(grid, &[&lse, &chosen, &scores], &params) }?;
             self.choose(&Choice {
                 scores: &scores,
-                kept: &marks.kept,
-                nan_rows: &marks.nan_rows,
+                bits,
                 first_head: heads.start,
                 num_heads: heads.len(),
-                keep: s.keep,
+                keep: s.keep.by,
                 is_mass: false,
                 forced: false,
                 drops_absent: true,
@@ -127,8 +125,8 @@ impl Qkv {
         let keys_of = |tile: usize| context + (last(tile) * gamma).saturating_sub(offset) + 1;
         let entries: usize = (0..tiles).map(|tile| keys_of(tile).div_ceil(SIDE)).sum();
         let [row_ptr_at, tile_idx_at, query_order_at] = [1, tiles + 2, tiles + 2 + entries];
-        let words = query_order_at + num_probes;
-        let mask = o.empty_contiguous(&[words], DType::I32);
+        let num_words = query_order_at + num_probes;
+        let words = o.empty_contiguous(&[num_words], DType::I32);
         let params = params!(ProbeMaskParams {
             num_probes,
             context,
@@ -139,19 +137,35 @@ impl Qkv {
             query_order_at,
         });
         // SAFETY: the mask has room for every tile's keys, counted above as the kernel counts them.
-        unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&mask], &params) }?;
-        let layout = MaskLayout {
+        unsafe { PROBE_MASK.launch([tiles, 1, 1], &[&words], &params) }?;
+        let call = CallShape {
             num_queries,
             num_keys: shape.seq_len,
-            heads: [num_heads, shape.num_kv_heads],
-            cuts: [SIDE, 0, SIDE, tiles],
-            heads_per: [num_heads, num_heads],
-            query_slots: num_probes,
-            places: [0, row_ptr_at, tile_idx_at, 0, 0, 0, query_order_at, 0],
-            words,
-            dense_rows: Vec::new(),
+            num_heads,
+            num_kv_heads: shape.num_kv_heads,
+            head_dim,
         };
-        let dense = self.sparse_attention_forward(&layout, &mask, softmax_scale)?;
+        let mask = KeyMask {
+            shape: call,
+            // Slots are the probes.
+            tiles: Tiles {
+                num_queries: num_probes,
+                ..Tiles::new(call, SIDE, SIDE)
+            },
+            heads_per_list: num_heads,
+            heads_per_order: num_heads,
+            causal: true,
+            dense_rows: Vec::new(),
+            places: MaskPlaces {
+                row_ptr: row_ptr_at..tile_idx_at,
+                tile_idx: tile_idx_at..query_order_at,
+                query_order: query_order_at..num_words,
+                ..MaskPlaces::default()
+            },
+            words,
+            counts: None,
+        };
+        let dense = self.sparse_attention_forward(&mask, softmax_scale)?;
         let width = num_heads * head_dim;
         let params = params!(ProbeCorrectParams {
             num_queries,

@@ -59,17 +59,17 @@ pub(super) struct Cells {
 
 impl Call<'_> {
     pub(super) fn is_lse(&self) -> bool {
-        matches!(self.selection.scores, BlockScores::Cells { .. })
+        matches!(self.selection.scores.by, BlockScores::Cells { .. })
     }
 
     /// Position of the first query.
     pub(super) fn context(&self) -> usize {
-        self.selection.num_keys - self.selection.num_queries
+        self.selection.shape.num_keys - self.selection.shape.num_queries
     }
 
     /// Position of the first cell of queries.
     fn first_query(&self) -> usize {
-        match self.selection.scores {
+        match self.selection.scores.by {
             BlockScores::Cells { stride, .. } => self.context() / stride * stride,
             _ => self.context(),
         }
@@ -77,8 +77,8 @@ impl Call<'_> {
 
     /// Rows of the largest array of scores.
     pub(super) fn score_rows(&self) -> usize {
-        match self.selection.scores {
-            BlockScores::Cells { stride, .. } => (self.selection.num_keys - self.first_query()).div_ceil(stride),
+        match self.selection.scores.by {
+            BlockScores::Cells { stride, .. } => (self.selection.shape.num_keys - self.first_query()).div_ceil(stride),
             _ => self.selection.blocks()[0],
         }
     }
@@ -120,10 +120,10 @@ impl Call<'_> {
         Pooled {
             heads: &self.qkv.k,
             at: self.k,
-            num_heads: s.num_kv_heads,
+            num_heads: s.shape.num_kv_heads,
             first_token: 0,
-            num_tokens: s.num_keys,
-            block: s.block,
+            num_tokens: s.shape.num_keys,
+            block: s.scores.block,
             offset: 0,
             order,
         }
@@ -132,15 +132,15 @@ impl Call<'_> {
     /// Means of the blocks of all heads of q and of k.
     pub(super) fn means(&self, orders: &Orders) -> Result<Means, KernelError> {
         let s = self.selection;
-        let has_variance = matches!(s.scores, BlockScores::MeansAndVariances(_));
+        let has_variance = matches!(s.scores.by, BlockScores::Means { variances } if variances != 0.0);
         let queries = Pooled {
             heads: &self.qkv.q,
             at: self.q,
-            num_heads: s.num_heads,
+            num_heads: s.shape.num_heads,
             first_token: self.context(),
-            num_tokens: s.num_queries,
-            block: s.query_block,
-            offset: s.offset,
+            num_tokens: s.shape.num_queries,
+            block: s.scores.query_block,
+            offset: s.scores.offset,
             order: orders.queries.as_ref(),
         };
         let [q, q_variance] = self.pool(&queries, has_variance)?;
@@ -157,14 +157,14 @@ impl Call<'_> {
         let [rows, columns] = s.blocks();
         let scores = self.new_f32(&[heads.len(), rows, columns]);
         let cut = Cut {
-            num_queries: s.num_queries,
-            block: s.block,
-            query_block: s.query_block,
-            offset: s.offset,
+            num_queries: s.shape.num_queries,
+            block: s.scores.block,
+            query_block: s.scores.query_block,
+            offset: s.scores.offset,
         };
-        self.add_products(&means.means, &scores, cut, heads.clone(), s.softmax_scale, false)?;
-        if let (Some(variances), BlockScores::MeansAndVariances(weight)) = (&means.variances, s.scores) {
-            self.add_products(variances, &scores, cut, heads, weight, true)?;
+        self.add_products(&means.means, &scores, cut, heads.clone(), s.scores.softmax_scale, false)?;
+        if let (Some(of_blocks), BlockScores::Means { variances }) = (&means.variances, s.scores.by) {
+            self.add_products(of_blocks, &scores, cut, heads, variances, true)?;
         }
         Ok(scores)
     }
@@ -182,12 +182,12 @@ impl Call<'_> {
         let s = self.selection;
         let params = params!(SelectScoresParams {
             num_queries: cut.num_queries,
-            num_keys: s.num_keys,
+            num_keys: s.shape.num_keys,
             block: cut.block,
             offset: cut.offset,
             query_block: cut.query_block,
-            num_heads: s.num_heads,
-            num_kv_heads: s.num_kv_heads,
+            num_heads: s.shape.num_heads,
+            num_kv_heads: s.shape.num_kv_heads,
             head_dim: self.shape.head_dim,
             first_head: heads.start,
             scale,
@@ -195,7 +195,7 @@ impl Call<'_> {
         });
         let rows = (cut.num_queries + cut.offset).div_ceil(cut.query_block);
         let grid = [
-            s.num_keys.div_ceil(cut.block).div_ceil(SCORE_SIDE),
+            s.shape.num_keys.div_ceil(cut.block).div_ceil(SCORE_SIDE),
             rows.div_ceil(SCORE_SIDE),
             heads.len(),
         ];
@@ -206,13 +206,13 @@ impl Call<'_> {
     /// Scores by cells, f32 `[heads, rows, key blocks]`.
     pub(super) fn launch_cells(&self, cells: &Cells, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
-        let columns = s.num_keys.div_ceil(cells.cell * cells.per_block);
+        let columns = s.shape.num_keys.div_ceil(cells.cell * cells.per_block);
         let scores = self.new_f32(&[heads.len(), cells.rows, columns]);
         let params = params!(SelectCellsParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            num_heads: s.num_heads,
-            num_kv_heads: s.num_kv_heads,
+            num_queries: s.shape.num_queries,
+            num_keys: s.shape.num_keys,
+            num_heads: s.shape.num_heads,
+            num_kv_heads: s.shape.num_kv_heads,
             first_head: heads.start,
             q_offset: self.q[0],
             k_offset: self.k[0],
@@ -228,9 +228,9 @@ impl Call<'_> {
             scale: cells.scale,
         });
         let most = cells.rows * if cells.is_lse { 1 } else { cells.per_block };
-        let query_cells = (s.num_keys - cells.first).div_ceil(cells.step).min(most);
+        let query_cells = (s.shape.num_keys - cells.first).div_ceil(cells.step).min(most);
         let grid = [
-            s.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE),
+            s.shape.num_keys.div_ceil(cells.cell).div_ceil(CELL_SIDE),
             query_cells.div_ceil(CELL_SIDE),
             heads.len(),
         ];
@@ -250,7 +250,7 @@ impl Call<'_> {
             cell: 1,
             per_block: 1,
             reversed: false,
-            scale: self.selection.softmax_scale,
+            scale: self.selection.scores.softmax_scale,
             is_lse: false,
             rows: positions.len(),
         };
@@ -261,19 +261,19 @@ impl Call<'_> {
     pub(super) fn cells(&self, heads: Range<usize>) -> Result<CudaTensor, KernelError> {
         let s = self.selection;
         let [rows, columns] = s.blocks();
-        let (cell, scale, reversed) = match s.scores {
+        let (cell, scale, reversed) = match s.scores.by {
             BlockScores::Cells { stride, reversed, norm } => {
-                let scale = s.softmax_scale / (stride as f64 * norm) as f32;
+                let scale = s.scores.softmax_scale / (stride as f64 * norm) as f32;
                 (stride, scale, reversed)
             }
-            BlockScores::LargestOfGroups(group) => (group, s.softmax_scale, false),
-            _ => (s.block, s.softmax_scale, false),
+            BlockScores::LargestOfGroups(group) => (group, s.scores.softmax_scale, false),
+            _ => (s.scores.block, s.scores.softmax_scale, false),
         };
         let cells = Cells {
             first: self.first_query(),
             step: cell,
             cell,
-            per_block: s.block / cell,
+            per_block: s.scores.block / cell,
             reversed,
             scale,
             is_lse: self.is_lse(),
@@ -285,11 +285,11 @@ impl Call<'_> {
         }
         let masses = self.new_f32(&[heads.len(), rows, columns]);
         let params = params!(SelectCellSumsParams {
-            num_queries: s.num_queries,
-            num_keys: s.num_keys,
-            block: s.block,
-            offset: s.offset,
-            query_block: s.query_block,
+            num_queries: s.shape.num_queries,
+            num_keys: s.shape.num_keys,
+            block: s.scores.block,
+            offset: s.scores.offset,
+            query_block: s.scores.query_block,
             first_query: cells.first,
             cell,
             query_cells: cells.rows,

@@ -1,5 +1,5 @@
 //! Choices of one query, while a model writes: the largest logits, and pages by bounds of their products.
-use super::{Call, Choice, LongChoice, Marks, NAME};
+use super::{Call, Choice, KeptBits, LongChoice, NAME};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::operands::operands;
@@ -12,57 +12,61 @@ const PAGES_AT_ONCE: usize = 8;
 
 impl Call<'_> {
     /// Marks the keys with the largest logits of each head.
-    pub(super) fn largest_logits(&self, marks: &Marks) -> Result<(), KernelError> {
+    pub(super) fn largest_logits(&self, [kept, nan_rows]: KeptBits<'_>) -> Result<(), KernelError> {
         let s = self.selection;
-        let KeepBlocks::Top(top) = s.keep else {
+        let KeepBlocks::Top(top) = s.keep.by else {
             return Err(self.not_one_query());
         };
-        if s.num_queries != 1 || s.block != 1 {
+        if s.shape.num_queries != 1 || s.scores.block != 1 {
             return Err(self.not_one_query());
         }
-        let scores = self.logits(s.num_keys - 1..s.num_keys, 0..s.num_heads)?;
-        let tensors = [&scores, &marks.kept, &marks.nan_rows];
-        let all = LongChoice::new(tensors, [0, s.num_heads], s.num_keys);
+        let scores = self.logits(s.shape.num_keys - 1..s.shape.num_keys, 0..s.shape.num_heads)?;
+        let tensors = [&scores, kept, nan_rows];
+        let all = LongChoice::new(tensors, [0, s.shape.num_heads], s.shape.num_keys);
         LongChoice { top, ..all }.choose()
     }
 
     /// Marks the pages with the largest bounds; those before `known` have bounds already.
-    pub(super) fn pages(&self, marks: &Marks, known: usize, bounds: Option<&CudaTensor>) -> Result<(), KernelError> {
+    pub(super) fn pages(
+        &self,
+        bits: KeptBits<'_>,
+        known: usize,
+        bounds: Option<&CudaTensor>,
+    ) -> Result<(), KernelError> {
         let s = self.selection;
         let [_, pages] = s.blocks();
         let d = self.shape.head_dim;
-        let Some(bounds) = bounds.filter(|_| s.num_queries == 1 && d.is_multiple_of(32)) else {
+        let Some(bounds) = bounds.filter(|_| s.shape.num_queries == 1 && d.is_multiple_of(32)) else {
             return Err(self.not_one_query());
         };
         let [kv_heads, room, two, width] = bounds.dims(NAME, "bounds")?;
         operands!(only NAME, bounds: F32[kv_heads, room, two, width] contiguous);
-        if [kv_heads, two, width] != [s.num_kv_heads, 2, d] || room < pages {
+        if [kv_heads, two, width] != [s.shape.num_kv_heads, 2, d] || room < pages {
             return Err(self.not_one_query());
         }
-        let scores = self.new_f32(&[s.num_heads, 1, pages]);
+        let scores = self.new_f32(&[s.shape.num_heads, 1, pages]);
         let params = params!(SelectPagesParams {
-            num_keys: s.num_keys,
-            page: s.block,
+            num_keys: s.shape.num_keys,
+            page: s.scores.block,
             room,
             first_new: known,
             head_dim: d,
-            group: s.num_heads / s.num_kv_heads,
+            group: s.shape.num_heads / s.shape.num_kv_heads,
             q_offset: self.q[0],
             k_offset: self.k[0],
             q_token_stride: self.q[1],
             k_token_stride: self.k[1],
         });
-        let grid = [pages.div_ceil(PAGES_AT_ONCE), s.num_kv_heads, 1];
+        let grid = [pages.div_ceil(PAGES_AT_ONCE), s.shape.num_kv_heads, 1];
         let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), bounds, &scores];
         // SAFETY: bounds have room for every page, checked above; every score is written.
         unsafe { SELECT_PAGES.launch(grid, &tensors, &params) }?;
         self.choose(&Choice {
             scores: &scores,
-            kept: &marks.kept,
-            nan_rows: &marks.nan_rows,
+            bits,
             first_head: 0,
-            num_heads: s.num_heads,
-            keep: s.keep,
+            num_heads: s.shape.num_heads,
+            keep: s.keep.by,
             is_mass: false,
             forced: false,
             drops_absent: true,

@@ -1,8 +1,7 @@
 //! The CPU computes attention under a selector's mask, and the mask, from slices: sieve-select.
-use super::ChosenBlocks;
 use crate::decode::DmaCache;
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
 use std::ops::Range;
 
 pub(crate) fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
@@ -11,8 +10,7 @@ pub(crate) fn has_sparse_attention(_qkv: &FlexTensor) -> bool {
 
 pub(crate) fn sparse_attention(
     _qkv: FlexTensor,
-    _mask: &MaskLayout,
-    _data: FlexTensor,
+    _mask: KeyMask<FlexTensor>,
     _softmax_scale: f64,
 ) -> Result<[FlexTensor; 2], String> {
     Err("the CPU computes it from slices (sieve_select::block_sparse_attention)".to_owned())
@@ -22,7 +20,7 @@ pub(crate) fn select_blocks(
     _qkv: FlexTensor,
     _selection: &BlockSelection,
     _bounds: Option<FlexTensor>,
-) -> Result<ChosenBlocks<FlexTensor>, String> {
+) -> Result<KeyMask<FlexTensor>, String> {
     Err("the CPU selects from slices (sieve_select::Selector::select)".to_owned())
 }
 pub(crate) fn correct_by_probes(

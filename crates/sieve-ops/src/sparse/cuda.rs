@@ -1,12 +1,12 @@
 //! Attention under a selector's mask on CUDA, and selections whose every step has a kernel.
-use super::ChosenBlocks;
 use crate::attention::cuda::packed_heads;
 use crate::decode::DmaCache;
 use crate::decode::cuda::{CudaDecodeScratch, heavy_step, kept_cache};
 use crate::device::cuda::Cuda;
 use crate::device::paths::kernel_or_refusal;
 use burn::tensor::DType;
-use sieve_core::{BlockSelection, HeavyKeys, MaskLayout, ProbeCorrection};
+use burn::tensor::ops::IntTensor;
+use sieve_core::{BlockSelection, HeavyKeys, KeyMask, ProbeCorrection};
 use sieve_kernels::{AttentionShape, CudaPrimitive as Float, CudaTensor, KernelError, ToBurn, kernel_tensor};
 use std::ops::Range;
 
@@ -16,13 +16,12 @@ pub(crate) fn has_sparse_attention(qkv: &Float) -> bool {
 
 pub(crate) fn sparse_attention(
     qkv: Float,
-    mask: &MaskLayout,
-    data: Float,
+    mask: KeyMask<IntTensor<Cuda>>,
     softmax_scale: f64,
 ) -> Result<[Float; 2], String> {
-    let data = kernel_tensor(data).contiguous();
-    let qkv = packed_heads(&qkv, mask.heads);
-    let result = qkv.sparse_attention_forward(mask, &data, softmax_scale as f32);
+    let mask = mask.map(|words| kernel_tensor(words).contiguous());
+    let qkv = packed_heads(&qkv, [mask.shape.num_heads, mask.shape.num_kv_heads]);
+    let result = qkv.sparse_attention_forward(&mask, softmax_scale as f32);
     let result = result.map(|result| [result.o.burn(), result.lse.burn()]);
     kernel_or_refusal("sparse_attention", result)
 }
@@ -31,8 +30,8 @@ pub(crate) fn select_blocks(
     qkv: Float,
     selection: &BlockSelection,
     bounds: Option<Float>,
-) -> Result<ChosenBlocks<Float>, String> {
-    let heads = [selection.num_heads, selection.num_kv_heads];
+) -> Result<KeyMask<IntTensor<Cuda>>, String> {
+    let heads = [selection.shape.num_heads, selection.shape.num_kv_heads];
     let flat = |tensor: CudaTensor| -> Result<Float, KernelError> {
         let size = tensor.num_elements();
         Ok(tensor.reshaped("select_blocks", "lists", &[size])?.burn())
@@ -40,15 +39,9 @@ pub(crate) fn select_blocks(
     let bounds = bounds.map(kernel_tensor);
     let qkv = packed_heads(&qkv, heads);
     let chosen = qkv.select_blocks(selection, bounds.as_ref());
-    let chosen = chosen.and_then(|chosen| {
-        let [data, counts, pairs, nan_rows] = [chosen.data, chosen.counts, chosen.pairs, chosen.nan_rows].map(flat);
-        Ok(ChosenBlocks {
-            layout: chosen.layout,
-            tensors: [data?, counts?, pairs?, nan_rows?],
-        })
-    });
-    kernel_or_refusal("select_blocks", chosen)
+    kernel_or_refusal("select_blocks", chosen.and_then(|chosen| chosen.try_map(flat)))
 }
+
 pub(crate) fn correct_by_probes(
     qkv: Float,
     o: Float,
@@ -65,7 +58,7 @@ pub(crate) fn correct_by_probes(
 }
 
 pub(crate) fn keep_heavy_keys(qkv: Float, heavy: &HeavyKeys) -> Result<DmaCache<Cuda>, String> {
-    let s = &heavy.selection;
+    let s = heavy.selection.shape;
     let qkv = packed_heads(&qkv, [s.num_heads, s.num_kv_heads]);
     kernel_or_refusal("keep_heavy_keys", kept_cache(&qkv, heavy))
 }

@@ -1,7 +1,9 @@
 //! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than
 //! dense.
 
-use super::{Cache, amount, ascending};
+use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks};
+
+use super::{Cache, Step, amount, ascending};
 use crate::error::SelectError;
 use crate::keep::descending;
 use crate::range::Rules;
@@ -19,6 +21,14 @@ impl ExactTopConfig {
     pub(crate) fn check(&self) -> Result<(), SelectError> {
         let hint = "give a number of keys, or a share below 1";
         Rules("exact_top").above_zero("k", self.k, hint)
+    }
+
+    /// The keys of the last of `shape.num_keys` tokens, in steps of a device.
+    pub(super) fn step(&self, shape: CallShape) -> Step {
+        let top = amount(self.k, shape.num_keys);
+        let mut selection = BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(top));
+        selection.keep.keeps_own = false;
+        Step::Blocks(Box::new(selection), top.min(shape.num_keys))
     }
 }
 

@@ -1,5 +1,8 @@
 //! H2O (arXiv:2306.14048): the keys that have received the most attention, and the most recent ones.
 
+use sieve_core::{CallShape, DmaWindow, HeavyKeys};
+
+use super::step::most_attended;
 use super::{Cache, LayerShape, RowAttention, amount};
 use crate::call::Call;
 use crate::error::SelectError;
@@ -26,6 +29,22 @@ impl H2oConfig {
             format!("heavy={} and recent={} must be positive", self.heavy, self.recent),
             "give shares below 1 or numbers of tokens",
         )
+    }
+
+    /// What stays of a prompt of `shape.num_keys` tokens, in steps of a device; a later token takes the slot of the key
+    /// with the least attention.
+    pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
+        let n = shape.num_keys;
+        let (heavy, recent) = (amount(self.heavy, n), amount(self.recent, n));
+        // The lightest of these leaves when a token comes, which is then the one key too many.
+        let slots = DmaWindow {
+            keep_window_size: heavy + recent + 1,
+            local_window_size: recent + 1,
+        };
+        HeavyKeys {
+            slots: Some(slots),
+            ..most_attended(shape, n, [slots.keep_window_size, recent])
+        }
     }
 }
 

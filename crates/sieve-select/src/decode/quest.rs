@@ -1,6 +1,8 @@
 //! Quest (arXiv:2406.10774): pages of keys by an upper bound of their products with the query; nothing is evicted.
 
-use super::{Cache, LayerShape, amount, ascending};
+use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks};
+
+use super::{Cache, LayerShape, Step, amount, ascending};
 use crate::error::SelectError;
 use crate::keep::top_k_forced;
 use crate::range::Rules;
@@ -24,10 +26,28 @@ impl QuestConfig {
         let hint = "give a number of tokens, or a share below 1";
         Rules("quest").above_zero("budget", self.budget, hint)
     }
+
+    /// The pages of the last of `shape.num_keys` tokens, of which `known` have bounds already, in steps of a device.
+    pub(super) fn step(&self, shape: CallShape, known: usize) -> Step {
+        let n = shape.num_keys;
+        let (last, all) = ((n - 1) / self.page, n.div_ceil(self.page));
+        let pages = self.num_pages(n);
+        let keys = n - last * self.page + (pages.min(all) - 1) * self.page;
+        // The last page is one of them.
+        let others = KeepBlocks::Top(pages - 1);
+        let mut selection = BlockSelection::new(shape, self.page, BlockScores::Bounds(known), others);
+        selection.keep.heads_per_list = shape.group_size();
+        Step::Blocks(Box::new(selection), keys)
+    }
+
+    /// Pages that one of `n` tokens reads.
+    fn num_pages(&self, n: usize) -> usize {
+        (amount(self.budget, n) / self.page).max(MIN_PAGES)
+    }
 }
 
 /// Pages that are read at least.
-pub(super) const MIN_PAGES: usize = 3;
+const MIN_PAGES: usize = 3;
 
 /// State of `quest`: minima and maxima per page, KV head and channel.
 #[derive(Clone, Debug)]
@@ -100,7 +120,7 @@ impl Quest {
                 }
                 let scores = self.page_scores(cache, q, kv_head);
                 let last = scores.len() - 1;
-                let pages = (amount(self.config.budget, n) / self.config.page).max(MIN_PAGES);
+                let pages = self.config.num_pages(n);
                 let kept = top_k_forced(&scores, pages, |page| page == last);
                 let tokens = |page: usize| page * self.config.page..((page + 1) * self.config.page).min(n);
                 ascending(kept.into_iter().flat_map(tokens))

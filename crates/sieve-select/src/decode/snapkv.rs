@@ -1,7 +1,9 @@
 //! SnapKV (arXiv:2404.14469): what the last queries of the prompt look at, smoothed, once.
 
 use serde::{Deserialize, Serialize};
+use sieve_core::{CallShape, HeavyKeys};
 
+use super::step::most_attended;
 use super::{Cache, LayerShape, ascending};
 use crate::call::Call;
 use crate::error::SelectError;
@@ -51,6 +53,15 @@ impl SnapkvConfig {
             return Ok(());
         }
         rules.fail(format!("kernel={} is even", self.kernel), "give an odd width")
+    }
+
+    /// What stays of a prompt of `shape.num_keys` tokens, in steps of a device.
+    pub(super) fn heavy_keys(&self, shape: CallShape) -> HeavyKeys {
+        HeavyKeys {
+            width: self.kernel,
+            by_largest: self.pool == Pool::Max,
+            ..most_attended(shape, self.window, [self.capacity, self.window])
+        }
     }
 }
 

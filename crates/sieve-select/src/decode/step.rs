@@ -1,20 +1,16 @@
 //! What a device does for one token while a model writes.
-use sieve_core::{BlockScores, BlockSelection, DmaWindow, HeavyKeys, KeepBlocks};
+use sieve_core::{BlockScores, BlockSelection, CallShape, HeavyKeys, KeepBlocks, KeyMask};
 
-use super::amount;
-use super::quest::{MIN_PAGES, QuestConfig};
-use super::snapkv::Pool;
-use crate::call::{Call, CallShape};
-use crate::mask::SparseMask;
+use super::quest::QuestConfig;
+use crate::call::Call;
 use crate::prefill::a_shape::ranges;
-use crate::selector::on_device::of_blocks;
 use crate::selector::{Method, Selector};
 
 /// How the keys that one token reads are found.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
     /// By their positions.
-    Mask(Box<SparseMask>),
+    Mask(Box<KeyMask>),
     /// By steps of a device; and the keys that a query head reads.
     Blocks(Box<BlockSelection>, usize),
 }
@@ -30,7 +26,6 @@ impl Selector {
     /// [everything](Self::reads_all), where the method decodes on the host, or by [`heavy_keys`](Self::heavy_keys).
     /// `known` pages have bounds from earlier tokens.
     pub fn step(&self, shape: CallShape, layer: usize, known: usize) -> Option<Step> {
-        let n = shape.num_keys;
         let shape = CallShape {
             num_queries: 1,
             ..shape
@@ -38,32 +33,13 @@ impl Selector {
         if self.reads_all(layer) {
             return None;
         }
-        let of = |block, scores, keep| of_blocks(shape, block, scores, keep);
         match &self.method {
-            Method::Streamingllm(config) if !config.reindex => Some(Step::Mask(Box::new(ranges(
-                &Call::of_shape(shape).ok()?,
-                config.n_init,
-                config.n_local,
-            )))),
-            Method::Quest(config) => {
-                let (last, all) = ((n - 1) / config.page, n.div_ceil(config.page));
-                let pages = (amount(config.budget, n) / config.page).max(MIN_PAGES);
-                let keys = n - last * config.page + (pages.min(all) - 1) * config.page;
-                let selection = BlockSelection {
-                    heads_per_list: shape.group_size(),
-                    // The last page is one of them.
-                    ..of(config.page, BlockScores::Bounds(known), KeepBlocks::Top(pages - 1))
-                };
-                Some(Step::Blocks(Box::new(selection), keys))
+            Method::Streamingllm(config) if !config.reindex => {
+                let mask = ranges(&Call::of_shape(shape).ok()?, config.n_init, config.n_local);
+                Some(Step::Mask(Box::new(mask)))
             }
-            Method::ExactTop(config) => {
-                let top = amount(config.k, n);
-                let selection = BlockSelection {
-                    keeps_own: false,
-                    ..of(1, BlockScores::Logits, KeepBlocks::Top(top))
-                };
-                Some(Step::Blocks(Box::new(selection), top.min(n)))
-            }
+            Method::Quest(config) => Some(config.step(shape, known)),
+            Method::ExactTop(config) => Some(config.step(shape)),
             _ => None,
         }
     }
@@ -74,42 +50,9 @@ impl Selector {
         if self.is_dense_layer(layer) {
             return None;
         }
-        let n = shape.num_keys;
-        let of = |rows: usize, [most, last]: [usize; 2], width, by_largest, slots| {
-            let shape = CallShape {
-                num_queries: rows.min(n),
-                ..shape
-            };
-            let [top, last] = match n <= most {
-                true => [n, 0],
-                false => [most - last, last],
-            };
-            HeavyKeys {
-                selection: of_blocks(shape, 1, BlockScores::Logits, KeepBlocks::Top(top)),
-                last,
-                width,
-                by_largest,
-                slots,
-            }
-        };
         match &self.method {
-            Method::Snapkv(config) => Some(of(
-                config.window,
-                [config.capacity, config.window],
-                config.kernel,
-                config.pool == Pool::Max,
-                None,
-            )),
-            Method::H2o(config) => {
-                let (heavy, recent) = (amount(config.heavy, n), amount(config.recent, n));
-                // The lightest of these leaves when a token comes, which is then the one key too many.
-                let slots = DmaWindow {
-                    keep_window_size: heavy + recent + 1,
-                    local_window_size: recent + 1,
-                };
-                let most = [slots.keep_window_size, recent];
-                Some(of(n, most, 1, false, Some(slots)))
-            }
+            Method::Snapkv(config) => Some(config.heavy_keys(shape)),
+            Method::H2o(config) => Some(config.heavy_keys(shape)),
             _ => None,
         }
     }
@@ -131,6 +74,27 @@ impl Selector {
             Method::Quest(config) => Some(config.page),
             _ => None,
         }
+    }
+}
+
+/// Keys with the most attention from the last `rows` queries of a prompt, as they received it, and the `last` ones:
+/// `most` in all.
+pub(super) fn most_attended(shape: CallShape, rows: usize, [most, last]: [usize; 2]) -> HeavyKeys {
+    let n = shape.num_keys;
+    let shape = CallShape {
+        num_queries: rows.min(n),
+        ..shape
+    };
+    let [top, last] = match n <= most {
+        true => [n, 0],
+        false => [most - last, last],
+    };
+    HeavyKeys {
+        selection: BlockSelection::new(shape, 1, BlockScores::Logits, KeepBlocks::Top(top)),
+        last,
+        width: 1,
+        by_largest: false,
+        slots: None,
     }
 }
 
@@ -165,7 +129,7 @@ mod tests {
         let kept = |text: &str| {
             let heavy = of(text, 0).expect("a device takes it");
             let selection = heavy.selection;
-            (selection.num_queries, selection.keep, heavy.last)
+            (selection.shape.num_queries, selection.keep.by, heavy.last)
         };
         // 30 heavy ones, and one that the next token pushes out; 15 recent ones.
         let h2o = "h2o:heavy=0.1,recent=15";

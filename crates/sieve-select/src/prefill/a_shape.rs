@@ -1,9 +1,11 @@
 //! A-shape: the first tokens and a window (as in MInference, arXiv:2407.02490).
 
-use crate::call::{Call, Tiles};
+use sieve_core::{KeptRows, KeyMask, Tiles, TokenWindow};
+
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::mask::{ListRows, ListsPer, SparseMask, TokenWindow};
+use crate::mask::Selected;
 use crate::prefill::{Knob, PrefillMethod, TOKENS};
 use crate::range::Rules;
 use crate::selector::Reads;
@@ -29,8 +31,8 @@ impl PrefillMethod for AShapeConfig {
         Rules("a_shape").positive("n_local", self.n_local)
     }
 
-    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
-        ranges(call, self.n_init, self.n_local)
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
+        ranges(call, self.n_init, self.n_local).into()
     }
 
     fn reads(&self) -> Reads {
@@ -47,12 +49,11 @@ impl PrefillMethod for AShapeConfig {
 }
 
 /// Keys `j < n_init` or `j > a - n_local`, token by token; one list per KV head.
-pub(crate) fn ranges(call: &Call<'_>, n_init: usize, n_local: usize) -> SparseMask {
+pub(crate) fn ranges(call: &Call<'_>, n_init: usize, n_local: usize) -> KeyMask {
     let tiles = Tiles::new(call.shape, TILE, TILE);
-    let list = tiles_of_ranges(tiles, n_init, n_local);
-    let lists = vec![list; call.shape.num_kv_heads];
-    let mut mask = SparseMask::from_lists(call.shape, tiles, ListsPer::KvHead, &lists);
-    mask.windows = vec![window(n_init, n_local); call.shape.num_kv_heads];
+    let lists = vec![tiles_of_ranges(tiles, n_init, n_local); call.shape.num_kv_heads];
+    let mut mask = KeyMask::new(call.shape, tiles, call.shape.group_size(), lists.concat());
+    mask.set_windows(&vec![window(n_init, n_local); call.shape.num_kv_heads]);
     mask
 }
 
@@ -66,7 +67,7 @@ pub(crate) fn window(n_init: usize, n_local: usize) -> TokenWindow {
 }
 
 /// Tiles that the two ranges meet.
-pub(crate) fn tiles_of_ranges(tiles: Tiles, n_init: usize, n_local: usize) -> ListRows {
+pub(crate) fn tiles_of_ranges(tiles: Tiles, n_init: usize, n_local: usize) -> KeptRows {
     gqa::rows(tiles, |i| {
         let init = n_init.div_ceil(tiles.key_tile).min(tiles.admissible(i));
         let local = (tiles.first(i) + 1).saturating_sub(n_local) / tiles.key_tile;

@@ -5,12 +5,13 @@ use std::ops::Range;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, KeyScores, SlotOrder, Tiles};
 
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{sorted, top_k};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::top_k;
+use crate::mask::Selected;
 use crate::permute::{Orders, Segments, sort_ranges};
 use crate::pool::{Pooled, mean_and_variance, scores};
 use crate::prefill::{Knob, PrefillMethod};
@@ -105,10 +106,10 @@ impl PrefillMethod for BaAttConfig {
         )
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let n = call.shape.num_keys;
         if self.causal && n <= self.segment {
-            return SparseMask::dense(call.shape);
+            return Selected::dense(call.shape);
         }
         let segments = Segments {
             segment: self.segment,
@@ -126,11 +127,39 @@ impl PrefillMethod for BaAttConfig {
             true => segments.own(tiles, i).end,
             false => tiles.num_key_tiles(),
         };
-        let dense = || gqa::rows(tiles, |i| (0..end(i)).collect());
-        let lists = gqa::lists_as_selected(call, tiles, gqa, rows, dense);
-        let mut mask = orders.mask(call, tiles, lists, self.causal);
-        mask.stats.permute_seconds = permute_seconds;
-        mask
+        let dense = |i| (0..end(i)).collect();
+        let lists = gqa::mask_as_selected(call, tiles, gqa, rows, dense);
+        let mut chosen = orders.mask(lists, self.causal);
+        chosen.stats.permute_seconds = permute_seconds;
+        chosen
+    }
+
+    fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {
+        let scores = match self.compensates(call.layer, call.num_layers) {
+            false => BlockScores::Means { variances: 0.0 },
+            true if self.compensation == Compensation::Covariance => BlockScores::Means {
+                variances: self.beta as f32 / call.shape.head_dim as f32,
+            },
+            true => return None,
+        };
+        let moves_queries = self.sort == NormSort::Qk;
+        let fits = self.causal
+            && call.shape.num_keys > self.segment
+            && match self.sort {
+                NormSort::K => true,
+                // Queries of a group move apart.
+                NormSort::Qk => gqa == GqaPolicy::PerQuery,
+                NormSort::Q | NormSort::None => false,
+            };
+        let keep = KeepBlocks::Share(1.0 - self.sparsity);
+        let mut selection = BlockSelection::new(call.shape, self.block, scores, keep);
+        selection.order = Some(SlotOrder {
+            segment: self.segment,
+            keys: KeyScores::Length,
+            moves_queries,
+            keeps_first: false,
+        });
+        fits.then_some(selection)
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -188,7 +217,7 @@ impl BaAttConfig {
         segments: Segments,
         heads: &[usize],
         orders: &Orders,
-    ) -> Option<ListRows> {
+    ) -> Option<KeptRows> {
         let d = call.shape.head_dim;
         let kv_head = call.kv_head(heads[0]);
         let order = &orders.keys[kv_head];
@@ -204,22 +233,21 @@ impl BaAttConfig {
             return None;
         }
         let cols = tiles.num_key_tiles();
-        let rows = sum.chunks_exact(cols).enumerate().map(|(i, row)| {
+        Some(gqa::rows(tiles, |i| {
             let competing = if self.causal { segments.earlier(tiles, i) } else { cols };
             // The softmax over blocks keeps their order, so the logits decide.
             // 1 - 0.7 is a little more than 0.3; that must not round up.
             let kappa = ((1.0 - self.sparsity) * competing as f64 - 1e-9).ceil() as usize;
-            let mut kept = top_k(&row[..competing], kappa);
+            let mut kept = top_k(&sum[i * cols..][..competing], kappa);
             if self.causal {
                 kept.extend(segments.own(tiles, i));
             }
-            sorted(kept)
-        });
-        Some(ListRows::of_tiles(rows.collect()))
+            kept
+        }))
     }
 
     /// Whether a layer has a compensation.
-    pub(crate) fn compensates(&self, layer: usize, num_layers: usize) -> bool {
+    fn compensates(&self, layer: usize, num_layers: usize) -> bool {
         let wanted = match self.compensate_layers {
             CompensateLayers::All => true,
             CompensateLayers::None => false,

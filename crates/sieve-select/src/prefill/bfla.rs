@@ -1,16 +1,15 @@
 //! BFLA (Block-Filtered Long-Context Attention): coarse blocks by the largest product of flattened groups, kept by
 //! mass, spread over small tiles, with a local band, a sink and a deterministic rescue of dropped tiles.
 
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, KeyMask, Tiles};
 
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax};
-use crate::mask::{ListRows, SparseMask};
-use crate::pool::mean_pool;
-use crate::prefill::xattention::cell_scores;
+use crate::mask::Selected;
+use crate::pool::{mean_pool, scores};
 use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
 use crate::settings::settings;
@@ -89,9 +88,6 @@ settings! {
         "bfla:keep_mass=0,local_tokens=0,stride=1,block=32,group=8,tile=8";
 }
 
-/// Rows of group vectors multiplied at once.
-const CHUNK_BLOCKS: usize = 16;
-
 impl PrefillMethod for BflaConfig {
     fn check(&self, _: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("bfla");
@@ -101,19 +97,27 @@ impl PrefillMethod for BflaConfig {
         rules.share("prob", self.prob)
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let blocks = Tiles::new(call.shape, self.block, self.block);
-        let coarse = gqa::lists(call, blocks, gqa, |heads| self.kept_blocks(call, blocks, heads));
-        let tiles = Tiles::new(call.shape, self.tile, self.tile);
-        let rows: Vec<ListRows> = coarse
-            .rows
-            .par_iter()
-            .enumerate()
-            .map(|(list, rows)| self.expand(rows, list as u64, blocks, tiles))
-            .collect();
-        let mut mask = SparseMask::from_lists(call.shape, tiles, coarse.per, &rows);
-        mask.stats.nan_lists = coarse.nan_lists;
-        mask
+        let mut chosen = gqa::mask(call, blocks, gqa, |heads| self.kept_blocks(call, blocks, heads));
+        let (coarse, tiles) = (&chosen.mask, Tiles::new(call.shape, self.tile, self.tile));
+        let rows = (0..coarse.num_lists()).flat_map(|list| self.expand(coarse, list, tiles));
+        chosen.mask = KeyMask::new(call.shape, tiles, coarse.heads_per_list, rows);
+        chosen
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let scores = match self.pooling {
+            Pooling::Flat => BlockScores::LargestOfGroups(self.group),
+            Pooling::Mean => BlockScores::Means { variances: 0.0 },
+            Pooling::Center | Pooling::Maxabs => return None,
+        };
+        let mut selection = BlockSelection::new(call.shape, self.block, scores, KeepBlocks::Mass(self.keep_mass));
+        selection.keep.tile = self.tile;
+        selection.keep.local_tokens = self.local_tokens;
+        selection.keep.first_tiles = self.sink_tiles;
+        let rescues = self.stride > 0 || self.prob > 0.0;
+        (!rescues).then_some(selection)
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -122,78 +126,27 @@ impl PrefillMethod for BflaConfig {
 }
 
 impl BflaConfig {
-    /// Whether dropped tiles may come back.
-    pub(crate) fn rescues(&self) -> bool {
-        self.stride > 0 || self.prob > 0.0
-    }
-
     /// Coarse blocks kept by mass; `None` on NaN.
-    fn kept_blocks(&self, call: &Call<'_>, blocks: Tiles, heads: &[usize]) -> Option<ListRows> {
-        let cols = blocks.num_key_tiles();
-        let mut p: Vec<f32> = Vec::new();
-        for &head in heads {
-            let mut scores = self.block_scores(call, blocks, head);
-            for (i, row) in scores.chunks_exact_mut(cols).enumerate() {
-                let (admissible, rest) = row.split_at_mut(blocks.admissible(i));
-                rest.fill(0.0);
-                if !softmax(admissible) {
-                    return None;
-                }
-            }
-            add(&mut p, scores);
-        }
-        let kept = p.chunks_exact(cols).enumerate().map(|(i, row)| {
-            let kept = keep_mass(&row[..blocks.admissible(i)], self.keep_mass);
-            kept.into_iter().map(|j| j as i32).collect()
+    fn kept_blocks(&self, call: &Call<'_>, blocks: Tiles, heads: &[usize]) -> Option<KeptRows> {
+        let (d, kv_head) = (call.shape.head_dim, call.kv_head(heads[0]));
+        let key = |key| call.key(kv_head, key);
+        let (k, width) = self.pool(d, blocks.num_key_tiles(), |j| blocks.keys(j), key);
+        let queries = heads.iter().map(|&head| {
+            let query = |row| call.query(head, row);
+            self.pool(d, blocks.num_query_tiles(), |i| blocks.rows(i), query).0
         });
-        Some(ListRows::of_tiles(kept.collect()))
-    }
-
-    /// Largest products of group vectors, scaled, `[query blocks, key blocks]`; blocks never compared are -inf.
-    fn block_scores(&self, call: &Call<'_>, blocks: Tiles, head: usize) -> Vec<f32> {
-        let kv_head = call.kv_head(head);
-        let (rows, cols) = (blocks.num_query_tiles(), blocks.num_key_tiles());
-        let (q, width) = self.pool(
-            call.shape.head_dim,
-            rows,
-            |i| blocks.rows(i),
-            |row| call.query(head, row),
-        );
-        let (k, _) = self.pool(
-            call.shape.head_dim,
-            cols,
-            |j| blocks.keys(j),
-            |key| call.key(kv_head, key),
-        );
-        let per_block = q.len() / (rows * width).max(1);
-        let block_len = per_block * width;
-        let mut scores = vec![f32::NEG_INFINITY; rows * cols];
-        scores
-            .par_chunks_mut(CHUNK_BLOCKS * cols)
-            .enumerate()
-            .for_each(|(chunk, scores)| {
-                let first = chunk * CHUNK_BLOCKS;
-                let end = first + scores.len() / cols;
-                let used = blocks.admissible(end - 1);
-                let products = cell_scores(
-                    &q[first * block_len..end * block_len],
-                    &k[..used * block_len],
-                    width,
-                    call.shape.softmax_scale(),
-                );
-                for (r, products) in products.chunks_exact(used * per_block).enumerate() {
-                    let row = &mut scores[r / per_block * cols..][..used];
-                    for (score, products) in row.iter_mut().zip(products.chunks_exact(per_block)) {
-                        for &x in products {
-                            // A NaN must not be lost: it makes the head dense.
-                            if x > *score || x.is_nan() {
-                                *score = x;
-                            }
-                        }
-                    }
-                }
-            });
-        scores
+        let queries: Vec<Vec<f32>> = queries.collect();
+        let block_len = k.len() / blocks.num_key_tiles().max(1);
+        gqa::rows_or_nan(blocks, |i| {
+            let k = &k[..blocks.admissible(i) * block_len];
+            let mut mass: Vec<f32> = Vec::new();
+            for q in &queries {
+                let products = scores(&q[i * block_len..][..block_len], k, width, call.shape.softmax_scale());
+                let mut p = largest(&products, block_len / width, blocks.admissible(i));
+                softmax(&mut p).then(|| add(&mut mass, p))?;
+            }
+            Some(keep_mass(&mass, self.keep_mass))
+        })
     }
 
     /// Vectors of each block side by side, and their width; missing tokens are zero.
@@ -241,14 +194,13 @@ impl BflaConfig {
         }
     }
 
-    /// Tiles of the coarse blocks, with band, sink and rescue. `list` is the head in the hashes.
-    fn expand(&self, coarse: &ListRows, list: u64, blocks: Tiles, tiles: Tiles) -> ListRows {
-        let per_block = self.block / self.tile;
+    /// Tiles of the coarse blocks, with band, sink and rescue. The list's number is the head in the hashes.
+    fn expand(&self, coarse: &KeyMask, list: usize, tiles: Tiles) -> KeptRows {
+        let (per_block, blocks) = (self.block / self.tile, coarse.tiles);
         gqa::rows(tiles, |i| {
             let admissible = tiles.admissible(i);
-            let coarse_row = &coarse.tiles[i / per_block];
             let mut kept = vec![false; admissible];
-            for &block in coarse_row {
+            for &block in coarse.row(list, i / per_block) {
                 let first = block as usize * per_block;
                 kept[first.min(admissible)..(first + per_block).min(admissible)].fill(true);
             }
@@ -260,8 +212,8 @@ impl BflaConfig {
             let block_row = (blocks.context() + i / per_block * self.block) as u64 / self.block as u64;
             for (j, kept) in kept.iter_mut().enumerate().filter(|(_, kept)| !**kept) {
                 *kept = match self.rescue_grid {
-                    RescueGrid::Tile => self.rescued(list, row, j as u64),
-                    RescueGrid::Block => self.rescued(list, block_row, (j / per_block) as u64),
+                    RescueGrid::Tile => self.rescued(list as u64, row, j as u64),
+                    RescueGrid::Block => self.rescued(list as u64, block_row, (j / per_block) as u64),
                 };
             }
             (0..admissible).filter(|&j| kept[j]).collect()
@@ -295,4 +247,17 @@ impl BflaConfig {
             }
         }
     }
+}
+
+/// The largest product of a block of queries with each of `blocks`, from those of `per_block` vectors a side.
+fn largest(products: &[f32], per_block: usize, blocks: usize) -> Vec<f32> {
+    let mut best = vec![f32::NEG_INFINITY; blocks];
+    for (at, &x) in products.iter().enumerate() {
+        let best = &mut best[at / per_block % blocks];
+        // A NaN must not be lost: it makes the head dense.
+        if x > *best || x.is_nan() {
+            *best = x;
+        }
+    }
+    best
 }

@@ -1,10 +1,12 @@
 //! The block-sparse pattern of MInference (arXiv:2407.02490): the best blocks by the product of their means.
 
-use crate::call::{Call, Tiles};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, Tiles};
+
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{sorted, top_k};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::top_k;
+use crate::mask::Selected;
 use crate::prefill::meanpool::pooled_scores;
 use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
@@ -28,9 +30,19 @@ impl PrefillMethod for BlockSparseConfig {
         Rules("block_sparse").positive("block", self.block)
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| best_blocks(call, tiles, heads, |_| self.topk))
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let means = BlockScores::Means { variances: 0.0 };
+        Some(BlockSelection::new(
+            call.shape,
+            self.block,
+            means,
+            KeepBlocks::Top(self.topk),
+        ))
     }
 
     fn reads(&self) -> Reads {
@@ -47,16 +59,12 @@ pub(crate) fn best_blocks(
     call: &Call<'_>,
     tiles: Tiles,
     heads: &[usize],
-    num_kept: impl Fn(usize) -> usize,
-) -> Option<ListRows> {
+    num_kept: impl Fn(usize) -> usize + Sync,
+) -> Option<KeptRows> {
     let scores = pooled_scores(call, tiles, heads);
-    let mut rows = Vec::new();
-    for (i, row) in scores.chunks_exact(tiles.num_key_tiles()).enumerate() {
-        let row = &row[..tiles.admissible(i)];
-        if row.iter().any(|x| x.is_nan()) {
-            return None;
-        }
-        rows.push(sorted(top_k(row, num_kept(row.len()))));
-    }
-    Some(ListRows::of_tiles(rows))
+    gqa::rows_or_nan(tiles, |i| {
+        let row = &scores[i * tiles.num_key_tiles()..][..tiles.admissible(i)];
+        let has_nan = row.iter().any(|x| x.is_nan());
+        (!has_nan).then(|| top_k(row, num_kept(row.len())))
+    })
 }

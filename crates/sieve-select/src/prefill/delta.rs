@@ -1,10 +1,12 @@
 //! Delta: any sparse method, corrected by the dense output of every gamma-th row (arXiv:2505.11254; as MOMO uses it,
 //! eq. 3).
 
+use sieve_core::CallShape;
+
 use crate::attention::dense_rows_attention;
-use crate::call::{Call, CallShape};
+use crate::call::Call;
 use crate::error::SelectError;
-use crate::mask::{Correction, CorrectionMode, SparseMask};
+use crate::mask::{Correction, CorrectionMode, Selected};
 use crate::range::Rules;
 use crate::settings::settings;
 
@@ -33,10 +35,10 @@ impl DeltaConfig {
         Rules("delta").positive("gamma", self.gamma)
     }
 
-    /// Adds probes to a mask of the base.
-    pub(crate) fn correct(&self, call: &Call<'_>, mask: &mut SparseMask) {
+    /// Adds probes to a selection of the base.
+    pub(crate) fn correct(&self, call: &Call<'_>, chosen: &mut Selected) {
         let rows = probe_rows(call, self.gamma);
-        mask.correction = Some(Correction {
+        chosen.correction = Some(Correction {
             mode: self.mode,
             probe_o: dense_rows_attention(call, &rows).o,
             probe_rows: rows.into_iter().map(|row| row as i32).collect(),

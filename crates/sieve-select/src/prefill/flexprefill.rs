@@ -2,11 +2,13 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use crate::call::{Call, Tiles};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, Tiles};
+
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{falling, softmax, sorted, top_k_forced};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::{falling, softmax, top_k_forced};
+use crate::mask::Selected;
 use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
 use crate::prefill::meanpool::pooled_scores;
 use crate::prefill::{Knob, PrefillMethod, SHARES};
@@ -56,21 +58,35 @@ impl PrefillMethod for FlexprefillConfig {
         }
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         if self.is_short(call.shape.num_keys) {
-            return SparseMask::dense(call.shape);
+            return Selected::dense(call.shape);
         }
         let tiles = Tiles::new(call.shape, self.block, self.block);
         let query_aware = AtomicUsize::new(0);
-        let mut mask = gqa::mask(call, tiles, gqa, |heads| {
+        let mut chosen = gqa::mask(call, tiles, gqa, |heads| {
             let (list, aware) = self.rows(call, tiles, heads[0])?;
             query_aware.fetch_add(usize::from(aware), Ordering::Relaxed);
             Some(list)
         });
         let aware = query_aware.into_inner();
-        let heads = call.shape.num_heads - mask.stats.nan_lists - aware;
-        mask.stats.patterns = vec![("query_aware", aware), ("vertical_slash", heads)];
-        mask
+        let heads = call.shape.num_heads - chosen.stats.nan_lists - aware;
+        chosen.stats.patterns = vec![("query_aware", aware), ("vertical_slash", heads)];
+        chosen
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let n = call.shape.num_keys;
+        let scores = BlockScores::Patterns {
+            gamma: self.gamma,
+            tau: self.tau,
+            blocks: [
+                self.min_budget / self.block,
+                self.max_budget.map_or(n, |most| most / self.block),
+            ],
+        };
+        let selection = || BlockSelection::new(call.shape, self.block, scores, KeepBlocks::Mass(1.0));
+        (!self.is_short(n)).then(selection)
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -80,12 +96,12 @@ impl PrefillMethod for FlexprefillConfig {
 
 impl FlexprefillConfig {
     /// Whether so few keys are all kept.
-    pub(crate) fn is_short(&self, num_keys: usize) -> bool {
+    fn is_short(&self, num_keys: usize) -> bool {
         num_keys <= (2 * self.block).max(self.min_budget.next_multiple_of(self.block))
     }
 
     /// Tiles of one head, and whether they are query-aware; `None` on NaN.
-    fn rows(&self, call: &Call<'_>, tiles: Tiles, head: usize) -> Option<(ListRows, bool)> {
+    fn rows(&self, call: &Call<'_>, tiles: Tiles, head: usize) -> Option<(KeptRows, bool)> {
         let probe = last_rows(call, self.block);
         let factor = 1.0 / probe.len() as f32;
         let mut sums = probe_sums(call, &[head], probe.clone())?;
@@ -111,11 +127,14 @@ impl FlexprefillConfig {
             let least = self.min_budget / self.block;
             let mut kept = slashes(tiles, &column, &diagonal, least, least);
             self.add_query_aware(call, tiles, head, &mut kept)?;
-            return Some((list_of(kept), true));
+            return Some((list_of(tiles, &kept), true));
         }
         let columns = self.num_blocks(&sums.column);
         let diagonals = self.num_blocks(&sums.diagonal);
-        Some((list_of(slashes(tiles, &column, &diagonal, columns, diagonals)), false))
+        Some((
+            list_of(tiles, &slashes(tiles, &column, &diagonal, columns, diagonals)),
+            false,
+        ))
     }
 
     /// Blocks that hold as many tokens as are needed to pass gamma in sorted order.
@@ -190,9 +209,8 @@ fn slashes(tiles: Tiles, column: &[f32], diagonal: &[f32], num_columns: usize, n
         .collect()
 }
 
-fn list_of(kept: Vec<Vec<bool>>) -> ListRows {
-    let row = |kept: Vec<bool>| sorted((0..kept.len()).filter(|&j| kept[j]).collect());
-    ListRows::of_tiles(kept.into_iter().map(row).collect())
+fn list_of(tiles: Tiles, kept: &[Vec<bool>]) -> KeptRows {
+    gqa::rows(tiles, |i| (0..kept[i].len()).filter(|&j| kept[i][j]).collect())
 }
 
 /// Square root of the mean of both divergences from the midpoint; 0 log 0 = 0.

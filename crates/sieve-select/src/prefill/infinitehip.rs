@@ -2,14 +2,14 @@
 //!
 //! In decode a stage is done again every `refresh` steps only; see [`crate::decode::infinitehip`].
 
-use rayon::prelude::*;
+use sieve_core::Tiles;
 use sieve_cpu::max_of_row;
 
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{sorted, top_k};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::top_k;
+use crate::mask::Selected;
 use crate::pool::scores;
 use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
@@ -105,17 +105,13 @@ impl PrefillMethod for InfinitehipConfig {
         Ok(())
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         if call.shape.num_keys < self.prefill_dense_below {
-            return SparseMask::dense(call.shape);
+            return Selected::dense(call.shape);
         }
         let tiles = Tiles::new(call.shape, self.block, self.chunk_3);
         gqa::mask(call, tiles, gqa, |heads| {
-            let rows: Option<Vec<Vec<i32>>> = (0..tiles.num_query_tiles())
-                .into_par_iter()
-                .map(|i| self.row(call, tiles, heads[0], i))
-                .collect();
-            Some(ListRows::of_tiles(rows?))
+            gqa::rows_or_nan(tiles, |i| self.row(call, tiles, heads[0], i))
         })
     }
 
@@ -161,7 +157,7 @@ impl InfinitehipConfig {
     }
 
     /// Tiles of one query block; `None` on NaN.
-    fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<i32>> {
+    fn row(&self, call: &Call<'_>, tiles: Tiles, head: usize, i: usize) -> Option<Vec<usize>> {
         let candidates = self.candidates(tiles.first(i));
         let admissible = tiles.admissible(i);
         let mut kept: Vec<usize> = (0..(self.sink / self.chunk_3).min(admissible)).collect();
@@ -176,7 +172,7 @@ impl InfinitehipConfig {
             chunks = stage.run(&chunks, |keys| best_products(call, head, &queries, keys))?;
         }
         kept.extend(chunks.into_iter().map(|(start, _)| start / self.chunk_3));
-        Some(sorted(kept))
+        Some(kept)
     }
 }
 

@@ -1,11 +1,13 @@
 //! Blocks by the product of their means: MeanPool (arXiv:2510.21270, algorithm 2 on unpermuted keys; with `top_k`, the
 //! baseline of MOMO).
 
-use crate::call::{Call, Tiles};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
+
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass, softmax, sorted, top_k};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::{keep_mass, softmax, top_k};
+use crate::mask::Selected;
 use crate::pool::{key_rows, mean_pool, query_rows, scores};
 use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
@@ -33,34 +35,29 @@ impl PrefillMethod for MeanpoolConfig {
         Rules("meanpool").share("tau", self.tau)
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| {
             let scores = pooled_scores(call, tiles, heads);
-            let cols = tiles.num_key_tiles();
-            let mut rows = Vec::new();
-            for (i, row) in scores.chunks_exact(cols).enumerate() {
-                let row = &row[..tiles.admissible(i)];
+            gqa::rows_or_nan(tiles, |i| {
+                let mut row = scores[i * tiles.num_key_tiles()..][..tiles.admissible(i)].to_vec();
                 let mut kept = match self.top_k {
-                    Some(k) => {
-                        if row.iter().any(|x| x.is_nan()) {
-                            return None;
-                        }
-                        top_k(row, k)
-                    }
-                    None => {
-                        let mut p = row.to_vec();
-                        if !softmax(&mut p) {
-                            return None;
-                        }
-                        keep_mass(&p, self.tau)
-                    }
+                    Some(_) if row.iter().any(|x| x.is_nan()) => return None,
+                    Some(k) => top_k(&row, k),
+                    None => softmax(&mut row).then(|| keep_mass(&row, self.tau))?,
                 };
                 kept.push(0);
-                rows.push(kept);
-            }
-            Some(ListRows::of_tiles(rows.into_iter().map(sorted).collect()))
+                Some(kept)
+            })
         })
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let keep = self.top_k.map_or(KeepBlocks::Mass(self.tau), KeepBlocks::Top);
+        let means = BlockScores::Means { variances: 0.0 };
+        let mut selection = BlockSelection::new(call.shape, self.block, means, keep);
+        selection.keep.first_tiles = 1;
+        Some(selection)
     }
 
     fn reads(&self) -> Reads {

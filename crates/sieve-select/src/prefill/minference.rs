@@ -5,11 +5,13 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use sieve_core::{BlockSelection, Tiles, TokenWindow};
+
 use crate::attention::block_sparse_attention;
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::{SelectError, read_json};
 use crate::gqa::{self, GqaPolicy};
-use crate::mask::{SparseMask, TokenWindow};
+use crate::mask::Selected;
 use crate::measure::dense_attention;
 use crate::prefill::PrefillMethod;
 use crate::prefill::a_shape::{tiles_of_ranges, window};
@@ -98,11 +100,21 @@ impl MinferenceConfig {
 }
 
 impl PrefillMethod for MinferenceConfig {
-    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
         let patterns: Vec<Pattern> = (0..call.shape.num_heads)
             .map(|head| self.patterns.of(call.layer, head))
             .collect();
         of_patterns(call, &patterns)
+    }
+
+    /// Where all heads of the layer have the same columns and diagonals.
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let first = self.patterns.of(call.layer, 0);
+        let Pattern::VerticalSlash { vertical, slash } = first else {
+            return None;
+        };
+        let same = (0..call.shape.num_heads).all(|head| self.patterns.of(call.layer, head) == first);
+        same.then(|| VerticalSlashConfig { vertical, slash }.lines(call.shape))
     }
 
     fn takes_gqa(&self) -> bool {
@@ -118,22 +130,12 @@ impl MinferenceConfig {
         }
         Ok(())
     }
-
-    /// The columns and diagonals of all heads of a layer, where they are as many in each.
-    pub(crate) fn same_lines(&self, layer: usize, num_heads: usize) -> Option<VerticalSlashConfig> {
-        let first = self.patterns.of(layer, 0);
-        let Pattern::VerticalSlash { vertical, slash } = first else {
-            return None;
-        };
-        let same = (0..num_heads).all(|head| self.patterns.of(layer, head) == first);
-        same.then_some(VerticalSlashConfig { vertical, slash })
-    }
 }
 
 /// A mask of one pattern per query head.
-fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
+fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> Selected {
     let tiles = Tiles::new(call.shape, TILE, TILE);
-    let mut mask = gqa::mask(call, tiles, GqaPolicy::PerQuery, |heads| match patterns[heads[0]] {
+    let mut chosen = gqa::mask(call, tiles, GqaPolicy::PerQuery, |heads| match patterns[heads[0]] {
         Pattern::AShape { n_init, n_local } => Some(tiles_of_ranges(tiles, n_init, n_local)),
         Pattern::VerticalSlash { vertical, slash } => VerticalSlashConfig { vertical, slash }.rows(call, tiles, heads),
         Pattern::BlockSparse { topk } => best_blocks(call, tiles, heads, |_| topk),
@@ -151,10 +153,10 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
         })
         .collect();
     if windows.iter().any(|window| *window != everything) {
-        mask.windows = windows;
+        chosen.mask.set_windows(&windows);
     }
     let count = |wanted: fn(&Pattern) -> bool| patterns.iter().filter(|pattern| wanted(pattern)).count();
-    mask.stats.patterns = vec![
+    chosen.stats.patterns = vec![
         ("a_shape", count(|p| matches!(p, Pattern::AShape { .. }))),
         ("vertical_slash", count(|p| matches!(p, Pattern::VerticalSlash { .. }))),
         (
@@ -162,7 +164,7 @@ fn of_patterns(call: &Call<'_>, patterns: &[Pattern]) -> SparseMask {
             count(|p| matches!(p, Pattern::BlockSparse { .. } | Pattern::BlockSparseEighth)),
         ),
     ];
-    mask
+    chosen
 }
 
 /// The candidate that keeps the most dense mass, for each query head of one long sample. The kept mass is returned with
@@ -175,8 +177,8 @@ pub fn search_patterns(call: &Call<'_>) -> Result<Vec<(Pattern, f64)>, SelectErr
     let dense = dense_attention(call)?;
     let mut best = vec![(DEFAULT, -1.0); call.shape.num_heads];
     for pattern in CANDIDATES {
-        let mask = of_patterns(call, &vec![pattern; call.shape.num_heads]);
-        let sparse = block_sparse_attention(call, &mask)?;
+        let chosen = of_patterns(call, &vec![pattern; call.shape.num_heads]);
+        let sparse = block_sparse_attention(call, &chosen)?;
         for (head, best) in best.iter_mut().enumerate() {
             let lse = |x: &[f32]| x[head * rows..(head + 1) * rows].to_vec();
             let mass = crate::measure::recall(&lse(&sparse.lse), &lse(&dense.lse));

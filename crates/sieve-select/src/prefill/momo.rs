@@ -5,14 +5,16 @@ mod topk;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use sieve_cpu::{Matrix, MatrixMut, Threads, exp_row, matmul, max_of_row};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
+use sieve_cpu::{Matrix, exp_row, max_of_row};
 
 use crate::attention::dense_rows_attention;
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{falling, sorted};
-use crate::mask::{Correction, CorrectionMode, SparseMask};
+use crate::keep::falling;
+use crate::mask::{Correction, CorrectionMode, Selected};
+use crate::pool::logits;
 use crate::prefill::delta::probe_rows;
 use crate::prefill::{Knob, PrefillMethod};
 use crate::range::Rules;
@@ -76,11 +78,11 @@ settings! {
 /// Probes multiplied at once.
 const CHUNK_PROBES: usize = 32;
 
-/// One probe: its dense output and its chosen blocks with their scores.
-struct Probe {
-    o: Vec<f32>,
-    chosen: Vec<(usize, f32)>,
-}
+/// The blocks that a probe chose, with their scores.
+type Chosen = Vec<(usize, f32)>;
+
+/// Blocks that a probe's buffer of the surely best holds on a device.
+const MOST_EXACT: usize = 32;
 
 impl PrefillMethod for MomoConfig {
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
@@ -112,36 +114,48 @@ impl PrefillMethod for MomoConfig {
         Ok(())
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.chi, self.beta);
         let probes = probe_rows(call, self.gamma);
-        let d = call.shape.head_dim;
-        let heads: Vec<Option<Vec<Probe>>> = (0..call.shape.num_heads)
-            .into_par_iter()
-            .map(|head| self.probe_pass(call, tiles, head, &probes))
-            .collect();
-        let mut mask = gqa::mask(call, tiles, gqa, |list| {
-            let found = heads[list[0]].as_ref()?;
-            Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, found)))
+        let mut chosen = gqa::mask(call, tiles, gqa, |heads| {
+            let chunks = probes.par_chunks(CHUNK_PROBES);
+            let found: Option<Vec<Vec<Chosen>>> = chunks
+                .map(|rows| self.choices(call, tiles, heads[0], rows, &probes))
+                .collect();
+            let found = found?.concat();
+            Some(gqa::rows(tiles, |i| self.tile_row(tiles, i, &probes, &found)))
         });
-        let mut probe_o = vec![f32::NAN; probes.len() * call.shape.num_heads * d];
-        for (head, found) in heads.iter().enumerate() {
-            for (index, o) in probe_o.chunks_exact_mut(call.shape.num_heads * d).enumerate() {
-                if let Some(probe) = found.as_ref().map(|found| &found[index]) {
-                    o[head * d..(head + 1) * d].copy_from_slice(&probe.o);
-                }
-            }
-        }
-        if heads.iter().any(Option::is_none) {
-            // A head with NaN has no probes of its own; the general path writes what dense attention gives.
-            probe_o = dense_rows_attention(call, &probes).o;
-        }
-        mask.correction = Some(Correction {
+        chosen.correction = Some(Correction {
             mode: self.mode,
-            probe_rows: probes.iter().map(|&row| row as i32).collect(),
-            probe_o,
+            probe_o: dense_rows_attention(call, &probes).o,
+            probe_rows: probes.into_iter().map(|row| row as i32).collect(),
         });
-        mask
+        chosen
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let num_exact = match self.topk {
+            TopK::Hybrid => self.k_exact,
+            TopK::Gauss => 0,
+            TopK::Exact | TopK::Tree => return None,
+        };
+        let fits = self.score == ProbeScore::Raw
+            && num_exact <= MOST_EXACT
+            && call.shape.context().is_multiple_of(self.gamma)
+            && self.chi.is_multiple_of(self.gamma)
+            && self.beta.is_power_of_two()
+            && self.beta <= 128
+            && call.shape.head_dim.is_multiple_of(64);
+        let probes = BlockScores::Probes {
+            gamma: self.gamma,
+            chosen: [self.k, num_exact],
+        };
+        let keep = KeepBlocks::Top(self.k_trim.unwrap_or(self.k));
+        let mut selection = BlockSelection::new(call.shape, self.beta, probes, keep);
+        selection.scores.query_block = self.chi;
+        selection.keep.local_tokens = self.beta - 1;
+        selection.keep.first_tiles = self.sink_blocks;
+        fits.then_some(selection)
     }
 
     fn reads(&self) -> Reads {
@@ -163,100 +177,39 @@ impl MomoConfig {
         self.sink_blocks.min(end)..end
     }
 
-    /// Dense attention of all probes of a head, with their choice of blocks; `None` on NaN.
-    fn probe_pass(&self, call: &Call<'_>, tiles: Tiles, head: usize, probes: &[usize]) -> Option<Vec<Probe>> {
-        let chunks: Option<Vec<Vec<Probe>>> = probes
-            .par_chunks(CHUNK_PROBES)
-            .map(|rows| self.probe_chunk(call, tiles, head, rows, probes))
-            .collect();
-        Some(chunks?.into_iter().flatten().collect())
-    }
-
-    fn probe_chunk(
+    /// What some probes of a head choose, by the log-sum-exps of their logits in each block; `None` on NaN.
+    fn choices(
         &self,
         call: &Call<'_>,
         tiles: Tiles,
         head: usize,
         rows: &[usize],
         probes: &[usize],
-    ) -> Option<Vec<Probe>> {
-        let d = call.shape.head_dim;
-        let context = call.shape.context();
+    ) -> Option<Vec<Chosen>> {
+        let (d, context) = (call.shape.head_dim, call.shape.context());
         let end = context + rows.last()? + 1;
-        let kv_head = call.kv_head(head);
         let q: Vec<f32> = rows
             .iter()
             .flat_map(|&row| call.query(head, row).iter().copied())
             .collect();
-        let mut p = vec![0.0; rows.len() * end];
-        let (queries, keys) = (Matrix::new(&q, rows.len(), d), call.keys(kv_head, 0..end));
-        let scale = call.shape.softmax_scale();
-        matmul(
-            Threads::One,
-            scale,
-            queries,
-            keys.t(),
-            0.0,
-            MatrixMut::new(&mut p, rows.len(), end),
-        );
-        let mut chosen = Vec::new();
-        let mut sums = Vec::new();
-        for (&row, p) in rows.iter().zip(p.chunks_exact_mut(end)) {
-            let (seen, future) = p.split_at_mut(context + row + 1);
-            future.fill(0.0);
-            // Per block: the maximum, and exponentials relative to it. Their sum gives the block's score on the way.
-            let mut maxima = Vec::new();
-            let mut scores = Vec::new();
-            for block in seen.chunks_mut(self.beta) {
-                let max = max_of_row(block);
-                if max.is_nan() || max == f32::INFINITY {
-                    return None;
-                }
-                let finite = max.max(f32::MIN);
-                let sum = exp_row(block, finite);
-                maxima.push(finite);
-                scores.push(if max == f32::NEG_INFINITY { max } else { max + sum.ln() });
-            }
-            let max = max_of_row(&maxima);
-            let mut total = 0.0;
-            for ((block, &block_max), &score) in seen.chunks_mut(self.beta).zip(&maxima).zip(&scores) {
-                let factor = (block_max - max).exp();
-                block.iter_mut().for_each(|x| *x *= factor);
-                total += (score - max).exp();
-            }
-            sums.push(total);
-            let stream = self.stream(tiles, row, probes);
+        let mut x = logits(call, head, Matrix::new(&q, rows.len(), d), end);
+        let choice = |(&row, x): (&usize, &mut [f32])| {
+            let blocks = x[..=context + row].chunks_mut(self.beta);
+            let scores: Option<Vec<f32>> = blocks.map(log_sum_exp).collect();
+            let (scores, stream) = (scores?, self.stream(tiles, row, probes));
             let lse = match self.score {
                 ProbeScore::Raw => 0.0,
-                ProbeScore::Normalised => max + total.ln(),
+                ProbeScore::Normalised => log_sum_exp(&mut scores.clone())?,
             };
             let candidates = &scores[stream.clone()];
             let best = self.best(candidates);
-            chosen.push(
+            Some(
                 best.into_iter()
                     .map(|j| (stream.start + j, candidates[j] - lse))
                     .collect(),
-            );
-        }
-        let mut o = vec![0.0; rows.len() * d];
-        let (weights, values) = (Matrix::new(&p, rows.len(), end), call.values(kv_head, 0..end));
-        matmul(
-            Threads::One,
-            1.0,
-            weights,
-            values,
-            0.0,
-            MatrixMut::new(&mut o, rows.len(), d),
-        );
-        let outputs = o.chunks_exact(d).zip(sums).zip(chosen);
-        Some(
-            outputs
-                .map(|((o, sum), chosen)| Probe {
-                    o: o.iter().map(|x| x / sum).collect(),
-                    chosen,
-                })
-                .collect(),
-        )
+            )
+        };
+        rows.iter().zip(x.chunks_exact_mut(end)).map(choice).collect()
     }
 
     fn best(&self, scores: &[f32]) -> Vec<usize> {
@@ -272,7 +225,7 @@ impl MomoConfig {
     }
 
     /// Union of the choices of a tile's probes, trimmed by mean score (algorithm 2), with sink and local blocks.
-    fn tile_row(&self, tiles: Tiles, i: usize, probes: &[usize], found: &[Probe]) -> Vec<usize> {
+    fn tile_row(&self, tiles: Tiles, i: usize, probes: &[usize], found: &[Chosen]) -> Vec<usize> {
         let blocks = tiles.admissible(i);
         let first = first_probe(tiles, i, probes);
         let rows = tiles.rows(i);
@@ -283,7 +236,7 @@ impl MomoConfig {
             if *probe >= rows.end {
                 break;
             }
-            for &(j, score) in &found.chosen {
+            for &(j, score) in found {
                 sum[j] += score;
                 votes[j] += 1;
             }
@@ -298,7 +251,7 @@ impl MomoConfig {
         kept.extend(0..self.sink_blocks.min(blocks));
         let complete = (tiles.context() + probes[first] + 1) / self.beta;
         kept.extend(complete.saturating_sub(1)..blocks);
-        sorted(kept).into_iter().map(|j| j as usize).collect()
+        kept
     }
 }
 
@@ -311,4 +264,14 @@ fn first_probe(tiles: Tiles, i: usize, probes: &[usize]) -> usize {
     } else {
         inside.saturating_sub(1)
     }
+}
+
+/// Of a row of logits, which is used up; `None` where one is NaN or infinite.
+fn log_sum_exp(x: &mut [f32]) -> Option<f32> {
+    let max = max_of_row(x);
+    if max.is_nan() || max == f32::INFINITY {
+        return None;
+    }
+    let sum = exp_row(x, max.max(f32::MIN));
+    Some(if max == f32::NEG_INFINITY { max } else { max + sum.ln() })
 }

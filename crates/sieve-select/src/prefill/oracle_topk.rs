@@ -1,12 +1,12 @@
 //! The best blocks by their dense attention mass: what no estimate can beat at equal density (MOMO, fig. 2).
 
-use rayon::prelude::*;
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
 
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass, sorted, top_k};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::{keep_mass, top_k};
+use crate::mask::Selected;
 use crate::pool::{block_sums, causal_probabilities};
 use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
@@ -33,21 +33,27 @@ impl PrefillMethod for OracleTopkConfig {
         Rules("oracle_topk").share("tau", self.tau.unwrap_or(0.0))
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         let tiles = Tiles::new(call.shape, self.block, self.block);
         gqa::mask(call, tiles, gqa, |heads| {
-            let rows: Option<Vec<Vec<i32>>> = (0..tiles.num_query_tiles())
-                .into_par_iter()
-                .map(|i| {
-                    let mass = block_mass(call, tiles, heads, i)?;
-                    Some(sorted(match self.tau {
-                        Some(tau) => keep_mass(&mass, tau),
-                        None => top_k(&mass, self.k),
-                    }))
+            gqa::rows_or_nan(tiles, |i| {
+                let mass = block_mass(call, tiles, heads, i)?;
+                Some(match self.tau {
+                    Some(tau) => keep_mass(&mass, tau),
+                    None => top_k(&mass, self.k),
                 })
-                .collect();
-            Some(ListRows::of_tiles(rows?))
+            })
         })
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let tokens = BlockScores::Cells {
+            stride: 1,
+            reversed: false,
+            norm: 1.0,
+        };
+        let keep = self.tau.map_or(KeepBlocks::Top(self.k), KeepBlocks::Mass);
+        Some(BlockSelection::new(call.shape, self.block, tokens, keep))
     }
 
     fn knob(&self) -> Option<Knob> {

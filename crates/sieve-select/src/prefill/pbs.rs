@@ -4,15 +4,16 @@ use std::time::Instant;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, KeyScores, SlotOrder, Tiles};
 
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass, softmax, sorted};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::{keep_mass, softmax};
+use crate::mask::Selected;
 use crate::permute::{Orders, Segments, key_means, order_queries, sort_ranges};
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
-use crate::prefill::xattention::{XattentionConfig, add_block_softmax, cell_scores};
+use crate::prefill::xattention::{XattentionConfig, add_block_softmax};
 use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
 use crate::settings::settings;
@@ -117,9 +118,9 @@ impl PrefillMethod for PbsConfig {
         Ok(())
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         if call.shape.num_keys <= self.segment {
-            return SparseMask::dense(call.shape);
+            return Selected::dense(call.shape);
         }
         let started = Instant::now();
         let segments = Segments {
@@ -131,11 +132,27 @@ impl PrefillMethod for PbsConfig {
         let permute_seconds = started.elapsed().as_secs_f64();
         let rows = |heads: &[usize]| self.rows(call, tiles, segments, heads, &orders);
         // The dense fallback of other methods knows nothing of segments.
-        let dense = || gqa::rows(tiles, |i| (0..segments.own(tiles, i).end).collect());
-        let lists = gqa::lists_as_selected(call, tiles, gqa, rows, dense);
-        let mut mask = orders.mask(call, tiles, lists, true);
-        mask.stats.permute_seconds = permute_seconds;
-        mask
+        let dense = |i| (0..segments.own(tiles, i).end).collect();
+        let lists = gqa::mask_as_selected(call, tiles, gqa, rows, dense);
+        let mut chosen = orders.mask(lists, true);
+        chosen.stats.permute_seconds = permute_seconds;
+        chosen
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let fits = self.permute == Permute::Keys
+            && self.perm == PermutePer::Kv
+            && self.select == PbsSelect::Meanpool
+            && call.shape.num_keys > self.segment;
+        let means = BlockScores::Means { variances: 0.0 };
+        let mut selection = BlockSelection::new(call.shape, self.block, means, KeepBlocks::Mass(self.tau));
+        selection.order = Some(SlotOrder {
+            segment: self.segment,
+            keys: KeyScores::Attention(self.block),
+            moves_queries: false,
+            keeps_first: true,
+        });
+        fits.then_some(selection)
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -207,7 +224,7 @@ impl PbsConfig {
         segments: Segments,
         heads: &[usize],
         orders: &Orders,
-    ) -> Option<ListRows> {
+    ) -> Option<KeptRows> {
         let order = &orders.keys[heads[0] * orders.keys.len() / call.shape.num_heads];
         let token_0 = order.iter().position(|&key| key == 0).unwrap_or(0) / self.block;
         let mut p: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
@@ -220,17 +237,15 @@ impl PbsConfig {
                 add(p, row);
             }
         }
-        let row = |(i, p): (usize, &Vec<f32>)| {
-            let mut kept = if p.is_empty() {
-                Vec::new()
-            } else {
-                keep_mass(p, self.tau)
+        Some(gqa::rows(tiles, |i| {
+            let mut kept = match p[i].is_empty() {
+                true => Vec::new(),
+                false => keep_mass(&p[i], self.tau),
             };
             kept.extend(segments.own(tiles, i));
             kept.push(token_0);
-            sorted(kept)
-        };
-        Some(ListRows::of_tiles(p.iter().enumerate().map(row).collect()))
+            kept
+        }))
     }
 
     /// Softmax over blocks of earlier segments by products of means, `[query tiles][earlier blocks]`.
@@ -273,7 +288,7 @@ impl PbsConfig {
             ..XattentionConfig::default()
         };
         let (s, width) = (self.stride, self.stride * call.shape.head_dim);
-        let keys = cells.cells_of_keys(call, head, 0..call.shape.num_keys, |slot| order[slot] as usize);
+        let keys = cells.cells_of_keys(call, head, |slot| order[slot] as usize);
         (0..tiles.num_query_tiles())
             .into_par_iter()
             .map(|i| {
@@ -289,7 +304,7 @@ impl PbsConfig {
                     return Some(sum);
                 }
                 let scale = call.shape.softmax_scale() / s as f32;
-                for row in cell_scores(&queries, &keys[..cols * width], width, scale).chunks_exact_mut(cols) {
+                for row in scores(&queries, &keys[..cols * width], width, scale).chunks_exact_mut(cols) {
                     add_block_softmax(row, self.block / s, &mut sum)?;
                 }
                 Some(sum)

@@ -3,7 +3,7 @@
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
-use crate::mask::SparseMask;
+use crate::mask::Selected;
 use crate::prefill::a_shape;
 use crate::prefill::{Knob, PrefillMethod, TOKENS};
 use crate::range::Rules;
@@ -32,8 +32,8 @@ impl PrefillMethod for StreamingConfig {
         Rules("streamingllm").rope_theta(self.rope_theta)
     }
 
-    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
-        a_shape::ranges(call, self.n_init, self.n_local)
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
+        a_shape::ranges(call, self.n_init, self.n_local).into()
     }
 
     fn reads(&self) -> Reads {

@@ -3,7 +3,7 @@
 use crate::call::Call;
 use crate::error::SelectError;
 use crate::gqa::GqaPolicy;
-use crate::mask::SparseMask;
+use crate::mask::Selected;
 use crate::prefill::PrefillMethod;
 use crate::prefill::a_shape::ranges;
 use crate::range::Rules;
@@ -29,11 +29,11 @@ impl PrefillMethod for TriShapeConfig {
         Rules("tri_shape").positive("n_local", self.n_local)
     }
 
-    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, _: GqaPolicy) -> Selected {
         let mut mask = ranges(call, self.n_init, self.n_local);
         let rows = call.shape.num_queries;
         mask.add_dense_rows(rows.saturating_sub(self.n_last)..rows);
-        mask
+        mask.into()
     }
 
     fn reads(&self) -> Reads {

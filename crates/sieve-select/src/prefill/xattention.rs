@@ -3,19 +3,20 @@
 use std::ops::Range;
 use std::path::Path;
 
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use sieve_cpu::{Matrix, MatrixMut, Threads, exp_row, matmul, max_of_row};
+use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
+use sieve_cpu::{exp_row, max_of_row};
 
-use crate::call::{Call, Tiles};
+use crate::call::Call;
 use crate::error::{SelectError, read_json};
 use crate::gqa::{self, GqaPolicy};
-use crate::keep::{keep_mass_forced, sorted};
-use crate::mask::{ListRows, SparseMask};
+use crate::keep::keep_mass_forced;
+use crate::mask::Selected;
+use crate::pool::scores;
 use crate::prefill::{Knob, PrefillMethod, SHARES};
 use crate::range::Rules;
 use crate::settings::settings;
-use crate::vector::{add, mix, sum};
+use crate::vector::{mix, sum};
 
 /// Which pairs of a stride-by-stride cell are sampled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,12 +58,6 @@ settings! {
     everything "xattention:tau=1,block=16,stride=4";
 }
 
-/// Query tiles with the sums of their blocks, `[admissible]`.
-type TileSums = Vec<(usize, Vec<f32>)>;
-
-/// Reduced rows handled together: enough for a fast product, few enough that little of it is above the diagonal.
-const CHUNK_CELLS: usize = 256;
-
 impl PrefillMethod for XattentionConfig {
     fn check(&self, gqa: GqaPolicy) -> Result<(), SelectError> {
         let rules = Rules("xattention");
@@ -86,25 +81,34 @@ impl PrefillMethod for XattentionConfig {
         Ok(())
     }
 
-    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> SparseMask {
+    fn select(&self, call: &Call<'_>, gqa: GqaPolicy) -> Selected {
         // Tiles end at multiples of the block, so the first one of a misaligned chunk is short.
         let tiles = Tiles::aligned(call.shape, self.block);
-        let of_heads = self.block_scores(call, tiles);
         gqa::mask(call, tiles, gqa, |heads| {
-            let mut scores: Vec<Vec<f32>> = vec![Vec::new(); tiles.num_query_tiles()];
-            for &head in heads {
-                for (sum, row) in scores.iter_mut().zip(of_heads[head].as_ref()?) {
-                    add(sum, row.clone());
-                }
-            }
+            let keys = self.cells_of_keys(call, heads[0], |key| key);
             let tau = self.tau_of(call.layer, heads[0]);
-            let rows = scores.into_iter().enumerate().map(|(i, row)| {
+            gqa::rows_or_nan(tiles, |i| {
+                let mut mass = vec![0.0; tiles.admissible(i)];
+                for &head in heads {
+                    self.add_mass(call, tiles.rows(i), head, &keys, &mut mass)?;
+                }
                 let mut forced = vec![0];
                 forced.extend(tiles.diagonal(i));
-                sorted(keep_mass_forced(&row, &forced, tau))
-            });
-            Some(ListRows::of_tiles(rows.collect()))
+                Some(keep_mass_forced(&mass, &forced, tau))
+            })
         })
+    }
+
+    fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
+        let cells = BlockScores::Cells {
+            stride: self.stride,
+            reversed: self.mode == SampleMode::Antidiagonal,
+            norm: self.norm,
+        };
+        let mut selection = BlockSelection::new(call.shape, self.block, cells, KeepBlocks::Mass(self.tau));
+        selection.scores.offset = Tiles::aligned(call.shape, self.block).query_offset;
+        selection.keep.counts_own = true;
+        (self.head_taus.is_empty() && self.mode != SampleMode::Random).then_some(selection)
     }
 
     fn knob(&self) -> Option<Knob> {
@@ -128,103 +132,29 @@ impl XattentionConfig {
         layer.and_then(|taus| taus.get(head).copied()).unwrap_or(self.tau)
     }
 
-    /// Sums of the cells' softmax per block, `[num_heads][query tiles][admissible]`; `None` for heads with NaN.
-    fn block_scores(&self, call: &Call<'_>, tiles: Tiles) -> Vec<Option<Vec<Vec<f32>>>> {
+    /// Adds the softmax of a head's cells of some rows to the mass of each block; `None` on NaN.
+    fn add_mass(&self, call: &Call<'_>, rows: Range<usize>, head: usize, keys: &[f32], mass: &mut [f32]) -> Option<()> {
         let (s, context) = (self.stride, call.shape.context());
-        let keys: Vec<Vec<f32>> = (0..call.shape.num_kv_heads)
-            .into_par_iter()
-            .map(|kv_head| {
-                let head = call.group(kv_head).start;
-                self.cells_of_keys(call, head, 0..call.shape.num_keys, |key| key)
-            })
-            .collect();
-        // Cells in absolute positions: the first query cell may reach before the call.
-        let first_cell = context / s;
-        let num_cells = call.shape.num_keys.div_ceil(s) - first_cell;
-        // Late rows have more keys: they start first.
-        let tasks: Vec<(usize, usize)> = (0..num_cells)
-            .step_by(CHUNK_CELLS)
-            .rev()
-            .flat_map(|start| (0..keys.len()).map(move |kv_head| (kv_head, start)))
-            .collect();
-        let done: Vec<Vec<(usize, Option<TileSums>)>> = tasks
-            .into_par_iter()
-            .with_max_len(1)
-            .map(|(kv_head, start)| {
-                let end = (start + CHUNK_CELLS).min(num_cells);
-                self.chunk_scores(
-                    call,
-                    tiles,
-                    kv_head,
-                    &keys[kv_head],
-                    first_cell + start..first_cell + end,
-                )
-            })
-            .collect();
-        let mut all = vec![Some(vec![Vec::new(); tiles.num_query_tiles()]); call.shape.num_heads];
-        // Back in the order of the rows, so that sums do not depend on the order of the tasks.
-        for (head, sums) in done.into_iter().rev().flatten() {
-            match (sums, &mut all[head]) {
-                (Some(sums), Some(tiles)) => sums.into_iter().for_each(|(i, sum)| add(&mut tiles[i], sum)),
-                (None, scores) => *scores = None,
-                (Some(_), None) => {}
-            }
-        }
-        all
-    }
-
-    /// The same for some cells of queries of the heads of a group, whose products share one pass over the keys.
-    fn chunk_scores(
-        &self,
-        call: &Call<'_>,
-        tiles: Tiles,
-        kv_head: usize,
-        keys: &[f32],
-        cells: Range<usize>,
-    ) -> Vec<(usize, Option<TileSums>)> {
-        let (s, context) = (self.stride, call.shape.context());
+        // Cells in absolute positions: the first one of a call may reach before it.
+        let cells = (context + rows.start) / s..(context + rows.end).div_ceil(s);
+        let queries = self.cells_of_queries(call, cells.clone(), |position| {
+            let row = position.checked_sub(context)?;
+            (row < call.shape.num_queries).then(|| call.query(head, row))
+        });
         let (width, cols) = (s * call.shape.head_dim, cells.end);
-        let queries: Vec<f32> = call
-            .group(kv_head)
-            .flat_map(|head| {
-                self.cells_of_queries(call, cells.clone(), |position| {
-                    position
-                        .checked_sub(context)
-                        .filter(|&row| row < call.shape.num_queries)
-                        .map(|row| call.query(head, row))
-                })
-            })
-            .collect();
         let scale = call.shape.softmax_scale() / (s as f64 * self.norm) as f32;
-        let mut x = cell_scores(&queries, &keys[..cols * width], width, scale);
-        let of_head = |x: &mut [f32]| {
-            let mut sums = TileSums::new();
-            for (cell, x) in cells.clone().zip(x.chunks_exact_mut(cols)) {
-                let i = tiles.tile_of_row((cell * s).saturating_sub(context));
-                if sums.last().is_none_or(|last| last.0 != i) {
-                    sums.push((i, vec![0.0; tiles.admissible(i)]));
-                }
-                let sum = &mut sums.last_mut()?.1;
-                add_block_softmax(&mut x[..=cell], self.block / s, sum)?;
-            }
-            Some(sums)
-        };
-        let heads = call.group(kv_head).zip(x.chunks_exact_mut(cells.len() * cols));
-        heads.map(|(head, x)| (head, of_head(x))).collect()
+        let mut x = scores(&queries, &keys[..cols * width], width, scale);
+        for (cell, x) in cells.zip(x.chunks_exact_mut(cols)) {
+            add_block_softmax(&mut x[..=cell], self.block / s, mass)?;
+        }
+        Some(())
     }
 
     /// Keys of a cell side by side, `[cells, stride * head_dim]`; slot `i` holds key `order(i)`; missing keys are zero.
-    pub(crate) fn cells_of_keys(
-        &self,
-        call: &Call<'_>,
-        head: usize,
-        slots: Range<usize>,
-        order: impl Fn(usize) -> usize,
-    ) -> Vec<f32> {
-        let (s, d) = (self.stride, call.shape.head_dim);
-        let kv_head = call.kv_head(head);
-        let mut cells = vec![0.0; slots.len().div_ceil(s) * s * d];
-        for (slot, cell) in slots.zip(cells.chunks_exact_mut(d)) {
+    pub(crate) fn cells_of_keys(&self, call: &Call<'_>, head: usize, order: impl Fn(usize) -> usize) -> Vec<f32> {
+        let (s, d, kv_head) = (self.stride, call.shape.head_dim, call.kv_head(head));
+        let mut cells = vec![0.0; call.shape.num_keys.div_ceil(s) * s * d];
+        for (slot, cell) in (0..call.shape.num_keys).zip(cells.chunks_exact_mut(d)) {
             cell.copy_from_slice(call.key(kv_head, order(slot)));
         }
         cells
@@ -282,19 +212,4 @@ pub(crate) fn add_block_softmax(row: &mut [f32], cells_per_block: usize, sums: &
         *total += factor * sum(cells);
     }
     Some(())
-}
-
-/// Products of cells, `[query cells, key cells]`.
-pub(crate) fn cell_scores(q: &[f32], k: &[f32], width: usize, scale: f32) -> Vec<f32> {
-    let (rows, cols) = (q.len() / width, k.len() / width);
-    let mut x = vec![0.0; rows * cols];
-    matmul(
-        Threads::One,
-        scale,
-        Matrix::new(q, rows, width),
-        Matrix::new(k, cols, width).t(),
-        0.0,
-        MatrixMut::new(&mut x, rows, cols),
-    );
-    x
 }

@@ -1,7 +1,7 @@
 //! Chunked prefill: the same lists where a method promises it, a valid and causal result everywhere.
 
 use super::selector;
-use crate::mask::SparseMask;
+use crate::mask::Selected;
 use crate::oracle_dense;
 use crate::test_data::TestCall;
 use sieve_testing::{Random, assert_close_relative, refusal};
@@ -29,11 +29,11 @@ const SAME: &[(&str, usize)] = &[
 ];
 
 /// Tiles per (list, query tile of the whole call).
-fn rows(mask: &SparseMask) -> Vec<Vec<Vec<i32>>> {
-    (0..mask.num_lists())
+fn rows(chosen: &Selected) -> Vec<Vec<Vec<i32>>> {
+    (0..chosen.mask.num_lists())
         .map(|list| {
-            (0..mask.tiles.num_query_tiles())
-                .map(|i| mask.row(list, i).to_vec())
+            (0..chosen.mask.tiles.num_query_tiles())
+                .map(|i| chosen.mask.row(list, i).to_vec())
                 .collect()
         })
         .collect()
@@ -67,13 +67,13 @@ pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
                 .prefill_in_chunks(&call, chunk)
                 .unwrap_or_else(|e| panic!("{text}: {e}"));
             assert_eq!(parts.len(), 275_usize.div_ceil(chunk));
-            let mut joined: Vec<Vec<Vec<i32>>> = vec![Vec::new(); whole.mask.num_lists()];
+            let mut joined: Vec<Vec<Vec<i32>>> = vec![Vec::new(); whole.selected.mask.num_lists()];
             for part in &parts {
-                let part = rows(&part.mask);
+                let part = rows(&part.selected);
                 joined.iter_mut().zip(part).for_each(|(all, part)| all.extend(part));
             }
-            if step % whole.mask.tiles.query_tile == 0 {
-                assert_eq!(joined, rows(&whole.mask), "{text}, chunks of {chunk}");
+            if step % whole.selected.mask.tiles.query_tile == 0 {
+                assert_eq!(joined, rows(&whole.selected), "{text}, chunks of {chunk}");
             }
             let o: Vec<f32> = parts.into_iter().flat_map(|part| part.output.o).collect();
             let expected: Vec<f64> = whole.output.o.iter().map(|&x| f64::from(x)).collect();

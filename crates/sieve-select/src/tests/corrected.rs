@@ -9,16 +9,16 @@ use sieve_testing::Random;
 #[test]
 fn momo_probe_rows_are_dense_and_the_windows_shifted() {
     let data = TestCall::random(&mut Random(45), 130, 203, [2, 1], 16);
-    let (call, mask) = (
+    let (call, chosen) = (
         data.call(),
         select("momo:gamma=8,beta=8,chi=16,k=2,k_exact=1,first_dense_layers=0", &data),
     );
-    let correction = mask.correction.clone().expect("momo corrects");
+    let correction = chosen.correction.clone().expect("momo corrects");
     // Context 73: the first row is a probe, then absolute multiples of 8.
     assert_eq!(&correction.probe_rows[..3], [0, 7, 15]);
     let dense = oracle_dense(&call);
-    let output = block_sparse_attention(&call, &mask).expect("valid");
-    let mut plain = mask.clone();
+    let output = block_sparse_attention(&call, &chosen).expect("valid");
+    let mut plain = chosen.clone();
     plain.correction = None;
     let sparse = block_sparse_attention(&call, &plain).expect("valid");
     for row in 0..130 {
@@ -44,11 +44,11 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
 fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
     let data = TestCall::structured(&mut Random(46), 400, [2, 1], 16);
     let of = |extra: &str| {
-        let mask = select(
+        let chosen = select(
             &format!("momo:gamma=8,beta=8,chi=16,k=6,first_dense_layers=0,{extra}"),
             &data,
         );
-        (mask.row_ptr, mask.tile_idx)
+        chosen.mask
     };
     assert_eq!(of("topk=hybrid,k_exact=6"), of("topk=exact"));
     assert_eq!(of("topk=tree"), of("topk=exact"));
@@ -59,16 +59,16 @@ fn momo_hybrid_with_all_slots_exact_equals_exact_and_tree() {
 fn momo_row_cost_is_that_of_equation_9() {
     let (n, beta, k, gamma) = (4096, 16, 6, 16);
     let data = TestCall::random(&mut Random(160), n, n, [1, 1], 8);
-    let mask = select(
+    let chosen = select(
         &format!("momo:gamma={gamma},beta={beta},chi=16,k={k},k_exact=2,first_dense_layers=0"),
         &data,
     );
     // beta k, one sink block, and a window from the last complete block before the probe to the diagonal.
-    for i in 64..mask.tiles.num_query_tiles() {
-        assert_eq!(mask.row(0, i).len(), k + 1 + 2, "tile {i}");
+    for i in 64..chosen.mask.tiles.num_query_tiles() {
+        assert_eq!(chosen.mask.row(0, i).len(), k + 1 + 2, "tile {i}");
     }
     // C / gamma for the probes: a share of 1 / gamma of all pairs.
-    let shares = density(&mask);
+    let shares = density(&chosen);
     assert!((shares.probes * gamma as f64 - 1.0).abs() < 0.01, "{shares:?}");
     let row = |c: f64| ((beta * (k + 1)) as f64 + 24.0).min(c);
     let pairs: f64 = (1..=n).map(|c| row(c as f64)).sum();
@@ -81,8 +81,8 @@ fn momo_trims_the_union_of_its_probes() {
     let data = TestCall::random(&mut Random(161), 1024, 1024, [1, 1], 16);
     let rows = |k_trim: usize| {
         let text = format!("momo:gamma=4,beta=16,chi=64,k=4,topk=exact,k_trim={k_trim},first_dense_layers=0");
-        let mask = select(&text, &data);
-        (10..16).map(|i| mask.row(0, i).to_vec()).collect::<Vec<_>>()
+        let chosen = select(&text, &data);
+        (10..16).map(|i| chosen.mask.row(0, i).to_vec()).collect::<Vec<_>>()
     };
     // Sink, the last complete block before the tile, and the four blocks of the tile.
     let (trimmed, whole) = (rows(4), rows(1000));
@@ -95,13 +95,13 @@ fn momo_trims_the_union_of_its_probes() {
 #[test]
 fn momo_list_of_a_probe_serves_the_tiles_up_to_the_next() {
     let data = TestCall::random(&mut Random(162), 512, 512, [1, 1], 16);
-    let mask = select(
+    let chosen = select(
         "momo:gamma=64,beta=16,chi=16,k=3,topk=exact,first_dense_layers=0",
         &data,
     );
     for probe in 1..8 {
         let far = |i: usize| -> Vec<i32> {
-            let row = mask.row(0, i).iter().copied();
+            let row = chosen.mask.row(0, i).iter().copied();
             row.filter(|&j| j < probe as i32 * 4 - 1).collect()
         };
         for i in probe * 4..probe * 4 + 4 {
@@ -161,11 +161,11 @@ fn delta_probe_rows_are_the_dense_output_itself() {
 #[test]
 fn delta_of_a_chunk_between_probes_adds_one_at_its_first_row() {
     let data = TestCall::random(&mut Random(164), 60, 101, [2, 1], 16);
-    let mask = select(
+    let chosen = select(
         "delta:base=streamingllm,base.n_local=20,gamma=16,base.min_prefill_tokens=0",
         &data,
     );
     // Context 41: the first row, then positions 48, 64, 80, 96.
-    let rows = mask.correction.expect("delta corrects").probe_rows;
+    let rows = chosen.correction.expect("delta corrects").probe_rows;
     assert_eq!(rows, [0, 7, 23, 39, 55]);
 }

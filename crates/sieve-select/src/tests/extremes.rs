@@ -1,15 +1,14 @@
 //! Inputs at the edge: equal scores, huge norms, zeros, one finite score, NaN; thresholds at their ends.
 
 use super::{select, selector};
-use crate::mask::ListRows;
 use crate::test_data::TestCall;
-use crate::{ListsPer, Reads, SparseMask, Tiles, block_sparse_attention, density, oracle_attention};
+use crate::{KeyMask, Reads, Tiles, block_sparse_attention, density, oracle_attention};
 use sieve_testing::{Random, assert_close_relative};
 
 fn agrees_with_the_oracle(text: &str, data: &TestCall) {
-    let (call, mask) = (data.call(), select(text, data));
-    let output = block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
-    assert_close_relative(text, &output.o, &oracle_attention(&call, &mask).o, 2e-5);
+    let (call, chosen) = (data.call(), select(text, data));
+    let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
+    assert_close_relative(text, &output.o, &oracle_attention(&call, &chosen).o, 2e-5);
 }
 
 #[test]
@@ -26,10 +25,14 @@ fn threshold_zero_keeps_the_forced_blocks_only() {
         ("block_sparse:topk=0,block=16", 1),
         ("oracle_topk:k=0,block=16", 1),
     ] {
-        let mask = select(text, &data);
-        for list in 0..mask.num_lists() {
-            for i in 0..mask.tiles.num_query_tiles() {
-                assert!(mask.row(list, i).len() <= most, "{text}: {:?}", mask.row(list, i));
+        let chosen = select(text, &data);
+        for list in 0..chosen.mask.num_lists() {
+            for i in 0..chosen.mask.tiles.num_query_tiles() {
+                assert!(
+                    chosen.mask.row(list, i).len() <= most,
+                    "{text}: {:?}",
+                    chosen.mask.row(list, i)
+                );
             }
         }
         agrees_with_the_oracle(text, &data);
@@ -51,10 +54,10 @@ pub(super) fn equal_scores_zeros_and_a_huge_key(texts: &[&str]) {
 
         let mut data = TestCall::random(&mut random, 120, 150, [2, 1], 16);
         data.k[40 * 16..41 * 16].iter_mut().for_each(|x| *x *= 1e4);
-        let (call, mask) = (data.call(), select(text, &data));
-        let output = block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let (call, chosen) = (data.call(), select(text, &data));
+        let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
         assert!(output.o.iter().all(|x| x.is_finite()), "{text}");
-        assert_eq!(mask.stats.nan_lists, 0, "{text}");
+        assert_eq!(chosen.stats.nan_lists, 0, "{text}");
     }
 }
 
@@ -65,8 +68,8 @@ pub(super) fn one_finite_score_takes_everything(texts: &[&str]) {
     data.k.fill(-1e30);
     data.k[16 * 20..16 * 21].fill(0.0);
     for text in texts {
-        let (call, mask) = (data.call(), select(text, &data));
-        let output = block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let (call, chosen) = (data.call(), select(text, &data));
+        let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
         assert!(output.o.iter().all(|x| x.is_finite()), "{text}");
     }
 }
@@ -85,9 +88,9 @@ pub(super) fn a_nan_makes_its_head_dense_and_leaves_the_others_alone(texts: &[&s
         if counts && !text.contains("mode=recompute") {
             assert!(dirty.stats.nan_lists >= 1, "{text}");
         }
-        if dirty.num_lists() == 2 && dirty.query_order.is_empty() {
-            for i in 0..good.tiles.num_query_tiles() {
-                assert_eq!(dirty.row(0, i), good.row(0, i), "{text}: head 0 changed");
+        if dirty.mask.num_lists() == 2 && dirty.mask.query_order().is_empty() {
+            for i in 0..good.mask.tiles.num_query_tiles() {
+                assert_eq!(dirty.mask.row(0, i), good.mask.row(0, i), "{text}: head 0 changed");
             }
         }
         let done = selector(text)
@@ -147,11 +150,11 @@ fn density_grows_with_every_threshold() {
 fn as_many_tiles_as_everything_has_are_not_everything() {
     let shape = TestCall::random(&mut Random(3), 32, 32, [1, 1], 8).call().shape;
     let tiles = Tiles::new(shape, 16, 16);
-    let mask = |rows: [Vec<i32>; 2]| {
-        let rows = ListRows::of_tiles(rows.to_vec());
-        SparseMask::from_lists(shape, tiles, ListsPer::QueryHead, &[rows])
+    let chosen = |rows: [Vec<i32>; 2]| {
+        let rows = rows.map(|row| [row, Vec::new()]);
+        KeyMask::new(shape, tiles, 1, rows)
     };
-    assert!(mask([vec![0], vec![0, 1]]).keeps_everything());
-    assert!(!mask([vec![0, 1], vec![1]]).keeps_everything());
-    assert!(!mask([vec![1], vec![0, 1]]).keeps_everything());
+    assert!(chosen([vec![0], vec![0, 1]]).keeps_everything());
+    assert!(!chosen([vec![0, 1], vec![1]]).keeps_everything());
+    assert!(!chosen([vec![1], vec![0, 1]]).keeps_everything());
 }

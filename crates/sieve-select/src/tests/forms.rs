@@ -3,7 +3,7 @@
 
 use super::{select, selector};
 use crate::test_data::TestCall;
-use crate::{Call, Prefill, block_sparse_attention, density, oracle_attention, oracle_dense};
+use crate::{Call, KeyMask, Prefill, block_sparse_attention, density, oracle_attention, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
@@ -21,12 +21,12 @@ pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
             (33, 33, [2, 2]),
         ] {
             let data = TestCall::random(&mut random, queries, keys, heads, 16);
-            let (call, mask) = (data.call(), select(text, &data));
-            let output = block_sparse_attention(&call, &mask).unwrap_or_else(|e| panic!("{text}: {e}"));
-            let expected = oracle_attention(&call, &mask);
+            let (call, chosen) = (data.call(), select(text, &data));
+            let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
+            let expected = oracle_attention(&call, &chosen);
             assert_close_relative(text, &output.o, &expected.o, 2e-5);
             assert_close_relative(text, &output.lse, &expected.lse, 2e-5);
-            let density = density(&mask);
+            let density = density(&chosen);
             assert!((0.0..=1.0 + 1e-9).contains(&density.token), "{text}: {density:?}");
             assert!((0.0..=1.0 + 1e-9).contains(&density.tile), "{text}: {density:?}");
         }
@@ -48,18 +48,18 @@ pub(super) fn everything_kept_equals_dense(texts: &[&str]) {
 pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&str]) {
     let data = TestCall::structured(&mut Random(23), 400, [4, 2], 16);
     for text in texts {
-        let mask = select(text, &data);
+        let chosen = select(text, &data);
         let mut pairs = 0;
         for head in 0..4 {
             for row in 0..400 {
-                pairs += crate::oracle::expanded_row(&mask, head, row)
+                pairs += crate::oracle::expanded_row(&chosen.mask, head, row)
                     .iter()
                     .filter(|x| **x)
                     .count();
             }
         }
         let expected = pairs as f64 / (4 * data.shape.causal_pairs()) as f64;
-        let density = density(&mask);
+        let density = density(&chosen);
         assert!(
             (density.token - expected).abs() < 1e-12,
             "{text}: {density:?}, {expected}"
@@ -76,28 +76,28 @@ pub(super) fn is_sparse_and_its_density_is_that_of_the_expanded_mask(texts: &[&s
 pub(super) fn the_list_fixed_later_tokens_change_nothing_before(texts: &[&str]) {
     let data = TestCall::random(&mut Random(24), 150, 210, [2, 1], 16);
     for text in texts {
-        let mut mask = select(text, &data);
+        let mut chosen = select(text, &data);
         // Probes belong to the values; the list alone is fixed here.
-        mask.correction = None;
-        let before = block_sparse_attention(&data.call(), &mask).expect("valid");
+        chosen.correction = None;
+        let before = block_sparse_attention(&data.call(), &chosen).expect("valid");
         let mut compared = 0;
         for head in 0..2 {
-            for i in 0..mask.tiles.num_query_tiles() {
-                let slots = mask.tiles.rows(i);
-                let rows: Vec<usize> = slots.map(|slot| mask.query_row(head, slot)).collect();
+            for i in 0..chosen.mask.tiles.num_query_tiles() {
+                let slots = chosen.mask.tiles.rows(i);
+                let rows: Vec<usize> = slots.map(|slot| chosen.mask.query_row(head, slot)).collect();
                 let last = rows.iter().max().expect("a tile has rows") + 60;
                 let mut other = data.clone();
                 other.k[(last + 1) * 16..].fill(f32::NAN);
                 other.v[(last + 1) * 16..].fill(f32::NAN);
-                let after = block_sparse_attention(&other.call(), &mask).expect("valid");
-                for row in rows.into_iter().filter(|&row| !mask.is_dense_row(row)) {
+                let after = block_sparse_attention(&other.call(), &chosen).expect("valid");
+                for row in rows.into_iter().filter(|&row| !chosen.mask.is_dense_row(row)) {
                     let at = (row * 2 + head) * 16..(row * 2 + head + 1) * 16;
                     assert_eq!(before.o[at.clone()], after.o[at], "{text}, row {row}");
                     compared += 1;
                 }
             }
         }
-        let sparse = (0..150).filter(|&row| !mask.is_dense_row(row)).count();
+        let sparse = (0..150).filter(|&row| !chosen.mask.is_dense_row(row)).count();
         assert!(sparse > 0 && compared == 2 * sparse, "{text}: {compared}");
     }
 }
@@ -137,10 +137,10 @@ fn prefill(text: &str, call: &Call<'_>) -> Prefill {
 fn order_of_tiles_changes_nothing_but_rounding() {
     // The same tiles under a permutation of whole tiles.
     let data = TestCall::random(&mut Random(25), 130, 130, [2, 2], 16);
-    let mask = select("meanpool:block=16,tau=0.5", &data);
-    let plain = block_sparse_attention(&data.call(), &mask).expect("valid");
-    let tiles = mask.tiles.num_key_tiles();
-    let mut moved = mask.clone();
+    let chosen = select("meanpool:block=16,tau=0.5", &data);
+    let plain = block_sparse_attention(&data.call(), &chosen).expect("valid");
+    let tiles = chosen.mask.tiles.num_key_tiles();
+    let mut moved = chosen.clone();
     // The last tile is short and stays.
     let place = |j: i32| {
         if (j as usize) < tiles - 1 {
@@ -150,15 +150,16 @@ fn order_of_tiles_changes_nothing_but_rounding() {
         }
     };
     let order: Vec<i32> = (0..tiles as i32)
-        .flat_map(|j| mask.tiles.keys(place(j) as usize))
+        .flat_map(|j| chosen.mask.tiles.keys(place(j) as usize))
         .map(|k| k as i32)
         .collect();
-    moved.key_order = order.repeat(2);
-    for at in 0..moved.row_ptr.len() - 1 {
-        let row = &mut moved.tile_idx[moved.row_ptr[at] as usize..moved.row_ptr[at + 1] as usize];
-        row.iter_mut().for_each(|j| *j = place(*j));
-        row.sort_unstable();
-    }
+    let rows = (0..2).flat_map(|list| {
+        let row = |i| chosen.mask.row(list, i).iter().map(|&j| place(j)).collect();
+        let rows = (0..chosen.mask.tiles.num_query_tiles()).map(row);
+        rows.map(|row| [row, Vec::new()]).collect::<Vec<_>>()
+    });
+    moved.mask = KeyMask::new(chosen.mask.shape, chosen.mask.tiles, 1, rows);
+    moved.mask.set_key_order(&order.repeat(2));
     let other = block_sparse_attention(&data.call(), &moved).expect("valid");
     let plain: Vec<f64> = plain.o.iter().map(|&x| f64::from(x)).collect();
     assert_close_relative("moved tiles", &other.o, &plain, 1e-5);
@@ -175,8 +176,8 @@ pub(super) fn threads_do_not_change_a_bit(texts: &[&str]) {
             let mut done = pool
                 .install(|| selector(text).prefill(&data.call()))
                 .unwrap_or_else(|e| panic!("{text}: {e}"));
-            done.mask.stats = crate::SelectStats::default();
-            (done.output, done.mask)
+            done.selected.stats = crate::SelectStats::default();
+            (done.output, done.selected)
         };
         assert_eq!(run(1), run(3), "{text}");
     }
@@ -192,11 +193,11 @@ pub(super) fn batches_of_different_lengths_with_an_empty_document_between(texts:
         let calls: Vec<_> = data.iter().map(TestCall::call).collect();
         let done = calls.iter().map(|call| prefill(text, call)).collect::<Vec<_>>();
         assert!(
-            done[1].output.o.is_empty() && done[1].mask.tile_idx.is_empty(),
+            done[1].output.o.is_empty() && done[1].selected.mask.num_tiles() == 0,
             "{text}"
         );
         for (done, call) in done.iter().zip(&calls) {
-            assert_close_relative(text, &done.output.o, &oracle_attention(call, &done.mask).o, 2e-5);
+            assert_close_relative(text, &done.output.o, &oracle_attention(call, &done.selected).o, 2e-5);
         }
     }
 }
@@ -233,15 +234,16 @@ fn short_calls_early_layers_and_decode_methods() {
 fn a_mask_that_breaks_its_rules_is_refused_with_the_place() {
     let data = TestCall::random(&mut Random(30), 64, 64, [2, 1], 16);
     let good = select("meanpool:block=16,tau=1", &data);
-    let refuse = |change: &dyn Fn(&mut crate::SparseMask), wanted: &str| {
-        let mut mask = good.clone();
-        change(&mut mask);
-        refusal(block_sparse_attention(&data.call(), &mask), wanted);
+    let refuse = |change: &dyn Fn(&mut crate::Selected), wanted: &str| {
+        let mut chosen = good.clone();
+        change(&mut chosen);
+        refusal(block_sparse_attention(&data.call(), &chosen), wanted);
     };
-    refuse(&|mask| mask.tile_idx[2] = 9, "list 0, query tile 1");
-    refuse(&|mask| mask.tile_idx[1] = 1, "not ascending");
-    refuse(&|mask| mask.row_ptr[3] = 0, "row_ptr");
-    refuse(&|mask| mask.tile_idx[0] = 1, "a diagonal tile is missing");
-    refuse(&|mask| mask.key_order = vec![0; 64], "no permutation");
-    refuse(&|mask| mask.shape.num_heads = 4, "made for");
+    let tile_idx = good.mask.places.tile_idx.start;
+    refuse(&|chosen| chosen.mask.words[tile_idx + 2] = 9, "list 0, query tile 1");
+    refuse(&|chosen| chosen.mask.words[tile_idx + 1] = 1, "not ascending");
+    refuse(&|chosen| chosen.mask.words[tile_idx - 6] = 0, "row_ptr");
+    refuse(&|chosen| chosen.mask.words[tile_idx] = 1, "a diagonal tile is missing");
+    refuse(&|chosen| chosen.mask.set_key_order(&[0; 64]), "no permutation");
+    refuse(&|chosen| chosen.mask.shape.num_heads = 4, "made for");
 }

@@ -1,13 +1,14 @@
 //! Lists of an independent computation (`tests/golden/selectors`), method by method.
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 
 use safetensors::SafeTensors;
 
 use crate::call::Call;
-use crate::mask::SparseMask;
+use crate::decode::dam::DamCapture;
+use crate::mask::Selected;
 use crate::test_data::Inputs;
-use crate::{DecodeSession, Selector};
+use crate::{DecodeSession, KeyMask, Method, Selector};
 
 /// The stored lists; rewritten by `tests/golden/selectors/make_lists.py`.
 static FILE: &[u8] = crate::test_data::LISTS;
@@ -18,11 +19,11 @@ fn i32s(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
     words.iter().map(|b| i32::from_le_bytes(*b)).collect()
 }
 
-/// Cases of one method: (inputs, place, selector).
-fn cases(file: &SafeTensors<'_>, method: &str) -> Vec<(String, String, String)> {
-    let names: BTreeMap<String, ()> = file.names().into_iter().map(|name| (name.to_owned(), ())).collect();
+/// The `count` cases of one method: (inputs, place, selector).
+fn cases(file: &SafeTensors<'_>, method: &str, count: usize) -> Vec<(String, String, String)> {
+    let names: BTreeSet<&str> = file.names().into_iter().collect();
     let cases: Vec<_> = names
-        .keys()
+        .into_iter()
         .filter_map(|name| {
             let parts: Vec<&str> = name.split('/').collect();
             let [inputs, place, text, "ptr"] = parts[..] else {
@@ -31,19 +32,14 @@ fn cases(file: &SafeTensors<'_>, method: &str) -> Vec<(String, String, String)> 
             (text.split(':').next() == Some(method)).then(|| (inputs.to_owned(), place.to_owned(), text.to_owned()))
         })
         .collect();
-    let trained = cases.iter().filter(|case| case.0.starts_with("trained"));
-    assert!(
-        trained.count() >= 9 && cases.len() >= 27,
-        "{method}: {} cases",
-        cases.len()
-    );
+    assert_eq!(cases.len(), count, "{method}");
     cases
 }
 
 /// Runs `check` on the mask of every stored call of a method.
-fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
+fn masks(method: &str, count: usize, check: impl Fn(&SafeTensors<'_>, &str, &Selected)) {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
-    for (name, place, text) in cases(&file, method) {
+    for (name, place, text) in cases(&file, method, count) {
         let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
@@ -56,82 +52,166 @@ fn masks(method: &str, check: impl Fn(&SafeTensors<'_>, &str, &SparseMask)) {
         let call = Call::new(shape, q, k, k).expect("the sizes fit");
         let mut selector = Selector::parse(&text).unwrap_or_else(|e| panic!("{text}: {e}"));
         selector.common.min_prefill_tokens = 0;
-        let mask = selector.select(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
-        mask.check(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
-        check(&file, &format!("{name}/{place}/{text}"), &mask);
+        let chosen = selector.select(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
+        chosen.check(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
+        check(&file, &format!("{name}/{place}/{text}"), &chosen);
     }
 }
 
 /// Tiles equal the stored ones, with the first differing row in the message.
-fn same_tiles(file: &SafeTensors<'_>, case: &str, mask: &SparseMask) {
-    let (ptr, idx) = (i32s(file, &format!("{case}/ptr")), i32s(file, &format!("{case}/idx")));
-    assert_eq!(ptr.len(), mask.row_ptr.len(), "{case}: another number of rows");
+fn same_tiles(file: &SafeTensors<'_>, case: &str, chosen: &Selected) {
+    same_rows(file, case, "", &chosen.mask, |list, i| chosen.mask.row(list, i));
+}
+
+fn same_rows<'m>(
+    file: &SafeTensors<'_>,
+    case: &str,
+    array: &str,
+    mask: &KeyMask,
+    row_of: impl Fn(usize, usize) -> &'m [i32],
+) {
+    let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(file, &format!("{case}/{array}{part}")));
+    let tiles = mask.tiles.num_query_tiles();
+    assert_eq!(
+        ptr.len() - 1,
+        mask.num_lists() * tiles,
+        "{case}: another number of rows"
+    );
     for row in 0..ptr.len() - 1 {
         let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
-        let got = &mask.tile_idx[mask.row_ptr[row] as usize..mask.row_ptr[row + 1] as usize];
-        assert_eq!(got, expected, "{case}: row {row}");
+        assert_eq!(
+            row_of(row / tiles, row % tiles),
+            expected,
+            "{case}: {array} of row {row}"
+        );
     }
 }
 
-#[test]
-fn golden_bfla() {
-    masks("bfla", same_tiles);
+macro_rules! tiles_of {
+    ($($test:ident $method:literal $count:literal;)+) => {$(
+        #[test]
+        fn $test() {
+            masks($method, $count, same_tiles);
+        }
+    )+};
 }
 
-#[test]
-fn golden_momo() {
-    masks("momo", same_tiles);
-}
-
-#[test]
-fn golden_xattention() {
-    masks("xattention", same_tiles);
+tiles_of! {
+    golden_bfla "bfla" 27;
+    golden_momo "momo" 108;
+    golden_xattention "xattention" 27;
+    golden_flexprefill "flexprefill" 81;
+    golden_meanpool "meanpool" 49;
+    golden_block_sparse "block_sparse" 14;
+    golden_oracle_topk "oracle_topk" 14;
+    golden_ba_att "ba_att" 38;
+    golden_infinitehip "infinitehip" 7;
 }
 
 #[test]
 fn golden_pbs() {
-    masks("pbs", |file, case, mask| {
+    masks("pbs", 54, |file, case, chosen| {
         let order = i32s(file, &format!("{case}/order"));
-        assert_eq!(mask.key_order, order, "{case}");
-        same_tiles(file, case, mask);
+        assert_eq!(chosen.mask.key_order(), order, "{case}");
+        same_tiles(file, case, chosen);
     });
+}
+
+#[test]
+fn golden_pbs_order_of_queries() {
+    let file = SafeTensors::deserialize(FILE).expect("the stored lists");
+    let text = "pbs:block=16,segment=64,tau=0.5,permute=queries";
+    for name in ["random.4.2", "structured.4.2"] {
+        let chosen = super::select(text, &Inputs::stored(name).test_call(230));
+        let order = i32s(&file, &format!("{name}/query_order/{text}"));
+        assert_eq!(chosen.mask.query_order(), order, "{name}");
+        assert!(chosen.mask.key_order().is_empty(), "{name}");
+    }
 }
 
 #[test]
 fn golden_vertical_slash() {
-    masks("vertical_slash", |file, case, mask| {
-        same_tiles(file, case, mask);
-        let col_idx = i32s(file, &format!("{case}/col_idx"));
-        assert_eq!(mask.col_idx, col_idx, "{case}");
-        if !mask.col_idx.is_empty() {
-            assert_eq!(mask.col_ptr, i32s(file, &format!("{case}/col_ptr")), "{case}");
-        }
+    masks("vertical_slash", 27, |file, case, chosen| {
+        same_tiles(file, case, chosen);
+        same_rows(file, case, "col_", &chosen.mask, |list, i| chosen.mask.columns(list, i));
     });
 }
 
-#[test]
-fn golden_flexprefill() {
-    masks("flexprefill", same_tiles);
+/// What a token reads at the end of a stream, or right after a prompt.
+fn tokens(method: &str, count: usize) {
+    let file = SafeTensors::deserialize(FILE).expect("the stored lists");
+    for (name, place, text) in cases(&file, method, count) {
+        let inputs = Inputs::stored(&name);
+        let (form, token) = place.split_once('-').expect("a form and a token");
+        let token: usize = token.parse().expect("a number");
+        let shape = crate::test_data::layer([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
+        let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
+        let [q, k] = inputs.tokens(0, token);
+        match form {
+            "token" => session.stream(q, k, k).map(drop).expect("valid"),
+            "prompt" => session.take_prompt(q, k, k).expect("valid"),
+            form => panic!("{form}"),
+        }
+        let [q, k] = inputs.tokens(token, token + 1);
+        let k = &k[k.len() / (token + 1) * token..];
+        session.step(q, k, k).expect("valid");
+        let case = format!("{name}/{place}/{text}");
+        let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(&file, &format!("{case}/{part}")));
+        assert_eq!(session.kept().len(), ptr.len() - 1, "{case}");
+        for (list, kept) in session.kept().iter().enumerate() {
+            let kept: Vec<i32> = kept.iter().map(|&key| key as i32).collect();
+            assert_eq!(
+                kept,
+                idx[ptr[list] as usize..ptr[list + 1] as usize],
+                "{case}, list {list}"
+            );
+        }
+    }
 }
 
 #[test]
 fn golden_quest() {
+    tokens("quest", 27);
+}
+
+#[test]
+fn golden_exact_top() {
+    tokens("exact_top", 8);
+}
+
+#[test]
+fn golden_h2o() {
+    tokens("h2o", 8);
+}
+
+#[test]
+fn golden_snapkv() {
+    tokens("snapkv", 8);
+}
+
+/// Maps of three sequences of 40 tokens: rows, then columns and distances.
+#[test]
+fn golden_dam() {
     let file = SafeTensors::deserialize(FILE).expect("the stored lists");
-    for (name, place, text) in cases(&file, "quest") {
-        let inputs = Inputs::stored(&name);
-        let token: usize = place.trim_start_matches("token-").parse().expect("a number");
-        let shape = crate::test_data::layer([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
-        let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
-        let [q, k] = inputs.tokens(0, token + 1);
-        session.stream(q, k, k).expect("valid");
-        let case = format!("{name}/{place}/{text}");
-        let (ptr, idx) = (i32s(&file, &format!("{case}/ptr")), i32s(&file, &format!("{case}/idx")));
-        for (head, kept) in session.kept().iter().enumerate() {
-            let expected: Vec<u32> = idx[ptr[head] as usize..ptr[head + 1] as usize]
-                .iter()
-                .map(|&j| j as u32)
-                .collect();
-            assert_eq!(*kept, expected, "{case}, head {head}");
+    for (name, place, text) in cases(&file, "dam", 2) {
+        let (inputs, case) = (Inputs::stored(&name), format!("{name}/{place}/{text}"));
+        let selector = Selector::parse(&text).expect("valid");
+        let Method::Dam(config) = selector.method else {
+            panic!("{case}: another method");
+        };
+        let mut capture = DamCapture::new(config, inputs.num_heads).expect("valid");
+        for first in [0, 40, 80] {
+            let data = inputs.test_call(120).slice(first..first + 40);
+            capture.add(&data.call()).expect("valid");
+        }
+        let [ptr, idx] = ["ptr", "idx"].map(|part| i32s(&file, &format!("{case}/{part}")));
+        let maps = capture.maps();
+        let found = maps
+            .iter()
+            .flat_map(|map| map.rows.iter().chain([&map.columns, &map.offsets]));
+        for (at, found) in found.enumerate() {
+            let found: Vec<i32> = found.iter().map(|&key| key as i32).collect();
+            assert_eq!(found, idx[ptr[at] as usize..ptr[at + 1] as usize], "{case}, row {at}");
         }
     }
 }

@@ -9,8 +9,8 @@ use crate::{block_sparse_attention, density};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 /// Kept pairs of a row, as key positions.
-fn shown(mask: &crate::SparseMask, head: usize, row: usize) -> Vec<usize> {
-    let shown = expanded_row(mask, head, row);
+fn shown(chosen: &crate::Selected, head: usize, row: usize) -> Vec<usize> {
+    let shown = expanded_row(&chosen.mask, head, row);
     (0..shown.len()).filter(|&j| shown[j]).collect()
 }
 
@@ -37,15 +37,15 @@ fn bfla_random_rescue_does_not_come_in_runs() {
     let neighbours = |hash: &str| {
         let data = TestCall::random(&mut Random(43), 1024, 1024, [1, 1], 8);
         let base = "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0";
-        let (plain, mask) = (
+        let (plain, chosen) = (
             select(base, &data),
             select(&format!("{base},prob=0.3,hash={hash}"), &data),
         );
         let (mut both, mut one) = (0.0, 0.0);
-        for i in 60..mask.tiles.num_query_tiles() {
-            let row = mask.row(0, i);
+        for i in 60..chosen.mask.tiles.num_query_tiles() {
+            let row = chosen.mask.row(0, i);
             for j in 8..50 {
-                let dropped = |j: i32| !plain.row(0, i).contains(&j);
+                let dropped = |j: i32| !plain.mask.row(0, i).contains(&j);
                 if row.contains(&j) && dropped(j) && dropped(j + 1) {
                     one += 1.0;
                     both += f64::from(u8::from(row.contains(&(j + 1))));
@@ -68,12 +68,12 @@ fn ranges_are_exact_to_the_token() {
         ("streamingllm", 4, 1024, 0),
         ("tri_shape:n_init=7,n_local=30,n_last=40", 7, 30, 40),
     ] {
-        let mask = select(text, &data);
+        let chosen = select(text, &data);
         for row in 0..150 {
             let a = 50 + row;
             let is_last = row + last >= 150;
             let expected: Vec<usize> = (0..=a).filter(|&j| is_last || j < init || j + local > a).collect();
-            assert_eq!(shown(&mask, 1, row), expected, "{text}, row {row}");
+            assert_eq!(shown(&chosen, 1, row), expected, "{text}, row {row}");
         }
     }
 }
@@ -110,13 +110,13 @@ fn minference_patterns_of_a_file_and_the_search() {
     std::fs::write(&path, file.to_json()).expect("a temporary file");
     assert_eq!(PatternFile::read(&path).expect("what it wrote"), file);
     let data = TestCall::random(&mut Random(63), 400, 400, [4, 2], 8);
-    let mask = select(&format!("minference:pattern={}", path.display()), &data);
+    let chosen = select(&format!("minference:pattern={}", path.display()), &data);
     std::fs::remove_file(&path).expect("it was there");
-    assert_eq!(shown(&mask, 0, 300).len(), 48);
-    assert_eq!(shown(&mask, 2, 300).len(), 301);
-    assert!(mask.row(3, 5).len() <= 3);
-    let a = block_sparse_attention(&data.call(), &mask).expect("valid");
-    assert_close_relative("mixed", &a.o, &crate::oracle_attention(&data.call(), &mask).o, 2e-5);
+    assert_eq!(shown(&chosen, 0, 300).len(), 48);
+    assert_eq!(shown(&chosen, 2, 300).len(), 301);
+    assert!(chosen.mask.row(3, 5).len() <= 3);
+    let a = block_sparse_attention(&data.call(), &chosen).expect("valid");
+    assert_close_relative("mixed", &a.o, &crate::oracle_attention(&data.call(), &chosen).o, 2e-5);
 
     for bad in ["[{\"x\": [1]}]", "[{\"0\": [\"spiral\", 1, 2]}]", "{}"] {
         let path = std::env::temp_dir().join(format!("sieve-bad-{}.json", std::process::id()));
@@ -128,12 +128,12 @@ fn minference_patterns_of_a_file_and_the_search() {
 #[test]
 fn bfla_rescue_on_blocks_takes_whole_blocks() {
     let data = TestCall::random(&mut Random(140), 512, 512, [1, 1], 8);
-    let mask = select(
+    let chosen = select(
         "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0,prob=0.3,rescue_grid=block",
         &data,
     );
-    for i in 0..mask.tiles.num_query_tiles() {
-        let row = mask.row(0, i);
+    for i in 0..chosen.mask.tiles.num_query_tiles() {
+        let row = chosen.mask.row(0, i);
         // All four tiles of a block before the diagonal one, or none; the sink tile is in the first block.
         for block in 1..i as i32 / 4 {
             let kept = (block * 4..block * 4 + 4).filter(|j| row.contains(j)).count();
@@ -145,13 +145,13 @@ fn bfla_rescue_on_blocks_takes_whole_blocks() {
 #[test]
 fn bfla_sink_tiles_stay() {
     let data = TestCall::random(&mut Random(141), 256, 256, [1, 1], 8);
-    let mask = select(
+    let chosen = select(
         "bfla:block=32,group=8,tile=8,keep_mass=0,local_tokens=0,sink_tiles=3",
         &data,
     );
-    for i in 0..mask.tiles.num_query_tiles() {
+    for i in 0..chosen.mask.tiles.num_query_tiles() {
         assert!(
-            (0..3.min(i as i32 + 1)).all(|j| mask.row(0, i).contains(&j)),
+            (0..3.min(i as i32 + 1)).all(|j| chosen.mask.row(0, i).contains(&j)),
             "tile {i}"
         );
     }
@@ -189,17 +189,17 @@ fn xattention_thresholds_of_a_file_and_the_norm() {
     let text = format!("xattention:block=16,stride=4,tau=0.5,taus={}", path.display());
     let data = TestCall::structured(&mut Random(143), 256, [2, 1], 16);
     let select_in = |text: &str, layer: usize| selector(text).select(&data.call().in_layer(layer, 3)).expect("valid");
-    let mask = select_in(&text, 0);
-    assert!((0..16).all(|i| mask.row(0, i).len() <= 2 && mask.row(1, i).len() == i + 1));
-    let (mask, plain) = (
+    let chosen = select_in(&text, 0);
+    assert!((0..16).all(|i| chosen.mask.row(0, i).len() <= 2 && chosen.mask.row(1, i).len() == i + 1));
+    let (chosen, plain) = (
         select_in(&text, 1),
         select_in("xattention:block=16,stride=4,tau=0.3", 1),
     );
-    assert!((0..16).all(|i| mask.row(0, i) == plain.row(0, i)));
+    assert!((0..16).all(|i| chosen.mask.row(0, i) == plain.mask.row(0, i)));
     let plain = select_in("xattention:block=16,stride=4,tau=0.5", 2);
     // What the file does not say is tau.
-    assert!((0..16).all(|i| mask.row(1, i) == plain.row(1, i)));
-    assert_eq!(select_in(&text, 2).tile_idx, plain.tile_idx);
+    assert!((0..16).all(|i| chosen.mask.row(1, i) == plain.mask.row(1, i)));
+    assert_eq!(select_in(&text, 2).mask, plain.mask);
     std::fs::write(&path, "[[1.5]]").expect("a temporary file");
     for (text, wanted) in [
         (text.clone(), "outside [0, 1]"),
@@ -246,8 +246,8 @@ fn a_shape_and_streamingllm_outputs_depend_on_no_later_token() {
 fn flexprefill_with_gamma_1_keeps_everything_however_sums_round() {
     let data = TestCall::random(&mut Random(145), 3000, 3000, [2, 1], 8);
     for tau in ["0", "1"] {
-        let mask = select(&format!("flexprefill:block=32,gamma=1,min_budget=32,tau={tau}"), &data);
-        assert!(mask.keeps_everything(), "tau={tau}");
+        let chosen = select(&format!("flexprefill:block=32,gamma=1,min_budget=32,tau={tau}"), &data);
+        assert!(chosen.mask.keeps_everything(), "tau={tau}");
     }
 }
 
@@ -255,11 +255,11 @@ fn flexprefill_with_gamma_1_keeps_everything_however_sums_round() {
 fn infinitehip_short_prompts_are_dense() {
     let data = TestCall::random(&mut Random(146), 300, 300, [1, 1], 8);
     for (below, dense) in [("300", false), ("301", true)] {
-        let mask = select(
+        let chosen = select(
             &format!("infinitehip:first_dense_layers=0,prefill_dense_below={below}"),
             &data,
         );
-        assert_eq!(mask.stats.dense_call, dense);
+        assert_eq!(chosen.stats.dense_call, dense);
     }
 }
 
@@ -274,7 +274,7 @@ fn a_mask_that_keeps_everything_runs_dense_and_says_so() {
         ("momo:first_dense_layers=0", false),
     ] {
         let done = selector(text).prefill(&data.call()).expect("valid");
-        assert_eq!(done.mask.stats.dense_call, dense, "{text}");
+        assert_eq!(done.selected.stats.dense_call, dense, "{text}");
     }
 }
 
@@ -331,58 +331,39 @@ fn minference_search_finds_the_candidate_with_the_most_mass() {
     }
 }
 
-/// The three stages once more, one loop each, on plain and on many equal keys.
+/// Each head keeps what the method of its pattern keeps; vertical-slash is compared with an independent program's
+/// lists elsewhere.
 #[test]
-fn infinitehip_equals_a_naive_version() {
-    let text = "infinitehip:block=8,stride_1=4,chunk_1=16,budget_2=96,stride_2=2,chunk_2=8,budget_3=48,stride_3=1,\
-        chunk_3=4,budget=16,\
-                sink=8,window=16,prefill_dense_below=0,first_dense_layers=0";
-    let random = TestCall::random(&mut Random(149), 300, 300, [2, 1], 16);
-    let mut equal = random.clone();
-    // Keys in runs of three alike: halves often tie, and so do chunks.
-    for (t, k) in equal.k.chunks_exact_mut(16).enumerate() {
-        k.fill(((t / 3) % 4) as f32);
-    }
-    for data in [random, equal] {
-        let (call, mask) = (data.call(), select(text, &data));
-        for (head, i) in (0..2).flat_map(|head| (0..mask.tiles.num_query_tiles()).map(move |i| (head, i))) {
-            let rows: Vec<usize> = mask.tiles.rows(i).collect();
-            let high = ((rows[0] + 1).saturating_sub(16) / 4 * 4).max(8);
-            let mut chunks: Vec<Vec<usize>> = (8..high)
-                .collect::<Vec<_>>()
-                .chunks(16)
-                .map(<[usize]>::to_vec)
-                .collect();
-            for (stride, kept, next) in [(4, 6, 8), (2, 6, 4), (1, 4, 4)] {
-                let score = |key: usize| {
-                    let sampled = rows.iter().step_by(stride);
-                    let products = sampled.map(|&row| crate::vector::dot(call.query(head, row), call.key(0, key)));
-                    products.fold(f32::NEG_INFINITY, f32::max)
-                };
-                let scores: Vec<f32> = chunks
-                    .iter()
-                    .map(|chunk| {
-                        let mut keys = &chunk[..];
-                        while keys.len() > 1 {
-                            let (a, b) = keys.split_at(keys.len().div_ceil(2));
-                            keys = if score(b[0]) > score(a[0]) { b } else { a };
-                        }
-                        score(keys[0])
-                    })
-                    .collect();
-                let mut best: Vec<usize> = falling(&scores).into_iter().take(kept).collect();
-                best.sort_unstable();
-                chunks = best
-                    .into_iter()
-                    .flat_map(|at| chunks[at].chunks(next).map(<[usize]>::to_vec).collect::<Vec<_>>())
-                    .collect();
-            }
-            let admissible = mask.tiles.admissible(i) as i32;
-            let mut expected: Vec<i32> = chunks.iter().map(|chunk| chunk[0] as i32 / 4).collect();
-            expected.extend((0..2.min(admissible)).chain(high as i32 / 4..admissible));
-            expected.sort_unstable();
-            expected.dedup();
-            assert_eq!(mask.row(head, i), expected, "head {head}, block {i}");
+fn minference_gives_each_head_the_keys_of_its_pattern() {
+    let data = TestCall::structured(&mut Random(163), 700, [4, 2], 8);
+    let vertical_slash = Pattern::VerticalSlash {
+        vertical: 40,
+        slash: 60,
+    };
+    let patterns = [
+        (Pattern::BlockSparse { topk: 3 }, "block_sparse:topk=3"),
+        (vertical_slash, "vertical_slash:vertical=40,slash=60"),
+        (
+            Pattern::AShape { n_init: 9, n_local: 70 },
+            "a_shape:n_init=9,n_local=70",
+        ),
+        (Pattern::BlockSparse { topk: 2 }, "block_sparse:topk=2"),
+    ];
+    let file = PatternFile {
+        layers: vec![patterns.iter().map(|(pattern, _)| Some(*pattern)).collect()],
+    };
+    let path = std::env::temp_dir().join(format!("sieve-brute-{}.json", std::process::id()));
+    std::fs::write(&path, file.to_json()).expect("a temporary file");
+    let chosen = select(&format!("minference:pattern={}", path.display()), &data);
+    std::fs::remove_file(&path).expect("it was there");
+    for (head, (_, text)) in patterns.iter().enumerate() {
+        let alone = select(text, &data);
+        let mut hidden = 0;
+        for row in 0..700 {
+            let shown = expanded_row(&chosen.mask, head, row);
+            assert_eq!(shown, expanded_row(&alone.mask, head, row), "{text}, row {row}");
+            hidden += shown[..=row].iter().filter(|&&shown| !shown).count();
         }
+        assert!(hidden > 50_000, "{text}: {hidden}");
     }
 }

@@ -7,10 +7,10 @@ use sieve_testing::Random;
 
 fn measured(text: &str, data: &TestCall) -> (f64, f64) {
     let call = data.call();
-    let mask = select(text, data);
-    let sparse = block_sparse_attention(&call, &mask).expect("valid");
+    let chosen = select(text, data);
+    let sparse = block_sparse_attention(&call, &chosen).expect("valid");
     let dense = dense_attention(&call).expect("valid");
-    (density(&mask).token, recall(&sparse.lse, &dense.lse))
+    (density(&chosen).token, recall(&sparse.lse, &dense.lse))
 }
 
 #[test]
@@ -18,13 +18,13 @@ fn recall_of_everything_is_one_and_of_a_mask_is_its_dense_mass() {
     let data = TestCall::structured(&mut Random(81), 200, [2, 1], 16);
     let (density, all) = measured("meanpool:block=16,tau=1", &data);
     assert!((density - 1.0).abs() < 1e-12 && (all - 1.0).abs() < 1e-5);
-    let mask = select("meanpool:block=16,tau=0.4", &data);
+    let chosen = select("meanpool:block=16,tau=0.4", &data);
     let (_, some) = measured("meanpool:block=16,tau=0.4", &data);
     let (call, dense) = (data.call(), oracle_dense(&data.call()));
     let mut mass = 0.0;
     for head in 0..2 {
         for row in 0..200 {
-            let shown = crate::oracle::expanded_row(&mask, head, row);
+            let shown = crate::oracle::expanded_row(&chosen.mask, head, row);
             let (_, lse) = crate::oracle::oracle_row(&call, head, row, &shown);
             mass += (lse - dense.lse[head * 200 + row]).exp() / 400.0;
         }
@@ -59,7 +59,7 @@ fn estimates_beat_ranges_at_equal_density_where_topics_return() {
     // What the flag prints reads back to the same selection.
     let text = selector("xattention:block=16,stride=4,tau=0.6").to_string();
     assert_eq!(
-        select(&text, &data).tile_idx,
-        select("xattention:block=16,stride=4,tau=0.6", &data).tile_idx
+        select(&text, &data).mask,
+        select("xattention:block=16,stride=4,tau=0.6", &data).mask
     );
 }

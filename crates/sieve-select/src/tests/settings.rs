@@ -2,7 +2,7 @@
 
 use super::{SMALL, select};
 use crate::test_data::TestCall;
-use crate::{DecodeSession, ListsPer, Selector};
+use crate::{DecodeSession, Selector};
 use sieve_testing::Random;
 
 #[test]
@@ -23,21 +23,21 @@ fn every_shared_key_of_a_prefill_method_acts() {
                     assert!(select(&dense, &data).stats.dense_call, "{dense}");
                 }
                 "last_dense_rows" => {
-                    let mask = select(&with("last_dense_rows=7"), &data);
-                    assert!((393..400).all(|row| mask.is_dense_row(row)), "{small}");
+                    let chosen = select(&with("last_dense_rows=7"), &data);
+                    assert!((393..400).all(|row| chosen.mask.is_dense_row(row)), "{small}");
                 }
                 "gqa" => {
                     let union = match small.contains("gqa=") {
                         true => small.to_owned(),
                         false => with("gqa=union"),
                     };
-                    assert_eq!(select(&union, &data).lists, ListsPer::KvHead, "{union}");
+                    assert_eq!(select(&union, &data).mask.heads_per_list, 2, "{union}");
                 }
                 "min_prefill_tokens" => {
                     let text = with("min_prefill_tokens=401");
                     let selector = Selector::parse(&text).expect("valid");
-                    let mask = selector.select(&data.call()).expect("valid");
-                    assert!(mask.stats.dense_call, "{text}");
+                    let chosen = selector.select(&data.call()).expect("valid");
+                    assert!(chosen.stats.dense_call, "{text}");
                 }
                 other => panic!("{other} is not tested"),
             }

@@ -4,10 +4,10 @@
 use std::cell::RefCell;
 
 use super::select;
-use crate::mask::{ListRows, SparseMask};
+use crate::mask::Selected;
 use crate::pool::causal_probabilities;
 use crate::test_data::{Inputs, TestCall};
-use crate::{block_sparse_attention, dense_attention, density, recall};
+use crate::{KeyMask, block_sparse_attention, dense_attention, density, recall};
 use sieve_testing::Random;
 
 const TOKENS: usize = 512;
@@ -30,64 +30,70 @@ fn trained() -> [TestCall; 2] {
     ["trained.4.2", "trained.8.1"].map(|name| Inputs::stored(name).test_call(TOKENS))
 }
 
-fn recall_of(data: &TestCall, mask: &SparseMask) -> f64 {
+fn recall_of(data: &TestCall, chosen: &Selected) -> f64 {
     let call = data.call();
-    let sparse = block_sparse_attention(&call, mask).expect("valid");
+    let sparse = block_sparse_attention(&call, chosen).expect("valid");
     recall(&sparse.lse, &dense_attention(&call).expect("valid").lse)
 }
 
 fn measured(data: &TestCall, text: &str) -> (f64, f64) {
-    let mask = select(text, data);
-    (density(&mask).token, recall_of(data, &mask))
+    let chosen = select(text, data);
+    (density(&chosen).token, recall_of(data, &chosen))
 }
 
 /// As many tiles in every row as the mask has: the own ones, and the first others that `order` gives, in the mask's
 /// own order of keys. `order` gets the dense mass of each tile.
-fn as_many_tiles(data: &TestCall, mask: &SparseMask, order: &dyn Fn(&[f32]) -> Vec<usize>) -> SparseMask {
-    let (call, tiles) = (data.call(), mask.tiles);
-    let lists: Vec<ListRows> = (0..mask.num_lists())
-        .map(|list| {
-            let head = mask.heads_of(list).start;
-            let rows = (0..tiles.num_query_tiles()).map(|i| {
-                let end = tiles.last(i) + 1;
-                let p = causal_probabilities(&call, head, tiles.rows(i)).expect("finite");
-                let mass = |j: usize| -> f32 {
-                    let slots = tiles.keys(j);
-                    let keys = slots.map(|slot| mask.key_order_of(list).map_or(slot, |order| order[slot] as usize));
-                    keys.filter(|&key| key < end)
-                        .map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>())
-                        .sum()
-                };
-                let masses: Vec<f32> = (0..tiles.num_key_tiles()).map(mass).collect();
-                // The own tiles stay with permuted keys too, as the form asks; they count.
-                let own: Vec<i32> = mask
-                    .row(list, i)
-                    .iter()
-                    .copied()
-                    .filter(|&j| holds_an_own_key(mask, list, i, j as usize))
-                    .collect();
-                let mut row = own.clone();
-                let order = order(&masses).into_iter().map(|j| j as i32);
-                row.extend(
-                    order
-                        .filter(|j| !own.contains(j))
-                        .take(mask.row(list, i).len() - own.len()),
-                );
-                row.sort_unstable();
-                row
-            });
-            ListRows::of_tiles(rows.collect())
-        })
-        .collect();
-    let mut other = SparseMask::from_lists(mask.shape, tiles, mask.lists, &lists);
-    other.key_order = mask.key_order.clone();
-    other
+fn as_many_tiles(data: &TestCall, chosen: &Selected, order: &dyn Fn(&[f32]) -> Vec<usize>) -> Selected {
+    let (call, tiles) = (data.call(), chosen.mask.tiles);
+    let rows = (0..chosen.mask.num_lists()).flat_map(|list| {
+        let head = chosen.mask.heads_of(list).start;
+        let rows = (0..tiles.num_query_tiles()).map(|i| {
+            let end = tiles.last(i) + 1;
+            let p = causal_probabilities(&call, head, tiles.rows(i)).expect("finite");
+            let mass = |j: usize| -> f32 {
+                let slots = tiles.keys(j);
+                let keys = slots.map(|slot| {
+                    chosen
+                        .mask
+                        .key_order_of(list)
+                        .map_or(slot, |order| order[slot] as usize)
+                });
+                keys.filter(|&key| key < end)
+                    .map(|key| p.chunks_exact(end).map(|row| row[key]).sum::<f32>())
+                    .sum()
+            };
+            let masses: Vec<f32> = (0..tiles.num_key_tiles()).map(mass).collect();
+            // The own tiles stay with permuted keys too, as the form asks; they count.
+            let own: Vec<i32> = chosen
+                .mask
+                .row(list, i)
+                .iter()
+                .copied()
+                .filter(|&j| holds_an_own_key(chosen, list, i, j as usize))
+                .collect();
+            let mut row = own.clone();
+            let order = order(&masses).into_iter().map(|j| j as i32);
+            row.extend(
+                order
+                    .filter(|j| !own.contains(j))
+                    .take(chosen.mask.row(list, i).len() - own.len()),
+            );
+            [row, Vec::new()]
+        });
+        rows.collect::<Vec<_>>()
+    });
+    let mut other = KeyMask::new(chosen.mask.shape, tiles, chosen.mask.heads_per_list, rows);
+    other.set_key_order(chosen.mask.key_order());
+    other.into()
 }
 
-fn holds_an_own_key(mask: &SparseMask, list: usize, i: usize, j: usize) -> bool {
-    let positions = mask.tiles.first(i)..mask.tiles.last(i) + 1;
-    mask.tiles.keys(j).any(|slot| {
-        let key = mask.key_order_of(list).map_or(slot, |order| order[slot] as usize);
+fn holds_an_own_key(chosen: &Selected, list: usize, i: usize, j: usize) -> bool {
+    let positions = chosen.mask.tiles.first(i)..chosen.mask.tiles.last(i) + 1;
+    chosen.mask.tiles.keys(j).any(|slot| {
+        let key = chosen
+            .mask
+            .key_order_of(list)
+            .map_or(slot, |order| order[slot] as usize);
         positions.contains(&key)
     })
 }
@@ -96,11 +102,11 @@ fn holds_an_own_key(mask: &SparseMask, list: usize, i: usize, j: usize) -> bool 
 fn oracle_on_the_tiles_of_a_method_keeps_at_least_as_much() {
     for data in trained() {
         for text in SAME_BLOCKS {
-            let mut mask = select(text, &data);
-            mask.correction = None;
+            let mut chosen = select(text, &data);
+            chosen.correction = None;
             let (kept, best) = (
-                recall_of(&data, &mask),
-                recall_of(&data, &as_many_tiles(&data, &mask, &crate::keep::falling)),
+                recall_of(&data, &chosen),
+                recall_of(&data, &as_many_tiles(&data, &chosen, &crate::keep::falling)),
             );
             assert!(best >= kept - 1e-6, "{text}: {kept}, oracle {best}");
             assert!(kept > 0.3, "{text}: {kept}");
@@ -142,8 +148,8 @@ fn every_method_keeps_more_than_as_many_tiles_drawn_blindly() {
     for text in SAME_BLOCKS {
         let [mut kept, mut drawn] = [0.0; 2];
         for data in trained() {
-            let mut mask = select(text, &data);
-            mask.correction = None;
+            let mut chosen = select(text, &data);
+            chosen.correction = None;
             let random = RefCell::new(Random(7));
             let blindly = |masses: &[f32]| {
                 let mut random = random.borrow_mut();
@@ -152,9 +158,9 @@ fn every_method_keeps_more_than_as_many_tiles_drawn_blindly() {
                 drawn.sort_unstable();
                 drawn.into_iter().map(|(_, j)| j).collect()
             };
-            let blind = as_many_tiles(&data, &mask, &blindly);
-            assert_eq!(blind.tile_idx.len(), mask.tile_idx.len(), "{text}");
-            kept += recall_of(&data, &mask) / 2.0;
+            let blind = as_many_tiles(&data, &chosen, &blindly);
+            assert_eq!(blind.mask.num_tiles(), chosen.mask.num_tiles(), "{text}");
+            kept += recall_of(&data, &chosen) / 2.0;
             drawn += recall_of(&data, &blind) / 2.0;
         }
         assert!(kept > drawn + 0.02, "{text}: {kept}, drawn blindly {drawn}");

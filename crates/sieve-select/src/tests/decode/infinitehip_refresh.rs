@@ -18,7 +18,7 @@ fn infinitehip_decode_chooses_as_its_prefill_with_blocks_of_one() {
         .expect("valid");
     for (t, kept) in kept.iter().enumerate() {
         for (head, kept) in kept.iter().enumerate() {
-            let shown = crate::oracle::expanded_row(&prefill, head, t);
+            let shown = crate::oracle::expanded_row(&prefill.mask, head, t);
             let expected: Vec<u32> = (0..120).filter(|&j| shown[j as usize]).collect();
             assert_eq!(*kept, expected, "token {t}, head {head}");
         }

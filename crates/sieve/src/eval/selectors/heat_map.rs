@@ -1,6 +1,6 @@
 //! Kept blocks of all layers and heads as a picture.
 use crate::eval::heads::{Heads, Legend, Square};
-use sieve_select::SparseMask;
+use sieve_select::{KeyMask, Selected};
 
 /// Pixels of one head's side, at most.
 const SIDE: usize = 1024;
@@ -9,16 +9,17 @@ const LATER: u8 = 200;
 
 /// A row of heads per layer; black is kept, white is dropped. Rows and columns are tiles (with permutations, of the
 /// permuted sequence); a pixel that stands for several tiles shows their mean.
-pub(super) fn svg(label: &str, model: &str, masks: &[SparseMask]) -> String {
+pub(super) fn svg(label: &str, model: &str, chosen: &[Selected]) -> String {
+    let masks: Vec<&KeyMask> = chosen.iter().map(|one| &one.mask).collect();
     let num_tokens = masks.first().map_or(0, |mask| mask.shape.num_queries);
-    let square = |mask: &SparseMask, head| {
+    let square = |mask: &KeyMask, head| {
         let side = mask.tiles.num_query_tiles().clamp(1, SIDE);
         Square {
             side,
             pixels: cells(mask, head, side),
         }
     };
-    let layer = |(layer, mask): (usize, &SparseMask)| {
+    let layer = |(layer, mask): (usize, &&KeyMask)| {
         let heads = (0..mask.shape.num_heads).map(|head| square(mask, head));
         (layer, heads.collect())
     };
@@ -33,7 +34,7 @@ pub(super) fn svg(label: &str, model: &str, masks: &[SparseMask]) -> String {
 }
 
 /// Grey values of one head, `[size, size]`.
-fn cells(mask: &SparseMask, head: usize, size: usize) -> Vec<u8> {
+fn cells(mask: &KeyMask, head: usize, size: usize) -> Vec<u8> {
     let tiles = mask.tiles;
     let (rows, columns) = (tiles.num_query_tiles(), tiles.num_key_tiles());
     let mut kept = vec![0_u32; size * size];
@@ -68,10 +69,13 @@ mod tests {
             num_kv_heads: 1,
             head_dim: 4,
         };
-        let mask = SparseMask::dense(shape);
+        let chosen = Selected::dense(shape);
         let o = LATER;
-        assert_eq!(cells(&mask, 1, 4), [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]);
-        let svg = svg("a<b", "run, step 3", &[mask.clone(), mask]);
+        assert_eq!(
+            cells(&chosen.mask, 1, 4),
+            [0, o, o, o, 0, 0, o, o, 0, 0, 0, o, 0, 0, 0, 0]
+        );
+        let svg = svg("a<b", "run, step 3", &[chosen.clone(), chosen]);
         assert_eq!(svg.matches("<image").count(), 4);
         for words in [
             ">Kept blocks of a&lt;b<",
