@@ -6,7 +6,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_hf::{LoadedModel, NamedTensor, write_tensor_file};
 use sieve_kernels::KernelText;
 use sieve_nn::{Attention, DecoderLayer, LayerContext, Qwen3};
-use sieve_ops::{Documents, DeviceBackend, dma_ranks};
+use sieve_ops::{DeviceBackend, Documents, dma_ranks};
 use std::path::Path;
 
 /// Most tokens read: enough for the longest benchmark.

@@ -9,9 +9,7 @@ use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
 use sieve_core::KeepRest;
 use sieve_kernels::AttentionShape;
-use sieve_ops::{
-    AttentionCall, DeviceBackend, DmaBias, DmaCache, DmaCall, DmaSelection, DmaToken, KeyCache, DeviceBackend,
-};
+use sieve_ops::{AttentionCall, DeviceBackend, DmaBias, DmaCache, DmaCall, DmaSelection, DmaToken, KeyCache};
 
 /// A backend that can be given a tensor of any strides.
 pub(crate) trait Place: DeviceBackend {

@@ -3,8 +3,8 @@ use crate::EvalError;
 use burn::tensor::{DType, Tensor};
 use sieve_nn::{LayerCache, LayerOperands, PackedCache};
 use sieve_ops::{
-    DeviceBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys,
-    select_blocks_by_bounds, sparse_attention, upload_mask,
+    DeviceBackend, SparseOutput, TokenBuffer, cached_attention, heavy_decode, keep_heavy_keys, select_blocks_by_bounds,
+    sparse_attention, upload_mask,
 };
 use sieve_select::{CallShape, SelectError, Selected, Selector, Step};
 

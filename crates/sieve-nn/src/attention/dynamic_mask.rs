@@ -2,8 +2,8 @@
 use super::{LayerContext, LayerOutput};
 use crate::{LayerCaches, Linear, QkvProjection, RmsNorm, WeightInit};
 use burn::module::{Module, Param};
-use burn::tensor::backend::Backend;
 use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
 use sieve_core::{DmaBias, DmaShape, ModelShape};
 use sieve_ops::{AttentionLayer, AttentionSpec, DeviceBackend, DmaLayer, Documents, SieveBackend};
 
