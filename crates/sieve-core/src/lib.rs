@@ -37,7 +37,7 @@ pub use block_selection::{
     BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, ScoredBlocks, SlotOrder,
 };
 pub use call_shape::{CallShape, Tiles};
-pub use keeping::{KeepRest, Keeping};
+pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,

@@ -21,8 +21,8 @@ use shared_prompts::SharedPrompts;
 use sieve_core::model::AttentionForm;
 use sieve_core::{Keeping, ModelShape};
 use sieve_ops::{
-    AttentionLayer, AttentionSpec, DeviceBackend, Documents, ProductPrecision, RotaryEmbedding, SieveBackend,
-    WeightSums,
+    AttentionLayer, AttentionSpec, DeviceBackend, Documents, KernelPolicy, LayerTokens, ProductPrecision,
+    RotaryEmbedding, RowParts, SieveBackend, WeightSums,
 };
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -36,6 +36,8 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
+    /// Context parallelism: the whole rows, where these tokens are one part of each. Layers of one op alone take them.
+    pub parts: Option<&'a RowParts>,
     /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
     /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
@@ -43,6 +45,8 @@ pub struct LayerContext<'a, B: Backend> {
     pub precision: ProductPrecision,
     /// What those layers leave their backward pass beside the least.
     pub keeping: Keeping,
+    /// Which kernels attention takes on a GPU, and how these sum.
+    pub policy: KernelPolicy,
     /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
     /// returns them with its own added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
@@ -55,9 +59,11 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             documents,
             positions: documents.positions.clone(),
             rope,
+            parts: None,
             shared: None,
             precision: ProductPrecision::Tensors,
             keeping: Keeping::default(),
+            policy: KernelPolicy::default(),
             sums: None,
         }
     }
@@ -65,8 +71,19 @@ impl<'a, B: Backend> LayerContext<'a, B> {
 
 impl<B: Backend> LayerContext<'_, B> {
     /// Positions, tables and documents, as [`sieve_ops::attention_layer`] takes them.
-    pub(crate) fn tokens(&self) -> (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>) {
-        (self.positions.clone(), self.rope, self.documents)
+    pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
+        LayerTokens {
+            positions: self.positions.clone(),
+            rope: self.rope,
+            documents: self.documents,
+            parts: self.parts,
+        }
+    }
+
+    /// An attention call under this pass's policy.
+    pub(crate) fn under_policy(&self, spec: AttentionSpec) -> AttentionSpec {
+        let policy = self.policy;
+        AttentionSpec { policy, ..spec }
     }
 
     /// The sums of two projections.

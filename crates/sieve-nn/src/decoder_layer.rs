@@ -83,6 +83,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
             return self.self_attn.forward(norm.forward(x), added, context);
         };
         let clamps = layer.dma.as_ref().is_some_and(|dma| dma.spec.bias == DmaBias::Exp);
+        let spec = context.under_policy(spec);
         let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         let (expire, scores) = chosen.unzip();
         LayerOutput {

@@ -152,7 +152,11 @@ fn a_text_in_parts_gives_the_rows_and_keeps_the_keys_of_one_pass() {
                 };
                 let rows = Rows::new([2, done], &shape(attention));
                 let so_far = dma.qkv.forward(x.clone().narrow(1, 0, done), &rows.context());
-                holds_what_is_seen(&what, &cache.layers[0], dma.attend(so_far, rows.context().documents));
+                holds_what_is_seen(
+                    &what,
+                    &cache.layers[0],
+                    dma.attend(so_far, rows.context().documents, dma.spec()),
+                );
             }
             assert_close(&what, &values(Tensor::cat(got, 1)), &values(all), 1e-5);
         }
@@ -237,7 +241,8 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
-    let whole = inner.attend(inner.qkv.forward(x.clone(), &rows.context()), rows.context().documents);
+    let qkv = inner.qkv.forward(x.clone(), &rows.context());
+    let whole = inner.attend(qkv, rows.context().documents, inner.spec());
     let mut cache = KvCache::<Flex>::new(1);
     let mut got = Vec::new();
     let mut done = 0;
