@@ -17,15 +17,15 @@ pub fn texts_together(num_tokens: usize) -> usize {
     (TOGETHER_TOKENS / num_tokens.max(1)).clamp(1, TOGETHER)
 }
 
-/// Tokens of a prompt that go through a model of windows or DMA together: its layers then hold as many at a time, however
-/// long the prompt is.
+/// Tokens of a prompt that go through a model of windows or DMA together: its layers hold the activations of so many,
+/// however long the prompt is.
 const PROMPT_PART: usize = 8192;
 /// And as many times what a layer keeps, at least: that goes through again with each part.
 const PARTS_OF_KEPT: usize = 4;
 
 /// Tokens of a prompt of `num_tokens` that go through the model together. All do unless every layer keeps a bounded
-/// number of keys: dense, latent and native sparse layers keep something of every token anyway, and read a prompt fastest
-/// as a whole.
+/// number of keys: dense, latent and native sparse layers keep something of every token anyway, and read a whole prompt
+/// fastest in one pass.
 pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     let kept = shape.by_kind().into_iter().map(|part| match part.attention.form() {
         AttentionForm::Grouped { window } => window,

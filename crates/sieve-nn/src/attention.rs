@@ -172,8 +172,8 @@ impl<B: SieveBackend> Attention<B> {
         }
     }
 
-    /// The layer after `norm` as one op, which keeps less for the backward pass than [`forward`](Self::forward) after the
-    /// norm; `None` where the call takes several ops.
+    /// The layer after `norm` as one op, which keeps less for the backward pass than [`forward`](Self::forward) after
+    /// the norm; `None` where the call takes several ops.
     pub(crate) fn layer_op(
         &self,
         norm: &RmsNorm<B>,

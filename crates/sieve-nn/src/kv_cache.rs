@@ -137,8 +137,8 @@ impl<B: Backend> LayerCache<B> {
     }
 }
 
-/// Of the keys of a packed row, each KV head's that DMA's mask still shows to the next query; rank, expire and positions
-/// are `[batch, num_kv_heads, seq_len]`.
+/// Of the keys of a packed row, each KV head's that DMA's mask still shows to the next query; rank, expire and
+/// positions are `[batch, num_kv_heads, seq_len]`.
 fn still_seen<B: Backend>(
     qkv: Tensor<B, 4>,
     rank: Tensor<B, 3>,
@@ -242,14 +242,16 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
         packed: Tensor<B, 4>,
         mut attend: impl FnMut(CachedRows<'_, B>, Tensor<B, 4>) -> Tensor<B, 4>,
     ) -> Tensor<B, 4> {
-        let mut parts = self.each(packed.dims()[0], |cached| {
+        let batch = packed.dims()[0];
+        if let [cache] = &mut self.caches[..] {
+            let (rows, scratch) = ([0, batch], &mut *self.scratch);
+            return attend(CachedRows { rows, cache, scratch }, packed);
+        }
+        let parts = self.each(batch, |cached| {
             let [row, rows] = cached.rows;
             attend(cached, packed.clone().narrow(0, row, rows))
         });
-        match parts.len() {
-            1 => parts.remove(0),
-            _ => Tensor::cat(parts, 0),
-        }
+        Tensor::cat(parts, 0)
     }
 }
 
@@ -305,9 +307,9 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         o.narrow(1, earlier, new)
     }
 
-    /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several tokens behind others attend as one row of the keys
-    /// in the slots and themselves: a key's rank does not depend on the query, and one that has left never returns, so
-    /// that row's mask is the whole text's.
+    /// DMA of new tokens; `[batch, new, num_heads, head_dim]`. Several tokens behind others attend as one row of the
+    /// keys in the slots and themselves: a key's rank does not depend on the query, and one that has left never
+    /// returns, so that row's mask is the whole text's.
     pub(crate) fn attend_selected(
         self,
         qkv: Tensor<B, 4>,

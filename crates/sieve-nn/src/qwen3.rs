@@ -150,8 +150,8 @@ impl<B: SieveBackend> Qwen3<B> {
     }
 
     /// Logits of the last token, `[batch, vocab_size]`, through the cache, which takes any number of
-    /// tokens at a time: those of a text in parts are those of one pass. Behind others they cost dense layers, and those
-    /// of NSA, more than one pass over all of them.
+    /// tokens at a time: a text in parts gives what one pass gives. Several tokens behind others cost dense and NSA
+    /// layers more than one pass over all of them.
     pub fn next_logits(&self, ids: Tensor<B, 2, Int>, cache: &mut KvCache<B>, rope: &RotaryEmbedding<B>) -> Tensor<B, 2>
     where
         B: DeviceBackend,

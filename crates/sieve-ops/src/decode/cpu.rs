@@ -1,11 +1,12 @@
 //! Attention of one new query on the CPU.
 use super::{DmaCache, DmaToken, KeyCache, reference};
 use crate::attention::AttentionSpec;
-use crate::device::flex::{contiguous, floats, from_vec, is_f32, plain, zeros_like};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, zeros_like};
+use crate::dma::dma_bias;
 use crate::tensors::{primitive, split_heads, tensor};
-use burn::tensor::TensorMetadata;
+use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::DmaBias;
+use sieve_core::{DmaBias, DmaWindow};
 
 pub(crate) fn attention_decode(
     q: FlexTensor,
@@ -62,7 +63,6 @@ pub(crate) fn mla_decode(
     from_vec(o, sizes)
 }
 
-/// The slots are moved by Burn's operations; the attention over them is a kernel.
 pub(crate) fn dma_decode(
     cache: &mut DmaCache<Flex>,
     token: DmaToken<Flex>,
@@ -70,7 +70,65 @@ pub(crate) fn dma_decode(
     bias: DmaBias,
     scratch: &mut (),
 ) -> FlexTensor {
-    reference::dma_decode(cache, token, softmax_scale, bias, scratch)
+    let is_full = cache.len() == cache.window.keep_window_size;
+    let is_i32 = cache.positions.buffer().dtype() == DType::I32;
+    if !(is_full && is_i32 && is_f32(&token.k) && is_f32(&token.rank)) {
+        return reference::dma_decode(cache, token, softmax_scale, bias, scratch);
+    }
+    replace_lightest(cache, &token);
+    let delta = primitive(dma_bias(cache.rank.tokens(), bias));
+    attend(token.q, &cache.keys, cache.len(), Some(delta), softmax_scale)
+}
+
+/// Puts the token into the slot of the smallest (rank, position) of each head outside the local window, in place.
+/// Without a local window a token of the smallest rank takes none.
+fn replace_lightest(cache: &mut DmaCache<Flex>, token: &DmaToken<Flex>) {
+    let DmaWindow {
+        keep_window_size: slots,
+        local_window_size: local,
+    } = cache.window;
+    let [k, v, rank] = [&token.k, &token.v, &token.rank].map(|x| contiguous(x.clone()));
+    let (held, positions) = (cache.rank.buffer().clone(), cache.positions.buffer().clone());
+    let (held, positions) = (contiguous(primitive(held)), contiguous(positions.into_primitive()));
+    let heads = floats(&held)
+        .chunks_exact(slots)
+        .zip(ints(&positions).chunks_exact(slots));
+    let lightest = |((ranks, positions), rank): ((&[f32], &[i32]), &f32)| {
+        let outside = (0..slots).filter(|&slot| positions[slot] as usize + local <= token.position);
+        // `+ 0.0` makes -0 equal to +0.
+        let order = |&a: &usize, &b: &usize| {
+            let ranks = (ranks[a] + 0.0).total_cmp(&(ranks[b] + 0.0));
+            ranks.then(positions[a].cmp(&positions[b]))
+        };
+        outside.min_by(order).filter(|&slot| local > 0 || *rank >= ranks[slot])
+    };
+    let places: Vec<Option<usize>> = heads.zip(floats(&rank)).map(lightest).collect();
+    // Given back, so that the buffers have one owner and are written in place.
+    drop((held, positions));
+    let put = |x: FlexTensor, new: &FlexTensor| {
+        let (mut x, width) = (contiguous(x), new.shape().num_elements() / places.len());
+        let values = x.storage_mut::<f32>();
+        for (head, slot) in places.iter().enumerate() {
+            if let Some(slot) = slot {
+                let new = &floats(new)[head * width..][..width];
+                values[(head * slots + slot) * width..][..width].copy_from_slice(new);
+            }
+        }
+        x
+    };
+    cache.keys.k.write(|x| tensor(put(primitive(x), &k)));
+    cache.keys.v.write(|x| tensor(put(primitive(x), &v)));
+    cache.rank.write(|x| tensor(put(primitive(x), &rank)));
+    cache.positions.write(|x| {
+        let mut x = contiguous(x.into_primitive());
+        let values = x.storage_mut::<i32>();
+        let taken = places
+            .iter()
+            .enumerate()
+            .filter_map(|(head, slot)| Some(head * slots + (*slot)?));
+        taken.for_each(|at| values[at] = token.position as i32);
+        Tensor::from_primitive(x)
+    });
 }
 
 /// One query per sequence, `[batch, num_heads, head_dim]`, over the last `seen` keys of the cache.

@@ -147,12 +147,22 @@ fn without_token_dimension(o: CudaTensor) -> Result<Float, KernelError> {
     Ok(o.reshaped(NAME, "o", &[batch, heads, head_dim])?.burn())
 }
 
-/// The cache's buffers as kernels take them; they write to these in place.
-fn buffers_of(cache: &KeyCache<Cuda>) -> KvCache {
+fn buffers(cache: &KeyCache<Cuda>) -> KvCache {
     KvCache {
         k: primitive(cache.k.buffer().clone()),
         v: primitive(cache.v.buffer().clone()),
     }
+}
+
+/// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before it
+/// writes, perhaps with gaps between the rows; tokens of such a copy move once more.
+fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
+    let found = buffers(cache);
+    if found.k.is_contiguous() && found.v.is_contiguous() {
+        return found;
+    }
+    *cache = cache.clone();
+    buffers(cache)
 }
 
 /// `q [batch, num_heads, head_dim]` over all keys of a cache, without a bias.
@@ -174,13 +184,18 @@ fn attend(
     let (first_key, first_value) = (first(keys.k.buffer()), first(keys.v.buffer()));
     let token = Qkv::separate(&query, &first_key, &first_value);
     let shape = token.shape(NAME)?;
+    let KvCache { k, v } = buffers(keys);
+    let cache = KvCache {
+        k: k.contiguous(),
+        v: v.contiguous(),
+    };
     let step = DecodeStep {
         window: None,
         softmax_scale: softmax_scale as f32,
         max_length: keys.len(),
     };
     let (length, buffers) = scratch.of(&query, shape, keys.len(), keys.len())?;
-    let o = buffers_of(keys).attention_decode_cached(&token, length, step, buffers)?;
+    let o = cache.attention_decode_cached(&token, length, step, buffers)?;
     without_token_dimension(o)
 }
 
@@ -193,7 +208,7 @@ fn append(
 ) -> Result<Float, KernelError> {
     let token = packed(qkv, spec);
     let shape = token.shape(NAME)?;
-    let (len, kv) = (cache.len(), buffers_of(cache));
+    let (len, kv) = (cache.len(), writable(cache));
     let step = DecodeStep {
         window: spec.window_size,
         softmax_scale: spec.softmax_scale as f32,
@@ -206,9 +221,9 @@ fn append(
     Ok(o.burn())
 }
 
-fn slots_of(cache: &DmaCache<Cuda>) -> DmaSlots {
+fn slots_of(cache: &mut DmaCache<Cuda>) -> DmaSlots {
     DmaSlots {
-        kv: buffers_of(&cache.keys),
+        kv: writable(&mut cache.keys),
         z: primitive(cache.rank.buffer().clone()),
         positions: kernel_tensor(cache.positions.buffer().clone().into_primitive()),
         local_window_size: cache.window.local_window_size,

@@ -1,4 +1,4 @@
-use super::{DmaCache, DmaToken, KeyCache, attention_decode, dma_decode};
+use super::{DmaCache, DmaToken, KeyCache, attention_decode, dma_decode, reference};
 use crate::testing::{Random, RandomInput, assert_close, documents, host};
 use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaSelection};
 use crate::{attention, dma_bias, dma_select};
@@ -116,6 +116,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
             [heads, heads + KV_HEADS].map(|head| tensor::<4>(token(0)).narrow(2, head, KV_HEADS).swap_dims(1, 2));
         let position = Tensor::zeros([2, KV_HEADS, 1], &Default::default());
         let mut cache = DmaCache::<Flex>::new(first, tensor(z.narrow(2, 0, 1)), position, window);
+        let mut plain = cache.clone();
         for at in 1..seq_len {
             let offered = DmaToken {
                 q: token(at).narrow(2, 0, heads).reshape([2, heads, HEAD_DIM].into()),
@@ -128,7 +129,15 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
                 rank: z.narrow(2, at, 1).reshape([2, KV_HEADS].into()),
                 position: at,
             };
+            let plain_o = reference::dma_decode(&mut plain, offered.clone(), spec.softmax_scale, bias, &mut ());
             let o = dma_decode(&mut cache, offered, spec.softmax_scale, bias, &mut ());
+            let o_host = host(o.clone().into_primitive().tensor());
+            assert_close(&format!("plain row {at}, {bias:?}"), &o_host, &host(plain_o), 4e-6);
+            assert_eq!(
+                bits(cache.positions.tokens()),
+                bits(plain.positions.tokens()),
+                "row {at}"
+            );
             assert_close(
                 &format!("row {at}, {bias:?}"),
                 &host(o.into_primitive().tensor()),
