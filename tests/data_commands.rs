@@ -220,6 +220,40 @@ fn a_run_on_a_weighted_mixture_resumes_exactly() {
     refused(&mut command, "data.weights");
 }
 
+#[test]
+fn a_run_on_answers_to_prompts_resumes_exactly() {
+    let tiny = TinyRun::dma();
+    let line = |number: usize| {
+        let ask = format!("what is {number} and {}", number + 1);
+        serde_json::json!({ "ask": ask, "say": format!("it is {}", 2 * number + 1) }).to_string() + "\n"
+    };
+    tiny.write("rows.jsonl", (0..400).map(line).collect::<String>());
+    let sets = "--set data.paths=[\"rows.jsonl\"] --set data.text_column=say --set data.prompt_column=ask \
+                --set data.validation_fraction=0.1";
+    tiny.trained("whole", sets);
+    cut_back(&tiny, 32);
+    succeed(&mut tiny.train("cut", &format!("{sets} --resume")));
+    tiny.assert_same_end("cut", "whole");
+    // Bytes of the answers alone are validated on: "it is 1" has 7.
+    let meta: serde_json::Value = serde_json::from_str(&tiny.read("whole/data/meta.json")).expect("JSON");
+    let validation = &meta["validation"];
+    let [documents, bytes] = ["num_documents", "num_bytes"].map(|key| validation[key].as_u64().expect("a count"));
+    assert!((7 * documents..=9 * documents).contains(&bytes), "{validation}");
+    tiny.prints(&format!(
+        "data batch --recipe tiny.toml --data-dir whole/data --step 1 --out b.safetensors {sets}"
+    ));
+    let file = sieve_hf::TensorFile::open(&tiny.path("b.safetensors")).expect("a file");
+    let labels = file.any_tensor("labels").expect("written").convert::<i32>();
+    let labels: Vec<i32> = labels.to_vec().expect("converted");
+    let share = labels.iter().filter(|label| **label >= 0).count() as f64 / labels.len() as f64;
+    // An answer and its end are less than half of a document's tokens.
+    assert!((0.05..0.6).contains(&share), "{share}");
+    let mut other = tiny.train("cut", &format!("{sets} --resume --set data.prompt_column=say"));
+    refused(&mut other, "data.prompt_column");
+    let mut of_text = tiny.train("text", "--set data.prompt_column=ask");
+    refused(&mut of_text, "00.txt: plain text has no column \"ask\"");
+}
+
 const MQAR: &str = "--set tokenizer.numbers=64 --set training.one_document_per_row=false --set \
     data.validation_fraction=0.5";
 

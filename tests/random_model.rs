@@ -104,7 +104,8 @@ pub(crate) const KINDS: [(&str, &str, &str); 21] = [
     ),
     (
         "llama_windows",
-        "tie_word_embeddings = false\nqk_norm = false\nresidual_scale = true\nlayer_types = [\"swa\", \"mha\", \"swa\"]",
+        "tie_word_embeddings = false\nqk_norm = false\nresidual_scale = true\nlayer_types = [\"swa\", \"mha\", \
+         \"swa\"]",
         "kind = \"swa\"\nsliding_window = 7",
     ),
     (
@@ -114,10 +115,10 @@ pub(crate) const KINDS: [(&str, &str, &str); 21] = [
     ),
     (
         "qwen2_nsa",
-        "tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", factor = \
-         4.0, original_max_position_embeddings = 32 }",
-        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mlp\"\ncompress_hidden_size = 20\n\
-         select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7\nshared_kv = false",
+        "tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", \
+         factor = 4.0, original_max_position_embeddings = 32 }",
+        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mlp\"\n\
+         compress_hidden_size = 20\nselect_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7\nshared_kv = false",
     ),
 ];
 

@@ -179,6 +179,56 @@ fn a_stage_reads_text_of_its_own() {
 }
 
 #[test]
+fn a_stage_weights_its_own_paths_or_those_of_the_run() {
+    let run = staged();
+    for (folder, letter) in [("a", "q"), ("b", "z")] {
+        fs::create_dir(run.path(folder)).expect("new");
+        for number in 0..40 {
+            // No two texts are equal, and one token is most of each.
+            let text = format!("{number} {}", format!("{letter} ").repeat(400 + number));
+            run.write(&format!("{folder}/{number}.txt"), text);
+        }
+    }
+    let paths = "paths=[\"a/*.txt\",\"b/*.txt\"]";
+    let own = format!("--set stage.2.{paths} --set stage.2.weights=[3,1]");
+    let of_run = format!(
+        "--set data.{paths} --set data.weights=[1,1] --set stage.2.weights=[3,1] --set tokenizer.train.vocab_size=270"
+    );
+    for (dir, sets, shares) in [
+        ("own", &own, [None, Some([3, 1])]),
+        ("of_run", &of_run, [Some([4, 4]), Some([3, 1])]),
+    ] {
+        let said = run.prints(&format!("data prepare --recipe staged.toml --data-dir {dir} {sets}"));
+        assert_eq!(
+            said.contains("train, stage 2, weight 3, a/*.txt"),
+            dir == "own",
+            "{said}"
+        );
+        // The rows of a step, 8 of 32 tokens and then 4 of 64, by the token that most of a row is.
+        for ((step, rows), expected) in [(1, [8, 32]), (14, [4, 64])].into_iter().zip(shares) {
+            let batch = format!("--data-dir {dir} --step {step} --out batch.safetensors {sets}");
+            run.prints(&format!("data batch --recipe staged.toml {batch}"));
+            let file = sieve_hf::TensorFile::open(&run.path("batch.safetensors")).expect("a file");
+            let tokens = file.tensor("tokens", &rows).expect("rows of the stage");
+            let tokens: Vec<i32> = tokens.convert::<i32>().to_vec().expect("converted");
+            let mut counts = std::collections::BTreeMap::new();
+            for row in tokens.chunks(rows[1]) {
+                let count = |token: &&i32| row.iter().filter(|other| other == token).count();
+                *counts.entry(row.iter().max_by_key(count).copied()).or_insert(0) += 1;
+            }
+            let mut counts: Vec<i32> = counts.into_values().collect();
+            counts.sort_by(|x, y| y.cmp(x));
+            if let Some(expected) = expected {
+                assert_eq!(counts, expected, "{dir}, step {step}");
+            }
+        }
+    }
+    succeed(&mut train(&run, "trained", &own));
+    let other = format!("{own} --resume --set stage.2.weights=[1,1]");
+    run.refuse(&mut train(&run, "trained", &other), "stage");
+}
+
+#[test]
 fn a_branch_goes_on_under_another_recipe() {
     let run = TinyRun::dma();
     run.trained("trunk", "");

@@ -1,13 +1,15 @@
-"""Times of modeling_sieve.py beside transformers' dense Qwen3: three layers of an 80M model, random weights, a thread.
+"""Times of modeling_sieve.py beside transformers' dense Qwen3: layers of an 80M model with random weights.
 
-usage: export_speed.py KIND,TOKENS... with KIND one of qwen3, dma, hybrid (the third layer dense), nsa, mla
+usage: export_speed.py [--layers N] [--threads N] [--source FILE] KIND,TOKENS...
 
-One line each: the seconds of a prompt of TOKENS in one pass, and the milliseconds of a token after it, with the cache;
-both are what the processor worked, which other programs disturb less than the clock.
+KIND is one of qwen3, dma, hybrid (every third layer dense), nsa and mla; FILE another modeling_sieve.py. One line each: the
+seconds of a prompt of TOKENS in one pass, and the milliseconds of a token after it, with the cache where there is one. Of
+one thread (the default) both are what the processor worked, which other programs disturb less than the clock; of several
+they are the clock's.
 """
 
+import argparse
 import importlib.util
-import sys
 import time
 from pathlib import Path
 
@@ -18,7 +20,6 @@ SOURCE = Path(__file__).parents[2] / "crates/sieve-hf/src/export/modeling_sieve.
 SIZES = {
     "hidden_size": 768,
     "intermediate_size": 2304,
-    "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
     "head_dim": 128,
@@ -42,14 +43,15 @@ KINDS = {
 }
 
 
-def model_of(kind):
+def model_of(kind, layers, source):
+    sizes = {**SIZES, "num_hidden_layers": layers}
     if kind == "qwen3":
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     else:
-        spec = importlib.util.spec_from_file_location("modeling_sieve", SOURCE)
+        spec = importlib.util.spec_from_file_location("modeling_sieve", source)
         modeling = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(modeling)
-        model = modeling.SieveForCausalLM(modeling.SieveConfig(**{**SIZES, **KINDS[kind]}))
+        model = modeling.SieveForCausalLM(modeling.SieveConfig(**{**sizes, **KINDS[kind]}))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(".A"):
@@ -61,18 +63,28 @@ def model_of(kind):
 
 @torch.no_grad()
 def main() -> None:
-    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--source", type=Path, default=SOURCE)
+    parser.add_argument("rows", nargs="+")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
     torch.manual_seed(0)
-    for argument in sys.argv[1:]:
+    clock = time.process_time if given.threads == 1 else time.perf_counter
+    for argument in given.rows:
         kind, num_tokens = argument.split(",")
-        model, ids = model_of(kind), torch.randint(0, SIZES["vocab_size"], (1, int(num_tokens)))
-        started = time.process_time()
+        model = model_of(kind, given.layers, given.source)
+        ids = torch.randint(0, SIZES["vocab_size"], (1, int(num_tokens)))
+        started = clock()
         out = model(ids, use_cache=True, logits_to_keep=1)
-        prompt, tokens = time.process_time() - started, []
-        for _ in range(15):
-            started = time.process_time()
-            model(ids[:, :1], past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
-            tokens.append(time.process_time() - started)
+        prompt, tokens = clock() - started, []
+        cache = out.past_key_values
+        for _ in range(15 if cache is not None else 1):
+            started = clock()
+            more = ids[:, :1] if cache is not None else torch.cat([ids, ids[:, :1]], 1)
+            model(more, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            tokens.append(clock() - started)
         print(f"{argument}: prompt {prompt:.2f} s, token {min(tokens) * 1e3:.1f} ms", flush=True)
 
 

@@ -63,6 +63,18 @@ impl Format {
         }
     }
 
+    /// The same with another column; plain text has none.
+    fn with_column(&self, column: &str) -> Self {
+        let mut changed = self.clone();
+        match &mut changed {
+            Self::Text => {}
+            Self::Jsonl { text_column } | Self::Parquet { text_column } | Self::ByEnding { text_column } => {
+                text_column.replace_range(.., column);
+            }
+        }
+        changed
+    }
+
     /// The endings of the files that are taken from folders.
     fn extensions(&self) -> Vec<String> {
         let endings: &[&str] = match self {
@@ -113,6 +125,9 @@ pub struct CorpusConfig {
     pub extensions: Vec<String>,
     /// The order of the files.
     pub order: FileOrder,
+    /// Of JSONL and Parquet: the column with what comes before the text of a document and is not predicted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub prompt_column: Option<String>,
     /// Stop before the document that would pass this many bytes of text.
     pub max_bytes: Option<u64>,
     /// A larger document is invalid. The limit is for what is found in folders and by globs, and for rows: a text file
@@ -157,6 +172,7 @@ impl CorpusConfig {
             extensions: format.extensions(),
             format,
             order: FileOrder::Sorted,
+            prompt_column: None,
             max_bytes: None,
             max_document_bytes: None,
             deduplicate: false,
@@ -185,6 +201,8 @@ pub struct SourceFile {
 pub struct Document {
     /// Its text, never blank, without a byte order mark.
     pub text: String,
+    /// What comes before the text and is not predicted; `None` without [`CorpusConfig::prompt_column`].
+    pub prompt: Option<String>,
     /// Its file, an index into [`Corpus::files`].
     pub file_idx: usize,
     /// Its line or row in that file, from 1; always 1 in [`Format::Text`].

@@ -111,9 +111,19 @@ pub enum DataError {
         /// The parser's reason.
         reason: String,
     },
+    /// Prompts are asked for in a file of plain text.
+    #[error("{}: plain text has no column {column:?}\n  \
+        hint: prompt_column is for JSONL and Parquet: leave it out, or name such files alone", path.display())]
+    TextHasNoColumns {
+        /// The file.
+        path: PathBuf,
+        /// The column of prompts.
+        column: String,
+    },
     /// A JSONL object lacks the text column.
     #[error("{}: line {line} has no column {column:?} (it has {found:?})\n  \
-        hint: set text_column to the column that holds the text, or leave such rows out: skip_invalid", path.display())]
+        hint: set text_column to the column that holds the text (prompt_column: the prompt), or leave such rows out: \
+        skip_invalid", path.display())]
     MissingColumn {
         /// The file.
         path: PathBuf,
@@ -126,7 +136,7 @@ pub enum DataError {
     },
     /// The text column holds something else than a string.
     #[error("{}: line {line}: column {column:?} is {found}, not a string\n  \
-        hint: set text_column to the column that holds the text, or leave such rows out: \
+        hint: set text_column to the column that holds the text (prompt_column: the prompt), or leave such rows out: \
         skip_invalid", path.display())]
     ColumnNotText {
         /// The file.
@@ -175,7 +185,7 @@ pub enum DataError {
     },
     /// A Parquet file lacks the text column.
     #[error("{}: no column {column:?} (it has {found:?})\n  \
-        hint: set text_column to the column that holds the text", path.display())]
+        hint: set text_column to the column that holds the text (prompt_column: the prompt)", path.display())]
     MissingParquetColumn {
         /// The file.
         path: PathBuf,
@@ -186,7 +196,7 @@ pub enum DataError {
     },
     /// The text column of a Parquet file holds no text.
     #[error("{}: column {column:?} holds {found}, not text\n  \
-        hint: set text_column to the column that holds the text", path.display())]
+        hint: set text_column to the column that holds the text (prompt_column: the prompt)", path.display())]
     ParquetColumnNotText {
         /// The file.
         path: PathBuf,

@@ -16,7 +16,8 @@ use crate::mqar::MqarMixture;
 use crate::shard::ShardReader;
 use shard_rows::ShardRows;
 
-/// The label of a position that nothing is predicted at: the end of a document, and padding.
+/// The label of a position that nothing is predicted at: before a token of a prompt, at the end of a document, and in
+/// padding.
 pub const IGNORE_LABEL: i32 = -100;
 
 /// The document id of padding.

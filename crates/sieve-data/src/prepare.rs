@@ -2,7 +2,8 @@
 //! mixed become a shard each to train on.
 //!
 //! ```text
-//! <dir>/train.bin, train.idx                 documents to train on, each ended by the end-of-document token
+//! <dir>/train.bin, train.idx                 documents to train on, each ended by the end-of-document token; with
+//!                                            prompts, a document is two sequences: prompt and text
 //!       (train-000.bin, train-001.bin, …     one pair a corpus where several are mixed)
 //! <dir>/validation.bin, validation.idx       documents held out
 //! <dir>/validation.docs.json                 bytes and words of each held-out document, for numbers per byte and word
@@ -27,7 +28,7 @@ use xxhash_rust::xxh3::Xxh3;
 pub use check::ShardCheck;
 pub use meta::{DocumentSize, PreparedMeta, SourceMeta, SplitMeta, ValidationSettings, read_document_sizes};
 
-use crate::corpus::Corpus;
+use crate::corpus::{Corpus, Document};
 use crate::error::DataError;
 use crate::shard::ShardReader;
 use crate::tokenizer::Tokenizer;
@@ -144,7 +145,7 @@ impl Prepared {
                 what: format!("{} sources to be mixed, not one", self.meta.sources.len()),
             });
         }
-        ShardReader::open(&self.dir.join(TRAIN))
+        self.shard(TRAIN)
     }
 
     /// Maps the shards to train on, one for each corpus that was prepared.
@@ -153,10 +154,15 @@ impl Prepared {
     /// Those of [`ShardReader::open`].
     pub fn train_shards(&self) -> Result<Vec<ShardReader>, DataError> {
         let names = train_names(self.meta.sources.len().max(1));
-        names
-            .iter()
-            .map(|name| ShardReader::open(&self.dir.join(name)))
-            .collect()
+        names.iter().map(|name| self.shard(name)).collect()
+    }
+
+    fn shard(&self, name: &str) -> Result<ShardReader, DataError> {
+        let shard = ShardReader::open(&self.dir.join(name))?;
+        match self.meta.settings.prompt_column {
+            Some(_) => shard.with_prompts(),
+            None => Ok(shard),
+        }
     }
 
     /// Maps the shard to validate on.
@@ -164,7 +170,7 @@ impl Prepared {
     /// # Errors
     /// Those of [`ShardReader::open`].
     pub fn validation(&self) -> Result<ShardReader, DataError> {
-        ShardReader::open(&self.dir.join(VALIDATION))
+        self.shard(VALIDATION)
     }
 
     /// Bytes and words of each document of the validation shard, in its order.
@@ -231,6 +237,21 @@ fn prepare_at_pace(
             reason,
         });
     }
+    let own = match config.validation {
+        ValidationSource::Corpus(corpus) => Some(corpus),
+        ValidationSource::Fraction(_) => None,
+    };
+    let column = |corpus: &Corpus| corpus.config().prompt_column.is_some();
+    if corpora
+        .iter()
+        .chain(own)
+        .any(|corpus| column(corpus) != column(&corpora[0]))
+    {
+        return Err(DataError::BadSetting {
+            name: "prompt_column",
+            reason: "some of the corpora have prompts and some have none".to_owned(),
+        });
+    }
     let eos_id = tokenizer.eos_id()?;
     let dir = &config.dir;
     fs::create_dir_all(dir).map_err(DataError::io("create", dir))?;
@@ -293,9 +314,14 @@ fn fingerprint(corpora: &[Corpus], tokenizer: &Tokenizer, config: &PrepareConfig
     hex(hash.digest128())
 }
 
-fn content_hash(text: &str) -> u128 {
+fn content_hash(document: &Document) -> u128 {
     const SEED: u64 = 0x7661_6C69_6461_7465;
-    xxhash_rust::xxh3::xxh3_128_with_seed(text.as_bytes(), SEED)
+    let hash = |text: &str| xxhash_rust::xxh3::xxh3_128_with_seed(text.as_bytes(), SEED);
+    match &document.prompt {
+        None => hash(&document.text),
+        // No text holds a NUL.
+        Some(prompt) => hash(&[prompt.as_str(), "\0", &document.text].concat()),
+    }
 }
 
 fn hex(hash: u128) -> String {

@@ -13,7 +13,8 @@
 //! | 34 + 4S | i64 × S | byte offset of each sequence in `.bin` |
 //! | 34 + 12S | i64 × (D + 1) | first sequence of each document, then S |
 //!
-//! The writer makes every document one sequence; the reader takes any split of documents into sequences. A multimodal
+//! The writer makes every document one sequence, or two where documents have prompts: the prompt, and what follows it.
+//! The reader takes any split of documents into sequences. A multimodal
 //! shard, which appends one byte a sequence, is refused.
 
 mod layout;

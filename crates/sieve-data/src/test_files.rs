@@ -71,3 +71,27 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
     }
     writer.close().unwrap();
 }
+
+/// Columns of texts, one row group.
+pub(crate) fn write_parquet_of(path: &Path, columns: &[(&str, Vec<&str>)], compression: Compression) {
+    let fields = columns
+        .iter()
+        .map(|(name, _)| format!("REQUIRED BYTE_ARRAY {name} (UTF8); "));
+    let schema = format!("message schema {{ {} }}", fields.collect::<String>());
+    let properties = WriterProperties::builder().set_compression(compression).build();
+    let schema = Arc::new(parse_message_type(&schema).unwrap());
+    let mut writer = SerializedFileWriter::new(File::create(path).unwrap(), schema, Arc::new(properties)).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    for (_, texts) in columns {
+        let values = texts.iter().map(|text| ByteArray::from(text.as_bytes().to_vec()));
+        let mut column = group.next_column().unwrap().unwrap();
+        let values = values.collect::<Vec<_>>();
+        column
+            .typed::<ByteArrayType>()
+            .write_batch(&values, None, None)
+            .unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+}

@@ -3,8 +3,9 @@
 //! Dense and sliding-window models are `Qwen3ForCausalLM`, without norms of queries and keys `LlamaForCausalLM`,
 //! `MistralForCausalLM` (every layer has the window) or `Qwen2ForCausalLM` (with biases), dynamic mask models
 //! `DogeForCausalLM`, latent ones without head norms `DeepseekV3ForCausalLM`; no remote code is needed. What no stock
-//! class computes (NSA; DMA or windows with dense layers between them, without norms or with biases) is computed by `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's
-//! published form too where that is asked for.
+//! class computes (NSA; DMA or windows with dense layers between them, without norms or with biases) is computed by
+//! `modeling_sieve.py`, written beside the weights (`trust_remote_code=True`), and DMA's published form too where that
+//! is asked for.
 //! The same checkpoint always gives the same bytes.
 
 pub(crate) mod config;

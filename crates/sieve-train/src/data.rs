@@ -27,12 +27,21 @@ pub struct TrainingData {
     pub tokenizer_json: String,
     /// What rows come from.
     pub rows: RowSource,
-    /// The shards of stages that have text of their own, by the place of the stage, from 0.
-    pub stages: BTreeMap<usize, Prepared>,
+    /// The text of stages that have their own, by the place of the stage, from 0.
+    pub stages: BTreeMap<usize, StageText>,
     /// Time spent training the tokenizer; zero when it was there.
     pub tokenizer_time: Duration,
     /// Time spent on the shards.
     pub prepare_time: Duration,
+}
+
+/// Text of a stage's own.
+#[derive(Debug)]
+pub struct StageText {
+    /// The shards.
+    pub prepared: Prepared,
+    /// The stage's `weights`: one for each shard to train on.
+    pub weights: Option<Vec<f64>>,
 }
 
 /// What rows come from.
@@ -248,7 +257,8 @@ impl TrainingData {
 
     /// All shards that the run reads.
     pub(crate) fn shards(&self) -> impl Iterator<Item = &Prepared> {
-        self.prepared().into_iter().chain(self.stages.values())
+        let of_stages = self.stages.values().map(|text| &text.prepared);
+        self.prepared().into_iter().chain(of_stages)
     }
 
     /// What a run that branches off `checkpoint` reads: the recipe's files, by the checkpoint's tokenizer.

@@ -29,7 +29,7 @@ mod validation;
 
 pub use attention_statistics::{AttentionStatistics, KeyAges};
 pub use collectives::{Collectives, Gathered, OnHost, Pending, Primitive};
-pub use data::{DataEvent, DataSource, RowSource, TrainingData, corpus_configs, tokenizer_file};
+pub use data::{DataEvent, DataSource, RowSource, StageText, TrainingData, corpus_configs, tokenizer_file};
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;

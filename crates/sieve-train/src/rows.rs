@@ -1,21 +1,33 @@
 //! The rows a run trains and validates on, from its data.
-use crate::data::RowSource;
+use crate::data::{RowSource, StageText};
 use crate::{TrainError, TrainingData};
+use sieve_core::recipe::Stage;
 use sieve_data::{Loader, LoaderConfig, MqarMixture, MqarPart, MqarSplit, Order, Prepared};
 use std::sync::Arc;
+
+/// What makes rows of shards, mixed by weights where there are any.
+fn text_loader(prepared: &Prepared, weights: Option<&[f64]>, config: LoaderConfig) -> Result<Loader, TrainError> {
+    let Some(weights) = weights else {
+        return Ok(Loader::new(Arc::new(prepared.train()?), config)?);
+    };
+    let shards = prepared.train_shards()?.into_iter().map(Arc::new);
+    let sources = shards.zip(weights.iter().copied()).collect();
+    Ok(Loader::mixture(sources, config)?)
+}
 
 /// Rows of a synthetic task that its token statistics are taken from.
 const SAMPLED_ROWS: u64 = 1000;
 
 impl TrainingData {
-    /// What makes the rows that the stage in place `stage_index`, from 0, trains on.
+    /// What makes the rows that `stage` trains on.
     ///
     /// # Errors
     /// An unreadable shard, or one with too few tokens for a row.
-    pub fn stage_loader(&self, stage_index: usize, config: LoaderConfig) -> Result<Loader, TrainError> {
-        match self.stages.get(&stage_index) {
-            Some(prepared) => Ok(Loader::new(Arc::new(prepared.train()?), config)?),
-            None => self.train_loader(config),
+    pub fn stage_loader(&self, stage: &Stage, config: LoaderConfig) -> Result<Loader, TrainError> {
+        match (self.stages.get(&stage.index), &self.rows, &stage.section.weights) {
+            (Some(StageText { prepared, weights }), ..) => text_loader(prepared, weights.as_deref(), config),
+            (None, RowSource::Shards { prepared, .. }, Some(weights)) => text_loader(prepared, Some(weights), config),
+            _ => self.train_loader(config),
         }
     }
 
@@ -25,14 +37,7 @@ impl TrainingData {
     /// An unreadable shard, or one with too few tokens for a row.
     pub fn train_loader(&self, config: LoaderConfig) -> Result<Loader, TrainError> {
         match &self.rows {
-            RowSource::Shards { prepared, weights } => match weights {
-                None => Ok(Loader::new(Arc::new(prepared.train()?), config)?),
-                Some(weights) => {
-                    let shards = prepared.train_shards()?.into_iter().map(Arc::new);
-                    let sources = shards.zip(weights.iter().copied()).collect();
-                    Ok(Loader::mixture(sources, config)?)
-                }
-            },
+            RowSource::Shards { prepared, weights } => text_loader(prepared, weights.as_deref(), config),
             RowSource::Mqar { train, .. } => {
                 let seed = match config.order {
                     Order::Shuffled { seed } => seed,

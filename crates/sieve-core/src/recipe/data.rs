@@ -21,6 +21,11 @@ keys! {
         pub format: DataFormat = DataFormat::Auto,
         /// JSONL and Parquet: the field or column that holds a document's text.
         pub text_column: String = "text".to_owned(),
+        /// JSONL and Parquet: the field or column with what comes before a document's text, a question for example. The
+        /// model reads it and is not trained to write it: loss is taken of the text and of the end of the document.
+        /// Names of special tokens in it are those tokens, as in a prompt of `sieve generate`. Absent: documents are
+        /// text alone.
+        pub prompt_column: Option<String>,
         /// Stop reading after this much text, in bytes; with `weights`, shared among `paths` by them. Absent: read all.
         #[key(at_least_one)]
         pub max_bytes: Option<u64>,
@@ -171,7 +176,26 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rule
         );
     }
     if let Some(weights) = &data.weights {
-        check_weights(weights, data.paths.len(), rules);
+        check_weights("data.weights", weights, ("data.paths", data.paths.len()), rules);
+    }
+    if let Some(column) = &data.prompt_column {
+        rules.require(
+            !matches!(data.format, DataFormat::Text | DataFormat::Mqar),
+            "data.prompt_column",
+            || "is given, but plain text and MQAR have no columns".to_owned(),
+            || "leave it out, or read JSONL or Parquet".to_owned(),
+        );
+        rules.require(
+            !column.is_empty() && *column != data.text_column,
+            "data.prompt_column",
+            || {
+                format!(
+                    "is {column:?}, which names no column beside data.text_column = {:?}",
+                    data.text_column
+                )
+            },
+            || "name the field or column that holds the prompt, or leave it out".to_owned(),
+        );
     }
     rules.require(
         !data.text_column.is_empty(),
@@ -187,17 +211,18 @@ pub(super) fn check_data(data: &DataSection, parts: &Parts<'_>, rules: &mut Rule
     );
 }
 
-fn check_weights(weights: &[f64], num_paths: usize, rules: &mut Rules<'_>) {
+/// Rules of weights, one for each of the paths that `(key, number)` names.
+pub(super) fn check_weights(key: &str, weights: &[f64], (paths, num_paths): (&str, usize), rules: &mut Rules<'_>) {
     rules.require(
         weights.len() == num_paths,
-        "data.weights",
-        || format!("has {} entries, data.paths has {num_paths}", weights.len()),
+        key,
+        || format!("has {} entries, {paths} has {num_paths}", weights.len()),
         || "give one weight for each path, in their order".to_owned(),
     );
     for (index, weight) in weights.iter().enumerate() {
         rules.require(
             weight.is_finite() && *weight > 0.0,
-            "data.weights",
+            key,
             || format!("item {} is {weight}, not a positive number", index + 1),
             || "remove the path to leave its text out".to_owned(),
         );

@@ -25,6 +25,9 @@ keys! {
         pub window: Option<usize>,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
         pub paths: Option<Vec<String>>,
+        /// One for each of the stage's paths, or of `data.paths` where it has none: its share of the stage's tokens, in
+        /// proportion. Without paths of its own, `data.weights` must be given too.
+        pub weights: Option<Vec<f64>>,
         /// Rows one device holds at a time.
         #[key(from("training.local_batch_size"), size(MAX_BATCH))]
         pub local_batch_size: usize,
@@ -90,6 +93,7 @@ impl Recipe {
             rope_theta: self.model.rope_theta,
             window: self.attention.window(),
             paths: None,
+            weights: None,
             local_batch_size: self.training.local_batch_size,
             global_batch_size: self.training.global_batch_size,
         };
@@ -136,6 +140,9 @@ impl Recipe {
         if let Some(paths) = &section.paths {
             recipe.data.paths.clone_from(paths);
             recipe.data.weights = None;
+        }
+        if section.weights.is_some() {
+            recipe.data.weights.clone_from(&section.weights);
         }
         recipe.training.seq_len = section.seq_len;
         recipe.training.local_batch_size = section.local_batch_size;

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use xxhash_rust::xxh3::xxh3_128;
 
 use super::source::{self, DocumentSource};
-use super::{Corpus, Document, SourceFile};
+use super::{Corpus, Document, Format, SourceFile};
 use crate::error::DataError;
 
 /// Where the documents went.
@@ -79,6 +79,8 @@ pub(crate) struct Cursor {
 pub struct Documents<'a> {
     corpus: &'a Corpus,
     source: Option<Box<dyn DocumentSource>>,
+    /// The same file's prompts, one for each document, where documents have them.
+    prompts: Option<Box<dyn DocumentSource>>,
     /// Where it reads.
     path: PathBuf,
     cursor: Cursor,
@@ -98,6 +100,7 @@ impl<'a> Documents<'a> {
         Self {
             corpus,
             source: None,
+            prompts: None,
             path: PathBuf::new(),
             cursor,
             seen,
@@ -130,15 +133,29 @@ impl<'a> Documents<'a> {
     fn open(&mut self, file: &SourceFile) -> Result<(), DataError> {
         let config = self.corpus.config();
         let path = self.corpus.local_path(file)?;
-        let mut source = source::open(&config.format, &path, self.corpus.max_document_bytes(file))?;
+        let max_bytes = self.corpus.max_document_bytes(file);
+        let mut source = source::open(&config.format, &path, max_bytes)?;
+        let of_file = config.format.of(&path);
+        let mut prompts = match &config.prompt_column {
+            Some(column) if of_file == Format::Text => {
+                return Err(DataError::TextHasNoColumns {
+                    path,
+                    column: column.clone(),
+                });
+            }
+            Some(column) => Some(source::open(&of_file.with_column(column), &path, max_bytes)?),
+            None => None,
+        };
         if self.cursor.num_taken == 0 {
             self.cursor.report.num_files += 1;
         }
         for _ in 0..self.cursor.num_taken {
             // What it is was judged when it was taken the first time.
             let _ = source.next_document();
+            let _ = prompts.as_mut().map(|prompts| prompts.next_document());
         }
         self.source = Some(source);
+        self.prompts = prompts;
         self.path = path;
         Ok(())
     }
@@ -159,12 +176,19 @@ impl<'a> Documents<'a> {
                 self.open(file)?;
                 continue;
             };
+            // One file read twice holds as many lines or rows both times, whether they are valid or not.
             let document = source.next_document();
+            let prompt = self.prompts.as_mut().and_then(|prompts| prompts.next_document());
+            let document = document.map(|document| -> Result<_, DataError> {
+                let (text, line) = document?;
+                let prompt: Option<String> = prompt.transpose()?.map(|(prompt, _)| prompt);
+                Ok((text, prompt, line))
+            });
             self.cursor.num_taken += 1;
             let report = &mut self.cursor.report;
-            let (text, line) = match document {
+            let (text, prompt, line) = match document {
                 None => {
-                    self.source = None;
+                    (self.source, self.prompts) = (None, None);
                     self.cursor.num_taken = 0;
                     self.cursor.file_idx += 1;
                     continue;
@@ -180,7 +204,11 @@ impl<'a> Documents<'a> {
                 }
                 Some(document) => document?,
             };
-            let hash = config.deduplicate.then(|| xxh3_128(text.as_bytes()));
+            let hash = config.deduplicate.then(|| match &prompt {
+                None => xxh3_128(text.as_bytes()),
+                // No text holds a NUL.
+                Some(prompt) => xxh3_128([prompt.as_str(), "\0", &text].concat().as_bytes()),
+            });
             if text.trim().is_empty() {
                 report.num_blank += 1;
             } else if hash.is_some_and(|hash| self.seen.contains(&hash)) {
@@ -200,6 +228,7 @@ impl<'a> Documents<'a> {
                 report.num_bytes = num_bytes;
                 return Ok(Some(Document {
                     text,
+                    prompt,
                     file_idx: self.cursor.file_idx,
                     line,
                 }));

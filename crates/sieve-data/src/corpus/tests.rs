@@ -196,6 +196,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     assert_eq!(
         first,
         Document {
+            prompt: None,
             text: "good".into(),
             file_idx: 4,
             line: 1

@@ -64,7 +64,15 @@ impl ShardRows {
             let range = piece.tokens.start..document_len.min(piece.tokens.end + 1);
             self.shard.read(piece.document, range, config.vocab_size, &mut buffer)?;
             batch.tokens.extend_from_slice(&buffer[..len]);
-            batch.labels.extend(buffer[1..].iter().map(|&token| token as i32));
+            let prompt_len = self.shard.prompt_len(piece.document);
+            let label = |(place, &token): (u64, &u32)| match place < prompt_len {
+                true => IGNORE_LABEL,
+                false => token as i32,
+            };
+            // The label of a place is the token behind it.
+            batch
+                .labels
+                .extend((piece.tokens.start + 1..).zip(&buffer[1..]).map(label));
             if buffer.len() == len {
                 batch.labels.push(IGNORE_LABEL);
             }

@@ -75,11 +75,13 @@ impl Partial {
         names: &[String],
         vocab_size: usize,
         fingerprint: &str,
+        has_prompts: bool,
     ) -> Result<Self, DataError> {
         let split = |name: &String| {
+            let writer = ShardWriter::create(&dir.join(name), vocab_size)?;
             Ok(Split {
                 name: name.clone(),
-                writer: ShardWriter::create(&dir.join(name), vocab_size)?,
+                writer: if has_prompts { writer.with_prompts() } else { writer },
                 meta: SplitMeta::default(),
             })
         };
@@ -103,6 +105,7 @@ impl Partial {
         names: &[String],
         vocab_size: usize,
         fingerprint: &str,
+        has_prompts: bool,
     ) -> Option<(Self, HashSet<u128>)> {
         let bytes = fs::read(dir.join(STATE)).ok()?;
         let state = serde_json::from_slice::<State>(&bytes).ok()?;
@@ -117,7 +120,8 @@ impl Partial {
         let (seen, seen_records) = Log::resume(&dir.join(SEEN_LOG), state.num_seen).ok()?;
         let (held_out, held_out_records) = Log::resume(&dir.join(HELD_OUT_LOG), state.num_held_out).ok()?;
         let split = |(name, meta): (&String, SplitMeta)| {
-            let writer = ShardWriter::resume(&dir.join(name), vocab_size, meta.num_documents).ok()?;
+            let sequences = 1 + usize::from(has_prompts);
+            let writer = ShardWriter::resume(&dir.join(name), vocab_size, meta.num_documents, sequences).ok()?;
             (writer.num_tokens() == meta.num_tokens).then(|| Split {
                 name: name.clone(),
                 writer,

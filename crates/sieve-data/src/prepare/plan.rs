@@ -50,10 +50,13 @@ impl Sink for Intake<'_> {
             };
             let split = &mut self.partial.splits[split];
             split.meta.num_documents += 1;
-            split.meta.num_tokens += document.ids.len() as u64;
+            split.meta.num_tokens += document.num_tokens();
             split.meta.num_bytes += document.size.num_bytes;
             split.meta.num_words += document.size.num_words;
-            split.writer.push(&document.ids)?;
+            match &document.prompt {
+                None => split.writer.push(&document.ids)?,
+                Some(prompt) => split.writer.push_with_prompt(prompt, &document.ids)?,
+            }
             if document.target == Target::Validation {
                 self.partial.push_size(document.size)?;
                 if self.remember_held_out {
@@ -83,13 +86,15 @@ impl Plan<'_> {
         let mut names = train_names(self.corpora.len());
         names.push(VALIDATION.to_owned());
         let vocab_size = self.tokenizer.vocab_size();
-        let (mut partial, mut seen) = match Partial::resume(dir, &names, vocab_size, &self.fingerprint) {
+        let has_prompts = self.corpora[0].config().prompt_column.is_some();
+        let resumed = Partial::resume(dir, &names, vocab_size, &self.fingerprint, has_prompts);
+        let (mut partial, mut seen) = match resumed {
             Some(found) => found,
             None => {
                 if self.lock.has_mark()? {
                     remove_leftovers(dir)?;
                 }
-                let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint)?;
+                let partial = Partial::create(dir, &names, vocab_size, &self.fingerprint, has_prompts)?;
                 (partial, HashSet::new())
             }
         };

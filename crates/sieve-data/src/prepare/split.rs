@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 
 use super::content_hash;
-use crate::corpus::{Corpus, Cursor, Documents};
+use crate::corpus::{Corpus, Cursor, Document, Documents};
 use crate::error::DataError;
 
 /// Which shard a text goes to.
@@ -32,21 +32,30 @@ pub(super) enum Split<'a> {
 }
 
 impl Split<'_> {
-    /// Where `text` goes, of which `start` bytes of the corpus's text come before it; two parts where it is cut.
-    pub(super) fn parts(&self, start: u64, mut text: String) -> Vec<(Target, String)> {
+    /// Where a document goes, of which `start` bytes of the corpus's text come before it; two parts where it is cut.
+    pub(super) fn parts(&self, start: u64, mut document: Document) -> Vec<(Target, Document)> {
         match *self {
-            Self::Hash(fraction) if is_held_out(&text, fraction) => {
-                vec![(Target::Validation, text)]
+            Self::Hash(fraction) if is_held_out(&document, fraction) => {
+                vec![(Target::Validation, document)]
             }
-            Self::Hash(_) => vec![(Target::Train, text)],
-            Self::AllHeldOut => vec![(Target::Validation, text)],
-            Self::Without(held_out) if held_out.contains(&content_hash(&text)) => Vec::new(),
-            Self::Without(_) => vec![(Target::Train, text)],
+            Self::Hash(_) => vec![(Target::Train, document)],
+            Self::AllHeldOut => vec![(Target::Validation, document)],
+            Self::Without(held_out) if held_out.contains(&content_hash(&document)) => Vec::new(),
+            Self::Without(_) => vec![(Target::Train, document)],
+            // The end of an answer says little without its beginning: it is not cut.
+            Self::End(cut) if document.prompt.is_some() => match start + document.text.len() as u64 > cut {
+                true => vec![(Target::Validation, document)],
+                false => vec![(Target::Train, document)],
+            },
             Self::End(cut) => {
                 let cut = usize::try_from(cut.saturating_sub(start)).unwrap_or(usize::MAX);
-                let end = text.split_off(text.floor_char_boundary(cut));
-                let mut parts = vec![(Target::Train, text), (Target::Validation, end)];
-                parts.retain(|part| !part.1.is_empty());
+                let end = document.text.split_off(document.text.floor_char_boundary(cut));
+                let end = Document {
+                    text: end,
+                    ..document.clone()
+                };
+                let mut parts = vec![(Target::Train, document), (Target::Validation, end)];
+                parts.retain(|part| !part.1.text.is_empty());
                 parts
             }
         }
@@ -64,7 +73,7 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>
         while !(any_train && any_held_out)
             && let Some(document) = documents.next().transpose()?
         {
-            match is_held_out(&document.text, fraction) {
+            match is_held_out(&document, fraction) {
                 true => any_held_out = true,
                 false => any_train = true,
             }
@@ -78,7 +87,7 @@ pub(super) fn cuts(corpora: &[Corpus], fraction: f64) -> Result<Vec<Option<u64>>
     Ok(cuts)
 }
 
-fn is_held_out(text: &str, fraction: f64) -> bool {
+fn is_held_out(document: &Document, fraction: f64) -> bool {
     // The upper 64 bits as a number in [0, 1).
-    ((content_hash(text) >> 64) as f64) / 2f64.powi(64) < fraction
+    ((content_hash(document) >> 64) as f64) / 2f64.powi(64) < fraction
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::*;
 
 mod few_documents;
+mod prompts;
 mod resume;
 use crate::corpus::CorpusConfig;
 use crate::shard::with_ending;

@@ -4,18 +4,27 @@ use rayon::prelude::*;
 
 use super::split::{Split, Target};
 use super::{DocumentSize, Progress, content_hash};
-use crate::corpus::{Corpus, Cursor, Documents};
+use crate::corpus::{Corpus, Cursor, Document, Documents};
 use crate::error::DataError;
 use crate::tokenizer::Tokenizer;
 
 /// A document on its way into a shard.
 pub(super) struct Encoded {
     pub(super) target: Target,
+    /// Where documents have prompts.
+    pub(super) prompt: Option<Vec<u32>>,
     /// Ends with the end-of-document token.
     pub(super) ids: Vec<u32>,
     pub(super) size: DocumentSize,
-    /// Of its text.
+    /// Of its prompt and text.
     pub(super) hash: u128,
+}
+
+impl Encoded {
+    /// Tokens of prompt and text.
+    pub(super) fn num_tokens(&self) -> u64 {
+        (self.prompt.as_ref().map_or(0, Vec::len) + self.ids.len()) as u64
+    }
 }
 
 /// How much is done at a time.
@@ -38,7 +47,7 @@ impl Default for Pace {
 
 /// Documents taken together, and how far the reading was after them.
 struct Batch {
-    texts: Vec<String>,
+    documents: Vec<Document>,
     cursor: Cursor,
     newly_seen: Vec<u128>,
 }
@@ -72,16 +81,21 @@ impl Pass<'_> {
         sink: &mut dyn Sink,
     ) -> Result<(), DataError> {
         let (tokenizer, eos_id, split) = (self.tokenizer, self.eos_id, self.split);
-        let encode = |(target, text): (Target, String)| {
+        let encode = |(target, document): (Target, Document)| {
+            // As a prompt of generation is read.
+            let prompt = document.prompt.as_deref().map(|prompt| tokenizer.encode_marked(prompt));
+            let prompt = prompt.transpose()?;
+            let hash = content_hash(&document);
+            let text = document.text;
             let mut ids = tokenizer.encode(&text)?;
             ids.push(eos_id);
             let size = DocumentSize {
                 num_bytes: text.len() as u64,
                 num_words: text.split_whitespace().count() as u64,
             };
-            let hash = content_hash(&text);
             Ok(Encoded {
                 target,
+                prompt,
                 ids,
                 size,
                 hash,
@@ -105,28 +119,32 @@ impl Pass<'_> {
         // Before the first file is fetched, which may take a while.
         report(bytes_done, 0, 0, documents.cursor().file_idx);
         let mut batch = next_batch(documents, wanted_bytes)?;
-        while !batch.texts.is_empty() {
-            let batch_bytes = batch.texts.iter().map(String::len).sum::<usize>();
-            let starts = batch.texts.iter().scan(bytes_done, |end, text| {
+        while !batch.documents.is_empty() {
+            let batch_bytes = batch
+                .documents
+                .iter()
+                .map(|document| document.text.len())
+                .sum::<usize>();
+            let starts = batch.documents.iter().scan(bytes_done, |end, document| {
                 let start = *end;
-                *end += text.len() as u64;
+                *end += document.text.len() as u64;
                 Some(start)
             });
             let starts = starts.collect::<Vec<_>>();
             bytes_done += batch_bytes as u64;
             bytes_since_kept += batch_bytes;
-            let texts = batch.texts;
+            let taken = batch.documents;
             let (encoded, next) = rayon::join(
                 || {
-                    let texts = texts.into_par_iter().zip(starts);
-                    let parts = texts.flat_map_iter(|(text, start)| held_out.parts(start, text));
+                    let taken = taken.into_par_iter().zip(starts);
+                    let parts = taken.flat_map_iter(|(document, start)| held_out.parts(start, document));
                     parts.map(encode).collect::<Result<Vec<_>, DataError>>()
                 },
                 || next_batch(documents, wanted_bytes),
             );
             let encoded = encoded?;
             num_documents += encoded.len() as u64;
-            num_tokens += encoded.iter().map(|document| document.ids.len() as u64).sum::<u64>();
+            num_tokens += encoded.iter().map(Encoded::num_tokens).sum::<u64>();
             let num_files_done = batch.cursor.file_idx;
             sink.take(encoded, batch.cursor, &batch.newly_seen)?;
             // What was done is also worth keeping when the next batch cannot be read: a network that fails, say.
@@ -142,17 +160,17 @@ impl Pass<'_> {
 }
 
 fn next_batch(documents: &mut Documents, wanted_bytes: usize) -> Result<Batch, DataError> {
-    let mut texts = Vec::new();
+    let mut taken = Vec::new();
     let mut num_bytes = 0;
     while num_bytes < wanted_bytes {
         let Some(document) = documents.next().transpose()? else {
             break;
         };
-        num_bytes += document.text.len();
-        texts.push(document.text);
+        num_bytes += document.text.len() + document.prompt.as_ref().map_or(0, String::len);
+        taken.push(document);
     }
     Ok(Batch {
-        texts,
+        documents: taken,
         cursor: documents.cursor().clone(),
         newly_seen: documents.take_newly_seen(),
     })

@@ -123,6 +123,16 @@ impl Layout {
         self.boundary_token(idx, document)..self.boundary_token(idx, document + 1)
     }
 
+    /// Sequences of a document.
+    pub(super) fn num_sequences_of(&self, idx: &[u8], document: u64) -> i64 {
+        self.boundary(idx, document + 1) - self.boundary(idx, document)
+    }
+
+    /// Tokens of a document's first sequence.
+    pub(super) fn first_sequence_len(&self, idx: &[u8], document: u64) -> u64 {
+        read_i32(idx, HEADER_BYTES + 4 * self.boundary(idx, document) as u64) as u64
+    }
+
     fn boundary_token(&self, idx: &[u8], document: u64) -> u64 {
         let sequence = self.boundary(idx, document) as u64;
         if sequence == self.num_sequences {

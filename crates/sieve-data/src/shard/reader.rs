@@ -19,6 +19,7 @@ pub struct ShardReader {
     bin: MappedFile,
     idx: MappedFile,
     layout: Layout,
+    has_prompts: bool,
 }
 
 impl ShardReader {
@@ -37,7 +38,38 @@ impl ShardReader {
             bin,
             idx,
             layout,
+            has_prompts: false,
         })
+    }
+
+    /// The same shard read as one whose documents begin with a prompt, their first sequence of two.
+    ///
+    /// # Errors
+    /// A document of another number of sequences; the message names it.
+    pub fn with_prompts(self) -> Result<Self, DataError> {
+        let num_sequences = |document: &u64| self.layout.num_sequences_of(&self.idx, *document);
+        if let Some(document) = (0..self.num_documents()).find(|document| num_sequences(document) != 2) {
+            let found = num_sequences(&document);
+            return Err(DataError::BadShard {
+                path: with_ending(&self.prefix, ".idx"),
+                what: format!("document {document} has {found} sequences, not a prompt and a text"),
+            });
+        }
+        Ok(Self {
+            has_prompts: true,
+            ..self
+        })
+    }
+
+    /// Tokens of a document that are not predicted but read: those of its prompt.
+    ///
+    /// # Panics
+    /// When `document >= num_documents`.
+    pub fn prompt_len(&self, document: u64) -> u64 {
+        match self.has_prompts {
+            true => self.layout.first_sequence_len(&self.idx, document),
+            false => 0,
+        }
     }
 
     /// The path without `.bin` and `.idx`.
@@ -82,14 +114,15 @@ impl ShardReader {
         Ok(tokens)
     }
 
-    /// How often each token id occurs: `vocab_size` counts. Reads the whole shard, in parallel.
+    /// How often each token id occurs, prompts left out: `vocab_size` counts. Reads the whole shard, in parallel.
     ///
     /// # Errors
     /// A token id outside the vocabulary.
     pub fn token_counts(&self, vocab_size: usize) -> Result<Vec<u64>, DataError> {
         let count = |mut counts: Vec<u64>, document| {
             let mut tokens = Vec::new();
-            self.read(document, 0..self.document_len(document), vocab_size, &mut tokens)?;
+            let predicted = self.prompt_len(document)..self.document_len(document);
+            self.read(document, predicted, vocab_size, &mut tokens)?;
             tokens.iter().for_each(|&token| counts[token as usize] += 1);
             Ok(counts)
         };

@@ -18,7 +18,10 @@ pub struct ShardWriter {
     lengths_log: AtomicFile,
     dtype: TokenDtype,
     vocab_size: usize,
+    /// Tokens of each sequence.
     lengths: Vec<i32>,
+    /// Two with prompts, else one.
+    sequences_per_document: usize,
     hash: Xxh3,
     bytes: Vec<u8>,
 }
@@ -48,15 +51,31 @@ impl ShardWriter {
             dtype: TokenDtype::for_vocab_size(vocab_size),
             vocab_size,
             lengths: Vec::new(),
+            sequences_per_document: 1,
             hash: Xxh3::new(),
             bytes: Vec::new(),
         })
     }
 
-    /// Goes on after `num_documents` documents that [`keep`](Self::keep) made durable.
-    pub(crate) fn resume(prefix: &Path, vocab_size: usize, num_documents: u64) -> Result<Self, DataError> {
+    /// The same for documents of two sequences, a prompt and what follows it.
+    #[must_use]
+    pub fn with_prompts(self) -> Self {
+        Self {
+            sequences_per_document: 2,
+            ..self
+        }
+    }
+
+    /// Goes on after `num_documents` documents of so many sequences that [`keep`](Self::keep) made durable.
+    pub(crate) fn resume(
+        prefix: &Path,
+        vocab_size: usize,
+        num_documents: u64,
+        sequences_per_document: usize,
+    ) -> Result<Self, DataError> {
         check_vocab_size(vocab_size)?;
-        let lengths_log = AtomicFile::resume(&lengths_path(prefix), 4 * num_documents)?;
+        let num_lengths = num_documents * sequences_per_document as u64;
+        let lengths_log = AtomicFile::resume(&lengths_path(prefix), 4 * num_lengths)?;
         let temporary = temporary_name(&lengths_path(prefix));
         let bytes = fs::read(&temporary).map_err(DataError::io("read", &temporary))?;
         let lengths = bytes.as_chunks().0.iter().map(|&four| i32::from_le_bytes(four));
@@ -73,6 +92,7 @@ impl ShardWriter {
             dtype,
             vocab_size,
             lengths,
+            sequences_per_document,
             hash: hash_file(&temporary_name(&bin_path))?,
             bytes: Vec::new(),
         })
@@ -91,14 +111,35 @@ impl ShardWriter {
 
     /// Documents so far.
     pub(crate) fn num_documents(&self) -> u64 {
-        self.lengths.len() as u64
+        (self.lengths.len() / self.sequences_per_document) as u64
     }
 
     /// Appends one document.
     ///
     /// # Errors
     /// A token id outside the vocabulary, a document of 2^31 tokens or more, a full disk.
+    ///
+    /// # Panics
+    /// When documents have [prompts](Self::with_prompts).
     pub fn push(&mut self, document: &[u32]) -> Result<(), DataError> {
+        assert_eq!(self.sequences_per_document, 1, "a document without its prompt");
+        self.push_sequence(document)
+    }
+
+    /// Appends one document; its prompt may be empty.
+    ///
+    /// # Errors
+    /// Those of [`push`](Self::push).
+    ///
+    /// # Panics
+    /// When documents have no [prompts](Self::with_prompts).
+    pub fn push_with_prompt(&mut self, prompt: &[u32], text: &[u32]) -> Result<(), DataError> {
+        assert_eq!(self.sequences_per_document, 2, "a prompt among documents without");
+        self.push_sequence(prompt)?;
+        self.push_sequence(text)
+    }
+
+    fn push_sequence(&mut self, document: &[u32]) -> Result<(), DataError> {
         let length = i32::try_from(document.len()).map_err(|_| DataError::BadSetting {
             name: "document",
             reason: format!(
@@ -139,12 +180,12 @@ impl ShardWriter {
 
     /// Like [`finish`](Self::finish), without the names.
     pub(crate) fn finish_unnamed(self) -> Result<FinishedShard, DataError> {
-        let num_documents = self.num_documents();
+        let (num_sequences, num_documents) = (self.lengths.len() as u64, self.num_documents());
         let mut idx = AtomicFile::create(&with_ending(&self.prefix, ".idx"))?;
         idx.write(MAGIC)?;
         idx.write(&VERSION.to_le_bytes())?;
         idx.write(&[self.dtype.code()])?;
-        idx.write(&num_documents.to_le_bytes())?;
+        idx.write(&num_sequences.to_le_bytes())?;
         idx.write(&(num_documents + 1).to_le_bytes())?;
         for length in &self.lengths {
             idx.write(&length.to_le_bytes())?;
@@ -155,14 +196,15 @@ impl ShardWriter {
             pointer += i64::from(length) * self.dtype.num_bytes() as i64;
         }
         for document in 0..=num_documents {
-            idx.write(&document.to_le_bytes())?;
+            let first = document * self.sequences_per_document as u64;
+            idx.write(&first.to_le_bytes())?;
         }
         Ok(FinishedShard {
             bin: self.bin.finish()?,
             idx: idx.finish()?,
             lengths_log: self.lengths_log.finish()?,
             bin_bytes: pointer as u64,
-            idx_bytes: super::HEADER_BYTES + 12 * num_documents + 8 * (num_documents + 1),
+            idx_bytes: super::HEADER_BYTES + 12 * num_sequences + 8 * (num_documents + 1),
             bin_hash: self.hash.digest128(),
         })
     }

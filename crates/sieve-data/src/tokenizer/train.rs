@@ -36,7 +36,9 @@ impl Tokenizer {
         let mut sample = Vec::new();
         let mut free_bytes = config.sample_bytes;
         for document in corpus.documents() {
-            for piece in pieces(&document?.text) {
+            let document = document?;
+            let texts = document.prompt.iter().chain([&document.text]);
+            for piece in texts.flat_map(|text| pieces(text)) {
                 let place = xxh3_64_with_seed(piece.as_bytes(), SAMPLE_SEED) as f64 / 2f64.powi(64);
                 if place < wanted && piece.len() as u64 <= free_bytes {
                     free_bytes -= piece.len() as u64;

@@ -38,12 +38,14 @@ pub fn corpus_configs(
         max_document_bytes: data.max_document_bytes,
         deduplicate: data.deduplicate,
         skip_invalid: data.skip_invalid,
+        prompt_column: data.prompt_column.clone(),
         ..base(expand(&data.paths)?)?
     };
     let validation = match &recipe.validation.paths {
         Some(paths) => Some(CorpusConfig {
             max_document_bytes: data.max_document_bytes,
             skip_invalid: data.skip_invalid,
+            prompt_column: data.prompt_column.clone(),
             ..base(expand(paths)?)?
         }),
         None => None,

@@ -1,6 +1,6 @@
 //! Text of a stage's own.
 use super::sources::weighted_configs;
-use super::{DataEvent, TextSource, TrainingData, corpus_configs};
+use super::{DataEvent, StageText, TextSource, TrainingData, corpus_configs};
 use crate::TrainError;
 use sieve_core::Recipe;
 use sieve_core::recipe::Stage;
@@ -58,7 +58,8 @@ impl TrainingData {
                     what: "the text files have changed since".to_owned(),
                 });
             }
-            self.stages.insert(stage.index, prepared);
+            let weights = alone.data.weights;
+            self.stages.insert(stage.index, StageText { prepared, weights });
         }
         Ok(())
     }
@@ -71,7 +72,7 @@ impl TrainingData {
         observe: &mut dyn FnMut(DataEvent),
     ) -> Result<Prepared, TrainError> {
         let (config, validation) = corpus_configs(alone, variable)?;
-        let train = vec![config.clone()];
+        let train = weighted_configs(alone, &config);
         let mut text = TextSource::open(train, config, validation, variable)?;
         text.connect(dir)?;
         text.prepare(alone, &self.tokenizer, (dir, on_change), observe)
@@ -90,7 +91,7 @@ impl TrainingData {
         let own = self.prepared().map(|prepared| (prepared, recipe.clone()));
         let all = recipe.stages();
         let stages = self.stages.iter();
-        let stages = stages.map(|(index, prepared)| (prepared, recipe.at_stage(&all[*index])));
+        let stages = stages.map(|(index, text)| (&text.prepared, recipe.at_stage(&all[*index])));
         // A file that is gone makes an error.
         let mut parts = own.into_iter().chain(stages);
         parts.any(|(prepared, recipe)| !is_made_of(prepared, &recipe).unwrap_or(false))
@@ -99,7 +100,7 @@ impl TrainingData {
     /// What tells this data from other data: the run's own, then each stage's.
     pub fn fingerprint(&self) -> String {
         let stages = self.stages.iter();
-        let stages = stages.map(|(index, prepared)| format!("{PART}{index}:{}", prepared.meta.fingerprint));
+        let stages = stages.map(|(index, text)| format!("{PART}{index}:{}", text.prepared.meta.fingerprint));
         std::iter::once(self.base_fingerprint()).chain(stages).collect()
     }
 }

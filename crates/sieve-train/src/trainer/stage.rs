@@ -70,7 +70,7 @@ impl StageState {
             ..config
         };
         Ok(Self {
-            loader: Arc::new(data.stage_loader(stage.index, config)?),
+            loader: Arc::new(data.stage_loader(&stage, config)?),
             validation_loader: data.validation_loader(sequential)?,
             micro_batches,
             share,

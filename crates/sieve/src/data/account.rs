@@ -15,9 +15,9 @@ pub(crate) fn lines(start: &str, data: &TrainingData, has_changed: bool) -> Vec<
     if let Some(prepared) = data.prepared() {
         lines_of(start, &prepared.meta, &mut lines);
     }
-    for (index, prepared) in &data.stages {
+    for (index, text) in &data.stages {
         let part = format!("{start}stage {}: ", index + 1);
-        lines_of(&part, &prepared.meta, &mut lines);
+        lines_of(&part, &text.prepared.meta, &mut lines);
     }
     lines
 }

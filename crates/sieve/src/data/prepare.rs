@@ -4,8 +4,9 @@ use crate::{terminal, text_files};
 use anyhow::Result;
 use clap::Args;
 use indicatif::ProgressBar;
+use sieve_core::Recipe;
 use sieve_core::recipe::DataFormat;
-use sieve_data::{OnChange, Progress, SplitMeta};
+use sieve_data::{OnChange, PreparedMeta, Progress, SplitMeta};
 use sieve_train::{DataEvent, DataSource};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -56,21 +57,27 @@ pub(super) fn run(args: PrepareArgs) -> Result<()> {
         dir.display(),
         (data.tokenizer_time + data.prepare_time).as_secs_f64()
     ));
-    let weights = recipe.data.weights.as_deref().unwrap_or_default();
-    for ((source, path), weight) in meta.sources.iter().zip(&recipe.data.paths).zip(weights) {
-        print_split(&format!("train, weight {weight}, {path}"), &source.train);
-    }
-    if meta.sources.is_empty() {
-        print_split("train", &meta.train);
-    }
-    for (index, prepared) in &data.stages {
-        print_split(&format!("train, stage {}", index + 1), &prepared.meta.train);
+    print_text("train", meta, &recipe);
+    for (index, text) in &data.stages {
+        let name = format!("train, stage {}", index + 1);
+        print_text(&name, &text.prepared.meta, &recipe.at_stage(&recipe.stages()[*index]));
     }
     print_split("validation", &meta.validation);
     let warning = super::account::too_little_held_out(meta);
     let lines = super::account::lines("", &data, false);
     terminal::lines(lines.iter().chain(&warning));
     Ok(())
+}
+
+/// What is trained on, by source where sources are weighted.
+fn print_text(name: &str, meta: &PreparedMeta, recipe: &Recipe) {
+    let weights = recipe.data.weights.as_deref().unwrap_or_default();
+    for ((source, path), weight) in meta.sources.iter().zip(&recipe.data.paths).zip(weights) {
+        print_split(&format!("{name}, weight {weight}, {path}"), &source.train);
+    }
+    if meta.sources.is_empty() {
+        print_split(name, &meta.train);
+    }
 }
 
 fn print_split(name: &str, split: &SplitMeta) {

@@ -25,31 +25,44 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
         num_tokens,
         epochs: read / num_tokens.max(1) as f64,
     };
-    let mut all = Vec::new();
-    // Tokens that are read of the run's own text.
-    let mut read = 0.0;
+    // The run's own text, then that of stages: each source and the tokens that are read of it.
+    let mut all = texts(recipe, dir)?;
+    let num_own = all.len();
     for stage in recipe.stages() {
-        let training = recipe.at_stage(&stage).training;
-        let tokens = stage.section.steps as f64 * training.tokens_per_step() as f64;
-        if stage.section.paths.is_none() {
-            read += tokens;
-            continue;
+        let alone = recipe.at_stage(&stage);
+        let tokens = stage.section.steps as f64 * alone.training.tokens_per_step() as f64;
+        let of_stage = match stage.section.paths {
+            Some(_) => {
+                let first = all.len();
+                all.extend(texts(&alone, &dir.join(format!("stage-{}", stage.index + 1)))?);
+                &mut all[first..]
+            }
+            None => &mut all[..num_own],
+        };
+        let weights = alone.data.weights.unwrap_or_else(|| vec![1.0]);
+        let total = weights.iter().sum::<f64>();
+        for ((.., read), weight) in of_stage.iter_mut().zip(weights) {
+            *read += tokens * weight / total;
         }
-        let dir = dir.join(format!("stage-{}", stage.index + 1));
-        let meta = Prepared::open(&dir).ok()?.meta;
-        all.push(one(dir.display().to_string(), meta.train.num_tokens, tokens));
     }
+    Some(
+        all.into_iter()
+            .map(|(text, num_tokens, read)| one(text, num_tokens, read))
+            .collect(),
+    )
+}
+
+/// The sources of the shards in `dir`, with their tokens and none read: the paths where they are weighted, else all as
+/// one; `None` where the shards are not there.
+fn texts(recipe: &Recipe, dir: &Path) -> Option<Vec<(String, u64, f64)>> {
     let meta = Prepared::open(dir).ok()?.meta;
-    let weights = recipe.data.weights.iter().flatten();
-    let total = weights.clone().sum::<f64>();
-    let mixed = meta.sources.iter().zip(weights).zip(&recipe.data.paths);
-    let own = mixed.map(|((source, weight), path)| one(path.clone(), source.train.num_tokens, read * weight / total));
-    let mut own = own.collect::<Vec<_>>();
-    if own.is_empty() {
-        own.push(one(dir.display().to_string(), meta.train.num_tokens, read));
+    let sources = meta.sources.iter().zip(&recipe.data.paths);
+    let sources = sources.map(|(source, path)| (path.clone(), source.train.num_tokens, 0.0));
+    let sources = sources.collect::<Vec<_>>();
+    match sources.is_empty() {
+        true => Some(vec![(dir.display().to_string(), meta.train.num_tokens, 0.0)]),
+        false => Some(sources),
     }
-    own.append(&mut all);
-    Some(own)
 }
 
 /// About how often the run reads its text, by the size of its files; `None` where they are not here.

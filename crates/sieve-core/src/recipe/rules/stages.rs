@@ -1,6 +1,7 @@
 //! Rules of `[[stage]]`.
 
 use super::{Parts, Rules, check_paths};
+use crate::recipe::data::check_weights;
 use crate::recipe::{DataFormat, StageSection};
 
 pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &mut Rules<'_>) {
@@ -58,6 +59,20 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
             &key("paths"),
             || "is given, but format = \"mqar\" reads no files".to_owned(),
             || "leave it out".to_owned(),
+        );
+    }
+    if let (Some(weights), Some(data)) = (&stage.weights, parts.data) {
+        let own = key("paths");
+        let paths = match &stage.paths {
+            Some(paths) => (own.as_str(), paths.len()),
+            None => ("data.paths", data.paths.len()),
+        };
+        check_weights(&key("weights"), weights, paths, rules);
+        rules.require(
+            stage.paths.is_some() || data.weights.is_some(),
+            &key("weights"),
+            || "is given, but the text of data.paths is read as one".to_owned(),
+            || "give data.weights too, or the stage paths of its own".to_owned(),
         );
     }
     let (local, global) = (stage.local_batch_size, stage.global_batch_size);

@@ -191,6 +191,7 @@ fn data() -> impl Strategy<Value = DataSection> {
                     paths,
                     fallback: jsonl.then_some(DataFallback::Sieve),
                     format: if jsonl { DataFormat::Jsonl } else { DataFormat::Parquet },
+                    prompt_column: deduplicate.then(|| format!("{text_column}?")),
                     text_column,
                     max_bytes,
                     max_document_bytes,

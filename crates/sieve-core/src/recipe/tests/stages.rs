@@ -31,6 +31,7 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
             rope_theta: 10_000.0,
             window: Some(16),
             paths: None,
+            weights: None,
             local_batch_size: 5,
             global_batch_size: 5,
         }
@@ -80,6 +81,9 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         [[stage]] => steps = 7\n[[stage]] => training.steps: is 7, but the stages take 36 steps
         window = 32 => window = 0 => stage.2.window: is 0, outside
         window = 32 => paths = [] => stage.2.paths: is an empty list
+        window = 32 => paths = ["a"]\nweights = [1, 2] => stage.2.weights: has 2 entries, stage.2.paths has 1
+        window = 32 => paths = ["a"]\nweights = [0] => stage.2.weights: item 1 is 0, not a positive number
+        window = 32 => weights = [1] => stage.2.weights: is given, but the text of data.paths is read as one
     "#,
     ) {
         assert!(STAGED.contains(from), "{from}");
@@ -101,6 +105,22 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         let recipe = load(STAGED, &[&format!("attention.kind={kind}")]).expect("one key");
         assert_eq!([0, 1].map(|stage| recipe.stage[stage].window), windows, "{kind}");
     }
+}
+
+#[test]
+fn a_stage_weights_its_own_paths_or_those_of_the_run() {
+    let weighted = |more: &str, overrides: &[&str]| {
+        let recipe = load(&STAGED.replacen("window = 32", more, 1), overrides).expect("valid");
+        [0, 1].map(|stage| recipe.at_stage(&recipe.stages()[stage]).data.weights)
+    };
+    let two = |weights: [f64; 2]| Some(weights.to_vec());
+    let run = ["data.paths=[\"a\", \"b\"]", "data.weights=[1, 2]"];
+    assert_eq!(weighted("weights = [3, 1]", &run), [two([1.0, 2.0]), two([3.0, 1.0])]);
+    assert_eq!(
+        weighted("paths = [\"c\", \"d\"]\nweights = [3, 1]", &[]),
+        [None, two([3.0, 1.0])]
+    );
+    assert_eq!(weighted("paths = [\"c\", \"d\"]", &run), [two([1.0, 2.0]), None]);
 }
 
 #[test]
