@@ -82,10 +82,13 @@ impl<B> TrainBackend for B where
 {
 }
 
-/// The trait of all ops, and its two devices: a row `fn OP(..)` of `FAMILY` is `FAMILY::cpu::OP` and `FAMILY::cuda::OP`.
+/// The trait of all ops, and its two devices: a row `fn OP(..)` of `FAMILY` is `FAMILY::cpu::OP` and
+/// `FAMILY::cuda::OP`.
 macro_rules! device_ops {
     ($(#[doc = $about:literal])+ $trait:ident:
-     $($family:ident { $($(#[doc = $doc:literal])+ fn $op:ident($($arg:ident: $type:ty),+ $(,)?) -> $result:ty;)+ })+) => {
+     $($family:ident {
+         $($(#[doc = $doc:literal])+ fn $op:ident($($arg:ident: $type:ty),+ $(,)?) -> $result:ty;)+
+     })+) => {
         $(#[doc = $about])+
         pub trait $trait: SieveBackend<Inner = Self> {
             /// Tensors that the layers of a decoding step share, and one step leaves to the next. Whoever owns the

@@ -106,8 +106,8 @@ pub(crate) mod cuda {
         })
     }
 
-    /// One-hot products in f32, chunk after chunk. In f32, as many tokens share a row, and a bf16 sum of them would lose
-    /// the small ones; slower than a scatter, which adds in whatever order its atomics meet.
+    /// One-hot products, chunk after chunk. In f32, as many tokens share a row, and a bf16 sum of them would lose the
+    /// small ones; slower than a scatter, which adds in whatever order its atomics meet.
     fn by_products(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
         let [batch, seq_len, d_model] = dy.dims();
         let device = dy.device();
