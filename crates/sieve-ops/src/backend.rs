@@ -82,10 +82,13 @@ impl<B> TrainBackend for B where
 {
 }
 
-/// The trait of all ops, and its two devices: a row `fn OP(..)` of `FAMILY` is `FAMILY::cpu::OP` and `FAMILY::cuda::OP`.
+/// The trait of all ops, and its two devices: a row `fn OP(..)` of `FAMILY` is `FAMILY::cpu::OP` and
+/// `FAMILY::cuda::OP`.
 macro_rules! device_ops {
     ($(#[doc = $about:literal])+ $trait:ident:
-     $($family:ident { $($(#[doc = $doc:literal])+ fn $op:ident($($arg:ident: $type:ty),+ $(,)?) -> $result:ty;)+ })+) => {
+     $($family:ident {
+         $($(#[doc = $doc:literal])+ fn $op:ident($($arg:ident: $type:ty),+ $(,)?) -> $result:ty;)+
+     })+) => {
         $(#[doc = $about])+
         pub trait $trait: SieveBackend<Inner = Self> {
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+

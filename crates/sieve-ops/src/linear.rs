@@ -1,5 +1,5 @@
-//! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op, its
-//! gradients, and all on every device.
+//! Matrix product with a weight stored as `[out, in]`, the layout of PyTorch and of safetensors checkpoints: the op,
+//! its gradients, and all on every device.
 use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};

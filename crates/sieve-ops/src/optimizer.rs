@@ -265,8 +265,8 @@ pub(crate) mod cuda {
         sieve_kernels::DeviceReport::memory_bytes(device.index).map_or(0, |(free, _)| free)
     }
 
-    /// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of them
-    /// kept for that case would make every update copy.
+    /// One update, in place where nobody else holds a tensor. The tensors come back after a refusal too: a clone of
+    /// them kept for that case would make every update copy.
     fn launch(
         tensors: AdamWTensors<Cuda>,
         grad: &CudaPrimitive,
