@@ -6,7 +6,7 @@ use burn_flex::Flex;
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
-use sieve_core::{KeepRest, Keeping, Recipe};
+use sieve_core::{KeepOLow, Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, named_parameters};
 use sieve_nn::{LayerContext, Qwen3};
@@ -308,7 +308,7 @@ fn recomputing_blocks_or_keeping_more_changes_no_bit_of_a_gradient() {
     use ActivationCheckpointMode::{Full, None, Selective};
     let keeps = BlockSettings {
         keeping: Keeping {
-            rest: KeepRest::Always,
+            o_low: KeepOLow::Always,
             made_again: true,
         },
         ..settings(None, 0..0)

@@ -18,13 +18,14 @@ use sieve_core::recipe::{ActivationCheckpointMode, ActivationCheckpointSection};
 use sieve_core::{Keeping, Recipe};
 use sieve_data::{Batch, IGNORE_LABEL};
 use sieve_hf::{NamedTensor, load_parameters, named_parameters};
-use sieve_kernels::{CudaReport, KernelCache, KernelFamily, KernelTrace, MemoryPeak, SumOrder, TraceResult};
+use sieve_kernels::{
+    CudaReport, KernelCache, KernelFamilies, KernelPolicy, KernelTrace, MemoryPeak, SumOrder, TraceResult,
+};
 use sieve_nn::Qwen3;
-use sieve_ops::{Cuda, TrainBackend, op_paths, set_sum_order};
+use sieve_ops::{Cuda, TrainBackend, op_paths};
 use sieve_train::{AdamW, BlockSettings, DeviceBatch, GradientBuffer, accumulate_gradients_with};
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 type Gpu = Autodiff<Cuda>;
@@ -44,31 +45,52 @@ const CANCELLING_BAR: f64 = 0.15;
 /// makes of it, `sieve kernels check` compares.
 const FP8_BAR: f64 = 0.3;
 
-/// Whether the blocks multiply in eight-bit floats.
-static FP8: AtomicBool = AtomicBool::new(false);
+/// How a step runs, from the words of the command line.
+#[derive(Clone, Copy)]
+struct Modes {
+    /// Whether the blocks' GEMMs are in fp8.
+    fp8: bool,
+    /// Whether the blocks' activations are computed twice.
+    recompute: bool,
+    /// Whether blocks keep activations that they could recompute.
+    keep: bool,
+    policy: KernelPolicy,
+}
 
-/// Whether the blocks' activations are computed twice.
-static RECOMPUTE: AtomicBool = AtomicBool::new(false);
+impl Modes {
+    fn of(words: &[String]) -> Self {
+        let has = |word: &str| words.iter().any(|x| x == word);
+        Self {
+            fp8: has("fp8"),
+            recompute: has("recompute"),
+            keep: has("keep"),
+            policy: KernelPolicy {
+                families: match has("portable") {
+                    true => KernelFamilies::Portable,
+                    false => KernelFamilies::All,
+                },
+                ..KernelPolicy::default()
+            },
+        }
+    }
 
-/// Whether blocks keep what they could make again.
-static KEEP: AtomicBool = AtomicBool::new(false);
-
-fn settings(layers: usize) -> BlockSettings {
-    let is_fp8 = FP8.load(Ordering::Relaxed);
-    let mode = match RECOMPUTE.load(Ordering::Relaxed) {
-        true => ActivationCheckpointMode::Full,
-        false => ActivationCheckpointMode::None,
-    };
-    BlockSettings {
-        checkpointing: ActivationCheckpointSection {
-            mode,
-            ..ActivationCheckpointSection::default()
-        },
-        fp8: 0..if is_fp8 { layers } else { 0 },
-        keeping: Keeping {
-            made_again: KEEP.load(Ordering::Relaxed),
-            ..Keeping::default()
-        },
+    fn settings(&self, layers: usize) -> BlockSettings {
+        let mode = match self.recompute {
+            true => ActivationCheckpointMode::Full,
+            false => ActivationCheckpointMode::None,
+        };
+        BlockSettings {
+            checkpointing: ActivationCheckpointSection {
+                mode,
+                ..ActivationCheckpointSection::default()
+            },
+            fp8: 0..if self.fp8 { layers } else { 0 },
+            keeping: Keeping {
+                made_again: self.keep,
+                ..Keeping::default()
+            },
+            policy: self.policy,
+        }
     }
 }
 
@@ -156,12 +178,17 @@ fn batch(size: Size, seed: u64, one_a_row: bool) -> Batch {
     batch
 }
 
-fn gradients<B: TrainBackend>(model: &Qwen3<B>, batch: &Batch, device: &B::Device) -> (f32, Vec<NamedTensor>) {
+fn gradients<B: TrainBackend>(
+    modes: Modes,
+    model: &Qwen3<B>,
+    batch: &Batch,
+    device: &B::Device,
+) -> (f32, Vec<NamedTensor>) {
     let rope = model.rope(batch.seq_len, device);
     let mut gradients = GradientBuffer::default();
     let scale = 1.0 / batch.num_labels() as f64;
     let batch = DeviceBatch::<B>::new(batch, device);
-    let settings = settings(model.layers.len());
+    let settings = modes.settings(model.layers.len());
     let result = accumulate_gradients_with(&settings, model, &batch, &rope, scale, &mut gradients);
     let loss = result.loss.into_data().convert::<f32>().to_vec::<f32>().expect("f32")[0];
     (loss, gradients.named(model))
@@ -194,11 +221,11 @@ fn twins(size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> (Qwen3<
     (gpu, cpu)
 }
 
-fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> bool {
+fn check(modes: Modes, name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> bool {
     let (gpu, cpu) = twins(size, attention, device);
     let batch = batch(size, 3, false);
-    let (gpu_loss, found) = gradients(&gpu, &batch, device);
-    let (cpu_loss, expected) = gradients(&cpu, &batch, &Default::default());
+    let (gpu_loss, found) = gradients(modes, &gpu, &batch, device);
+    let (cpu_loss, expected) = gradients(modes, &cpu, &batch, &Default::default());
     let errors = found.iter().zip(&expected).map(|(found, expected)| {
         assert_eq!(found.name, expected.name);
         let error = relative_error(&floats(&found.data), &floats(&expected.data));
@@ -214,9 +241,9 @@ fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice
     let loss_error = f64::from((gpu_loss - cpu_loss).abs());
     let bar = |tensor: &str| match name.split(' ').collect::<Vec<_>>()[..] {
         ["dma", "all", ..] if tensor.ends_with(".a") => CANCELLING_BAR,
-        ["dma", "all", ..] if !FP8.load(Ordering::Relaxed) => GRADIENT_BAR,
+        ["dma", "all", ..] if !modes.fp8 => GRADIENT_BAR,
         ["dma", ..] => CHOOSING_BAR,
-        _ if FP8.load(Ordering::Relaxed) => FP8_BAR,
+        _ if modes.fp8 => FP8_BAR,
         _ => GRADIENT_BAR,
     };
     let good =
@@ -229,15 +256,15 @@ fn check(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice
     good
 }
 
-fn deterministic(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> bool {
-    set_sum_order(SumOrder::Fixed);
+fn deterministic(mut modes: Modes, name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) -> bool {
+    modes.policy.sums = SumOrder::Fixed;
     let (gpu, _) = twins(size, attention, device);
     let batch = batch(size, 4, false);
-    let (first_loss, first) = gradients(&gpu, &batch, device);
+    let (first_loss, first) = gradients(modes, &gpu, &batch, device);
     let mut differing = std::collections::BTreeMap::<String, usize>::new();
     const REPEATS: usize = 20;
     for _ in 0..REPEATS {
-        let (loss, again) = gradients(&gpu, &batch, device);
+        let (loss, again) = gradients(modes, &gpu, &batch, device);
         if loss.to_bits() != first_loss.to_bits() {
             *differing.entry("loss".to_owned()).or_default() += 1;
         }
@@ -251,7 +278,6 @@ fn deterministic(name: &str, size: Size, attention: &str, device: &burn_cuda::Cu
             }
         }
     }
-    set_sum_order(SumOrder::Any);
     let listed: Vec<String> = differing
         .iter()
         .take(8)
@@ -299,7 +325,7 @@ fn print_trace(trace: &TraceResult, steps: f64) {
     }
 }
 
-fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) {
+fn time(modes: Modes, name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice) {
     let recipe = recipe(size, attention);
     let shape = recipe.model_shape(size.vocab).expect("it fits");
     let mut optimizer = AdamW::<Gpu>::new(recipe.optimizer);
@@ -328,7 +354,7 @@ fn time(name: &str, size: Size, attention: &str, device: &burn_cuda::CudaDevice)
         sync(device);
         let started = Instant::now();
         let mut gradients = GradientBuffer::default();
-        let settings = settings(size.layers);
+        let settings = modes.settings(size.layers);
         let result = accumulate_gradients_with(&settings, &current, &on_device, &rope, scale, &mut gradients);
         let host_pass = started.elapsed().as_secs_f64();
         sync(device);
@@ -400,21 +426,18 @@ fn main() -> ExitCode {
     let cache = KernelCache::open(Path::new(&cache_dir), &arch, report.nvrtc).expect("cache");
     cache.init_runtime().expect("runtime");
     let device = burn_cuda::CudaDevice::default();
-    KernelFamily::use_portable_only(wanted.iter().any(|x| x == "portable"));
-    FP8.store(wanted.iter().any(|x| x == "fp8"), Ordering::Relaxed);
-    KEEP.store(wanted.iter().any(|x| x == "keep"), Ordering::Relaxed);
-    RECOMPUTE.store(wanted.iter().any(|x| x == "recompute"), Ordering::Relaxed);
+    let modes = Modes::of(&wanted);
     let mut good = true;
     if wants("check") {
         for (name, attention) in KINDS {
-            good &= check(name, SMALL, attention, &device);
+            good &= check(modes, name, SMALL, attention, &device);
             let wide = Size {
                 head_dim: 128,
                 heads: [3, 1],
                 d_model: 256,
                 ..SMALL
             };
-            good &= check(&format!("{name} d128"), wide, attention, &device);
+            good &= check(modes, &format!("{name} d128"), wide, attention, &device);
         }
     }
     if wants("deterministic") {
@@ -428,8 +451,8 @@ fn main() -> ExitCode {
             ..SMALL
         };
         for (name, attention) in KINDS {
-            good &= deterministic(name, SMALL, attention, &device);
-            good &= deterministic(name, quickstart, attention, &device);
+            good &= deterministic(modes, name, SMALL, attention, &device);
+            good &= deterministic(modes, name, quickstart, attention, &device);
         }
     }
     if wants("time") {
@@ -443,8 +466,9 @@ fn main() -> ExitCode {
             batch: 16,
             seq_len: 2048,
         };
-        time("80m mha", size, "kind = \"mha\"", &device);
+        time(modes, "80m mha", size, "kind = \"mha\"", &device);
         time(
+            modes,
             "80m dma",
             size,
             "kind = \"dma\"\nkeep_window_size = 1024\na_init = 0.0",
@@ -486,7 +510,7 @@ fn main() -> ExitCode {
         ];
         for (name, size, attention) in cases {
             if name == case {
-                time(name, size, attention, &device);
+                time(modes, name, size, attention, &device);
             }
         }
     }

@@ -5,6 +5,7 @@
 //! there.
 #![allow(clippy::print_stdout, reason = "this is a program")]
 use sieve_bench::{CheckPart, CheckSettings, check_emulated};
+use sieve_kernels::Arrivals;
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -21,6 +22,7 @@ fn main() -> ExitCode {
         seed,
         magnitude: None,
         portable: true,
+        arrivals: Arrivals::default(),
         part: CheckPart::All,
     };
     let mut tell = |part| println!("{part}");

@@ -14,7 +14,7 @@ use crate::shape::{queries_of, values_of};
 use crate::strided::{Layout, packed, packed_d_o};
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
-use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KeyLists, SumOrder};
+use sieve_kernels::{AttentionResult, AttentionShape, KernelError, KernelPolicy, KeyLists, SumOrder};
 use sieve_testing::Random;
 use std::ops::Range;
 
@@ -53,6 +53,7 @@ struct Draw {
     /// Factor on queries and keys.
     magnitude: f32,
     seed: u64,
+    policy: KernelPolicy,
 }
 
 impl Draw {
@@ -89,6 +90,7 @@ impl Draw {
             layout: random.one_of(&Layout::ALL),
             magnitude,
             seed: random.between(0, 1 << 30) as u64,
+            policy: extent.policy,
         }
     }
 
@@ -109,7 +111,7 @@ impl Draw {
     fn prepare(&self) -> Result<Prepared> {
         let (keys, cuts) = (self.keys, self.cuts);
         let case = Case::draw(self.shape, keys, cuts, &self.scores, self.seed)?;
-        let mut case = case.magnified(self.magnitude);
+        let mut case = case.under(self.policy).magnified(self.magnitude);
         if self.layout == Layout::Expanded {
             case.repeat_first_row();
         }
@@ -275,9 +277,9 @@ fn wrappers(
     }
     let any = judge(prepared, &any, true);
     let mut outcomes = vec![("", any), (", fixed order", in_order)];
-    if result.o_rest.is_some() {
+    if result.o_low.is_some() {
         // As in rows too long to keep what rounding took from o.
-        let rounded = AttentionResult { o_rest: None, ..result };
+        let rounded = AttentionResult { o_low: None, ..result };
         let summed = call.gradients(lists.as_ref(), &rounded, SumOrder::Any)?;
         outcomes.push((", row sums", judge(prepared, &summed, true)));
     }
@@ -423,6 +425,7 @@ mod tests {
             layout: Layout::Contiguous,
             magnitude: 1.0,
             seed,
+            policy: KernelPolicy::default(),
         };
         let prepared = draw(3).prepare().expect("one document");
         let right = &prepared.exact.outputs;

@@ -16,20 +16,20 @@ mod weights;
 
 pub use row::{BenchRow, Ceilings, Growth, Outcome, Rate};
 
+use crate::check::portable_only;
 use crate::clock::Clock;
+use crate::device::Gpu;
 use crate::error::{BenchError, Result};
 use crate::scores::Scores;
 use crate::step;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
-use burn_cuda::CudaDevice;
 use inputs::{Inputs, normal};
 use row::Sizes;
 use serde_json::{Value, json};
 use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, KernelFamily, MatmulOutput, Product, ToBurn,
-    client_of, kernel_tensor, matmul,
+    AttentionShape, Cublaslt, CudaTensor, DeviceReport, KernelError, MatmulOutput, Product, ToBurn, client_of, matmul,
 };
 use sieve_ops::Cuda;
 use std::path::PathBuf;
@@ -100,7 +100,6 @@ pub struct BenchResult {
 /// # Errors
 /// A GPU that cannot be asked; what does not fit or does not run is a row.
 pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(BenchEvent)) -> Result<BenchResult> {
-    KernelFamily::use_portable_only(settings.portable);
     let mut bench = Bench::new(settings, gpu, say)?;
     match settings.rows {
         BenchRows::Standard => rows::standard(&mut bench)?,
@@ -124,7 +123,7 @@ pub fn bench(settings: &BenchSettings, gpu: &DeviceReport, say: &mut dyn FnMut(B
 pub(crate) struct Bench<'a> {
     say: &'a mut dyn FnMut(BenchEvent),
     /// The GPU.
-    pub(crate) device: CudaDevice,
+    pub(crate) device: Gpu,
     gpu: usize,
     clock: Clock,
     scores: Vec<Scores>,
@@ -148,7 +147,7 @@ pub(crate) enum Work {
 
 impl<'a> Bench<'a> {
     fn new(settings: &BenchSettings, gpu: &DeviceReport, say: &'a mut dyn FnMut(BenchEvent)) -> Result<Self> {
-        let device = CudaDevice::new(gpu.index);
+        let device = Gpu::new(gpu.index, portable_only(settings.portable));
         let clock = Clock::new(&device, settings.repetitions, gpu.num_multiprocessors);
         let overhead = clock.overhead()?;
         let copy_bytes_per_s = clock.copy_bytes_per_s()?;
@@ -320,13 +319,13 @@ impl<'a> Bench<'a> {
     }
 
     fn any_tensor(&self) -> CudaTensor {
-        let zero = Tensor::<Cuda, 1>::zeros([1], &self.device);
-        kernel_tensor(zero.into_primitive().tensor())
+        let zero = Tensor::<Cuda, 1>::zeros([1], &self.device.device);
+        self.device.tensor(zero.into_primitive().tensor())
     }
 }
 
 /// FLOP/s of a large product, and by what: cuBLASLt where it is installed, else Burn's.
-fn matmul_ceiling(clock: &Clock, device: &CudaDevice) -> Result<(f64, &'static str)> {
+fn matmul_ceiling(clock: &Clock, device: &Gpu) -> Result<(f64, &'static str)> {
     const SIZE: usize = 8192;
     let [x, w] = [(); 2].map(|()| normal([SIZE, SIZE], DType::BF16, device));
     let flops = 2.0 * (SIZE as f64).powi(3);

@@ -4,7 +4,7 @@ use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, sizes, values_of};
 use sieve_core::DmaWindow;
 use sieve_cpu::{Documents, dma_select, extend_expire};
-use sieve_kernels::AttentionShape;
+use sieve_kernels::{AttentionShape, KernelPolicy};
 use sieve_ops::{AttentionSpec, SieveBackend};
 use sieve_testing::{Random, round_bf16};
 use std::collections::BinaryHeap;
@@ -116,6 +116,8 @@ pub(crate) struct Case {
     pub(crate) doc_end: Vec<i32>,
     /// `active(i, j) <=> j <= i < expire[j]`, `[batch, num_kv_heads, seq_len]`: the oracle's.
     pub(crate) expire: Vec<i32>,
+    /// Which kernels the ops take.
+    pub(crate) policy: KernelPolicy,
 }
 
 impl Case {
@@ -148,9 +150,15 @@ impl Case {
             doc_start,
             doc_end,
             expire: Vec::new(),
+            policy: KernelPolicy::default(),
         };
         case.expire = case.oracle();
         Ok(case)
+    }
+
+    /// The case for ops under a policy.
+    pub(crate) fn under(self, policy: KernelPolicy) -> Self {
+        Self { policy, ..self }
     }
 
     /// The case with queries and keys this many times as large.
@@ -198,6 +206,7 @@ impl Case {
             num_kv_heads: self.shape.num_kv_heads,
             softmax_scale: f64::from(self.scale),
             window_size,
+            policy: self.policy,
         }
     }
 

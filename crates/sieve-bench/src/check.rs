@@ -1,7 +1,7 @@
 //! `sieve kernels check`: every kernel and gradient on this device against references on the host.
 use crate::attention;
 use crate::bench::BenchRows;
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::emulator::Emulator;
 use crate::error::{BenchError, Result};
 use crate::extent::Extent;
@@ -10,11 +10,11 @@ use crate::place::Place;
 use crate::report::{Report, wrong};
 use crate::{biases, decode, nsa, select, selection, sparse, step};
 use burn::tensor::backend::BackendTypes;
-use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use serde_json::{Value, json};
 use sieve_kernels::{
-    AttentionNeeds, AttentionShape, DeviceReport, KernelFamily, NeededKernels, NeededKeys, ScoreBias, SumOrder,
+    Arrivals, AttentionNeeds, AttentionShape, DeviceReport, KernelFamilies, KernelPolicy, NeededKernels, NeededKeys,
+    ScoreBias, SumOrder,
 };
 use sieve_ops::Cuda;
 use std::fmt;
@@ -38,6 +38,8 @@ pub struct CheckSettings {
     pub magnitude: Option<f32>,
     /// Check the portable kernels alone, also where the device has a family of its own.
     pub portable: bool,
+    /// Who arrives at a barrier of the Hopper backward kernels.
+    pub arrivals: Arrivals,
     /// What to check.
     pub part: CheckPart,
 }
@@ -122,8 +124,23 @@ impl CheckSettings {
         Extent {
             is_part: self.part != CheckPart::All,
             magnitude: self.magnitude,
+            policy: KernelPolicy {
+                arrivals: self.arrivals,
+                ..portable_only(self.portable)
+            },
             ..all
         }
+    }
+}
+
+/// The policy of a program that was asked for the portable kernels, or was not.
+pub(crate) fn portable_only(portable: bool) -> KernelPolicy {
+    KernelPolicy {
+        families: match portable {
+            true => KernelFamilies::Portable,
+            false => KernelFamilies::All,
+        },
+        ..KernelPolicy::default()
     }
 }
 
@@ -253,33 +270,35 @@ impl Progress<'_> {
 
 /// Both families of kernels, then the ops as models call them. A GPU that stops answering ends the check, with a row.
 fn on_cuda(progress: &mut Progress<'_>, gpu: &DeviceReport, settings: &CheckSettings) -> Result<()> {
-    let (device, extent) = (CudaDevice::new(gpu.index), settings.extent());
+    let extent = settings.extent();
     let has_own_family = (gpu.major, gpu.minor) == (9, 0) && !settings.portable;
-    KernelFamily::use_portable_only(true);
+    let portable = Gpu::new(gpu.index, portable_only(true));
     let both = settings.part.of_a_family();
     let mut good = stage(progress, "portable kernels", |progress| {
         if settings.part == CheckPart::All {
             progress.part("launches".to_owned(), |report| {
-                step::check_order(report, &device, &extent);
+                step::check_order(report, &portable, &extent);
                 Ok(())
             })?;
-            progress.wrappers("portable kernels", ONLY_PORTABLE, &device, &extent)?;
+            progress.wrappers("portable kernels", ONLY_PORTABLE, &portable, &extent)?;
             progress.part("products".to_owned(), |report| {
-                step::check_products(report, &device, &extent);
-                step::check_fp8_products(report, &device, &extent, (gpu.major, gpu.minor));
+                step::check_products(report, &portable, &extent);
+                step::check_fp8_products(report, &portable, &extent, (gpu.major, gpu.minor));
                 Ok(())
             })?;
         }
-        progress.wrappers("portable kernels", both, &device, &extent)
+        progress.wrappers("portable kernels", both, &portable, &extent)
     })?;
-    KernelFamily::use_portable_only(!has_own_family);
     if good && has_own_family {
+        let own = Gpu::new(gpu.index, extent.policy);
         good = stage(progress, "Hopper kernels", |progress| {
-            progress.wrappers("Hopper kernels", both, &device, &extent)
+            progress.wrappers("Hopper kernels", both, &own, &extent)
         })?;
     }
     if good {
-        stage(progress, "ops", |progress| ops::<Cuda>(progress, &device, settings))?;
+        stage(progress, "ops", |progress| {
+            ops::<Cuda>(progress, &portable.device, settings)
+        })?;
     }
     Ok(())
 }
@@ -309,8 +328,7 @@ pub fn short_check(
     rows: BenchRows,
     tell: &mut dyn FnMut(CheckedPart),
 ) -> Result<Report> {
-    KernelFamily::use_portable_only(portable);
-    let device = &CudaDevice::new(gpu.index);
+    let device = &Gpu::new(gpu.index, portable_only(portable));
     let report = Report::default();
     let mut progress = Progress { report, tell };
     let extent = Extent::all(SHORT_CHECK_CASES, 300, 2);
@@ -445,6 +463,7 @@ mod tests {
     struct Noted {
         recorder: Recorder,
         kernels: RefCell<NeededKernels>,
+        policy: KernelPolicy,
     }
 
     impl Noted {
@@ -460,7 +479,7 @@ mod tests {
 
     impl Device for Noted {
         fn float(&self, _values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
-            self.recorder.tensor(shape, dtype)
+            self.recorder.tensor(shape, dtype).under(self.policy)
         }
 
         fn int(&self, _values: &[i32], shape: &[usize]) -> CudaTensor {
@@ -506,6 +525,7 @@ mod tests {
             let device = Noted {
                 recorder: Recorder::new(hardware),
                 kernels: RefCell::new(compiled),
+                policy: KernelPolicy::default(),
             };
             let mut told = Vec::new();
             let mut tell = |part: CheckedPart| told.push(part.cases);
@@ -524,5 +544,37 @@ mod tests {
             assert_eq!(told.len(), parts.len());
             assert!(told.iter().all(|&cases| cases > 0), "{told:?}");
         }
+    }
+
+    /// Names and defines of what the parts of a family launch on a Hopper GPU under a policy.
+    fn launched(policy: KernelPolicy) -> Vec<String> {
+        let device = Noted {
+            recorder: Recorder::new(Hardware::HOPPER),
+            kernels: RefCell::default(),
+            policy,
+        };
+        let (mut report, extent) = (Report::default(), Extent::all(20, 60, 1));
+        for (_, check) in [ATTENTION, SELECTIONS, MASKS, LATENT, NSA] {
+            check(&mut report, &device, &extent).expect("cases can be drawn");
+        }
+        device.note();
+        let kernels = device.kernels.into_inner().kernels;
+        kernels.iter().map(|kernel| format!("{kernel:?}")).collect()
+    }
+
+    #[test]
+    fn a_policy_reaches_every_launch_of_a_check() {
+        let hopper = |kernels: &[String]| kernels.iter().filter(|kernel| kernel.contains("hopper_")).count();
+        let [all, portable] = [false, true].map(|only| launched(portable_only(only)));
+        assert!(hopper(&all) > 10 && hopper(&portable) == 0, "{all:#?} {portable:#?}");
+        let every_lane = launched(KernelPolicy {
+            arrivals: Arrivals::EveryLane,
+            ..KernelPolicy::default()
+        });
+        let arriving = |kernels: &[String]| {
+            let all = kernels.iter().filter(|kernel| kernel.contains("EVERY_LANE_ARRIVES"));
+            all.count()
+        };
+        assert!(arriving(&every_lane) > 4 && arriving(&all) == 0, "{every_lane:#?}");
     }
 }

@@ -4,9 +4,9 @@
 //! `%globaltimer` is in order with everything else, and costs the microsecond or two that [`Clock::overhead`] shows.
 //! Before each repetition a kernel reads half a gigabyte, which throws everything out of the L2 and leaves nothing
 //! dirty there, and then waits until the host has queued the work: gaps on the host are not measured.
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result};
-use burn_cuda::CudaDevice;
+
 use sieve_kernels::DType;
 use sieve_kernels::{CudaTensor, KernelError, SourceKernel, ToBurn, client_of};
 use std::time::Instant;
@@ -72,7 +72,7 @@ pub(crate) struct Clock {
 }
 
 impl Clock {
-    pub(crate) fn new(device: &CudaDevice, repetitions: usize, multiprocessors: usize) -> Self {
+    pub(crate) fn new(device: &Gpu, repetitions: usize, multiprocessors: usize) -> Self {
         let sink = device.float(&[0.0; 4], &[4], DType::F32);
         Self {
             stamps: sink.empty_contiguous(&[2 * (WARM + repetitions)], DType::I64),

@@ -6,10 +6,11 @@ use burn_cuda::CudaDevice;
 use sieve_core::PackedMask;
 use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KeySource, Qkv, ToBurn, burn_dtype,
-    kernel_tensor,
+    AttentionShape, CudaPrimitive, CudaTensor, KernelError, KernelFamily, KernelPolicy, KeySource, Qkv, ToBurn,
+    burn_dtype, kernel_tensor,
 };
 use sieve_ops::Cuda;
+use std::ops::Deref;
 
 /// A device that the launch wrappers can be called on.
 pub(crate) trait Device {
@@ -60,21 +61,58 @@ pub(crate) fn family_name(family: KernelFamily) -> &'static str {
     }
 }
 
-impl Device for CudaDevice {
+/// A GPU, and which kernels calls on its tensors take.
+#[derive(Clone, Debug)]
+pub(crate) struct Gpu {
+    pub(crate) device: CudaDevice,
+    pub(crate) policy: KernelPolicy,
+}
+
+impl Gpu {
+    /// The GPU of this number.
+    pub(crate) fn new(index: usize, policy: KernelPolicy) -> Self {
+        Self {
+            device: CudaDevice::new(index),
+            policy,
+        }
+    }
+
+    /// A tensor of Burn's for calls on this GPU.
+    pub(crate) fn tensor(&self, primitive: CudaPrimitive) -> CudaTensor {
+        kernel_tensor(primitive).under(self.policy)
+    }
+
+    /// A tensor of one dimension under its real shape.
+    fn wrapped(&self, primitive: CudaPrimitive, shape: &[usize]) -> CudaTensor {
+        let flat = self.tensor(primitive).contiguous();
+        flat.reshaped("upload", "the values", shape)
+            .expect("as many values as the shape has")
+    }
+}
+
+impl Deref for Gpu {
+    type Target = CudaDevice;
+
+    fn deref(&self) -> &CudaDevice {
+        &self.device
+    }
+}
+
+impl Device for Gpu {
     fn float(&self, values: &[f32], shape: &[usize], dtype: DType) -> CudaTensor {
         let data = TensorData::new(values.to_vec(), [values.len()]);
-        let tensor = Tensor::<Cuda, 1>::from_data(data, self).cast(burn_dtype(dtype));
-        wrapped(tensor.into_primitive().tensor(), shape)
+        let tensor = Tensor::<Cuda, 1>::from_data(data, &self.device).cast(burn_dtype(dtype));
+        self.wrapped(tensor.into_primitive().tensor(), shape)
     }
 
     fn int(&self, values: &[i32], shape: &[usize]) -> CudaTensor {
         let data = TensorData::new(values.to_vec(), [values.len()]);
-        let tensor = Tensor::<Cuda, 1, Int>::from_data(data, self);
-        wrapped(tensor.into_primitive(), shape)
+        let tensor = Tensor::<Cuda, 1, Int>::from_data(data, &self.device);
+        self.wrapped(tensor.into_primitive(), shape)
     }
 
     fn poison(&self, shape: AttentionShape) {
-        place::poison::<Cuda>(shape, self);
+        place::poison::<Cuda>(shape, &self.device);
     }
 
     fn floats(&self, tensor: &CudaTensor) -> Result<Vec<f32>, KernelError> {
@@ -88,11 +126,4 @@ impl Device for CudaDevice {
         let values = data.convert::<i32>().to_vec();
         Ok(values.expect("data converted to i32 is read as i32"))
     }
-}
-
-/// A tensor of one dimension under its real shape.
-fn wrapped(primitive: CudaPrimitive, shape: &[usize]) -> CudaTensor {
-    let flat = kernel_tensor(primitive).contiguous();
-    flat.reshaped("upload", "the values", shape)
-        .expect("as many values as the shape has")
 }

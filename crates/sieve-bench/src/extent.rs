@@ -1,4 +1,5 @@
 //! How much a check draws, and from what.
+use sieve_kernels::KernelPolicy;
 
 /// Widths of keys and of values.
 const WIDTHS: &[(usize, usize)] = &[
@@ -54,6 +55,8 @@ pub(crate) struct Extent {
     pub(crate) magnitude: Option<f32>,
     /// Whether a part is checked alone, in as many cases as attention.
     pub(crate) is_part: bool,
+    /// Which kernels the ops take.
+    pub(crate) policy: KernelPolicy,
 }
 
 impl Extent {
@@ -70,6 +73,7 @@ impl Extent {
             is_emulated: false,
             magnitude: None,
             is_part: false,
+            policy: KernelPolicy::DEFAULT,
         }
     }
 

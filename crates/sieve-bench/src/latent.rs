@@ -82,7 +82,8 @@ impl Call {
         };
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
         let label = format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} q, k x {magnitude} seed {seed}");
-        let call = Self::of(case.magnified(magnitude), size, seed, label);
+        let case = case.under(extent.policy).magnified(magnitude);
+        let call = Self::of(case, size, seed, label);
         Ok(match random.chance(0.5) {
             true => call.normed(size, random),
             false => call,
@@ -131,6 +132,7 @@ impl Call {
                 head_dim,
                 rope_dim,
                 softmax_scale: 1.0 / (key_dim as f64).sqrt(),
+                policy: case.policy,
             },
             kv,
             k_rope,
@@ -275,12 +277,11 @@ impl Call {
         let result = qkv.attention_forward(&start, None, scale, None)?;
         let d_packed = packed.nan_contiguous(packed.shape(), sieve_kernels::DType::BF16);
         let call = AttentionGradients {
-            qkv: &qkv,
+            qkv: &qkv.in_order(order),
             result: &result,
             d_o: &device.float(&self.case.d_o, &self.case.shape.output(), sieve_kernels::DType::BF16),
             grads: &heads(&d_packed)?,
             softmax_scale: scale,
-            order,
         };
         call.attention_backward([&start, &end], None, None)?;
         let normed = weights.as_ref().map(|_| inputs.each_ref());

@@ -92,7 +92,7 @@ impl Inputs {
         let seed = random.between(0, 1 << 30) as u64;
         let magnitude = extent.magnitude_of(at);
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::RANDOM[0], seed)?;
-        let case = case.magnified(magnitude);
+        let case = case.under(extent.policy).magnified(magnitude);
         let ties = random.chance(0.25);
         let mut inputs = Self::of(case, blocks, random);
         let keys = inputs.compressed.len() / 2;
@@ -346,7 +346,6 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     let compressed = bf16(&inputs.compressed, &[2, rows, d]);
     let d_blocks = bf16(&inputs.d_blocks, &[2, rows, size * d]);
     let scale = 1.0 / (d as f32).sqrt();
-    let order = SumOrder::Any;
     let mut outputs = Vec::new();
     let mut add = |name, tensor: &CudaTensor| {
         outputs.push((name, device.floats(tensor)?));
@@ -368,7 +367,7 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     add("compressed o", &coarse.o)?;
     add("compressed lse", &coarse.lse)?;
     let [dqkv, d_compressed] =
-        qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &coarse, &d_o, order)?;
+        qkv.nsa_compressed_attention_backward(documents, &compressed, blocks, scale, &coarse, &d_o)?;
     add("compressed dqkv", &dqkv)?;
     add("dcompressed", &d_compressed)?;
 
@@ -382,21 +381,20 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     add("selected lse", &selected.lse)?;
     // The forward pass's lists, twice: a pass leaves them as it found them.
     for (name, order, lists) in [
-        ("selected dqkv", order, &lists[..]),
-        ("selected dqkv, again", order, &lists[..]),
-        ("selected dqkv, new lists", order, &[][..]),
+        ("selected dqkv", SumOrder::Any, &lists[..]),
+        ("selected dqkv, again", SumOrder::Any, &lists[..]),
+        ("selected dqkv, new lists", SumOrder::Any, &[][..]),
         ("selected dqkv, fixed order", SumOrder::Fixed, &lists[..]),
     ] {
         device.poison(*shape);
         let dqkv = tensor.empty_contiguous(tensor.shape(), sieve_kernels::DType::BF16);
         let grads = Qkv::packed(&dqkv, num_heads, num_kv_heads);
         let call = AttentionGradients {
-            qkv: &qkv,
+            qkv: &qkv.in_order(order),
             result: &selected,
             d_o: &d_o,
             grads: &grads,
             softmax_scale: scale,
-            order,
         };
         call.nsa_selected_attention_backward(documents, &given, blocks, lists)?;
         add(name, &dqkv)?;

@@ -1,17 +1,17 @@
 //! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers
 //! full of NaN, both orders of sums.
 use crate::case::{Case, Keys};
-use crate::device::{self, Device, separate};
+use crate::device::{self, Device, Gpu, separate};
 use crate::outputs::Outputs;
 use crate::place::{Place, by_token};
 use crate::strided::Strided;
 use burn::tensor::DType;
 use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
-use sieve_core::KeepRest;
+use sieve_core::KeepOLow;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError,
-    KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, ToBurn, dma_select,
+    KernelPolicy, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, ToBurn, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -24,11 +24,21 @@ impl Place for Cuda {
         // The ops pad values to the width of keys.
         let mut case = case.clone();
         case.shape.head_dim_v = case.shape.head_dim;
-        family(&case, device)
+        family(
+            &case,
+            &Gpu {
+                device: device.clone(),
+                policy: case.policy,
+            },
+        )
     }
 
     fn strided(values: &Strided, device: &CudaDevice) -> FloatTensor<Self> {
-        let buffer = device.float(&values.buffer, &[values.buffer.len()], sieve_kernels::DType::BF16);
+        let gpu = Gpu {
+            device: device.clone(),
+            policy: KernelPolicy::default(),
+        };
+        let buffer = gpu.float(&values.buffer, &[values.buffer.len()], sieve_kernels::DType::BF16);
         let view = buffer.view("view", "x", &values.shape, &values.strides);
         view.expect("the buffer was made for these strides").burn()
     }
@@ -113,9 +123,9 @@ impl<'a> OnDevice<'a> {
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
         let (qkv, scale) = (&self.qkv, self.case.scale);
         match lists {
-            Some(lists) => qkv.dma_attention_forward(&self.delta, lists, scale, KeepRest::default()),
+            Some(lists) => qkv.dma_attention_forward(&self.delta, lists, scale, KeepOLow::default()),
             None => {
-                let bias = self.bias().map(|bias| (bias, KeepRest::default()));
+                let bias = self.bias().map(|bias| (bias, KeepOLow::default()));
                 qkv.attention_forward(&self.doc_start, self.window(), scale, bias)
             }
         }
@@ -130,12 +140,11 @@ impl<'a> OnDevice<'a> {
         order: SumOrder,
     ) -> Result<Option<CudaTensor>, KernelError> {
         let call = AttentionGradients {
-            qkv: &self.qkv,
+            qkv: &self.qkv.in_order(order),
             result,
             d_o: &self.d_o,
             grads,
             softmax_scale: self.case.scale,
-            order,
         };
         let documents = [&self.doc_start, &self.doc_end];
         match lists {

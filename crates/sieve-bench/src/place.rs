@@ -7,7 +7,7 @@ use burn::tensor::DType;
 use burn::tensor::ops::{FloatTensor, IntTensor};
 use burn::tensor::{Int, Tensor, TensorData, TensorPrimitive};
 use burn_flex::{Flex, FlexDevice};
-use sieve_core::KeepRest;
+use sieve_core::KeepOLow;
 use sieve_kernels::AttentionShape;
 use sieve_ops::{
     AttentionCall, DeviceBackend, DmaBias, DmaCache, DmaCall, DmaSelection, DmaToken, KeyCache, SieveBackend,
@@ -99,7 +99,7 @@ impl<B: Place> Call<'_, B> {
             selection,
             attention: self.attention.clone(),
         };
-        let output = B::dma_attention(&call, KeepRest::default());
+        let output = B::dma_attention(&call, KeepOLow::default());
         let mut outputs = self.forward_outputs(&output.o, &output.lse);
         outputs.expire = ints::<B>(&call.selection);
         let [dqkv, ddelta] = B::dma_attention_backward(&call, output, self.d_o);

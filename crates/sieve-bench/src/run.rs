@@ -6,7 +6,7 @@ mod parts;
 
 use crate::case::{Case, Cuts, Keys};
 use crate::check::Target;
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result, refused};
 use crate::latent::ROPE_THETA;
 use crate::on_device::OnDevice;
@@ -22,7 +22,7 @@ use burn::tensor::DType;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use sieve_hf::{NamedTensor, write_tensor_file};
-use sieve_kernels::{KernelError, KeyLists, SumOrder};
+use sieve_kernels::{KernelError, KernelPolicy, KeyLists, SumOrder};
 use sieve_ops::Cuda;
 use sieve_select::Selector;
 use std::collections::HashMap;
@@ -146,17 +146,18 @@ pub fn run<E: From<BenchError>>(
     let z = sloped(settings, &mut case)?;
     let target = target()?;
     let mut metadata = metadata(settings, &case, &target.name());
-    let order = match settings.deterministic {
+    let sums = match settings.deterministic {
         true => SumOrder::Fixed,
         false => SumOrder::Any,
     };
+    case.policy = KernelPolicy { sums, ..case.policy };
     let seeds = (settings.seed, settings.magnitude);
     let tensors = match (&target, settings.op) {
         (_, Op::BlockSparse) => {
             let selector = masked::check(settings.selector.as_ref(), &case.shape)?;
             let done = match &target {
                 Target::Cpu => masked::on_cpu(&selector, &case)?,
-                Target::Cuda(gpu) => masked::on_cuda(&selector, &case, &CudaDevice::new(gpu.index))?,
+                Target::Cuda(gpu) => masked::on_cuda(&selector, &case, &Gpu::new(gpu.index, case.policy))?,
             };
             let more = done.metadata(&selector);
             metadata.extend(more.into_iter().map(|(key, value)| (key.to_owned(), value)));
@@ -168,24 +169,22 @@ pub fn run<E: From<BenchError>>(
         }
         (Target::Cuda(gpu), _) if settings.parts != 1 => {
             parts::check(settings.parts, &case)?;
-            sieve_ops::set_sum_order(order);
             by_kernels(|| parts::tensors::<Cuda>(&case, settings.parts, settings.seed, &CudaDevice::new(gpu.index)))?
         }
         (Target::Cpu, Op::Fp8) => fp8::tensors::<Flex>(case.shape, seeds, &FlexDevice, fp8::on_host)?,
         (Target::Cuda(gpu), Op::Fp8) => {
-            let device = CudaDevice::new(gpu.index);
+            let device = Gpu::new(gpu.index, case.policy);
             let round = |values: &[f32], sizes, format| fp8::on_cuda(&device, values, sizes, format);
             by_kernels(|| fp8::tensors::<Cuda>(case.shape, seeds, &device, round))??
         }
         (Target::Cpu, Op::Nsa | Op::Mla) => of_ops::<Flex>(settings, case, &FlexDevice),
         (Target::Cuda(gpu), Op::Nsa | Op::Mla) => {
-            sieve_ops::set_sum_order(order);
             by_kernels(|| of_ops::<Cuda>(settings, case, &CudaDevice::new(gpu.index)))?
         }
         (Target::Cpu, op) => tensors(op, &case, z.as_deref(), on_cpu(op, &case), false),
         (Target::Cuda(gpu), op) => {
-            let device = CudaDevice::new(gpu.index);
-            let outputs = on_cuda(op, &case, order, &device).map_err(BenchError::NotTaken)?;
+            let device = Gpu::new(gpu.index, case.policy);
+            let outputs = on_cuda(op, &case, &device).map_err(BenchError::NotTaken)?;
             tensors(op, &case, z.as_deref(), outputs, true)
         }
     };
@@ -345,12 +344,12 @@ fn on_cpu(op: Op, case: &Case) -> Outputs {
     }
 }
 
-fn on_cuda(op: Op, case: &Case, order: SumOrder, device: &CudaDevice) -> Result<Outputs, KernelError> {
+fn on_cuda(op: Op, case: &Case, device: &Gpu) -> Result<Outputs, KernelError> {
     let call = OnDevice::new(case, device);
     let mut outputs = match op {
         Op::Attention | Op::Swa | Op::Dma => {
             let lists = call.lists(KeyLists::TILE_QUERIES)?;
-            call.run(lists.as_ref(), order)?
+            call.run(lists.as_ref(), case.policy.sums)?
         }
         Op::DmaSelect | Op::Nsa | Op::Mla | Op::BlockSparse | Op::Fp8 => Outputs::default(),
         Op::Decode => Outputs {

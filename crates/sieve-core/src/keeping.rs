@@ -6,7 +6,8 @@ use serde::Serialize;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Keeping {
     /// In which rows `o_low`, what rounding o to bf16 loses, is kept.
-    pub rest: KeepRest,
+    #[serde(rename = "rest")]
+    pub o_low: KeepOLow,
     /// Whether a block keeps what its backward pass would make again: normed streams, rotated heads and gated
     /// activations. It takes half as much memory again as all else that a block keeps, saves 1 to 2 % of a step on a
     /// GPU, and changes no number.
@@ -16,7 +17,7 @@ pub struct Keeping {
 impl Keeping {
     /// Where nothing is differentiated.
     pub const NOTHING: Self = Self {
-        rest: KeepRest::Never,
+        o_low: KeepOLow::Never,
         made_again: false,
     };
 }
@@ -25,20 +26,20 @@ impl Keeping {
 /// backward pass needs no row sums: a quarter of its time. The Hopper kernels alone do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum KeepRest {
+pub enum KeepOLow {
     /// In none.
     Never,
-    /// In rows of up to 32,768 tokens. The default: in longer rows memory is the scarcer good.
+    /// In rows of up to 32,768 tokens. The default: longer rows skip it, as it doubles the memory of o.
     #[default]
     ShortRows,
     /// In all.
     Always,
 }
 
-/// The longest row of [`KeepRest::ShortRows`].
+/// The longest row of [`KeepOLow::ShortRows`].
 const SHORT_ROW: usize = 32768;
 
-impl KeepRest {
+impl KeepOLow {
     /// Whether it is kept in rows of this many tokens.
     pub fn in_row(self, seq_len: usize) -> bool {
         match self {
@@ -54,11 +55,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_rest_is_kept_in_rows_of_the_mode() {
-        let kept = |rows: KeepRest| [1024, 32768, 32769].map(|len| rows.in_row(len));
-        assert_eq!(kept(KeepRest::Never), [false; 3]);
-        assert_eq!(kept(KeepRest::ShortRows), [true, true, false]);
-        assert_eq!(kept(KeepRest::Always), [true; 3]);
-        assert_eq!(Keeping::default().rest, KeepRest::ShortRows);
+    fn o_low_is_kept_in_rows_of_the_mode() {
+        let kept = |rows: KeepOLow| [1024, 32768, 32769].map(|len| rows.in_row(len));
+        assert_eq!(kept(KeepOLow::Never), [false; 3]);
+        assert_eq!(kept(KeepOLow::ShortRows), [true, true, false]);
+        assert_eq!(kept(KeepOLow::Always), [true; 3]);
+        assert_eq!(Keeping::default().o_low, KeepOLow::ShortRows);
     }
 }

@@ -33,7 +33,7 @@ mod score_matrix;
 
 pub use adamw_step::AdamWStep;
 pub use block_selection::{BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeyScores, ProbeCorrection, SlotOrder};
-pub use keeping::{KeepRest, Keeping};
+pub use keeping::{KeepOLow, Keeping};
 pub use model::{
     Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
     NsaShape,

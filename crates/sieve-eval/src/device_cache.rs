@@ -4,8 +4,8 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use sieve_nn::LayerOperands;
 use sieve_ops::{
-    AttentionSpec, DeviceMask, DmaCache, KeyCache, SieveBackend, SparseOutput, cached_attention, heavy_decode,
-    keep_heavy_keys, select_blocks_by_bounds, sparse_attention,
+    AttentionSpec, DeviceMask, DmaCache, KernelPolicy, KeyCache, SieveBackend, SparseOutput, cached_attention,
+    heavy_decode, keep_heavy_keys, select_blocks_by_bounds, sparse_attention,
 };
 use sieve_select::{CallShape, Selector, Step};
 
@@ -99,6 +99,7 @@ impl<B: SieveBackend> DeviceCache<B> {
                     num_kv_heads: shape.num_kv_heads,
                     softmax_scale: scale,
                     window_size: None,
+                    policy: KernelPolicy::default(),
                 };
                 let (keys, o) = cached_attention(keys, operands.qkv.clone(), spec);
                 let read = length_of::<B>(&keys.k);
@@ -245,12 +246,7 @@ mod tests {
             let step = cache.step(&selector, &operands(position, 1));
             let (o, pairs, is_chosen) = step.expect("the CPU has dense attention");
             assert_eq!((pairs, is_chosen), (4.0 * (position + 1) as f64, false));
-            let spec = AttentionSpec {
-                num_heads: 4,
-                num_kv_heads: 2,
-                softmax_scale: 1.0 / 32f64.sqrt(),
-                window_size: None,
-            };
+            let spec = AttentionSpec::dense([4, 2], 32);
             let documents = Documents::whole_rows([1, position + 1], &FlexDevice);
             let dense = attention(operands(0, position + 1).qkv, &documents, spec);
             let far = (dense.narrow(1, position, 1) - o).abs().max().into_scalar();

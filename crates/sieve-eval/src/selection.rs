@@ -439,12 +439,7 @@ impl Selection {
 /// Dense attention by the model's own kernel.
 fn dense<B: SieveBackend>(operands: &LayerOperands<B>) -> Tensor<B, 4> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let spec = AttentionSpec {
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        softmax_scale: 1.0 / (head_dim as f64).sqrt(),
-        window_size: None,
-    };
+    let spec = AttentionSpec::dense([operands.num_heads, operands.num_kv_heads], head_dim);
     let documents = Documents::whole_rows([1, tokens], &operands.qkv.device());
     attention(operands.qkv.clone(), &documents, spec)
 }

@@ -20,7 +20,6 @@ pub use dma::oracle;
 pub use runtime::ahead_of_time;
 
 pub use attention::backward::AttentionGradients;
-pub use attention::backward_tiling::SumOrder;
 pub use attention::decode::{DecodeStep, KvCache};
 pub use attention::decode_scratch::DecodeScratch;
 pub use attention::forward::AttentionResult;
@@ -45,6 +44,7 @@ pub use runtime::cuda_tensor::{CudaTensor, Fill, Memory};
 pub use runtime::dtype::DType;
 pub use runtime::layout::contiguous_strides;
 pub use runtime::operands::operand;
+pub use runtime::policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 pub use runtime::recording::{BufferView, Hardware, Launch, Recorder, Step, recorded_at};
 pub use runtime::source::KernelText;
 pub use runtime::source_kernel::{LaunchRequest, SourceKernel, TileMap};

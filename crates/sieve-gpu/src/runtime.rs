@@ -11,6 +11,7 @@ pub(crate) mod operands;
 pub(crate) mod params;
 #[cfg(test)]
 mod params_text;
+pub(crate) mod policy;
 pub(crate) mod recording;
 pub(crate) mod source;
 pub(crate) mod source_kernel;

@@ -20,7 +20,10 @@ use native_sparse::NativeSparseAttention;
 use shared_prompts::SharedPrompts;
 use sieve_core::model::AttentionForm;
 use sieve_core::{DmaBias, Keeping, ModelShape};
-use sieve_ops::{Documents, ProductPrecision, Residual, RotaryEmbedding, SieveBackend, WeightSums};
+use sieve_ops::{
+    AttentionSpec, Documents, KernelPolicy, LayerTokens, ProductPrecision, Residual, RotaryEmbedding, RowParts,
+    SieveBackend, WeightSums,
+};
 use std::cell::RefCell;
 use std::collections::HashMap;
 
@@ -33,6 +36,8 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
+    /// Context parallelism: the whole rows, where these tokens are one part of each. Layers of one op alone take them.
+    pub parts: Option<&'a RowParts>,
     /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,
     /// In which numbers the projections multiply where a layer is one op: the feed-forward layers, and attention but
@@ -40,6 +45,8 @@ pub struct LayerContext<'a, B: Backend> {
     pub precision: ProductPrecision,
     /// What those layers leave their backward pass beside the least.
     pub keeping: Keeping,
+    /// Which kernels attention takes on a GPU, and how these sum.
+    pub policy: KernelPolicy,
     /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
     /// returns them with its own added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
@@ -52,9 +59,11 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             documents,
             positions: documents.positions.clone(),
             rope,
+            parts: None,
             shared: None,
             precision: ProductPrecision::Tensors,
             keeping: Keeping::default(),
+            policy: KernelPolicy::default(),
             sums: None,
         }
     }
@@ -62,8 +71,19 @@ impl<'a, B: Backend> LayerContext<'a, B> {
 
 impl<B: Backend> LayerContext<'_, B> {
     /// Positions, tables and documents, as [`sieve_ops::attention_layer`] takes them.
-    pub(crate) fn tokens(&self) -> (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>) {
-        (self.positions.clone(), self.rope, self.documents)
+    pub(crate) fn tokens(&self) -> LayerTokens<'_, B> {
+        LayerTokens {
+            positions: self.positions.clone(),
+            rope: self.rope,
+            documents: self.documents,
+            parts: self.parts,
+        }
+    }
+
+    /// An attention call under this pass's policy.
+    pub(crate) fn under_policy(&self, spec: AttentionSpec) -> AttentionSpec {
+        let policy = self.policy;
+        AttentionSpec { policy, ..spec }
     }
 
     /// The sums of two projections.
@@ -200,6 +220,7 @@ impl<B: SieveBackend> Attention<B> {
             }
         };
         let clamps = layer.dma.as_ref().is_some_and(|dma| dma.spec.bias == DmaBias::Exp);
+        let spec = context.under_policy(spec);
         let (x, chosen) = sieve_ops::attention_layer(x, layer, context.tokens(), spec, residual);
         let (expire, scores) = chosen.unzip();
         AttentionResult {

@@ -53,10 +53,8 @@ impl<B: Backend> QkvProjection<B> {
     /// Sizes and scale of the attention call that follows.
     pub fn spec(&self, window_size: Option<usize>) -> AttentionSpec {
         AttentionSpec {
-            num_heads: self.num_heads,
-            num_kv_heads: self.num_kv_heads,
-            softmax_scale: 1.0 / (self.head_dim as f64).sqrt(),
             window_size,
+            ..AttentionSpec::dense([self.num_heads, self.num_kv_heads], self.head_dim)
         }
     }
 }

@@ -41,10 +41,8 @@ impl<B: SieveBackend> Mixer<B> {
         let heads = NUM_HEADS + 2 * NUM_KV_HEADS;
         let qkv = self.qkv.forward(x).reshape([batch, seq_len, heads, HEAD_DIM]);
         let spec = AttentionSpec {
-            num_heads: NUM_HEADS,
-            num_kv_heads: NUM_KV_HEADS,
             window_size: Some(24),
-            softmax_scale: (HEAD_DIM as f64).powf(-0.5),
+            ..AttentionSpec::dense([NUM_HEADS, NUM_KV_HEADS], HEAD_DIM)
         };
         self.out.forward(attention(qkv, documents, spec).flatten(2, 3))
     }

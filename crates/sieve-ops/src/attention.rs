@@ -13,6 +13,7 @@ use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use sieve_kernels::KernelPolicy;
 
 /// Grouped-query attention: query i sees the keys j of its document with `i - window < j <= i`.
 ///
@@ -39,6 +40,8 @@ pub struct AttentionSpec {
     pub softmax_scale: f64,
     /// Keys a query may see at most, itself included (`i - window < j <= i`); `None` is dense causal.
     pub window_size: Option<usize>,
+    /// Which kernels a GPU takes, and how these sum.
+    pub policy: KernelPolicy,
 }
 
 impl AttentionSpec {
@@ -49,6 +52,7 @@ impl AttentionSpec {
             num_kv_heads,
             softmax_scale: 1.0 / (head_dim as f64).sqrt(),
             window_size: None,
+            policy: KernelPolicy::default(),
         }
     }
 
@@ -88,7 +92,7 @@ pub struct AttentionOutput<B: Backend> {
     /// With a bias per key it is less by the largest bias that the row sees, beside which it would lose its digits.
     pub lse: Float<B>,
     /// The lower bits of o in f32, where the backend's backward pass makes use of them.
-    pub o_rest: Option<Float<B>>,
+    pub o_low: Option<Float<B>>,
     /// The largest bias that each query sees, where the backend's backward pass makes use of it.
     pub base: Option<Float<B>>,
 }
@@ -99,7 +103,7 @@ impl<B: Backend> AttentionOutput<B> {
         Self {
             o,
             lse,
-            o_rest: None,
+            o_low: None,
             base: None,
         }
     }

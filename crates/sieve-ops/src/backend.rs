@@ -21,7 +21,7 @@ use crate::sparse::ChosenBlocks;
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn_flex::Flex;
-use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepRest, MaskLayout, ProbeCorrection};
+use sieve_core::{AdamWStep, BlockSelection, DmaBias, DmaWindow, HeavyKeys, KeepOLow, MaskLayout, ProbeCorrection};
 use std::ops::Range;
 
 /// A Burn backend that Sieve's ops run on: a device, or autodiff over one.
@@ -207,9 +207,9 @@ device_ops! {
         fn dma_scores_backward(call: &DmaScoresCall<Self>, dz: Float<Self>, dqkv: Float<Self>) -> [Float<Self>; 3];
         /// See [`crate::dma_select`].
         fn dma_select(rank: Float<Self>, documents: &DocumentBounds<Self>, window: DmaWindow) -> DmaSelection<Self>;
-        /// Attention over the kept keys with an additive bias per key. A kernel that can returns the rest of o in the
-        /// rows of `rest`.
-        fn dma_attention(call: &DmaCall<Self>, rest: KeepRest) -> AttentionOutput<Self>;
+        /// Attention over the kept keys with an additive bias per key. A kernel that can returns `o_low` in the rows
+        /// that `o_low` says.
+        fn dma_attention(call: &DmaCall<Self>, o_low: KeepOLow) -> AttentionOutput<Self>;
         /// `[dqkv, ddelta]` of [`dma_attention`](Self::dma_attention).
         fn dma_attention_backward(
             call: &DmaCall<Self>,

@@ -24,7 +24,7 @@ use crate::tensors::{Float, Ints, primitive, tensor, untracked};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use composed::{DmaInputs, backward, forward};
-use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepRest};
+use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
 
 /// What a DMA layer hands on.
 #[derive(Clone, Debug)]
@@ -63,11 +63,11 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
         documents: documents.bounds(),
         dma,
     };
-    let rest = match B::HAS_GRAPH {
-        true => KeepRest::default(),
-        false => KeepRest::Never,
+    let o_low = match B::HAS_GRAPH {
+        true => KeepOLow::default(),
+        false => KeepOLow::Never,
     };
-    let found = forward::<B::Inner>(&inputs, rest);
+    let found = forward::<B::Inner>(&inputs, o_low);
     let (rank, expire) = (found.rank.clone(), found.selection.expire.clone());
     let o = B::node([&qkv, &w_dt, &a], found.output.o.clone(), move |d_o| {
         backward(&inputs, found, d_o)
@@ -100,7 +100,7 @@ pub fn dma_attention<B: SieveBackend>(
         selection: DmaSelection::of_expire(expire.into_primitive()),
         attention: AttentionCall::new(documents.bounds(), spec),
     };
-    let output = B::Inner::dma_attention(&call, KeepRest::Never);
+    let output = B::Inner::dma_attention(&call, KeepOLow::Never);
     tensor(B::node([&qkv, &delta], output.o.clone(), move |d_o| {
         B::Inner::dma_attention_backward(&call, output, d_o)
     }))

@@ -1,5 +1,4 @@
 //! Where documents begin and end in a batch of packed rows.
-use crate::row_parts::RowParts;
 use crate::tensors::Ints;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
@@ -18,8 +17,6 @@ pub struct Documents<B: Backend> {
     pub end: Tensor<B, 2, Int>,
     /// Position of each token inside its document, `[batch, seq_len]`.
     pub positions: Tensor<B, 2, Int>,
-    /// Where these are parts of rows: the whole rows, for the attention.
-    pub parts: Option<RowParts>,
 }
 
 impl<B: Backend> Documents<B> {
@@ -44,7 +41,6 @@ impl<B: Backend> Documents<B> {
             start: ints(start.iter().map(|&x| x as i32).collect()),
             end: ints(end.iter().map(|&x| x as i32).collect()),
             positions: ints(positions),
-            parts: None,
         }
     }
 

@@ -3,12 +3,12 @@ use crate::SieveBackend;
 use crate::backend::DeviceBackend;
 use crate::device::cuda::{Cuda, CudaPrimitive, tensors};
 use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain};
-use crate::device::paths::{kernel_or, sum_order};
+use crate::device::paths::kernel_or;
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, IndexingUpdateOp, Int, Shape, Tensor, TensorMetadata};
 use burn_flex::FlexTensor;
-use sieve_kernels::{SumOrder, ToBurn};
+use sieve_kernels::ToBurn;
 
 /// Rows of `weight` by token id.
 ///
@@ -82,11 +82,10 @@ pub(crate) mod cpu {
 }
 
 pub(crate) mod cuda {
-    //! Where the gradient's kernel refuses: Burn's scatter, or products in a fixed order where two runs must be
-    //! bit-equal.
+    //! Where the gradient's kernel refuses: products in a fixed order.
     use super::*;
 
-    /// Tokens of one product in the fixed-order form; bounds the one-hot matrix.
+    /// Tokens of one product; bounds the one-hot matrix.
     const TOKENS: usize = 1024;
 
     pub(crate) fn embedding(weight: CudaPrimitive, ids: CudaPrimitive) -> CudaPrimitive {
@@ -102,21 +101,13 @@ pub(crate) mod cuda {
         let [d, rows] = tensors([&dy, &ids]);
         let attempt = sieve_kernels::step::embedding_backward(&d, &rows, vocab_size);
         kernel_or("embedding_backward", attempt.map(ToBurn::burn), || {
-            plain_backward(dy, ids, vocab_size)
+            let dy = tensor::<Cuda, 3>(dy).cast(DType::F32);
+            primitive(by_products(dy, Tensor::from_primitive(ids), vocab_size))
         })
     }
 
-    /// `dweight [vocab_size, d_model]` in f32: many tokens share a row, and a bf16 sum of them would lose the small
-    /// ones.
-    fn plain_backward(dy: CudaPrimitive, ids: CudaPrimitive, vocab_size: usize) -> CudaPrimitive {
-        let dy = tensor::<Cuda, 3>(dy).cast(DType::F32);
-        match sum_order() {
-            SumOrder::Any => reference::embedding_backward::<Cuda>(primitive(dy), ids, vocab_size),
-            SumOrder::Fixed => primitive(by_products(dy, Tensor::from_primitive(ids), vocab_size)),
-        }
-    }
-
-    /// One-hot products, chunk after chunk: slower than a scatter, which adds in whatever order its atomics meet.
+    /// One-hot products, chunk after chunk. In f32, as many tokens share a row, and a bf16 sum of them would lose the
+    /// small ones; slower than a scatter, which adds in whatever order its atomics meet.
     fn by_products(dy: Tensor<Cuda, 3>, ids: Tensor<Cuda, 2, Int>, vocab_size: usize) -> Tensor<Cuda, 2> {
         let [batch, seq_len, d_model] = dy.dims();
         let device = dy.device();

@@ -36,13 +36,13 @@ mod testing;
 pub use attention::{AttentionCall, AttentionOutput, AttentionSpec, attention};
 pub use backend::{DeviceBackend, SieveBackend, TrainBackend};
 pub use block::{
-    AttentionLayer, AttentionLayerCall, DmaLayer, FeedForward, MaskAndRanks, Residual, WeightSums, attention_layer,
-    feed_forward, seed_gradient,
+    AttentionLayer, AttentionLayerCall, DmaLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums,
+    attention_layer, feed_forward, seed_gradient,
 };
 pub use decode::{DmaCache, DmaToken, KeyCache, attention_decode, cached_attention, dma_decode, mla_decode};
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;
-pub use device::paths::{OpPath, Place, op_paths, set_sum_order};
+pub use device::paths::{OpPath, Place, op_paths};
 pub use dma::{
     DMA_SCORE_CLAMP, DmaAttention, DmaCall, DmaKeyLists, DmaKeys, DmaScoresCall, DmaSelection, PositionOrigin, Recency,
     dma_attention, dma_bias, dma_rank, dma_ranks, dma_select, dynamic_mask_attention,
@@ -70,7 +70,7 @@ pub use sparse::{
 pub use swiglu::swiglu;
 
 pub use sieve_core::DmaBias;
-pub use sieve_kernels::SumOrder;
+pub use sieve_kernels::{KernelFamilies, KernelPolicy, SumOrder};
 
 pub mod reference {
     //! Every op in plain Burn operations: the definition the fast paths are measured against.

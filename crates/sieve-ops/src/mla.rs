@@ -14,6 +14,7 @@ use crate::rope::{QkNorm, RopeTables, RotaryEmbedding};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use sieve_kernels::KernelPolicy;
 
 /// Rotates and packs queries, keys and values: per token `num_heads` queries `[q_C ; RoPE(q_R)]`, as many keys
 /// `[k_C ; RoPE(k_R)]` with one k_R for all heads, as many values. With `norm` each head's query and key go through
@@ -96,6 +97,8 @@ pub struct MlaSpec {
     pub rope_dim: usize,
     /// Factor on `q·k`, usually `1/sqrt(head_dim + rope_dim)`.
     pub softmax_scale: f64,
+    /// Which kernels a GPU takes, and how these sum.
+    pub policy: KernelPolicy,
 }
 
 impl MlaSpec {
@@ -116,6 +119,7 @@ impl MlaSpec {
             num_kv_heads: self.num_heads,
             softmax_scale: self.softmax_scale,
             window_size: None,
+            policy: self.policy,
         }
     }
 }

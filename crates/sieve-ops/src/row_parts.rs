@@ -138,7 +138,7 @@ pub struct Parcel<B: Backend> {
 
 impl<B: Backend> Documents<B> {
     /// Of this rank's part of rows: bounds inside the part, positions as in the whole row.
-    pub fn of_part(parts: RowParts, device: &B::Device) -> Self {
+    pub fn of_part(parts: &RowParts, device: &B::Device) -> Self {
         let (batch, len) = (parts.batch, parts.len());
         let [start, end] = parts.bounds_behind(0, &vec![0; batch]);
         let first = parts.links.part() * len;
@@ -149,11 +149,6 @@ impl<B: Backend> Documents<B> {
         let positions = positions.collect::<Vec<_>>();
         let [start, end, positions] =
             [start, end, positions].map(|values| Tensor::from_data(TensorData::new(values, [batch, len]), device));
-        Self {
-            start,
-            end,
-            positions,
-            parts: Some(parts),
-        }
+        Self { start, end, positions }
     }
 }

@@ -23,7 +23,7 @@ pub(crate) use activations::fp8_products;
 use activations::{F32, block_kept, block_temporaries, fp8_kept, times};
 use sieve_core::model::ModelShape;
 use sieve_core::recipe::Recipe;
-use sieve_core::{KeepRest, Keeping};
+use sieve_core::{KeepOLow, Keeping};
 use sieve_cpu::linear_cross_entropy::chunk_rows;
 
 /// What a process holds before it has a model: about 110 MiB on a CPU; on a GPU the context, and the workspace of the
@@ -116,15 +116,15 @@ impl Moment {
 /// Memory of one stage's training step, in each of `ranks` processes.
 pub fn memory_plan(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize) -> MemoryPlan {
     let needed = |recipe: &Recipe| {
-        let with = |made_again, rest| {
-            let keeping = Keeping { rest, made_again };
+        let with = |made_again, o_low| {
+            let keeping = Keeping { o_low, made_again };
             needed(recipe, shape, target, ranks, keeping)
         };
         let is_gpu = matches!(target, Target::Gpu(_));
-        let more = [is_gpu, false].map(|made_again| with(made_again, KeepRest::Always));
+        let more = [is_gpu, false].map(|made_again| with(made_again, KeepOLow::Always));
         let fits = |plan: &MemoryPlan| plan.total_bytes <= plan.available_bytes / 10 * 9;
         let more = more.into_iter().find(fits);
-        more.unwrap_or_else(|| with(false, KeepRest::ShortRows))
+        more.unwrap_or_else(|| with(false, KeepOLow::ShortRows))
     };
     let mut plan = needed(recipe);
     if plan.verdict.needs_advice() {

@@ -14,6 +14,8 @@ pub struct DeviceBatch<B: Backend> {
     pub labels: Tensor<B, 2, Int>,
     /// Where documents begin and end.
     pub documents: Documents<B>,
+    /// Context parallelism: the whole rows, where these tokens are one part of each.
+    pub parts: Option<RowParts>,
     /// Tokens with a label.
     pub num_labels: usize,
 }
@@ -34,7 +36,8 @@ impl<B: Backend> DeviceBatch<B> {
         Self {
             tokens: ints(tokens),
             labels: ints(labels),
-            documents: Documents::of_part(rows_in_parts, device),
+            documents: Documents::of_part(&rows_in_parts, device),
+            parts: Some(rows_in_parts),
             num_labels,
         }
     }
@@ -47,6 +50,7 @@ impl<B: Backend> DeviceBatch<B> {
             tokens: Tensor::from_data(TensorData::new(tokens, shape), device),
             labels: Tensor::from_data(TensorData::new(batch.labels.clone(), shape), device),
             documents: Documents::new(&batch.doc_start, &batch.doc_end, shape, device),
+            parts: None,
             num_labels: batch.num_labels(),
         }
     }

@@ -15,7 +15,7 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
 use sieve_nn::{DecoderLayer, LayerContext, LayerOutput, Qwen3};
-use sieve_ops::{Documents, ProductPrecision, RotaryEmbedding, TrainBackend, seed_gradient};
+use sieve_ops::{Documents, KernelPolicy, ProductPrecision, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
 use std::ops::Range;
 
 /// What one micro-batch yields beside its gradients.
@@ -38,6 +38,8 @@ pub struct BlockSettings {
     pub fp8: Range<usize>,
     /// What the blocks leave their backward pass beside the least.
     pub keeping: Keeping,
+    /// Which kernels attention takes on a GPU, and how these sum.
+    pub policy: KernelPolicy,
 }
 
 impl Default for BlockSettings {
@@ -47,6 +49,7 @@ impl Default for BlockSettings {
             checkpointing,
             fp8: 0..0,
             keeping: Keeping::default(),
+            policy: KernelPolicy::default(),
         }
     }
 }
@@ -56,6 +59,13 @@ impl From<&Recipe> for BlockSettings {
         Self {
             checkpointing: recipe.activation_checkpoint.clone(),
             fp8: recipe.training.fp8_blocks(recipe.model.num_hidden_layers),
+            policy: KernelPolicy {
+                sums: match recipe.training.deterministic {
+                    true => SumOrder::Fixed,
+                    false => SumOrder::Any,
+                },
+                ..KernelPolicy::default()
+            },
             ..Self::default()
         }
     }
@@ -125,6 +135,8 @@ pub(crate) fn pass<B: TrainBackend>(
     };
     let mut context = LayerContext {
         keeping: settings.keeping,
+        policy: settings.policy,
+        parts: batch.parts.as_ref(),
         ..LayerContext::new(&batch.documents, rope)
     };
     before(model, Segment::Embedding)?;
@@ -228,7 +240,6 @@ fn without_graph<B: TrainBackend>(
         start: context.documents.start.clone().inner(),
         end: context.documents.end.clone().inner(),
         positions: context.documents.positions.clone().inner(),
-        parts: context.documents.parts.clone(),
     };
     let rope = RotaryEmbedding::<<B as AutodiffBackend>::InnerBackend> {
         cos: context.rope.cos.clone().inner(),
@@ -236,6 +247,8 @@ fn without_graph<B: TrainBackend>(
     };
     let context = LayerContext {
         precision: context.precision,
+        policy: context.policy,
+        parts: context.parts,
         ..LayerContext::new(&documents, &rope)
     };
     layer.valid().forward(x, &context)

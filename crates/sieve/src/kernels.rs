@@ -15,7 +15,7 @@ use sieve_bench::{
     Target,
 };
 use sieve_core::Recipe;
-use sieve_kernels::{DeviceReport, KernelCache, NeededKernels};
+use sieve_kernels::{Arrivals, DeviceReport, KernelCache, NeededKernels};
 use sieve_ops::SieveBackend;
 use std::path::Path;
 use std::time::Instant;
@@ -103,15 +103,16 @@ fn check(args: &CheckArgs) -> Result<()> {
     if args.cases == 0 {
         bail!("--cases 0: nothing would be checked");
     }
-    if args.every_lane_arrives {
-        sieve_kernels::KernelFamily::let_every_lane_arrive();
-    }
     let settings = CheckSettings {
         cases: args.cases,
         longest: args.longest,
         seed: args.seed,
         magnitude: args.magnitude,
         portable: args.portable,
+        arrivals: match args.every_lane_arrives {
+            true => Arrivals::EveryLane,
+            false => Arrivals::Warp,
+        },
         part: args.part(),
     };
     let started = Instant::now();

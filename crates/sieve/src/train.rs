@@ -32,7 +32,7 @@ use sieve_data::{OnChange, Prepared, Tokenizer};
 use sieve_eval::{GenerateConfig, Generator, Sampling};
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
-use sieve_kernels::{Cublaslt, DeviceReport, SumOrder};
+use sieve_kernels::{Cublaslt, DeviceReport};
 use sieve_ops::{Cuda, DMA_SCORE_CLAMP, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
@@ -325,11 +325,6 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
         Device::Cuda(gpu) => {
             check_gpu_attention(recipe, &shape, &gpu.arch())?;
             check_gpu_fp8(recipe, gpu)?;
-            sieve_ops::set_sum_order(if recipe.training.deterministic {
-                SumOrder::Fixed
-            } else {
-                SumOrder::Any
-            });
             let hardware = || on_cuda(gpu, &shape);
             let degree = recipe.parallelism.context_parallel_degree;
             let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device, degree);

@@ -1,13 +1,12 @@
 //! One attention call's tensors on the GPU, drawn there.
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{Distribution, Tensor};
-use burn_cuda::CudaDevice;
-use sieve_core::{DmaBias, DmaWindow, KeepRest};
+use sieve_core::{DmaBias, DmaWindow, KeepOLow};
 use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, MlaPack, Qkv, Selection,
-    SumOrder, burn_dtype, dma_select, kernel_tensor,
+    SumOrder, burn_dtype, dma_select,
 };
 use sieve_ops::Cuda;
 
@@ -21,14 +20,14 @@ pub(crate) struct Inputs {
     doc_end: CudaTensor,
     pub(super) scale: f32,
     /// In which rows a forward pass with a bias keeps `o_low`, what rounding o to bf16 loses.
-    pub(super) rest: KeepRest,
+    pub(super) o_low: KeepOLow,
 }
 
 /// Normal numbers.
-pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &CudaDevice) -> CudaTensor {
+pub(super) fn normal<const D: usize>(shape: [usize; D], dtype: DType, device: &Gpu) -> CudaTensor {
     let normal = Distribution::Normal(0.0, 1.0);
-    let tensor = Tensor::<Cuda, D>::random(shape, normal, device).cast(burn_dtype(dtype));
-    kernel_tensor(tensor.into_primitive().tensor()).contiguous()
+    let tensor = Tensor::<Cuda, D>::random(shape, normal, &device.device).cast(burn_dtype(dtype));
+    device.tensor(tensor.into_primitive().tensor()).contiguous()
 }
 
 impl Inputs {
@@ -42,7 +41,7 @@ impl Inputs {
         tokens * (4 * packed + 2 * 2 * packed + 3 * 2 * query + 4 * packed)
     }
 
-    pub(crate) fn new(shape: AttentionShape, device: &CudaDevice) -> Self {
+    pub(crate) fn new(shape: AttentionShape, device: &Gpu) -> Self {
         let [batch, seq_len, heads, width] = queries_of(shape);
         let (tokens, width_v) = (batch * seq_len, shape.head_dim_v);
         let bf16 = DType::BF16;
@@ -65,12 +64,12 @@ impl Inputs {
             doc_start: device.int(&vec![0; tokens], &[batch, seq_len]),
             doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),
             scale: 1.0 / (width as f32).sqrt(),
-            rest: KeepRest::default(),
+            o_low: KeepOLow::default(),
         }
     }
 
     /// Scores, and their biases, on the device.
-    pub(crate) fn scores(&self, z: &[f32], bias: DmaBias, device: &CudaDevice) -> [CudaTensor; 2] {
+    pub(crate) fn scores(&self, z: &[f32], bias: DmaBias, device: &Gpu) -> [CudaTensor; 2] {
         let delta: Vec<f32> = match bias {
             DmaBias::Exp => z.iter().map(|z| z.min(60.0).exp()).collect(),
             DmaBias::Linear => z.to_vec(),
@@ -108,7 +107,7 @@ impl Inputs {
         bias: Option<&CudaTensor>,
     ) -> Result<AttentionResult, KernelError> {
         self.qkv
-            .attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.rest)))
+            .attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.o_low)))
     }
 
     /// Its gradients.
@@ -119,7 +118,7 @@ impl Inputs {
         bias: Option<&CudaTensor>,
         order: SumOrder,
     ) -> Result<(), KernelError> {
-        self.call(result, order)
+        self.call(&self.qkv.in_order(order), result)
             .attention_backward(self.documents(), window, bias)
             .map(drop)
     }
@@ -131,7 +130,7 @@ impl Inputs {
 
     /// DMA over ready lists.
     pub(crate) fn dma_forward(&self, delta: &CudaTensor, lists: &KeyLists) -> Result<AttentionResult, KernelError> {
-        self.qkv.dma_attention_forward(delta, lists, self.scale, self.rest)
+        self.qkv.dma_attention_forward(delta, lists, self.scale, self.o_low)
     }
 
     /// Its gradients.
@@ -142,18 +141,19 @@ impl Inputs {
         lists: &KeyLists,
         order: SumOrder,
     ) -> Result<(), KernelError> {
-        self.call(result, order).dma_attention_backward(delta, lists).map(drop)
+        self.call(&self.qkv.in_order(order), result)
+            .dma_attention_backward(delta, lists)
+            .map(drop)
     }
 
-    /// What a backward call is given.
-    pub(super) fn call<'a>(&'a self, result: &'a AttentionResult, order: SumOrder) -> AttentionGradients<'a> {
+    /// What a backward call is given; `qkv` are the inputs, [`in_order`](Qkv::in_order).
+    pub(super) fn call<'a>(&'a self, qkv: &'a Qkv, result: &'a AttentionResult) -> AttentionGradients<'a> {
         AttentionGradients {
-            qkv: &self.qkv,
+            qkv,
             result,
             d_o: &self.d_o,
             grads: &self.grads,
             softmax_scale: self.scale,
-            order,
         }
     }
 }

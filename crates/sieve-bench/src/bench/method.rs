@@ -1,9 +1,8 @@
 //! A selector on one call's operands: its lists, attention under them, and what that keeps of dense attention.
 use super::operands::Operands;
-use crate::device::{Device, mask_data};
+use crate::device::{Device, Gpu, mask_data};
 use crate::error::{BenchError, Result};
 use crate::shape::prompt_shape;
-use burn_cuda::CudaDevice;
 use sieve_core::{BlockSelection, MaskLayout};
 use sieve_kernels::{AttentionResult, CudaTensor, KernelError};
 use sieve_select::{Call, CallShape, Selector, density};
@@ -12,7 +11,7 @@ use std::time::Instant;
 /// A selector and the call it acts on.
 pub(super) struct Method<'a> {
     operands: &'a Operands,
-    device: &'a CudaDevice,
+    device: &'a Gpu,
     selector: Selector,
     call: CallShape,
     kind: Kind,
@@ -41,7 +40,7 @@ pub(super) struct Lists {
 
 impl<'a> Method<'a> {
     /// `None` where the method is dense at this length.
-    pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a CudaDevice) -> Result<Option<Self>> {
+    pub(super) fn of(selector: &Selector, operands: &'a Operands, device: &'a Gpu) -> Result<Option<Self>> {
         let call = prompt_shape(&operands.shape);
         let kind = match selector.block_selection(call, 0, 0) {
             Some(selection) => Kind::Chooses(selection),
@@ -127,7 +126,7 @@ impl<'a> Method<'a> {
 }
 
 /// The share of dense attention's mass that attention kept, of each head.
-pub(super) fn masses(device: &CudaDevice, lse: &CudaTensor, dense_lse: &[f32], num_heads: usize) -> Result<Vec<f64>> {
+pub(super) fn masses(device: &Gpu, lse: &CudaTensor, dense_lse: &[f32], num_heads: usize) -> Result<Vec<f64>> {
     let lse = device.floats(lse)?;
     let rows = lse.len() / num_heads;
     let of_head = lse.chunks_exact(rows).zip(dense_lse.chunks_exact(rows));

@@ -89,21 +89,14 @@ impl Call {
         let Inputs {
             shape, qkv, d_o, scale, ..
         } = &self.inputs;
-        let (documents, order) = (self.inputs.documents(), SumOrder::Any);
+        let documents = self.inputs.documents();
         nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
-        self.inputs.backward(&branches.window, Some(WINDOW), None, order)?;
-        let call = self.inputs.call(&branches.selected, order);
+        self.inputs
+            .backward(&branches.window, Some(WINDOW), None, SumOrder::Any)?;
+        let call = self.inputs.call(qkv, &branches.selected);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
         call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
-        qkv.nsa_compressed_attention_backward(
-            documents,
-            &self.compressed,
-            BLOCKS,
-            *scale,
-            &branches.compressed,
-            d_o,
-            order,
-        )?;
+        qkv.nsa_compressed_attention_backward(documents, &self.compressed, BLOCKS, *scale, &branches.compressed, d_o)?;
         nsa_blocks_backward(shape, documents, BLOCKS, &branches.blocks).map(drop)
     }
 }

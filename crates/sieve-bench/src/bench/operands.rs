@@ -1,12 +1,11 @@
 //! Queries, keys and values of selectors' rows: of a trained model, from a file, or generated.
 use super::generator::{Generated, HEAD_DIM, STEP, Weights};
 use super::rows::shape;
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result, refused};
 use burn::tensor::Tensor;
-use burn_cuda::CudaDevice;
 use sieve_hf::TensorFile;
-use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv, kernel_tensor};
+use sieve_kernels::{AttentionResult, AttentionShape, CudaTensor, KernelError, Qkv};
 use sieve_ops::Cuda;
 use std::path::Path;
 
@@ -19,13 +18,13 @@ pub(super) struct Operands {
 
 impl Operands {
     /// `q`, `k` and `v` of a file, `[tokens, heads, 128]`, as `kernels capture` writes them of a dense model.
-    pub(super) fn captured(path: &Path, device: &CudaDevice) -> Result<Self> {
+    pub(super) fn captured(path: &Path, device: &Gpu) -> Result<Self> {
         let file = TensorFile::open(path)?;
         let read = |name: &str| -> Result<Tensor<Cuda, 3>> {
             let data = file.any_tensor(name)?;
             match data.shape[..] {
                 [tokens, _, HEAD_DIM] if tokens >= STEP => {
-                    let x = Tensor::<Cuda, 3>::from_data(data.convert::<f32>(), device);
+                    let x = Tensor::<Cuda, 3>::from_data(data.convert::<f32>(), &device.device);
                     // A whole number of steps, as the generator draws.
                     Ok(x.narrow(0, 0, tokens / STEP * STEP).swap_dims(0, 1))
                 }
@@ -40,20 +39,20 @@ impl Operands {
     }
 
     /// Generated ones under some weights.
-    pub(super) fn weighted(drawn: &Generated<Cuda>, weights: &[Weights], device: &CudaDevice) -> Self {
+    pub(super) fn weighted(drawn: &Generated<Cuda>, weights: &[Weights], device: &Gpu) -> Self {
         let qkv = [drawn.queries(weights), drawn.keys.clone(), drawn.values.clone()];
         Self::stored(qkv, device)
     }
 
     /// q, k and v as `[heads, tokens, HEAD_DIM]`.
-    fn stored(qkv: [Tensor<Cuda, 3>; 3], device: &CudaDevice) -> Self {
+    fn stored(qkv: [Tensor<Cuda, 3>; 3], device: &Gpu) -> Self {
         let [num_heads, seq_len, _] = qkv[0].dims();
         let num_kv_heads = qkv[1].dims()[0];
         let [q, k, v] = qkv.map(|x| {
             let [heads, rows, width] = x.dims();
             let x = x.cast(burn::tensor::DType::BF16).swap_dims(0, 1);
             let x = x.reshape([1, rows, heads, width]);
-            kernel_tensor(x.into_primitive().tensor()).contiguous()
+            device.tensor(x.into_primitive().tensor()).contiguous()
         });
         Self {
             shape: shape(1, seq_len, [num_heads, num_kv_heads], HEAD_DIM),
@@ -73,7 +72,7 @@ impl Operands {
 }
 
 /// Waits for all work on the GPU.
-pub(super) fn wait(device: &CudaDevice) -> Result<()> {
+pub(super) fn wait(device: &Gpu) -> Result<()> {
     use burn::tensor::backend::Backend;
     Cuda::sync(device).map_err(BenchError::gpu)
 }

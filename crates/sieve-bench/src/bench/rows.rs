@@ -4,7 +4,7 @@ use super::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result;
 use crate::scores::Scores;
-use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepRest};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, DmaWindow, KeepOLow};
 use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, Qkv, ScoreBias, SumOrder,
@@ -31,7 +31,7 @@ pub(crate) fn forward_flops(shape: AttentionShape, window: usize) -> f64 {
     2.0 * widths * (shape.num_heads * shape.batch) as f64 * pairs
 }
 
-/// Rows in which DMA keeps the rest of o only where memory is free for it.
+/// Rows in which DMA keeps `o_low` only where memory is free for it.
 const LONG_ROW: usize = 32768;
 
 /// A backward pass does five products where a forward pass does two.
@@ -212,10 +212,10 @@ fn dma(bench: &mut Bench<'_>, shape: AttentionShape, form: DmaShape, scores: &Sc
     });
     dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
     if shape.seq_len > LONG_ROW {
-        inputs.rest = KeepRest::Always;
-        let name = format!("{name}, rest of o kept");
+        inputs.o_low = KeepOLow::Always;
+        let name = format!("{name}, o_low kept");
         dma_passes(bench, &inputs, [&z, &delta], window, &name)?;
-        inputs.rest = KeepRest::ShortRows;
+        inputs.o_low = KeepOLow::ShortRows;
     }
     if *scores == Scores::Independent {
         memory(bench, &inputs, [&z, &delta], window)?;

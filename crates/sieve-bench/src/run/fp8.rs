@@ -1,12 +1,11 @@
 //! `sieve kernels run fp8`: a GEMM with a weight in fp8, its rounded operands and its gradients.
 use super::branches::Tensors;
 use crate::case::magnify;
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::error::{BenchError, Result};
 use crate::nsa::typed;
 use crate::place::{Place, floats};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
 use sieve_kernels::step::{Fp8Format, fp8_quantise};
@@ -22,7 +21,7 @@ pub(super) fn on_host(values: &[f32], _sizes: [usize; 2], format: Fp8Format) -> 
 }
 
 /// By the kernels.
-pub(super) fn on_cuda(device: &CudaDevice, values: &[f32], sizes: [usize; 2], format: Fp8Format) -> Rounded {
+pub(super) fn on_cuda(device: &Gpu, values: &[f32], sizes: [usize; 2], format: Fp8Format) -> Rounded {
     let x = device.float(values, &sizes, sieve_kernels::DType::BF16);
     let read = || {
         let rows = fp8_quantise(&x, format, None)?.rows;

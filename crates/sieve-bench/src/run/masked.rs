@@ -1,11 +1,10 @@
 //! `sieve kernels run block_sparse`: attention under a selector's mask, with the mask's arrays.
 use super::branches::Tensors;
 use crate::case::Case;
-use crate::device::{Device, mask_data, separate};
+use crate::device::{Device, Gpu, mask_data, separate};
 use crate::error::{Result, refused};
 use crate::shape::{keys_of, prompt_shape, queries_of, values_of};
 use burn::tensor::DType;
-use burn_cuda::CudaDevice;
 use sieve_core::MaskLayout;
 use sieve_hf::NamedTensor;
 use sieve_kernels::AttentionShape;
@@ -55,7 +54,7 @@ pub(super) fn on_cpu(selector: &Selector, case: &Case) -> Result<Masked> {
     })
 }
 
-pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &CudaDevice) -> Result<Masked> {
+pub(super) fn on_cuda(selector: &Selector, case: &Case, device: &Gpu) -> Result<Masked> {
     let qkv = separate(device, [&case.q, &case.k, &case.v], case.shape);
     let selection = selector.block_selection(prompt_shape(&case.shape), 0, 1);
     let chosen = selection.map(|of| qkv.select_blocks(&of, None)).transpose()?;

@@ -305,7 +305,7 @@ fn the_emulated_selections_are_the_stored_ones() {
 #[test]
 #[ignore = "needs a GPU"]
 fn the_selections_of_a_gpu_are_the_stored_ones() {
-    let device = burn_cuda::CudaDevice::new(0);
+    let device = crate::device::Gpu::new(0, sieve_kernels::KernelPolicy::default());
     let mut wrong = Vec::new();
     for &(method, calls) in METHODS {
         let done = compare(&device, method, |_, _| true).expect("kernels run");

@@ -2,10 +2,9 @@
 //! the products of what the bytes stand for.
 use super::wrappers::{Calls, plus, same};
 use crate::bar::Bar;
-use crate::device::Device;
+use crate::device::{Device, Gpu};
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
-use burn_cuda::CudaDevice;
 use sieve_kernels::DType;
 use sieve_kernels::step::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
 use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
@@ -26,7 +25,7 @@ pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &
 }
 
 /// Checks the products; where the GPU has none, the row says so.
-pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &Extent, cc: (u32, u32)) {
+pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent, cc: (u32, u32)) {
     if let Err(error) = Cublaslt::require().and_then(|()| Fp8Format::require(cc)) {
         report.add_missing(PRODUCT, &error.to_string());
         return;

@@ -4,12 +4,12 @@ use super::wrappers::{Calls, Input, plus, same};
 use super::{On, VOCAB};
 use crate::bar::{Bar, Results};
 use crate::bench::{Bench, Work};
+use crate::device::Gpu;
 use crate::extent::Extent;
 use crate::place::floats;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Tensor, TensorPrimitive};
-use burn_cuda::CudaDevice;
 use sieve_kernels::DType;
 use sieve_kernels::{
     Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
@@ -96,7 +96,7 @@ pub(super) fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Re
 }
 
 /// Checks them all.
-pub(crate) fn check_products(report: &mut Report, device: &CudaDevice, extent: &Extent) {
+pub(crate) fn check_products(report: &mut Report, device: &Gpu, extent: &Extent) {
     if let Err(error) = Cublaslt::require() {
         report.add_missing(NAME, &error.to_string());
         return;
@@ -186,7 +186,7 @@ fn within(calls: &mut Calls<'_>, name: &str, got: &CudaTensor, exact: &[f32]) ->
 }
 
 /// Products and Burn's operations, each reading what the one before wrote: the same with a wait after each and without.
-fn in_order(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
+fn in_order(mut calls: Calls<'_>, device: &Gpu) -> Outcome {
     const WIDTH: usize = 512;
     let start = calls.flat(&[WIDTH, WIDTH], DType::BF16);
     let w = calls.flat(&[WIDTH, WIDTH], DType::BF16);

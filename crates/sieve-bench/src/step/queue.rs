@@ -1,10 +1,10 @@
 //! Launches that read what another thread allocated and lets go of at once: its memory must not be reused before the
 //! launch has run.
 use super::wrappers::{Calls, same};
+use crate::device::Gpu;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::Tensor;
-use burn_cuda::CudaDevice;
 use sieve_kernels::DType;
 use sieve_kernels::{CudaTensor, LaunchCounts, kernel_tensor};
 use sieve_ops::Cuda;
@@ -21,7 +21,7 @@ const ELEMENTS: usize = 16 << 20;
 /// Checks that the factors of 10,000 launches, made by a second thread, are still there when the launches run. That
 /// thread fills new buffers of the same size with NaN meanwhile, which land where a factor lay as soon as the allocator
 /// counts it as free.
-pub(crate) fn check_order(report: &mut Report, device: &CudaDevice, extent: &Extent) {
+pub(crate) fn check_order(report: &mut Report, device: &Gpu, extent: &Extent) {
     let inline = match LaunchCounts::so_far().is_inline {
         Some(false) => "on a stream of their own",
         _ => "on Burn's own stream",
@@ -30,14 +30,14 @@ pub(crate) fn check_order(report: &mut Report, device: &CudaDevice, extent: &Ext
     report.add(NAME, inline, "10,000 buffers of another thread", outcome);
 }
 
-fn factors_stay(mut calls: Calls<'_>, device: &CudaDevice) -> Outcome {
+fn factors_stay(mut calls: Calls<'_>, device: &Gpu) -> Outcome {
     let total = calls.flat(&[ELEMENTS / 256, 256], DType::F32);
     let before = LaunchCounts::so_far().foreign_buffers;
     let (send, receive) = sync_channel::<CudaTensor>(4);
     let made = std::thread::scope(|scope| {
         let maker = scope.spawn(move || {
             let filled = |value: f32| {
-                let tensor = Tensor::<Cuda, 1>::full([1], value, device);
+                let tensor = Tensor::<Cuda, 1>::full([1], value, &device.device);
                 kernel_tensor(tensor.into_primitive().tensor())
             };
             for _ in 0..LAUNCHES {

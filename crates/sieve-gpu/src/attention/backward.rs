@@ -1,5 +1,5 @@
 //! Launches of `kernels/attention_backward*.cu`: gradients of dense causal and sliding-window attention.
-use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
+use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
@@ -12,6 +12,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::params;
+use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
 
@@ -34,8 +35,6 @@ pub struct AttentionGradients<'a> {
     pub grads: &'a Qkv,
     /// The scale of the forward call.
     pub softmax_scale: f32,
-    /// Whether two runs must be bit-equal.
-    pub order: SumOrder,
 }
 
 impl AttentionGradients<'_> {
@@ -81,7 +80,7 @@ impl AttentionGradients<'_> {
             source,
         };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let dq_sum = match self.order {
+        let dq_sum = match self.qkv.policy().sums {
             SumOrder::Any => Some(empty_zero(&d_o, &dq_sum_shape(&shape, padded_len(shape.seq_len)))?),
             SumOrder::Fixed => None,
         };
@@ -101,7 +100,7 @@ impl AttentionGradients<'_> {
         });
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
 
-        if let (Some(bias), None) = (&bias, &self.result.o_rest) {
+        if let (Some(bias), None) = (&bias, &self.result.o_low) {
             // do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
             let mut tensors = inputs.to_vec();
             tensors.push(&doc_start);
@@ -111,7 +110,7 @@ impl AttentionGradients<'_> {
             // maps are of q, k, v and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
         }
-        for set in BackwardTiling::launches(&shape, self.order) {
+        for set in BackwardTiling::launches(&shape, self.qkv.policy().sums) {
             let params = params!(AttentionBackwardParams {
                 base,
                 dk_offset: dk[0],
@@ -131,7 +130,7 @@ impl AttentionGradients<'_> {
             tensors.extend(set.dk.then_some(self.grads.k.tensor()));
             tensors.extend(set.dv.then_some(self.grads.v.tensor()));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
-            let (kernel, block_kv, maps) = pass.by_key(set, self.order)?;
+            let (kernel, block_kv, maps) = pass.by_key(set)?;
             let blocks = shape.seq_len.div_ceil(block_kv);
             let grid = [blocks, shape.num_kv_heads, shape.batch];
             // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum;
@@ -196,8 +195,8 @@ pub(crate) fn require_gradients(
         d_o: BF16(shape.output()) strided = call.d_o,
         lse: F32(shape.lse()) contiguous = &call.result.lse,
     );
-    if let Some(o_rest) = &call.result.o_rest {
-        operands!(only kernel, o_rest: BF16(shape.output()) contiguous);
+    if let Some(o_low) = &call.result.o_low {
+        operands!(only kernel, o_low: BF16(shape.output()) contiguous);
     }
     let grads = call.grads.shape(kernel)?;
     if grads == *shape {
@@ -226,9 +225,9 @@ pub(crate) fn row_stats(
         padded_len: padded,
     });
     let mut tensors = vec![&call.result.o];
-    tensors.extend(call.result.o_rest.as_ref());
+    tensors.extend(call.result.o_low.as_ref());
     tensors.extend([d_o, &call.result.lse, &stats]);
-    let kernel = match &call.result.o_rest {
+    let kernel = match &call.result.o_low {
         Some(_) => hopper_attention_backward_prepare_kernel(shape.head_dim_v),
         None => attention_backward_prepare_kernel(shape.head_dim_v),
     };

@@ -2,19 +2,10 @@
 use crate::attention::heads::AttentionShape;
 use crate::attention::tiling::{KeySource, define_bias, define_head_dims};
 use crate::error::KernelError;
+use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 
 const BF16: usize = 2;
-
-/// In which order sums over many keys or queries are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum SumOrder {
-    /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
-    #[default]
-    Any,
-    /// Always the same order, so that two runs are bit-equal: no float atomics, dq in a pass of its own.
-    Fixed,
-}
 
 /// The gradients one launch of a key-stationary kernel makes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -9,7 +9,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::operands::operand;
 use crate::runtime::params::{Params, params};
-use sieve_core::KeepRest;
+use sieve_core::KeepOLow;
 
 const NAME: &str = "attention_forward";
 
@@ -24,7 +24,7 @@ pub struct AttentionResult {
     pub lse: CudaTensor,
     /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
     /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
-    pub o_rest: Option<CudaTensor>,
+    pub o_low: Option<CudaTensor>,
     /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.
     pub base: Option<CudaTensor>,
 }
@@ -32,7 +32,7 @@ pub struct AttentionResult {
 impl Qkv {
     /// Causal attention inside documents: query i sees the keys `max(doc_start[i], i - window + 1) <= j <= i`; `None`
     /// is no window. `bias` is f32 `[batch, num_kv_heads, seq_len]`, added to every logit of its key (DMA with every
-    /// key kept), with the rows in which the rest of o is kept. `doc_start` is i32 `[batch, seq_len]`.
+    /// key kept), with the rows in which `o_low` is kept. `doc_start` is i32 `[batch, seq_len]`.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit, a window of 0, a scale that is not positive.
@@ -41,7 +41,7 @@ impl Qkv {
         doc_start: &CudaTensor,
         window: Option<usize>,
         softmax_scale: f32,
-        bias: Option<(&CudaTensor, KeepRest)>,
+        bias: Option<(&CudaTensor, KeepOLow)>,
     ) -> Result<AttentionResult, KernelError> {
         let shape = self.shape(NAME)?;
         let qkv = self.walkable();
@@ -49,7 +49,7 @@ impl Qkv {
         let window = window.unwrap_or(shape.seq_len).min(shape.seq_len);
         require_non_empty(NAME, "window", window)?;
         let doc_start = require_tokens(NAME, "doc_start", doc_start, [shape.batch, shape.seq_len])?;
-        let rest = bias.map_or(KeepRest::Never, |(_, rest)| rest);
+        let o_low = bias.map_or(KeepOLow::Never, |(_, o_low)| o_low);
         let bias = bias
             .map(|(bias, _)| {
                 let bias = require_per_key(NAME, "bias", bias, &shape)?;
@@ -77,7 +77,7 @@ impl Qkv {
             source,
         };
         // SAFETY: sizes, strides and types checked above; q, k and v are among the tensors.
-        let result = unsafe { launch_forward(&pass, tensors, &params, rest) }?;
+        let result = unsafe { launch_forward(&pass, tensors, &params, o_low) }?;
         Ok(AttentionResult {
             base: bias.map(|bias| bias.base),
             ..result
@@ -86,7 +86,7 @@ impl Qkv {
 }
 
 /// Launches a forward pass over `inputs`; the output's tensors are made here and stand behind them. The lower
-/// 16 bits of the output are kept in the rows of `rest`; kernels without a bias do not store them.
+/// 16 bits of the output are kept in the rows of `o_low`; kernels without a bias do not store them.
 ///
 /// # Safety
 /// Sizes, strides and types of the inputs are what the pass's kernel reads with `params`; q, k and v are among them.
@@ -94,22 +94,22 @@ pub(crate) unsafe fn launch_forward(
     pass: &PassInputs<'_>,
     inputs: Vec<&CudaTensor>,
     params: &impl Params,
-    rest: KeepRest,
+    o_low: KeepOLow,
 ) -> Result<AttentionResult, KernelError> {
     let (shape, q) = (pass.shape, pass.qkv.q.tensor());
     let o = q.empty_contiguous(&shape.output(), DType::BF16);
     let lse = q.empty_contiguous(&shape.lse(), DType::F32);
-    let with_rest = pass.family().keeps_rest(rest, shape.seq_len);
-    let o_rest = with_rest.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
-    let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_rest))?;
+    let with_o_low = pass.family().keeps_o_low(o_low, shape.seq_len);
+    let o_low = with_o_low.then(|| q.empty_contiguous(&shape.output(), DType::BF16));
+    let (kernel, grid, maps) = pass.by_query(QueryPass::output(with_o_low))?;
     let mut tensors = inputs;
-    tensors.extend([&o, &lse].into_iter().chain(&o_rest));
+    tensors.extend([&o, &lse].into_iter().chain(&o_low));
     // SAFETY: the caller's promise for the inputs; every element of o and lse is written; the maps are of q, k and v.
     unsafe { kernel.launch_with_maps(grid, &maps, &tensors, params) }?;
     Ok(AttentionResult {
         o,
         lse,
-        o_rest,
+        o_low,
         base: None,
     })
 }

@@ -5,6 +5,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::layout::row_layout;
 use crate::runtime::operands::operands;
 use crate::runtime::params::{AttentionParams, params};
+use crate::runtime::policy::{KernelPolicy, SumOrder};
 
 /// Attention kernels copy 16 bytes at a time.
 const ALIGN_ELEMENTS: usize = 8;
@@ -126,6 +127,19 @@ impl Heads {
 }
 
 impl Qkv {
+    /// What the caller chose about the kernels of calls with these queries.
+    pub fn policy(&self) -> KernelPolicy {
+        self.q.tensor.policy()
+    }
+
+    /// The same inputs for calls whose backward kernels sum in this order.
+    pub fn in_order(&self, sums: SumOrder) -> Self {
+        let policy = KernelPolicy { sums, ..self.policy() };
+        let mut queries = self.clone();
+        queries.q.tensor = queries.q.tensor.under(policy);
+        queries
+    }
+
     /// One tensor `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values.
     pub fn packed(qkv: &CudaTensor, num_heads: usize, num_kv_heads: usize) -> Self {
         Self {

@@ -5,19 +5,19 @@
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`KernelFamily::use_portable_only`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
+//! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
 //! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | the portable kernels |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
-use crate::attention::backward_tiling::{GradientSet, SumOrder};
+use crate::attention::backward_tiling::GradientSet;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
 use crate::attention::tiling::{KeySource, QueryPass, define_head_dims, query_kernel_names};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::policy::{Arrivals, KernelFamilies, KernelPolicy, SumOrder};
 use crate::runtime::source_kernel::{SourceKernel, TileMap};
-use sieve_core::KeepRest;
-use std::sync::atomic::{AtomicBool, Ordering};
+use sieve_core::KeepOLow;
 
 /// Which kernels an attention call takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,42 +35,24 @@ const BLOCK_Q: usize = 64;
 /// Threads of a warpgroup.
 const WARPGROUP: usize = 128;
 
-// Process-wide, as the choice of the order of sums: a mode, for cross-checks of one family by the other.
-static PORTABLE_ONLY: AtomicBool = AtomicBool::new(false);
-
-impl KernelFamily {
-    /// Takes the portable kernels everywhere from now on, or, as at the start, the best for the device.
-    pub fn use_portable_only(portable_only: bool) {
-        PORTABLE_ONLY.store(portable_only, Ordering::Relaxed);
-    }
-}
-
-// Process-wide as well: a mode of checks.
-static EVERY_LANE_ARRIVES: AtomicBool = AtomicBool::new(false);
-
-impl KernelFamily {
-    /// Compiles the Hopper backward kernels so that each lane that stores row statistics arrives at their barrier
-    /// itself, instead of one lane for its warp. Slower; for racecheck, which credits an arrival to its lane alone.
-    pub fn let_every_lane_arrive() {
-        EVERY_LANE_ARRIVES.store(true, Ordering::Relaxed);
-    }
-}
-
-/// A kernel in the form that [`KernelFamily::let_every_lane_arrive`] asked for.
-pub(crate) fn arriving(kernel: SourceKernel) -> SourceKernel {
-    match EVERY_LANE_ARRIVES.load(Ordering::Relaxed) {
-        true => kernel.define("EVERY_LANE_ARRIVES", 1),
-        false => kernel,
+/// A Hopper backward kernel with the arrivals that a policy asks for.
+pub(crate) fn arriving(kernel: SourceKernel, policy: KernelPolicy) -> SourceKernel {
+    match policy.arrivals {
+        Arrivals::Warp => kernel,
+        Arrivals::EveryLane => kernel.define("EVERY_LANE_ARRIVES", 1),
     }
 }
 
 impl KernelFamily {
-    /// The family that attention of this shape takes on the tensor's device.
-    pub fn of(shape: &AttentionShape, source: KeySource, like: &CudaTensor) -> KernelFamily {
-        if PORTABLE_ONLY.load(Ordering::Relaxed) {
-            return KernelFamily::Portable;
+    /// The family that attention of this shape takes with these queries, on their device and under their policy.
+    pub fn of(shape: &AttentionShape, source: KeySource, queries: &CudaTensor) -> KernelFamily {
+        match queries.policy().families {
+            KernelFamilies::Portable => KernelFamily::Portable,
+            KernelFamilies::All => {
+                let is_hopper = queries.hardware().compute_capability == (9, 0);
+                KernelFamily::best(shape, source, is_hopper)
+            }
         }
-        KernelFamily::best(shape, source, like.hardware().compute_capability == (9, 0))
     }
 
     /// The family that attention of this shape takes on a Hopper device (compute capability 9.0), or on any other.
@@ -83,8 +65,8 @@ impl KernelFamily {
     }
 
     /// Whether a forward pass with a bias on each key of a row also returns what rounding took from o.
-    pub fn keeps_rest(self, rest: KeepRest, seq_len: usize) -> bool {
-        self == KernelFamily::Hopper && rest.in_row(seq_len)
+    pub fn keeps_o_low(self, o_low: KeepOLow, seq_len: usize) -> bool {
+        self == KernelFamily::Hopper && o_low.in_row(seq_len)
     }
 }
 
@@ -162,7 +144,7 @@ impl HopperTiling {
         let rows = self.num_consumers * 64;
         let stages = self.k_stages + self.v_stages;
         let row_bytes = match self.pass {
-            QueryPass::Output | QueryPass::OutputAndRest => 2,
+            QueryPass::Output | QueryPass::OutputAndOLow => 2,
             QueryPass::RowSums | QueryPass::Gradient => 4,
         };
         // The bias as one more step of the product: four slots of 128 keys and two of a tile's rows, 16 bytes each.
@@ -205,7 +187,7 @@ impl HopperTiling {
             source => kernel.define("HAS_BIAS", source.has_bias() as u8),
         };
         match self.pass {
-            QueryPass::OutputAndRest => kernel.define("RESIDUAL", 1),
+            QueryPass::OutputAndOLow => kernel.define("RESIDUAL", 1),
             QueryPass::Output | QueryPass::RowSums | QueryPass::Gradient => kernel,
         }
     }
@@ -285,7 +267,6 @@ pub(crate) fn hopper_backward_kernel(
         .define("COMPUTE_DQ", set.dq as u8)
         .threads(3 * WARPGROUP)
         .shared_bytes(shared);
-    let kernel = arriving(kernel);
     let kernel = match source.is_gathered() {
         true => kernel.define("DETERMINISTIC", (order == SumOrder::Fixed) as u8),
         false => kernel,
@@ -403,7 +384,7 @@ mod tests {
             for source in [KeySource::Dense, KeySource::Biased, KeySource::Gathered] {
                 for pass in [
                     QueryPass::Output,
-                    QueryPass::OutputAndRest,
+                    QueryPass::OutputAndOLow,
                     QueryPass::RowSums,
                     QueryPass::Gradient,
                 ] {
@@ -421,9 +402,9 @@ mod tests {
 
     #[test]
     fn hopper_kernels_alone_keep_the_rest_of_o() {
-        assert!(KernelFamily::Hopper.keeps_rest(KeepRest::ShortRows, 1024));
-        assert!(!KernelFamily::Hopper.keeps_rest(KeepRest::Never, 1024));
-        assert!(!KernelFamily::Portable.keeps_rest(KeepRest::Always, 1024));
+        assert!(KernelFamily::Hopper.keeps_o_low(KeepOLow::ShortRows, 1024));
+        assert!(!KernelFamily::Hopper.keeps_o_low(KeepOLow::Never, 1024));
+        assert!(!KernelFamily::Portable.keeps_o_low(KeepOLow::Always, 1024));
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! Which kernel an attention pass launches, on which grid, with which maps: the one choice between the two families.
-use crate::attention::backward_tiling::{BackwardTiling, GradientSet, SumOrder};
+use crate::attention::backward_tiling::{BackwardTiling, GradientSet};
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{
-    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, backward_maps, has_hopper_gradient, hopper_backward_kernel,
+    BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, has_hopper_gradient, hopper_backward_kernel,
 };
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
 use crate::error::KernelError;
@@ -55,20 +55,17 @@ impl<'a> PassInputs<'a> {
     ///
     /// # Errors
     /// Those of [`by_query`](Self::by_query).
-    pub(crate) fn by_key(
-        &self,
-        set: GradientSet,
-        order: SumOrder,
-    ) -> Result<(SourceKernel, usize, Vec<TileMap<'a>>), KernelError> {
+    pub(crate) fn by_key(&self, set: GradientSet) -> Result<(SourceKernel, usize, Vec<TileMap<'a>>), KernelError> {
         let (shape, source) = (self.shape, self.source);
+        let policy = self.qkv.policy();
         if let (KernelFamily::Hopper, Some(d_o)) = (self.family(), self.d_o) {
             let maps = backward_maps(self.name, self.qkv, d_o, shape)?.to_vec();
-            let kernel = hopper_backward_kernel(shape, source, set, order);
+            let kernel = arriving(hopper_backward_kernel(shape, source, set, policy.sums), policy);
             return Ok((kernel, BACKWARD_BLOCK_KV, maps));
         }
         let limit = self.qkv.q.tensor().hardware().max_shared_bytes;
         let tiling = BackwardTiling::choose(self.name, shape, source, limit)?;
-        let kernel = tiling.kernel(shape, source, set, order);
+        let kernel = tiling.kernel(shape, source, set, policy.sums);
         Ok((kernel, tiling.block_kv(), Vec::new()))
     }
 

@@ -169,7 +169,7 @@ impl Qkv {
         Ok(AttentionResult {
             o,
             lse,
-            o_rest: None,
+            o_low: None,
             base: None,
         })
     }

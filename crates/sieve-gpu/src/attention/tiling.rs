@@ -39,7 +39,7 @@ pub(crate) enum QueryPass {
     /// o and lse.
     Output,
     /// o, lse, and the lower 16 bits of o. The portable kernels have no such form.
-    OutputAndRest,
+    OutputAndOLow,
     /// Exact row sums for the backward pass, which a bias makes worth their time.
     RowSums,
     /// dq, summed in a fixed order.
@@ -47,8 +47,8 @@ pub(crate) enum QueryPass {
 }
 
 impl QueryPass {
-    pub(crate) fn output(with_rest: bool) -> Self {
-        if with_rest { Self::OutputAndRest } else { Self::Output }
+    pub(crate) fn output(with_o_low: bool) -> Self {
+        if with_o_low { Self::OutputAndOLow } else { Self::Output }
     }
 
     /// Whether the gradient of the output is an input.
@@ -185,7 +185,7 @@ impl QueryTiling {
             .threads(self.num_warps * 32)
             .shared_bytes(self.shared_bytes(shape, source));
         let widest_in_registers = match self.pass {
-            QueryPass::Output | QueryPass::OutputAndRest => Some(64),
+            QueryPass::Output | QueryPass::OutputAndOLow => Some(64),
             QueryPass::RowSums => Some(128),
             QueryPass::Gradient => None,
         };
@@ -204,12 +204,12 @@ impl QueryTiling {
 
 /// The portable kernel that keeps queries in place, and the Hopper one.
 pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'static str; 2] {
-    use QueryPass::{Gradient, Output, OutputAndRest, RowSums};
+    use QueryPass::{Gradient, Output, OutputAndOLow, RowSums};
     match (source.is_gathered(), pass) {
-        (true, Output | OutputAndRest) => ["dma_attention_forward", "hopper_dma_attention_forward"],
+        (true, Output | OutputAndOLow) => ["dma_attention_forward", "hopper_dma_attention_forward"],
         (true, RowSums) => ["dma_attention_row_sums", "hopper_dma_attention_row_sums"],
         (true, Gradient) => ["dma_attention_backward_query", "hopper_dma_attention_backward_query"],
-        (false, Output | OutputAndRest) => ["attention_forward", "hopper_attention_forward"],
+        (false, Output | OutputAndOLow) => ["attention_forward", "hopper_attention_forward"],
         (false, RowSums) => ["attention_row_sums", "hopper_attention_row_sums"],
         (false, Gradient) => ["attention_backward_query", "hopper_attention_backward_query"],
     }

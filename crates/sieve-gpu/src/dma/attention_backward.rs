@@ -2,7 +2,7 @@
 use crate::attention::backward::{
     AttentionGradients, convert_dq, dq_sum_shape, padded_len, require_gradients, row_stats,
 };
-use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
+use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::Heads;
 use crate::attention::hopper_tiling::KernelFamily;
@@ -14,6 +14,7 @@ use crate::dma::oracle::SUPER_BLOCK;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::params::params;
+use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::{empty_zero, fill_zero};
 
@@ -76,8 +77,9 @@ pub(crate) fn listed_key_sums(
     let qkv = call.qkv.walkable();
     require_gradients(NAME, call, &shape)?;
     require_lists(NAME, lists, &shape)?;
+    let order = qkv.policy().sums;
     let family = KernelFamily::of(&shape, KeySource::Gathered, qkv.q.tensor());
-    let source = match (delta, family, call.order) {
+    let source = match (delta, family, order) {
         (None, KernelFamily::Hopper, SumOrder::Any) => KeySource::GatheredUnbiased,
         _ => KeySource::Gathered,
     };
@@ -101,7 +103,7 @@ pub(crate) fn listed_key_sums(
         source,
     };
     let blocks = lists.num_super_blocks();
-    let (per_launch, dq_sum) = match call.order {
+    let (per_launch, dq_sum) = match order {
         SumOrder::Any => {
             let per_launch = KeyLists::dq_sum_queries(shape.seq_len).div_ceil(SUPER_BLOCK);
             let sums = empty_zero(&d_o, &dq_sum_shape(&shape, per_launch * SUPER_BLOCK))?;
@@ -123,7 +125,7 @@ pub(crate) fn listed_key_sums(
     let tile_queries = lists.tile_queries;
 
     // Exact row sums: do . o from a rounded o would dominate the gradients where a bias peaks the softmax.
-    if call.result.o_rest.is_none() && delta.is_some() {
+    if call.result.o_low.is_none() && delta.is_some() {
         let params = params!(DmaAttentionRowSumsParams {
             base,
             softmax_scale,
@@ -143,7 +145,7 @@ pub(crate) fn listed_key_sums(
         if let Some(dq_sum) = dq_sum.as_ref().filter(|_| first > 0) {
             fill_zero(dq_sum)?;
         }
-        for set in BackwardTiling::launches(&shape, call.order) {
+        for set in BackwardTiling::launches(&shape, order) {
             let params = params!(DmaAttentionBackwardParams {
                 base,
                 softmax_scale,
@@ -158,7 +160,7 @@ pub(crate) fn listed_key_sums(
             tensors.extend(set.dk.then_some(dk_sum));
             tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
-            let (kernel, block_kv, maps) = pass.by_key(set, call.order)?;
+            let (kernel, block_kv, maps) = pass.by_key(set)?;
             let blocks = count * lists.capacity().div_ceil(block_kv);
             let grid = [blocks, kv_heads, batch];
             // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
@@ -169,7 +171,7 @@ pub(crate) fn listed_key_sums(
             convert_dq(dq_sum, call, &shape, count * SUPER_BLOCK, first * SUPER_BLOCK)?;
         }
     }
-    if call.order == SumOrder::Fixed {
+    if order == SumOrder::Fixed {
         let [dq, _, _] = call.grads.head_words(NAME)?;
         let params = params!(DmaAttentionBackwardQueryParams {
             base,

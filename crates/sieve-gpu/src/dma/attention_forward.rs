@@ -12,14 +12,14 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::step::fill_zero::empty_zero;
-use sieve_core::KeepRest;
+use sieve_core::KeepOLow;
 
 const NAME: &str = "dma_attention_forward";
 
 impl Qkv {
     /// Attention of query i over the keys with `j <= i < expire[j]`, `delta` (f32 `[batch, num_kv_heads, seq_len]`)
     /// added to every logit of its key (arXiv:2508.02124, eq. 3 to 6). A query that sees nothing gets `o = 0`,
-    /// `lse = -inf`. The rest of o is kept in the rows of `rest`.
+    /// `lse = -inf`. `o_low` is kept in the rows of `o_low`.
     ///
     /// # Errors
     /// Another type than bf16, sizes that do not fit each other or the lists, a scale that is not positive.
@@ -28,9 +28,9 @@ impl Qkv {
         delta: &CudaTensor,
         lists: &KeyLists,
         softmax_scale: f32,
-        rest: KeepRest,
+        o_low: KeepOLow,
     ) -> Result<AttentionResult, KernelError> {
-        listed_attention_forward(self, Some((delta, rest)), lists, softmax_scale)
+        listed_attention_forward(self, Some((delta, o_low)), lists, softmax_scale)
     }
 }
 
@@ -50,11 +50,11 @@ pub(crate) fn listed_bias(
 /// backward pass come from the o that is stored.
 pub(crate) fn listed_attention_forward(
     qkv: &Qkv,
-    delta: Option<(&CudaTensor, KeepRest)>,
+    delta: Option<(&CudaTensor, KeepOLow)>,
     lists: &KeyLists,
     softmax_scale: f32,
 ) -> Result<AttentionResult, KernelError> {
-    let rest = delta.map_or(KeepRest::Never, |(_, rest)| rest);
+    let o_low = delta.map_or(KeepOLow::Never, |(_, o_low)| o_low);
     let delta = delta.map(|(delta, _)| delta);
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.walkable();
@@ -90,7 +90,7 @@ pub(crate) fn listed_attention_forward(
         source,
     };
     // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only.
-    let result = unsafe { launch_forward(&pass, tensors, &params, rest) }?;
+    let result = unsafe { launch_forward(&pass, tensors, &params, o_low) }?;
     Ok(AttentionResult {
         base: bias.map(|bias| bias.base),
         ..result

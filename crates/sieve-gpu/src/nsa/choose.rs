@@ -41,7 +41,7 @@ pub(super) fn nsa_choose(
     let most = IMPORTANCE_BYTES / (batch * heads * num_blocks * DType::F32.size());
     let [q, _, _] = qkv.head_words(NAME)?;
     let slab_queries = most.clamp(1, seq_len);
-    let hopper_tile = match hopper::is_hopper(&shape, lse) {
+    let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
         true => hopper::importance_tile(blocks, group),
         false => None,
     };

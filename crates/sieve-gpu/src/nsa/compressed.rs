@@ -3,7 +3,6 @@
 use super::choose::nsa_choose;
 use super::{Bounds, require_bounds, require_sizes};
 use crate::attention::backward::AttentionGradients;
-use crate::attention::backward_tiling::SumOrder;
 use crate::attention::forward::AttentionResult;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
 use crate::dma::attention_backward::listed_key_sums;
@@ -152,10 +151,6 @@ impl Qkv {
     ///
     /// # Errors
     /// As the forward pass.
-    #[allow(
-        clippy::too_many_arguments,
-        reason = "what the forward pass was given and what it returned"
-    )]
     pub fn nsa_compressed_attention_backward(
         &self,
         documents: Bounds,
@@ -164,7 +159,6 @@ impl Qkv {
         softmax_scale: f32,
         result: &AttentionResult,
         d_o: &CudaTensor,
-        order: SumOrder,
     ) -> Result<[CudaTensor; 2], KernelError> {
         let (shape, documents) = require(self, documents, compressed, blocks)?;
         let compressed = compressed.contiguous();
@@ -186,7 +180,6 @@ impl Qkv {
             d_o,
             grads: &grads,
             softmax_scale,
-            order,
         };
         listed_key_sums(&call, None, &placed.lists, sums)?;
         let d_compressed = new(compressed.shape());

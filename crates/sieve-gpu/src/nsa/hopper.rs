@@ -9,11 +9,11 @@
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients, in any order | `hopper_nsa_selected_attention_backward.cu` |
 //! | everything else | the portable kernels |
-use crate::attention::backward_tiling::SumOrder;
 use crate::attention::heads::AttentionShape;
-use crate::attention::hopper_tiling::{KernelFamily, arriving};
+use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::tiling::KeySource;
 use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use sieve_core::NsaBlocks;
 
@@ -27,13 +27,13 @@ const KEY_SLOTS: usize = 2;
 const DESCRIPTIONS: usize = 80 + 1024;
 
 /// Whether attention over chosen blocks takes the Hopper family on the tensor's device.
-pub(super) fn is_hopper(shape: &AttentionShape, like: &CudaTensor) -> bool {
-    KernelFamily::of(shape, KeySource::Gathered, like) == KernelFamily::Hopper
+pub(super) fn is_hopper(shape: &AttentionShape, queries: &CudaTensor) -> bool {
+    KernelFamily::of(shape, KeySource::Gathered, queries) == KernelFamily::Hopper
 }
 
 /// Whether its gradients do: each warpgroup adds its keys' gradients on its own, in no fixed order.
-pub(super) fn is_hopper_backward(shape: &AttentionShape, order: SumOrder, like: &CudaTensor) -> bool {
-    order == SumOrder::Any && is_hopper(shape, like)
+pub(super) fn is_hopper_backward(shape: &AttentionShape, queries: &CudaTensor) -> bool {
+    queries.policy().sums == SumOrder::Any && is_hopper(shape, queries)
 }
 
 /// Queries of a tile of [`nsa_importance_kernel`], where it has a form for these blocks and this group.
@@ -72,13 +72,12 @@ fn keys_bytes(head_dim: usize) -> usize {
 }
 
 fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, producer]: [usize; 2]) -> SourceKernel {
-    let kernel = SourceKernel::new(name)
+    SourceKernel::new(name)
         .define("HEAD_DIM", head_dim)
         .define("ROW_STAGES", stages)
         .define("CONSUMER_REGISTERS", consumer)
         .define("PRODUCER_REGISTERS", producer)
-        .threads(384);
-    arriving(kernel)
+        .threads(384)
 }
 
 /// Every kernel of this family for a head width.

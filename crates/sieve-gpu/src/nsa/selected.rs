@@ -3,15 +3,16 @@ use super::hopper;
 use super::lists::ChoiceLists;
 use super::{Bounds, query_ranges, require_bounds, require_sizes};
 use crate::attention::backward::{AttentionGradients, padded_len, require_gradients, row_stats};
-use crate::attention::backward_tiling::SumOrder;
 use crate::attention::forward::{AttentionResult, require_scale};
 use crate::attention::heads::{AttentionShape, Qkv};
+use crate::attention::hopper_tiling::arriving;
 use crate::dma::attention_backward::convert_rows;
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
+use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::step::fill_zero::empty_zero;
 use sieve_core::NsaBlocks;
@@ -193,7 +194,7 @@ impl Qkv {
         let layout = [0, token, token * shape.seq_len as u64];
         let is_hopper = hopper::is_hopper(shape, q);
         let kernel = match is_hopper {
-            true => hopper::selected_forward_kernel(shape.head_dim),
+            true => arriving(hopper::selected_forward_kernel(shape.head_dim), q.policy()),
             false => nsa_selected_attention_forward_kernel(shape.head_dim),
         };
         let mut all_lists = Vec::new();
@@ -223,7 +224,7 @@ impl Qkv {
         let result = AttentionResult {
             o,
             lse,
-            o_rest: None,
+            o_low: None,
             base: None,
         };
         Ok((result, all_lists))
@@ -254,13 +255,13 @@ impl AttentionGradients<'_> {
         let [dk_sum, dv_sum] = [0, batch].map(|first| sums.row_range(NAME, "sums", first, batch));
         let (dk_sum, dv_sum) = (dk_sum?, dv_sum?);
         let [dq, dk, dv] = self.grads.head_words(NAME)?;
-        let is_hopper = hopper::is_hopper_backward(shape, self.order, &d_o);
+        let is_hopper = hopper::is_hopper_backward(shape, self.qkv.q.tensor());
         let kernel = match is_hopper {
-            true => hopper::selected_backward_kernel(shape.head_dim),
+            true => arriving(hopper::selected_backward_kernel(shape.head_dim), self.qkv.policy()),
             false => nsa_selected_attention_backward_kernel(shape.head_dim),
         };
         for (index, range) in work.ranges().enumerate() {
-            let lists = match (self.order, lists.get(index)) {
+            let lists = match (self.qkv.policy().sums, lists.get(index)) {
                 (SumOrder::Any, Some(lists)) => lists.clone(),
                 (SumOrder::Any, None) => work.lists(range, work.item_queries())?,
                 // One piece a list, so that within a launch nobody else adds to its keys.

@@ -2,6 +2,7 @@
 use crate::error::KernelError;
 use crate::runtime::dtype::DType;
 use crate::runtime::layout::{contiguous_strides, required_elements, strides_are_contiguous};
+use crate::runtime::policy::KernelPolicy;
 use crate::runtime::recording::Hardware;
 use crate::runtime::source_kernel::LaunchRequest;
 use std::any::Any;
@@ -58,6 +59,7 @@ pub struct CudaTensor {
     shape: Vec<usize>,
     strides: Vec<usize>,
     dtype: DType,
+    policy: KernelPolicy,
 }
 
 impl CudaTensor {
@@ -69,7 +71,18 @@ impl CudaTensor {
             shape: shape.to_vec(),
             strides: strides.to_vec(),
             dtype,
+            policy: KernelPolicy::default(),
         }
+    }
+
+    /// The same tensor, for calls under a policy. What is made of it carries that, too.
+    pub fn under(self, policy: KernelPolicy) -> Self {
+        Self { policy, ..self }
+    }
+
+    /// What the caller chose about kernels that read this tensor.
+    pub fn policy(&self) -> KernelPolicy {
+        self.policy
     }
 
     /// The allocation, where it is of this type.
@@ -300,12 +313,12 @@ impl CudaTensor {
     }
 
     fn of_new(&self, memory: Arc<dyn Memory>, shape: &[usize], dtype: DType) -> Self {
-        Self::new(memory, 0, [shape, &contiguous_strides(shape)], dtype)
+        Self::new(memory, 0, [shape, &contiguous_strides(shape)], dtype).under(self.policy)
     }
 
     /// The same buffer from a later byte on, under another shape and strides.
     fn part(&self, first_byte: usize, shape: &[usize], strides: &[usize]) -> Self {
         let offset = self.offset_bytes + first_byte;
-        Self::new(self.memory.clone(), offset, [shape, strides], self.dtype)
+        Self::new(self.memory.clone(), offset, [shape, strides], self.dtype).under(self.policy)
     }
 }

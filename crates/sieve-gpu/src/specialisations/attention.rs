@@ -1,7 +1,7 @@
 //! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
 use super::NeededKernels;
 use crate::attention::backward::{attention_backward_convert_kernel, attention_backward_prepare_kernel};
-use crate::attention::backward_tiling::{BackwardTiling, SumOrder};
+use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::bias_base_kernel;
 use crate::attention::decode::attention_decode_kernel;
 use crate::attention::decode_scratch::DecodeTiling;
@@ -24,6 +24,7 @@ use crate::dma::select::dma_select_kernels;
 use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel};
 use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::nsa::{nsa_hopper_kernels, nsa_kernels};
+use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
 use crate::step::column_sums::COLUMN_SUMS;
@@ -281,7 +282,7 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             pass(QueryPass::Output);
             // With a bias, short rows take the form that keeps the lower bits of o; long ones make row sums.
             if source.has_bias() {
-                pass(QueryPass::OutputAndRest);
+                pass(QueryPass::OutputAndOLow);
             }
         }
         Part::Masked => {

@@ -63,7 +63,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let qkv = self.qkv.forward(x, context);
         let (mut expire, mut scores) = (None, None);
         let o = context.attend(qkv, |qkv, documents| {
-            let result = self.attend(qkv, documents);
+            let result = self.attend(qkv, documents, context.under_policy(self.spec()));
             if context.shared.is_none() {
                 expire = Some(result.expire);
                 scores = Some(result.rank).filter(|_| self.bias() == DmaBias::Exp);
@@ -95,13 +95,18 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         (layer, self.spec())
     }
 
-    pub(super) fn attend(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> sieve_ops::DmaAttention<B> {
+    pub(super) fn attend(
+        &self,
+        qkv: Tensor<B, 4>,
+        documents: &Documents<B>,
+        spec: AttentionSpec,
+    ) -> sieve_ops::DmaAttention<B> {
         sieve_ops::dynamic_mask_attention(
             qkv,
             self.dt_proj.weight.val().transpose(),
             self.a.val(),
             documents,
-            self.spec(),
+            spec,
             self.dma,
         )
     }
@@ -116,7 +121,7 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         let qkv = self.qkv.forward(x, context);
         let o = by_row(caches, qkv, |cache, qkv| {
             if cache.is_empty() {
-                let result = self.attend(qkv.clone(), context.documents);
+                let result = self.attend(qkv.clone(), context.documents, self.spec());
                 cache.keep_selected(qkv, result.rank, result.expire, self.spec(), self.dma);
                 return result.o;
             }

@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{MlaSpec, QkNorm, SieveBackend, mla_decode};
+use sieve_ops::{KernelPolicy, MlaSpec, QkNorm, SieveBackend, mla_decode};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
 /// for all heads. Nothing else is cached but, where keys are normed, one number a head and token.
@@ -72,6 +72,7 @@ impl<B: Backend> LatentAttention<B> {
             head_dim: self.head_dim,
             rope_dim: self.rope_dim,
             softmax_scale: 1.0 / ((self.head_dim + self.rope_dim) as f64).sqrt(),
+            policy: KernelPolicy::default(),
         }
     }
 }
@@ -80,8 +81,12 @@ impl<B: SieveBackend> LatentAttention<B> {
     /// `[batch, seq_len, d_model]`, shape kept. The context's tables are `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let packed = self.packed_of(x, context).unsqueeze_dim(2);
+        let spec = MlaSpec {
+            policy: context.policy,
+            ..self.spec()
+        };
         let o = context.attend(packed, |packed, documents| {
-            sieve_ops::mla_attention(packed.squeeze_dim(2), documents, self.spec())
+            sieve_ops::mla_attention(packed.squeeze_dim(2), documents, spec)
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

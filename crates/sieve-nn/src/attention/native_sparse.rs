@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-use sieve_ops::{AttentionSpec, Documents, NsaBlocks, NsaCall, SieveBackend};
+use sieve_ops::{AttentionSpec, Documents, KernelPolicy, NsaBlocks, NsaCall, SieveBackend};
 
 /// Bias of the gates at the start, by branch: training begins as a window.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
@@ -123,22 +123,23 @@ impl<B: Backend> NativeSparseAttention<B> {
 }
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
-    fn call(&self, documents: &Documents<B>) -> NsaCall<B> {
-        NsaCall::new(documents, self.spec(), self.blocks())
+    fn call(&self, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B> {
+        let spec = AttentionSpec { policy, ..self.spec() };
+        NsaCall::new(documents, spec, self.blocks())
     }
 
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
         let o = match context.shared {
-            None => self.attend_compressing(branches, context.documents),
+            None => self.attend_compressing(branches, context.documents, context.policy),
             Some(shared) => {
                 let branches = Branches {
                     compressed: shared.repeat(branches.compressed),
                     selected: shared.repeat(branches.selected),
                     window: shared.repeat(branches.window),
                 };
-                let o = self.attend_compressing(branches, shared.documents());
+                let o = self.attend_compressing(branches, shared.documents(), context.policy);
                 o.map(|o| shared.once(o))
             }
         };
@@ -152,7 +153,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
         let compressed = self.branches(x, context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
-        let call = self.call(context.documents);
+        let call = self.call(context.documents, context.policy);
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
@@ -171,7 +172,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let compressed = self.compress(branches.compressed.clone(), context.documents);
             let of_prompt = BlockCache::of_prompt(branches.growing(), compressed.clone(), spec, blocks);
             **cache = LayerCache::Blocks(of_prompt);
-            let o = self.attend(branches, compressed, context.documents);
+            let o = self.attend(branches, compressed, context.documents, context.policy);
             return self.gate(x, o);
         }
         let block = |tail, documents: &Documents<B>| self.compress(tail, documents);
@@ -189,9 +190,14 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
     }
 
-    fn attend_compressing(&self, branches: Branches<B>, documents: &Documents<B>) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
+    fn attend_compressing(
+        &self,
+        branches: Branches<B>,
+        documents: &Documents<B>,
+        policy: KernelPolicy,
+    ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
         let compressed = self.compress(branches.compressed.clone(), documents);
-        self.attend(branches, compressed, documents)
+        self.attend(branches, compressed, documents, policy)
     }
 
     /// The outputs of the three branches.
@@ -200,8 +206,9 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         branches: Branches<B>,
         compressed: Tensor<B, 3>,
         documents: &Documents<B>,
+        policy: KernelPolicy,
     ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
-        let call = self.call(documents);
+        let call = self.call(documents, policy);
         let coarse = sieve_ops::nsa_compressed_attention(branches.compressed, compressed, &call);
         let indices = coarse.block_indices;
         let selected = sieve_ops::nsa_selected_attention(branches.selected, indices, &call);
@@ -258,7 +265,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
 
     /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
     pub(super) fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
-        let call = self.call(documents);
+        let call = self.call(documents, KernelPolicy::default());
         let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
             return sieve_ops::nsa_mean_pool(qkv, &call);
         };

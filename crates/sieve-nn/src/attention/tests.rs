@@ -198,7 +198,8 @@ fn at_131072_tokens_decoding_ranks_and_keeps_what_the_whole_pass_does() {
     let rows = Rows::new([1, len], &shape(attention));
     let x = input::<Flex, 3>([1, len, 24], 4);
     let all = layer.forward(x.clone(), x.zeros_like(), &rows.context());
-    let whole = inner.attend(inner.qkv.forward(x.clone(), &rows.context()), rows.context().documents);
+    let qkv = inner.qkv.forward(x.clone(), &rows.context());
+    let whole = inner.attend(qkv, rows.context().documents, inner.spec());
     let ranks: Vec<f32> = whole.rank.into_data().iter().collect();
     let expire: Vec<i32> = whole.expire.into_data().iter().collect();
 

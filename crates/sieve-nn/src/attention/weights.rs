@@ -31,7 +31,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Dma(layer) => {
                 let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
                 // Scores come from the values, so the mask is made before they are replaced.
-                let chosen = layer.attend(qkv.clone(), documents);
+                let chosen = layer.attend(qkv.clone(), documents, spec);
                 by_key(&qkv.clone(), |one_hot| {
                     let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
                     let (rank, expire) = (chosen.rank.clone(), chosen.expire.clone());
@@ -79,7 +79,10 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             let values = means.reshape([1, rows, head_dim]);
             let compressed = Tensor::cat(vec![keys.clone(), values], 0);
             let branches = branches.with_values(one_hot, kv_heads);
-            self.gated(x.clone(), self.attend(branches, compressed, context.documents))
+            self.gated(
+                x.clone(),
+                self.attend(branches, compressed, context.documents, context.policy),
+            )
         })
     }
 }

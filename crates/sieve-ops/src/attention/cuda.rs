@@ -1,9 +1,9 @@
 //! Dense and sliding-window attention on CUDA, and the arguments that every attention kernel there takes.
 use super::{AttentionCall, AttentionOutput, AttentionSpec, reference};
 use crate::device::cuda::Cuda;
-use crate::device::paths::{kernel_or_scores, scores, sum_order};
+use crate::device::paths::{kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
-use sieve_core::KeepRest;
+use sieve_core::KeepOLow;
 use sieve_kernels::{
     AttentionGradients, AttentionResult, CudaPrimitive as Float, CudaTensor, KernelError, Qkv, ToBurn, kernel_tensor,
 };
@@ -31,7 +31,8 @@ pub(crate) fn attention_backward(
 
 /// A packed tensor as the kernels take it.
 pub(crate) fn packed(qkv: &Float, spec: AttentionSpec) -> Qkv {
-    packed_heads(qkv, [spec.num_heads, spec.num_kv_heads])
+    let qkv = kernel_tensor(qkv.clone()).under(spec.policy);
+    Qkv::packed(&qkv, spec.num_heads, spec.num_kv_heads)
 }
 
 /// The same for these numbers of query heads and KV heads.
@@ -48,7 +49,7 @@ pub(crate) fn output(result: AttentionResult) -> AttentionOutput<Cuda> {
     AttentionOutput {
         o: result.o.burn(),
         lse: result.lse.burn(),
-        o_rest: result.o_rest.map(ToBurn::burn),
+        o_low: result.o_low.map(ToBurn::burn),
         base: result.base.map(ToBurn::burn),
     }
 }
@@ -57,7 +58,7 @@ pub(crate) fn result(output: &AttentionOutput<Cuda>) -> AttentionResult {
     AttentionResult {
         o: kernel_tensor(output.o.clone()).contiguous(),
         lse: kernel_tensor(output.lse.clone()).contiguous(),
-        o_rest: output.o_rest.clone().map(kernel_tensor),
+        o_low: output.o_low.clone().map(kernel_tensor),
         base: output.base.clone().map(kernel_tensor),
     }
 }
@@ -93,7 +94,6 @@ impl Backward {
             d_o: &self.d_o,
             grads: &self.grads,
             softmax_scale: self.softmax_scale,
-            order: sum_order(),
         }
     }
 }
@@ -101,7 +101,7 @@ impl Backward {
 pub(crate) fn forward(
     qkv: &Float,
     call: &AttentionCall<Cuda>,
-    bias: Option<(&CudaTensor, KeepRest)>,
+    bias: Option<(&CudaTensor, KeepOLow)>,
 ) -> Result<AttentionOutput<Cuda>, KernelError> {
     let ([start, _], spec) = (bounds(&call.documents), call.spec);
     let scale = spec.softmax_scale as f32;

@@ -107,7 +107,6 @@ fn document_bounds_may_be_views() {
         start: transposed(stored.start.clone()),
         end: transposed(stored.end.clone()),
         positions: stored.positions.clone(),
-        parts: None,
     };
     let qkv = Ad::from_inner(packed(spec, [2, 37, 16], 5).tensor(DType::F32));
     assert_eq!(

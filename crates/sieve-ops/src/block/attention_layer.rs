@@ -14,25 +14,39 @@ use crate::SieveBackend;
 use crate::attention::{AttentionCall, AttentionSpec};
 use crate::documents::Documents;
 use crate::rope::{QkNorm, RotaryEmbedding};
+use crate::row_parts::RowParts;
 use crate::tensors::{primitive, tensor, value};
 use backward::{Kept, backward};
+use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use forward::forward;
 
 /// DMA's mask (`expire`) and what it ranks keys by, each `[batch, num_kv_heads, seq_len]`.
 pub type MaskAndRanks<B> = (Tensor<B, 3, Int>, Tensor<B, 3>);
 
+/// Where the tokens of a layer are.
+#[derive(Clone, Debug)]
+pub struct LayerTokens<'a, B: Backend> {
+    /// Positions to rotate by, `[batch, seq_len]`.
+    pub positions: Tensor<B, 2, Int>,
+    /// Rotary tables.
+    pub rope: &'a RotaryEmbedding<B>,
+    /// Documents of the tokens.
+    pub documents: &'a Documents<B>,
+    /// Context parallelism: the whole rows, where these tokens are one part of each.
+    pub parts: Option<&'a RowParts>,
+}
+
 /// `[x +] o(attention(qk_norm_rope(qkv(rms_norm(x)))))`, and DMA's mask and ranks, as
 /// [`dynamic_mask_attention`](crate::dynamic_mask_attention) returns them.
 ///
 /// # Shapes
 /// - x: `[batch, seq_len, d_model]`
-/// - positions: `[batch, seq_len]`
 /// - returns: shape of x; `[batch, num_kv_heads, seq_len]` twice
 pub fn attention_layer<B: SieveBackend>(
     x: Tensor<B, 3>,
     layer: AttentionLayer<B>,
-    (positions, rope, documents): (Tensor<B, 2, Int>, &RotaryEmbedding<B>, &Documents<B>),
+    tokens: LayerTokens<'_, B>,
     spec: AttentionSpec,
     residual: Residual,
 ) -> (Tensor<B, 3>, Option<MaskAndRanks<B>>) {
@@ -47,10 +61,10 @@ pub fn attention_layer<B: SieveBackend>(
     let of_dma = layer.dma.clone().map(|dma| [primitive(dma.w_dt), primitive(dma.a)]);
     let layer = layer.values();
     let call = AttentionLayerCall {
-        positions: positions.into_primitive(),
-        rope: rope.tables().values(),
-        attention: AttentionCall::new(documents.bounds(), spec),
-        parts: documents.parts.clone(),
+        positions: tokens.positions.into_primitive(),
+        rope: tokens.rope.tables().values(),
+        attention: AttentionCall::new(tokens.documents.bounds(), spec),
+        parts: tokens.parts.cloned(),
         residual,
     };
     let forward = forward::<B::Inner>(B::value(x.clone()), layer.clone(), &call);

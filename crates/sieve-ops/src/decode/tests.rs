@@ -4,7 +4,7 @@ use crate::{AttentionCall, AttentionSpec, DeviceBackend, DmaBias, DmaCall, DmaSe
 use crate::{attention, dma_bias, dma_select};
 use burn::tensor::{DType, Int, Tensor, TensorPrimitive};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaWindow, KeepRest};
+use sieve_core::{DmaWindow, KeepOLow};
 
 const HEAD_DIM: usize = 16;
 const KV_HEADS: usize = 3;
@@ -111,7 +111,7 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
             selection: DmaSelection::of_expire(expire.clone().into_primitive()),
             attention: AttentionCall::new(all.bounds(), spec),
         };
-        let rows = Flex::dma_attention(&call, KeepRest::Never).o;
+        let rows = Flex::dma_attention(&call, KeepOLow::Never).o;
         let expire = bits(expire);
 
         let token = |at: usize| qkv.narrow(1, at, 1);

@@ -1,10 +1,9 @@
 //! Which way each op went: through its kernel, or through its plain-Burn reference and why.
 use burn::tensor::TensorMetadata;
 use sieve_core::ScoreMatrix;
-use sieve_kernels::{KernelError, SumOrder};
+use sieve_kernels::KernelError;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 /// Where an op ran.
@@ -38,27 +37,13 @@ pub struct OpPath {
 
 type Paths = BTreeMap<(Place, &'static str), OpPath>;
 
-// Process-wide, because Burn's backend methods have no place for state: these are counters and a mode, never data.
+// Process-wide, because Burn's backend methods have no place for state: counters, never a mode or data.
 static PATHS: Mutex<Paths> = Mutex::new(BTreeMap::new());
-static FIXED_ORDER: AtomicBool = AtomicBool::new(false);
 
 /// The ops called so far, by place and name. A program prints the reasons, so that nobody takes a reference without
 /// knowing.
 pub fn op_paths() -> BTreeMap<(Place, &'static str), OpPath> {
     PATHS.lock().unwrap_or_else(PoisonError::into_inner).clone()
-}
-
-/// Chooses how backward kernels sum from now on: [`SumOrder::Fixed`] makes two runs bit-equal, at a cost.
-pub fn set_sum_order(order: SumOrder) {
-    FIXED_ORDER.store(order == SumOrder::Fixed, Ordering::Relaxed);
-}
-
-pub(crate) fn sum_order() -> SumOrder {
-    if FIXED_ORDER.load(Ordering::Relaxed) {
-        SumOrder::Fixed
-    } else {
-        SumOrder::Any
-    }
 }
 
 /// How much memory a reference takes beside its inputs and outputs.

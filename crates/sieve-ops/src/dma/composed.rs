@@ -7,7 +7,7 @@ use crate::backend::DeviceBackend;
 use crate::documents::DocumentBounds;
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaShape, KeepRest};
+use sieve_core::{DmaShape, KeepOLow};
 
 /// What DMA computes from.
 #[derive(Clone, Debug)]
@@ -40,7 +40,7 @@ impl<B: Backend> DmaInputs<B> {
     }
 }
 
-pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, rest: KeepRest) -> DmaForward<B> {
+pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) -> DmaForward<B> {
     let dma = inputs.dma;
     let recency = dma.slopes(inputs.scores.spec.num_kv_heads).map(|slopes| Recency {
         slopes,
@@ -49,7 +49,7 @@ pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, rest: KeepRest) -
     let rank = B::dma_ranks(&inputs.scores, recency);
     let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
     let selection = B::dma_select(rank.clone(), &inputs.documents, dma.window());
-    let output = B::dma_attention(&inputs.attention(delta, selection.clone()), rest);
+    let output = B::dma_attention(&inputs.attention(delta, selection.clone()), o_low);
     DmaForward {
         output,
         selection,

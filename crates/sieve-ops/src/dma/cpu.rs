@@ -8,7 +8,7 @@ use crate::device::paths::scores;
 use crate::documents::DocumentBounds;
 use burn::tensor::{TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaWindow, KeepRest};
+use sieve_core::{DmaWindow, KeepOLow};
 
 /// The packed tensor, w_dt by KV head, and a. The kernel reads W_dt so; a layer stores it so, and hands over a
 /// transposed view.
@@ -75,7 +75,7 @@ pub(crate) fn dma_select(rank: FlexTensor, bounds: &DocumentBounds<Flex>, window
     DmaSelection::of_expire(expire)
 }
 
-pub(crate) fn dma_attention(call: &DmaCall<Flex>, _rest: KeepRest) -> AttentionOutput<Flex> {
+pub(crate) fn dma_attention(call: &DmaCall<Flex>, _o_low: KeepOLow) -> AttentionOutput<Flex> {
     if !is_f32(&call.qkv) {
         let scores = scores(&call.qkv, call.attention.spec.num_heads);
         return plain_scores("dma_attention", scores, || reference::dma_attention(call));

@@ -7,7 +7,7 @@ use crate::device::cuda::{Cuda, cast};
 use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use crate::documents::DocumentBounds;
 use burn::tensor::DType;
-use sieve_core::{DmaWindow, KeepRest};
+use sieve_core::{DmaWindow, KeepOLow};
 use sieve_kernels::{CudaPrimitive as Float, KernelError, KeyLists, ScoresBackward, ToBurn, kernel_tensor};
 
 pub(crate) fn dma_scores(call: &DmaScoresCall<Cuda>) -> Float {
@@ -37,8 +37,8 @@ pub(crate) fn dma_select(rank: Float, documents: &DocumentBounds<Cuda>, window: 
     })
 }
 
-pub(crate) fn dma_attention(call: &DmaCall<Cuda>, rest: KeepRest) -> AttentionOutput<Cuda> {
-    let attempt = launch(call, rest);
+pub(crate) fn dma_attention(call: &DmaCall<Cuda>, o_low: KeepOLow) -> AttentionOutput<Cuda> {
+    let attempt = launch(call, o_low);
     let scores = scores(&call.qkv, call.attention.spec.num_heads);
     kernel_or_scores("dma_attention", attempt, scores, || reference::dma_attention(call))
 }
@@ -117,16 +117,16 @@ fn launch_select(
     Ok(DmaSelection { expire, keys })
 }
 
-fn launch(call: &DmaCall<Cuda>, rest: KeepRest) -> Result<AttentionOutput<Cuda>, KernelError> {
+fn launch(call: &DmaCall<Cuda>, o_low: KeepOLow) -> Result<AttentionOutput<Cuda>, KernelError> {
     let delta = kernel_tensor(call.delta.clone());
     let whole = without_window(&call.attention);
     match &call.selection.keys {
-        DmaKeys::All => attention::forward(&call.qkv, &whole, Some((&delta, rest))),
+        DmaKeys::All => attention::forward(&call.qkv, &whole, Some((&delta, o_low))),
         DmaKeys::Lists(lists) => {
             let lists = kernel_lists(lists);
             let scale = whole.spec.softmax_scale as f32;
             let qkv = packed(&call.qkv, whole.spec);
-            qkv.dma_attention_forward(&delta, &lists, scale, rest).map(output)
+            qkv.dma_attention_forward(&delta, &lists, scale, o_low).map(output)
         }
         DmaKeys::Expire => Err(not_selected()),
     }

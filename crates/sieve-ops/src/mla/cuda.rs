@@ -3,7 +3,7 @@ use super::{MlaCall, MlaPackCall, MlaSpec, reference};
 use crate::attention::AttentionOutput;
 use crate::attention::cuda::{bounds, output, result};
 use crate::device::cuda::{Cuda, cast, tensors};
-use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
+use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionGradients, CudaPrimitive as Float, CudaTensor, KernelError, MlaNorm, MlaPack, ToBurn, kernel_tensor,
@@ -108,7 +108,7 @@ impl Rotation {
 
 fn attend(packed: &Float, call: &MlaCall<Cuda>) -> Result<AttentionOutput<Cuda>, KernelError> {
     let spec = call.spec;
-    let packed = kernel_tensor(packed.clone());
+    let packed = kernel_tensor(packed.clone()).under(spec.policy);
     let heads = MlaPack::heads(&packed, spec.num_heads, [spec.head_dim, spec.rope_dim])?;
     let [start, _] = bounds(&call.documents);
     let scale = spec.softmax_scale as f32;
@@ -124,7 +124,7 @@ fn gradient(
 ) -> Result<Float, KernelError> {
     let spec = call.spec;
     let widths = [spec.head_dim, spec.rope_dim];
-    let packed = kernel_tensor(packed.clone());
+    let packed = kernel_tensor(packed.clone()).under(spec.policy);
     let d_packed = packed.empty_contiguous(packed.shape(), packed.dtype());
     let backward = AttentionGradients {
         qkv: &MlaPack::heads(&packed, spec.num_heads, widths)?,
@@ -132,7 +132,6 @@ fn gradient(
         d_o: &kernel_tensor(d_o.clone()),
         grads: &MlaPack::heads(&d_packed, spec.num_heads, widths)?,
         softmax_scale: spec.softmax_scale as f32,
-        order: sum_order(),
     };
     let [start, end] = bounds(&call.documents);
     backward.attention_backward([&start, &end], None, None)?;

@@ -13,6 +13,7 @@ fn spec(num_heads: usize, head_dim: usize, rope_dim: usize) -> MlaSpec {
         head_dim,
         rope_dim,
         softmax_scale: 1.0 / ((head_dim + rope_dim) as f64).sqrt(),
+        policy: KernelPolicy::default(),
     }
 }
 

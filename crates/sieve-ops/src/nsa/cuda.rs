@@ -3,7 +3,7 @@ use super::{NsaCall, NsaCompressed, NsaSelected, reference};
 use crate::attention::AttentionOutput;
 use crate::attention::cuda::{Backward, bounds, output, packed, result};
 use crate::device::cuda::{Cuda, cast, tensors};
-use crate::device::paths::{kernel_or, kernel_or_scores, scores, sum_order};
+use crate::device::paths::{kernel_or, kernel_or_scores, scores};
 use burn::tensor::DType;
 use sieve_kernels::{
     AttentionShape, ChoiceLists, CudaPrimitive as Float, KernelError, SumOrder, ToBurn, kernel_tensor,
@@ -47,7 +47,7 @@ pub(crate) fn nsa_selected_attention(qkv: Float, block_indices: Float, call: &Ns
     let scores = scores(&qkv, call.spec.num_heads);
     let attempt = attempt.map(|(result, lists)| NsaSelected {
         output: output(result),
-        lists: match sum_order() {
+        lists: match call.spec.policy.sums {
             SumOrder::Any => lists.into_iter().map(of_lists).collect(),
             SumOrder::Fixed => Vec::new(),
         },
@@ -194,7 +194,6 @@ fn compressed_backward(
         call.spec.softmax_scale as f32,
         &result(output),
         &kernel_tensor(d_o.clone()),
-        sum_order(),
     )?;
     Ok(gradients.map(ToBurn::burn))
 }

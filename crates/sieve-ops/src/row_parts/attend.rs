@@ -8,7 +8,7 @@ use crate::dma::{DmaCall, DmaScoresCall, DmaSelection, bias_gradient, dma_bias, 
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{DmaShape, KeepRest};
+use sieve_core::{DmaShape, KeepOLow};
 
 /// What DMA has beside the packed tensor: w_dt, a, its form, and the tokens' positions in their documents.
 pub(crate) type DmaParts<B> = (Float<B>, Float<B>, DmaShape, Ints<B>);
@@ -62,7 +62,7 @@ pub(crate) fn forward<B: DeviceBackend>(
     qkv: Float<B>,
     dma: Option<DmaParts<B>>,
     (parts, own_call): PartPlace<'_, B>,
-    rest: KeepRest,
+    o_low: KeepOLow,
 ) -> Parted<B> {
     let spec = own_call.spec;
     let num_parts = parts.links.num_parts();
@@ -102,7 +102,7 @@ pub(crate) fn forward<B: DeviceBackend>(
                 selection: selection.clone(),
                 attention,
             };
-            (B::dma_attention(&call, rest), Some((selection, rank)))
+            (B::dma_attention(&call, o_low), Some((selection, rank)))
         }
         None => (<B as DeviceBackend>::attention(longer, &attention), None),
     };

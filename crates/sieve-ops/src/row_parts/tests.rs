@@ -11,7 +11,7 @@ use crate::tensors::{primitive, tensor};
 use crate::testing::{Random, RandomInput};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
-use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepRest};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use std::sync::Arc;
 
 const WIDTH: usize = 8;
@@ -133,7 +133,7 @@ fn whole(case: Case, bounds: &[Vec<u32>; 2], inputs: &[FlexTensor; 4]) -> Found 
         documents,
         dma,
     };
-    let forward = composed::forward::<Flex>(&inputs, KeepRest::Never);
+    let forward = composed::forward::<Flex>(&inputs, KeepOLow::Never);
     let o = values::<4>(forward.output.o.clone());
     let expire = expire_of(forward.selection.expire.clone());
     let mut active = Vec::new();
@@ -163,14 +163,14 @@ fn part(case: Case, parts: RowParts, inputs: &[FlexTensor; 4]) -> Found {
     let (len, first) = (parts.len(), parts.links.part() * parts.len());
     let [qkv, d_o, w_dt, a] = inputs.clone();
     let own = |x: FlexTensor| primitive(tensor::<Flex, 4>(x).narrow(1, first, len));
-    let documents = Documents::<Flex>::of_part(parts.clone(), &Default::default());
+    let documents = Documents::<Flex>::of_part(&parts, &Default::default());
     let dma = || -> Option<DmaParts<Flex>> {
         let positions = documents.positions.clone().into_primitive();
         Some((w_dt.clone(), a.clone(), case.dma?, positions))
     };
     let own_call = AttentionCall::new(documents.bounds(), case.spec);
     let place = (&parts, &own_call);
-    let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepRest::Never);
+    let parted = forward::<Flex>(own(qkv.clone()), dma(), place, KeepOLow::Never);
     let active = active(&parted, first, len, qkv.clone());
     let o = values::<4>(parted.o.clone());
     let (d_qkv, d_dma) = backward::<Flex>(parted, own(qkv), dma(), place, own(d_o));
@@ -323,14 +323,14 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
                 let (bounds, inputs) = (bounds.clone(), &inputs);
                 scope.spawn(move || {
                     let parts = RowParts::new(Arc::new(links), bounds, [BATCH, ROW]);
-                    let documents = Documents::<Flex>::of_part(parts.clone(), &Default::default());
+                    let documents = Documents::<Flex>::of_part(&parts, &Default::default());
                     let [qkv, _, w_dt, a] = inputs.clone();
                     let first = parts.links.part() * parts.len();
                     let qkv = tensor::<Flex, 4>(qkv).narrow(1, first, parts.len());
                     let own_call = AttentionCall::new(documents.bounds(), case.spec);
                     let dma = (w_dt, a, dma, documents.positions.into_primitive());
                     let place = (&parts, &own_call);
-                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepRest::Never);
+                    let parted = forward::<Flex>(primitive(qkv), Some(dma), place, KeepOLow::Never);
                     parted.border().expect("a border").0.slots
                 })
             });

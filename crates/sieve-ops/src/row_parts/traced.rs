@@ -5,7 +5,7 @@ use crate::attention::{AttentionCall, AttentionSpec};
 use crate::documents::{DocumentBounds, Documents};
 use crate::tensors::{Float, Ints};
 use burn::tensor::backend::Backend;
-use sieve_core::{DmaShape, KeepRest};
+use sieve_core::{DmaShape, KeepOLow};
 
 /// What attention of a part read and gave. A longer row is the border's slots, then the part's tokens.
 #[derive(Clone, Debug)]
@@ -37,11 +37,11 @@ impl<B: DeviceBackend> TracedPart<B> {
         spec: AttentionSpec,
         device: &B::Device,
     ) -> Self {
-        let of_part = Documents::<B>::of_part(parts.clone(), device);
+        let of_part = Documents::<B>::of_part(parts, device);
         let own = AttentionCall::new(of_part.bounds(), spec);
         let place = (parts, &own);
         let dma = dma.map(|(w_dt, a, shape)| (w_dt, a, shape, of_part.positions.clone().into_primitive()));
-        let parted = forward::<B>(qkv.clone(), dma.clone(), place, KeepRest::default());
+        let parted = forward::<B>(qkv.clone(), dma.clone(), place, KeepOLow::default());
         let (border, expire) = parted.border().unzip();
         let documents = border.map_or_else(|| own.clone(), |border| border.call(&own)).documents;
         let keys = border.and_then(|border| border.keys.clone());

@@ -3,7 +3,7 @@
 use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
-use sieve_core::{KeepRest, Keeping};
+use sieve_core::{KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{AttentionShape, ChoiceLists, KernelFamily, KeyLists, KeySource};
 
@@ -40,7 +40,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         AttentionForm::Grouped { .. } => (common + normed + packed + q, lse),
         // z and expire beside them, key lists, and the lower 16 bits of the output.
         AttentionForm::Ranked(DmaShape { keep_window_size, .. }) => {
-            let rest = if keeps_rest(shape, target, seq_len, keeping.rest) {
+            let o_low = if keeps_o_low(shape, target, seq_len, keeping.o_low) {
                 q
             } else {
                 0
@@ -50,7 +50,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
                 _ => 0,
             };
             let per_key = 2 * F32 * kv_heads + lists;
-            (common + normed + packed + q + rest, lse + per_key)
+            (common + normed + packed + q + o_low, lse + per_key)
         }
         AttentionForm::Latent(mla) => {
             let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
@@ -135,7 +135,7 @@ pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping
 }
 
 /// Whether DMA's forward pass stores `o_low`, the 16 bits of each output that bf16 lacks.
-fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize, rest: KeepRest) -> bool {
+fn keeps_o_low(shape: &ModelShape, target: &Target, seq_len: usize, o_low: KeepOLow) -> bool {
     let Target::Gpu(gpu) = target else {
         return false;
     };
@@ -148,7 +148,7 @@ fn keeps_rest(shape: &ModelShape, target: &Target, seq_len: usize, rest: KeepRes
         head_dim_v: shape.head_dim,
     };
     let family = KernelFamily::best(&attention, KeySource::Biased, gpu.is_hopper());
-    family.keeps_rest(rest, seq_len)
+    family.keeps_o_low(o_low, seq_len)
 }
 
 /// Bytes a token of the GPU's key lists: one list for each super-block of queries and KV head.

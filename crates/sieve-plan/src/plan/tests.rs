@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{InferenceSize, MemoryVerdict, gpu_attention_gap, import_memory, inference_memory};
-use sieve_core::KeepRest;
+use sieve_core::KeepOLow;
 use sieve_core::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
 use sieve_core::model::{Attention, gpu};
 
@@ -154,9 +154,9 @@ fn long_rows_keep_the_rest_of_o_where_there_is_room() {
         let shape = recipe.model_shape(50_304).expect("a shape");
         memory_plan(&recipe, &shape, &h200(), 1)
     };
-    assert!(memory(65_536, "full").keeping.rest == KeepRest::Always);
+    assert!(memory(65_536, "full").keeping.o_low == KeepOLow::Always);
     let without = memory(80_000, "none");
-    assert!(without.keeping.rest != KeepRest::Always, "{}", without.total_bytes);
+    assert!(without.keeping.o_low != KeepOLow::Always, "{}", without.total_bytes);
 }
 
 #[test]

@@ -114,7 +114,7 @@ pub(super) fn forward<B: DeviceBackend>(
         epsilon: layer.epsilon,
     });
     let normed = ToRound::new(normed);
-    let (how, rest) = ((layer.precision, layer.keeping), layer.keeping.rest);
+    let (how, o_low) = ((layer.precision, layer.keeping), layer.keeping.o_low);
     let (qkv, first) = product::<B>(how, normed, primitive(layer.qkv), None);
     let qkv = split_heads::<B>(qkv, call.attention.spec);
     let rotated = B::qk_norm_rope(qkv.clone(), rotation(layer.qk_norm, call));
@@ -122,10 +122,10 @@ pub(super) fn forward<B: DeviceBackend>(
     let attended = match (&call.parts, layer.dma) {
         (Some(parts), dma) => {
             let dma = dma.map(|dma| of_parts(dma, call));
-            Attended::Parted(row_parts::forward(rotated, dma, (parts, &call.attention), rest))
+            Attended::Parted(row_parts::forward(rotated, dma, (parts, &call.attention), o_low))
         }
         (None, None) => Attended::Recent(<B as DeviceBackend>::attention(rotated, &call.attention)),
-        (None, Some(dma)) => Attended::Selected(composed::forward(&dma_inputs(rotated, dma, &call.attention), rest)),
+        (None, Some(dma)) => Attended::Selected(composed::forward(&dma_inputs(rotated, dma, &call.attention), o_low)),
     };
     let heads = ToRound::new(merge_heads::<B>(attended.o()));
     let o = primitive(layer.o);

@@ -1,4 +1,6 @@
-use super::{AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, Residual, attention_layer, forward};
+use super::{
+    AttentionCall, AttentionLayer, AttentionLayerCall, DmaLayer, LayerTokens, Residual, attention_layer, forward,
+};
 use crate::block::product::Operands;
 use crate::testing::{
     Ad, Float, Input, Random, RandomInput, View, check_finite_differences, check_parity, check_views, documents,
@@ -11,14 +13,14 @@ use crate::{
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::Flex;
-use sieve_core::{DmaRecency, DmaShape, KeepRest, Keeping};
+use sieve_core::{DmaRecency, DmaShape, KeepOLow, Keeping};
 
 const EPSILON: f64 = 1e-5;
 const QK_EPSILON: f64 = 1e-4;
 const HEAD_DIM: usize = 8;
 const NUM_KV_HEADS: usize = 3;
 const ALL: Keeping = Keeping {
-    rest: KeepRest::Always,
+    o_low: KeepOLow::Always,
     made_again: true,
 };
 
@@ -85,7 +87,12 @@ impl Case {
 
     fn op_that_keeps(&self, inputs: &[Float], keeping: Keeping) -> Float {
         let rope = self.rope(&inputs[0]);
-        let tokens = (self.documents.positions.clone(), &rope, &self.documents);
+        let tokens = LayerTokens {
+            positions: self.documents.positions.clone(),
+            rope: &rope,
+            documents: &self.documents,
+            parts: None,
+        };
         let x = float(&inputs[0]);
         let (y, chosen) = attention_layer(x, self.layer(inputs, keeping), tokens, self.spec, self.residual);
         assert_eq!(chosen.is_some(), self.dma.is_some());

@@ -8,11 +8,11 @@ use crate::{ProductPrecision, linear, linear_add, reference, rms_norm, swiglu};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::Flex;
-use sieve_core::{KeepRest, Keeping};
+use sieve_core::{KeepOLow, Keeping};
 
 const EPSILON: f64 = 1e-5;
 const ALL: Keeping = Keeping {
-    rest: KeepRest::Always,
+    o_low: KeepOLow::Always,
     made_again: true,
 };
 

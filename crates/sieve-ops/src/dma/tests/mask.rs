@@ -8,7 +8,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_flex::Flex;
 use proptest::prelude::*;
-use sieve_core::{DmaWindow, KeepRest};
+use sieve_core::{DmaWindow, KeepOLow};
 
 fn scores(values: &[f32], dims: [usize; 3]) -> Tensor<Flex, 3> {
     Tensor::from_data(TensorData::new(values.to_vec(), dims), &Default::default())
@@ -99,7 +99,7 @@ fn attend(
         selection: DmaSelection::of_expire(expire.into_primitive()),
         attention: AttentionCall::new(documents.bounds(), spec),
     };
-    let output = Flex::dma_attention(&call, KeepRest::Never);
+    let output = Flex::dma_attention(&call, KeepOLow::Never);
     let o_dims = [batch, seq_len, spec.num_heads, head_dim];
     let d_o = Random(9).input(&o_dims);
     let [dqkv, d_delta] = Flex::dma_attention_backward(&call, output.clone(), d_o.tensor(dtype));

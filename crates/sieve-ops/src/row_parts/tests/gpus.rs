@@ -13,9 +13,9 @@ use crate::documents::Documents;
 use crate::row_parts::{DmaParts, RowLinks, RowParts, backward, forward};
 use crate::tensors::{Float, primitive, tensor};
 use burn::tensor::{DType, Int, Tensor, TensorData};
-use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepRest};
+use sieve_core::{DmaBias, DmaRecency, DmaShape, KeepOLow};
 use sieve_cuda::Cuda;
-use sieve_kernels::{CudaReport, KernelCache, NcclGroup};
+use sieve_kernels::{CudaReport, KernelCache, KernelPolicy, NcclGroup};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -35,6 +35,7 @@ const SPEC: AttentionSpec = AttentionSpec {
     num_kv_heads: 4,
     softmax_scale: 0.088_388_347_648_318_45,
     window_size: None,
+    policy: KernelPolicy::DEFAULT,
 };
 /// A key that has left before the part.
 const GONE: i32 = -1;
@@ -191,7 +192,7 @@ fn whole(gpu: &Gpu, case: &Case) -> Found {
         documents,
         dma,
     };
-    let forward = composed::forward::<Cuda>(&inputs, KeepRest::default());
+    let forward = composed::forward::<Cuda>(&inputs, KeepOLow::default());
     let (o, expire) = (some(forward.output.o.clone()), ints(forward.selection.expire.clone()));
     let [d_qkv, _, _] = composed::backward::<Cuda>(&inputs, forward, d_o);
     Found {
@@ -228,7 +229,7 @@ impl RowLinks for Gpus {
 fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usize>) -> Found {
     let first = links.part * LEN;
     let parts = RowParts::new(links.clone(), bounds(&case.documents), [1, ROW]);
-    let documents = Documents::<Cuda>::of_part(parts.clone(), &gpu.device);
+    let documents = Documents::<Cuda>::of_part(&parts, &gpu.device);
     let [w_dt, a] = gpu.weights(case);
     let dma = || -> Option<DmaParts<Cuda>> {
         let positions = documents.positions.clone().into_primitive();
@@ -237,7 +238,7 @@ fn part(gpu: &Gpu, links: &Arc<Gpus>, case: &Case, keys: &HashMap<[u32; 4], usiz
     let own_call = AttentionCall::new(documents.bounds(), SPEC);
     let place = (&parts, &own_call);
     let (qkv, d_o) = (gpu.qkv.clone(), gpu.d_o.clone());
-    let parted = forward::<Cuda>(qkv.clone(), dma(), place, KeepRest::default());
+    let parted = forward::<Cuda>(qkv.clone(), dma(), place, KeepOLow::default());
     let mut expire = Vec::new();
     if let Some((border, Some(of_longer))) = parted.border() {
         let (slots, kv, all) = (border.slots, SPEC.num_kv_heads, first + LEN);

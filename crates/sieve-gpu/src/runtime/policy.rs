@@ -1,0 +1,52 @@
+//! Which kernels calls take, and how these sum.
+
+/// What a caller may choose about the kernels of a call. Tensors carry it into the launches
+/// ([`CudaTensor::under`](crate::CudaTensor::under)); attention follows its queries'.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct KernelPolicy {
+    /// Order of the backward kernels' sums.
+    pub sums: SumOrder,
+    /// Families of attention kernels that may be taken.
+    pub families: KernelFamilies,
+    /// Who arrives at a barrier of the Hopper backward kernels.
+    pub arrivals: Arrivals,
+}
+
+impl KernelPolicy {
+    /// The fastest kernels of the device.
+    pub const DEFAULT: Self = Self {
+        sums: SumOrder::Any,
+        families: KernelFamilies::All,
+        arrivals: Arrivals::Warp,
+    };
+}
+
+/// In which order sums over many keys or queries are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SumOrder {
+    /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
+    #[default]
+    Any,
+    /// Always the same order, so that two runs are bit-equal: no float atomics, dq in a pass of its own.
+    Fixed,
+}
+
+/// Families of attention kernels that a call may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum KernelFamilies {
+    /// The best for the device.
+    #[default]
+    All,
+    /// The portable one, to cross-check one family by the other.
+    Portable,
+}
+
+/// Which lanes arrive at a barrier of the Hopper backward kernels once they have stored row statistics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Arrivals {
+    /// One lane for its warp.
+    #[default]
+    Warp,
+    /// Each lane itself. Slower; for racecheck, which credits an arrival to its lane alone.
+    EveryLane,
+}
