@@ -10,8 +10,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{DmaShape, DmaWindow};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency, TokenBuffer,
-    cached_attention, dma_attention, dma_decode, dma_ranks, dma_select,
+    AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency,
+    TokenBuffer, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
 };
 
 /// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
@@ -350,8 +350,7 @@ impl<B: DeviceBackend> CachedRows<'_, B> {
         let rank = Tensor::cat(vec![slots.rank.tokens(), rank], 2);
         let row = slots.keys.before(&qkv, earlier);
         let documents = Documents::whole_rows([batch, earlier + new], &device);
-        let expire = dma_select(rank.clone(), &documents, dma.window());
-        let o = dma_attention(row.clone(), rank.clone(), expire.clone(), &documents, spec, dma.bias);
+        let DmaAttention { o, rank, expire } = dma_attention_by_rank(row.clone(), rank, &documents, spec, dma);
         let positions = positions(first, [batch, spec.num_kv_heads, new], &device);
         let positions = Tensor::cat(vec![slots.positions.tokens(), positions], 2);
         *cache = still_seen(row, rank, expire, positions, spec, dma.window());

@@ -23,7 +23,7 @@ use crate::documents::Documents;
 use crate::tensors::{Float, Ints, primitive, tensor, untracked};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use composed::{DmaInputs, backward, forward};
+use composed::{DmaInputs, backward, by_rank, forward};
 use sieve_core::{DmaBias, DmaShape, DmaWindow, KeepOLow};
 
 /// What a DMA layer hands on.
@@ -76,6 +76,27 @@ pub fn dynamic_mask_attention<B: SieveBackend>(
         o: tensor(o),
         rank: tensor(B::constant(rank)),
         expire: Tensor::from_primitive(expire),
+    }
+}
+
+/// The same from ranks that are there already, as behind the keys of a cache; without gradient.
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+/// - rank: `[batch, num_kv_heads, seq_len]`, f32
+pub fn dma_attention_by_rank<B: DeviceBackend>(
+    qkv: Tensor<B, 4>,
+    rank: Tensor<B, 3>,
+    documents: &Documents<B>,
+    spec: AttentionSpec,
+    dma: DmaShape,
+) -> DmaAttention<B> {
+    let attention = AttentionCall::<B>::new(documents.bounds(), spec);
+    let found = by_rank::<B>(primitive(qkv), primitive(rank), attention, dma, KeepOLow::Never);
+    DmaAttention {
+        o: tensor(found.output.o),
+        rank: tensor(found.rank),
+        expire: Tensor::from_primitive(found.selection.expire),
     }
 }
 

@@ -47,12 +47,27 @@ pub(crate) fn forward<B: DeviceBackend>(inputs: &DmaInputs<B>, o_low: KeepOLow) 
         origin: PositionOrigin::DocumentStart(inputs.documents[0].clone()),
     });
     let rank = B::dma_ranks(&inputs.scores, recency);
-    let delta = primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias));
-    let selection = B::dma_select(rank.clone(), &inputs.documents, dma.window());
-    let output = B::dma_attention(&inputs.attention(delta, selection.clone()), o_low);
+    let attention = AttentionCall::new(inputs.documents.clone(), inputs.scores.spec);
+    by_rank(inputs.scores.qkv.clone(), rank, attention, dma, o_low)
+}
+
+/// Selection of the keys of a packed tensor by these ranks, and attention over what it keeps.
+pub(crate) fn by_rank<B: DeviceBackend>(
+    qkv: Float<B>,
+    rank: Float<B>,
+    attention: AttentionCall<B>,
+    dma: DmaShape,
+    o_low: KeepOLow,
+) -> DmaForward<B> {
+    let call = DmaCall {
+        qkv,
+        delta: primitive(dma_bias(tensor::<B, 3>(rank.clone()), dma.bias)),
+        selection: B::dma_select(rank.clone(), &attention.documents, dma.window()),
+        attention,
+    };
     DmaForward {
-        output,
-        selection,
+        output: B::dma_attention(&call, o_low),
+        selection: call.selection,
         rank,
     }
 }
