@@ -205,6 +205,30 @@ class Runs:
             return None
 
 
+def on_devices(jobs, arguments, out, work):
+    """Calls `work(job, runs)` for the jobs in their order, one at a time on each device; returns those not begun when
+    the deadline came."""
+    waiting = queue.Queue()
+    for job in jobs:
+        waiting.put(job)
+
+    def serve(device):
+        runs = Runs(device, arguments, out)
+        while time.monotonic() < arguments.deadline:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            work(job, runs)
+
+    threads = [threading.Thread(target=serve, args=(device,)) for device in arguments.devices]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return list(waiting.queue)
+
+
 def train(job, runs, arguments, out):
     kind, name, seed = job
     folder = out / f"{kind}-{name.replace(' ', '-').replace(',', '')}-{seed}"
@@ -266,25 +290,11 @@ def main():
         recipe, settings = base(kind, arguments, out)
         subprocess.run([arguments.sieve, "data", "prepare", "--recipe", recipe]
                        + [part for setting in settings + arguments.set for part in ("--set", setting)], check=True)
-    waiting = queue.Queue()
-    for job in jobs:
-        waiting.put(job)
 
-    def work(device):
-        runs = Runs(device, arguments, out)
-        while time.monotonic() < arguments.deadline:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            print(train(job, runs, arguments, out), flush=True)
+    def work(job, runs):
+        print(train(job, runs, arguments, out), flush=True)
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in arguments.devices]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for kind, name, seed in list(waiting.queue):
+    for kind, name, seed in on_devices(jobs, arguments, out, work):
         print(f"{kind:7} {name}, seed {seed}: not run")
 
 

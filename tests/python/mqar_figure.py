@@ -13,13 +13,12 @@ The table has the mean over the seeds, and every seed. Needs nothing but Python.
 import argparse
 import json
 import pathlib
-import queue
 import shutil
 import statistics
 import threading
 import time
 
-from learning_table import Runs
+from learning_table import on_devices
 
 LENGTHS, WIDTHS = [64, 256, 1024, 2048], [64, 128, 256]
 RATES = {64: 3e-3, 128: 2e-3, 256: 1e-3}
@@ -173,33 +172,21 @@ def main():
     arguments.deadline = time.monotonic() + arguments.seconds
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    rows, lock, waiting = finished(out), threading.Lock(), queue.Queue()
+    rows, lock = finished(out), threading.Lock()
     jobs = [(kind, length, width, seed) for length in arguments.lengths for seed in arguments.seeds
             for width in arguments.widths for kind in arguments.kinds]
-    for job in jobs:
-        if job not in rows:
-            waiting.put(job)
 
-    def work(device):
-        runs = Runs(device, arguments, out)
-        while time.monotonic() < arguments.deadline:
-            try:
-                job = waiting.get_nowait()
-            except queue.Empty:
-                return
-            row = run(job, runs, arguments, out)
-            with lock:
-                print(row or f"{job}: not finished, see its log", flush=True)
-                if row:
-                    rows[job] = row
-                    with open(out / "mqar.jsonl", "a", encoding="utf-8") as file:
-                        file.write(json.dumps(row) + "\n")
+    def work(job, runs):
+        row = run(job, runs, arguments, out)
+        with lock:
+            print(row or f"{job}: not finished, see its log", flush=True)
+            if row:
+                rows[job] = row
+                with open(out / "mqar.jsonl", "a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
 
-    threads = [threading.Thread(target=work, args=(device,)) for device in arguments.devices if arguments.sieve]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    if arguments.sieve:
+        on_devices([job for job in jobs if job not in rows], arguments, out, work)
     table(rows)
     missing = [job for job in jobs if job not in rows]
     if missing:
