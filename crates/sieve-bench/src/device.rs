@@ -46,7 +46,7 @@ pub(crate) fn separate(device: &dyn Device, [q, k, v]: [&[f32]; 3], shape: Atten
 /// A mask of the host as kernels take it.
 ///
 /// # Errors
-/// Those of [`KeyMask::for_kernels`].
+/// The errors of [`KeyMask::for_kernels`].
 pub(crate) fn upload_mask(device: &dyn Device, mask: &KeyMask) -> Result<KeyMask<CudaTensor>, MaskError> {
     let upload = |words: Vec<i32>| device.int(&words, &[words.len()]);
     Ok(mask.for_kernels()?.map(upload))

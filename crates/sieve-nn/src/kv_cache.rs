@@ -34,7 +34,7 @@ impl<B: DeviceBackend> KvCache<B> {
         }
     }
 
-    /// Makes the cache of one row that of several equal rows.
+    /// Repeats the cache of one row for several equal rows.
     pub fn repeat(&mut self, rows: usize) {
         for layer in &mut self.layers {
             layer.repeat(rows);
@@ -50,7 +50,7 @@ impl<B: DeviceBackend> KvCache<B> {
     }
 }
 
-/// What one layer keeps. Tokens come in any number at a time, and the rows are those of one pass over all of them.
+/// What one layer keeps. A call adds any number of tokens, and gives the rows that one pass over all tokens gives.
 #[derive(Clone, Debug)]
 pub enum LayerCache<B: Backend> {
     /// Nothing yet.
@@ -184,7 +184,7 @@ pub(crate) struct CachedRows<'a, B: DeviceBackend> {
 }
 
 impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
-    /// A layer of one cache of all rows, or of those of each row.
+    /// One layer of a cache that all rows share, or of the caches of single rows.
     ///
     /// Panics without a cache.
     pub(crate) fn of_layer(caches: &'a mut [&mut KvCache<B>], index: usize) -> Self {

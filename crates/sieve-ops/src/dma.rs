@@ -20,7 +20,7 @@ use crate::SieveBackend;
 use crate::attention::{AttentionCall, AttentionSpec};
 use crate::backend::DeviceBackend;
 use crate::documents::Documents;
-use crate::tensors::{Float, Ints, primitive, tensor, untracked};
+use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use composed::{DmaInputs, backward, by_rank, forward};
@@ -142,21 +142,20 @@ pub fn dma_select<B: SieveBackend>(
 
 /// What ranks the keys of a packed tensor, without gradient: their scores plus what recency adds, f32
 /// `[batch, num_kv_heads, seq_len]`. Shapes as in [`dynamic_mask_attention`].
-pub fn dma_ranks<B: SieveBackend>(
+pub fn dma_ranks<B: DeviceBackend>(
     qkv: Tensor<B, 4>,
     w_dt: Tensor<B, 2>,
     a: Tensor<B, 1>,
     spec: AttentionSpec,
-    recency: Option<Recency<B::Inner>>,
+    recency: Option<Recency<B>>,
 ) -> Tensor<B, 3> {
-    let value = untracked::<B>("dma_ranks");
     let call = DmaScoresCall {
-        qkv: value(primitive(qkv)),
-        w_dt: value(primitive(w_dt)),
-        a: value(primitive(a)),
+        qkv: primitive(qkv),
+        w_dt: primitive(w_dt),
+        a: primitive(a),
         spec,
     };
-    tensor(B::constant(B::Inner::dma_ranks(&call, recency)))
+    tensor(B::dma_ranks(&call, recency))
 }
 
 /// Largest score that still enters the exponential: `exp(z)` overflows f32 at 88.7.

@@ -13,7 +13,7 @@ use std::ops::Range;
 /// A mask of the host, copied to a device as kernels take it.
 ///
 /// # Errors
-/// Those of [`KeyMask::for_kernels`].
+/// The errors of [`KeyMask::for_kernels`].
 pub fn upload_mask<B: Backend>(mask: &KeyMask, device: &B::Device) -> Result<KeyMask<Tensor<B, 1, Int>>, MaskError> {
     let upload = |words: Vec<i32>| {
         let shape = [words.len()];

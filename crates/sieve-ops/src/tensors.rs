@@ -21,19 +21,6 @@ pub(crate) fn value<B: SieveBackend, const D: usize>(x: Tensor<B, D>) -> Tensor<
     tensor(B::value(primitive(x)))
 }
 
-/// What takes the values of the inputs of `op`, which has no gradient.
-///
-/// The function panics where a gradient will be asked of an input.
-pub(crate) fn untracked<B: SieveBackend>(op: &'static str) -> impl Fn(Float<B>) -> Float<B::Inner> {
-    move |x| {
-        assert!(
-            !B::is_tracked(&x),
-            "{op} has no gradient\n  hint: call it on the device below the graph, with `model.valid()`"
-        );
-        B::value(x)
-    }
-}
-
 /// The dtype a reference computes in: f64 stays, everything else becomes f32.
 pub(crate) fn compute_dtype(dtype: DType) -> DType {
     if dtype == DType::F64 { DType::F64 } else { DType::F32 }

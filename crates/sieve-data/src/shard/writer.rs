@@ -129,7 +129,7 @@ impl ShardWriter {
     /// Appends one document; its prompt may be empty.
     ///
     /// # Errors
-    /// Those of [`push`](Self::push).
+    /// The errors of [`push`](Self::push).
     ///
     /// # Panics
     /// When documents have no [prompts](Self::with_prompts).
