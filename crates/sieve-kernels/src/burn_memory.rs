@@ -2,6 +2,7 @@
 use crate::launch;
 use crate::memory_watch::note_allocation;
 use crate::probe::compute_capability;
+use crate::step_graph::below_tape;
 use burn::tensor::Shape;
 use burn_cubecl::ops::numeric::{empty_device_contiguous_dtype, full_device_dtype};
 use burn_cubecl::tensor::CubeTensor;
@@ -21,6 +22,7 @@ const DEFAULT_MULTIPROCESSORS: usize = 132;
 pub type CudaPrimitive = CubeTensor<CudaRuntime>;
 
 /// A buffer of CubeCL's allocator.
+#[derive(Clone)]
 pub(crate) struct BurnMemory {
     /// Without an offset: tensors keep their own.
     handle: Handle,
@@ -109,7 +111,8 @@ pub fn client_of(tensor: &CudaTensor) -> &ComputeClient<CudaRuntime> {
 /// # Panics
 /// For a tensor of a [`Recorder`](crate::Recorder): its caller keeps it away from Burn.
 pub(crate) fn burn_memory(tensor: &CudaTensor) -> &BurnMemory {
-    tensor.memory().expect("a recorded tensor has no memory on a GPU")
+    let memory = tensor.memory().or_else(|| below_tape(tensor));
+    memory.expect("a recorded tensor has no memory on a GPU")
 }
 
 /// The memory from a tensor's beginning on, as CubeCL's server takes it. Unlike handles it does not hinder the next op
@@ -140,9 +143,18 @@ impl fmt::Debug for BurnMemory {
 }
 
 impl BurnMemory {
-    fn with(&self, handle: Handle) -> Arc<dyn Memory> {
+    /// New memory on the same GPU for a contiguous tensor, contents undefined.
+    pub(crate) fn new_buffer(&self, shape: &[usize], dtype: DType) -> Self {
         let (client, device) = (self.client.clone(), self.device.clone());
-        Arc::new(Self { handle, client, device })
+        let shape = Shape::from(shape.to_vec());
+        let made = empty_device_contiguous_dtype(client, device, shape, burn_dtype(dtype));
+        note_allocation(&self.client);
+        self.with(made.handle)
+    }
+
+    fn with(&self, handle: Handle) -> Self {
+        let (client, device) = (self.client.clone(), self.device.clone());
+        Self { handle, client, device }
     }
 }
 
@@ -166,11 +178,7 @@ impl Memory for BurnMemory {
     }
 
     fn allocate(&self, shape: &[usize], dtype: DType) -> Arc<dyn Memory> {
-        let (client, device) = (self.client.clone(), self.device.clone());
-        let shape = Shape::from(shape.to_vec());
-        let made = empty_device_contiguous_dtype(client, device, shape, burn_dtype(dtype));
-        note_allocation(&self.client);
-        self.with(made.handle)
+        Arc::new(self.new_buffer(shape, dtype))
     }
 
     fn filled(&self, shape: &[usize], dtype: DType, fill: Fill) -> Arc<dyn Memory> {
@@ -181,15 +189,15 @@ impl Memory for BurnMemory {
             Fill::Zero => InputScalar::new(0u32, dtype),
             Fill::Nan => InputScalar::new(f32::NAN, dtype),
         };
-        self.with(full_device_dtype(client, flat, device, value, dtype).handle)
+        Arc::new(self.with(full_device_dtype(client, flat, device, value, dtype).handle))
     }
 
     fn gathered(&self, tensor: &CudaTensor) -> Arc<dyn Memory> {
-        self.with(contiguous_copy(&tensor.clone().burn()))
+        Arc::new(self.with(contiguous_copy(&tensor.clone().burn())))
     }
 
     unsafe fn launch(&self, launch: &LaunchRequest<'_>) -> Result<(), KernelError> {
         // SAFETY: the caller's promise.
-        unsafe { launch::queue(launch) }
+        unsafe { launch::queue(launch) }.map(drop)
     }
 }

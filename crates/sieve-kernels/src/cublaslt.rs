@@ -11,10 +11,12 @@ mod problem;
 
 use crate::burn_memory::{binding_of, burn_memory};
 use crate::lane::{self, Server, late_error, lock, report_late};
+use crate::step_graph::{Work, tape_of};
 use cubecl::device::Device;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::stream_id::StreamId;
-use library::{Call, Refusal};
+pub(crate) use library::Call;
+use library::Refusal;
 pub use problem::Product;
 use problem::{Operands, Problem, operand_rows, result_shape};
 use sieve_gpu::CudaTensor;
@@ -112,7 +114,11 @@ fn queued(
         beta: target.beta,
         stream: StreamId::current(),
     };
+    let noted = tape_of(&x).map(|tape| (tape, Work::Product(call.clone())));
     submit(&x, call)?;
+    if let Some((tape, work)) = noted {
+        tape.note(work);
+    }
     Ok(target.d)
 }
 

@@ -55,7 +55,8 @@ impl LaunchCounts {
 
 /// One launch on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
 /// they do not hinder the next op from writing in place.
-struct QueuedLaunch {
+#[derive(Clone)]
+pub(crate) struct QueuedLaunch {
     name: &'static str,
     kernel: Arc<LoadedKernel>,
     grid: [u32; 3],
@@ -67,14 +68,20 @@ struct QueuedLaunch {
     words: Vec<u64>,
 }
 
-/// Queues a launch on the stream of the caller. The first of each kernel waits until it is queued.
+/// Counts launches that a graph queues.
+pub(crate) fn count(launches: usize) {
+    LAUNCHES.fetch_add(launches, Ordering::Relaxed);
+}
+
+/// Queues a launch on the stream of the caller, and returns what would queue it again. The first of each kernel waits
+/// until it is queued.
 ///
 /// # Errors
 /// Those of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
 ///
 /// # Safety
 /// As [`Memory::launch`](sieve_gpu::Memory::launch).
-pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<(), KernelError> {
+pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, KernelError> {
     late_error()?;
     let &LaunchRequest {
         kernel,
@@ -109,7 +116,8 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<(), KernelErro
         bindings: of_maps.chain(of_tensors).collect(),
         words: words.to_vec(),
     };
-    LAUNCHES.fetch_add(1, Ordering::Relaxed);
+    count(1);
+    let queued = call.clone();
     let queue: DeviceHandle<Server> = DeviceHandle::new(device.to_id());
     if is_known {
         queue.submit(move |server| {
@@ -118,21 +126,22 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<(), KernelErro
                 report_late(error);
             }
         });
-        return Ok(());
+        return Ok(queued);
     }
     // SAFETY: the caller's promise.
     let outcome = queue.submit_blocking(move |server| unsafe { call.run(server, stream) });
-    outcome.unwrap_or_else(|_| {
+    let outcome = outcome.unwrap_or_else(|_| {
         Err(KernelError::Launch {
             kernel: kernel.name(),
             reason: "the device thread is gone".to_owned(),
         })
-    })
+    });
+    outcome.map(|()| queued)
 }
 
 impl QueuedLaunch {
     /// On the device thread.
-    unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
+    pub(crate) unsafe fn run(self, server: &mut Server, stream: StreamId) -> Result<(), KernelError> {
         let queued = on_lane_with(server, stream, self.bindings, |lane, pointers| {
             let launch = DeviceLaunch {
                 grid: self.grid,

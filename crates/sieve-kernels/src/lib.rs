@@ -17,6 +17,7 @@ mod linear_cross_entropy;
 mod memory_watch;
 mod nccl;
 mod probe;
+mod step_graph;
 
 pub use sieve_gpu::*;
 
@@ -32,3 +33,4 @@ pub use linear_cross_entropy::{
 pub use memory_watch::MemoryPeak;
 pub use nccl::{NcclGroup, NcclPiece, NcclWatch, NcclWork};
 pub use probe::{CudaReport, DeviceReport};
+pub use step_graph::{StepGraph, StepInputs, StepTape};

@@ -11,7 +11,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use sieve_core::{DmaShape, DmaWindow};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, DmaAttention, DmaCache, DmaToken, Documents, KeyCache, PositionOrigin, Recency,
-    TokenBuffer, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
+    TokenBuffer, TokenCache, cached_attention, dma_attention_by_rank, dma_decode, dma_ranks,
 };
 
 /// One cache per layer, and the number of tokens that went through. Its buffers are its own: a clone copies them.
@@ -21,7 +21,11 @@ pub struct KvCache<B: DeviceBackend> {
     pub layers: Vec<LayerCache<B>>,
     /// Tokens seen so far; the position of the next one.
     pub num_tokens: usize,
-    scratch: B::DecodeScratch,
+    pub(crate) scratch: B::DecodeScratch,
+    /// The step of the last token, kept for the next one. Any other pass drops it.
+    pub(crate) graph: B::StepGraph,
+    /// Tokens that came alone, one after another.
+    pub(crate) single_tokens: usize,
 }
 
 impl<B: DeviceBackend> KvCache<B> {
@@ -31,11 +35,14 @@ impl<B: DeviceBackend> KvCache<B> {
             layers: (0..num_layers).map(|_| LayerCache::Empty).collect(),
             num_tokens: 0,
             scratch: Default::default(),
+            graph: Default::default(),
+            single_tokens: 0,
         }
     }
 
     /// Repeats the cache of one row for several equal rows.
     pub fn repeat(&mut self, rows: usize) {
+        self.graph = Default::default();
         for layer in &mut self.layers {
             layer.repeat(rows);
         }
@@ -43,6 +50,7 @@ impl<B: DeviceBackend> KvCache<B> {
 
     /// The cache of one layer.
     pub fn layer(&mut self, index: usize) -> LayerCaches<'_, B> {
+        self.graph = Default::default();
         LayerCaches {
             caches: vec![&mut self.layers[index]],
             scratch: &mut self.scratch,
@@ -101,6 +109,27 @@ impl<B: Backend> LayerCache<B> {
             Self::Blocks(cache) => cache.num_tokens(),
             Self::Latent(cache) => cache.len(),
             Self::Packed(cache) => cache.qkv.len(),
+        }
+    }
+
+    /// The cache as a step of one token takes it, where it is not empty and of a kind that such a step takes.
+    pub(crate) fn for_token_step(&mut self) -> Option<TokenCache<'_, B>> {
+        match self {
+            Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
+            Self::Selected { cache, .. } => Some(TokenCache::Slots(cache)),
+            Self::Empty | Self::Blocks(_) | Self::Latent(_) | Self::Packed(_) => None,
+        }
+    }
+
+    /// Counts the token that such a step has written.
+    pub(crate) fn count_token(&mut self) {
+        match self {
+            Self::Recent { cache, .. } => cache.count_token(),
+            Self::Selected { cache, next_position } => {
+                cache.count_token();
+                *next_position += 1;
+            }
+            Self::Empty | Self::Blocks(_) | Self::Latent(_) | Self::Packed(_) => unreachable!("no step takes these"),
         }
     }
 
@@ -190,7 +219,10 @@ impl<'a, B: DeviceBackend> LayerCaches<'a, B> {
     pub(crate) fn of_layer(caches: &'a mut [&mut KvCache<B>], index: usize) -> Self {
         let mut first = None;
         let caches = caches.iter_mut().map(|cache| {
-            let KvCache { layers, scratch, .. } = &mut **cache;
+            let KvCache {
+                layers, scratch, graph, ..
+            } = &mut **cache;
+            *graph = Default::default();
             first.get_or_insert(scratch);
             &mut layers[index]
         });

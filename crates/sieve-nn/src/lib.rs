@@ -33,6 +33,7 @@ mod decoder_layer;
 mod kv_cache;
 mod prefill_hook;
 mod qwen3;
+mod token_step;
 
 pub use attention::block_mlp::BlockMlp;
 pub use attention::config::{AttentionConfig, AttentionConfigError};

@@ -128,7 +128,7 @@ impl<B: SieveBackend> QkvProjection<B> {
         }
     }
 
-    fn qk_norm(&self) -> Option<QkNorm<B>> {
+    pub(crate) fn qk_norm(&self) -> Option<QkNorm<B>> {
         let (q_norm, k_norm) = (self.q_norm.as_ref()?, self.k_norm.as_ref()?);
         Some(QkNorm {
             q_weight: q_norm.weight.val(),

@@ -50,7 +50,7 @@ impl<B: SieveBackend> LmHead<B> {
         sieve_ops::linear(self.norm.forward(x), self.weight(tied))
     }
 
-    fn weight(&self, tied: &TokenEmbedding<B>) -> Tensor<B, 2> {
+    pub(crate) fn weight(&self, tied: &TokenEmbedding<B>) -> Tensor<B, 2> {
         match &self.lm_head {
             Some(lm_head) => lm_head.weight.val(),
             None => tied.weight.val(),
@@ -171,6 +171,14 @@ impl<B: SieveBackend> Qwen3<B> {
     where
         B: DeviceBackend,
     {
+        match (&mut *caches, ids.dims()) {
+            ([cache], [_, 1]) => {
+                if let Some(logits) = self.token_step(&ids, cache, rope) {
+                    return logits;
+                }
+            }
+            _ => caches.iter_mut().for_each(|cache| cache.single_tokens = 0),
+        }
         let step = |_, layer: &DecoderLayer<B>, x, context: &LayerContext<'_, B>, mut caches: LayerCaches<'_, B>| {
             Ok::<_, Infallible>(layer.forward_cached(x, context, &mut caches))
         };

@@ -5,7 +5,7 @@
 //! counted. Gradients are no part of it: the function that users call enters one node into the graph
 //! ([`SieveBackend::node`]), whose backward pass calls the device again.
 use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::decode::{DmaCache, DmaToken, KeyCache};
+use crate::decode::{DmaCache, DmaToken, KeyCache, TokenStep};
 use crate::device::autodiff::BackwardPass;
 use crate::device::cuda::Cuda;
 use crate::dma::{DmaCall, DmaScoresCall, DmaSelection, Recency};
@@ -94,12 +94,16 @@ macro_rules! device_ops {
             /// Tensors that the layers of a decoding step share, and one step leaves to the next. Whoever owns the
             /// caches owns them too.
             type DecodeScratch: Clone + Debug + Default + Send;
+            /// A decoding step that is kept for the next token of the same caches, where the device can do that. Whoever
+            /// owns the caches owns it too, and drops it before another pass writes to them; a clone keeps nothing.
+            type StepGraph: Clone + Debug + Default + Send;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+
         }
 
         impl $trait for Flex {
             type DecodeScratch = ();
+            type StepGraph = ();
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cpu::$op($($arg),+)
@@ -108,6 +112,7 @@ macro_rules! device_ops {
 
         impl $trait for Cuda {
             type DecodeScratch = crate::decode::cuda::CudaDecodeScratch;
+            type StepGraph = crate::decode::cuda::CudaStepGraph;
 
             $($(fn $op($($arg: $type),+) -> $result {
                 crate::$family::cuda::$op($($arg),+)
@@ -297,6 +302,10 @@ device_ops! {
     }
 
     decode {
+        /// See [`crate::token_step`].
+        fn token_step(step: TokenStep<'_, Self>, graph: &mut Self::StepGraph) -> Option<Float<Self>>;
+        /// See [`crate::repeat_token_step`].
+        fn repeat_token_step(graph: &mut Self::StepGraph, ids: Ints<Self>, position: usize) -> Option<Float<Self>>;
         /// See [`crate::attention_decode`].
         fn attention_decode(
             q: Float<Self>,

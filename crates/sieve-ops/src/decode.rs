@@ -2,13 +2,16 @@
 mod cache;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+mod cuda_step;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 mod token_buffer;
+mod token_step;
 
 pub use cache::{DmaCache, KeyCache};
 pub use token_buffer::TokenBuffer;
+pub use token_step::{TokenCache, TokenLayer, TokenStep, repeat_token_step, token_step};
 
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;

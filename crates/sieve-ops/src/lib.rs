@@ -40,7 +40,8 @@ pub use block::{
     attention_layer, feed_forward, seed_gradient,
 };
 pub use decode::{
-    DmaCache, DmaToken, KeyCache, TokenBuffer, attention_decode, cached_attention, dma_decode, mla_decode,
+    DmaCache, DmaToken, KeyCache, TokenBuffer, TokenCache, TokenLayer, TokenStep, attention_decode, cached_attention,
+    dma_decode, mla_decode, repeat_token_step, token_step,
 };
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;

@@ -13,7 +13,7 @@ use std::fmt;
 
 /// Why a product did not run.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Refusal {
+pub(crate) enum Refusal {
     /// cuBLASLt has no algorithm for it: another path may take it.
     NoAlgorithm(String),
     /// The library, the driver or the server failed.
@@ -29,7 +29,8 @@ impl fmt::Display for Refusal {
 
 /// One product on its way to the device thread. Its bindings keep the buffers alive until it is queued; unlike handles
 /// they do not hinder the next op from writing in place.
-pub(super) struct Call {
+#[derive(Clone)]
+pub(crate) struct Call {
     pub(super) problem: Problem,
     /// The cuts to take where they are offered, the best first.
     pub(super) cuts: &'static [Cut],
@@ -54,7 +55,7 @@ thread_local! {
 
 impl Call {
     /// Queues the product on its stream, whose lane is open; on the device thread.
-    pub(super) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
+    pub(crate) fn run(mut self, server: &mut Server) -> Result<(), Refusal> {
         let (bindings, stream) = (std::mem::take(&mut self.bindings), self.stream);
         let mut no_algorithm = None;
         let queued = on_lane_with(server, stream, bindings, |lane, pointers| {

@@ -41,7 +41,7 @@ impl<B: Backend> DynamicMaskAttention<B> {
         }
     }
 
-    pub(super) fn spec(&self) -> AttentionSpec {
+    pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
     }
 
@@ -77,16 +77,20 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
         norm: &RmsNorm<B>,
         context: &LayerContext<'_, B>,
     ) -> (AttentionLayer<B>, AttentionSpec) {
-        let dma = DmaLayer {
-            w_dt: self.dt_proj.weight.val().transpose(),
-            a: self.a.val(),
-            spec: self.dma,
-        };
         let layer = AttentionLayer {
-            dma: Some(dma),
+            dma: Some(self.dma_layer()),
             ..self.qkv.layer_op(norm, &self.o_proj, context)
         };
         (layer, self.spec())
+    }
+
+    /// What ranks its keys.
+    pub(crate) fn dma_layer(&self) -> DmaLayer<B> {
+        DmaLayer {
+            w_dt: self.dt_proj.weight.val().transpose(),
+            a: self.a.val(),
+            spec: self.dma,
+        }
     }
 
     pub(super) fn attend(

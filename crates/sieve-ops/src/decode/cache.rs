@@ -71,7 +71,7 @@ impl<B: Backend> KeyCache<B> {
     }
 
     /// Counts a token that a kernel wrote behind the others.
-    pub(crate) fn count_token(&mut self) {
+    pub fn count_token(&mut self) {
         self.k.count(1);
         self.v.count(1);
     }
@@ -147,7 +147,7 @@ impl<B: Backend> DmaCache<B> {
     }
 
     /// Counts a token that a kernel offered to the slots.
-    pub(crate) fn count_token(&mut self) {
+    pub fn count_token(&mut self) {
         if self.len() < self.window.keep_window_size {
             self.keys.count_token();
             self.rank.count(1);

@@ -1,5 +1,5 @@
 //! Attention of one new query on the CPU.
-use super::{DmaCache, DmaToken, KeyCache, reference};
+use super::{DmaCache, DmaToken, KeyCache, TokenStep, reference};
 use crate::attention::AttentionSpec;
 use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, zeros_like};
 use crate::dma::dma_bias;
@@ -7,6 +7,15 @@ use crate::tensors::{primitive, split_heads, tensor};
 use burn::tensor::{DType, Tensor, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaBias, DmaWindow};
+
+/// The CPU takes a model's layers one by one: a call costs nothing there beside its work.
+pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTensor> {
+    None
+}
+
+pub(crate) fn repeat_token_step((): &mut (), _: FlexTensor, _: usize) -> Option<FlexTensor> {
+    None
+}
 
 pub(crate) fn attention_decode(
     q: FlexTensor,

@@ -63,10 +63,12 @@ pub(crate) fn dma_decode(
     })
 }
 
+pub(crate) use super::cuda_step::{CudaStepGraph, repeat_token_step, token_step};
+
 const NAME: &str = "decode";
 
 /// Buffers are made anew whenever this many keys came.
-const SCRATCH_KEYS: usize = 256;
+pub(super) const SCRATCH_KEYS: usize = 256;
 
 /// What the layers of a step share on a GPU, made by the first of them.
 #[derive(Clone, Debug, Default)]
@@ -79,7 +81,7 @@ pub struct CudaDecodeScratch {
 
 /// The last few values that were made, by what they were made for; NSA's branches need three in turn.
 #[derive(Clone, Debug)]
-struct Recent<K, V>(Vec<(K, V)>);
+pub(super) struct Recent<K, V>(Vec<(K, V)>);
 
 impl<K, V> Default for Recent<K, V> {
     fn default() -> Self {
@@ -90,7 +92,7 @@ impl<K, V> Default for Recent<K, V> {
 impl<K: PartialEq, V> Recent<K, V> {
     const MOST: usize = 4;
 
-    fn get(&mut self, key: K, new: impl FnOnce() -> Result<V, KernelError>) -> Result<&V, KernelError> {
+    pub(super) fn get(&mut self, key: K, new: impl FnOnce() -> Result<V, KernelError>) -> Result<&V, KernelError> {
         let found = self.0.iter().position(|(of, _)| *of == key);
         let at = match found {
             Some(at) => at,
@@ -156,7 +158,7 @@ fn buffers(cache: &KeyCache<Cuda>) -> KvCache {
 
 /// The cache's buffers as kernels write to them in place. Burn copies a buffer that a launch still holds before it
 /// writes, perhaps with gaps between the rows; tokens of such a copy move once more.
-fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
+pub(super) fn writable(cache: &mut KeyCache<Cuda>) -> KvCache {
     let found = buffers(cache);
     if found.k.is_contiguous() && found.v.is_contiguous() {
         return found;
@@ -221,12 +223,19 @@ fn append(
     Ok(o.burn())
 }
 
-fn slots_of(cache: &mut DmaCache<Cuda>) -> DmaSlots {
+pub(super) fn slots_of(cache: &mut DmaCache<Cuda>) -> DmaSlots {
     DmaSlots {
         kv: writable(&mut cache.keys),
         z: primitive(cache.rank.buffer().clone()),
         positions: kernel_tensor(cache.positions.buffer().clone().into_primitive()),
         local_window_size: cache.window.local_window_size,
+    }
+}
+
+pub(super) fn score_bias(bias: DmaBias) -> ScoreBias {
+    match bias {
+        DmaBias::Exp => ScoreBias::Exp,
+        DmaBias::Linear => ScoreBias::Linear,
     }
 }
 
@@ -256,10 +265,7 @@ fn dma_step(
     }
     let rank = kernel_tensor(token.rank.clone());
     let (length, buffers) = scratch.of(&q, shape, token.position, window)?;
-    let bias = match bias {
-        DmaBias::Exp => ScoreBias::Exp,
-        DmaBias::Linear => ScoreBias::Linear,
-    };
+    let bias = score_bias(bias);
     let o = slots_of(cache).dma_decode(&qkv, &rank, length, softmax_scale as f32, bias, buffers)?;
     cache.count_token();
     without_token_dimension(o)
