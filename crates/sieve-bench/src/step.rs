@@ -4,6 +4,7 @@ mod activation;
 mod embedding;
 mod fp8;
 mod losses;
+mod matrix_vector;
 mod optimizer;
 mod plain_loss;
 mod products;
@@ -146,6 +147,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     for check in [
         stream::check_launches,
         activation::check_launches,
+        matrix_vector::check_launches,
         rotation::check_launches,
         embedding::check_launches,
         optimizer::check_launches,
@@ -164,6 +166,7 @@ pub(crate) fn bench(bench: &mut Bench<'_>) -> BenchResult<()> {
         stream::bench(bench, tokens, width);
         activation::bench(bench, tokens, d_ff);
         embedding::bench(bench, tokens, width);
+        matrix_vector::bench(bench, width, d_ff, VOCAB);
     }
     for (tokens, heads, kv_heads, head_dim) in [(16384, 16, 8, 128), (65536, 12, 4, 64)] {
         rotation::bench(bench, tokens, [heads, kv_heads], head_dim);

@@ -7,6 +7,7 @@ pub(crate) mod embedding_backward;
 pub(crate) mod embedding_forward;
 pub(crate) mod fill_zero;
 pub(crate) mod fp8_quantise;
+pub(crate) mod matrix_vector;
 pub(crate) mod qk_norm_rope_backward;
 pub(crate) mod qk_norm_rope_forward;
 pub(crate) mod residual_add;
@@ -25,6 +26,7 @@ pub use embedding_backward::embedding_backward;
 pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
 pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
+pub use matrix_vector::{MAX_VECTORS, Vectors, matrix_vector};
 pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
@@ -85,6 +87,11 @@ impl NeededKernels {
             }
         }
         kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
+        for warps_per_row in [1, 2, 4, 8] {
+            for (form, residual) in [(0, false), (0, true), (1, false), (2, true)] {
+                kernels.push(matrix_vector::matrix_vector_kernel(form, residual, 1, warps_per_row));
+            }
+        }
         kernels
     }
 

@@ -6,7 +6,9 @@ use crate::device::paths::{kernel_or, kernel_or_refusal};
 use crate::linear::cuda::product_and_sum;
 use crate::tensors::{Float, Ints, primitive};
 use burn::tensor::Tensor;
-use sieve_kernels::step::{QkNormRope, embedding_forward, rms_norm_forward, rope, swiglu_forward};
+use sieve_kernels::step::{
+    MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope, swiglu_forward,
+};
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, MatmulOutput,
     PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
@@ -99,9 +101,8 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
         };
         x = layer.run(x, &mut scratch)?;
     }
-    let h = rms_norm_forward(&x, &tape.noted(&of(&step.norm)), epsilon)?;
-    let output = tape.noted(&of(&step.output));
-    let logits = matmul(Product::Nt, &h, &output, MatmulOutput::New(DType::BF16))?;
+    let (norm, output) = (tape.noted(&of(&step.norm)), tape.noted(&of(&step.output)));
+    let logits = project(Vectors::Normed(&x, &norm, epsilon), &output, None)?;
     let [batch, _, vocab_size] = logits.dims(NAME, "logits")?;
     Ok((inputs, logits.reshaped(NAME, "logits", &[batch, vocab_size])?))
 }
@@ -134,10 +135,9 @@ impl Layer<'_, '_> {
         let (o, down) = (weight(&self.layer.o), weight(&self.layer.down));
         let gate_up = weight(&self.layer.gate_up);
         let attended = self.attend(qkv, scratch)?;
-        let x = product_and_sum([attended, o, x])?;
-        let h = rms_norm_forward(&x, &norms[1], epsilon)?;
-        let y = swiglu_forward(&matmul(Product::Nt, &h, &gate_up, MatmulOutput::New(DType::BF16))?)?;
-        product_and_sum([y, down, x])
+        let x = project(Vectors::Plain(&attended), &o, Some(&x))?;
+        let packed = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, None)?;
+        project(Vectors::SwiGlu(&packed), &down, Some(&x))
     }
 
     /// Attention from the packed product on: `[batch, 1, num_heads * head_dim]`.
@@ -219,4 +219,22 @@ impl Layer<'_, '_> {
 
 fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
     kernel_tensor(primitive(tensor.clone()))
+}
+
+/// The rows times a weight `[out, in]`, plus the residual: few rows by one kernel, which reads the weight at the memory's
+/// rate, more by a GEMM and the kernels before and after it.
+fn project(rows: Vectors<'_>, weight: &CudaTensor, residual: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
+    let (Vectors::Plain(x) | Vectors::Normed(x, ..) | Vectors::SwiGlu(x)) = rows;
+    if x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1) <= MAX_VECTORS {
+        return matrix_vector(rows, weight, residual);
+    }
+    let h = match rows {
+        Vectors::Plain(x) => x.clone(),
+        Vectors::Normed(x, norm, epsilon) => rms_norm_forward(x, norm, epsilon)?,
+        Vectors::SwiGlu(packed) => swiglu_forward(packed)?,
+    };
+    match residual {
+        Some(residual) => product_and_sum([h, weight.clone(), residual.clone()]),
+        None => matmul(Product::Nt, &h, weight, MatmulOutput::New(DType::BF16)),
+    }
 }

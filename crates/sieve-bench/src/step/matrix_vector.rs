@@ -1,0 +1,132 @@
+//! A decoding step's products of a weight matrix and a few rows.
+use super::wrappers::Calls;
+use crate::bar::Bar;
+use crate::bench::{Bench, Work};
+use crate::device::Device;
+use crate::extent::Extent;
+use crate::report::{Outcome, Report};
+use sieve_kernels::DType;
+use sieve_kernels::step::{MAX_VECTORS, Vectors, matrix_vector};
+use sieve_testing::round_bf16;
+
+const EPSILON: f32 = 1e-6;
+
+/// One rounding of the result, and of each element of the norm or activation before it, which may fall to either side.
+const TOLERANCE: Bar = Bar::new(0.0, 1e-6, 1.0 / 128.0);
+
+/// Checks the launches: rows of x, n, k.
+pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    for &[rows, n, k] in extent.sizes(&[
+        [1, 40, 64],
+        [3, 9, 2056],
+        [4, 1, 8],
+        [2, 777, 1032],
+        [1, 4224, 768],
+        [1, 2048, 6144],
+        [4, 12_288, 2048],
+        [1, 50_304, 1024],
+    ]) {
+        for form in ["plain", "normed", "swiglu"] {
+            let outcome = launches(Calls::new(device, extent.seed), form, [rows, n, k]);
+            report.add(
+                "matrix_vector",
+                "kernel",
+                &format!("{form}, {rows} x {n} x {k}"),
+                outcome,
+            );
+        }
+    }
+}
+
+/// Times of the products of a layer and of the logits.
+pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size: usize) {
+    for (n, k) in [
+        (2 * width, width),
+        (width, width),
+        (2 * d_ff, width),
+        (width, d_ff),
+        (vocab_size, width),
+    ] {
+        let (x, w) = (bench.bf16([1, k]), bench.bf16([n, k]));
+        let work = Work::Bytes(2.0 * (n * k) as f64);
+        bench.row("matrix_vector", &format!("{n}x{k}"), work, || {
+            matrix_vector(Vectors::Plain(&x), &w, None)
+        });
+    }
+}
+
+fn launches(mut calls: Calls<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outcome {
+    let width = if form == "swiglu" { 2 * k } else { k };
+    let x = calls.pitched([rows, width], DType::BF16)?;
+    let w = calls.pitched([n, k], DType::BF16)?;
+    let norm = calls.flat(&[k], DType::BF16);
+    let residual = calls.pitched([rows, n], DType::BF16)?;
+    let input = match form {
+        "plain" => Vectors::Plain(&x.on),
+        "normed" => Vectors::Normed(&x.on, &norm.on, EPSILON),
+        _ => Vectors::SwiGlu(&x.on),
+    };
+    let h: Vec<f32> = x
+        .values
+        .chunks(width)
+        .flat_map(|row| prepared(form, row, &norm.values))
+        .collect();
+    let sums = h.chunks(k).flat_map(|h| {
+        let of_row = |w: &[f32]| -> f64 { h.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum() };
+        w.values.chunks(k).map(of_row).collect::<Vec<_>>()
+    });
+    let sums: Vec<f64> = sums.collect();
+    let alone: Vec<f32> = sums.iter().map(|sum| *sum as f32).collect();
+    let added: Vec<f32> = (sums.iter().zip(&residual.values))
+        .map(|(sum, r)| (sum + f64::from(*r)) as f32)
+        .collect();
+    let y = matrix_vector(input, &w.on, None)?;
+    calls.within(TOLERANCE, "y", &y, [&alone, &alone])?;
+    let sum = matrix_vector(input, &w.on, Some(&residual.on))?;
+    calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
+    calls.equal("a second call", &matrix_vector(input, &w.on, None)?, &y)?;
+    let refused = calls.flat(&[MAX_VECTORS + 1, k], DType::BF16);
+    match matrix_vector(Vectors::Plain(&refused.on), &w.on, None) {
+        Ok(_) => crate::report::wrong("more rows were taken"),
+        Err(_) => Ok(calls.worst),
+    }
+}
+
+/// A row as it is multiplied, in f64 and rounded once.
+fn prepared(form: &str, row: &[f32], norm: &[f32]) -> Vec<f32> {
+    let squares: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+    let root = (squares / row.len() as f64 + f64::from(EPSILON)).sqrt();
+    let values: Vec<f64> = match form {
+        "plain" => row.iter().map(|x| f64::from(*x)).collect(),
+        "normed" => row
+            .iter()
+            .zip(norm)
+            .map(|(x, w)| f64::from(*x) / root * f64::from(*w))
+            .collect(),
+        _ => {
+            let (gates, ups) = row.split_at(row.len() / 2);
+            let silu = |g: f64| g / (1.0 + (-g).exp());
+            gates
+                .iter()
+                .zip(ups)
+                .map(|(g, u)| silu(f64::from(*g)) * f64::from(*u))
+                .collect()
+        }
+    };
+    values.into_iter().map(|x| round_bf16(x as f32)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::emulator::tests::emulated;
+
+    #[test]
+    fn emulated_launches_pass() {
+        let extent = Extent::emulated(1, 64, 3);
+        emulated(1, |device, report| {
+            check_launches(report, device, &extent);
+            Ok(())
+        });
+    }
+}

@@ -1,0 +1,128 @@
+//! Launch of `kernels/matrix_vector.cu`.
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::swiglu_forward::{as_rows, packed_width};
+use crate::step::vector_rows::VectorRows;
+
+const NAME: &str = "matrix_vector";
+
+/// Rows of a call: more of them are a GEMM's.
+pub const MAX_VECTORS: usize = 4;
+
+/// Warps of a block.
+const NUM_WARPS: usize = 8;
+
+/// Blocks of a multiprocessor.
+const BLOCKS: usize = 4;
+
+/// What a weight matrix is multiplied by: up to [`MAX_VECTORS`] rows.
+#[derive(Debug, Clone, Copy)]
+pub enum Vectors<'a> {
+    /// bf16 `[.., k]`.
+    Plain(&'a CudaTensor),
+    /// The RMSNorm of bf16 `[.., k]` by a weight bf16 `[k]`, with this added to the mean square.
+    Normed(&'a CudaTensor, &'a CudaTensor, f32),
+    /// SwiGLU of bf16 `[.., 2 * k]`, gate columns first.
+    SwiGlu(&'a CudaTensor),
+}
+
+/// `h wᵀ`, plus a residual bf16 `[.., n]` where there is one: `w` bf16 `[n, k]`; returns bf16 `[.., n]`. The norm or the
+/// activation is rounded to bf16 as by its own kernel. Sums are f32; the residual is added before the one rounding.
+///
+/// # Errors
+/// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is no multiple of 8 or whose rows do not fit a
+/// block's shared memory.
+pub fn matrix_vector(
+    input: Vectors<'_>,
+    w: &CudaTensor,
+    residual: Option<&CudaTensor>,
+) -> Result<CudaTensor, KernelError> {
+    let [n, k] = w.dims(NAME, "w")?;
+    let (form, x, epsilon) = match input {
+        Vectors::Plain(x) => (0, x, 0.0),
+        Vectors::Normed(x, _, epsilon) => (1, x, epsilon),
+        Vectors::SwiGlu(x) => (2, x, 0.0),
+    };
+    let x = VectorRows::of(NAME, "x", x)?;
+    let w = VectorRows::of(NAME, "w", w)?;
+    let width = match input {
+        Vectors::SwiGlu(x) => packed_width(NAME, x)?,
+        _ => x.width,
+    };
+    if width != k {
+        return Err(KernelError::unsupported(NAME, "width of x", width, format!("w's {k}")));
+    }
+    if x.rows > MAX_VECTORS {
+        let supported = format!("up to {MAX_VECTORS}");
+        return Err(KernelError::unsupported(NAME, "number of rows", x.rows, supported));
+    }
+    let norm = match input {
+        Vectors::Normed(_, norm, _) => Some(x.weight(NAME, norm)?),
+        _ => None,
+    };
+    let mut shape = x.tensor.shape().to_vec();
+    *shape.last_mut().expect("rows have a width") = n;
+    if let Some(residual) = residual {
+        residual.require_dtype(NAME, "residual", DType::BF16)?;
+        residual.require_shape(NAME, "residual", &shape)?;
+    }
+    let residual = residual.map(as_rows);
+    let y = x.tensor.empty_contiguous(&shape, DType::BF16);
+    let params = params!(MatrixVectorParams {
+        rows: x.rows,
+        n,
+        k,
+        x_stride: x.stride,
+        w_stride: w.stride,
+        residual_stride: residual.as_ref().map_or(0, |(_, _, stride)| *stride),
+        epsilon,
+    });
+    let multiprocessors = x.tensor.hardware().num_multiprocessors;
+    let warps_per_row = warps_per_row(n, multiprocessors);
+    let kernel = matrix_vector_kernel(form, residual.is_some(), x.rows, warps_per_row);
+    let kernel = kernel.shared_bytes(held_rows(x.rows) * k * DType::BF16.size());
+    let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
+    let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
+    let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
+    // SAFETY: reads rows of `k` columns of x (2 k of gates and ups), w and the norm, and of `n` columns of the residual,
+    // writes every element of y; sizes checked above. A form without a norm or a residual does not read x in its place.
+    unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
+    Ok(y)
+}
+
+/// The specialisation for a form of the input, a residual or none, rows of x, and warps that share a row of w.
+pub(crate) fn matrix_vector_kernel(form: u8, residual: bool, rows: usize, warps_per_row: usize) -> SourceKernel {
+    SourceKernel::new(NAME)
+        .define("INPUT", form)
+        .define("RESIDUAL", residual as u8)
+        .define("X_ROWS", held_rows(rows))
+        .define("WARPS_PER_ROW", warps_per_row)
+        .threads(NUM_WARPS * 32)
+}
+
+/// Rows that a kernel for this many holds.
+fn held_rows(rows: usize) -> usize {
+    rows.next_power_of_two()
+}
+
+/// As few warps a row of w as keep every multiprocessor's warps at work.
+fn warps_per_row(n: usize, multiprocessors: usize) -> usize {
+    let wanted = BLOCKS * NUM_WARPS * multiprocessors;
+    wanted.div_ceil(n.max(1)).next_power_of_two().min(NUM_WARPS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn short_matrices_share_their_rows_among_warps() {
+        let warps = |n| warps_per_row(n, 132);
+        assert_eq!([50_304, 12_288, 4224, 4096].map(warps), [1, 1, 1, 2]);
+        assert_eq!([2048, 1024, 8].map(warps), [4, 8, 8]);
+        assert_eq!([1, 2, 3, 4].map(held_rows), [1, 2, 4, 4]);
+    }
+}
