@@ -1,14 +1,14 @@
 // matrix_vector: a weight matrix times the few rows of a decoding step, with what stands before and after it.
-// Math       y[r,i] = sum_j w[i,j] h[r,j] (+ residual[r,i]); h = x, or x's RMSNorm (arXiv:1910.07467, eq. 4), or silu(g)
-//            u of the halves g, u of a row of x (arXiv:2002.05202), rounded to bf16
+// Math       y[r,i] = sum_j w[i,j] h[r,j] (+ residual[r,i]); h = x, or x's RMSNorm (arXiv:1910.07467, eq. 4), or
+//            silu(g) u of the halves g, u of a row of x (arXiv:2002.05202), rounded to bf16
 // Layout     w bf16 [n, k], rows w_stride apart; x bf16 [rows, k], of gates and ups [rows, 2 k], rows x_stride apart;
 //            norm bf16 [k]; residual bf16 [rows, n], rows residual_stride apart; y bf16 [rows, n] contiguous; k and
 //            strides multiples of 8
 // Buffers    x, w, norm (read with INPUT 1), residual (read with RESIDUAL), y
 // Defines    INPUT (0: x, 1: its norm, 2: gates and ups), RESIDUAL (0, 1), X_ROWS (1, 2, 4: rows at most),
 //            WARPS_PER_ROW (1, 2, 4, 8: warps that share a row of w) (set by step/matrix_vector.rs)
-// Tiling     grid (up to 4 a multiprocessor); 256 threads; h in shared memory; a group of warps walks rows of w, with the
-//            next UNROLL words of each lane on their way while these are multiplied; each byte of w is read once
+// Tiling     grid (up to 4 a multiprocessor); 256 threads; h in shared memory; a group of warps walks rows of w, with
+//            the next UNROLL words of each lane on their way while these are multiplied; each byte of w is read once
 // Numerics   f32 sums in an order that depends on k alone; one rounding at the store; writes every element of y
 // Edges      rows of w past n and words past k are read as zeros; rows of h past `rows` are zeros and not stored
 #include "common/bf16x8.cuh"
@@ -80,7 +80,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
     if (r < (int)params.rows) {
       prepare_row(h + r * num_chunks, x + r * params.x_stride, norm, num_chunks, sums + r * NUM_WARPS, params);
     } else {
-      for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS) h[r * num_chunks + chunk] = make_uint4(0, 0, 0, 0);
+      const uint4 zeros = make_uint4(0, 0, 0, 0);
+      for (int chunk = threadIdx.x; chunk < num_chunks; chunk += THREADS) h[r * num_chunks + chunk] = zeros;
     }
   }
   __syncthreads();  // h is whole, and the sums of its norms have been read

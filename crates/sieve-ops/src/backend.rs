@@ -94,8 +94,8 @@ macro_rules! device_ops {
             /// Tensors that the layers of a decoding step share, and one step leaves to the next. Whoever owns the
             /// caches owns them too.
             type DecodeScratch: Clone + Debug + Default + Send;
-            /// A decoding step that is kept for the next token of the same caches, where the device can do that. Whoever
-            /// owns the caches owns it too, and drops it before another pass writes to them; a clone keeps nothing.
+            /// A decoding step that is kept for the next token of the same caches, where the device can do that.
+            /// Whoever owns the caches owns it too, and drops it before another pass writes to them; a clone is empty.
             type StepGraph: Clone + Debug + Default + Send;
 
             $($($(#[doc = $doc])+ fn $op($($arg: $type),+) -> $result;)+)+

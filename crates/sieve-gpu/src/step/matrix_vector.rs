@@ -29,8 +29,8 @@ pub enum Vectors<'a> {
     SwiGlu(&'a CudaTensor),
 }
 
-/// `h wᵀ`, plus a residual bf16 `[.., n]` where there is one: `w` bf16 `[n, k]`; returns bf16 `[.., n]`. The norm or the
-/// activation is rounded to bf16 as by its own kernel. Sums are f32; the residual is added before the one rounding.
+/// `h wᵀ`, plus a residual bf16 `[.., n]` where there is one: `w` bf16 `[n, k]`; returns bf16 `[.., n]`. The norm or
+/// the activation is rounded to bf16 as by its own kernel. Sums are f32; the residual is added before the one rounding.
 ///
 /// # Errors
 /// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is no multiple of 8 or whose rows do not fit a
@@ -87,7 +87,7 @@ pub fn matrix_vector(
     let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
-    // SAFETY: reads rows of `k` columns of x (2 k of gates and ups), w and the norm, and of `n` columns of the residual,
+    // SAFETY: reads rows of `k` columns of x (2 k of gates and ups), w and the norm, and of `n` of the residual, and
     // writes every element of y; sizes checked above. A form without a norm or a residual does not read x in its place.
     unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
     Ok(y)

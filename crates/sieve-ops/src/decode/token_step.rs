@@ -69,8 +69,8 @@ pub fn token_step<B: DeviceBackend>(step: TokenStep<'_, B>, graph: &mut B::StepG
     B::token_step(step, graph).map(tensor)
 }
 
-/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where there is
-/// none, or where a buffer of it is full. Between two steps nobody else writes to the caches.
+/// The step in `graph` for other tokens, ids `[batch, 1]`, at the next position: as [`token_step`]. `None` where there
+/// is none, or where a buffer of it is full. Between two steps nobody else writes to the caches.
 pub fn repeat_token_step<B: DeviceBackend>(
     graph: &mut B::StepGraph,
     ids: &Tensor<B, 2, Int>,
