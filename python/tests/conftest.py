@@ -5,6 +5,7 @@ With a GPU (`SIEVE_TEST_DEVICE=cuda`) the same tests run the kernels themselves.
 
 import os
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 EMULATOR = ROOT / "target/release/examples/emulate_plan"
 DEVICE = os.environ.get("SIEVE_TEST_DEVICE", "cpu")
 
+sys.path.insert(0, str(ROOT / "python"))
 os.environ.setdefault("SIEVE_ATTENTION_LIBRARY", str(ROOT / "target/release/libsieve_capi.so"))
 
 from sieve_attention import _library  # noqa: E402

@@ -113,6 +113,7 @@ def compiled():
         for name in ("dense", "window", "expiring", "dma", "nsa"):
             made, inputs = calls(2048, grad=True)
             call = made[name]
+            torch._dynamo.reset()
             fast = torch.compile(lambda: call() * 2, fullgraph=True, mode=mode)
             torch.compiler.cudagraph_mark_step_begin()
             o = fast()
@@ -123,6 +124,19 @@ def compiled():
             for x, y in zip(got, expected):
                 assert (x is None) == (y is None)
                 assert x is None or (x.float() - y.float()).norm() <= 2e-2 * y.float().norm() + 1e-6, f"{name}, {mode}"
+
+
+def _run_of(q, k, v):
+    """The library's part of a call: maps, launch."""
+    from sieve_attention import _library, ops
+
+    op = ops.IMPLEMENTATIONS["attention_forward"]
+    sieve.attention(q, k, v)
+    plan, given, _, index = list(op.plans.values())[-1]
+    o, lse = op(q, k, v, None, None, 0.1, None)
+    plan, given, _, index = list(op.plans.values())[-1]
+    pointers = plan.array(*(x.data_ptr() for x in (q, k, v, given[3], o, lse)), 0)
+    return lambda: _library._run(plan.handle, pointers, plan.count, _library._stream(index))
 
 
 def no_growth():
@@ -209,7 +223,15 @@ def opcheck():
     }
     assert set(arguments) == set(ops.TABLE)
     for name, given in arguments.items():
-        torch.library.opcheck(getattr(torch.ops.sieve, name).default, given)
+        # Entries of a list behind its last one are never written: two runs differ there.
+        unwritten = ("dma_select", "dma_decode")
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        try:
+            torch.library.opcheck(
+                getattr(torch.ops.sieve, name).default, given, test_utils=tests[: 3 if name in unwritten else 4]
+            )
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
 
 
 def milliseconds(call, repeats=15):
@@ -283,6 +305,96 @@ def speed():
     return found
 
 
+def layouts():
+    """Dense attention on q, k and v apart and packed, beside cuDNN, in turns: a warm GPU is slower."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens = 32768
+    q, k, v = qkv(tokens)
+    packed = torch.cat([q, k, v], 2)
+    slices = packed.split([16, 8, 8], 2)
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    noise = torch.randn_like(packed).split([16, 8, 8], 2)
+
+    def cudnn():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+
+    found = {}
+    for turn in range(3):
+        for name, call in {
+            "cudnn": cudnn,
+            "apart": lambda: sieve.attention(q, k, v),
+            "packed": lambda: sieve.attention(*slices),
+            "packed, other numbers": lambda: sieve.attention(*noise),
+            "window apart": lambda: sieve.attention(q, k, v, window=1024),
+            "window packed": lambda: sieve.attention(*slices, window=1024),
+        }.items():
+            time.sleep(0.2)
+            found[f"{name} {turn}"] = milliseconds(call, 9)
+    return found
+
+
+def model():
+    """An exported DMA model of 80M with random weights at 32K: prefill and decoding, beside a dense one by SDPA."""
+    import importlib.util
+    import os
+
+    import sieve_attention.transformers
+
+    sieve_attention.transformers.register()
+    spec = importlib.util.spec_from_file_location("modeling_sieve", os.environ["SIEVE_EXPORT"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = {
+        "vocab_size": 50304, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    found = {}
+    ids = torch.randint(0, 50304, (1, 32768), device=DEVICE)
+    cases = (("dma", "sieve", 32768), ("dma", "sdpa", 8192), ("mha", "sieve", 32768), ("mha", "sdpa", 32768))
+    for kind, name, count in cases:
+        torch.manual_seed(1)
+        config = module.SieveConfig(**sizes, attention_kind=kind, keep_window_size=1024, local_window_size=128)
+        made = module.SieveForCausalLM._from_config(config, attn_implementation=name).to(DEVICE, torch.bfloat16)
+        for weights in made.parameters():
+            if weights.dim() > 1:
+                torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+        with torch.no_grad():
+            made.eval()
+            prefill = lambda: made(ids[:, :count], use_cache=True, logits_to_keep=1)  # noqa: E731
+            found[f"{kind} {name} {count}: prefill, ms"] = milliseconds(prefill, 3)
+            cache = prefill().past_key_values
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for n in range(20):
+                made(ids[:, n : n + 1], past_key_values=cache, use_cache=True)
+            torch.cuda.synchronize()
+            found[f"{kind} {name} {count}: decoding, ms a token"] = (time.perf_counter() - start) * 50
+    losses = {}
+    for name in ("sieve", "sdpa"):
+        torch.manual_seed(2)
+        config = module.SieveConfig(**sizes, attention_kind="dma", keep_window_size=256, local_window_size=32)
+        made = module.SieveForCausalLM._from_config(config, attn_implementation=name).to(DEVICE, torch.bfloat16)
+        for weights in made.parameters():
+            if weights.dim() > 1:
+                torch.nn.init.normal_(weights, std=0.02)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        made.train()
+        losses[name] = []
+        for _ in range(20):
+            loss = made(ids[:, :1024], labels=ids[:, :1024]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+    worst = max(abs(x - y) for x, y in zip(*losses.values()))
+    found["twenty steps: first loss"] = losses["sieve"][0]
+    found["last loss"], found["largest difference of a loss to sdpa's"] = losses["sieve"][-1], worst
+    assert worst < 0.1 and losses["sieve"][-1] < losses["sieve"][0] - 1, losses
+    return found
+
+
 def host():
     """Microseconds of the host for one call: small tensors, the GPU far behind."""
     found = {}
@@ -307,7 +419,9 @@ def host():
         "torch sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
         ),
-        "op alone": lambda: torch.ops.sieve.attention_forward(q, k, v, None, None, 0.1, None),
+        "two torch.empty": lambda: (torch.empty_like(q), torch.empty(1, 16, 128, device=DEVICE)),
+        "a plan": _run_of(q, k, v),
+        "operator of torch": lambda: torch.ops.sieve.attention_forward(q, k, v, None, None, 0.1, None),
     }.items():
         call()
         torch.cuda.synchronize()
@@ -320,8 +434,8 @@ def host():
 
 
 CHECKS = (
-    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, deterministic, long_odd, opcheck, speed, host, no_growth,
-    compiled,
+    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, deterministic, long_odd, opcheck, speed, layouts, host, no_growth,
+    compiled, model,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -137,7 +137,12 @@ impl Emulator {
 
     /// Runs steps whose buffers are numbered as these, which hold the bytes given (NaN behind them); returns what the
     /// buffers hold afterwards. For an emulator that has no buffers yet.
-    pub(crate) fn replay(&self, sizes: &[usize], held: &[Vec<u8>], steps: &[Step]) -> Result<Vec<Vec<u8>>, KernelError> {
+    pub(crate) fn replay(
+        &self,
+        sizes: &[usize],
+        held: &[Vec<u8>],
+        steps: &[Step],
+    ) -> Result<Vec<Vec<u8>>, KernelError> {
         for &bytes in sizes {
             self.recorder.tensor(&[bytes], DType::U8);
         }

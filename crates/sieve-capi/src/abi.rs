@@ -111,7 +111,8 @@ pub unsafe extern "C" fn sieve_plan_run(
         // SAFETY: the caller's promise.
         let handle = unsafe { plan.as_ref() }.ok_or_else(|| null("plan"))?;
         let loaded = handle.loaded.get();
-        let loaded = loaded.ok_or_else(|| PlanError::Call("the plan was not loaded: call sieve_plan_load".to_owned()))?;
+        let loaded =
+            loaded.ok_or_else(|| PlanError::Call("the plan was not loaded: call sieve_plan_load".to_owned()))?;
         if pointers.is_null() {
             return Err(null("pointers"));
         }
@@ -142,7 +143,9 @@ fn guarded(work: impl FnOnce() -> Result<(), PlanError>) -> c_int {
         Ok(Err(error)) => error.to_string(),
         Err(panic) => {
             let text = panic.downcast_ref::<String>().map(String::as_str);
-            let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no text");
+            let text = text
+                .or_else(|| panic.downcast_ref::<&str>().copied())
+                .unwrap_or("no text");
             format!("a defect of sieve-attention, please report it: {text}")
         }
     };

@@ -5,8 +5,8 @@ use cudarc::driver::result as driver;
 use cudarc::driver::sys::{self, CUstream};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
 use sieve_gpu::{
-    BufferView, CudaVersion, Cubins, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step, ahead_of_time,
-    on_device,
+    BufferView, Cubins, CudaVersion, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step,
+    ahead_of_time, on_device,
 };
 use std::collections::HashMap;
 use std::path::Path;
@@ -54,7 +54,9 @@ impl Loaded {
     pub fn new(plan: &Plan, device: usize, nvrtc: Option<&Path>, cache: Option<&Path>) -> Result<Self, PlanError> {
         // SAFETY: only tries to open the library.
         if !unsafe { sys::is_culib_present() } {
-            return Err(PlanError::Call("the CUDA driver's library libcuda was not found: install NVIDIA's driver".to_owned()));
+            return Err(PlanError::Call(
+                "the CUDA driver's library libcuda was not found: install NVIDIA's driver".to_owned(),
+            ));
         }
         driver::init().map_err(|e| init_error(e.0))?;
         if let Some(path) = nvrtc {
@@ -86,7 +88,9 @@ impl Loaded {
             };
             let shared_bytes = launch.kernel.dynamic_shared_bytes();
             let name = launch.kernel.name();
-            kernel.allow_shared(shared_bytes).map_err(|reason| KernelError::Launch { kernel: name, reason })?;
+            kernel
+                .allow_shared(shared_bytes)
+                .map_err(|reason| KernelError::Launch { kernel: name, reason })?;
             let maps = launch.maps.iter().map(|map| MapLayout {
                 shape: map.shape,
                 strides: map.strides,
@@ -126,7 +130,10 @@ impl Loaded {
             let (got, expected) = (pointers.len(), self.num_pointers);
             return Err(PlanError::Call(format!("{got} pointers for a plan of {expected}")));
         }
-        if let Some(at) = pointers.iter().position(|pointer| !pointer.is_multiple_of(POINTER_ALIGNMENT)) {
+        if let Some(at) = pointers
+            .iter()
+            .position(|pointer| !pointer.is_multiple_of(POINTER_ALIGNMENT))
+        {
             let address = pointers[at];
             return Err(PlanError::Call(format!(
                 "pointer {at} is {address:#x}: tensors must begin at a multiple of 16 bytes\n  hint: clone the tensor"
@@ -190,7 +197,9 @@ fn compile_at_once(plan: &Plan, device: usize, arch: &str, cubins: Option<&Cubin
         _ => None,
     });
     let keys = launches.filter_map(|kernel| Some((kernel.code_key().ok()?, kernel)));
-    let distinct: HashMap<u128, &SourceKernel> = keys.filter(|&(key, _)| LoadedKernel::find(device, key).is_none()).collect();
+    let distinct: HashMap<u128, &SourceKernel> = keys
+        .filter(|&(key, _)| LoadedKernel::find(device, key).is_none())
+        .collect();
     std::thread::scope(|scope| {
         for kernel in distinct.into_values() {
             scope.spawn(move || {
@@ -213,7 +222,9 @@ fn open_for_all(path: &Path) -> Result<(), PlanError> {
 fn driver_version() -> Result<CudaVersion, KernelError> {
     let mut version = 0;
     // SAFETY: a valid pointer to an integer.
-    unsafe { sys::cuDriverGetVersion(&mut version) }.result().map_err(|e| init_error(e.0))?;
+    unsafe { sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(|e| init_error(e.0))?;
     Ok(CudaVersion {
         major: version as u32 / 1000,
         minor: version as u32 % 1000 / 10,

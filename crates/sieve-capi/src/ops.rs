@@ -116,12 +116,16 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         }
         &Call::DmaAttentionForward { scale } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
-            let forward = t.qkv()?.dma_attention_forward(&bias, &lists, scale, KeepOLow::ShortRows)?;
+            let forward = t
+                .qkv()?
+                .dma_attention_forward(&bias, &lists, scale, KeepOLow::ShortRows)?;
             Ok(result(forward))
         }
         &Call::DmaAttentionBackward { scale, fixed_order } => {
             let (bias, lists) = (t.get("bias")?, t.lists()?);
-            t.gradients(scale, fixed_order, |call| call.dma_attention_backward(&bias, &lists).map(Some))
+            t.gradients(scale, fixed_order, |call| {
+                call.dma_attention_backward(&bias, &lists).map(Some)
+            })
         }
         Call::NsaMeanPool { blocks } => {
             let (k, v, [start, end]) = (t.get("k")?, t.get("v")?, t.documents()?);
@@ -161,7 +165,9 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
         Call::NsaSelectedForward { scale, blocks } => {
             let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
             let blocks = blocks.checked()?;
-            let (forward, _) = t.qkv()?.nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
+            let (forward, _) = t
+                .qkv()?
+                .nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
             Ok(result(forward))
         }
         Call::NsaSelectedBackward {
@@ -192,7 +198,10 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
             };
             let most = window.unwrap_or(capacity).min(capacity);
             let scratch = DecodeScratch::new(&cache.k, shape, most)?;
-            Ok(vec![("o", cache.attention_decode(&token, &t.get("length")?, step, &scratch)?)])
+            Ok(vec![(
+                "o",
+                cache.attention_decode(&token, &t.get("length")?, step, &scratch)?,
+            )])
         }
         &Call::DmaDecode { scale, local, linear } => {
             let (token, kv) = (t.qkv()?, t.cache()?);
@@ -287,7 +296,11 @@ impl Inputs {
             if tensors.iter().any(|(name, ..)| *name == spec.name) {
                 return Err(wrong(op, &spec.name, "is given twice"));
             }
-            tensors.push((spec.name.clone(), gpu.strided(&spec.shape, &strides, dtype), Cell::new(false)));
+            tensors.push((
+                spec.name.clone(),
+                gpu.strided(&spec.shape, &strides, dtype),
+                Cell::new(false),
+            ));
         }
         Ok(Self { op, tensors })
     }

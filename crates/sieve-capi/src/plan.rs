@@ -86,7 +86,10 @@ impl Places {
         let mut pointers = Vec::new();
         for (name, tensor) in inputs.iter().chain(outputs) {
             let at = recorded_at(tensor).expect("a tensor of the recorder");
-            assert!(at.offset_bytes == 0 && !pointers.contains(&at.buffer), "{op}: {name} has no buffer of its own");
+            assert!(
+                at.offset_bytes == 0 && !pointers.contains(&at.buffer),
+                "{op}: {name} has no buffer of its own"
+            );
             pointers.push(at.buffer);
         }
         let whole = |pointer: usize| BufferView {
@@ -112,8 +115,11 @@ impl Places {
         let mut workspace_bytes = 0;
         for (buffer, life) in lives {
             let size = sizes[buffer].next_multiple_of(ALIGNMENT);
-            let mut taken: Vec<[usize; 2]> =
-                placed.iter().filter(|(other, _)| other[1] >= life[0]).map(|(_, range)| *range).collect();
+            let mut taken: Vec<[usize; 2]> = placed
+                .iter()
+                .filter(|(other, _)| other[1] >= life[0])
+                .map(|(_, range)| *range)
+                .collect();
             taken.sort_unstable();
             let mut start = 0;
             for [from, to] in taken {
@@ -173,12 +179,17 @@ fn buffers_of(step: &Step) -> impl Iterator<Item = usize> {
 
 /// A wrapper would copy this input first, which is the caller's to do.
 fn gathered(op: &'static str, inputs: &Named, buffer: usize) -> PlanError {
-    let found = inputs.iter().find(|(_, tensor)| recorded_at(tensor).is_some_and(|at| at.buffer == buffer));
+    let found = inputs
+        .iter()
+        .find(|(_, tensor)| recorded_at(tensor).is_some_and(|at| at.buffer == buffer));
     let (tensor, problem) = match found {
         Some((name, tensor)) => {
             let (shape, strides) = (tensor.shape(), tensor.strides());
             let problem = format!("of shape {shape:?} has strides {strides:?}, which the kernels cannot follow");
-            (name.clone(), format!("{problem}\n  hint: call .contiguous() on it first"))
+            (
+                name.clone(),
+                format!("{problem}\n  hint: call .contiguous() on it first"),
+            )
         }
         None => ("a tensor of the op's own".to_owned(), "would be copied".to_owned()),
     };
@@ -208,4 +219,3 @@ fn launch_of(step: &Step) -> Value {
         _ => json!({ "kernel": "memset" }),
     }
 }
-

@@ -208,7 +208,12 @@ impl Blocks {
     /// The sizes, where they fit each other.
     pub(crate) fn checked(self) -> Result<NsaBlocks, PlanError> {
         let Self(compress_block_size, compress_stride, select_block_size, num_selected_blocks) = self;
-        let sizes = [compress_block_size, compress_stride, select_block_size, num_selected_blocks];
+        let sizes = [
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        ];
         let fits = |size: usize| compress_stride > 0 && size.is_multiple_of(compress_stride);
         let in_range = sizes.iter().all(|size| (1..=1 << 20).contains(size));
         if !in_range || !fits(compress_block_size) || !fits(select_block_size) {

@@ -34,7 +34,11 @@ int main(void) {
 #[test]
 fn a_c_program_plans() {
     let built = std::env::current_exe().expect("a path");
-    let Some(library) = built.ancestors().map(|folder| folder.join("libsieve_capi.so")).find(|path| path.is_file()) else {
+    let Some(library) = built
+        .ancestors()
+        .map(|folder| folder.join("libsieve_capi.so"))
+        .find(|path| path.is_file())
+    else {
         panic!("libsieve_capi.so is not above {}", built.display());
     };
     let folder = library.parent().expect("a folder");
@@ -43,9 +47,24 @@ fn a_c_program_plans() {
     std::fs::write(&source, PROGRAM).expect("the folder can be written");
     let include = Path::new(env!("CARGO_MANIFEST_DIR")).join("include");
     let mut compile = Command::new("cc");
-    compile.args(["-std=c99", "-Wall", "-Werror", "-I"]).arg(include).arg(&source).arg(&library);
-    let compiled = compile.arg("-o").arg(&program).output().expect("cc, which Rust links with");
-    assert!(compiled.status.success(), "{}", String::from_utf8_lossy(&compiled.stderr));
-    let done = Command::new(&program).env("LD_LIBRARY_PATH", folder).output().expect("the program");
+    compile
+        .args(["-std=c99", "-Wall", "-Werror", "-I"])
+        .arg(include)
+        .arg(&source)
+        .arg(&library);
+    let compiled = compile
+        .arg("-o")
+        .arg(&program)
+        .output()
+        .expect("cc, which Rust links with");
+    assert!(
+        compiled.status.success(),
+        "{}",
+        String::from_utf8_lossy(&compiled.stderr)
+    );
+    let done = Command::new(&program)
+        .env("LD_LIBRARY_PATH", folder)
+        .output()
+        .expect("the program");
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stdout));
 }

@@ -10,7 +10,12 @@ const TAG: &str = "manylinux_2_28_x86_64";
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
 /// Tools from PyPI: a linker with an old glibc, and what makes and tags a wheel.
-const TOOLS: &[&str] = &["cargo-zigbuild==0.24.0", "ziglang==0.15.2", "setuptools>=77", "wheel>=0.45"];
+const TOOLS: &[&str] = &[
+    "cargo-zigbuild==0.24.0",
+    "ziglang==0.15.2",
+    "setuptools>=77",
+    "wheel>=0.45",
+];
 
 const MOST_BYTES: u64 = 6_000_000;
 
@@ -20,14 +25,25 @@ pub(crate) fn run() -> Result<()> {
     let bin = |venv: &Path, program: &str| venv.join("bin").join(program).display().to_string();
     if !venv.join("bin/cargo-zigbuild").is_file() {
         workspace::run("python3", &["-m", "venv", &venv.display().to_string()])?;
-        workspace::run(&bin(&venv, "python"), &[&["-m", "pip", "install", "-q"], TOOLS].concat())?;
+        workspace::run(
+            &bin(&venv, "python"),
+            &[&["-m", "pip", "install", "-q"], TOOLS].concat(),
+        )?;
     }
     let (major, minor) = GLIBC;
     let target = format!("{TARGET}.{major}.{minor}");
     // zig is found as a module of this Python.
     let python = format!("CARGO_ZIGBUILD_PYTHON_PATH={}", bin(&venv, "python"));
     let zigbuild = bin(&venv, "cargo-zigbuild");
-    let build = ["zigbuild", "--release", "-p", "sieve-capi", "--lib", "--target", &target];
+    let build = [
+        "zigbuild",
+        "--release",
+        "-p",
+        "sieve-capi",
+        "--lib",
+        "--target",
+        &target,
+    ];
     workspace::run("env", &[&[python.as_str(), zigbuild.as_str()], &build[..]].concat())?;
 
     let package = target_folder("wheel/package")?;
@@ -37,7 +53,10 @@ pub(crate) fn run() -> Result<()> {
     fs::copy(&built, &library).with_context(|| format!("copying {}", built.display()))?;
     workspace::run("strip", &["--strip-unneeded", &library.display().to_string()])?;
     let newest = newest_glibc(&fs::read(&library)?);
-    ensure!(newest <= GLIBC, "the library needs glibc {newest:?}, the wheel's tag promises {GLIBC:?}");
+    ensure!(
+        newest <= GLIBC,
+        "the library needs glibc {newest:?}, the wheel's tag promises {GLIBC:?}"
+    );
 
     let wheels = target_folder("wheel/made")?;
     for old in paths(&wheels)? {
@@ -45,11 +64,22 @@ pub(crate) fn run() -> Result<()> {
     }
     let [package, made] = [&package, &wheels].map(|path| path.display().to_string());
     let python = bin(&venv, "python");
-    let make = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", &made, &package];
+    let make = [
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        &made,
+        &package,
+    ];
     workspace::run(&python, &make)?;
     let plain = the_only(&wheels)?;
     let tags = ["--python-tag", "py3", "--abi-tag", "none", "--platform-tag", TAG];
-    let tag = [&["-m", "wheel", "tags", "--remove"], &tags[..], &[&plain.display().to_string()]].concat();
+    let plain = plain.display().to_string();
+    let tag = [&["-m", "wheel", "tags", "--remove"], &tags[..], &[plain.as_str()]].concat();
     workspace::run(&python, &tag)?;
     let wheel = the_only(&wheels)?;
     let size = wheel.metadata()?.len();
@@ -69,7 +99,8 @@ fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String)
     let empty = target_folder("wheel")?.join("empty");
     workspace::run("python3", &["-m", "venv", "--clear", &empty.display().to_string()])?;
     let python = bin(&empty, "python");
-    let install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", &wheel.display().to_string()];
+    let wheel = wheel.display().to_string();
+    let install = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", &wheel];
     workspace::run(&python, &install)?;
     let library = "import ctypes, pathlib, sysconfig\n\
         path = pathlib.Path(sysconfig.get_paths()['purelib']) / 'sieve_attention/libsieve_capi.so'\n\
@@ -83,7 +114,10 @@ fn check_in_empty_environment(wheel: &Path, bin: impl Fn(&Path, &str) -> String)
 /// The newest version of glibc whose symbols a library names.
 fn newest_glibc(library: &[u8]) -> (u32, u32) {
     const NAME: &[u8] = b"GLIBC_";
-    let found = library.windows(NAME.len()).enumerate().filter(|(_, word)| *word == NAME);
+    let found = library
+        .windows(NAME.len())
+        .enumerate()
+        .filter(|(_, word)| *word == NAME);
     let versions = found.filter_map(|(at, _)| {
         let rest = &library[at + NAME.len()..];
         let end = rest.iter().position(|byte| *byte == 0)?;
@@ -118,7 +152,12 @@ fn paths(folder: &Path) -> Result<Vec<PathBuf>> {
 
 fn the_only(folder: &Path) -> Result<PathBuf> {
     let mut all = paths(folder)?;
-    ensure!(all.len() == 1, "{} holds {} files, expected one", folder.display(), all.len());
+    ensure!(
+        all.len() == 1,
+        "{} holds {} files, expected one",
+        folder.display(),
+        all.len()
+    );
     Ok(all.remove(0))
 }
 
