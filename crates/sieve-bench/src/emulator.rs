@@ -33,6 +33,21 @@ const FLAGS: [&str; 6] = [
 /// Bytes of a page of memory.
 const PAGE: usize = 4096;
 
+/// Runs a plan's steps on the CPU: `held` are the first buffers' bytes, the others begin as NaN. Returns what all
+/// buffers hold afterwards. Programs are kept in a folder.
+///
+/// # Errors
+/// A folder that cannot be written, a kernel that leaves its buffers or waits for ever.
+pub fn replay_emulated(
+    programs: &Path,
+    sizes: &[usize],
+    held: &[Vec<u8>],
+    steps: &[Step],
+) -> Result<Vec<Vec<u8>>, KernelError> {
+    let emulator = Emulator::new(programs).map_err(|e| failed("memory", &e))?;
+    emulator.replay(sizes, held, steps)
+}
+
 /// A device of the wrappers whose memory is files and whose kernels are programs.
 pub(crate) struct Emulator {
     recorder: Recorder,
@@ -91,31 +106,53 @@ impl Emulator {
     /// Runs what was recorded since the last call.
     fn catch_up(&self) -> Result<(), KernelError> {
         self.make_buffers().map_err(|e| failed("memory", &e))?;
-        for step in self.recorder.take_steps() {
-            match step {
-                Step::Launch(launch) => self.run(&launch)?,
-                Step::Fill { buffer, element } => {
-                    let bytes = element.repeat(self.recorder.buffers()[buffer] / element.len());
-                    self.write(buffer, &bytes).map_err(|e| failed("fill", &e))?;
+        self.recorder.take_steps().iter().try_for_each(|step| self.step(step))
+    }
+
+    fn step(&self, step: &Step) -> Result<(), KernelError> {
+        match step {
+            Step::Launch(launch) => self.run(launch)?,
+            Step::Fill { buffer, element } => {
+                let bytes = element.repeat(self.recorder.buffers()[*buffer] / element.len());
+                self.write(*buffer, &bytes).map_err(|e| failed("fill", &e))?;
+            }
+            Step::Gather {
+                from,
+                to,
+                shape,
+                strides,
+                element_bytes,
+            } => {
+                let all = self.read(from.buffer).map_err(|e| failed("copy", &e))?;
+                let mut gathered = Vec::new();
+                for at in 0..shape.iter().product() {
+                    let place = from.offset_bytes + place(at, shape, strides) * element_bytes;
+                    gathered.extend(&all[place..place + element_bytes]);
                 }
-                Step::Gather {
-                    from,
-                    to,
-                    shape,
-                    strides,
-                    element_bytes,
-                } => {
-                    let all = self.read(from.buffer).map_err(|e| failed("copy", &e))?;
-                    let mut gathered = Vec::new();
-                    for at in 0..shape.iter().product() {
-                        let place = from.offset_bytes + place(at, &shape, &strides) * element_bytes;
-                        gathered.extend(&all[place..place + element_bytes]);
-                    }
-                    self.write(to, &gathered).map_err(|e| failed("copy", &e))?;
-                }
+                self.write(*to, &gathered).map_err(|e| failed("copy", &e))?;
             }
         }
         Ok(())
+    }
+
+    /// Runs steps whose buffers are numbered as these, which hold the bytes given (NaN behind them); returns what the
+    /// buffers hold afterwards. For an emulator that has no buffers yet.
+    pub(crate) fn replay(
+        &self,
+        sizes: &[usize],
+        held: &[Vec<u8>],
+        steps: &[Step],
+    ) -> Result<Vec<Vec<u8>>, KernelError> {
+        for &bytes in sizes {
+            self.recorder.tensor(&[bytes], DType::U8);
+        }
+        self.make_buffers().map_err(|e| failed("memory", &e))?;
+        for (buffer, bytes) in held.iter().enumerate() {
+            self.write(buffer, bytes).map_err(|e| failed("memory", &e))?;
+        }
+        steps.iter().try_for_each(|step| self.step(step))?;
+        let read = |buffer| self.read(buffer).map_err(|e| failed("reading", &e));
+        (0..sizes.len()).map(read).collect()
     }
 
     /// Files for buffers that have none yet; every byte 0xff, so that a float nobody wrote is NaN.

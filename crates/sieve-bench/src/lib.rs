@@ -46,6 +46,7 @@ pub use build::{BuildEvent, BuildSettings, build, build_table_head, needed_by, p
 pub use capture::{Captured, capture, kernel_sources};
 pub use check::{CheckPart, CheckSettings, CheckedPart, Target, check, check_emulated, check_json, short_check};
 pub use clock::Times;
+pub use emulator::replay_emulated;
 pub use error::BenchError;
 pub use report::{Report, Row};
 pub use run::{NsaForm, Op, RunSettings, run};

@@ -1,8 +1,8 @@
-//! Chores around the code: `cargo xtask check | tidy | dist | book | kernels`.
+//! Chores around the code: `cargo xtask check | tidy | dist | wheel | book | kernels`.
 //!
 //! - `check` runs what CI runs, cheapest first, and stops at the first failure.
 //! - `tidy` checks the rules of the repository that no compiler knows.
-//! - `dist` makes an archive that needs no Rust; `book` makes docs/ a book.
+//! - `dist` makes an archive that needs no Rust, `wheel` the Python package; `book` makes docs/ a book.
 //! - `kernels` compiles every shipped CUDA specialisation without a GPU and prints what it costs.
 
 // Chores talk to a person; everything here prints.
@@ -14,6 +14,7 @@ mod dist;
 mod gpu;
 mod kernels;
 mod tidy;
+mod wheel;
 mod workspace;
 
 use std::process::ExitCode;
@@ -29,6 +30,7 @@ const USAGE: &str = "cargo xtask <command>
   tidy                   arrows between crates, features, file lengths, kernel headers, forbidden words
   dist                   one archive of the program, recipes, docs and licences; unpacks it into an empty folder and
                          runs it there with nothing in PATH
+  wheel                  the Python package sieve-attention (docs/pytorch.md) as one wheel in target/wheel/made
   book                   docs/ as a book, by mdbook, which must be installed; tidy checks its links
   kernels [--arch A]     compile what ships with nvcc (installed into target/cuda-venv when missing), print registers,
                          spills, stack and shared memory; fails on any spill that kernels/allowances.toml does not
@@ -45,6 +47,7 @@ fn main() -> ExitCode {
         ["kernels"] => kernels::run(None),
         ["dist"] => dist::run(),
         ["book"] => book::run(),
+        ["wheel"] => wheel::run(),
         ["kernels", "--arch", arch] => kernels::run(Some(arch)),
         [] | ["help" | "--help" | "-h"] => {
             println!("{USAGE}");

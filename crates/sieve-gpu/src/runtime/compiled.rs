@@ -73,15 +73,28 @@ impl LoadedKernel {
     /// [`KernelError::NoNvrtc`], [`KernelError::Compile`] with the compiler's log, [`KernelError::Launch`] when the
     /// driver refuses the machine code.
     pub fn load(kernel: &SourceKernel, device: usize, arch: &str) -> Result<Arc<Self>, KernelError> {
+        Self::load_from(kernel, device, arch, Cubins::in_use())
+    }
+
+    /// As [`load`](Self::load), with the files of a folder instead of the process's: for GPUs of several architectures.
+    ///
+    /// # Errors
+    /// As [`load`](Self::load).
+    pub fn load_from(
+        kernel: &SourceKernel,
+        device: usize,
+        arch: &str,
+        cubins: Option<&Cubins>,
+    ) -> Result<Arc<Self>, KernelError> {
         let key = kernel.code_key()?;
         make_current(device).map_err(|e| refused(kernel, "the primary context", e))?;
-        let kept = Cubins::in_use().and_then(|cubins| cubins.read(key));
+        let kept = cubins.and_then(|cubins| cubins.read(key));
         let loaded = match kept.and_then(|cubin| Self::of_cubin(kernel, &cubin).ok()) {
             Some(loaded) => loaded,
             // No file, or one that the driver does not take: the compiler's answer counts.
             None => {
                 let compiled = compile_with_nvrtc(kernel, arch)?;
-                if let Some(cubins) = Cubins::in_use() {
+                if let Some(cubins) = cubins {
                     // A folder that cannot be written costs the next start time, not this run.
                     let _ = cubins.write(key, &compiled.cubin);
                 }
@@ -135,8 +148,11 @@ impl LoadedKernel {
         launched.map_err(|e| format!("cuLaunchKernel: {:?}", e.0))
     }
 
-    /// Lets blocks have more than 48 KiB of shared memory, once.
-    fn allow_shared(&self, bytes: usize) -> Result<(), String> {
+    /// Lets blocks have more than 48 KiB of shared memory, once; a launch does so itself.
+    ///
+    /// # Errors
+    /// What the driver refuses, with the call's name.
+    pub fn allow_shared(&self, bytes: usize) -> Result<(), String> {
         if bytes <= self.shared_bytes.load(Ordering::Relaxed) {
             return Ok(());
         }
@@ -186,23 +202,50 @@ impl MapLayout {
     }
 }
 
-/// Makes a GPU's primary context the calling thread's; retained once by each thread, for the life of the process.
+/// Does `work` with a GPU's primary context as the calling thread's, and puts back the context that was there before.
+///
+/// # Errors
+/// The GPU has no context, or the driver does not change it.
+pub fn on_device<T>(device: usize, work: impl FnOnce() -> T) -> Result<T, KernelError> {
+    let failed = |error: CUresult| KernelError::DriverInit {
+        reason: format!("the context of device {device}: {error:?}"),
+    };
+    let before = driver::ctx::get_current().map_err(|e| failed(e.0))?;
+    let context = context_of(device).map_err(failed)?;
+    if before == Some(context) {
+        return Ok(work());
+    }
+    // SAFETY: retained for the life of the process.
+    unsafe { driver::ctx::set_current(context) }.map_err(|e| failed(e.0))?;
+    let done = work();
+    if let Some(before) = before {
+        // SAFETY: it was current a moment ago.
+        unsafe { driver::ctx::set_current(before) }.map_err(|e| failed(e.0))?;
+    }
+    Ok(done)
+}
+
+/// Makes a GPU's primary context the calling thread's.
 fn make_current(device: usize) -> Result<(), CUresult> {
+    // SAFETY: retained for the life of the process.
+    unsafe { driver::ctx::set_current(context_of(device)?) }.map_err(|e| e.0)
+}
+
+/// A GPU's primary context, retained once by each thread, for the life of the process.
+fn context_of(device: usize) -> Result<cuda::CUcontext, CUresult> {
     thread_local! {
         static CURRENT: Cell<Option<(usize, cuda::CUcontext)>> = const { Cell::new(None) };
     }
-    let context = match CURRENT.get() {
-        Some((known, context)) if known == device => context,
+    match CURRENT.get() {
+        Some((known, context)) if known == device => Ok(context),
         _ => {
             let handle = driver::device::get(device as i32).map_err(|e| e.0)?;
             // SAFETY: the handle comes from the driver.
             let context = unsafe { driver::primary_ctx::retain(handle) }.map_err(|e| e.0)?;
             CURRENT.set(Some((device, context)));
-            context
+            Ok(context)
         }
-    };
-    // SAFETY: retained above.
-    unsafe { driver::ctx::set_current(context) }.map_err(|e| e.0)
+    }
 }
 
 fn refused(kernel: &SourceKernel, call: &str, error: CUresult) -> KernelError {

@@ -6,6 +6,9 @@ Padding, wherever attention_mask has it, is moved behind the tokens of its row, 
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
 of BLOCK, and no tensor has tokens x tokens elements.
 
+With attn_implementation="sieve" and the package sieve_attention on a GPU, tokens that start a row are read by Sieve's
+kernels; steps behind a cache are as with "sdpa".
+
 A cache is a DynamicCache whose layers are SieveCacheLayer: keys and values of dense layers and of NSA, with its
 compressed ones; the latents of MLA; and the keep_window_size keys a head that DMA can still see.
 """
@@ -213,6 +216,19 @@ def eager(module, q, k, v, attention_mask, scaling, is_causal=False, **_):
     return (torch.softmax(logits, -1).to(v.dtype) @ v).transpose(1, 2), None
 
 
+def kernels(module, cache):
+    """The package with Sieve's kernels, where the model asks for it and no earlier tokens count; else None."""
+    if module.config._attn_implementation != "sieve" or (cache is not None and cache.columns > 0):
+        return None
+    import sieve_attention  # pip install sieve-attention
+    return sieve_attention
+
+
+def by_kernel(attention, q, k, v, *inputs, **settings):
+    """A function of that package on q, k and v [batch, heads, tokens, width]."""
+    return attention(*(x.transpose(1, 2) for x in (q, k, v)), *inputs, **settings).transpose(1, 2)
+
+
 def attend(module, q, k, v, scale, mask=None, is_causal=False):
     """Attention of q [batch, heads, tokens, d] over k, v [batch, KV heads, keys, d]; every query sees a key.
 
@@ -228,7 +244,7 @@ def attend(module, q, k, v, scale, mask=None, is_causal=False):
     if mask is not None and mask.shape[:2] != (1, 1):
         mask = mask.expand(batch, kv_heads, -1, -1).reshape(batch * kv_heads, 1, *mask.shape[2:])
     name = module.config._attn_implementation
-    attention = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    attention = eager if name == "eager" else ALL_ATTENTION_FUNCTIONS["sdpa" if name == "sieve" else name]
     o, _ = attention(module, q, k, v, mask, scaling=scale, dropout=0.0, is_causal=is_causal)
     return o.transpose(1, 2).reshape(batch, heads, n, -1).to(dtype)
 
@@ -241,8 +257,10 @@ def tiles(rows, keys):
         yield start, stop, rows.positions[:, start:stop, None], end
 
 
-def dense(module, q, k, v, rows, scale, window=None):
+def dense(module, q, k, v, rows, scale, window=None, cache=None):
     """Causal attention over the keys of a row up to the query's own, or the last `window` of them."""
+    if sieve := kernels(module, cache):
+        return by_kernel(sieve.attention, q, k, v, scale=scale, window=window)
     keys, own_alone = k.shape[2], not torch.is_tensor(rows.first) and rows.first == 0
     if own_alone and (window is None or window >= keys):
         return attend(module, q, k, v, scale, is_causal=True)
@@ -301,8 +319,9 @@ class LatentAttention(nn.Module):
             k = kv[..., :d] * self.k_norm.weight[:d] if norm else kv[..., :d]
             k = torch.cat([k, memory[..., rank:].expand(-1, k.shape[1], -1, -1)], -1)
             k = (k * inverse).to(k.dtype) if norm else k
-            # Values as wide as keys: the fast kernels want one width.
-            o = dense(self, q, k, nn.functional.pad(kv[..., d:], (0, k.shape[-1] - d)), rows, scale)[..., :d]
+            # Values as wide as keys: most fast kernels want one width.
+            width = 0 if kernels(self, cache) else k.shape[-1] - d
+            o = dense(self, q, k, nn.functional.pad(kv[..., d:], (0, width)), rows, scale, cache=cache)[..., :d]
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
     def folded(self, q, memory, inverse, rows, scale):
@@ -365,7 +384,7 @@ class DenseAttention(nn.Module):
         v = self.heads(self.v_proj(x))
         if cache is not None:
             k, v = (cache.append(name, new, rows.first, rows.total) for name, new in (("k", k), ("v", v)))
-        return self.out(dense(self, q, k, v, rows, self.scale, self.window))
+        return self.out(dense(self, q, k, v, rows, self.scale, self.window, cache))
 
 
 class WindowAttention(DenseAttention):
@@ -449,6 +468,14 @@ class NativeSparseAttention(DenseAttention):
         q_rotated = rows.rotate(q)
         coarse_q = q_rotated if config.compress == "mean" else q * config.rope_amplitude
         coarse_k, coarse_v = self.compressed(*self.key_value(x, "compress", rows, cache), rows, cache)
+        if sieve := kernels(self, cache):
+            blocks = sieve.NsaBlocks(size, stride, select, config.num_selected_blocks)
+            slots = -(-rows.count // stride)
+            coarse = (y[:, :, :slots].transpose(1, 2) for y in (coarse_k, coarse_v))
+            o, chosen = sieve.nsa_compressed(coarse_q.transpose(1, 2), *coarse, blocks=blocks, scale=self.scale)
+            k, v = self.key_value(x, "select", rows, cache)
+            selected = by_kernel(sieve.nsa_selected, q_rotated, k, v, chosen, blocks=blocks, scale=self.scale)
+            return self.gated(x, o.transpose(1, 2), selected, self.near(x, q_rotated, rows, cache))
         coarse_k, coarse_v = coarse_k[:, :, None].float().transpose(3, 4), coarse_v[:, :, None]
         last = torch.arange(coarse_v.shape[3], device=device) * stride + size - 1
         k, v = self.key_value(x, "select", rows, cache)
@@ -469,10 +496,15 @@ class NativeSparseAttention(DenseAttention):
             mask[..., begin:].masked_fill_((index > query)[:, None], float("-inf"))
             here = q_rotated[:, :, start:stop]
             selected.append(attend(self, here, k[:, :, :end], v[:, :, :end], self.scale, mask))
+        return self.gated(x, torch.cat(coarse, 2), torch.cat(selected, 2), self.near(x, q_rotated, rows, cache))
+
+    def near(self, x, q, rows, cache):
+        """The window's branch."""
         k, v = self.key_value(x, "window", rows, cache)
-        window = dense(self, q_rotated, k, v, rows, self.scale, config.window_size)
+        return dense(self, q, k, v, rows, self.scale, self.config.window_size, cache)
+
+    def gated(self, x, *branches):
         gate = torch.sigmoid(self.gate_proj(x)).unflatten(-1, (-1, 3, 1)).transpose(1, 2).unbind(3)
-        branches = (torch.cat(coarse, 2), torch.cat(selected, 2), window)
         return self.out(sum(weight * branch for weight, branch in zip(gate, branches)))
 
 
@@ -539,10 +571,15 @@ class DynamicMaskAttention(DenseAttention):
                 keys[name] = put(room, new, first)
         n = num_kept + rows.count
         rank, query = keys["rank"], indices(first, rows.count, x.device)
-        expire = expiry(rank, keep - local, local)
         bias = rank if self.config.bias == "linear" else torch.exp(rank.clamp(max=60.0))
-        o = []
-        for start in range(0, rows.count, BLOCK):
+        sieve = kernels(self, cache)
+        if sieve:
+            selection = sieve.select(rank, keep=keep, local=local)
+            expire = selection.expire
+            o = [by_kernel(sieve.expiring_attention, q, keys["k"], keys["v"], bias, selection, scale=self.scale)]
+        else:
+            expire, o = expiry(rank, keep - local, local), []
+        for start in [] if sieve else range(0, rows.count, BLOCK):
             stop = min(start + BLOCK, rows.count)
             here, end = query[:, None, start:stop, None], num_kept + stop
             index, seen = torch.arange(end, device=x.device).expand(1, 1, -1), (keys["k"], keys["v"], bias, expire)
@@ -750,16 +787,8 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ):
-        found = self.model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            output_hidden_states,
-            output_attentions=kwargs.pop("output_attentions", None),
-        )
+        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        found = self.model(*given, output_hidden_states, output_attentions=kwargs.pop("output_attentions", None))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None

@@ -8,8 +8,9 @@ const PAGE: &str = "ARCHITECTURE.md";
 /// Crates at the top: they may use all others.
 const TOP: &[&str] = &["sieve", "sieve-tests"];
 
-/// Crates that must build without the tensor library, and all but sieve-gpu without CUDA.
+/// Crates that must build without the tensor library, and all but those that launch without CUDA.
 const WITHOUT_BURN: &[&str] = &[
+    "sieve-capi",
     "sieve-core",
     "sieve-cpu",
     "sieve-gpu",
@@ -89,7 +90,7 @@ fn check_package(map: &Map, name: &str, uses: &[&str], problems: &mut Vec<String
     }
     if WITHOUT_BURN.contains(&name) {
         for dependency in uses {
-            let launches = name == "sieve-gpu" && dependency.starts_with("cudarc");
+            let launches = ["sieve-gpu", "sieve-capi"].contains(&name) && dependency.starts_with("cudarc");
             if !launches
                 && ["burn", "cube", "cudarc"]
                     .iter()

@@ -1,0 +1,38 @@
+//! A plan of the C interface on the CPU emulator, for the tests of the Python package: `emulate_plan FOLDER`.
+//!
+//! Reads FOLDER/request.json and the inputs' bytes from FOLDER/0, FOLDER/1, ..; writes every input and output behind
+//! them, as it is afterwards, under the same numbers.
+#![allow(clippy::print_stderr, reason = "this is a program")]
+use sieve_bench::replay_emulated;
+use sieve_capi::Plan;
+use std::error::Error;
+use std::fs;
+use std::path::Path;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let Some(folder) = std::env::args().nth(1) else {
+        eprintln!("usage: emulate_plan FOLDER");
+        return ExitCode::FAILURE;
+    };
+    match replay(Path::new(&folder)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn replay(folder: &Path) -> Result<(), Box<dyn Error>> {
+    let plan = Plan::new(&fs::read_to_string(folder.join("request.json"))?)?;
+    let file = |buffer: usize| folder.join(buffer.to_string());
+    let held = (0..plan.num_inputs).map(|input| fs::read(file(input)));
+    let held = held.collect::<Result<Vec<_>, _>>()?;
+    let after = replay_emulated(Path::new("target/emulator"), &plan.buffers, &held, &plan.steps)?;
+    let scratch = plan.buffers.len() - 1;
+    for (buffer, bytes) in after[..scratch].iter().enumerate() {
+        fs::write(file(buffer), bytes)?;
+    }
+    Ok(())
+}

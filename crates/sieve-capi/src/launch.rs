@@ -1,0 +1,238 @@
+//! Plans on a GPU.
+use crate::plan::Plan;
+use crate::request::PlanError;
+use cudarc::driver::result as driver;
+use cudarc::driver::sys::{self, CUstream};
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+use sieve_gpu::{
+    BufferView, Cubins, CudaVersion, DeviceLaunch, KernelError, LoadedKernel, MapLayout, SourceKernel, Step,
+    ahead_of_time, on_device,
+};
+use std::collections::HashMap;
+use std::path::Path;
+use std::sync::Arc;
+
+/// Kernels read 16 bytes at a time.
+const POINTER_ALIGNMENT: u64 = 16;
+
+/// A plan whose kernels are on a GPU.
+#[derive(Debug)]
+pub struct Loaded {
+    device: usize,
+    num_pointers: usize,
+    work: Vec<Work>,
+}
+
+/// One step, resolved but for the addresses.
+#[derive(Debug)]
+enum Work {
+    Launch {
+        kernel: Arc<LoadedKernel>,
+        name: &'static str,
+        grid: [u32; 3],
+        threads: u32,
+        shared_bytes: usize,
+        maps: Vec<MapLayout>,
+        /// Of the maps' tensors, then of the pointer arguments.
+        places: Vec<BufferView>,
+        words: Vec<u64>,
+    },
+    Fill {
+        pointer: usize,
+        byte: u8,
+        num_bytes: usize,
+    },
+}
+
+impl Loaded {
+    /// Puts a plan's kernels on a GPU: from files below `cache`, or compiled now by the NVRTC at `nvrtc` (else the one
+    /// that the dynamic linker finds) and written there. Waits until all is loaded.
+    ///
+    /// # Errors
+    /// No NVRTC, one of a newer CUDA than the driver's, a text that does not compile, machine code that the driver
+    /// refuses.
+    pub fn new(plan: &Plan, device: usize, nvrtc: Option<&Path>, cache: Option<&Path>) -> Result<Self, PlanError> {
+        // SAFETY: only tries to open the library.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(PlanError::Call(
+                "the CUDA driver's library libcuda was not found: install NVIDIA's driver".to_owned(),
+            ));
+        }
+        driver::init().map_err(|e| init_error(e.0))?;
+        if let Some(path) = nvrtc {
+            open_for_all(path)?;
+        }
+        let version = ahead_of_time::installed_nvrtc()?;
+        let driver = driver_version()?;
+        if version.major > driver.major {
+            return Err(KernelError::NvrtcTooNew { nvrtc: version, driver }.into());
+        }
+        let arch = plan.hardware.arch();
+        let cubins = cache.map(|root| Cubins::below(root, &arch, version));
+        compile_at_once(plan, device, &arch, cubins.as_ref());
+        let load = |step: &Step| -> Result<Work, PlanError> {
+            let launch = match step {
+                Step::Launch(launch) => launch,
+                Step::Fill { buffer, element } => {
+                    return Ok(Work::Fill {
+                        pointer: *buffer,
+                        byte: element[0],
+                        num_bytes: plan.buffers[*buffer],
+                    });
+                }
+                Step::Gather { .. } => unreachable!("plans have none"),
+            };
+            let kernel = match LoadedKernel::find(device, launch.kernel.code_key()?) {
+                Some(kernel) => kernel,
+                None => LoadedKernel::load_from(&launch.kernel, device, &arch, cubins.as_ref())?,
+            };
+            let shared_bytes = launch.kernel.dynamic_shared_bytes();
+            let name = launch.kernel.name();
+            kernel
+                .allow_shared(shared_bytes)
+                .map_err(|reason| KernelError::Launch { kernel: name, reason })?;
+            let maps = launch.maps.iter().map(|map| MapLayout {
+                shape: map.shape,
+                strides: map.strides,
+                tile: map.tile,
+            });
+            let places = launch.maps.iter().map(|map| map.at);
+            Ok(Work::Launch {
+                kernel,
+                name,
+                grid: launch.grid.map(|size| size as u32),
+                threads: launch.kernel.block_threads() as u32,
+                shared_bytes,
+                maps: maps.collect(),
+                places: places.chain(launch.tensors.iter().copied()).collect(),
+                words: launch.words.clone(),
+            })
+        };
+        let work = on_device(device, || plan.steps.iter().map(load).collect::<Result<Vec<_>, _>>())??;
+        Ok(Self {
+            device,
+            num_pointers: plan.buffers.len(),
+            work,
+        })
+    }
+
+    /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory. Allocates nothing there,
+    /// compiles nothing, waits for nothing.
+    ///
+    /// # Errors
+    /// Another number of pointers, an address that is no multiple of 16, what the driver refuses.
+    ///
+    /// # Safety
+    /// Each pointer is the address of a buffer on the GPU with the bytes of [`Plan::buffers`], which stays until the
+    /// launches have run; the integers in inputs are what the op's docs say. The stream is one of this GPU's.
+    pub unsafe fn run(&self, pointers: &[u64], stream: CUstream) -> Result<(), PlanError> {
+        if pointers.len() != self.num_pointers {
+            let (got, expected) = (pointers.len(), self.num_pointers);
+            return Err(PlanError::Call(format!("{got} pointers for a plan of {expected}")));
+        }
+        if let Some(at) = pointers
+            .iter()
+            .position(|pointer| !pointer.is_multiple_of(POINTER_ALIGNMENT))
+        {
+            let address = pointers[at];
+            return Err(PlanError::Call(format!(
+                "pointer {at} is {address:#x}: tensors must begin at a multiple of 16 bytes\n  hint: clone the tensor"
+            )));
+        }
+        on_device(self.device, || {
+            for work in &self.work {
+                // SAFETY: the caller's promise.
+                unsafe { work.queue(pointers, stream) }?;
+            }
+            Ok(())
+        })?
+    }
+}
+
+impl Work {
+    unsafe fn queue(&self, pointers: &[u64], stream: CUstream) -> Result<(), PlanError> {
+        match self {
+            Self::Launch {
+                kernel,
+                name,
+                grid,
+                threads,
+                shared_bytes,
+                maps,
+                places,
+                words,
+            } => {
+                let resolved = places.iter().map(|at| pointers[at.buffer] + at.offset_bytes as u64);
+                let addresses: Vec<u64> = resolved.collect();
+                let launch = DeviceLaunch {
+                    grid: *grid,
+                    threads: *threads,
+                    shared_bytes: *shared_bytes,
+                    maps,
+                    pointers: &addresses,
+                    words,
+                };
+                // SAFETY: the wrappers recorded a launch that stays inside its buffers; the rest is the caller's
+                // promise.
+                let queued = unsafe { kernel.launch(stream, &launch) };
+                queued.map_err(|reason| KernelError::Launch { kernel: name, reason }.into())
+            }
+            Self::Fill {
+                pointer,
+                byte,
+                num_bytes,
+            } => {
+                // SAFETY: the whole buffer, by the caller's promise.
+                let queued = unsafe { driver::memset_d8_async(pointers[*pointer], *byte, *num_bytes, stream) };
+                queued.map_err(|e| PlanError::Call(format!("cuMemsetD8Async: {:?}", e.0)))
+            }
+        }
+    }
+}
+
+/// Loads a plan's kernels side by side: each takes the compiler a second or two. An error is the next load's.
+fn compile_at_once(plan: &Plan, device: usize, arch: &str, cubins: Option<&Cubins>) {
+    let launches = plan.steps.iter().filter_map(|step| match step {
+        Step::Launch(launch) => Some(&launch.kernel),
+        _ => None,
+    });
+    let keys = launches.filter_map(|kernel| Some((kernel.code_key().ok()?, kernel)));
+    let distinct: HashMap<u128, &SourceKernel> = keys
+        .filter(|&(key, _)| LoadedKernel::find(device, key).is_none())
+        .collect();
+    std::thread::scope(|scope| {
+        for kernel in distinct.into_values() {
+            scope.spawn(move || {
+                let _ = on_device(device, || LoadedKernel::load_from(kernel, device, arch, cubins));
+            });
+        }
+    });
+}
+
+/// Opens a library for the whole process: cudarc then finds it by its name.
+fn open_for_all(path: &Path) -> Result<(), PlanError> {
+    // SAFETY: NVRTC's initialisers do nothing but set up the library.
+    let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_GLOBAL) };
+    let library = library.map_err(|e| PlanError::Call(format!("NVRTC at {}: {e}", path.display())))?;
+    // Never closed: its functions are called for the life of the process.
+    let _ = library.into_raw();
+    Ok(())
+}
+
+fn driver_version() -> Result<CudaVersion, KernelError> {
+    let mut version = 0;
+    // SAFETY: a valid pointer to an integer.
+    unsafe { sys::cuDriverGetVersion(&mut version) }
+        .result()
+        .map_err(|e| init_error(e.0))?;
+    Ok(CudaVersion {
+        major: version as u32 / 1000,
+        minor: version as u32 % 1000 / 10,
+    })
+}
+
+fn init_error(error: sys::CUresult) -> KernelError {
+    KernelError::DriverInit {
+        reason: format!("{error:?}"),
+    }
+}

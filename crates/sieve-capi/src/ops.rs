@@ -1,0 +1,410 @@
+//! From a request to the launches of sieve-gpu's wrappers, op by op.
+use crate::request::{Call, PlanError, Request};
+use sieve_core::{CallShape, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
+use sieve_gpu::{
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
+    KernelError, KernelPolicy, KeyLists, KvCache, LatentKeys, PositionOrigin, Qkv, Recency, Recorder, ScoreBias,
+    ScoresBackward, SumOrder, dma_select, mla_decode, nsa_mean_pool_backward,
+};
+use std::cell::Cell;
+
+/// Inputs or outputs by name, in the order of their pointers.
+pub(crate) type Named = Vec<(String, CudaTensor)>;
+
+/// Records an op; returns its inputs and outputs.
+pub(crate) fn record(request: &Request, gpu: &Recorder) -> Result<[Named; 2], PlanError> {
+    let inputs = Inputs::new(request, gpu)?;
+    let outputs = launches(&request.call, &inputs)?;
+    inputs.all_used()?;
+    let inputs = inputs.tensors.into_iter().map(|(name, tensor, _)| (name, tensor));
+    let outputs = outputs.into_iter().map(|(name, tensor)| (name.to_owned(), tensor));
+    Ok([inputs.collect(), outputs.collect()])
+}
+
+impl Call {
+    /// Name of the op in requests.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::AttentionForward { .. } => "attention_forward",
+            Self::AttentionBackward { .. } => "attention_backward",
+            Self::DmaScores { .. } => "dma_scores",
+            Self::DmaScoresBackward {} => "dma_scores_backward",
+            Self::DmaSelect { .. } => "dma_select",
+            Self::DmaAttentionForward { .. } => "dma_attention_forward",
+            Self::DmaAttentionBackward { .. } => "dma_attention_backward",
+            Self::NsaMeanPool { .. } => "nsa_mean_pool",
+            Self::NsaMeanPoolBackward { .. } => "nsa_mean_pool_backward",
+            Self::NsaCompressedForward { .. } => "nsa_compressed_forward",
+            Self::NsaCompressedBackward { .. } => "nsa_compressed_backward",
+            Self::NsaSelectedForward { .. } => "nsa_selected_forward",
+            Self::NsaSelectedBackward { .. } => "nsa_selected_backward",
+            Self::BlockSparse { .. } => "block_sparse",
+            Self::AttentionDecode { .. } => "attention_decode",
+            Self::DmaDecode { .. } => "dma_decode",
+            Self::MlaDecode { .. } => "mla_decode",
+        }
+    }
+}
+
+/// Outputs of an op, in the order of their pointers.
+type Outputs = Vec<(&'static str, CudaTensor)>;
+
+fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
+    match call {
+        &Call::AttentionForward { scale, window } => {
+            let (start, bias) = (t.get("doc_start")?, t.maybe("bias"));
+            let bias = bias.as_ref().map(|bias| (bias, KeepOLow::ShortRows));
+            Ok(result(t.qkv()?.attention_forward(&start, window, scale, bias)?))
+        }
+        &Call::AttentionBackward {
+            scale,
+            window,
+            fixed_order,
+        } => {
+            let documents = t.documents()?;
+            t.gradients(scale, fixed_order, |call| {
+                call.attention_backward([&documents[0], &documents[1]], window, t.maybe("bias").as_ref())
+            })
+        }
+        Call::DmaScores { slopes } => {
+            let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
+            let qkv = Qkv::separate(&v, &v, &v);
+            let start = t.maybe("doc_start");
+            let recency = (!slopes.is_empty()).then(|| Recency {
+                slopes,
+                origin: match &start {
+                    Some(start) => PositionOrigin::DocumentStart(start),
+                    None => PositionOrigin::First(0),
+                },
+            });
+            if slopes.iter().any(|slope| !slope.is_finite()) {
+                return Err(KernelError::unsupported("dma_scores", "slope", "that is no number", "finite ones").into());
+            }
+            let scores = qkv.dma_ranks(&w_dt, &a, recency.as_ref())?;
+            Ok(vec![("x", scores.x), ("z", scores.z)])
+        }
+        Call::DmaScoresBackward {} => {
+            let (v, w_dt, a) = (t.get("v")?, t.get("w_dt")?, t.get("a")?);
+            let dv = v.zeros_contiguous(v.shape(), DType::BF16);
+            let backward = ScoresBackward {
+                qkv: &Qkv::separate(&v, &v, &v),
+                w_dt: &w_dt,
+                a: &a,
+                x: &t.get("x")?,
+                dz: &t.get("dz")?,
+            };
+            let (dw_dt, da) = backward.dma_scores_backward(&Qkv::separate(&dv, &dv, &dv))?;
+            Ok(vec![("dv", dv), ("dw_dt", dw_dt), ("da", da)])
+        }
+        &Call::DmaSelect { keep, local } => {
+            let (rank, [start, end]) = (t.get("rank")?, t.documents()?);
+            rank.require_dtype("dma_select", "rank", DType::F32)?;
+            let selection = dma_select(&rank, &start, &end, keep, local)?;
+            let mut outputs = vec![("expire", selection.expire.clone())];
+            let [_, _, seq_len] = rank.dims("dma_select", "rank")?;
+            if keep < seq_len {
+                let lists = selection.dma_lists(&start, &end, KeyLists::TILE_QUERIES)?;
+                let KeyLists {
+                    list,
+                    list_len,
+                    tile_window,
+                    ..
+                } = lists;
+                outputs.extend([("list", list), ("list_len", list_len), ("tile_window", tile_window)]);
+            }
+            Ok(outputs)
+        }
+        &Call::DmaAttentionForward { scale } => {
+            let (bias, lists) = (t.get("bias")?, t.lists()?);
+            let forward = t
+                .qkv()?
+                .dma_attention_forward(&bias, &lists, scale, KeepOLow::ShortRows)?;
+            Ok(result(forward))
+        }
+        &Call::DmaAttentionBackward { scale, fixed_order } => {
+            let (bias, lists) = (t.get("bias")?, t.lists()?);
+            t.gradients(scale, fixed_order, |call| {
+                call.dma_attention_backward(&bias, &lists).map(Some)
+            })
+        }
+        Call::NsaMeanPool { blocks } => {
+            let (k, v, [start, end]) = (t.get("k")?, t.get("v")?, t.documents()?);
+            let pooled = Qkv::separate(&k, &k, &v).nsa_mean_pool([&start, &end], blocks.checked()?)?;
+            Ok(vec![("compressed", pooled)])
+        }
+        Call::NsaMeanPoolBackward { blocks } => {
+            let (k, [start, end], d_compressed) = (t.get("k")?, t.documents()?, t.get("d_compressed")?);
+            let shape = Qkv::separate(&k, &k, &k).shape("nsa_mean_pool")?;
+            let dqkv = nsa_mean_pool_backward(&shape, [&start, &end], blocks.checked()?, &d_compressed)?;
+            Ok(vec![("dqkv", dqkv)])
+        }
+        Call::NsaCompressedForward { scale, blocks } => {
+            let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
+            let queries = t.queries_of_blocks(&compressed, blocks, false)?;
+            let forward = queries.nsa_compressed_attention_forward([&start, &end], &compressed, blocks, *scale);
+            let (forward, indices) = forward?;
+            Ok(vec![("o", forward.o), ("lse", forward.lse), ("block_indices", indices)])
+        }
+        Call::NsaCompressedBackward {
+            scale,
+            blocks,
+            fixed_order,
+        } => {
+            let (compressed, [start, end], blocks) = (t.get("compressed")?, t.documents()?, blocks.checked()?);
+            let queries = t.queries_of_blocks(&compressed, blocks, *fixed_order)?;
+            let [dqkv, d_compressed] = queries.nsa_compressed_attention_backward(
+                [&start, &end],
+                &compressed,
+                blocks,
+                *scale,
+                &t.result()?,
+                &t.get("d_o")?,
+            )?;
+            Ok(vec![("dqkv", dqkv), ("d_compressed", d_compressed)])
+        }
+        Call::NsaSelectedForward { scale, blocks } => {
+            let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
+            let blocks = blocks.checked()?;
+            let (forward, _) = t
+                .qkv()?
+                .nsa_selected_attention_forward([&start, &end], &indices, blocks, *scale)?;
+            Ok(result(forward))
+        }
+        Call::NsaSelectedBackward {
+            scale,
+            blocks,
+            fixed_order,
+        } => {
+            let (indices, [start, end]) = (t.get("block_indices")?, t.documents()?);
+            let blocks = blocks.checked()?;
+            t.gradients(*scale, *fixed_order, |call| {
+                call.nsa_selected_attention_backward([&start, &end], &indices, blocks, &[])?;
+                Ok(None)
+            })
+        }
+        Call::BlockSparse { scale, block } => {
+            let (qkv, words) = (t.qkv()?, t.get("words")?);
+            let mask = block_mask(qkv.shape("block_sparse")?, *block, words)?;
+            Ok(result(qkv.sparse_attention_forward(&mask, *scale)?))
+        }
+        &Call::AttentionDecode { scale, window } => {
+            let (token, cache) = (t.qkv()?, t.cache()?);
+            let shape = token.shape("attention_decode")?;
+            let [_, _, capacity, _] = cache.k.dims("attention_decode", "k_cache")?;
+            let step = DecodeStep {
+                window,
+                softmax_scale: scale,
+                max_length: capacity.saturating_sub(1),
+            };
+            let most = window.unwrap_or(capacity).min(capacity);
+            let scratch = DecodeScratch::new(&cache.k, shape, most)?;
+            Ok(vec![(
+                "o",
+                cache.attention_decode(&token, &t.get("length")?, step, &scratch)?,
+            )])
+        }
+        &Call::DmaDecode { scale, local, linear } => {
+            let (token, kv) = (t.qkv()?, t.cache()?);
+            let shape = token.shape("dma_decode")?;
+            let [_, _, capacity, _] = kv.k.dims("dma_decode", "k_cache")?;
+            let scratch = DecodeScratch::new(&kv.k, shape, capacity)?;
+            let slots = DmaSlots {
+                kv,
+                z: t.get("z_cache")?,
+                positions: t.get("positions")?,
+                local_window_size: local,
+            };
+            let bias = if linear { ScoreBias::Linear } else { ScoreBias::Exp };
+            let o = slots.dma_decode(&token, &t.get("z")?, &t.get("length")?, scale, bias, &scratch)?;
+            Ok(vec![("o", o)])
+        }
+        &Call::MlaDecode { scale, rank } => {
+            let (q, latents, key_scale) = (t.get("q")?, t.get("latents")?, t.maybe("key_scale"));
+            let keys = LatentKeys {
+                latents: &latents,
+                rank,
+                key_scale: key_scale.as_ref(),
+            };
+            Ok(vec![("o", mla_decode(&q, keys, scale)?)])
+        }
+    }
+}
+
+/// What a forward pass returns, with what its backward pass reads.
+fn result(result: AttentionResult) -> Outputs {
+    let mut outputs = vec![("o", result.o), ("lse", result.lse)];
+    outputs.extend(result.o_low.map(|o_low| ("o_low", o_low)));
+    outputs.extend(result.base.map(|base| ("base", base)));
+    outputs
+}
+
+/// The mask of all query heads' own lists of blocks; `words` on the device hold it.
+fn block_mask(
+    shape: AttentionShape,
+    [query_tile, key_tile]: [usize; 2],
+    words: CudaTensor,
+) -> Result<KeyMask<CudaTensor>, PlanError> {
+    let call = CallShape {
+        num_queries: shape.seq_len,
+        num_keys: shape.seq_len,
+        num_heads: shape.num_heads,
+        num_kv_heads: shape.num_kv_heads,
+        head_dim: shape.head_dim,
+    };
+    // Whole stages of the kernels.
+    if ![64, 128].contains(&query_tile) || ![64, 128].contains(&key_tile) {
+        let got = format!("{query_tile} x {key_tile}");
+        return Err(KernelError::unsupported("block_sparse", "block", got, "64 or 128 queries and keys").into());
+    }
+    let tiles = Tiles::new(call, query_tile, key_tile);
+    let rows = shape.num_heads * tiles.num_query_tiles() + 1;
+    let [num_words] = words.dims("block_sparse", "words")?;
+    if num_words < 1 + rows {
+        let supported = format!("at least {}: 0, the rows' starts and the blocks", 1 + rows);
+        return Err(KernelError::unsupported("block_sparse", "number of words", num_words, supported).into());
+    }
+    let places = MaskPlaces {
+        row_ptr: 1..1 + rows,
+        tile_idx: 1 + rows..num_words,
+        ..MaskPlaces::default()
+    };
+    Ok(KeyMask {
+        shape: call,
+        tiles,
+        heads_per_list: 1,
+        heads_per_order: 1,
+        causal: true,
+        dense_rows: Vec::new(),
+        places,
+        words,
+        counts: None,
+    })
+}
+
+/// The tensors of a request, each with whether the op read it.
+struct Inputs {
+    op: &'static str,
+    tensors: Vec<(String, CudaTensor, Cell<bool>)>,
+}
+
+impl Inputs {
+    fn new(request: &Request, gpu: &Recorder) -> Result<Self, PlanError> {
+        let op = request.call.name();
+        let mut tensors: Vec<(String, CudaTensor, Cell<bool>)> = Vec::new();
+        for spec in &request.tensors {
+            let (dtype, strides) = spec.checked(op)?;
+            if tensors.iter().any(|(name, ..)| *name == spec.name) {
+                return Err(wrong(op, &spec.name, "is given twice"));
+            }
+            tensors.push((
+                spec.name.clone(),
+                gpu.strided(&spec.shape, &strides, dtype),
+                Cell::new(false),
+            ));
+        }
+        Ok(Self { op, tensors })
+    }
+
+    fn maybe(&self, name: &str) -> Option<CudaTensor> {
+        let (_, tensor, used) = self.tensors.iter().find(|(known, ..)| known == name)?;
+        used.set(true);
+        Some(tensor.clone())
+    }
+
+    fn get(&self, name: &str) -> Result<CudaTensor, PlanError> {
+        self.maybe(name).ok_or_else(|| wrong(self.op, name, "is missing"))
+    }
+
+    fn all_used(&self) -> Result<(), PlanError> {
+        match self.tensors.iter().find(|(_, _, used)| !used.get()) {
+            Some((name, ..)) => Err(wrong(self.op, name, "is not an input of this op")),
+            None => Ok(()),
+        }
+    }
+
+    fn qkv(&self) -> Result<Qkv, PlanError> {
+        Ok(Qkv::separate(&self.get("q")?, &self.get("k")?, &self.get("v")?))
+    }
+
+    /// The queries, whose calls sum in this order.
+    fn q_in(&self, fixed_order: bool) -> Result<CudaTensor, PlanError> {
+        let sums = if fixed_order { SumOrder::Fixed } else { SumOrder::Any };
+        let policy = KernelPolicy {
+            sums,
+            ..KernelPolicy::DEFAULT
+        };
+        Ok(self.get("q")?.under(policy))
+    }
+
+    /// The queries of NSA's compressed branch, with keys and values that stand for sizes: no launch reads them.
+    fn queries_of_blocks(
+        &self,
+        compressed: &CudaTensor,
+        blocks: NsaBlocks,
+        fixed_order: bool,
+    ) -> Result<Qkv, PlanError> {
+        let q = self.q_in(fixed_order)?;
+        let [batch, seq_len, _, head_dim] = q.dims(self.op, "q")?;
+        let [_, rows, _] = compressed.dims(self.op, "compressed")?;
+        let kv_heads = rows / (batch * blocks.num_slots(seq_len)).max(1);
+        let unread = q.empty_contiguous(&[batch, seq_len, kv_heads, head_dim], DType::BF16);
+        Ok(Qkv::separate(&q, &unread, &unread))
+    }
+
+    fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {
+        Ok([self.get("doc_start")?, self.get("doc_end")?])
+    }
+
+    fn lists(&self) -> Result<KeyLists, PlanError> {
+        Ok(KeyLists {
+            list: self.get("list")?,
+            list_len: self.get("list_len")?,
+            tile_window: self.get("tile_window")?,
+            tile_queries: KeyLists::TILE_QUERIES,
+        })
+    }
+
+    fn cache(&self) -> Result<KvCache, PlanError> {
+        let (k, v) = (self.get("k_cache")?, self.get("v_cache")?);
+        Ok(KvCache { k, v })
+    }
+
+    fn result(&self) -> Result<AttentionResult, PlanError> {
+        Ok(AttentionResult {
+            o: self.get("o")?,
+            lse: self.get("lse")?,
+            o_low: self.maybe("o_low"),
+            base: self.maybe("base"),
+        })
+    }
+
+    /// A backward pass over separate q, k and v: `[dq, dk, dv]` and the gradient of a bias.
+    fn gradients(
+        &self,
+        softmax_scale: f32,
+        fixed_order: bool,
+        pass: impl FnOnce(AttentionGradients<'_>) -> Result<Option<CudaTensor>, KernelError>,
+    ) -> Result<Outputs, PlanError> {
+        let qkv = Qkv::separate(&self.q_in(fixed_order)?, &self.get("k")?, &self.get("v")?);
+        let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(|heads| heads.tensor());
+        let [dq, dk, dv] = [q, k, v].map(|x| q.empty_contiguous(x.shape(), DType::BF16));
+        let d_bias = pass(AttentionGradients {
+            qkv: &qkv,
+            result: &self.result()?,
+            d_o: &self.get("d_o")?,
+            grads: &Qkv::separate(&dq, &dk, &dv),
+            softmax_scale,
+        })?;
+        let mut outputs = vec![("dq", dq), ("dk", dk), ("dv", dv)];
+        outputs.extend(d_bias.map(|d_bias| ("d_bias", d_bias)));
+        Ok(outputs)
+    }
+}
+
+fn wrong(op: &'static str, tensor: &str, problem: &str) -> PlanError {
+    PlanError::Tensor {
+        op,
+        tensor: tensor.to_owned(),
+        problem: problem.to_owned(),
+    }
+}

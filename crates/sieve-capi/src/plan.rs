@@ -1,0 +1,221 @@
+//! An op's launches with every address a place: a pointer of the caller's, or scratch memory.
+use crate::ops::{Named, record};
+use crate::request::{PlanError, Request};
+use serde_json::{Value, json};
+use sieve_gpu::{BufferView, Hardware, Recorder, Step, recorded_at};
+use std::collections::HashMap;
+use std::ffi::CString;
+
+/// Bytes that every buffer in scratch memory begins at a multiple of.
+const ALIGNMENT: usize = 256;
+
+/// The launches of an op for given shapes on a kind of GPU, in order. The buffers of its steps are numbered as
+/// [`run`](crate::Loaded::run) takes pointers: inputs, outputs, and scratch memory as the last.
+#[derive(Debug)]
+pub struct Plan {
+    /// The GPU that it is for.
+    pub hardware: Hardware,
+    /// Bytes of each input and output; scratch memory is the last.
+    pub buffers: Vec<usize>,
+    /// Inputs among the buffers; outputs follow.
+    pub num_inputs: usize,
+    /// The work.
+    pub steps: Vec<Step>,
+    /// As JSON.
+    pub(crate) description: CString,
+}
+
+impl Plan {
+    /// The plan of a request. Touches no GPU.
+    ///
+    /// # Errors
+    /// A request that is no JSON, lacks a tensor or has one too many; what a launch wrapper refuses; strides that would
+    /// need a copy.
+    pub fn new(request_json: &str) -> Result<Self, PlanError> {
+        let request: Request = serde_json::from_str(request_json)?;
+        let hardware = request.gpu.hardware()?;
+        let gpu = Recorder::new(hardware);
+        let [inputs, outputs] = record(&request, &gpu)?;
+        let mut steps = gpu.take_steps();
+        let sizes = gpu.buffers();
+        let places = Places::new(request.call.name(), &inputs, &outputs, &sizes, &steps)?;
+        for step in &mut steps {
+            places.rewrite(step);
+        }
+        let described = json!({
+            "inputs": described(&inputs),
+            "outputs": described(&outputs),
+            "workspace_bytes": places.workspace_bytes,
+            "launches": steps.iter().map(launch_of).collect::<Vec<_>>(),
+        });
+        let description = CString::new(described.to_string()).expect("JSON escapes NUL");
+        let mut buffers: Vec<usize> = places.pointers.iter().map(|&buffer| sizes[buffer]).collect();
+        buffers.push(places.workspace_bytes);
+        Ok(Self {
+            hardware,
+            buffers,
+            num_inputs: inputs.len(),
+            steps,
+            description,
+        })
+    }
+
+    /// The plan as JSON: `inputs` and `outputs` in the order of the pointers, `workspace_bytes`, `launches`.
+    pub fn description(&self) -> &str {
+        self.description.to_str().expect("made of a string")
+    }
+}
+
+/// Where each buffer of a recording is in the plan.
+struct Places {
+    /// Recorded buffers of inputs and outputs, in the order of the pointers.
+    pointers: Vec<usize>,
+    /// Of a recorded buffer: the pointer, and bytes from it.
+    of: HashMap<usize, BufferView>,
+    workspace_bytes: usize,
+}
+
+impl Places {
+    fn new(
+        op: &'static str,
+        inputs: &Named,
+        outputs: &Named,
+        sizes: &[usize],
+        steps: &[Step],
+    ) -> Result<Self, PlanError> {
+        let mut pointers = Vec::new();
+        for (name, tensor) in inputs.iter().chain(outputs) {
+            let at = recorded_at(tensor).expect("a tensor of the recorder");
+            assert!(
+                at.offset_bytes == 0 && !pointers.contains(&at.buffer),
+                "{op}: {name} has no buffer of its own"
+            );
+            pointers.push(at.buffer);
+        }
+        let whole = |pointer: usize| BufferView {
+            buffer: pointer,
+            offset_bytes: 0,
+        };
+        let mut of: HashMap<usize, BufferView> = pointers.iter().enumerate().map(|(n, &b)| (b, whole(n))).collect();
+        // First and last step of each buffer of scratch memory, in the order of the first.
+        let mut lives: Vec<(usize, [usize; 2])> = Vec::new();
+        for (index, step) in steps.iter().enumerate() {
+            if let Step::Gather { from, .. } = step {
+                return Err(gathered(op, inputs, from.buffer));
+            }
+            for buffer in buffers_of(step).filter(|buffer| !of.contains_key(buffer)) {
+                match lives.iter_mut().find(|(known, _)| *known == buffer) {
+                    Some((_, [_, last])) => *last = index,
+                    None => lives.push((buffer, [index, index])),
+                }
+            }
+        }
+        // Buffers that are never alive together share memory: each takes the lowest gap among those alive with it.
+        let mut placed: Vec<([usize; 2], [usize; 2])> = Vec::new();
+        let mut workspace_bytes = 0;
+        for (buffer, life) in lives {
+            let size = sizes[buffer].next_multiple_of(ALIGNMENT);
+            let mut taken: Vec<[usize; 2]> = placed
+                .iter()
+                .filter(|(other, _)| other[1] >= life[0])
+                .map(|(_, range)| *range)
+                .collect();
+            taken.sort_unstable();
+            let mut start = 0;
+            for [from, to] in taken {
+                if start + size <= from {
+                    break;
+                }
+                start = start.max(to);
+            }
+            placed.push((life, [start, start + size]));
+            workspace_bytes = workspace_bytes.max(start + size);
+            let place = BufferView {
+                buffer: pointers.len(),
+                offset_bytes: start,
+            };
+            of.insert(buffer, place);
+        }
+        Ok(Self {
+            pointers,
+            of,
+            workspace_bytes,
+        })
+    }
+
+    fn rewrite(&self, step: &mut Step) {
+        let place = |at: &mut BufferView| {
+            let base = self.of[&at.buffer];
+            at.buffer = base.buffer;
+            at.offset_bytes += base.offset_bytes;
+        };
+        match step {
+            Step::Launch(launch) => {
+                launch.maps.iter_mut().for_each(|map| place(&mut map.at));
+                launch.tensors.iter_mut().for_each(place);
+            }
+            // Only outputs are filled whole: a fill of scratch memory would need a length.
+            Step::Fill { buffer, .. } => {
+                let base = self.of[buffer];
+                assert!(base.buffer < self.pointers.len(), "a fill of scratch memory");
+                *buffer = base.buffer;
+            }
+            Step::Gather { .. } => unreachable!("refused before"),
+        }
+    }
+}
+
+fn buffers_of(step: &Step) -> impl Iterator<Item = usize> {
+    let buffers: Vec<usize> = match step {
+        Step::Launch(launch) => {
+            let maps = launch.maps.iter().map(|map| map.at.buffer);
+            maps.chain(launch.tensors.iter().map(|at| at.buffer)).collect()
+        }
+        Step::Fill { buffer, .. } => vec![*buffer],
+        Step::Gather { from, to, .. } => vec![from.buffer, *to],
+    };
+    buffers.into_iter()
+}
+
+/// A wrapper would copy this input first, which is the caller's to do.
+fn gathered(op: &'static str, inputs: &Named, buffer: usize) -> PlanError {
+    let found = inputs
+        .iter()
+        .find(|(_, tensor)| recorded_at(tensor).is_some_and(|at| at.buffer == buffer));
+    let (tensor, problem) = match found {
+        Some((name, tensor)) => {
+            let (shape, strides) = (tensor.shape(), tensor.strides());
+            let problem = format!("of shape {shape:?} has strides {strides:?}, which the kernels cannot follow");
+            (
+                name.clone(),
+                format!("{problem}\n  hint: call .contiguous() on it first"),
+            )
+        }
+        None => ("a tensor of the op's own".to_owned(), "would be copied".to_owned()),
+    };
+    PlanError::Tensor { op, tensor, problem }
+}
+
+fn described(tensors: &Named) -> Value {
+    let described = tensors.iter().map(|(name, tensor)| {
+        json!({
+            "name": name,
+            "shape": tensor.shape(),
+            "strides": tensor.strides(),
+            "dtype": tensor.dtype().name(),
+        })
+    });
+    described.collect()
+}
+
+fn launch_of(step: &Step) -> Value {
+    match step {
+        Step::Launch(launch) => json!({
+            "kernel": launch.kernel.name(),
+            "grid": launch.grid,
+            "threads": launch.kernel.block_threads(),
+            "shared_bytes": launch.kernel.dynamic_shared_bytes(),
+        }),
+        _ => json!({ "kernel": "memset" }),
+    }
+}

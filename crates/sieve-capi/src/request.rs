@@ -1,0 +1,289 @@
+//! What a caller asks for, as JSON.
+use serde::{Deserialize, Serialize};
+use sieve_core::NsaBlocks;
+use sieve_gpu::{DType, Hardware, KernelError};
+
+/// Elements of the largest tensor: keeps every product of sizes far below 64 bits.
+const MOST_ELEMENTS: usize = 1 << 40;
+
+/// Why there is no plan, or it does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// The text is no request.
+    #[error("request: {0}")]
+    Json(#[from] serde_json::Error),
+    /// A tensor is missing, named twice, or of impossible sizes.
+    #[error("{op}: {tensor} {problem}")]
+    Tensor {
+        /// The op.
+        op: &'static str,
+        /// The tensor's name.
+        tensor: String,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// What a launch wrapper refuses.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// A call in the wrong order, or with the wrong arguments.
+    #[error("{0}")]
+    Call(String),
+}
+
+/// One op for given shapes on a kind of GPU.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Request {
+    /// The op and its settings.
+    pub call: Call,
+    /// The GPU to plan for.
+    pub gpu: Gpu,
+    /// Its inputs, in the order in which their pointers will come.
+    pub tensors: Vec<TensorSpec>,
+}
+
+/// A GPU, as PyTorch describes it.
+#[derive(Debug, Clone, Copy, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct Gpu {
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Its multiprocessors.
+    pub multiprocessors: usize,
+    /// Shared memory that a block may ask for, in bytes.
+    pub shared_bytes: usize,
+}
+
+/// An input.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct TensorSpec {
+    /// Its name, as the op's docs have it.
+    pub name: String,
+    /// Sizes, outermost first.
+    pub shape: Vec<usize>,
+    /// Distances in elements; without them the tensor is contiguous.
+    #[serde(default)]
+    pub strides: Option<Vec<usize>>,
+    /// `f32`, `bf16`, `i32`.
+    pub dtype: String,
+}
+
+/// An op with its settings. `scale` is the factor on `q . k`; `fixed_order` makes two runs bit-equal.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum Call {
+    /// q, k, v, doc_start, bias? → o, lse, o_low?, base?
+    AttentionForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Keys that a query sees at most.
+        #[serde(default)]
+        window: Option<usize>,
+    },
+    /// The forward's inputs, doc_end, o, lse, o_low?, base?, d_o → dq, dk, dv, d_bias?
+    AttentionBackward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Keys that a query sees at most.
+        #[serde(default)]
+        window: Option<usize>,
+        /// Sums in a fixed order.
+        #[serde(default)]
+        fixed_order: bool,
+    },
+    /// v, w_dt, a, doc_start? → x, z
+    DmaScores {
+        /// What recency adds a token, one number a KV head; none is no recency.
+        #[serde(default)]
+        slopes: Vec<f32>,
+    },
+    /// v, w_dt, a, x, dz → dv, dw_dt, da
+    DmaScoresBackward {},
+    /// rank, doc_start, doc_end → expire, and list, list_len, tile_window where `keep` is below the tokens of a row
+    DmaSelect {
+        /// Keys that a query keeps.
+        keep: usize,
+        /// The last of them, which are kept whatever their rank.
+        #[serde(default)]
+        local: usize,
+    },
+    /// q, k, v, bias, list, list_len, tile_window → o, lse, o_low?, base
+    DmaAttentionForward {
+        /// Factor on `q . k`.
+        scale: f32,
+    },
+    /// The forward's inputs, o, lse, o_low?, base, d_o → dq, dk, dv, d_bias
+    DmaAttentionBackward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Sums in a fixed order.
+        #[serde(default)]
+        fixed_order: bool,
+    },
+    /// k, v, doc_start, doc_end → compressed
+    NsaMeanPool {
+        /// Block sizes.
+        blocks: Blocks,
+    },
+    /// k, doc_start, doc_end, d_compressed → dkv
+    NsaMeanPoolBackward {
+        /// Block sizes.
+        blocks: Blocks,
+    },
+    /// q, compressed, doc_start, doc_end → o, lse, block_indices
+    NsaCompressedForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Block sizes.
+        blocks: Blocks,
+    },
+    /// The forward's inputs, o, lse, d_o → dqkv (zero but for q), d_compressed
+    NsaCompressedBackward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Block sizes.
+        blocks: Blocks,
+        /// Sums in a fixed order.
+        #[serde(default)]
+        fixed_order: bool,
+    },
+    /// q, k, v, block_indices, doc_start, doc_end → o, lse
+    NsaSelectedForward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Block sizes.
+        blocks: Blocks,
+    },
+    /// The forward's inputs, o, lse, d_o → dq, dk, dv
+    NsaSelectedBackward {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Block sizes.
+        blocks: Blocks,
+        /// Sums in a fixed order.
+        #[serde(default)]
+        fixed_order: bool,
+    },
+    /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
+    BlockSparse {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Queries, and keys, of a block.
+        block: [usize; 2],
+    },
+    /// q, k, v of one token a row, k_cache, v_cache (written in place), length → o
+    AttentionDecode {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Keys that a query sees at most.
+        #[serde(default)]
+        window: Option<usize>,
+    },
+    /// q, k, v of one token a row, z, k_cache, v_cache, z_cache, positions (all written in place), length → o
+    DmaDecode {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// The last keys, which never lose their place.
+        #[serde(default)]
+        local: usize,
+        /// Whether the bias is z itself, not `exp(min(z, 60))`.
+        #[serde(default)]
+        linear: bool,
+    },
+    /// q, latents, key_scale? → o
+    MlaDecode {
+        /// Factor on `q . k`.
+        scale: f32,
+        /// Columns of the latents that are values, the first ones.
+        rank: usize,
+    },
+}
+
+/// Block sizes of NSA: compressed, stride, selected, and how many are selected.
+#[derive(Debug, Clone, Copy, Deserialize, Serialize)]
+pub struct Blocks(pub usize, pub usize, pub usize, pub usize);
+
+impl Blocks {
+    /// The sizes, where they fit each other.
+    pub(crate) fn checked(self) -> Result<NsaBlocks, PlanError> {
+        let Self(compress_block_size, compress_stride, select_block_size, num_selected_blocks) = self;
+        let sizes = [
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        ];
+        let fits = |size: usize| compress_stride > 0 && size.is_multiple_of(compress_stride);
+        let in_range = sizes.iter().all(|size| (1..=1 << 20).contains(size));
+        if !in_range || !fits(compress_block_size) || !fits(select_block_size) {
+            let sizes = format!("{sizes:?}");
+            return Err(PlanError::Call(format!(
+                "nsa: blocks (compressed, stride, selected, number) of {sizes}: all must be positive, and the stride \
+                 divide both sizes"
+            )));
+        }
+        Ok(NsaBlocks {
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        })
+    }
+}
+
+impl Gpu {
+    /// As launch wrappers know it.
+    pub(crate) fn hardware(self) -> Result<Hardware, PlanError> {
+        let (major, minor) = self.capability;
+        if (major, minor) < (8, 0) || major > 99 || minor > 9 {
+            return Err(PlanError::Call(format!(
+                "this GPU has compute capability {major}.{minor}; the kernels need 8.0 (Ampere) or newer"
+            )));
+        }
+        if !(1..=4096).contains(&self.multiprocessors) || !(48 << 10..=1 << 20).contains(&self.shared_bytes) {
+            return Err(PlanError::Call(format!("no GPU is like this: {self:?}")));
+        }
+        Ok(Hardware {
+            compute_capability: self.capability,
+            num_multiprocessors: self.multiprocessors,
+            max_shared_bytes: self.shared_bytes,
+            ..Hardware::AMPERE
+        })
+    }
+}
+
+impl TensorSpec {
+    /// Type and strides, where the sizes are possible.
+    pub(crate) fn checked(&self, op: &'static str) -> Result<(DType, Vec<usize>), PlanError> {
+        let wrong = |problem: String| PlanError::Tensor {
+            op,
+            tensor: self.name.clone(),
+            problem,
+        };
+        let dtype = match self.dtype.as_str() {
+            "f32" => DType::F32,
+            "bf16" => DType::BF16,
+            "i32" => DType::I32,
+            other => return Err(wrong(format!("is {other}; the kernels take bf16, f32 and i32"))),
+        };
+        let too_large = || wrong(format!("of shape {:?} has more than 2^40 elements", self.shape));
+        let sizes = self.shape.iter().map(|&size| size.max(1));
+        let elements = sizes.clone().try_fold(1usize, |all, size| all.checked_mul(size));
+        if elements.is_none_or(|elements| elements > MOST_ELEMENTS) {
+            return Err(too_large());
+        }
+        let strides = self.strides.clone();
+        let strides = strides.unwrap_or_else(|| sieve_gpu::contiguous_strides(&self.shape));
+        if strides.len() != self.shape.len() {
+            return Err(wrong(format!("has shape {:?} and strides {strides:?}", self.shape)));
+        }
+        let extent = sizes.zip(&strides).try_fold(1usize, |all, (size, &stride)| {
+            all.checked_add((size - 1).checked_mul(stride)?)
+        });
+        match extent {
+            Some(extent) if extent <= MOST_ELEMENTS => Ok((dtype, strides)),
+            _ => Err(too_large()),
+        }
+    }
+}

@@ -1,0 +1,35 @@
+"""Exact sparse and dense attention for PyTorch, by Sieve's CUDA kernels. docs/pytorch.md has examples and limits."""
+
+try:
+    import torch  # noqa: F401
+except ImportError as error:
+    raise ImportError("sieve_attention needs PyTorch: pip install torch") from error
+
+from ._library import SieveError
+from .functional import (
+    NsaBlocks,
+    Selection,
+    attention,
+    block_mask,
+    block_sparse,
+    decode,
+    dma_attention,
+    dma_decode,
+    dma_scores,
+    documents,
+    expiring_attention,
+    mla_decode,
+    nsa,
+    nsa_compressed,
+    nsa_mean_pool,
+    nsa_selected,
+    select,
+    supports,
+)
+
+__all__ = [
+    "NsaBlocks", "Selection", "SieveError", "attention", "block_mask", "block_sparse", "decode", "dma_attention",
+    "dma_decode", "dma_scores", "documents", "expiring_attention", "mla_decode", "nsa", "nsa_compressed", "nsa_mean_pool",
+    "nsa_selected", "select", "supports",
+]  # fmt: skip
+__version__ = "0.1.0"

@@ -1,0 +1,241 @@
+"""Plans of the kernel library: made once for a shape, loaded once on a GPU, run on torch's current stream."""
+
+import ctypes
+import json
+import os
+from pathlib import Path
+
+import torch
+
+ABI = 1
+
+# Plans that are kept; decoding with a growing cache makes one a length.
+MOST_PLANS = 4096
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# Inputs that kernels walk by strides: heads side by side, tokens and rows anywhere.
+STRIDED = ("q", "k", "v", "latents")
+
+
+class SieveError(ValueError):
+    """What a call asks for that no kernel does, or what a machine lacks, in a sentence."""
+
+
+def _open():
+    path = os.environ.get("SIEVE_ATTENTION_LIBRARY") or Path(__file__).with_name("libsieve_capi.so")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(f"sieve_attention: {error}\n  hint: install the wheel, or build it: cargo xtask wheel") from None
+    void, text = ctypes.c_void_p, ctypes.c_char_p
+    library.sieve_abi.restype = ctypes.c_uint32
+    library.sieve_error.restype = library.sieve_plan_describe.restype = text
+    library.sieve_plan.argtypes = [text, ctypes.POINTER(void)]
+    library.sieve_plan_describe.argtypes = library.sieve_plan_free.argtypes = [void]
+    library.sieve_plan_load.argtypes = [void, ctypes.c_int, text, text]
+    library.sieve_plan_run.argtypes = [void, void, ctypes.c_size_t, void]
+    library.sieve_plan_free.restype = None
+    if library.sieve_abi() != ABI:
+        raise ImportError(f"sieve_attention: {path} has interface {library.sieve_abi()}, this package needs {ABI}")
+    return library
+
+
+_library = _open()
+_run = _library.sieve_plan_run
+_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
+
+
+def _check(status):
+    if status:
+        raise SieveError(_library.sieve_error().decode())
+
+
+def nvrtc_path():
+    """The compiler that torch brought, or None where the dynamic linker is to find one."""
+    import sysconfig
+
+    major = (torch.version.cuda or "").split(".")[0]
+    folders = {Path(torch.__file__).parents[1], Path(sysconfig.get_paths()["purelib"])}
+    for folder in sorted(folders):
+        for pattern in (f"nvidia/cu{major}/lib/libnvrtc.so.{major}", f"nvidia/cuda_nvrtc/lib/libnvrtc.so.{major}"):
+            found = folder / pattern
+            if found.is_file():
+                return found
+    return None
+
+
+def cache_folder():
+    """Where compiled kernels are kept: $XDG_CACHE_HOME/sieve."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "sieve"
+
+
+def gpu_of(device):
+    """What plans must know of a GPU; without one, an H100."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(device)
+        return {
+            "capability": [found.major, found.minor],
+            "multiprocessors": found.multi_processor_count,
+            "shared_bytes": found.shared_memory_per_block_optin,
+        }
+    return {"capability": [9, 0], "multiprocessors": 132, "shared_bytes": 227 << 10}
+
+
+class Plan:
+    """The launches of an op for given shapes; `call` is its JSON: {op: settings}."""
+
+    def __init__(self, call, gpu, tensors):
+        self.request = {"call": call, "gpu": gpu, "tensors": tensors}
+        self.handle = ctypes.c_void_p()
+        _check(_library.sieve_plan(json.dumps(self.request).encode(), ctypes.byref(self.handle)))
+        described = json.loads(_library.sieve_plan_describe(self.handle))
+        self.launches = [launch["kernel"] for launch in described["launches"]]
+        self.outputs = [(x["name"], tuple(x["shape"]), tuple(x["strides"]), DTYPES[x["dtype"]]) for x in described["outputs"]]
+        self.empty = [(shape, dtype) for _, shape, _, dtype in self.outputs]
+        self.workspace_bytes = described["workspace_bytes"]
+        self.count = len(tensors) + len(self.outputs) + 1
+        self.array = ctypes.c_uint64 * self.count
+
+    def load(self, index):
+        path = nvrtc_path()
+        paths = (str(path).encode() if path else None, str(cache_folder()).encode())
+        _check(_library.sieve_plan_load(self.handle, index, *paths))
+
+    def run(self, inputs, device, index):
+        empty = torch.empty
+        outputs = [empty(shape, dtype=dtype, device=device) for shape, dtype in self.empty]
+        pointers = [x.data_ptr() for x in inputs]
+        pointers += [x.data_ptr() for x in outputs]
+        if self.workspace_bytes:
+            workspace = empty(self.workspace_bytes, dtype=torch.uint8, device=device)
+            pointers.append(workspace.data_ptr())
+        else:
+            pointers.append(0)
+        if _run(self.handle, self.array(*pointers), self.count, _stream(index)):
+            if any(x.data_ptr() % 16 for x in inputs):
+                return self.run([x.clone() if x.data_ptr() % 16 else x for x in inputs], device, index)
+            raise SieveError(_library.sieve_error().decode())
+        return outputs
+
+    def __del__(self):
+        _library.sieve_plan_free(self.handle)
+
+
+class Op:
+    """An op of the library: the names of its tensors and of its settings, in the order of its torch schema.
+
+    `emulator`, where tests set it, takes the place of a GPU: a function of (plan, inputs) that returns the outputs.
+    """
+
+    emulator = None
+
+    def __init__(self, name, tensors, settings):
+        self.name, self.tensors, self.settings = name, tensors, settings
+        self.plans = {}
+
+    def __call__(self, *arguments):
+        """Runs the op on real tensors."""
+        count = len(self.tensors)
+        tensors, settings = arguments[:count], arguments[count:]
+        device = tensors[0].device
+        key = (device, settings, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in tensors])
+        try:
+            prepared = self.plans[key]
+        except KeyError:
+            prepared = self.plans[key] = self._prepared(tensors, settings)
+        plan, given, copied, index = prepared
+        inputs = [x if y is None else y for x, y in zip(tensors, given) if x is not None or y is not None]
+        for at in copied:
+            inputs[at] = inputs[at].contiguous()
+        if index is None:
+            return Op.emulator(plan, inputs)
+        return plan.run(inputs, device, index)
+
+    def _prepared(self, tensors, settings):
+        """A plan on its GPU, tensors in place of documents that were not given, and which inputs need a copy."""
+        device = tensors[0].device
+        for name, x in zip(self.tensors, tensors):
+            if x is not None and x.device != device:
+                raise SieveError(f"{self.name}: {name} is on {x.device}, and {self.tensors[0]} on {device}")
+        if device.type != "cuda" and Op.emulator is None:
+            raise SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise SieveError(f"{self.name}: a call of new shapes under graph capture; run it once before the capture")
+        while len(self.plans) >= MOST_PLANS:
+            del self.plans[next(iter(self.plans))]
+        plan, copied = self.plan(tensors, settings, gpu_of(device) if Op.emulator is None else EMULATED)
+        given = self._documents(tensors, device)
+        if Op.emulator is not None:
+            return plan, given, copied, None
+        index = torch.cuda.current_device() if device.index is None else device.index
+        plan.load(index)
+        # What was filled here on this stream is read on others.
+        torch.cuda.current_stream(device).synchronize()
+        return plan, given, copied, index
+
+    def _documents(self, tensors, device):
+        """Bounds of one document a row, for an op that is given none."""
+        batch, count = self._tokens(tensors)
+        whole = {"doc_start": 0, "doc_end": count}
+        return [
+            torch.full((batch, count), whole[name], dtype=torch.int32, device=device) if name in whole and x is None else None
+            for name, x in zip(self.tensors, tensors)
+        ]
+
+    def _tokens(self, tensors):
+        """Rows and tokens of a row: of q, k or v, or of ranks [batch, KV heads, tokens]."""
+        shape = tensors[0].shape
+        return (int(shape[0]), int(shape[2] if self.tensors[0] == "rank" else shape[1])) if len(shape) > 2 else (1, 1)
+
+    def plan(self, tensors, settings, gpu):
+        """The plan for tensors (or fakes), and the indices of inputs that it takes as contiguous copies."""
+        described, copied = [], []
+        batch, count = self._tokens(tensors)
+        for name, x in zip(self.tensors, tensors):
+            if x is None:
+                if name in ("doc_start", "doc_end"):
+                    described.append({"name": name, "shape": [batch, count], "dtype": "i32"})
+                continue
+            spec = {"name": name, "shape": [int(size) for size in x.shape], "dtype": NAMES.get(x.dtype, str(x.dtype)[6:])}
+            if x.is_contiguous():
+                pass
+            elif name in STRIDED and _is_walkable(x):
+                spec["strides"] = [int(stride) for stride in x.stride()]
+            else:
+                copied.append(len(described))
+            described.append(spec)
+        call = {self.name: dict(zip(self.settings, settings))}
+        return Plan(call, gpu, described), copied
+
+    def fake(self, *arguments):
+        """Outputs without values, for tracing."""
+        count = len(self.tensors)
+        tensors, settings = arguments[:count], arguments[count:]
+        like = tensors[0]
+        if like.device.type not in ("cuda", "meta") and Op.emulator is None:
+            raise SieveError(f"{self.name}: {self.tensors[0]} is on {like.device}; the kernels need tensors on a CUDA GPU")
+        real = torch.device("cuda") if like.device.type == "meta" else like.device
+        plan, _ = self.plan(tensors, settings, gpu_of(real) if Op.emulator is None else EMULATED)
+        return [like.new_empty(shape, dtype=dtype) for _, shape, _, dtype in plan.outputs]
+
+
+EMULATED = {"capability": [8, 9], "multiprocessors": 108, "shared_bytes": 163 << 10}
+
+
+def _is_walkable(x):
+    """Whether kernels follow the strides of [batch, tokens, (heads,) width]: the last ones side by side."""
+    shape, strides = list(x.shape), list(x.stride())
+    if len(shape) == 3:
+        shape, strides = [*shape[:2], 1, shape[2]], [*strides[:2], shape[2], strides[2]]
+    if len(shape) != 4:
+        return False
+    (batch, count, heads, width), (row, token, head, column) = shape, strides
+    return (
+        (width == 1 or column == 1)
+        and (heads == 1 or head == width)
+        and (count == 1 or (token % 8 == 0 and token >= heads * width))
+        and (batch == 1 or (row % 8 == 0 and row >= (count - 1) * token + heads * width))
+    )

@@ -1,0 +1,337 @@
+"""The functions of sieve_attention: exact sparse and dense causal attention with gradients, on bf16 CUDA tensors.
+
+Shapes are FlashAttention's: q `[batch, tokens, heads, width]`, k and v `[batch, tokens, KV heads, width]`, any group
+of heads that KV heads divide. q, k and v may be slices of one packed tensor; what the kernels cannot follow by strides
+is copied. `documents` bounds what a token sees, for packed rows: None is one document a row, else `documents(...)`.
+
+`deterministic=True` takes backward kernels whose sums have a fixed order: two runs are equal to the bit.
+
+Every function raises SieveError for what no kernel does (another dtype, a CPU, lengths that differ); `supports`
+returns the same sentence instead. There is no fallback.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import ops
+from ._library import SieveError
+
+
+def documents(cu_seqlens, tokens):
+    """First token and end of each token's document in one packed row.
+
+    cu_seqlens: int32 `[documents + 1]`, from 0 to `tokens`, as FlashAttention's. Returns `(start, end)`, int32
+    `[1, tokens]`; make it once and pass it to every layer.
+    """
+    cu_seqlens = cu_seqlens.to(torch.int32)
+    position = torch.arange(tokens, dtype=torch.int32, device=cu_seqlens.device)
+    document = torch.searchsorted(cu_seqlens[1:], position, right=True)
+    return cu_seqlens[document][None], cu_seqlens[document + 1][None]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bias, start, end, scale, window, deterministic):
+        o, lse, *kept = ops.attention_forward(q, k, v, start, bias, scale, window)
+        # With a bias: o_low where the kernel keeps it, and base.
+        kept = [None] * (2 - len(kept)) + kept
+        ctx.save_for_backward(q, k, v, start, end, bias, o, lse, *kept)
+        ctx.settings = scale, window, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        gradients = ops.attention_backward(*ctx.saved_tensors, d_o, *ctx.settings)
+        return (*gradients, *[None] * (9 - len(gradients)))
+
+
+class _DmaAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bias, list, list_len, tile_window, scale, deterministic):
+        o, lse, *kept = ops.dma_attention_forward(q, k, v, bias, list, list_len, tile_window, scale)
+        kept = [None] * (2 - len(kept)) + kept
+        ctx.save_for_backward(q, k, v, bias, list, list_len, tile_window, o, lse, *kept)
+        ctx.settings = scale, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        return (*ops.dma_attention_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 5)
+
+
+class _DmaScores(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, v, w_dt, a, start, slopes):
+        x, z = ops.dma_scores(v, w_dt, a, start, slopes)
+        ctx.save_for_backward(v, w_dt, a, x)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        return (*ops.dma_scores_backward(*ctx.saved_tensors, dz), None, None)
+
+
+class _NsaMeanPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, k, v, start, end, blocks):
+        ctx.save_for_backward(k, start, end)
+        ctx.blocks = blocks
+        return ops.nsa_mean_pool(k, v, start, end, blocks)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_compressed):
+        k, start, end = ctx.saved_tensors
+        (dqkv,) = ops.nsa_mean_pool_backward(k, start, end, d_compressed, ctx.blocks)
+        heads = k.shape[2]
+        return dqkv[:, :, heads : 2 * heads], dqkv[:, :, 2 * heads :], None, None, None
+
+
+class _NsaCompressed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, compressed, start, end, scale, blocks, deterministic):
+        o, lse, indices = ops.nsa_compressed_forward(q, compressed, start, end, scale, blocks)
+        ctx.save_for_backward(q, compressed, start, end, o, lse)
+        ctx.settings = scale, blocks, deterministic
+        ctx.mark_non_differentiable(indices)
+        return o, indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o, _):
+        dqkv, d_compressed = ops.nsa_compressed_backward(*ctx.saved_tensors, d_o, *ctx.settings)
+        heads = ctx.saved_tensors[0].shape[2]
+        return (dqkv[:, :, :heads], d_compressed, *[None] * 5)
+
+
+class _NsaSelected(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, indices, start, end, scale, blocks, deterministic):
+        o, lse = ops.nsa_selected_forward(q, k, v, indices, start, end, scale, blocks)
+        ctx.save_for_backward(q, k, v, indices, start, end, o, lse)
+        ctx.settings = scale, blocks, deterministic
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        return (*ops.nsa_selected_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 6)
+
+
+def _tracks(*tensors):
+    """Whether a backward pass may follow."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _scale(scale, q):
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+
+
+def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None, deterministic=False):
+    """Causal attention, dense or over the last `window` keys.
+
+    q: bf16 `[batch, tokens, heads, width]`; k: `[batch, tokens, KV heads, width]`; v: as k, or narrower (MLA: keys of
+    192, values of 128). Widths are multiples of 16 up to 256. bias: f32 `[batch, KV heads, tokens]`, added to every
+    logit of its key, with a gradient. scale: the factor on `q . k`, `1 / sqrt(width)` without one. Returns `o`, bf16
+    `[batch, tokens, heads, width of v]`; a query that sees no key gets 0.
+    """
+    start, end = documents or (None, None)
+    scale = _scale(scale, q)
+    if not _tracks(q, k, v) and (bias is None or not bias.requires_grad):
+        return ops.attention_forward(q, k, v, start, bias, scale, window)[0]
+    return _Attention.apply(q, k, v, bias, start, end, scale, window, deterministic)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The keys that each query keeps: query i sees key j exactly where `j <= i < expire[j]`.
+
+    expire: int32 `[batch, KV heads, tokens]`. lists: the same as the attention kernels read it; None where every key
+    is kept.
+    """
+
+    expire: torch.Tensor
+    lists: tuple | None
+    documents: tuple | None
+
+
+def select(rank, *, keep, local=0, documents=None):
+    """The `keep` keys that each query keeps: the last `local` ones and the best-ranked older ones, ties to the later.
+
+    rank: f32 `[batch, KV heads, tokens]`, any numbers but NaN: a score of one's own, or `dma_scores`. Exact to the bit,
+    O(tokens) memory, no gradient: give `expiring_attention` a bias that depends on the ranking to train it. Fewer than
+    2^22 tokens. A key that has left never returns, as a key's rank is the same for every query (arXiv:2508.02124).
+    """
+    start, end = documents or (None, None)
+    expire, *lists = ops.dma_select(rank.detach(), start, end, keep, local)
+    return Selection(expire, tuple(lists) or None, documents)
+
+
+def expiring_attention(q, k, v, bias, selection, *, scale=None, deterministic=False):
+    """Attention over the keys of a `Selection`, with gradients to q, k, v and bias: exact token-level sparsity.
+
+    Shapes as in `attention`; bias: f32 `[batch, KV heads, tokens]`, added to every logit of its key, or None. Keys that
+    no query sees get a gradient of exactly 0.
+    """
+    scale = _scale(scale, q)
+    if bias is None:
+        bias = torch.zeros(selection.expire.shape, dtype=torch.float32, device=q.device)
+    if selection.lists is None:
+        return attention(q, k, v, scale=scale, bias=bias, documents=selection.documents, deterministic=deterministic)
+    if not _tracks(q, k, v, bias):
+        return ops.dma_attention_forward(q, k, v, bias, *selection.lists, scale)[0]
+    return _DmaAttention.apply(q, k, v, bias, *selection.lists, scale, deterministic)
+
+
+def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
+    """Scores of DMA's keys, f32 `[batch, KV heads, tokens]`: `a * softplus(w_dt . v)`, with gradients.
+
+    v: bf16 `[batch, tokens, KV heads, width]`, at most 32 KV heads; w_dt: `[KV heads, KV heads * width]`, the weight of
+    a linear layer; a: `[KV heads]`. slopes: a number for each KV head, times its token's position in the document, is
+    added, so that recent keys rank higher. arXiv:2508.02124, eq. 3.
+    """
+    start = None if documents is None else documents[0]
+    w_dt = w_dt.float().t().contiguous()
+    return _DmaScores.apply(v, w_dt, a.float(), start, list(slopes or ()))
+
+
+def dma_attention(
+    q, k, v, w_dt, a, *, keep, local=0, slopes=None, bias="exp", scale=None, documents=None, deterministic=False
+):
+    """Dynamic mask attention (arXiv:2508.02124), exact: each query sees the `keep` best-ranked keys before it.
+
+    The rank of a key is its score (`dma_scores`); the bias of its logits is `exp(min(rank, 60))`, or the rank itself
+    with `bias="linear"`. Of these keys the last `local` are kept whatever their rank. Other arguments as in
+    `attention`.
+    """
+    if bias not in ("exp", "linear"):
+        raise SieveError(f'dma_attention: bias is "{bias}", and must be "exp" or "linear"')
+    rank = dma_scores(v, w_dt, a, slopes=slopes, documents=documents)
+    added = rank.clamp(max=60.0).exp() if bias == "exp" else rank
+    selection = select(rank, keep=keep, local=local, documents=documents)
+    return expiring_attention(q, k, v, added, selection, scale=scale, deterministic=deterministic)
+
+
+@dataclass(frozen=True)
+class NsaBlocks:
+    """Block sizes of NSA in tokens (arXiv:2502.11089): l, d, l' and n. The stride divides both sizes."""
+
+    compressed: int = 32
+    stride: int = 16
+    selected: int = 64
+    num_selected: int = 16
+
+    def sizes(self):
+        return [self.compressed, self.stride, self.selected, self.num_selected]
+
+
+def nsa_mean_pool(k, v, *, blocks=NsaBlocks(), documents=None):
+    """Means of keys and of values over each compressed block: two of `[batch, tokens / stride, KV heads, width]`."""
+    start, end = documents or (None, None)
+    pooled = _NsaMeanPool.apply(k, v, start, end, blocks.sizes())
+    shape = (2, k.shape[0], -(-k.shape[1] // blocks.stride), *k.shape[2:])
+    return pooled.view(shape).unbind(0)
+
+
+def nsa_compressed(
+    q, compressed_k, compressed_v, *, blocks=NsaBlocks(), scale=None, documents=None, deterministic=False
+):
+    """NSA's compressed branch, and the blocks that its attention chooses for the selected one.
+
+    compressed_k, compressed_v: bf16 `[batch, ceil(tokens / stride), KV heads, width]`, the block that starts at token
+    `i * stride` in place i (`nsa_mean_pool`, or a network of one's own); blocks that a document's end cuts are not
+    read. Returns o, 0 where no block is whole yet, and int32 `[batch, tokens, KV heads, num_selected]`: blocks of each
+    query, counted from its document's first token, then -1. The choice has no gradient.
+    """
+    start, end = documents or (None, None)
+    compressed = torch.stack([compressed_k, compressed_v]).flatten(1, 3)
+    return _NsaCompressed.apply(q, compressed, start, end, _scale(scale, q), blocks.sizes(), deterministic)
+
+
+def nsa_selected(q, k, v, indices, *, blocks=NsaBlocks(), scale=None, documents=None, deterministic=False):
+    """NSA's selected branch: attention over the blocks that each query chose, as `nsa_compressed` returns them."""
+    start, end = documents or (None, None)
+    return _NsaSelected.apply(q, k, v, indices, start, end, _scale(scale, q), blocks.sizes(), deterministic)
+
+
+def nsa(q, k, v, compressed_k, compressed_v, g_cmp, g_slc, g_swa, *, blocks=NsaBlocks(), window=512, **settings):
+    """Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, weighted by their gates.
+
+    compressed_k, compressed_v as in `nsa_compressed`; g_*: gates `[batch, tokens, heads]`. Widths 64 and 128, groups of
+    1 to 64 heads. settings: scale, documents, deterministic, as in `attention`.
+    """
+    coarse, indices = nsa_compressed(q, compressed_k, compressed_v, blocks=blocks, **settings)
+    chosen = nsa_selected(q, k, v, indices, blocks=blocks, **settings)
+    near = attention(q, k, v, window=window, **settings)
+    return sum(gate[..., None].to(o.dtype) * o for gate, o in ((g_cmp, coarse), (g_slc, chosen), (g_swa, near)))
+
+
+def block_mask(mask, block=128):
+    """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, as `block_sparse` reads them. Waits for the GPU.
+
+    Blocks after a query's own are left out; inside a query's own block keys after the query stay unseen.
+    """
+    size = torch.arange(mask.shape[1], device=mask.device)
+    kept = mask.bool() & (torch.arange(mask.shape[2], device=mask.device) <= size[:, None])
+    starts = kept.sum(-1).flatten().cumsum(0)
+    tiles = kept.nonzero()[:, 2]
+    return torch.cat([starts.new_zeros(2), starts, tiles, tiles.new_zeros(1)]).to(torch.int32), block
+
+
+def block_sparse(q, k, v, mask, *, scale=None):
+    """Causal attention over chosen blocks of keys, forward only: `mask` is `block_mask(bools, 64 or 128)`.
+
+    One row: q `[1, tokens, heads, width]`; a query that sees no key gets 0.
+    """
+    if _tracks(q, k, v):
+        raise SieveError("block_sparse: has no gradient\n  hint: call it under torch.no_grad()")
+    words, block = mask
+    return ops.block_sparse(q, k, v, words, _scale(scale, q), [block, block])[0]
+
+
+def decode(q, k, v, k_cache, v_cache, length, *, window=None, scale=None):
+    """One new token a row against its cache, which gets the token's key and value.
+
+    q, k, v: `[batch, 1, heads, width]`; k_cache, v_cache: bf16 `[batch, KV heads, capacity, width]`, written in place;
+    length: int32 `[batch]`, keys of each row in the cache before this token, below the capacity.
+    """
+    return ops.attention_decode(q, k, v, k_cache, v_cache, length, _scale(scale, q), window)[0]
+
+
+def dma_decode(q, k, v, z, k_cache, v_cache, z_cache, positions, length, *, local=0, bias="exp", scale=None):
+    """One new token a row against the keys that DMA keeps: the row of `dma_attention` for it.
+
+    z: f32 `[batch, KV heads]`, the token's rank. Caches of `keep` places, written in place: k_cache, v_cache bf16
+    `[batch, KV heads, keep, width]`, z_cache f32 and positions int32 `[batch, KV heads, keep]`. length: int32
+    `[batch]`, tokens of each row before this one.
+    """
+    caches = (k_cache, v_cache, z_cache, positions)
+    return ops.dma_decode(q, k, v, z, *caches, length, _scale(scale, q), local, bias == "linear")[0]
+
+
+def mla_decode(q, latents, rank, *, scale, key_scale=None):
+    """The last tokens of each row over its latents (MLA with the up-projections folded into q and out of the result).
+
+    q: bf16 `[batch, new, heads, width]`; latents: bf16 `[batch, tokens, width]`, whose first `rank` columns are values
+    too; key_scale: f32 `[batch, tokens, heads]`, a factor on `q . k`. Returns `[batch, new, heads, rank]`.
+    """
+    return ops.mla_decode(q, latents, key_scale, scale, rank)[0]
+
+
+def supports(function, *args, **kwargs):
+    """Whether `function(*args, **kwargs)` has kernels: `(True, "")` or `(False, why not)`. Runs nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        fake = lambda x: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
+        try:
+            function(*[fake(x) for x in args], **{name: fake(x) for name, x in kwargs.items()})
+        except SieveError as error:
+            return False, str(error)
+    return True, ""

@@ -1,0 +1,88 @@
+"""torch.ops.sieve.*: the kernels as operators of torch, without autograd; functional.py has the functions to call.
+
+Each operator is one op of libsieve_capi and returns its outputs as a list. Outputs of fakes come from the plans that
+real calls run, so shapes, types and strides cannot differ.
+"""
+
+import torch
+
+from ._library import Op
+
+QKV = ("q", "k", "v")
+BOUNDS = ("doc_start", "doc_end")
+LISTS = ("list", "list_len", "tile_window")
+
+# Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
+TABLE = {
+    "attention_forward": ((*QKV, "doc_start?", "bias?"), ("float scale", "int? window")),
+    "attention_backward": (
+        (*QKV, "doc_start?", "doc_end?", "bias?", "o", "lse", "o_low?", "base?", "d_o"),
+        ("float scale", "int? window", "bool fixed_order"),
+    ),
+    "dma_scores": (("v", "w_dt", "a", "doc_start?"), ("float[] slopes",)),
+    "dma_scores_backward": (("v", "w_dt", "a", "x", "dz"), ()),
+    "dma_select": (("rank", "doc_start?", "doc_end?"), ("int keep", "int local")),
+    "dma_attention_forward": ((*QKV, "bias", *LISTS), ("float scale",)),
+    "dma_attention_backward": (
+        (*QKV, "bias", *LISTS, "o", "lse", "o_low?", "base?", "d_o"),
+        ("float scale", "bool fixed_order"),
+    ),
+    "nsa_mean_pool": (("k", "v", "doc_start?", "doc_end?"), ("int[] blocks",)),
+    "nsa_mean_pool_backward": (("k", "doc_start?", "doc_end?", "d_compressed"), ("int[] blocks",)),
+    "nsa_compressed_forward": (("q", "compressed", "doc_start?", "doc_end?"), ("float scale", "int[] blocks")),
+    "nsa_compressed_backward": (
+        ("q", "compressed", "doc_start?", "doc_end?", "o", "lse", "d_o"),
+        ("float scale", "int[] blocks", "bool fixed_order"),
+    ),
+    "nsa_selected_forward": ((*QKV, "block_indices", "doc_start?", "doc_end?"), ("float scale", "int[] blocks")),
+    "nsa_selected_backward": (
+        (*QKV, "block_indices", "doc_start?", "doc_end?", "o", "lse", "d_o"),
+        ("float scale", "int[] blocks", "bool fixed_order"),
+    ),
+    "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
+    "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),
+    "dma_decode": (
+        (*QKV, "z", "k_cache!", "v_cache!", "z_cache!", "positions!", "length"),
+        ("float scale", "int local", "bool linear"),
+    ),
+    "mla_decode": (("q", "latents", "key_scale?"), ("float scale", "int rank")),
+}
+
+_modes = torch._C._len_torch_dispatch_stack
+
+_torch_library = torch.library.Library("sieve", "DEF")
+IMPLEMENTATIONS = {}
+
+
+def _schema(name, tensors, settings):
+    arguments = []
+    for at, tensor in enumerate(tensors):
+        kind = "Tensor?" if tensor.endswith("?") else f"Tensor({chr(97 + at)}!)" if tensor.endswith("!") else "Tensor"
+        arguments.append(f"{kind} {tensor.rstrip('?!')}")
+    return f"{name}({', '.join([*arguments, *settings])}) -> Tensor[]"
+
+
+def _define(name, tensors, settings):
+    op = Op(name, [x.rstrip("?!") for x in tensors], [x.split()[-1] for x in settings])
+    call = op.__call__
+    if any("[]" in setting for setting in settings):
+        # Lists cannot be part of a plan's key.
+        call = lambda *arguments: op(*[tuple(x) if isinstance(x, list) else x for x in arguments])  # noqa: E731
+    _torch_library.define(_schema(name, tensors, settings))
+    for key in ("CUDA", "CPU"):
+        _torch_library.impl(name, call, key)
+    torch.library.register_fake(f"sieve::{name}", op.fake, lib=_torch_library)
+    IMPLEMENTATIONS[name] = op
+    through_torch = getattr(torch.ops.sieve, name).default
+
+    def run(*arguments):
+        """The operator; in plain eager calls without torch's dispatcher, which costs as much as a launch."""
+        if torch.compiler.is_compiling() or type(arguments[0]) is not torch.Tensor or _modes():
+            return through_torch(*arguments)
+        return call(*arguments)
+
+    return run
+
+
+for _name, (_tensors, _settings) in TABLE.items():
+    globals()[_name] = _define(_name, _tensors, _settings)

@@ -1,0 +1,112 @@
+"""The functions of sieve_attention by their definitions, in plain torch: any device, any float type, n x n memory.
+
+For tests, for small sizes, and to read what a function computes. Nothing here calls a kernel of Sieve's.
+"""
+
+import math
+
+import torch
+
+
+def seen(batch, tokens, window=None, documents=None, device=None):
+    """Whether query i sees key j: [batch, 1, tokens, tokens]."""
+    i = torch.arange(tokens, device=device)
+    mask = i <= i[:, None]
+    if window is not None:
+        mask = mask & (i > i[:, None] - window)
+    mask = mask.expand(batch, 1, -1, -1)
+    if documents is not None:
+        mask = mask & (i >= documents[0][:, None, :, None])
+    return mask
+
+
+def masked_attention(q, k, v, mask, bias=None, scale=None):
+    """softmax(q . k * scale + bias) v where the mask [batch, KV heads or 1, tokens, keys] is true; 0 where nothing is."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if bias is not None:
+        logits = logits + bias.to(logits.dtype).repeat_interleave(group, 1)[:, :, None]
+    if mask.shape[1] > 1:
+        mask = mask.repeat_interleave(group, 1)
+    # A row without a key would be NaN, in its gradient too.
+    empty = ~mask.any(-1, keepdim=True)
+    p = torch.softmax(logits.masked_fill(~(mask | empty), float("-inf")), -1).masked_fill(~mask, 0.0)
+    return torch.einsum("bhij,bjhd->bihd", p, v)
+
+
+def attention(q, k, v, *, window=None, scale=None, bias=None, documents=None):
+    mask = seen(q.shape[0], q.shape[1], window, documents, q.device)
+    return masked_attention(q, k, v, mask, bias, scale)
+
+
+def kept_keys(rank, *, keep, local=0, documents=None):
+    """Which keys each query keeps, [batch, KV heads, tokens, tokens]: query by query, from the definition."""
+    batch, heads, tokens = rank.shape
+    kept = torch.zeros(batch, heads, tokens, tokens, dtype=torch.bool, device=rank.device)
+    for row in range(batch):
+        for i in range(tokens):
+            first = 0 if documents is None else int(documents[0][row, i])
+            near = max(i + 1 - local, first)
+            kept[row, :, i, near : i + 1] = True
+            older = rank[row, :, first:near].flip(-1)
+            # Of equal ranks the later key: a stable sort from the last key to the first.
+            best = older.sort(dim=-1, descending=True, stable=True).indices[:, : keep - local]
+            kept[row, :, i].scatter_(-1, near - 1 - best, True)
+    return kept
+
+
+def dma_scores(v, w_dt, a, *, slopes=None, documents=None):
+    x = torch.einsum("bnc,hc->bhn", v.flatten(2), w_dt.to(v.dtype))
+    z = a.to(v.dtype)[:, None] * torch.nn.functional.softplus(x)
+    if slopes is None:
+        return z
+    position = torch.arange(v.shape[1], device=v.device)[None]
+    position = position if documents is None else position - documents[0]
+    return z + position[:, None].to(z.dtype) * torch.tensor(slopes, dtype=z.dtype, device=z.device)[:, None]
+
+
+def dma_attention(q, k, v, w_dt, a, *, keep, local=0, slopes=None, bias="exp", scale=None, documents=None, rank=None):
+    """`rank`, where it is given, chooses the keys: ties and rounding of another computation's scores."""
+    z = dma_scores(v, w_dt, a, slopes=slopes, documents=documents)
+    kept = kept_keys(z if rank is None else rank, keep=keep, local=local, documents=documents)
+    return masked_attention(q, k, v, kept, z.clamp(max=60.0).exp() if bias == "exp" else z, scale)
+
+
+def nsa_mean_pool(k, v, stride, size):
+    """Means of blocks of one document a row; a block that the row cuts is left at 0."""
+    pooled = []
+    for x in (k, v):
+        slots = -(-x.shape[1] // stride)
+        rows = [x[:, i * stride : i * stride + size] for i in range(slots)]
+        pooled.append(torch.stack([r.mean(1) if r.shape[1] == size else torch.zeros_like(x[:, 0]) for r in rows], 1))
+    return pooled
+
+
+def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=None):
+    """Outputs of the three branches for one document a row, and the chosen blocks [batch, KV heads, tokens, blocks]."""
+    tokens, (batch, _, heads, _), kv_heads = q.shape[1], q.shape, k.shape[2]
+    i = torch.arange(tokens, device=q.device)
+    slots = compressed_k.shape[1]
+    start = torch.arange(slots, device=q.device) * blocks.stride
+    mask = (start + blocks.compressed - 1 <= i[:, None]).expand(batch, 1, -1, -1)
+    coarse = masked_attention(q, compressed_k, compressed_v, mask)
+    if chosen is None:
+        logits = torch.einsum("bihd,bjhd->bhij", q, compressed_k.repeat_interleave(heads // kv_heads, 2))
+        logits = (logits / math.sqrt(q.shape[-1])).masked_fill(~mask, float("-inf"))
+        p = torch.softmax(logits, -1).nan_to_num(0.0).unflatten(1, (kv_heads, -1)).sum(2)
+        count = -(-tokens // blocks.selected)
+        block = torch.arange(count, device=q.device) * blocks.selected
+        # Strides that a compressed block shares with a selected one.
+        first = torch.maximum(start[:, None], block)
+        last = torch.minimum(start[:, None] + blocks.compressed, block + blocks.selected)
+        importance = p @ ((last - first).clamp(min=0) // blocks.stride).to(p.dtype)
+        own = (i // blocks.selected)[:, None]
+        index = torch.arange(count, device=q.device)
+        forced = (index == own) | (index == own - 1) | (index == 0)
+        importance = importance.masked_fill(forced, float("inf")).masked_fill(index > own, float("-inf"))
+        order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        best = count - 1 - order[..., : blocks.num_selected]
+        chosen = torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (index <= own)
+    tile = chosen.repeat_interleave(blocks.selected, -1)[..., :tokens] & (i <= i[:, None])
+    return (coarse, masked_attention(q, k, v, tile), attention(q, k, v, window=window)), chosen

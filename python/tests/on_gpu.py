@@ -1,0 +1,456 @@
+"""What only a GPU shows: streams, graphs, compilation, memory, time. `python on_gpu.py [NAME ..]`; prints a line a check."""
+
+import json
+import sys
+import time
+import traceback
+
+import torch
+from parity import random
+
+import sieve_attention as sieve
+from sieve_attention import reference
+
+DEVICE = "cuda"
+
+
+def qkv(tokens, batch=1, heads=16, kv_heads=8, width=128, grad=False):
+    made = [random(batch, tokens, n, width, device=DEVICE, seed=n) for n in (heads, kv_heads, kv_heads)]
+    made[2] = made[2].flip(0).clone()
+    return [x.requires_grad_(grad) for x in made]
+
+
+def rank_of(tokens, kv_heads=8):
+    return random(1, kv_heads, tokens, device=DEVICE, dtype=torch.float32, seed=5)
+
+
+def calls(tokens, grad=False):
+    """Every function with gradients, on the same sizes."""
+    q, k, v = qkv(tokens, grad=grad)
+    rank = rank_of(tokens)
+    w_dt = random(8, 1024, device=DEVICE, dtype=torch.float32, scale=0.05, seed=6).requires_grad_(grad)
+    a = random(8, device=DEVICE, dtype=torch.float32, seed=7).abs().requires_grad_(grad)
+    gates = [random(1, tokens, 16, device=DEVICE, seed=8 + n).sigmoid() for n in range(3)]
+    keep = min(1024, tokens // 4)
+    return {
+        "dense": lambda: sieve.attention(q, k, v),
+        "window": lambda: sieve.attention(q, k, v, window=keep),
+        "expiring": lambda: sieve.expiring_attention(q, k, v, rank, sieve.select(rank, keep=keep)),
+        "dma": lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep, local=keep // 8, slopes=[0.01] * 8),
+        "nsa": lambda: sieve.nsa(q, k, v, *sieve.nsa_mean_pool(k, v), *gates),
+    }, [q, k, v, w_dt, a]
+
+
+def side_stream():
+    for name, call in calls(3000)[0].items():
+        expected = call()
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            # Behind a long wait of this stream, so that a launch elsewhere would read what is not there yet.
+            torch.cuda._sleep(20_000_000)
+            got = call()
+        stream.synchronize()
+        assert torch.equal(got, expected), name
+
+
+def second_gpu():
+    if torch.cuda.device_count() < 2:
+        return "one GPU"
+    q, k, v = qkv(500)
+    expected = sieve.attention(q, k, v)
+    got = sieve.attention(*(x.to("cuda:1") for x in (q, k, v)))
+    assert torch.cuda.current_device() == 0 and torch.equal(got.to("cuda:0"), expected)
+
+
+def cuda_graph():
+    for name, call in calls(3000, grad=True)[0].items():
+        every = calls(3000, grad=True)
+        call, inputs = every[0][name], [x for x in every[1]]
+
+        def step():
+            o = call()
+            return [o, *torch.autograd.grad(o, inputs, torch.ones_like(o), allow_unused=True)]
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                expected = step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = step()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(made[0], expected[0]), f"{name}: output"
+        with torch.no_grad():
+            inputs[0].mul_(0.5)
+        graph.replay()
+        again = step()
+        torch.cuda.synchronize()
+        assert torch.equal(made[0], again[0]), f"{name}: output of new inputs"
+        for x, y in zip(made[1:], again[1:]):
+            if x is not None:
+                # Sums of a free order: last bits differ from run to run.
+                assert (x.float() - y.float()).norm() <= 2e-2 * y.float().norm() + 1e-6, f"{name}: a gradient"
+
+
+def capture_of_new_shapes():
+    graph = torch.cuda.CUDAGraph()
+    q, k, v = qkv(777)
+    try:
+        with torch.cuda.graph(graph):
+            sieve.attention(q, k, v)
+    except sieve.SieveError as error:
+        assert "capture" in str(error)
+    else:
+        raise AssertionError("a plan was loaded under capture")
+
+
+def compiled():
+    for mode in (None, "reduce-overhead"):
+        for name in ("dense", "window", "expiring", "dma", "nsa"):
+            made, inputs = calls(2048, grad=True)
+            call = made[name]
+            torch._dynamo.reset()
+            fast = torch.compile(lambda: call() * 2, fullgraph=True, mode=mode)
+            torch.compiler.cudagraph_mark_step_begin()
+            o = fast()
+            d_o = torch.ones_like(o)
+            got = [o.clone(), *(x.clone() if x is not None else None for x in torch.autograd.grad(o, inputs, d_o, allow_unused=True))]
+            o = call() * 2
+            expected = [o, *torch.autograd.grad(o, inputs, d_o, allow_unused=True)]
+            for x, y in zip(got, expected):
+                assert (x is None) == (y is None)
+                assert x is None or (x.float() - y.float()).norm() <= 2e-2 * y.float().norm() + 1e-6, f"{name}, {mode}"
+
+
+def _run_of(q, k, v):
+    """The library's part of a call: maps, launch."""
+    from sieve_attention import _library, ops
+
+    op = ops.IMPLEMENTATIONS["attention_forward"]
+    sieve.attention(q, k, v)
+    plan, given, _, index = list(op.plans.values())[-1]
+    o, lse = op(q, k, v, None, None, 0.1, None)
+    plan, given, _, index = list(op.plans.values())[-1]
+    pointers = plan.array(*(x.data_ptr() for x in (q, k, v, given[3], o, lse)), 0)
+    return lambda: _library._run(plan.handle, pointers, plan.count, _library._stream(index))
+
+
+def no_growth():
+    made, inputs = calls(2048, grad=True)
+    for name, call in made.items():
+        for n in range(2000 if name in ("dense", "dma") else 200):
+            o = call()
+            torch.autograd.grad(o, inputs, o, allow_unused=True)
+            if n == 20:
+                torch.cuda.synchronize()
+                free, before = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() == before, f"{name}: torch holds more"
+        assert torch.cuda.mem_get_info()[0] >= free - (2 << 20), f"{name}: the GPU holds more"
+
+
+def deterministic():
+    q, k, v = qkv(3000, grad=True)
+    rank = rank_of(3000)
+    for call in (
+        lambda: sieve.attention(q, k, v, deterministic=True),
+        lambda: sieve.expiring_attention(q, k, v, rank, sieve.select(rank, keep=300), deterministic=True),
+    ):
+        runs = []
+        for _ in range(3):
+            o = call()
+            runs.append((o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))))
+        assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(runs[0], run))
+
+
+def long_odd():
+    """12,345 tokens against torch's own attention in f32, a slice of heads at a time."""
+    q, k, v = qkv(12_345, heads=2, kv_heads=1, grad=True)
+    o = sieve.attention(q, k, v)
+    d_o = random(*o.shape, device=DEVICE, seed=3)
+    got = (o, *torch.autograd.grad(o, (q, k, v), d_o))
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = [y.detach().to(dtype).requires_grad_() for y in (q, k, v)]
+        exact = reference.attention(*x)
+        results.append([z.detach() for z in (exact, *torch.autograd.grad(exact, x, d_o.to(dtype)))])
+        del exact
+    for name, x, exact, plain in zip(("o", "dq", "dk", "dv"), got, *results):
+        error, allowed = ((y.float() - exact).norm().item() for y in (x, plain))
+        assert error <= 2 * allowed, f"{name}: {error} against {allowed}"
+
+
+def opcheck():
+    from sieve_attention import ops
+
+    q, k, v = qkv(300, heads=4, kv_heads=2, width=64)
+    rank, scale = rank_of(300, 2), 0.125
+    blocks = [16, 8, 32, 3]
+    w, a = torch.randn(128, 2, device=DEVICE), torch.randn(2, device=DEVICE)
+    o, lse = ops.attention_forward(q, k, v, None, None, scale, None)
+    expire, *lists = ops.dma_select(rank, None, None, 64, 8)
+    d = ops.dma_attention_forward(q, k, v, rank, *lists, scale)
+    kept = [d[0], d[1], *[None] * (4 - len(d)), *d[2:]]
+    x, z = ops.dma_scores(v, w, a, None, [])
+    (compressed,) = ops.nsa_mean_pool(k, v, None, None, blocks)
+    c = ops.nsa_compressed_forward(q, compressed, None, None, scale, blocks)
+    s = ops.nsa_selected_forward(q, k, v, c[2], None, None, scale, blocks)
+    one = [y[:, :1].contiguous() for y in (q, k, v)]
+    caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
+    length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    arguments = {
+        "attention_forward": (q, k, v, None, None, scale, 50),
+        "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, scale, None, True),
+        "dma_scores": (v, w, a, None, [0.1, 0.2]),
+        "dma_scores_backward": (v, w, a, x, z),
+        "dma_select": (rank, None, None, 64, 8),
+        "dma_attention_forward": (q, k, v, rank, *lists, scale),
+        "dma_attention_backward": (q, k, v, rank, *lists, *kept, d[0], scale, True),
+        "nsa_mean_pool": (k, v, None, None, blocks),
+        "nsa_mean_pool_backward": (k, None, None, compressed, blocks),
+        "nsa_compressed_forward": (q, compressed, None, None, scale, blocks),
+        "nsa_compressed_backward": (q, compressed, None, None, c[0], c[1], c[0], scale, blocks, True),
+        "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
+        "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
+        "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)[0], scale, [64, 64]),
+        "attention_decode": (*one, *caches, length, scale, None),
+        "dma_decode": (*one, rank[:, :, 0].contiguous(), *caches, rank[..., :32].contiguous(), expire[..., :32].contiguous(), length, scale, 2, False),
+        "mla_decode": (q, torch.randn(1, 400, 64, device=DEVICE, dtype=torch.bfloat16), None, scale, 32),
+    }
+    assert set(arguments) == set(ops.TABLE)
+    for name, given in arguments.items():
+        # Entries of a list behind its last one are never written: two runs differ there.
+        unwritten = ("dma_select", "dma_decode")
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+        try:
+            torch.library.opcheck(
+                getattr(torch.ops.sieve, name).default, given, test_utils=tests[: 3 if name in unwritten else 4]
+            )
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
+
+
+def milliseconds(call, repeats=15):
+    """Median time on the GPU of calls behind each other, the L2 cache cleared between them."""
+    scratch = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+    times = []
+    for _ in range(3):
+        call()
+    for _ in range(repeats):
+        scratch.zero_()
+        torch.cuda._sleep(2_000_000)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def speed():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens, keep = 32768, 1024
+    q, k, v = qkv(tokens, grad=True)
+    d_o = torch.randn_like(q)
+    heads_first = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    found = {}
+
+    def both(name, call, inputs, d_o):
+        with torch.no_grad():
+            found[f"{name}, forward"] = milliseconds(call)
+        o = call()
+        backward = lambda: torch.autograd.grad(o, inputs, d_o, retain_graph=True)  # noqa: E731
+        found[f"{name}, backward"] = milliseconds(backward)
+
+        def step():
+            torch.autograd.grad(call(), inputs, d_o)
+
+        found[f"{name}, both"] = milliseconds(step)
+
+    def cudnn():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+
+    try:
+        cudnn()
+    except RuntimeError:
+        heads_first[1:] = [x.detach().repeat_interleave(2, 1).requires_grad_() for x in heads_first[1:]]
+
+    rank = rank_of(tokens)
+    w_dt = random(8, 1024, device=DEVICE, dtype=torch.float32, scale=0.05, seed=6).requires_grad_()
+    a = random(8, device=DEVICE, dtype=torch.float32, seed=7).abs().requires_grad_()
+    bias = rank.clone().requires_grad_()
+    both("cudnn dense", cudnn, heads_first, d_o.transpose(1, 2).contiguous())
+    both("dense", lambda: sieve.attention(q, k, v), (q, k, v), d_o)
+    both("window 1024", lambda: sieve.attention(q, k, v, window=1024), (q, k, v), d_o)
+    selection = sieve.select(rank, keep=keep)
+    found["select"] = milliseconds(lambda: sieve.select(rank, keep=keep))
+    both("expiring", lambda: sieve.expiring_attention(q, k, v, bias, selection), (q, k, v, bias), d_o)
+    chosen = lambda: sieve.expiring_attention(q, k, v, bias, sieve.select(rank, keep=keep))  # noqa: E731
+    both("select + expiring", chosen, (q, k, v, bias), d_o)
+    both("dma_attention", lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep), (q, k, v, w_dt, a), d_o)
+    gates = [random(1, tokens, 16, device=DEVICE, seed=8 + n).sigmoid() for n in range(3)]
+    ck, cv = (x.detach().requires_grad_() for x in sieve.nsa_mean_pool(k, v))
+    both("nsa", lambda: sieve.nsa(q, k, v, ck, cv, *gates), (q, k, v, ck, cv), d_o)
+    _, indices = sieve.nsa_compressed(q, ck, cv)
+    both("nsa_compressed", lambda: sieve.nsa_compressed(q, ck, cv)[0], (q, ck, cv), d_o)
+    both("nsa_selected", lambda: sieve.nsa_selected(q, k, v, indices), (q, k, v), d_o)
+    found["cudnn / (select + expiring)"] = found["cudnn dense, both"] / found["select + expiring, both"]
+    return found
+
+
+def layouts():
+    """Dense attention on q, k and v apart and packed, beside cuDNN, in turns: a warm GPU is slower."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    tokens = 32768
+    q, k, v = qkv(tokens)
+    packed = torch.cat([q, k, v], 2)
+    slices = packed.split([16, 8, 8], 2)
+    heads_first = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    noise = torch.randn_like(packed).split([16, 8, 8], 2)
+
+    def cudnn():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+
+    found = {}
+    for turn in range(3):
+        for name, call in {
+            "cudnn": cudnn,
+            "apart": lambda: sieve.attention(q, k, v),
+            "packed": lambda: sieve.attention(*slices),
+            "packed, other numbers": lambda: sieve.attention(*noise),
+            "window apart": lambda: sieve.attention(q, k, v, window=1024),
+            "window packed": lambda: sieve.attention(*slices, window=1024),
+        }.items():
+            time.sleep(0.2)
+            found[f"{name} {turn}"] = milliseconds(call, 9)
+    return found
+
+
+def model():
+    """An exported DMA model of 80M with random weights at 32K: prefill and decoding, beside a dense one by SDPA."""
+    import importlib.util
+    import os
+
+    import sieve_attention.transformers
+
+    sieve_attention.transformers.register()
+    spec = importlib.util.spec_from_file_location("modeling_sieve", os.environ["SIEVE_EXPORT"])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sizes = {
+        "vocab_size": 50304, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    found = {}
+    ids = torch.randint(0, 50304, (1, 32768), device=DEVICE)
+    cases = (("dma", "sieve", 32768), ("dma", "sdpa", 8192), ("mha", "sieve", 32768), ("mha", "sdpa", 32768))
+    for kind, name, count in cases:
+        torch.manual_seed(1)
+        config = module.SieveConfig(**sizes, attention_kind=kind, keep_window_size=1024, local_window_size=128)
+        made = module.SieveForCausalLM._from_config(config, attn_implementation=name).to(DEVICE, torch.bfloat16)
+        for weights in made.parameters():
+            if weights.dim() > 1:
+                torch.nn.init.normal_(weights, std=weights.shape[-1] ** -0.5)
+        with torch.no_grad():
+            made.eval()
+            prefill = lambda: made(ids[:, :count], use_cache=True, logits_to_keep=1)  # noqa: E731
+            found[f"{kind} {name} {count}: prefill, ms"] = milliseconds(prefill, 3)
+            cache = prefill().past_key_values
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for n in range(20):
+                made(ids[:, n : n + 1], past_key_values=cache, use_cache=True)
+            torch.cuda.synchronize()
+            found[f"{kind} {name} {count}: decoding, ms a token"] = (time.perf_counter() - start) * 50
+    losses = {}
+    for name in ("sieve", "sdpa"):
+        torch.manual_seed(2)
+        config = module.SieveConfig(**sizes, attention_kind="dma", keep_window_size=256, local_window_size=32)
+        made = module.SieveForCausalLM._from_config(config, attn_implementation=name).to(DEVICE, torch.bfloat16)
+        for weights in made.parameters():
+            if weights.dim() > 1:
+                torch.nn.init.normal_(weights, std=0.02)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        made.train()
+        losses[name] = []
+        for _ in range(20):
+            loss = made(ids[:, :1024], labels=ids[:, :1024]).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[name].append(loss.item())
+    worst = max(abs(x - y) for x, y in zip(*losses.values()))
+    found["twenty steps: first loss"] = losses["sieve"][0]
+    found["last loss"], found["largest difference of a loss to sdpa's"] = losses["sieve"][-1], worst
+    assert worst < 0.1 and losses["sieve"][-1] < losses["sieve"][0] - 1, losses
+    return found
+
+
+def host():
+    """Microseconds of the host for one call: small tensors, the GPU far behind."""
+    found = {}
+    made, inputs = calls(128)
+    with_grad, _ = calls(128, grad=True)
+    for kind, some in (("", made), (" with autograd", with_grad)):
+        for name, call in some.items():
+            for _ in range(20):
+                call()
+            torch.cuda.synchronize()
+            times = []
+            for _ in range(20):
+                torch.cuda._sleep(20_000_000)
+                start = time.perf_counter()
+                for _ in range(20):
+                    call()
+                times.append((time.perf_counter() - start) / 20 * 1e6)
+                torch.cuda.synchronize()
+            found[name + kind] = sorted(times)[10]
+    q, k, v = qkv(128)
+    for name, call in {
+        "torch sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, enable_gqa=True
+        ),
+        "two torch.empty": lambda: (torch.empty_like(q), torch.empty(1, 16, 128, device=DEVICE)),
+        "a plan": _run_of(q, k, v),
+        "operator of torch": lambda: torch.ops.sieve.attention_forward(q, k, v, None, None, 0.1, None),
+    }.items():
+        call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            call()
+        found[name] = (time.perf_counter() - start) / 200 * 1e6
+        torch.cuda.synchronize()
+    return found
+
+
+CHECKS = (
+    side_stream, second_gpu, cuda_graph, capture_of_new_shapes, deterministic, long_odd, opcheck, speed, layouts, host, no_growth,
+    compiled, model,
+)  # fmt: skip
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:]
+    failed = 0
+    for check in CHECKS:
+        if wanted and check.__name__ not in wanted:
+            continue
+        start = time.perf_counter()
+        try:
+            outcome = check() or "ok"
+        except Exception:
+            failed += 1
+            outcome = "FAILED\n" + traceback.format_exc()
+        if isinstance(outcome, dict):
+            outcome = json.dumps({name: round(value, 4) for name, value in outcome.items()}, indent=1)
+        print(f"{check.__name__}: {outcome} ({time.perf_counter() - start:.1f} s)", flush=True)
+    sys.exit(failed)

@@ -1,0 +1,40 @@
+"""Comparison with a definition: by norm and by row, against the error that plain bf16 torch makes."""
+
+import torch
+
+
+def random(*shape, device, scale=1.0, dtype=torch.bfloat16, seed):
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return made.to(device=device, dtype=dtype)
+
+
+def leaves(tensors, dtype=None):
+    return [x.detach().clone().to(dtype or x.dtype).requires_grad_() for x in tensors]
+
+
+def assert_close(name, got, exact, plain, floor=1e-3):
+    """The error of `got` is at most twice that of `plain`, over the whole tensor and in the worst row."""
+    got, exact, plain = (x.detach().double() for x in (got, exact, plain))
+    assert got.shape == exact.shape, f"{name}: {tuple(got.shape)}, expected {tuple(exact.shape)}"
+    assert torch.isfinite(got).all(), f"{name}: a number that is not finite"
+    scale = exact.norm(dim=-1).mean() if exact.dim() else exact.abs()
+    for form, size in (("norm", lambda x: x.norm() / max(x.numel() // x.shape[-1], 1) ** 0.5), ("row", lambda x: x.norm(dim=-1).max())):
+        error, allowed = size(got - exact), 2 * size(plain - exact) + floor * scale + 1e-5
+        assert error <= allowed, f"{name}, by {form}: error {error:.3g}, plain bf16 allows {allowed:.3g}"
+
+
+def compare(name, ours, definition, inputs, settings=None, names="qkv"):
+    """Output and all gradients of `ours` beside the definition in f32 and in the inputs' own types."""
+    settings = settings or {}
+    results = []
+    d_o = None
+    for function, dtype in ((ours, None), (definition, torch.float32), (definition, None)):
+        mine = leaves(inputs, dtype)
+        o = function(*mine, **settings)
+        if d_o is None:
+            d_o = random(*o.shape, device=o.device, seed=99)
+        gradients = torch.autograd.grad(o, mine, d_o.to(o.dtype))
+        results.append((o, *gradients))
+    for part, *three in zip(("o", *(f"d{x}" for x in names)), *results):
+        assert_close(f"{name}: {part}", *three)
+    return results[0]

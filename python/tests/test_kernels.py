@@ -1,0 +1,220 @@
+"""Outputs and gradients of every function beside its definition in reference.py."""
+
+import pytest
+import torch
+from parity import assert_close, compare, random
+
+import sieve_attention as sieve
+from sieve_attention import _library, functional, reference
+
+
+def qkv(batch, tokens, heads, kv_heads, width, width_v=None, *, device, scale=1.0):
+    shape = (batch, tokens)
+    q = random(*shape, heads, width, device=device, scale=scale, seed=1)
+    k = random(*shape, kv_heads, width, device=device, scale=scale, seed=2)
+    return q, k, random(*shape, kv_heads, width_v or width, device=device, seed=3)
+
+
+def two_documents(tokens, device, at=(0, 23, 24)):
+    return sieve.documents(torch.tensor([*at, tokens], device=device), tokens)
+
+
+DENSE = {
+    "group 2": ((2, 63, 6, 3, 64), {}),
+    "one token": ((1, 1, 1, 1, 16), {}),
+    "window": ((1, 130, 4, 2, 80), {"window": 17}),
+    "window of 1": ((2, 65, 5, 1, 64), {"window": 1}),
+    "MLA": ((1, 70, 2, 2, 192, 128), {}),
+    "scale": ((1, 129, 3, 3, 128), {"scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_attention(name, deterministic, device):
+    shape, settings = DENSE[name]
+    ours = lambda *x, **s: sieve.attention(*x, **s, deterministic=deterministic)  # noqa: E731
+    compare(name, ours, reference.attention, qkv(*shape, device=device), settings)
+
+
+def test_documents(device):
+    tokens = 100
+    bounds = two_documents(tokens, device)
+    assert bounds[0][0, [0, 22, 23, 24, 99]].tolist() == [0, 0, 23, 24, 24]
+    assert bounds[1][0, [0, 22, 23, 24, 99]].tolist() == [23, 23, 24, 100, 100]
+    inputs = qkv(1, tokens, 4, 2, 64, device=device)
+    o, *_ = compare("packed", sieve.attention, reference.attention, inputs, {"documents": bounds})
+    alone = sieve.attention(*(x[:, 24:] for x in inputs))
+    assert (o[:, 24:].float() - alone.float()).abs().max() < 0.02
+
+
+def test_large_scores(device):
+    compare("large", sieve.attention, reference.attention, qkv(1, 96, 2, 1, 64, device=device, scale=12.0))
+
+
+def test_bias(device):
+    inputs = (*qkv(2, 75, 4, 2, 64, device=device), random(2, 2, 75, device=device, dtype=torch.float32, scale=3, seed=4))
+    ours = lambda q, k, v, bias: sieve.attention(q, k, v, bias=bias.float())  # noqa: E731
+    plain = lambda q, k, v, bias: reference.attention(q, k, v, bias=bias)  # noqa: E731
+    compare("bias", ours, plain, inputs, names=("q", "k", "v", "bias"))
+
+
+def test_strides_are_walked_or_copied(device):
+    packed = random(2, 40, 8, 64, device=device, seed=5)
+    q, k, v = packed[:, :, :4], packed[:, :, 4:6], packed[:, :, 6:]
+    expected = sieve.attention(q.contiguous(), k.contiguous(), v.contiguous())
+    assert torch.equal(sieve.attention(q, k, v), expected)
+    heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    assert torch.equal(sieve.attention(*heads_first), expected)
+    op = functional.ops.IMPLEMENTATIONS["attention_forward"]
+    copies = lambda *x: op.plan((*x, None, None), (0.1, None), _library.EMULATED)[1]  # noqa: E731
+    assert copies(q, k, v) == [] and copies(*heads_first) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("keep, local", [(20, 0), (20, 5), (7, 7), (1, 0), (500, 3)])
+def test_selection_is_exact(keep, local, device):
+    tokens = 150
+    rank = random(2, 3, tokens, device=device, dtype=torch.float32, seed=6)
+    rank = (rank * 3).round() / 3  # ties
+    for bounds in (None, [x.expand(2, -1).contiguous() for x in two_documents(tokens, device)]):
+        selection = sieve.select(rank, keep=keep, local=local, documents=bounds)
+        i = torch.arange(tokens, device=device)
+        seen = (i <= i[:, None]) & (i[:, None] < selection.expire[:, :, None, :])
+        kept = reference.kept_keys(rank, keep=keep, local=local, documents=bounds)
+        assert torch.equal(seen, kept)
+        assert (selection.lists is None) == (keep >= tokens)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("keep, local, documents", [(24, 0, False), (24, 8, True), (300, 0, False)])
+def test_expiring_attention(keep, local, documents, deterministic, device):
+    tokens = 140
+    bounds = two_documents(tokens, device) if documents else None
+    rank = random(1, 2, tokens, device=device, dtype=torch.float32, seed=7)
+    selection = sieve.select(rank, keep=keep, local=local, documents=bounds)
+    kept = reference.kept_keys(rank, keep=keep, local=local, documents=bounds)
+    inputs = (*qkv(1, tokens, 4, 2, 64, device=device), random(1, 2, tokens, device=device, dtype=torch.float32, seed=8))
+    ours = lambda q, k, v, bias: sieve.expiring_attention(  # noqa: E731
+        q, k, v, bias.float(), selection, deterministic=deterministic
+    )
+    plain = lambda q, k, v, bias: reference.masked_attention(q, k, v, kept, bias)  # noqa: E731
+    got = compare("expiring", ours, plain, inputs, names=("q", "k", "v", "bias"))
+    unseen = ~kept.any(2)
+    assert unseen.any() or keep >= tokens or local
+    for gradient in (got[2].transpose(1, 2), got[3].transpose(1, 2), got[4][..., None]):
+        assert (gradient[unseen] == 0).all()
+    unbiased = sieve.expiring_attention(*inputs[:3], None, selection)
+    assert_close("no bias", unbiased, reference.masked_attention(*(x.float() for x in inputs[:3]), kept), reference.masked_attention(*inputs[:3], kept))
+
+
+@pytest.mark.parametrize("bias, slopes", [("exp", None), ("linear", [0.25, 0.03125])])
+def test_dma_attention(bias, slopes, device):
+    tokens = 130
+    inputs = (
+        *qkv(2, tokens, 4, 2, 64, device=device),
+        random(2, 128, device=device, scale=0.1, dtype=torch.float32, seed=9),
+        random(2, device=device, dtype=torch.float32, seed=10).abs(),
+    )
+    settings = {"keep": 33, "local": 4, "slopes": slopes, "bias": bias}
+    rank = sieve.dma_scores(*inputs[2:], slopes=slopes).detach()
+    exact = reference.dma_scores(*(x.float() for x in inputs[2:]), slopes=slopes)
+    assert (rank - exact).abs().max() <= 1e-5 * exact.abs().max()
+    ours = lambda *x, **s: sieve.dma_attention(x[0], x[1], x[2], x[3].float(), x[4].float(), **s)  # noqa: E731
+    plain = lambda *x, **s: reference.dma_attention(*x[:3], x[3].to(x[2].dtype), x[4], rank=rank, **s)  # noqa: E731
+    compare("dma", ours, plain, inputs, settings, names=("q", "k", "v", "w_dt", "a"))
+
+
+BLOCKS = sieve.NsaBlocks(16, 8, 32, 3)
+
+
+def test_nsa(device):
+    tokens, heads, kv_heads = 200, 4, 2
+    q, k, v = qkv(1, tokens, heads, kv_heads, 64, device=device)
+    pooled = sieve.nsa_mean_pool(k, v, blocks=BLOCKS)
+    for got, exact in zip(pooled, reference.nsa_mean_pool(k.float(), v.float(), BLOCKS.stride, BLOCKS.compressed)):
+        whole = tokens // BLOCKS.stride - 1
+        assert (got[:, :whole].float() - exact[:, :whole]).abs().max() < 0.01
+    ck, cv = (x.detach() for x in pooled)
+    _, indices = sieve.nsa_compressed(q, ck, cv, blocks=BLOCKS)
+    slots = indices.transpose(1, 2).long()
+    chosen = torch.zeros(1, kv_heads, tokens, -(-tokens // BLOCKS.selected), dtype=torch.long, device=device)
+    chosen = chosen.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
+    _, expected = reference.nsa_branches(*(x.float() for x in (q, k, v, ck, cv)), BLOCKS, window=24)
+    assert (chosen == expected).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
+    gates = [random(1, tokens, heads, device=device, seed=20 + n).sigmoid() for n in range(3)]
+
+    def ours(q, k, v, ck, cv):
+        return sieve.nsa(q, k, v, ck, cv, *gates, blocks=BLOCKS, window=24)
+
+    def plain(q, k, v, ck, cv):
+        branches, _ = reference.nsa_branches(q, k, v, ck, cv, BLOCKS, window=24, chosen=chosen)
+        return sum(gate[..., None].to(q.dtype) * o for gate, o in zip(gates, branches))
+
+    names = ("q", "k", "v", "compressed_k", "compressed_v")
+    compare("nsa", ours, plain, (q, k, v, ck, cv), names=names)
+
+
+def test_nsa_mean_pool_gradient(device):
+    _, k, v = qkv(2, 100, 2, 2, 64, device=device)
+    # The last blocks of the definition are cut by the row's end; ours hold no gradient there.
+    ours = lambda k, v: torch.cat(sieve.nsa_mean_pool(k, v, blocks=BLOCKS))[:, :11]  # noqa: E731
+    plain = lambda k, v: torch.cat(reference.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))[:, :11]  # noqa: E731
+    compare("pool", ours, plain, (k, v), names="kv")
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_block_sparse(block, device):
+    tokens = 300
+    q, k, v = qkv(1, tokens, 4, 2, 64, device=device)
+    count = -(-tokens // block)
+    mask = torch.rand(4, count, count, generator=torch.Generator().manual_seed(3)).to(device) < 0.5
+    whole = mask.repeat_interleave(block, 1).repeat_interleave(block, 2)[None, :, :tokens, :tokens]
+    whole = whole & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
+    with torch.no_grad():
+        o = sieve.block_sparse(q, k, v, sieve.block_mask(mask, block))
+    each = lambda q, k, v: torch.cat(  # noqa: E731
+        [reference.masked_attention(q[:, :, h : h + 1], k[:, :, h // 2 : h // 2 + 1], v[:, :, h // 2 : h // 2 + 1], whole[:, h : h + 1]) for h in range(4)], 2
+    )
+    assert_close("blocks", o, each(*(x.float() for x in (q, k, v))), each(q, k, v))
+
+
+def test_decode(device):
+    batch, capacity, heads, kv_heads, width = 2, 48, 4, 2, 64
+    q, k, v = qkv(batch, 20, heads, kv_heads, width, device=device)
+    caches = [torch.zeros(batch, kv_heads, capacity, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    for window in (None, 5):
+        exact = reference.attention(*(x.float() for x in (q, k, v)), window=window)
+        plain = reference.attention(q, k, v, window=window)
+        for t in range(20):
+            length = torch.full((batch,), t, dtype=torch.int32, device=device)
+            o = sieve.decode(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], *caches, length, window=window)
+            assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
+
+
+def test_dma_decode(device):
+    batch, keep, tokens = 1, 8, 30
+    q, k, v = qkv(batch, tokens, 4, 2, 64, device=device)
+    z = random(batch, 2, tokens, device=device, dtype=torch.float32, seed=11)
+    kept = reference.kept_keys(z, keep=keep, local=3)
+    exact = reference.masked_attention(q.float(), k.float(), v.float(), kept, z.exp())
+    plain = reference.masked_attention(q, k, v, kept, z.exp())
+    caches = [torch.zeros(batch, 2, keep, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    caches.append(torch.zeros(batch, 2, keep, device=device))
+    caches.append(torch.zeros(batch, 2, keep, dtype=torch.int32, device=device))
+    for t in range(tokens):
+        token = [x[:, t : t + 1] for x in (q, k, v)]
+        length = torch.full((batch,), t, dtype=torch.int32, device=device)
+        o = sieve.dma_decode(*token, z[:, :, t].contiguous(), *caches, length, local=3)
+        assert_close(f"token {t}", o, exact[:, t : t + 1], plain[:, t : t + 1], floor=4e-3)
+
+
+def test_mla_decode(device):
+    q, latents = random(2, 3, 4, 96, device=device, seed=12), random(2, 50, 96, device=device, seed=13)
+    o = sieve.mla_decode(q, latents, 64, scale=0.1)
+
+    def plain(q, latents):
+        keys = latents[:, :, None]
+        mask = torch.ones(3, 50, dtype=torch.bool, device=device).tril(47)[None, None]
+        return reference.masked_attention(q, keys, keys[..., :64], mask, scale=0.1)
+
+    assert_close("latents", o, plain(q.float(), latents.float()), plain(q, latents))

@@ -1,0 +1,141 @@
+"""What the package is without a GPU: sentences for what it refuses, fakes, operators under torch's own checks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DEVICE
+from parity import random
+
+import sieve_attention as sieve
+from sieve_attention import _library, functional, ops, reference
+
+
+def tensors(dtype=torch.bfloat16, tokens=32, kv_tokens=None, kv_heads=2, width=64, device=DEVICE):
+    q = torch.zeros(1, tokens, 4, width, dtype=dtype, device=device)
+    return q, *[torch.zeros(1, kv_tokens or tokens, kv_heads, width, dtype=dtype, device=device) for _ in range(2)]
+
+
+WRONG = {
+    "float16; the kernels take bf16": lambda: sieve.attention(*tensors(torch.float16)),
+    "q is f32, expected bf16": lambda: sieve.attention(*tensors(torch.float32)),
+    "k has shape [1, 40, 2, 64], expected [1, 32, 2, 64]": lambda: sieve.attention(*tensors(kv_tokens=40)),
+    "head_dim 72 is not supported (supported: multiples of 16": lambda: sieve.attention(*tensors(width=72)),
+    "number of q/k/v heads 4/3/3": lambda: sieve.attention(*tensors(kv_heads=3)),
+    "softmax_scale 0 is not supported": lambda: sieve.attention(*tensors(), scale=0.0),
+    "window is 0": lambda: sieve.attention(*tensors(), window=0),
+    "local_window_size 9 is not supported": lambda: sieve.select(torch.zeros(1, 2, 64, device=DEVICE), keep=8, local=9),
+    "rank is bf16, expected f32": lambda: sieve.select(torch.zeros(1, 2, 64, device=DEVICE).bfloat16(), keep=8),
+    '"rank", and must be "exp"': lambda: sieve.dma_attention(*tensors(), None, None, keep=4, bias="rank"),
+    "stride divide both sizes": lambda: sieve.nsa_mean_pool(*tensors()[1:], blocks=sieve.NsaBlocks(30, 16)),
+    "has no gradient": lambda: sieve.block_sparse(*[x.requires_grad_() for x in tensors()], None),
+    "block 32 x 32 is not supported": lambda: sieve.block_sparse(
+        *tensors(), sieve.block_mask(torch.ones(4, 1, 1, device=DEVICE), 32)
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_what_has_no_kernel_is_said_in_a_sentence(sentence):
+    with pytest.raises(sieve.SieveError) as error:
+        WRONG[sentence]()
+    assert sentence in str(error.value)
+
+
+def test_tensors_on_a_cpu_are_refused(no_emulator):
+    with pytest.raises(sieve.SieveError, match="q is on cpu; the kernels need tensors on a CUDA GPU"):
+        sieve.attention(*tensors(device="cpu"))
+    assert sieve.supports(sieve.attention, *tensors(device="cpu")) == (
+        False,
+        "attention_forward: q is on cpu; the kernels need tensors on a CUDA GPU",
+    )
+
+
+def test_supports_runs_nothing(monkeypatch):
+    monkeypatch.setattr(_library.Op, "__call__", lambda *_: pytest.fail("it ran"))
+    assert sieve.supports(sieve.attention, *tensors(), window=5) == (True, "")
+    allowed, why = sieve.supports(sieve.attention, *tensors(width=72))
+    assert not allowed and "head_dim 72" in why
+
+
+def test_nvrtc_comes_from_torch():
+    if torch.version.cuda is None:
+        pytest.skip("a torch without CUDA")
+    assert _library.nvrtc_path() is not None
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU has its driver")
+def test_a_machine_without_a_driver_is_named():
+    plan = functional.ops.IMPLEMENTATIONS["attention_forward"].plan((*tensors(), None, None), (0.1, None), _library.EMULATED)[0]
+    with pytest.raises(sieve.SieveError, match="driver"):
+        plan.load(0)
+
+
+@pytest.mark.parametrize("broken, sentence", [("torch", "pip install torch"), ("library", "cargo xtask wheel")])
+def test_imports_that_cannot_work_say_why(broken, sentence, tmp_path):
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    if broken == "torch":
+        (tmp_path / "torch.py").write_text("raise ImportError('no torch')")
+        environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path])
+    else:
+        environment["SIEVE_ATTENTION_LIBRARY"] = str(tmp_path / "none.so")
+    code = "import sieve_attention"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode and sentence in done.stderr.splitlines()[-1] + done.stderr.splitlines()[-2], done.stderr
+
+
+def test_the_package_works_from_a_bare_folder(tmp_path):
+    library = Path(os.environ["SIEVE_ATTENTION_LIBRARY"])
+    folder = tmp_path / "sieve_attention"
+    folder.mkdir()
+    for path in Path(sieve.__file__).parent.glob("*.py"):
+        (folder / path.name).symlink_to(path)
+    (folder / "libsieve_capi.so").symlink_to(library)
+    environment = {k: v for k, v in os.environ.items() if k != "SIEVE_ATTENTION_LIBRARY"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *sys.path[1:]])
+    code = f"import sieve_attention; assert sieve_attention.__file__.startswith({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+
+
+def test_opcheck():
+    q, k, v = (random(*x.shape, device=DEVICE, seed=1) for x in tensors(tokens=70))
+    o, lse = ops.attention_forward(q, k, v, None, None, 0.1, None)
+    rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2)
+    _, *lists = ops.dma_select(rank, None, None, 16, 2)
+    for name, arguments in {
+        "attention_forward": (q, k, v, None, None, 0.1, 20),
+        "attention_backward": (q, k, v, None, None, None, o, lse, None, None, o, 0.1, None, True),
+        "dma_select": (rank, None, None, 16, 2),
+        "dma_attention_forward": (q, k, v, rank, *lists, 0.1),
+        "nsa_mean_pool": (k, v, None, None, [16, 8, 32, 3]),
+    }.items():
+        torch.library.opcheck(getattr(torch.ops.sieve, name).default, arguments)
+
+
+def test_compiled_without_a_break():
+    inputs = [random(*x.shape, device=DEVICE, seed=n).requires_grad_() for n, x in enumerate(tensors(tokens=70))]
+    rank = random(1, 2, 70, device=DEVICE, dtype=torch.float32, seed=2).requires_grad_()
+
+    def model(q, k, v, rank):
+        chosen = sieve.expiring_attention(q, k, v, rank.exp(), sieve.select(rank, keep=16))
+        return sieve.attention(q * 2, k, v, window=9) + chosen
+
+    d_o = torch.ones_like(inputs[0])
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        o = function(*inputs, rank)
+        results.append((o, *torch.autograd.grad(o, [*inputs, rank], d_o)))
+    for ours, compiled in zip(*results):
+        assert (ours.float() - compiled.float()).norm() <= 1e-2 * ours.float().norm()
+
+
+def test_definitions_pass_gradcheck():
+    """The kernels are bf16 alone, so finite differences check what they are compared with."""
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, requires_grad=True)  # noqa: E731
+    q, k, v, w, a = make(1, 9, 2, 4), make(1, 9, 1, 4), make(1, 9, 1, 4), make(1, 4), make(1)
+    bounds = (torch.tensor([[0] * 4 + [4] * 5]), torch.tensor([[4] * 4 + [9] * 5]))
+    assert torch.autograd.gradcheck(lambda *x: reference.attention(*x, window=3, documents=bounds), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *x: reference.dma_attention(*x, keep=3, local=1), (q, k, v, w, a))
