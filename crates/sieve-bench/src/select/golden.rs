@@ -159,13 +159,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             (None, Some((context, end))) => (number(context), number(end)),
             (None, None) => panic!("{place}"),
         };
-        let shape = CallShape {
-            num_queries: end - context,
-            num_keys: end,
-            num_heads: q.heads,
-            num_kv_heads: k.heads,
-            head_dim: q.width,
-        };
+        let shape = CallShape::new([end - context, end], [q.heads, k.heads], q.width);
         let mut selector = Selector::parse(text).expect("the file's selectors are valid");
         selector.common.min_prefill_tokens = 0;
         // Its own width gives the scale; cells are of the wider heads.
