@@ -74,9 +74,8 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
 
 /// Columns of texts, one row group.
 pub(crate) fn write_parquet_of(path: &Path, columns: &[(&str, Vec<&str>)], compression: Compression) {
-    let fields = columns
-        .iter()
-        .map(|(name, _)| format!("REQUIRED BYTE_ARRAY {name} (UTF8); "));
+    let field = |(name, _): &(&str, _)| format!("REQUIRED BYTE_ARRAY {name} (UTF8); ");
+    let fields = columns.iter().map(field);
     let schema = format!("message schema {{ {} }}", fields.collect::<String>());
     let properties = WriterProperties::builder().set_compression(compression).build();
     let schema = Arc::new(parse_message_type(&schema).unwrap());
