@@ -300,14 +300,10 @@ fn shards_that_were_changed_are_noticed_while_a_run_trains_on_them() {
 #[cfg(unix)]
 #[test]
 fn a_run_whose_folder_is_removed_makes_it_again_and_can_be_resumed() {
-    use crate::tiny_run::{signal, wait_until};
+    use crate::tiny_run::{ended, signal, spawned, wait_until};
     let tiny = TinyRun::dma();
     let long = "--set training.steps=1000000 --set validation.interval=1000000 --set data.cache_dir=shared";
-    let child = tiny
-        .train("run", long)
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .expect("the program starts");
+    let child = spawned(&mut tiny.train("run", long));
     wait_until("a checkpoint", || tiny.path("run/checkpoint/step-4").is_dir());
     fs::rename(tiny.path("run"), tiny.path("removed")).expect("writable");
     wait_until("another", || {
@@ -318,9 +314,8 @@ fn a_run_whose_folder_is_removed_makes_it_again_and_can_be_resumed() {
         "another process is training in run",
     );
     signal(&child, "TERM");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
-    says(&text(&output), "warning: run was removed while the run writes to it");
+    let said = text(&ended(child, 75));
+    says(&said, "warning: run was removed while the run writes to it");
     succeed(&mut tiny.train("run", &format!("{long} --resume --stop-after 1")));
 }
 

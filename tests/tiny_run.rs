@@ -314,6 +314,13 @@ pub(crate) fn spawned(command: &mut Command) -> Child {
     child.expect("the program starts")
 }
 
+/// Waits for a process, which must end with this code. Returns what it printed.
+pub(crate) fn ended(child: Child, code: i32) -> Output {
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(code), "{}", text(&output));
+    output
+}
+
 /// Runs `command` with `input` on its standard input.
 pub(crate) fn piped(command: &mut Command, input: &str) -> Output {
     let mut child = spawned(command.stdin(Stdio::piped()));

@@ -1,11 +1,11 @@
 //! Several processes train what one would: the same rows, steps and weights.
-use crate::tiny_run::{STEPS, TinyRun, json, number, signal, succeed, text, wait_until};
+use crate::tiny_run::{STEPS, TinyRun, ended, json, number, signal, spawned, succeed, wait_until};
 use crate::train_guard::{Outcome, Transport, at, disturbed_rank, wrong_loss};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
 use sieve_train::{Disturbance, Moment, OnHost};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -25,8 +25,7 @@ impl TinyRun {
 
 /// Starts `command` and waits until it has logged this step.
 pub(crate) fn started(command: &mut Command, step: u64) -> Child {
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("the program starts");
+    let mut child = spawned(command);
     let output = child.stdout.take().expect("piped");
     let mut lines = BufReader::new(output).lines().map_while(Result::ok);
     let line = format!("step: {step:>5} ");
@@ -219,10 +218,9 @@ fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
     let more = format!("{UNTIED} --set training.steps=100000 --set checkpoint.interval=100000");
     let child = started(&mut tiny.launch(2, "run", &more), 3);
     signal(&child, "TERM");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+    let output = ended(child, 75);
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
-    let log = std::fs::read_to_string(tiny.path("run/log")).expect("a log");
+    let log = tiny.read("run/log");
     assert_eq!(log.matches("stopped at step ").count(), 1, "{log}");
     let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
     let [(step, _)] = found[..] else {

@@ -13,6 +13,8 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 
+use crate::{Corpus, CorpusConfig, DataError};
+
 /// A folder in memory where the system has one: thousands of small files, and files fsynced again and again.
 pub(crate) fn quick_dir() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
@@ -20,6 +22,15 @@ pub(crate) fn quick_dir() -> tempfile::TempDir {
         true => tempfile::tempdir_in(memory).or_else(|_| tempfile::tempdir()).unwrap(),
         false => tempfile::tempdir().unwrap(),
     }
+}
+
+/// The texts of a corpus.
+pub(crate) fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
+    let corpus = Corpus::open(config)?;
+    let texts = corpus
+        .documents()
+        .map(|document| document.map(|document| document.text));
+    texts.collect()
 }
 
 pub(crate) fn gzip(bytes: &[u8]) -> Vec<u8> {

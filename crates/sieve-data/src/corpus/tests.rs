@@ -5,6 +5,7 @@ use std::path::Path;
 use proptest::prelude::*;
 
 use super::*;
+use crate::test_files::texts;
 
 mod packed;
 
@@ -13,14 +14,6 @@ fn write(dir: &Path, name: &str, bytes: impl AsRef<[u8]>) -> String {
     fs::create_dir_all(path.parent().unwrap()).unwrap();
     fs::write(&path, bytes).unwrap();
     path.to_str().unwrap().to_owned()
-}
-
-fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
-    let corpus = Corpus::open(config)?;
-    let texts = corpus
-        .documents()
-        .map(|document| document.map(|document| document.text));
-    texts.collect()
 }
 
 fn text(path: &str) -> CorpusConfig {
