@@ -53,27 +53,13 @@ fn data_that_cannot_be_read_leave_no_run() {
         ("data.paths=[\"short\"]", "vocab_size | 300"),
     ] {
         refused(&mut train_with(&tiny, set), words);
-        let mut left: Vec<_> = fs::read_dir(tiny.path("run"))
-            .expect("the folder was taken")
-            .map(|entry| entry.expect("readable").file_name())
-            .collect();
-        left.sort();
-        assert_eq!(left, ["data", "run.lock"], "{set}");
+        assert_eq!(tiny.names("run"), ["data", "run.lock"], "{set}");
     }
-    let small = [
-        "--set",
-        "tokenizer.train.vocab_size=260",
-        "--set",
-        "data.validation_fraction=0.3",
-        "--set",
-        "data.paths=[\"short\"]",
-    ];
-    refused(tiny.train("run", "").args(small), "train.bin | seq_len 32 | hint");
-    let jsonl = ["--set", "data.paths=[\"lines.jsonl\"]", "--set", "data.format=jsonl"];
-    refused(
-        tiny.train("run", "").args(jsonl),
-        "lines.jsonl | line 2 | text_column | body",
-    );
+    let small = "--set tokenizer.train.vocab_size=260 --set data.validation_fraction=0.3 --set data.paths=[\"short\"]";
+    refused(&mut tiny.train("run", small), "train.bin | seq_len 32 | hint");
+    let jsonl = "--set data.paths=[\"lines.jsonl\"] --set data.format=jsonl";
+    let words = "lines.jsonl | line 2 | text_column | body";
+    refused(&mut tiny.train("run", jsonl), words);
     // Nothing stands in the way of the run that was meant.
     tiny.trained("run", "--set training.steps=4");
 }
@@ -109,12 +95,7 @@ fn a_prompt_must_fit_the_context() {
     let tiny = TinyRun::dma();
     tiny.trained("run", "--set training.steps=4");
     let long = "the cat sees the river. ".repeat(40);
-    let generate = |prompt: &str, more: &str| {
-        let args = format!("generate --checkpoint run --device cpu {more} --prompt");
-        let mut command = tiny.sieve(&args);
-        command.arg(prompt);
-        command
-    };
-    tiny.refuse(&mut generate(&long, ""), "64 | prompt");
-    succeed(&mut generate("the cat", "--max-new-tokens 4"));
+    let generate = || tiny.sieve("generate --checkpoint run --device cpu --max-new-tokens 4 --prompt");
+    tiny.refuse(generate().arg(long), "64 | prompt");
+    succeed(generate().arg("the cat"));
 }

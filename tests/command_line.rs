@@ -1,10 +1,9 @@
 //! What holds for every command: how much is printed, where to, and what the program says of itself.
-use crate::tiny_run::{TinyRun, refused, succeed, text};
-use sieve_testing::says;
+use crate::tiny_run::{TinyRun, heads_of, json, number, piped, refused, spawned, succeed, text};
+use sieve_testing::{cases, says};
 use std::fs;
-use std::io::Write;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 fn stdout(command: &mut Command) -> String {
     let output = command.output().expect("the program starts");
@@ -17,11 +16,8 @@ fn quiet_leaves_results_and_verbose_adds_numbers() {
     let tiny = TinyRun::dma();
     let short = "--set training.steps=8";
     let printed = succeed(&mut tiny.train("quiet", &format!("-q {short}")));
-    assert!(
-        printed.contains("bits per byte") && !printed.contains("step:"),
-        "{printed}"
-    );
-    assert!(!printed.contains("next:"), "{printed}");
+    says(&printed, "bits per byte");
+    assert!(!printed.contains("step:") && !printed.contains("next:"), "{printed}");
     // The run's own log has all of it.
     let log = tiny.read("quiet/log");
     assert!(log.contains("step:") && log.contains("next:"), "{log}");
@@ -34,44 +30,26 @@ fn quiet_leaves_results_and_verbose_adds_numbers() {
     // Appended to, by errors too.
     refused(&mut tiny.train("quiet", "--log-file all.txt"), "already holds a run");
     let more = tiny.read("all.txt");
-    assert!(
-        more.starts_with(&kept) && more.contains("error: quiet already holds a run"),
-        "{more}"
-    );
+    assert!(more.starts_with(&kept), "{more}");
+    says(&more, "error: quiet already holds a run");
 }
 
 #[test]
 fn the_program_says_what_it_is() {
     let tiny = TinyRun::dma();
     let info = stdout(&mut tiny.sieve("info"));
-    for word in [
-        "sieve ",
-        "commit ",
-        "CPU ",
-        "GPU",
-        "cuBLASLt",
-        "NCCL",
-        "kernels",
-        "attention by kind",
-        "dma ",
-    ] {
-        assert!(info.contains(word) || word == "GPU", "no {word:?} in {info}");
-    }
+    let words = "sieve  | commit  | CPU  | cuBLASLt | NCCL | kernels | attention by kind | dma ";
+    says(&info, words);
     let json: serde_json::Value = serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
     assert_eq!(json["paths"].as_array().expect("a list").len(), 5);
     assert!(json["threads"].as_u64().expect("a number") > 0, "{json}");
     let version = stdout(&mut tiny.sieve("--version"));
     let commit = json["commit"].as_str().expect("a commit");
-    assert_eq!(
-        version.trim(),
-        format!("sieve {} ({commit})", env!("CARGO_PKG_VERSION"))
-    );
+    let wanted = format!("sieve {} ({commit})", env!("CARGO_PKG_VERSION"));
+    assert_eq!(version.trim(), wanted);
     for shell in ["bash", "zsh", "fish"] {
         let script = stdout(&mut tiny.sieve(&format!("completions {shell}")));
-        assert!(
-            script.contains("recipe-validation") && script.contains("tokenizer"),
-            "{shell}"
-        );
+        says(&script, "recipe-validation | tokenizer");
     }
     tiny.prints("man --out pages");
     let page = tiny.read("pages/sieve-train.1");
@@ -133,11 +111,7 @@ fn results_that_cannot_be_written_are_an_error() {
         assert_eq!(message.matches(said).count(), 1, "{command:?}: {message}");
         assert!(message.contains("hint: "), "{command:?}: {message}");
         // A reader that goes away has read what it wanted.
-        let mut child = command
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .spawn()
-            .expect("it starts");
+        let mut child = spawned(&mut command);
         drop(child.stdout.take());
         let output = child.wait_with_output().expect("it ends");
         let message = String::from_utf8_lossy(&output.stderr);
@@ -168,94 +142,54 @@ fn generate_takes_files_samples_and_stops() {
     let tiny = TinyRun::new("kind = \"mha\"");
     tiny.trained("run", "--set training.steps=20");
     let of_run = "generate --device cpu --checkpoint run --max-new-tokens 20 --temperature 1.5";
-    let direct = stdout(tiny.sieve(of_run).args(["--prompt", "the cat sees"]));
+    let prompted = |words: &str, prompt: &str| stdout(tiny.sieve(words).args(["--prompt", prompt]));
+    let the_cat = |more: &str| prompted(&format!("{of_run} {more}"), "the cat");
+    let direct = prompted(of_run, "the cat sees");
     tiny.write("prompt.txt", "the cat sees");
-    assert_eq!(
-        stdout(&mut tiny.sieve(&format!("{of_run} --prompt-file prompt.txt"))),
-        direct
-    );
+    let of_file = format!("{of_run} --prompt-file prompt.txt");
+    assert_eq!(stdout(&mut tiny.sieve(&of_file)), direct);
     for dash in ["--prompt -", "--prompt-file -"] {
-        let mut piped = tiny.sieve(&format!("{of_run} {dash}"));
-        let mut child = piped
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("it starts");
-        child
-            .stdin
-            .take()
-            .expect("piped")
-            .write_all(b"the cat sees")
-            .expect("taken");
-        let output = child.wait_with_output().expect("it ends");
+        let output = piped(&mut tiny.sieve(&format!("{of_run} {dash}")), "the cat sees");
         assert_eq!(String::from_utf8_lossy(&output.stdout), direct, "{dash}");
     }
 
     // Three samples are those of three seeds.
-    let three = stdout(
-        tiny.sieve(&format!("{of_run} --samples 3 --seed 4"))
-            .args(["--prompt", "the cat"]),
-    );
+    let three = the_cat("--samples 3 --seed 4");
     for seed in 4..7 {
-        let one = stdout(
-            tiny.sieve(&format!("{of_run} --seed {seed}"))
-                .args(["--prompt", "the cat"]),
-        );
-        assert!(
-            three.contains(&format!("seed {seed}\n{one}")),
-            "{one} is not in {three}"
-        );
+        let one = the_cat(&format!("--seed {seed}"));
+        assert!(three.contains(&format!("seed {seed}\n{one}")), "{three}");
     }
     // More than grow together: the last of them are of the seeds that they would have, and come after the first.
     let short = of_run.replace("tokens 20", "tokens 2");
-    let many = stdout(
-        tiny.sieve(&format!("{short} --samples 130"))
-            .args(["--prompt", "the cat"]),
-    );
+    let many = prompted(&format!("{short} --samples 130"), "the cat");
     assert_eq!(many.matches("--- sample ").count(), 130);
-    let one = stdout(tiny.sieve(&format!("{short} --seed 129")).args(["--prompt", "the cat"]));
+    let one = prompted(&format!("{short} --seed 129"), "the cat");
     assert!(many.ends_with(&format!("sample 130 of 130, seed 129\n{one}")), "{many}");
     // One likeliest token is greedy, whatever the temperature.
-    let greedy = stdout(tiny.sieve(&of_run.replace("1.5", "0")).args(["--prompt", "the cat"]));
-    let top = stdout(tiny.sieve(&format!("{of_run} --top-k 1")).args(["--prompt", "the cat"]));
-    assert_eq!(greedy, top);
+    let greedy = prompted(&of_run.replace("1.5", "0"), "the cat");
+    assert_eq!(greedy, the_cat("--top-k 1"));
     let rest = greedy.trim_end().strip_prefix("the cat").expect("the prompt first");
     let middle = rest.chars().skip(6).take(3).collect::<String>();
-    let cut = stdout(
-        tiny.sieve(&format!("{of_run} --top-k 1"))
-            .args(["--prompt", "the cat", "--stop", &middle]),
-    );
+    let mut cut = tiny.sieve(&format!("{of_run} --top-k 1 --prompt"));
+    let cut = stdout(cut.args(["the cat", "--stop", &middle]));
     let wanted = &rest[..rest.find(&middle).expect("in it")];
     assert_eq!(cut, format!("the cat{wanted}\n"));
 
-    let json = stdout(
-        tiny.sieve(&format!("{of_run} --json --samples 2"))
-            .args(["--prompt", "the cat"]),
-    );
-    let lines = json
-        .lines()
-        .map(|line| serde_json::from_str::<serde_json::Value>(line).expect(line));
-    let lines = lines.collect::<Vec<_>>();
+    let printed = the_cat("--json --samples 2");
+    let lines = printed.lines().map(json).collect::<Vec<_>>();
     assert_eq!((lines.len(), &lines[1]["seed"]), (2, &1.into()));
-    assert!(
-        lines[0]["tokens_per_second"].as_f64().expect("a number") > 0.0,
-        "{json}"
-    );
+    assert!(number(&lines[0]["tokens_per_second"]) > 0.0, "{printed}");
     // A short prompt leaves a selector nothing to leave out, and that is said.
-    let quest = tiny
-        .sieve(&format!("{of_run} --selector quest"))
-        .args(["--prompt", "the cat"])
-        .output()
-        .expect("the program starts");
+    let mut quest = tiny.sieve(&format!("{of_run} --selector quest --prompt"));
+    let quest = quest.arg("the cat").output().expect("the program starts");
     let said = String::from_utf8_lossy(&quest.stderr);
     says(&said, "warning: quest left nothing out |  a second;");
-    for (threads, words) in [
-        (
-            "9999",
-            "RAYON_NUM_THREADS=9999 asks for too many threads | hint: give at most ",
-        ),
-        ("abc", "RAYON_NUM_THREADS=abc is no number of threads"),
-    ] {
+    for [threads, words] in cases(
+        "
+        9999 => RAYON_NUM_THREADS=9999 asks for too many threads | hint: give at most
+        abc => RAYON_NUM_THREADS=abc is no number of threads
+    ",
+    ) {
         let mut command = tiny.sieve(of_run);
         refused(command.args(["--prompt", "x"]).env("RAYON_NUM_THREADS", threads), words);
     }
@@ -269,12 +203,7 @@ fn exports_are_opened_as_checkpoints_are() {
         "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8",
     ] {
         let tiny = TinyRun::new(attention);
-        let heads = if attention.contains("mla") {
-            "--set model.num_key_value_heads=2"
-        } else {
-            ""
-        };
-        tiny.trained("run", &format!("--set training.steps=8 {heads}"));
+        tiny.trained("run", &format!("--set training.steps=8 {}", heads_of(attention)));
         tiny.prints("export --checkpoint run --out exported");
         let both = |command: &str| {
             let of = |folder| stdout(&mut tiny.sieve(&format!("{command} --device cpu --checkpoint {folder}")));
@@ -283,8 +212,7 @@ fn exports_are_opened_as_checkpoints_are() {
         let (ours, theirs) = both("generate --prompt the --max-new-tokens 12");
         assert_eq!(ours, theirs, "{attention}");
         let (ours, theirs) = both("eval ppl --json --context 32 --data corpus/03.txt");
-        let loss = |text: &str| serde_json::from_str::<serde_json::Value>(text).expect(text)["nats"].clone();
-        assert_eq!(loss(&ours), loss(&theirs), "{attention}");
+        assert_eq!(json(&ours)["nats"], json(&theirs)["nats"], "{attention}");
         tiny.refuses("export --checkpoint exported --out again", "exported");
         tiny.write("exported/config.json", "{}");
         tiny.refuses("generate --prompt the --checkpoint exported", "config.json");
@@ -353,14 +281,11 @@ fn troubleshooting_names_messages_that_the_program_prints() {
         let cell = line.split(" | ").next().expect("a cell");
         for message in cell.split('`').skip(1).step_by(2) {
             // Names, numbers and what is left out differ.
-            let parts = message.split(['…', '"']).flat_map(|part| part.split(" N "));
-            let parts = parts
-                .flat_map(|part| part.split(" of M "))
-                .flat_map(|part| part.split(" X"));
-            let parts = parts
-                .flat_map(|part| part.split(" Y "))
-                .flat_map(|part| part.split(": N "));
-            let longest = parts.max_by_key(|part| part.len()).expect("a part").trim();
+            let mut parts = message.split(['…', '"']).collect::<Vec<_>>();
+            for other in [" N ", " of M ", " X", " Y ", ": N "] {
+                parts = parts.into_iter().flat_map(|part| part.split(other)).collect();
+            }
+            let longest = parts.into_iter().max_by_key(|part| part.len()).expect("a part").trim();
             let longest = longest.strip_suffix(" 7.x").unwrap_or(longest);
             assert!(
                 longest.len() > 4 && sources.contains(longest),
@@ -405,28 +330,20 @@ fn commands_on_the_pages_have_the_flags_they_name() {
                 continue;
             }
             let help = helps.entry(words.clone()).or_insert_with(|| {
-                let output = tiny
-                    .sieve(&format!("{} --help", words.join(" ")))
-                    .output()
-                    .expect("it starts");
-                output.status.success().then(|| text_of(&output.stdout))
+                let mut command = tiny.sieve(&format!("{} --help", words.join(" ")));
+                let output = command.output().expect("it starts");
+                output
+                    .status
+                    .success()
+                    .then(|| String::from_utf8_lossy(&output.stdout).into_owned())
             });
             let Some(help) = help else {
                 // A command with `|` between its names.
-                assert!(
-                    command.contains('|') || command.contains('…'),
-                    "{}: sieve {command}",
-                    page.display()
-                );
+                assert!(command.contains(['|', '…']), "{}: sieve {command}", page.display());
                 continue;
             };
-            let own = command
-                .split(" -- ")
-                .next()
-                .unwrap_or(command)
-                .split("   ")
-                .next()
-                .unwrap_or(command);
+            let end = [" -- ", "   "].into_iter().filter_map(|mark| command.find(mark)).min();
+            let own = &command[..end.unwrap_or(command.len())];
             let flags = own.split(|letter: char| letter.is_whitespace() || "[]()=`',;:".contains(letter));
             for flag in flags.filter(|word| word.starts_with("--") && word.len() > 2) {
                 let mut ends = [" ", "\n", "[="].into_iter();
@@ -441,8 +358,4 @@ fn commands_on_the_pages_have_the_flags_they_name() {
         }
     }
     assert!(num_flags > 60, "{num_flags}");
-}
-
-fn text_of(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }

@@ -10,7 +10,7 @@ use sieve_testing::{cases, parts};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -34,15 +34,8 @@ fn write_parquet(path: &Path, texts: &[String]) {
 
 /// The tiny corpus three ways: as Parquet, as packed JSON lines, and as it is.
 pub(crate) fn formats(tiny: &TinyRun) {
-    let mut files: Vec<PathBuf> = fs::read_dir(tiny.path("corpus"))
-        .expect("the corpus")
-        .map(|entry| entry.expect("readable").path())
-        .collect();
-    files.sort();
-    let texts: Vec<String> = files
-        .iter()
-        .map(|path| fs::read_to_string(path).expect("text"))
-        .collect();
+    let files = tiny.names("corpus").into_iter();
+    let texts: Vec<String> = files.map(|name| tiny.read(&format!("corpus/{name}"))).collect();
     write_parquet(&tiny.path("half.parquet"), &texts[..30]);
     let packed = fs::File::create(tiny.path("half.jsonl.gz")).expect("writable");
     let mut packed = GzEncoder::new(packed, flate2::Compression::default());
@@ -108,8 +101,7 @@ fn a_resumed_run_says_that_its_text_has_changed() {
     let goes_on = |steps: usize| {
         let steps = format!("--resume --set training.steps={steps}");
         succeed(&mut tiny.train("run", &steps));
-        let log = fs::read_to_string(tiny.path("run/log")).expect("a log");
-        log.matches(words).count()
+        tiny.read("run/log").matches(words).count()
     };
     assert_eq!(goes_on(8), 0);
     // One file grows, one comes; then all are gone.
@@ -188,12 +180,10 @@ fn cut_back(tiny: &TinyRun, last_step: u64) {
         .current_dir(tiny.path(""))
         .status();
     assert!(copied.expect("cp starts").success());
-    for entry in fs::read_dir(tiny.path("cut/checkpoint")).expect("checkpoints") {
-        let path = entry.expect("readable").path();
-        let name = path.file_name().expect("a name").to_string_lossy();
+    for name in tiny.names("cut/checkpoint") {
         let step = name.strip_prefix("step-").and_then(|step| step.parse::<u64>().ok());
         if step.is_some_and(|step| step > last_step) {
-            fs::remove_dir_all(path).expect("removable");
+            fs::remove_dir_all(tiny.path("cut/checkpoint").join(name)).expect("removable");
         }
     }
     assert!(tiny.path(&format!("cut/checkpoint/step-{last_step}")).exists());
@@ -235,7 +225,7 @@ fn a_run_on_answers_to_prompts_resumes_exactly() {
     succeed(&mut tiny.train("cut", &format!("{sets} --resume")));
     tiny.assert_same_end("cut", "whole");
     // Bytes of the answers alone are validated on: "it is 1" has 7.
-    let meta: serde_json::Value = serde_json::from_str(&tiny.read("whole/data/meta.json")).expect("JSON");
+    let meta = tiny.json("whole/data/meta.json");
     let validation = &meta["validation"];
     let [documents, bytes] = ["num_documents", "num_bytes"].map(|key| validation[key].as_u64().expect("a count"));
     assert!((7 * documents..=9 * documents).contains(&bytes), "{validation}");

@@ -1,5 +1,5 @@
 //! `sieve eval needle` through the program: every kind, selectors, the picture, and mistakes.
-use crate::tiny_run::{TinyRun, json, refused};
+use crate::tiny_run::{TinyRun, heads_of, json, refused};
 use serde_json::Value;
 use sieve_testing::says;
 
@@ -18,13 +18,8 @@ const KINDS: [&str; 5] = [
 
 /// A tiny run of a kind, and `eval needle` on it.
 fn trained(attention: &str, more: &str) -> TinyRun {
-    // MLA has a key and a value for every query head.
-    let heads = match attention.contains("mla") {
-        true => "--set model.num_key_value_heads=2",
-        false => "",
-    };
     let tiny = TinyRun::new(attention);
-    tiny.trained("run", &format!("{LONGER} {heads} {more}"));
+    tiny.trained("run", &format!("{LONGER} {} {more}", heads_of(attention)));
     tiny
 }
 

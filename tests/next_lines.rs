@@ -1,9 +1,8 @@
 //! The lines that commands print under `next:` are typed as they are.
 use crate::python;
-use crate::tiny_run::{TinyRun, succeed, written};
+use crate::tiny_run::{TinyRun, piped, succeed, written};
 use sieve_testing::says;
 use std::fs;
-use std::io::Write;
 use std::process::{Command, Stdio};
 
 /// The commands under `next:` in what a program printed.
@@ -107,14 +106,15 @@ fn a_new_recipe_on_one_text_trains() {
         "recipe new --set training.stepz=3",
         "training.stepz | did you mean steps?",
     );
-    for wrong in [
-        "recipe new --size 2b",
-        "recipe new --kind gla",
-        "recipe show nothing",
-        "recipe nw",
-    ] {
-        tiny.refuses(wrong, wrong.rsplit(' ').next().expect("a word"));
-    }
+    tiny.refuses_each(
+        "recipe",
+        "
+        new --size 2b => 2b
+        new --kind gla => gla
+        show nothing => nothing
+        nw => nw
+    ",
+    );
 }
 
 #[test]
@@ -192,17 +192,10 @@ fn a_new_recipe_fits_its_text_and_its_context() {
 fn a_recipe_comes_through_a_pipe() {
     let tiny = TinyRun::dma();
     for name in ["-", "/dev/stdin"] {
-        let mut plan = tiny.sieve(&format!("plan --recipe {name}"));
-        let mut child = plan
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("the program starts");
-        let mut pipe = child.stdin.take().expect("a pipe");
-        pipe.write_all(tiny.read("tiny.toml").as_bytes())
-            .expect("read to its end");
-        drop(pipe);
-        let output = child.wait_with_output().expect("the program ends");
+        let output = piped(
+            &mut tiny.sieve(&format!("plan --recipe {name}")),
+            &tiny.read("tiny.toml"),
+        );
         let printed = String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success(), "{name}: {printed}");
         says(&printed, "attention dma");

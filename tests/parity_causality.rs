@@ -1,5 +1,5 @@
 //! No row sees what comes after it, nor another document.
-use crate::random_model::{KINDS, VOCAB_SIZE, max_difference, random_model, recipe, tokens};
+use crate::random_model::{VOCAB_SIZE, kinds, max_difference, random_model, recipe, tokens};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::Attention;
@@ -55,7 +55,7 @@ fn changed_from(tokens: &[u32], from: usize) -> Vec<u32> {
 
 #[test]
 fn later_tokens_change_no_earlier_row() {
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 5);
         let tokens = tokens(LEN, 6);
         let rows = logits(&model, &tokens, &[LEN]);
@@ -73,7 +73,7 @@ fn later_tokens_change_no_earlier_row() {
 
 #[test]
 fn another_document_of_the_row_changes_nothing() {
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 7);
         let all = tokens(LEN, 8);
         let ends = [13, 14, LEN];
@@ -96,7 +96,7 @@ fn another_document_of_the_row_changes_nothing() {
 
 #[test]
 fn a_decoded_row_depends_on_the_tokens_before_it_alone() {
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 9);
         let rope = model.rope(LEN, &Default::default());
         let decode = |tokens: &[u32]| -> Vec<Vec<f32>> {

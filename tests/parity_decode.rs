@@ -1,5 +1,5 @@
 //! Decoding token by token through the cache computes the rows of the full forward pass.
-use crate::random_model::{KINDS, VOCAB_SIZE, max_difference, random_model, recipe, tokens};
+use crate::random_model::{VOCAB_SIZE, kinds, max_difference, random_model, recipe, tokens};
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::Attention;
@@ -37,7 +37,7 @@ fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
 
 #[test]
 fn step_by_step_decoding_equals_the_full_forward_pass() {
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         for seed in [1, 2] {
             let recipe = recipe(model_lines, attention);
             let model = random_model(&recipe, seed);
@@ -74,7 +74,7 @@ fn step_by_step_decoding_equals_the_full_forward_pass() {
 fn the_window_matters_at_these_sizes() {
     // Else the test above would pass with any cache: the first token changes what a dense model says at the end, and
     // nothing that a one-layer reach of the window cannot carry there.
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         let recipe = recipe(model_lines, attention);
         let model = random_model(&recipe, 1);
         let sparse = full_rows(&model, &tokens(LEN, 1));
@@ -101,7 +101,7 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
 
 #[test]
 fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 3);
         for prompt in [1, 20] {
             let mut text = tokens(prompt, 4);
@@ -127,7 +127,7 @@ fn greedy_generation_takes_the_tokens_of_the_full_forward_pass() {
 
 #[test]
 fn texts_that_grow_together_are_those_that_grow_alone() {
-    for (kind, model_lines, attention) in KINDS {
+    for [kind, model_lines, attention] in kinds() {
         let model = random_model(&recipe(model_lines, attention), 3);
         let (prompt, device) = (tokens(11, 4), Default::default());
         let config = |seed, eos_id| GenerateConfig {
@@ -173,7 +173,7 @@ fn texts_that_grow_together_are_those_that_grow_alone() {
 
 #[test]
 fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
-    let (_, model_lines, attention) = KINDS[2];
+    let [_, model_lines, attention] = kinds()[2];
     let model = random_model(&recipe(model_lines, attention), 3);
     let device = Default::default();
     let config = |max_new_tokens, eos_id| GenerateConfig {

@@ -1,6 +1,5 @@
 //! The searches ahead of time, through the program: a file is written, and a selector uses it.
 use crate::tiny_run::{TinyRun, json, number};
-use serde_json::Value;
 use sieve_testing::says;
 use std::fs;
 
@@ -24,8 +23,7 @@ fn patterns_of_minference_are_written_and_used() {
         &text,
         &format!("minference: 1 prompt of 5050 tokens | all 4 heads keep | wrote found.json | {flag}"),
     );
-    let file = tiny.read("found.json");
-    let file: Value = serde_json::from_str(&file).expect("JSON");
+    let file = tiny.json("found.json");
     let layers = file.as_array().expect("a list");
     assert_eq!(layers.len(), 2);
     for layer in layers {
@@ -33,8 +31,7 @@ fn patterns_of_minference_are_written_and_used() {
         assert!(heads.keys().eq(["0", "1"]), "{file}");
     }
     let found = json(&tiny.prints(&command("--length 5050 --out again.json --json")));
-    let same = tiny.read("again.json");
-    assert_eq!(serde_json::from_str::<Value>(&same).expect("JSON"), file, "{found}");
+    assert_eq!(tiny.json("again.json"), file, "{found}");
     let counts = found["found"]["patterns"].as_array().expect("a list");
     let heads: f64 = counts.iter().map(|count| number(&count["heads"])).sum();
     assert_eq!((heads, &found["num_tokens"]), (4.0, &5050.into()));
@@ -67,8 +64,7 @@ fn patterns_of_dam_are_written_and_used() {
     let text = tiny.prints(&command(dam));
     let flag = "--selector dam:map=maps.json,sink=2";
     says(&text, &format!("dam: 3 prompts of 24 tokens | pairs on | {flag}"));
-    let maps = tiny.read("maps.json");
-    let maps: Value = serde_json::from_str(&maps).expect("JSON");
+    let maps = tiny.json("maps.json");
     assert_eq!(maps["layers"].as_array().map(Vec::len), Some(2));
     assert_eq!(maps["layers"][1][1]["rows"].as_array().map(Vec::len), Some(24));
     let found = json(&tiny.prints(&command(&format!("{dam} --json"))));

@@ -80,7 +80,7 @@ fn a_plan_says_how_often_the_run_reads_its_text() {
     let words = format!("of out/tiny/data, read {epochs:.2} times");
     assert!(text.contains(&words), "no {words:?} in {text}");
     let json = |more: &str| {
-        let text = succeed(&mut run.sieve(&format!("{plan} --json {more}")));
+        let text = run.prints(&format!("{plan} --json {more}"));
         let plan: serde_json::Value = serde_json::from_str(&text).expect("JSON");
         plan["text"].clone()
     };

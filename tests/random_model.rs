@@ -6,6 +6,7 @@ use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_core::{ModelShape, Recipe};
 use sieve_hf::{Checkpoint, CheckpointFiles, CheckpointState, load_parameters, named_parameters};
 use sieve_nn::Qwen3;
+use sieve_testing::cases;
 use std::path::Path;
 
 /// Rows of the embedding.
@@ -13,114 +14,54 @@ pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two, then the classes of
 /// published models, and those models with sparse layers; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 21] = [
-    ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
-    (
-        "swa",
-        "tie_word_embeddings = false",
-        "kind = \"swa\"\nsliding_window = 7",
-    ),
-    (
-        "dma",
-        "tie_word_embeddings = true\nresidual_scale = true",
-        "kind = \"dma\"\nkeep_window_size = 5",
-    ),
-    (
-        "dma_recency",
-        "tie_word_embeddings = false",
-        "kind = \"dma\"\nkeep_window_size = 7\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 3\n\
-         longest_period = 20\nlocal_window_size = 3",
-    ),
-    (
-        "dma_hybrid",
-        "tie_word_embeddings = true\nlayer_types = [\"dma\", \"mha\", \"dma\"]",
-        "kind = \"dma\"\nkeep_window_size = 5\nbias = \"linear\"\nrecency = \"slope\"\nshortest_period = 4",
-    ),
-    (
-        "swa_hybrid",
-        "tie_word_embeddings = true\nlayer_types = [\"swa\", \"mha\", \"swa\"]",
-        "kind = \"swa\"\nsliding_window = 7",
-    ),
-    (
-        "mla",
-        "tie_word_embeddings = true",
-        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false",
-    ),
-    (
-        "mla_norm",
-        "tie_word_embeddings = false",
-        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8",
-    ),
-    (
-        "mla_scaled",
-        "tie_word_embeddings = false\nresidual_scale = true",
-        "kind = \"mla\"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false",
-    ),
-    (
-        "nsa",
-        "tie_word_embeddings = true\nresidual_scale = true",
-        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mlp\"\ncompress_hidden_size = 20\n\
-         select_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7",
-    ),
-    (
-        "nsa_mean",
-        "tie_word_embeddings = false",
-        "kind = \"nsa\"\ncompress_block_size = 6\ncompress_stride = 3\ncompress = \"mean\"\nselect_block_size = 6\n\
-         num_selected_blocks = 3\nwindow_size = 5\nshared_kv = false",
-    ),
-    ("llama", "tie_word_embeddings = true\nqk_norm = false", "kind = \"mha\""),
-    (
-        "llama_linear",
-        "tie_word_embeddings = false\nqk_norm = false\nrope_scaling = { rope_type = \"linear\", factor = 2.5 }",
-        "kind = \"mha\"",
-    ),
-    (
-        "llama_llama3",
-        "tie_word_embeddings = false\nqk_norm = false\nrope_scaling = { rope_type = \"llama3\", factor = 8.0, \
-         low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_position_embeddings = 32 }",
-        "kind = \"mha\"",
-    ),
-    (
-        "mistral",
-        "tie_word_embeddings = false\nqk_norm = false",
-        "kind = \"swa\"\nsliding_window = 7",
-    ),
-    (
-        "qwen2",
-        "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nlayer_types = [\"mha\", \"swa\", \"swa\"]",
-        "kind = \"swa\"\nsliding_window = 7",
-    ),
-    (
-        "qwen2_yarn",
-        "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", \
-         factor = 4.0, original_max_position_embeddings = 32 }",
-        "kind = \"mha\"",
-    ),
-    (
-        "llama_dma",
-        "tie_word_embeddings = true\nqk_norm = false\nlayer_types = [\"dma\", \"mha\", \"dma\"]\nrope_scaling = { \
-         rope_type = \"llama3\", factor = 8.0, original_max_position_embeddings = 32 }",
-        "kind = \"dma\"\nkeep_window_size = 5\nbias = \"linear\"",
-    ),
-    (
-        "llama_windows",
-        "tie_word_embeddings = false\nqk_norm = false\nresidual_scale = true\nlayer_types = [\"swa\", \"mha\", \
-         \"swa\"]",
-        "kind = \"swa\"\nsliding_window = 7",
-    ),
-    (
-        "qwen2_dma",
-        "tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true",
-        "kind = \"dma\"\nkeep_window_size = 5\nrecency = \"slope\"\nshortest_period = 4",
-    ),
-    (
-        "qwen2_nsa",
-        "tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\nrope_scaling = { rope_type = \"yarn\", \
-         factor = 4.0, original_max_position_embeddings = 32 }",
-        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = \"mlp\"\n\
-         compress_hidden_size = 20\nselect_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7\nshared_kv = false",
-    ),
-];
+pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
+    cases(
+        r#"
+        mha => tie_word_embeddings = true => kind = "mha"
+        swa => tie_word_embeddings = false => kind = "swa"\nsliding_window = 7
+        dma => tie_word_embeddings = true\nresidual_scale = true => kind = "dma"\nkeep_window_size = 5
+        dma_recency => tie_word_embeddings = false => kind = "dma"\nkeep_window_size = 7\nbias = "linear"\n\
+            recency = "slope"\nshortest_period = 3\nlongest_period = 20\nlocal_window_size = 3
+        dma_hybrid => tie_word_embeddings = true\nlayer_types = ["dma", "mha", "dma"] => kind = "dma"\n\
+            keep_window_size = 5\nbias = "linear"\nrecency = "slope"\nshortest_period = 4
+        swa_hybrid => tie_word_embeddings = true\nlayer_types = ["swa", "mha", "swa"] => kind = "swa"\n\
+            sliding_window = 7
+        mla => tie_word_embeddings = true => kind = "mla"\nkv_lora_rank = 24\nqk_rope_head_dim = 8\nqk_norm = false
+        mla_norm => tie_word_embeddings = false => kind = "mla"\nkv_lora_rank = 24\nqk_rope_head_dim = 8
+        mla_scaled => tie_word_embeddings = false\nresidual_scale = true => kind = "mla"\nkv_lora_rank = 24\n\
+            qk_rope_head_dim = 8\nqk_norm = false
+        nsa => tie_word_embeddings = true\nresidual_scale = true => kind = "nsa"\ncompress_block_size = 4\n\
+            compress_stride = 2\ncompress = "mlp"\ncompress_hidden_size = 20\nselect_block_size = 4\n\
+            num_selected_blocks = 4\nwindow_size = 7
+        nsa_mean => tie_word_embeddings = false => kind = "nsa"\ncompress_block_size = 6\ncompress_stride = 3\n\
+            compress = "mean"\nselect_block_size = 6\nnum_selected_blocks = 3\nwindow_size = 5\nshared_kv = false
+        llama => tie_word_embeddings = true\nqk_norm = false => kind = "mha"
+        llama_linear => tie_word_embeddings = false\nqk_norm = false\n\
+            rope_scaling = { rope_type = "linear", factor = 2.5 } => kind = "mha"
+        llama_llama3 => tie_word_embeddings = false\nqk_norm = false\n\
+            rope_scaling = { rope_type = "llama3", factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, \
+            original_max_position_embeddings = 32 } => kind = "mha"
+        mistral => tie_word_embeddings = false\nqk_norm = false => kind = "swa"\nsliding_window = 7
+        qwen2 => tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\nlayer_types = ["mha", "swa", "swa"] \
+            => kind = "swa"\nsliding_window = 7
+        qwen2_yarn => tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true\n\
+            rope_scaling = { rope_type = "yarn", factor = 4.0, original_max_position_embeddings = 32 } \
+            => kind = "mha"
+        llama_dma => tie_word_embeddings = true\nqk_norm = false\nlayer_types = ["dma", "mha", "dma"]\n\
+            rope_scaling = { rope_type = "llama3", factor = 8.0, original_max_position_embeddings = 32 } \
+            => kind = "dma"\nkeep_window_size = 5\nbias = "linear"
+        llama_windows => tie_word_embeddings = false\nqk_norm = false\nresidual_scale = true\n\
+            layer_types = ["swa", "mha", "swa"] => kind = "swa"\nsliding_window = 7
+        qwen2_dma => tie_word_embeddings = true\nqk_norm = false\nqkv_bias = true => kind = "dma"\n\
+            keep_window_size = 5\nrecency = "slope"\nshortest_period = 4
+        qwen2_nsa => tie_word_embeddings = false\nqk_norm = false\nqkv_bias = true\n\
+            rope_scaling = { rope_type = "yarn", factor = 4.0, original_max_position_embeddings = 32 } \
+            => kind = "nsa"\ncompress_block_size = 4\ncompress_stride = 2\ncompress = "mlp"\n\
+            compress_hidden_size = 20\nselect_block_size = 4\nnum_selected_blocks = 4\nwindow_size = 7\n\
+            shared_kv = false
+    "#,
+    )
+}
 
 /// The recipe of a kind: width 64, 3 layers, 4 query and 2 KV heads of 16.
 pub(crate) fn recipe(model: &str, attention: &str) -> Recipe {

@@ -21,14 +21,7 @@ fn damaged_files_are_refused_by_name() {
     let folder = tiny.path("run").join(format!("checkpoint/step-{latest}"));
     let before = latest - INTERVAL;
     let mut random = ChaCha8Rng::seed_from_u64(23);
-    let files = [
-        "model.safetensors",
-        "optimizer.safetensors",
-        "state.json",
-        "config.toml",
-        "tokenizer.json",
-    ];
-    for name in files {
+    for name in "model.safetensors optimizer.safetensors state.json config.toml tokenizer.json".split(' ') {
         let path = folder.join(name);
         let whole = fs::read(&path).expect("written");
         let flipped = |byte: usize, bit: u32| {
@@ -63,11 +56,7 @@ fn damaged_files_are_refused_by_name() {
         let text = String::from_utf8_lossy(&whole).into_owned();
         text.find(key).expect(key) + key.len()
     };
-    for byte in [
-        place("\"step\": "),
-        place("\"next_sample\": "),
-        place("\"vocab_size\": "),
-    ] {
+    for byte in ["\"step\": ", "\"next_sample\": ", "\"vocab_size\": "].map(place) {
         for bit in [0, 1, 2] {
             let mut bytes = whole.clone();
             bytes[byte] ^= 1 << bit;
@@ -78,13 +67,8 @@ fn damaged_files_are_refused_by_name() {
     fs::write(folder.join("model.safetensors"), b"no weights").expect("writable");
 
     // The one before, when asked for; the damaged one is set aside.
-    let printed = succeed(&mut tiny.train(
-        "run",
-        &format!(
-            "--resume-from run/checkpoint/{hint}",
-            hint = format_args!("step-{before}")
-        ),
-    ));
+    let from = format!("--resume-from run/checkpoint/step-{before}");
+    let printed = succeed(&mut tiny.train("run", &from));
     assert!(printed.contains("aside"), "{printed}");
     let aside = folder.with_file_name(format!("step-{latest}.aside-1"));
     assert_eq!(fs::read(aside.join("model.safetensors")).expect("kept"), b"no weights");
@@ -139,16 +123,8 @@ fn a_full_disk_loses_no_checkpoint() {
     let program = tiny.sieve("").get_program().to_owned();
     fs::create_dir(tiny.path("disk")).expect("writable");
     let output = Command::new("unshare")
-        .args([
-            "--user",
-            "--map-root-user",
-            "--mount",
-            "sh",
-            "-c",
-            script,
-            "sh",
-            &kib.to_string(),
-        ])
+        .args(["--user", "--map-root-user", "--mount"])
+        .args(["sh", "-c", script, "sh", &kib.to_string()])
         .current_dir(tiny.path(""))
         .env("SIEVE", program)
         .env("MORE", more)
@@ -156,14 +132,8 @@ fn a_full_disk_loses_no_checkpoint() {
         .output();
     let output = match output {
         Ok(output) if tiny.path("listing").exists() => output,
-        Ok(output) => {
-            println!("not run: no private mount here: {}", text(&output));
-            return;
-        }
-        Err(error) => {
-            println!("not run: unshare: {error}");
-            return;
-        }
+        Ok(output) => return println!("not run: no private mount here: {}", text(&output)),
+        Err(error) => return println!("not run: unshare: {error}"),
     };
     let said = text(&output);
     // All steps are done; nobody made room in time.
@@ -300,10 +270,11 @@ fn nobody_is_needed_where_the_latest_checkpoint_is_damaged() {
     tiny.assert_same_end("run", "reference");
     tiny.assert_same_metrics("run", "reference");
     // Where no checkpoint is whole, a person decides, and all stay.
-    let all = fs::read_dir(&folder).expect("a folder").flatten();
-    let steps = all.filter_map(|entry| entry.file_name().to_str()?.strip_prefix("step-")?.parse::<u64>().ok());
-    let steps = steps.collect::<Vec<_>>();
-    steps.iter().for_each(|step| damage(*step).expect("writable"));
+    let all = tiny.names("run/checkpoint");
+    let steps = all
+        .iter()
+        .filter_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok());
+    steps.for_each(|step| damage(step).expect("writable"));
     tiny.refuse(
         &mut tiny.train("run", "--resume=auto --set training.steps=44"),
         "step-40/model.safetensors is damaged",
@@ -329,14 +300,10 @@ fn shards_that_were_changed_are_noticed_while_a_run_trains_on_them() {
 #[cfg(unix)]
 #[test]
 fn a_run_whose_folder_is_removed_makes_it_again_and_can_be_resumed() {
-    use crate::tiny_run::{signal, wait_until};
+    use crate::tiny_run::{ended, signal, spawned, wait_until};
     let tiny = TinyRun::dma();
     let long = "--set training.steps=1000000 --set validation.interval=1000000 --set data.cache_dir=shared";
-    let child = tiny
-        .train("run", long)
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .expect("the program starts");
+    let child = spawned(&mut tiny.train("run", long));
     wait_until("a checkpoint", || tiny.path("run/checkpoint/step-4").is_dir());
     fs::rename(tiny.path("run"), tiny.path("removed")).expect("writable");
     wait_until("another", || {
@@ -347,9 +314,8 @@ fn a_run_whose_folder_is_removed_makes_it_again_and_can_be_resumed() {
         "another process is training in run",
     );
     signal(&child, "TERM");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
-    says(&text(&output), "warning: run was removed while the run writes to it");
+    let said = text(&ended(child, 75));
+    says(&said, "warning: run was removed while the run writes to it");
     succeed(&mut tiny.train("run", &format!("{long} --resume --stop-after 1")));
 }
 
@@ -357,10 +323,8 @@ fn a_run_whose_folder_is_removed_makes_it_again_and_can_be_resumed() {
 fn one_checkpoint_every_so_many_steps_stays() {
     let tiny = TinyRun::dma();
     tiny.trained("run", "--set checkpoint.keep_every=12 --set checkpoint.keep_latest_k=1");
-    let all = fs::read_dir(tiny.path("run/checkpoint")).expect("a folder").flatten();
-    let mut names = all
-        .map(|entry| entry.file_name().into_string().expect("a name"))
-        .collect::<Vec<_>>();
-    names.sort();
-    assert_eq!(names, ["step-12", "step-24", "step-36", "step-40"]);
+    assert_eq!(
+        tiny.names("run/checkpoint"),
+        ["step-12", "step-24", "step-36", "step-40"]
+    );
 }

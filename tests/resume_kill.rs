@@ -1,5 +1,5 @@
 //! A run that is killed or stopped goes on as if nothing had happened.
-use crate::tiny_run::{INTERVAL, STEPS, TinyRun, signal, succeed, text, wait_until};
+use crate::tiny_run::{INTERVAL, STEPS, TinyRun, signal, spawned, succeed, text, wait_until};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_testing::says;
@@ -48,11 +48,7 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
                 succeed(&mut command);
                 break;
             }
-            let mut child = command
-                .stdout(Stdio::piped())
-                .stderr(Stdio::piped())
-                .spawn()
-                .expect("the program starts");
+            let mut child = spawned(&mut command);
             let moment = moment(&mut random, whole);
             let started = Instant::now();
             while started.elapsed() < moment && child.try_wait().expect("a child").is_none() {
@@ -73,10 +69,7 @@ fn killed_at_random_moments_and_resumed_it_ends_with_the_same_weights() {
         }
         tiny.assert_same_end(&out, "reference");
         tiny.assert_same_metrics(&out, "reference");
-        let left: Vec<_> = fs::read_dir(tiny.path(&out).join("checkpoint"))
-            .expect("checkpoint")
-            .map(|entry| entry.expect("readable").file_name())
-            .collect();
+        let left = tiny.names(&format!("{out}/checkpoint"));
         assert_eq!(left.len(), 3, "something half written was left: {left:?}");
     }
     println!("killed at steps {resumed_at:?}, in {round} runs");
@@ -125,7 +118,7 @@ fn the_first_signal_keeps_the_state_and_the_run_goes_on_from_it() {
         }
         tiny.assert_same_end(name, "reference");
         tiny.assert_same_metrics(name, "reference");
-        let log = fs::read_to_string(tiny.path(name).join("log")).expect("log");
+        let log = tiny.read(&format!("{name}/log"));
         assert!(log.contains("step:     1 ") && log.contains("step:    40 "));
     }
 }

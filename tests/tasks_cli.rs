@@ -1,6 +1,6 @@
 //! `sieve eval tasks` through the program: the numbers of lm-evaluation-harness, selectors, generation, and mistakes.
 use crate::python;
-use crate::random_model::{KINDS, VOCAB_SIZE, random_model, recipe, write_checkpoint};
+use crate::random_model::{VOCAB_SIZE, kinds, random_model, recipe, write_checkpoint};
 use crate::tiny_run::{TinyRun, json, succeed};
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
@@ -101,7 +101,7 @@ fn tasks_have_the_numbers_of_lm_evaluation_harness() {
     let test = "tasks_have_the_numbers_of_lm_evaluation_harness";
     if let Some(python) = python::interpreter(test, "import lm_eval, accelerate, torch, transformers") {
         // Which of equal keys stock Doge keeps is not defined, and texts repeat tokens.
-        for (kind, model, attention) in KINDS.into_iter().filter(|(kind, ..)| *kind != "dma") {
+        for [kind, model, attention] in kinds().into_iter().filter(|[kind, ..]| *kind != "dma") {
             let tiny = random_run_of(model, attention);
             tiny.prints("export --checkpoint run --out exported");
             let path = |name: &str| tiny.path(name).display().to_string();

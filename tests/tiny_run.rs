@@ -2,8 +2,9 @@
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 use sieve_testing::{cases, says};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::OnceLock;
@@ -58,9 +59,21 @@ impl TinyRun {
         fs::read_to_string(self.path(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
     }
 
+    /// The JSON of a file below the folder.
+    pub(crate) fn json(&self, name: &str) -> serde_json::Value {
+        serde_json::from_str(&self.read(name)).unwrap_or_else(|error| panic!("{name}: {error}"))
+    }
+
     /// Writes a file below the folder.
     pub(crate) fn write(&self, name: &str, bytes: impl AsRef<[u8]>) {
         fs::write(self.path(name), bytes).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+
+    /// The names in a folder below it, in order.
+    pub(crate) fn names(&self, folder: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.path(folder)).unwrap_or_else(|error| panic!("{folder}: {error}"));
+        let names = entries.map(|entry| entry.expect("readable").file_name().into_string().expect("text"));
+        names.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// What the program prints for the words of `args`; it must end well.
@@ -270,6 +283,14 @@ pub(crate) fn refused(command: &mut Command, words: &str) -> String {
     message
 }
 
+/// What the recipe of a kind sets of heads: MLA has a key and a value for every query head.
+pub(crate) fn heads_of(attention: &str) -> &'static str {
+    match attention.contains("mla") {
+        true => "--set model.num_key_value_heads=2",
+        false => "",
+    }
+}
+
 /// The JSON object that a command printed; its remarks may follow.
 pub(crate) fn json(printed: &str) -> serde_json::Value {
     let object = printed.lines().rev().find(|line| line.starts_with(['{', '[']));
@@ -285,6 +306,28 @@ pub(crate) fn number(value: &serde_json::Value) -> f64 {
 /// Both outputs of a process.
 pub(crate) fn text(output: &Output) -> String {
     String::from_utf8_lossy(&[&output.stdout[..], &output.stderr[..]].concat()).into_owned()
+}
+
+/// Starts `command` with its outputs piped.
+pub(crate) fn spawned(command: &mut Command) -> Child {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    child.expect("the program starts")
+}
+
+/// Waits for a process, which must end with this code. Returns what it printed.
+pub(crate) fn ended(child: Child, code: i32) -> Output {
+    let output = child.wait_with_output().expect("it ends");
+    assert_eq!(output.status.code(), Some(code), "{}", text(&output));
+    output
+}
+
+/// Runs `command` with `input` on its standard input.
+pub(crate) fn piped(command: &mut Command, input: &str) -> Output {
+    let mut child = spawned(command.stdin(Stdio::piped()));
+    let mut pipe = child.stdin.take().expect("it is piped");
+    pipe.write_all(input.as_bytes()).expect("read to its end");
+    drop(pipe);
+    child.wait_with_output().expect("it ends")
 }
 
 /// Sends a signal by name.

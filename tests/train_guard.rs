@@ -8,8 +8,8 @@ use sieve_data::OnChange;
 use sieve_hf::named_parameters;
 use sieve_testing::says;
 use sieve_train::{
-    Collectives, DataSource, Disturbance, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, SkippedStep,
-    Start, TrainError, TrainEvent, TrainSummary, Trainer,
+    Collectives, DataSource, Disturbance, Group, Hardware, MemoryProbe, Moment, Origin, Precision, RunFolder,
+    SkippedStep, Start, TrainError, TrainEvent, TrainSummary, Trainer,
 };
 use std::path::Path;
 use std::sync::Arc;
@@ -35,13 +35,35 @@ pub(crate) struct Outcome {
     moments: Vec<u8>,
 }
 
+/// Multiplies the loss of the step that begins with a row.
+pub(crate) fn wrong_loss(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Disturbance {
+    Disturbance::new(move |row, moment| match moment {
+        Moment::Loss => factor(row),
+        _ => 1.0,
+    })
+}
+
+/// Does something as a "step" begins with this row, as a "validation" begins after so many steps, as the "files" of a
+/// checkpoint of that step are written, or before it gets its "name".
+pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync + 'static) -> Disturbance {
+    Disturbance::new(move |at, moment| {
+        let here = match moment {
+            Moment::Batches(_) => "step",
+            Moment::Validating => "validation",
+            Moment::Writing => "files",
+            Moment::Naming => "name",
+            Moment::Loss | Moment::Rate | Moment::Leaves => "",
+        };
+        if (here, at) == (place, number) {
+            act();
+        }
+        1.0
+    })
+}
+
 /// Trains the tiny recipe; rows are read 8 a step, and `factor` multiplies the loss of the step that begins with a row.
-fn train(run: &TinyRun, out: &str, overrides: &[&str], factor: fn(u64) -> f64) -> Outcome {
-    let disturbance = Disturbance {
-        loss: factor,
-        ..Disturbance::default()
-    };
-    disturbed(run, out, overrides, disturbance)
+fn train(run: &TinyRun, out: &str, overrides: &[&str], factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Outcome {
+    disturbed(run, out, overrides, wrong_loss(factor))
 }
 
 /// Trains the tiny recipe with some steps made wrong.
@@ -136,11 +158,7 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
     let run = TinyRun::dma();
     for (number, factor) in [f64::NAN, f64::INFINITY, -f64::INFINITY].into_iter().enumerate() {
         // The eleventh step, rows 80 to 87, would be the last but one.
-        let bad: fn(u64) -> f64 = match number {
-            0 => |row| if row == 80 { f64::NAN } else { 1.0 },
-            1 => |row| if row == 80 { f64::INFINITY } else { 1.0 },
-            _ => |row| if row == 80 { f64::NEG_INFINITY } else { 1.0 },
-        };
+        let bad = move |row| if row == 80 { factor } else { 1.0 };
         let out = format!("bad-{number}");
         let eleven = &["training.steps=11", "lr_scheduler.decay_ratio=0"];
         let found = train(&run, &out, eleven, bad);

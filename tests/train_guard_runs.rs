@@ -1,9 +1,10 @@
 //! Twenty healthy runs that the guard must leave alone, and faults that it must not miss.
 use crate::tiny_run::TinyRun;
-use crate::train_guard::{Outcome, disturbed};
+use crate::train_guard::{Outcome, disturbed, wrong_loss};
 use sieve_data::Batch;
-use sieve_train::Disturbance;
+use sieve_train::{Disturbance, Moment};
 use std::fs;
+use std::ops::Range;
 
 const MHA: &str = "kind = \"mha\"";
 const SWA: &str = "kind = \"swa\"\nsliding_window = 8";
@@ -172,9 +173,25 @@ struct Expected {
     ends: bool,
 }
 
-/// 40 steps from the 51st on.
-fn in_the_middle(row: u64) -> bool {
-    (400..720).contains(&row)
+/// The rows of 40 steps from the 51st on.
+const MIDDLE: Range<u64> = 400..720;
+
+/// Multiplies the learning rate of the step that begins with a row.
+fn wrong_rate(factor: impl Fn(u64) -> f64 + Send + Sync + 'static) -> Disturbance {
+    Disturbance::new(move |row, moment| match moment {
+        Moment::Rate => factor(row),
+        _ => 1.0,
+    })
+}
+
+/// Spoils the labels of the steps that begin with these rows.
+fn poisoned(rows: Range<u64>) -> Disturbance {
+    Disturbance::new(move |row, moment| {
+        if let (Moment::Batches(batches), true) = (moment, rows.contains(&row)) {
+            poison(row, batches);
+        }
+        1.0
+    })
 }
 
 /// Labels without sense.
@@ -188,112 +205,42 @@ fn poison(row: u64, batches: &mut [Batch]) {
     }
 }
 
+macro_rules! faults {
+    ($($name:literal: $fault:expr => $skipped:expr, $returns:expr, $ends:expr;)+) => {
+        vec![$(($name, $fault, Expected { skipped: $skipped, returns: $returns, ends: $ends })),+]
+    };
+}
+
 /// Disturbances by the number of a step's first row; steps read 8 rows.
-fn faults() -> [(&'static str, Disturbance, Expected); 16] {
-    let none = Disturbance::default();
-    let loss = |loss: fn(u64) -> f64| Disturbance { loss, ..none };
-    let rate = |rate: fn(u64) -> f64| Disturbance { rate, ..none };
-    let data = |batches: fn(u64, &mut [Batch])| Disturbance { batches, ..none };
-    let is = |skipped, returns, ends| Expected { skipped, returns, ends };
+fn faults() -> Vec<(&'static str, Disturbance, Expected)> {
     const NAN: f64 = f64::NAN;
-    [
-        (
-            "one NaN loss",
-            loss(|row| if row == 400 { NAN } else { 1.0 }),
-            is(Some(1), 0, false),
-        ),
-        (
-            "one infinite loss",
-            loss(|row| if row == 400 { f64::INFINITY } else { 1.0 }),
-            is(Some(1), 0, false),
-        ),
-        (
-            "one infinite gradient",
-            loss(|row| if row == 400 { 1e30 } else { 1.0 }),
-            is(Some(1), 0, false),
-        ),
-        (
-            "two NaN losses in a row",
-            loss(|row| if row / 16 == 25 { NAN } else { 1.0 }),
-            is(Some(2), 0, false),
-        ),
-        (
-            "three NaN losses in a row",
-            loss(|row| if row / 24 == 20 { NAN } else { 1.0 }),
-            is(Some(3), 1, false),
-        ),
-        (
-            "NaN to the end",
-            loss(|row| if row >= 400 { NAN } else { 1.0 }),
-            is(Some(9), 2, true),
-        ),
-        (
-            "NaN before the first checkpoint",
-            loss(|row| if row >= 80 { NAN } else { 1.0 }),
-            is(Some(3), 0, true),
-        ),
-        (
-            "a high loss",
-            loss(|row| if in_the_middle(row) { 12.0 } else { 1.0 }),
-            is(Some(0), 1, false),
-        ),
-        (
-            "a high loss to the end",
-            loss(|row| if row >= 400 { 12.0 } else { 1.0 }),
-            is(Some(0), 2, true),
-        ),
-        (
-            "a high loss and NaN in turn",
-            loss(|row| {
-                if !(400..448).contains(&row) {
-                    1.0
-                } else if row % 16 == 0 {
-                    NAN
-                } else {
-                    12.0
-                }
-            }),
-            is(Some(3), 1, false),
-        ),
-        (
-            "poisoned data",
-            data(|row, batches| {
-                if in_the_middle(row) {
-                    poison(row, batches)
-                }
-            }),
-            is(Some(0), 1, false),
-        ),
-        (
-            "poisoned data to the end",
-            data(|row, batches| {
-                if row >= 400 {
-                    poison(row, batches)
-                }
-            }),
-            is(Some(0), 2, true),
-        ),
-        (
-            "spoilt weights",
-            rate(|row| if row == 400 { 1e3 } else { 1.0 }),
-            is(None, 1, false),
-        ),
-        (
-            "weights of NaN",
-            rate(|row| if row == 400 { NAN } else { 1.0 }),
-            is(Some(3), 1, false),
-        ),
-        (
-            "a rate that diverges for a while",
-            rate(|row| if in_the_middle(row) { 300.0 } else { 1.0 }),
-            is(None, 2, false),
-        ),
-        (
-            "a rate that diverges",
-            rate(|row| if row >= 400 { 300.0 } else { 1.0 }),
-            is(None, 2, true),
-        ),
-    ]
+    // A factor from a row on, to the end or before another row.
+    let from = |first: u64, factor: f64| move |row: u64| if row >= first { factor } else { 1.0 };
+    let within = |rows: Range<u64>, factor: f64| move |row: u64| if rows.contains(&row) { factor } else { 1.0 };
+    let one = |factor: f64| within(400..401, factor);
+    let in_turn = |row: u64| match row {
+        400..448 if row % 16 == 0 => NAN,
+        400..448 => 12.0,
+        _ => 1.0,
+    };
+    faults! {
+        "one NaN loss": wrong_loss(one(NAN)) => Some(1), 0, false;
+        "one infinite loss": wrong_loss(one(f64::INFINITY)) => Some(1), 0, false;
+        "one infinite gradient": wrong_loss(one(1e30)) => Some(1), 0, false;
+        "two NaN losses in a row": wrong_loss(within(400..416, NAN)) => Some(2), 0, false;
+        "three NaN losses in a row": wrong_loss(within(480..504, NAN)) => Some(3), 1, false;
+        "NaN to the end": wrong_loss(from(400, NAN)) => Some(9), 2, true;
+        "NaN before the first checkpoint": wrong_loss(from(80, NAN)) => Some(3), 0, true;
+        "a high loss": wrong_loss(within(MIDDLE, 12.0)) => Some(0), 1, false;
+        "a high loss to the end": wrong_loss(from(400, 12.0)) => Some(0), 2, true;
+        "a high loss and NaN in turn": wrong_loss(in_turn) => Some(3), 1, false;
+        "poisoned data": poisoned(MIDDLE) => Some(0), 1, false;
+        "poisoned data to the end": poisoned(400..u64::MAX) => Some(0), 2, true;
+        "spoilt weights": wrong_rate(one(1e3)) => None, 1, false;
+        "weights of NaN": wrong_rate(one(NAN)) => Some(3), 1, false;
+        "a rate that diverges for a while": wrong_rate(within(MIDDLE, 300.0)) => None, 2, false;
+        "a rate that diverges": wrong_rate(from(400, 300.0)) => None, 2, true;
+    }
 }
 
 #[test]
@@ -322,11 +269,7 @@ fn faults_are_not_missed() {
 fn a_loss_that_comes_down_again_is_no_fault_and_its_checkpoint_waits() {
     // Steps 31 to 50, and a checkpoint is due at step 40.
     let leap = |row: u64| if (240..400).contains(&row) { 8.0 } else { 1.0 };
-    let disturbance = Disturbance {
-        loss: leap,
-        ..Disturbance::default()
-    };
-    let found = train(&run(MHA), &["training.steps=60"], disturbance);
+    let found = train(&run(MHA), &["training.steps=60"], wrong_loss(leap));
     found.result.as_ref().expect("the run goes on");
     assert!(alarms(&found).is_empty(), "{:?}", found.notices);
     assert!(found.losses[49] > 5.0, "{:?}", found.losses);
@@ -336,14 +279,7 @@ fn a_loss_that_comes_down_again_is_no_fault_and_its_checkpoint_waits() {
 #[test]
 fn a_factor_of_zero_lets_every_finite_loss_pass() {
     let leap = |row: u64| if row >= 400 { 12.0 } else { 1.0 };
-    let disturbance = Disturbance {
-        loss: leap,
-        ..Disturbance::default()
-    };
-    let found = train(
-        &run(MHA),
-        &["training.steps=120", "training.guard_spike_factor=0"],
-        disturbance,
-    );
+    let without = &["training.steps=120", "training.guard_spike_factor=0"];
+    let found = train(&run(MHA), without, wrong_loss(leap));
     assert!(found.result.is_ok() && alarms(&found).is_empty());
 }

@@ -1,11 +1,11 @@
 //! Several processes train what one would: the same rows, steps and weights.
-use crate::tiny_run::{STEPS, TinyRun, json, number, signal, succeed, text, wait_until};
-use crate::train_guard::{Outcome, Transport, disturbed_rank};
+use crate::tiny_run::{STEPS, TinyRun, ended, json, number, signal, spawned, succeed, wait_until};
+use crate::train_guard::{Outcome, Transport, at, disturbed_rank, wrong_loss};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
-use sieve_train::{Disturbance, OnHost};
+use sieve_train::{Disturbance, Moment, OnHost};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -25,8 +25,7 @@ impl TinyRun {
 
 /// Starts `command` and waits until it has logged this step.
 pub(crate) fn started(command: &mut Command, step: u64) -> Child {
-    command.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("the program starts");
+    let mut child = spawned(command);
     let output = child.stdout.take().expect("piped");
     let mut lines = BufReader::new(output).lines().map_while(Result::ok);
     let line = format!("step: {step:>5} ");
@@ -219,10 +218,9 @@ fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
     let more = format!("{UNTIED} --set training.steps=100000 --set checkpoint.interval=100000");
     let child = started(&mut tiny.launch(2, "run", &more), 3);
     signal(&child, "TERM");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+    let output = ended(child, 75);
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
-    let log = std::fs::read_to_string(tiny.path("run/log")).expect("a log");
+    let log = tiny.read("run/log");
     assert_eq!(log.matches("stopped at step ").count(), 1, "{log}");
     let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
     let [(step, _)] = found[..] else {
@@ -276,7 +274,7 @@ impl<'a> Pair<'a> {
         let port = HeldPort::take().expect("a port");
         let outcome = |rank: usize| {
             let mesh = Self::join(rank, port.number(), patience[rank]);
-            let outcome = self.train(mesh.clone(), disturbances[rank]);
+            let outcome = self.train(mesh.clone(), disturbances[rank].clone());
             ended.store(true, Ordering::Release);
             mesh.leave();
             outcome
@@ -303,19 +301,12 @@ fn two_ranks(
 fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
     let overrides = &["training.steps=16", "lr_scheduler.decay_ratio=0"];
     // Steps begin with rows 0, 8, 16, …: the seventh alone, then three in a row after the checkpoint of step 8.
-    let wrong = Disturbance {
-        loss: |row| match row {
-            48 | 72..=88 => f64::NAN,
-            _ => 1.0,
-        },
-        ..Disturbance::default()
-    };
-    let [first, second] = two_ranks(
-        overrides,
-        [Disturbance::default(), wrong],
-        [Patience::default(); 2],
-        &AtomicBool::default(),
-    );
+    let wrong = wrong_loss(|row| match row {
+        48 | 72..=88 => f64::NAN,
+        _ => 1.0,
+    });
+    let disturbances = [Disturbance::default(), wrong];
+    let [first, second] = two_ranks(overrides, disturbances, Default::default(), &AtomicBool::default());
     for outcome in [&first, &second] {
         let summary = outcome.result.as_ref().expect("it goes on");
         assert_eq!(summary.step, 16);
@@ -334,20 +325,15 @@ fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
 #[test]
 fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     // After the checkpoint of step 4, which stays.
-    let wrong = Disturbance {
-        leaves: |row| if row == 40 { 1.0 + 1e-6 } else { 1.0 },
-        ..Disturbance::default()
-    };
+    let wrong = Disturbance::new(|row, moment| match moment {
+        Moment::Leaves if row == 40 => 1.0 + 1e-6,
+        _ => 1.0,
+    });
     for disturbed in [0, 1] {
-        let mut disturbances = [Disturbance::default(); 2];
-        disturbances[disturbed] = wrong;
-        let outcomes = two_ranks(
-            &["training.steps=12"],
-            disturbances,
-            [Patience::default(); 2],
-            &AtomicBool::default(),
-        );
-        for outcome in outcomes {
+        let mut disturbances = <[Disturbance; 2]>::default();
+        disturbances[disturbed] = wrong.clone();
+        let ended = AtomicBool::default();
+        for outcome in two_ranks(&["training.steps=12"], disturbances, Default::default(), &ended) {
             let error = outcome.result.expect_err("their weights differ").to_string();
             assert!(error.contains("ranks 0 and 1 differ at step 8"), "{error}");
             assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
@@ -355,97 +341,51 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
     }
 }
 
-/// Set as soon as one rank of a case below has ended. The other stands still until then: no test waits for a time.
-static ENDED: [AtomicBool; 12] = [const { AtomicBool::new(false) }; 12];
-
-/// The limit of the rank that stands still: of a step, and of what may last.
-const LIMITS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(2)];
-
-/// Does not go on until the other rank has ended.
-fn stand_still<const CASE: usize>(stands: bool) {
-    if stands {
-        wait_until("the other rank ends", || ENDED[CASE].load(Ordering::Acquire));
-    }
-}
-
-/// Where the rank of a case stands still, by what does not answer, and whether in a usual step.
-fn standing<const CASE: usize>() -> (Disturbance, bool) {
-    let well = Disturbance::default();
-    let fault = match CASE / 2 {
-        // Files that are read, in the first step, and in the third, which begins with row 16.
-        0 => Disturbance {
-            batches: |row, _| stand_still::<CASE>(row == 0),
-            ..well
-        },
-        1 => Disturbance {
-            batches: |row, _| stand_still::<CASE>(row == 16),
-            ..well
-        },
-        // Held-out text, before the first step and after the fourth.
-        2 => Disturbance {
-            validating: |step| stand_still::<CASE>(step == 0),
-            ..well
-        },
-        3 => Disturbance {
-            validating: |step| stand_still::<CASE>(step == 4),
-            ..well
-        },
-        // The disk that the first checkpoint goes to: its files, and its name.
-        4 => Disturbance {
-            writing: |step| stand_still::<CASE>(step == 4),
-            ..well
-        },
-        _ => Disturbance {
-            naming: |step| stand_still::<CASE>(step == 4),
-            ..well
-        },
-    };
-    (fault, CASE / 2 == 1)
-}
+/// Where a rank stands still, in what step, and the limit that it breaks, of a step or of what may last, in seconds:
+/// files that are read, in the first step, which may last, and in the third, which begins with row 16; held-out text,
+/// before the first step and after the fourth; the disk that the first checkpoint goes to, its files and its name.
+const STANDING: [(&str, u64, u64); 6] = [
+    ("step", 0, 2),
+    ("step", 16, 5),
+    ("validation", 0, 2),
+    ("validation", 4, 2),
+    ("files", 4, 2),
+    ("name", 4, 2),
+];
 
 /// Asserts that both ranks end with the name of the one that stands still, before there is a checkpoint.
-fn assert_named<const CASE: usize>() {
-    let still = CASE % 2;
-    let (fault, in_step) = standing::<CASE>();
-    let mut disturbances = [Disturbance::default(); 2];
-    disturbances[still] = fault;
+fn assert_named(still: usize, (place, number, seconds): (&'static str, u64, u64)) {
+    // It stands still until the other one has ended: no test waits for a time.
+    let ended = Arc::new(AtomicBool::default());
+    let other = ended.clone();
+    let mut disturbances = <[Disturbance; 2]>::default();
+    disturbances[still] = at(place, number, move || {
+        wait_until("the other rank ends", || other.load(Ordering::Acquire));
+    });
     // The limits of the other one are so wide that a busy machine does not make it the one that is named.
-    let mut patience = [Patience::default(); 2];
-    let [step, long] = LIMITS;
-    match in_step {
-        true => patience[still].silence = step,
-        false => patience[still].long = long,
-    }
+    let mut patience = <[Patience; 2]>::default();
+    let limit = match (place, number) {
+        ("step", 16) => &mut patience[still].silence,
+        _ => &mut patience[still].long,
+    };
+    *limit = Duration::from_secs(seconds);
     let overrides = &["training.steps=12", "validation.interval=4"];
-    for outcome in two_ranks(overrides, disturbances, patience, &ENDED[CASE]) {
+    for outcome in two_ranks(overrides, disturbances, patience, &ended) {
         let error = outcome.result.expect_err("a rank does not go on").to_string();
-        let seconds = LIMITS[usize::from(!in_step)].as_secs();
-        let words = format!("stood still for {seconds} s");
-        let name = format!("rank {still} (");
-        assert!(error.contains(&name) && error.contains(&words), "case {CASE}: {error}");
-        assert!(outcome.checkpoints.is_empty(), "case {CASE}");
+        let words = [format!("rank {still} ("), format!("stood still for {seconds} s")];
+        let case = format!("{place} {number}, rank {still}");
+        assert!(words.iter().all(|words| error.contains(words)), "{case}: {error}");
+        assert!(outcome.checkpoints.is_empty(), "{case}");
     }
 }
 
 #[test]
 fn a_rank_that_lives_and_stands_still_is_named_in_each_phase() {
-    let cases = [
-        assert_named::<0>,
-        assert_named::<1>,
-        assert_named::<2>,
-        assert_named::<3>,
-        assert_named::<4>,
-        assert_named::<5>,
-        assert_named::<6>,
-        assert_named::<7>,
-        assert_named::<8>,
-        assert_named::<9>,
-        assert_named::<10>,
-        assert_named::<11>,
-    ];
     std::thread::scope(|scope| {
-        for case in cases {
-            scope.spawn(case);
+        for still in [0, 1] {
+            for standing in STANDING {
+                scope.spawn(move || assert_named(still, standing));
+            }
         }
     });
 }

@@ -1,6 +1,6 @@
 //! What a person reads where several processes cannot train together, or one of them is lost.
 use crate::resume_kill::{moment, seeded};
-use crate::tiny_run::{STEPS, TinyRun, refused, signal, succeed, text, wait_until};
+use crate::tiny_run::{STEPS, TinyRun, ended, refused, signal, spawned, succeed, text, wait_until};
 use crate::train_ranks::{UNTIED, started};
 use sieve_comm::HeldPort;
 use sieve_testing::says;
@@ -58,9 +58,8 @@ fn a_rank_that_is_killed_ends_the_job_with_one_plain_line() {
         let ranks = ranks_of(child.id());
         let since = Instant::now();
         send("KILL", ranks[rank]);
-        let output = child.wait_with_output().expect("it ends");
+        let output = ended(child, 75);
         assert!(since.elapsed() < Duration::from_secs(10), "{:?}", since.elapsed());
-        assert_eq!(output.status.code(), Some(75), "{}", text(&output));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines = said.lines().collect::<Vec<_>>();
         let [line, hint] = lines[..] else {
@@ -86,9 +85,8 @@ fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
         let out = format!("killed-{round}");
         loop {
             let mut command = tiny.launch(2, &out, &more);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped());
             let (since, moment) = (Instant::now(), moment(&mut random, whole));
-            let mut child = command.spawn().expect("the program starts");
+            let mut child = spawned(&mut command);
             let mut lost = None;
             while kills < 6 && lost.is_none() && child.try_wait().expect("a child").is_none() {
                 std::thread::sleep(Duration::from_micros(500));
@@ -111,8 +109,8 @@ fn a_rank_killed_at_random_moments_costs_no_step_and_no_bit() {
         tiny.assert_same_end(&out, "reference");
         let steps: Vec<u64> = tiny.metrics(&out, "step").into_keys().collect();
         assert!(steps.into_iter().eq(1..=STEPS), "{out}");
-        let left = fs::read_dir(tiny.path(&out).join("checkpoint")).expect("checkpoint");
-        assert_eq!(left.count(), 3, "something half written was left");
+        let left = tiny.names(&format!("{out}/checkpoint"));
+        assert_eq!(left.len(), 3, "something half written was left");
         if kills == 6 {
             break;
         }
@@ -125,14 +123,8 @@ fn without_a_launcher_a_lost_rank_is_named_by_another() {
     for lost in [0, 1] {
         let port = held_port();
         let out = format!("lost-{lost}");
-        let rank = |rank: usize| {
-            let mut command = tiny.train(&out, LONG);
-            torchrun(&mut command, rank, 2, &port);
-            command.stdout(Stdio::piped()).stderr(Stdio::piped());
-            command
-        };
-        let second = rank(1).spawn().expect("the program starts");
-        let first = started(&mut rank(0), 3);
+        let second = spawned(&mut rank_of(&tiny, 1, &port, &out, LONG));
+        let first = started(&mut rank_of(&tiny, 0, &port, &out, LONG), 3);
         let (lost_child, left) = if lost == 0 { (first, second) } else { (second, first) };
         send("KILL", lost_child.id());
         let output = left.wait_with_output().expect("it ends");
@@ -215,7 +207,7 @@ fn ctrl_c_in_a_terminal_reaches_each_rank_once() {
     terminal.interrupt();
     // A second signal would end a rank with 130, before there is a checkpoint.
     assert_eq!(terminal.code(), Some(75));
-    let log = fs::read_to_string(tiny.path("run/log")).expect("a log");
+    let log = tiny.read("run/log");
     assert_eq!(log.matches("stopped at step ").count(), 1, "{log}");
     let found = sieve_hf::list_checkpoints(&tiny.path("run/checkpoint")).expect("a folder");
     assert_eq!(found.len(), 1, "{found:?}");
@@ -241,22 +233,28 @@ fn a_signal_to_one_rank_stops_all_of_them() {
     let tiny = TinyRun::dma();
     let child = started(&mut tiny.launch(2, "run", &format!("{UNTIED} {LONG}")), 3);
     send("TERM", ranks_of(child.id())[1]);
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+    ended(child, 75);
 }
 
 fn held_port() -> HeldPort {
     HeldPort::take().expect("a port")
 }
 
-/// Sets what torchrun sets.
-fn torchrun(command: &mut Command, rank: usize, size: usize, port: &HeldPort) {
+/// One of two ranks that torchrun starts.
+fn rank_of(tiny: &TinyRun, rank: usize, port: &HeldPort, out: &str, more: &str) -> Command {
+    let mut command = tiny.train(out, more);
+    torchrun(&mut command, rank, port);
+    command
+}
+
+/// Sets what torchrun sets for one of two ranks.
+fn torchrun(command: &mut Command, rank: usize, port: &HeldPort) {
     let number = rank.to_string();
     command
         .env("RANK", &number)
         .env("LOCAL_RANK", &number)
-        .env("WORLD_SIZE", size.to_string())
-        .env("LOCAL_WORLD_SIZE", size.to_string())
+        .env("WORLD_SIZE", "2")
+        .env("LOCAL_WORLD_SIZE", "2")
         .env("MASTER_ADDR", "127.0.0.1")
         .env("MASTER_PORT", port.number().to_string());
 }
@@ -303,16 +301,14 @@ fn a_port_that_is_taken_is_named() {
     let port = held_port();
     let address = format!("127.0.0.1:{}", port.number());
     let _taken = TcpListener::bind(&address).expect("it is held");
-    let mut command = tiny.train("run", "");
-    torchrun(&mut command, 0, 2, &port);
+    let mut command = rank_of(&tiny, 0, &port, "run", "");
     refuses_once(&mut command, &[&address, "MASTER_PORT"]);
 }
 
 #[test]
 fn a_host_that_nobody_knows_is_named() {
     let tiny = TinyRun::dma();
-    let mut command = tiny.train("run", "--patience 1");
-    torchrun(&mut command, 1, 2, &held_port());
+    let mut command = rank_of(&tiny, 1, &held_port(), "run", "--patience 1");
     command.env("MASTER_ADDR", "no-such-host.invalid");
     let words = ["rank 1", "no-such-host.invalid", "--master"];
     refuses_once(&mut command, &words);
@@ -322,12 +318,8 @@ fn a_host_that_nobody_knows_is_named() {
 fn a_folder_that_not_all_processes_share_is_refused() {
     let tiny = TinyRun::dma();
     let port = held_port();
-    let mut others = tiny.train("elsewhere", "");
-    torchrun(&mut others, 1, 2, &port);
-    let other = others.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
-    let other = other.expect("it starts");
-    let mut first = tiny.train("run", "");
-    torchrun(&mut first, 0, 2, &port);
+    let other = spawned(&mut rank_of(&tiny, 1, &port, "elsewhere", ""));
+    let mut first = rank_of(&tiny, 0, &port, "run", "");
     refuses_once(&mut first, &["rank 1", "does not see", "elsewhere", "--out"]);
     let output = other.wait_with_output().expect("it ends");
     assert!(!output.status.success());
@@ -338,8 +330,7 @@ fn a_folder_that_not_all_processes_share_is_refused() {
 fn variables_of_a_group_that_are_set_in_part_are_named() {
     let tiny = TinyRun::dma();
     for missing in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
-        let mut command = tiny.train("run", "");
-        torchrun(&mut command, 0, 2, &held_port());
+        let mut command = rank_of(&tiny, 0, &held_port(), "run", "");
         refuses_once(command.env_remove(missing), &[&format!("{missing} is not")]);
     }
 }
@@ -348,17 +339,10 @@ fn variables_of_a_group_that_are_set_in_part_are_named() {
 fn ranks_with_other_recipes_end_by_the_key_that_differs() {
     let tiny = TinyRun::dma();
     let port = held_port();
-    let rank = |rank: usize, more: &str| {
-        let mut command = tiny.train("run", more);
-        torchrun(&mut command, rank, 2, &port);
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        command
-    };
-    let second = rank(1, "--set training.seed=4").spawn().expect("the program starts");
+    let rank = |rank: usize, more: &str| rank_of(&tiny, rank, &port, "run", more);
+    let second = spawned(&mut rank(1, "--set training.seed=4"));
     refuses_once(&mut rank(0, ""), &["rank 1", "another recipe", "training.seed"]);
-    let second = second.wait_with_output().expect("it ends");
-    assert_eq!(second.status.code(), Some(1));
-    assert_eq!(text(&second), "");
+    assert_eq!(text(&ended(second, 1)), "");
 }
 
 #[test]
@@ -367,14 +351,10 @@ fn an_error_of_one_rank_alone_is_told_with_its_number() {
     let port = held_port();
     let rank = |rank: usize, device: &str| {
         let mut command = tiny.sieve(&format!("train --recipe tiny.toml --out run --device {device}"));
-        torchrun(&mut command, rank, 2, &port);
-        command
-            .env("CUDA_VISIBLE_DEVICES", "")
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped());
+        torchrun(command.env("CUDA_VISIBLE_DEVICES", ""), rank, &port);
         command
     };
-    let second = rank(1, "cuda").spawn().expect("the program starts");
+    let second = spawned(&mut rank(1, "cuda"));
     refuses_once(&mut rank(0, "cpu"), &["rank 1 (", "CUDA"]);
     assert_eq!(text(&second.wait_with_output().expect("it ends")), "");
 }
@@ -394,26 +374,16 @@ fn a_disk_that_is_full_for_one_rank_loses_no_checkpoint() {
     let own = tiny.train("run", more);
     full.arg("-c").arg(limit).arg(own.get_program()).args(own.get_args());
     full.current_dir(tiny.path("")).env("RAYON_NUM_THREADS", "2");
-    torchrun(&mut full, 1, 2, &port);
-    full.stdout(Stdio::piped()).stderr(Stdio::piped());
-    let full = full.spawn().expect("a shell");
-    let mut first = tiny.train("run", more);
-    torchrun(&mut first, 0, 2, &port);
+    torchrun(&mut full, 1, &port);
+    let full = spawned(&mut full);
+    let first = spawned(&mut rank_of(&tiny, 0, &port, "run", more));
     // Both go on to the last step, and end with the code of those who are to be started again.
-    let first = first.output().expect("the program starts");
-    assert_eq!(first.status.code(), Some(75), "{}", text(&first));
-    says(
-        &text(&first),
-        "warning: no checkpoint at step 4: rank 1: | training goes on",
-    );
-    says(
-        &text(&first),
-        &format!("no checkpoint of step 8 can be written: rank 1: | {part} | File too large | make room"),
-    );
-    let full = full.wait_with_output().expect("it ends");
-    assert_eq!((full.status.code(), text(&full).as_str()), (Some(75), ""));
-    let checkpoints = std::fs::read_dir(tiny.path("run/checkpoint")).expect("a folder");
-    assert_eq!(checkpoints.count(), 0);
+    let said = text(&ended(first, 75));
+    says(&said, "warning: no checkpoint at step 4: rank 1: | training goes on");
+    let words = format!("no checkpoint of step 8 can be written: rank 1: | {part} | File too large | make room");
+    says(&said, &words);
+    assert_eq!(text(&ended(full, 75)), "");
+    assert_eq!(tiny.names("run/checkpoint"), [""; 0]);
     // With room the same command goes on, here from the beginning.
     succeed(&mut tiny.launch(2, "run", &format!("{more} --resume=auto")));
     assert!(tiny.path("run/checkpoint/step-8").is_dir());
@@ -430,9 +400,8 @@ fn a_rank_that_stands_still_ends_the_job_with_one_plain_line() {
         let id = ranks[rank].to_string();
         send("STOP", ranks[rank]);
         let since = Instant::now();
-        let output = child.wait_with_output().expect("it ends");
+        let output = ended(child, 75);
         assert!(since.elapsed() < Duration::from_secs(20), "{:?}", since.elapsed());
-        assert_eq!(output.status.code(), Some(75), "{}", text(&output));
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         let lines = said.lines().collect::<Vec<_>>();
         // What rank 1 says carries its number.
@@ -452,8 +421,7 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
     ));
     let child = started(&mut command, 14);
     send("KILL", ranks_of(child.id())[1]);
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+    let output = ended(child, 0);
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(said.contains("start 1 of 1 after a lost process"), "{said}");
     tiny.assert_same_end("run", "reference");
@@ -471,8 +439,7 @@ fn a_lost_rank_is_started_again_and_the_run_ends_as_if_nothing_had_been() {
     // Asked to stop, it does not start again.
     wait_until("its first step", || logged() > before);
     signal(&child, "TERM");
-    let output = child.wait_with_output().expect("it ends");
-    assert_eq!(output.status.code(), Some(75), "{}", text(&output));
+    ended(child, 75);
 }
 
 #[test]
@@ -507,13 +474,10 @@ fn two_launchers_are_one_job_of_two_hosts() {
             "launch --nproc 1 --nnodes 2 --node-rank {rank} --master {master} -- train --recipe tiny.toml --device \
              cpu --out run {UNTIED}"
         ));
-        command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        command.spawn().expect("the program starts")
+        spawned(&mut command)
     };
-    let hosts = [host(1), host(0)];
-    for host in hosts {
-        let output = host.wait_with_output().expect("it ends");
-        assert_eq!(output.status.code(), Some(0), "{}", text(&output));
+    for host in [host(1), host(0)] {
+        ended(host, 0);
     }
     tiny.assert_same_end("run", "reference");
     for (words, what) in [

@@ -1,6 +1,6 @@
 //! A rank of two that `kill -9` ends at a known place: the other one tells it, and the run goes on.
 use crate::tiny_run::{TinyRun, wait_until};
-use crate::train_guard::disturbed;
+use crate::train_guard::{at, disturbed};
 use crate::train_ranks::Pair;
 use sieve_comm::{HeldPort, Patience};
 use sieve_train::Disturbance;
@@ -39,34 +39,15 @@ fn wait_for_the_end() {
     std::process::exit(1);
 }
 
-fn wait_at(place: u64, wanted: u64) {
-    if place == wanted {
-        wait_for_the_end();
-    }
-}
-
 /// Waits to be killed in such a place.
 fn disturbance(place: &str) -> Disturbance {
-    let well = Disturbance::default();
     match place {
         // The third step begins with row 16.
-        "step" => Disturbance {
-            batches: |row, _| wait_at(row, 16),
-            ..well
-        },
-        "validation" => Disturbance {
-            validating: |step| wait_at(step, 4),
-            ..well
-        },
-        "files" => Disturbance {
-            writing: |step| wait_at(step, 8),
-            ..well
-        },
-        "name" => Disturbance {
-            naming: |step| wait_at(step, 8),
-            ..well
-        },
-        _ => well,
+        "step" => at("step", 16, wait_for_the_end),
+        "validation" => at("validation", 4, wait_for_the_end),
+        "files" => at("files", 8, wait_for_the_end),
+        "name" => at("name", 8, wait_for_the_end),
+        _ => Disturbance::default(),
     }
 }
 
@@ -134,19 +115,14 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize) {
     let steps = found.iter().map(|(step, _)| format!("step-{step}"));
     assert!(steps.eq(named.iter().copied()), "{out}: {found:?}");
 
-    let whole = pair.run(
-        [Disturbance::default(); 2],
-        [Patience::default(); 2],
-        &AtomicBool::default(),
-    );
-    for outcome in whole {
+    for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
         assert_eq!(outcome.result.expect("it goes on").step, 12, "{out}");
     }
     tiny.assert_same_at(&out, "reference", 12);
     let steps = tiny.metrics(&out, "step").into_keys();
     assert!(steps.eq(1..=12), "{out}");
-    let left = fs::read_dir(tiny.path(&out).join("checkpoint")).expect("checkpoint");
-    assert_eq!(left.count(), 3, "{out}: something half written was left");
+    let left = tiny.names(&format!("{out}/checkpoint"));
+    assert_eq!(left.len(), 3, "{out}: something half written was left");
 }
 
 #[test]

@@ -1,10 +1,10 @@
 //! Two ranks whose tensors travel as late as a transport may let them, and in the model's own memory.
 use crate::tiny_run::TinyRun;
-use crate::train_guard::{B, Outcome, Transport};
+use crate::train_guard::{B, Outcome, Transport, wrong_loss};
 use crate::train_ranks::Pair;
 use burn::tensor::{DType, TensorMetadata};
 use burn_flex::FlexTensor;
-use sieve_comm::{Patience, Pieces};
+use sieve_comm::Pieces;
 use sieve_train::{Collectives, Disturbance, Gathered, OnHost, Pending, TrainError};
 use std::sync::atomic::AtomicBool;
 
@@ -64,21 +64,13 @@ fn overwrite(tensor: &FlexTensor, value: impl Fn(usize) -> f32) {
 /// What a run of two ranks came to, for each.
 fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [Outcome; 2] {
     // Rows 64 to 87, three steps in a row after the checkpoint of step 8, are skipped.
-    let wrong = Disturbance {
-        loss: |row| {
-            if (64..88).contains(&row) { f64::NAN } else { 1.0 }
-        },
-        ..Disturbance::default()
-    };
+    let wrong = wrong_loss(|row| if (64..88).contains(&row) { f64::NAN } else { 1.0 });
     let pair = Pair {
         transport,
         ..Pair::new(tiny, out, overrides)
     };
-    pair.run(
-        [Disturbance::default(), wrong],
-        [Patience::default(); 2],
-        &AtomicBool::default(),
-    )
+    let disturbances = [Disturbance::default(), wrong];
+    pair.run(disturbances, Default::default(), &AtomicBool::default())
 }
 
 #[test]

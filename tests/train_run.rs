@@ -1,5 +1,5 @@
 //! A run from its first to its last step, and what it leaves.
-use crate::tiny_run::{STEPS, TinyRun, refused, succeed};
+use crate::tiny_run::{STEPS, TinyRun, number, refused, succeed};
 use sieve_core::Recipe;
 use sieve_testing::says;
 use std::fs;
@@ -43,21 +43,17 @@ fn a_run_learns_and_leaves_every_file() {
         for (tag, key) in [("global_avg_loss", "loss"), ("grad_norm", "grad_norm"), ("lr", "lr")] {
             let value = steps[&STEPS][key].as_f64().expect("a number") as f32;
             let scalar = [tag.as_bytes(), &[0x15], &value.to_le_bytes()].concat();
-            assert!(
-                events.windows(scalar.len()).any(|bytes| bytes == scalar),
-                "{tag} {value}"
-            );
+            let is_there = events.windows(scalar.len()).any(|bytes| bytes == scalar);
+            assert!(is_there, "{tag} {value}");
         }
         let log = tiny.read("run/log");
         says(&log, "step:    40 | data: wrote");
 
         // The latest three, and the weights before the first step.
-        let mut kept: Vec<_> = fs::read_dir(tiny.path("run/checkpoint"))
-            .expect("checkpoint")
-            .map(|entry| entry.expect("readable").file_name().into_string().expect("text"))
-            .collect();
-        kept.sort();
-        assert_eq!(kept, ["step-0", "step-32", "step-36", "step-40"]);
+        assert_eq!(
+            tiny.names("run/checkpoint"),
+            ["step-0", "step-32", "step-36", "step-40"]
+        );
     }
 }
 
@@ -99,7 +95,7 @@ fn micro_batches_add_up_to_the_batch() {
         let steps = tiny.metrics(out, "step");
         steps
             .into_values()
-            .map(|line| line["loss"].as_f64().expect("a number"))
+            .map(|line| number(&line["loss"]))
             .collect::<Vec<_>>()
     };
     // One document per row: rows end in padding, so micro-batches differ in their number of labels.
@@ -159,13 +155,16 @@ fn data_batch_writes_what_the_loader_gives() {
             };
             let batch = loader.batch((step - 1) * 8, 8).expect("a batch");
             let unsigned = |values: &[u32]| values.iter().map(|&x| i64::from(x as i32)).collect::<Vec<_>>();
-            assert_eq!(values("tokens"), unsigned(&batch.tokens));
-            assert_eq!(values("documents"), unsigned(&batch.documents));
-            assert_eq!(values("doc_start"), unsigned(&batch.doc_start));
-            assert_eq!(values("doc_end"), unsigned(&batch.doc_end));
-            assert_eq!(values("positions"), unsigned(&batch.positions));
-            let labels: Vec<i64> = batch.labels.iter().map(|&label| i64::from(label)).collect();
-            assert_eq!(values("labels"), labels);
+            for (name, wanted) in [
+                ("tokens", unsigned(&batch.tokens)),
+                ("documents", unsigned(&batch.documents)),
+                ("doc_start", unsigned(&batch.doc_start)),
+                ("doc_end", unsigned(&batch.doc_end)),
+                ("positions", unsigned(&batch.positions)),
+                ("labels", batch.labels.iter().map(|&label| i64::from(label)).collect()),
+            ] {
+                assert_eq!(values(name), wanted, "{name}");
+            }
         }
     }
     // The data of a run stays as it is.
@@ -188,7 +187,7 @@ fn eight_bit_blocks_train_and_a_resumed_run_may_leave_them() {
     };
     let (plain, rounded) = (last("bf16"), last("fp8"));
     assert!(plain != rounded && (plain - rounded).abs() < 0.05, "{plain} {rounded}");
-    let log = |out: &str| fs::read_to_string(tiny.path(out).join("log")).expect("log");
+    let log = |out: &str| tiny.read(&format!("{out}/log"));
     assert!(log("fp8").contains("2 of 2 blocks multiply in fp8"), "{}", log("fp8"));
     succeed(&mut tiny.train("left", &format!("{fp8} --stop-after 4")));
     succeed(&mut tiny.train("left", "--set training.steps=8 --resume"));

@@ -24,11 +24,18 @@ fn train(run: &TinyRun, out: &str, more: &str) -> std::process::Command {
     run.sieve(&format!("train --recipe staged.toml --device cpu --out {out} {more}"))
 }
 
+/// Trains until a step's checkpoint is there, and is killed.
+fn kill_at(run: &TinyRun, out: &str, more: &str, step: u64) {
+    let mut child = train(run, out, more).spawn().expect("the program starts");
+    let reached = run.path(out).join(format!("checkpoint/step-{step}"));
+    wait_until("the checkpoint", || reached.is_dir());
+    signal(&child, "KILL");
+    child.wait().expect("it ends");
+}
+
 /// Losses in the guard's mean of a checkpoint.
 fn losses_counted(run: &TinyRun, out: &str, step: u64) -> f32 {
-    let path = run.path(&format!("{out}/checkpoint/step-{step}/state.json"));
-    let text = fs::read_to_string(path).expect("the state");
-    let state: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    let state = run.json(&format!("{out}/checkpoint/step-{step}/state.json"));
     let bits = state["guard"]["num_losses_bits"].as_u64().expect("bits");
     f32::from_bits(bits as u32)
 }
@@ -57,14 +64,10 @@ fn a_staged_run_changes_length_base_and_window() {
     let exported = |step: u64| {
         let out = format!("hf-{step}");
         run.prints(&format!("export --checkpoint out/checkpoint/step-{step} --out {out}"));
-        let text = fs::read_to_string(run.path(&out).join("config.json")).expect("a config");
-        let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
-        (
-            config["rope_theta"].as_f64().expect("a number"),
-            config["keep_window_size"].as_u64().expect("a number"),
-        )
+        let config = run.json(&format!("{out}/config.json"));
+        ["rope_theta", "keep_window_size"].map(|key| number(&config[key]))
     };
-    assert_eq!(exported(40), (10_000.0, 16));
+    assert_eq!(exported(40), [10_000.0, 16.0]);
 
     // The rows of a step are its stage's.
     for (step, rows) in [(13, [8, 32]), (14, [4, 64]), (28, [8, 32])] {
@@ -92,11 +95,7 @@ fn a_run_stopped_in_any_stage_goes_on_bit_for_bit() {
     let run = staged();
     succeed(&mut train(&run, "whole", ""));
     for (out, stop_at) in [("first", 8), ("border", 12), ("second", 20), ("third", 32)] {
-        let mut child = train(&run, out, "").spawn().expect("the program starts");
-        let reached = run.path(out).join(format!("checkpoint/step-{stop_at}"));
-        wait_until("the checkpoint", || reached.is_dir());
-        signal(&child, "KILL");
-        child.wait().expect("it ends");
+        kill_at(&run, out, "", stop_at);
         succeed(&mut train(&run, out, "--resume"));
         run.assert_same_end(out, "whole");
         run.assert_same_metrics(out, "whole");
@@ -167,11 +166,7 @@ fn a_stage_reads_text_of_its_own() {
     assert!(run.path("own/data/stage-2/meta.json").is_file());
 
     // Resumed inside the stage, and when its files are gone.
-    let mut child = train(&run, "killed", own).spawn().expect("the program starts");
-    let reached = run.path("killed/checkpoint/step-20");
-    wait_until("the checkpoint", || reached.is_dir());
-    signal(&child, "KILL");
-    child.wait().expect("it ends");
+    kill_at(&run, "killed", own, 20);
     fs::rename(run.path("long"), run.path("gone")).expect("there");
     succeed(&mut train(&run, "killed", &format!("{own} --resume")));
     run.assert_same_end("killed", "own");

@@ -7,7 +7,7 @@ fn every_value_is_a_run_and_the_best_is_named() {
     let run = TinyRun::dma();
     let sweep = "--sweep optimizer.lr=1e-2,1e-5 --sweep attention.keep_window_size=8,16 --set training.steps=12";
     let text = succeed(&mut run.train("out", sweep));
-    let rows: serde_json::Value = serde_json::from_str(&run.read("out/sweep.json")).expect("JSON");
+    let rows = run.json("out/sweep.json");
     let rows = rows.as_array().expect("a list");
     assert_eq!(rows.len(), 4);
     let loss = |index: usize| rows[index]["loss"].as_f64().expect("a loss");
@@ -27,9 +27,11 @@ fn every_value_is_a_run_and_the_best_is_named() {
     assert!(text.contains("compare out\n"), "{text}");
     run.prints("compare out --out folder.html");
     let mut all = run.sieve("compare --out files.html");
-    let files = std::fs::read_dir(run.path("out")).expect("the sweep's folder");
-    let files = files.map(|file| format!("out/{}", file.expect("readable").file_name().to_string_lossy()));
-    let files = files.collect::<Vec<_>>();
+    let files = run
+        .names("out")
+        .into_iter()
+        .map(|name| format!("out/{name}"))
+        .collect::<Vec<_>>();
     assert!(files.len() == 6, "{files:?}");
     assert!(succeed(all.args(&files)).contains("files.html: 4 runs"));
     run.refuses("compare out/data --out none.html", "out/data holds no run");
@@ -50,14 +52,11 @@ fn five_kinds_are_one_sweep_and_its_recipe_is_read_once() {
     let output = run.sieve(sweep).stdin(recipe).output().expect("the program starts");
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
-    let rows: serde_json::Value = serde_json::from_str(&run.read("out/sweep.json")).expect("JSON");
+    let rows = run.json("out/sweep.json");
     let rows = rows.as_array().expect("a list");
     assert_eq!(rows.len(), 5);
-    assert!(
-        rows.iter()
-            .all(|row| row["loss"].as_f64().is_some_and(|loss| loss < 6.0)),
-        "{rows:?}"
-    );
+    let is_low = |row: &serde_json::Value| row["loss"].as_f64().is_some_and(|loss| loss < 6.0);
+    assert!(rows.iter().all(is_low), "{rows:?}");
     // One line for each kind that leaves keys out, in whichever place they are given.
     let warnings = said.lines().filter(|line| line.starts_with("warning: not used"));
     let own = "attention.a_init, attention.keep_window_size";

@@ -8,7 +8,7 @@ use crate::device::{Device, download_mask, family, family_name, separate, upload
 use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
-use crate::shape::{call_shape, shape_of_call};
+use crate::shape::shape_of_call;
 use sieve_core::{BlockSelection, KeyMask};
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, KeySource, LongChoice};
@@ -73,7 +73,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         for (at, &sizes) in sizes.iter().enumerate() {
             let kv_heads = random.between(1, 3);
             let heads = [kv_heads * random.one_of(groups), kv_heads];
-            let shape = call_shape(sizes, heads, [64, 128][at % 2]);
+            let shape = CallShape::new(sizes, heads, [64, 128][at % 2]);
             for has_nan in [false, true] {
                 // What is dense whatever its operands are needs no steps.
                 let any = Case::draw(shape, name, false, &mut Random(1));
@@ -193,13 +193,8 @@ const BOUNDED: usize = 150;
 
 /// What the last of some tokens reads, and its attention, against a session of the CPU's.
 fn step(device: &dyn Device, text: &str, random: &mut Random) -> Outcome {
-    let shape = call_shape([1, BEFORE + 1], [4, 2], 64);
-    let layer = LayerShape {
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 64,
-        layer: 0,
-    };
+    let shape = CallShape::new([1, BEFORE + 1], [4, 2], 64);
+    let layer = LayerShape::new([4, 2], 64, 0);
     let q = random.bf16_normals((BEFORE + 1) * 4 * 64);
     let [k, v] = [(); 2].map(|()| random.bf16_normals((BEFORE + 1) * 2 * 64));
     let selector = Selector::parse(text).expect("the names above are right");
@@ -265,7 +260,7 @@ const NEAR: Bar = Bar::new(0.0, 0.05, 0.0);
 
 /// Attention under a mask and its correction against the CPU's; the largest difference, of what is allowed.
 fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2], random: &mut Random) -> Outcome {
-    let shape = call_shape([num_queries, num_keys], [4, 2], 64);
+    let shape = CallShape::new([num_queries, num_keys], [4, 2], 64);
     let q = random.bf16_normals(num_queries * 4 * 64);
     let [k, v] = [(); 2].map(|()| random.bf16_normals(num_keys * 2 * 64));
     let call = Call::new(shape, &q, &k, &v).expect("sizes fit");

@@ -4,21 +4,6 @@ use sieve_kernels::AttentionShape;
 use sieve_select::CallShape;
 use std::str::FromStr;
 
-/// Sizes of a selector's call: queries and keys, query and KV heads, width.
-pub(crate) fn call_shape(
-    [num_queries, num_keys]: [usize; 2],
-    [num_heads, num_kv_heads]: [usize; 2],
-    head_dim: usize,
-) -> CallShape {
-    CallShape {
-        num_queries,
-        num_keys,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-    }
-}
-
 /// Sizes of a tensor of queries or their gradient.
 pub(crate) fn queries_of(shape: AttentionShape) -> [usize; 4] {
     [shape.batch, shape.seq_len, shape.num_heads, shape.head_dim]
@@ -55,7 +40,7 @@ pub(crate) fn sizes(shape: AttentionShape) -> [usize; 6] {
 /// A whole prompt, as selectors take it.
 pub(crate) fn prompt_shape(shape: &AttentionShape) -> CallShape {
     let heads = [shape.num_heads, shape.num_kv_heads];
-    call_shape([shape.seq_len; 2], heads, shape.head_dim)
+    CallShape::new([shape.seq_len; 2], heads, shape.head_dim)
 }
 
 /// A selector's call over all of its keys.

@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report, wrong};
 use crate::select::{listed_keys, with_context};
-use crate::shape::{call_shape, shape_of_call};
+use crate::shape::shape_of_call;
 use rayon::prelude::*;
 use sieve_cpu::reference::Rounding;
 use sieve_kernels::{DeviceReport, KernelFamily, KeySource, NeededKernels, SparseKeyReads};
@@ -76,7 +76,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
     for (at, (name, sizes)) in draws.into_iter().enumerate() {
         let kv_heads = random.between(1, 3);
         let heads = [kv_heads * random.one_of(&[1, 2, 3]), kv_heads];
-        let shape = call_shape(sizes, heads, widths[at % widths.len()]);
+        let shape = CallShape::new(sizes, heads, widths[at % widths.len()]);
         let case = Case::draw(shape, name, extent.magnitude_of(at), &mut random);
         let kind = name.map_or("random", |name| name.split(':').next().unwrap_or(name));
         let row = format!("sparse_attention, {kind}");

@@ -300,13 +300,7 @@ mod tests {
 
     #[test]
     fn there_is_room_for_every_admissible_tile() {
-        let shape = CallShape {
-            num_queries: 70,
-            num_keys: 100,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 8,
-        };
+        let shape = CallShape::new([70, 100], [4, 2], 8);
         let means = BlockScores::Means { variances: 0.0 };
         let mut selection = BlockSelection::new(shape, 32, means, KeepBlocks::Top(3));
         (selection.keep.heads_per_list, selection.keep.tile) = (2, 16);

@@ -17,6 +17,21 @@ pub struct CallShape {
 }
 
 impl CallShape {
+    /// The sizes in the order of the fields.
+    pub const fn new(
+        [num_queries, num_keys]: [usize; 2],
+        [num_heads, num_kv_heads]: [usize; 2],
+        head_dim: usize,
+    ) -> Self {
+        Self {
+            num_queries,
+            num_keys,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+        }
+    }
+
     /// Query heads that share a KV head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads

@@ -335,22 +335,6 @@ impl KeyMask {
         }
     }
 
-    /// The smallest and the largest key of each tile of a list.
-    pub fn key_bounds(&self, list: usize) -> Vec<(usize, usize)> {
-        let order = self.key_order_of(list);
-        (0..self.tiles.num_key_tiles())
-            .map(|j| {
-                let slots = self.tiles.keys(j);
-                match order {
-                    None => (slots.start, slots.end - 1),
-                    Some(order) => order[slots].iter().fold((usize::MAX, 0), |(low, high), &key| {
-                        (low.min(key as usize), high.max(key as usize))
-                    }),
-                }
-            })
-            .collect()
-    }
-
     /// Whether every admissible tile is kept, so that attention under the mask is dense attention.
     pub fn keeps_everything(&self) -> bool {
         let hides = |list| {
@@ -523,13 +507,7 @@ fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize])
 mod tests {
     use super::*;
 
-    const SHAPE: CallShape = CallShape {
-        num_queries: 5,
-        num_keys: 7,
-        num_heads: 4,
-        num_kv_heads: 2,
-        head_dim: 8,
-    };
+    const SHAPE: CallShape = CallShape::new([5, 7], [4, 2], 8);
 
     fn mask() -> KeyMask {
         let rows: [&[i32]; 4] = [&[2], &[3, 1, 0, 1], &[1, 2], &[3]];

@@ -9,7 +9,7 @@ use parquet::file::reader::{FileReader, SerializedFileReader};
 use rayon::prelude::*;
 use sieve_testing::mutated;
 
-use crate::test_files::{gzip, quick_dir, write_parquet, zstd};
+use crate::test_files::{gzip, quick_dir, texts, write_parquet, zstd};
 use crate::{Corpus, CorpusConfig, DataError, ShardReader, ShardWriter, Tokenizer};
 
 const NUM_INPUTS: u64 = 10_000;
@@ -33,6 +33,14 @@ fn each_mutated(name: &str, bytes: &[u8], check: impl Fn(&Path, &[u8]) -> bool +
     taken
 }
 
+/// The same of a reading, which is taken or refused with the file's name.
+fn each_read(name: &str, bytes: &[u8], read: impl Fn(&Path, &[u8]) -> Result<(), DataError> + Sync) -> usize {
+    each_mutated(name, bytes, |path, bytes| {
+        let read = read(path, bytes);
+        read.inspect_err(|error| assert_named(error, path)).is_ok()
+    })
+}
+
 /// Documents of a corpus, blank ones too.
 fn count(config: CorpusConfig) -> Result<u64, DataError> {
     let corpus = Corpus::open(config)?;
@@ -40,14 +48,6 @@ fn count(config: CorpusConfig) -> Result<u64, DataError> {
     while documents.next().transpose()?.is_some() {}
     let report = documents.report();
     Ok(report.num_documents + report.num_blank)
-}
-
-fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
-    let corpus = Corpus::open(config)?;
-    corpus
-        .documents()
-        .map(|document| document.map(|document| document.text))
-        .collect()
 }
 
 fn path_of(path: &Path) -> Vec<String> {
@@ -71,35 +71,26 @@ fn lines() -> String {
 // What is taken is what another reading of the same bytes gives.
 #[test]
 fn damaged_jsonl_is_read_as_it_stands_or_refused() {
-    let taken = each_mutated("a.jsonl", lines().as_bytes(), |path, bytes| {
-        match texts(CorpusConfig::jsonl(path_of(path), "text")) {
+    let taken = each_read("a.jsonl", lines().as_bytes(), |path, bytes| {
+        let found = texts(CorpusConfig::jsonl(path_of(path), "text"))?;
+        let text = std::str::from_utf8(bytes).expect("taken, so UTF-8");
+        let wanted = text.trim_start_matches('\u{feff}').lines();
+        let wanted = wanted.filter(|line| !line.trim().is_empty());
+        let values = wanted.map(serde_json::from_str::<serde_json::Value>);
+        let values = match values.collect::<Result<Vec<_>, _>>() {
+            Ok(values) => values,
+            // JSON all the same, in a column that is not read.
             Err(error) => {
-                assert_named(&error, path);
-                false
+                assert!(error.to_string().contains("number out of range"), "{error}");
+                return Ok(());
             }
-            Ok(found) => {
-                let text = std::str::from_utf8(bytes).expect("taken, so UTF-8");
-                let wanted = text
-                    .trim_start_matches('\u{feff}')
-                    .lines()
-                    .filter(|line| !line.trim().is_empty());
-                let values = wanted.map(serde_json::from_str::<serde_json::Value>);
-                let values = match values.collect::<Result<Vec<_>, _>>() {
-                    Ok(values) => values,
-                    // JSON all the same, in a column that is not read.
-                    Err(error) => {
-                        assert!(error.to_string().contains("number out of range"), "{error}");
-                        return true;
-                    }
-                };
-                let wanted = values
-                    .iter()
-                    .map(|value| value["text"].as_str().expect("taken, so a string"));
-                let wanted = wanted.filter(|text| !text.trim().is_empty()).collect::<Vec<_>>();
-                assert_eq!(found, wanted);
-                true
-            }
-        }
+        };
+        let wanted = values
+            .iter()
+            .map(|value| value["text"].as_str().expect("taken, so a string"));
+        let wanted = wanted.filter(|text| !text.trim().is_empty()).collect::<Vec<_>>();
+        assert_eq!(found, wanted);
+        Ok(())
     });
     assert!(taken > 100, "{taken}");
 }
@@ -113,18 +104,10 @@ fn damaged_packed_files_are_the_original_or_refused() {
         ("a.jsonl.gz", gzip(text.as_bytes())),
         ("a.jsonl.zst", zstd(text.as_bytes())),
     ] {
-        each_mutated(name, &bytes, |path, _| {
-            match texts(CorpusConfig::jsonl(path_of(path), "text")) {
-                Err(error) => {
-                    assert_named(&error, path);
-                    false
-                }
-                // A changed time or name in gzip's header, or a piece doubled whole.
-                Ok(found) => {
-                    assert_eq!(found, wanted);
-                    true
-                }
-            }
+        each_read(name, &bytes, |path, _| {
+            // A changed time or name in gzip's header, or a piece doubled whole.
+            assert_eq!(texts(CorpusConfig::jsonl(path_of(path), "text"))?, wanted);
+            Ok(())
         });
     }
 }
@@ -146,22 +129,15 @@ fn damaged_parquet_has_all_its_rows_or_is_refused() {
         let path = dir.path().join("whole.parquet");
         write_parquet(&path, &[&rows[..70], &rows[70..]], compression);
         let bytes = fs::read(&path).unwrap();
-        each_mutated("a.parquet", &bytes, |path, _| {
-            match count(CorpusConfig::parquet(path_of(path), "text")) {
-                Err(error) => {
-                    assert_named(&error, path);
-                    false
-                }
-                Ok(found) => {
-                    // Judged by the file's own account of itself.
-                    let file = fs::File::open(path).unwrap();
-                    let footer = SerializedFileReader::new(file).unwrap().metadata().clone();
-                    let groups = footer.row_groups().iter().map(|group| group.num_rows());
-                    assert_eq!(groups.sum::<i64>(), footer.file_metadata().num_rows());
-                    assert_eq!(found as i64, footer.file_metadata().num_rows());
-                    true
-                }
-            }
+        each_read("a.parquet", &bytes, |path, _| {
+            let found = count(CorpusConfig::parquet(path_of(path), "text"))?;
+            // Judged by the file's own account of itself.
+            let file = fs::File::open(path).unwrap();
+            let footer = SerializedFileReader::new(file).unwrap().metadata().clone();
+            let groups = footer.row_groups().iter().map(|group| group.num_rows());
+            assert_eq!(groups.sum::<i64>(), footer.file_metadata().num_rows());
+            assert_eq!(found as i64, footer.file_metadata().num_rows());
+            Ok(())
         });
     }
 }
@@ -183,11 +159,8 @@ fn read_all(prefix: &Path) -> Result<Vec<Vec<u32>>, DataError> {
     let documents = (0..shard.num_documents()).map(|document| shard.document(document));
     let documents = documents.collect::<Result<Vec<_>, _>>()?;
     let num_tokens = documents.iter().map(Vec::len).sum::<usize>();
-    assert_eq!(
-        num_tokens as u64,
-        shard.num_tokens(),
-        "every token belongs to one document"
-    );
+    let words = "every token belongs to one document";
+    assert_eq!(num_tokens as u64, shard.num_tokens(), "{words}");
     Ok(documents)
 }
 
@@ -199,20 +172,12 @@ fn a_damaged_index_divides_all_tokens_or_is_refused() {
     let tokens = read_all(&whole).unwrap().concat();
     let bin = fs::read(whole.with_extension("bin")).unwrap();
     let idx = fs::read(whole.with_extension("idx")).unwrap();
-    each_mutated("s.idx", &idx, |path, _| {
+    each_read("s.idx", &idx, |path, _| {
         fs::write(path.with_extension("bin"), &bin).unwrap();
-        match read_all(&path.with_extension("")) {
-            Err(error) => {
-                assert_named(&error, path);
-                false
-            }
-            Ok(documents) => {
-                let found = documents.concat();
-                // Read as four-byte tokens, the lengths no longer fit, so the dtype cannot have changed.
-                assert_eq!(found, tokens);
-                true
-            }
-        }
+        let found = read_all(&path.with_extension(""))?.concat();
+        // Read as four-byte tokens, the lengths no longer fit, so the dtype cannot have changed.
+        assert_eq!(found, tokens);
+        Ok(())
     });
 }
 
@@ -266,14 +231,8 @@ fn damaged_tokenizers_work_or_are_refused() {
                   "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "ignore_merges": false,
                   "vocab": vocab.collect::<serde_json::Map<_, _>>(), "merges": merges}
     });
-    let taken = each_mutated("tokenizer.json", tokenizer.to_string().as_bytes(), |path, _| {
-        let tokenizer = match Tokenizer::from_file(path) {
-            Err(error) => {
-                assert_named(&error, path);
-                return false;
-            }
-            Ok(tokenizer) => tokenizer,
-        };
+    let taken = each_read("tokenizer.json", tokenizer.to_string().as_bytes(), |path, _| {
+        let tokenizer = Tokenizer::from_file(path)?;
         for text in ["abc abc a", "", "<|endoftext|>", "é\u{0} b", "cab  \n"] {
             if let Ok(ids) = tokenizer.encode(text) {
                 assert!(ids.iter().all(|&id| (id as usize) < tokenizer.vocab_size()));
@@ -281,7 +240,7 @@ fn damaged_tokenizers_work_or_are_refused() {
             }
         }
         let _ = tokenizer.eos_id();
-        true
+        Ok(())
     });
     assert!(taken > 100, "{taken}");
 }

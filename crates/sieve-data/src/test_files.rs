@@ -13,6 +13,8 @@ use parquet::file::properties::WriterProperties;
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 
+use crate::{Corpus, CorpusConfig, DataError};
+
 /// A folder in memory where the system has one: thousands of small files, and files fsynced again and again.
 pub(crate) fn quick_dir() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
@@ -20,6 +22,15 @@ pub(crate) fn quick_dir() -> tempfile::TempDir {
         true => tempfile::tempdir_in(memory).or_else(|_| tempfile::tempdir()).unwrap(),
         false => tempfile::tempdir().unwrap(),
     }
+}
+
+/// The texts of a corpus.
+pub(crate) fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
+    let corpus = Corpus::open(config)?;
+    let texts = corpus
+        .documents()
+        .map(|document| document.map(|document| document.text));
+    texts.collect()
 }
 
 pub(crate) fn gzip(bytes: &[u8]) -> Vec<u8> {
@@ -74,9 +85,8 @@ pub(crate) fn write_parquet(path: &Path, groups: &[&[Option<&[u8]>]], compressio
 
 /// Columns of texts, one row group.
 pub(crate) fn write_parquet_of(path: &Path, columns: &[(&str, Vec<&str>)], compression: Compression) {
-    let fields = columns
-        .iter()
-        .map(|(name, _)| format!("REQUIRED BYTE_ARRAY {name} (UTF8); "));
+    let field = |(name, _): &(&str, _)| format!("REQUIRED BYTE_ARRAY {name} (UTF8); ");
+    let fields = columns.iter().map(field);
     let schema = format!("message schema {{ {} }}", fields.collect::<String>());
     let properties = WriterProperties::builder().set_compression(compression).build();
     let schema = Arc::new(parse_message_type(&schema).unwrap());

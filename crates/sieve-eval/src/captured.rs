@@ -157,13 +157,11 @@ impl<B: DeviceBackend> Captured<B> {
 /// Dense attention by the kernel of masks, with every key kept.
 fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<SparseOutput<B>, EvalError> {
     let [_, tokens, _, head_dim] = operands.qkv.dims();
-    let all = KeyMask::dense(CallShape {
-        num_queries: tokens,
-        num_keys: tokens,
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
+    let all = KeyMask::dense(CallShape::new(
+        [tokens; 2],
+        [operands.num_heads, operands.num_kv_heads],
         head_dim,
-    });
+    ));
     let refused = |reason: String| EvalError::Kernel {
         selector: "dense",
         reason,

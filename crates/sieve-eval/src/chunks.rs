@@ -185,13 +185,7 @@ pub(crate) fn calls_of<B: DeviceBackend>(
     let step = chunk.unwrap_or(tokens).max(1);
     (0..tokens).step_by(step).map(move |first| {
         let end = (first + step).min(tokens);
-        CallShape {
-            num_queries: end - first,
-            num_keys: end,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-        }
+        CallShape::new([end - first, end], [num_heads, num_kv_heads], head_dim)
     })
 }
 
@@ -390,13 +384,11 @@ fn block_means<B: DeviceBackend>(x: Tensor<B, 4>, block: usize) -> Vec<f32> {
 
 /// A document in one layer as one call.
 pub(crate) fn call(operands: HostOperands<'_>) -> Result<Call<'_>, EvalError> {
-    let shape = CallShape {
-        num_queries: operands.num_tokens,
-        num_keys: operands.num_tokens,
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        head_dim: operands.head_dim,
-    };
+    let shape = CallShape::new(
+        [operands.num_tokens; 2],
+        [operands.num_heads, operands.num_kv_heads],
+        operands.head_dim,
+    );
     let call = Call::new(shape, operands.q, operands.k, operands.v)?;
     Ok(call.in_layer(operands.layer, operands.num_layers))
 }
@@ -409,13 +401,7 @@ mod tests {
 
     #[test]
     fn a_selection_by_means_is_that_by_tokens() {
-        let whole = CallShape {
-            num_queries: 77,
-            num_keys: 77,
-            num_heads: 4,
-            num_kv_heads: 2,
-            head_dim: 8,
-        };
+        let whole = CallShape::new([77; 2], [4, 2], 8);
         let number = |at: usize| ((at * 7919 + at / 13 * 104_729) % 1000) as f32 / 200.0 - 2.5;
         let packed: Vec<f32> = (0..77 * 8 * 8).map(number).collect();
         let qkv = TensorData::new(packed.clone(), [1, 77, 8, 8]);
@@ -520,13 +506,7 @@ mod tests {
 
     #[test]
     fn positions_alone_choose_a_window() {
-        let shape = CallShape {
-            num_queries: 90,
-            num_keys: 130,
-            num_heads: 2,
-            num_kv_heads: 1,
-            head_dim: 4,
-        };
+        let shape = CallShape::new([90, 130], [2, 1], 4);
         let (q, k) = (vec![0.5; 90 * 8], vec![0.5; 130 * 4]);
         for text in ["streamingllm:n_local=20", "a_shape:n_local=20", "tri_shape:n_local=20"] {
             let selector = Selector::parse(&format!("{text},min_prefill_tokens=0"));

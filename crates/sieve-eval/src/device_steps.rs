@@ -84,13 +84,11 @@ fn refused(selector: &Selector, reason: String) -> EvalError {
 
 /// The call of a text's tokens so far.
 fn shape_of<B: DeviceBackend>(operands: &LayerOperands<B>, num_keys: usize) -> CallShape {
-    CallShape {
-        num_queries: operands.num_tokens(),
-        num_keys,
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        head_dim: operands.qkv.dims()[3],
-    }
+    CallShape::new(
+        [operands.num_tokens(), num_keys],
+        [operands.num_heads, operands.num_kv_heads],
+        operands.qkv.dims()[3],
+    )
 }
 
 /// Returns o, the keys that a head reads, and whether they were chosen on the device.

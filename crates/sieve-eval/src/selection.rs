@@ -169,12 +169,7 @@ impl Selection {
             kept: KeptMasks::new(),
         };
         if selection.acts_in_decode() {
-            let layer = |layer| LayerShape {
-                num_heads: shape.num_heads,
-                num_kv_heads: shape.num_kv_heads,
-                head_dim: shape.head_dim,
-                layer,
-            };
+            let layer = |layer| LayerShape::new([shape.num_heads, shape.num_kv_heads], shape.head_dim, layer);
             for index in 0..shape.num_layers {
                 DecodeSession::new(selection.steps.of(index), layer(index))?;
             }
@@ -449,10 +444,9 @@ fn dense_pairs(num_tokens: usize, num_heads: usize) -> f64 {
 
 /// A layer's sizes.
 pub(crate) fn layer_shape(operands: HostOperands<'_>) -> LayerShape {
-    LayerShape {
-        num_heads: operands.num_heads,
-        num_kv_heads: operands.num_kv_heads,
-        head_dim: operands.head_dim,
-        layer: operands.layer,
-    }
+    LayerShape::new(
+        [operands.num_heads, operands.num_kv_heads],
+        operands.head_dim,
+        operands.layer,
+    )
 }

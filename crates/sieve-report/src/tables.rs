@@ -2,6 +2,7 @@
 use crate::Run;
 use crate::groups::differences;
 use sieve_core::Recipe;
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// Text with the characters that HTML gives a meaning written out.
@@ -251,14 +252,9 @@ fn head(title: &str, runs: &[Run]) -> String {
 
 /// One table for each file name in the runs' `eval` folders.
 pub(crate) fn scores(runs: &[Run]) -> String {
-    let mut files: Vec<&str> = runs
-        .iter()
-        .flat_map(|run| run.scores.iter().map(|scores| scores.file.as_str()))
-        .collect();
-    files.sort_unstable();
-    files.dedup();
+    let files = runs.iter().flat_map(|run| &run.scores).map(|scores| &*scores.file);
     let mut html = String::new();
-    for file in files {
+    for file in files.collect::<BTreeSet<_>>() {
         let of: Vec<&[(String, f64)]> = runs
             .iter()
             .map(|run| {
@@ -296,14 +292,9 @@ pub(crate) fn scores(runs: &[Run]) -> String {
 
 /// Pictures of evaluations; those of one file name side by side.
 pub(crate) fn pictures(runs: &[Run]) -> String {
-    let mut files: Vec<&str> = runs
-        .iter()
-        .flat_map(|run| run.pictures.iter().map(|picture| picture.file.as_str()))
-        .collect();
-    files.sort_unstable();
-    files.dedup();
+    let files = runs.iter().flat_map(|run| &run.pictures).map(|picture| &*picture.file);
     let mut html = String::new();
-    for file in files {
+    for file in files.collect::<BTreeSet<_>>() {
         let _ = write!(html, "<h3>{}</h3><div class=\"pictures\">", escaped(file));
         for (idx, run) in runs.iter().enumerate() {
             for picture in run.pictures.iter().filter(|picture| picture.file == file) {

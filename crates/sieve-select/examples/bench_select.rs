@@ -157,13 +157,7 @@ impl Operands {
             fill(num_kv_heads, true),
             fill(num_kv_heads, true),
         );
-        let shape = CallShape {
-            num_queries: tokens,
-            num_keys: tokens,
-            num_heads,
-            num_kv_heads,
-            head_dim,
-        };
+        let shape = CallShape::new([tokens; 2], [num_heads, num_kv_heads], head_dim);
         Self { shape, q, k, v }
     }
 

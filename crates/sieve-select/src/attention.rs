@@ -19,7 +19,7 @@ pub struct AttentionOutput {
     pub lse: Vec<f32>,
 }
 
-/// Query rows handled together where the caller gives no tiles: rows of the call times heads of the group.
+/// Query rows handled together in dense rows: rows of the call times heads of the group.
 const DENSE_TILE_ROWS: usize = 192;
 
 /// Attention over the kept pairs of a selection, with its dense rows and its correction.
@@ -32,175 +32,121 @@ const DENSE_TILE_ROWS: usize = 192;
 pub fn block_sparse_attention(call: &Call<'_>, selected: &Selected) -> Result<AttentionOutput, SelectError> {
     selected.check(call)?;
     let mask = &selected.mask;
-    let shape = call.shape;
-    let engine = ListedAttention::new(shape.head_dim, shape.softmax_scale());
-    let mut tasks: Vec<(usize, usize)> = Vec::new();
+    let dense: Vec<usize> = mask.dense_rows.iter().cloned().flatten().collect();
+    let mut tasks = dense_tasks(call, &dense);
     // Later tiles see more keys: they start first.
     for i in (0..mask.tiles.num_query_tiles()).rev() {
-        tasks.extend((0..mask.num_lists()).map(|list| (list, i)));
+        tasks.extend((0..mask.num_lists()).map(|list| Task::Listed(list, i)));
     }
-    let results: Vec<TileResult> = tasks
-        .into_par_iter()
-        .with_max_len(1)
-        .map(|(list, i)| sparse_tile(call, mask, &engine, list, i))
-        .collect();
-    let mut output = AttentionOutput {
-        o: vec![0.0; call.q.len()],
-        lse: vec![f32::NEG_INFINITY; shape.num_heads * shape.num_queries],
-    };
-    scatter(call, &results, &mut output);
-    if !mask.dense_rows.is_empty() {
-        let rows: Vec<usize> = mask.dense_rows.iter().cloned().flatten().collect();
-        scatter(call, &dense_tiles(call, &engine, &rows, mask.causal), &mut output);
-    }
+    let mut output = attend(call, mask, tasks);
     if let Some(correction) = &selected.correction {
         correct(mask, correction, &mut output.o);
     }
     Ok(output)
 }
 
-/// Dense attention of some rows of the call.
+/// Dense causal attention of some rows of the call.
 ///
 /// # Shapes
 /// - rows: any rows of the call, `[rows]`
-/// - returns o `[rows, num_heads, head_dim]` and lse `[num_heads, rows]`
-pub fn dense_rows_attention(call: &Call<'_>, rows: &[usize]) -> AttentionOutput {
-    let shape = call.shape;
-    let engine = ListedAttention::new(shape.head_dim, shape.softmax_scale());
-    let results = dense_tiles(call, &engine, rows, true);
-    let mut at = vec![usize::MAX; shape.num_queries];
-    for (index, &row) in rows.iter().enumerate() {
-        at[row] = index;
-    }
+/// - returns o `[rows, num_heads, head_dim]`
+pub fn dense_rows_attention(call: &Call<'_>, rows: &[usize]) -> Vec<f32> {
+    let width = call.shape.num_heads * call.shape.head_dim;
+    let all = attend(call, &KeyMask::dense(call.shape), dense_tasks(call, rows)).o;
+    rows.iter()
+        .flat_map(|row| &all[row * width..][..width])
+        .copied()
+        .collect()
+}
+
+/// Rows that attend together.
+enum Task<'r> {
+    /// Those of a query tile of a list, but for dense rows.
+    Listed(usize, usize),
+    /// Some rows of the call, of the heads of a KV head: over all keys that the mask's causality lets them see.
+    Dense(usize, &'r [usize]),
+}
+
+fn dense_tasks<'r>(call: &Call<'_>, rows: &'r [usize]) -> Vec<Task<'r>> {
+    let tile_tokens = (DENSE_TILE_ROWS / call.shape.group_size()).max(1);
+    let tiles = rows.chunks(tile_tokens).rev();
+    tiles
+        .flat_map(|rows| (0..call.shape.num_kv_heads).map(move |kv_head| Task::Dense(kv_head, rows)))
+        .collect()
+}
+
+/// Rows of one task, as (head, row of the call), with their results.
+type TaskResult = (Vec<(usize, usize)>, Vec<f32>, Vec<f32>);
+
+/// All tasks, each row at its place; rows of no task are zero, their log-sum-exp -inf.
+fn attend(call: &Call<'_>, mask: &KeyMask, tasks: Vec<Task<'_>>) -> AttentionOutput {
+    let (shape, d) = (call.shape, call.shape.head_dim);
+    let engine = ListedAttention::new(d, shape.softmax_scale());
+    let tasks = tasks.into_par_iter().with_max_len(1);
+    let results: Vec<TaskResult> = tasks.map(|task| run(call, mask, &engine, &task)).collect();
     let mut output = AttentionOutput {
-        o: vec![0.0; rows.len() * shape.num_heads * shape.head_dim],
-        lse: vec![f32::NEG_INFINITY; shape.num_heads * rows.len()],
+        o: vec![0.0; call.q.len()],
+        lse: vec![f32::NEG_INFINITY; shape.num_heads * shape.num_queries],
     };
-    let d = shape.head_dim;
-    for tile in &results {
-        for (r, &(head, row)) in tile.rows.iter().enumerate() {
-            let to = (at[row] * shape.num_heads + head) * d;
-            output.o[to..to + d].copy_from_slice(&tile.o[r * d..(r + 1) * d]);
-            output.lse[head * rows.len() + at[row]] = tile.lse[r];
+    for (rows, o, lse) in &results {
+        for ((&(head, row), o), lse) in rows.iter().zip(o.chunks_exact(d)).zip(lse) {
+            let at = call.query_at(head, row);
+            output.o[at..at + d].copy_from_slice(o);
+            output.lse[head * shape.num_queries + row] = *lse;
         }
     }
     output
 }
 
-/// Rows of one tile, as (head, row of the call), with their results.
-struct TileResult {
-    rows: Vec<(usize, usize)>,
-    o: Vec<f32>,
-    lse: Vec<f32>,
-}
-
-/// Keys of one tile as the engine wants them.
-#[derive(Default)]
-struct KeyList {
-    at: Vec<usize>,
-    position: Vec<i32>,
-    expire: Vec<i32>,
-}
-
-impl KeyList {
-    fn push(&mut self, call: &Call<'_>, mask: &KeyMask, list: usize, key: usize) {
-        let kv_head = call.kv_head(mask.heads_of(list).start);
-        self.at.push(call.key_at(kv_head, key));
-        self.position.push(if mask.causal { key as i32 } else { i32::MIN });
-        self.expire
-            .push(if mask.causal { mask.expire(list, key) } else { i32::MAX });
-    }
-}
-
-fn sparse_tile(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, list: usize, i: usize) -> TileResult {
+fn run(call: &Call<'_>, mask: &KeyMask, engine: &ListedAttention, task: &Task<'_>) -> TaskResult {
     let context = call.shape.context();
-    let rows: Vec<(usize, usize)> = mask
-        .tiles
-        .rows(i)
-        .flat_map(|slot| mask.heads_of(list).map(move |head| (head, slot)))
-        .map(|(head, slot)| (head, mask.query_row(head, slot)))
-        .filter(|&(_, row)| !mask.is_dense_row(row))
-        .collect();
-    let first = rows.iter().map(|r| context + r.1).min().unwrap_or(0);
-    let last = rows.iter().map(|r| context + r.1).max().unwrap_or(0);
-    // A key that no query sees is left out: it may hold NaN.
-    let seen = |key: usize| !mask.causal || (key <= last && mask.expire(list, key) as usize > first);
-    let mut keys = KeyList::default();
-    let order = mask.key_order_of(list);
-    for &j in mask.row(list, i) {
-        for slot in mask.tiles.keys(j as usize) {
-            let key = order.map_or(slot, |order| order[slot] as usize);
-            if seen(key) {
-                keys.push(call, mask, list, key);
-            }
+    let rows: Vec<(usize, usize)> = match *task {
+        Task::Listed(list, i) => {
+            let slots = mask
+                .tiles
+                .rows(i)
+                .flat_map(|slot| mask.heads_of(list).map(move |head| (head, slot)));
+            let rows = slots.map(|(head, slot)| (head, mask.query_row(head, slot)));
+            rows.filter(|&(_, row)| !mask.is_dense_row(row)).collect()
         }
-    }
-    for &slot in mask.columns(list, i) {
-        let key = order.map_or(slot as usize, |order| order[slot as usize] as usize);
-        if seen(key) {
-            keys.push(call, mask, list, key);
+        Task::Dense(kv_head, rows) => {
+            let heads = |&row: &usize| call.group(kv_head).map(move |head| (head, row));
+            rows.iter().flat_map(heads).collect()
         }
-    }
-    run(call, engine, rows, &keys)
-}
-
-/// Tiles of dense attention over some rows of all heads.
-fn dense_tiles(call: &Call<'_>, engine: &ListedAttention, rows: &[usize], causal: bool) -> Vec<TileResult> {
-    let tile_tokens = (DENSE_TILE_ROWS / call.shape.group_size()).max(1);
-    let tasks: Vec<(usize, &[usize])> = rows
-        .chunks(tile_tokens)
-        .rev()
-        .flat_map(|rows| (0..call.shape.num_kv_heads).map(move |kv_head| (kv_head, rows)))
-        .collect();
-    tasks
-        .into_par_iter()
-        .with_max_len(1)
-        .map(|(kv_head, rows)| {
-            let last = rows.iter().max().map_or(0, |row| call.shape.context() + row);
-            let end = if causal { last + 1 } else { call.shape.num_keys };
-            let keys = KeyList {
-                at: (0..end).map(|key| call.key_at(kv_head, key)).collect(),
-                position: (0..end).map(|key| if causal { key as i32 } else { i32::MIN }).collect(),
-                expire: vec![i32::MAX; end],
-            };
-            let rows = rows
-                .iter()
-                .flat_map(|&row| call.group(kv_head).map(move |head| (head, row)))
-                .collect();
-            run(call, engine, rows, &keys)
-        })
-        .collect()
-}
-
-fn run(call: &Call<'_>, engine: &ListedAttention, rows: Vec<(usize, usize)>, keys: &KeyList) -> TileResult {
-    let context = call.shape.context();
-    let query_at: Vec<usize> = rows.iter().map(|r| call.query_at(r.0, r.1)).collect();
-    let query_position: Vec<i32> = rows.iter().map(|r| (context + r.1) as i32).collect();
-    let mut o = vec![0.0; rows.len() * call.shape.head_dim];
-    let mut lse = vec![0.0; rows.len()];
+    };
+    let positions = || rows.iter().map(|r| context + r.1);
+    let (first, last) = (positions().min().unwrap_or(0), positions().max().unwrap_or(0));
+    let (kv_head, keys): (usize, Vec<(usize, i32)>) = match *task {
+        Task::Listed(list, i) => {
+            let tiles = mask.row(list, i).iter().flat_map(|&j| mask.tiles.keys(j as usize));
+            let slots = tiles.chain(mask.columns(list, i).iter().map(|&slot| slot as usize));
+            let order = mask.key_order_of(list);
+            let keys = slots.map(|slot| order.map_or(slot, |order| order[slot] as usize));
+            let keys = keys.map(|key| (key, if mask.causal { mask.expire(list, key) } else { i32::MAX }));
+            // A key that no query sees is left out: it may hold NaN.
+            let seen = |&(key, expire): &(usize, i32)| !mask.causal || (key <= last && expire as usize > first);
+            (call.kv_head(mask.heads_of(list).start), keys.filter(seen).collect())
+        }
+        Task::Dense(kv_head, _) => {
+            let end = if mask.causal { last + 1 } else { call.shape.num_keys };
+            (kv_head, (0..end).map(|key| (key, i32::MAX)).collect())
+        }
+    };
+    let (mut o, mut lse) = (vec![0.0; rows.len() * call.shape.head_dim], vec![0.0; rows.len()]);
     let tile = ListedTile {
         q: call.q,
-        query_at: &query_at,
-        query_position: &query_position,
+        query_at: &rows.iter().map(|r| call.query_at(r.0, r.1)).collect::<Vec<_>>(),
+        query_position: &positions().map(|position| position as i32).collect::<Vec<_>>(),
         k: call.k,
         v: call.v,
-        key_at: &keys.at,
-        key_position: &keys.position,
-        key_expire: &keys.expire,
+        key_at: &keys.iter().map(|key| call.key_at(kv_head, key.0)).collect::<Vec<_>>(),
+        key_position: &(keys.iter())
+            .map(|key| if mask.causal { key.0 as i32 } else { i32::MIN })
+            .collect::<Vec<_>>(),
+        key_expire: &keys.iter().map(|key| key.1).collect::<Vec<_>>(),
     };
     engine.run(tile, &mut o, &mut lse);
-    TileResult { rows, o, lse }
-}
-
-fn scatter(call: &Call<'_>, results: &[TileResult], output: &mut AttentionOutput) {
-    let d = call.shape.head_dim;
-    for tile in results {
-        for (r, &(head, row)) in tile.rows.iter().enumerate() {
-            let at = call.query_at(head, row);
-            output.o[at..at + d].copy_from_slice(&tile.o[r * d..(r + 1) * d]);
-            output.lse[head * call.shape.num_queries + row] = tile.lse[r];
-        }
-    }
+    (rows, o, lse)
 }
 
 /// Rows a probe serves: from itself to the next one.

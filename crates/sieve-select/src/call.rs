@@ -227,7 +227,7 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_refused_with_the_values() {
-        let shape = crate::test_data::shape([3, 2], [2, 1], 4);
+        let shape = CallShape::new([3, 2], [2, 1], 4);
         refusal(Call::new(shape, &[], &[], &[]), "3 queries but only 2 keys");
         let shape = CallShape { num_keys: 3, ..shape };
         refusal(

@@ -285,14 +285,22 @@ impl DecodeSession {
 }
 
 impl LayerShape {
-    fn call(&self, num_queries: usize, num_keys: usize) -> CallShape {
-        CallShape {
-            num_queries,
-            num_keys,
-            num_heads: self.num_heads,
-            num_kv_heads: self.num_kv_heads,
-            head_dim: self.head_dim,
+    /// The sizes in the order of the fields.
+    pub const fn new([num_heads, num_kv_heads]: [usize; 2], head_dim: usize, layer: usize) -> Self {
+        Self {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            layer,
         }
+    }
+
+    fn call(&self, num_queries: usize, num_keys: usize) -> CallShape {
+        CallShape::new(
+            [num_queries, num_keys],
+            [self.num_heads, self.num_kv_heads],
+            self.head_dim,
+        )
     }
 
     pub(crate) fn group_size(&self) -> usize {

@@ -33,6 +33,7 @@ pub mod gqa;
 pub mod keep;
 mod permute;
 mod pool;
+mod prelude;
 mod range;
 mod settings;
 mod vector;

@@ -1,13 +1,13 @@
 //! Orders of keys and queries inside segments of a sequence, and the blocks they make.
 
 use std::ops::Range;
+use std::time::Instant;
 
-use sieve_core::{KeyMask, Tiles};
+use sieve_core::KeyMask;
 
-use crate::call::Call;
 use crate::keep::falling;
-use crate::mask::Selected;
 use crate::pool::{mean_pool, scores};
+use crate::prelude::*;
 use crate::vector::norm;
 
 /// Segments `[g * segment, (g + 1) * segment)` of absolute positions.
@@ -112,6 +112,31 @@ pub(crate) fn order_queries(call: &Call<'_>, head: usize, segments: Segments, me
         order.extend(sorted.into_iter().map(|query| (rows.start + query) as i32));
     }
     order
+}
+
+/// The selection of a method that moves tokens: their orders, the lists over the slots, and both as a mask.
+pub(crate) fn select(
+    call: &Call<'_>,
+    segments: Segments,
+    gqa: GqaPolicy,
+    causal: bool,
+    orders: impl FnOnce(Tiles) -> Orders,
+    rows: impl Fn(Tiles, &[usize], &Orders) -> Option<KeptRows> + Sync,
+) -> Selected {
+    let tiles = Tiles::new(call.shape, segments.block, segments.block);
+    let started = Instant::now();
+    let orders = orders(tiles);
+    let permute_seconds = started.elapsed().as_secs_f64();
+    // The dense fallback of other methods knows nothing of segments.
+    let end = |i| match causal {
+        true => segments.own(tiles, i).end,
+        false => tiles.num_key_tiles(),
+    };
+    let rows = |heads: &[usize]| rows(tiles, heads, &orders);
+    let lists = gqa::mask_as_selected(call, tiles, gqa, rows, |i| (0..end(i)).collect());
+    let mut chosen = orders.mask(lists, causal);
+    chosen.stats.permute_seconds = permute_seconds;
+    chosen
 }
 
 /// Orders of all heads.

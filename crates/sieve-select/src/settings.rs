@@ -27,4 +27,14 @@ macro_rules! settings {
         })?
     };
 }
-pub(crate) use settings;
+
+/// The values of settings, each written in snake_case on the flag.
+macro_rules! choices {
+    ($($(#[$about:meta])* pub enum $name:ident { $($values:tt)+ })+) => {$(
+        $(#[$about])*
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+        #[serde(rename_all = "snake_case")]
+        pub enum $name { $($values)+ }
+    )+};
+}
+pub(crate) use {choices, settings};

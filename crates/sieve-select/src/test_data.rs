@@ -5,7 +5,6 @@ use std::ops::Range;
 use safetensors::SafeTensors;
 use sieve_testing::Random;
 
-use crate::LayerShape;
 use crate::{Call, CallShape};
 
 /// Lists of an independent computation, with the inputs made up for them.
@@ -31,7 +30,7 @@ impl TestCall {
         heads: [usize; 2],
         head_dim: usize,
     ) -> Self {
-        let shape = shape([num_queries, num_keys], [heads[0], heads[1]], head_dim);
+        let shape = CallShape::new([num_queries, num_keys], [heads[0], heads[1]], head_dim);
         let kv_len = num_keys * heads[1] * head_dim;
         Self {
             shape,
@@ -99,31 +98,6 @@ impl TestCall {
     }
 }
 
-/// Sizes of a call: queries and keys, query and KV heads, the width of a head.
-pub(crate) fn shape(
-    [num_queries, num_keys]: [usize; 2],
-    [num_heads, num_kv_heads]: [usize; 2],
-    head_dim: usize,
-) -> CallShape {
-    CallShape {
-        num_queries,
-        num_keys,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-    }
-}
-
-/// Sizes of a layer: query and KV heads, the width of a head, its number.
-pub(crate) fn layer([num_heads, num_kv_heads]: [usize; 2], head_dim: usize, layer: usize) -> LayerShape {
-    LayerShape {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        layer,
-    }
-}
-
 /// Stored queries and keys.
 pub(crate) struct Inputs {
     pub(crate) num_heads: usize,
@@ -172,11 +146,7 @@ impl Inputs {
     pub(crate) fn test_call(&self, num_tokens: usize) -> TestCall {
         let [q, k] = self.tokens(0, num_tokens);
         TestCall {
-            shape: shape(
-                [num_tokens, num_tokens],
-                [self.num_heads, self.num_kv_heads],
-                self.head_dim,
-            ),
+            shape: CallShape::new([num_tokens; 2], [self.num_heads, self.num_kv_heads], self.head_dim),
             q: q.to_vec(),
             k: k.to_vec(),
             v: k.to_vec(),

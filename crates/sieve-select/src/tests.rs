@@ -88,6 +88,17 @@ pub(super) fn selector(text: &str) -> Selector {
     selector
 }
 
+/// A whole call under a method.
+pub(super) fn prefill(text: &str, call: &crate::Call<'_>) -> crate::Prefill {
+    let done = selector(text).prefill(call);
+    done.unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+/// Attention under a mask that keeps the rules of its form.
+pub(super) fn attend(data: &TestCall, chosen: &crate::Selected) -> crate::AttentionOutput {
+    crate::block_sparse_attention(&data.call(), chosen).expect("valid")
+}
+
 /// The mask of a method on a call.
 pub(super) fn select(text: &str, data: &TestCall) -> crate::Selected {
     let call = data.call();

@@ -8,7 +8,7 @@ mod stage;
 mod writer;
 
 pub use checkpoints::tidy_finished;
-pub use guarding::Disturbance;
+pub use guarding::{Disturbance, Moment};
 pub(crate) use saving::Tries;
 pub use saving::WriteLimits;
 pub use stage::{loader_config, step_batch};
@@ -427,7 +427,8 @@ impl<B: TrainBackend> Trainer<B> {
                 false => Work::Long,
             });
             let mut step_batches = self.take_batches(&mut batches)?;
-            (self.disturbance.batches)(self.next_sample, &mut step_batches);
+            self.disturbance
+                .at(self.next_sample, Moment::Batches(&mut step_batches));
             let agreed = self.agree(&step_batches, stop)?;
             self.all_written = agreed.all_written;
             is_due |= agreed.saves;
@@ -610,7 +611,7 @@ impl<B: TrainBackend> Trainer<B> {
         if num_labels == 0 {
             return Err(TrainError::NoLabels { step: self.step + 1 });
         }
-        let loss_scale = (self.disturbance.loss)(self.next_sample) / num_labels as f64;
+        let loss_scale = self.disturbance.at(self.next_sample, Moment::Loss) / num_labels as f64;
         let degree = self.recipe.parallelism.context_parallel_degree;
         let links = self.group.as_ref().and_then(|group| group.row_links(degree));
         let settings = BlockSettings {
@@ -674,7 +675,7 @@ impl<B: TrainBackend> Trainer<B> {
             }
         });
 
-        let factor = (self.disturbance.leaves)(self.next_sample);
+        let factor = self.disturbance.at(self.next_sample, Moment::Leaves);
         if factor != 1.0 {
             self.finish_leaves()?;
             let model = self.model.take().expect(AWAY);
@@ -695,7 +696,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Learning rate of the step that comes next.
     fn learning_rate(&self) -> f64 {
         let rate = self.recipe.learning_rate(self.step as usize);
-        rate * (self.disturbance.rate)(self.next_sample)
+        rate * self.disturbance.at(self.next_sample, Moment::Rate)
     }
 
     /// The report of the last step; `None` where it was not taken: [`TrainEvent::Skipped`] has reported it.
@@ -738,7 +739,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// The loss on held-out text; several processes share the batches, and rank 0 gets the report.
     fn validate(&mut self, reporter: &mut Reporter<'_>) -> Result<Option<ValidationReport>, TrainError> {
         self.finish_leaves()?;
-        (self.disturbance.validating)(self.step);
+        self.disturbance.at(self.step, Moment::Validating);
         let model = self.model().valid();
         let size = ValidationSize {
             num_tokens: self.recipe.validation.tokens,

@@ -3,11 +3,10 @@ use super::rows::{HEADS, decoding, dma_decoding, shape, slots, token};
 use super::{Bench, Work};
 use crate::device::{Device, upload_mask};
 use crate::error::Result;
-use crate::shape::call_shape;
 use sieve_core::KeepBlocks;
 use sieve_kernels::DType;
 use sieve_kernels::{DecodeScratch, KernelError, Qkv};
-use sieve_select::{Selector, Step};
+use sieve_select::{CallShape, Selector, Step};
 
 /// Tokens of a text, the new one among them.
 const TOKENS: usize = 131_072;
@@ -44,7 +43,7 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
 fn selector(bench: &mut Bench<'_>, name: &str, text: &Qkv) -> Result<()> {
     let selector = Selector::parse(name).expect("the names above are right");
     let (shape, device) = (shape(1, TOKENS, HEADS, 128), bench.device.clone());
-    let call = call_shape([1, TOKENS], HEADS, 128);
+    let call = CallShape::new([1, TOKENS], HEADS, 128);
     let (like, scale) = (text.q.tensor(), call.softmax_scale());
     match selector.heavy_keys(call, LAYER) {
         None => {

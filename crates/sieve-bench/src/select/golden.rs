@@ -1,7 +1,7 @@
 //! The device's selections against lists of an independent computation (`tests/golden/selectors`), on the queries and
 //! keys of trained models, which are bf16 and so the same operands.
 use crate::device::{Device, download_mask};
-use serde_json::Value;
+use safetensors::SafeTensors;
 use sieve_kernels::DType;
 use sieve_kernels::{KernelError, Qkv};
 use sieve_select::{CallShape, Selector, Step};
@@ -51,45 +51,21 @@ impl Compared {
 /// Cells of 64 columns: narrower heads get zeros behind.
 const NARROWEST: usize = 64;
 
-/// Tensors of a file of safetensors.
-struct Stored {
-    header: Value,
-    body: &'static [u8],
+fn ints(file: &SafeTensors<'_>, name: &str) -> Vec<i32> {
+    let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let words = tensor.data().as_chunks::<4>().0;
+    words.iter().map(|b| i32::from_le_bytes(*b)).collect()
 }
 
-impl Stored {
-    fn of(file: &'static [u8]) -> Self {
-        let length = u64::from_le_bytes(file[..8].try_into().expect("8 bytes")) as usize;
-        let header = serde_json::from_slice(&file[8..8 + length]).expect("a JSON header");
-        let body = &file[8 + length..];
-        Self { header, body }
-    }
-
-    fn bytes(&self, name: &str) -> (Vec<usize>, &'static [u8]) {
-        let numbers = |key: &str| -> Vec<usize> {
-            let list = self.header[name][key].as_array();
-            let list = list.unwrap_or_else(|| panic!("{name} is not there"));
-            list.iter().filter_map(|x| Some(x.as_u64()? as usize)).collect()
-        };
-        let at = numbers("data_offsets");
-        (numbers("shape"), &self.body[at[0]..at[1]])
-    }
-
-    fn ints(&self, name: &str) -> Vec<i32> {
-        let words = self.bytes(name).1.as_chunks::<4>().0;
-        words.iter().map(|b| i32::from_le_bytes(*b)).collect()
-    }
-
-    /// Heads of bf16, `[tokens, heads, width]`.
-    fn heads(&self, name: &str) -> Tokens {
-        let (shape, bytes) = self.bytes(name);
-        let halves = bytes.as_chunks::<2>().0;
-        let values = halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
-        Tokens {
-            values: values.collect(),
-            heads: shape[1],
-            width: shape[2],
-        }
+/// Heads of bf16, `[tokens, heads, width]`.
+fn heads(file: &SafeTensors<'_>, name: &str) -> Tokens {
+    let tensor = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    let halves = tensor.data().as_chunks::<2>().0;
+    let values = halves.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
+    Tokens {
+        values: values.collect(),
+        heads: tensor.shape()[1],
+        width: tensor.shape()[2],
     }
 }
 
@@ -133,10 +109,9 @@ impl Tokens {
 
 /// Compares every stored call of a method that the device takes and that `wanted` names.
 fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> bool) -> Result<Compared, KernelError> {
-    let (lists, captured) = (Stored::of(LISTS), Stored::of(CAPTURED));
-    let names: Vec<String> = lists.header.as_object().expect("a header").keys().cloned().collect();
+    let [lists, captured] = [LISTS, CAPTURED].map(|file| SafeTensors::deserialize(file).expect("a stored file"));
     let mut done = Compared::default();
-    for name in names {
+    for name in lists.names() {
         let parts: Vec<&str> = name.split('/').collect();
         let [inputs, place, text, "ptr"] = parts[..] else {
             continue;
@@ -150,8 +125,8 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             "trained.2.2" => ("trained.4.2", 2),
             inputs => (inputs, 1),
         };
-        let q = captured.heads(&format!("{of}/q")).some(step);
-        let k = captured.heads(&format!("{of}/k"));
+        let q = heads(&captured, &format!("{of}/q")).some(step);
+        let k = heads(&captured, &format!("{of}/k"));
         let number = |text: &str| text.parse::<usize>().expect("a number");
         let token = place.strip_prefix("token-").map(number);
         let (context, end) = match (token, place.split_once('-')) {
@@ -159,13 +134,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             (None, Some((context, end))) => (number(context), number(end)),
             (None, None) => panic!("{place}"),
         };
-        let shape = CallShape {
-            num_queries: end - context,
-            num_keys: end,
-            num_heads: q.heads,
-            num_kv_heads: k.heads,
-            head_dim: q.width,
-        };
+        let shape = CallShape::new([end - context, end], [q.heads, k.heads], q.width);
         let mut selector = Selector::parse(text).expect("the file's selectors are valid");
         selector.common.min_prefill_tokens = 0;
         // Its own width gives the scale; cells are of the wider heads.
@@ -196,7 +165,7 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
         let found = download_mask(device, made)?;
         let rows = found.tiles.num_query_tiles();
         let case = name.trim_end_matches("/ptr");
-        let ints = |array: &str| lists.ints(&format!("{case}/{array}"));
+        let ints = |array: &str| ints(&lists, &format!("{case}/{array}"));
         let (ptr, idx) = (ints("ptr"), ints("idx"));
         for row in 0..ptr.len() - 1 {
             let expected = &idx[ptr[row] as usize..ptr[row + 1] as usize];
@@ -220,11 +189,8 @@ fn compare(device: &dyn Device, method: &str, wanted: impl Fn(&str, &str) -> boo
             let heads = found.key_order().chunks_exact(end);
             for (kv_head, (found, stored)) in heads.zip(stored.chunks_exact(end)).enumerate() {
                 let place = format!("{case}: keys of KV head {kv_head}");
-                done.check(
-                    &place,
-                    found,
-                    &with_ties(found, stored, || attention_of_keys(&q, &k, kv_head, end)),
-                );
+                let stored = with_ties(found, stored, || attention_of_keys(&q, &k, kv_head, end));
+                done.check(&place, found, &stored);
             }
         }
     }

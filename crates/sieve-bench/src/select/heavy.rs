@@ -2,11 +2,10 @@
 use super::NEAR;
 use crate::device::{Device, separate};
 use crate::report::{Outcome, Wrong, wrong};
-use crate::shape::call_shape;
 use sieve_core::HeavyKeys;
 use sieve_kernels::DType;
 use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DmaSlots, KeptKeys, KernelError, KvCache, Qkv};
-use sieve_select::{DecodeSession, LayerShape, Selector};
+use sieve_select::{CallShape, DecodeSession, LayerShape, Selector};
 use sieve_testing::Random;
 use std::ops::Range;
 
@@ -44,13 +43,8 @@ pub(super) fn check(device: &dyn Device, text: &str, random: &mut Random) -> Out
         k: random.bf16_normals(all * KV_HEADS * WIDTH),
         v: random.bf16_normals(all * KV_HEADS * WIDTH),
     };
-    let layer = LayerShape {
-        num_heads: HEADS,
-        num_kv_heads: KV_HEADS,
-        head_dim: WIDTH,
-        layer: 0,
-    };
-    let shape = call_shape([PROMPT; 2], [HEADS, KV_HEADS], WIDTH);
+    let layer = LayerShape::new([HEADS, KV_HEADS], WIDTH, 0);
+    let shape = CallShape::new([PROMPT; 2], [HEADS, KV_HEADS], WIDTH);
     let selector = Selector::parse(text).expect("the names above are right");
     let heavy = selector.heavy_keys(shape, 0).expect("a device takes these");
     let mut session = DecodeSession::new(&selector, layer).expect("a decode method");

@@ -9,11 +9,13 @@ use std::path::Path;
 
 use super::Format;
 use crate::error::DataError;
+pub(super) use jsonl::JsonLines;
 use jsonl::JsonlSource;
 use parquet::ParquetSource;
+pub(super) use parquet::guarded;
 use text::TextSource;
 pub(super) use text::begins_with_json_lines;
-pub(super) use unpack::{Packed, Unpacked, broken_archive};
+pub(super) use unpack::{Packed, broken_archive};
 
 /// The documents of one file, in order.
 ///
@@ -42,7 +44,7 @@ pub(super) fn open(
     })
 }
 
-pub(super) const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
+const BYTE_ORDER_MARK: &[u8] = b"\xEF\xBB\xBF";
 
 fn check_size(path: &Path, bytes: u64, max_bytes: u64) -> Result<(), DataError> {
     if bytes > max_bytes {

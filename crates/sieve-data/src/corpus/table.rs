@@ -1,7 +1,6 @@
 //! A small table read whole: JSONL or Parquet with all its columns, lists and groups too.
 
 use std::fs::File;
-use std::io::BufRead;
 use std::path::Path;
 
 use parquet::file::reader::{FileReader, SerializedFileReader};
@@ -9,16 +8,14 @@ use parquet::record::Field;
 use serde_json::{Map, Value};
 
 use super::files::require_file;
-use super::source::{BYTE_ORDER_MARK, Packed, Unpacked};
+use super::source::{JsonLines, Packed, guarded};
 use crate::error::DataError;
-use crate::guard::guarded;
 
 /// A row: its columns by name, in the file's order.
 pub type TableRow = Map<String, Value>;
 
 /// All rows of a JSONL file (`.jsonl`, `.ndjson`, also packed as `.gz` or `.zst`) or of a Parquet file. Blank lines are
-/// passed
-/// over.
+/// passed over; binary values of Parquet are base64.
 ///
 /// # Errors
 /// Another ending; a file that cannot be read, a line that is not a JSON object; a file without rows.
@@ -43,80 +40,24 @@ pub fn read_table(path: &Path) -> Result<Vec<TableRow>, DataError> {
 }
 
 fn json_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
-    let mut reader = Unpacked::open(path)?;
-    let (mut rows, mut buffer, mut offset) = (Vec::new(), Vec::new(), 0);
-    for line in 1.. {
-        buffer.clear();
-        let num_bytes = match reader.read_until(b'\n', &mut buffer) {
-            Ok(0) => break,
-            Ok(num_bytes) => num_bytes as u64,
-            Err(error) => return Err(reader.error(path, error)),
-        };
-        let text = match line {
-            1 => buffer.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&buffer),
-            _ => &buffer,
-        };
-        let text = std::str::from_utf8(text).map_err(|error| DataError::NotUtf8 {
-            path: path.to_path_buf(),
-            byte_offset: offset + error.valid_up_to() as u64,
-        })?;
-        offset += num_bytes;
-        if !text.trim().is_empty() {
-            rows.push(serde_json::from_str(text).map_err(|error| DataError::BadJson {
-                path: path.to_path_buf(),
-                line,
-                reason: error.to_string().replace(" at line 1 column ", " at column "),
-            })?);
-        }
+    let (mut lines, mut rows) = (JsonLines::open(path, u64::MAX)?, Vec::new());
+    while let Some(line) = lines.advance() {
+        line?;
+        let row = serde_json::from_str(lines.text()?);
+        rows.push(row.map_err(|error| lines.bad_json(error))?);
     }
     Ok(rows)
 }
 
 fn parquet_rows(path: &Path) -> Result<Vec<TableRow>, DataError> {
     let file = File::open(path).map_err(DataError::io("open", path))?;
-    let bad = |reason: String| DataError::BadParquet {
-        path: path.to_path_buf(),
-        reason,
-    };
-    // The reader panics on some damaged files.
-    let rows = guarded(|| {
+    guarded(path, || {
         let reader = SerializedFileReader::new(file)?;
+        let column = |(name, field): (&String, &Field)| (name.clone(), field.to_json_value());
         let rows = reader.get_row_iter(None)?;
-        rows.map(|row| Ok(object(row?.get_column_iter())))
-            .collect::<Result<Vec<_>, parquet::errors::ParquetError>>()
-    });
-    rows.unwrap_or_else(|| {
-        Err(parquet::errors::ParquetError::General(
-            "its pages contradict one another".to_owned(),
-        ))
+        rows.map(|row| Ok(row?.get_column_iter().map(column).collect()))
+            .collect()
     })
-    .map_err(|error| bad(error.to_string()))
-}
-
-fn object<'a>(columns: impl Iterator<Item = (&'a String, &'a Field)>) -> TableRow {
-    columns.map(|(name, field)| (name.clone(), value(field))).collect()
-}
-
-fn value(field: &Field) -> Value {
-    match field {
-        Field::Null => Value::Null,
-        Field::Bool(value) => (*value).into(),
-        Field::Byte(value) => (*value).into(),
-        Field::Short(value) => (*value).into(),
-        Field::Int(value) => (*value).into(),
-        Field::Long(value) => (*value).into(),
-        Field::UByte(value) => (*value).into(),
-        Field::UShort(value) => (*value).into(),
-        Field::UInt(value) => (*value).into(),
-        Field::ULong(value) => (*value).into(),
-        Field::Float(value) => (*value).into(),
-        Field::Double(value) => (*value).into(),
-        Field::Str(value) => value.as_str().into(),
-        Field::Group(row) => Value::Object(object(row.get_column_iter())),
-        Field::ListInternal(list) => list.elements().iter().map(value).collect(),
-        // Binary values and times: no text that a prompt could hold.
-        other => other.to_string().into(),
-    }
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::path::Path;
 use proptest::prelude::*;
 
 use super::*;
+use crate::test_files::texts;
 
 mod packed;
 
@@ -15,52 +16,41 @@ fn write(dir: &Path, name: &str, bytes: impl AsRef<[u8]>) -> String {
     path.to_str().unwrap().to_owned()
 }
 
-fn texts(config: CorpusConfig) -> Result<Vec<String>, DataError> {
-    Corpus::open(config)?
-        .documents()
-        .map(|document| document.map(|document| document.text))
-        .collect()
+fn text(path: &str) -> CorpusConfig {
+    CorpusConfig::text(vec![path.to_owned()])
+}
+
+fn jsonl(path: &str) -> CorpusConfig {
+    CorpusConfig::jsonl(vec![path.to_owned()], "text")
 }
 
 #[test]
 fn folders_globs_and_files_give_each_file_once_and_sorted() {
     let dir = tempfile::tempdir().unwrap();
     let root = dir.path();
-    for name in [
-        "b.txt",
-        "a.md",
-        "sub/c.rs",
-        "sub/deep/d.TXT",
-        "e.bin",
-        ".hidden/f.txt",
-        "g.toml",
-    ] {
+    for name in "b.txt a.md sub/c.rs sub/deep/d.TXT e.bin .hidden/f.txt g.toml".split(' ') {
         write(root, name, format!("text of {name}"));
     }
     let at = |name: &str| root.join(name).to_str().unwrap().to_owned();
-    let config = CorpusConfig::text(vec![at(""), at("**/*.txt"), at("g.toml")]);
-    let names = Corpus::open(config.clone())
-        .unwrap()
-        .files()
-        .iter()
-        .map(|f| f.path.clone())
-        .collect::<Vec<_>>();
+    let mut config = CorpusConfig::text(vec![at(""), at("**/*.txt"), at("g.toml")]);
+    let names = |config: &CorpusConfig| -> Vec<_> {
+        let corpus = Corpus::open(config.clone()).unwrap();
+        corpus.files().iter().map(|file| file.path.clone()).collect()
+    };
     let wanted = ["a.md", "b.txt", "g.toml", "sub/c.rs", "sub/deep/d.TXT"].map(|name| root.join(name));
-    assert_eq!(names, wanted);
-    let mut reversed = config;
-    reversed.paths.reverse();
-    let again = Corpus::open(reversed).unwrap();
-    assert_eq!(again.files().iter().map(|f| f.path.clone()).collect::<Vec<_>>(), names);
+    assert_eq!(names(&config), wanted);
+    config.paths.reverse();
+    assert_eq!(names(&config), wanted);
     // A glob may match folders, and takes any ending of a file.
-    assert_eq!(texts(CorpusConfig::text(vec![at("s*")])).unwrap().len(), 2);
-    assert_eq!(texts(CorpusConfig::text(vec![at("*.bin")])).unwrap(), ["text of e.bin"]);
+    assert_eq!(texts(text(&at("s*"))).unwrap().len(), 2);
+    assert_eq!(texts(text(&at("*.bin"))).unwrap(), ["text of e.bin"]);
 }
 
 #[test]
 fn a_path_with_glob_signs_is_itself() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a[1].txt", "odd name");
-    assert_eq!(texts(CorpusConfig::text(vec![path])).unwrap(), ["odd name"]);
+    assert_eq!(texts(text(&path)).unwrap(), ["odd name"]);
 }
 
 #[test]
@@ -70,12 +60,9 @@ fn hashed_order_does_not_depend_on_the_folder() {
         for number in 0..40 {
             write(dir.path(), &format!("{number:02}.txt"), format!("{number}"));
         }
-        let order = FileOrder::Hashed { seed };
-        texts(CorpusConfig {
-            order,
-            ..CorpusConfig::text(vec![dir.path().to_str().unwrap().into()])
-        })
-        .unwrap()
+        let mut config = text(dir.path().to_str().unwrap());
+        config.order = FileOrder::Hashed { seed };
+        texts(config).unwrap()
     };
     assert_eq!(order(1), order(1));
     assert_ne!(order(1), order(2));
@@ -90,15 +77,15 @@ fn bad_paths_are_named() {
     write(dir.path(), "x.bin", "x");
     let root = dir.path().to_str().unwrap().to_owned();
     refusal(Corpus::open(CorpusConfig::text(vec![])), "no data paths");
-    let missing = format!("{root}/missing.txt");
-    refusal(Corpus::open(CorpusConfig::text(vec![missing.clone()])), &missing);
-    refusal(Corpus::open(CorpusConfig::text(vec![format!("{root}/*.zzz")])), "*.zzz");
-    refusal(
-        Corpus::open(CorpusConfig::text(vec!["a***b".into()])),
-        "not a valid glob",
-    );
-    let files = r#"ending in one of ["txt", "md", "rs"]"#;
-    refusal(Corpus::open(CorpusConfig::text(vec![root])), files);
+    let [missing, glob] = ["missing.txt", "*.zzz"].map(|name| format!("{root}/{name}"));
+    for (path, words) in [
+        (&*missing, &*missing),
+        (&glob, "*.zzz"),
+        ("a***b", "not a valid glob"),
+        (&root, r#"ending in one of ["txt", "md", "rs"]"#),
+    ] {
+        refusal(Corpus::open(text(path)), words);
+    }
 }
 
 // A pipe is read until its writers close it: what opened one waited for ever.
@@ -116,13 +103,13 @@ fn what_is_no_file_is_refused_by_name() {
         (at("*.txt"), "b.txt: a socket, not a file"),
         (at("c.jsonl"), "c.jsonl: a device, not a file | write it to a file"),
     ] {
-        refusal(Corpus::open(CorpusConfig::text(vec![pattern])), words);
+        refusal(Corpus::open(text(&pattern)), words);
     }
     refusal(read_table(Path::new(&at("c.jsonl"))), "c.jsonl: a device, not a file");
     // An ending that a folder is not looked through for does no harm.
     let config = CorpusConfig {
         extensions: vec!["md".to_owned()],
-        ..CorpusConfig::text(vec![at("")])
+        ..text(&at(""))
     };
     write(dir.path(), "d.md", "d");
     assert_eq!(texts(config).unwrap(), ["d"]);
@@ -132,10 +119,7 @@ fn what_is_no_file_is_refused_by_name() {
 fn a_file_that_vanishes_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "a");
-    for config in [
-        CorpusConfig::text(vec![path.clone()]),
-        CorpusConfig::jsonl(vec![path.clone()], "text"),
-    ] {
+    for config in [text(&path), jsonl(&path)] {
         write(dir.path(), "a.txt", "a");
         let corpus = Corpus::open(config).unwrap();
         fs::remove_file(&path).unwrap();
@@ -156,7 +140,7 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     write(dir.path(), "5.txt", "\u{feff}good");
     let strict = |path: &str| CorpusConfig {
         max_document_bytes: Some(20),
-        ..CorpusConfig::text(vec![path.into()])
+        ..text(path)
     };
     refusal(texts(strict(&latin)), "1.txt: not UTF-8 at byte 3");
     refusal(texts(strict(&nul)), "2.txt: NUL at byte 2");
@@ -164,14 +148,12 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
         let path = path.to_str().unwrap();
         let words = format!("{path}: UTF-16 | iconv -f UTF-16 -t UTF-8 {path} | skip_invalid");
         refusal(texts(strict(path)), &words);
-        refusal(texts(CorpusConfig::jsonl(vec![path.into()], "text")), &words);
+        refusal(texts(jsonl(path)), &words);
     }
     // The limit is for what is found; a file that is named is meant, and stays so where it is found as well.
     let found = large.replace("3.txt", "3.t?t");
-    refusal(
-        texts(strict(&found)),
-        "3.txt: a document of 50 bytes is over the limit of 20\n | data.max_document_bytes | data.skip_invalid",
-    );
+    let words = "3.txt: a document of 50 bytes is over the limit of 20\n | data.max_document_bytes | data.skip_invalid";
+    refusal(texts(strict(&found)), words);
     assert_eq!(texts(strict(&large)).unwrap(), ["x".repeat(50)]);
     let twice = CorpusConfig {
         paths: vec![found.clone(), large.clone()],
@@ -180,9 +162,8 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     assert_eq!(texts(twice.clone()).unwrap(), ["x".repeat(50)]);
     let fingerprint = |paths: &[&String]| {
         let paths = paths.iter().map(|path| (*path).clone()).collect();
-        Corpus::open(CorpusConfig { paths, ..twice.clone() })
-            .unwrap()
-            .fingerprint()
+        let config = CorpusConfig { paths, ..twice.clone() };
+        Corpus::open(config).unwrap().fingerprint()
     };
     assert_ne!(fingerprint(&[&found]), fingerprint(&[&large]));
 
@@ -192,16 +173,13 @@ fn invalid_text_is_an_error_with_its_offset_or_skipped_and_counted() {
     };
     let corpus = Corpus::open(lenient).unwrap();
     let mut documents = corpus.documents();
-    let first = documents.next().unwrap().unwrap();
-    assert_eq!(
-        first,
-        Document {
-            prompt: None,
-            text: "good".into(),
-            file_idx: 4,
-            line: 1
-        }
-    );
+    let wanted = Document {
+        prompt: None,
+        text: "good".into(),
+        file_idx: 4,
+        line: 1,
+    };
+    assert_eq!(documents.next().unwrap().unwrap(), wanted);
     assert!(documents.next().is_none());
     let report = documents.report();
     assert_eq!((report.num_files, report.num_documents, report.num_bytes), (5, 1, 4));
@@ -215,12 +193,12 @@ fn jsonl_gives_one_document_a_line() {
     let lines = "\u{feff}{\"id\": 1, \"text\": \"first\\nline\", \"meta\": {\"text\": 5}}\r\n\n  \
         \n{\"t\\u0065xt\": \"h\\u00e9\"}";
     let path = write(dir.path(), "a.jsonl", lines);
-    let corpus = Corpus::open(CorpusConfig::jsonl(vec![path], "text")).unwrap();
-    let documents = corpus.documents().map(|document| document.unwrap()).collect::<Vec<_>>();
-    assert_eq!(
-        documents.iter().map(|d| (d.text.as_str(), d.line)).collect::<Vec<_>>(),
-        [("first\nline", 1), ("hé", 4)]
-    );
+    let corpus = Corpus::open(jsonl(&path)).unwrap();
+    let documents = corpus.documents().map(|document| document.unwrap());
+    let found = documents
+        .map(|document| (document.text, document.line))
+        .collect::<Vec<_>>();
+    assert_eq!(found, [("first\nline".to_owned(), 1), ("hé".to_owned(), 4)]);
 }
 
 #[test]
@@ -241,35 +219,23 @@ fn bad_jsonl_lines_are_named_or_skipped() {
     for (bad, wanted) in cases {
         let bytes = [b"{\"text\": \"good\"}\n".as_slice(), bad, b"\n{\"text\": \"last\"}\n"].concat();
         let path = write(dir.path(), "a.jsonl", bytes);
-        let config = CorpusConfig::jsonl(vec![path], "text");
+        let mut config = jsonl(&path);
         refusal(texts(config.clone()), &format!("a.jsonl | {wanted}"));
-        assert_eq!(
-            texts(CorpusConfig {
-                skip_invalid: true,
-                ..config
-            })
-            .unwrap(),
-            ["good", "last"]
-        );
+        config.skip_invalid = true;
+        assert_eq!(texts(config).unwrap(), ["good", "last"]);
     }
 }
 
 #[test]
 fn duplicates_are_dropped_when_asked() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, text) in [("1.txt", "same"), ("2.txt", "other"), ("3.txt", "same")] {
-        write(dir.path(), name, text);
+    for (name, bytes) in [("1.txt", "same"), ("2.txt", "other"), ("3.txt", "same")] {
+        write(dir.path(), name, bytes);
     }
-    let config = CorpusConfig::text(vec![dir.path().to_str().unwrap().into()]);
+    let mut config = text(dir.path().to_str().unwrap());
     assert_eq!(texts(config.clone()).unwrap(), ["same", "other", "same"]);
-    assert_eq!(
-        texts(CorpusConfig {
-            deduplicate: true,
-            ..config
-        })
-        .unwrap(),
-        ["same", "other"]
-    );
+    config.deduplicate = true;
+    assert_eq!(texts(config).unwrap(), ["same", "other"]);
 }
 
 #[test]
@@ -278,47 +244,38 @@ fn max_bytes_is_never_passed() {
     for name in ["1.txt", "2.txt", "3.txt"] {
         write(dir.path(), name, format!("four{name}"));
     }
-    let config = CorpusConfig::text(vec![dir.path().to_str().unwrap().into()]);
+    let read = |max_bytes| {
+        let mut config = text(dir.path().to_str().unwrap());
+        config.max_bytes = Some(max_bytes);
+        texts(config)
+    };
     for (max_bytes, num_documents) in [(9, 1), (17, 1), (18, 2), (27, 3), (1000, 3)] {
-        let config = CorpusConfig {
-            max_bytes: Some(max_bytes),
-            ..config.clone()
-        };
-        assert_eq!(texts(config).unwrap().len(), num_documents, "max_bytes {max_bytes}");
+        assert_eq!(read(max_bytes).unwrap().len(), num_documents, "max_bytes {max_bytes}");
     }
-    refusal(
-        texts(CorpusConfig {
-            max_bytes: Some(8),
-            ..config
-        }),
-        "no document in | 1.txt and 2 files more | max_bytes",
-    );
+    refusal(read(8), "no document in | 1.txt and 2 files more | max_bytes");
 }
 
 #[test]
 fn a_corpus_of_nothing_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "");
-    refusal(texts(CorpusConfig::text(vec![path])), "a.txt (1 blank");
+    refusal(texts(text(&path)), "a.txt (1 blank");
 }
 
 #[test]
 fn the_fingerprint_sees_changes() {
     let dir = tempfile::tempdir().unwrap();
     let path = write(dir.path(), "a.txt", "a");
-    let config = CorpusConfig::text(vec![path]);
-    let of = |config: &CorpusConfig| Corpus::open(config.clone()).unwrap().fingerprint();
-    let before = of(&config);
-    assert_eq!(of(&config), before);
-    assert_ne!(
-        of(&CorpusConfig {
-            deduplicate: true,
-            ..config.clone()
-        }),
-        before
-    );
+    let of = |deduplicate| {
+        let mut config = text(&path);
+        config.deduplicate = deduplicate;
+        Corpus::open(config).unwrap().fingerprint()
+    };
+    let before = of(false);
+    assert_eq!(of(false), before);
+    assert_ne!(of(true), before);
     write(dir.path(), "a.txt", "ab");
-    assert_ne!(of(&config), before);
+    assert_ne!(of(false), before);
 }
 
 proptest! {
@@ -329,7 +286,7 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let path = write(dir.path(), "a.txt", &bytes);
         for skip_invalid in [false, true] {
-            for config in [CorpusConfig::text(vec![path.clone()]), CorpusConfig::jsonl(vec![path.clone()], "text")] {
+            for config in [text(&path), jsonl(&path)] {
                 let _ = texts(CorpusConfig { skip_invalid, ..config });
             }
         }
@@ -342,7 +299,7 @@ proptest! {
         let dir = tempfile::tempdir().unwrap();
         let lines = texts_in.iter().map(|text| serde_json::json!({"id": 1, "text": text}).to_string() + "\n");
         let path = write(dir.path(), "a.jsonl", lines.collect::<String>());
-        prop_assert_eq!(texts(CorpusConfig::jsonl(vec![path], "text")).unwrap(), kept);
+        prop_assert_eq!(texts(jsonl(&path)).unwrap(), kept);
     }
 }
 
@@ -360,26 +317,24 @@ fn the_ending_names_the_format() {
     assert_eq!(texts(by_ending(&[&lines, &more])).unwrap(), ["of b line", "of a line"]);
     // Each path may name another format.
     assert_eq!(texts(by_ending(&[&lines, &plain])).unwrap(), ["of a line", line]);
-    let named = Corpus::open(CorpusConfig::jsonl(vec![lines.clone()], "text")).unwrap();
+    let named = Corpus::open(jsonl(&lines)).unwrap();
     let found = Corpus::open(by_ending(&[&lines])).unwrap();
     assert_eq!(found.config(), named.config());
     assert_eq!(found.fingerprint(), named.fingerprint());
 
     let folder = dir.path().to_str().unwrap().to_owned();
     for path in [folder.clone(), format!("{folder}/*/*")] {
-        refusal(
-            texts(by_ending(&[&path])),
-            &format!("{path} | 2 jsonl ( | 1 text (notes.rs) | hint: say which"),
-        );
+        let words = format!("{path} | 2 jsonl ( | 1 text (notes.rs) | hint: say which");
+        refusal(texts(by_ending(&[&path])), &words);
     }
-    let text = CorpusConfig::text(vec![format!("{folder}/*/*")]);
-    assert_eq!(texts(text).unwrap().len(), 3, "a named format wins");
+    let named = text(&format!("{folder}/*/*"));
+    assert_eq!(texts(named).unwrap().len(), 3, "a named format wins");
 }
 
 #[test]
 fn text_that_looks_like_json_lines_is_told() {
     let dir = tempfile::tempdir().unwrap();
-    for (name, text, is_told) in [
+    for (name, bytes, is_told) in [
         ("rows.json", "{\"text\": \"a\"}\n\n {\"text\": \"b\"}\n", true),
         ("rows.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\"}\n", true),
         ("marked.txt", "\u{feff}{\"a\": 1}\r\n{\"b\": 2}\r\n", true),
@@ -388,10 +343,9 @@ fn text_that_looks_like_json_lines_is_told() {
         ("list.json", "[1]\n[2]\n", false),
         ("code.rs", "{ let a = 1; }\n{ let b = 2; }\n", false),
     ] {
-        let path = write(dir.path(), name, text);
-        let corpus = Corpus::open(CorpusConfig::text(vec![path.clone()])).unwrap();
+        let path = write(dir.path(), name, bytes);
+        let corpus = Corpus::open(text(&path)).unwrap();
         assert_eq!(corpus.json_lines_as_text().is_some(), is_told, "{name}");
-        let config = CorpusConfig::jsonl(vec![path], "text");
-        assert_eq!(Corpus::open(config).unwrap().json_lines_as_text(), None);
+        assert_eq!(Corpus::open(jsonl(&path)).unwrap().json_lines_as_text(), None);
     }
 }

@@ -19,9 +19,7 @@ fn shard(lengths: &[usize]) -> (tempfile::TempDir, Arc<ShardReader>) {
     let prefix = dir.path().join("s");
     let mut writer = ShardWriter::create(&prefix, VOCAB_SIZE).unwrap();
     for (document, &len) in lengths.iter().enumerate() {
-        let mut tokens = (0..len)
-            .map(|token| (100 * document + token + 2) as u32)
-            .collect::<Vec<_>>();
+        let mut tokens: Vec<u32> = (0..len).map(|token| (100 * document + token + 2) as u32).collect();
         if let Some(last) = tokens.last_mut() {
             *last = EOS;
         }
@@ -43,10 +41,8 @@ fn config(seq_len: usize, order: Order, packing: Packing) -> LoaderConfig {
 }
 
 fn join(mut left: Batch, right: Batch) -> Batch {
-    assert_eq!(
-        (left.first_sample + left.batch as u64, left.seq_len),
-        (right.first_sample, right.seq_len)
-    );
+    let end = left.first_sample + left.batch as u64;
+    assert_eq!((end, left.seq_len), (right.first_sample, right.seq_len));
     left.batch += right.batch;
     left.tokens.extend(right.tokens);
     left.labels.extend(right.labels);
@@ -108,44 +104,21 @@ fn rows_of_one_token_are_rows() {
 fn settings_are_checked() {
     let (_dir, small) = shard(&[3, 4]);
     let shuffled = Order::Shuffled { seed: 1 };
-    let message = |config| Loader::new(Arc::clone(&small), config).unwrap_err().to_string();
-    let good = config(4, shuffled, Packing::Concatenated);
-    assert!(message(LoaderConfig { seq_len: 0, ..good }).contains("seq_len"));
-    assert!(
-        message(LoaderConfig {
-            pad_id: VOCAB_SIZE as u32,
-            ..good
-        })
-        .contains("pad_id")
-    );
-    assert!(
-        message(LoaderConfig { seq_len: 8, ..good }).contains("7 tokens in 2 documents give no sample of seq_len 8")
-    );
-    assert_eq!(
-        Loader::new(Arc::clone(&small), LoaderConfig { seq_len: 7, ..good })
-            .unwrap()
-            .samples_per_epoch(),
-        1
-    );
+    let of = |seq_len, order| Loader::new(Arc::clone(&small), config(seq_len, order, Packing::Concatenated));
+    refusal(of(0, shuffled), "seq_len");
+    refusal(of(8, shuffled), "7 tokens in 2 documents give no sample of seq_len 8");
+    assert_eq!(of(7, shuffled).unwrap().samples_per_epoch(), 1);
     // In order, a row is padded instead.
-    let padded = LoaderConfig {
-        seq_len: 8,
-        order: Order::Sequential,
-        ..good
-    };
-    assert_eq!(Loader::new(Arc::clone(&small), padded).unwrap().samples_per_epoch(), 1);
+    assert_eq!(of(8, Order::Sequential).unwrap().samples_per_epoch(), 1);
+    let mut other = config(4, shuffled, Packing::Concatenated);
+    other.pad_id = VOCAB_SIZE as u32;
+    refusal(Loader::new(Arc::clone(&small), other), "pad_id");
     for (lengths, packing) in [(&[][..], Packing::Concatenated), (&[1, 1], Packing::OneDocumentPerRow)] {
         let (_dir, none) = shard(lengths);
         assert!(Loader::new(none, config(2, Order::Sequential, packing)).is_err());
     }
-    let loader = Loader::new(
-        small,
-        LoaderConfig {
-            vocab_size: 102,
-            ..good
-        },
-    )
-    .unwrap();
+    (other.pad_id, other.vocab_size) = (PAD, 102);
+    let loader = Loader::new(small, other).unwrap();
     refusal(loader.batch(0, 1), "document 1 | vocabulary of 102");
 }
 
@@ -161,24 +134,17 @@ fn prefetching_gives_the_same_batches_and_ends() {
         num_batches: Some(10),
         depth: 3,
     };
-    let batches = Prefetch::new(Arc::clone(&loader), plan)
-        .unwrap()
-        .map(|batch| batch.unwrap())
-        .collect::<Vec<_>>();
-    let wanted = (0..10)
-        .map(|number| loader.batch(5 + 6 * number, 2).unwrap())
-        .collect::<Vec<_>>();
-    assert_eq!(batches, wanted);
+    let batches = Prefetch::new(Arc::clone(&loader), plan).unwrap().map(Result::unwrap);
+    let wanted = (0..10).map(|number| loader.batch(5 + 6 * number, 2).unwrap());
+    let wanted = wanted.collect::<Vec<_>>();
+    assert_eq!(batches.collect::<Vec<_>>(), wanted);
 
     // Dropped while the thread waits for room, it ends: the loader has one owner again.
-    let mut endless = Prefetch::new(
-        Arc::clone(&loader),
-        PrefetchPlan {
-            num_batches: None,
-            ..plan
-        },
-    )
-    .unwrap();
+    let endless = PrefetchPlan {
+        num_batches: None,
+        ..plan
+    };
+    let mut endless = Prefetch::new(Arc::clone(&loader), endless).unwrap();
     assert_eq!(endless.next().unwrap().unwrap(), wanted[0]);
     drop(endless);
     assert_eq!(Arc::strong_count(&loader), 1);
@@ -221,19 +187,16 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
         Order::Sequential => (0..lengths.len()).collect::<Vec<_>>(),
         Order::Shuffled { seed } => {
             let permutation = Permutation::new(num_documents, seed, epoch);
-            (0..num_documents)
-                .map(|place| permutation.get(place) as usize)
-                .collect()
+            let places = 0..num_documents;
+            places.map(|place| permutation.get(place) as usize).collect()
         }
     };
     let rows_of_epoch = |epoch| {
         let mut rows: Vec<Vec<(usize, usize)>> = Vec::new();
         match config.packing {
             Packing::Concatenated => {
-                let stream = order(epoch)
-                    .into_iter()
-                    .flat_map(|d| (0..lengths[d]).map(move |token| (d, token)));
-                let mut stream = stream.collect::<Vec<_>>();
+                let tokens = |d: usize| (0..lengths[d]).map(move |token| (d, token));
+                let mut stream = order(epoch).into_iter().flat_map(tokens).collect::<Vec<_>>();
                 match config.order {
                     Order::Shuffled { .. } => stream.truncate(stream.len() / config.seq_len * config.seq_len),
                     // The stream's last token has no label and gets no row of its own.
@@ -246,9 +209,8 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
             }
             Packing::OneDocumentPerRow => {
                 for d in order(epoch) {
-                    let tokens = (0..lengths[d].saturating_sub(1))
-                        .map(|token| (d, token))
-                        .collect::<Vec<_>>();
+                    let tokens = 0..lengths[d].saturating_sub(1);
+                    let tokens = tokens.map(|token| (d, token)).collect::<Vec<_>>();
                     rows.extend(tokens.chunks(config.seq_len).map(<[_]>::to_vec));
                 }
             }
@@ -257,9 +219,8 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
             Order::Sequential => rows,
             Order::Shuffled { seed } => {
                 let order = Permutation::new(rows.len() as u64, seed ^ 0x726F_775F_6F72_6465, epoch);
-                (0..rows.len() as u64)
-                    .map(|row| rows[order.get(row) as usize].clone())
-                    .collect()
+                let places = 0..rows.len() as u64;
+                places.map(|row| rows[order.get(row) as usize].clone()).collect()
             }
         }
     };
@@ -267,11 +228,8 @@ fn brute_force_row(lengths: &[usize], config: LoaderConfig, sample: u64) -> Vec<
     for epoch in 0.. {
         let rows = rows_of_epoch(epoch);
         if sample < before + rows.len() as u64 {
-            let mut row = rows[(sample - before) as usize]
-                .iter()
-                .copied()
-                .map(Some)
-                .collect::<Vec<_>>();
+            let row = rows[(sample - before) as usize].iter();
+            let mut row = row.copied().map(Some).collect::<Vec<_>>();
             row.resize(config.seq_len, None);
             return row;
         }
@@ -418,15 +376,8 @@ fn a_sample_of_the_rows_is_spread_evenly() {
     let loader = Loader::new(shard, config(10, Order::Sequential, Packing::Concatenated)).unwrap();
     let all = loader.samples_per_epoch();
     assert_eq!(all, 111);
-    for (num_tokens, count) in [
-        (0, 1),
-        (1, 1),
-        (10, 1),
-        (11, 2),
-        (500, 50),
-        (1110, 111),
-        (u64::MAX, 111),
-    ] {
+    let most = u64::MAX;
+    for (num_tokens, count) in [(0, 1), (1, 1), (10, 1), (11, 2), (500, 50), (1110, 111), (most, 111)] {
         let samples = loader.spread_samples(num_tokens);
         assert_eq!(samples.len(), count, "{num_tokens} tokens");
         assert!(samples[0] == 0 && samples.is_sorted_by(|a, b| a < b) && samples[count - 1] < all);
@@ -443,11 +394,8 @@ fn a_sample_of_the_rows_is_spread_evenly() {
         assert_eq!(whole.doc_end[10 * row..10 * (row + 1)], alone.doc_end);
     }
     let task = mqar_loader();
-    let (batch, rows) = (
-        task.batch_of(&[4, 1]).unwrap(),
-        [task.batch(4, 1).unwrap(), task.batch(1, 1).unwrap()],
-    );
-    assert_eq!(batch.tokens, rows.map(|row| row.tokens).concat());
+    let rows = [4, 1].map(|sample| task.batch(sample, 1).unwrap().tokens);
+    assert_eq!(task.batch_of(&[4, 1]).unwrap().tokens, rows.concat());
 }
 
 // One long document must not fill a batch: its rows are spread over the epoch.
@@ -468,15 +416,13 @@ const SHUFFLED: Order = Order::Shuffled { seed: 7 };
 // Two sources at 3 to 1: each row is the row that the source alone gives, and shares hold over every prefix.
 #[test]
 fn a_mixture_is_rows_of_its_sources_in_their_shares() {
-    let shards = [shard(&[9; 40]), shard(&[5; 7])].map(|(dir, shard)| (dir, shard));
+    let shards = [shard(&[9; 40]), shard(&[5; 7])];
     let config = config(6, SHUFFLED, Packing::Concatenated);
     let alone = [0, 1].map(|source| Loader::new(Arc::clone(&shards[source].1), config).unwrap());
     let sources = vec![(Arc::clone(&shards[0].1), 0.75), (Arc::clone(&shards[1].1), 0.25)];
     let mixture = Loader::mixture(sources, config).unwrap();
-    assert_eq!(
-        mixture.samples_per_epoch(),
-        alone[0].samples_per_epoch() + alone[1].samples_per_epoch()
-    );
+    let both = alone.each_ref().map(Loader::samples_per_epoch);
+    assert_eq!(mixture.samples_per_epoch(), both[0] + both[1]);
     let Rows::Mixture { schedule, .. } = &mixture.rows else {
         panic!("it mixes two shards");
     };
@@ -492,23 +438,21 @@ fn a_mixture_is_rows_of_its_sources_in_their_shares() {
     }
     // The smaller source is in its ninth epoch by now; a batch does not depend on those before it.
     let whole = mixture.batch(0, 200).unwrap();
-    let parts = [0..64, 64..65, 65..200]
-        .map(|part: std::ops::Range<u64>| mixture.batch(part.start, (part.end - part.start) as usize).unwrap());
+    let parts = [(0, 64), (64, 1), (65, 135)].map(|(first, count)| mixture.batch(first, count).unwrap());
     assert_eq!(parts.into_iter().reduce(join).unwrap(), whole);
 }
 
 #[test]
 fn a_mixture_that_cannot_be_is_refused() {
     let (_dir, shard) = shard(&[9; 40]);
-    let mixture = |weights: &[f64], order| {
+    for (weights, order, words) in [
+        (&[1.0, 0.0][..], SHUFFLED, "not a positive number"),
+        (&[], SHUFFLED, "0 sources"),
+        (&[1.0], Order::Sequential, "no end"),
+    ] {
         let sources = weights.iter().map(|&weight| (Arc::clone(&shard), weight)).collect();
-        Loader::mixture(sources, config(6, order, Packing::Concatenated))
-            .unwrap_err()
-            .to_string()
-    };
-    assert!(mixture(&[1.0, 0.0], SHUFFLED).contains("not a positive number"));
-    assert!(mixture(&[], SHUFFLED).contains("0 sources"));
-    assert!(mixture(&[1.0], Order::Sequential).contains("no end"));
+        refusal(Loader::mixture(sources, config(6, order, Packing::Concatenated)), words);
+    }
 }
 
 fn mqar() -> (MqarMixture, LoaderConfig) {
@@ -543,16 +487,11 @@ fn an_mqar_loader_gives_the_mixture_and_prefetches() {
     };
     let made = Prefetch::new(Arc::clone(&loader), plan).unwrap().map(Result::unwrap);
     assert_eq!(made.reduce(join).unwrap(), loader.batch(0, 6).unwrap());
-    for (settings, wanted) in [
-        (config(64, SHUFFLED, Packing::Concatenated), "seq_len: 64"),
-        (
-            LoaderConfig {
-                vocab_size: 100,
-                ..settings
-            },
-            "vocab_size: 100",
-        ),
-    ] {
-        refusal(Loader::mqar(mixture.clone(), settings), wanted);
-    }
+    let short = config(64, SHUFFLED, Packing::Concatenated);
+    refusal(Loader::mqar(mixture.clone(), short), "seq_len: 64");
+    let few = LoaderConfig {
+        vocab_size: 100,
+        ..settings
+    };
+    refusal(Loader::mqar(mixture, few), "vocab_size: 100");
 }

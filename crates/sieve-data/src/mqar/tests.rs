@@ -21,29 +21,21 @@ fn assert_defined(config: MqarConfig, sample: &MqarSample) {
     let keys = (0..pairs).map(|pair| tokens[2 * pair]).collect::<Vec<_>>();
     let values = (0..pairs).map(|pair| tokens[2 * pair + 1]).collect::<Vec<_>>();
     assert!(keys.iter().all(|key| (1..half).contains(key)), "{keys:?}");
-    assert!(
-        values.iter().all(|value| (half..2 * half).contains(value)),
-        "{values:?}"
-    );
+    let is_value = |value| (half..2 * half).contains(value);
+    assert!(values.iter().all(is_value), "{values:?}");
     assert!(different(keys.clone()) && different(values.clone()));
 
     assert_eq!(sample.queries.len(), pairs);
-    let positions = sample
-        .queries
-        .iter()
-        .map(|query| query.position as u32)
-        .collect::<Vec<_>>();
-    assert!(different(positions));
+    let positions = sample.queries.iter().map(|query| query.position as u32);
+    assert!(different(positions.collect()));
     let labels = sample.labels();
     for (pair, query) in sample.queries.iter().enumerate() {
         assert_eq!(query.pair, pair);
         let after = query.position - 2 * pairs;
         assert!(after.is_multiple_of(2) && after / 2 < config.num_slots());
         assert_eq!(tokens[query.position], keys[pair]);
-        assert_eq!(
-            (query.value, labels[query.position]),
-            (values[pair], values[pair] as i32)
-        );
+        assert_eq!(query.value, values[pair]);
+        assert_eq!(labels[query.position], values[pair] as i32);
         assert_eq!(query.distance(), query.position - 2 * pair - 1);
     }
     assert_eq!(labels.iter().filter(|&&label| label != IGNORE_LABEL).count(), pairs);
@@ -72,12 +64,12 @@ fn splits_seeds_and_numbers_give_other_samples_and_nothing_else_does() {
     let of = |seed, split, index| mqar(MqarConfig::new(64, 8, seed)).sample(split, index);
     let first = of(1, MqarSplit::Train, 5);
     assert_eq!(of(1, MqarSplit::Train, 5), first);
-    for other in [
-        of(2, MqarSplit::Train, 5),
-        of(1, MqarSplit::Test, 5),
-        of(1, MqarSplit::Train, 6),
+    for (seed, split, index) in [
+        (2, MqarSplit::Train, 5),
+        (1, MqarSplit::Test, 5),
+        (1, MqarSplit::Train, 6),
     ] {
-        assert_ne!(other, first);
+        assert_ne!(of(seed, split, index), first);
     }
     // No sample of one split comes in the other.
     let mqar = mqar(MqarConfig::new(64, 8, 1));
@@ -104,14 +96,11 @@ fn the_first_query_slot_is_drawn_by_weight() {
         let query = mqar.sample(MqarSplit::Train, index).queries[0];
         counts[(query.position - 4) / 2] += 1;
     }
-    let weights = (1..=config.num_slots())
-        .map(|x| (x as f64).powf(0.01 - 1.0))
-        .collect::<Vec<_>>();
+    let slots = 1..=config.num_slots();
+    let weights = slots.map(|x| (x as f64).powf(0.01 - 1.0)).collect::<Vec<_>>();
     let total = weights.iter().sum::<f64>();
-    let expected = weights
-        .iter()
-        .map(|weight| weight / total * NUM as f64)
-        .collect::<Vec<_>>();
+    let expected = weights.iter().map(|weight| weight / total * NUM as f64);
+    let expected = expected.collect::<Vec<_>>();
     let chi = chi_square(&counts, &expected);
     assert!(chi < 2.0, "{chi}: {counts:?}");
     // A test that cannot fail is none: other weights are told apart.
@@ -251,10 +240,8 @@ fn a_sequential_mixture_holds_every_sample_once() {
     assert_eq!(documents, (0..22).collect::<Vec<_>>());
     // Each sample is its own segment: positions restart, and nothing crosses.
     let third = mixture.batch(2, 1, 9);
-    assert_eq!(
-        third.doc_start[..256],
-        [[0; 64], [64; 64], [128; 64], [128; 64]].concat()[..]
-    );
+    let starts = [[0; 64], [64; 64], [128; 64], [128; 64]].concat();
+    assert_eq!(third.doc_start[..256], starts);
     assert_eq!(third.positions[64..70], [0, 1, 2, 3, 4, 5]);
     assert_eq!(third.tokens[128..], [9; 128]);
     let sample = Mqar::new(MqarConfig::new(64, 4, 1)).unwrap().sample(MqarSplit::Test, 9);
@@ -286,11 +273,9 @@ fn a_batch_of_one_kind_is_its_samples() {
     let mqar = mqar(MqarConfig::new(64, 4, 2));
     let batch = mqar.batch(MqarSplit::Test, 3, 2);
     let samples = [3, 4].map(|index| mqar.sample(MqarSplit::Test, index));
-    assert_eq!(
-        batch.tokens,
-        [samples[0].tokens.clone(), samples[1].tokens.clone()].concat()
-    );
-    assert_eq!(batch.labels, [samples[0].labels(), samples[1].labels()].concat());
+    let labels = samples.each_ref().map(MqarSample::labels);
+    assert_eq!(batch.labels, labels.concat());
+    assert_eq!(batch.tokens, samples.map(|sample| sample.tokens).concat());
     assert_eq!((batch.first_sample, batch.batch, batch.seq_len), (3, 2, 64));
     assert_eq!(batch.doc_end, vec![64; 128]);
 }

@@ -1,4 +1,4 @@
-use sieve_testing::{refusal, says};
+use sieve_testing::refusal;
 use std::cell::RefCell;
 use std::time::Duration;
 
@@ -25,10 +25,8 @@ impl Place {
             tokenizer: Tokenizer::train_on(["fn main() { Grüße }"].into_iter(), 262).unwrap(),
         };
         for number in 0..200 {
-            place.write(
-                &format!("{number:03}.txt"),
-                &format!("fn number_{} () {{\n Grüße }}\n", number % 150),
-            );
+            let text = format!("fn number_{} () {{\n Grüße }}\n", number % 150);
+            place.write(&format!("{number:03}.txt"), &text);
         }
         place
     }
@@ -77,25 +75,24 @@ impl Place {
     }
 
     fn files(&self) -> Vec<(String, Vec<u8>)> {
-        let mut files = fs::read_dir(self.out())
-            .unwrap()
-            .map(|entry| entry.unwrap())
-            .map(|entry| {
-                (
-                    entry.file_name().into_string().unwrap(),
-                    fs::read(entry.path()).unwrap(),
-                )
-            })
-            .collect::<Vec<_>>();
-        files.sort();
-        files
+        files(&self.out())
     }
 }
 
+/// Names and bytes of a folder's files.
+fn files(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = fs::read_dir(dir).unwrap().map(Result::unwrap);
+    let named = entries.map(|entry| (entry.file_name().into_string().unwrap(), entry.path()));
+    let mut files = named
+        .map(|(name, path)| (name, fs::read(path).unwrap()))
+        .collect::<Vec<_>>();
+    files.sort();
+    files
+}
+
 fn documents(shard: &ShardReader) -> Vec<Vec<u32>> {
-    (0..shard.num_documents())
-        .map(|document| shard.document(document).unwrap())
-        .collect()
+    let all = 0..shard.num_documents();
+    all.map(|document| shard.document(document).unwrap()).collect()
 }
 
 #[test]
@@ -111,8 +108,8 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
         texts.push(place.tokenizer.decode(&ids).unwrap());
     }
     texts.sort();
-    let mut wanted = place
-        .corpus()
+    let corpus = place.corpus();
+    let mut wanted = corpus
         .documents()
         .map(|document| document.unwrap().text)
         .collect::<Vec<_>>();
@@ -127,31 +124,19 @@ fn every_document_lands_in_one_split_ended_by_eos_with_its_size() {
     assert_eq!(sizes.len(), held_out.len());
     for (size, ids) in sizes.iter().zip(&held_out) {
         let text = place.tokenizer.decode(ids).unwrap();
-        assert_eq!(
-            (size.num_bytes, size.num_words),
-            (text.len() as u64, text.split_whitespace().count() as u64)
-        );
+        let num_words = text.split_whitespace().count() as u64;
+        assert_eq!((size.num_bytes, size.num_words), (text.len() as u64, num_words));
     }
     let meta = &prepared.meta;
-    assert_eq!(
-        meta.validation.num_bytes,
-        sizes.iter().map(|size| size.num_bytes).sum::<u64>()
-    );
-    assert_eq!(
-        meta.validation.num_words,
-        sizes.iter().map(|size| size.num_words).sum::<u64>()
-    );
+    let sum = |of: fn(&DocumentSize) -> u64| sizes.iter().map(of).sum::<u64>();
+    assert_eq!(meta.validation.num_bytes, sum(|size| size.num_bytes));
+    assert_eq!(meta.validation.num_words, sum(|size| size.num_words));
     assert_eq!(meta.train.num_documents + meta.validation.num_documents, 200);
-    assert_eq!(
-        (meta.train.num_tokens, meta.validation.num_tokens),
-        (train.num_tokens(), validation.num_tokens())
-    );
+    let stored = [train.num_tokens(), validation.num_tokens()];
+    assert_eq!([meta.train.num_tokens, meta.validation.num_tokens], stored);
     assert_eq!(meta.report.num_documents, 200);
-    assert!(
-        (20..60).contains(&validation.num_documents()),
-        "{}",
-        validation.num_documents()
-    );
+    let num_held_out = validation.num_documents();
+    assert!((20..60).contains(&num_held_out), "{num_held_out}");
     assert_eq!(Prepared::open(&place.out()).unwrap().meta, prepared.meta);
 }
 
@@ -173,8 +158,7 @@ fn more_text_moves_no_document_to_the_other_side() {
     for number in 0..100 {
         place.write(&format!("more{number}.txt"), &format!("other text {number}"));
     }
-    let config = place.replacing();
-    let after = place.prepare(&config).unwrap();
+    let after = place.prepare(&place.replacing()).unwrap();
     let held_out = documents(&after.validation().unwrap());
     assert!(before.iter().all(|document| held_out.contains(document)));
     assert!(held_out.len() > before.len());
@@ -187,26 +171,22 @@ fn an_unchanged_preparation_is_reused_and_a_changed_one_told_apart() {
     let first = place.files();
     assert!(place.prepare(&place.config()).unwrap().reused);
 
-    let refused = |corpus: CorpusConfig, tokenizer: &Tokenizer, config: &PrepareConfig| {
-        prepare(&[Corpus::open(corpus).unwrap()], tokenizer, config, &|_| {})
-            .unwrap_err()
-            .to_string()
+    let refused = |corpus: CorpusConfig, tokenizer: &Tokenizer, config: &PrepareConfig, words: &str| {
+        let corpora = [Corpus::open(corpus).unwrap()];
+        refusal(prepare(&corpora, tokenizer, config, &|_| {}), words);
     };
-    let error = refused(
-        CorpusConfig {
-            deduplicate: true,
-            ..place.text()
-        },
-        &place.tokenizer,
-        &place.config(),
-    );
-    says(&error, "the corpus's settings changed | out");
+    let (own, usual) = (&place.tokenizer, place.config());
+    let deduplicated = CorpusConfig {
+        deduplicate: true,
+        ..place.text()
+    };
+    refused(deduplicated, own, &usual, "the corpus's settings changed | out");
     let other = Tokenizer::train_on(["other words here"].into_iter(), 260).unwrap();
-    assert!(refused(place.text(), &other, &place.config()).contains("the tokenizer changed"));
+    refused(place.text(), &other, &usual, "the tokenizer changed");
     let fraction = place.holding_out(0.3);
-    assert!(refused(place.text(), &place.tokenizer, &fraction).contains("the validation documents changed"));
+    refused(place.text(), own, &fraction, "the validation documents changed");
     place.write("000.txt", "changed to another length");
-    assert!(refused(place.text(), &place.tokenizer, &place.config()).contains("the source files changed"));
+    refused(place.text(), own, &usual, "the source files changed");
     assert_eq!(place.files(), first, "nothing is overwritten");
 
     let replaced = place.prepare(&place.replacing()).unwrap();
@@ -287,15 +267,10 @@ fn a_full_disk_is_told_and_leaves_nothing() {
     fs::create_dir(place.out()).unwrap();
     for name in ["train.bin.tmp", "validation.idx.tmp", "meta.json.tmp"] {
         std::os::unix::fs::symlink("/dev/full", place.out().join(name)).unwrap();
-        refusal(
-            place.prepare(&place.config()),
-            &format!("cannot write | {name} | No space left"),
-        );
-        assert!(
-            place.files().iter().all(|(name, _)| name == LOCK),
-            "{:?}",
-            place.files()
-        );
+        let words = format!("cannot write | {name} | No space left");
+        refusal(place.prepare(&place.config()), &words);
+        let left = place.files();
+        assert!(left.iter().all(|(name, _)| name == LOCK), "{left:?}");
     }
     assert!(!place.prepare(&place.config()).unwrap().reused);
 }
@@ -304,11 +279,8 @@ fn a_full_disk_is_told_and_leaves_nothing() {
 fn an_own_validation_corpus_is_kept_out_of_training() {
     let place = Place::new();
     let path = place.dir.path().join("held.jsonl");
-    fs::write(
-        &path,
-        "{\"text\": \"fn number_7 () {\\n Grüße }\\n\"}\n{\"text\": \"fresh words\"}\n",
-    )
-    .unwrap();
+    let lines = "{\"text\": \"fn number_7 () {\\n Grüße }\\n\"}\n{\"text\": \"fresh words\"}\n";
+    fs::write(&path, lines).unwrap();
     let held = Corpus::open(CorpusConfig::jsonl(vec![path.to_str().unwrap().into()], "text")).unwrap();
     let config = PrepareConfig {
         validation: ValidationSource::Corpus(&held),
@@ -331,34 +303,27 @@ fn bad_settings_and_empty_splits_are_refused() {
     for fraction in [0.0, 1.0, -0.5, f64::NAN] {
         refusal(place.prepare(&place.holding_out(fraction)), "validation_fraction");
     }
-    refusal(
-        place.prepare(&place.holding_out(1e-9)),
-        "the validation split holds no document: 200 documents",
-    );
-    refusal(
-        place.prepare(&place.holding_out(1.0 - 1e-12)),
-        "the train split holds no document",
-    );
+    for (fraction, words) in [
+        (1e-9, "the validation split holds no document: 200 documents"),
+        (1.0 - 1e-12, "the train split holds no document"),
+    ] {
+        refusal(place.prepare(&place.holding_out(fraction)), words);
+    }
     let config = PrepareConfig {
         dir: "/proc/nowhere".into(),
         ..place.config()
     };
     refusal(place.prepare(&config), "/proc/nowhere");
-    assert!(
-        !place.files().iter().any(|(name, _)| name != LOCK),
-        "{:?}",
-        place.files()
-    );
+    let left = place.files();
+    assert!(left.iter().all(|(name, _)| name == LOCK), "{left:?}");
 }
 
 #[test]
 fn progress_ends_at_the_whole() {
     let place = Place::new();
     let calls = RefCell::new(Vec::new());
-    prepare(&[place.corpus()], &place.tokenizer, &place.config(), &|progress| {
-        calls.borrow_mut().push(progress)
-    })
-    .unwrap();
+    let note = |progress| calls.borrow_mut().push(progress);
+    prepare(&[place.corpus()], &place.tokenizer, &place.config(), &note).unwrap();
     let calls = calls.into_inner();
     let Progress::Tokenising {
         bytes_done,
@@ -447,26 +412,18 @@ fn killed_at_any_moment_it_leaves_nothing_half_valid() {
             ] {
                 let bin = fs::read(with_ending(shard.prefix(), ".bin")).unwrap();
                 assert_eq!(hex(xxhash_rust::xxh3::xxh3_128(&bin)), split.tokens_hash);
-                assert_eq!(
-                    (shard.num_documents(), shard.num_tokens()),
-                    (split.num_documents, split.num_tokens)
-                );
+                let counts = (split.num_documents, split.num_tokens);
+                assert_eq!((shard.num_documents(), shard.num_tokens()), counts);
             }
-            assert_eq!(
-                prepared.validation_sizes().unwrap().len() as u64,
-                prepared.meta.validation.num_documents
-            );
+            let num_sizes = prepared.validation_sizes().unwrap().len() as u64;
+            assert_eq!(num_sizes, prepared.meta.validation.num_documents);
         } else {
             num_partial += 1;
             assert!(Prepared::open(&place.out()).is_err());
         }
     }
-    assert!(
-        num_whole > 0 && num_partial > 0,
-        "{num_whole} whole, {num_partial} partial"
-    );
-    let config = place.replacing();
-    place.prepare(&config).unwrap();
-    let after = place.files();
-    assert_eq!(after, whole);
+    let counts = [num_whole, num_partial];
+    assert!(!counts.contains(&0), "whole, partial: {counts:?}");
+    place.prepare(&place.replacing()).unwrap();
+    assert_eq!(place.files(), whole);
 }

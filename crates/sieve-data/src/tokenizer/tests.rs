@@ -39,17 +39,12 @@ fn ties_and_runs_do_not_make_training_depend_on_hash_order() {
     // Two letters, short words, few counts: nearly every merge is a tie.
     let mut state = 1u64;
     let mut next = |below: u64| {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state = state.wrapping_mul(6_364_136_223_846_793_005);
+        state = state.wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) % below
     };
     for case in 0..30 {
-        let words = (0..60).map(|_| {
-            (0..1 + next(30))
-                .map(|_| if next(2) == 0 { 'a' } else { 'b' })
-                .collect()
-        });
+        let words = (0..60).map(|_| (0..1 + next(30)).map(|_| ['a', 'b'][next(2) as usize]).collect());
         let words = words.collect::<Vec<String>>();
         let train = || json(&Tokenizer::train_on(words.iter().map(String::as_str), 330).unwrap());
         let first = train();
@@ -66,13 +61,8 @@ fn special_tokens_and_sizes_are_as_asked() {
     assert_eq!(tokenizer.eos_id().unwrap(), 1);
     assert_eq!(tokenizer.id_token(0).unwrap(), "<|endoftext|>");
     let tokenizer = tokenizer.with_eos_token(Some("</s>"));
-    let error = tokenizer.eos_id().unwrap_err().to_string();
-    assert!(
-        error.contains("</s>")
-            && error.contains("tokenizer.eos_token")
-            && error.contains(r#"["<|endoftext|>", "<|pad|>"]"#),
-        "{error}"
-    );
+    let words = r#"</s> | tokenizer.eos_token | ["<|endoftext|>", "<|pad|>"]"#;
+    refusal(tokenizer.eos_id(), words);
 }
 
 #[test]
@@ -158,10 +148,11 @@ fn training_on_a_corpus_takes_a_bounded_repeatable_sample() {
     }
     let corpus = Corpus::open(CorpusConfig::text(vec![dir.path().to_str().unwrap().into()])).unwrap();
     let train = |sample_bytes| {
+        let vocab_size = 300;
         Tokenizer::train(
             &corpus,
             BpeConfig {
-                vocab_size: 300,
+                vocab_size,
                 sample_bytes,
             },
         )
@@ -190,13 +181,8 @@ fn the_fast_way_is_taken_where_it_fits_and_nowhere_else() {
     for (number, change) in changes.iter().enumerate() {
         let mut json: serde_json::Value = serde_json::from_str(&json(&tokenizer)).unwrap();
         change(&mut json);
-        assert!(
-            Tokenizer::from_bytes(json.to_string().as_bytes())
-                .unwrap()
-                .fast
-                .is_none(),
-            "change {number}"
-        );
+        let changed = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
+        assert!(changed.fast.is_none(), "change {number}");
     }
 }
 
@@ -221,13 +207,10 @@ fn a_file_of_qwens_kind_works() {
     let tokenizer = Tokenizer::from_bytes(json.to_string().as_bytes()).unwrap();
     assert_eq!(tokenizer.vocab_size(), 401);
     let ids = tokenizer.encode("cafe\u{301} 1234<think>").unwrap();
-    assert_eq!(
-        (tokenizer.decode(&ids).unwrap().as_str(), ids.last()),
-        ("café 1234<think>", Some(&400))
-    );
-    let digits = ids[ids.len() - 5..ids.len() - 1]
-        .iter()
-        .map(|&id| tokenizer.id_token(id).unwrap());
+    assert_eq!(tokenizer.decode(&ids).unwrap(), "café 1234<think>");
+    assert_eq!(ids.last(), Some(&400));
+    let digits = ids[ids.len() - 5..ids.len() - 1].iter();
+    let digits = digits.map(|&id| tokenizer.id_token(id).unwrap());
     assert_eq!(digits.collect::<Vec<_>>(), ["1", "2", "3", "4"]);
 }
 

@@ -9,12 +9,10 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::{Cache, LayerShape, RowAttention, ascending};
-use crate::call::Call;
-use crate::error::{SelectError, read_json};
+use crate::error::read_json;
 use crate::keep::falling;
 use crate::pool::causal_probabilities;
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `dam`.

@@ -15,9 +15,7 @@ use sieve_core::DmaBias;
 use sieve_cpu::{AttentionShape, dma_scores_forward, rank_key};
 
 use super::{Cache, LayerShape, RowAttention, ascending};
-use crate::error::SelectError;
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `dma`.

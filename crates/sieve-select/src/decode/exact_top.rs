@@ -1,13 +1,9 @@
 //! The largest logits, after computing them all: an upper bound for other methods at the same budget, no faster than
 //! dense.
 
-use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks};
-
 use super::{Cache, Step, amount, ascending};
-use crate::error::SelectError;
 use crate::keep::descending;
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `exact_top`.

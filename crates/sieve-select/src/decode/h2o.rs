@@ -1,14 +1,11 @@
 //! H2O (arXiv:2306.14048): the keys that have received the most attention, and the most recent ones.
 
-use sieve_core::{CallShape, DmaWindow, HeavyKeys};
+use sieve_core::{DmaWindow, HeavyKeys};
 
 use super::step::most_attended;
 use super::{Cache, LayerShape, RowAttention, amount};
-use crate::call::Call;
-use crate::error::SelectError;
 use crate::pool::for_each_prompt_row;
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `h2o`. Values below 1 are shares of the prompt (of the tokens so far in `stream` form).
@@ -131,7 +128,7 @@ mod tests {
 
     #[test]
     fn h2o_of_equal_attention_the_older_goes() {
-        let shape = crate::test_data::layer([1, 1], 4, 0);
+        let shape = LayerShape::new([1, 1], 4, 0);
         let config = H2oConfig {
             heavy: 2.0,
             recent: 1.0,

@@ -6,8 +6,8 @@
 //! refresh.
 
 use super::{Cache, LayerShape, ascending};
-use crate::gqa::GqaPolicy;
 use crate::prefill::infinitehip::{Chunk, InfinitehipConfig};
+use crate::prelude::*;
 use crate::vector::dot;
 
 /// State of `infinitehip`.

@@ -3,12 +3,9 @@
 
 use super::rope::rotate;
 use super::{Cache, LayerShape, ascending};
-use crate::call::Call;
-use crate::error::SelectError;
 use crate::keep::{falling, top_k};
 use crate::pool::for_each_prompt_row;
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::dot;
 
 settings! {

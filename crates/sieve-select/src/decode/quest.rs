@@ -1,12 +1,8 @@
 //! Quest (arXiv:2406.10774): pages of keys by an upper bound of their products with the query; nothing is evicted.
 
-use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks};
-
 use super::{Cache, LayerShape, Step, amount, ascending};
-use crate::error::SelectError;
 use crate::keep::top_k_forced;
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `quest`.
@@ -138,7 +134,7 @@ mod tests {
     #[test]
     fn quest_score_bounds_every_product_in_the_page() {
         let mut random = Random(4);
-        let shape = crate::test_data::layer([2, 2], 12, 5);
+        let shape = LayerShape::new([2, 2], 12, 5);
         let cache = Cache {
             shape,
             keys: random.vector(50 * 24),

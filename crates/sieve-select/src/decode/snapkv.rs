@@ -1,25 +1,21 @@
 //! SnapKV (arXiv:2404.14469): what the last queries of the prompt look at, smoothed, once.
 
-use serde::{Deserialize, Serialize};
-use sieve_core::{CallShape, HeavyKeys};
+use sieve_core::HeavyKeys;
 
 use super::step::most_attended;
 use super::{Cache, LayerShape, ascending};
-use crate::call::Call;
-use crate::error::SelectError;
 use crate::keep::top_k;
 use crate::pool::{causal_probabilities, last_rows};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
-/// Smoothing over neighbouring keys.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Pool {
-    /// Mean; divides by the kernel also at the ends.
-    Avg,
-    /// Maximum.
-    Max,
+choices! {
+    /// Smoothing over neighbouring keys.
+    pub enum Pool {
+        /// Mean; divides by the kernel also at the ends.
+        Avg,
+        /// Maximum.
+        Max,
+    }
 }
 
 settings! {
@@ -173,7 +169,7 @@ mod tests {
 
     #[test]
     fn snapkv_smoothing_at_the_ends() {
-        let shape = crate::test_data::layer([1, 1], 4, 0);
+        let shape = LayerShape::new([1, 1], 4, 0);
         let smooth = |pool: Pool| {
             let config = SnapkvConfig {
                 kernel: 3,

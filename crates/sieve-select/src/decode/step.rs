@@ -1,9 +1,9 @@
 //! What a device does for one token while a model writes.
-use sieve_core::{BlockScores, BlockSelection, CallShape, HeavyKeys, KeepBlocks, KeyMask};
+use sieve_core::{HeavyKeys, KeyMask};
 
 use super::quest::QuestConfig;
-use crate::call::Call;
 use crate::prefill::a_shape::ranges;
+use crate::prelude::*;
 use crate::selector::{Method, Selector};
 
 /// How the keys that one token reads are found.
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn layers_that_read_all_keys_have_no_step() {
-        let shape = crate::test_data::shape([1, 300], [4, 2], 64);
+        let shape = CallShape::new([1, 300], [4, 2], 64);
         for (text, dense_layers) in [("quest", 2), ("quest:first_dense_layers=3", 3), ("exact_top", 0)] {
             let selector = Selector::parse(text).expect("valid");
             for layer in 0..5 {
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_device_keeps_of_a_prompt_what_the_method_says() {
-        let shape = crate::test_data::shape([300, 300], [4, 2], 64);
+        let shape = CallShape::new([300, 300], [4, 2], 64);
         let of = |text: &str, layer| {
             let selector = Selector::parse(text).expect("valid");
             selector.heavy_keys(shape, layer)

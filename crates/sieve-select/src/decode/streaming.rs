@@ -2,9 +2,8 @@
 
 use super::rope::rotate;
 use super::{Cache, RowAttention};
-use crate::error::SelectError;
 use crate::prefill::streaming::StreamingConfig;
-use crate::range::Rules;
+use crate::prelude::*;
 use crate::vector::dot;
 
 /// State of `streamingllm`: none beside the settings.

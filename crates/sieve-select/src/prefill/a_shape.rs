@@ -1,15 +1,8 @@
 //! A-shape: the first tokens and a window (as in MInference, arXiv:2407.02490).
 
-use sieve_core::{KeptRows, KeyMask, Tiles, TokenWindow};
+use sieve_core::{KeyMask, TokenWindow};
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
-use crate::mask::Selected;
-use crate::prefill::{Knob, PrefillMethod, TOKENS};
-use crate::range::Rules;
-use crate::selector::Reads;
-use crate::settings::settings;
+use crate::prelude::*;
 
 /// Rows and keys of a tile.
 const TILE: usize = 64;

@@ -4,55 +4,44 @@
 use std::ops::Range;
 
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, KeyScores, SlotOrder, Tiles};
+use sieve_core::{KeyScores, SlotOrder};
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::top_k;
-use crate::mask::Selected;
-use crate::permute::{Orders, Segments, sort_ranges};
+use crate::permute::{self, Orders, Segments, sort_ranges};
 use crate::pool::{Pooled, mean_and_variance, scores};
-use crate::prefill::{Knob, PrefillMethod};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::{add, norm};
 
-/// Which sequences are sorted by norm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum NormSort {
-    /// Queries.
-    Q,
-    /// Keys.
-    K,
-    /// Both.
-    Qk,
-    /// Neither.
-    None,
-}
+choices! {
+    /// Which sequences are sorted by norm.
+    pub enum NormSort {
+        /// Queries.
+        Q,
+        /// Keys.
+        K,
+        /// Both.
+        Qk,
+        /// Neither.
+        None,
+    }
 
-/// The term added to the products of means.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Compensation {
-    /// `tr(Sigma_Q Sigma_K) / d`, diagonal.
-    Covariance,
-    /// Half the variance of the block's logits, diagonal: what lifts their log-mean-exp.
-    Variance,
-}
+    /// The term added to the products of means.
+    pub enum Compensation {
+        /// `tr(Sigma_Q Sigma_K) / d`, diagonal.
+        Covariance,
+        /// Half the variance of the block's logits, diagonal: what lifts their log-mean-exp.
+        Variance,
+    }
 
-/// Layers with a compensation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CompensateLayers {
-    /// The first and the last (the last only where the depth is known).
-    FirstLast,
-    /// All.
-    All,
-    /// None.
-    None,
+    /// Layers with a compensation.
+    pub enum CompensateLayers {
+        /// The first and the last (the last only where the depth is known).
+        FirstLast,
+        /// All.
+        All,
+        /// None.
+        None,
+    }
 }
 
 settings! {
@@ -115,23 +104,12 @@ impl PrefillMethod for BaAttConfig {
             segment: self.segment,
             block: self.block,
         };
-        let tiles = Tiles::new(call.shape, self.block, self.block);
-        let started = std::time::Instant::now();
-        let orders = Orders {
+        let orders = |_| Orders {
             keys: self.key_orders(call, segments),
             queries: self.query_orders(call, segments),
         };
-        let permute_seconds = started.elapsed().as_secs_f64();
-        let rows = |heads: &[usize]| self.rows(call, tiles, segments, heads, &orders);
-        let end = |i| match self.causal {
-            true => segments.own(tiles, i).end,
-            false => tiles.num_key_tiles(),
-        };
-        let dense = |i| (0..end(i)).collect();
-        let lists = gqa::mask_as_selected(call, tiles, gqa, rows, dense);
-        let mut chosen = orders.mask(lists, self.causal);
-        chosen.stats.permute_seconds = permute_seconds;
-        chosen
+        let rows = |tiles, heads: &[usize], orders: &Orders| self.rows(call, tiles, segments, heads, orders);
+        permute::select(call, segments, gqa, self.causal, orders, rows)
     }
 
     fn steps(&self, call: &Call<'_>, gqa: GqaPolicy) -> Option<BlockSelection> {

@@ -1,52 +1,41 @@
 //! BFLA (Block-Filtered Long-Context Attention): coarse blocks by the largest product of flattened groups, kept by
 //! mass, spread over small tiles, with a local band, a sink and a deterministic rescue of dropped tiles.
 
-use serde::{Deserialize, Serialize};
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, KeyMask, Tiles};
+use sieve_core::KeyMask;
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax};
-use crate::mask::Selected;
 use crate::pool::{mean_pool, scores};
-use crate::prefill::{Knob, PrefillMethod};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::{add, mix};
 
-/// How a block becomes the vectors that are compared.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Pooling {
-    /// Groups of tokens read as one long vector each (the paper's).
-    Flat,
-    /// Mean of the block.
-    Mean,
-    /// Its middle token.
-    Center,
-    /// Per channel the value of the largest size.
-    Maxabs,
-}
+choices! {
+    /// How a block becomes the vectors that are compared.
+    pub enum Pooling {
+        /// Groups of tokens read as one long vector each (the paper's).
+        Flat,
+        /// Mean of the block.
+        Mean,
+        /// Its middle token.
+        Center,
+        /// Per channel the value of the largest size.
+        Maxabs,
+    }
 
-/// Grid of the rescue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RescueGrid {
-    /// Tiles of the kernel.
-    Tile,
-    /// Coarse blocks.
-    Block,
-}
+    /// Grid of the rescue.
+    pub enum RescueGrid {
+        /// Tiles of the kernel.
+        Tile,
+        /// Coarse blocks.
+        Block,
+    }
 
-/// Hash of the random rescue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum RescueHash {
-    /// splitmix64 of each coordinate in turn.
-    Mix,
-    /// The published linear congruence, whose neighbours are strongly correlated.
-    Linear,
+    /// Hash of the random rescue.
+    pub enum RescueHash {
+        /// splitmix64 of each coordinate in turn.
+        Mix,
+        /// The published linear congruence, whose neighbours are strongly correlated.
+        Linear,
+    }
 }
 
 settings! {

@@ -1,17 +1,8 @@
 //! The block-sparse pattern of MInference (arXiv:2407.02490): the best blocks by the product of their means.
 
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, Tiles};
-
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::top_k;
-use crate::mask::Selected;
 use crate::prefill::meanpool::pooled_scores;
-use crate::prefill::{Knob, PrefillMethod};
-use crate::range::Rules;
-use crate::selector::Reads;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `block_sparse`.

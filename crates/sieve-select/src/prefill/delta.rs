@@ -1,14 +1,9 @@
 //! Delta: any sparse method, corrected by the dense output of every gamma-th row (arXiv:2505.11254; as MOMO uses it,
 //! eq. 3).
 
-use sieve_core::CallShape;
-
 use crate::attention::dense_rows_attention;
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::mask::{Correction, CorrectionMode, Selected};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::mask::{Correction, CorrectionMode};
+use crate::prelude::*;
 
 settings! {
     /// Settings of `delta`, beside those of its base.
@@ -40,7 +35,7 @@ impl DeltaConfig {
         let rows = probe_rows(call, self.gamma);
         chosen.correction = Some(Correction {
             mode: self.mode,
-            probe_o: dense_rows_attention(call, &rows).o,
+            probe_o: dense_rows_attention(call, &rows),
             probe_rows: rows.into_iter().map(|row| row as i32).collect(),
         });
     }

@@ -2,18 +2,10 @@
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, Tiles};
-
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::{falling, softmax, top_k_forced};
-use crate::mask::Selected;
 use crate::pool::{block_sums, key_rows, last_rows, mean_pool, probe_sums, query_rows, scores};
 use crate::prefill::meanpool::pooled_scores;
-use crate::prefill::{Knob, PrefillMethod, SHARES};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `flexprefill`.

@@ -2,18 +2,11 @@
 //!
 //! In decode a stage is done again every `refresh` steps only; see [`crate::decode::infinitehip`].
 
-use sieve_core::Tiles;
 use sieve_cpu::max_of_row;
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::top_k;
-use crate::mask::Selected;
 use crate::pool::scores;
-use crate::prefill::{Knob, PrefillMethod};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `infinitehip`. Stage `i` samples every `stride_i`-th query of a block and ranks chunks of `chunk_i`

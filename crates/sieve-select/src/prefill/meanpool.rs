@@ -1,18 +1,9 @@
 //! Blocks by the product of their means: MeanPool (arXiv:2510.21270, algorithm 2 on unpermuted keys; with `top_k`, the
 //! baseline of MOMO).
 
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
-
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax, top_k};
-use crate::mask::Selected;
 use crate::pool::{key_rows, mean_pool, query_rows, scores};
-use crate::prefill::{Knob, PrefillMethod, SHARES};
-use crate::range::Rules;
-use crate::selector::Reads;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::add;
 
 settings! {

@@ -5,18 +5,15 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use sieve_core::{BlockSelection, Tiles, TokenWindow};
+use sieve_core::TokenWindow;
 
 use crate::attention::block_sparse_attention;
-use crate::call::Call;
-use crate::error::{SelectError, read_json};
-use crate::gqa::{self, GqaPolicy};
-use crate::mask::Selected;
+use crate::error::read_json;
 use crate::measure::dense_attention;
-use crate::prefill::PrefillMethod;
 use crate::prefill::a_shape::{tiles_of_ranges, window};
 use crate::prefill::block_sparse::best_blocks;
 use crate::prefill::vertical_slash::{TILE, VerticalSlashConfig};
+use crate::prelude::*;
 
 /// Settings of `minference`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

@@ -4,45 +4,35 @@
 mod topk;
 
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
 use sieve_cpu::{Matrix, exp_row, max_of_row};
 
 use crate::attention::dense_rows_attention;
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
-use crate::keep::falling;
-use crate::mask::{Correction, CorrectionMode, Selected};
+use crate::keep::{falling, top_k};
+use crate::mask::{Correction, CorrectionMode};
 use crate::pool::logits;
 use crate::prefill::delta::probe_rows;
-use crate::prefill::{Knob, PrefillMethod};
-use crate::range::Rules;
-use crate::selector::Reads;
-use crate::settings::settings;
+use crate::prelude::*;
 
-/// How the best blocks of a probe are found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum TopK {
-    /// A buffer of k.
-    Exact,
-    /// A tournament tree.
-    Tree,
-    /// A Gaussian gate.
-    Gauss,
-    /// A small buffer, then the gate.
-    Hybrid,
-}
+choices! {
+    /// How the best blocks of a probe are found.
+    pub enum TopK {
+        /// A buffer of k.
+        Exact,
+        /// A tournament tree, which finds the same blocks.
+        Tree,
+        /// A Gaussian gate.
+        Gauss,
+        /// A small buffer, then the gate.
+        Hybrid,
+    }
 
-/// What is compared between the probes of a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ProbeScore {
-    /// Log-sum-exp of the block's logits (the paper's).
-    Raw,
-    /// The same minus that of the row.
-    Normalised,
+    /// What is compared between the probes of a tile.
+    pub enum ProbeScore {
+        /// Log-sum-exp of the block's logits (the paper's).
+        Raw,
+        /// The same minus that of the row.
+        Normalised,
+    }
 }
 
 settings! {
@@ -127,7 +117,7 @@ impl PrefillMethod for MomoConfig {
         });
         chosen.correction = Some(Correction {
             mode: self.mode,
-            probe_o: dense_rows_attention(call, &probes).o,
+            probe_o: dense_rows_attention(call, &probes),
             probe_rows: probes.into_iter().map(|row| row as i32).collect(),
         });
         chosen
@@ -217,9 +207,8 @@ impl MomoConfig {
             return (0..scores.len()).collect();
         }
         match self.topk {
-            TopK::Exact => topk::exact(scores, self.k),
-            TopK::Tree => topk::tree(scores, self.k),
-            TopK::Gauss => topk::gauss(scores, self.k),
+            TopK::Exact | TopK::Tree => top_k(scores, self.k),
+            TopK::Gauss => topk::hybrid(scores, self.k, 0),
             TopK::Hybrid => topk::hybrid(scores, self.k, self.k_exact),
         }
     }

@@ -1,16 +1,8 @@
 //! The best blocks by their dense attention mass: what no estimate can beat at equal density (MOMO, fig. 2).
 
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
-
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, top_k};
-use crate::mask::Selected;
 use crate::pool::{block_sums, causal_probabilities};
-use crate::prefill::{Knob, PrefillMethod, SHARES};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::add;
 
 settings! {

@@ -1,66 +1,51 @@
 //! PBS-Attn (arXiv:2510.21270): keys sorted by importance inside segments, so that important keys share blocks.
 
-use std::time::Instant;
-
 use rayon::prelude::*;
-use serde::{Deserialize, Serialize};
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, KeptRows, KeyScores, SlotOrder, Tiles};
+use sieve_core::{KeyScores, SlotOrder};
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::{keep_mass, softmax};
-use crate::mask::Selected;
-use crate::permute::{Orders, Segments, key_means, order_queries, sort_ranges};
+use crate::permute::{self, Orders, Segments, key_means, order_queries, sort_ranges};
 use crate::pool::{causal_probabilities, last_rows, mean_pool, scores};
 use crate::prefill::xattention::{XattentionConfig, add_block_softmax};
-use crate::prefill::{Knob, PrefillMethod, SHARES};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::add;
 
-/// How blocks of permuted keys are scored.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PbsSelect {
-    /// Products of means.
-    Meanpool,
-    /// Antidiagonal sums.
-    Xattention,
-}
+choices! {
+    /// How blocks of permuted keys are scored.
+    pub enum PbsSelect {
+        /// Products of means.
+        Meanpool,
+        /// Antidiagonal sums.
+        Xattention,
+    }
 
-/// What is permuted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Permute {
-    /// Keys.
-    Keys,
-    /// Queries.
-    Queries,
-    /// Both.
-    Both,
-    /// Nothing, to see what the permutation brings.
-    None,
-}
+    /// What is permuted.
+    pub enum Permute {
+        /// Keys.
+        Keys,
+        /// Queries.
+        Queries,
+        /// Both.
+        Both,
+        /// Nothing, to see what the permutation brings.
+        None,
+    }
 
-/// Which permutation comes first with [`Permute::Both`]; the second sees its result.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PermuteOrder {
-    /// Keys, then queries.
-    KeysFirst,
-    /// Queries, then keys.
-    QueriesFirst,
-}
+    /// Which permutation comes first with [`Permute::Both`]; the second sees its result.
+    pub enum PermuteOrder {
+        /// Keys, then queries.
+        KeysFirst,
+        /// Queries, then keys.
+        QueriesFirst,
+    }
 
-/// Whose permutation of the keys it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum PermutePer {
-    /// One per KV head; importance is averaged over its query heads.
-    Kv,
-    /// One per query head, as the published code does.
-    Query,
+    /// Whose permutation of the keys it is.
+    pub enum PermutePer {
+        /// One per KV head; importance is averaged over its query heads.
+        Kv,
+        /// One per query head, as the published code does.
+        Query,
+    }
 }
 
 settings! {
@@ -122,21 +107,13 @@ impl PrefillMethod for PbsConfig {
         if call.shape.num_keys <= self.segment {
             return Selected::dense(call.shape);
         }
-        let started = Instant::now();
         let segments = Segments {
             segment: self.segment,
             block: self.block,
         };
-        let tiles = Tiles::new(call.shape, self.block, self.block);
-        let orders = self.orders(call, tiles, segments);
-        let permute_seconds = started.elapsed().as_secs_f64();
-        let rows = |heads: &[usize]| self.rows(call, tiles, segments, heads, &orders);
-        // The dense fallback of other methods knows nothing of segments.
-        let dense = |i| (0..segments.own(tiles, i).end).collect();
-        let lists = gqa::mask_as_selected(call, tiles, gqa, rows, dense);
-        let mut chosen = orders.mask(lists, true);
-        chosen.stats.permute_seconds = permute_seconds;
-        chosen
+        let orders = |tiles| self.orders(call, tiles, segments);
+        let rows = |tiles, heads: &[usize], orders: &Orders| self.rows(call, tiles, segments, heads, orders);
+        permute::select(call, segments, gqa, true, orders, rows)
     }
 
     fn steps(&self, call: &Call<'_>, _: GqaPolicy) -> Option<BlockSelection> {
@@ -164,54 +141,41 @@ impl PbsConfig {
     fn orders(&self, call: &Call<'_>, tiles: Tiles, segments: Segments) -> Orders {
         let (heads, kv_heads) = (call.shape.num_heads, call.shape.num_kv_heads);
         let identity: Vec<i32> = (0..call.shape.num_keys as i32).collect();
+        let unmoved = vec![identity.clone(); kv_heads];
         let importance_heads: Vec<Vec<usize>> = match self.perm {
             PermutePer::Kv => (0..kv_heads).map(|h| call.group(h).collect()).collect(),
             PermutePer::Query => (0..heads).map(|p| vec![p]).collect(),
         };
-        let no_queries: &[Vec<i32>] = &[];
         let keys = |queries: &[Vec<i32>]| -> Vec<Vec<i32>> {
-            importance_heads
-                .par_iter()
-                .map(|heads| key_order(call, segments, heads, queries).unwrap_or_else(|| identity.clone()))
+            if matches!(self.permute, Permute::Queries | Permute::None) {
+                return unmoved.clone();
+            }
+            let order = |heads: &Vec<usize>| key_order(call, segments, heads, queries);
+            let heads = importance_heads.par_iter();
+            heads
+                .map(|heads| order(heads).unwrap_or_else(|| identity.clone()))
                 .collect()
         };
         let queries = |keys: &[Vec<i32>]| -> Vec<Vec<i32>> {
-            (0..heads)
-                .into_par_iter()
-                .map(|head| {
-                    let order = &keys[head * keys.len() / heads];
-                    let means = key_means(call, call.kv_head(head), tiles, order);
-                    order_queries(call, head, segments, &means)
-                })
-                .collect()
-        };
-        let unmoved = vec![identity.clone(); kv_heads];
-        match (self.permute, self.order) {
-            (Permute::None, _) => Orders {
-                keys: unmoved,
-                queries: Vec::new(),
-            },
-            (Permute::Keys, _) => Orders {
-                keys: keys(no_queries),
-                queries: Vec::new(),
-            },
-            (Permute::Queries, _) => Orders {
-                queries: queries(&unmoved),
-                keys: unmoved,
-            },
-            (Permute::Both, PermuteOrder::KeysFirst) => {
-                let keys = keys(no_queries);
-                Orders {
-                    queries: queries(&keys),
-                    keys,
-                }
+            if matches!(self.permute, Permute::Keys | Permute::None) {
+                return Vec::new();
             }
-            (Permute::Both, PermuteOrder::QueriesFirst) => {
+            let order = |head: usize| {
+                let means = key_means(call, call.kv_head(head), tiles, &keys[head * keys.len() / heads]);
+                order_queries(call, head, segments, &means)
+            };
+            (0..heads).into_par_iter().map(order).collect()
+        };
+        match self.order {
+            PermuteOrder::KeysFirst => {
+                let keys = keys(&[]);
+                let queries = queries(&keys);
+                Orders { keys, queries }
+            }
+            PermuteOrder::QueriesFirst => {
                 let queries = queries(&unmoved);
-                Orders {
-                    keys: keys(&queries),
-                    queries,
-                }
+                let keys = keys(&queries);
+                Orders { keys, queries }
             }
         }
     }

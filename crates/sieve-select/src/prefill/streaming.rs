@@ -1,14 +1,7 @@
 //! The first tokens and a window: StreamingLLM (arXiv:2309.17453) in prefill.
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::GqaPolicy;
-use crate::mask::Selected;
 use crate::prefill::a_shape;
-use crate::prefill::{Knob, PrefillMethod, TOKENS};
-use crate::range::Rules;
-use crate::selector::Reads;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `streamingllm`, in prefill and in decode.

@@ -1,14 +1,7 @@
 //! Tri-shape: the first tokens, a window and a dense end of the prompt (as in SCBench, arXiv:2412.10319).
 
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::GqaPolicy;
-use crate::mask::Selected;
-use crate::prefill::PrefillMethod;
 use crate::prefill::a_shape::ranges;
-use crate::range::Rules;
-use crate::selector::Reads;
-use crate::settings::settings;
+use crate::prelude::*;
 
 settings! {
     /// Settings of `tri_shape`.

@@ -1,16 +1,8 @@
 //! Columns and diagonals that the last queries look at: vertical-slash (arXiv:2407.02490).
 
-use sieve_core::{BlockScores, BlockSelection, CallShape, KeepBlocks, KeptRows, Tiles};
-
-use crate::call::Call;
-use crate::error::SelectError;
-use crate::gqa::{self, GqaPolicy};
 use crate::keep::top_k_forced;
-use crate::mask::Selected;
 use crate::pool::{last_rows, probe_sums};
-use crate::prefill::{Knob, PrefillMethod, TOKENS};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 
 /// Rows and keys of a tile.
 pub(crate) const TILE: usize = 64;

@@ -3,31 +3,24 @@
 use std::ops::Range;
 use std::path::Path;
 
-use serde::{Deserialize, Serialize};
-use sieve_core::{BlockScores, BlockSelection, KeepBlocks, Tiles};
 use sieve_cpu::{exp_row, max_of_row};
 
-use crate::call::Call;
-use crate::error::{SelectError, read_json};
-use crate::gqa::{self, GqaPolicy};
+use crate::error::read_json;
 use crate::keep::keep_mass_forced;
-use crate::mask::Selected;
 use crate::pool::scores;
-use crate::prefill::{Knob, PrefillMethod, SHARES};
-use crate::range::Rules;
-use crate::settings::settings;
+use crate::prelude::*;
 use crate::vector::{mix, sum};
 
-/// Which pairs of a stride-by-stride cell are sampled.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SampleMode {
-    /// The antidiagonal.
-    Antidiagonal,
-    /// The main diagonal.
-    Slash,
-    /// A fixed random order of the queries.
-    Random,
+choices! {
+    /// Which pairs of a stride-by-stride cell are sampled.
+    pub enum SampleMode {
+        /// The antidiagonal.
+        Antidiagonal,
+        /// The main diagonal.
+        Slash,
+        /// A fixed random order of the queries.
+        Random,
+    }
 }
 
 settings! {

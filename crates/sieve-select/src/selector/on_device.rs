@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn a_device_takes_what_its_steps_say_and_no_more() {
-        let shape = crate::test_data::shape([300, 428], [4, 2], 64);
+        let shape = CallShape::new([300, 428], [4, 2], 64);
         let selection = |text: &str| {
             let selector = Selector::parse(text).expect("valid");
             selector.block_selection(shape, 0, 2)

@@ -1,6 +1,6 @@
 //! Chunked prefill: the same lists where a method promises it, a valid and causal result everywhere.
 
-use super::selector;
+use super::{prefill, selector};
 use crate::mask::Selected;
 use crate::oracle_dense;
 use crate::test_data::TestCall;
@@ -61,7 +61,7 @@ pub(super) fn chunks_agree_as_far_as_promised(method: &&str) {
     let data = TestCall::structured(&mut Random(71), 275, [4, 2], 16);
     let call = data.call();
     for &&(text, step) in &cases {
-        let whole = selector(text).prefill(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let whole = prefill(text, &call);
         for chunk in [step, 3 * step] {
             let parts = selector(text)
                 .prefill_in_chunks(&call, chunk)
@@ -95,9 +95,7 @@ pub(super) fn everything_kept_in_misaligned_chunks_equals_dense(texts: &[&str]) 
     for text in texts {
         for (first, end) in [(0, 100), (100, 200), (200, 275)] {
             let part = data.chunk(first, end);
-            let done = selector(text)
-                .prefill(&part.call())
-                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            let done = prefill(text, &part.call());
             assert_close_relative(text, &done.output.o, &whole.o[first * 64..end * 64], 2e-5);
         }
     }

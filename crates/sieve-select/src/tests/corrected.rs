@@ -1,9 +1,9 @@
 //! MOMO and the correction by differences: the check lines of the specification.
 
-use super::{select, selector};
+use super::{attend, prefill, select};
 use crate::attention::dense_rows_attention;
 use crate::test_data::TestCall;
-use crate::{block_sparse_attention, density, oracle_dense};
+use crate::{density, oracle_dense};
 use sieve_testing::Random;
 
 #[test]
@@ -17,10 +17,10 @@ fn momo_probe_rows_are_dense_and_the_windows_shifted() {
     // Context 73: the first row is a probe, then absolute multiples of 8.
     assert_eq!(&correction.probe_rows[..3], [0, 7, 15]);
     let dense = oracle_dense(&call);
-    let output = block_sparse_attention(&call, &chosen).expect("valid");
+    let output = attend(&data, &chosen);
     let mut plain = chosen.clone();
     plain.correction = None;
-    let sparse = block_sparse_attention(&call, &plain).expect("valid");
+    let sparse = attend(&data, &plain);
     for row in 0..130 {
         for c in 0..32 {
             let at = row * 32 + c;
@@ -116,7 +116,7 @@ fn delta_probes_and_tail_are_dense_and_modes_differ() {
     let call = data.call();
     let dense = oracle_dense(&call);
     let text = "delta:base=streamingllm,base.n_local=20,base.min_prefill_tokens=0,gamma=16";
-    let done = selector(text).prefill(&call).expect("valid");
+    let done = prefill(text, &call);
     let is_dense =
         |o: &[f32], row: usize| (0..32).all(|c| (f64::from(o[row * 32 + c]) - dense.o[row * 32 + c]).abs() < 1e-5);
     for row in 0..300 {
@@ -128,12 +128,8 @@ fn delta_probes_and_tail_are_dense_and_modes_differ() {
     }
     assert!((0..160).step_by(16).all(|row| is_dense(&done.output.o, row)));
     assert!((160..300).all(|row| is_dense(&done.output.o, row)));
-    let sparse = selector(&format!("{text},mode=sparse_only"))
-        .prefill(&call)
-        .expect("valid");
-    let recompute = selector(&format!("{text},mode=recompute"))
-        .prefill(&call)
-        .expect("valid");
+    let sparse = prefill(&format!("{text},mode=sparse_only"), &call);
+    let recompute = prefill(&format!("{text},mode=recompute"), &call);
     assert_eq!(sparse.output.o[65 * 32..66 * 32], recompute.output.o[65 * 32..66 * 32]);
     assert_ne!(sparse.output.o[65 * 32..66 * 32], done.output.o[65 * 32..66 * 32]);
     assert_ne!(sparse.output.o[64 * 32..65 * 32], recompute.output.o[64 * 32..65 * 32]);
@@ -145,13 +141,13 @@ fn delta_probe_rows_are_the_dense_output_itself() {
     let call = data.call();
     for base in ["streamingllm,base.n_local=20", "xattention,base.block=16,base.tau=0.3"] {
         let text = format!("delta:base={base},gamma=16,dense_tail=false,base.min_prefill_tokens=0");
-        let done = selector(&text).prefill(&call).expect("valid");
+        let done = prefill(&text, &call);
         let rows: Vec<usize> = (0..260).step_by(16).collect();
         let dense = dense_rows_attention(&call, &rows);
         for (index, row) in rows.into_iter().enumerate() {
             assert_eq!(
                 done.output.o[row * 64..(row + 1) * 64],
-                dense.o[index * 64..(index + 1) * 64],
+                dense[index * 64..(index + 1) * 64],
                 "{text}, row {row}"
             );
         }

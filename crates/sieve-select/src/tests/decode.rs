@@ -74,12 +74,7 @@ fn every_decode_method_is_checked() {
 }
 
 fn layer(data: &TestCall) -> LayerShape {
-    LayerShape {
-        num_heads: data.shape.num_heads,
-        num_kv_heads: data.shape.num_kv_heads,
-        head_dim: data.shape.head_dim,
-        layer: 0,
-    }
+    LayerShape::new([data.shape.num_heads, data.shape.num_kv_heads], data.shape.head_dim, 0)
 }
 
 fn session(text: &str, data: &TestCall) -> DecodeSession {
@@ -101,13 +96,24 @@ pub(super) fn tokens(data: &TestCall, range: std::ops::Range<usize>) -> [&[f32];
     ]
 }
 
+/// Feeds some tokens of the operands one by one.
+fn feed(session: &mut DecodeSession, data: &TestCall, range: std::ops::Range<usize>) -> Vec<f32> {
+    let [q, k, v] = tokens(data, range);
+    session.stream(q, k, v).expect("the sizes fit")
+}
+
+/// Computes the first tokens as a prompt.
+fn prompt(session: &mut DecodeSession, data: &TestCall, end: usize) -> Vec<f32> {
+    let [q, k, v] = tokens(data, 0..end);
+    session.prompt(q, k, v).expect("the sizes fit").o
+}
+
 /// All outputs of a stream with what each token read.
 fn stream(text: &str, data: &TestCall) -> (Vec<f32>, Vec<Vec<Vec<u32>>>) {
     let mut session = session(text, data);
     let (mut o, mut kept) = (Vec::new(), Vec::new());
     for t in 0..data.shape.num_keys {
-        let [q, k, v] = tokens(data, t..t + 1);
-        o.extend(session.step(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}")));
+        o.extend(feed(&mut session, data, t..t + 1));
         kept.push(session.kept().to_vec());
     }
     (o, kept)
@@ -121,10 +127,8 @@ fn everything_kept_equals_dense_in_stream_and_prompt_form(texts: &[&str]) {
         assert_close_relative(text, &o, &dense.o, 2e-5);
         // The prompt form: dense prompt, then decoding.
         let mut session = session(text, &data);
-        let [q, k, v] = tokens(&data, 0..41);
-        let mut o = session.prompt(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}")).o;
-        let [q, k, v] = tokens(&data, 41..60);
-        o.extend(session.stream(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}")));
+        let mut o = prompt(&mut session, &data, 41);
+        o.extend(feed(&mut session, &data, 41..60));
         assert_close_relative(text, &o, &dense.o, 2e-5);
     }
 }
@@ -201,11 +205,9 @@ fn prompt_form_reads_what_the_stream_reads(texts: &[&str]) {
         let (_, kept) = stream(text, &data);
         let mut session = session(text, &data);
         // Steps are counted from the prompt's end: refreshes agree when it is a multiple of them.
-        let [q, k, v] = tokens(&data, 0..64);
-        session.prompt(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}"));
+        prompt(&mut session, &data, 64);
         for (t, kept) in kept.iter().enumerate().skip(64) {
-            let [q, k, v] = tokens(&data, t..t + 1);
-            session.step(q, k, v).unwrap_or_else(|e| panic!("{text}: {e}"));
+            feed(&mut session, &data, t..t + 1);
             if history {
                 assert!(session.kept()[0].contains(&(t as u32)), "{text}, token {t}");
             } else {
@@ -218,36 +220,28 @@ fn prompt_form_reads_what_the_stream_reads(texts: &[&str]) {
 #[test]
 fn snapkv_keeps_its_choice_of_a_prompt() {
     let data = TestCall::structured(&mut Random(95), 100, [2, 1], 8);
-    let [q, k, v] = tokens(&data, 0..60);
     let mut session = session("snapkv:window=4,capacity=10,kernel=3", &data);
-    session.prompt(q, k, v).expect("valid");
+    prompt(&mut session, &data, 60);
     let mut first = Vec::new();
     for t in 60..100 {
-        let [q, k, v] = tokens(&data, t..t + 1);
-        session.step(q, k, v).expect("valid");
+        feed(&mut session, &data, t..t + 1);
         let kept = &session.kept()[0];
         first = if t == 60 { kept[..10].to_vec() } else { first };
         assert_eq!(kept[..10], first, "token {t}");
         assert_eq!(kept[10..], (60..=t as u32).collect::<Vec<_>>(), "token {t}");
     }
     // A prompt computed elsewhere is kept alike.
+    let [mut taken, mut computed] =
+        [(); 2].map(|()| self::session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data));
     let [q, k, v] = tokens(&data, 0..60);
-    let mut taken = self::session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data);
     taken.take_prompt(q, k, v).expect("valid");
-    let mut computed = self::session("snapkv:window=4,capacity=10,kernel=3,pool=max", &data);
-    computed.prompt(q, k, v).expect("valid");
-    let [q, k, v] = tokens(&data, 60..61);
-    assert_eq!(
-        taken.step(q, k, v).expect("valid"),
-        computed.step(q, k, v).expect("valid")
-    );
+    prompt(&mut computed, &data, 60);
+    assert_eq!(feed(&mut taken, &data, 60..61), feed(&mut computed, &data, 60..61));
     assert!(taken.take_prompt(q, k, v).is_err());
     // Shorter than the capacity: all.
     let mut session = self::session("snapkv", &data);
-    let [q, k, v] = tokens(&data, 0..99);
-    session.prompt(q, k, v).expect("valid");
-    let [q, k, v] = tokens(&data, 99..100);
-    session.step(q, k, v).expect("valid");
+    prompt(&mut session, &data, 99);
+    feed(&mut session, &data, 99..100);
     assert_eq!(session.kept()[0].len(), 100);
 }
 
@@ -278,7 +272,7 @@ fn infllm_of_a_chunk_of_queries_shares_its_blocks() {
     // All of them are fixed at its start.
     let data = TestCall::structured(&mut Random(99), 100, [2, 1], 8);
     let mut session = session("infllm:init=4,local=8,block=4,topk=2,repr=2,chunk=20", &data);
-    let o = session.stream(&data.q, &data.k, &data.v).expect("valid");
+    let o = feed(&mut session, &data, 0..data.shape.num_keys);
     assert!(o.iter().all(|x| x.is_finite()));
 }
 
@@ -316,7 +310,7 @@ fn dam_maps_meet_their_density_and_extend() {
     assert!(matches!(&selector.method, Method::Dam(config) if config.maps.as_ref() == Some(&maps)));
     let long = TestCall::structured(&mut Random(101), 90, [2, 1], 8);
     let mut session = DecodeSession::new(&selector, layer(&long)).expect("valid");
-    let o = session.stream(&long.q, &long.k, &long.v).expect("valid");
+    let o = feed(&mut session, &long, 0..90);
     assert!(o.iter().all(|x| x.is_finite()));
     assert_eq!(session.kept()[0], maps.layers[0][0].keys(89, 4));
     let wide = TestCall::structured(&mut Random(101), 90, [4, 2], 8);

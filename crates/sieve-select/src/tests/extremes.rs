@@ -1,13 +1,13 @@
 //! Inputs at the edge: equal scores, huge norms, zeros, one finite score, NaN; thresholds at their ends.
 
-use super::{select, selector};
+use super::{attend, prefill, select, selector};
 use crate::test_data::TestCall;
-use crate::{KeyMask, Reads, Tiles, block_sparse_attention, density, oracle_attention};
+use crate::{KeyMask, Reads, Tiles, density, oracle_attention};
 use sieve_testing::{Random, assert_close_relative};
 
 fn agrees_with_the_oracle(text: &str, data: &TestCall) {
     let (call, chosen) = (data.call(), select(text, data));
-    let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
+    let output = attend(data, &chosen);
     assert_close_relative(text, &output.o, &oracle_attention(&call, &chosen).o, 2e-5);
 }
 
@@ -54,8 +54,8 @@ pub(super) fn equal_scores_zeros_and_a_huge_key(texts: &[&str]) {
 
         let mut data = TestCall::random(&mut random, 120, 150, [2, 1], 16);
         data.k[40 * 16..41 * 16].iter_mut().for_each(|x| *x *= 1e4);
-        let (call, chosen) = (data.call(), select(text, &data));
-        let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let chosen = select(text, &data);
+        let output = attend(&data, &chosen);
         assert!(output.o.iter().all(|x| x.is_finite()), "{text}");
         assert_eq!(chosen.stats.nan_lists, 0, "{text}");
     }
@@ -68,8 +68,8 @@ pub(super) fn one_finite_score_takes_everything(texts: &[&str]) {
     data.k.fill(-1e30);
     data.k[16 * 20..16 * 21].fill(0.0);
     for text in texts {
-        let (call, chosen) = (data.call(), select(text, &data));
-        let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
+        let chosen = select(text, &data);
+        let output = attend(&data, &chosen);
         assert!(output.o.iter().all(|x| x.is_finite()), "{text}");
     }
 }
@@ -93,9 +93,7 @@ pub(super) fn a_nan_makes_its_head_dense_and_leaves_the_others_alone(texts: &[&s
                 assert_eq!(dirty.mask.row(0, i), good.mask.row(0, i), "{text}: head 0 changed");
             }
         }
-        let done = selector(text)
-            .prefill(&data.call())
-            .unwrap_or_else(|e| panic!("{text}: {e}"));
+        let done = prefill(text, &data.call());
         for (row, o) in done.output.o.chunks_exact(32).enumerate() {
             assert!(o[..16].iter().all(|x| x.is_finite()), "{text}: head 0, row {row}");
         }

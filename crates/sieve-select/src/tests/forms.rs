@@ -1,9 +1,9 @@
 //! What holds for every prefill method: the form's rules, and attention over the lists equals the definition. The
 //! checks are run method by method in the parent.
 
-use super::{select, selector};
+use super::{attend, prefill, select};
 use crate::test_data::TestCall;
-use crate::{Call, KeyMask, Prefill, block_sparse_attention, density, oracle_attention, oracle_dense};
+use crate::{KeyMask, block_sparse_attention, density, oracle_attention, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
@@ -22,7 +22,7 @@ pub(super) fn equals_dense_attention_under_its_mask(texts: &[&str]) {
         ] {
             let data = TestCall::random(&mut random, queries, keys, heads, 16);
             let (call, chosen) = (data.call(), select(text, &data));
-            let output = block_sparse_attention(&call, &chosen).unwrap_or_else(|e| panic!("{text}: {e}"));
+            let output = attend(&data, &chosen);
             let expected = oracle_attention(&call, &chosen);
             assert_close_relative(text, &output.o, &expected.o, 2e-5);
             assert_close_relative(text, &output.lse, &expected.lse, 2e-5);
@@ -39,7 +39,7 @@ pub(super) fn everything_kept_equals_dense(texts: &[&str]) {
         for (queries, keys, heads) in [(200, 200, [2, 1]), (90, 187, [2, 2]), (40, 40, [8, 1])] {
             let data = TestCall::random(&mut random, queries, keys, heads, 16);
             let call = data.call();
-            let done = selector(text).prefill(&call).unwrap_or_else(|e| panic!("{text}: {e}"));
+            let done = prefill(text, &call);
             assert_close_relative(text, &done.output.o, &oracle_dense(&call).o, 2e-5);
         }
     }
@@ -79,7 +79,7 @@ pub(super) fn the_list_fixed_later_tokens_change_nothing_before(texts: &[&str]) 
         let mut chosen = select(text, &data);
         // Probes belong to the values; the list alone is fixed here.
         chosen.correction = None;
-        let before = block_sparse_attention(&data.call(), &chosen).expect("valid");
+        let before = attend(&data, &chosen);
         let mut compared = 0;
         for head in 0..2 {
             for i in 0..chosen.mask.tiles.num_query_tiles() {
@@ -89,7 +89,7 @@ pub(super) fn the_list_fixed_later_tokens_change_nothing_before(texts: &[&str]) 
                 let mut other = data.clone();
                 other.k[(last + 1) * 16..].fill(f32::NAN);
                 other.v[(last + 1) * 16..].fill(f32::NAN);
-                let after = block_sparse_attention(&other.call(), &chosen).expect("valid");
+                let after = attend(&other, &chosen);
                 for row in rows.into_iter().filter(|&row| !chosen.mask.is_dense_row(row)) {
                     let at = (row * 2 + head) * 16..(row * 2 + head + 1) * 16;
                     assert_eq!(before.o[at.clone()], after.o[at], "{text}, row {row}");
@@ -128,17 +128,12 @@ pub(super) fn order_of_heads_and_requests_changes_nothing_but_rounding(texts: &[
     }
 }
 
-fn prefill(text: &str, call: &Call<'_>) -> Prefill {
-    let done = selector(text).prefill(call);
-    done.unwrap_or_else(|error| panic!("{text}: {error}"))
-}
-
 #[test]
 fn order_of_tiles_changes_nothing_but_rounding() {
     // The same tiles under a permutation of whole tiles.
     let data = TestCall::random(&mut Random(25), 130, 130, [2, 2], 16);
     let chosen = select("meanpool:block=16,tau=0.5", &data);
-    let plain = block_sparse_attention(&data.call(), &chosen).expect("valid");
+    let plain = attend(&data, &chosen);
     let tiles = chosen.mask.tiles.num_key_tiles();
     let mut moved = chosen.clone();
     // The last tile is short and stays.
@@ -160,7 +155,7 @@ fn order_of_tiles_changes_nothing_but_rounding() {
     });
     moved.mask = KeyMask::new(chosen.mask.shape, chosen.mask.tiles, 1, rows);
     moved.mask.set_key_order(&order.repeat(2));
-    let other = block_sparse_attention(&data.call(), &moved).expect("valid");
+    let other = attend(&data, &moved);
     let plain: Vec<f64> = plain.o.iter().map(|&x| f64::from(x)).collect();
     assert_close_relative("moved tiles", &other.o, &plain, 1e-5);
 }
@@ -173,9 +168,7 @@ pub(super) fn threads_do_not_change_a_bit(texts: &[&str]) {
                 .num_threads(threads)
                 .build()
                 .expect("a small pool");
-            let mut done = pool
-                .install(|| selector(text).prefill(&data.call()))
-                .unwrap_or_else(|e| panic!("{text}: {e}"));
+            let mut done = pool.install(|| prefill(text, &data.call()));
             done.selected.stats = crate::SelectStats::default();
             (done.output, done.selected)
         };

@@ -43,7 +43,7 @@ fn masks(method: &str, count: usize, check: impl Fn(&SafeTensors<'_>, &str, &Sel
         let inputs = Inputs::stored(&name);
         let (context, end) = place.split_once('-').expect("a range");
         let (context, end): (usize, usize) = (context.parse().expect("a number"), end.parse().expect("a number"));
-        let shape = crate::test_data::shape(
+        let shape = sieve_core::CallShape::new(
             [end - context, end],
             [inputs.num_heads, inputs.num_kv_heads],
             inputs.head_dim,
@@ -144,7 +144,7 @@ fn tokens(method: &str, count: usize) {
         let inputs = Inputs::stored(&name);
         let (form, token) = place.split_once('-').expect("a form and a token");
         let token: usize = token.parse().expect("a number");
-        let shape = crate::test_data::layer([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
+        let shape = crate::LayerShape::new([inputs.num_heads, inputs.num_kv_heads], inputs.head_dim, 0);
         let mut session = DecodeSession::new(&Selector::parse(&text).expect("valid"), shape).expect("valid");
         let [q, k] = inputs.tokens(0, token);
         match form {

@@ -1,11 +1,11 @@
 //! The check lines of the specification, method by method: those that have no file of their own.
 
-use super::{select, selector};
+use super::{attend, prefill, select, selector};
+use crate::density;
 use crate::keep::{falling, keep_mass_forced};
 use crate::oracle::expanded_row;
 use crate::prefill::minference::{Pattern, PatternFile, search_patterns};
 use crate::test_data::TestCall;
-use crate::{block_sparse_attention, density};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 /// Kept pairs of a row, as key positions.
@@ -115,7 +115,7 @@ fn minference_patterns_of_a_file_and_the_search() {
     assert_eq!(shown(&chosen, 0, 300).len(), 48);
     assert_eq!(shown(&chosen, 2, 300).len(), 301);
     assert!(chosen.mask.row(3, 5).len() <= 3);
-    let a = block_sparse_attention(&data.call(), &chosen).expect("valid");
+    let a = attend(&data, &chosen);
     assert_close_relative("mixed", &a.o, &crate::oracle_attention(&data.call(), &chosen).o, 2e-5);
 
     for bad in ["[{\"x\": [1]}]", "[{\"0\": [\"spiral\", 1, 2]}]", "{}"] {
@@ -232,7 +232,7 @@ fn a_shape_and_streamingllm_outputs_depend_on_no_later_token() {
     }
     for text in ["a_shape:n_init=7,n_local=30", "streamingllm:n_init=3,n_local=20"] {
         assert!(selector(text).is_causal_map());
-        let [a, b] = [&data, &other].map(|data| selector(text).prefill(&data.call()).expect("valid").output.o);
+        let [a, b] = [&data, &other].map(|data| prefill(text, &data.call()).output.o);
         assert_eq!(a[..90 * 16], b[..90 * 16], "{text}");
         assert_ne!(a[90 * 16..], b[90 * 16..], "{text}");
     }
@@ -273,7 +273,7 @@ fn a_mask_that_keeps_everything_runs_dense_and_says_so() {
         ("meanpool:block=16,tau=0.5", false),
         ("momo:first_dense_layers=0", false),
     ] {
-        let done = selector(text).prefill(&data.call()).expect("valid");
+        let done = prefill(text, &data.call());
         assert_eq!(done.selected.stats.dense_call, dense, "{text}");
     }
 }

@@ -1,21 +1,19 @@
 //! BA-Att and PBS-Attn: the check lines of the specification.
 
-use super::{select, selector};
+use super::{attend, prefill, select, selector};
 use crate::oracle::{expanded_row, oracle_row};
 use crate::pool::mean_and_variance;
 use crate::prefill::ba_att::{BaAttConfig, CompensateLayers, Compensation};
 use crate::test_data::TestCall;
 use crate::vector::{dot, norm};
-use crate::{Method, block_sparse_attention, oracle_attention, oracle_dense};
+use crate::{Method, oracle_attention, oracle_dense};
 use sieve_testing::{Random, assert_close_relative, refusal};
 
 #[test]
 fn ba_att_bidirectional_equals_its_definition() {
     let data = TestCall::random(&mut Random(49), 150, 150, [4, 2], 16);
     let call = data.call();
-    let everything = selector("ba_att:causal=false,sparsity=0,block=16,segment=32")
-        .prefill(&call)
-        .expect("valid");
+    let everything = prefill("ba_att:causal=false,sparsity=0,block=16,segment=32", &call);
     let all = vec![true; 150];
     let expected: Vec<f64> = (0..150)
         .flat_map(|row| (0..4).map(move |head| (head, row)))
@@ -25,7 +23,7 @@ fn ba_att_bidirectional_equals_its_definition() {
     let chosen = select("ba_att:causal=false,sparsity=0.7,block=16,segment=32", &data);
     // ceil(0.3 * 10) blocks of each row, sorted by norm.
     assert!((0..4).all(|head| (0..10).all(|i| chosen.mask.row(head, i).len() == 3)));
-    let output = block_sparse_attention(&call, &chosen).expect("valid");
+    let output = attend(&data, &chosen);
     assert_close_relative("sparse", &output.o, &crate::oracle_attention(&call, &chosen).o, 2e-5);
     let error = selector("ba_att:causal=false").select(&TestCall::random(&mut Random(1), 20, 30, [1, 1], 4).call());
     refusal(error, "causal=false needs all tokens at once");

@@ -1,14 +1,14 @@
 //! Nobody beats the oracle: recall of dense mass at equal density, among methods that choose among the same blocks.
 
-use super::{select, selector};
+use super::{attend, select, selector};
 use crate::test_data::TestCall;
-use crate::{block_sparse_attention, dense_attention, density, oracle_dense, recall};
+use crate::{dense_attention, density, oracle_dense, recall};
 use sieve_testing::Random;
 
 fn measured(text: &str, data: &TestCall) -> (f64, f64) {
     let call = data.call();
     let chosen = select(text, data);
-    let sparse = block_sparse_attention(&call, &chosen).expect("valid");
+    let sparse = attend(data, &chosen);
     let dense = dense_attention(&call).expect("valid");
     (density(&chosen).token, recall(&sparse.lse, &dense.lse))
 }

@@ -47,7 +47,7 @@ fn every_shared_key_of_a_prefill_method_acts() {
 
 #[test]
 fn first_dense_layers_acts_in_decode() {
-    let shape = |layer| crate::test_data::layer([2, 1], 8, layer);
+    let shape = |layer| crate::LayerShape::new([2, 1], 8, layer);
     let data = TestCall::structured(&mut Random(171), 60, [2, 1], 8);
     for text in [
         "h2o:heavy=4,recent=4",

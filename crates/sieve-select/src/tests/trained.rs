@@ -3,11 +3,11 @@
 
 use std::cell::RefCell;
 
-use super::select;
+use super::{attend, select};
 use crate::mask::Selected;
 use crate::pool::causal_probabilities;
 use crate::test_data::{Inputs, TestCall};
-use crate::{KeyMask, block_sparse_attention, dense_attention, density, recall};
+use crate::{KeyMask, dense_attention, density, recall};
 use sieve_testing::Random;
 
 const TOKENS: usize = 512;
@@ -32,7 +32,7 @@ fn trained() -> [TestCall; 2] {
 
 fn recall_of(data: &TestCall, chosen: &Selected) -> f64 {
     let call = data.call();
-    let sparse = block_sparse_attention(&call, chosen).expect("valid");
+    let sparse = attend(data, chosen);
     recall(&sparse.lse, &dense_attention(&call).expect("valid").lse)
 }
 

@@ -1,6 +1,6 @@
 //! Checkpoints of a run: when they may be written, which stay.
 use super::writer::{Shard, Written};
-use super::{Reporter, Trainer};
+use super::{Moment, Reporter, Trainer};
 use crate::group::Group;
 use crate::optimizer::ReplicaSums;
 use crate::{RunFolder, TrainError, TrainEvent};
@@ -47,9 +47,9 @@ impl<B: TrainBackend> Trainer<B> {
         let (recipe_toml, tokenizer_json) = (self.recipe.to_toml()?, self.data.tokenizer_json.clone());
         let distance = self.distance(self.step);
         let snapshot = (self.optimizer).snapshot(self.model(), &self.device, distance);
-        let (step, writing) = (self.step, self.disturbance.writing);
+        let (step, disturbance) = (self.step, self.disturbance.clone());
         let files = move || {
-            writing(step);
+            disturbance.at(step, Moment::Writing);
             let (model, optimizer, replica) = snapshot.read()?;
             let files = CheckpointFiles {
                 model,
@@ -131,7 +131,7 @@ impl<B: TrainBackend> Trainer<B> {
             return Ok(());
         };
         let step = state.step;
-        (self.disturbance.naming)(step);
+        self.disturbance.at(step, Moment::Naming);
         self.all_written = false;
         let writes = self.writes();
         let discard = || {

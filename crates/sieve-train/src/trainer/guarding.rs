@@ -10,6 +10,7 @@ use sieve_hf::Checkpoint;
 use sieve_nn::Qwen3;
 use sieve_ops::TrainBackend;
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Steps whose numbers may wait unread: reading them waits for the device.
@@ -28,37 +29,47 @@ const PATIENCE_WITH_LOSS: usize = 10;
 /// How often a run goes back to one checkpoint before it gives up.
 const MAX_RETURNS: u32 = 2;
 
-/// What a test makes wrong; in a step, by the number of the step's first row in its stage.
+/// Where a run may go wrong.
 #[doc(hidden)]
-#[derive(Clone, Copy, Debug)]
-pub struct Disturbance {
-    /// Multiplies the loss, and so the gradients.
-    pub loss: fn(u64) -> f64,
-    /// Multiplies the learning rate.
-    pub rate: fn(u64) -> f64,
-    /// Multiplies the weights that this rank computes with, after the step.
-    pub leaves: fn(u64) -> f64,
-    /// Changes what the step reads.
-    pub batches: fn(u64, &mut [Batch]),
-    /// Called in each validation, by the steps that are done.
-    pub validating: fn(u64),
-    /// Called by the thread that writes a checkpoint, by its step.
-    pub writing: fn(u64),
-    /// Called before all ranks give a checkpoint its name, by its step.
-    pub naming: fn(u64),
+#[derive(Debug)]
+pub enum Moment<'a> {
+    /// The loss of a step, and so its gradients, are multiplied.
+    Loss,
+    /// The learning rate of a step is multiplied.
+    Rate,
+    /// The weights that this rank computes with are multiplied, after a step.
+    Leaves,
+    /// What a step reads.
+    Batches(&'a mut [Batch]),
+    /// A validation begins.
+    Validating,
+    /// The thread that writes a checkpoint begins.
+    Writing,
+    /// All ranks are about to give a checkpoint its name.
+    Naming,
 }
+
+/// What a test makes wrong: called at each moment, in a step with the number of the step's first row in its stage, else
+/// with the number of steps done. Returns the factor where something is multiplied; 1 changes nothing.
+#[doc(hidden)]
+#[derive(Clone)]
+pub struct Disturbance(Arc<dyn Fn(u64, Moment<'_>) -> f64 + Send + Sync>);
 
 impl Default for Disturbance {
     fn default() -> Self {
-        Self {
-            loss: |_| 1.0,
-            rate: |_| 1.0,
-            leaves: |_| 1.0,
-            batches: |_, _| {},
-            validating: |_| {},
-            writing: |_| {},
-            naming: |_| {},
-        }
+        Self::new(|_, _| 1.0)
+    }
+}
+
+impl Disturbance {
+    /// Calls `disturb` at every moment.
+    pub fn new(disturb: impl Fn(u64, Moment<'_>) -> f64 + Send + Sync + 'static) -> Self {
+        Self(Arc::new(disturb))
+    }
+
+    /// The factor of a moment.
+    pub(super) fn at(&self, number: u64, moment: Moment<'_>) -> f64 {
+        (self.0)(number, moment)
     }
 }
 

@@ -76,6 +76,13 @@ impl Server {
         }
     }
 
+    /// The corpus of a path, which reads from here.
+    fn corpus(&self, path: &str, dir: &Path) -> Corpus {
+        let mut corpus = corpus(path);
+        corpus.connect(&self.config(dir)).unwrap();
+        corpus
+    }
+
     fn set(&self, change: impl FnOnce(&mut State)) {
         change(&mut self.state.lock().unwrap());
     }
@@ -213,10 +220,10 @@ fn corpus(path: &str) -> Corpus {
 }
 
 fn texts(corpus: &Corpus) -> Result<Vec<String>, DataError> {
-    corpus
+    let texts = corpus
         .documents()
-        .map(|document| document.map(|document| document.text))
-        .collect()
+        .map(|document| document.map(|document| document.text));
+    texts.collect()
 }
 
 #[test]
@@ -231,9 +238,7 @@ fn a_data_set_is_read_by_name_folder_and_glob() {
         ),
         ("hf://datasets/me/texts@refs/convert/parquet/two", vec!["other"]),
     ] {
-        let mut corpus = corpus(path);
-        corpus.connect(&server.config(dir.path())).unwrap();
-        assert_eq!(texts(&corpus).unwrap(), wanted, "{path}");
+        assert_eq!(texts(&server.corpus(path, dir.path())).unwrap(), wanted, "{path}");
     }
     let mut lines = Corpus::open(CorpusConfig::jsonl(vec!["hf://datasets/me/texts".into()], "text")).unwrap();
     lines.connect(&server.config(dir.path())).unwrap();
@@ -241,14 +246,8 @@ fn a_data_set_is_read_by_name_folder_and_glob() {
     let shown = lines.files()[0].path.display().to_string();
     assert_eq!(shown, format!("hf://datasets/me/texts@{COMMIT}/lines/a.jsonl.gz"));
     // Each file was fetched once, each listing asked for once.
-    assert_eq!(
-        server
-            .requests("train-00001")
-            .iter()
-            .filter(|&&first| first == 0)
-            .count(),
-        1
-    );
+    let begun = server.requests("train-00001").into_iter().filter(|&first| first == 0);
+    assert_eq!(begun.count(), 1);
     assert_eq!(server.requests("/api/").len(), 4);
 }
 
@@ -275,8 +274,7 @@ fn what_is_there_needs_no_network() {
 fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
     server.state.lock().unwrap().break_off = Some((100, 2));
-    let mut corpus = corpus("hf://datasets/me/texts/two");
-    corpus.connect(&server.config(dir.path())).unwrap();
+    let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     let requests = server.requests("two/train");
     assert!(requests.contains(&100) && requests.contains(&200), "{requests:?}");
@@ -288,8 +286,7 @@ fn a_transfer_that_breaks_off_goes_on_where_it_stopped() {
 #[test]
 fn a_fetched_file_killed_before_it_had_its_name_gets_it() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
-    let mut corpus = corpus("hf://datasets/me/texts/two");
-    corpus.connect(&server.config(dir.path())).unwrap();
+    let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
     let bytes = server.state.lock().unwrap().files["two/train-00000.parquet"].clone();
     let path = local_path(&corpus);
     fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -306,34 +303,18 @@ fn a_fetched_file_killed_before_it_had_its_name_gets_it() {
 #[test]
 fn a_file_that_fails_is_told_and_those_before_it_are_kept() {
     let (server, dir) = (server(), tempfile::tempdir().unwrap());
-    let mut corpus = corpus("hf://datasets/me/texts/one");
-    corpus.connect(&server.config(dir.path())).unwrap();
-    let gone = server
-        .state
-        .lock()
-        .unwrap()
-        .files
-        .remove("one/train-00001.parquet")
-        .unwrap();
+    let corpus = server.corpus("hf://datasets/me/texts/one", dir.path());
+    let second = "one/train-00001.parquet";
+    let gone = server.state.lock().unwrap().files.remove(second).unwrap();
+    let put = |bytes: Vec<u8>| server.set(|state| drop(state.files.insert(second.into(), bytes)));
     let mut documents = corpus.documents();
     assert_eq!(documents.next().unwrap().unwrap().text, "first");
     assert_eq!(documents.next().unwrap().unwrap().text, "second");
     refusal(documents.next().unwrap(), "fetching one/train-00001.parquet | 404");
     // A file of another size than listed is not taken.
-    let cut = gone[..gone.len() - 9].to_vec();
-    server
-        .state
-        .lock()
-        .unwrap()
-        .files
-        .insert("one/train-00001.parquet".into(), cut);
+    put(gone[..gone.len() - 9].to_vec());
     refusal(texts(&corpus), "came with | train-00001");
-    server
-        .state
-        .lock()
-        .unwrap()
-        .files
-        .insert("one/train-00001.parquet".into(), gone);
+    put(gone);
     assert_eq!(texts(&corpus).unwrap(), ["first", "second", "third"]);
     assert_eq!(server.requests("train-00000").len(), 1, "once");
 }
@@ -352,25 +333,15 @@ fn a_preparation_leaves_no_fetched_file_and_is_found_again_without_network() {
         on_change: OnChange::Refuse,
     };
     let run = || {
-        let mut corpora = [
-            corpus("hf://datasets/me/texts/one"),
-            corpus("hf://datasets/me/texts/two"),
-        ];
+        let mut corpora = ["one", "two"].map(|name| corpus(&format!("hf://datasets/me/texts/{name}")));
         for corpus in &mut corpora {
             corpus.connect(&server.config(dir.path()))?;
         }
         prepare(&corpora, &tokenizer, &config, &|_| {})
     };
     let prepared = run().unwrap();
-    assert_eq!(
-        prepared
-            .meta
-            .sources
-            .iter()
-            .map(|source| source.train.num_documents)
-            .collect::<Vec<_>>(),
-        [3, 1]
-    );
+    let counts = prepared.meta.sources.iter().map(|source| source.train.num_documents);
+    assert_eq!(counts.collect::<Vec<_>>(), [3, 1]);
     assert_eq!(fs::read_dir(dir.path().join("hub/files")).unwrap().count(), 0);
     server.state.lock().unwrap().is_down = true;
     assert!(run().unwrap().reused);
@@ -414,14 +385,9 @@ fn answers_that_are_none_are_told() {
         dir: dir.path().join("other"),
         ..server.config(dir.path())
     };
-    let error = corpus("hf://datasets/me/texts")
-        .connect(&config)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("at http://127.0.0.1:1") && !error.contains("secret"),
-        "{error}"
-    );
+    let refused = corpus("hf://datasets/me/texts").connect(&config);
+    let error = refusal(refused, "at http://127.0.0.1:1");
+    assert!(!error.contains("secret"), "{error}");
     assert!(!format!("{config:?}").contains("secret"));
     // A listing with names that are none, or lead out of the folder, is not used.
     for (name, words) in [
@@ -437,10 +403,8 @@ fn answers_that_are_none_are_told() {
     }
     // Nor is one that has no end.
     let length = format!("Content-Length: {}\r\n", MAX_ANSWER_BYTES + 1);
-    let endless = raw_server(
-        format!("HTTP/1.1 200 OK\r\n{length}\r\n"),
-        MAX_ANSWER_BYTES as usize + 1,
-    );
+    let head = format!("HTTP/1.1 200 OK\r\n{length}\r\n");
+    let endless = raw_server(head, MAX_ANSWER_BYTES as usize + 1);
     let config = HubConfig {
         endpoint: endless,
         ..server.config(&dir.path().join("y"))
@@ -476,15 +440,12 @@ fn a_server_does_not_choose_where_a_file_is_written() {
     fs::write(&victim, "untouched").unwrap();
     for etag in [victim.to_str().unwrap(), "../../../../victim"] {
         server.set(|state| state.etag = Some(etag.to_owned()));
-        let mut corpus = corpus("hf://datasets/me/texts/two");
-        corpus.connect(&server.config(dir.path())).unwrap();
+        let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
         assert_eq!(texts(&corpus).unwrap(), ["other"]);
         assert_eq!(fs::read_to_string(&victim).unwrap(), "untouched");
         let path = local_path(&corpus);
-        assert!(
-            path.is_file() && path.starts_with(dir.path().join("hub/files")),
-            "{path:?}"
-        );
+        let is_inside = path.starts_with(dir.path().join("hub/files"));
+        assert!(path.is_file() && is_inside, "{path:?}");
         fs::remove_file(path).unwrap();
     }
     let found = fs::read_dir(dir.path()).unwrap().flatten();
@@ -497,10 +458,8 @@ fn a_server_does_not_choose_where_a_file_is_written() {
         checksum: None,
     };
     let name = odd.local_name();
-    assert!(
-        name.len() < 120 && name.ends_with("y.ssh_authorized_keys.jsonl.gz"),
-        "{name}"
-    );
+    let is_plain = name.ends_with("y.ssh_authorized_keys.jsonl.gz");
+    assert!(name.len() < 120 && is_plain, "{name}");
 }
 
 #[test]
@@ -538,10 +497,8 @@ fn a_server_that_says_nothing_is_given_up() {
     server.set(|state| state.is_silent = false);
     corpus.connect(&config).unwrap();
     server.set(|state| state.is_silent = true);
-    refusal(
-        texts(&corpus),
-        "fetching two/train-00000.parquet: | timeout | given up after",
-    );
+    let words = "fetching two/train-00000.parquet: | timeout | given up after";
+    refusal(texts(&corpus), words);
 }
 
 #[test]
@@ -550,18 +507,15 @@ fn a_server_that_asks_for_a_pause_gets_it() {
     let busy = |seconds: u32| ("429 Too Many Requests", format!("Retry-After: {seconds}\r\n"));
     server.set(|state| state.next = vec![busy(1)]);
     let started = std::time::Instant::now();
-    let mut corpus = corpus("hf://datasets/me/texts/two");
-    corpus.connect(&server.config(dir.path())).unwrap();
+    let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
     server.set(|state| state.next = vec![busy(1), ("503 Service Unavailable", String::new())]);
     assert_eq!(texts(&corpus).unwrap(), ["other"]);
     assert!(started.elapsed() >= Duration::from_secs(2), "{:?}", started.elapsed());
     // Not longer than a run may wait.
     fs::remove_file(local_path(&corpus)).unwrap();
     server.set(|state| state.next = vec![busy(3600)]);
-    refusal(
-        texts(&corpus),
-        "429 Too Many Requests; the server asks to wait for 3600 s; given up",
-    );
+    let words = "429 Too Many Requests; the server asks to wait for 3600 s; given up";
+    refusal(texts(&corpus), words);
 }
 
 #[test]
@@ -569,16 +523,11 @@ fn a_flipped_bit_is_noticed() {
     for is_large in [true, false] {
         let (server, dir) = (server(), tempfile::tempdir().unwrap());
         server.set(|state| (state.is_large, state.num_flipped) = (is_large, 1));
-        let mut corpus = corpus("hf://datasets/me/texts/two");
-        corpus.connect(&server.config(dir.path())).unwrap();
+        let corpus = server.corpus("hf://datasets/me/texts/two", dir.path());
         assert_eq!(texts(&corpus).unwrap(), ["other"], "fetched again");
         fs::remove_file(local_path(&corpus)).unwrap();
         server.set(|state| state.num_flipped = 9);
-        let kind = if is_large {
-            "its SHA-256 is"
-        } else {
-            "its Git blob id is"
-        };
+        let kind = ["its Git blob id is", "its SHA-256 is"][usize::from(is_large)];
         refusal(texts(&corpus), &format!("{kind} | the listing says"));
         assert!(!local_path(&corpus).exists());
     }
@@ -604,26 +553,18 @@ fn certificates_that_are_none_are_refused() {
 fn the_tokenizer_of_a_model_is_fetched_once() {
     let dir = tempfile::tempdir().unwrap();
     let server = Server::new(&[("tokenizer.json", b"{\"one\": 1}".to_vec())]);
+    let tokenizer = |path| super::hub_tokenizer(path, server.config(dir.path()));
     for path in ["hf://some/model", "hf://some/model@main/tokenizer.json"] {
-        let file = super::hub_tokenizer(path, server.config(dir.path())).unwrap();
-        assert_eq!(fs::read(file).unwrap(), b"{\"one\": 1}");
+        assert_eq!(fs::read(tokenizer(path).unwrap()).unwrap(), b"{\"one\": 1}");
     }
     let asked = server.requests("tokenizer.json").len();
-    super::hub_tokenizer("hf://some/model", server.config(dir.path())).unwrap();
+    tokenizer("hf://some/model").unwrap();
     assert_eq!(server.requests("tokenizer.json").len(), asked);
-    for path in [
-        "hf://datasets/some/model",
-        "hf://model",
-        "hf://some/model@../x",
-        "hf://some/model/../..",
-        "some/model",
-    ] {
-        refusal(
-            super::hub_tokenizer(path, server.config(dir.path())),
-            "names no tokenizer",
-        );
+    let wrong = "hf://datasets/some/model hf://model hf://some/model@../x hf://some/model/../.. some/model";
+    for path in wrong.split(' ') {
+        refusal(tokenizer(path), "names no tokenizer");
     }
-    let gone = super::hub_tokenizer("hf://some/model/other", server.config(dir.path()));
+    let gone = tokenizer("hf://some/model/other");
     refusal(gone, "other/tokenizer.json");
     // What huggingface_hub has fetched needs no network.
     let model = dir.path().join("hub/models--other--model");
@@ -632,6 +573,5 @@ fn the_tokenizer_of_a_model_is_fetched_once() {
     fs::create_dir_all(&snapshot).unwrap();
     fs::write(model.join("refs/main"), COMMIT).unwrap();
     fs::write(snapshot.join("tokenizer.json"), "{}").unwrap();
-    let found = super::hub_tokenizer("hf://other/model", server.config(dir.path())).unwrap();
-    assert_eq!(found, snapshot.join("tokenizer.json"));
+    assert_eq!(tokenizer("hf://other/model").unwrap(), snapshot.join("tokenizer.json"));
 }

@@ -16,29 +16,48 @@ const MAX_LINE_BYTES: u64 = 256 << 20;
 /// Where they have one, a line may hold so much beside its text, whose letters take six bytes each at most (`\u0041`).
 const OTHER_COLUMNS_BYTES: u64 = 16 << 20;
 
-pub(super) struct JsonlSource {
+/// The lines of a file that are not blank, one at a time.
+pub(in crate::corpus) struct JsonLines {
     reader: Unpacked,
     path: PathBuf,
-    column: String,
-    max_bytes: u64,
     max_line_bytes: u64,
     /// The line read last was too long, and its rest is still to come.
     skips_rest: bool,
     /// The line read last, from 1.
     line: u64,
+    /// Its offset in the file.
+    line_offset: u64,
     /// Offset of the next line in the file.
     offset: u64,
     buffer: Vec<u8>,
 }
 
-impl DocumentSource for JsonlSource {
-    fn next_document(&mut self) -> Option<Result<(String, u64), DataError>> {
+impl JsonLines {
+    /// For documents of `max_bytes` at most.
+    pub(in crate::corpus) fn open(path: &Path, max_bytes: u64) -> Result<Self, DataError> {
+        Ok(Self {
+            reader: Unpacked::open(path)?,
+            path: path.to_path_buf(),
+            max_line_bytes: match max_bytes {
+                u64::MAX => MAX_LINE_BYTES,
+                max_bytes => max_bytes.saturating_mul(6).saturating_add(OTHER_COLUMNS_BYTES),
+            },
+            skips_rest: false,
+            line: 0,
+            line_offset: 0,
+            offset: 0,
+            buffer: Vec::new(),
+        })
+    }
+
+    /// Goes to the next line; `None` at the end.
+    pub(in crate::corpus) fn advance(&mut self) -> Option<Result<(), DataError>> {
         loop {
-            let line_offset = match self.read_line() {
+            match self.read_line() {
                 Ok(0) => return None,
-                Ok(num_bytes) => self.offset - num_bytes,
+                Ok(num_bytes) => self.line_offset = self.offset - num_bytes,
                 Err(error) => return Some(Err(self.reader.error(&self.path, error))),
-            };
+            }
             self.line += 1;
             if self.buffer.len() as u64 > self.max_line_bytes {
                 self.skips_rest = self.buffer.last() != Some(&b'\n');
@@ -49,34 +68,18 @@ impl DocumentSource for JsonlSource {
                     max_bytes: self.max_line_bytes,
                 }));
             }
-            let mark = if self.line == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) {
-                BYTE_ORDER_MARK.len()
-            } else {
-                0
-            };
-            if !self.buffer[mark..].trim_ascii().is_empty() {
-                return Some(self.parse(mark, line_offset).map(|text| (text, self.line)));
+            if !self.buffer[self.mark()..].trim_ascii().is_empty() {
+                return Some(Ok(()));
             }
         }
     }
-}
 
-impl JsonlSource {
-    pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
-        Ok(Self {
-            reader: Unpacked::open(path)?,
-            path: path.to_path_buf(),
-            column: column.to_owned(),
-            max_bytes,
-            max_line_bytes: match max_bytes {
-                u64::MAX => MAX_LINE_BYTES,
-                max_bytes => max_bytes.saturating_mul(6).saturating_add(OTHER_COLUMNS_BYTES),
-            },
-            skips_rest: false,
-            line: 0,
-            offset: 0,
-            buffer: Vec::new(),
-        })
+    /// Bytes of the mark before the text of the line.
+    fn mark(&self) -> usize {
+        match self.line == 1 && self.buffer.starts_with(BYTE_ORDER_MARK) {
+            true => BYTE_ORDER_MARK.len(),
+            false => 0,
+        }
     }
 
     /// Reads the next line, of one that is too long its first bytes; returns how many, 0 at the end.
@@ -96,54 +99,85 @@ impl JsonlSource {
         Ok(num_bytes)
     }
 
-    fn parse(&self, mark: usize, line_offset: u64) -> Result<String, DataError> {
-        let path = || self.path.clone();
+    /// The line without a byte order mark.
+    pub(in crate::corpus) fn text(&self) -> Result<&str, DataError> {
         if self.line == 1 {
             check_encoding(&self.path, &self.buffer)?;
         }
         let line = std::str::from_utf8(&self.buffer).map_err(|error| DataError::NotUtf8 {
-            path: path(),
-            byte_offset: line_offset + error.valid_up_to() as u64,
+            path: self.path.clone(),
+            byte_offset: self.line_offset + error.valid_up_to() as u64,
         })?;
-        let line = &line[mark..];
-        let bad_json = |error: serde_json::Error| DataError::BadJson {
-            path: path(),
+        Ok(&line[self.mark()..])
+    }
+
+    pub(in crate::corpus) fn bad_json(&self, error: serde_json::Error) -> DataError {
+        DataError::BadJson {
+            path: self.path.clone(),
             line: self.line,
             // The parser counts lines too, from the start of this one.
             reason: error.to_string().replace(" at line 1 column ", " at column "),
-        };
+        }
+    }
+}
+
+pub(super) struct JsonlSource {
+    lines: JsonLines,
+    column: String,
+    max_bytes: u64,
+}
+
+impl DocumentSource for JsonlSource {
+    fn next_document(&mut self) -> Option<Result<(String, u64), DataError>> {
+        let line = self.lines.advance()?;
+        Some(line.and_then(|()| Ok((self.parse()?, self.lines.line))))
+    }
+}
+
+impl JsonlSource {
+    pub(super) fn open(path: &Path, column: &str, max_bytes: u64) -> Result<Self, DataError> {
+        Ok(Self {
+            lines: JsonLines::open(path, max_bytes)?,
+            column: column.to_owned(),
+            max_bytes,
+        })
+    }
+
+    fn parse(&self) -> Result<String, DataError> {
+        let lines = &self.lines;
+        let (path, line) = (|| lines.path.clone(), lines.text()?);
         let mut parser = serde_json::Deserializer::from_str(line);
-        let value = Column { name: &self.column }
-            .deserialize(&mut parser)
-            .map_err(bad_json)?;
-        parser.end().map_err(bad_json)?;
+        let value = Column { name: &self.column }.deserialize(&mut parser);
+        let value = value.map_err(|error| lines.bad_json(error))?;
+        parser.end().map_err(|error| lines.bad_json(error))?;
         let text = match value {
             Some(Value::String(text)) => text,
             Some(other) => {
                 let (column, found) = (self.column.clone(), kind_of(&other));
                 return Err(DataError::ColumnNotText {
                     path: path(),
-                    line: self.line,
+                    line: lines.line,
                     column,
                     found,
                 });
             }
             None => {
-                let found = serde_json::from_str::<serde_json::Map<String, Value>>(line).map_err(bad_json)?;
+                let found = serde_json::from_str::<serde_json::Map<String, Value>>(line);
+                let found = found.map_err(|error| lines.bad_json(error))?;
                 let found = found.keys().take(16).cloned().collect();
                 return Err(DataError::MissingColumn {
                     path: path(),
-                    line: self.line,
+                    line: lines.line,
                     column: self.column.clone(),
                     found,
                 });
             }
         };
-        check_size(&self.path, text.len() as u64, self.max_bytes)?;
+        check_size(&lines.path, text.len() as u64, self.max_bytes)?;
         if text.contains('\0') {
             return Err(DataError::NulByte {
                 path: path(),
-                byte_offset: line_offset,
+                byte_offset: lines.line_offset,
             });
         }
         Ok(text)
@@ -215,12 +249,12 @@ mod tests {
             "bomb.jsonl.zst | line 1 | longer than 17170432 bytes | max_document_bytes",
         );
         assert!(
-            source.reader.fill_buf().unwrap().len() > 1 && source.offset < 1 << 25,
+            source.lines.reader.fill_buf().unwrap().len() > 1 && source.lines.offset < 1 << 25,
             "{}",
-            source.offset
+            source.lines.offset
         );
         assert_eq!(source.next_document().unwrap().unwrap(), ("next".to_owned(), 2));
-        assert_eq!(source.buffer.capacity() >> 20, 0);
+        assert_eq!(source.lines.buffer.capacity() >> 20, 0);
         assert!(source.next_document().is_none());
         // The document's own limit is looked at where the line may be read.
         std::fs::write(

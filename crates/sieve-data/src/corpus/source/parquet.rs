@@ -182,7 +182,10 @@ impl DocumentSource for ParquetSource {
 }
 
 /// Calls the Parquet reader, which panics on some damaged files.
-fn guarded<T>(path: &Path, work: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, DataError> {
+pub(in crate::corpus) fn guarded<T>(
+    path: &Path,
+    work: impl FnOnce() -> Result<T, ParquetError>,
+) -> Result<T, DataError> {
     let bad = |reason| DataError::BadParquet {
         path: path.to_path_buf(),
         reason,

@@ -1,7 +1,7 @@
 //! gzip, Zstandard and Parquet.
 
 use parquet::basic::{Compression, GzipLevel, ZstdLevel};
-use sieve_testing::{refusal, says};
+use sieve_testing::{cases, refusal, says};
 
 use super::*;
 use crate::test_files::{gzip, write_parquet, zstd};
@@ -20,12 +20,12 @@ fn packed_files_are_read_as_what_they_hold() {
     write(dir.path(), "e.jsonl", LINES);
     write(dir.path(), "f.txt.gz", gzip(b"no line"));
     let folder = dir.path().to_str().unwrap().to_owned();
-    let found = texts(CorpusConfig::jsonl(vec![folder.clone()], "text")).unwrap();
+    let found = texts(jsonl(&folder)).unwrap();
     assert_eq!(found, ["first", "second", "third"].repeat(5));
-    assert_eq!(texts(CorpusConfig::text(vec![folder.clone()])).unwrap(), ["no line"]);
+    assert_eq!(texts(text(&folder)).unwrap(), ["no line"]);
     // A glob names packed files as any others.
-    let globbed = CorpusConfig::jsonl(vec![format!("{folder}/*.gz")], "text");
-    refusal(texts(globbed), "f.txt.gz: line 1 is not a JSON object");
+    let globbed = texts(jsonl(&format!("{folder}/*.gz")));
+    refusal(globbed, "f.txt.gz: line 1 is not a JSON object");
 }
 
 #[test]
@@ -35,7 +35,7 @@ fn the_size_limit_holds_for_the_unpacked_text() {
     let config = |max| CorpusConfig {
         max_document_bytes: Some(max),
         // A glob: the limit is not for a file that is named.
-        ..CorpusConfig::text(vec![path.replace("a.txt", "?.txt")])
+        ..text(&path.replace("a.txt", "?.txt"))
     };
     assert_eq!(texts(config(100_000)).unwrap()[0].len(), 100_000);
     refusal(texts(config(99_999)), "over the limit of 99999");
@@ -68,16 +68,14 @@ fn a_packed_file_that_is_cut_or_damaged_is_an_error_also_when_invalid_documents_
         ] {
             let path = write(dir.path(), name, bytes);
             for skip_invalid in [true, false] {
-                let config = CorpusConfig {
-                    skip_invalid,
-                    ..CorpusConfig::jsonl(vec![path.clone()], "text")
-                };
+                let mut config = jsonl(&path);
+                config.skip_invalid = skip_invalid;
                 let error = texts(config).expect_err(what).to_string();
                 says(&error, &format!("{name} | {packing} | fetch or pack"));
             }
         }
         let path = write(dir.path(), name, whole);
-        assert_eq!(texts(CorpusConfig::jsonl(vec![path], "text")).unwrap().len(), 20_000);
+        assert_eq!(texts(jsonl(&path)).unwrap().len(), 20_000);
     }
 }
 
@@ -90,16 +88,13 @@ fn parquet_gives_a_document_a_row_in_order() {
     let dir = tempfile::tempdir().unwrap();
     let wanted = (0..700).map(|row| format!("text of row {row}")).collect::<Vec<_>>();
     let rows = wanted.iter().map(|text| Some(text.as_bytes())).collect::<Vec<_>>();
-    for (number, compression) in [
+    for (number, compression) in (0..).zip([
         Compression::UNCOMPRESSED,
         Compression::SNAPPY,
         Compression::ZSTD(ZstdLevel::default()),
         Compression::GZIP(GzipLevel::default()),
         Compression::LZ4_RAW,
-    ]
-    .into_iter()
-    .enumerate()
-    {
+    ]) {
         let path = dir.path().join(format!("{number}.parquet"));
         write_parquet(&path, &[&rows[..300], &[], &rows[300..]], compression);
         let path = path.to_str().unwrap().to_owned();
@@ -122,13 +117,10 @@ fn parquet_rows_without_text_are_named_or_skipped() {
         (Some(b"a\0b".as_slice()), "row 2 holds a NUL"),
     ] {
         write_parquet(&path, &[&[Some(b"one"), bad, Some(b"three")]], Compression::SNAPPY);
-        let config = parquet(path.to_str().unwrap().to_owned());
+        let mut config = parquet(path.to_str().unwrap().to_owned());
         refusal(texts(config.clone()), &format!("a.parquet | {wanted}"));
-        let lenient = CorpusConfig {
-            skip_invalid: true,
-            ..config
-        };
-        assert_eq!(texts(lenient).unwrap(), ["one", "three"]);
+        config.skip_invalid = true;
+        assert_eq!(texts(config).unwrap(), ["one", "three"]);
     }
 }
 
@@ -138,18 +130,15 @@ fn a_parquet_file_without_the_column_says_which_it_has() {
     let path = dir.path().join("a.parquet");
     write_parquet(&path, &[&[Some(b"one".as_slice())]], Compression::SNAPPY);
     let path = path.to_str().unwrap().to_owned();
-    for (column, wanted) in [
-        (
-            "body",
-            "no column \"body\" (it has [\"id\", \"text\", \"meta.note\", \"tags\"])",
-        ),
-        ("id", "column \"id\" holds INT64, not text"),
-        ("tags", "column \"tags\" holds lists, not text"),
-    ] {
-        refusal(
-            texts(CorpusConfig::parquet(vec![path.clone()], column)),
-            &format!("a.parquet | {wanted} | set text_column"),
-        );
+    for [column, wanted] in cases(
+        r#"
+        body => no column "body" (it has ["id", "text", "meta.note", "tags"])
+        id => column "id" holds INT64, not text
+        tags => column "tags" holds lists, not text
+    "#,
+    ) {
+        let found = texts(CorpusConfig::parquet(vec![path.clone()], column));
+        refusal(found, &format!("a.parquet | {wanted} | set text_column"));
     }
 }
 
@@ -159,21 +148,11 @@ fn a_parquet_file_that_is_cut_or_none_is_an_error() {
     let path = dir.path().join("a.parquet");
     write_parquet(&path, &[&[Some(b"one".as_slice()); 200]], Compression::SNAPPY);
     let whole = fs::read(&path).unwrap();
-    for bytes in [
-        &whole[..whole.len() - 3],
-        &whole[..whole.len() / 2],
-        b"PAR1",
-        b"",
-        b"text",
-    ] {
-        let path = write(dir.path(), "a.parquet", bytes);
-        refusal(
-            texts(CorpusConfig {
-                skip_invalid: true,
-                ..parquet(path)
-            }),
-            "a.parquet: not a readable Parquet file",
-        );
+    let [cut, half] = [whole.len() - 3, whole.len() / 2].map(|len| &whole[..len]);
+    for bytes in [cut, half, b"PAR1", b"", b"text"] {
+        let mut config = parquet(write(dir.path(), "a.parquet", bytes));
+        config.skip_invalid = true;
+        refusal(texts(config), "a.parquet: not a readable Parquet file");
     }
 }
 
@@ -185,18 +164,15 @@ fn a_reading_goes_on_from_its_cursor() {
     let lines = "{\"text\": \"a\"}\n{\"no\": 1}\n{\"text\": \"b\"}\n\n\
         {\"text\": \"a\"}\n{\"text\": \" \"}\n{\"text\": \"c\"}\n";
     write(dir.path(), "1.jsonl", lines);
-    write(
-        dir.path(),
-        "2.jsonl.gz",
-        gzip(lines.replace(": \"c", ": \"d").as_bytes()),
-    );
+    let other = lines.replace(": \"c", ": \"d");
+    write(dir.path(), "2.jsonl.gz", gzip(other.as_bytes()));
     write(dir.path(), "3.jsonl", "{\"text\": \"eeee\"}\n{\"text\": \"f\"}\n");
     for max_bytes in [None, Some(6)] {
         let config = CorpusConfig {
             deduplicate: true,
             skip_invalid: true,
             max_bytes,
-            ..CorpusConfig::jsonl(vec![folder.clone()], "text")
+            ..jsonl(&folder)
         };
         let corpus = Corpus::open(config).unwrap();
         let mut whole = corpus.documents();

@@ -11,10 +11,9 @@ struct Few {
 
 impl Few {
     fn new() -> Self {
-        Self {
-            dir: tempfile::tempdir().unwrap(),
-            tokenizer: Tokenizer::train_on(["line of text, Grüße"].into_iter(), 258).unwrap(),
-        }
+        let tokenizer = Tokenizer::train_on(["line of text, Grüße"].into_iter(), 258).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        Self { dir, tokenizer }
     }
 
     fn corpus(&self, name: &str, text: &str) -> Corpus {
@@ -86,9 +85,8 @@ fn each_corpus_of_a_mixture_is_cut_where_none_has_a_document_to_spare() {
 #[test]
 fn a_corpus_of_one_document_is_held_out_of_beside_one_of_many() {
     let few = Few::new();
-    let rows = (0..200)
-        .map(|n| format!("{{\"text\": \"row {n}\"}}\n"))
-        .collect::<String>();
+    let row = |n| format!("{{\"text\": \"row {n}\"}}\n");
+    let rows = (0..200).map(row).collect::<String>();
     let corpora = [few.corpus("a.txt", "0123456789"), few.corpus("b.jsonl", &rows)];
     let prepared = few.prepare(&corpora, 0.2).unwrap();
     assert!(prepared.meta.is_cut);
@@ -115,8 +113,6 @@ fn enough_documents_are_not_cut() {
 fn the_split_by_hash_is_as_it_ever_was() {
     let place = Place::new();
     let meta = place.prepare(&place.config()).unwrap().meta;
-    assert_eq!(
-        [&meta.train, &meta.validation].map(|split| split.tokens_hash.as_str()),
-        ["11b25e38365ca88d1f1e649a97d0f3fe", "c2174e893b9113c194fe93ff7dc355ed"]
-    );
+    let wanted = ["11b25e38365ca88d1f1e649a97d0f3fe", "c2174e893b9113c194fe93ff7dc355ed"];
+    assert_eq!([meta.train, meta.validation].map(|split| split.tokens_hash), wanted);
 }

@@ -1,57 +1,7 @@
-//! Choosing the k best of a stream of block scores while it passes: the four variants of MOMO.
-//!
-//! All give the kept indices, ascending. A score is worse when it is smaller, of equal ones the later.
-
-use std::cmp::Ordering;
+//! Choosing about the k best of a stream of block scores while it passes: the variants of MOMO with a gate. The
+//! variants without one keep the k best (`keep::top_k`), whatever finds them.
 
 use crate::keep::descending;
-
-/// A score and its place in the stream.
-type Item = (f32, usize);
-
-/// Worst first: `Less` when `a` is worse than `b`.
-fn worse(a: Item, b: Item) -> Ordering {
-    descending(b.0, a.0).then(b.1.cmp(&a.1))
-}
-
-/// A buffer of the k best with its worst at hand (eq. 5): a new score enters when it is larger than the worst.
-struct Buffer {
-    items: Vec<Item>,
-    capacity: usize,
-    worst: usize,
-}
-
-impl Buffer {
-    fn new(capacity: usize) -> Self {
-        Self {
-            items: Vec::with_capacity(capacity),
-            capacity,
-            worst: 0,
-        }
-    }
-
-    /// What falls out: an earlier item, or the new one; `None` while there is room.
-    fn offer(&mut self, item: Item) -> Option<Item> {
-        if self.items.len() < self.capacity {
-            self.items.push(item);
-            self.find_worst();
-            return None;
-        }
-        match self.items.get_mut(self.worst) {
-            Some(worst) if item.0 > worst.0 => {
-                let out = std::mem::replace(worst, item);
-                self.find_worst();
-                Some(out)
-            }
-            _ => Some(item),
-        }
-    }
-
-    fn find_worst(&mut self) {
-        let items = self.items.iter().enumerate();
-        self.worst = items.min_by(|a, b| worse(*a.1, *b.1)).map_or(0, |(at, _)| at);
-    }
-}
 
 /// A running Gaussian that lets a score through when it is likely among the best that are left.
 struct Gate {
@@ -88,77 +38,22 @@ impl Gate {
     }
 }
 
-/// The k best, by a buffer.
-pub(crate) fn exact(scores: &[f32], k: usize) -> Vec<usize> {
-    let mut buffer = Buffer::new(k);
-    for (j, &score) in scores.iter().enumerate() {
-        buffer.offer((score, j));
-    }
-    ascending(buffer.items.into_iter().map(|item| item.1))
-}
-
-/// The k best, by a tournament: node n holds the worse of its two children, and with it the leaf to replace.
-pub(crate) fn tree(scores: &[f32], k: usize) -> Vec<usize> {
-    if k == 0 {
-        return Vec::new();
-    }
-    let leaves = k.next_power_of_two();
-    // Leaves not filled yet are the worst of all, padding leaves the best.
-    let empty: Item = (f32::NEG_INFINITY, usize::MAX);
-    let mut nodes = vec![(empty, 0); 2 * leaves];
-    for (leaf, node) in nodes[leaves..].iter_mut().enumerate() {
-        let item = if leaf < k { empty } else { (f32::INFINITY, 0) };
-        *node = (item, leaf);
-    }
-    let play = |nodes: &[(Item, usize)], n: usize| match worse(nodes[2 * n].0, nodes[2 * n + 1].0) {
-        Ordering::Greater => nodes[2 * n + 1],
-        Ordering::Less | Ordering::Equal => nodes[2 * n],
-    };
-    for n in (1..leaves).rev() {
-        nodes[n] = play(&nodes, n);
-    }
-    for (j, &score) in scores.iter().enumerate() {
-        let root = nodes[1];
-        if worse((score, j), root.0) != Ordering::Greater {
-            continue;
-        }
-        let mut n = leaves + root.1;
-        nodes[n] = ((score, j), root.1);
-        while n > 1 {
-            n /= 2;
-            nodes[n] = play(&nodes, n);
-        }
-    }
-    let filled = nodes[leaves..leaves + k].iter().map(|node| node.0.1);
-    ascending(filled.filter(|&j| j != usize::MAX))
-}
-
-/// About the k best, by the Gaussian gate; exactly k of them.
-pub(crate) fn gauss(scores: &[f32], k: usize) -> Vec<usize> {
-    let mut gate = Gate::new(k);
-    let n = scores.len();
-    (0..n).filter(|&j| gate.accepts(scores[j], n - j)).collect()
-}
-
-/// The `k_exact` best by a buffer; what it refuses or pushes out is offered to a gate with the other slots.
+/// About the k best: the `k_exact` best so far in a buffer (eq. 5); what it refuses or pushes out is offered to a gate
+/// with the other slots, all k of them where `k_exact` is 0.
 pub(crate) fn hybrid(scores: &[f32], k: usize, k_exact: usize) -> Vec<usize> {
-    let mut buffer = Buffer::new(k_exact.min(k));
-    let mut gate = Gate::new(k - k_exact.min(k));
-    let mut kept = Vec::new();
-    for (j, &score) in scores.iter().enumerate() {
-        if let Some(out) = buffer.offer((score, j))
-            && gate.accepts(out.0, scores.len() - j)
-        {
-            kept.push(out.1);
+    let k_exact = k_exact.min(k);
+    let (mut gate, mut best, mut kept) = (Gate::new(k - k_exact), Vec::new(), Vec::new());
+    for j in 0..scores.len() {
+        best.push(j);
+        if best.len() > k_exact {
+            // The smallest goes, of equal ones the later.
+            best.sort_by(|&a, &b| descending(scores[a], scores[b]).then(a.cmp(&b)));
+            kept.extend(best.pop().filter(|&out| gate.accepts(scores[out], scores.len() - j)));
         }
     }
-    ascending(kept.into_iter().chain(buffer.items.into_iter().map(|item| item.1)))
-}
-
-fn ascending(indices: impl Iterator<Item = usize>) -> Vec<usize> {
-    let mut indices: Vec<usize> = indices.collect();
-    indices.sort_unstable();
-    indices
+    kept.extend(best);
+    kept.sort_unstable();
+    kept
 }
 
 /// The x below which a standard normal variable stays with probability p (Acklam's rational approximation, 1.2e-9).
@@ -216,20 +111,17 @@ mod tests {
     use sieve_testing::Random;
 
     #[test]
-    fn momo_exact_and_tree_keep_the_best_ties_to_the_lower_index() {
+    fn momo_hybrid_without_a_gate_keeps_the_best_ties_to_the_lower_index() {
         let mut random = Random(11);
         for _ in 0..2000 {
             let n = 1 + random.below(60);
             let k = 1 + random.below(20);
             let scores: Vec<f32> = (0..n).map(|_| random.below(8) as f32).collect();
             let best = top_k(&scores, k);
-            assert_eq!(exact(&scores, k), best);
-            assert_eq!(tree(&scores, k), best);
             assert_eq!(hybrid(&scores, k, k), best);
         }
         let low = [f32::NEG_INFINITY; 3];
-        assert_eq!(exact(&low, 2), [0, 1]);
-        assert_eq!(tree(&low, 2), [0, 1]);
+        assert_eq!(hybrid(&low, 2, 2), [0, 1]);
     }
 
     #[test]
@@ -239,12 +131,12 @@ mod tests {
             let n = 1 + random.below(200);
             let k = 1 + random.below(n);
             let scores = random.vector(n);
-            for kept in [gauss(&scores, k), hybrid(&scores, k, random.below(k + 1))] {
+            for kept in [hybrid(&scores, k, 0), hybrid(&scores, k, random.below(k + 1))] {
                 assert_eq!(kept.len(), k.min(n));
                 assert!(kept.windows(2).all(|w| w[0] < w[1]));
             }
         }
-        assert!(gauss(&[1.0, 2.0], 0).is_empty());
+        assert!(hybrid(&[1.0, 2.0], 0, 0).is_empty());
     }
 
     /// What to expect of the gate: 0.83 of the best on stationary scores, 0.42 when they rise by two deviations along

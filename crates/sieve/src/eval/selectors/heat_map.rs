@@ -62,13 +62,7 @@ mod tests {
 
     #[test]
     fn a_dense_head_is_a_black_triangle() {
-        let shape = CallShape {
-            num_queries: 512,
-            num_keys: 512,
-            num_heads: 2,
-            num_kv_heads: 1,
-            head_dim: 4,
-        };
+        let shape = CallShape::new([512; 2], [2, 1], 4);
         let chosen = Selected::dense(shape);
         let o = LATER;
         assert_eq!(
