@@ -90,7 +90,10 @@ impl Draw {
             layout: random.one_of(&Layout::ALL),
             magnitude,
             seed: random.between(0, 1 << 30) as u64,
-            policy: extent.policy,
+            policy: KernelPolicy {
+                blocks_per_tile: random.one_of(&[None, None, Some(2), Some(3), Some(2 * group)]),
+                ..extent.policy
+            },
         }
     }
 
@@ -99,12 +102,13 @@ impl Draw {
         let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
         format!(
             "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
-             head_dim_v={head_dim_v} {} {:?} {} {} q, k x {} seed {seed}",
+             head_dim_v={head_dim_v} {} {:?} {} {} q, k x {} blocks {:?} seed {seed}",
             self.keys,
             self.cuts,
             self.scores.name(),
             self.layout.name(),
             self.magnitude,
+            self.policy.blocks_per_tile,
         )
     }
 
