@@ -112,7 +112,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const QueryShare share(place.head, group_size, head_shares, query_shares);
   const int kv_head = share.kv_head, first_head = share.first_head, own_heads = share.num_heads;
 #else
-  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
+  const BlockPlace place =
+      block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
   const int kv_head = place.head, first_head = 0, own_heads = group_size;
 #endif
   const int batch = place.batch, head = kv_head * group_size + first_head;

@@ -9,18 +9,21 @@
 // Layout     as attention_backward
 // Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
 //            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
-//            row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta); SHARES:
-//            dk_sum, dv_sum instead of dk, dv, and ddelta_sum
+//            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_turns,) dk, dv, (HAS_BIAS: ddelta);
+//            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_turns i32
+//            [batch, num_heads, padded_len / 64, 8], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
-//            COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
+//            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
+//            ORDERED where there is a window), DQ_BULK, Q_STAGES, DO_STAGES,
 //            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SHARES (0): as attention_backward
 // Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads * head_shares * query_shares, batch), early keys
 //            (most queries) first (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes =
 //            (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
-//            COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
+//            DQ_BULK * 256 * HEAD_DIM
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024
 //              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
-// Numerics   as attention_backward
+// Numerics   as attention_backward; ORDERED: tiles of keys add to a tile of dq one after the other, the first stores.
+//            A block waits for blocks with smaller numbers alone, which have started before it
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/attention_params.cuh"
 #include "common/block_order.cuh"
@@ -47,6 +50,10 @@ struct DenseKeys {
   DEVICE void find_tiles(BackwardBlock& block) const {
     block.first_tile = first_key / BLOCK_Q;
     block.num_tiles = ceil_div(key_range(*this, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
+#if ORDERED
+    // Keys expire in their order, so of a query tile's keys the first are those of one tile, and none is left out.
+    block.other_end = first_key == 0 ? 0 : ceil_div(key_range(*this, -BLOCK_KV, BLOCK_KV).last_expire, BLOCK_Q);
+#endif
 #if SHARES
     share->take_part(block);
 #endif
@@ -96,6 +103,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if COMPUTE_DQ
     float* dq_sum,
 #endif
+#if ORDERED
+    i32* dq_turns,
+#endif
     gradient* dk, gradient* dv,
 #if HAS_BIAS
     float* ddelta,
@@ -114,7 +124,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   const QueryShare share(place.head, group_size, head_shares, query_shares);
   const int kv_head = share.kv_head, first_head = share.first_head, own_heads = share.num_heads;
 #else
-  const BlockPlace place = block_place(num_kv_heads, params.seq_len * group_size * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
+  const BlockPlace place =
+      block_place(num_kv_heads, params.seq_len * group_size * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
   const int kv_head = place.head, first_head = 0, own_heads = group_size;
 #endif
   const int batch = place.batch, head = kv_head * group_size + first_head;
@@ -141,6 +152,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
 #if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
+#endif
+#if ORDERED
+  block.turns = dq_turns + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.own_turn = place.tile;
 #endif
   block.group_size = own_heads;
   block.padded_len = (int)params.padded_len;

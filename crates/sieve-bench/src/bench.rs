@@ -96,7 +96,11 @@ impl BenchSettings {
             [] => heads.to_vec(),
             _ => self.heads.iter().map(|BenchHeads(heads)| *heads).collect(),
         };
-        let lengths = if self.lengths.is_empty() { lengths } else { &self.lengths };
+        let lengths = if self.lengths.is_empty() {
+            lengths
+        } else {
+            &self.lengths
+        };
         let width = self.width.unwrap_or(width);
         let of_heads = |heads: [usize; 2]| lengths.iter().map(move |&len| rows::shape(1, len, heads, width));
         heads.into_iter().flat_map(of_heads).collect()

@@ -136,7 +136,9 @@ impl FromStr for BenchHeads {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let counts = text.split_once('/').map(|(q, kv)| [q, kv].map(|count| count.trim().parse().unwrap_or(0)));
+        let counts = text
+            .split_once('/')
+            .map(|(q, kv)| [q, kv].map(|count| count.trim().parse().unwrap_or(0)));
         match counts {
             Some([q, kv]) if kv > 0 && q > 0 && q % kv == 0 => Ok(Self([q, kv])),
             _ => Err("query heads and KV heads that divide them are needed, as in 32/4".to_owned()),

@@ -3,7 +3,7 @@ use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
-use crate::attention::hopper_tiling::hopper_attention_backward_prepare_kernel;
+use crate::attention::hopper_tiling::{KernelFamily, hopper_attention_backward_prepare_kernel};
 use crate::attention::launch::PassInputs;
 use crate::attention::query_shares::QueryShares;
 use crate::attention::tiling::{KeySource, QueryPass};
@@ -82,9 +82,18 @@ impl AttentionGradients<'_> {
             source,
         };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let dq_sum = match self.qkv.policy().sums {
-            SumOrder::Any => Some(empty_zero(&d_o, &dq_sum_shape(&shape, padded_len(shape.seq_len)))?),
-            SumOrder::Fixed => None,
+        let sum_shape = dq_sum_shape(&shape, padded_len(shape.seq_len));
+        let [dq_sum, dq_turns] = match (self.qkv.policy().sums, pass.family()) {
+            (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
+            // The first tile of keys stores; whose turn it is next, of each query tile and consumer warp.
+            (SumOrder::Fixed, KernelFamily::Hopper) => {
+                let turns = [shape.batch, shape.num_heads, sum_shape[2] / ROW_ALIGNMENT, 8];
+                [
+                    Some(d_o.empty_contiguous(&sum_shape, DType::F32)),
+                    Some(empty_zero(&d_o, &turns)?),
+                ]
+            }
+            (SumOrder::Fixed, KernelFamily::Portable) => [None, None],
         };
         let tiles = pass.key_tiles()?;
         let shares = match qkv.policy().blocks_per_tile {
@@ -93,6 +102,7 @@ impl AttentionGradients<'_> {
         };
         // Of dk and dv as their sums lie in registers; of the bias's gradient, row after row.
         let parts = (shares != QueryShares::ONE).then(|| {
+            // As `AttentionShape::key_part_bytes` counts them.
             let rows = shares.count() * padded_len(shape.seq_len);
             let of = |width| d_o.empty_contiguous(&[shape.batch, shape.num_kv_heads, rows, width], DType::F32);
             [of(shape.head_dim), of(shape.head_dim_v)]
@@ -102,7 +112,9 @@ impl AttentionGradients<'_> {
             None => [self.grads.k.tensor(), self.grads.v.tensor()],
         };
         let dbias = bias.as_ref().map(|bias| match &parts {
-            Some(_) => bias.delta.empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
+            Some(_) => bias
+                .delta
+                .empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
             None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
         });
         let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
@@ -128,7 +140,7 @@ impl AttentionGradients<'_> {
             // maps are of q, k, v and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
         }
-        for set in BackwardTiling::launches(&shape, self.qkv.policy().sums) {
+        for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(AttentionBackwardParams {
                 base,
                 dk_offset: dk[0],
@@ -147,10 +159,14 @@ impl AttentionGradients<'_> {
             tensors.push(&doc_end);
             tensors.extend(bias.iter().flat_map(Bias::tensors));
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
+            tensors.extend(&dq_turns);
             tensors.extend(set.dk.then_some(dk_to));
             tensors.extend(set.dv.then_some(dv_to));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
-            let (kernel, maps) = pass.by_key(set, shares)?;
+            let (mut kernel, maps) = pass.by_key(set, shares)?;
+            if dq_turns.is_some() && source == KeySource::Dense && window < shape.seq_len {
+                kernel = head_by_head(kernel);
+            }
             let blocks = shape.seq_len.div_ceil(tiles.block_kv);
             let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
             // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, or of their
@@ -201,6 +217,11 @@ pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel
     SourceKernel::new("attention_backward_convert")
         .define("HEAD_DIM", head_dim)
         .threads(256)
+}
+
+/// The form of a Hopper kernel in a fixed order for windows.
+pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
+    kernel.define("HEAD_BY_HEAD", 1)
 }
 
 /// The kernel that adds up parts of dk or dv.

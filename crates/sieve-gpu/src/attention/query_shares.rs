@@ -5,8 +5,11 @@
 //! and, where these do not suffice, the queries of a head. How many is worked out by playing the launch through: blocks
 //! start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free. docs/benchmarks.md has measured
 //! times of the choices.
+use crate::attention::backward::padded_len;
 use crate::attention::heads::AttentionShape;
+use crate::attention::hopper_tiling::BACKWARD_BLOCK_KV;
 use crate::dma::oracle::SUPER_BLOCK;
+use crate::runtime::dtype::DType;
 use crate::runtime::source_kernel::SourceKernel;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -79,7 +82,11 @@ impl QueryShares {
         let num_tiles = shape.seq_len.div_ceil(tiles.block_kv) * shape.num_kv_heads * shape.batch;
         first_to_end(shape.group_size(), usize::MAX, num_tiles, tiles, |shares| {
             let end = makespan(tiles.at_once, neighbour_blocks(shape, window, tiles.block_kv, shares));
-            let join = if shares == Self::ONE { 0 } else { JOIN_COST + PART_COST * num_tiles * shares.count() };
+            let join = if shares == Self::ONE {
+                0
+            } else {
+                JOIN_COST + PART_COST * num_tiles * shares.count()
+            };
             1024 * end + join
         })
     }
@@ -91,16 +98,41 @@ impl QueryShares {
         let lists = super_blocks * shape.num_kv_heads * shape.batch;
         first_to_end(group, group, lists * chunks, tiles, |shares| {
             // Keys enter and leave one by one: a list's middle is seen by most of its queries.
-            let seen = |chunk: usize| SUPER_BLOCK.min(tiles.block_kv * (chunk + 1).min(chunks - chunk)).div_ceil(STEP);
+            let seen = |chunk: usize| {
+                SUPER_BLOCK
+                    .min(tiles.block_kv * (chunk + 1).min(chunks - chunk))
+                    .div_ceil(STEP)
+            };
             let share = |at: usize| shares.share_of_heads(at % shares.heads, group);
             let lists = (0..lists * shares.heads).flat_map(|at| (0..chunks).map(move |chunk| (at, chunk)));
-            makespan(tiles.at_once, lists.map(|(at, chunk)| LISTED_BLOCK_STEPS + share(at) * seen(chunk)))
+            makespan(
+                tiles.at_once,
+                lists.map(|(at, chunk)| LISTED_BLOCK_STEPS + share(at) * seen(chunk)),
+            )
         })
     }
 
     /// Query heads of one share.
     fn share_of_heads(self, at: usize, group_size: usize) -> usize {
         (at + 1) * group_size / self.heads - at * group_size / self.heads
+    }
+}
+
+impl AttentionShape {
+    /// Bytes of the parts of dk and dv that blocks which share tiles of keys leave in a backward pass over `window`
+    /// neighbouring keys a query, on a Hopper GPU.
+    pub fn key_part_bytes(&self, window: usize, num_multiprocessors: usize) -> usize {
+        let tiles = KeyTiles {
+            block_kv: BACKWARD_BLOCK_KV,
+            at_once: num_multiprocessors,
+        };
+        match QueryShares::of_neighbours(self, window.min(self.seq_len), tiles) {
+            QueryShares::ONE => 0,
+            shares => {
+                let rows = self.batch * self.num_kv_heads * shares.count() * padded_len(self.seq_len);
+                rows * (self.head_dim + self.head_dim_v) * DType::F32.size()
+            }
+        }
     }
 }
 
@@ -125,7 +157,10 @@ fn first_to_end(
     let ways: Vec<QueryShares> = ways.map(|count| QueryShares::of_count(count, group_size)).collect();
     match ways[..] {
         [] | [_] => QueryShares::ONE,
-        _ => ways.into_iter().min_by_key(|&shares| cost(shares)).unwrap_or(QueryShares::ONE),
+        _ => ways
+            .into_iter()
+            .min_by_key(|&shares| cost(shares))
+            .unwrap_or(QueryShares::ONE),
     }
 }
 
@@ -200,7 +235,11 @@ mod tests {
             let got = neighbours(batch, seq_len, heads, width, window);
             assert_eq!(got, expected, "{batch} x {seq_len} {heads:?}");
         }
-        assert_eq!(neighbours(1, 1, [2, 1], 64, 1), [1, 1], "a join costs more than one step");
+        assert_eq!(
+            neighbours(1, 1, [2, 1], 64, 1),
+            [1, 1],
+            "a join costs more than one step"
+        );
     }
 
     #[test]

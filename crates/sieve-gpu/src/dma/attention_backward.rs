@@ -156,7 +156,7 @@ pub(crate) fn listed_key_sums(
         if let Some(dq_sum) = dq_sum.as_ref().filter(|_| first > 0) {
             fill_zero(dq_sum)?;
         }
-        for set in BackwardTiling::launches(&shape, order) {
+        for set in BackwardTiling::launches(&shape, order == SumOrder::Any) {
             let params = params!(DmaAttentionBackwardParams {
                 base,
                 softmax_scale,

@@ -1,7 +1,7 @@
 //! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
 use super::NeededKernels;
 use crate::attention::backward::{
-    attention_backward_convert_kernel, attention_backward_join_kernel, attention_backward_prepare_kernel,
+    attention_backward_convert_kernel, attention_backward_join_kernel, attention_backward_prepare_kernel, head_by_head,
 };
 use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::bias_base_kernel;
@@ -225,7 +225,7 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
         Part::Gradients(order) => {
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
-            for set in BackwardTiling::launches(shape, order) {
+            for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
                 match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
                     Ok(kernel) => list.extend_kernels(forms(kernel, source, order)),
                     Err(error) => list.add(Err(error)),
@@ -324,9 +324,16 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
                 pass(QueryPass::Gradient);
             }
-            let sets = BackwardTiling::launches(shape, order);
+            if !source.is_gathered() {
+                list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
+            }
+            let sets = BackwardTiling::launches(shape, order == SumOrder::Any || !source.is_gathered());
             for set in sets {
-                list.extend_kernels(forms(hopper_backward_kernel(shape, source, set, order), source, order));
+                let kernel = hopper_backward_kernel(shape, source, set, order);
+                if order == SumOrder::Fixed && source == KeySource::Dense {
+                    list.extend_kernels(forms(head_by_head(kernel.clone()), source, order));
+                }
+                list.extend_kernels(forms(kernel, source, order));
             }
         }
         // The portable kernels do these on every device.
