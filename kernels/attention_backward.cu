@@ -10,15 +10,20 @@
 //            delta, base as attention_forward; ddelta f32 [batch, num_kv_heads, seq_len];
 //            dk, dv bf16 with strides and offsets like k, v; dq_sum f32
 //            [batch, num_heads, padded_len / 16, HEAD_DIM / 8, 32, 4]: 16 x 8 tiles in the order of tensor core
-//            accumulators, zero before the launch
+//            accumulators, zero before the launch; SHARES: dk_sum f32 (dv_sum alike)
+//            [batch, num_kv_heads, head_shares * query_shares, padded_len / 16, HEAD_DIM / 8, 32, 4] in the same order,
+//            before the scale, ddelta_sum f32 [head_shares * query_shares, batch, num_kv_heads, seq_len]
 // Buffers    q, k, v, do, row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk,)
-//            (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta)
+//            (COMPUTE_DV: dv,) (HAS_BIAS and COMPUTE_DK: ddelta); SHARES: dk_sum, dv_sum, ddelta_sum in their places
 // Defines    HEAD_DIM, HEAD_DIM_V; HAS_BIAS; COMPUTE_DQ, COMPUTE_DK, COMPUTE_DV (1; DETERMINISTIC mode sets COMPUTE_DQ
 //            0 and runs attention_backward_query instead; HEAD_DIM + HEAD_DIM_V > 320 takes two launches, one with
 //            COMPUTE_DV alone, one without it);
+//            SHARES (0; 1: head_shares * query_shares blocks share a tile of keys (query_share.cuh), and
+//            attention_backward_convert and column_sums add up what they leave);
 //            tiling NUM_WARPS (even), BLOCK_Q 32|64, MIN_BLOCKS
-// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV), num_kv_heads, batch), early keys
-//            (most queries) first (block_order.cuh); NUM_WARPS * 32 threads;
+// Tiling     BLOCK_KV = 16 * NUM_WARPS keys a block: grid (ceil(seq_len / BLOCK_KV),
+//            num_kv_heads * head_shares * query_shares, batch), early keys (most queries) first (block_order.cuh);
+//            NUM_WARPS * 32 threads;
 //            dynamic shared bytes = (BLOCK_KV + 2 * BLOCK_Q) * (HEAD_DIM + HEAD_DIM_V) * 2 +
 //            2 * BLOCK_KV * BLOCK_Q * (COMPUTE_DV + (COMPUTE_DQ ? 2 :
 //              COMPUTE_DK ? 1 : 0)) + (HAS_BIAS ? 24 : 16) * BLOCK_Q + BLOCK_KV * (HAS_BIAS ? 12 : 8) + 128
@@ -29,8 +34,28 @@
 #include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/attention_backward.cuh"
+#include "common/query_share.cuh"
 
 constexpr u64 SECTION_BYTES = 64 << 20;  // queries and output gradients of the heads in work at a time
+
+#if SHARES
+typedef float gradient;
+
+// Writes the warp's columns of the pair's 32 rows of a part of one gradient.
+template <int ROW, int HALF_PAIRS>
+DEVICE void store_sums(const float (&sums)[2][2 * HALF_PAIRS][4], float* to, int num_rows) {
+  const int half = (int)threadIdx.x / 32 % 2, first = half * HALF_PAIRS * 2;
+#pragma unroll
+  for (int m = 0; m < 2; ++m)
+#pragma unroll
+    for (int n = 0; n < 2 * HALF_PAIRS; ++n)
+      if (m * 16 < num_rows && first + n < ROW / 8)
+        *(float4*)(to + (m * (ROW / 8) + first + n) * 128) =
+            make_float4(sums[m][n][0], sums[m][n][1], sums[m][n][2], sums[m][n][3]);
+}
+#else
+typedef bf16 gradient;
+#endif
 
 // Writes the warp's columns of the pair's 32 rows of one gradient, through the pair's (no longer needed) rows of the K
 // or V tile.
@@ -67,10 +92,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
     float* dq_sum,
 #endif
 #if COMPUTE_DK
-    bf16* dk,
+    gradient* dk,
 #endif
 #if COMPUTE_DV
-    bf16* dv,
+    gradient* dv,
 #endif
 #if HAS_BIAS && COMPUTE_DK
     float* ddelta,
@@ -79,9 +104,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int group_size = num_heads / num_kv_heads;
+#if SHARES
+  const int head_shares = (int)params.head_shares, query_shares = (int)params.query_shares;
+  const BlockPlace place =
+      block_place(num_kv_heads * head_shares,
+                  share_bytes(params.seq_len, group_size, head_shares, (HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
+  const QueryShare share(place.head, group_size, head_shares, query_shares);
+  const int kv_head = share.kv_head, first_head = share.first_head, own_heads = share.num_heads;
+#else
   const BlockPlace place =
       block_place(num_kv_heads, params.seq_len * group_size * (HEAD_DIM + HEAD_DIM_V) * 2, SECTION_BYTES);
-  const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
+  const int kv_head = place.head, first_head = 0, own_heads = group_size;
+#endif
+  const int batch = place.batch, head = kv_head * group_size + first_head;
   const int first_key = place.tile * BLOCK_KV;
   const u32 shared = shared_address(shared_memory);
 
@@ -117,20 +152,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #endif
   block.num_heads = num_heads;
-  block.group_size = group_size;
+  block.group_size = own_heads;
   block.seq_len = seq_len;
   block.padded_len = (int)params.padded_len;
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;
   block.first_tile = first_key / BLOCK_Q;
   block.num_tiles = ceil_div(end_query, BLOCK_Q) - block.first_tile;
+#if SHARES
+  share.take_part(block);
+#endif
   block.scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 #if HAS_BIAS
   block.base = base + ((u64)batch * num_kv_heads + kv_head) * params.padded_len;
   block.bias_unit = 1.0f / f32_word(params.softmax_scale);
 #endif
   block.batch = place.batch;
-  block.kv_head = place.head;
+  block.kv_head = kv_head;
+#if SHARES
+  block.share = share.place;
+#endif
   block.first_key = first_key;
   KeyGradients sums;
   attention_backward_block(block, shared_memory, sums);
@@ -139,6 +180,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
   const BackwardBlock& done = *(const BackwardBlock*)(shared_memory + BLOCK_AT);
   const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32,
             seq_end = (int)params.seq_len;
+#if SHARES
+  const int places = (int)(params.head_shares * params.query_shares), num_rows = (int)params.padded_len - pair_key;
+  const u64 head_row = done.batch * params.num_kv_heads + done.kv_head;
+#if COMPUTE_DK
+  store_sums<HEAD_DIM, HALF_K_PAIRS>(
+      sums.dk, sum_tile<HEAD_DIM>(dk, head_row, places, done.share, params.padded_len, pair_key), num_rows);
+#endif
+#if COMPUTE_DV
+  store_sums<HEAD_DIM_V, HALF_V_PAIRS>(
+      sums.dv, sum_tile<HEAD_DIM_V>(dv, head_row, places, done.share, params.padded_len, pair_key), num_rows);
+#endif
+#else
 #if COMPUTE_DK
   store_rows<HEAD_DIM, HALF_K_PAIRS>(
       shared + pair * 32 * KTile::ROW_BYTES, sums.dk, f32_word(params.softmax_scale),
@@ -151,12 +204,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
       dv + params.dv_offset + done.batch * params.dv_batch_stride + (u64)done.kv_head * HEAD_DIM_V,
       params.dv_token_stride, pair_key, seq_end);
 #endif
+#endif
 #if HAS_BIAS && COMPUTE_DK
+  const u64 bias_batch = (SHARES ? (u64)done.share * gridDim.z : 0) + done.batch;
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int key = pair_key + r * 8 + (int)threadIdx.x % 32 / 4;
     if (warp % 2 == 0 && threadIdx.x % 4 == 0 && key < seq_end)
-      ddelta[((u64)done.batch * params.num_kv_heads + done.kv_head) * params.seq_len + key] = sums.ddelta[r / 2][r % 2];
+      ddelta[(bias_batch * params.num_kv_heads + done.kv_head) * params.seq_len + key] = sums.ddelta[r / 2][r % 2];
   }
 #endif
 }

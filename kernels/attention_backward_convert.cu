@@ -1,11 +1,12 @@
-// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows.
-// Math       dq = softmax_scale * dq_sum
-// Layout     dq_sum f32 [batch, num_heads, sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a 16 x 8 tile holds row
-//            g, columns 2t, 2t + 1, then row g + 8;
+// attention_backward_convert: the f32 sums of dq, in tensor core order, to strided bf16 rows; also those of dk and dv,
+// where blocks that share a tile of keys left parts (SUM_PARTS).
+// Math       dq = scale * dq_sum; SUM_PARTS: dk = scale * sum over p of dk_sum[p], in the order of p
+// Layout     dq_sum f32 [batch, num_heads, (SUM_PARTS: num_parts,) sum_len / 16, HEAD_DIM / 8, 32, 4]: lane 4g + t of a
+//            16 x 8 tile holds row g, columns 2t, 2t + 1, then row g + 8;
 //            it stands for the queries first_query .. first_query + sum_len; dq bf16
 //            [batch, seq_len, num_heads, HEAD_DIM], any strides that are multiples of 8
 // Buffers    dq_sum, dq
-// Defines    HEAD_DIM
+// Defines    HEAD_DIM; SUM_PARTS (0)
 // Tiling     grid (ceil(batch * num_heads * sum_len / 16 * ceil(HEAD_DIM / 32) / 8)); 256 threads; a warp turns 16 rows
 //            of 32 columns; no shared memory
 // Numerics   one rounding; memory-bound
@@ -13,12 +14,17 @@
 #include "common/mma.cuh"
 #include "common/quad.cuh"
 
+#ifndef SUM_PARTS
+#define SUM_PARTS 0
+#endif
+
 struct AttentionBackwardConvertParams {
   u64 batch, seq_len, num_heads;
   u64 sum_len;      // queries a head in dq_sum, a multiple of 16
   u64 first_query;  // the first of them
   u64 dq_offset, dq_token_stride, dq_batch_stride;
-  u64 softmax_scale;  // f32 bits
+  u64 scale;          // f32 bits
+  u64 num_parts;      // of a sum; 1 but for SUM_PARTS
 };
 
 extern "C" __global__ void __launch_bounds__(256)
@@ -34,15 +40,30 @@ extern "C" __global__ void __launch_bounds__(256)
   // the column tile this lane stores
   const u32 part = at % PARTS, lane = threadIdx.x % 32, g = lane / 4, column = part * 4 + lane % 4;
   const u64 query = params.first_query + (row_tile - head_row * tiles) * 16 + g;
-  const float scale = f32_word(params.softmax_scale);
+  const float scale = f32_word(params.scale);
 
   // Load: four column tiles, 512 contiguous bytes each.
   u32 low[4] = {}, high[4] = {};
-  const float4* sums = (const float4*)(dq_sum + ((u64)row_tile * COLUMN_TILES + part * 4) * 128) + lane;
+#if SUM_PARTS
+  const u64 first_tile = (u64)head_row * params.num_parts * tiles + (row_tile - head_row * tiles),
+            part_stride = (u64)tiles * COLUMN_TILES * 32;
+#else
+  const u64 first_tile = row_tile;
+#endif
+  const float4* sums = (const float4*)(dq_sum + (first_tile * COLUMN_TILES + part * 4) * 128) + lane;
 #pragma unroll
   for (int n = 0; n < 4; ++n) {
     if (COLUMN_TILES % 4 != 0 && part * 4 + n >= COLUMN_TILES) break;
+#if SUM_PARTS
+    float4 sum = {};
+#pragma unroll 4
+    for (u32 p = 0; p < (u32)params.num_parts; ++p) {
+      const float4 more = sums[p * part_stride + n * 32];
+      sum = make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w);
+    }
+#else
     const float4 sum = sums[n * 32];
+#endif
     low[n] = pack_bf16(sum.x * scale, sum.y * scale);
     high[n] = pack_bf16(sum.z * scale, sum.w * scale);
   }

@@ -14,12 +14,13 @@
 //            super_blocks * SUPER_BLOCK. All sums are added to: zero before the first launch
 // Buffers    q, k, v, do, row_stats, delta, base, list, list_len, (COMPUTE_DQ: dq_sum,) (COMPUTE_DK: dk_sum,)
 //            (COMPUTE_DV: dv_sum,) (COMPUTE_DK: ddelta)
-// Defines    as attention_backward (HAS_BIAS is always 1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made
-//            without atomics, COMPUTE_DQ must be 0 and a launch covers one super-block (launches in ascending order fix
-//            the order of every sum; dq comes from dma_attention_backward_query)
-// Tiling     grid (super_blocks * ceil(list_capacity / BLOCK_KV), num_kv_heads, batch), super_blocks = those of this
-//            launch: any number from first_super_block on (fewer need less dq_sum); blocks past a list's end leave at
-//            once. NUM_WARPS * 32 threads;
+// Defines    as attention_backward (HAS_BIAS is always 1); SHARES (0; 1: head_shares blocks share a chunk of a list);
+//            SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ and SHARES must be
+//            0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes
+//            from dma_attention_backward_query)
+// Tiling     grid (super_blocks * ceil(list_capacity / BLOCK_KV), num_kv_heads * head_shares, batch),
+//            super_blocks = those of this launch: any number from first_super_block on (fewer need less dq_sum);
+//            blocks past a list's end leave at once. NUM_WARPS * 32 threads;
 //            dynamic shared bytes as attention_backward with HAS_BIAS
 // Numerics   as attention_backward; dk_sum, dv_sum, ddelta: one f32 atomic add per key and super-block; never-active
 //            keys are not touched
@@ -31,11 +32,13 @@
 #endif
 #include "common/attention_params.cuh"
 #include "common/add_rows.cuh"
+#include "common/query_share.cuh"
 
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
 #endif
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
+static_assert(!DETERMINISTIC || !SHARES, "blocks that share keys add to the same rows");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -56,8 +59,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                            const __grid_constant__ DmaAttentionBackwardParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
-  const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, group_size = num_heads / num_kv_heads,
-            head = kv_head * group_size;
+#if SHARES
+  const int head_shares = (int)params.head_shares;
+#else
+  constexpr int head_shares = 1;
+#endif
+  const int group_size = num_heads / num_kv_heads;
+  const QueryShare share((int)blockIdx.y, group_size, head_shares, 1);
+  const int batch = (int)blockIdx.z, kv_head = share.kv_head, head = kv_head * group_size + share.first_head;
   const int num_chunks = ceil_div((int)params.list_capacity, BLOCK_KV),
             num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   const int super_block = (int)params.first_super_block + (int)blockIdx.x / num_chunks,
@@ -98,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #endif
   block.num_heads = num_heads;
-  block.group_size = group_size;
+  block.group_size = share.num_heads;
   block.seq_len = seq_len;
   block.padded_len = (int)params.padded_len;
   block.dq_first = (int)params.first_super_block * SUPER_BLOCK;

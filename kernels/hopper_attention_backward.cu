@@ -9,22 +9,27 @@
 // Layout     as attention_backward
 // Buffers    q_map, do_map by value: of bf16 [batch, seq_len, num_heads * HEAD_DIM or HEAD_DIM_V], q (its strides, base
 //            at its offset) and do, box 1 x 64 x 64, 128-byte swizzle; then q, k, v, do,
-//            row_stats, doc_end, (HAS_BIAS: delta, base,) (COMPUTE_DQ: dq_sum,) dk, dv, (HAS_BIAS: ddelta)
+//            row_stats, doc_end, (HAS_BIAS: delta, base,) dq_sum, (ORDERED: dq_turns,) dk, dv, (HAS_BIAS: ddelta);
+//            SHARES: dk_sum, dv_sum instead of dk, dv, and ddelta_sum. dq_turns i32
+//            [batch, num_heads, padded_len / 64, 8], zero before the launch
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias), HEAD_DIM_V (HEAD_DIM), HAS_BIAS,
-//            COMPUTE_DQ (1; 0 for a fixed order: attention_backward_query makes dq), DQ_BULK, Q_STAGES, DO_STAGES,
-//            CONSUMER_REGISTERS, PRODUCER_REGISTERS
-// Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads, batch), early keys (most queries) first
-//            (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes = (256 +
-//            Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
-//            COMPUTE_DQ * DQ_BULK * 256 * HEAD_DIM
+//            ORDERED (0; 1: a fixed order of dq's sums too, which need not be zero before), HEAD_BY_HEAD (0; 1 with
+//            ORDERED where there is a window), DQ_BULK, Q_STAGES, DO_STAGES,
+//            CONSUMER_REGISTERS, PRODUCER_REGISTERS; SHARES (0): as attention_backward
+// Tiling     128 keys a block: grid (ceil(seq_len / 128), num_kv_heads * head_shares * query_shares, batch), early keys
+//            (most queries) first (block_order.cuh); 384 threads, one block a multiprocessor; dynamic shared bytes =
+//            (256 + Q_STAGES * 128) * HEAD_DIM + (256 + DO_STAGES * 128) * HEAD_DIM_V + 32768 +
+//            DQ_BULK * 256 * HEAD_DIM
 //              + (HAS_BIAS ? Q_STAGES * 1024 + DO_STAGES * 1280 + 2048 : HEAD_DIM == 64 ? (Q_STAGES + DO_STAGES) * 1024
 //              : DO_STAGES * 512) + (2 * Q_STAGES + 2 * DO_STAGES + 1) * 8 + 1024
-// Numerics   as attention_backward
+// Numerics   as attention_backward; ORDERED: tiles of keys add to a tile of dq one after the other, the first stores.
+//            A block waits for blocks with smaller numbers alone, which have started before it
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64; rows that see nothing give nothing
 #include "common/attention_params.cuh"
 #include "common/block_order.cuh"
 #include "common/hopper_backward.cuh"
 #include "common/hopper_backward_wide.cuh"
+#include "common/query_share.cuh"
 
 // Queries and output gradients of the heads in work at a time; their sums of dq take as much again of the L2 cache.
 constexpr u64 SECTION_BYTES = 32 << 20;
@@ -33,6 +38,9 @@ constexpr u64 SECTION_BYTES = 32 << 20;
 struct DenseKeys {
   const i32* doc_end;
   int first_key, seq_len, window;
+#if SHARES
+  const QueryShare* share;
+#endif
 
   DEVICE int2 entry(int at) const {
     const int key = first_key + at;
@@ -42,6 +50,13 @@ struct DenseKeys {
   DEVICE void find_tiles(BackwardBlock& block) const {
     block.first_tile = first_key / BLOCK_Q;
     block.num_tiles = ceil_div(key_range(*this, 0, BLOCK_KV).last_expire, BLOCK_Q) - block.first_tile;
+#if ORDERED
+    // Keys expire in their order, so of a query tile's keys the first are those of one tile, and none is left out.
+    block.other_end = first_key == 0 ? 0 : ceil_div(key_range(*this, -BLOCK_KV, BLOCK_KV).last_expire, BLOCK_Q);
+#endif
+#if SHARES
+    share->take_part(block);
+#endif
   }
 };
 
@@ -65,6 +80,20 @@ DEVICE void store_gradient(const float (&sums)[N], float scale, bf16* to, u64 st
   }
 }
 
+#if SHARES
+typedef float gradient;
+
+// Writes the warp's 16 rows of 2 N columns of a part of one gradient.
+template <int N>
+DEVICE void store_sums(const float (&sums)[N], float* to) {
+#pragma unroll
+  for (int n = 0; n < N / 4; ++n)
+    *(float4*)(to + n * 128) = make_float4(sums[4 * n], sums[4 * n + 1], sums[4 * n + 2], sums[4 * n + 3]);
+}
+#else
+typedef bf16 gradient;
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backward(
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap do_map,
     const bf16* /*q*/, const bf16* k, const bf16* v, const bf16* /*do*/, const float2* row_stats, const i32* doc_end,
@@ -74,7 +103,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if COMPUTE_DQ
     float* dq_sum,
 #endif
-    bf16* dk, bf16* dv,
+#if ORDERED
+    i32* dq_turns,
+#endif
+    gradient* dk, gradient* dv,
 #if HAS_BIAS
     float* ddelta,
 #endif
@@ -84,14 +116,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
   __syncthreads();  // the barriers are set up
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const int group_size = num_heads / num_kv_heads;
+#if SHARES
+  const int head_shares = (int)params.head_shares, query_shares = (int)params.query_shares;
+  const BlockPlace place =
+      block_place(num_kv_heads * head_shares,
+                  share_bytes(params.seq_len, group_size, head_shares, (HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
+  const QueryShare share(place.head, group_size, head_shares, query_shares);
+  const int kv_head = share.kv_head, first_head = share.first_head, own_heads = share.num_heads;
+#else
   const BlockPlace place =
       block_place(num_kv_heads, params.seq_len * group_size * ((HEAD_DIM + HEAD_DIM_V) * 2), SECTION_BYTES);
-  const int batch = place.batch, kv_head = place.head, head = kv_head * group_size;
+  const int kv_head = place.head, first_head = 0, own_heads = group_size;
+#endif
+  const int batch = place.batch, head = kv_head * group_size + first_head;
   DenseKeys keys;
   keys.doc_end = doc_end + (u64)batch * seq_len;
   keys.first_key = place.tile * BLOCK_KV;
   keys.seq_len = seq_len;
   keys.window = (int)(params.window < params.seq_len ? params.window : params.seq_len);
+#if SHARES
+  keys.share = &share;
+#endif
   BackwardBlock block;
   block.q_map = &q_map;
   block.do_map = &do_map;
@@ -108,7 +153,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.padded_len * HEAD_DIM;
 #endif
-  block.group_size = group_size;
+#if ORDERED
+  block.turns = dq_turns + ((u64)batch * num_heads + head) * (params.padded_len / BLOCK_Q) * CONSUMER_WARPS;
+  block.own_turn = place.tile;
+#endif
+  block.group_size = own_heads;
   block.padded_len = (int)params.padded_len;
   block.dq_first = 0;
   block.dq_len = (int)params.padded_len;
@@ -130,6 +179,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
     const int first_key = keys.first_key + (warpgroup - 1) * 64 + (int)threadIdx.x % 128 / 32 * 16;
     KeyGradients sums;
     consume(block, keys, shared, warpgroup - 1, sums);
+#if SHARES
+    const int places = head_shares * query_shares;
+    const u64 head_row = (u64)batch * num_kv_heads + kv_head;
+    if (first_key < (int)params.padded_len) {
+      float* dk_tile = sum_tile<HEAD_DIM>(dk, head_row, places, share.place, params.padded_len, first_key);
+      store_sums(sums.dk, dk_tile);
+#if IS_WIDE
+      store_sums(sums.dk_rest, dk_tile + HEAD_DIM_V / 8 * 128);
+#endif
+      store_sums(sums.dv, sum_tile<HEAD_DIM_V>(dv, head_row, places, share.place, params.padded_len, first_key));
+    }
+#else
     bf16* dk_rows = dk + params.dk_offset + batch * params.dk_batch_stride + (u64)kv_head * HEAD_DIM;
     store_gradient(sums.dk, f32_word(params.softmax_scale), dk_rows, params.dk_token_stride, first_key, seq_len);
 #if IS_WIDE
@@ -138,8 +199,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_attention_backwa
 #endif
     store_gradient(sums.dv, 1.0f, dv + params.dv_offset + batch * params.dv_batch_stride + (u64)kv_head * HEAD_DIM_V,
                    params.dv_token_stride, first_key, seq_len);
+#endif
 #if HAS_BIAS
+#if SHARES
+    const u64 bias_row = (((u64)share.place * gridDim.z + batch) * num_kv_heads + kv_head) * seq_len;
+#else
     const u64 bias_row = ((u64)batch * num_kv_heads + kv_head) * seq_len;
+#endif
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int own = first_key + (int)threadIdx.x % 32 / 4 + 8 * r;

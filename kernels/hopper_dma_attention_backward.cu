@@ -8,12 +8,13 @@
 // Layout     as dma_attention_backward
 // Buffers    q_map, do_map by value, q, k, v, do, row_stats, (HAS_BIAS: delta, base,)
 //            list, list_len, (COMPUTE_DQ: dq_sum,) dk_sum, dv_sum, (HAS_BIAS: ddelta)
-// Defines    as hopper_attention_backward, HAS_BIAS (1); SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made
-//            without atomics, COMPUTE_DQ must be 0 and a launch covers one super-block (launches in ascending order fix
-//            the order of every sum; dq comes from dma_attention_backward_query)
-// Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads, batch), super_blocks =
-//            those of this launch; blocks past a list's end leave at once; threads and dynamic shared bytes
-//            as hopper_attention_backward, and 1 KiB of static shared memory
+// Defines    as hopper_attention_backward, HAS_BIAS (1); SHARES (0; 1: head_shares blocks share a chunk of a list);
+//            SUPER_BLOCK (1024); DETERMINISTIC 0|1: with 1 sums are made without atomics, COMPUTE_DQ and SHARES must be
+//            0 and a launch covers one super-block (launches in ascending order fix the order of every sum; dq comes
+//            from dma_attention_backward_query)
+// Tiling     128 entries a block: grid (super_blocks * ceil(list_capacity / 128), num_kv_heads * head_shares, batch),
+//            super_blocks = those of this launch; blocks past a list's end leave at once; threads and dynamic shared
+//            bytes as hopper_attention_backward, and 1 KiB of static shared memory
 // Numerics   as dma_attention_backward; never-active keys are not touched
 // Edges      any seq_len >= 1; padded_len = seq_len rounded up to 64
 #ifndef HAS_BIAS
@@ -22,6 +23,7 @@
 #define SPLIT_STATS 1  // gathered keys are faster so at every width
 #include "common/attention_params.cuh"
 #include "common/hopper_backward.cuh"
+#include "common/query_share.cuh"
 
 #ifndef SUPER_BLOCK
 #define SUPER_BLOCK 1024
@@ -30,6 +32,7 @@
 #define DETERMINISTIC 0
 #endif
 static_assert(!DETERMINISTIC || !COMPUTE_DQ, "dq over keys in many blocks has no fixed order");
+static_assert(!DETERMINISTIC || !SHARES, "blocks that share keys add to the same rows");
 static_assert(SUPER_BLOCK % BLOCK_Q == 0, "a step stays inside one super-block");
 
 // Lists at a launch's end whose chunks are dealt out longest first. More would not stay in the L2 cache together.
@@ -49,9 +52,9 @@ struct ListKeys {
   }
 };
 
-// The place of a block in a launch.
+// The place of a block in a launch; `head` counts KV heads and in each its shares.
 struct ListPlace {
-  int super_block, chunk, kv_head, batch;
+  int super_block, chunk, head, batch;
 };
 
 // Blocks start in the order of their linear number, list after list. In the launch's last LAST_LISTS lists all first
@@ -71,7 +74,7 @@ DEVICE ListPlace list_place(const DmaAttentionBackwardParams& params, u32 block)
   ListPlace place;
   place.super_block = (int)(params.first_super_block + at % super_blocks);
   place.chunk = (int)chunk;
-  place.kv_head = (int)(at / super_blocks % gridDim.y);
+  place.head = (int)(at / super_blocks % gridDim.y);
   place.batch = (int)(at / super_blocks / gridDim.y);
   return place;
 }
@@ -123,8 +126,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, num_heads = (int)params.num_heads, num_kv_heads = (int)params.num_kv_heads;
   const ListPlace place = list_place(params, blockIdx.x);
-  const int batch = place.batch, kv_head = place.kv_head, group_size = num_heads / num_kv_heads,
-            head = kv_head * group_size, num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
+#if SHARES
+  const int head_shares = (int)params.head_shares;
+#else
+  constexpr int head_shares = 1;
+#endif
+  const int group_size = num_heads / num_kv_heads;
+  const QueryShare share(place.head, group_size, head_shares, 1);
+  const int batch = place.batch, kv_head = share.kv_head, head = kv_head * group_size + share.first_head,
+            num_super_blocks = ceil_div(seq_len, SUPER_BLOCK);
   if (place.super_block >= num_super_blocks) return;
   const u64 list_row = (u64)batch * num_kv_heads + kv_head;
   const u64 list_index = list_row * num_super_blocks + place.super_block;
@@ -160,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 #if COMPUTE_DQ
   block.dq_sum = dq_sum + ((u64)batch * num_heads + head) * params.dq_len * HEAD_DIM;
 #endif
-  block.group_size = group_size;
+  block.group_size = share.num_heads;
   block.padded_len = (int)params.padded_len;
   block.dq_first = (int)params.first_super_block * SUPER_BLOCK;
   block.dq_len = (int)params.dq_len;
@@ -182,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) hopper_dma_attention_ba
 
     // Accumulate. Places are worked out anew: kept, they would not fit into registers.
     const ListPlace done = list_place(params, opaque(blockIdx.x));
-    const u64 done_row = (u64)done.batch * num_kv_heads + done.kv_head;
+    const u64 done_row = (u64)done.batch * num_kv_heads + done.head / head_shares;
     const int first_row = row_of_thread(opaque(threadIdx.x), warpgroup - 1);
     int2 own[2];
 #pragma unroll

@@ -103,7 +103,7 @@ struct BackwardBlock {
   int dq_first, dq_len;  // the queries dq_sum holds
   int first_tile, num_tiles;  // query tiles (of BLOCK_Q positions) seen by a key of the block
   float scale_log2, bias_unit;  // bias_unit: 1 / softmax_scale
-  int batch, kv_head, first_key;  // dense: for the stores at the end
+  int batch, kv_head, share, first_key;  // dense: for the stores at the end
 #if CHOSEN_ROWS
   ChosenRun run;
   int last_token;  // of the run

@@ -30,6 +30,7 @@ struct AttentionBackwardParams : AttentionParams {
   u64 window;         // as in AttentionForwardParams
   u64 softmax_scale;  // f32 bits
   u64 padded_len;     // rows of row_stats and dq_sum a head
+  u64 head_shares, query_shares;  // blocks that share a tile of keys (query_share.cuh)
 };
 
 struct AttentionBackwardPrepareParams {
@@ -63,6 +64,7 @@ struct DmaAttentionBackwardParams : AttentionParams {
   u64 list_capacity;  // entries a list has room for
   u64 first_super_block;
   u64 dq_len;         // queries of the launch: super_blocks * SUPER_BLOCK
+  u64 head_shares;    // blocks that share a chunk of a list: each takes some of the KV head's query heads
 };
 
 struct SparseAttentionForwardParams : AttentionParams {

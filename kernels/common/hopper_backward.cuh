@@ -3,7 +3,7 @@
 // hopper_dma_attention_backward.cu (gathered lists), which document it.
 // Defines    HEAD_DIM (64, 128; 192 with HEAD_DIM_V 128, DQ_BULK and no bias: hopper_backward_wide.cuh has
 //            the consumer); HAS_BIAS; COMPUTE_DQ 0|1; DQ_BULK 0|1: dq leaves through shared memory by bulk adds, or
-//            from registers;
+//            from registers; ORDERED 0|1: dq is summed in the order of the tiles of keys (DQ_BULK); HEAD_BY_HEAD 0|1;
 //            Q_STAGES, DO_STAGES; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A producer warpgroup streams tiles of 64 queries and output gradients; two consumer warpgroups own 64 keys each.
 // Scores are kept transposed, S^T = K Q^T, so that P^T and dS^T in registers are the A operands of dV += P^T dO and dK
@@ -12,6 +12,11 @@
 // products (split_step.cuh). Order of a step's products, so that tensor cores work while exponentials and sums are
 // made, and warpgroups wait for each other:
 // dP | exp S | dV | send the last step's dQ | dS | dK | barrier | dQ and S of the next step | stage dQ.
+// Steps go through the query tiles of one head after the other. ORDERED: from the last query tile down, through all
+// heads in each. Blocks start with the first tiles of keys; in this order each block follows the block of the tile
+// before it by a step and a half, and then never waits. Head by head it would wait at each head's end, as later keys
+// are seen by fewer queries. In a window all keys are seen by as many: there HEAD_BY_HEAD, as the L2 cache then holds
+// the one head's queries that all blocks are at.
 #pragma once
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
@@ -29,6 +34,12 @@
 #endif
 #ifndef DQ_BULK
 #define DQ_BULK 1
+#endif
+#ifndef ORDERED
+#define ORDERED 0
+#endif
+#ifndef HEAD_BY_HEAD
+#define HEAD_BY_HEAD !ORDERED
 #endif
 // Whether lse (without a bias) and D enter as steps of the products. With a bias, delta - base always does. Those steps
 // are paid in power: long dense rows of 128 columns are faster without (2 x 8192 2.54 against 2.55 ms, 32768 19.1
@@ -90,6 +101,7 @@ constexpr int FULL_KV = 0, FULL_Q = 1, EMPTY_Q = FULL_Q + Q_STAGES, FULL_DO = EM
 constexpr int NUM_BARRIERS = EMPTY_DO + DO_STAGES;
 constexpr int SHARED_BYTES = BARRIERS_AT + NUM_BARRIERS * 8;
 static_assert(SHARED_BYTES + 1024 <= 227 * 1024, "a block's shared memory, with room to align it");
+static_assert(!ORDERED || (COMPUTE_DQ && DQ_BULK), "adds in order leave through shared memory");
 static_assert(Q_STAGES >= 2 && DO_STAGES >= 2, "the next step's scores are made before this step's sums");
 
 // What a block of keys streams. The pointers stand at the batch row and the KV head's first query head.
@@ -107,6 +119,11 @@ struct BackwardBlock {
   const TensorMap* q_map;     // of bf16 [batch, seq_len, num_heads * HEAD_DIM]
   const TensorMap* do_map;    // of bf16 [batch, seq_len, num_heads * HEAD_DIM_V]
   int batch, head;            // head: the KV head's first query head
+#if ORDERED
+  i32* turns;     // as dq_sum: [heads, padded_len / BLOCK_Q, consumer warps], the tile of keys that adds next
+  int own_turn;   // number of the block's tile of keys
+  int other_end;  // query tiles before this one are seen by a key of the tile before it, too
+#endif
 };
 
 // The keys of a warp's choice at a glance.
@@ -163,9 +180,19 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
 #pragma unroll 1
+#if !HEAD_BY_HEAD
+  for (int tile = block.first_tile + block.num_tiles - 1; tile >= block.first_tile; --tile) {
+#pragma unroll 1
+    for (int head = 0; head < block.group_size; ++head) {
+#elif ORDERED
+  for (int head = 0; head < block.group_size; ++head) {
+#pragma unroll 1
+    for (int tile = block.first_tile + block.num_tiles - 1; tile >= block.first_tile; --tile) {
+#else
   for (int head = 0; head < block.group_size; ++head) {
 #pragma unroll 1
     for (int tile = block.first_tile; tile < block.first_tile + block.num_tiles; ++tile) {
+#endif
       const u32 full_q = barrier_at(shared, FULL_Q + q_place.slot),
                 full_do = barrier_at(shared, FULL_DO + do_place.slot);
       barrier_wait(barrier_at(shared, EMPTY_Q + q_place.slot), q_place.phase ^ 1);
@@ -195,9 +222,16 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
   const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q, end_row = block.group_size * block.padded_len;
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
+#if ORDERED
+  u32 row = 0, query = end_query - BLOCK_Q + own;
+  [[maybe_unused]] const u32 first_end = (block.first_tile + 1) * BLOCK_Q;
+#pragma unroll 1
+  for (int left = block.group_size * block.num_tiles; left > 0; --left) {
+#else
   u32 row = 0, query = block.first_tile * BLOCK_Q + own;
 #pragma unroll 1
   while (row < end_row) {
+#endif
     const float2 stat = block.stats[row + query];
     const u32 q_stats = shared + STATS_AT + q_place.slot * Q_STATS_BYTES + own * SPLIT_BYTES,
               do_stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
@@ -221,11 +255,25 @@ DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
     release_stats(barrier_at(shared, FULL_DO + do_place.slot));
     q_place.advance();
     do_place.advance();
+#if !HEAD_BY_HEAD
+    row += block.padded_len;
+    if (row == end_row) {  // the tile before
+      query -= BLOCK_Q;
+      row = 0;
+    }
+#elif ORDERED
+    if (query < first_end) {  // the next head
+      query = end_query + own;
+      row += block.padded_len;
+    }
+    query -= BLOCK_Q;
+#else
     query += BLOCK_Q;
     if (query >= end_query) {  // the next head
       query -= block.num_tiles * BLOCK_Q;
       row += block.padded_len;
     }
+#endif
   }
 }
 #endif
@@ -345,15 +393,56 @@ DEVICE void stage_dq(const float (&dq)[N], u32 staging) {
   for (int n = 0; n < N / 4; ++n)
     store_shared_float4(staging + n * 512 + lane * 16, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
 }
+// `is_first`: nobody has written there (ORDERED).
 template <int N>
-DEVICE void send_dq(float* to, u32 staging) {
+DEVICE void send_dq(float* to, u32 staging, [[maybe_unused]] bool is_first = false) {
   fence_async_proxy();  // the copy engine reads what every lane stored
   __syncwarp();
   if (threadIdx.x % 32 == 0) {
+#if ORDERED
+    if (is_first) bulk_store(to, staging, N * 128);
+    else
+#endif
     bulk_add_f32(to, staging, N * 128);
     bulk_commit();
   }
 }
+#if ORDERED
+constexpr int CONSUMER_WARPS = NUM_CONSUMERS * 4;
+
+// The turns of a consumer warp's part of dq, tile after tile. Adds and stores are done in the L2 cache, where turns are
+// read and written, too: who reads there that a tile of keys is done adds to what it left.
+struct DqTurns {
+  i32* at;            // of the tile that is sent next
+  i32* sent;          // of the one sent last, if any
+  int own, num_tiles;  // num_tiles: of a head
+
+  DEVICE DqTurns(const BackwardBlock& block, int first_query, int warp)
+      : at(block.turns + first_query / BLOCK_Q * CONSUMER_WARPS + warp), sent(nullptr), own(block.own_turn),
+        num_tiles(block.padded_len / BLOCK_Q) {}
+
+  // Asked for a while before it is needed.
+  DEVICE int read() const {
+    int value;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+  }
+  // Tells the next tile of keys that what was sent last is there.
+  DEVICE void pass_on() const {
+    if (threadIdx.x % 32 != 0 || !sent) return;
+    bulk_wait();
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(sent), "r"(own + 1) : "memory");
+  }
+  // Waits for the tile of keys before this one; `seen`: what was read last.
+  DEVICE void take(int seen, bool is_first) {
+    pass_on();
+    if (!is_first && threadIdx.x % 32 == 0)
+      while (seen != own) seen = read();
+    sent = at;
+  }
+  DEVICE void go_on(int heads, int queries) { at += (heads * num_tiles + queries / BLOCK_Q) * CONSUMER_WARPS; }
+};
+#endif
 #else
 template <int N>
 DEVICE void add_dq(const float (&dq)[N], float* to) {
@@ -421,11 +510,34 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   u32 weights[4][4];
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
+#if ORDERED
+  const int last_tile_query = (block.first_tile + block.num_tiles - 1) * BLOCK_Q;
+  int first_query = last_tile_query;
+  [[maybe_unused]] int head = 0;
+#else
   int first_query = block.first_tile * BLOCK_Q;
+#endif
 #if COMPUTE_DQ
   float* dq_to =
       block.dq_sum +
       ((u64)(first_query - block.dq_first + warp * 16) * (HEAD_DIM / 8) + warpgroup * (DQ_COLUMNS / 8) * 16) * 8;
+#if ORDERED
+  DqTurns turns(block, first_query, warpgroup * 4 + warp);
+  auto send_last_dq = [&](int seen) {
+    // From the last step to this one; worked out anew, as there is no register to keep it.
+#if HEAD_BY_HEAD
+    const int heads_on = first_query == last_tile_query,
+              last_query = heads_on ? block.first_tile * BLOCK_Q : first_query + BLOCK_Q;
+#else
+    const int heads_on = head == 0 ? 1 - block.group_size : 1, last_query = first_query + (head == 0 ? BLOCK_Q : 0);
+#endif
+    const bool is_first = last_query >= block.other_end * BLOCK_Q;
+    turns.take(seen, is_first);
+    send_dq<DQ_COLUMNS / 2>(dq_to, staging, is_first);
+    dq_to += ((i64)heads_on * block.dq_len + first_query - last_query) * HEAD_DIM;
+    turns.go_on(heads_on, first_query - last_query);
+  };
+#else
   // The same rows of the next tile, or of the next head's first.
   auto next_tile = [&block](float* to, bool next_head) {
     const i64 rows = next_head ? block.dq_len - (block.num_tiles - 1) * BLOCK_Q : BLOCK_Q;
@@ -436,6 +548,7 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     send_dq<DQ_COLUMNS / 2>(dq_to, staging);
     dq_to = next_tile(dq_to, first_query == block.first_tile * BLOCK_Q);
   };
+#endif
 #endif
 #endif
 
@@ -451,6 +564,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
               d_out = shared + DO_AT + do_place.slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + do_place.slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + do_place.slot), do_place.phase);
+#if ORDERED
+    const int seen = turns.read();
+#endif
     wgmma_fence();
     // dP^T = V dO^T (SPLIT_STATS: dP^T - D)
     multiply_queries<SPLIT_STATS ? SPLIT_LAST : SPLIT_NONE>(dp, v, d_out, key_split, stats);
@@ -475,7 +591,9 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     pack_rows(weights, scores);
     wgmma_fence();
     accumulate_queries(sums.dv, weights, d_out);  // dV += P^T dO
-#if COMPUTE_DQ && DQ_BULK
+#if ORDERED
+    if (step > 0) send_last_dq(seen);
+#elif COMPUTE_DQ && DQ_BULK
     if (step > 0) send_last_dq();
 #endif
 
@@ -548,15 +666,26 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     wgmma_wait<0>();
     q_place = next_q;
     do_place.advance();
+#if ORDERED
+#if HEAD_BY_HEAD
+    first_query = first_query == block.first_tile * BLOCK_Q ? last_tile_query : first_query - BLOCK_Q;
+#else
+    if (++head == block.group_size) head = 0, first_query -= BLOCK_Q;
+#endif
+#else
     first_query += BLOCK_Q;
     const bool next_head = first_query == (block.first_tile + block.num_tiles) * BLOCK_Q;
     if (next_head) first_query = block.first_tile * BLOCK_Q;
 #if COMPUTE_DQ && !DQ_BULK
     dq_to = next_tile(dq_to, next_head);
 #endif
+#endif
   }
   wgmma_wait<0>();
-#if COMPUTE_DQ && DQ_BULK
+#if ORDERED
+  send_last_dq(turns.read());
+  turns.pass_on();
+#elif COMPUTE_DQ && DQ_BULK
   send_last_dq();
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif

@@ -29,7 +29,13 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
   [[maybe_unused]] const u32 k_block = shared + warpgroup * 2 * BLOCK_KV * 128,
                              k_half = shared + BLOCK_KV * 128 + warpgroup * 64;
   float scores[32];
+#if ORDERED
+  int first_query = (block.first_tile + block.num_tiles - 1) * BLOCK_Q;
+  [[maybe_unused]] int head = 0;
+  DqTurns turns(block, first_query, warpgroup * 4 + warp);
+#else
   int first_query = block.first_tile * BLOCK_Q;
+#endif
 #if COMPUTE_DQ
   // fragments of 16 x 8: 128 numbers
   float* dq_to = block.dq_sum + (u64)(first_query - block.dq_first + warp * 16) * HEAD_DIM;
@@ -46,6 +52,12 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
               d_out = shared + DO_AT + slot * DO_TILE_BYTES;
     const u32 stats = shared + DO_STATS_AT + slot * DO_STATS_BYTES;
     barrier_wait(barrier_at(shared, FULL_DO + slot), phase);
+#if ORDERED
+    const int seen = turns.read();
+    const bool is_first = first_query >= block.other_end * BLOCK_Q;
+#else
+    constexpr bool is_first = false;
+#endif
     wgmma_wait<0>();  // S
 
     // P^T = 2^(S^T - lse).
@@ -120,20 +132,38 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
     multiply_keys(dq_block, ds, k_block);
     multiply_keys(dq_half, ds, k_half);
     wgmma_wait<1>();
+#if ORDERED
+    turns.take(seen, is_first);
+#endif
     stage_dq(dq_block, staging);
-    send_dq<32>(dq_to + warpgroup * 16 * 128, staging);
+    send_dq<32>(dq_to + warpgroup * 16 * 128, staging, is_first);
     wgmma_fence();
     multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
     wgmma_wait<1>();
     stage_dq(dq_half, staging);
-    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, staging);
+    send_dq<16>(dq_to + (8 + warpgroup * 4) * 128, staging, is_first);
+#if !ORDERED
     dq_to += BLOCK_Q * HEAD_DIM;
+#endif
 #else
     wgmma_wait<0>();  // dK
     release(barrier_at(shared, EMPTY_Q + slot));
     wgmma_fence();
     multiply_queries<SPLIT_NONE>(scores, k, next_queries, key_split, 0);
 #endif
+#if ORDERED
+#if HEAD_BY_HEAD
+    const int heads_on = first_query == block.first_tile * BLOCK_Q,
+              queries = (heads_on ? block.num_tiles - 1 : -1) * BLOCK_Q;
+#else
+    const bool is_last = ++head == block.group_size;  // of the tile's heads
+    const int heads_on = is_last ? 1 - head : 1, queries = is_last ? -BLOCK_Q : 0;
+    if (is_last) head = 0;
+#endif
+    dq_to += ((i64)heads_on * block.dq_len + queries) * HEAD_DIM;
+    turns.go_on(heads_on, queries);
+    first_query += queries;
+#else
     first_query += BLOCK_Q;
     if (first_query == (block.first_tile + block.num_tiles) * BLOCK_Q) {
       // The next head's first tile.
@@ -142,8 +172,12 @@ DEVICE void consume(BackwardBlock& block, const Keys& keys, u32 shared, int warp
       dq_to += (i64)(block.dq_len - block.num_tiles * BLOCK_Q) * HEAD_DIM;
 #endif
     }
+#endif
   }
   wgmma_wait<0>();
+#if ORDERED
+  turns.pass_on();
+#endif
 #if COMPUTE_DQ && DQ_BULK
   if (lane == 0) bulk_wait_read();  // shared memory must last until the adds have read it
 #endif

@@ -1,6 +1,6 @@
 // hopper_query_gradient: dq of a tile of query rows on Hopper (sm_90a), queries in place, so that every sum has a fixed
 // order.
-// Used by hopper_attention_backward_query.cu and hopper_dma_attention_backward_query.cu, which document the interface.
+// Used by hopper_dma_attention_backward_query.cu, which documents the interface.
 // Three products a stage, S = Q K^T, dP = dO V^T and dQ += dS K, the last beside the next stage's S and
 // the other warpgroup's work.
 // Defines    as hopper_tiles.cuh

@@ -31,6 +31,15 @@ DEVICE void bulk_add_f32(float* to, u32 shared, u32 bytes) {
       "r"(shared), "r"(bytes), "l"(EVICT_LAST)
       : "memory");
 }
+// Copies `bytes` (a multiple of 16) to global memory, with the same hint.
+DEVICE void bulk_store(float* to, u32 shared, u32 bytes) {
+  constexpr u64 EVICT_LAST = 0x14f0000000000000;
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(to), "r"(shared),
+               "r"(bytes), "l"(EVICT_LAST)
+               : "memory");
+}
+// Waits until all bulk adds and stores of this thread are done, and others may see them.
+DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Closes this thread's group of bulk adds; waits until shared memory of all of them may be written again.
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }

@@ -90,7 +90,10 @@ impl Draw {
             layout: random.one_of(&Layout::ALL),
             magnitude,
             seed: random.between(0, 1 << 30) as u64,
-            policy: extent.policy,
+            policy: KernelPolicy {
+                blocks_per_tile: random.one_of(&[None, None, Some(2), Some(3), Some(2 * group)]),
+                ..extent.policy
+            },
         }
     }
 
@@ -99,12 +102,13 @@ impl Draw {
         let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
         format!(
             "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
-             head_dim_v={head_dim_v} {} {:?} {} {} q, k x {} seed {seed}",
+             head_dim_v={head_dim_v} {} {:?} {} {} q, k x {} blocks {:?} seed {seed}",
             self.keys,
             self.cuts,
             self.scores.name(),
             self.layout.name(),
             self.magnitude,
+            self.policy.blocks_per_tile,
         )
     }
 
@@ -174,7 +178,46 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         check_wrapper(report, &name, prepared, device, |call| call.lists(tile_queries));
         Ok(())
     })?;
-    check_nan(report, device, extent)
+    check_nan(report, device, extent)?;
+    match extent.is_emulated {
+        // Blocks run one after the other there.
+        true => Ok(()),
+        false => check_repeats(report, device, extent),
+    }
+}
+
+/// Backward passes in a fixed order whose results are compared.
+const REPEATS: usize = 20;
+
+/// Backward passes in a fixed order, so long that blocks of threads wait for each other, again and again: equal bits.
+fn check_repeats(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
+    for (seq_len, heads, width, keys) in [
+        (2000, [6, 2], 128, Keys::Dense),
+        (3000, [4, 1], 64, Keys::Dense),
+        (3000, [2, 2], 128, Keys::Window(700)),
+        (2000, [4, 2], 64, Keys::Biased),
+    ] {
+        let shape = AttentionShape::new(1, seq_len, heads, [width; 2]);
+        let case = Case::draw(shape, keys, Cuts::Count(2), &Scores::Independent, extent.seed)?;
+        let case = case.under(extent.policy);
+        let call = OnDevice::new(&case, device);
+        let outcome = || -> Outcome {
+            let lists = call.lists(KeyLists::TILE_QUERIES)?;
+            let result = call.forward(lists.as_ref())?;
+            let gradients = || call.gradients(lists.as_ref(), &result, SumOrder::Fixed);
+            let first = gradients()?;
+            for at in 1..REPEATS {
+                if gradients()? != first {
+                    return wrong(format!("the gradients of pass {at} differ from the first one's"));
+                }
+            }
+            Ok(0.0)
+        };
+        let label = format!("{seq_len} tokens, heads {heads:?}, width {width}, {keys}");
+        let path = on_device::family(&case, device);
+        report.add_wrapper("attention, fixed order, repeated", path, &label, outcome());
+    }
+    Ok(())
 }
 
 /// The key that has a NaN, of so many.

@@ -21,6 +21,7 @@ use crate::clock::Clock;
 use crate::device::Gpu;
 use crate::error::{BenchError, Result};
 use crate::scores::Scores;
+use crate::shape::BenchHeads;
 use crate::step;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
@@ -72,8 +73,38 @@ pub struct BenchSettings {
     pub repetitions: usize,
     /// Captured q, k and v for the rows of selectors.
     pub operands: Option<PathBuf>,
-    /// Tokens of the generated operands of selectors; the usual ones where empty.
+    /// Tokens of a row; the usual ones where empty. Of selectors, tokens of their generated operands.
     pub lengths: Vec<usize>,
+    /// Query and KV heads of standard, DMA's, latent and NSA's rows; the usual ones where empty.
+    pub heads: Vec<BenchHeads>,
+    /// Width of the heads of standard, DMA's and NSA's rows, where not the usual ones.
+    pub width: Option<usize>,
+    /// Backward passes of dense attention, windows and DMA with about so many blocks of threads for each tile of keys;
+    /// the number that a call takes by itself where empty.
+    pub blocks_per_tile: Vec<usize>,
+}
+
+impl BenchSettings {
+    /// Whether rows of other sizes than the usual ones are asked for.
+    fn has_sizes(&self) -> bool {
+        !self.heads.is_empty() || self.width.is_some() || !self.lengths.is_empty()
+    }
+
+    /// One row of every number of heads and length asked for, or of those given here.
+    fn shapes(&self, heads: &[[usize; 2]], lengths: &[usize], width: usize) -> Vec<AttentionShape> {
+        let heads: Vec<[usize; 2]> = match self.heads[..] {
+            [] => heads.to_vec(),
+            _ => self.heads.iter().map(|BenchHeads(heads)| *heads).collect(),
+        };
+        let lengths = if self.lengths.is_empty() {
+            lengths
+        } else {
+            &self.lengths
+        };
+        let width = self.width.unwrap_or(width);
+        let of_heads = |heads: [usize; 2]| lengths.iter().map(move |&len| rows::shape(1, len, heads, width));
+        heads.into_iter().flat_map(of_heads).collect()
+    }
 }
 
 /// What a benchmark tells while it runs.
@@ -126,9 +157,8 @@ pub(crate) struct Bench<'a> {
     pub(crate) device: Gpu,
     gpu: usize,
     clock: Clock,
-    scores: Vec<Scores>,
-    operands: Option<PathBuf>,
-    lengths: Vec<usize>,
+    /// What was asked for.
+    pub(crate) settings: BenchSettings,
     copy_bytes_per_s: f64,
     matmul_flops: f64,
     failed: usize,
@@ -177,9 +207,7 @@ impl<'a> Bench<'a> {
             device,
             gpu: gpu.index,
             clock,
-            scores: settings.scores.clone(),
-            operands: settings.operands.clone(),
-            lengths: settings.lengths.clone(),
+            settings: settings.clone(),
             copy_bytes_per_s,
             matmul_flops,
             failed: 0,

@@ -13,7 +13,7 @@ const WIDTHS: &[(usize, usize)] = &[
 ];
 
 /// Query heads a KV head.
-const GROUPS: &[usize] = &[1, 2, 3, 4, 8];
+const GROUPS: &[usize] = &[1, 2, 3, 4, 7, 8, 16];
 
 /// Tokens of a selection: one block, several super-blocks, several blocks of survivors, more leaving times than one
 /// window of bits.

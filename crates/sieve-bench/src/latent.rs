@@ -18,8 +18,8 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::reference::{AttentionCall, Heads, Rounding, Terms};
 use sieve_cpu::{Documents, Mask};
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, MlaNorm, MlaPack,
-    NeededKernels, NeededKeys, SumOrder,
+    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KernelPolicy, MlaNorm,
+    MlaPack, NeededKernels, NeededKeys, SumOrder,
 };
 use sieve_ops::{AttentionOutput, DeviceBackend, MlaCall, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
@@ -82,7 +82,11 @@ impl Call {
         };
         let case = Case::draw(shape, Keys::Dense, cuts, &Scores::Independent, seed)?;
         let label = format!("{shape:?} rope {rope_dim} {size:?} {cuts:?} q, k x {magnitude} seed {seed}");
-        let case = case.under(extent.policy).magnified(magnitude);
+        let policy = KernelPolicy {
+            blocks_per_tile: random.one_of(&[None, Some(2), Some(3)]),
+            ..extent.policy
+        };
+        let case = case.under(policy).magnified(magnitude);
         let call = Self::of(case, size, seed, label);
         Ok(match random.chance(0.5) {
             true => call.normed(size, random),

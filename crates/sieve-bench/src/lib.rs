@@ -51,4 +51,4 @@ pub use error::BenchError;
 pub use report::{Report, Row};
 pub use run::{NsaForm, Op, RunSettings, run};
 pub use scores::Scores;
-pub use shape::{CaseBlocks, CaseShape};
+pub use shape::{BenchHeads, CaseBlocks, CaseShape};

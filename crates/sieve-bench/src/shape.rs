@@ -113,6 +113,24 @@ impl CaseShape {
     }
 }
 
+/// `--heads 32/4`: query and KV heads of a benchmark's rows, checked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BenchHeads(pub [usize; 2]);
+
+impl FromStr for BenchHeads {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let counts = text
+            .split_once('/')
+            .map(|(q, kv)| [q, kv].map(|count| count.trim().parse().unwrap_or(0)));
+        match counts {
+            Some([q, kv]) if kv > 0 && q > 0 && q % kv == 0 => Ok(Self([q, kv])),
+            _ => Err("query heads and KV heads that divide them are needed, as in 32/4".to_owned()),
+        }
+    }
+}
+
 /// `--blocks 32,16,64,16`: tokens of a compressed block, of its stride and of a selected block, and blocks of a query;
 /// checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

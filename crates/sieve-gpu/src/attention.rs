@@ -9,5 +9,6 @@ pub(crate) mod forward;
 pub(crate) mod heads;
 pub(crate) mod hopper_tiling;
 pub(crate) mod launch;
+pub(crate) mod query_shares;
 pub(crate) mod sparse_forward;
 pub(crate) mod tiling;

@@ -165,6 +165,9 @@ fn bench(args: BenchArgs) -> Result<()> {
         repetitions: args.repetitions,
         operands: args.operands,
         lengths: args.lengths,
+        heads: args.heads,
+        width: args.width,
+        blocks_per_tile: args.blocks_per_tile,
     };
     let mut print = |event| match event {
         BenchEvent::Ceilings(ceilings) => terminal::line(&ceilings.to_string()),

@@ -7,6 +7,8 @@ Dense: SDPA with cuDNN and with FlashAttention-2. Windows: FlexAttention, compil
 `--only sparse`: the rows of `sieve kernels bench --sparse`, 32 query and 8 KV heads, FlexAttention under random blocks of 128, cuDNN dense.
 `--only nsa_check,nsa`: the rows of `sieve kernels bench --nsa`, cuDNN dense and, where the package fla can be imported, its Triton kernels without the
 window branch (it refuses groups under 16); the check holds them against f32 products first and prints relative errors.
+`--only heads`: the rows of `sieve kernels bench --heads 16/8,16/16,32/8,32/4,64/8,64/4,16/2,16/1 --lengths 4096,8192,32768` and of
+`--heads 9/3,14/2,32/8 --width 64`, cuDNN and, where it can be imported (pack.sh brings it to a machine without a network), FlashAttention-4.
 `--only mla`: the rows of `sieve kernels bench --mla` with keys of 192 and values of 128 columns, cuDNN.
 CUDA events, the L2 flushed by reads before each run, the launches queued before the GPU is free, medians. A ratio is the rival's time over ours.
 """
@@ -24,6 +26,8 @@ WINDOWS = [(16384, 128, 1024), (16384, 128, 2048), (65536, 128, 1024), (65536, 1
 DECODE = [(16, 131072, 128), (1, 131072, 128)]
 SPARSE_HEADS, SPARSE = 32, [(8192, []), (32768, [0.125]), (131072, [0.125, 0.0625])]
 NSA_HEADS, NSA_LENGTHS, NSA_BLOCK, NSA_CHOSEN = [(16, 8), (64, 4)], (8192, 32768, 65536), 64, 16
+WIDE_HEADS, NARROW_HEADS = [(16, 8), (16, 16), (32, 8), (32, 4), (64, 8), (64, 4), (16, 2), (16, 1)], [(9, 3), (14, 2), (32, 8)]
+HEAD_SHAPES = [(*heads, width, n) for width, shapes in ((128, WIDE_HEADS), (64, NARROW_HEADS)) for heads in shapes for n in (4096, 8192, 32768)]
 MLA = [(2, 8192), (8, 2048), (1, 32768)]
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
 
@@ -247,6 +251,29 @@ def nsa(timer):
             print(f"{rival} {what} 1 x {n}: {ms:.3f} + {backward:.3f} = {ms + backward:.3f} ms", flush=True)
 
 
+def heads(timer):
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError as error:
+        flash_attn_func = None
+        print(f"FlashAttention-4 is not timed: {error}", flush=True)
+    for heads, kv_heads, width, n in HEAD_SHAPES:
+        new = lambda heads: torch.randn(1, n, heads, width, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        q, k, v = new(heads), new(kv_heads), new(kv_heads)
+        gradient, repetitions, what = torch.randn_like(q), 5 if n > 16_000 else 9, f"dense h{heads}/{kv_heads}"
+
+        def cudnn():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                inner = [x.transpose(1, 2) for x in (q, k, v)]
+                return torch.nn.functional.scaled_dot_product_attention(*inner, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        both(timer, (what, 1, n, width, "cuDNN"), cudnn, (q, k, v), gradient, repetitions)
+        for rival, deterministic in (("FA4", False), ("FA4 fixed order", True)) if flash_attn_func else ():
+            result = lambda: flash_attn_func(q, k, v, causal=True, deterministic=deterministic)
+            first = lambda: r[0] if isinstance(r := result(), (tuple, list)) else r
+            both(timer, (what, 1, n, width, rival), first, (q, k, v), gradient, repetitions)
+
+
 def mla(timer):
     for batch, n in MLA:
         new = lambda width: torch.randn(batch, n, HEADS, width, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
@@ -272,6 +299,11 @@ def side_by_side(rows, ours):
 
     print(f"{'what':64} {'ours, ms':>9} {'rival':>14} {'its ms':>9} {'ratio':>9}")
     for (what, batch, n, width, rival, phase), ms in rows.items():
+        if what.startswith("dense h"):
+            order = ", fixed order" if rival.endswith("fixed order") and phase == "backward" else ""
+            label = what.removeprefix("dense ")
+            line(f"dense {phase}{order} {label} {batch} x {n} d{width}", rival, found.get((f"dense {phase}{order}", f"{batch}x{n} {label} d{width}")), ms)
+            continue
         name = what if what == "decode" else f"{what} {phase}"
         line(f"{name} {batch} x {n} d{width}", rival, time(name, batch, n, width), ms)
     for (what, batch, n, width, rival, phase), ms in rows.items():
@@ -305,7 +337,7 @@ def main():
     parser.add_argument("--only", default="dense,windows,decoding")
     args = parser.parse_args()
     groups = {"dense": dense, "windows": windows, "decoding": decoding, "table2": table2, "sparse": sparse}
-    groups |= {"nsa_check": nsa_check, "nsa": nsa, "mla": mla}
+    groups |= {"nsa_check": nsa_check, "nsa": nsa, "mla": mla, "heads": heads}
     wanted = args.only.split(",")
     for name in wanted:
         if name not in groups:

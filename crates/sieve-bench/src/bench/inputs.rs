@@ -5,12 +5,13 @@ use burn::tensor::{Distribution, Tensor};
 use sieve_core::{DmaBias, DmaWindow, KeepOLow};
 use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KeyLists, MlaPack, Qkv, Selection,
-    SumOrder, burn_dtype, dma_select,
+    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, KernelError, KernelPolicy, KeyLists, MlaPack, Qkv,
+    Selection, SumOrder, burn_dtype, dma_select,
 };
 use sieve_ops::Cuda;
 
 /// Packed q, k, v and everything a call needs.
+#[derive(Clone)]
 pub(crate) struct Inputs {
     pub(crate) shape: AttentionShape,
     pub(crate) qkv: Qkv,
@@ -65,6 +66,18 @@ impl Inputs {
             doc_end: device.int(&vec![seq_len as i32; tokens], &[batch, seq_len]),
             scale: 1.0 / (width as f32).sqrt(),
             o_low: KeepOLow::default(),
+        }
+    }
+
+    /// The same tensors for backward passes with about so many blocks of threads for each tile of keys.
+    pub(crate) fn with_blocks_per_tile(&self, blocks: usize) -> Self {
+        let policy = KernelPolicy {
+            blocks_per_tile: Some(blocks),
+            ..self.qkv.policy()
+        };
+        Self {
+            qkv: self.qkv.under(policy),
+            ..self.clone()
         }
     }
 

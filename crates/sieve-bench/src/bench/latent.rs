@@ -12,6 +12,13 @@ const ROPE_DIM: usize = 64;
 
 /// All of them.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
+    if bench.settings.has_sizes() {
+        for AttentionShape { seq_len, num_heads, .. } in bench.settings.shapes(&[[HEADS; 2]], &[8192], HEAD_DIM) {
+            let widths = [HEAD_DIM + ROPE_DIM, HEAD_DIM];
+            dense(bench, AttentionShape::new(1, seq_len, [num_heads; 2], widths), None)?;
+        }
+        return Ok(());
+    }
     for (batch, seq_len) in [(2, 8192), (8, 2048), (1, 32768)] {
         dense(bench, shape(batch, seq_len), None)?;
     }

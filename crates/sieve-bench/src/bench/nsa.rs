@@ -1,7 +1,7 @@
 //! Rows of native sparse attention: all three branches with their gates, beside dense attention of the same length.
 use super::Bench;
 use super::inputs::Inputs;
-use super::rows::{dense, forward_flops, passes, shape};
+use super::rows::{ORDERS, dense, forward_flops, passes};
 use crate::error::Result;
 use sieve_kernels::DType;
 use sieve_kernels::{
@@ -24,12 +24,9 @@ const BLOCKS: NsaBlocks = NsaBlocks {
 
 /// All of them.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
-    for heads in HEADS {
-        for seq_len in LENGTHS {
-            let shape = shape(1, seq_len, heads, HEAD_DIM);
-            dense(bench, shape, None)?;
-            sparse(bench, shape)?;
-        }
+    for shape in bench.settings.shapes(&HEADS, &LENGTHS, HEAD_DIM) {
+        dense(bench, shape, None)?;
+        sparse(bench, shape)?;
     }
     Ok(())
 }
@@ -58,8 +55,8 @@ impl Call {
         let [_, seq_len, heads, _] = inputs.shape.output();
         let rows = BLOCKS.num_slots(seq_len) * inputs.shape.num_kv_heads;
         Self {
-            compressed: bench.bf16([2, rows, HEAD_DIM]),
-            positions: [(); 2].map(|()| bench.bf16([BLOCKS.compress_block_size, HEAD_DIM])),
+            compressed: bench.bf16([2, rows, inputs.shape.head_dim]),
+            positions: [(); 2].map(|()| bench.bf16([BLOCKS.compress_block_size, inputs.shape.head_dim])),
             logits: bench.bf16([1, seq_len, heads * 3]),
             bias: inputs.d_o.zeros_contiguous(&[heads * 3], DType::F32),
             inputs,
@@ -85,14 +82,14 @@ impl Call {
     }
 
     /// Each branch with the output's gradient, which has the size of its own.
-    pub(super) fn backward(&self, branches: &Branches) -> Result<(), KernelError> {
+    pub(super) fn backward(&self, branches: &Branches, order: SumOrder) -> Result<(), KernelError> {
         let Inputs {
             shape, qkv, d_o, scale, ..
         } = &self.inputs;
+        let qkv = &qkv.in_order(order);
         let documents = self.inputs.documents();
         nsa_gates_backward(outputs(branches), &self.logits, &self.bias, d_o)?;
-        self.inputs
-            .backward(&branches.window, Some(WINDOW), None, SumOrder::Any)?;
+        self.inputs.backward(&branches.window, Some(WINDOW), None, order)?;
         let call = self.inputs.call(qkv, &branches.selected);
         let (chosen, lists) = (&branches.chosen, &branches.lists);
         call.nsa_selected_attention_backward(documents, chosen, BLOCKS, lists)?;
@@ -122,8 +119,8 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         bench,
         ("nsa ", shape),
         [flops, 2.5 * flops],
-        &[(SumOrder::Any, "")],
+        &ORDERS,
         || call.forward(),
-        |branches, _| call.backward(branches),
+        |branches, order| call.backward(branches, order),
     )
 }

@@ -45,6 +45,9 @@ fn backward_products(shape: AttentionShape) -> f64 {
 
 /// Dense and windowed attention, DMA, decoding, as the published table has them.
 pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
+    if bench.settings.has_sizes() {
+        return asked(bench);
+    }
     for (batch, seq_len, width) in [
         (2, 8192, 128),
         (8, 2048, 128),
@@ -71,7 +74,7 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         (32768, 64, 1024),
     ] {
         let form = DmaShape::published(kept);
-        for scores in bench.scores.clone() {
+        for scores in bench.settings.scores.clone() {
             dma(bench, shape(1, seq_len, HEADS, width), form, &scores)?;
         }
     }
@@ -80,6 +83,21 @@ pub(crate) fn standard(bench: &mut Bench<'_>) -> Result<()> {
         dma_decoding(bench, shape(batch, 131072, HEADS, 128), 2048)?;
     }
     super::latent::rows(bench)
+}
+
+/// Dense attention, a window and DMA at the sizes that were asked for.
+fn asked(bench: &mut Bench<'_>) -> Result<()> {
+    const WINDOW: usize = 1024;
+    for shape in bench.settings.shapes(&[HEADS], &[8192], 128) {
+        dense(bench, shape, None)?;
+        if shape.seq_len > WINDOW {
+            dense(bench, shape, Some(WINDOW))?;
+            for scores in bench.settings.scores.clone() {
+                dma(bench, shape, DmaShape::published(WINDOW), &scores)?;
+            }
+        }
+    }
+    Ok(())
 }
 
 pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option<usize>) -> Result<()> {
@@ -98,11 +116,30 @@ pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option
         &ORDERS,
         || inputs.forward(window, None),
         |result, order| inputs.backward(result, window, None, order),
-    )
+    )?;
+    let result = inputs.forward(window, None)?;
+    shared_tiles(bench, &inputs, (&what, flops * backward_products(shape)), |inputs| {
+        inputs.backward(&result, window, None, SumOrder::Any)
+    })
+}
+
+/// A backward pass with each number of blocks a tile that was asked for.
+fn shared_tiles(
+    bench: &mut Bench<'_>,
+    inputs: &Inputs,
+    (what, flops): (&str, f64),
+    backward: impl Fn(&Inputs) -> StdResult<(), KernelError>,
+) -> Result<()> {
+    for blocks in bench.settings.blocks_per_tile.clone() {
+        let inputs = inputs.with_blocks_per_tile(blocks);
+        let name = format!("{what}backward, blocks {blocks}");
+        bench.row(&name, inputs.shape, Work::Flops(flops), || backward(&inputs));
+    }
+    Ok(())
 }
 
 /// Both orders of the sums of a backward pass, with what rows call them.
-const ORDERS: [(SumOrder, &str); 2] = [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")];
+pub(super) const ORDERS: [(SumOrder, &str); 2] = [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")];
 
 /// A forward pass, and the backward pass of its result in one order of sums or in both.
 pub(super) fn passes<R>(
@@ -145,10 +182,11 @@ fn nothing_masked(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
 
 /// DMA as published beside the form that the recipes train: a slope, and the last eighth of the keys always kept.
 pub(crate) fn dma_forms(bench: &mut Bench<'_>) -> Result<()> {
-    for (seq_len, kept) in [(8192, 1024), (32768, 1024), (131072, 2048)] {
-        for scores in bench.scores.clone() {
+    for shape in bench.settings.shapes(&[HEADS], &[8192, 32768, 131072], 128) {
+        let kept = if shape.seq_len > 65536 { 2048 } else { 1024 };
+        for scores in bench.settings.scores.clone() {
             for form in [DmaShape::published(kept), trained(kept)] {
-                dma(bench, shape(1, seq_len, HEADS, 128), form, &scores)?;
+                dma(bench, shape, form, &scores)?;
             }
         }
     }
@@ -242,7 +280,11 @@ fn dma_passes(
         || inputs.dma_forward(delta, &lists),
         |result, order| inputs.dma_backward(result, delta, &lists, order),
     )?;
-    drop(lists);
+    let result = inputs.dma_forward(delta, &lists)?;
+    shared_tiles(bench, inputs, (&format!("{name}: "), BACKWARD * flops), |inputs| {
+        inputs.dma_backward(&result, delta, &lists, SumOrder::Any)
+    })?;
+    drop((lists, result));
     let name = format!("{name}: select, lists, forward, backward");
     bench.row(&name, shape, Work::Flops((1.0 + BACKWARD) * flops), || {
         let lists = inputs.lists(z, window)?;
@@ -345,7 +387,7 @@ pub(crate) fn table2(bench: &mut Bench<'_>) -> Result<()> {
     shapes.extend([1, 2, 4, 8].map(|batch| shape(batch, 4096, [2, 1], 32)));
     shapes.extend([[1, 1], [4, 1], [8, 2]].map(|heads| shape(1, 4096, heads, 32)));
     shapes.extend([64, 96, 128].map(|width| shape(1, 4096, [2, 1], width)));
-    let scores = bench.scores.first().cloned().unwrap_or(Scores::Independent);
+    let scores = bench.settings.scores.first().cloned().unwrap_or(Scores::Independent);
     for shape in shapes {
         let Some(inputs) = bench.inputs(shape)? else {
             continue;

@@ -125,7 +125,7 @@ fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
         return Ok(None);
     };
     let call = nsa::Call::new(inputs, bench);
-    let (forward, backward) = (|| call.forward(), |branches: &_| call.backward(branches));
+    let (forward, backward) = (|| call.forward(), |branches: &_| call.backward(branches, SumOrder::Any));
     pass(bench, "nsa", shape, nsa::flops(shape), forward, backward)
 }
 

@@ -52,12 +52,12 @@ const SELECTORS: [&str; 15] = [
 /// All rows; with captured operands their own first, and the generated ones as they fit them.
 pub(crate) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     let mut weights = FITTED.to_vec();
-    if let Some(path) = bench.operands.clone() {
+    if let Some(path) = bench.settings.operands.clone() {
         let captured = Operands::captured(&path, &bench.device)?;
         weights = fitted(bench, &captured, &path)?;
         methods(bench, "captured", &captured)?;
     }
-    let asked = std::mem::take(&mut bench.lengths);
+    let asked = bench.settings.lengths.clone();
     for seq_len in if asked.is_empty() { LENGTHS.to_vec() } else { asked } {
         let seq_len = seq_len.next_multiple_of(STEP);
         let heads = if seq_len <= MANY_HEADS_UP_TO { [32, 8] } else { [8, 2] };

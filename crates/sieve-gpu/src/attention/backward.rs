@@ -2,9 +2,10 @@
 use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::forward::{AttentionResult, require_per_key, require_scale};
-use crate::attention::heads::{AttentionShape, Qkv};
-use crate::attention::hopper_tiling::hopper_attention_backward_prepare_kernel;
+use crate::attention::heads::{AttentionShape, Heads, Qkv};
+use crate::attention::hopper_tiling::{KernelFamily, hopper_attention_backward_prepare_kernel};
 use crate::attention::launch::PassInputs;
+use crate::attention::query_shares::QueryShares;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::error::KernelError;
 use crate::runtime::checks::{require_non_empty, require_tokens};
@@ -14,6 +15,7 @@ use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
+use crate::step::column_sums::column_sums;
 use crate::step::fill_zero::empty_zero;
 
 const NAME: &str = "attention_backward";
@@ -80,13 +82,41 @@ impl AttentionGradients<'_> {
             source,
         };
         let stats = row_stats(&self, &d_o, &shape)?;
-        let dq_sum = match self.qkv.policy().sums {
-            SumOrder::Any => Some(empty_zero(&d_o, &dq_sum_shape(&shape, padded_len(shape.seq_len)))?),
-            SumOrder::Fixed => None,
+        let sum_shape = dq_sum_shape(&shape, padded_len(shape.seq_len));
+        let [dq_sum, dq_turns] = match (self.qkv.policy().sums, pass.family()) {
+            (SumOrder::Any, _) => [Some(empty_zero(&d_o, &sum_shape)?), None],
+            // The first tile of keys stores; whose turn it is next, of each query tile and consumer warp.
+            (SumOrder::Fixed, KernelFamily::Hopper) => {
+                let turns = [shape.batch, shape.num_heads, sum_shape[2] / ROW_ALIGNMENT, 8];
+                [
+                    Some(d_o.empty_contiguous(&sum_shape, DType::F32)),
+                    Some(empty_zero(&d_o, &turns)?),
+                ]
+            }
+            (SumOrder::Fixed, KernelFamily::Portable) => [None, None],
         };
-        let dbias = bias
-            .as_ref()
-            .map(|bias| bias.delta.empty_contiguous(bias.delta.shape(), DType::F32));
+        let tiles = pass.key_tiles()?;
+        let shares = match qkv.policy().blocks_per_tile {
+            Some(count) => QueryShares::of_count(count, shape.group_size()),
+            None => QueryShares::of_neighbours(&shape, window, tiles),
+        };
+        // Of dk and dv as their sums lie in registers; of the bias's gradient, row after row.
+        let parts = (shares != QueryShares::ONE).then(|| {
+            // As `AttentionShape::key_part_bytes` counts them.
+            let rows = shares.count() * padded_len(shape.seq_len);
+            let of = |width| d_o.empty_contiguous(&[shape.batch, shape.num_kv_heads, rows, width], DType::F32);
+            [of(shape.head_dim), of(shape.head_dim_v)]
+        });
+        let [dk_to, dv_to] = match &parts {
+            Some([dk, dv]) => [dk, dv],
+            None => [self.grads.k.tensor(), self.grads.v.tensor()],
+        };
+        let dbias = bias.as_ref().map(|bias| match &parts {
+            Some(_) => bias
+                .delta
+                .empty_contiguous(&[shares.count(), bias.delta.num_elements()], DType::F32),
+            None => bias.delta.empty_contiguous(bias.delta.shape(), DType::F32),
+        });
         let inputs = [qkv.q.tensor(), qkv.k.tensor(), qkv.v.tensor(), &d_o, &stats];
         let (base, softmax_scale) = (qkv.params(NAME, &shape)?, self.softmax_scale);
         let padded_len = padded_len(shape.seq_len);
@@ -110,7 +140,7 @@ impl AttentionGradients<'_> {
             // maps are of q, k, v and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &by_query) }?;
         }
-        for set in BackwardTiling::launches(&shape, self.qkv.policy().sums) {
+        for set in BackwardTiling::launches(&shape, dq_sum.is_some()) {
             let params = params!(AttentionBackwardParams {
                 base,
                 dk_offset: dk[0],
@@ -122,23 +152,39 @@ impl AttentionGradients<'_> {
                 window,
                 softmax_scale,
                 padded_len,
+                head_shares: shares.heads,
+                query_shares: shares.queries,
             });
             let mut tensors = inputs.to_vec();
             tensors.push(&doc_end);
             tensors.extend(bias.iter().flat_map(Bias::tensors));
             tensors.extend(dq_sum.as_ref().filter(|_| set.dq));
-            tensors.extend(set.dk.then_some(self.grads.k.tensor()));
-            tensors.extend(set.dv.then_some(self.grads.v.tensor()));
+            tensors.extend(&dq_turns);
+            tensors.extend(set.dk.then_some(dk_to));
+            tensors.extend(set.dv.then_some(dv_to));
             tensors.extend(dbias.as_ref().filter(|_| set.dk));
-            let (kernel, block_kv, maps) = pass.by_key(set)?;
-            let blocks = shape.seq_len.div_ceil(block_kv);
-            let grid = [blocks, shape.num_kv_heads, shape.batch];
-            // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, adds to dq_sum;
-            // the maps are of q and d_o, which are among the tensors.
+            let (mut kernel, maps) = pass.by_key(set, shares)?;
+            if dq_turns.is_some() && source == KeySource::Dense && window < shape.seq_len {
+                kernel = head_by_head(kernel);
+            }
+            let blocks = shape.seq_len.div_ceil(tiles.block_kv);
+            let grid = [blocks, shape.num_kv_heads * shares.count(), shape.batch];
+            // SAFETY: sizes, strides and types checked above; writes every element of dk, dv and dbias, or of their
+            // parts, adds to dq_sum; the maps are of q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
+        let dbias = match (&parts, dbias) {
+            (None, dbias) => dbias,
+            (Some([dk_parts, dv_parts]), dbias_parts) => {
+                let rows = [padded_len, 0];
+                convert_sums(dk_parts, shares.count(), rows, (&self.grads.k, dk), softmax_scale)?;
+                convert_sums(dv_parts, shares.count(), rows, (&self.grads.v, dv), 1.0)?;
+                let sums = dbias_parts.map(|parts| column_sums(&parts, [&shape.per_key()]));
+                sums.transpose()?.map(|[sum]| sum)
+            }
+        };
         if let Some(dq_sum) = &dq_sum {
-            convert_dq(dq_sum, &self, &shape, padded_len, 0)?;
+            convert_dq(dq_sum, &self, padded_len, 0)?;
             return Ok(dbias);
         }
         let params = params!(AttentionBackwardQueryParams {
@@ -171,6 +217,16 @@ pub(crate) fn attention_backward_convert_kernel(head_dim: usize) -> SourceKernel
     SourceKernel::new("attention_backward_convert")
         .define("HEAD_DIM", head_dim)
         .threads(256)
+}
+
+/// The form of a Hopper kernel in a fixed order for windows.
+pub(crate) fn head_by_head(kernel: SourceKernel) -> SourceKernel {
+    kernel.define("HEAD_BY_HEAD", 1)
+}
+
+/// The kernel that adds up parts of dk or dv.
+pub(crate) fn attention_backward_join_kernel(width: usize) -> SourceKernel {
+    attention_backward_convert_kernel(width).define("SUM_PARTS", 1)
 }
 
 /// Tokens of those buffers.
@@ -240,25 +296,42 @@ pub(crate) fn row_stats(
 pub(crate) fn convert_dq(
     dq_sum: &CudaTensor,
     call: &AttentionGradients,
-    shape: &AttentionShape,
     rows: usize,
     first_query: usize,
 ) -> Result<(), KernelError> {
-    // A warp turns 16 rows of 32 columns; a block has eight warps.
-    let warps = shape.batch * shape.num_heads * (rows / 16) * shape.head_dim.div_ceil(32);
     let [dq, _, _] = call.grads.head_words(NAME)?;
+    let grad = (&call.grads.q, dq);
+    convert_sums(dq_sum, 1, [rows, first_query], grad, call.softmax_scale)
+}
+
+/// Writes `rows` bf16 rows of a gradient, from `first_row` on, from f32 sums in the order of tensor cores, of which
+/// there are `num_parts` for each head.
+fn convert_sums(
+    sums: &CudaTensor,
+    num_parts: usize,
+    [rows, first_row]: [usize; 2],
+    (grad, layout): (&Heads, [u64; 3]),
+    scale: f32,
+) -> Result<(), KernelError> {
+    let [batch, seq_len, _, width] = grad.tensor().dims(NAME, "gradient")?;
+    // A warp turns 16 rows of 32 columns; a block has eight warps.
+    let warps = batch * grad.num_heads() * (rows / 16) * width.div_ceil(32);
     let params = params!(AttentionBackwardConvertParams {
-        batch: shape.batch,
-        seq_len: shape.seq_len,
-        num_heads: shape.num_heads,
+        batch,
+        seq_len,
+        num_heads: grad.num_heads(),
         sum_len: rows,
-        first_query,
-        dq_offset: dq[0],
-        dq_token_stride: dq[1],
-        dq_batch_stride: dq[2],
-        softmax_scale: call.softmax_scale,
+        first_query: first_row,
+        dq_offset: layout[0],
+        dq_token_stride: layout[1],
+        dq_batch_stride: layout[2],
+        scale,
+        num_parts,
     });
-    let kernel = attention_backward_convert_kernel(shape.head_dim);
-    // SAFETY: reads `rows` rows of sums a head; rows past the sequence are skipped.
-    unsafe { kernel.launch([warps.div_ceil(8), 1, 1], &[dq_sum, call.grads.q.tensor()], &params) }
+    let kernel = match num_parts {
+        1 => attention_backward_convert_kernel(width),
+        _ => attention_backward_join_kernel(width),
+    };
+    // SAFETY: reads `rows` rows of each part of a head's sums; rows past the sequence are skipped.
+    unsafe { kernel.launch([warps.div_ceil(8), 1, 1], &[sums, grad.tensor()], &params) }
 }

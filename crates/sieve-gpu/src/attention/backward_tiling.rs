@@ -76,10 +76,9 @@ impl BackwardTiling {
         16 * self.num_warps
     }
 
-    /// The launches that make all gradients: one, or two where a warp's registers cannot hold both dk and dv. With a
-    /// fixed order dq is left to the query-stationary kernel.
-    pub(crate) fn launches(shape: &AttentionShape, order: SumOrder) -> Vec<GradientSet> {
-        let dq = order == SumOrder::Any;
+    /// The launches that make all gradients: one, or two where a warp's registers cannot hold both dk and dv. dq may be
+    /// left to the query-stationary kernel.
+    pub(crate) fn launches(shape: &AttentionShape, dq: bool) -> Vec<GradientSet> {
         if shape.head_dim + shape.head_dim_v > 320 {
             let values = GradientSet {
                 dq: false,
@@ -171,15 +170,15 @@ mod tests {
     #[test]
     fn every_gradient_is_made_exactly_once() {
         for (head_dim, head_dim_v) in [(64, 64), (128, 128), (192, 128), (256, 256)] {
-            for order in [SumOrder::Any, SumOrder::Fixed] {
-                let launches = BackwardTiling::launches(&shape(head_dim, head_dim_v), order);
+            for dq in [true, false] {
+                let launches = BackwardTiling::launches(&shape(head_dim, head_dim_v), dq);
                 let count = |made: fn(&GradientSet) -> bool| launches.iter().filter(|set| made(set)).count();
-                assert_eq!(count(|set| set.dq), (order == SumOrder::Any) as usize);
+                assert_eq!(count(|set| set.dq), dq as usize);
                 assert_eq!(count(|set| set.dk), 1);
                 assert_eq!(count(|set| set.dv), 1);
             }
         }
-        assert_eq!(BackwardTiling::launches(&shape(192, 128), SumOrder::Any).len(), 1);
-        assert_eq!(BackwardTiling::launches(&shape(256, 256), SumOrder::Any).len(), 2);
+        assert_eq!(BackwardTiling::launches(&shape(192, 128), true).len(), 1);
+        assert_eq!(BackwardTiling::launches(&shape(256, 256), true).len(), 2);
     }
 }

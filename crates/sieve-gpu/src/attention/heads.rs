@@ -117,6 +117,11 @@ impl Heads {
         &self.tensor
     }
 
+    /// How many heads these are.
+    pub(crate) fn num_heads(&self) -> usize {
+        self.num_heads
+    }
+
     /// Offset, token stride and batch stride, in elements; `None` where kernels cannot follow the strides.
     pub(crate) fn words(&self) -> Option<[usize; 3]> {
         let shape: [usize; 4] = self.tensor.shape().try_into().ok()?;
@@ -134,7 +139,11 @@ impl Qkv {
 
     /// The same inputs for calls whose backward kernels sum in this order.
     pub fn in_order(&self, sums: SumOrder) -> Self {
-        let policy = KernelPolicy { sums, ..self.policy() };
+        self.under(KernelPolicy { sums, ..self.policy() })
+    }
+
+    /// The same inputs for calls under a policy.
+    pub fn under(&self, policy: KernelPolicy) -> Self {
         let mut queries = self.clone();
         queries.q.tensor = queries.q.tensor.under(policy);
         queries

@@ -5,8 +5,8 @@
 //!
 //! | device | widths | forward, row sums, backward | dq in a fixed order |
 //! |---|---|---|---|
-//! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | `hopper_*.cu`; lists of odd groups at 128: portable |
-//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | the portable kernels |
+//! | compute capability 9.0, unless [`KernelFamilies::Portable`] | 64, 128 (values as wide as keys) | `hopper_*.cu` | in the same pass; of lists `hopper_*.cu`, odd groups at 128: portable |
+//! | the same | keys of 192 and values of 128, neighbours without a bias | `hopper_attention_*.cu` | in the same pass |
 //! | any other, or other widths | 16 to 256 | the portable kernels | the portable kernels |
 //!
 //! `sieve kernels check` compares both families with the reference, and so one with the other.
@@ -79,14 +79,10 @@ pub(crate) fn has_hopper_form(shape: &AttentionShape, source: KeySource) -> bool
     }
 }
 
-/// Whether the fixed-order dq kernel has a form for these widths: gathered keys of one head a tile would spill at 128,
-/// and wider keys do not fit beside the output's gradient.
+/// Whether the fixed-order dq kernel of lists has a form for these widths: gathered keys of one head a tile would spill
+/// at 128. Neighbours sum dq in order in their one pass.
 pub(crate) fn has_hopper_gradient(shape: &AttentionShape, source: KeySource) -> bool {
-    match shape.head_dim {
-        64 => true,
-        128 => !source.is_gathered() || shape.group_size().is_multiple_of(2),
-        _ => false,
-    }
+    source.is_gathered() && (shape.head_dim == 64 || shape.head_dim == 128 && shape.group_size().is_multiple_of(2))
 }
 
 /// Tile sizes of the query-stationary Hopper kernels, named as their defines.
@@ -229,8 +225,10 @@ pub(crate) fn hopper_backward_kernel(
     order: SumOrder,
 ) -> SourceKernel {
     let [d, d_v] = [shape.head_dim, shape.head_dim_v];
+    // Neighbours alone: which lists see a query tile in which order differs from tile to tile.
+    let is_ordered = order == SumOrder::Fixed && !source.is_gathered();
     let (q_stages, do_stages, dq_bulk) = match d {
-        64 => (3, 3, 0),
+        64 => (3, 3, is_ordered as usize),
         128 => (3, 2, 1),
         _ => (2, 2, 1),
     };
@@ -268,6 +266,7 @@ pub(crate) fn hopper_backward_kernel(
         .shared_bytes(shared);
     let kernel = match source.is_gathered() {
         true => kernel.define("DETERMINISTIC", (order == SumOrder::Fixed) as u8),
+        false if is_ordered => kernel.define("ORDERED", 1),
         false => kernel,
     };
     match source {
@@ -390,8 +389,10 @@ mod tests {
                     let tiling = HopperTiling::new(pass, &shape(width, 2), source);
                     assert!(tiling.shared_bytes() <= LIMIT, "{tiling:?}");
                 }
-                let kernel = hopper_backward_kernel(&shape(width, 2), source, all, SumOrder::Any);
-                assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?}");
+                for order in [SumOrder::Any, SumOrder::Fixed] {
+                    let kernel = hopper_backward_kernel(&shape(width, 2), source, all, order);
+                    assert!(kernel.dynamic_shared_bytes() <= LIMIT, "{width} {source:?} {order:?}");
+                }
             }
             let [biased, unbiased] = [KeySource::Gathered, KeySource::GatheredUnbiased]
                 .map(|source| hopper_backward_kernel(&shape(width, 2), source, all, SumOrder::Any));

@@ -4,6 +4,7 @@ use crate::attention::heads::{AttentionShape, Qkv};
 use crate::attention::hopper_tiling::{
     BACKWARD_BLOCK_KV, HopperTiling, KernelFamily, arriving, backward_maps, has_hopper_gradient, hopper_backward_kernel,
 };
+use crate::attention::query_shares::{KeyTiles, QueryShares};
 use crate::attention::tiling::{KeySource, QueryPass, QueryTiling};
 use crate::error::KernelError;
 use crate::runtime::cuda_tensor::CudaTensor;
@@ -50,23 +51,45 @@ impl<'a> PassInputs<'a> {
         Ok((tiling.kernel(shape, source), grid, Vec::new()))
     }
 
-    /// Kernel, keys of a block of threads and maps of a pass that keeps keys in place and makes these gradients. The
+    /// Keys of a block of threads in a pass that keeps keys in place, and how many such blocks the device runs at a
+    /// time.
+    ///
+    /// # Errors
+    /// Those of [`by_query`](Self::by_query).
+    pub(crate) fn key_tiles(&self) -> Result<KeyTiles, KernelError> {
+        let hardware = self.qkv.q.tensor().hardware();
+        let (block_kv, min_blocks) = match self.family() {
+            KernelFamily::Hopper => (BACKWARD_BLOCK_KV, 1),
+            KernelFamily::Portable => {
+                let tiling = BackwardTiling::choose(self.name, self.shape, self.source, hardware.max_shared_bytes)?;
+                (tiling.block_kv(), tiling.min_blocks)
+            }
+        };
+        let at_once = hardware.num_multiprocessors * min_blocks;
+        Ok(KeyTiles { block_kv, at_once })
+    }
+
+    /// Kernel and maps of a pass that keeps keys in place and makes these gradients, with so many blocks a tile. The
     /// maps are of q and d_o, which must be among the launch's tensors.
     ///
     /// # Errors
     /// Those of [`by_query`](Self::by_query).
-    pub(crate) fn by_key(&self, set: GradientSet) -> Result<(SourceKernel, usize, Vec<TileMap<'a>>), KernelError> {
+    pub(crate) fn by_key(
+        &self,
+        set: GradientSet,
+        shares: QueryShares,
+    ) -> Result<(SourceKernel, Vec<TileMap<'a>>), KernelError> {
         let (shape, source) = (self.shape, self.source);
         let policy = self.qkv.policy();
         if let (KernelFamily::Hopper, Some(d_o)) = (self.family(), self.d_o) {
             let maps = backward_maps(self.name, self.qkv, d_o, shape)?.to_vec();
             let kernel = arriving(hopper_backward_kernel(shape, source, set, policy.sums), policy);
-            return Ok((kernel, BACKWARD_BLOCK_KV, maps));
+            return Ok((shares.define(kernel), maps));
         }
         let limit = self.qkv.q.tensor().hardware().max_shared_bytes;
         let tiling = BackwardTiling::choose(self.name, shape, source, limit)?;
         let kernel = tiling.kernel(shape, source, set, policy.sums);
-        Ok((kernel, tiling.block_kv(), Vec::new()))
+        Ok((shares.define(kernel), Vec::new()))
     }
 
     /// The family of the pass's kernels.

@@ -211,7 +211,8 @@ pub(crate) fn query_kernel_names(pass: QueryPass, source: KeySource) -> [&'stati
         (true, Gradient) => ["dma_attention_backward_query", "hopper_dma_attention_backward_query"],
         (false, Output | OutputAndOLow) => ["attention_forward", "hopper_attention_forward"],
         (false, RowSums) => ["attention_row_sums", "hopper_attention_row_sums"],
-        (false, Gradient) => ["attention_backward_query", "hopper_attention_backward_query"],
+        // Neighbours need no second pass on Hopper.
+        (false, Gradient) => ["attention_backward_query"; 2],
     }
 }
 

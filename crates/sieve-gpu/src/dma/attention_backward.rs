@@ -7,6 +7,7 @@ use crate::attention::bias_base::{Bias, SeenKeys};
 use crate::attention::heads::Heads;
 use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::launch::PassInputs;
+use crate::attention::query_shares::QueryShares;
 use crate::attention::tiling::{KeySource, QueryPass};
 use crate::dma::attention_forward::{listed_bias, require_lists};
 use crate::dma::lists::KeyLists;
@@ -140,12 +141,22 @@ pub(crate) fn listed_key_sums(
         unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
     }
 
+    let tiles = pass.key_tiles()?;
     for first in (0..blocks).step_by(per_launch) {
         let count = per_launch.min(blocks - first);
+        let shares = match (order, qkv.policy().blocks_per_tile) {
+            // Blocks that share keys add to the same sums.
+            (SumOrder::Fixed, _) => QueryShares::ONE,
+            (SumOrder::Any, Some(blocks)) => {
+                let group = shape.group_size();
+                QueryShares::of_count(blocks.min(group), group)
+            }
+            (SumOrder::Any, None) => QueryShares::of_lists(&shape, count, list_capacity, tiles),
+        };
         if let Some(dq_sum) = dq_sum.as_ref().filter(|_| first > 0) {
             fill_zero(dq_sum)?;
         }
-        for set in BackwardTiling::launches(&shape, order) {
+        for set in BackwardTiling::launches(&shape, order == SumOrder::Any) {
             let params = params!(DmaAttentionBackwardParams {
                 base,
                 softmax_scale,
@@ -153,6 +164,7 @@ pub(crate) fn listed_key_sums(
                 list_capacity,
                 first_super_block: first,
                 dq_len: count * SUPER_BLOCK,
+                head_shares: shares.heads,
             });
             let mut tensors = inputs.clone();
             tensors.push(&lists.list_len);
@@ -160,15 +172,15 @@ pub(crate) fn listed_key_sums(
             tensors.extend(set.dk.then_some(dk_sum));
             tensors.extend(set.dv.then_some(dv_sum));
             tensors.extend(ddelta.as_ref().filter(|_| set.dk));
-            let (kernel, block_kv, maps) = pass.by_key(set)?;
-            let blocks = count * lists.capacity().div_ceil(block_kv);
-            let grid = [blocks, kv_heads, batch];
+            let (kernel, maps) = pass.by_key(set, shares)?;
+            let blocks = count * list_capacity.div_ceil(tiles.block_kv);
+            let grid = [blocks, kv_heads * shares.heads, batch];
             // SAFETY: sizes, strides and types checked above; the lists name positions below seq_len only; adds to the
             // sums, which were cleared; the maps are of q and d_o, which are among the tensors.
             unsafe { kernel.launch_with_maps(grid, &maps, &tensors, &params) }?;
         }
         if let Some(dq_sum) = &dq_sum {
-            convert_dq(dq_sum, call, &shape, count * SUPER_BLOCK, first * SUPER_BLOCK)?;
+            convert_dq(dq_sum, call, count * SUPER_BLOCK, first * SUPER_BLOCK)?;
         }
     }
     if order == SumOrder::Fixed {

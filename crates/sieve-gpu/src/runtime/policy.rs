@@ -10,6 +10,9 @@ pub struct KernelPolicy {
     pub families: KernelFamilies,
     /// Who arrives at a barrier of the Hopper backward kernels.
     pub arrivals: Arrivals,
+    /// Blocks of threads that share a tile of keys in backward passes, about; as many as end first where `None`. For
+    /// checks and measurements.
+    pub blocks_per_tile: Option<usize>,
 }
 
 impl KernelPolicy {
@@ -18,6 +21,7 @@ impl KernelPolicy {
         sums: SumOrder::Any,
         families: KernelFamilies::All,
         arrivals: Arrivals::Warp,
+        blocks_per_tile: None,
     };
 }
 
@@ -27,7 +31,8 @@ pub enum SumOrder {
     /// Whatever order the hardware happens to take: fastest, last bits vary from run to run.
     #[default]
     Any,
-    /// Always the same order, so that two runs are bit-equal: no float atomics, dq in a pass of its own.
+    /// Always the same order, so that two runs are bit-equal: no float atomics. dq is summed in turns by Hopper's kernels
+    /// of neighbouring keys, in a pass of its own by all others.
     Fixed,
 }
 

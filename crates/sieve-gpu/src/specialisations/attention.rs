@@ -1,6 +1,8 @@
 //! The kernels of each part of attention, and all parts of one model's attention, for a build ahead of time.
 use super::NeededKernels;
-use crate::attention::backward::{attention_backward_convert_kernel, attention_backward_prepare_kernel};
+use crate::attention::backward::{
+    attention_backward_convert_kernel, attention_backward_join_kernel, attention_backward_prepare_kernel, head_by_head,
+};
 use crate::attention::backward_tiling::BackwardTiling;
 use crate::attention::bias_base::bias_base_kernel;
 use crate::attention::decode::attention_decode_kernel;
@@ -10,6 +12,7 @@ use crate::attention::hopper_tiling::{
     HopperTiling, has_hopper_form, has_hopper_gradient, hopper_attention_backward_prepare_kernel,
     hopper_backward_kernel,
 };
+use crate::attention::query_shares::sharing;
 use crate::attention::sparse_forward::{
     SparseKeyReads, hopper_sparse_attention_forward_kernel, sparse_attention_forward_kernel, sparse_attention_tiling,
 };
@@ -222,9 +225,17 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::RowSums => list.add(query("attention_backward", QueryPass::RowSums)),
         Part::Gradients(order) => {
             let tiling = BackwardTiling::choose("attention_backward", shape, source, shared_bytes);
-            for set in BackwardTiling::launches(shape, order) {
-                let tiling = tiling.clone();
-                list.add(tiling.map(|tiling| tiling.kernel(shape, source, set, order)));
+            for set in BackwardTiling::launches(shape, order == SumOrder::Any) {
+                match tiling.clone().map(|tiling| tiling.kernel(shape, source, set, order)) {
+                    Ok(kernel) => list.extend_kernels(forms(kernel, source, order)),
+                    Err(error) => list.add(Err(error)),
+                }
+            }
+            if !source.is_gathered() {
+                list.extend_kernels([head_dim, head_dim_v].map(attention_backward_join_kernel));
+            }
+            if source == KeySource::Biased {
+                list.extend_kernels([COLUMN_SUMS]);
             }
             if order == SumOrder::Fixed {
                 list.add(query("attention_backward", QueryPass::Gradient));
@@ -243,6 +254,13 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
             NeededKeys::AllBiased | NeededKeys::Blocks => {}
         },
     }
+}
+
+/// A backward kernel alone and where its blocks share keys, which listed ones do not in a fixed order.
+fn forms(kernel: SourceKernel, source: KeySource, order: SumOrder) -> impl Iterator<Item = SourceKernel> {
+    let shares = !(source.is_gathered() && order == SumOrder::Fixed);
+    let shared = shares.then(|| sharing(kernel.clone()));
+    std::iter::once(kernel).chain(shared)
 }
 
 impl NeededKernels {
@@ -306,11 +324,17 @@ pub(super) fn hopper(list: &mut NeededKernels, needs: &AttentionNeeds, part: Par
             if order == SumOrder::Fixed && has_hopper_gradient(shape, source) {
                 pass(QueryPass::Gradient);
             }
-            let sets = BackwardTiling::launches(shape, order);
-            list.extend_kernels(
-                sets.into_iter()
-                    .map(|set| hopper_backward_kernel(shape, source, set, order)),
-            );
+            if !source.is_gathered() {
+                list.extend_kernels([attention_backward_convert_kernel(shape.head_dim)]);
+            }
+            let sets = BackwardTiling::launches(shape, order == SumOrder::Any || !source.is_gathered());
+            for set in sets {
+                let kernel = hopper_backward_kernel(shape, source, set, order);
+                if order == SumOrder::Fixed && source == KeySource::Dense {
+                    list.extend_kernels(forms(head_by_head(kernel.clone()), source, order));
+                }
+                list.extend_kernels(forms(kernel, source, order));
+            }
         }
         // The portable kernels do these on every device.
         Part::Around | Part::RowSums | Part::Choose | Part::ConvertDq | Part::Decode => {}

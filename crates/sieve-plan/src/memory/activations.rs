@@ -5,7 +5,7 @@ use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_
 use sieve_core::recipe::TrainingSection;
 use sieve_core::{KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
-use sieve_kernels::{AttentionShape, ChoiceLists, KernelFamily, KeyLists, KeySource};
+use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource};
 
 /// Bytes of an f32 or i32.
 pub(super) const F32: u64 = 4;
@@ -221,6 +221,15 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
         return 0;
     };
     let row_stats = times(tokens, 2 * F32 * heads);
+    // Where several blocks of threads share a tile of keys; as on an H100 or H200.
+    let key_parts = |rope_dim: usize, window: usize| {
+        let (heads, widths) = (
+            [shape.num_heads, shape.num_kv_heads],
+            [shape.head_dim + rope_dim, shape.head_dim],
+        );
+        let call = AttentionShape::new(training.local_batch_size, seq_len, heads, widths);
+        call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
+    };
     match shape.attention {
         Attention::Nsa(nsa) if gpu_attention_gap(shape).is_none() => {
             let sums = times(tokens, 2 * F32 * kv);
@@ -238,17 +247,16 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
         Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
             plain_score_bytes(shape, tokens, seq_len)
         }
-        Attention::Mla(_) if training.deterministic => row_stats,
         Attention::Mla(mla) => {
             let queries = q + heads * mla.qk_rope_head_dim as u64;
-            row_stats + times(tokens, F32 * queries)
+            row_stats + times(tokens, F32 * queries) + key_parts(mla.qk_rope_head_dim, seq_len)
         }
         Attention::Dma(DmaShape { keep_window_size, .. }) if keep_window_size < seq_len => {
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
             row_stats + times(rows, F32 * q) + times(tokens, 2 * F32 * kv)
         }
-        _ if training.deterministic => row_stats,
-        _ => row_stats + times(tokens, F32 * q),
+        Attention::Swa(swa) => row_stats + times(tokens, F32 * q) + key_parts(0, swa.sliding_window),
+        _ => row_stats + times(tokens, F32 * q) + key_parts(0, seq_len),
     }
 }
 

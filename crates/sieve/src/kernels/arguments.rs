@@ -3,7 +3,7 @@ use crate::device::DeviceChoice;
 use crate::selector;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use clap::{Args, Subcommand};
-use sieve_bench::{BenchRows, CaseBlocks, CaseShape, CheckPart, NsaForm, Op, Scores};
+use sieve_bench::{BenchHeads, BenchRows, CaseBlocks, CaseShape, CheckPart, NsaForm, Op, Scores};
 use sieve_core::model::NsaCompression;
 use sieve_select::Selector;
 use std::path::PathBuf;
@@ -95,6 +95,9 @@ impl CheckArgs {
     }
 }
 
+/// Rows whose sizes cannot be chosen.
+const NO_SIZES: [&str; 5] = ["table2", "scaling", "step", "sparse", "decode"];
+
 /// Arguments of `sieve kernels bench`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
@@ -112,9 +115,20 @@ pub(crate) struct BenchArgs {
     /// operands to them
     #[arg(long, value_name = "FILE", requires = "selectors")]
     pub(super) operands: Option<PathBuf>,
-    /// Tokens of the generated operands of selectors, rounded up to multiples of 1024; 8192 to 1048576 when absent
-    #[arg(long, value_name = "N,…", value_delimiter = ',', requires = "selectors")]
+    /// Tokens of each row: of the usual rows, which are then dense attention, a window and DMA, of --dma, --nsa and
+    /// --mla; with --selectors of the generated operands, rounded up to multiples of 1024
+    #[arg(long, value_name = "N,…", value_delimiter = ',', conflicts_with_all = NO_SIZES)]
     pub(super) lengths: Vec<usize>,
+    /// Query and KV heads of those rows, for example 32/4,64/4; latent attention takes the first number
+    #[arg(long, value_name = "Q/KV,…", value_delimiter = ',', conflicts_with_all = NO_SIZES, conflicts_with = "selectors")]
+    pub(super) heads: Vec<BenchHeads>,
+    /// Width of those rows' heads (latent attention's is 192 and 128)
+    #[arg(long, value_name = "N", conflicts_with_all = NO_SIZES, conflicts_with_all = ["selectors", "mla"])]
+    pub(super) width: Option<usize>,
+    /// Also time backward passes of dense attention, windows and DMA with about so many blocks of threads for each tile
+    /// of keys, where calls choose the number by themselves
+    #[arg(long, value_name = "N,…", value_delimiter = ',')]
+    pub(super) blocks_per_tile: Vec<usize>,
     /// Timed repetitions of a row
     #[arg(long, default_value_t = 30)]
     pub(super) repetitions: usize,
