@@ -1,11 +1,11 @@
 // hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two; the same
 // mathematics, layout, buffers, params words and results to rounding.
-// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c -
-//            lse_ih), over the blocks c that i sees;
-//            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3
+// Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
+//            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c],
+//            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3; RULE 1: the largest p[i, c] of these slots
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128
+// Defines    HEAD_DIM 64|128; RULE 0|1
 // Tiling     grid (ceil(num_queries / (128 / group)), num_kv_heads, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
@@ -71,13 +71,68 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
   }
 }
 
+// The lane of a query's rows whose column tiles lie before the thread's, around the end: see RowSums::first_tile.
+template <int STEPS>
+DEVICE int lane_before() {
+  constexpr int TILES = 8 >> STEPS, BITS = (1 << STEPS) - 1;
+  const int lane = (int)threadIdx.x % 32, tile = (RowSums<STEPS, 4>::first_tile() + 8 - TILES) % 8,
+            row = (tile / 4 | tile / 2 % 2 * 2 | tile % 2 * 4) & BITS;
+  return (lane & ~(BITS * 4)) | row * 4;
+}
+
+// As write_step for RULE 1: probabilities are added up over heads first, then the largest of a block's slots is taken.
+// `carry`: of each lane the last slot that it had in the step before.
+template <int MERGED>
+DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
+  constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
+  using Sums = RowSums<STEPS, 4>;  // two tiles of two columns
+  const int lane = (int)threadIdx.x % 32, t = lane % 4;
+  const bool odd = t % 2, is_last = Sums::first_tile() + Sums::TILES == 8;
+  if (MERGED == 16) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
+  }
+#pragma unroll
+  for (int h = 0; h < (MERGED == 16 ? 1 : 2); ++h) {
+    float values[2 * TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) values[i] = p[i / 2 * 4 + 2 * h + i % 2];
+    Sums::add(values);
+    // The slot before the first of the lane's tiles; before a step's first tile it is the last step's.
+    const float end = values[4 * Sums::TILES - 1];
+    float before = __shfl_sync(~0u, is_last ? carry[h] : end, lane_before<STEPS>());
+    carry[h] = end;
+    const int block = first_block + Sums::first_tile() * 4 + t % 2 * 2 + t / 2;
+#pragma unroll
+    for (int i = 0; i < Sums::TILES; ++i) {
+      const float* v = values + 4 * i;
+      // Of two tiles even lanes keep the first and odd lanes the second; who asks whom for the slot before the block is
+      // as in write_step.
+      const float low = fmaxf(v[0], v[1]), high = fmaxf(v[2], v[3]);
+      const float largest = fmaxf(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, 1));
+      const int asked = (lane & ~3) | (t < 2 ? 3 : 1);
+      const float inner = __shfl_sync(~0u, v[1], asked), outer = __shfl_sync(~0u, t == 1 ? v[3] : before, asked);
+      before = v[3];
+      if (block + 4 * i <= rows.own[h]) rows.to[h][block + 4 * i] = fmaxf(largest, t == 1 || t == 2 ? inner : outer);
+    }
+  }
+}
+
+template <int MERGED>
+DEVICE void write_importances(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
+  if constexpr (RULE == 1) write_largest<MERGED>(p, carry, rows, first_block);
+  else write_step<MERGED>(p, carry, rows, first_block);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     hopper_nsa_importance(const bf16* q, const bf16* keys, const float* lse, const i32* doc_start, const i32* doc_end,
                           float* importance, const __grid_constant__ NsaImportanceParams params) {
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = (shared_address(shared_memory) + 1023) & ~1023u, k_shared = shared + TILE_BYTES;
   const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
-            tile_queries = ROWS / group;
+            tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots,
             warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
@@ -87,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   if (first_query >= end_query) return;
   const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
                                    (int)params.compress_size, (int)params.stride};
-  const bf16* k = keys + ((u64)batch * num_slots * heads + kv_head) * HEAD_DIM;
+  const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
   // Queries: eight warps bring 32 rows of 64 columns each.
@@ -132,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int slot = min(first_slot + step * SLOTS + warp % 4 * 32 + lane, num_slots - 1);
       if (HEAD_DIM == 128 || warp < 4)
         copy_key_rows<1>(k_shared + step % 2 * TILE_BYTES + warp / 4 * SLOTS * 128, k + warp / 4 * 64,
-                         (u32)heads * HEAD_DIM * 2, slot, warp % 4);
+                         (u32)key_heads * HEAD_DIM * 2, slot, warp % 4);
       copy_async_commit();
     };
     __syncthreads();  // nobody reads the last document's slots any more
@@ -162,11 +217,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       }
       const int first_block = step * (SLOTS / 4);
       switch (group) {
-        case 16: write_step<16>(p, carry, rows, first_block); break;
-        case 8: write_step<8>(p, carry, rows, first_block); break;
-        case 4: write_step<4>(p, carry, rows, first_block); break;
-        case 2: write_step<2>(p, carry, rows, first_block); break;
-        default: write_step<1>(p, carry, rows, first_block);
+        case 16: write_importances<16>(p, carry, rows, first_block); break;
+        case 8: write_importances<8>(p, carry, rows, first_block); break;
+        case 4: write_importances<4>(p, carry, rows, first_block); break;
+        case 2: write_importances<2>(p, carry, rows, first_block); break;
+        default: write_importances<1>(p, carry, rows, first_block);
       }
     }
   }

@@ -13,8 +13,25 @@ pub(crate) const VOCAB_SIZE: usize = 97;
 
 /// Name, `[model]` lines and `[attention]` lines of the kinds, MLA in three forms and NSA in two, then the classes of
 /// published models, and those models with sparse layers; windows far below any length tested.
-pub(crate) const KINDS: [(&str, &str, &str); 21] = [
+pub(crate) const KINDS: [(&str, &str, &str); 24] = [
     ("mha", "tie_word_embeddings = true", "kind = \"mha\""),
+    (
+        "infllm_v2",
+        "tie_word_embeddings = true",
+        "kind = \"infllm_v2\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
+         num_selected_blocks = 3\nnum_local_blocks = 1",
+    ),
+    (
+        "infllm_v2_hybrid",
+        "tie_word_embeddings = false\nlayer_types = [\"sparse\", \"mha\", \"sparse\"]",
+        "kind = \"infllm_v2\"\ncompress_block_size = 6\ncompress_stride = 2\nselect_block_size = 4\n\
+         num_selected_blocks = 4\nnum_local_blocks = 2",
+    ),
+    (
+        "moba",
+        "tie_word_embeddings = true\nresidual_scale = true",
+        "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3",
+    ),
     (
         "swa",
         "tie_word_embeddings = false",

@@ -142,6 +142,7 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
         AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
         AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
         AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
+        AttentionForm::Blocks(_) => None,
     }
 }
 
