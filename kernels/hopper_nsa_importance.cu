@@ -10,7 +10,7 @@
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group 1, 2, 4, 8 or 16; slots that nobody sees may hold NaN
+// Edges      group 1, 2, 4, 8 or 16; key_group 1; slots that nobody sees may hold NaN
 // A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
 // that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"
@@ -25,7 +25,8 @@ constexpr int TILE_BYTES = ROWS * HEAD_DIM * 2;
 
 // Where a thread's importances go: of rows g (0) and g + 8 (1) of its warp.
 struct ImportanceRows {
-  float* to[2];
+  float* all;
+  u32 to[2];   // a launch writes less than 2^31 of them
   int own[2];  // the last block to write; -1: none
 };
 
@@ -67,7 +68,7 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
     const int block = first_block + Sums::first_tile() * 4 + t % 2 * 2 + t / 2;
 #pragma unroll
     for (int i = 0; i < Sums::TILES; ++i)
-      if (block + 4 * i <= rows.own[h]) rows.to[h][block + 4 * i] = 2.0f * sums[i];
+      if (block + 4 * i <= rows.own[h]) rows.all[rows.to[h] + block + 4 * i] = 2.0f * sums[i];
   }
 }
 
@@ -102,7 +103,7 @@ DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const Import
     Sums::add(values);
     // The slot before the first of the lane's tiles; before a step's first tile it is the last step's.
     const float end = values[4 * Sums::TILES - 1];
-    float before = __shfl_sync(~0u, is_last ? carry[h] : end, lane_before<STEPS>());
+    float before = STEPS == 0 ? carry[h] : __shfl_sync(~0u, is_last ? carry[h] : end, lane_before<STEPS>());
     carry[h] = end;
     const int block = first_block + Sums::first_tile() * 4 + t % 2 * 2 + t / 2;
 #pragma unroll
@@ -115,7 +116,7 @@ DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const Import
       const int asked = (lane & ~3) | (t < 2 ? 3 : 1);
       const float inner = __shfl_sync(~0u, v[1], asked), outer = __shfl_sync(~0u, t == 1 ? v[3] : before, asked);
       before = v[3];
-      if (block + 4 * i <= rows.own[h]) rows.to[h][block + 4 * i] = fmaxf(largest, t == 1 || t == 2 ? inner : outer);
+      if (block + 4 * i <= rows.own[h]) rows.all[rows.to[h] + block + 4 * i] = fmaxf(largest, t == 1 || t == 2 ? inner : outer);
     }
   }
 }
@@ -132,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = (shared_address(shared_memory) + 1023) & ~1023u, k_shared = shared + TILE_BYTES;
   const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
-            tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
+            tile_queries = ROWS / group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots,
             warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
@@ -142,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   if (first_query >= end_query) return;
   const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
                                    (int)params.compress_size, (int)params.stride};
-  const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
+  const bf16* k = keys + ((u64)batch * num_slots * heads + kv_head) * HEAD_DIM;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
   // Queries: eight warps bring 32 rows of 64 columns each.
@@ -172,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     end = min(blocks.doc_end[begin], end_query);
     const int num_steps = (end - 1 - document) / ((int)params.select_size * (SLOTS / 4)) + 1;
     ImportanceRows rows;
+    rows.all = importance;
     int seen[2];
     float carry[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -180,14 +182,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       seen[h] = inside ? blocks.num_seen(query[h], document) : 0;
       rows.own[h] = inside ? (query[h] - document) / (int)params.select_size : -1;
       rows.to[h] =
-          importance + (((u64)batch * heads + kv_head) * params.num_queries + (query[h] - (int)params.first_query)) *
-                           params.num_blocks;
+          ((u32)(batch * heads + kv_head) * (u32)params.num_queries + (u32)(query[h] - (int)params.first_query)) *
+          (u32)params.num_blocks;
     }
     const auto load_slots = [&](int step) {
       const int slot = min(first_slot + step * SLOTS + warp % 4 * 32 + lane, num_slots - 1);
       if (HEAD_DIM == 128 || warp < 4)
         copy_key_rows<1>(k_shared + step % 2 * TILE_BYTES + warp / 4 * SLOTS * 128, k + warp / 4 * 64,
-                         (u32)key_heads * HEAD_DIM * 2, slot, warp % 4);
+                         (u32)heads * HEAD_DIM * 2, slot, warp % 4);
       copy_async_commit();
     };
     __syncthreads();  // nobody reads the last document's slots any more

@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                                            : exp2_fast(x_score * scale_log2 - row_sum);
         }
     }
-    switch (merged) {
+    switch (RULE == 2 ? 1 : merged) {
       case 16: store_probabilities<16>(p, probabilities, warp); break;
       case 8: store_probabilities<8>(p, probabilities, warp); break;
       case 4: store_probabilities<4>(p, probabilities, warp); break;
