@@ -116,7 +116,8 @@ DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const Import
       const int asked = (lane & ~3) | (t < 2 ? 3 : 1);
       const float inner = __shfl_sync(~0u, v[1], asked), outer = __shfl_sync(~0u, t == 1 ? v[3] : before, asked);
       before = v[3];
-      if (block + 4 * i <= rows.own[h]) rows.all[rows.to[h] + block + 4 * i] = fmaxf(largest, t == 1 || t == 2 ? inner : outer);
+      const float importance = fmaxf(largest, t == 1 || t == 2 ? inner : outer);
+      if (block + 4 * i <= rows.own[h]) rows.all[rows.to[h] + block + 4 * i] = importance;
     }
   }
 }

@@ -8,16 +8,16 @@
 //            RULE 2: q_i . k_b, 0 for a block that has not ended
 // Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples
 //            of 8; keys bf16 [batch, num_slots, num_kv_heads / key_group, HEAD_DIM]; lse f32 [batch, num_heads,
-//            seq_len], of RULE 2 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from
-//            first_query on; contiguous
+//            seq_len], of RULE 2 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads,
+//            num_queries, num_blocks] of the queries from first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
 // Defines    HEAD_DIM 64|128; RULE 0|1|2
 // Tiling     grid (ceil(num_queries / (64 / group)), num_kv_heads, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group <= 64, of RULE 2 1, with blocks of one stride; (select + compress) / stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may
-//            hold NaN
+// Edges      group <= 64, of RULE 2 1, with blocks of one stride; (select + compress) / stride <= CARRY + 2, select /
+//            stride <= 64; slots that nobody sees may hold NaN
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
@@ -90,7 +90,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       row_first[row] = blocks.first_slot(document);
       row_seen[row] = blocks.num_seen(query, document);
       row_own[row] = (query - document) / (int)params.select_size;
-      if (RULE != 2) row_lse[row] = lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query] * LOG2_E;
+      const u64 head = (u64)batch * params.num_heads + kv_head * group + row % group;
+      if (RULE != 2) row_lse[row] = lse[head * seq_len + query] * LOG2_E;
     }
   }
   for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS)
@@ -154,7 +155,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                                            : exp2_fast(x_score * scale_log2 - row_sum);
         }
     }
-    switch (RULE == 2 ? 1 : merged) {
+    if (RULE == 2) {
+      // A row is a query of its own, and a slot a block: nothing to add up.
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp * 16 + h * 8 + g, first_block = first - row_first[row];
+#pragma unroll
+        for (int i = 0; i < SLOTS / 4; ++i) {
+          const int of_block = first_block + i / 2 * 8 + 2 * t + i % 2;
+          if (of_block >= 0 && of_block <= row_own[row]) to[(u64)row * params.num_blocks + of_block] = p[h][i];
+        }
+      }
+      continue;
+    }
+    switch (merged) {
       case 16: store_probabilities<16>(p, probabilities, warp); break;
       case 8: store_probabilities<8>(p, probabilities, warp); break;
       case 4: store_probabilities<4>(p, probabilities, warp); break;
@@ -169,13 +183,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float* from =
             probabilities + query * group / merged * PITCH + CARRY + document_first + block * per_select - first;
         float sum = 0.0f;
-        if (RULE != 0) {
-          // Of RULE 2 the block's own key alone, below 0 too.
-          for (int offset = 1 - per_compress; offset < per_select; ++offset) {
-            float of_slot = 0.0f;
-            for (int part = 0; part < group / merged; ++part) of_slot += from[part * PITCH + offset];
-            sum = RULE == 2 ? of_slot : fmaxf(sum, of_slot);
-          }
+        for (int offset = 1 - per_compress; RULE == 1 && offset < per_select; ++offset) {
+          float of_slot = 0.0f;
+          for (int part = 0; part < group / merged; ++part) of_slot += from[part * PITCH + offset];
+          sum = fmaxf(sum, of_slot);
         }
         for (int part = 0; RULE == 0 && part < group / merged; ++part, from += PITCH)
           for (int offset = 1 - per_compress; offset < per_select; ++offset) {

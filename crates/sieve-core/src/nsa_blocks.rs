@@ -40,8 +40,8 @@ impl NsaBlocks {
         start.div_ceil(self.compress_stride)
     }
 
-    /// (Query, pooled key) pairs of one query head in a document of `seq_len` tokens: a query sees the compressed blocks
-    /// that end at or before it.
+    /// (Query, pooled key) pairs of one query head in a document of `seq_len` tokens: a query sees the compressed
+    /// blocks that end at or before it.
     pub fn compressed_pairs(&self, seq_len: usize) -> f64 {
         // Block c is seen by the queries from its last token on.
         let blocks = self.num_compressed_blocks(seq_len) as f64;

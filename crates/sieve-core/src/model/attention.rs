@@ -361,8 +361,8 @@ keys! {
     /// `c_m` is the mean of the keys `[s m, s m + l)` of a document; `p_m = softmax_m(q . c_m / sqrt(head_dim))` over
     /// the pooled keys that have ended, summed over the heads of a group; a block's score is the largest `p_m` of the
     /// pooled keys that overlap it. A query of KV head g reads the document's first block, its own and those before it
-    /// up to `num_local_blocks`, and the blocks with the largest scores, `num_selected_blocks` in all. The probabilities
-    /// are exact, where the paper takes their sum from a coarser pooling.
+    /// up to `num_local_blocks`, and those with the largest scores, `num_selected_blocks` in all. The probabilities are
+    /// exact, where the paper takes their sum from a coarser pooling.
     #[derive(Copy, Eq, Hash)]
     pub struct InfllmV2Shape {
         /// Sets the keys below to those of arXiv:2509.24663: means of 32 every 16 tokens, 64 blocks of 64, 32 of them
@@ -426,8 +426,8 @@ impl InfllmV2Shape {
 }
 
 keys! {
-    /// Sizes of MoBA, mixture of block attention (arXiv:2502.13189): every query head reads its own block and the blocks
-    /// before it whose mean key has the largest product with the query. Without a parameter of its own.
+    /// Sizes of MoBA, mixture of block attention (arXiv:2502.13189): every query head reads its own block and those before
+    /// it whose mean key has the largest product with the query. Without a parameter of its own.
     #[derive(Copy, Eq, Hash)]
     pub struct MobaShape {
         /// Sets the keys below to those of arXiv:2502.13189, section 3.1: 3 blocks of 512. As an override it replaces

@@ -111,8 +111,8 @@ impl ModelShape {
 ///
 /// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA with `keep_window_size` w
 /// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
-/// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)); where blocks are chosen, a pooled key counts half
-/// ([`BlockChoice::pairs`](crate::BlockChoice::pairs)).
+/// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)); where blocks are chosen, a pooled key counts
+/// half ([`BlockChoice::pairs`](crate::BlockChoice::pairs)).
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
 }

@@ -121,34 +121,13 @@ impl<B: DeviceBackend> ChosenCache<B> {
         let scores = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
             .matmul(k.swap_dims(2, 3));
-        let host = |x: Tensor<B, 4>| x.into_data().iter::<f32>().collect::<Vec<f32>>();
-        let blocks = choice.blocks;
-        let of_blocks = |p: &[f32], of_block: &dyn Fn(&[f32], usize) -> f32| -> Vec<f32> {
-            (0..num_blocks).map(|block| of_block(p, block)).collect()
+        let scores = match choice.rule {
+            ChoiceRule::MeanKey => scores,
+            _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
         };
-        let (scores, of_block): (_, Box<dyn Fn(&[f32], usize) -> f32>) = match choice.rule {
-            ChoiceRule::MeanKey => (scores, Box::new(|p, block| p.get(block).copied().unwrap_or(0.0))),
-            rule => {
-                let p = softmax(scores * spec.softmax_scale, 3).sum_dim(2);
-                let of_block = move |p: &[f32], block: usize| {
-                    let weighted = p
-                        .iter()
-                        .enumerate()
-                        .map(|(c, p)| (overlap_weight(blocks, c, block), *p));
-                    match rule {
-                        ChoiceRule::WeightedProbability => weighted.map(|(weight, p)| weight as f32 * p).sum(),
-                        _ => weighted
-                            .filter(|(weight, _)| *weight > 0)
-                            .fold(0.0, |most, (_, p)| p.max(most)),
-                    }
-                };
-                (p, Box::new(of_block))
-            }
-        };
-        host(scores)
-            .chunks_exact(pooled.len())
-            .map(|p| of_blocks(p, &of_block))
-            .collect()
+        let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
+        let rows = scores.chunks_exact(pooled.len());
+        rows.map(|row| of_blocks(row, choice, num_blocks)).collect()
     }
 
     /// Keys and values of the chosen blocks, of each chooser.
@@ -179,4 +158,21 @@ impl<B: DeviceBackend> ChosenCache<B> {
         });
         KeyCache::with_room(k, v, Some(count))
     }
+}
+
+/// Scores of blocks from those of pooled keys, or from their probabilities over a group.
+fn of_blocks(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
+    let blocks = choice.blocks;
+    let (size, stride) = (blocks.select_block_size, blocks.compress_stride);
+    let overlapping = |block: usize| {
+        let first = (block * size + stride).saturating_sub(blocks.compress_block_size) / stride;
+        let end = ((block + 1) * size / stride).min(row.len());
+        (first..end).map(move |c| (overlap_weight(blocks, c, block), row[c]))
+    };
+    let of_block = |block: usize| match choice.rule {
+        ChoiceRule::MeanKey => row.get(block).copied().unwrap_or(0.0),
+        ChoiceRule::WeightedProbability => overlapping(block).map(|(weight, p)| weight as f32 * p).sum(),
+        ChoiceRule::LargestProbability => overlapping(block).fold(0.0, |most, (_, p)| p.max(most)),
+    };
+    (0..num_blocks).map(of_block).collect()
 }

@@ -78,7 +78,8 @@ fn wrong_types_name_key_value_wish_and_line() {
             tokenizer.train.vocab_size: wanted a whole number of at least 0, got true
         { vocab_size = 512 } => { vocab_sise = 512 } => \
             [tokenizer.train] has no key vocab_sise, did you mean vocab_size?
-        kind = "dma" => kind = 3 => attention.kind: wanted one of "mha", "swa", "mla", "nsa", "dma", "infllm_v2", "moba", got 3
+        kind = "dma" => kind = 3 => attention.kind: wanted one of "mha", "swa", "mla", "nsa", "dma", \
+            "infllm_v2", "moba", got 3
         steps = 40 => steps = 2024-01-02 => got the date 2024-01-02
     "#,
     ) {
@@ -320,8 +321,7 @@ fn rules_of_chosen_blocks() {
         ),
         (
             format!("{infllm}\nnum_selected_blocks = 4\nnum_local_blocks = 4"),
-            "attention.num_local_blocks: is 4, and with the document's first block more than num_selected_blocks = 4\n    \
-             hint: half",
+            "attention.num_local_blocks: is 4, and with the document's first block more than num_selected_blocks = 4\n",
         ),
         (
             format!("{infllm}\ncompress_stride = 16\nselect_block_size = 24"),
