@@ -1,16 +1,16 @@
 // hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two; the same
 // mathematics, layout, buffers, params words and results to rounding.
-// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c -
-//            lse_ih), over the blocks c that i sees;
-//            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3
+// Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
+//            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c],
+//            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3; RULE 1: the largest p[i, c] of these slots
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128
+// Defines    HEAD_DIM 64|128; RULE 0|1
 // Tiling     grid (ceil(num_queries / (128 / group)), num_kv_heads, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group 1, 2, 4, 8 or 16; slots that nobody sees may hold NaN
+// Edges      group 1, 2, 4, 8 or 16; key_group 1; slots that nobody sees may hold NaN
 // A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
 // that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"
@@ -25,7 +25,8 @@ constexpr int TILE_BYTES = ROWS * HEAD_DIM * 2;
 
 // Where a thread's importances go: of rows g (0) and g + 8 (1) of its warp.
 struct ImportanceRows {
-  float* to[2];
+  float* all;
+  u32 to[2];   // a launch writes less than 2^31 of them
   int own[2];  // the last block to write; -1: none
 };
 
@@ -67,8 +68,64 @@ DEVICE void write_step(float (&p)[4 * TILES], float (&carry)[2], const Importanc
     const int block = first_block + Sums::first_tile() * 4 + t % 2 * 2 + t / 2;
 #pragma unroll
     for (int i = 0; i < Sums::TILES; ++i)
-      if (block + 4 * i <= rows.own[h]) rows.to[h][block + 4 * i] = 2.0f * sums[i];
+      if (block + 4 * i <= rows.own[h]) rows.all[rows.to[h] + block + 4 * i] = 2.0f * sums[i];
   }
+}
+
+// The lane of a query's rows whose column tiles lie before the thread's, around the end: see RowSums::first_tile.
+template <int STEPS>
+DEVICE int lane_before() {
+  constexpr int TILES = 8 >> STEPS, BITS = (1 << STEPS) - 1;
+  const int lane = (int)threadIdx.x % 32, tile = (RowSums<STEPS, 4>::first_tile() + 8 - TILES) % 8,
+            row = (tile / 4 | tile / 2 % 2 * 2 | tile % 2 * 4) & BITS;
+  return (lane & ~(BITS * 4)) | row * 4;
+}
+
+// As write_step for RULE 1: probabilities are added up over heads first, then the largest of a block's slots is taken.
+// `carry`: of each lane the last slot that it had in the step before.
+template <int MERGED>
+DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
+  constexpr int STEPS = MERGED >= 8 ? 3 : MERGED == 4 ? 2 : MERGED == 2 ? 1 : 0;
+  using Sums = RowSums<STEPS, 4>;  // two tiles of two columns
+  const int lane = (int)threadIdx.x % 32, t = lane % 4;
+  const bool odd = t % 2, is_last = Sums::first_tile() + Sums::TILES == 8;
+  if (MERGED == 16) {
+#pragma unroll
+    for (int n = 0; n < TILES; ++n)
+#pragma unroll
+      for (int x = 0; x < 2; ++x) p[4 * n + x] += p[4 * n + 2 + x];
+  }
+#pragma unroll
+  for (int h = 0; h < (MERGED == 16 ? 1 : 2); ++h) {
+    float values[2 * TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) values[i] = p[i / 2 * 4 + 2 * h + i % 2];
+    Sums::add(values);
+    // The slot before the first of the lane's tiles; before a step's first tile it is the last step's.
+    const float end = values[4 * Sums::TILES - 1];
+    float before = STEPS == 0 ? carry[h] : __shfl_sync(~0u, is_last ? carry[h] : end, lane_before<STEPS>());
+    carry[h] = end;
+    const int block = first_block + Sums::first_tile() * 4 + t % 2 * 2 + t / 2;
+#pragma unroll
+    for (int i = 0; i < Sums::TILES; ++i) {
+      const float* v = values + 4 * i;
+      // Of two tiles even lanes keep the first and odd lanes the second; who asks whom for the slot before the block is
+      // as in write_step.
+      const float low = fmaxf(v[0], v[1]), high = fmaxf(v[2], v[3]);
+      const float largest = fmaxf(odd ? high : low, __shfl_xor_sync(~0u, odd ? low : high, 1));
+      const int asked = (lane & ~3) | (t < 2 ? 3 : 1);
+      const float inner = __shfl_sync(~0u, v[1], asked), outer = __shfl_sync(~0u, t == 1 ? v[3] : before, asked);
+      before = v[3];
+      const float importance = fmaxf(largest, t == 1 || t == 2 ? inner : outer);
+      if (block + 4 * i <= rows.own[h]) rows.all[rows.to[h] + block + 4 * i] = importance;
+    }
+  }
+}
+
+template <int MERGED>
+DEVICE void write_importances(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
+  if constexpr (RULE == 1) write_largest<MERGED>(p, carry, rows, first_block);
+  else write_step<MERGED>(p, carry, rows, first_block);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -117,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     end = min(blocks.doc_end[begin], end_query);
     const int num_steps = (end - 1 - document) / ((int)params.select_size * (SLOTS / 4)) + 1;
     ImportanceRows rows;
+    rows.all = importance;
     int seen[2];
     float carry[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -125,8 +183,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       seen[h] = inside ? blocks.num_seen(query[h], document) : 0;
       rows.own[h] = inside ? (query[h] - document) / (int)params.select_size : -1;
       rows.to[h] =
-          importance + (((u64)batch * heads + kv_head) * params.num_queries + (query[h] - (int)params.first_query)) *
-                           params.num_blocks;
+          ((u32)(batch * heads + kv_head) * (u32)params.num_queries + (u32)(query[h] - (int)params.first_query)) *
+          (u32)params.num_blocks;
     }
     const auto load_slots = [&](int step) {
       const int slot = min(first_slot + step * SLOTS + warp % 4 * 32 + lane, num_slots - 1);
@@ -162,11 +220,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       }
       const int first_block = step * (SLOTS / 4);
       switch (group) {
-        case 16: write_step<16>(p, carry, rows, first_block); break;
-        case 8: write_step<8>(p, carry, rows, first_block); break;
-        case 4: write_step<4>(p, carry, rows, first_block); break;
-        case 2: write_step<2>(p, carry, rows, first_block); break;
-        default: write_step<1>(p, carry, rows, first_block);
+        case 16: write_importances<16>(p, carry, rows, first_block); break;
+        case 8: write_importances<8>(p, carry, rows, first_block); break;
+        case 4: write_importances<4>(p, carry, rows, first_block); break;
+        case 2: write_importances<2>(p, carry, rows, first_block); break;
+        default: write_importances<1>(p, carry, rows, first_block);
       }
     }
   }

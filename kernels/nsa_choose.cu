@@ -1,5 +1,5 @@
-// nsa_choose: the blocks whose tokens a query of native sparse attention reads: its own, the one before, its document's
-// first, then the most important; of equally important ones the later (arXiv:2502.11089, eq. 11).
+// nsa_choose: the blocks whose tokens a query reads: the last ones up to its own, its document's first ones, then the
+// most important; of equally important ones the later (arXiv:2502.11089, eq. 11, with two last ones and a first one).
 // Math       the num_selected largest by (importance, number of the block), the forced ones first; a query whose own
 //            block is b has b + 1 to choose from
 // Layout     importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from first_query on,
@@ -12,24 +12,27 @@
 //            Otherwise the least importance taken is found bit by bit
 // Tiling     grid (ceil(num_queries / 8), num_kv_heads, batch); 256 threads, a warp a query
 // Numerics   exact; every element of these queries written
-// Edges      any num_selected >= 1; importances are not below 0; NaN counts as most important
-#include "common/types.cuh"
+// Edges      any num_selected >= 1, num_local >= 1; forced blocks beyond num_selected stay out, first ones before last
+//            ones; NaN counts as most important
+#include "common/order_key.cuh"
 
 constexpr int HELD = 32, WARPS = 8;  // importances a lane keeps in registers at most; more are read again
 constexpr int BOUND_BIT = 12;        // the bound need not be exact: lower bits are left out
 
 struct NsaChooseParams {
   u64 seq_len, num_kv_heads, select_size, num_selected, first_query, num_queries, num_blocks;
+  u64 num_first, num_local;  // forced blocks
 };
 
-// Numbers in the order of importances from 0 on, the least above 0: that stands for none.
-DEVICE u32 order_of(float x) { return __float_as_uint(x) + 1; }
+// Numbers in the order of importances, all above 0: that stands for none.
+DEVICE u32 order_of(float x) { return order_of_score(x); }
 
 // What a query takes, and where to.
 struct Choice {
-  const float* from;  // importance of block 1
-  int count, needed;  // blocks to choose from, from 1 on; fewer than all
+  const float* from;  // importance of block `first`
+  int count, needed;  // blocks to choose from, from `first` on; fewer than all
   i32* to;
+  int first;
 };
 
 // Takes exactly `needed` of all that are `least` or more, `reached` of them: of those that just reach it the earliest
@@ -44,13 +47,13 @@ DEVICE void take_reaching(const Choice& choice, u32 least, int reached) {
               equal = __ballot_sync(~0u, inside && value == least);
     const bool taken = inside && (value > least || (value == least && __popc(equal & below) >= surplus));
     const u32 takers = __ballot_sync(~0u, taken);
-    if (taken) choice.to[place + __popc(takers & below)] = at + lane + 1;
+    if (taken) choice.to[place + __popc(takers & below)] = at + lane + choice.first;
     surplus = max(surplus - __popc(equal), 0);
     place += __popc(takers);
   }
 }
 
-// Lane l has the blocks l + 1, l + 33, ... `room`: 32 places of the warp in shared memory.
+// Lane l has the blocks first + l, first + l + 32, ... `room`: 32 places of the warp in shared memory.
 template <int NUM>
 DEVICE void choose(const Choice& choice, uint2* room) {
   const int lane = (int)threadIdx.x % 32;
@@ -77,7 +80,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
     const bool reaches = bound > 0 && held[i] >= bound;
     const u32 all = __ballot_sync(~0u, reaches);
     const int place = reached + __popc(all & below);
-    if (reaches && place < 32) room[place] = make_uint2(held[i], i * 32 + lane + 1);
+    if (reaches && place < 32) room[place] = make_uint2(held[i], i * 32 + lane + choice.first);
     reached += __popc(all);
   }
   if (bound > 0 && reached <= 32 && choice.count <= NUM * 32) {
@@ -120,15 +123,17 @@ extern "C" __global__ void __launch_bounds__(256)
                 __shfl_sync(~0u, (query - doc_start[(u64)batch * params.seq_len + query]) / (int)params.select_size, 0),
             num_selected = (int)params.num_selected;
   i32* chosen = block_indices + (((u64)batch * params.seq_len + query) * params.num_kv_heads + kv_head) * num_selected;
-  // own and the one before end the list, the document's first begins it
-  const int count = min(num_selected, own + 1), last = min(count, 2), first = count > 2;
+  // the blocks up to its own end the list, the document's first begin it
+  const int count = min(num_selected, own + 1), last = min(count, (int)params.num_local),
+            first = min(count - last, (int)params.num_first);
   const int needed = count - last - first;
 
   if (needed > 0) {
     const u64 row = ((u64)batch * params.num_kv_heads + kv_head) * params.num_queries + in_range;
-    const Choice choice = {importance + row * params.num_blocks + 1, own - 2, needed, chosen + first};
+    const Choice choice = {importance + row * params.num_blocks + first, own + 1 - last - first, needed, chosen + first,
+                           first};
     if (choice.count <= needed) {
-      for (int at = lane; at < choice.count; at += 32) choice.to[at] = at + 1;
+      for (int at = lane; at < choice.count; at += 32) choice.to[at] = at + first;
     } else {
       __shared__ uint2 rooms[WARPS][32];
       uint2* room = rooms[threadIdx.x / 32];
@@ -138,9 +143,7 @@ extern "C" __global__ void __launch_bounds__(256)
       else choose<HELD / 8>(choice, room);
     }
   }
-  if (lane == 0) {
-    if (first) chosen[0] = 0;
-    for (int i = 0; i < last; ++i) chosen[count - 1 - i] = own - i;
-  }
+  for (int i = lane; i < first; i += 32) chosen[i] = i;
+  for (int i = lane; i < last; i += 32) chosen[count - 1 - i] = own - i;
   for (int i = count + lane; i < num_selected; i += 32) chosen[i] = -1;
 }

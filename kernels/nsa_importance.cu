@@ -1,21 +1,23 @@
-// nsa_importance: how important each block of keys is to a query of native sparse attention: the probabilities of the
-// compressed blocks that overlap it, over the heads of the group (arXiv:2502.11089, eq. 9, 10). No matrix of scores
-// lies in memory.
-// Math       importance[i, b] = sum over heads h and slots c of the document of w(c, b) exp(softmax_scale q_ih . k_c -
-//            lse_ih), over the blocks c that i sees;
-//            w(c, b) the strides that compressed block c and block b share
+// nsa_importance: how important each block of keys is to a query, by pooled keys: their probabilities, over the heads
+// of the group (arXiv:2502.11089, eq. 9, 10; arXiv:2509.24663), or their products with one head (arXiv:2502.13189).
+// No matrix of scores lies in memory.
+// Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
+//            w(c, b) the strides that compressed block c and block b share;
+//            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c];
+//            RULE 1: max over c with w(c, b) > 0 of p[i, c], 0 without any;
+//            RULE 2: q_i . k_b, 0 for a block that has not ended
 // Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples
-//            of 8; keys bf16 [batch, num_slots, num_kv_heads, HEAD_DIM]; lse f32 [batch, num_heads, seq_len]; doc_start
-//            i32 [batch, seq_len]; importance f32 [batch, num_kv_heads, num_queries, num_blocks] of the queries from
-//            first_query on; contiguous
+//            of 8; keys bf16 [batch, num_slots, num_kv_heads / key_group, HEAD_DIM]; lse f32 [batch, num_heads,
+//            seq_len], of RULE 2 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads,
+//            num_queries, num_blocks] of the queries from first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128
+// Defines    HEAD_DIM 64|128; RULE 0|1|2
 // Tiling     grid (ceil(num_queries / (64 / group)), num_kv_heads, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group <= 64; (select + compress) / stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may
-//            hold NaN
+// Edges      group <= 64, of RULE 2 1, with blocks of one stride; (select + compress) / stride <= CARRY + 2, select /
+//            stride <= 64; slots that nobody sees may hold NaN
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
@@ -54,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                    float* importance, const __grid_constant__ NsaImportanceParams params) {
   extern __shared__ __align__(128) unsigned char shared_memory[];
   const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
-            tile_queries = ROWS / group;
+            tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
   // late queries see most slots: start them first
@@ -88,15 +90,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       row_first[row] = blocks.first_slot(document);
       row_seen[row] = blocks.num_seen(query, document);
       row_own[row] = (query - document) / (int)params.select_size;
-      row_lse[row] = lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query] * LOG2_E;
+      const u64 head = (u64)batch * params.num_heads + kv_head * group + row % group;
+      if (RULE != 2) row_lse[row] = lse[head * seq_len + query] * LOG2_E;
     }
   }
   for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS)
     probabilities[at / CARRY * PITCH + at % CARRY] = 0.0f;
   __syncthreads();  // the rows are described
   const int begin = row_first[0], end = row_first[num_rows - 1] + (row_own[num_rows - 1] + 1) * per_select;
-  const bf16* k = keys + ((u64)batch * num_slots * heads + kv_head) * HEAD_DIM;
-  copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES, k, (u32)heads * HEAD_DIM, begin, num_slots);
+  const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
+  copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES, k, (u32)key_heads * HEAD_DIM, begin, num_slots);
   copy_async_commit();
 
   const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -114,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copy_async_wait<0>();
     __syncthreads();  // these keys are here for every thread; the last step's probabilities have been read and moved
     if (first + SLOTS < end)
-      copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, (u32)heads * HEAD_DIM, first + SLOTS,
+      copy_rows<HEAD_DIM, SLOTS>(shared + Q_BYTES + (slot ^ 1) * K_BYTES, k, (u32)key_heads * HEAD_DIM, first + SLOTS,
                                  num_slots);
     copy_async_commit();
     if (first == begin) {
@@ -146,9 +149,24 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
           const int column = n * 8 + 2 * t + x;
-          p[h][2 * n + x] =
-              column >= low && column < high ? exp2_fast(score[n][2 * h + x] * scale_log2 - row_sum) : 0.0f;
+          const float x_score = score[n][2 * h + x];
+          p[h][2 * n + x] = column < low || column >= high ? 0.0f
+                            : RULE == 2                    ? x_score
+                                                           : exp2_fast(x_score * scale_log2 - row_sum);
         }
+    }
+    if (RULE == 2) {
+      // A row is a query of its own, and a slot a block: nothing to add up.
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp * 16 + h * 8 + g, first_block = first - row_first[row];
+#pragma unroll
+        for (int i = 0; i < SLOTS / 4; ++i) {
+          const int of_block = first_block + i / 2 * 8 + 2 * t + i % 2;
+          if (of_block >= 0 && of_block <= row_own[row]) to[(u64)row * params.num_blocks + of_block] = p[h][i];
+        }
+      }
+      continue;
     }
     switch (merged) {
       case 16: store_probabilities<16>(p, probabilities, warp); break;
@@ -165,7 +183,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float* from =
             probabilities + query * group / merged * PITCH + CARRY + document_first + block * per_select - first;
         float sum = 0.0f;
-        for (int part = 0; part < group / merged; ++part, from += PITCH)
+        for (int offset = 1 - per_compress; RULE == 1 && offset < per_select; ++offset) {
+          float of_slot = 0.0f;
+          for (int part = 0; part < group / merged; ++part) of_slot += from[part * PITCH + offset];
+          sum = fmaxf(sum, of_slot);
+        }
+        for (int part = 0; RULE == 0 && part < group / merged; ++part, from += PITCH)
           for (int offset = 1 - per_compress; offset < per_select; ++offset) {
             // As many strides as the compressed block at this offset shares with the block. Slots before the document
             // hold zeros.

@@ -31,7 +31,7 @@ fn expected_keys(attention: Attention, num_tokens: usize) -> usize {
     match attention.form() {
         AttentionForm::Grouped { window } => num_tokens.min(window.unwrap_or(num_tokens)),
         AttentionForm::Ranked(dma) => num_tokens.min(dma.keep_window_size),
-        AttentionForm::Latent(_) | AttentionForm::Branches(_) => num_tokens,
+        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => num_tokens,
     }
 }
 
@@ -92,6 +92,8 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
     let mut wide = recipe.clone();
     match &mut wide.attention {
         Attention::Nsa(nsa) => nsa.window_size = LEN,
+        Attention::InfllmV2(infllm) => infllm.num_selected_blocks = LEN,
+        Attention::Moba(moba) => moba.num_selected_blocks = LEN,
         Attention::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
         Attention::Dma(dma) => dma.keep_window_size = LEN,
         _ => {}

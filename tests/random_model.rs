@@ -18,6 +18,13 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
     cases(
         r#"
         mha => tie_word_embeddings = true => kind = "mha"
+        infllm_v2 => tie_word_embeddings = true => kind = "infllm_v2"\ncompress_block_size = 4\ncompress_stride = 2\n\
+            select_block_size = 4\nnum_selected_blocks = 3\nnum_local_blocks = 1
+        infllm_v2_hybrid => tie_word_embeddings = false\nlayer_types = ["sparse", "mha", "sparse"] \
+            => kind = "infllm_v2"\ncompress_block_size = 6\ncompress_stride = 2\nselect_block_size = 4\n\
+            num_selected_blocks = 4\nnum_local_blocks = 2
+        moba => tie_word_embeddings = true\nresidual_scale = true => kind = "moba"\nselect_block_size = 4\n\
+            num_selected_blocks = 3
         swa => tie_word_embeddings = false => kind = "swa"\nsliding_window = 7
         dma => tie_word_embeddings = true\nresidual_scale = true => kind = "dma"\nkeep_window_size = 5
         dma_recency => tie_word_embeddings = false => kind = "dma"\nkeep_window_size = 7\nbias = "linear"\n\

@@ -297,7 +297,7 @@ fn an_imported_model_can_be_trained_on() {
     ));
     let warned = "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
     assert!(text.contains(warned), "{text}");
-    run.refuses("import --from hf --out other --attention mla", "dma, swa or nsa");
+    run.refuses("import --from hf --out other --attention mla", "infllm_v2 or moba");
     run.refuses("import --from nowhere --out other", "nowhere");
     for (folder, found) in [("sparse", "step-0"), ("out", "a run")] {
         let before = run.snapshot(folder);
@@ -337,4 +337,37 @@ fn a_dense_model_goes_on_as_dma_whose_window_shrinks_by_stage() {
     let steps = run.metrics("tuned", "step");
     let kept = [4, 8, 12].map(|step| number(&steps[&step]["attention"]["mean_active_keys"]));
     assert!(kept[0] > kept[1] && kept[1] > kept[2] && kept[2] <= 8.0, "{kept:?}");
+}
+
+#[test]
+fn a_dense_checkpoint_goes_on_with_chosen_blocks_and_back() {
+    let run = TinyRun::new("kind = \"mha\"");
+    run.trained("trunk", "--set training.steps=8 --set lr_scheduler.warmup_steps=2");
+    let branch = |from: &str, out: &str, steps: u64, sets: &str| -> Vec<f64> {
+        let sets =
+            format!("--branch-from {from} --set training.steps={steps} --set lr_scheduler.warmup_steps=2 {sets}");
+        run.trained(out, &sets);
+        let steps = run.metrics(out, "step");
+        steps
+            .values()
+            .map(|line| line["loss"].as_f64().expect("a loss"))
+            .collect()
+    };
+    let dense = branch("trunk", "dense", 12, "");
+    for kind in ["infllm_v2", "moba"] {
+        let of = |blocks| format!("--set attention.kind={kind} --set attention.num_selected_blocks={blocks}");
+        let all = branch("trunk", &format!("{kind}-all"), 12, &of(64));
+        assert_eq!(all.len(), 4, "{kind}");
+        for (all, dense) in all.iter().zip(&dense) {
+            assert!((all - dense).abs() < 1e-4, "{kind}: {all}, dense {dense}");
+        }
+        let few = format!("{} --set attention.select_block_size=8", of(2));
+        let few = branch("trunk", &format!("{kind}-few"), 12, &few);
+        assert!(few != all && few.iter().all(|loss| loss.is_finite()), "{kind}: {few:?}");
+        let back = branch(&format!("{kind}-few"), &format!("{kind}-back"), 14, "");
+        assert!(
+            back.len() == 2 && back.iter().all(|loss| loss.is_finite()),
+            "{kind}: {back:?}"
+        );
+    }
 }

@@ -1,6 +1,7 @@
-"""Sieve's models with latent or native sparse attention in plain PyTorch, from the weights of a checkpoint.
+"""Sieve's models with latent or native sparse attention, InfLLM-V2 or MoBA in plain PyTorch, from the weights of a
+checkpoint.
 
-Written from docs and papers (arXiv:2405.04434, arXiv:2502.11089), with a full matrix of scores and autograd: nothing is
+Written from docs and papers (arXiv:2405.04434, 2502.11089, 2509.24663, 2502.13189), with a full matrix of scores and autograd: nothing is
 shared with the program or with the code that it exports. One document a row. Parameters have the checkpoint's names.
 """
 
@@ -97,6 +98,72 @@ class Packed(nn.Module):
         self.q_norm, self.k_norm = RmsNorm(model["head_dim"], eps), RmsNorm(model["head_dim"], eps)
 
 
+def reads(importance, forced, sizes, n):
+    """Whether each of the importance's heads [batch, heads, n, blocks] reads each token: the blocks `forced(own)`, then
+    the most important, of equal ones the later. The smallest relative gap between a block that a query chose and the
+    next one beside it."""
+    select, count = sizes["select_block_size"], sizes["num_selected_blocks"]
+    narrowest, values = math.inf, importance.tolist()
+    mask = torch.zeros(*importance.shape[:2], n, n, dtype=torch.bool)
+    for row in range(importance.shape[0]):
+        for head in range(importance.shape[1]):
+            for i in range(n):
+                own, of = i // select, values[row][head][i]
+                # Forced ones first, then by importance, of equal ones the later.
+                order = sorted(range(own + 1), key=lambda block: (block in forced(own), of[block], block), reverse=True)
+                if count <= own and order[count - 1] not in forced(own):
+                    kept, dropped = (of[block] for block in order[count - 1 : count + 1])
+                    if kept > dropped:
+                        narrowest = min(narrowest, (kept - dropped) / max(abs(kept), abs(dropped)))
+                for block in order[:count]:
+                    mask[row, head, i, block * select : min((block + 1) * select, i + 1)] = True
+    return mask, narrowest
+
+
+class ChosenBlocks(nn.Module):
+    """InfLLM-V2 and MoBA: exact attention over blocks that queries choose by means of rotated keys."""
+
+    def __init__(self, model, attention, eps):
+        super().__init__()
+        self.heads, self.kv_heads = model["num_attention_heads"], model["num_key_value_heads"]
+        self.d, self.theta, self.of = model["head_dim"], model["rope_theta"], attention
+        self.narrowest = math.inf
+        self.qkv = Packed(model, eps)
+        self.o_proj = linear(self.heads * self.d, model["hidden_size"])
+
+    def choice(self, q, k):
+        n, group, select = q.shape[1], self.heads // self.kv_heads, self.of["select_block_size"]
+        blocks = -(-n // select)
+        if self.of["kind"] == "moba":
+            means = torch.stack([k[:, b * select : (b + 1) * select].mean(1) for b in range(blocks)], 1)
+            importance = torch.einsum("bihd,bjhd->bhij", q, means.repeat_interleave(group, 2))
+            mask, self.narrowest = reads(importance, lambda own: [own], self.of, n)
+            return mask
+        size, stride = self.of["compress_block_size"], self.of["compress_stride"]
+        starts = range(0, n - size + 1, stride)
+        means = torch.stack([k[:, at : at + size].mean(1) for at in starts], 1)
+        ended = torch.tensor([at + size - 1 for at in starts])[None, :] <= torch.arange(n)[:, None]
+        _, p = attend(q, means, means, ended)
+        p = p.unflatten(1, (self.kv_heads, group)).sum(2)
+        importance = torch.zeros(*p.shape[:3], blocks, dtype=p.dtype)
+        for block in range(blocks):
+            for slot, at in enumerate(starts):
+                if at < (block + 1) * select and at + size > block * select:
+                    importance[..., block] = torch.maximum(importance[..., block], p[..., slot])
+        local = self.of["num_local_blocks"]
+        forced = lambda own: [0, *range(max(own - local + 1, 0), own + 1)]
+        mask, self.narrowest = reads(importance, forced, self.of, n)
+        return mask.repeat_interleave(group, 1)
+
+    def forward(self, x):
+        batch, n, _ = x.shape
+        packed = self.qkv.qkv_proj(x).view(batch, n, self.heads + 2 * self.kv_heads, self.d)
+        q, k, v = packed.split([self.heads, self.kv_heads, self.kv_heads], 2)
+        q, k = (rotate(y, self.theta) for y in (self.qkv.q_norm(q), self.qkv.k_norm(k)))
+        o, _ = attend(q, k, v, self.choice(q.detach(), k.detach()))
+        return self.o_proj(o.reshape(batch, n, self.heads * self.d))
+
+
 class SparseAttention(nn.Module):
     """Native sparse attention with keys and values that the branches share, compressed by an MLP or by means."""
 
@@ -129,25 +196,8 @@ class SparseAttention(nn.Module):
                     slot = block * (select // stride) + m - l
                     if 0 <= slot < slots:
                         weight[slot, block] += 1
-        importance = (p @ weight).tolist()
-        self.narrowest = math.inf
-        reads = torch.zeros(batch, self.kv_heads, n, n, dtype=torch.bool)
-        for row in range(batch):
-            for head in range(self.kv_heads):
-                for i in range(n):
-                    own = i // select
-                    forced = [own, own - 1, 0]
-                    # Forced ones first, then by importance, of equal ones the later.
-                    key = lambda block: (block in forced, importance[row][head][i][block], block)
-                    count = self.of["num_selected_blocks"]
-                    order = sorted(range(own + 1), key=key, reverse=True)
-                    if count <= own and order[count - 1] not in forced:
-                        kept, dropped = (importance[row][head][i][block] for block in order[count - 1 : count + 1])
-                        if kept > dropped:
-                            self.narrowest = min(self.narrowest, (kept - dropped) / kept)
-                    for block in order[:count]:
-                        reads[row, head, i, block * select : min((block + 1) * select, i + 1)] = True
-        return reads.repeat_interleave(self.heads // self.kv_heads, 1)
+        mask, self.narrowest = reads(p @ weight, lambda own: [own, own - 1, 0], self.of, n)
+        return mask.repeat_interleave(self.heads // self.kv_heads, 1)
 
     def forward(self, x):
         batch, n, _ = x.shape
@@ -192,8 +242,10 @@ class Layer(nn.Module):
         self.input_layernorm, self.post_attention_layernorm = RmsNorm(size, eps), RmsNorm(size, eps)
         if attention["kind"] == "mla":
             self.self_attn = LatentAttention(model, attention, eps, has_norms)
-        else:
+        elif attention["kind"] == "nsa":
             self.self_attn = SparseAttention(model, attention, eps)
+        else:
+            self.self_attn = ChosenBlocks(model, attention, eps)
         self.mlp = Mlp(size, model["intermediate_size"])
 
     def forward(self, x):

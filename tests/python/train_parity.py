@@ -1,7 +1,7 @@
 """Thirty training steps of Sieve repeated by PyTorch, from the same weights and batches.
 
 usage, from the repository's root:
-    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa] [--steps 30] [--keep DIR]
+    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa|infllm_v2|moba] [--steps 30] [--keep DIR]
 
 Sieve trains a small model on this repository's Rust files, one document a row, and writes its weights before the first step.
 `sieve data batch` hands over the tokens and labels of each step; then PyTorch takes the same steps on the CPU: AdamW
@@ -9,7 +9,7 @@ with decay on tensors of rank 2, gradient clipping, and the warm-up, stay, decay
 
 mha, dma   transformers' Qwen3 and Doge in float32, from what `sieve export` writes. For DMA the gates A and the weights
            W_dt are replaced by random ones first, so that the mask is no sliding window.
-mla, nsa   plain_models.py in float64, from the checkpoint itself. Sieve writes a checkpoint after every step: from its
+others     plain_models.py in float64, from the checkpoint itself. Sieve writes a checkpoint after every step: from its
            weights before a step PyTorch computes the gradient of each tensor, and Sieve's comes out of the first
            moments before and after.
 
@@ -17,9 +17,9 @@ Doge keeps the keys that torch.topk returns, and torch.topk promises no order am
 scores in the first layer, so ties are the rule in real text. Here, as in Sieve, the later key stays; --torch-ties leaves the
 choice to torch.topk.
 
-Prints the losses of every step and the largest differences; exit code 1 when a loss differs by more than 1e-3, of mla
-and nsa by more than 1e-5, or one of their gradients by more than 1e-3 of its norm (5e-2 in steps in which two of nsa's
-blocks are equally important to f32's last digits).
+Prints the losses of every step and the largest differences; exit code 1 when a loss differs by more than 1e-3, of others
+than mha and dma by more than 1e-5, or one of their gradients by more than 1e-3 of its norm (5e-2 in steps in which two blocks
+are equally important to f32's last digits).
 """
 
 import argparse
@@ -37,7 +37,7 @@ import transformers
 from plain_models import PlainModel
 from safetensors.torch import load_file, save_file
 
-TOLERANCE = {"mha": 1e-3, "dma": 1e-3, "mla": 1e-5, "nsa": 1e-5}
+TOLERANCE = {"mha": 1e-3, "dma": 1e-3, "mla": 1e-5, "nsa": 1e-5, "infllm_v2": 1e-5, "moba": 1e-5}
 # Of a gradient's norm; and where a choice of blocks hangs on less than f32 holds: one query may read another block.
 GRADIENT_TOLERANCE = {"clear": 1e-3, "near tie": 5e-2}
 NEAR_TIE = 4e-7
@@ -54,10 +54,19 @@ compress_stride = 4
 select_block_size = 8
 num_selected_blocks = 4
 window_size = 16""",
+    "infllm_v2": """kind = "infllm_v2"
+compress_block_size = 8
+compress_stride = 4
+select_block_size = 8
+num_selected_blocks = 4
+num_local_blocks = 2""",
+    "moba": """kind = "moba"
+select_block_size = 8
+num_selected_blocks = 3""",
 }
 
 # Kinds that plain_models.py has.
-PLAIN = ("mla", "nsa")
+PLAIN = ("mla", "nsa", "infllm_v2", "moba")
 
 RECIPE = """
 [model]

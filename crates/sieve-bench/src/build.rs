@@ -294,6 +294,17 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
             }
             vec![NeededKeys::Blocks, NeededKeys::Neighbours]
         }
+        AttentionForm::Blocks(choice) => {
+            let group = shape.num_heads / shape.num_kv_heads;
+            if let Some((got, supported)) = choice.cuda_gap(shape.head_dim, group) {
+                let kind = recipe.attention.kind().name();
+                return refused(format!(
+                    "attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"
+                ));
+            }
+            shape.num_kv_heads = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+            vec![NeededKeys::Blocks]
+        }
     };
     if recipe.dense_layers().contains(&true) {
         keys.push(NeededKeys::Neighbours);

@@ -17,13 +17,14 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::{Flex, FlexDevice};
 use expected::Expected;
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KeySource,
     NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
     nsa_mean_pool_backward,
 };
-use sieve_ops::{AttentionSpec, DeviceBackend, NsaBlocks, NsaCall};
+use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
 use sieve_testing::Random;
 
 /// Query heads of a KV head.
@@ -54,6 +55,8 @@ struct Inputs {
     blocks: NsaBlocks,
     positions: [Vec<f32>; 2],
     compressed: Vec<f32>,
+    /// A mean of each selected block, keys then values: `[2, batch * slots * num_kv_heads, head_dim]`.
+    means: Vec<f32>,
     branches: [Vec<f32>; 3],
     logits: Vec<f32>,
     bias: Vec<f32>,
@@ -99,6 +102,7 @@ impl Inputs {
         if ties {
             // Keys of zeros: all blocks that a query sees whole are equally important.
             inputs.compressed[..keys].fill(0.0);
+            inputs.means.fill(0.0);
         }
         magnify(&mut inputs.compressed[..keys], magnitude);
         let label = format!("{shape:?} {blocks:?} {cuts:?} ties {ties} q, k x {magnitude} seed {seed}");
@@ -110,12 +114,14 @@ impl Inputs {
         let (shape, size) = (case.shape, blocks.compress_block_size);
         let head_dim = shape.head_dim;
         let rows = 2 * shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
+        let means = 2 * shape.batch * shape.seq_len.div_ceil(blocks.select_block_size) * shape.num_kv_heads;
         let outputs: usize = shape.output().iter().product();
         let mut normals = |count| random.bf16_normals(count);
         Self {
             qkv: packed(&case, Layout::Contiguous).gathered(),
             positions: [normals(size * head_dim), normals(size * head_dim)],
             compressed: normals(rows * head_dim),
+            means: normals(means * head_dim),
             branches: [normals(outputs), normals(outputs), normals(outputs)],
             logits: normals(outputs / head_dim * 3),
             bias: normals(shape.num_heads * 3),
@@ -152,6 +158,50 @@ impl Inputs {
         NsaCall::new(&self.case.documents::<B>(device), spec, self.blocks)
     }
 
+    /// The choices of InfLLM-V2 and MoBA by the same pooled keys, or by a mean of each block.
+    fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 2] {
+        let size = self.blocks.select_block_size;
+        let by_means = NsaBlocks {
+            compress_block_size: size,
+            compress_stride: size,
+            ..self.blocks
+        };
+        let largest = BlockChoice {
+            blocks: self.blocks,
+            rule: ChoiceRule::LargestProbability,
+            forced: ForcedBlocks {
+                first: true,
+                local: (self.blocks.num_selected_blocks / 2).max(1),
+            },
+        };
+        let mean = BlockChoice {
+            blocks: by_means,
+            rule: ChoiceRule::MeanKey,
+            forced: ForcedBlocks { first: false, local: 1 },
+        };
+        [
+            ("choice by the largest", largest, &self.compressed),
+            ("choice by means", mean, &self.means),
+        ]
+    }
+
+    /// These choices on a backend.
+    fn chosen_by<B: Place>(&self, device: &B::Device) -> Vec<(&'static str, Vec<i32>)> {
+        let (shape, NsaCall { documents, spec, .. }) = (self.case.shape, self.call::<B>(device));
+        let qkv = typed::<B, 4>(&self.qkv, packed_of(shape), device);
+        let of = |(name, choice, pooled): (&'static str, BlockChoice, &[f32])| {
+            let rows = pooled.len() / 2 / shape.head_dim;
+            let pooled = typed::<B, 3>(pooled, [2, rows, shape.head_dim], device);
+            let call = ChoiceCall {
+                documents: documents.clone(),
+                spec,
+                choice,
+            };
+            (name, indices::<B, 4>(B::choose_key_blocks(qkv.clone(), pooled, &call)))
+        };
+        self.choices().map(of).into()
+    }
+
     /// Rows of compressed blocks.
     fn rows(&self) -> usize {
         let [batch, seq_len, kv_heads, _] = keys_of(self.case.shape);
@@ -180,10 +230,11 @@ impl Inputs {
     }
 }
 
-/// What the ops return, and the blocks that the compressed branch chose.
+/// What the ops return, the blocks that the compressed branch chose, and those that other rules choose.
 struct Found {
     outputs: Results,
     chosen: Vec<i32>,
+    chosen_by: Vec<(&'static str, Vec<i32>)>,
 }
 
 /// Names of the gradients of the gates' branches.
@@ -269,7 +320,11 @@ fn run<B: Place>(inputs: &Inputs, device: &B::Device) -> Found {
     add("selected lse", floats::<B, 3>(selected.output.lse.clone()));
     let dqkv = B::nsa_selected_attention_backward(qkv, given, &call, selected, d_o);
     add("selected dqkv", floats::<B, 4>(dqkv));
-    Found { outputs, chosen }
+    Found {
+        outputs,
+        chosen,
+        chosen_by: inputs.chosen_by::<B>(device),
+    }
 }
 
 /// The queries whose choice differs, as a share of what may. Blocks that are `lost` to a query count as equal.
@@ -372,6 +427,12 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     add("dcompressed", &d_compressed)?;
 
     let chosen = device.ints(&indices)?;
+    let mut chosen_by = Vec::new();
+    for (name, choice, pooled) in inputs.choices() {
+        let pooled = bf16(pooled, &[2, pooled.len() / 2 / d, d]);
+        let indices = qkv.choose_key_blocks(documents, &pooled, choice, scale)?;
+        chosen_by.push((name, device.ints(&indices)?));
+    }
     let count = blocks.num_selected_blocks;
     let given = device.int(&inputs.chosen, &[batch, seq_len, num_kv_heads, count]);
     let tensor = bf16(&inputs.selected_qkv(), &packed_of(*shape));
@@ -411,7 +472,11 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
     }
     add("gates dlogits", &gradients.logits)?;
     add("gates dbias", &gradients.bias)?;
-    Ok(Found { outputs, chosen })
+    Ok(Found {
+        outputs,
+        chosen,
+        chosen_by,
+    })
 }
 
 /// The largest errors of a run, by output.
@@ -429,6 +494,11 @@ fn judge(found: &Found, expected: &Expected, inputs: &Inputs, is_bf16: bool) -> 
     let lost = |at, block: i32| usize::try_from(block).is_ok_and(|block| inputs.importance(at, block) < LOST);
     let choice = judge_choice(&found.chosen, &expected.chosen, count, lost);
     outcomes.push(("choice", choice));
+    for ((name, found), (_, expected)) in found.chosen_by.iter().zip(inputs.chosen_by::<Flex>(&FlexDevice)) {
+        // A block that shares no pooled key of importance with a query is equally important as any such one.
+        let is_lost = |at, block: i32| *name == "choice by the largest" && lost(at, block);
+        outcomes.push((name, judge_choice(found, &expected, count, is_lost)));
+    }
     outcomes
 }
 

@@ -24,6 +24,7 @@ pub mod paths;
 pub mod model;
 
 mod adamw_step;
+mod block_choice;
 mod block_selection;
 mod call_shape;
 mod keeping;
@@ -33,6 +34,7 @@ mod nsa_blocks;
 mod score_matrix;
 
 pub use adamw_step::AdamWStep;
+pub use block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 pub use block_selection::{
     BlockScores, BlockSelection, HeavyKeys, KeepBlocks, KeptBlocks, KeyScores, ProbeCorrection, ScoredBlocks, SlotOrder,
 };
@@ -40,8 +42,8 @@ pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
-    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, MlaShape, ModelShape, NsaCompression,
-    NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, InfllmV2Shape, MlaShape, MobaShape,
+    ModelShape, NsaCompression, NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};

@@ -1,7 +1,7 @@
 //! Block sizes of native sparse attention (arXiv:2502.11089), and which of them have CUDA kernels.
 
 /// Block sizes of the compressed and the selected branch, in tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct NsaBlocks {
     /// Tokens of a compressed block (l).
     pub compress_block_size: usize,
@@ -38,6 +38,28 @@ impl NsaBlocks {
     /// slot, because a block is at least as long as the stride.
     pub fn first_slot(&self, start: usize) -> usize {
         start.div_ceil(self.compress_stride)
+    }
+
+    /// (Query, pooled key) pairs of one query head in a document of `seq_len` tokens: a query sees the compressed
+    /// blocks that end at or before it.
+    pub fn compressed_pairs(&self, seq_len: usize) -> f64 {
+        // Block c is seen by the queries from its last token on.
+        let blocks = self.num_compressed_blocks(seq_len) as f64;
+        blocks * (seq_len as f64 - self.compress_block_size as f64 + 1.0)
+            - self.compress_stride as f64 * blocks * (blocks - 1.0) / 2.0
+    }
+
+    /// (Query, key) pairs of one query head that reads `num_selected_blocks` blocks up to its own, whole but for its
+    /// own.
+    pub fn selected_pairs(&self, seq_len: usize) -> f64 {
+        // The first k blocks see everything before them; a later query sees its own block so far and k - 1 whole ones.
+        let block = self.select_block_size;
+        let all = seq_len.min(block.saturating_mul(self.num_selected_blocks));
+        let rest = seq_len - all;
+        let (whole, short) = ((rest / block) as f64, (rest % block) as f64);
+        let own = whole * (block as f64 * (block as f64 + 1.0) / 2.0) + short * (short + 1.0) / 2.0;
+        let others = rest as f64 * ((self.num_selected_blocks - 1) * block) as f64;
+        all as f64 * (all as f64 + 1.0) / 2.0 + own + others
     }
 
     /// Panics unless the sizes fit each other.

@@ -69,12 +69,9 @@ fn every_shipped_recipe_loads_and_is_complete() {
     for (name, (_, recipe)) in &recipes {
         let text = recipe.to_toml().expect("a loaded recipe can be written");
         assert_eq!(Recipe::load(&text, name, &[]).as_ref(), Ok(recipe), "{name}");
-        let kind = match name.split_once('_') {
-            Some(("mqar", kind)) => Some(kind.trim_start_matches("hard_")),
-            Some((kind, _)) => Some(kind),
-            None => None,
-        };
-        if let Some(kind) = kind.filter(|kind| kinds.contains(kind)) {
+        let named = name.trim_start_matches("mqar_").trim_start_matches("hard_");
+        let is_named = |kind: &&str| named == *kind || named.starts_with(&format!("{kind}_"));
+        if let Some(kind) = kinds.into_iter().find(is_named) {
             assert_eq!(
                 recipe.attention.kind().name(),
                 kind,
@@ -119,6 +116,14 @@ fn paper_recipes_follow_table_4() {
                     assert_eq!((nsa.num_selected_blocks, nsa.window_size), (16, 512));
                     let hidden = if size == "1p7b" { 256 } else { 192 };
                     assert_eq!(nsa.compress_hidden_size, Some(hidden), "{name}");
+                }
+                AttentionForm::Blocks(choice) => {
+                    let blocks = choice.blocks;
+                    assert_eq!(
+                        (blocks.num_selected_blocks, blocks.select_block_size),
+                        (16, 64),
+                        "{name}"
+                    );
                 }
                 AttentionForm::Ranked(dma) => {
                     assert_eq!(dma.keep_window_size, row.keep_window_size, "{name}")
@@ -205,7 +210,7 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
     let recipes = shipped();
     for Row { size, .. } in TABLE_4 {
         let (_, mha) = &recipes[&format!("mha_{size}")];
-        for kind in ["swa", "mla", "nsa", "dma", "dma_paper"] {
+        for kind in ["swa", "mla", "nsa", "dma", "dma_paper", "infllm_v2", "moba"] {
             let name = match kind {
                 "dma_paper" => format!("dma_{size}_paper"),
                 _ => format!("{kind}_{size}"),
@@ -231,7 +236,7 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
 fn mqar_recipes_differ_in_their_attention_alone() {
     let recipes = shipped();
     for (task, kinds) in [
-        ("mqar", &["swa", "mla", "nsa", "dma"][..]),
+        ("mqar", &["swa", "mla", "nsa", "dma", "infllm_v2", "moba"][..]),
         ("mqar_hard", &["nsa", "dma"]),
     ] {
         let (_, mha) = &recipes[&format!("{task}_mha")];

@@ -1,16 +1,18 @@
 //! Speed of the CPU kernels on this machine, beside its 2048 x 2048 x 2048 product:
-//! `cargo run --release -p sieve-cpu --example bench_cpu`.
+//! `cargo run --release -p sieve-cpu --example bench_cpu`; `-- chosen` for InfLLM-V2 and MoBA alone.
 //!
 //! Attention rows count the products of the visible pairs only (4 d flops a pair forward, 10 d backward), so tiles that
 //! compute masked pairs, gathering and softmax all show as a lower rate.
 #![allow(clippy::print_stdout, reason = "a program for people")]
 
-use sieve_core::AdamWStep;
+use sieve_core::{AdamWStep, InfllmV2Shape, MobaShape};
 use sieve_cpu::activation::{swiglu_backward, swiglu_forward};
+use sieve_cpu::nsa::choose_key_blocks;
 use sieve_cpu::{
     AttentionShape, Documents, Mask, Matrix, MatrixMut, QkNormRope, Threads, adamw, attention_backward,
     attention_forward, dma_select, embedding_backward, linear_cross_entropy, linear_cross_entropy_with_gradients,
-    matmul, qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
+    matmul, nsa_mean_pool_forward, nsa_selected_attention_backward, nsa_selected_attention_forward,
+    qk_norm_rope_backward, qk_norm_rope_forward, rms_norm_backward, rms_norm_forward, sum_of_squares,
 };
 use sieve_testing::{Random, Time, measure};
 
@@ -42,11 +44,15 @@ fn values(len: usize, seed: u64) -> Vec<f32> {
 
 fn main() {
     println!("{} threads", rayon::current_num_threads());
+    if std::env::args().nth(1).as_deref() == Some("chosen") {
+        return chosen_blocks();
+    }
     println!("kernel | shape | median ms | rate | % of the 2048^3 product, by wall clock | by CPU time");
     let reference = product(2048);
     attention(reference);
     cross_entropy(reference);
     pointwise();
+    chosen_blocks();
 }
 
 fn product(n: usize) -> Reference {
@@ -134,6 +140,80 @@ fn attention(reference: Reference) {
                     select_time.wall * 1e3
                 );
             }
+        }
+    }
+}
+
+/// Kinds that choose blocks, forward and backward in all, beside dense attention; the first size is quickstart's.
+fn chosen_blocks() {
+    println!("chosen blocks: ms of pooling and choice, forward, backward; times dense attention's sum");
+    for (seq_len, num_heads, size) in [(256, 4, 16), (2048, 8, 64), (8192, 8, 64)] {
+        let shape = AttentionShape {
+            batch: TOKENS / seq_len,
+            seq_len,
+            num_heads,
+            num_kv_heads: num_heads / 2,
+            head_dim: 64,
+            softmax_scale: 0.125,
+        };
+        let (start, end) = (vec![0; TOKENS], vec![seq_len as i32; TOKENS]);
+        let documents = Documents::new(&start, &end);
+        let (mut o, mut lse) = (vec![0.0; TOKENS * num_heads * 64], vec![0.0; TOKENS * num_heads]);
+        let (qkv, d_o) = (values(TOKENS * shape.token_len(), 4), values(o.len(), 5));
+        let mut d_qkv = vec![0.0; qkv.len()];
+        let mask = Mask::Causal;
+        let dense = [
+            measure(|| attention_forward(shape, &qkv, documents, mask, &mut o, &mut lse)),
+            measure(|| attention_backward(shape, &qkv, documents, mask, &o, &lse, &d_o, &mut d_qkv, None)),
+        ];
+        let dense: f64 = dense.iter().map(|time| time.wall).sum();
+        let num_selected_blocks = (seq_len / 4 / size).clamp(4, 16);
+        let infllm = InfllmV2Shape {
+            compress_block_size: size / 2,
+            compress_stride: size / 4,
+            select_block_size: size,
+            num_selected_blocks,
+            num_local_blocks: num_selected_blocks / 2,
+        };
+        let moba = MobaShape {
+            select_block_size: size,
+            num_selected_blocks,
+        };
+        for (name, choice) in [("infllm_v2", infllm.choice()), ("moba", moba.choice())] {
+            let blocks = choice.blocks;
+            let heads = choice.num_choosers(num_heads, shape.num_kv_heads);
+            let rows = shape.batch * blocks.num_slots(seq_len) * shape.num_kv_heads;
+            let mut pooled = vec![0.0; 2 * rows * 64];
+            let mut chosen = vec![0; TOKENS * heads * num_selected_blocks];
+            let choose = measure(|| {
+                nsa_mean_pool_forward(shape, blocks, &qkv, documents, &mut pooled);
+                let keys = &pooled[..rows * 64];
+                choose_key_blocks(shape, choice, &qkv, documents, keys, None, &mut chosen);
+            });
+            // Keys and values of each head where each chooses.
+            let read = AttentionShape {
+                num_kv_heads: heads,
+                ..shape
+            };
+            let (qkv, mut d_qkv) = (
+                values(TOKENS * read.token_len(), 6),
+                vec![0.0; TOKENS * read.token_len()],
+            );
+            let forward = measure(|| {
+                nsa_selected_attention_forward(read, blocks, &qkv, documents, &chosen, &mut o, &mut lse);
+            });
+            let backward = measure(|| {
+                nsa_selected_attention_backward(read, blocks, &qkv, documents, &chosen, &o, &lse, &d_o, &mut d_qkv);
+            });
+            let times = [choose, forward, backward].map(|time| time.wall);
+            println!(
+                "{name} | seq_len {seq_len} | {:.1} {:.1} {:.1} | dense {:.1} | {:.2} times",
+                times[0] * 1e3,
+                times[1] * 1e3,
+                times[2] * 1e3,
+                dense * 1e3,
+                times.iter().sum::<f64>() / dense
+            );
         }
     }
 }

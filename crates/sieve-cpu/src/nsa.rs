@@ -19,7 +19,7 @@ mod tests;
 pub use blocks::{nsa_blocks_backward, nsa_blocks_forward, nsa_mean_pool_backward, nsa_mean_pool_forward};
 pub use compressed::{nsa_compressed_attention_backward, nsa_compressed_attention_forward};
 pub use gates::{nsa_gates_backward, nsa_gates_forward};
-pub use select::{choose_blocks, overlap_weight};
+pub use select::{choose_blocks, choose_key_blocks, overlap_weight};
 pub use selected::nsa_selected_attention_forward;
 pub use selected_backward::nsa_selected_attention_backward;
 

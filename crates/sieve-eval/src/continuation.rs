@@ -30,7 +30,7 @@ pub fn prompt_part(shape: &ModelShape, num_tokens: usize) -> usize {
     let kept = shape.by_kind().into_iter().map(|part| match part.attention.form() {
         AttentionForm::Grouped { window } => window,
         AttentionForm::Ranked(dma) => Some(dma.keep_window_size),
-        AttentionForm::Latent(_) | AttentionForm::Branches(_) => None,
+        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => None,
     });
     let most = kept.reduce(|a, b| a.zip(b).map(|(a, b)| a.max(b))).flatten();
     most.map_or(num_tokens, |most| num_tokens.min(PROMPT_PART.max(PARTS_OF_KEPT * most)))

@@ -66,5 +66,5 @@ pub use tasks::{
 };
 pub use together::TogetherGenerator;
 pub use trained::{TrainedMeasure, attention_label, measure_trained};
-pub use weights::{DISTANCES, HeadWeights, LayerWeights, LifeSpans, attention_weights};
+pub use weights::{ChosenKeys, DISTANCES, HeadWeights, LayerWeights, LifeSpans, attention_weights};
 pub use words::WordUse;

@@ -5,7 +5,7 @@ use crate::pass::own_pass;
 use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::ModelShape;
-use sieve_core::model::NsaShape;
+use sieve_core::model::AttentionForm;
 use sieve_nn::{DecoderLayer, LayerContext, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::convert::Infallible;
@@ -34,13 +34,16 @@ pub struct TrainedMeasure {
 
 /// A model's attention in a few words.
 pub fn attention_label(shape: &ModelShape) -> String {
-    use sieve_core::model::AttentionForm;
     let kind = shape.attention.kind().name();
     let label = match shape.attention.form() {
         AttentionForm::Grouped { window: None } => kind.to_owned(),
         AttentionForm::Grouped { window: Some(window) } => format!("{kind}, window {window}"),
         AttentionForm::Latent(mla) => format!("{kind}, rank {}", mla.kv_lora_rank),
         AttentionForm::Ranked(dma) => format!("{kind}, keeps {}", dma.keep_window_size),
+        AttentionForm::Blocks(choice) => format!(
+            "{kind}, {} x {} selected",
+            choice.blocks.num_selected_blocks, choice.blocks.select_block_size
+        ),
         AttentionForm::Branches(nsa) => format!(
             "{kind}, {} x {} selected, window {}",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
@@ -127,7 +130,7 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
                 let expire: Vec<i64> = expire.into_data().iter::<i64>().collect();
                 of_expire(&expire, num_tokens)
             }
-            (None, Some(chosen), sieve_core::Attention::Nsa(nsa)) => of_blocks(&chosen, nsa, num_tokens),
+            (None, Some(chosen), attention) => of_blocks(&chosen, attention.form(), num_tokens),
             (None, _, attention) => {
                 let mean = sieve_core::model::mean_active_keys(attention, num_tokens);
                 let pairs = mean * num_tokens as f64;
@@ -139,17 +142,18 @@ fn masks<B: DeviceBackend>(model: &Qwen3<B>, window: &[u32], device: &B::Device)
     counted
 }
 
-/// The blocks that an NSA layer selects, `[num_tokens, num_kv_heads, num_selected_blocks]`.
+/// The blocks that a layer selects, `[num_tokens, heads, num_selected_blocks]`; `None` of a kind without blocks.
 fn blocks_of<B: DeviceBackend>(
     layer: &DecoderLayer<B>,
     x: &Tensor<B, 3>,
     context: &LayerContext<'_, B>,
 ) -> Option<Vec<i64>> {
-    let sieve_nn::Attention::Nsa(nsa) = &layer.self_attn else {
-        return None;
+    let normed = || layer.input_layernorm.forward(x.clone());
+    let chosen = match &layer.self_attn {
+        sieve_nn::Attention::Nsa(nsa) => nsa.block_indices(normed(), context),
+        sieve_nn::Attention::Chosen(chosen) => chosen.block_indices(normed(), context),
+        _ => return None,
     };
-    let normed = layer.input_layernorm.forward(x.clone());
-    let chosen = nsa.block_indices(normed, context);
     Some(chosen.into_data().iter::<i64>().collect())
 }
 
@@ -165,37 +169,40 @@ fn of_expire(expire: &[i64], num_tokens: usize) -> Counted {
     Counted::of(pairs, pairs, num_tokens)
 }
 
-/// NSA: compressed blocks that have ended, tokens of the chosen blocks, the window.
-fn of_blocks(chosen: &[i64], nsa: NsaShape, num_tokens: usize) -> Counted {
-    let per_query = nsa.num_selected_blocks;
+/// Tokens of the chosen blocks. NSA: compressed blocks that have ended and the window beside them. Others: half a key
+/// for each pooled one, which has a score and no value.
+fn of_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
+    let (sizes, window_size, of_pooled) = match form {
+        AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.window_size, 1.0),
+        AttentionForm::Blocks(choice) => (choice.attended(), 0, 0.5),
+        _ => unreachable!("a kind without blocks"),
+    };
+    let per_query = sizes.num_selected_blocks;
     let heads = chosen.len() / (num_tokens * per_query);
-    let (mut computed, mut distinct) = (0, 0);
+    let (mut computed, mut distinct) = (0.0, 0);
     for (row, blocks) in chosen.chunks(per_query).enumerate() {
         let query = row / heads;
-        let compressed = (query + 1)
-            .checked_sub(nsa.compress_block_size)
-            .map_or(0, |rest| rest / nsa.compress_stride + 1);
-        let window_start = (query + 1).saturating_sub(nsa.window_size);
+        let compressed = sizes.num_compressed_blocks(query + 1);
+        let window_start = (query + 1).saturating_sub(window_size);
         let window = query + 1 - window_start;
         let (mut selected, mut before_window) = (0, 0);
         for &block in blocks.iter().filter(|&&block| block >= 0) {
-            let first = block as usize * nsa.select_block_size;
-            let end = (first + nsa.select_block_size).min(query + 1);
+            let first = block as usize * sizes.select_block_size;
+            let end = (first + sizes.select_block_size).min(query + 1);
             selected += end.saturating_sub(first);
             before_window += end.min(window_start).saturating_sub(first);
         }
-        computed += compressed + selected + window;
+        computed += of_pooled * compressed as f64 + (selected + window) as f64;
         distinct += before_window + window;
     }
-    let mean = |pairs: usize| pairs as f64 / heads as f64;
-    Counted::of(mean(computed), mean(distinct), num_tokens)
+    Counted::of(computed / heads as f64, distinct as f64 / heads as f64, num_tokens)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::test_model::tiny_model;
-    use sieve_core::model::NsaCompression;
+    use sieve_core::model::{NsaCompression, NsaShape};
     use sieve_core::{Attention, DmaShape};
 
     const NSA: NsaShape = NsaShape {
@@ -244,7 +251,15 @@ mod tests {
         // The window lies half inside the chosen blocks.
         assert!(nsa.distinct_density < nsa.density);
         assert!(nsa.distinct_density > window.density);
-        for measure in [dense, window, nsa] {
+        let moba = sieve_core::MobaShape {
+            select_block_size: 8,
+            num_selected_blocks: 3,
+        };
+        let pairs = moba.choice().pairs(100);
+        let moba = measured(Attention::Moba(moba), &windows()).expect("valid");
+        assert!((moba.density - pairs / causal).abs() < 1e-12, "{moba:?}");
+        assert!(moba.distinct_density < moba.density);
+        for measure in [dense, window, nsa, moba] {
             assert!(measure.loss.is_finite() && measure.prefill_ms > 0.0);
             assert_eq!((measure.num_windows, measure.layers.len()), (2, 2));
         }
@@ -270,7 +285,7 @@ mod tests {
         };
         // One head, five queries; blocks of two tokens.
         let chosen = [0, -1, 0, -1, 0, 1, 0, 1, 0, 2];
-        let counted = of_blocks(&chosen, nsa, 5);
+        let counted = of_blocks(&chosen, AttentionForm::Branches(nsa), 5);
         let selected = 1 + 2 + 3 + 4 + 3;
         let (compressed, window) = (1 + 1 + 2 + 2, 1 + 2 + 2 + 2 + 2);
         // Before the window lie: none, none, token 0, tokens 0 and 1, tokens 0 and 1.

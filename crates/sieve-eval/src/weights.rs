@@ -2,6 +2,7 @@
 use crate::EvalError;
 use crate::input::{check_row, ids};
 use crate::trained::attention_label;
+use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_core::{MOST_REFERENCE_SCORES, ModelShape, ScoreMatrix};
 use sieve_nn::{LayerContext, Qwen3};
@@ -25,6 +26,8 @@ pub struct LayerWeights {
     pub overlap: Option<f64>,
     /// How long DMA keeps a key; `None` of other kinds.
     pub life: Option<LifeSpans>,
+    /// What the chosen blocks hold; `None` of kinds that choose none for one softmax.
+    pub chosen: Option<ChosenKeys>,
 }
 
 /// What one query head looks at: means over the queries.
@@ -49,6 +52,17 @@ pub struct HeadWeights {
     /// Share of the weight on keys more than [`DISTANCES`] tokens back, over queries that have such keys; `None`
     /// without any.
     pub beyond: [Option<f64>; DISTANCES.len()],
+}
+
+/// What the keys that queries chose are like: means over query heads and queries.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct ChosenKeys {
+    /// Distance from the query to a key that it reads, in tokens.
+    pub age: f64,
+    /// Share of the keys read that a window of as many keys would read.
+    pub in_window: f64,
+    /// Share of the weight of dense attention, with the same queries and keys, on the keys read.
+    pub mass: f64,
 }
 
 /// How many queries see a key of DMA, over the keys of all KV heads.
@@ -86,11 +100,12 @@ pub fn attention_weights<B: DeviceBackend>(
         let is_asked = layers.is_empty() || layers.contains(&idx);
         let weights = is_asked.then(|| {
             let normed = layer.input_layernorm.forward(x.clone());
-            let weights = layer.self_attn.weights(normed, &context);
-            weights.into_data().iter::<f32>().collect::<Vec<f32>>()
+            let host = |x: Tensor<B, 3>| x.into_data().iter::<f32>().collect::<Vec<f32>>();
+            let dense = layer.self_attn.dense_weights(normed.clone(), &context).map(host);
+            (host(layer.self_attn.weights(normed, &context)), dense)
         });
         let output = layer.forward(x, &context);
-        if let Some(weights) = weights {
+        if let Some((weights, dense)) = weights {
             let heads = weights.chunks(num_tokens * num_tokens);
             let of_layer = shape.of_layer(idx);
             let heads: Vec<HeadWeights> = heads.map(|head| head_weights(head, num_tokens)).collect();
@@ -103,6 +118,7 @@ pub fn attention_weights<B: DeviceBackend>(
                 attention: attention_label(&of_layer),
                 overlap: overlap(&heads, group, num_tokens),
                 life: expire.map(|expire| life_spans(&expire, num_tokens)),
+                chosen: dense.map(|dense| chosen_keys(&weights, &dense, num_tokens)),
                 heads,
             });
         }
@@ -188,6 +204,27 @@ fn head_weights(weights: &[f32], num_tokens: usize) -> HeadWeights {
     }
 }
 
+/// Of the keys with a weight above 0; both `[num_heads, num_tokens, num_tokens]`.
+fn chosen_keys(weights: &[f32], dense: &[f32], num_tokens: usize) -> ChosenKeys {
+    let rows = weights.chunks(num_tokens).zip(dense.chunks(num_tokens));
+    let (mut age, mut in_window, mut mass) = (0.0, 0.0, 0.0);
+    for (row, (weights, dense)) in rows.enumerate() {
+        let query = row % num_tokens;
+        let read = || (0..=query).filter(|&key| weights[key] > 0.0);
+        let count = read().count();
+        age += read().map(|key| query - key).sum::<usize>() as f64 / count.max(1) as f64;
+        in_window += read().filter(|key| query - key < count).count() as f64 / count.max(1) as f64;
+        let all: f64 = dense[..=query].iter().map(|&weight| f64::from(weight)).sum();
+        mass += read().map(|key| f64::from(dense[key])).sum::<f64>() / all.max(f64::MIN_POSITIVE);
+    }
+    let num_rows = (weights.len() / num_tokens) as f64;
+    ChosenKeys {
+        age: age / num_rows,
+        in_window: in_window / num_rows,
+        mass: mass / num_rows,
+    }
+}
+
 /// Of the keys with a weight above 0 of the first query head of each KV head.
 fn overlap(heads: &[HeadWeights], group: usize, num_tokens: usize) -> Option<f64> {
     let of_kv: Vec<&[f32]> = heads
@@ -264,6 +301,37 @@ mod tests {
         assert_eq!(overlap(&[own.clone(), first.clone()], 1, 2), Some(0.5));
         assert_eq!(overlap(&[own.clone(), first, own.clone()], 2, 2), Some(1.0));
         assert_eq!(overlap(&[own], 1, 2), None);
+    }
+
+    #[test]
+    fn chosen_keys_of_known_weights() {
+        // Query 0 reads itself, 1 both, 2 the first and itself.
+        let weights = [1.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.4, 0.0, 0.6];
+        let dense = [1.0, 0.0, 0.0, 0.5, 0.5, 0.0, 0.2, 0.5, 0.3];
+        let chosen = chosen_keys(&weights, &dense, 3);
+        assert!((chosen.age - (0.0 + 0.5 + 1.0) / 3.0).abs() < 1e-6, "{chosen:?}");
+        assert!((chosen.in_window - (1.0 + 1.0 + 0.5) / 3.0).abs() < 1e-6, "{chosen:?}");
+        assert!((chosen.mass - (1.0 + 1.0 + 0.5) / 3.0).abs() < 1e-6, "{chosen:?}");
+    }
+
+    #[test]
+    fn a_model_of_chosen_blocks_says_what_they_hold() {
+        let device = Default::default();
+        let moba = |num_selected_blocks| {
+            let moba = sieve_core::MobaShape {
+                select_block_size: 4,
+                num_selected_blocks,
+            };
+            let model = tiny_model(Attention::Moba(moba), 64);
+            let all = attention_weights(&model, &words(40), &[1], &device, &mut |_| {}).expect("valid");
+            all[0].chosen.expect("a kind that chooses")
+        };
+        let (few, all) = (moba(2), moba(10));
+        assert!(
+            (all.mass - 1.0).abs() < 1e-5 && (all.in_window - 1.0).abs() < 1e-5,
+            "{all:?}"
+        );
+        assert!(few.mass < 0.99 && few.in_window < 1.0 && few.age < all.age, "{few:?}");
     }
 
     #[test]

@@ -31,7 +31,7 @@ use crate::error::KernelError;
 use crate::runtime::checks::require_tokens;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::NsaBlocks;
+use sieve_core::{ChoiceRule, NsaBlocks};
 
 /// `[start, end]` of each token's document, i32 `[batch, seq_len]`.
 type Bounds<'a> = [&'a CudaTensor; 2];
@@ -58,12 +58,21 @@ fn require_sizes(
     qkv: &Qkv,
 ) -> Result<(), KernelError> {
     blocks.check();
+    require_row(kernel, shape, qkv)?;
+    match blocks.cuda_gap(shape.head_dim, shape.group_size()) {
+        None => Ok(()),
+        Some((got, supported)) => Err(KernelError::unsupported(kernel, "call:", got, supported)),
+    }
+}
+
+/// Refuses values of another width than keys, and rows that are too long for any block.
+fn require_row(kernel: &'static str, shape: &AttentionShape, qkv: &Qkv) -> Result<(), KernelError> {
     let token_strides = [&qkv.q, &qkv.k, &qkv.v].into_iter().filter_map(|heads| heads.words());
     let outputs = shape.num_heads * shape.head_dim;
     let row = token_strides.fold(outputs, |most, [_, token, _]| most.max(token)) * shape.seq_len;
     let gap = match shape.head_dim == shape.head_dim_v {
         true if row > MAX_ROW_ELEMENTS => Some((format!("a row of {row} numbers"), "up to 2^34, 32 GiB")),
-        true => blocks.cuda_gap(shape.head_dim, shape.group_size()),
+        true => None,
         false => Some(("values of another width".to_owned(), "one width")),
     };
     match gap {
@@ -93,10 +102,16 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_place_kernel(false, false),
         nsa_place_kernel(false, true),
         nsa_place_kernel(true, false),
-        nsa_importance_kernel(head_dim),
         nsa_selected_attention_forward_kernel(head_dim),
         nsa_selected_attention_backward_kernel(head_dim),
     ];
+    for rule in [
+        ChoiceRule::WeightedProbability,
+        ChoiceRule::LargestProbability,
+        ChoiceRule::MeanKey,
+    ] {
+        kernels.push(nsa_importance_kernel(head_dim, rule));
+    }
     for flag in [false, true] {
         kernels.push(nsa_blocks_kernel(flag));
         kernels.push(nsa_blocks_backward_kernel(flag));

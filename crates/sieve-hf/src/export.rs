@@ -214,7 +214,7 @@ impl Architecture {
                 found.unwrap_or(Self::Sieve)
             }
             AttentionForm::Latent(mla) if not_deepseek(shape, mla).is_none() => Self::DeepseekV3,
-            AttentionForm::Latent(_) | AttentionForm::Branches(_) => Self::Sieve,
+            AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => Self::Sieve,
             // Doge has neither recency nor a local window, and adds the exponential of a score.
             AttentionForm::Ranked(dma)
                 if dma.ranks_by_content_alone()

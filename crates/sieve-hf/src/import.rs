@@ -114,7 +114,7 @@ pub fn import<B: Backend>(
         return Err(not_importable(
             from,
             format!("the new attention has no place for {}", list(&names)),
-            "grouped-query attention becomes dma, swa or nsa (with shared_kv = true)",
+            "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2 or moba",
         ));
     }
     let state = CheckpointState::untrained(shape.vocab_size);

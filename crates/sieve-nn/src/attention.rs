@@ -1,6 +1,7 @@
 //! The attention kinds behind one interface.
 
 pub(crate) mod block_mlp;
+pub(crate) mod chosen_blocks;
 pub(crate) mod config;
 pub(crate) mod dynamic_mask;
 pub(crate) mod latent;
@@ -13,6 +14,7 @@ use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use chosen_blocks::ChosenBlocksAttention;
 use dynamic_mask::DynamicMaskAttention;
 use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
@@ -147,6 +149,8 @@ pub enum Attention<B: Backend> {
     Nsa(NativeSparseAttention<B>),
     /// Dynamic mask attention.
     Dma(DynamicMaskAttention<B>),
+    /// InfLLM-V2 and MoBA.
+    Chosen(ChosenBlocksAttention<B>),
 }
 
 impl<B: Backend> Attention<B> {
@@ -157,6 +161,7 @@ impl<B: Backend> Attention<B> {
             AttentionForm::Latent(mla) => Self::Mla(LatentAttention::new(shape, mla, init, device)),
             AttentionForm::Branches(nsa) => Self::Nsa(NativeSparseAttention::new(shape, nsa, init, device)),
             AttentionForm::Ranked(dma) => Self::Dma(DynamicMaskAttention::new(shape, dma, init, device)),
+            AttentionForm::Blocks(choice) => Self::Chosen(ChosenBlocksAttention::new(shape, choice, init, device)),
         }
     }
 }
@@ -169,6 +174,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Mla(layer) => LayerOutput::of(residual + layer.forward(x, context)),
             Self::Nsa(layer) => LayerOutput::of(residual + layer.forward(x, context)),
             Self::Dma(layer) => layer.forward(x, residual, context),
+            Self::Chosen(layer) => LayerOutput::of(layer.forward(x, residual, context)),
         }
     }
 
@@ -185,7 +191,7 @@ impl<B: SieveBackend> Attention<B> {
         match self {
             Self::Grouped(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
             Self::Dma(layer) => layer.qkv.is_in_layer_op().then(|| layer.layer_op(norm, context)),
-            Self::Mla(_) | Self::Nsa(_) => None,
+            Self::Mla(_) | Self::Nsa(_) | Self::Chosen(_) => None,
         }
     }
 
@@ -205,6 +211,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Mla(layer) => layer.forward_cached(x, context, caches),
             Self::Nsa(layer) => layer.forward_cached(x, context, caches),
             Self::Dma(layer) => layer.forward_cached(x, context, caches),
+            Self::Chosen(layer) => layer.forward_cached(x, context, caches),
         }
     }
 }

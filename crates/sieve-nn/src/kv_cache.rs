@@ -1,8 +1,10 @@
 //! Keys and values of earlier tokens, as much of them as the attention can still see.
 mod blocks;
+mod chosen;
 mod latents;
 
 pub use blocks::BlockCache;
+pub use chosen::ChosenCache;
 pub use latents::LatentCache;
 pub(crate) use latents::NewLatents;
 
@@ -79,6 +81,8 @@ pub enum LayerCache<B: Backend> {
     },
     /// What NSA's three branches need.
     Blocks(BlockCache<B>),
+    /// All keys, and those that blocks are chosen by.
+    Chosen(ChosenCache<B>),
     /// What MLA's keys and values are made from.
     Latent(LatentCache<B>),
     /// Everything of every token, for a selector that chooses keys anew for each token.
@@ -107,6 +111,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Recent { cache, window_size } => window_size.unwrap_or(cache.len()).min(cache.len()),
             Self::Selected { cache, .. } => cache.len(),
             Self::Blocks(cache) => cache.num_tokens(),
+            Self::Chosen(cache) => cache.num_tokens(),
             Self::Latent(cache) => cache.len(),
             Self::Packed(cache) => cache.qkv.len(),
         }
@@ -139,6 +144,7 @@ impl<B: Backend> LayerCache<B> {
             Self::Recent { cache, .. } => cache.repeat(rows),
             Self::Selected { cache, .. } => cache.repeat(rows),
             Self::Blocks(cache) => cache.repeat(rows),
+            Self::Chosen(cache) => cache.repeat(rows),
             Self::Latent(cache) => cache.repeat(rows),
             Self::Packed(_) => panic!("selectors read one text"),
         }

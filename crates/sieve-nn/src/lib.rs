@@ -36,6 +36,7 @@ mod qwen3;
 mod token_step;
 
 pub use attention::block_mlp::BlockMlp;
+pub use attention::chosen_blocks::ChosenBlocksAttention;
 pub use attention::config::{AttentionConfig, AttentionConfigError};
 pub use attention::dynamic_mask::DynamicMaskAttention;
 pub use attention::latent::LatentAttention;
@@ -44,7 +45,7 @@ pub use attention::native_sparse::NativeSparseAttention;
 pub use attention::shared_prompts::SharedPrompts;
 pub use attention::{Attention, LayerContext, LayerOutput};
 pub use decoder_layer::DecoderLayer;
-pub use kv_cache::{BlockCache, KvCache, LatentCache, LayerCache, LayerCaches, PackedCache};
+pub use kv_cache::{BlockCache, ChosenCache, KvCache, LatentCache, LayerCache, LayerCaches, PackedCache};
 pub use linear::Linear;
 pub use prefill_hook::{CachedLayerAttention, HostOperands, LayerAttention, LayerOperands};
 pub use qkv_projection::QkvProjection;

@@ -2,7 +2,7 @@
 use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{Attention, DmaShape, MlaShape, ModelShape, NsaCompression, NsaShape};
+use sieve_core::{Attention, DmaShape, InfllmV2Shape, MlaShape, MobaShape, ModelShape, NsaCompression, NsaShape};
 use sieve_ops::{Documents, RotaryEmbedding};
 use sieve_testing::Random;
 pub(crate) use sieve_testing::assert_close;
@@ -47,9 +47,9 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
     })
 }
 
-/// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, and MLA without norms of queries and
-/// keys.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 8] {
+/// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
+/// keys, InfLLM-V2 and MoBA.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 10] {
     let mla = MlaShape {
         kv_lora_rank: 10,
         qk_rope_head_dim: 4,
@@ -67,6 +67,17 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 8] {
         nsa(NsaCompression::Mean, false),
         nsa(NsaCompression::Mlp, false),
         Attention::Mla(MlaShape { qk_norm: false, ..mla }),
+        Attention::InfllmV2(InfllmV2Shape {
+            compress_block_size: 4,
+            compress_stride: 2,
+            select_block_size: 4,
+            num_selected_blocks: 3,
+            num_local_blocks: 1,
+        }),
+        Attention::Moba(MobaShape {
+            select_block_size: 4,
+            num_selected_blocks: 3,
+        }),
     ]
 }
 

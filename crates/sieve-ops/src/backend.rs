@@ -5,6 +5,7 @@
 //! counted. Gradients are no part of it: the function that users call enters one node into the graph
 //! ([`SieveBackend::node`]), whose backward pass calls the device again.
 use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
+use crate::chosen::ChoiceCall;
 use crate::decode::{DmaCache, DmaToken, KeyCache, TokenStep};
 use crate::device::autodiff::BackwardPass;
 use crate::device::cuda::Cuda;
@@ -278,6 +279,12 @@ device_ops! {
             bias: Float<Self>,
             d_o: Float<Self>,
         ) -> [Float<Self>; 5];
+    }
+
+    chosen {
+        /// The blocks that each query chooses by its pooled keys, `pooled` as
+        /// [`nsa_mean_pool`](Self::nsa_mean_pool) makes them: `[batch, seq_len, choosers, num_selected_blocks]`.
+        fn choose_key_blocks(qkv: Float<Self>, pooled: Float<Self>, call: &ChoiceCall<Self>) -> Ints<Self>;
     }
 
     mla {

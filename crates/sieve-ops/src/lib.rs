@@ -12,6 +12,7 @@ mod documents;
 
 mod attention;
 mod block;
+mod chosen;
 mod decode;
 mod dma;
 mod embedding;
@@ -39,6 +40,7 @@ pub use block::{
     AttentionLayer, AttentionLayerCall, DmaLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums,
     attention_layer, feed_forward, seed_gradient,
 };
+pub use chosen::{ChoiceCall, choose_key_blocks, chosen_attention};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, TokenBuffer, TokenCache, TokenLayer, TokenStep, attention_decode, cached_attention,
     dma_decode, mla_decode, repeat_token_step, token_step,
@@ -83,6 +85,7 @@ pub mod reference {
 
     pub use crate::attention::reference::{attention, attention_backward};
     pub use crate::block::reference::{attention_layer, feed_forward};
+    pub use crate::chosen::reference::choose_key_blocks;
     pub use crate::decode::reference::{attention_decode, mla_decode};
     pub use crate::dma::reference::{
         dma_attention, dma_attention_backward, dma_ranks, dma_scores, dma_scores_backward, dma_select,

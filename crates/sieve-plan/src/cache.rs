@@ -22,7 +22,7 @@ pub struct CachePlan {
 /// Dense attention holds K and V of every token, a window those of the last w, MLA the latent, the rotated key and,
 /// where keys are normed, a factor (f32) for each head, DMA `keep_window_size` slots a KV head with their score (f32)
 /// and position (i32), NSA K and V of every token, the compressed ones, and the un-rotated keys of the block that is
-/// not full yet.
+/// not full yet, kinds of chosen blocks K and V of every token and the pooled keys.
 pub fn cache_plan(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
     let kinds = shape.by_kind();
     let mut all = kinds.iter().map(|part| of_kind(part, seq_len, value_bytes));
@@ -58,6 +58,11 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let at = growing * kv * seq_len as u64 + own_window + blocks * kv + open_block;
             let per_token = growing * kv + kv / nsa.compress_stride as u64;
             (per_token, None, at)
+        }
+        AttentionForm::Blocks(choice) => {
+            let pooled = choice.blocks.num_compressed_blocks(seq_len) as u64;
+            let per_token = kv + kv / 2 / choice.blocks.compress_stride as u64;
+            (per_token, None, kv * seq_len as u64 + pooled * kv / 2)
         }
         AttentionForm::Ranked(dma) => {
             let slot = kv + 8 * shape.num_kv_heads as u64;

@@ -30,6 +30,7 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
             AttentionForm::Latent(_) => &["latent attention"],
             AttentionForm::Branches(_) => &["compression", "selection", "selected and window attention"],
             AttentionForm::Ranked(_) => &["dma scores", "dma selection", "dma attention"],
+            AttentionForm::Blocks(_) => &["choice of blocks", "attention over chosen blocks"],
         }
     });
     let rest = [
@@ -60,12 +61,15 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
 pub fn gpu_attention_gap(shape: &ModelShape) -> Option<String> {
     let width = shape.head_dim;
     let (step, most) = (AttentionShape::HEAD_DIM_STEP, AttentionShape::MAX_HEAD_DIM);
-    match shape.attention {
-        Attention::Nsa(nsa) => {
-            let gap = nsa.blocks().cuda_gap(width, shape.num_heads / shape.num_kv_heads);
-            gap.map(|(got, supported)| format!("{got}, the kernels of nsa take {supported}"))
-        }
-        Attention::Mla(mla) => {
+    let group = shape.num_heads / shape.num_kv_heads;
+    let of_blocks = |gap: Option<(String, &str)>| {
+        let name = shape.attention.kind().name();
+        gap.map(|(got, supported)| format!("{got}, the kernels of {name} take {supported}"))
+    };
+    match shape.attention.form() {
+        AttentionForm::Branches(nsa) => of_blocks(nsa.blocks().cuda_gap(width, group)),
+        AttentionForm::Blocks(choice) => of_blocks(choice.cuda_gap(width, group)),
+        AttentionForm::Latent(mla) => {
             let rope = mla.qk_rope_head_dim;
             let fits = [width, rope, width + rope].map(AttentionShape::supports_head_dim);
             fits.contains(&false)
@@ -92,6 +96,7 @@ fn refused_tiles(shape: &ModelShape, arch: &str) -> Option<String> {
             }
             AttentionForm::Ranked(_) => (part.head_dim, &[NeededKeys::Chosen(ScoreBias::Exp)]),
             AttentionForm::Branches(_) => (part.head_dim, &[NeededKeys::Blocks, NeededKeys::Neighbours]),
+            AttentionForm::Blocks(_) => (part.head_dim, &[NeededKeys::Blocks]),
         };
         let shape = AttentionShape {
             batch: 1,
@@ -132,16 +137,19 @@ pub fn check_gpu_attention(recipe: &Recipe, shape: &ModelShape, arch: &str) -> R
     Ok(())
 }
 
-/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`: of native sparse attention's lists
-/// there is one for each block of a row, in shared memory.
+/// Why rows of `seq_len` tokens are too long for the kernels on a GPU of `arch`: of the lists of queries that chose a
+/// block there is one for each block of a row, in shared memory.
 fn row_gap(shape: &ModelShape, seq_len: usize, arch: &str) -> Option<String> {
-    let Attention::Nsa(nsa) = shape.attention else {
-        return None;
+    let blocks = match shape.attention.form() {
+        AttentionForm::Branches(nsa) => nsa.blocks(),
+        AttentionForm::Blocks(choice) => choice.attended(),
+        _ => return None,
     };
-    let size = nsa.blocks().select_block_size;
+    let size = blocks.select_block_size;
     let most = ChoiceLists::most_tokens(size, NeededKernels::shared_bytes_of(arch)?);
     (seq_len > most).then(|| {
-        format!("{seq_len} tokens, the kernels of nsa take rows up to {most} of them in blocks of {size} on {arch}")
+        let name = shape.attention.kind().name();
+        format!("{seq_len} tokens, the kernels of {name} take rows up to {most} of them in blocks of {size} on {arch}")
     })
 }
 
@@ -164,7 +172,10 @@ fn cuda_attention(op: &str, shape: &ModelShape, arch: &str) -> (&'static str, St
         "dma selection" => "exact top w as one integer a key; no n x n mask",
         "compression" => "blocks or their means in one pass, the MLP by cuBLASLt",
         "selection" => "compressed keys by list, importance and choice on the chip; no n x n scores",
-        "selected and window attention" => "block by block over the queries that chose it",
+        "choice of blocks" => "pooled keys scored and chosen on the chip; no n x n scores",
+        "selected and window attention" | "attention over chosen blocks" => {
+            "block by block over the queries that chose it"
+        }
         _ => "bf16 in, f32 sums; packed documents",
     };
     ("cuda kernel", format!("{reason}; heads of {width}"))

@@ -26,6 +26,8 @@ const GATHERED_PAIRS: f64 = 0.52;
 const LATENT_PAIRS: f64 = 0.6;
 /// The same over NSA's three branches, with the choice of blocks, lists and parts in it.
 const BLOCK_PAIRS: f64 = 0.3;
+/// Blocks that the heads of a group choose together, and that each head chooses: choice, lists and parts in it.
+const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
 /// How many times as fast products of eight-bit floats are.
@@ -142,6 +144,10 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
         AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
         AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
         AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
+        AttentionForm::Blocks(choice) => {
+            let by_head = choice.rule == sieve_core::ChoiceRule::MeanKey;
+            Some((CHOSEN_PAIRS[usize::from(by_head)], false))
+        }
     }
 }
 

@@ -89,7 +89,9 @@ impl Origin {
         let now = recipe.model_shape(checkpoint.state.vocab_size)?;
         let kinds = [&there, recipe].map(|recipe| recipe.attention.kind());
         let difference = match kinds {
-            [saved, now] if saved != now => Some(other_kind(saved, now)),
+            [saved, now] if saved != now && !(is_dense_or_chosen(saved) && is_dense_or_chosen(now)) => {
+                Some(other_kind(saved, now))
+            }
             _ => other_size(&saved, &now),
         };
         if let Some((what, hint)) = difference {
@@ -198,6 +200,12 @@ fn rate_line(saved: &Recipe, now: &Recipe, steps_done: usize) -> Option<String> 
          {steps}{hint}",
         steps_done + 1
     ))
+}
+
+/// Kinds with the parameters of dense attention that read any of its models: all keys, or the blocks that queries
+/// choose by its keys.
+fn is_dense_or_chosen(kind: AttentionKind) -> bool {
+    [AttentionKind::Mha, AttentionKind::InfllmV2, AttentionKind::Moba].contains(&kind)
 }
 
 /// Two kinds of attention have other parameters, or read the same ones in another way.

@@ -223,7 +223,9 @@ fn gpu_path(shape: &ModelShape, is_hopper: bool) -> &'static str {
         return "reference";
     }
     let (source, width) = match shape.attention.form() {
-        AttentionForm::Ranked(_) | AttentionForm::Branches(_) => (KeySource::Gathered, shape.head_dim),
+        AttentionForm::Ranked(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => {
+            (KeySource::Gathered, shape.head_dim)
+        }
         AttentionForm::Latent(mla) => (KeySource::Dense, shape.head_dim + mla.qk_rope_head_dim),
         AttentionForm::Grouped { .. } => (KeySource::Dense, shape.head_dim),
     };

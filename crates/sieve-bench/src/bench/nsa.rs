@@ -1,8 +1,10 @@
-//! Rows of native sparse attention: all three branches with their gates, beside dense attention of the same length.
-use super::Bench;
+//! Rows of native sparse attention: all three branches with their gates, beside dense attention of the same length;
+//! and of InfLLM-V2 and MoBA with as many keys a query.
 use super::inputs::Inputs;
 use super::rows::{ORDERS, dense, forward_flops, passes};
+use super::{Bench, Work};
 use crate::error::Result;
+use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape};
 use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks_backward, nsa_gates,
@@ -27,6 +29,9 @@ pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {
     for shape in bench.settings.shapes(&HEADS, &LENGTHS, HEAD_DIM) {
         dense(bench, shape, None)?;
         sparse(bench, shape)?;
+        for (name, choice) in choices() {
+            chosen(bench, shape, name, choice)?;
+        }
     }
     Ok(())
 }
@@ -122,5 +127,60 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
         &ORDERS,
         || call.forward(),
         |branches, order| call.backward(branches, order),
+    )
+}
+
+/// InfLLM-V2 and MoBA with the blocks of NSA's row.
+fn choices() -> [(&'static str, BlockChoice); 2] {
+    let num_selected_blocks = BLOCKS.num_selected_blocks;
+    let infllm = InfllmV2Shape {
+        num_selected_blocks,
+        num_local_blocks: num_selected_blocks / 2,
+        ..InfllmV2Shape::published()
+    };
+    let moba = MobaShape {
+        select_block_size: BLOCKS.select_block_size,
+        num_selected_blocks,
+    };
+    [("infllm_v2 ", infllm.choice()), ("moba ", moba.choice())]
+}
+
+/// Pooling, choice and attention. Where each query head chooses, attention has keys and values of each head; the copy
+/// that makes them is not timed here.
+fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
+    let attended = AttentionShape {
+        num_kv_heads: choice.num_choosers(shape.num_heads, shape.num_kv_heads),
+        ..shape
+    };
+    let (Some(inputs), Some(read)) = (bench.inputs(shape)?, bench.inputs(attended)?) else {
+        return Ok(());
+    };
+    let (documents, blocks) = (inputs.documents(), choice.attended());
+    let choose = || {
+        let pooled = inputs.qkv.nsa_mean_pool(documents, choice.blocks)?;
+        inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)
+    };
+    let scores = forward_flops(shape, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
+    bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || {
+        choose().map(drop)
+    });
+    let flops = forward_flops(shape, blocks.num_selected_blocks * blocks.select_block_size);
+    passes(
+        bench,
+        (name, shape),
+        [scores + flops, 2.5 * flops],
+        &ORDERS,
+        || {
+            let chosen = choose()?;
+            let forward = read
+                .qkv
+                .nsa_selected_attention_forward(documents, &chosen, blocks, read.scale)?;
+            Ok((chosen, forward))
+        },
+        |(chosen, (result, lists)), order| {
+            let qkv = read.qkv.in_order(order);
+            let call = read.call(&qkv, result);
+            call.nsa_selected_attention_backward(documents, chosen, blocks, lists)
+        },
     )
 }

@@ -1,6 +1,7 @@
 //! The attention kinds and their sizes.
 
 use crate::NsaBlocks;
+use crate::block_choice::{BlockChoice, ChoiceRule, ForcedBlocks};
 use crate::keys::{MAX_SEQ_LEN, MAX_WIDTH, choices, keys};
 
 choices! {
@@ -339,19 +340,133 @@ impl NsaShape {
     pub fn pairs(&self, seq_len: usize) -> [f64; NUM_NSA_BRANCHES] {
         let n = seq_len as f64;
         let window = self.window_size.min(seq_len) as f64;
-        // Block c is seen by the queries from its last token on.
-        let blocks = self.num_compressed_blocks(seq_len) as f64;
-        let compressed = blocks * (n - self.compress_block_size as f64 + 1.0)
-            - self.compress_stride as f64 * blocks * (blocks - 1.0) / 2.0;
-        // The first k blocks see everything before them; a later query sees its own block so far and k - 1 whole ones.
-        let block = self.select_block_size;
-        let all = seq_len.min(block.saturating_mul(self.num_selected_blocks));
-        let rest = seq_len - all;
-        let (whole, short) = ((rest / block) as f64, (rest % block) as f64);
-        let own = whole * (block as f64 * (block as f64 + 1.0) / 2.0) + short * (short + 1.0) / 2.0;
-        let others = rest as f64 * ((self.num_selected_blocks - 1) * block) as f64;
-        let selected = all as f64 * (all as f64 + 1.0) / 2.0 + own + others;
-        [compressed, selected, window * (n - (window - 1.0) / 2.0)]
+        let blocks = self.blocks();
+        let window_pairs = window * (n - (window - 1.0) / 2.0);
+        [
+            blocks.compressed_pairs(seq_len),
+            blocks.selected_pairs(seq_len),
+            window_pairs,
+        ]
+    }
+}
+
+const MOST_BLOCKS: &str = "a query chooses 64 blocks at most; larger blocks hold more tokens";
+/// Blocks that a query of InfLLM-V2 or MoBA chooses at most.
+pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
+
+keys! {
+    /// Sizes of InfLLM-V2 (arXiv:2509.24663): one exact attention over the tokens of a few blocks, without a parameter
+    /// of its own, so that a dense model's weights are those of this kind.
+    ///
+    /// `c_m` is the mean of the keys `[s m, s m + l)` of a document; `p_m = softmax_m(q . c_m / sqrt(head_dim))` over
+    /// the pooled keys that have ended, summed over the heads of a group; a block's score is the largest `p_m` of the
+    /// pooled keys that overlap it. A query of KV head g reads the document's first block, its own and those before it
+    /// up to `num_local_blocks`, and those with the largest scores, `num_selected_blocks` in all. The probabilities are
+    /// exact, where the paper takes their sum from a coarser pooling.
+    #[derive(Copy, Eq, Hash)]
+    pub struct InfllmV2Shape {
+        /// Sets the keys below to those of arXiv:2509.24663: means of 32 every 16 tokens, 64 blocks of 64, 32 of them
+        /// local. (Published inference code reads the local ones beside 64 others.) As an override it replaces those of
+        /// the recipe, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
+        /// Tokens that a pooled key is the mean of (l).
+        #[key(filled("twice `compress_stride`"), optional, size(MAX_SEQ_LEN))]
+        pub compress_block_size: usize,
+        /// Tokens between the starts of two pooled keys (s); divides both block sizes.
+        #[key(filled("8; 16 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
+        pub compress_stride: usize,
+        /// Tokens of a selected block: up to 64, or a multiple of it.
+        #[key(
+            filled("twice `compress_stride`; four times for rows of 2048 tokens or more"),
+            optional,
+            size(MAX_SEQ_LEN)
+        )]
+        pub select_block_size: usize,
+        /// Blocks a query selects per KV head, forced ones included.
+        #[key(
+            filled("as many as hold a quarter of `training.seq_len`, 4 to 64"),
+            optional,
+            within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS)
+        )]
+        pub num_selected_blocks: usize,
+        /// Of these, the last ones up to the query's own, which are selected whatever their scores.
+        #[key(filled("half of `num_selected_blocks`"), optional, within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS))]
+        pub num_local_blocks: usize,
+    }
+}
+
+impl InfllmV2Shape {
+    /// The sizes of arXiv:2509.24663.
+    pub fn published() -> Self {
+        Self {
+            compress_block_size: 32,
+            compress_stride: 16,
+            select_block_size: 64,
+            num_selected_blocks: 64,
+            num_local_blocks: 32,
+        }
+    }
+
+    /// How its queries choose.
+    pub fn choice(&self) -> BlockChoice {
+        BlockChoice {
+            blocks: NsaBlocks {
+                compress_block_size: self.compress_block_size,
+                compress_stride: self.compress_stride,
+                select_block_size: self.select_block_size,
+                num_selected_blocks: self.num_selected_blocks,
+            },
+            rule: ChoiceRule::LargestProbability,
+            forced: ForcedBlocks {
+                first: true,
+                local: self.num_local_blocks,
+            },
+        }
+    }
+}
+
+keys! {
+    /// Sizes of MoBA, mixture of block attention (arXiv:2502.13189): every query head reads its own block and those before
+    /// it whose mean key has the largest product with the query. Without a parameter of its own.
+    #[derive(Copy, Eq, Hash)]
+    pub struct MobaShape {
+        /// Sets the keys below to those of arXiv:2502.13189, section 3.1: 3 blocks of 512. As an override it replaces
+        /// those of the recipe, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
+        /// Tokens of a block: up to 64, or a multiple of it.
+        #[key(filled("16; 64 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
+        pub select_block_size: usize,
+        /// Blocks a query head selects, its own included.
+        #[key(
+            filled("as many as hold a quarter of `training.seq_len`, 4 to 16"),
+            optional,
+            within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS)
+        )]
+        pub num_selected_blocks: usize,
+    }
+}
+
+impl MobaShape {
+    /// The sizes of arXiv:2502.13189, section 3.1.
+    pub fn published() -> Self {
+        Self {
+            select_block_size: 512,
+            num_selected_blocks: 3,
+        }
+    }
+
+    /// How its queries choose.
+    pub fn choice(&self) -> BlockChoice {
+        BlockChoice {
+            blocks: NsaBlocks {
+                compress_block_size: self.select_block_size,
+                compress_stride: self.select_block_size,
+                select_block_size: self.select_block_size,
+                num_selected_blocks: self.num_selected_blocks,
+            },
+            rule: ChoiceRule::MeanKey,
+            forced: ForcedBlocks { first: false, local: 1 },
+        }
     }
 }
 
@@ -370,6 +485,8 @@ pub enum AttentionForm {
     Branches(NsaShape),
     /// The keys of the highest ranks.
     Ranked(DmaShape),
+    /// All keys of chosen blocks.
+    Blocks(BlockChoice),
 }
 
 #[cfg(test)]

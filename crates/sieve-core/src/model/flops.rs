@@ -67,7 +67,7 @@ impl ModelShape {
         let (d_model, q_width, kv_width) = (self.d_model as f64, self.q_width() as f64, self.kv_width() as f64);
         let grouped = 2.0 * d_model * (q_width + kv_width);
         match self.attention.form() {
-            AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
+            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => (grouped, 2.0 * q_width),
             AttentionForm::Ranked(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
@@ -111,23 +111,25 @@ impl ModelShape {
 ///
 /// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA with `keep_window_size` w
 /// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
-/// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)).
+/// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)); where blocks are chosen, a pooled key counts
+/// half ([`BlockChoice::pairs`](crate::BlockChoice::pairs)).
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
 }
 
 /// Mean number of keys a query sees over packed documents of these lengths; 0 without tokens.
 pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIterator<Item = usize>) -> f64 {
+    let of_pairs = |pairs: &dyn Fn(usize) -> f64, lengths: &mut dyn Iterator<Item = usize>| {
+        let (pairs, tokens) = lengths.fold((0.0, 0), |(sum, tokens), length| (sum + pairs(length), tokens + length));
+        if tokens == 0 { 0.0 } else { pairs / tokens as f64 }
+    };
+    let mut lengths = lengths.into_iter();
     let window = match attention.form() {
         AttentionForm::Grouped { window } => window.unwrap_or(usize::MAX),
         AttentionForm::Latent(_) => usize::MAX,
         AttentionForm::Ranked(dma) => dma.keep_window_size,
-        AttentionForm::Branches(nsa) => {
-            let (pairs, tokens) = lengths.into_iter().fold((0.0, 0), |(pairs, tokens), length| {
-                (pairs + nsa.pairs(length).iter().sum::<f64>(), tokens + length)
-            });
-            return if tokens == 0 { 0.0 } else { pairs / tokens as f64 };
-        }
+        AttentionForm::Branches(nsa) => return of_pairs(&|length| nsa.pairs(length).iter().sum(), &mut lengths),
+        AttentionForm::Blocks(choice) => return of_pairs(&|length| choice.pairs(length), &mut lengths),
     };
     let (mut pairs, mut tokens) = (0.0, 0.0);
     for length in lengths {
@@ -163,6 +165,23 @@ mod tests {
                 }
             }
             assert_eq!(mean_active_keys(Attention::Mha, seq_len), (seq_len as f64 + 1.0) / 2.0);
+        }
+    }
+
+    #[test]
+    fn chosen_blocks_count_their_tokens_and_half_of_each_pooled_key() {
+        let moba = crate::MobaShape {
+            select_block_size: 4,
+            num_selected_blocks: 2,
+        };
+        for seq_len in 1..40usize {
+            let mut pairs = 0.0;
+            for t in 0..seq_len {
+                let earlier = (t / 4).min(1) * 4;
+                pairs += (earlier + t % 4 + 1) as f64 + ((t + 1) / 4) as f64 / 2.0;
+            }
+            let mean = mean_active_keys(Attention::Moba(moba), seq_len);
+            assert!((mean * seq_len as f64 - pairs).abs() < 1e-9, "{seq_len}: {mean}");
         }
     }
 

@@ -88,7 +88,7 @@ impl ModelShape {
         let grouped = 2 * d_model * (q_width + kv_width) + biases;
         let head_norms = if self.qk_norm { 2 * head_dim } else { 0 };
         match self.attention.form() {
-            AttentionForm::Grouped { .. } => [grouped, 0, 0, head_norms],
+            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => [grouped, 0, 0, head_norms],
             AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, head_norms],
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);

@@ -6,7 +6,8 @@ use toml::{Table, Value};
 use super::mistake::{Mistake, Problem};
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
-use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
+use crate::model::MAX_CHOSEN_BLOCKS;
+use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, NsaCompression, NsaShape};
 
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
@@ -90,6 +91,8 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
             AttentionKind::Mla => mla_sizes(attention, sizes),
             AttentionKind::Nsa => nsa_sizes(attention, sizes),
             AttentionKind::Dma => dma_form(attention, sizes, gives_window),
+            AttentionKind::InfllmV2 => infllm_v2_sizes(attention, sizes),
+            AttentionKind::Moba => moba_sizes(attention, sizes),
         }
     }
 }
@@ -139,6 +142,10 @@ impl Sizes {
     fn part_of_row(self, part: usize) -> Option<i64> {
         whole((self.seq_len? / part).max(1))
     }
+
+    fn is_long(self) -> bool {
+        self.seq_len.is_some_and(|seq_len| seq_len >= LONG_ROW)
+    }
 }
 
 fn whole(size: usize) -> Option<i64> {
@@ -152,20 +159,47 @@ fn mla_sizes(attention: &mut Table, sizes: Sizes) {
     });
 }
 
-fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
-    let is_long = sizes.seq_len.is_some_and(|seq_len| seq_len >= LONG_ROW);
-    derived(attention, "compress_stride", || Some(if is_long { 16 } else { 8 }));
-    let number = |attention: &Table, key: &str| attention.get(key).and_then(Value::as_integer);
+/// Pooled keys of two strides, and selected blocks of two; of four for long rows.
+fn pooled_sizes(attention: &mut Table, sizes: Sizes, most_blocks: usize) {
+    derived(attention, "compress_stride", || {
+        Some(if sizes.is_long() { 16 } else { 8 })
+    });
     let stride = number(attention, "compress_stride");
     derived(attention, "compress_block_size", || stride?.checked_mul(2));
     derived(attention, "select_block_size", || {
-        stride?.checked_mul(if is_long { 4 } else { 2 })
+        stride?.checked_mul(if sizes.is_long() { 4 } else { 2 })
     });
+    num_blocks(attention, sizes, most_blocks);
+}
+
+/// As many blocks as hold a quarter of the row.
+fn num_blocks(attention: &mut Table, sizes: Sizes, most: usize) {
     let block = number(attention, "select_block_size").and_then(|block| usize::try_from(block).ok());
     derived(attention, "num_selected_blocks", || {
         let blocks = sizes.seq_len? / 4 / block?.max(1);
-        whole(blocks.clamp(FEWEST_BLOCKS, MOST_BLOCKS))
+        whole(blocks.clamp(FEWEST_BLOCKS, most))
     });
+}
+
+fn number(table: &Table, key: &str) -> Option<i64> {
+    table.get(key).and_then(Value::as_integer)
+}
+
+fn infllm_v2_sizes(attention: &mut Table, sizes: Sizes) {
+    pooled_sizes(attention, sizes, MAX_CHOSEN_BLOCKS);
+    let selected = number(attention, "num_selected_blocks");
+    derived(attention, "num_local_blocks", || Some((selected? / 2).max(1)));
+}
+
+fn moba_sizes(attention: &mut Table, sizes: Sizes) {
+    derived(attention, "select_block_size", || {
+        Some(if sizes.is_long() { 64 } else { 16 })
+    });
+    num_blocks(attention, sizes, MOST_BLOCKS);
+}
+
+fn nsa_sizes(attention: &mut Table, sizes: Sizes) {
+    pooled_sizes(attention, sizes, MOST_BLOCKS);
     derived(attention, "window_size", || {
         Some(sizes.part_of_row(8)?.min(MOST_WINDOW))
     });
@@ -249,6 +283,8 @@ fn published(kind: AttentionKind, head_dim: usize) -> Table {
         AttentionKind::Mla => Table::try_from(MlaShape::published(head_dim)),
         AttentionKind::Nsa => Table::try_from(NsaShape::published(None)),
         AttentionKind::Dma => Table::try_from(DmaShape::published(1)),
+        AttentionKind::InfllmV2 => Table::try_from(InfllmV2Shape::published()),
+        AttentionKind::Moba => Table::try_from(MobaShape::published()),
     };
     form.expect("its values are those of TOML")
 }

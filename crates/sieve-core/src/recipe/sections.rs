@@ -5,7 +5,9 @@ use crate::keys::{
     Key, KeyValue, Kind, MAX_BATCH, MAX_COUNT, MAX_F32, MAX_HEAD_DIM, MAX_ROPE_THETA, MAX_SEQ_LEN, MAX_STEPS,
     MAX_VOCAB, MAX_WIDTH, MIN_F32, Section, USUAL_ROPE_THETA, choices, joined, keys,
 };
-use crate::model::{A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, MlaShape, NsaShape, RopeScaling};
+use crate::model::{
+    A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, InfllmV2Shape, MlaShape, MobaShape, NsaShape, RopeScaling,
+};
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
 
@@ -141,6 +143,10 @@ attention_kinds! {
     Nsa(NsaShape) = "nsa",
     /// Dynamic mask attention: each query sees the `keep_window_size` best-scored keys before it.
     Dma(DmaShape) = "dma",
+    /// InfLLM-V2: each query sees the blocks whose pooled keys are most probable; a dense model's parameters.
+    InfllmV2(InfllmV2Shape) = "infllm_v2",
+    /// MoBA: each query head sees the blocks whose mean keys fit it best; a dense model's parameters.
+    Moba(MobaShape) = "moba",
 }
 
 impl Attention {
@@ -159,6 +165,8 @@ impl Attention {
             Self::Mla(mla) => AttentionForm::Latent(mla),
             Self::Nsa(nsa) => AttentionForm::Branches(nsa),
             Self::Dma(dma) => AttentionForm::Ranked(dma),
+            Self::InfllmV2(infllm) => AttentionForm::Blocks(infllm.choice()),
+            Self::Moba(moba) => AttentionForm::Blocks(moba.choice()),
         }
     }
 }

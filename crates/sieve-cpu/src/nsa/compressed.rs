@@ -2,8 +2,9 @@
 //! last token and nothing else is ever seen.
 
 use rayon::prelude::*;
+use sieve_core::BlockChoice;
 
-use super::select::select;
+use super::select::choose_key_blocks;
 use super::{NsaBlocks, documents_of, slot_starts};
 use crate::attention::{AttentionShape, Documents, Mask, attention_backward, attention_forward};
 
@@ -111,7 +112,8 @@ pub fn nsa_compressed_attention_forward(
     };
     attention_forward(shape, &placed.qkv, documents, mask, o, lse);
     let keys = &compressed[..compressed.len() / 2];
-    select(shape, blocks, qkv, documents, keys, lse, block_indices);
+    let choice = BlockChoice::nsa(blocks);
+    choose_key_blocks(shape, choice, qkv, documents, keys, Some(lse), block_indices);
 }
 
 /// Gradients of [`nsa_compressed_attention_forward`]'s o; the choice of blocks has none.

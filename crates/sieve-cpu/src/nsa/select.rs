@@ -1,9 +1,10 @@
-//! Which blocks each query attends to: probabilities of the compressed branch, added up per selected block.
+//! Which blocks each query attends to: scores of the pooled keys, or probabilities, per selected block.
 
 use std::ops::Range;
 
 use pulp::Simd;
 use rayon::prelude::*;
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 
 use super::NsaBlocks;
 use super::compressed::document_tiles;
@@ -11,6 +12,9 @@ use crate::attention::panel::{Aligned, LANES, multiply};
 use crate::attention::tile::{BLOCK_KEYS, RowPanels, copy_columns, panel_width};
 use crate::attention::{AttentionShape, Documents, scratch::Pool};
 use crate::simd::{exp, on_arch};
+
+#[cfg(test)]
+mod tests;
 
 /// Query rows (token and head of the group) of one tile.
 const TILE_ROWS: usize = 192;
@@ -33,26 +37,25 @@ fn overlapped(blocks: NsaBlocks, c: usize) -> Range<usize> {
     c / per_select..(c + per_compress - 1) / per_select + 1
 }
 
-/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: its own, the one
-/// before, block 0, then the largest, of equal ones the later. Ascending, then -1.
+/// The blocks of a query whose own block is `own`, given the importance of the blocks `0..=own`: the forced ones, the
+/// last first, then those of the largest importance, of equal ones the later. Ascending, then -1.
 ///
 /// # Panics
 /// When `importance` does not hold `own + 1` values.
-pub fn choose_blocks(importance: &[f32], own: usize, chosen: &mut [i32]) {
+pub fn choose_blocks(importance: &[f32], own: usize, forced: ForcedBlocks, chosen: &mut [i32]) {
     assert!(importance.len() > own, "choose_blocks: importance is not [own + 1]");
     let count = chosen.len().min(own + 1);
-    let forced = [own, own.saturating_sub(1), 0];
+    let free = forced.free(own);
     let mut num = 0;
-    for (n, &block) in forced.iter().enumerate() {
-        if num < count && !forced[..n].contains(&block) {
-            chosen[num] = block as i32;
-            num += 1;
-        }
+    for block in (free.end..=own).rev().chain(0..free.start.min(free.end)).take(count) {
+        chosen[num] = block as i32;
+        num += 1;
     }
     if num < count {
-        let mut others: Vec<u32> = (1..own.saturating_sub(1) as u32).collect();
+        let mut others: Vec<u32> = (free.start as u32..free.end as u32).collect();
         let best_first = |a: &u32, b: &u32| {
-            let (x, y) = (importance[*a as usize], importance[*b as usize]);
+            // -0 is as large as +0.
+            let [x, y] = [a, b].map(|block| importance[*block as usize] + 0.0);
             y.total_cmp(&x).then(b.cmp(a))
         };
         let needed = count - num;
@@ -74,7 +77,7 @@ struct Scratch<const W: usize> {
     scores: Aligned<[[f32; LANES]; BLOCK_KEYS]>,
     positions: Vec<[i32; LANES]>,
     lse: Vec<Aligned<[f32; LANES]>>,
-    /// `[num_panels, blocks, LANES]`.
+    /// `[num_panels, blocks, LANES]`; of another rule than NSA's `[num_panels, pooled keys, LANES]`.
     importance: Vec<Aligned<[f32; LANES]>>,
     of_query: Vec<f32>,
 }
@@ -93,39 +96,66 @@ impl<const W: usize> Scratch<W> {
     }
 }
 
-/// Writes `block_indices` from the queries, the compressed keys and the branch's log-sum-exp.
-pub(super) fn select(
+/// Blocks that each query chooses by its pooled keys; see [`BlockChoice`].
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`; only its queries are read
+/// - keys: `[batch * num_slots * num_kv_heads, head_dim]`, pooled as [`super::nsa_mean_pool_forward`] does
+/// - lse: the log-sum-exp of each query over the pooled keys, `[batch, num_heads, seq_len]`, where it is known; NSA's
+///   rule needs it
+/// - block_indices: `[batch, seq_len, choosers, num_selected_blocks]`, choosers of
+///   [`BlockChoice::num_choosers`]: blocks counted from the document's first token, ascending, then -1 where fewer
+///   exist; written whole
+///
+/// # Panics
+/// When lengths do not fit.
+pub fn choose_key_blocks(
     shape: AttentionShape,
-    blocks: NsaBlocks,
+    choice: BlockChoice,
     qkv: &[f32],
     documents: Documents<'_>,
     keys: &[f32],
-    lse: &[f32],
+    lse: Option<&[f32]>,
     block_indices: &mut [i32],
 ) {
+    let blocks = choice.blocks;
+    blocks.check();
+    documents.check(shape.batch, shape.seq_len);
+    let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
+    assert_eq!(
+        keys.len(),
+        rows * shape.head_dim,
+        "choose_key_blocks: keys are not [rows, head_dim]"
+    );
+    let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
     assert_eq!(
         block_indices.len(),
-        shape.batch * shape.seq_len * shape.num_kv_heads * blocks.num_selected_blocks,
-        "nsa: block_indices is not [batch, seq_len, num_kv_heads, num_selected_blocks]"
+        shape.batch * shape.seq_len * choosers * blocks.num_selected_blocks,
+        "choose_key_blocks: block_indices is not [batch, seq_len, choosers, num_selected_blocks]"
+    );
+    assert!(
+        lse.is_some() || choice.rule != ChoiceRule::WeightedProbability,
+        "choose_key_blocks: no log-sum-exp"
     );
     match panel_width(shape.head_dim) {
-        16 => run::<16>(shape, blocks, qkv, documents, keys, lse, block_indices),
-        32 => run::<32>(shape, blocks, qkv, documents, keys, lse, block_indices),
-        _ => run::<64>(shape, blocks, qkv, documents, keys, lse, block_indices),
+        16 => run::<16>(shape, choice, qkv, documents, keys, lse, block_indices),
+        32 => run::<32>(shape, choice, qkv, documents, keys, lse, block_indices),
+        _ => run::<64>(shape, choice, qkv, documents, keys, lse, block_indices),
     }
 }
 
 fn run<const W: usize>(
     shape: AttentionShape,
-    blocks: NsaBlocks,
+    choice: BlockChoice,
     qkv: &[f32],
     documents: Documents<'_>,
     keys: &[f32],
-    lse: &[f32],
+    lse: Option<&[f32]>,
     mut block_indices: &mut [i32],
 ) {
     let tile_tokens = (TILE_ROWS / shape.group_size()).max(1);
-    let per_token = shape.num_kv_heads * blocks.num_selected_blocks;
+    let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+    let per_token = choosers * choice.blocks.num_selected_blocks;
     let mut tasks = Vec::new();
     for (row, document, tokens) in document_tiles(shape, documents, |_| tile_tokens) {
         let (chosen, rest) = block_indices.split_at_mut(tokens.len() * per_token);
@@ -137,13 +167,13 @@ fn run<const W: usize>(
         .into_par_iter()
         .with_max_len(1)
         .for_each(|(row, document, tokens, chosen)| {
-            pool.lend(|scratch| select_tile(shape, blocks, qkv, keys, lse, row, document, tokens, chosen, scratch));
+            pool.lend(|scratch| select_tile(shape, choice, qkv, keys, lse, row, document, tokens, chosen, scratch));
         });
 }
 
 on_arch! {
     fn select_tile<'t, 's; const W>(
-        shape: AttentionShape, blocks: NsaBlocks, qkv: &'s [f32], keys: &'s [f32], lse: &'s [f32],
+        shape: AttentionShape, choice: BlockChoice, qkv: &'s [f32], keys: &'s [f32], lse: Option<&'s [f32]>,
         row: usize, document: Range<usize>, tokens: Range<usize>, chosen: &'t mut [i32],
         scratch: &'s mut Scratch<W>,
     ) -> () = select_tile_simd;
@@ -154,10 +184,10 @@ on_arch! {
 fn select_tile_simd<S: Simd, const W: usize>(
     simd: S,
     shape: AttentionShape,
-    blocks: NsaBlocks,
+    choice: BlockChoice,
     qkv: &[f32],
     keys: &[f32],
-    lse: &[f32],
+    lse: Option<&[f32]>,
     row: usize,
     document: Range<usize>,
     tokens: Range<usize>,
@@ -165,7 +195,12 @@ fn select_tile_simd<S: Simd, const W: usize>(
     scratch: &mut Scratch<W>,
 ) {
     let (n, d, m) = (shape.seq_len, shape.head_dim, shape.group_size());
+    let BlockChoice { blocks, rule, forced } = choice;
     let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
+    let scale = match rule {
+        ChoiceRule::MeanKey => 1.0,
+        ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => shape.softmax_scale,
+    };
     let first_slot = row * blocks.num_slots(n) + blocks.first_slot(document.start);
     // Positions below count from the document's first token.
     let last = tokens.end - 1 - document.start;
@@ -188,7 +223,7 @@ fn select_tile_simd<S: Simd, const W: usize>(
             &qkv[at..at + d]
         });
         let num_rows = rows.len();
-        q.load(rows, d, shape.softmax_scale);
+        q.load(rows, d, scale);
         q.transpose();
         let num_panels = num_rows.div_ceil(LANES);
         positions.clear();
@@ -198,12 +233,16 @@ fn select_tile_simd<S: Simd, const W: usize>(
         for r in 0..num_rows {
             let (token, head) = (tokens.start + r / m, kv_head * m + r % m);
             positions[r / LANES][r % LANES] = (token - document.start) as i32;
-            let lse = lse[(row * shape.num_heads + head) * n + token];
+            let lse = lse.map_or(0.0, |lse| lse[(row * shape.num_heads + head) * n + token]);
             // A row that sees nothing has no visible pair; 0 keeps its masked lanes finite.
             lse_panels[r / LANES][r % LANES] = if lse == f32::NEG_INFINITY { 0.0 } else { lse };
         }
+        let per_panel = match rule {
+            ChoiceRule::WeightedProbability => num_blocks,
+            ChoiceRule::LargestProbability | ChoiceRule::MeanKey => num_keys,
+        };
         importance.clear();
-        importance.resize(num_panels * num_blocks, Aligned([0.0; LANES]));
+        importance.resize(num_panels * per_panel, Aligned([0.0; LANES]));
         for first in (0..num_keys).step_by(BLOCK_KEYS) {
             let count = (num_keys - first).min(BLOCK_KEYS);
             for slot in 0..count {
@@ -217,6 +256,13 @@ fn select_tile_simd<S: Simd, const W: usize>(
                     let q = &q.transposed[panel * columns + c];
                     multiply(simd, &k[..used], q, &mut scores[..used], c > 0);
                 }
+                let sums = &mut importance[panel * per_panel..(panel + 1) * per_panel];
+                if rule != ChoiceRule::WeightedProbability {
+                    for (slot, score) in scores[..count].iter().enumerate() {
+                        *sums[first + slot] = *score;
+                    }
+                    continue;
+                }
                 let seen_from = (first * s + l - 1) as i32;
                 probabilities(
                     simd,
@@ -226,7 +272,6 @@ fn select_tile_simd<S: Simd, const W: usize>(
                     seen_from,
                     s as i32,
                 );
-                let sums = &mut importance[panel * num_blocks..(panel + 1) * num_blocks];
                 for (slot, p) in scores[..count].iter().enumerate() {
                     let c = first + slot;
                     for block in overlapped(blocks, c) {
@@ -238,17 +283,94 @@ fn select_tile_simd<S: Simd, const W: usize>(
                 }
             }
         }
+        if rule == ChoiceRule::LargestProbability && num_keys > 0 {
+            for (keys, positions) in importance.chunks_exact_mut(num_keys).zip(&*positions) {
+                softmax_of_seen(simd, keys, positions, (l - 1) as i32, s as i32);
+            }
+        }
+        let k = blocks.num_selected_blocks;
+        let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
         for token in 0..tokens.len() {
-            let own = (tokens.start + token - document.start) / blocks.select_block_size;
+            let position = tokens.start + token - document.start;
+            let own = position / blocks.select_block_size;
+            let rows = token * m..(token + 1) * m;
+            let at = |r: usize, column: usize| importance[r / LANES * per_panel + column][r % LANES];
+            let at_token = |chooser: usize| (token * choosers + chooser) * k;
             of_query.clear();
-            of_query.extend((0..=own).map(|block| {
-                (token * m..(token + 1) * m)
-                    .map(|r| importance[r / LANES * num_blocks + block][r % LANES])
-                    .sum::<f32>()
-            }));
-            let k = blocks.num_selected_blocks;
-            let at = (token * shape.num_kv_heads + kv_head) * k;
-            choose_blocks(of_query, own, &mut chosen[at..at + k]);
+            match rule {
+                ChoiceRule::WeightedProbability => {
+                    of_query.extend((0..=own).map(|block| rows.clone().map(|r| at(r, block)).sum::<f32>()));
+                }
+                ChoiceRule::LargestProbability => {
+                    of_query.resize(own + 1, 0.0);
+                    for c in 0..blocks.num_compressed_blocks(position + 1) {
+                        let p = rows.clone().map(|r| at(r, c)).sum::<f32>();
+                        for block in overlapped(blocks, c) {
+                            if block <= own {
+                                of_query[block] = of_query[block].max(p);
+                            }
+                        }
+                    }
+                }
+                ChoiceRule::MeanKey => {
+                    for (head, r) in rows.enumerate() {
+                        of_query.clear();
+                        of_query.extend((0..own).map(|block| at(r, block)));
+                        of_query.push(0.0);
+                        let to = at_token(kv_head * m + head);
+                        choose_blocks(of_query, own, forced, &mut chosen[to..to + k]);
+                    }
+                    continue;
+                }
+            }
+            let to = at_token(kv_head);
+            choose_blocks(of_query, own, forced, &mut chosen[to..to + k]);
+        }
+    }
+}
+
+/// Scores of all pooled keys of a panel to probabilities over those that a row has seen the end of; 0 for the others.
+#[inline(always)]
+fn softmax_of_seen<S: Simd>(
+    simd: S,
+    scores: &mut [Aligned<[f32; LANES]>],
+    positions: &[i32; LANES],
+    seen_from: i32,
+    step: i32,
+) {
+    let at = S::as_simd_i32s(positions).0;
+    let (none, zero) = (simd.splat_f32s(f32::NEG_INFINITY), simd.splat_f32s(0.0));
+    let (mut largest, mut sum) = (Aligned([f32::NEG_INFINITY; LANES]), Aligned([0.0; LANES]));
+    for (slot, row) in scores.iter().enumerate() {
+        let key = simd.splat_i32s(seen_from + slot as i32 * step);
+        let largest = S::as_mut_simd_f32s(&mut *largest).0;
+        for ((largest, &x), &at) in largest.iter_mut().zip(S::as_simd_f32s(&**row).0).zip(at) {
+            let seen = simd.less_than_or_equal_i32s(key, at);
+            *largest = simd.max_f32s(*largest, simd.select_f32s(seen, x, none));
+        }
+    }
+    // A row that has seen none keeps its masked lanes finite.
+    largest
+        .iter_mut()
+        .filter(|x| **x == f32::NEG_INFINITY)
+        .for_each(|x| *x = 0.0);
+    for (slot, row) in scores.iter_mut().enumerate() {
+        let key = simd.splat_i32s(seen_from + slot as i32 * step);
+        let (row, sum) = (S::as_mut_simd_f32s(&mut **row).0, S::as_mut_simd_f32s(&mut *sum).0);
+        for (((x, sum), &largest), &at) in row.iter_mut().zip(sum).zip(S::as_simd_f32s(&*largest).0).zip(at) {
+            let seen = simd.less_than_or_equal_i32s(key, at);
+            *x = simd.select_f32s(seen, exp(simd, simd.sub_f32s(*x, largest)), zero);
+            *sum = simd.add_f32s(*sum, *x);
+        }
+    }
+    let mut factor = Aligned([0.0; LANES]);
+    for (factor, &sum) in factor.iter_mut().zip(sum.iter()) {
+        *factor = if sum > 0.0 { 1.0 / sum } else { 0.0 };
+    }
+    for row in scores {
+        let factor = S::as_simd_f32s(&*factor).0;
+        for (x, &factor) in S::as_mut_simd_f32s(&mut **row).0.iter_mut().zip(factor) {
+            *x = simd.mul_f32s(*x, factor);
         }
     }
 }

@@ -4,6 +4,7 @@ use super::reference::{self, Packed};
 use super::*;
 use crate::attention::{AttentionShape, Mask, attention_backward, attention_forward};
 use crate::simd::tests::on_every_arch;
+use sieve_core::ForcedBlocks;
 use sieve_testing::{
     Random, assert_close_relative, assert_lse_close, finite_differences, inner, threads, whole_rows, wide,
 };
@@ -328,7 +329,7 @@ fn a_block_nobody_chose_is_never_read() {
 fn nsa_choice_of_blocks_prefers_forced_then_large_then_late() {
     let chosen = |importance: &[f32], own, k| {
         let mut chosen = vec![7; k];
-        choose_blocks(importance, own, &mut chosen);
+        choose_blocks(importance, own, ForcedBlocks::NSA, &mut chosen);
         chosen
     };
     assert_eq!(chosen(&[0.0], 0, 3), [0, -1, -1]);

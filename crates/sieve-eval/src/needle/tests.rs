@@ -20,7 +20,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
     Qwen3::new(&shape, 4, &Default::default())
 }
 
-fn kinds() -> [Attention; 5] {
+fn kinds() -> [Attention; 7] {
     [
         Attention::Mha,
         Attention::swa(20),
@@ -42,6 +42,17 @@ fn kinds() -> [Attention; 5] {
             num_selected_blocks: 3,
             window_size: 12,
             shared_kv: true,
+        }),
+        Attention::InfllmV2(sieve_core::InfllmV2Shape {
+            compress_block_size: 8,
+            compress_stride: 4,
+            select_block_size: 8,
+            num_selected_blocks: 4,
+            num_local_blocks: 2,
+        }),
+        Attention::Moba(sieve_core::MobaShape {
+            select_block_size: 8,
+            num_selected_blocks: 3,
         }),
     ]
 }

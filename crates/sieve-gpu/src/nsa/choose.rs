@@ -7,7 +7,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::NsaBlocks;
+use sieve_core::{BlockChoice, ChoiceRule};
 
 const NAME: &str = "nsa_choose";
 
@@ -22,28 +22,30 @@ const TILE_PITCH: usize = 64 + 32 + 1;
 /// Queries of nsa_choose's blocks of threads.
 const CHOOSE_QUERIES: usize = 8;
 
-/// The blocks of each query, i32 `[batch, seq_len, num_kv_heads, num_selected_blocks]`, from the compressed branch's
-/// keys (the first half of `compressed`) and log-sum-exp.
+/// The blocks of each query, i32 `[batch, seq_len, choosers, num_selected_blocks]`, from pooled keys (the first half of
+/// `compressed`) and the log-sum-exp over them, which the rule of mean keys does not read.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,
     lse: &CudaTensor,
     [start, end]: Bounds,
-    blocks: NsaBlocks,
+    choice: BlockChoice,
     softmax_scale: f32,
 ) -> Result<CudaTensor, KernelError> {
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.walkable();
-    let (batch, seq_len, heads) = (shape.batch, shape.seq_len, shape.num_kv_heads);
+    let BlockChoice { blocks, rule, forced } = choice;
+    let (batch, seq_len) = (shape.batch, shape.seq_len);
+    let heads = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
     let num_blocks = seq_len.div_ceil(blocks.select_block_size);
-    let (group, k) = (shape.group_size(), blocks.num_selected_blocks);
+    let (group, k) = (shape.num_heads / heads, blocks.num_selected_blocks);
     let indices = lse.empty_contiguous(&[batch, seq_len, heads, k], DType::I32);
     let most = IMPORTANCE_BYTES / (batch * heads * num_blocks * DType::F32.size());
     let [q, _, _] = qkv.head_words(NAME)?;
     let slab_queries = most.clamp(1, seq_len);
     let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
-        true => hopper::importance_tile(blocks, group),
-        false => None,
+        true if rule != ChoiceRule::MeanKey => hopper::importance_tile(blocks, group),
+        _ => None,
     };
     let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
     for (first, count) in query_ranges(seq_len, slab_queries) {
@@ -62,11 +64,12 @@ pub(super) fn nsa_choose(
             first_query: first,
             num_queries: count,
             num_blocks,
+            key_group: heads / shape.num_kv_heads,
         });
         let tensors = [qkv.q.tensor(), compressed, lse, start, end, &slab];
         let (kernel, tile) = match hopper_tile {
-            Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim), tile),
-            None => (nsa_importance_kernel(shape.head_dim), TILE_ROWS / group),
+            Some(tile) => (hopper::nsa_importance_kernel(shape.head_dim, rule), tile),
+            None => (nsa_importance_kernel(shape.head_dim, rule), TILE_ROWS / group),
         };
         let grid = [count.div_ceil(tile), heads, batch];
         // SAFETY: the caller checked sizes and types; writes within the slab, which has room for `count` queries.
@@ -79,6 +82,8 @@ pub(super) fn nsa_choose(
             first_query: first,
             num_queries: count,
             num_blocks,
+            num_first: usize::from(forced.first),
+            num_local: forced.local,
         });
         let tensors = [&slab, start, &indices];
         let grid = [count.div_ceil(CHOOSE_QUERIES), heads, batch];
@@ -88,12 +93,22 @@ pub(super) fn nsa_choose(
     Ok(indices)
 }
 
-/// The kernel that adds up probabilities for each block.
-pub(super) fn nsa_importance_kernel(head_dim: usize) -> SourceKernel {
+/// The kernel that scores each block.
+pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("nsa_importance")
         .define("HEAD_DIM", head_dim)
+        .define("RULE", rule_number(rule))
         .threads(128)
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + TILE_ROWS * TILE_PITCH * 4)
+}
+
+/// The rule's name in the kernels.
+pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
+    match rule {
+        ChoiceRule::WeightedProbability => 0,
+        ChoiceRule::LargestProbability => 1,
+        ChoiceRule::MeanKey => 2,
+    }
 }
 
 /// The kernel that takes the most important.

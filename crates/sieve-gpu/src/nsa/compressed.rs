@@ -1,7 +1,7 @@
 //! The compressed branch: DMA's attention kernels over lists of compressed blocks, and `kernels/nsa_place.cu` and
 //! `kernels/nsa_compressed_lists.cu` around them.
 use super::choose::nsa_choose;
-use super::{Bounds, require_bounds, require_sizes};
+use super::{Bounds, require_bounds, require_row, require_sizes};
 use crate::attention::backward::AttentionGradients;
 use crate::attention::forward::AttentionResult;
 use crate::attention::heads::{AttentionShape, Heads, Qkv};
@@ -15,7 +15,7 @@ use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::{NsaPlaceParams, params};
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::NsaBlocks;
+use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 
 const NAME: &str = "nsa_compressed_attention";
 
@@ -142,8 +142,49 @@ impl Qkv {
         let placed = Placed::new(self, &shape, &documents, &compressed, blocks, None)?;
         let result = listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?;
         let [start, end] = &documents;
-        let indices = nsa_choose(self, &compressed, &result.lse, [start, end], blocks, softmax_scale)?;
+        let indices = nsa_choose(
+            self,
+            &compressed,
+            &result.lse,
+            [start, end],
+            BlockChoice::nsa(blocks),
+            softmax_scale,
+        )?;
         Ok((result, indices))
+    }
+
+    /// The blocks that each query chooses by pooled keys (the first half of `pooled`, bf16
+    /// `[2, batch * num_slots * num_kv_heads, head_dim]`), i32 `[batch, seq_len, choosers, num_selected_blocks]`:
+    /// counted from the document's first token, ascending, then -1. See [`BlockChoice`].
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit or have no kernel.
+    pub fn choose_key_blocks(
+        &self,
+        documents: Bounds,
+        pooled: &CudaTensor,
+        choice: BlockChoice,
+        softmax_scale: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        const NAME: &str = "choose_key_blocks";
+        let (shape, blocks) = (self.shape(NAME)?, choice.blocks);
+        blocks.check();
+        require_row(NAME, &shape, self)?;
+        if let Some((got, supported)) = choice.cuda_gap(shape.head_dim, shape.group_size()) {
+            return Err(KernelError::unsupported(NAME, "call:", got, supported));
+        }
+        let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
+        operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
+        let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
+        let lse = match choice.rule {
+            ChoiceRule::MeanKey => pooled.empty_contiguous(&[1], DType::F32),
+            ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => {
+                let placed = Placed::new(self, &shape, &documents, &pooled, blocks, None)?;
+                listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?.lse
+            }
+        };
+        let [start, end] = &documents;
+        nsa_choose(self, &pooled, &lse, [start, end], choice, softmax_scale)
     }
 
     /// `[dqkv, dcompressed]` of the output of [`Self::nsa_compressed_attention_forward`]; the choice has no gradient.

@@ -5,17 +5,18 @@
 //!
 //! | call on compute capability 9.0, widths 64 and 128 | kernel |
 //! |---|---|
-//! | importance; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
+//! | importance by probabilities; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients, in any order | `hopper_nsa_selected_attention_backward.cu` |
 //! | everything else | the portable kernels |
+use super::choose::rule_number;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::KernelFamily;
 use crate::attention::tiling::KeySource;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::NsaBlocks;
+use sieve_core::{ChoiceRule, NsaBlocks};
 
 /// Rows (queries x heads) of a tile, over all warpgroups.
 const TILE_ROWS: usize = 128;
@@ -44,10 +45,11 @@ pub(super) fn importance_tile(blocks: NsaBlocks, group: usize) -> Option<usize> 
     fits.then(|| TILE_ROWS / group)
 }
 
-/// The kernel that adds up probabilities for each block.
-pub(super) fn nsa_importance_kernel(head_dim: usize) -> SourceKernel {
+/// The kernel that scores each block by probabilities.
+pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("hopper_nsa_importance")
         .define("HEAD_DIM", head_dim)
+        .define("RULE", rule_number(rule))
         .threads(256)
         .shared_bytes(3 * TILE_ROWS * head_dim * 2 + 1024)
 }
@@ -81,9 +83,10 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 }
 
 /// Every kernel of this family for a head width.
-pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 3] {
+pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 4] {
     [
-        nsa_importance_kernel(head_dim),
+        nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
+        nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
         selected_forward_kernel(head_dim),
         selected_backward_kernel(head_dim),
     ]
@@ -101,7 +104,7 @@ mod tests {
                 assert!(bytes <= 227 * 1024, "{} {bytes}", kernel.name());
             }
             // Two blocks of threads share a multiprocessor.
-            let importance = nsa_importance_kernel(head_dim).dynamic_shared_bytes();
+            let importance = nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability).dynamic_shared_bytes();
             assert!(2 * (importance + 1024) <= 228 * 1024);
         }
     }

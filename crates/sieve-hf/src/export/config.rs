@@ -2,7 +2,7 @@
 use super::{Architecture, ExportOptions, Windows};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
-use sieve_core::model::{AttentionForm, RopeScaling};
+use sieve_core::model::{Attention, AttentionForm, RopeScaling};
 
 /// Of what `modeling_sieve.py` computes, the key that names the scaling its frequencies come from.
 pub(crate) const SCALING: &str = "rotary_scaling";
@@ -123,6 +123,15 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             of_sieve(shape, "mla", sizes)
         }
         AttentionForm::Branches(nsa) => of_sieve(shape, "nsa", json!(nsa)),
+        AttentionForm::Blocks(_) => {
+            let kind = shape.attention.kind().name();
+            let sizes = match shape.attention {
+                Attention::InfllmV2(sizes) => json!(sizes),
+                Attention::Moba(sizes) => json!(sizes),
+                _ => unreachable!("no kind of chosen blocks"),
+            };
+            of_sieve(shape, kind, sizes)
+        }
         AttentionForm::Ranked(dma) if architecture == Architecture::Sieve => {
             let mut keys = of_sieve(shape, "dma", json!(dma));
             let slopes = dma.slopes(shape.num_kv_heads);

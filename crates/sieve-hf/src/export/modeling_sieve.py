@@ -1,6 +1,7 @@
 """Language models whose attention no class of transformers has, as Sieve exports them: plain PyTorch.
 
-The attention is NSA, MLA, DMA, a sliding window or dense, the sparse kinds with or without dense layers between them.
+The attention is NSA, MLA, DMA, InfLLM-V2, MoBA, a sliding window or dense, the sparse kinds with or without dense
+layers between them.
 
 Padding, wherever attention_mask has it, is moved behind the tokens of its row, where causal attention never looks, and
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
@@ -9,8 +10,8 @@ of BLOCK, and no tensor has tokens x tokens elements.
 With attn_implementation="sieve" and the package sieve_attention on a GPU, tokens that start a row are read by Sieve's
 kernels; steps behind a cache are as with "sdpa".
 
-A cache is a DynamicCache whose layers are SieveCacheLayer: keys and values of dense layers and of NSA, with its
-compressed ones; the latents of MLA; and the keep_window_size keys a head that DMA can still see.
+A cache is a DynamicCache whose layers are SieveCacheLayer: keys and values of dense layers and of kinds that choose
+blocks, with NSA's compressed ones; the latents of MLA; and the keep_window_size keys a head that DMA can still see.
 """
 
 import math
@@ -74,6 +75,8 @@ DEFAULTS = {
     "num_selected_blocks": 16,
     "window_size": 512,
     "shared_kv": True,
+    # InfLLM-V2, beside the sizes of NSA's blocks
+    "num_local_blocks": 1,
     # DMA
     "keep_window_size": 2048,
     "local_window_size": 0,
@@ -379,11 +382,15 @@ class DenseAttention(nn.Module):
     def out(self, o):
         return self.o_proj(o.transpose(1, 2).flatten(2))
 
-    def forward(self, x, rows, cache):
-        q, k = self.rotated(x, rows)
-        v = self.heads(self.v_proj(x))
+    def keys(self, x, rows, cache):
+        """Rotated queries, and keys and values of all tokens."""
+        (q, k), v = self.rotated(x, rows), self.heads(self.v_proj(x))
         if cache is not None:
             k, v = (cache.append(name, new, rows.first, rows.total) for name, new in (("k", k), ("v", v)))
+        return q, k, v
+
+    def forward(self, x, rows, cache):
+        q, k, v = self.keys(x, rows, cache)
         return self.out(dense(self, q, k, v, rows, self.scale, self.window, cache))
 
 
@@ -393,6 +400,66 @@ class WindowAttention(DenseAttention):
     def __init__(self, config):
         super().__init__(config)
         self.window = config.window_size
+
+
+def choose(importance, query, config, first, local):
+    """True where a query reads a block: the last `local` up to its own, the `first` ones, then the most important."""
+    block = torch.arange(importance.shape[-1], device=importance.device)
+    own = (query // config.select_block_size)[:, None]
+    forced = (block > own - local) | (block < first)
+    importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
+    # Of equal ones the later: a stable sort of the blocks from the last to the first.
+    order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    best = len(block) - 1 - order[..., : config.num_selected_blocks]
+    return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
+
+
+def read_blocks(module, q, k, v, chosen, query, rows, start, end):
+    """Attention of the queries that begin at `start` over chosen blocks, [batch, KV heads, tokens, blocks]."""
+    # Zeros and -inf, as SDPA would make them of true and false. Later blocks than its own no query has chosen.
+    select = module.config.select_block_size
+    mask = torch.zeros_like(chosen, dtype=v.dtype).masked_fill_(~chosen, float("-inf"))
+    mask = mask[..., None].expand(-1, -1, -1, -1, select).contiguous().flatten(3)[..., :end]
+    begin = 0 if torch.is_tensor(rows.first) else (rows.first + start) // select * select
+    index = torch.arange(begin, end, device=q.device)
+    mask[..., begin:].masked_fill_((index > query)[:, None], float("-inf"))
+    return attend(module, q, k[:, :, :end], v[:, :, :end], module.scale, mask)
+
+
+def overlapping(p, config, end):
+    """Of each block up to key `end` the compressed blocks that overlap it, by the last dimension of p; 0 where none."""
+    stride = config.compress_stride
+    before, step = config.compress_block_size // stride - 1, config.select_block_size // stride
+    blocks = -(-end // config.select_block_size)
+    return nn.functional.pad(p, (before, blocks * step - p.shape[-1])).unfold(-1, before + step, step)
+
+
+class ChosenBlocksAttention(DenseAttention):
+    """InfLLM-V2 and MoBA: each query chooses blocks by means of keys and reads all their tokens."""
+
+    def forward(self, x, rows, cache):
+        config, is_moba = self.config, self.config.attention_kind == "moba"
+        q, k, v = self.keys(x, rows, cache)
+        select, kv_heads = config.select_block_size, config.num_key_value_heads
+        size, stride = (select, select) if is_moba else (config.compress_block_size, config.compress_stride)
+        means = nn.functional.pad(k.float(), (0, 0, 0, max(size - k.shape[2], 0))).unfold(2, size, stride).mean(-1)
+        means = means.to(k.dtype).float().transpose(2, 3)[:, :, None]
+        last = torch.arange(means.shape[-1], device=x.device) * stride + size - 1
+        if is_moba:
+            k, v = (y.repeat_interleave(config.num_attention_heads // kv_heads, 1) for y in (k, v))
+        o = []
+        for start, stop, query, end in tiles(rows, k.shape[2]):
+            here = q[:, :, start:stop]
+            scores = here.unflatten(1, (kv_heads, -1)).float() @ means
+            if is_moba:
+                importance = nn.functional.pad(scores.flatten(1, 2), (0, -(-end // select) - scores.shape[-1]))
+                chosen = choose(importance, query, config, 0, 1)
+            else:
+                scores = (scores * self.scale).masked_fill(~(last <= query)[:, None, None], float("-inf"))
+                importance = overlapping(torch.softmax(scores, -1).nan_to_num(0.0).sum(2), config, end).amax(-1)
+                chosen = choose(importance, query, config, 1, config.num_local_blocks)
+            o.append(read_blocks(self, here, k, v, chosen, query, rows, start, end))
+        return self.out(torch.cat(o, 2))
 
 
 class NativeSparseAttention(DenseAttention):
@@ -443,24 +510,6 @@ class NativeSparseAttention(DenseAttention):
         total = rows.total // stride + 2
         return cache.append("compressed_k", k, done, total), cache.append("compressed_v", v, done, total)
 
-    def chosen(self, p, query, num_blocks):
-        """Blocks of each query from the probabilities [batch, KV heads, tokens, compressed blocks]."""
-        config, device = self.config, p.device
-        per_select = config.select_block_size // config.compress_stride
-        per_compress = config.compress_block_size // config.compress_stride
-        # Strides that a compressed block shares with a selected one.
-        block = torch.arange(num_blocks, device=device)
-        offset = torch.arange(p.shape[-1], device=device)[:, None] - block * per_select
-        shared = (offset + per_compress - 1).clamp(max=per_select - 1) - offset.clamp(min=0) + 1
-        importance = p @ shared.clamp(min=0).to(p.dtype)
-        own = (query // config.select_block_size)[:, None]
-        forced = (block == own) | (block == own - 1) | (block == 0)
-        importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
-        # Of equal ones the later: a stable sort of the blocks from the last to the first.
-        order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
-        best = num_blocks - 1 - order[..., : config.num_selected_blocks]
-        return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
-
     def forward(self, x, rows, cache):
         config, device = self.config, x.device
         size, stride, select = config.compress_block_size, config.compress_stride, config.select_block_size
@@ -487,15 +536,12 @@ class NativeSparseAttention(DenseAttention):
             # The first queries see no block: 0.
             p = torch.softmax(logits, -1).nan_to_num(0.0)
             coarse.append((p.to(v.dtype) @ coarse_v).flatten(1, 2))
-            # Zeros and -inf, as SDPA would make them of true and false. Later blocks than its own no query has chosen.
-            chosen = self.chosen(p.sum(2), query, -(-end // select))
-            mask = torch.zeros_like(chosen, dtype=v.dtype).masked_fill_(~chosen, float("-inf"))
-            mask = mask[..., None].expand(-1, -1, -1, -1, select).contiguous().flatten(3)[..., :end]
-            begin = 0 if torch.is_tensor(rows.first) else (rows.first + start) // select * select
-            index = torch.arange(begin, end, device=device)
-            mask[..., begin:].masked_fill_((index > query)[:, None], float("-inf"))
-            here = q_rotated[:, :, start:stop]
-            selected.append(attend(self, here, k[:, :, :end], v[:, :, :end], self.scale, mask))
+            near = overlapping(p.sum(2), config, end)
+            # Strides that each shares with the block.
+            place, most = torch.arange(1, near.shape[-1] + 1, device=device), min(size, select) // stride
+            shared = torch.minimum(place, place.flip(0)).clamp(max=most)
+            chosen = choose((near * shared).sum(-1), query, config, 1, 2)
+            selected.append(read_blocks(self, q_rotated[:, :, start:stop], k, v, chosen, query, rows, start, end))
         return self.gated(x, torch.cat(coarse, 2), torch.cat(selected, 2), self.near(x, q_rotated, rows, cache))
 
     def near(self, x, q, rows, cache):
@@ -624,6 +670,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         kinds = {
             "mla": LatentAttention,
             "nsa": NativeSparseAttention,
+            "infllm_v2": ChosenBlocksAttention,
+            "moba": ChosenBlocksAttention,
             "dma": DynamicMaskAttention,
             "swa": WindowAttention,
             "mha": DenseAttention,
@@ -686,15 +734,9 @@ class SieveModel(SievePreTrainedModel):
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        output_hidden_states=None,
-        **kwargs,
-    ):
+        input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None,
+        use_cache=None, output_hidden_states=None, **kwargs,
+    ):  # fmt: skip
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass input_ids or inputs_embeds, and not both")
         if kwargs.get("output_attentions"):
@@ -761,12 +803,6 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
         self.lm_head = linear(config.hidden_size, config.vocab_size)
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value):
-        self.model.embed_tokens = value
-
     def get_output_embeddings(self):
         return self.lm_head
 
@@ -787,8 +823,8 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ):
-        given = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
-        found = self.model(*given, output_hidden_states, output_attentions=kwargs.pop("output_attentions", None))
+        inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
+        found = self.model(*inputs, output_hidden_states, output_attentions=kwargs.pop("output_attentions", None))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None

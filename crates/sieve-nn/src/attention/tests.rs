@@ -96,8 +96,8 @@ fn with_the_cache_a_layer_gives_the_rows_it_gives_without() {
             got.push(layer.forward_cached(tokens, &context, &mut cache.layer(0)));
             done += new;
             let most = match attention {
-                sieve_core::Attention::Mha | sieve_core::Attention::Mla(_) | sieve_core::Attention::Nsa(_) => len,
-                _ => KEEP_WINDOW_SIZE,
+                sieve_core::Attention::Swa(_) | sieve_core::Attention::Dma(_) => KEEP_WINDOW_SIZE,
+                _ => len,
             };
             assert_eq!(cache.layers[0].num_keys(), done.min(most), "{attention:?}");
         }

@@ -51,7 +51,28 @@ impl<B: SieveBackend> Attention<B> {
                 })
             }
             Self::Nsa(layer) => layer.weights(x, context),
+            Self::Chosen(layer) => {
+                let (qkv, spec, choice) = (layer.qkv.forward(x, context), layer.spec(), layer.choice());
+                let chosen = sieve_ops::choose_key_blocks(qkv.clone(), documents, spec, choice);
+                by_key(&qkv.clone(), |one_hot| {
+                    let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
+                    sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, choice)
+                })
+            }
         }
+    }
+
+    /// The weights that dense attention would have with the same queries and keys, as [`weights`](Self::weights);
+    /// `None` but of kinds that choose blocks for one softmax.
+    pub fn dense_weights(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Option<Tensor<B, 3>> {
+        let Self::Chosen(layer) = self else {
+            return None;
+        };
+        let (qkv, spec) = (layer.qkv.forward(x, context), layer.spec());
+        Some(by_key(&qkv.clone(), |one_hot| {
+            let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
+            sieve_ops::attention(qkv, context.documents, spec)
+        }))
     }
 }
 
@@ -162,6 +183,7 @@ mod tests {
                     (v.reshape([29, spec.num_heads, spec.head_dim]), &layer.o_proj)
                 }
                 Attention::Nsa(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
+                Attention::Chosen(layer) => (v(layer.qkv.forward(x.clone(), &context)), &layer.o_proj),
             };
             let o = weights.matmul(v.swap_dims(0, 1)).swap_dims(0, 1);
             let [seq_len, heads, head_dim] = o.dims();

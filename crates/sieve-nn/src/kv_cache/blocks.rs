@@ -1,9 +1,11 @@
 //! NSA's cache: every token for the selected branch, the last ones for the window, one pair per compressed block, and
 //! the tokens that the next block is made of.
+use super::chosen::at_least_f32;
 use super::{last, split};
 use crate::attention::native_sparse::Branches;
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
+use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
+use sieve_core::ForcedBlocks;
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, attention_decode, cached_attention, choose_blocks,
     overlap_weight,
@@ -62,14 +64,6 @@ impl<B: Backend> BlockCache<B> {
             compressed: (count > 0).then(first_blocks).map(|[k, v]| KeyCache::new(k, v)),
             tail: last(new.compressed.clone(), blocks.compress_block_size),
         }
-    }
-}
-
-/// The tensor in f32 where it has a 16-bit type.
-fn at_least_f32<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
-    match x.dtype() {
-        DType::BF16 | DType::F16 => x.cast(DType::F32),
-        _ => x,
     }
 }
 
@@ -174,7 +168,7 @@ impl<B: DeviceBackend> BlockCache<B> {
         let mut tokens = Vec::new();
         for importance in importance {
             let mut chosen = vec![-1; blocks.num_selected_blocks];
-            choose_blocks(&importance, own, &mut chosen);
+            choose_blocks(&importance, own, ForcedBlocks::NSA, &mut chosen);
             for block in chosen.into_iter().filter(|&block| block >= 0) {
                 let first = block as usize * size;
                 tokens.extend((first..(first + size).min(len)).map(|token| token as i32));

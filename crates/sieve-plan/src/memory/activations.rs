@@ -3,7 +3,7 @@
 use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
-use sieve_core::{KeepOLow, Keeping};
+use sieve_core::{BlockChoice, KeepOLow, Keeping};
 use sieve_kernels::oracle::SUPER_BLOCK;
 use sieve_kernels::{AttentionShape, ChoiceLists, Hardware, KernelFamily, KeyLists, KeySource};
 
@@ -89,13 +89,32 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             };
             (common + normed + attention, branches * lse + lists)
         }
+        // Packed before and after norm and rotation, and the output; the choice, and on a GPU its lists.
+        AttentionForm::Blocks(choice) => {
+            let choices = num_choices(shape, choice);
+            let lists = match target {
+                Target::Gpu(_) if gpu_attention_gap(shape).is_none() => 2 * choices,
+                _ => 0,
+            };
+            (common + normed + 2 * packed + q, lse + F32 * (choices + lists))
+        }
     };
     values * target.value_bytes() + f32_bytes
 }
 
+/// Blocks that all heads read for a token, in the pieces that attention reads.
+fn num_choices(shape: &ModelShape, choice: BlockChoice) -> u64 {
+    let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+    (choosers * choice.attended().num_selected_blocks) as u64
+}
+
 /// Whether a block's attention is one op with its norm and products.
 fn joins_attention(shape: &ModelShape) -> bool {
-    !matches!(shape.attention, Attention::Mla(_) | Attention::Nsa(_)) && shape.qk_norm && !shape.qkv_bias
+    let is_one_op = match shape.attention.form() {
+        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) => true,
+        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_) => false,
+    };
+    is_one_op && shape.qk_norm && !shape.qkv_bias
 }
 
 /// Numbers a token that a block's products read and its backward pass can make again.
@@ -230,8 +249,26 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
         let call = AttentionShape::new(training.local_batch_size, seq_len, heads, widths);
         call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
     };
+    let has_gap = gpu_attention_gap(shape).is_some();
     match shape.attention {
-        Attention::Nsa(nsa) if gpu_attention_gap(shape).is_none() => {
+        Attention::InfllmV2(_) | Attention::Moba(_) if !has_gap => {
+            let AttentionForm::Blocks(choice) = shape.attention.form() else {
+                unreachable!("kinds of chosen blocks")
+            };
+            // Keys and values that each chooser reads, and f32 sums of their gradients; a part of dq for each block
+            // that a query chose, and lists of these choices.
+            let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+            let kv = (choosers * shape.head_dim) as u64;
+            let repeated = match choosers == shape.num_kv_heads {
+                true => 0,
+                false => times(tokens, 2 * (q + 2 * kv) * target.value_bytes() + F32 * kv),
+            };
+            let choices = choice.attended().num_selected_blocks as u64;
+            let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
+            let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
+            row_stats + times(tokens, 2 * F32 * kv) + repeated + parts
+        }
+        Attention::Nsa(nsa) if !has_gap => {
             let sums = times(tokens, 2 * F32 * kv);
             // The compressed branch: keys, values and their two gradients with a row a token, sums of dq, key lists.
             let rows = batch * KeyLists::dq_sum_queries(seq_len) as u64;
@@ -244,7 +281,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             row_stats + sums + by_list.max(parts)
         }
-        Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
+        Attention::Mla(_) | Attention::Nsa(_) | Attention::InfllmV2(_) | Attention::Moba(_) if has_gap => {
             plain_score_bytes(shape, tokens, seq_len)
         }
         Attention::Mla(mla) => {
@@ -262,8 +299,10 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
 
 /// Scores of all pairs that a GPU holds at once for sizes without kernels there; 0 for the others.
 pub(super) fn plain_score_bytes(shape: &ModelShape, tokens: u64, seq_len: usize) -> u64 {
-    match shape.attention {
-        Attention::Mla(_) | Attention::Nsa(_) if gpu_attention_gap(shape).is_some() => {
+    match shape.attention.form() {
+        AttentionForm::Latent(_) | AttentionForm::Branches(_) | AttentionForm::Blocks(_)
+            if gpu_attention_gap(shape).is_some() =>
+        {
             let row = PLAIN_SCORES * F32 * (shape.num_heads * seq_len) as u64;
             times(tokens, row)
         }

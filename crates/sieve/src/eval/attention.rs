@@ -124,6 +124,15 @@ fn lines(layers: &[LayerWeights], length: usize) -> Vec<String> {
         }
         let _ = write!(line, "  {}", layer.attention);
         lines.push(line);
+        if let Some(chosen) = &layer.chosen {
+            lines.push(format!(
+                "      keys read: {:.1} tokens back, {:.1} % of them in a window of as many, {:.1} % of dense \
+                 attention's weight",
+                chosen.age,
+                100.0 * chosen.in_window,
+                100.0 * chosen.mass
+            ));
+        }
         if let Some(life) = &layer.life {
             let spans = life
                 .percentiles
@@ -211,6 +220,7 @@ mod tests {
             heads: vec![head.clone(), head],
             overlap: Some(0.5),
             life: None,
+            chosen: None,
         }
     }
 

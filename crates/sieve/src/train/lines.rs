@@ -22,6 +22,14 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
             "nsa, {} blocks of {} and {} keys a query",
             nsa.num_selected_blocks, nsa.select_block_size, nsa.window_size
         ),
+        Attention::InfllmV2(infllm) => format!(
+            "infllm_v2, {} blocks of {} keys a query, the last {} always",
+            infllm.num_selected_blocks, infllm.select_block_size, infllm.num_local_blocks
+        ),
+        Attention::Moba(moba) => format!(
+            "moba, {} blocks of {} keys a query head",
+            moba.num_selected_blocks, moba.select_block_size
+        ),
         Attention::Dma(dma) => {
             let keys = format!("dma, {} keys a query", dma.keep_window_size);
             match dma.local_window_size {

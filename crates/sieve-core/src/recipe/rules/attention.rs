@@ -1,7 +1,7 @@
 //! Rules of `[attention]`.
 
 use super::Rules;
-use crate::model::{DmaBias, DmaRecency, DmaShape, MlaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, NsaCompression, NsaShape};
 use crate::recipe::{Attention, ModelSection};
 
 pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
@@ -10,6 +10,8 @@ pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection
         Attention::Mla(mla) => check_mla(mla, model, rules),
         Attention::Nsa(nsa) => check_nsa(nsa, rules),
         Attention::Dma(dma) => check_dma(dma, rules),
+        Attention::InfllmV2(infllm) => check_infllm_v2(infllm, rules),
+        Attention::Moba(moba) => check_pieces(moba.select_block_size, rules),
         _ => {}
     }
 }
@@ -25,7 +27,7 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         !matches!(attention, Attention::Mla(_)) || types.iter().all(is_own),
         KEY,
         || format!("holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"),
-        || "leave it out, or take kind swa, nsa or dma".to_owned(),
+        || "leave it out, or take kind swa, nsa, dma, infllm_v2 or moba".to_owned(),
     );
     for name in types {
         rules.require(
@@ -122,11 +124,46 @@ fn check_mla(mla: &MlaShape, model: Option<&ModelSection>, rules: &mut Rules<'_>
     );
 }
 
-fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
-    let stride = nsa.compress_stride;
+fn check_infllm_v2(infllm: &InfllmV2Shape, rules: &mut Rules<'_>) {
+    let InfllmV2Shape {
+        num_selected_blocks: selected,
+        num_local_blocks: local,
+        ..
+    } = *infllm;
+    check_strides(
+        infllm.compress_stride,
+        infllm.compress_block_size,
+        infllm.select_block_size,
+        rules,
+    );
+    check_pieces(infllm.select_block_size, rules);
+    rules.require(
+        local < selected,
+        "attention.num_local_blocks",
+        || format!("is {local}, and with the document's first block more than num_selected_blocks = {selected}"),
+        || "half of num_selected_blocks is usual; the first block is one of them, too".to_owned(),
+    );
+}
+
+/// Attention reads up to 64 tokens of a block at a time.
+fn check_pieces(select_block_size: usize, rules: &mut Rules<'_>) {
+    rules.require(
+        select_block_size <= 64 || select_block_size.is_multiple_of(64),
+        "attention.select_block_size",
+        || format!("is {select_block_size}, more than 64 and no multiple of it"),
+        || {
+            format!(
+                "{} is; larger blocks are read 64 tokens at a time",
+                select_block_size / 64 * 64
+            )
+        },
+    );
+}
+
+fn check_strides(stride: usize, compress_block_size: usize, select_block_size: usize, rules: &mut Rules<'_>) {
     for (key, size) in [
-        ("attention.compress_block_size", nsa.compress_block_size),
-        ("attention.select_block_size", nsa.select_block_size),
+        ("attention.compress_block_size", compress_block_size),
+        ("attention.select_block_size", select_block_size),
     ] {
         rules.require(
             stride == 0 || size.is_multiple_of(stride),
@@ -140,6 +177,15 @@ fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
             },
         );
     }
+}
+
+fn check_nsa(nsa: &NsaShape, rules: &mut Rules<'_>) {
+    check_strides(
+        nsa.compress_stride,
+        nsa.compress_block_size,
+        nsa.select_block_size,
+        rules,
+    );
     match (nsa.compress, nsa.compress_hidden_size) {
         (NsaCompression::Mlp, None) => rules.require(
             false,

@@ -25,7 +25,12 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
         );
     }
     let kind = parts.attention.map(|attention| attention.kind());
-    let cannot = [AttentionKind::Mla, AttentionKind::Nsa];
+    let cannot = [
+        AttentionKind::Mla,
+        AttentionKind::Nsa,
+        AttentionKind::InfllmV2,
+        AttentionKind::Moba,
+    ];
     if let Some(kind) = kind.filter(|kind| cannot.contains(kind)) {
         rules.require(
             false,

@@ -78,7 +78,8 @@ fn wrong_types_name_key_value_wish_and_line() {
             tokenizer.train.vocab_size: wanted a whole number of at least 0, got true
         { vocab_size = 512 } => { vocab_sise = 512 } => \
             [tokenizer.train] has no key vocab_sise, did you mean vocab_size?
-        kind = "dma" => kind = 3 => attention.kind: wanted one of "mha", "swa", "mla", "nsa", "dma", got 3
+        kind = "dma" => kind = 3 => attention.kind: wanted one of "mha", "swa", "mla", "nsa", "dma", \
+            "infllm_v2", "moba", got 3
         steps = 40 => steps = 2024-01-02 => got the date 2024-01-02
     "#,
     ) {
@@ -305,6 +306,49 @@ fn attention_message(lines: &str) -> String {
 
 const NSA: &str = "kind = \"nsa\"\ncompress_block_size = 8\ncompress_stride = 4\ncompress_hidden_size = 6\n\
                    select_block_size = 8\nnum_selected_blocks = 4\nwindow_size = 16";
+
+#[test]
+fn rules_of_chosen_blocks() {
+    let infllm = "kind = \"infllm_v2\"";
+    for (text, expected) in [
+        (
+            format!("{infllm}\nnum_selected_blocks = 0"),
+            "attention.num_selected_blocks: is 0, outside 1 to 64",
+        ),
+        (
+            format!("{infllm}\nnum_selected_blocks = 65"),
+            "attention.num_selected_blocks: is 65, outside 1 to 64",
+        ),
+        (
+            format!("{infllm}\nnum_selected_blocks = 4\nnum_local_blocks = 4"),
+            "attention.num_local_blocks: is 4, and with the document's first block more than num_selected_blocks = 4\n",
+        ),
+        (
+            format!("{infllm}\ncompress_stride = 16\nselect_block_size = 24"),
+            "attention.select_block_size: is 24, not a multiple of compress_stride = 16\n    hint: 32 is",
+        ),
+        (
+            "kind = \"moba\"\nselect_block_size = 100".to_owned(),
+            "attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is",
+        ),
+        (
+            "kind = \"moba\"\nnum_selected_blocks = 65".to_owned(),
+            "attention.num_selected_blocks: is 65, outside 1 to 64",
+        ),
+    ] {
+        let message = attention_message(&text);
+        assert!(message.contains(expected), "{message}");
+    }
+    for text in [
+        format!("{infllm}\nnum_selected_blocks = 2\nnum_local_blocks = 1"),
+        "kind = \"moba\"\nselect_block_size = 128\nnum_selected_blocks = 1".to_owned(),
+    ] {
+        assert!(
+            load_replaced("kind = \"dma\"\nkeep_window_size = 16", &text).is_ok(),
+            "{text}"
+        );
+    }
+}
 
 #[test]
 fn rules_of_the_general_form_of_dma() {

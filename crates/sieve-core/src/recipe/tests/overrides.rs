@@ -1,7 +1,7 @@
 //! `--set section.key=value`.
 
 use super::*;
-use crate::model::{DmaBias, DmaRecency, MlaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, InfllmV2Shape, MlaShape, MobaShape, NsaCompression, NsaShape};
 use sieve_testing::{cases, refusal};
 
 fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
@@ -167,6 +167,29 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
             ..NsaShape::published(None)
         })
     };
+    let chosen = |stride, select_block_size, num_selected_blocks| {
+        let infllm = InfllmV2Shape {
+            compress_block_size: 2 * stride,
+            compress_stride: stride,
+            select_block_size,
+            num_selected_blocks,
+            num_local_blocks: num_selected_blocks / 2,
+        };
+        let moba = MobaShape {
+            select_block_size,
+            num_selected_blocks: num_selected_blocks.min(16),
+        };
+        [Attention::InfllmV2(infllm), Attention::Moba(moba)]
+    };
+    for (seq_len, sizes) in [
+        (1, chosen(8, 16, 4)),
+        (256, chosen(8, 16, 4)),
+        (2048, chosen(16, 64, 8)),
+        (8192, chosen(16, 64, 32)),
+        (131_072, chosen(16, 64, 64)),
+    ] {
+        assert_eq!(["infllm_v2", "moba"].map(|kind| of(kind, seq_len, &[])), sizes);
+    }
     for (seq_len, swa, dma, nsa) in [
         (1, 1, dma(1, 0), nsa(8, 16, 4, 1)),
         (256, 64, dma(64, 8), nsa(8, 16, 4, 32)),
@@ -212,6 +235,10 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
     assert_eq!(mla, Attention::Mla(MlaShape::published(10)));
     let dma = loaded(&["attention.kind=dma", paper]).attention;
     assert_eq!(dma, Attention::Dma(DmaShape::published(16)));
+    let infllm = loaded(&["attention.kind=infllm_v2", paper]).attention;
+    assert_eq!(infllm, Attention::InfllmV2(InfllmV2Shape::published()));
+    let moba = loaded(&["attention.kind=moba", paper]).attention;
+    assert_eq!(moba, Attention::Moba(MobaShape::published()));
     for kind in ["mha", "swa"] {
         let kind = format!("attention.kind={kind}");
         let overrides = [kind, paper.to_owned()];

@@ -9,7 +9,7 @@ use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
 use crate::keys::MIN_F32;
-use crate::model::{DmaBias, DmaRecency, DmaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MobaShape, NsaCompression, NsaShape};
 
 /// What keys that no strategy draws keep.
 static BASE: LazyLock<Recipe> = LazyLock::new(minimal);
@@ -119,6 +119,23 @@ fn attention() -> impl Strategy<Value = Attention> {
                     shared_kv,
                 })
             }),
+        (1usize..9, 1usize..5, 1usize..8, 2usize..65, any::<bool>()).prop_map(
+            |(stride, blocks, select, k, is_moba)| {
+                match is_moba {
+                    true => Attention::Moba(MobaShape {
+                        select_block_size: 64 * select,
+                        num_selected_blocks: k,
+                    }),
+                    false => Attention::InfllmV2(InfllmV2Shape {
+                        compress_block_size: stride * blocks,
+                        compress_stride: stride,
+                        select_block_size: stride * select,
+                        num_selected_blocks: k,
+                        num_local_blocks: (k / 2).max(1),
+                    }),
+                }
+            }
+        ),
         (1usize..1 << 27, any::<bool>(), -1e3..1e3f64).prop_map(|(keep_window_size, linear, a_init)| {
             let bias = if linear { DmaBias::Linear } else { DmaBias::Exp };
             let recency = if linear { DmaRecency::Slope } else { DmaRecency::None };

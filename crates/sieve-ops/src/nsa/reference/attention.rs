@@ -10,6 +10,7 @@ use crate::nsa::{NsaCall, NsaCompressed, NsaSelected};
 use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, IndexingUpdateOp, Int, Tensor, TensorData};
+use sieve_core::ForcedBlocks;
 use sieve_cpu::NsaBlocks;
 use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 
@@ -120,7 +121,7 @@ fn select<B: Backend>(p: Tensor<B, 4>, documents: &DocumentBounds<B>, blocks: Ns
                 seen.map(of_key).sum::<f64>() as f32
             })
             .collect();
-        choose_blocks(&importance, own, chosen);
+        choose_blocks(&importance, own, ForcedBlocks::NSA, chosen);
     }
     ints::<B, 4>(chosen, [batch, n, kv_heads, k], &device).into_primitive()
 }

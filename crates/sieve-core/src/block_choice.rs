@@ -1,0 +1,179 @@
+//! How queries choose the blocks of keys whose tokens they read, whatever kind of attention they do it for.
+
+use std::ops::Range;
+
+use crate::NsaBlocks;
+
+/// What makes a block important to a query.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ChoiceRule {
+    /// NSA (arXiv:2502.11089, eq. 9, 10): probabilities of the pooled keys that overlap the block, each times the
+    /// strides that the two share, summed over the heads of the group.
+    WeightedProbability,
+    /// InfLLM-V2 (arXiv:2509.24663, section 3.2): probabilities of the pooled keys summed over the heads of the group,
+    /// then the largest of those that overlap the block.
+    LargestProbability,
+    /// MoBA (arXiv:2502.13189, eq. 5, 6): `q . mean of the block's keys` without a scale; each query head chooses.
+    MeanKey,
+}
+
+/// Blocks that every query chooses, whatever their scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ForcedBlocks {
+    /// Whether the document's first block is one.
+    pub first: bool,
+    /// How many blocks up to the query's own one are, at least 1.
+    pub local: usize,
+}
+
+impl ForcedBlocks {
+    /// NSA's: the first, the query's own and the one before.
+    pub const NSA: Self = Self { first: true, local: 2 };
+
+    /// The blocks that compete by their scores where the query's own block is `own`.
+    pub fn free(self, own: usize) -> Range<usize> {
+        let first = usize::from(self.first);
+        first..(own + 1).saturating_sub(self.local).max(first)
+    }
+
+    /// Forced blocks in all, where there are as many.
+    pub fn count(self) -> usize {
+        self.local + usize::from(self.first)
+    }
+}
+
+/// How queries choose blocks: of equal scores the later block, after the forced ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BlockChoice {
+    /// Pooled keys, and the blocks that are chosen. `num_selected_blocks` counts the forced ones.
+    pub blocks: NsaBlocks,
+    /// What makes a block important.
+    pub rule: ChoiceRule,
+    /// What is chosen in any case.
+    pub forced: ForcedBlocks,
+}
+
+/// Tokens of the largest block that the attention kernels read at a time.
+const ATTENDED_BLOCK: usize = 64;
+
+impl BlockChoice {
+    /// NSA's.
+    pub fn nsa(blocks: NsaBlocks) -> Self {
+        Self {
+            blocks,
+            rule: ChoiceRule::WeightedProbability,
+            forced: ForcedBlocks::NSA,
+        }
+    }
+
+    /// Heads that choose for themselves.
+    pub fn num_choosers(&self, num_heads: usize, num_kv_heads: usize) -> usize {
+        match self.rule {
+            ChoiceRule::MeanKey => num_heads,
+            ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => num_kv_heads,
+        }
+    }
+
+    /// Pieces that a chosen block is read in: one up to 64 tokens, else as many as it has 64 tokens.
+    pub fn pieces(&self) -> usize {
+        match self.blocks.select_block_size {
+            size if size > ATTENDED_BLOCK && size.is_multiple_of(ATTENDED_BLOCK) => size / ATTENDED_BLOCK,
+            _ => 1,
+        }
+    }
+
+    /// The blocks as attention reads them: the pieces of the chosen ones.
+    pub fn attended(&self) -> NsaBlocks {
+        let pieces = self.pieces();
+        NsaBlocks {
+            select_block_size: self.blocks.select_block_size / pieces,
+            num_selected_blocks: self.blocks.num_selected_blocks * pieces,
+            ..self.blocks
+        }
+    }
+
+    /// (Query, key) pairs of one query head in a document of `seq_len` tokens. A pooled key has a score and no value,
+    /// so it counts half.
+    pub fn pairs(&self, seq_len: usize) -> f64 {
+        self.blocks.selected_pairs(seq_len) + self.blocks.compressed_pairs(seq_len) / 2.0
+    }
+
+    /// Why there are no CUDA kernels, as [`NsaBlocks::cuda_gap`].
+    pub fn cuda_gap(&self, head_dim: usize, group_size: usize) -> Option<(String, &'static str)> {
+        let by_head = self.rule == ChoiceRule::MeanKey;
+        let group_size = if by_head { 1 } else { group_size };
+        // Attention reads the pieces; scores are added up over whole blocks, of which a mean key has one.
+        let pieces = self.attended();
+        let attended = NsaBlocks {
+            compress_stride: pieces.select_block_size,
+            compress_block_size: pieces.select_block_size,
+            ..pieces
+        };
+        let strides = self.blocks.compress_stride;
+        let scored = NsaBlocks {
+            compress_block_size: self.blocks.compress_block_size / strides,
+            compress_stride: 1,
+            select_block_size: self.blocks.select_block_size / strides,
+            ..self.blocks
+        };
+        attended
+            .cuda_gap(head_dim, group_size)
+            .or_else(|| scored.cuda_gap(head_dim, group_size))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn choice(select_block_size: usize, forced: ForcedBlocks) -> BlockChoice {
+        BlockChoice {
+            blocks: NsaBlocks {
+                compress_block_size: 32,
+                compress_stride: 16,
+                select_block_size,
+                num_selected_blocks: 4,
+            },
+            rule: ChoiceRule::LargestProbability,
+            forced,
+        }
+    }
+
+    #[test]
+    fn forced_blocks_do_not_compete() {
+        let forced = ForcedBlocks { first: true, local: 3 };
+        assert_eq!(forced.count(), 4);
+        let free: Vec<_> = [0, 1, 2, 3, 4, 9].map(|own| forced.free(own)).into();
+        assert_eq!(free, [1..1, 1..1, 1..1, 1..1, 1..2, 1..7]);
+        let own_alone = ForcedBlocks { first: false, local: 1 };
+        assert_eq!([0, 1, 5].map(|own| own_alone.free(own)), [0..0, 0..1, 0..5]);
+    }
+
+    #[test]
+    fn blocks_beyond_64_tokens_are_read_in_pieces_of_64() {
+        for (size, pieces) in [(16, 1), (64, 1), (96, 1), (128, 2), (512, 8)] {
+            let choice = choice(size, ForcedBlocks::NSA);
+            assert_eq!(choice.pieces(), pieces, "{size}");
+            let attended = choice.attended();
+            assert_eq!(attended.select_block_size * pieces, size);
+            assert_eq!(attended.num_selected_blocks, 4 * pieces);
+            // The same tokens either way.
+            let tokens = |blocks: NsaBlocks| blocks.num_selected_blocks * blocks.select_block_size;
+            assert_eq!(tokens(attended), tokens(choice.blocks));
+        }
+    }
+
+    #[test]
+    fn each_head_chooses_by_mean_keys_and_each_group_by_probabilities() {
+        let by_group = choice(64, ForcedBlocks::NSA);
+        assert_eq!(by_group.num_choosers(8, 2), 2);
+        let by_head = BlockChoice {
+            rule: ChoiceRule::MeanKey,
+            ..by_group
+        };
+        assert_eq!(by_head.num_choosers(8, 2), 8);
+        assert_eq!(by_head.cuda_gap(128, 100), None);
+        assert!(by_group.cuda_gap(128, 100).is_some());
+        assert!(by_head.cuda_gap(96, 1).is_some());
+    }
+}
