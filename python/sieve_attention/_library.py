@@ -15,6 +15,9 @@ MOST_PLANS = 4096
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "i32": torch.int32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# Bits that o lacks: no numbers by themselves, so torch holds them as integers and the library as what it stores.
+BITS = {"o_low": torch.int16}
+
 # Inputs that kernels walk by strides: heads side by side, tokens and rows anywhere.
 STRIDED = ("q", "k", "v", "latents")
 
@@ -28,7 +31,8 @@ def _open():
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ImportError(f"sieve_attention: {error}\n  hint: install the wheel, or build it: cargo xtask wheel") from None
+        hint = "install the wheel, or build it: cargo xtask wheel"
+        raise ImportError(f"sieve_attention: {error}\n  hint: {hint}") from None
     void, text = ctypes.c_void_p, ctypes.c_char_p
     library.sieve_abi.restype = ctypes.c_uint32
     library.sieve_error.restype = library.sieve_plan_describe.restype = text
@@ -93,8 +97,10 @@ class Plan:
         _check(_library.sieve_plan(json.dumps(self.request).encode(), ctypes.byref(self.handle)))
         described = json.loads(_library.sieve_plan_describe(self.handle))
         self.launches = [launch["kernel"] for launch in described["launches"]]
-        self.outputs = [(x["name"], tuple(x["shape"]), tuple(x["strides"]), DTYPES[x["dtype"]]) for x in described["outputs"]]
-        self.empty = [(shape, dtype) for _, shape, _, dtype in self.outputs]
+        self.outputs = [
+            (x["name"], tuple(x["shape"]), BITS.get(x["name"]) or DTYPES[x["dtype"]]) for x in described["outputs"]
+        ]
+        self.empty = [(shape, dtype) for _, shape, dtype in self.outputs]
         self.workspace_bytes = described["workspace_bytes"]
         self.count = len(tensors) + len(self.outputs) + 1
         self.array = ctypes.c_uint64 * self.count
@@ -161,7 +167,7 @@ class Op:
             if x is not None and x.device != device:
                 raise SieveError(f"{self.name}: {name} is on {x.device}, and {self.tensors[0]} on {device}")
         if device.type != "cuda" and Op.emulator is None:
-            raise SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
+            raise self._not_on_a_gpu(device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise SieveError(f"{self.name}: a call of new shapes under graph capture; run it once before the capture")
         while len(self.plans) >= MOST_PLANS:
@@ -176,12 +182,19 @@ class Op:
         torch.cuda.current_stream(device).synchronize()
         return plan, given, copied, index
 
+    def _not_on_a_gpu(self, device):
+        return SieveError(f"{self.name}: {self.tensors[0]} is on {device}; the kernels need tensors on a CUDA GPU")
+
     def _documents(self, tensors, device):
         """Bounds of one document a row, for an op that is given none."""
         batch, count = self._tokens(tensors)
         whole = {"doc_start": 0, "doc_end": count}
         return [
-            torch.full((batch, count), whole[name], dtype=torch.int32, device=device) if name in whole and x is None else None
+            (
+                torch.full((batch, count), whole[name], dtype=torch.int32, device=device)
+                if name in whole and x is None
+                else None
+            )
             for name, x in zip(self.tensors, tensors)
         ]
 
@@ -199,7 +212,8 @@ class Op:
                 if name in ("doc_start", "doc_end"):
                     described.append({"name": name, "shape": [batch, count], "dtype": "i32"})
                 continue
-            spec = {"name": name, "shape": [int(size) for size in x.shape], "dtype": NAMES.get(x.dtype, str(x.dtype)[6:])}
+            dtype = "bf16" if BITS.get(name) == x.dtype else NAMES.get(x.dtype, str(x.dtype)[6:])
+            spec = {"name": name, "shape": [int(size) for size in x.shape], "dtype": dtype}
             if x.is_contiguous():
                 pass
             elif name in STRIDED and _is_walkable(x):
@@ -216,10 +230,10 @@ class Op:
         tensors, settings = arguments[:count], arguments[count:]
         like = tensors[0]
         if like.device.type not in ("cuda", "meta") and Op.emulator is None:
-            raise SieveError(f"{self.name}: {self.tensors[0]} is on {like.device}; the kernels need tensors on a CUDA GPU")
+            raise self._not_on_a_gpu(like.device)
         real = torch.device("cuda") if like.device.type == "meta" else like.device
         plan, _ = self.plan(tensors, settings, gpu_of(real) if Op.emulator is None else EMULATED)
-        return [like.new_empty(shape, dtype=dtype) for _, shape, _, dtype in plan.outputs]
+        return [like.new_empty(shape, dtype=dtype) for _, shape, dtype in plan.outputs]
 
 
 EMULATED = {"capability": [8, 9], "multiprocessors": 108, "shared_bytes": 163 << 10}

@@ -273,7 +273,7 @@ def nsa(q, k, v, compressed_k, compressed_v, g_cmp, g_slc, g_swa, *, blocks=NsaB
 
 
 def block_mask(mask, block=128):
-    """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, as `block_sparse` reads them. Waits for the GPU.
+    """Lists of key blocks from a mask `[heads, query blocks, key blocks]`, for `block_sparse`. Waits for the GPU.
 
     Blocks after a query's own are left out; inside a query's own block keys after the query stay unseen.
     """

@@ -21,7 +21,7 @@ def seen(batch, tokens, window=None, documents=None, device=None):
 
 
 def masked_attention(q, k, v, mask, bias=None, scale=None):
-    """softmax(q . k * scale + bias) v where the mask [batch, KV heads or 1, tokens, keys] is true; 0 where nothing is."""
+    """softmax(q . k * scale + bias) v where mask [batch, KV heads or 1, tokens, keys] is true; 0 where nothing is."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     logits = torch.einsum("bihd,bjhd->bhij", q, k) * (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale)

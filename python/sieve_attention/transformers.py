@@ -9,7 +9,7 @@ from ._library import SieveError
 
 
 def register(name="sieve"):
-    """Adds the attention, and the mask that it takes, to transformers: `from_pretrained(..., attn_implementation=name)`.
+    """Adds the attention and its mask to transformers: `from_pretrained(..., attn_implementation=name)`.
 
     Dense causal models and sliding windows, padding on either side, packed rows by position_ids or cu_seq_lens_q. A
     step behind a cache (more keys than queries) is computed by torch's SDPA.
@@ -28,9 +28,9 @@ def attention_forward(
     """As transformers calls it: query `[batch, heads, tokens, width]`; attention_mask None or `[batch, tokens]`."""
     for setting in ("softcap", "s_aux", "sinks"):
         if kwargs.get(setting) is not None:
-            raise SieveError(f"attention: {setting} has no kernel\n  hint: load the model with attn_implementation='sdpa'")
+            raise SieveError(f"attention: {setting} has no kernel\n  hint: attn_implementation='sdpa'")
     if dropout:
-        raise SieveError(f"attention: dropout {dropout} has no kernel\n  hint: set attention_dropout to 0 in the config")
+        raise SieveError(f"attention: dropout {dropout} has no kernel\n  hint: attention_dropout=0 in the config")
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise SieveError("attention: a model that reads both ways has no kernel\n  hint: attn_implementation='sdpa'")
     if attention_mask is not None and attention_mask.dim() != 2:
@@ -107,8 +107,8 @@ def _of_positions(positions):
 def patch_doge():
     """Doge (arXiv:2508.02124) by exact kernels: models with attn_implementation="sieve" build no n x n mask.
 
-    The rank of a key and its bias are as in transformers: `exp(A * softplus(dt_proj(v)))`, chosen query by query, ties to
-    the later key. A step behind a cache is transformers' own.
+    The rank of a key and its bias are as in transformers: `exp(A * softplus(dt_proj(v)))`, chosen query by query, ties
+    to the later key. A step behind a cache is transformers' own.
     """
     from transformers.models.doge import modeling_doge as doge
 
@@ -135,9 +135,7 @@ def patch_doge():
         bias = torch.exp(self.A * torch.nn.functional.softplus(self.dt_proj(v.flatten(2)))).transpose(1, 2).float()
         bounds = row_documents(attention_mask, kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids"), q)
         selection = functional.select(bias, keep=self.keep_window_size, documents=bounds)
-        o = functional.expiring_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v, bias, selection, scale=self.scaling
-        )
+        o = functional.expiring_attention(q.transpose(1, 2), k.transpose(1, 2), v, bias, selection, scale=self.scaling)
         return self.o_proj(o.flatten(2)), None
 
     forward.is_sieve = True

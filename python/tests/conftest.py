@@ -1,4 +1,4 @@
-"""The tests need no GPU: plans of portable kernels run on the CPU emulator, `cargo build --release --example emulate_plan`.
+"""The tests need no GPU: plans of portable kernels run on the CPU emulator (the example `emulate_plan` of sieve-bench).
 
 With a GPU (`SIEVE_TEST_DEVICE=cuda`) the same tests run the kernels themselves.
 """
@@ -37,7 +37,7 @@ def emulate(plan, inputs):
         done = subprocess.run([EMULATOR, folder], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         outputs = []
-        for index, (_, shape, _, dtype) in enumerate(plan.outputs, len(inputs)):
+        for index, (_, shape, dtype) in enumerate(plan.outputs, len(inputs)):
             data = bytearray((folder / str(index)).read_bytes())
             outputs.append(torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype))
         for index, x in enumerate(inputs):

@@ -18,7 +18,11 @@ def assert_close(name, got, exact, plain, floor=1e-3):
     assert got.shape == exact.shape, f"{name}: {tuple(got.shape)}, expected {tuple(exact.shape)}"
     assert torch.isfinite(got).all(), f"{name}: a number that is not finite"
     scale = exact.norm(dim=-1).mean() if exact.dim() else exact.abs()
-    for form, size in (("norm", lambda x: x.norm() / max(x.numel() // x.shape[-1], 1) ** 0.5), ("row", lambda x: x.norm(dim=-1).max())):
+    sizes = {
+        "norm": lambda x: x.norm() / max(x.numel() // x.shape[-1], 1) ** 0.5,
+        "row": lambda x: x.norm(dim=-1).max(),
+    }
+    for form, size in sizes.items():
         error, allowed = size(got - exact), 2 * size(plain - exact) + floor * scale + 1e-5
         assert error <= allowed, f"{name}, by {form}: error {error:.3g}, plain bf16 allows {allowed:.3g}"
 

@@ -53,7 +53,8 @@ def test_large_scores(device):
 
 
 def test_bias(device):
-    inputs = (*qkv(2, 75, 4, 2, 64, device=device), random(2, 2, 75, device=device, dtype=torch.float32, scale=3, seed=4))
+    added = random(2, 2, 75, device=device, dtype=torch.float32, scale=3, seed=4)
+    inputs = (*qkv(2, 75, 4, 2, 64, device=device), added)
     ours = lambda q, k, v, bias: sieve.attention(q, k, v, bias=bias.float())  # noqa: E731
     plain = lambda q, k, v, bias: reference.attention(q, k, v, bias=bias)  # noqa: E731
     compare("bias", ours, plain, inputs, names=("q", "k", "v", "bias"))
@@ -93,7 +94,8 @@ def test_expiring_attention(keep, local, documents, deterministic, device):
     rank = random(1, 2, tokens, device=device, dtype=torch.float32, seed=7)
     selection = sieve.select(rank, keep=keep, local=local, documents=bounds)
     kept = reference.kept_keys(rank, keep=keep, local=local, documents=bounds)
-    inputs = (*qkv(1, tokens, 4, 2, 64, device=device), random(1, 2, tokens, device=device, dtype=torch.float32, seed=8))
+    added = random(1, 2, tokens, device=device, dtype=torch.float32, seed=8)
+    inputs = (*qkv(1, tokens, 4, 2, 64, device=device), added)
     ours = lambda q, k, v, bias: sieve.expiring_attention(  # noqa: E731
         q, k, v, bias.float(), selection, deterministic=deterministic
     )
@@ -104,7 +106,8 @@ def test_expiring_attention(keep, local, documents, deterministic, device):
     for gradient in (got[2].transpose(1, 2), got[3].transpose(1, 2), got[4][..., None]):
         assert (gradient[unseen] == 0).all()
     unbiased = sieve.expiring_attention(*inputs[:3], None, selection)
-    assert_close("no bias", unbiased, reference.masked_attention(*(x.float() for x in inputs[:3]), kept), reference.masked_attention(*inputs[:3], kept))
+    exact = reference.masked_attention(*(x.float() for x in inputs[:3]), kept)
+    assert_close("no bias", unbiased, exact, reference.masked_attention(*inputs[:3], kept))
 
 
 @pytest.mark.parametrize("bias, slopes", [("exp", None), ("linear", [0.25, 0.03125])])
@@ -158,7 +161,9 @@ def test_nsa_mean_pool_gradient(device):
     _, k, v = qkv(2, 100, 2, 2, 64, device=device)
     # The last blocks of the definition are cut by the row's end; ours hold no gradient there.
     ours = lambda k, v: torch.cat(sieve.nsa_mean_pool(k, v, blocks=BLOCKS))[:, :11]  # noqa: E731
-    plain = lambda k, v: torch.cat(reference.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))[:, :11]  # noqa: E731
+    plain = lambda k, v: torch.cat(reference.nsa_mean_pool(k, v, BLOCKS.stride, BLOCKS.compressed))[
+        :, :11
+    ]  # noqa: E731
     compare("pool", ours, plain, (k, v), names="kv")
 
 
@@ -172,9 +177,12 @@ def test_block_sparse(block, device):
     whole = whole & torch.ones(tokens, tokens, dtype=torch.bool, device=device).tril()
     with torch.no_grad():
         o = sieve.block_sparse(q, k, v, sieve.block_mask(mask, block))
-    each = lambda q, k, v: torch.cat(  # noqa: E731
-        [reference.masked_attention(q[:, :, h : h + 1], k[:, :, h // 2 : h // 2 + 1], v[:, :, h // 2 : h // 2 + 1], whole[:, h : h + 1]) for h in range(4)], 2
-    )
+
+    def each(q, k, v):
+        """Head by head: KV heads' own masks are what the definition takes."""
+        o = [(q[:, :, [h]], k[:, :, [h // 2]], v[:, :, [h // 2]], whole[:, [h]]) for h in range(4)]
+        return torch.cat([reference.masked_attention(*x) for x in o], 2)
+
     assert_close("blocks", o, each(*(x.float() for x in (q, k, v))), each(q, k, v))
 
 

@@ -10,8 +10,10 @@ const PROGRAM: &str = r#"
 static const char *request =
     "{\"call\":{\"attention_forward\":{\"scale\":0.125}},"
     "\"gpu\":{\"capability\":[9,0],\"multiprocessors\":132,\"shared_bytes\":232448},\"tensors\":["
-    "{\"name\":\"q\",\"shape\":[1,70,4,64],\"dtype\":\"bf16\"},{\"name\":\"k\",\"shape\":[1,70,2,64],\"dtype\":\"bf16\"},"
-    "{\"name\":\"v\",\"shape\":[1,70,2,64],\"dtype\":\"bf16\"},{\"name\":\"doc_start\",\"shape\":[1,70],\"dtype\":\"i32\"}]}";
+    "{\"name\":\"q\",\"shape\":[1,70,4,64],\"dtype\":\"bf16\"},"
+    "{\"name\":\"k\",\"shape\":[1,70,2,64],\"dtype\":\"bf16\"},"
+    "{\"name\":\"v\",\"shape\":[1,70,2,64],\"dtype\":\"bf16\"},"
+    "{\"name\":\"doc_start\",\"shape\":[1,70],\"dtype\":\"i32\"}]}";
 int main(void) {
     sieve_plan_t *plan = NULL;
     uint64_t pointers[7] = {0};
