@@ -122,7 +122,7 @@ impl<B: Backend> LayerCache<B> {
         match self {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
             Self::Selected { cache, .. } => Some(TokenCache::Slots(cache)),
-            Self::Empty | Self::Blocks(_) | Self::Latent(_) | Self::Packed(_) => None,
+            _ => None,
         }
     }
 
@@ -134,7 +134,7 @@ impl<B: Backend> LayerCache<B> {
                 cache.count_token();
                 *next_position += 1;
             }
-            Self::Empty | Self::Blocks(_) | Self::Latent(_) | Self::Packed(_) => unreachable!("no step takes these"),
+            _ => unreachable!("no step takes these"),
         }
     }
 

@@ -54,7 +54,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         let (qkv, o_proj, spec, dma) = match &self.self_attn {
             Attention::Grouped(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), None),
             Attention::Dma(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), Some(layer.dma_layer())),
-            Attention::Mla(_) | Attention::Nsa(_) => return None,
+            _ => return None,
         };
         let is_scaled = self.input_residual.is_some() || self.post_attention_residual.is_some();
         if is_scaled || qkv.qkv_bias.is_some() {
