@@ -219,7 +219,7 @@ fn faults() -> Vec<(&'static str, Disturbance, Expected)> {
     let within = |rows: Range<u64>, factor: f64| move |row: u64| if rows.contains(&row) { factor } else { 1.0 };
     let one = |factor: f64| within(400..401, factor);
     let in_turn = |row: u64| match row {
-        400..448 if row % 16 == 0 => NAN,
+        400..448 if row.is_multiple_of(16) => NAN,
         400..448 => 12.0,
         _ => 1.0,
     };
