@@ -426,8 +426,8 @@ impl InfllmV2Shape {
 }
 
 keys! {
-    /// Sizes of MoBA, mixture of block attention (arXiv:2502.13189): every query head reads its own block and those before
-    /// it whose mean key has the largest product with the query. Without a parameter of its own.
+    /// Sizes of MoBA, mixture of block attention (arXiv:2502.13189): every query head reads its own block and those
+    /// before it whose mean key has the largest product with the query. Without a parameter of its own.
     #[derive(Copy, Eq, Hash)]
     pub struct MobaShape {
         /// Sets the keys below to those of arXiv:2502.13189, section 3.1: 3 blocks of 512. As an override it replaces

@@ -73,14 +73,20 @@ impl<B: Backend> ChosenCache<B> {
         if first == end {
             return;
         }
-        let keys = self.keys.k.tokens();
-        let dtype = keys.dtype();
-        let mean = |c: usize| {
-            at_least_f32(keys.clone().narrow(TOKENS, c * stride, size))
-                .mean_dim(TOKENS)
-                .cast(dtype)
-        };
-        let new = Tensor::cat((first..end).map(mean).collect(), TOKENS);
+        // Means of single strides first: a pooled key is the mean of neighbouring ones.
+        let (count, strides) = (end - first, size / stride);
+        let num_strides = count + strides - 1;
+        let keys = self
+            .keys
+            .k
+            .tokens()
+            .narrow(TOKENS, first * stride, num_strides * stride);
+        let ([batch, heads, _, d], dtype) = (keys.dims(), keys.dtype());
+        let keys = at_least_f32(keys).reshape([batch, heads, num_strides, stride, d]);
+        let means = keys.mean_dim(3).reshape([batch, heads, num_strides, d]);
+        let parts = (0..strides).map(|at| means.clone().narrow(TOKENS, at, count));
+        let sum = parts.reduce(|sum, part| sum + part).expect("a pooled key has a stride");
+        let new = (sum / strides as f64).cast(dtype);
         match &mut self.pooled {
             Some(pooled) => pooled.append(new),
             none => *none = Some(TokenBuffer::new(new, TOKENS, None)),
