@@ -116,6 +116,11 @@ impl Loaded {
         })
     }
 
+    /// The GPU.
+    pub fn device(&self) -> usize {
+        self.device
+    }
+
     /// Queues the plan on a stream of its GPU. `pointers`: inputs, outputs, scratch memory. Allocates nothing there,
     /// compiles nothing, waits for nothing.
     ///

@@ -7,13 +7,13 @@ Padding, wherever attention_mask has it, is moved behind the tokens of its row, 
 the outputs are moved back. So positions, blocks and windows count the tokens of a row alone. Queries are read in tiles
 of BLOCK, and no tensor has tokens x tokens elements.
 
-With attn_implementation="sieve" and the package sieve_attention on a GPU, tokens that start a row are read by Sieve's
-kernels; steps behind a cache are as with "sdpa".
+With attn_implementation="sieve", from the package sieve_attention, rows without a cache are read by Sieve's kernels.
 
 A cache is a DynamicCache whose layers are SieveCacheLayer: keys and values of dense layers and of kinds that choose
 blocks, with NSA's compressed ones; the latents of MLA; and the keep_window_size keys a head that DMA can still see.
 """
 
+import importlib
 import math
 
 import torch
@@ -223,8 +223,8 @@ def kernels(module, cache):
     """The package with Sieve's kernels, where the model asks for it and no earlier tokens count; else None."""
     if module.config._attn_implementation != "sieve" or (cache is not None and cache.columns > 0):
         return None
-    import sieve_attention  # pip install sieve-attention
-    return sieve_attention
+    # Not an import statement: transformers would ask every user of the file for the package.
+    return importlib.import_module("sieve_attention")
 
 
 def by_kernel(attention, q, k, v, *inputs, **settings):
