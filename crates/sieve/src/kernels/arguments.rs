@@ -120,7 +120,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "N,…", value_delimiter = ',', conflicts_with_all = NO_SIZES)]
     pub(super) lengths: Vec<usize>,
     /// Query and KV heads of those rows, for example 32/4,64/4; latent attention takes the first number
-    #[arg(long, value_name = "Q/KV,…", value_delimiter = ',', conflicts_with_all = NO_SIZES, conflicts_with = "selectors")]
+    #[arg(long, value_name = "Q/KV,…", value_delimiter = ',', conflicts_with_all = NO_SIZES)]
+    #[arg(conflicts_with = "selectors")]
     pub(super) heads: Vec<BenchHeads>,
     /// Width of those rows' heads (latent attention's is 192 and 128)
     #[arg(long, value_name = "N", conflicts_with_all = NO_SIZES, conflicts_with_all = ["selectors", "mla"])]
