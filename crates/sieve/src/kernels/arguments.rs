@@ -117,17 +117,19 @@ pub(crate) struct BenchArgs {
     pub(super) operands: Option<PathBuf>,
     /// Tokens of each row: of the usual rows, which are then dense attention, a window and DMA, of --dma, --nsa and
     /// --mla; with --selectors of the generated operands, rounded up to multiples of 1024
-    #[arg(long, value_name = "N,…", value_delimiter = ',', conflicts_with_all = NO_SIZES)]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = positive, conflicts_with_all = NO_SIZES)]
     pub(super) lengths: Vec<usize>,
     /// Query and KV heads of those rows, for example 32/4,64/4; latent attention takes the first number
-    #[arg(long, value_name = "Q/KV,…", value_delimiter = ',', conflicts_with_all = NO_SIZES, conflicts_with = "selectors")]
+    #[arg(long, value_name = "Q/KV,…", value_delimiter = ',', conflicts_with_all = NO_SIZES)]
+    #[arg(conflicts_with = "selectors")]
     pub(super) heads: Vec<BenchHeads>,
     /// Width of those rows' heads (latent attention's is 192 and 128)
-    #[arg(long, value_name = "N", conflicts_with_all = NO_SIZES, conflicts_with_all = ["selectors", "mla"])]
+    #[arg(long, value_name = "N", value_parser = positive, conflicts_with_all = NO_SIZES)]
+    #[arg(conflicts_with_all = ["selectors", "mla"])]
     pub(super) width: Option<usize>,
     /// Also time backward passes of dense attention, windows and DMA with about so many blocks of threads for each tile
     /// of keys, where calls choose the number by themselves
-    #[arg(long, value_name = "N,…", value_delimiter = ',')]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = positive)]
     pub(super) blocks_per_tile: Vec<usize>,
     /// Timed repetitions of a row
     #[arg(long, default_value_t = 30)]
@@ -281,6 +283,12 @@ impl RunArgs {
             },
         })
     }
+}
+
+/// A whole number above 0.
+fn positive(text: &str) -> Result<usize, String> {
+    let number = text.trim().parse().ok().filter(|&number| number > 0);
+    number.ok_or_else(|| "a whole number above 0 is needed".to_owned())
 }
 
 /// A factor on queries and keys whose products f32 can hold.
