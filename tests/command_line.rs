@@ -41,7 +41,7 @@ fn the_program_says_what_it_is() {
     let words = "sieve  | commit  | CPU  | cuBLASLt | NCCL | kernels | attention by kind | dma ";
     says(&info, words);
     let json: serde_json::Value = serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
-    assert_eq!(json["paths"].as_array().expect("a list").len(), 5);
+    assert_eq!(json["paths"].as_array().expect("a list").len(), 7);
     assert!(json["threads"].as_u64().expect("a number") > 0, "{json}");
     let version = stdout(&mut tiny.sieve("--version"));
     let commit = json["commit"].as_str().expect("a commit");
@@ -67,7 +67,7 @@ fn the_page_of_the_command_line_names_every_variable() {
         }
     }
     assert!(found.iter().any(|(name, _)| name == "HF_TOKEN"), "{found:?}");
-    let own = ["SIEVE_TEST_", "CARGO", "PYTHON", "PATH", "OUT_DIR", "X"];
+    let own = ["SIEVE_TEST_", "UPDATE_GOLDEN", "CARGO", "PYTHON", "PATH", "OUT_DIR", "X"];
     for (name, path) in found {
         let is_of_builds = own.iter().any(|start| name.starts_with(start)) || path.to_string_lossy().contains("xtask");
         assert!(
