@@ -67,7 +67,15 @@ fn the_page_of_the_command_line_names_every_variable() {
         }
     }
     assert!(found.iter().any(|(name, _)| name == "HF_TOKEN"), "{found:?}");
-    let own = ["SIEVE_TEST_", "UPDATE_GOLDEN", "CARGO", "PYTHON", "PATH", "OUT_DIR", "X"];
+    let own = [
+        "SIEVE_TEST_",
+        "UPDATE_GOLDEN",
+        "CARGO",
+        "PYTHON",
+        "PATH",
+        "OUT_DIR",
+        "X",
+    ];
     for (name, path) in found {
         let is_of_builds = own.iter().any(|start| name.starts_with(start)) || path.to_string_lossy().contains("xtask");
         assert!(
