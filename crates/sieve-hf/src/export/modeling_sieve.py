@@ -50,40 +50,23 @@ DEFAULTS = {
     # Angle per position of each channel pair, and the factor of cosines and sines; without a list those of rope_theta.
     "rope_frequencies": None,
     "rope_amplitude": 1.0,
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 128,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "residual_scale": False,
-    "use_cache": True,
+    "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6, "residual_scale": False, "use_cache": True,
     # MLA
-    "kv_lora_rank": 0,
-    "qk_rope_head_dim": 0,
+    "kv_lora_rank": 0, "qk_rope_head_dim": 0,
     # Whether each head's query and key go through RMSNorm before the rotation, all heads with one weight.
     "mla_qk_norm": False,
     # NSA; window_size is that of a sliding window too.
-    "compress_block_size": 32,
-    "compress_stride": 16,
-    "compress": "mlp",
-    "compress_hidden_size": None,
-    "select_block_size": 64,
-    "num_selected_blocks": 16,
-    "window_size": 512,
-    "shared_kv": True,
+    "compress_block_size": 32, "compress_stride": 16, "compress": "mlp", "compress_hidden_size": None,
+    "select_block_size": 64, "num_selected_blocks": 16, "window_size": 512, "shared_kv": True,
     # InfLLM-V2, beside the sizes of NSA's blocks
     "num_local_blocks": 1,
     # DMA
-    "keep_window_size": 2048,
-    "local_window_size": 0,
-    "bias": "exp",
+    "keep_window_size": 2048, "local_window_size": 0, "bias": "exp",
     # Tokens over which a rank grows by one, a number for each KV head.
     "periods": None,
-}
+}  # fmt: skip
 
 
 class SieveCacheLayer(DynamicLayer):
@@ -656,8 +639,7 @@ def first_true(x, count):
 class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = linear(config.hidden_size, config.intermediate_size)
-        self.up_proj = linear(config.hidden_size, config.intermediate_size)
+        self.gate_proj, self.up_proj = (linear(config.hidden_size, config.intermediate_size) for _ in range(2))
         self.down_proj = linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x):
@@ -668,14 +650,9 @@ class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, index):
         super().__init__()
         kinds = {
-            "mla": LatentAttention,
-            "nsa": NativeSparseAttention,
-            "infllm_v2": ChosenBlocksAttention,
-            "moba": ChosenBlocksAttention,
-            "dma": DynamicMaskAttention,
-            "swa": WindowAttention,
-            "mha": DenseAttention,
-        }
+            "mla": LatentAttention, "nsa": NativeSparseAttention, "infllm_v2": ChosenBlocksAttention,
+            "moba": ChosenBlocksAttention, "dma": DynamicMaskAttention, "swa": WindowAttention, "mha": DenseAttention,
+        }  # fmt: skip
         pattern = config.dense_layers
         is_dense = bool(pattern) and pattern[index % len(pattern)]
         self.self_attn = kinds["mha" if is_dense else config.attention_kind](config)
@@ -772,11 +749,8 @@ class SieveModel(SievePreTrainedModel):
         hidden.append(self.norm(x))
         if back is not None:
             hidden = [y.gather(1, back.expand_as(y)) for y in (hidden if output_hidden_states else hidden[-1:])]
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden[-1],
-            past_key_values=past_key_values,
-            hidden_states=tuple(hidden) if output_hidden_states else None,
-        )
+        states = tuple(hidden) if output_hidden_states else None
+        return BaseModelOutputWithPast(hidden[-1], past_key_values=past_key_values, hidden_states=states)
 
     @staticmethod
     def real_tokens(attention_mask, batch, columns, count):
@@ -811,26 +785,14 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
 
     def forward(
         self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        output_hidden_states=None,
-        return_dict=None,
-        logits_to_keep=0,
-        **kwargs,
-    ):
+        input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, labels=None,
+        use_cache=None, output_hidden_states=None, return_dict=None, logits_to_keep=0, **kwargs,
+    ):  # fmt: skip
         inputs = (input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache)
         found = self.model(*inputs, output_hidden_states, output_attentions=kwargs.pop("output_attentions", None))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=found.past_key_values, hidden_states=found.hidden_states
-        )
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+        kept = {"past_key_values": found.past_key_values, "hidden_states": found.hidden_states}
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
         return output.to_tuple() if return_dict is False else output
