@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_back
 
   // Store. Places come from shared memory, where they cost the loop nothing.
   const BackwardBlock& done = *(const BackwardBlock*)(shared_memory + BLOCK_AT);
-  const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32,
-            seq_end = (int)params.seq_len;
+  const int warp = (int)threadIdx.x / 32, pair = warp / 2, pair_key = done.first_key + pair * 32;
+  [[maybe_unused]] const int seq_end = (int)params.seq_len;  // not read with SHARES
 #if SHARES
   const int places = (int)(params.head_shares * params.query_shares), num_rows = (int)params.padded_len - pair_key;
   const u64 head_row = done.batch * params.num_kv_heads + done.kv_head;

@@ -219,7 +219,8 @@ DEVICE void produce_tiles(const BackwardBlock& block, u32 shared) {
 #if SPLIT_STATS
 // Statistics of query `own` of each tile, asked for before the tile's slot is free: the part of warps 1 and 2.
 DEVICE void produce_stats(const BackwardBlock& block, u32 own, u32 shared) {
-  const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q, end_row = block.group_size * block.padded_len;
+  const u32 end_query = (block.first_tile + block.num_tiles) * BLOCK_Q;
+  [[maybe_unused]] const u32 end_row = block.group_size * block.padded_len;  // not read head by head
   RingPlace<Q_STAGES> q_place;
   RingPlace<DO_STAGES> do_place;
 #if ORDERED
