@@ -7,7 +7,7 @@
 //!
 //! A graph is right as long as the buffers are: it keeps their memory, and whoever owns the caches drops the graph
 //! before anything else writes to them.
-use crate::burn_memory::{BurnMemory, CudaPrimitive, binding_of, burn_memory, kernel_tensor};
+use crate::burn_memory::{BurnMemory, binding_of, burn_memory};
 use crate::cublaslt::Call;
 use crate::lane::{self, Server, late_error, lock, on_lane, on_lane_with, report_late};
 use crate::launch::{self, QueuedLaunch};
@@ -30,7 +30,7 @@ pub(crate) enum Work {
     Product(Call),
 }
 
-/// What a step does, noted while it runs: everything on tensors of [`StepTape::tensor`], and on tensors made of those.
+/// What a step does, noted while it runs: everything on tensors of [`StepTape::noted`], and on tensors made of those.
 #[derive(Clone, Default)]
 pub struct StepTape {
     notes: Arc<Mutex<Notes>>,
@@ -102,12 +102,7 @@ impl fmt::Debug for TapedMemory {
 }
 
 impl StepTape {
-    /// A tensor of Burn whose launches are noted. Unlike the graph, the tensor hinders Burn from writing in place.
-    pub fn tensor(&self, primitive: CudaPrimitive) -> CudaTensor {
-        self.noted(&kernel_tensor(primitive))
-    }
-
-    /// The same tensor with its launches noted.
+    /// The same tensor with its launches noted. Unlike the graph, it hinders Burn from writing in place.
     pub fn noted(&self, tensor: &CudaTensor) -> CudaTensor {
         let memory = self.taped(burn_memory(tensor).clone());
         let layout = [tensor.shape(), tensor.strides()];
