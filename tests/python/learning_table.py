@@ -34,6 +34,12 @@ NSA = [
     "attention.compress_hidden_size=192", "attention.select_block_size=64", "attention.num_selected_blocks=16",
     "attention.window_size=512", "attention.shared_kv=true", "model.intermediate_size=1600",
 ]
+# As infllm_v2_80m.toml and moba_80m.toml: 1024 tokens a query, as the others read.
+INFLLM_V2 = [
+    "attention.kind=infllm_v2", "attention.compress_block_size=32", "attention.compress_stride=16",
+    "attention.select_block_size=64", "attention.num_selected_blocks=16", "attention.num_local_blocks=8",
+]
+MOBA = ["attention.kind=moba", "attention.select_block_size=64", "attention.num_selected_blocks=16"]
 MLA = [
     "attention.kind=mla", "attention.kv_lora_rank=192", "attention.qk_rope_head_dim=64", "model.num_key_value_heads=6",
     "model.intermediate_size=2224",
@@ -73,6 +79,8 @@ ROWS = {
         "window 1024, 1 of 4 dense": [*window(1024), *ONE_DENSE],
         "NSA": NSA,
         "MLA": MLA,
+        "InfLLM-V2": INFLLM_V2,
+        "MoBA": MOBA,
     },
     "2048": {
         "dense": ["attention.kind=mha"],
