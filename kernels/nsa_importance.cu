@@ -1,23 +1,25 @@
 // nsa_importance: how important each block of keys is to a query, by pooled keys: their probabilities, over the heads
-// of the group (arXiv:2502.11089, eq. 9, 10; arXiv:2509.24663), or their products with one head (arXiv:2502.13189).
+// of the group (arXiv:2502.11089, eq. 9, 10; arXiv:2509.24663), or their products with one head (arXiv:2502.13189), of
+// which a block has one or the largest of its tokens' (arXiv:2606.13392).
 // No matrix of scores lies in memory.
 // Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
 //            w(c, b) the strides that compressed block c and block b share;
 //            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c];
 //            RULE 1: max over c with w(c, b) > 0 of p[i, c], 0 without any;
-//            RULE 2: q_i . k_b, 0 for a block that has not ended
+//            RULE 2: q_i . k_b, 0 for a block that has not ended;
+//            RULE 3: max over the slots c of block b that i sees of q_i . k_c
 // Layout     q bf16 [batch, seq_len, heads, HEAD_DIM]: any token and batch stride and an element offset, all multiples
 //            of 8; keys bf16 [batch, num_slots, num_kv_heads / key_group, HEAD_DIM]; lse f32 [batch, num_heads,
-//            seq_len], of RULE 2 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads,
+//            seq_len], of RULE 2 and 3 not read; doc_start i32 [batch, seq_len]; importance f32 [batch, num_kv_heads,
 //            num_queries, num_blocks] of the queries from first_query on; contiguous
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1|2
+// Defines    HEAD_DIM 64|128; RULE 0|1|2|3
 // Tiling     grid (ceil(num_queries / (64 / group)), num_kv_heads, batch); 128 threads: 64 rows (queries x heads, a
 //            query's heads side by side) against 64 slots a step; dynamic shared bytes = 192 * HEAD_DIM * 2 + 64 * (64
 //            + CARRY + 1) * 4
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group <= 64, of RULE 2 1, with blocks of one stride; (select + compress) / stride <= CARRY + 2, select /
-//            stride <= 64; slots that nobody sees may hold NaN
+// Edges      group <= 64, of RULE 2 and 3 1, of RULE 2 with blocks of one stride; but of RULE 3 (select + compress) /
+//            stride <= CARRY + 2, select / stride <= 64; slots that nobody sees may hold NaN
 #define NUM_WARPS 4
 #include "common/attention_params.cuh"
 #include "common/copy_rows.cuh"
@@ -27,6 +29,32 @@
 constexpr int ROWS = 64, SLOTS = 64, CARRY = 32, PITCH = CARRY + SLOTS + 1;
 using Tile = SwizzledTile<HEAD_DIM>;
 constexpr int Q_BYTES = ROWS * HEAD_DIM * 2, K_BYTES = SLOTS * HEAD_DIM * 2;
+
+// The largest of a warp's 16 x 64 scores of each block that they belong to, and of those of earlier steps. `low`,
+// `high`: the columns that rows g (0) and g + 8 (1) see, counted from the step's first; `own`: the rows' last block.
+DEVICE void store_largest(const float (&score)[2][16], const int (&low)[2], const int (&high)[2], const int (&own)[2],
+                          int per_select, float* (&to)[2]) {
+  const int t = (int)threadIdx.x % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int begin = max(-low[h], 0) / per_select;
+    for (int i = 0;; ++i) {
+      const int block = begin + i, first = low[h] + block * per_select, end = min(first + per_select, high[h]);
+      const bool inside = block <= own[h] && first < SLOTS;
+      if (!__any_sync(~0u, inside)) break;
+      float largest = -INFINITY_F32;
+#pragma unroll
+      for (int n = 0; n < SLOTS / 4; ++n) {
+        const int column = n / 2 * 8 + 2 * t + n % 2;
+        if (column >= first && column < end) largest = fmaxf(largest, score[h][n]);
+      }
+#pragma unroll
+      for (int other = 1; other < 4; other *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, other));
+      // The same lane wrote what an earlier step found.
+      if (t == 0 && inside) to[h][block] = first < 0 ? fmaxf(to[h][block], largest) : largest;
+    }
+  }
+}
 
 // Puts the probabilities of a warp's 16 rows, with those of MERGED neighbouring heads added up, into the table.
 template <int MERGED>
@@ -91,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       row_seen[row] = blocks.num_seen(query, document);
       row_own[row] = (query - document) / (int)params.select_size;
       const u64 head = (u64)batch * params.num_heads + kv_head * group + row % group;
-      if (RULE != 2) row_lse[row] = lse[head * seq_len + query] * LOG2_E;
+      if (RULE < 2) row_lse[row] = lse[head * seq_len + query] * LOG2_E;
     }
   }
   for (int at = (int)threadIdx.x; at < ROWS * CARRY; at += THREADS)
@@ -151,9 +179,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           const int column = n * 8 + 2 * t + x;
           const float x_score = score[n][2 * h + x];
           p[h][2 * n + x] = column < low || column >= high ? 0.0f
-                            : RULE == 2                    ? x_score
+                            : RULE >= 2                    ? x_score
                                                            : exp2_fast(x_score * scale_log2 - row_sum);
         }
+    }
+    if (RULE == 3) {
+      int low[2], high[2], last[2];
+      float* of_row[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = warp * 16 + h * 8 + g;
+        low[h] = row_first[row] - first, high[h] = low[h] + row_seen[row], last[h] = row_own[row];
+        of_row[h] = to + (u64)row * params.num_blocks;
+      }
+      store_largest(p, low, high, last, per_select, of_row);
+      continue;
     }
     if (RULE == 2) {
       // A row is a query of its own, and a slot a block: nothing to add up.

@@ -302,8 +302,12 @@ fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
                     "attention.kind {kind:?} has no CUDA kernels for {got} (they take {supported})"
                 ));
             }
-            shape.num_kv_heads = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
-            vec![NeededKeys::Blocks]
+            shape.num_kv_heads = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
+            match recipe.attention {
+                // Its warm-up reads all keys.
+                Attention::Msa(_) => vec![NeededKeys::Blocks, NeededKeys::Neighbours],
+                _ => vec![NeededKeys::Blocks],
+            }
         }
     };
     if recipe.dense_layers().contains(&true) {

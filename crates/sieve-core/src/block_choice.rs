@@ -15,6 +15,16 @@ pub enum ChoiceRule {
     LargestProbability,
     /// MoBA (arXiv:2502.13189, eq. 5, 6): `q . mean of the block's keys` without a scale; each query head chooses.
     MeanKey,
+    /// MSA (arXiv:2606.13392): the largest `q . k` of the block's tokens up to the query, without a scale, of queries
+    /// and one key head that exist for this alone; each of these heads chooses for a KV head.
+    LargestScore,
+}
+
+impl ChoiceRule {
+    /// Whether blocks compare by products of a query and keys themselves, and each scored head chooses.
+    pub fn takes_scores(self) -> bool {
+        matches!(self, Self::MeanKey | Self::LargestScore)
+    }
 }
 
 /// Blocks that every query chooses, whatever their scores.
@@ -66,12 +76,31 @@ impl BlockChoice {
         }
     }
 
-    /// Heads that choose for themselves.
-    pub fn num_choosers(&self, num_heads: usize, num_kv_heads: usize) -> usize {
-        match self.rule {
-            ChoiceRule::MeanKey => num_heads,
-            ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => num_kv_heads,
+    /// Whether queries and keys that exist for the choice alone make it.
+    pub fn has_indexer(&self) -> bool {
+        self.rule == ChoiceRule::LargestScore
+    }
+
+    /// Query and key heads that choose in a layer of these heads: its own, or an indexer's.
+    pub fn scored_heads(&self, [num_heads, num_kv_heads]: [usize; 2]) -> [usize; 2] {
+        match self.has_indexer() {
+            true => [num_kv_heads, 1],
+            false => [num_heads, num_kv_heads],
         }
+    }
+
+    /// Of the heads that are scored, those that choose for themselves.
+    pub fn num_choosers(&self, num_heads: usize, num_kv_heads: usize) -> usize {
+        match self.rule.takes_scores() {
+            true => num_heads,
+            false => num_kv_heads,
+        }
+    }
+
+    /// Choices of each token in a layer of these heads.
+    pub fn choices_per_token(&self, heads: [usize; 2]) -> usize {
+        let [num_heads, num_kv_heads] = self.scored_heads(heads);
+        self.num_choosers(num_heads, num_kv_heads)
     }
 
     /// Pieces that a chosen block is read in: one up to 64 tokens, else as many as it has 64 tokens.
@@ -93,9 +122,13 @@ impl BlockChoice {
     }
 
     /// (Query, key) pairs of one query head in a document of `seq_len` tokens. A pooled key has a score and no value,
-    /// so it counts half.
+    /// so it counts half. An indexer's pairs, of other heads, are not among them.
     pub fn pairs(&self, seq_len: usize) -> f64 {
-        self.blocks.selected_pairs(seq_len) + self.blocks.compressed_pairs(seq_len) / 2.0
+        let scored = match self.has_indexer() {
+            true => 0.0,
+            false => self.blocks.compressed_pairs(seq_len) / 2.0,
+        };
+        self.blocks.selected_pairs(seq_len) + scored
     }
 
     /// Why there are no CUDA kernels, as [`NsaBlocks::cuda_gap`].
@@ -116,9 +149,12 @@ impl BlockChoice {
             select_block_size: self.blocks.select_block_size / strides,
             ..self.blocks
         };
-        attended
-            .cuda_gap(head_dim, group_size)
-            .or_else(|| scored.cuda_gap(head_dim, group_size))
+        let gap = attended.cuda_gap(head_dim, group_size);
+        match self.has_indexer() {
+            // Whole blocks of any size: their largest score is added to as tokens come.
+            true => gap,
+            false => gap.or_else(|| scored.cuda_gap(head_dim, group_size)),
+        }
     }
 }
 

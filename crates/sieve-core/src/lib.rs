@@ -42,7 +42,7 @@ pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
-    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, InfllmV2Shape, MlaShape, MobaShape,
+    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, InfllmV2Shape, MlaShape, MobaShape, MsaShape,
     ModelShape, NsaCompression, NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;

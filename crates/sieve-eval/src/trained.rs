@@ -170,10 +170,11 @@ fn of_expire(expire: &[i64], num_tokens: usize) -> Counted {
 }
 
 /// Tokens of the chosen blocks. NSA: compressed blocks that have ended and the window beside them. Others: half a key
-/// for each pooled one, which has a score and no value.
+/// for each pooled one, which has a score and no value; an indexer's scores, of other heads, are not counted.
 fn of_blocks(chosen: &[i64], form: AttentionForm, num_tokens: usize) -> Counted {
     let (sizes, window_size, of_pooled) = match form {
         AttentionForm::Branches(nsa) => (nsa.blocks(), nsa.window_size, 1.0),
+        AttentionForm::Blocks(choice) if choice.has_indexer() => (choice.attended(), 0, 0.0),
         AttentionForm::Blocks(choice) => (choice.attended(), 0, 0.5),
         _ => unreachable!("a kind without blocks"),
     };

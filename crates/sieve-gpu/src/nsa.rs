@@ -109,6 +109,7 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         ChoiceRule::WeightedProbability,
         ChoiceRule::LargestProbability,
         ChoiceRule::MeanKey,
+        ChoiceRule::LargestScore,
     ] {
         kernels.push(nsa_importance_kernel(head_dim, rule));
     }

@@ -114,7 +114,7 @@ pub fn import<B: Backend>(
         return Err(not_importable(
             from,
             format!("the new attention has no place for {}", list(&names)),
-            "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2 or moba",
+            "grouped-query attention becomes dma, swa, nsa (with shared_kv = true), infllm_v2, moba or msa",
         ));
     }
     let state = CheckpointState::untrained(shape.vocab_size);

@@ -4,6 +4,7 @@ pub(crate) mod block_mlp;
 pub(crate) mod chosen_blocks;
 pub(crate) mod config;
 pub(crate) mod dynamic_mask;
+pub(crate) mod indexer;
 pub(crate) mod latent;
 pub(crate) mod multi_head;
 pub(crate) mod native_sparse;
@@ -52,6 +53,11 @@ pub struct LayerContext<'a, B: Backend> {
     /// Gradients of earlier micro-batches by weight. A layer takes out those of such projections: its backward pass
     /// returns them with its own added.
     pub sums: Option<&'a RefCell<HashMap<ParamId, Tensor<B, 2>>>>,
+    /// What one token weighs in the losses of layers, which their backward pass adds to the gradients: one over the
+    /// tokens of an optimizer step. 0: none are added.
+    pub token_share: f64,
+    /// Whether layers with an indexer say how well it fits.
+    pub measures_indexers: bool,
 }
 
 impl<'a, B: Backend> LayerContext<'a, B> {
@@ -67,6 +73,8 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             keeping: Keeping::default(),
             policy: KernelPolicy::default(),
             sums: None,
+            token_share: 0.0,
+            measures_indexers: false,
         }
     }
 }
@@ -116,7 +124,7 @@ pub(crate) fn rope_dim(shape: &ModelShape) -> usize {
 
 /// Output of an attention layer, or of a whole block.
 #[derive(Clone, Debug)]
-pub struct LayerOutput<B: Backend> {
+pub struct LayerOutput<B: SieveBackend> {
     /// The residual stream with the layer's output added, `[batch, seq_len, d_model]`.
     pub x: Tensor<B, 3>,
     /// DMA's mask, `[batch, num_kv_heads, seq_len]`: the first query that no longer sees the key.
@@ -124,15 +132,18 @@ pub struct LayerOutput<B: Backend> {
     /// DMA's scores where its bias clamps large ones ([`DmaBias::Exp`](sieve_core::DmaBias::Exp)), without gradient,
     /// `[batch, num_kv_heads, seq_len]`.
     pub clamped_scores: Option<Tensor<B, 3>>,
+    /// How well MSA's indexer fits, where the context asks for it; see [`sieve_ops::index_statistics`].
+    pub indexer: Option<Tensor<B::Inner, 1>>,
 }
 
-impl<B: Backend> LayerOutput<B> {
+impl<B: SieveBackend> LayerOutput<B> {
     /// Of a kind without a mask of its own.
     fn of(x: Tensor<B, 3>) -> Self {
         Self {
             x,
             expire: None,
             clamped_scores: None,
+            indexer: None,
         }
     }
 }
@@ -149,7 +160,7 @@ pub enum Attention<B: Backend> {
     Nsa(NativeSparseAttention<B>),
     /// Dynamic mask attention.
     Dma(DynamicMaskAttention<B>),
-    /// InfLLM-V2 and MoBA.
+    /// InfLLM-V2, MoBA and MSA.
     Chosen(ChosenBlocksAttention<B>),
 }
 
@@ -174,7 +185,7 @@ impl<B: SieveBackend> Attention<B> {
             Self::Mla(layer) => LayerOutput::of(residual + layer.forward(x, context)),
             Self::Nsa(layer) => LayerOutput::of(residual + layer.forward(x, context)),
             Self::Dma(layer) => layer.forward(x, residual, context),
-            Self::Chosen(layer) => LayerOutput::of(layer.forward(x, residual, context)),
+            Self::Chosen(layer) => layer.forward(x, residual, context),
         }
     }
 

@@ -90,6 +90,7 @@ impl<B: SieveBackend> DecoderLayer<B> {
             x,
             expire,
             clamped_scores: scores.filter(|_| clamps),
+            indexer: None,
         }
     }
 

@@ -39,6 +39,7 @@ pub use attention::block_mlp::BlockMlp;
 pub use attention::chosen_blocks::ChosenBlocksAttention;
 pub use attention::config::{AttentionConfig, AttentionConfigError};
 pub use attention::dynamic_mask::DynamicMaskAttention;
+pub use attention::indexer::Indexer;
 pub use attention::latent::LatentAttention;
 pub use attention::multi_head::MultiHeadAttention;
 pub use attention::native_sparse::NativeSparseAttention;

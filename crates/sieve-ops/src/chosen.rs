@@ -1,22 +1,26 @@
-//! Attention over blocks that each query chooses by its pooled keys: InfLLM-V2 (arXiv:2509.24663) and MoBA
-//! (arXiv:2502.13189). One exact softmax, no gates, no parameters; the attention itself is NSA's selected branch.
+//! Attention over blocks that each query chooses: by its pooled keys, InfLLM-V2 (arXiv:2509.24663) and MoBA
+//! (arXiv:2502.13189), or by an indexer, MSA (arXiv:2606.13392). One exact softmax, no gates; the attention itself is
+//! NSA's selected branch.
 //!
 //! Blocks are counted from each document's first token.
 pub(crate) mod cpu;
 pub(crate) mod cuda;
+mod indexed;
 pub(crate) mod reference;
 #[cfg(test)]
 mod tests;
 
+pub use indexed::{IndexedCall, index_statistics, indexed_attention, indexer_spec};
+
 use crate::SieveBackend;
-use crate::attention::AttentionSpec;
+use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
 use crate::backend::DeviceBackend;
 use crate::documents::{DocumentBounds, Documents};
-use crate::nsa::NsaCall;
-use crate::tensors::{Float, primitive, split_heads, tensor};
+use crate::nsa::{NsaCall, NsaSelected};
+use crate::tensors::{Float, Ints, primitive, split_heads, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor};
-use sieve_core::BlockChoice;
+use burn::tensor::{DType, Int, Tensor, TensorMetadata};
+use sieve_core::{BlockChoice, NsaBlocks};
 
 /// Where documents lie in the rows of a call, its heads, and how these choose.
 #[derive(Clone, Debug)]
@@ -71,27 +75,93 @@ pub fn chosen_attention<B: SieveBackend>(
     spec: AttentionSpec,
     choice: BlockChoice,
 ) -> Tensor<B, 4> {
-    let heads = Heads {
-        num_kv_heads: spec.num_kv_heads,
-        group: choice.num_choosers(spec.num_heads, spec.num_kv_heads) / spec.num_kv_heads,
-    };
-    let call = NsaCall {
-        documents: documents.bounds(),
-        spec: AttentionSpec {
-            num_kv_heads: spec.num_kv_heads * heads.group,
-            ..spec
-        },
-        blocks: choice.attended(),
-    };
-    let (qkv, chosen) = (primitive(qkv), block_indices.into_primitive());
+    let reads = Reads::<B::Inner>::new(documents.bounds(), Some(block_indices.into_primitive()), choice);
+    let qkv = primitive(qkv);
     let x = B::value(qkv.clone());
-    let selected = B::Inner::nsa_selected_attention(heads.repeat::<B::Inner>(x.clone()), chosen.clone(), &call);
-    tensor(B::node([&qkv], selected.output.o.clone(), move |d_o| {
-        // Keys and values of each head are made again here, so that one copy is kept.
-        let x = heads.repeat::<B::Inner>(x);
-        let gradient = B::Inner::nsa_selected_attention_backward(x, chosen, &call, selected, d_o);
-        [heads.sum::<B::Inner>(gradient)]
+    let read = reads.forward(x.clone(), spec);
+    tensor(B::node([&qkv], read.output().o.clone(), move |d_o| {
+        [reads.backward(x, spec, read, d_o)]
     }))
+}
+
+/// Which tokens of its document a query reads.
+#[derive(Clone, Debug)]
+struct Reads<D: DeviceBackend> {
+    documents: DocumentBounds<D>,
+    /// `[batch, seq_len, choosers, attended blocks]`; `None`: all tokens up to the query.
+    chosen: Option<Ints<D>>,
+    blocks: NsaBlocks,
+}
+
+/// What an attention leaves its backward pass.
+#[derive(Clone)]
+enum Read<D: DeviceBackend> {
+    All(AttentionOutput<D>),
+    Chosen(NsaSelected<D>),
+}
+
+impl<D: DeviceBackend> Read<D> {
+    fn output(&self) -> &AttentionOutput<D> {
+        match self {
+            Self::All(output) => output,
+            Self::Chosen(selected) => &selected.output,
+        }
+    }
+}
+
+impl<D: DeviceBackend> Reads<D> {
+    fn new(documents: DocumentBounds<D>, chosen: Option<Ints<D>>, choice: BlockChoice) -> Self {
+        Self {
+            documents,
+            chosen,
+            blocks: choice.attended(),
+        }
+    }
+
+    /// The choices, the KV heads as often as they choose, and the call on these.
+    fn call(&self, spec: AttentionSpec) -> Option<(Ints<D>, Heads, NsaCall<D>)> {
+        let chosen = self.chosen.clone()?;
+        let heads = Heads {
+            num_kv_heads: spec.num_kv_heads,
+            group: chosen.shape()[2] / spec.num_kv_heads,
+        };
+        let call = NsaCall {
+            documents: self.documents.clone(),
+            spec: AttentionSpec {
+                num_kv_heads: spec.num_kv_heads * heads.group,
+                ..spec
+            },
+            blocks: self.blocks,
+        };
+        Some((chosen, heads, call))
+    }
+
+    /// Attention of a packed tensor.
+    fn forward(&self, x: Float<D>, spec: AttentionSpec) -> Read<D> {
+        match self.call(spec) {
+            None => Read::All(<D as DeviceBackend>::attention(
+                x,
+                &AttentionCall::new(self.documents.clone(), spec),
+            )),
+            Some((chosen, heads, call)) => Read::Chosen(D::nsa_selected_attention(heads.repeat::<D>(x), chosen, &call)),
+        }
+    }
+
+    /// The gradient of the packed tensor. Keys and values of each head are made again here, so that one copy is kept.
+    fn backward(&self, x: Float<D>, spec: AttentionSpec, read: Read<D>, d_o: Float<D>) -> Float<D> {
+        match (read, self.call(spec)) {
+            (Read::Chosen(selected), Some((chosen, heads, call))) => {
+                let x = heads.repeat::<D>(x);
+                let gradient = D::nsa_selected_attention_backward(x, chosen, &call, selected, d_o);
+                heads.sum::<D>(gradient)
+            }
+            (Read::All(output), None) => {
+                let call = AttentionCall::new(self.documents.clone(), spec);
+                D::attention_backward(x, &call, output, d_o)
+            }
+            _ => unreachable!("one way forward and backward"),
+        }
+    }
 }
 
 /// KV heads, each once for every head of its group that chooses for itself.

@@ -40,7 +40,9 @@ pub use block::{
     AttentionLayer, AttentionLayerCall, DmaLayer, FeedForward, LayerTokens, MaskAndRanks, Residual, WeightSums,
     attention_layer, feed_forward, seed_gradient,
 };
-pub use chosen::{ChoiceCall, choose_key_blocks, chosen_attention};
+pub use chosen::{
+    ChoiceCall, IndexedCall, choose_key_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec,
+};
 pub use decode::{
     DmaCache, DmaToken, KeyCache, TokenBuffer, TokenCache, TokenLayer, TokenStep, attention_decode, cached_attention,
     dma_decode, mla_decode, repeat_token_step, token_step,

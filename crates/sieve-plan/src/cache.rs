@@ -61,8 +61,11 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
         }
         AttentionForm::Blocks(choice) => {
             let pooled = choice.blocks.num_compressed_blocks(seq_len) as u64;
-            let per_token = kv + kv / 2 / choice.blocks.compress_stride as u64;
-            (per_token, None, kv * seq_len as u64 + pooled * kv / 2)
+            // An indexer has one key head.
+            let [_, heads] = choice.scored_heads([shape.num_heads, shape.num_kv_heads]);
+            let key = (heads * shape.head_dim) as u64 * value_bytes;
+            let per_token = kv + key / choice.blocks.compress_stride as u64;
+            (per_token, None, kv * seq_len as u64 + pooled * key)
         }
         AttentionForm::Ranked(dma) => {
             let slot = kv + 8 * shape.num_kv_heads as u64;

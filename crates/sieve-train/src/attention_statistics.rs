@@ -28,6 +28,41 @@ pub struct AttentionStatistics {
     /// How old the keys are that DMA's layers keep.
     #[serde(flatten)]
     pub ages: Option<KeyAges>,
+    /// How well the indexers of MSA's layers fit.
+    #[serde(flatten)]
+    pub indexer: Option<IndexerFit>,
+}
+
+/// How well the indexers of MSA's layers fit their attention: means over layers, KV heads and some queries of one row.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct IndexerFit {
+    /// KL of the indexer's probabilities from the mean ones of the KV head's query heads, over the tokens that are
+    /// read, in nats: the loss that the indexer learns from.
+    pub index_kl: f64,
+    /// Dense attention's mass in the chosen blocks, over its mass in the best blocks, as many.
+    pub index_recall: f64,
+    /// Entropy of the indexer's probabilities, in nats.
+    pub index_entropy: f64,
+}
+
+impl IndexerFit {
+    /// From what [`sieve_ops::index_statistics`] gives for each layer; `None` without layers.
+    pub fn of_layers<B: Backend>(layers: &[Tensor<B, 1>]) -> Option<Self> {
+        if layers.is_empty() {
+            return None;
+        }
+        // One copy from the device, which waits meanwhile.
+        let mean = Tensor::stack::<2>(layers.to_vec(), 0).mean_dim(0);
+        let mean: Vec<f64> = mean.into_data().iter::<f64>().collect();
+        let [index_kl, index_recall, index_entropy] = mean[..] else {
+            unreachable!("three numbers a layer")
+        };
+        Some(Self {
+            index_kl,
+            index_recall,
+            index_entropy,
+        })
+    }
 }
 
 /// Ages of the active keys of DMA's layers, over all (query, key) pairs. A query's own key has age 0.
@@ -167,6 +202,7 @@ impl AttentionStatistics {
                 not_self_visible: 0.0,
                 clamped: None,
                 ages: None,
+                indexer: None,
             };
         }
         // One copy from the device, which waits meanwhile.
@@ -196,6 +232,7 @@ impl AttentionStatistics {
             not_self_visible: blind as f64 / (tokens * expire.len() as f64),
             clamped: None,
             ages,
+            indexer: None,
         }
     }
 }

@@ -27,7 +27,7 @@ mod trainer;
 mod unigram;
 mod validation;
 
-pub use attention_statistics::{AttentionStatistics, KeyAges};
+pub use attention_statistics::{AttentionStatistics, IndexerFit, KeyAges};
 pub use collectives::{Collectives, Gathered, OnHost, Pending, Primitive};
 pub use data::{DataEvent, DataSource, RowSource, StageText, TrainingData, corpus_configs, tokenizer_file};
 pub use device_batch::DeviceBatch;

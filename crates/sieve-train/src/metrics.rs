@@ -121,6 +121,13 @@ impl Metrics {
                 ("attention/beyond_window", ages.beyond_window),
             ]);
         }
+        if let Some(fit) = attention.indexer {
+            scalars.extend([
+                ("attention/index_kl", fit.index_kl),
+                ("attention/index_recall", fit.index_recall),
+                ("attention/index_entropy", fit.index_entropy),
+            ]);
+        }
         scalars.extend(attention.clamped.map(|share| ("attention/clamped", share)));
         scalars.extend(report.mfu_percent.map(|mfu| ("mfu(%)", mfu)));
         scalars.extend(report.dense_mfu_percent.map(|mfu| ("mfu_dense_equivalent(%)", mfu)));

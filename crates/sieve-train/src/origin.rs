@@ -212,7 +212,7 @@ fn is_dense_or_chosen(kind: AttentionKind) -> bool {
 fn other_kind(saved: AttentionKind, now: AttentionKind) -> (String, String) {
     let what = format!("attention.kind is {} there, {} here", saved.name(), now.name());
     let hint = match (saved, now) {
-        (AttentionKind::Mha, AttentionKind::Dma | AttentionKind::Nsa | AttentionKind::Swa) => {
+        (AttentionKind::Mha, AttentionKind::Dma | AttentionKind::Msa | AttentionKind::Nsa | AttentionKind::Swa) => {
             format!(
                 "sieve export it, then sieve import --from EXPORT --attention {} makes a checkpoint to branch from",
                 now.name()

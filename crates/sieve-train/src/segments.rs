@@ -27,6 +27,8 @@ pub struct MicroBatchResult<B: TrainBackend> {
     pub expire: Vec<Tensor<B, 3, Int>>,
     /// DMA's scores by layer, of the same shape, where its bias clamps large ones; empty elsewhere.
     pub clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
+    /// How well MSA's indexers fit, by layer, where the settings ask for it; see [`sieve_ops::index_statistics`].
+    pub indexers: Vec<Tensor<B::InnerBackend, 1>>,
 }
 
 /// How a pass computes the blocks.
@@ -40,6 +42,10 @@ pub struct BlockSettings {
     pub keeping: Keeping,
     /// Which kernels attention takes on a GPU, and how these sum.
     pub policy: KernelPolicy,
+    /// One over the tokens of an optimizer step: what a token weighs in the losses of layers.
+    pub token_share: f64,
+    /// Whether layers with an indexer say how well it fits.
+    pub measures_indexers: bool,
 }
 
 impl Default for BlockSettings {
@@ -50,6 +56,8 @@ impl Default for BlockSettings {
             fp8: 0..0,
             keeping: Keeping::default(),
             policy: KernelPolicy::default(),
+            token_share: 0.0,
+            measures_indexers: false,
         }
     }
 }
@@ -66,6 +74,7 @@ impl From<&Recipe> for BlockSettings {
                 },
                 ..KernelPolicy::default()
             },
+            token_share: 1.0 / recipe.training.tokens_per_step().max(1) as f64,
             ..Self::default()
         }
     }
@@ -137,12 +146,14 @@ pub(crate) fn pass<B: TrainBackend>(
         keeping: settings.keeping,
         policy: settings.policy,
         parts: batch.parts.as_ref(),
+        token_share: settings.token_share,
+        measures_indexers: settings.measures_indexers,
         ..LayerContext::new(&batch.documents, rope)
     };
     before(model, Segment::Embedding)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
-    let (mut expire, mut clamped_scores) = (Vec::new(), Vec::new());
+    let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
     let mut blocks = Vec::with_capacity(model.layers.len());
     let mut stream = embedded.clone().inner();
     for layer_idx in 0..model.layers.len() {
@@ -154,17 +165,21 @@ pub(crate) fn pass<B: TrainBackend>(
             let output = without_graph(layer, stream, &context);
             expire.extend(output.expire.map(Tensor::from_inner));
             clamped_scores.extend(output.clamped_scores);
+            indexers.extend(output.indexer);
             stream = output.x;
         } else {
             let input = Tensor::<B, 3>::from_inner(stream).require_grad();
             let output = with_graph(layer, input.clone(), &context, gradients);
             expire.extend(output.expire);
             clamped_scores.extend(output.clamped_scores.map(Tensor::inner));
+            indexers.extend(output.indexer);
             stream = output.x.clone().inner();
             blocks.push(Block::Graph(input, output.x));
         }
     }
 
+    // A block that is computed a second time is not measured again.
+    context.measures_indexers = false;
     before(model, Segment::Head)?;
     let model = &*model;
     let mut after = |segment, gradients: &mut GradientBuffer<B>| match &mut beside {
@@ -210,6 +225,7 @@ pub(crate) fn pass<B: TrainBackend>(
         loss: value,
         expire,
         clamped_scores,
+        indexers,
     })
 }
 
@@ -249,6 +265,7 @@ fn without_graph<B: TrainBackend>(
         precision: context.precision,
         policy: context.policy,
         parts: context.parts,
+        measures_indexers: context.measures_indexers,
         ..LayerContext::new(&documents, &rope)
     };
     layer.valid().forward(x, &context)

@@ -20,7 +20,7 @@ use crate::metrics::{History, Metrics};
 use crate::segments::{BesidePass, BlockSettings, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, MemoryProbe, Origin, Precision,
+    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Origin, Precision,
     RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
     ValidationSize,
 };
@@ -116,6 +116,7 @@ struct StepOutcome<B: TrainBackend> {
     lr: f64,
     expire: Vec<Tensor<B, 3, burn::tensor::Int>>,
     clamped_scores: Vec<Tensor<B::InnerBackend, 3>>,
+    indexers: Vec<Tensor<B::InnerBackend, 1>>,
 }
 
 impl<B: TrainBackend> Trainer<B> {
@@ -442,8 +443,7 @@ impl<B: TrainBackend> Trainer<B> {
             watch.step();
 
             let is_last = self.step == num_steps;
-            let log_freq = self.recipe.metrics.log_freq.max(1) as u64;
-            let is_logged = self.step.is_multiple_of(log_freq) || self.step == 1 || is_last;
+            let is_logged = self.is_logged(self.step) || is_last;
             let interval = self.recipe.checkpoint.interval as u64;
             // One that failed is tried again after a pause, not at each interval; `save_last` writes the last one.
             is_due |= (is_last || self.step.is_multiple_of(interval)) && !self.saving.tries.has_failed();
@@ -616,11 +616,13 @@ impl<B: TrainBackend> Trainer<B> {
         let links = self.group.as_ref().and_then(|group| group.row_links(degree));
         let settings = BlockSettings {
             keeping: self.keeping,
+            token_share: 1.0 / self.stage.recipe.training.tokens_per_step() as f64,
+            measures_indexers: self.is_logged(self.step + 1),
             ..BlockSettings::from(&self.recipe)
         };
         let mut gradients = GradientBuffer::default();
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
-        let (mut expire, mut clamped_scores) = (Vec::new(), Vec::new());
+        let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
         for (place, batch) in batches.iter().enumerate() {
             let on_device = match &links {
                 Some(links) => DeviceBatch::<B>::of_part(batch, links.clone(), &self.device),
@@ -640,7 +642,7 @@ impl<B: TrainBackend> Trainer<B> {
                 beside,
             )?;
             loss = loss + result.loss;
-            (expire, clamped_scores) = (result.expire, result.clamped_scores);
+            (expire, clamped_scores, indexers) = (result.expire, result.clamped_scores, result.indexers);
         }
         let model = self.model.take().expect(AWAY);
         let grad_norm = match &mut self.group {
@@ -689,8 +691,14 @@ impl<B: TrainBackend> Trainer<B> {
             lr,
             expire,
             clamped_scores,
+            indexers,
         });
         Ok(())
+    }
+
+    /// Whether this step, counted from 1, has a line in the log, but that the last one always has.
+    fn is_logged(&self, step: u64) -> bool {
+        step.is_multiple_of(self.recipe.metrics.log_freq.max(1) as u64) || step == 1
     }
 
     /// Learning rate of the step that comes next.
@@ -705,7 +713,10 @@ impl<B: TrainBackend> Trainer<B> {
         let outcome = self.last_step.as_ref()?;
         let last = batches.last()?;
         let shape = &self.stage.shape;
-        let attention = AttentionStatistics::of_model(shape, last, &outcome.expire, &outcome.clamped_scores);
+        let attention = AttentionStatistics {
+            indexer: IndexerFit::of_layers(&outcome.indexers),
+            ..AttentionStatistics::of_model(shape, last, &outcome.expire, &outcome.clamped_scores)
+        };
         let labels: usize = batches.iter().map(Batch::num_labels).sum();
         let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;

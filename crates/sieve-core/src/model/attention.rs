@@ -351,7 +351,7 @@ impl NsaShape {
 }
 
 const MOST_BLOCKS: &str = "a query chooses 64 blocks at most; larger blocks hold more tokens";
-/// Blocks that a query of InfLLM-V2 or MoBA chooses at most.
+/// Blocks that a query of InfLLM-V2, MoBA or MSA chooses at most.
 pub(crate) const MAX_CHOSEN_BLOCKS: usize = 64;
 
 keys! {
@@ -465,6 +465,70 @@ impl MobaShape {
                 num_selected_blocks: self.num_selected_blocks,
             },
             rule: ChoiceRule::MeanKey,
+            forced: ForcedBlocks { first: false, local: 1 },
+        }
+    }
+}
+
+keys! {
+    /// Sizes of MiniMax sparse attention (arXiv:2606.13392): an indexer of one query head a KV head and one key head
+    /// chooses blocks, and one exact attention reads their tokens.
+    ///
+    /// `q_i^r = RoPE(RMSNorm(x_i W_q^r))`, `k_j = RoPE(RMSNorm(x_j W_k))`, both of `model.head_dim`; a block's score for
+    /// KV head r is the largest `q_i^r . k_j` of its tokens up to i. A query reads its own block and those with the
+    /// largest scores. The scores have no gradient through the choice: the indexer learns from
+    /// `index_loss_weight * mean over tokens and KV heads of KL(P || softmax_j(q_i^r . k_j / sqrt(head_dim)))`, over the
+    /// tokens that are read, P the mean probabilities of the KV head's query heads. x and P take no gradient from it.
+    ///
+    /// Parameters of a layer, besides those of grouped-query attention: W_q and W_k
+    /// `[(num_kv_heads + 1) * head_dim, d_model]` and two norms `[head_dim]`.
+    #[derive(Copy)]
+    pub struct MsaShape {
+        /// Sets `select_block_size` and `num_selected_blocks` to those of arXiv:2606.13392: 16 blocks of 128. As an
+        /// override it replaces those of the recipe, and `model.layer_types`.
+        text preset: Option<AttentionPreset>,
+        /// Tokens of a block: up to 64, or a multiple of it.
+        #[key(filled("16; 64 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
+        pub select_block_size: usize,
+        /// Blocks a query selects per KV head, its own included.
+        #[key(
+            filled("as many as hold a quarter of `training.seq_len`, 4 to 16"),
+            optional,
+            within(1, MAX_CHOSEN_BLOCKS, MOST_BLOCKS)
+        )]
+        pub num_selected_blocks: usize,
+        /// Weight of the indexer's loss in each layer, beside a cross-entropy of weight 1. It reaches the indexer's
+        /// parameters alone, so that with AdamW it matters through the clipping of gradients only.
+        #[key(between(0.0, 1e6, "1.0 is the default of the published kernels; 0.0 trains no indexer"), may_change)]
+        pub index_loss_weight: f64 = 1.0,
+        /// Whether queries read all keys while the indexer learns from all of them, so that a choice begins with a
+        /// trained indexer. A `[[stage]]` has a key of the same name: the first stage of a run, and the first of a
+        /// dense model that goes on as MSA.
+        pub index_warmup: bool = false,
+    }
+}
+
+impl MsaShape {
+    /// The sizes of arXiv:2606.13392.
+    pub fn published() -> Self {
+        Self {
+            select_block_size: 128,
+            num_selected_blocks: 16,
+            index_loss_weight: 1.0,
+            index_warmup: false,
+        }
+    }
+
+    /// How its indexer chooses.
+    pub fn choice(&self) -> BlockChoice {
+        BlockChoice {
+            blocks: NsaBlocks {
+                compress_block_size: 1,
+                compress_stride: 1,
+                select_block_size: self.select_block_size,
+                num_selected_blocks: self.num_selected_blocks,
+            },
+            rule: ChoiceRule::LargestScore,
             forced: ForcedBlocks { first: false, local: 1 },
         }
     }

@@ -67,7 +67,14 @@ impl ModelShape {
         let (d_model, q_width, kv_width) = (self.d_model as f64, self.q_width() as f64, self.kv_width() as f64);
         let grouped = 2.0 * d_model * (q_width + kv_width);
         match self.attention.form() {
-            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => (grouped, 2.0 * q_width),
+            AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
+            AttentionForm::Blocks(choice) => {
+                let indexer = match choice.has_indexer() {
+                    true => d_model * (kv_width + self.head_dim as f64),
+                    false => 0.0,
+                };
+                (grouped + indexer, 2.0 * q_width)
+            }
             AttentionForm::Ranked(_) => (grouped + kv_width * self.num_kv_heads as f64, 2.0 * q_width),
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as f64, mla.qk_rope_head_dim as f64);
@@ -112,7 +119,8 @@ impl ModelShape {
 /// Query i (from 0) sees `min(i + 1, w)` keys, exactly, in a sliding window of w and in DMA with `keep_window_size` w
 /// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
 /// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)); where blocks are chosen, a pooled key counts
-/// half ([`BlockChoice::pairs`](crate::BlockChoice::pairs)).
+/// half ([`BlockChoice::pairs`](crate::BlockChoice::pairs)). The scores of MSA's indexer, a product of other heads with
+/// every key, are not counted.
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
 }
@@ -125,6 +133,7 @@ pub fn mean_active_keys_of_documents(attention: Attention, lengths: impl IntoIte
     };
     let mut lengths = lengths.into_iter();
     let window = match attention.form() {
+        _ if attention.index_warmup() == Some(true) => usize::MAX,
         AttentionForm::Grouped { window } => window.unwrap_or(usize::MAX),
         AttentionForm::Latent(_) => usize::MAX,
         AttentionForm::Ranked(dma) => dma.keep_window_size,

@@ -15,6 +15,9 @@ pub struct ParameterCounts {
     pub mask: u64,
     /// NSA's own: the gates, and the compression of keys and values, all layers.
     pub branches: u64,
+    /// MSA's own: the projection of the indexer's queries and key, `d_model * (num_kv_heads + 1) * head_dim`, and its two
+    /// norms over `head_dim`, all layers.
+    pub indexer: u64,
     /// Gate, up and down projections, all layers.
     pub mlp: u64,
     /// RMSNorm weights: two per layer over `d_model`, two per layer over `head_dim` with `qk_norm` (MLA: one over its
@@ -32,7 +35,7 @@ impl ParameterCounts {
 
     /// All but the embedding and the output projection.
     pub fn non_embedding(&self) -> u64 {
-        self.attention + self.mask + self.branches + self.mlp + self.norms + self.residual_scale
+        self.attention + self.mask + self.branches + self.indexer + self.mlp + self.norms + self.residual_scale
     }
 
     /// Each part with a name, in the order of the forward pass, empty parts left out.
@@ -42,6 +45,7 @@ impl ParameterCounts {
             ("attention", self.attention),
             ("mask", self.mask),
             ("branches", self.branches),
+            ("indexer", self.indexer),
             ("mlp", self.mlp),
             ("norms", self.norms),
             ("residual scale", self.residual_scale),
@@ -57,7 +61,7 @@ impl ModelShape {
         let layers = self.num_layers as u64;
         let d_model = self.d_model as u64;
         let embedding = self.vocab_size as u64 * d_model;
-        let (mut attention, mut mask, mut branches, mut head_norms) = (0, 0, 0, 0);
+        let (mut attention, mut mask, mut branches, mut indexer, mut head_norms) = (0, 0, 0, 0, 0);
         for part in self.by_kind() {
             let layers = part.num_layers as u64;
             let of_layer = part.attention_parameters();
@@ -65,6 +69,7 @@ impl ModelShape {
             mask += layers * of_layer[1];
             branches += layers * of_layer[2];
             head_norms += layers * of_layer[3];
+            indexer += layers * of_layer[4];
         }
         ParameterCounts {
             embedding,
@@ -72,14 +77,15 @@ impl ModelShape {
             attention,
             mask,
             branches,
+            indexer,
             mlp: layers * 3 * d_model * self.d_ff as u64,
             norms: layers * 2 * d_model + head_norms + d_model,
             residual_scale: if self.residual_scale { layers * 2 * d_model } else { 0 },
         }
     }
 
-    /// Of one layer of the model's kind: projections, DMA's mask, NSA's branches, norms of heads.
-    fn attention_parameters(&self) -> [u64; 4] {
+    /// Of one layer of the model's kind: projections, DMA's mask, NSA's branches, norms of heads, MSA's indexer.
+    fn attention_parameters(&self) -> [u64; 5] {
         let d_model = self.d_model as u64;
         let (q_width, kv_width) = (self.q_width() as u64, self.kv_width() as u64);
         let (num_heads, num_kv_heads) = (self.num_heads as u64, self.num_kv_heads as u64);
@@ -88,13 +94,17 @@ impl ModelShape {
         let grouped = 2 * d_model * (q_width + kv_width) + biases;
         let head_norms = if self.qk_norm { 2 * head_dim } else { 0 };
         match self.attention.form() {
-            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => [grouped, 0, 0, head_norms],
-            AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, head_norms],
+            AttentionForm::Blocks(choice) if choice.has_indexer() => {
+                let indexer = d_model * (kv_width + head_dim) + 2 * head_dim;
+                [grouped, 0, 0, head_norms, indexer]
+            }
+            AttentionForm::Grouped { .. } | AttentionForm::Blocks(_) => [grouped, 0, 0, head_norms, 0],
+            AttentionForm::Ranked(_) => [grouped, num_kv_heads * (1 + kv_width), 0, head_norms, 0],
             AttentionForm::Latent(mla) => {
                 let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
                 let from_x = q_width + num_heads * rope + rank + rope;
                 let attention = d_model * (from_x + q_width) + 2 * rank * q_width;
-                [attention, 0, 0, rank + 2 * mla.qk_norm_dim(self.head_dim) as u64]
+                [attention, 0, 0, rank + 2 * mla.qk_norm_dim(self.head_dim) as u64, 0]
             }
             AttentionForm::Branches(nsa) => {
                 let more_kv = 2 * (nsa.num_kv_copies() as u64 - 1) * d_model * kv_width;
@@ -103,7 +113,7 @@ impl ModelShape {
                 let compress = nsa
                     .compress_hidden_size
                     .map_or(0, |hidden| 2 * (block + hidden as u64 * (block + head_dim)));
-                [grouped + more_kv, 0, gates + compress, head_norms]
+                [grouped + more_kv, 0, gates + compress, head_norms, 0]
             }
         }
     }

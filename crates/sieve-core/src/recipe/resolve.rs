@@ -7,7 +7,7 @@ use super::mistake::{Mistake, Problem};
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
 use crate::model::MAX_CHOSEN_BLOCKS;
-use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape};
 
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
@@ -92,7 +92,7 @@ pub(super) fn attention(table: &mut Table, gives_window: bool, mistakes: &mut Ve
             AttentionKind::Nsa => nsa_sizes(attention, sizes),
             AttentionKind::Dma => dma_form(attention, sizes, gives_window),
             AttentionKind::InfllmV2 => infllm_v2_sizes(attention, sizes),
-            AttentionKind::Moba => moba_sizes(attention, sizes),
+            AttentionKind::Moba | AttentionKind::Msa => moba_sizes(attention, sizes),
         }
     }
 }
@@ -273,7 +273,7 @@ pub(super) const PRESET: &str = "preset";
 /// The keys of `kind` that its preset sets, or that do not go with it.
 pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static str> {
     let names = kind.keys().iter().map(|key| key.name);
-    names.filter(|name| ![PRESET, "keep_window_size", "compress_hidden_size"].contains(name))
+    names.filter(|name| ![PRESET, "keep_window_size", "compress_hidden_size", "index_loss_weight", "index_warmup"].contains(name))
 }
 
 /// The published form of a kind as a table, for heads of `head_dim`.
@@ -285,6 +285,7 @@ fn published(kind: AttentionKind, head_dim: usize) -> Table {
         AttentionKind::Dma => Table::try_from(DmaShape::published(1)),
         AttentionKind::InfllmV2 => Table::try_from(InfllmV2Shape::published()),
         AttentionKind::Moba => Table::try_from(MobaShape::published()),
+        AttentionKind::Msa => Table::try_from(MsaShape::published()),
     };
     form.expect("its values are those of TOML")
 }
@@ -300,6 +301,7 @@ pub(super) fn defaults(table: &mut Table) {
     fill(table, Recipe::KEYS);
     let attention = table.get("attention").and_then(Value::as_table);
     let window = WINDOWS.iter().find_map(|key| attention?.get(*key)).cloned();
+    let warmup = attention.and_then(|attention| attention.get("index_warmup")).cloned();
     for section in Recipe::KEYS {
         let mut inherited = Vec::new();
         for key in section.keys() {
@@ -309,6 +311,7 @@ pub(super) fn defaults(table: &mut Table) {
         }
         if section.name == schema::STAGE {
             inherited.push(("window", window.clone()));
+            inherited.push(("index_warmup", warmup.clone()));
         }
         for table in tables(table, section.name) {
             for (key, value) in &inherited {

@@ -103,6 +103,7 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
     if let Some(section) = parts.parallelism {
         parallelism::check_parallelism(section, parts, &mut rules);
     }
+    stages::check_warmup(parts, &mut rules);
     if let Some(stages) = parts.stage.filter(|stages| !stages.is_empty()) {
         stages::check_stages(stages, parts, &mut rules);
     }

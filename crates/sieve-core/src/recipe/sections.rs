@@ -6,7 +6,7 @@ use crate::keys::{
     MAX_VOCAB, MAX_WIDTH, MIN_F32, Section, USUAL_ROPE_THETA, choices, joined, keys,
 };
 use crate::model::{
-    A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, InfllmV2Shape, MlaShape, MobaShape, NsaShape, RopeScaling,
+    A_QUARTER_OF_THE_ROW, AttentionForm, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaShape, RopeScaling,
 };
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
@@ -147,6 +147,8 @@ attention_kinds! {
     InfllmV2(InfllmV2Shape) = "infllm_v2",
     /// MoBA: each query head sees the blocks whose mean keys fit it best; a dense model's parameters.
     Moba(MobaShape) = "moba",
+    /// MSA: each query sees the blocks that a small learned indexer scores highest.
+    Msa(MsaShape) = "msa",
 }
 
 impl Attention {
@@ -167,6 +169,7 @@ impl Attention {
             Self::Dma(dma) => AttentionForm::Ranked(dma),
             Self::InfllmV2(infllm) => AttentionForm::Blocks(infllm.choice()),
             Self::Moba(moba) => AttentionForm::Blocks(moba.choice()),
+            Self::Msa(msa) => AttentionForm::Blocks(msa.choice()),
         }
     }
 }

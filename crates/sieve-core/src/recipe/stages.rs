@@ -23,6 +23,10 @@ keys! {
         /// window have none.
         #[key(filled("the window of `[attention]`"), size(MAX_SEQ_LEN))]
         pub window: Option<usize>,
+        /// Kind `"msa"`: whether queries read all keys while the indexer learns from all of them. Not in the last stage,
+        /// which a model is left as.
+        #[key(filled("that of `[attention]`"))]
+        pub index_warmup: Option<bool>,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
         pub paths: Option<Vec<String>>,
         /// One for each of the stage's paths, or of `data.paths` where it has none: its share of the stage's tokens, in
@@ -63,6 +67,14 @@ impl Attention {
         }
     }
 
+    /// Whether queries read all keys while an indexer learns to choose; `None` for kinds without one.
+    pub fn index_warmup(&self) -> Option<bool> {
+        match self {
+            Self::Msa(msa) => Some(msa.index_warmup),
+            _ => None,
+        }
+    }
+
     /// Keys of that window that every query sees: the last ones. 0 for kinds without such a part.
     pub fn local_window(&self) -> usize {
         match self {
@@ -92,6 +104,7 @@ impl Recipe {
             seq_len: self.training.seq_len,
             rope_theta: self.model.rope_theta,
             window: self.attention.window(),
+            index_warmup: self.attention.index_warmup(),
             paths: None,
             weights: None,
             local_batch_size: self.training.local_batch_size,
@@ -136,6 +149,9 @@ impl Recipe {
         recipe.model.rope_theta = section.rope_theta;
         if let Some(window) = section.window {
             recipe.attention = self.attention.with_window(window);
+        }
+        if let (Some(warmup), Attention::Msa(msa)) = (section.index_warmup, &mut recipe.attention) {
+            msa.index_warmup = warmup;
         }
         if let Some(paths) = &section.paths {
             recipe.data.paths.clone_from(paths);

@@ -198,7 +198,7 @@ fn select_tile_simd<S: Simd, const W: usize>(
     let BlockChoice { blocks, rule, forced } = choice;
     let (l, s) = (blocks.compress_block_size, blocks.compress_stride);
     let scale = match rule {
-        ChoiceRule::MeanKey => 1.0,
+        ChoiceRule::MeanKey | ChoiceRule::LargestScore => 1.0,
         ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => shape.softmax_scale,
     };
     let first_slot = row * blocks.num_slots(n) + blocks.first_slot(document.start);
@@ -239,7 +239,7 @@ fn select_tile_simd<S: Simd, const W: usize>(
         }
         let per_panel = match rule {
             ChoiceRule::WeightedProbability => num_blocks,
-            ChoiceRule::LargestProbability | ChoiceRule::MeanKey => num_keys,
+            ChoiceRule::LargestProbability | ChoiceRule::MeanKey | ChoiceRule::LargestScore => num_keys,
         };
         importance.clear();
         importance.resize(num_panels * per_panel, Aligned([0.0; LANES]));
@@ -312,10 +312,16 @@ fn select_tile_simd<S: Simd, const W: usize>(
                         }
                     }
                 }
-                ChoiceRule::MeanKey => {
+                ChoiceRule::MeanKey | ChoiceRule::LargestScore => {
+                    // One key of a block, its mean, or those of all its tokens.
+                    let per_block = blocks.select_block_size / s;
                     for (head, r) in rows.enumerate() {
+                        let of_block = |block: usize| {
+                            let keys = block * per_block..(block + 1) * per_block;
+                            keys.fold(f32::NEG_INFINITY, |most, c| most.max(at(r, c)))
+                        };
                         of_query.clear();
-                        of_query.extend((0..own).map(|block| at(r, block)));
+                        of_query.extend((0..own).map(of_block));
                         of_query.push(0.0);
                         let to = at_token(kv_head * m + head);
                         choose_blocks(of_query, own, forced, &mut chosen[to..to + k]);

@@ -23,7 +23,7 @@ const TILE_PITCH: usize = 64 + 32 + 1;
 const CHOOSE_QUERIES: usize = 8;
 
 /// The blocks of each query, i32 `[batch, seq_len, choosers, num_selected_blocks]`, from pooled keys (the first half of
-/// `compressed`) and the log-sum-exp over them, which the rule of mean keys does not read.
+/// `compressed`) and the log-sum-exp over them, which rules of scores do not read.
 pub(super) fn nsa_choose(
     qkv: &Qkv,
     compressed: &CudaTensor,
@@ -44,7 +44,7 @@ pub(super) fn nsa_choose(
     let [q, _, _] = qkv.head_words(NAME)?;
     let slab_queries = most.clamp(1, seq_len);
     let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
-        true if rule != ChoiceRule::MeanKey => hopper::importance_tile(blocks, group),
+        true if !rule.takes_scores() => hopper::importance_tile(blocks, group),
         _ => None,
     };
     let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
@@ -108,6 +108,7 @@ pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
         ChoiceRule::WeightedProbability => 0,
         ChoiceRule::LargestProbability => 1,
         ChoiceRule::MeanKey => 2,
+        ChoiceRule::LargestScore => 3,
     }
 }
 

@@ -15,7 +15,7 @@ use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::{NsaPlaceParams, params};
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
+use sieve_core::{BlockChoice, NsaBlocks};
 
 const NAME: &str = "nsa_compressed_attention";
 
@@ -176,9 +176,9 @@ impl Qkv {
         let rows = shape.batch * blocks.num_slots(shape.seq_len) * shape.num_kv_heads;
         operands!(NAME, pooled: BF16[2, rows, shape.head_dim]);
         let documents = require_bounds(NAME, documents, [shape.batch, shape.seq_len])?;
-        let lse = match choice.rule {
-            ChoiceRule::MeanKey => pooled.empty_contiguous(&[1], DType::F32),
-            ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => {
+        let lse = match choice.rule.takes_scores() {
+            true => pooled.empty_contiguous(&[1], DType::F32),
+            false => {
                 let placed = Placed::new(self, &shape, &documents, &pooled, blocks, None)?;
                 listed_attention_forward(&placed.qkv, None, &placed.lists, softmax_scale)?.lse
             }

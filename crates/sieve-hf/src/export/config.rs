@@ -128,6 +128,10 @@ fn attention(shape: &ModelShape, architecture: Architecture) -> Map<String, Valu
             let sizes = match shape.attention {
                 Attention::InfllmV2(sizes) => json!(sizes),
                 Attention::Moba(sizes) => json!(sizes),
+                Attention::Msa(sizes) => json!({
+                    "select_block_size": sizes.select_block_size,
+                    "num_selected_blocks": sizes.num_selected_blocks,
+                }),
                 _ => unreachable!("no kind of chosen blocks"),
             };
             of_sieve(shape, kind, sizes)

@@ -171,6 +171,22 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
             let dt_proj = "self_attn.dt_proj.weight";
             tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
         }
+        Attention::Msa(_) => {
+            tensors.extend(split(
+                "self_attn.indexer.proj.weight",
+                &[
+                    ("self_attn.index_q_proj.weight", kv_width),
+                    ("self_attn.index_k_proj.weight", head_dim),
+                ],
+            ));
+            for norm in ["q_norm", "k_norm"] {
+                tensors.push(whole(
+                    &format!("self_attn.index_{norm}.weight"),
+                    &format!("self_attn.indexer.{norm}.weight"),
+                    &[head_dim],
+                ));
+            }
+        }
         Attention::Nsa(nsa) => {
             for branch in ["compress", "select"] {
                 if !nsa.shared_kv {

@@ -1,33 +1,65 @@
-//! Attention over blocks that each query chooses by pooled keys, without a parameter of its own: InfLLM-V2
-//! (arXiv:2509.24663) and MoBA (arXiv:2502.13189).
-use super::LayerContext;
+//! Attention over blocks that each query chooses: by pooled keys, without a parameter of its own, InfLLM-V2
+//! (arXiv:2509.24663) and MoBA (arXiv:2502.13189); by an indexer MSA (arXiv:2606.13392).
+use super::indexer::Indexer;
+use super::{LayerContext, LayerOutput};
 use crate::kv_cache::ChosenCache;
 use crate::{LayerCache, LayerCaches, Linear, QkvProjection, WeightInit};
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use sieve_core::model::Attention;
 use sieve_core::{BlockChoice, ModelShape};
-use sieve_ops::{AttentionSpec, DeviceBackend, Documents, SieveBackend};
+use sieve_ops::{AttentionSpec, DeviceBackend, Documents, IndexedCall, SieveBackend, indexer_spec};
 
 /// Each query sees the tokens of the blocks that it chooses, under one exact softmax. Its parameters are those of
-/// dense attention, so either goes on with the other's weights.
+/// dense attention, so either goes on with the other's weights, and an indexer's.
 #[derive(Module, Debug)]
 pub struct ChosenBlocksAttention<B: Backend> {
     /// Packed projection with q/k-norm and RoPE.
     pub qkv: QkvProjection<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o_proj: Linear<B>,
+    /// What chooses in place of the queries and pooled keys.
+    pub indexer: Option<Indexer<B>>,
     #[module(skip)]
     choice: BlockChoice,
+    /// Of an indexer: the weight of its loss.
+    #[module(skip)]
+    loss_weight: f64,
+    /// Of an indexer: whether queries read all keys meanwhile.
+    #[module(skip)]
+    is_warmup: bool,
+}
+
+/// The packed tensors that a layer makes of its input: the attention's, and the indexer's where there is one.
+pub(crate) struct Packed<B: Backend> {
+    pub(crate) qkv: Tensor<B, 4>,
+    pub(crate) index: Option<Tensor<B, 4>>,
+}
+
+impl<B: Backend> Packed<B> {
+    fn map(self, change: impl Fn(Tensor<B, 4>) -> Tensor<B, 4>) -> Self {
+        Self {
+            qkv: change(self.qkv),
+            index: self.index.map(&change),
+        }
+    }
 }
 
 impl<B: Backend> ChosenBlocksAttention<B> {
     /// Weights drawn by `init` from a normal distribution.
     pub fn new(shape: &ModelShape, choice: BlockChoice, init: &mut WeightInit, device: &B::Device) -> Self {
+        let (loss_weight, is_warmup) = match shape.attention {
+            Attention::Msa(msa) => (msa.index_loss_weight, msa.index_warmup),
+            _ => (0.0, false),
+        };
         Self {
             qkv: QkvProjection::new(shape, init, device),
             o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
+            indexer: choice.has_indexer().then(|| Indexer::new(shape, init, device)),
             choice,
+            loss_weight,
+            is_warmup,
         }
     }
 
@@ -43,24 +75,68 @@ impl<B: Backend> ChosenBlocksAttention<B> {
 
 impl<B: SieveBackend> ChosenBlocksAttention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
-    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let spec = context.under_policy(self.spec());
-        let qkv = self.qkv.forward(x, context);
-        let o = context.attend(qkv, |qkv, documents| self.attend(qkv, documents, spec));
-        self.o_proj.forward_add(o.flatten(2, 3), residual)
+    pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
+        let packed = self.packed(x, context);
+        let (o, statistics) = match context.shared {
+            None => self.attend(packed, context.documents, context),
+            Some(shared) => {
+                let packed = packed.map(|x| shared.repeat(x));
+                let (o, statistics) = self.attend(packed, shared.documents(), context);
+                (shared.once(o), statistics)
+            }
+        };
+        LayerOutput {
+            indexer: statistics,
+            ..LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual))
+        }
     }
 
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
     /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same.
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
-        let qkv = self.qkv.forward(x, context);
-        sieve_ops::choose_key_blocks(qkv, context.documents, self.spec(), self.choice)
+        self.choose(&self.packed(x, context), context.documents, self.spec())
     }
 
-    /// Chooses and attends.
-    fn attend(&self, qkv: Tensor<B, 4>, documents: &Documents<B>, spec: AttentionSpec) -> Tensor<B, 4> {
-        let chosen = sieve_ops::choose_key_blocks(qkv.clone(), documents, spec, self.choice);
-        sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice)
+    pub(crate) fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
+        Packed {
+            index: self.indexer.as_ref().map(|indexer| indexer.forward(x.clone(), context)),
+            qkv: self.qkv.forward(x, context),
+        }
+    }
+
+    pub(crate) fn choose(&self, packed: &Packed<B>, documents: &Documents<B>, spec: AttentionSpec) -> Tensor<B, 4, Int> {
+        let (scored, spec) = match &packed.index {
+            Some(index) => (index, indexer_spec(spec)),
+            None => (&packed.qkv, spec),
+        };
+        sieve_ops::choose_key_blocks(scored.clone(), documents, spec, self.choice)
+    }
+
+    /// Chooses and attends; the indexer's statistics where the context asks for them.
+    fn attend(
+        &self,
+        packed: Packed<B>,
+        documents: &Documents<B>,
+        context: &LayerContext<'_, B>,
+    ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
+        let spec = context.under_policy(self.spec());
+        let chosen = (!self.is_warmup).then(|| self.choose(&packed, documents, spec));
+        let Packed { qkv, index } = packed;
+        let Some(index) = index else {
+            let chosen = chosen.expect("an indexer alone warms up");
+            return (sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice), None);
+        };
+        let call = IndexedCall {
+            documents,
+            spec,
+            choice: self.choice,
+            chosen,
+            loss_weight: self.loss_weight * context.token_share / spec.num_kv_heads as f64,
+        };
+        let statistics = context
+            .measures_indexers
+            .then(|| sieve_ops::index_statistics(qkv.clone(), index.clone(), &call));
+        (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 
     /// The output alone, with a cache; see [`LayerCache`].
@@ -74,22 +150,27 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         B: DeviceBackend,
     {
         let (spec, choice) = (self.spec(), self.choice);
-        let qkv = self.qkv.forward(x, context);
+        let Packed { qkv, index } = self.packed(x, context);
         let o = caches.attend(qkv, |cached, qkv| {
-            let LayerCache::Chosen(cache) = cached.cache else {
-                *cached.cache = LayerCache::Chosen(ChosenCache::of_prompt(&qkv, spec, choice));
-                return self.attend(qkv, context.documents, spec);
+            let [first, count] = cached.rows;
+            let packed = Packed {
+                qkv,
+                index: index.as_ref().map(|index| index.clone().narrow(0, first, count)),
             };
-            let [batch, new, _, _] = qkv.dims();
+            let LayerCache::Chosen(cache) = cached.cache else {
+                *cached.cache = LayerCache::Chosen(ChosenCache::of_prompt(&packed, spec, choice));
+                return self.attend(packed, context.documents, context).0;
+            };
+            let [batch, new, _, _] = packed.qkv.dims();
             if new == 1 {
-                return cache.attend(qkv, spec, choice, cached.scratch);
+                return cache.attend(packed, spec, choice, cached.scratch);
             }
             // Several tokens behind others attend as one row of all keys, with queries of zero, and themselves.
-            let row = cache.row(&qkv);
+            let row = cache.row(&packed);
             let earlier = cache.num_tokens();
-            cache.append(&qkv, spec, choice);
-            let documents = Documents::whole_rows([batch, earlier + new], &row.device());
-            self.attend(row, &documents, spec).narrow(1, earlier, new)
+            cache.append(&packed, spec, choice);
+            let documents = Documents::whole_rows([batch, earlier + new], &row.qkv.device());
+            self.attend(row, &documents, context).0.narrow(1, earlier, new)
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

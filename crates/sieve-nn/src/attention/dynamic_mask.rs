@@ -65,9 +65,9 @@ impl<B: SieveBackend> DynamicMaskAttention<B> {
             result.o
         });
         LayerOutput {
-            x: self.o_proj.forward_add(o.flatten(2, 3), residual),
             expire,
             clamped_scores: scores,
+            ..LayerOutput::of(self.o_proj.forward_add(o.flatten(2, 3), residual))
         }
     }
 

@@ -52,8 +52,9 @@ impl<B: SieveBackend> Attention<B> {
             }
             Self::Nsa(layer) => layer.weights(x, context),
             Self::Chosen(layer) => {
-                let (qkv, spec, choice) = (layer.qkv.forward(x, context), layer.spec(), layer.choice());
-                let chosen = sieve_ops::choose_key_blocks(qkv.clone(), documents, spec, choice);
+                let (packed, spec, choice) = (layer.packed(x, context), layer.spec(), layer.choice());
+                let chosen = layer.choose(&packed, documents, spec);
+                let qkv = packed.qkv;
                 by_key(&qkv.clone(), |one_hot| {
                     let qkv = with_values(&qkv, one_hot, spec.num_kv_heads);
                     sieve_ops::chosen_attention(qkv, chosen.clone(), documents, spec, choice)

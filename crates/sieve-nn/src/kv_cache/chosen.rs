@@ -1,16 +1,21 @@
-//! The cache of layers whose queries choose blocks by pooled keys: keys and values of every token, and the pooled keys.
+//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys that choose, pooled ones
+//! or an indexer's.
 use super::split;
+use crate::attention::chosen_blocks::Packed;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
-use sieve_ops::{AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, attention_decode, choose_blocks, overlap_weight};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, attention_decode, choose_blocks, indexer_spec, overlap_weight,
+};
 
 /// What such a layer keeps of earlier tokens.
 #[derive(Clone, Debug)]
 pub struct ChosenCache<B: Backend> {
     /// Of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`; absent before the first is whole.
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`; absent
+    /// before the first is whole.
     pooled: Option<TokenBuffer<B, 4>>,
 }
 
@@ -43,35 +48,61 @@ impl<B: Backend> ChosenCache<B> {
     }
 
     /// After a prompt.
-    pub(crate) fn of_prompt(qkv: &Tensor<B, 4>, spec: AttentionSpec, choice: BlockChoice) -> Self {
-        let [_, k, v] = split(qkv.clone(), spec);
+    pub(crate) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) -> Self {
+        let [_, k, v] = split(packed.qkv.clone(), spec);
         let mut cache = Self {
             keys: KeyCache::new(k, v),
             pooled: None,
         };
-        cache.pool(choice);
+        cache.pool(packed, spec, choice);
         cache
     }
 
-    /// A packed row of all keys, with queries of zero, and then new tokens.
-    pub(crate) fn row(&self, qkv: &Tensor<B, 4>) -> Tensor<B, 4> {
-        self.keys.before(qkv, self.keys.len())
+    /// Packed rows of all keys, with queries of zero, and then new tokens.
+    pub(crate) fn row(&self, packed: &Packed<B>) -> Packed<B> {
+        let index = packed.index.as_ref().map(|new| {
+            let keys = self.pooled.as_ref().expect("every token has one").tokens().swap_dims(1, 2);
+            let [batch, _, heads, d] = new.dims();
+            let queries = Tensor::zeros([batch, self.num_pooled(), heads - 2, d], (&new.device(), new.dtype()));
+            let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);
+            Tensor::cat(vec![earlier, new.clone()], 1)
+        });
+        Packed {
+            qkv: self.keys.before(&packed.qkv, self.keys.len()),
+            index,
+        }
     }
 
     /// Takes tokens in.
-    pub(crate) fn append(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec, choice: BlockChoice) {
-        let [_, k, v] = split(qkv.clone(), spec);
+    pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) {
+        let [_, k, v] = split(packed.qkv.clone(), spec);
         self.keys.append(k, v);
-        self.pool(choice);
+        self.pool(packed, spec, choice);
     }
 
-    /// Adds the pooled keys that have ended since.
-    fn pool(&mut self, choice: BlockChoice) {
+    /// Adds the pooled keys that have ended since, or the indexer's.
+    fn pool(&mut self, packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) {
+        let new = match &packed.index {
+            Some(index) => {
+                let [_, k, _] = split(index.clone(), indexer_spec(spec));
+                Some(k.swap_dims(1, 2))
+            }
+            None => self.new_means(choice),
+        };
+        match (&mut self.pooled, new) {
+            (Some(pooled), Some(new)) => pooled.append(new),
+            (none @ None, Some(new)) => *none = Some(TokenBuffer::new(new, TOKENS, None)),
+            (_, None) => {}
+        }
+    }
+
+    /// Means of keys that have ended since the last.
+    fn new_means(&self, choice: BlockChoice) -> Option<Tensor<B, 4>> {
         let blocks = choice.blocks;
         let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
         let [first, end] = [self.num_pooled(), blocks.num_compressed_blocks(self.num_tokens())];
         if first == end {
-            return;
+            return None;
         }
         // Means of single strides first: a pooled key is the mean of neighbouring ones.
         let (count, strides) = (end - first, size / stride);
@@ -86,11 +117,7 @@ impl<B: Backend> ChosenCache<B> {
         let means = keys.mean_dim(3).reshape([batch, heads, num_strides, d]);
         let parts = (0..strides).map(|at| means.clone().narrow(TOKENS, at, count));
         let sum = parts.reduce(|sum, part| sum + part).expect("a pooled key has a stride");
-        let new = (sum / strides as f64).cast(dtype);
-        match &mut self.pooled {
-            Some(pooled) => pooled.append(new),
-            none => *none = Some(TokenBuffer::new(new, TOKENS, None)),
-        }
+        Some((sum / strides as f64).cast(dtype))
     }
 }
 
@@ -98,16 +125,25 @@ impl<B: DeviceBackend> ChosenCache<B> {
     /// Takes one token in and returns its attention, `[batch, 1, num_heads, head_dim]`.
     pub(crate) fn attend(
         &mut self,
-        qkv: Tensor<B, 4>,
+        packed: Packed<B>,
         spec: AttentionSpec,
         choice: BlockChoice,
         scratch: &mut B::DecodeScratch,
     ) -> Tensor<B, 4> {
-        let [batch, _, _, d] = qkv.dims();
-        self.append(&qkv, spec, choice);
-        let [q, _, _] = split(qkv, spec);
-        let q = q.reshape([batch, spec.num_heads, d]);
-        let importance = self.importance(q.clone(), spec, choice);
+        let [batch, _, _, d] = packed.qkv.dims();
+        self.append(&packed, spec, choice);
+        let queries = |packed: Tensor<B, 4>, spec: AttentionSpec| {
+            let [q, _, _] = split(packed, spec);
+            q.reshape([batch, spec.num_heads, d])
+        };
+        let q = queries(packed.qkv, spec);
+        let importance = match packed.index {
+            None => self.importance(q.clone(), spec, choice),
+            Some(index) => {
+                let spec = indexer_spec(spec);
+                self.importance(queries(index, spec), spec, choice)
+            }
+        };
         let keys = self.chosen(importance, spec, choice);
         let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
         o.reshape([batch, 1, spec.num_heads, d])
@@ -128,7 +164,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
             .matmul(k.swap_dims(2, 3));
         let scores = match choice.rule {
-            ChoiceRule::MeanKey => scores,
+            ChoiceRule::MeanKey | ChoiceRule::LargestScore => scores,
             _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
         };
         let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
@@ -152,7 +188,7 @@ impl<B: DeviceBackend> ChosenCache<B> {
             }
         }
         // Every chooser has its own block and as many others, so all have equally many tokens.
-        let choosers = choice.num_choosers(spec.num_heads, kv_heads);
+        let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);
         let count = tokens.len() / (batch * choosers);
         let rows = TensorData::new(tokens, [batch, kv_heads, choosers / kv_heads * count, 1]);
         let rows = Tensor::<B, 4, Int>::from_data(rows, &k.device());
@@ -177,6 +213,10 @@ fn of_blocks(row: &[f32], choice: BlockChoice, num_blocks: usize) -> Vec<f32> {
     };
     let of_block = |block: usize| match choice.rule {
         ChoiceRule::MeanKey => row.get(block).copied().unwrap_or(0.0),
+        ChoiceRule::LargestScore => {
+            let tokens = &row[block * size..((block + 1) * size).min(row.len())];
+            tokens.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+        }
         ChoiceRule::WeightedProbability => overlapping(block).map(|(weight, p)| weight as f32 * p).sum(),
         ChoiceRule::LargestProbability => overlapping(block).fold(0.0, |most, (_, p)| p.max(most)),
     };

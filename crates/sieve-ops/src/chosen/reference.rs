@@ -37,11 +37,12 @@ pub fn choose_key_blocks<B: Backend>(qkv: Float<B>, pooled: Float<B>, call: &Cho
             (0..seen).map(score).collect()
         };
         let importance: Vec<f32> = match choice.rule {
-            ChoiceRule::MeanKey => {
-                let scores = scores(chooser);
-                (0..=own)
-                    .map(|block| scores.get(block).map_or(0.0, |&score| score as f32))
-                    .collect()
+            ChoiceRule::MeanKey | ChoiceRule::LargestScore => {
+                let (scores, per_block) = (scores(chooser), blocks.select_block_size / blocks.compress_stride);
+                let of_block = |scores: &[f64]| scores.iter().fold(f64::NEG_INFINITY, |most, &x| x.max(most)) as f32;
+                // The own block is chosen whatever its score.
+                let earlier = scores.chunks_exact(per_block).take(own).map(of_block);
+                earlier.chain([0.0]).collect()
             }
             rule => {
                 let mut p = vec![0.0; seen];

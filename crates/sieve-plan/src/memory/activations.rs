@@ -89,14 +89,19 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
             };
             (common + normed + attention, branches * lse + lists)
         }
-        // Packed before and after norm and rotation, and the output; the choice, and on a GPU its lists.
+        // Packed before and after norm and rotation, and the output; the choice, and on a GPU its lists. Of an indexer
+        // its product, and packed twice.
         AttentionForm::Blocks(choice) => {
             let choices = num_choices(shape, choice);
+            let indexer = match choice.has_indexer() {
+                true => 3 * (kv + 2 * shape.head_dim as u64),
+                false => 0,
+            };
             let lists = match target {
                 Target::Gpu(_) if gpu_attention_gap(shape).is_none() => 2 * choices,
                 _ => 0,
             };
-            (common + normed + 2 * packed + q, lse + F32 * (choices + lists))
+            (common + normed + 2 * packed + indexer + q, lse + F32 * (choices + lists))
         }
     };
     values * target.value_bytes() + f32_bytes
@@ -104,7 +109,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
 
 /// Blocks that all heads read for a token, in the pieces that attention reads.
 fn num_choices(shape: &ModelShape, choice: BlockChoice) -> u64 {
-    let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+    let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
     (choosers * choice.attended().num_selected_blocks) as u64
 }
 
@@ -251,13 +256,13 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
     };
     let has_gap = gpu_attention_gap(shape).is_some();
     match shape.attention {
-        Attention::InfllmV2(_) | Attention::Moba(_) if !has_gap => {
+        Attention::InfllmV2(_) | Attention::Moba(_) | Attention::Msa(_) if !has_gap => {
             let AttentionForm::Blocks(choice) = shape.attention.form() else {
                 unreachable!("kinds of chosen blocks")
             };
             // Keys and values that each chooser reads, and f32 sums of their gradients; a part of dq for each block
             // that a query chose, and lists of these choices.
-            let choosers = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
+            let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
             let kv = (choosers * shape.head_dim) as u64;
             let repeated = match choosers == shape.num_kv_heads {
                 true => 0,
@@ -266,7 +271,13 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             let choices = choice.attended().num_selected_blocks as u64;
             let a_query = choices * target.value_bytes() * q + 2 * F32 * num_choices(shape, choice);
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
-            row_stats + times(tokens, 2 * F32 * kv) + repeated + parts
+            // The indexer's loss: queries and keys with the indexer's keys as values, what attention makes of them in
+            // f32, and the gradients; of the indexer the same of a head for each KV head.
+            let indexer = match choice.has_indexer() {
+                true => times(tokens, (2 * target.value_bytes() + F32) * (q + 2 * kv + 3 * kv)),
+                false => 0,
+            };
+            row_stats + times(tokens, 2 * F32 * kv) + repeated + indexer + parts
         }
         Attention::Nsa(nsa) if !has_gap => {
             let sums = times(tokens, 2 * F32 * kv);
@@ -281,7 +292,9 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             row_stats + sums + by_list.max(parts)
         }
-        Attention::Mla(_) | Attention::Nsa(_) | Attention::InfllmV2(_) | Attention::Moba(_) if has_gap => {
+        Attention::Mla(_) | Attention::Nsa(_) | Attention::InfllmV2(_) | Attention::Moba(_) | Attention::Msa(_)
+            if has_gap =>
+        {
             plain_score_bytes(shape, tokens, seq_len)
         }
         Attention::Mla(mla) => {

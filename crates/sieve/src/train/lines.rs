@@ -30,6 +30,10 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
             "moba, {} blocks of {} keys a query head",
             moba.num_selected_blocks, moba.select_block_size
         ),
+        Attention::Msa(msa) => format!(
+            "msa, {} blocks of {} keys a query",
+            msa.num_selected_blocks, msa.select_block_size
+        ),
         Attention::Dma(dma) => {
             let keys = format!("dma, {} keys a query", dma.keep_window_size);
             match dma.local_window_size {
@@ -103,9 +107,12 @@ pub(super) fn whole_step_line(report: &StepReport) -> String {
     });
     let clamped = report.attention.clamped;
     let clamped = clamped.map_or(String::new(), |share| format!("  clamped: {:.2}%", 100.0 * share));
+    let fit = report.attention.indexer.map_or(String::new(), |fit| {
+        format!("  index KL: {:.4} (recall {:.3}, entropy {:.2})", fit.index_kl, fit.index_recall, fit.index_entropy)
+    });
     format!(
         "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  lr: {:.3e}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  \
-         tflops: {:.3}{mfu}  density: {:.3} ({:.1} keys){clamped}  {:.0}% done, {} left",
+         tflops: {:.3}{mfu}  density: {:.3} ({:.1} keys){clamped}{fit}  {:.0}% done, {} left",
         report.step,
         report.loss,
         report.grad_norm,

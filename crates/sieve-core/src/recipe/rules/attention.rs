@@ -12,6 +12,7 @@ pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection
         Attention::Dma(dma) => check_dma(dma, rules),
         Attention::InfllmV2(infllm) => check_infllm_v2(infllm, rules),
         Attention::Moba(moba) => check_pieces(moba.select_block_size, rules),
+        Attention::Msa(msa) => check_pieces(msa.select_block_size, rules),
         _ => {}
     }
 }
@@ -27,7 +28,7 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         !matches!(attention, Attention::Mla(_)) || types.iter().all(is_own),
         KEY,
         || format!("holds \"mha\", but attention.kind = \"{kind}\" shares no model with dense layers"),
-        || "leave it out, or take kind swa, nsa, dma, infllm_v2 or moba".to_owned(),
+        || "leave it out, or take kind swa, nsa, dma, infllm_v2, moba or msa".to_owned(),
     );
     for name in types {
         rules.require(

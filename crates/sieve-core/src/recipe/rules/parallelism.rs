@@ -30,6 +30,7 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
         AttentionKind::Nsa,
         AttentionKind::InfllmV2,
         AttentionKind::Moba,
+        AttentionKind::Msa,
     ];
     if let Some(kind) = kind.filter(|kind| cannot.contains(kind)) {
         rules.require(

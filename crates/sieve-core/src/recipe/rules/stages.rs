@@ -19,6 +19,24 @@ pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &m
     }
 }
 
+/// A run ends with queries that choose what they read.
+pub(super) fn check_warmup(parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    let stages = parts.stage.unwrap_or_default();
+    let (key, warms_up) = match stages.last() {
+        Some(last) => (format!("stage.{}.index_warmup", stages.len()), last.index_warmup),
+        None => {
+            let warms_up = parts.attention.and_then(|attention| attention.index_warmup());
+            ("attention.index_warmup".to_owned(), warms_up)
+        }
+    };
+    rules.require(
+        warms_up != Some(true),
+        &key,
+        || "is true to the end of the run, in which no query would choose its keys".to_owned(),
+        || "end with a [[stage]] that has index_warmup = false".to_owned(),
+    );
+}
+
 fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &mut Rules<'_>) {
     let key = |name: &str| format!("stage.{number}.{name}");
     rules.bounds(&format!("stage.{number}"), stage);
@@ -49,6 +67,14 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
                 )
             },
             || "leave it out".to_owned(),
+        );
+    }
+    if let (Some(_), Some(attention)) = (stage.index_warmup, parts.attention) {
+        rules.require(
+            attention.index_warmup().is_some(),
+            &key("index_warmup"),
+            || format!("does not go with kind = {:?}, which has no indexer", attention.kind().name()),
+            || "leave it out, or set attention.kind = \"msa\"".to_owned(),
         );
     }
     if let Some(paths) = &stage.paths {

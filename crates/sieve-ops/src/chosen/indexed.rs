@@ -1,0 +1,218 @@
+//! Attention whose blocks an indexer chooses (MSA, arXiv:2606.13392), with the gradient of the indexer's loss.
+//!
+//! With P the probabilities of the attention and I those of the indexer, both over the tokens that are read, the loss
+//! `KL(mean_h P^h || I)` of a query has the gradient `dS = I - mean_h P^h` in the indexer's scores. Both of its
+//! products are attention with the indexer's keys in place of the values:
+//!
+//! - `dq_i = s sum_j dS_ij k_j`: the output of the indexer's own attention, less the mean output of the group's heads;
+//! - `dk_j = s sum_i dS_ij q_i`: the gradients of these values where the output's gradient is q.
+//!
+//! So it runs on the attention kernels, forward and backward, and no probability lies in memory.
+use super::Reads;
+use crate::SieveBackend;
+use crate::attention::AttentionSpec;
+use crate::backend::DeviceBackend;
+use crate::documents::Documents;
+use crate::tensors::{Float, compute_dtype, primitive, split_heads, tensor, value};
+use burn::tensor::activation::softmax;
+use burn::tensor::{DType, IndexingUpdateOp, Int, Tensor};
+use sieve_core::BlockChoice;
+
+/// What an indexed attention has beside its packed tensors.
+#[derive(Clone, Debug)]
+pub struct IndexedCall<'a, B: SieveBackend> {
+    /// Bounds of the documents.
+    pub documents: &'a Documents<B>,
+    /// Heads and scale of the attention; the indexer has a query head for each KV head, one key head and the same
+    /// scale.
+    pub spec: AttentionSpec,
+    /// How the indexer chooses.
+    pub choice: BlockChoice,
+    /// The blocks whose tokens are read, as [`choose_key_blocks`](crate::choose_key_blocks) gives them from the
+    /// indexer's tensor; `None`: all tokens up to the query.
+    pub chosen: Option<Tensor<B, 4, Int>>,
+    /// What the divergence of one query and KV head weighs in the loss.
+    pub loss_weight: f64,
+}
+
+impl<B: SieveBackend> IndexedCall<'_, B> {
+    fn reads(&self) -> Reads<B::Inner> {
+        let chosen = self.chosen.clone().map(Tensor::into_primitive);
+        Reads::new(self.documents.bounds(), chosen, self.choice)
+    }
+}
+
+/// The heads of an indexer for the attention of `spec`.
+pub fn indexer_spec(spec: AttentionSpec) -> AttentionSpec {
+    AttentionSpec {
+        num_heads: spec.num_kv_heads,
+        num_kv_heads: 1,
+        window_size: None,
+        ..spec
+    }
+}
+
+/// Causal attention over what the call reads. Its backward pass gives `index` the gradient of
+/// `loss_weight * sum over queries and KV heads of KL(mean probabilities of the group || the indexer's)`, over the
+/// tokens that are read; that loss gives `qkv` none, and the output's gradient gives `index` none.
+///
+/// # Shapes
+/// - qkv: `[batch, seq_len, num_heads + 2 * num_kv_heads, head_dim]`
+/// - index: `[batch, seq_len, num_kv_heads + 2, head_dim]`, packed as [`indexer_spec`] says; its values are not read
+/// - returns: `[batch, seq_len, num_heads, head_dim]`
+pub fn indexed_attention<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    index: Tensor<B, 4>,
+    call: &IndexedCall<'_, B>,
+) -> Tensor<B, 4> {
+    let (reads, spec, weight) = (call.reads(), call.spec, call.loss_weight);
+    let (qkv, index) = (primitive(qkv), primitive(index));
+    let (x, scored) = (B::value(qkv.clone()), B::value(index.clone()));
+    let read = reads.forward(x.clone(), spec);
+    tensor(B::node([&qkv, &index], read.output().o.clone(), move |d_o| {
+        let d_index = index_gradient(&reads, x.clone(), scored, spec, weight);
+        [reads.backward(x, spec, read, d_o), d_index]
+    }))
+}
+
+/// The gradient of the indexer's packed tensor.
+fn index_gradient<D: DeviceBackend>(
+    reads: &Reads<D>,
+    qkv: Float<D>,
+    index: Float<D>,
+    spec: AttentionSpec,
+    weight: f64,
+) -> Float<D> {
+    let index = tensor::<D, 4>(index);
+    let dtype = index.dtype();
+    if weight == 0.0 {
+        return primitive(index.zeros_like());
+    }
+    let wide = |x: Float<D>| tensor::<D, 4>(x).cast(compute_dtype(dtype));
+    let (groups, group, own) = (spec.num_kv_heads, spec.group_size(), indexer_spec(spec));
+    let [q_index, k_index, _] = split_heads(index, 1);
+    let [q, k, _] = split_heads(tensor::<D, 4>(qkv), groups);
+    let [batch, seq_len, _, d] = q.dims();
+    let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
+    let teacher = primitive(Tensor::cat(vec![q, k, k_index.clone().repeat_dim(2, groups)], 2));
+
+    // Sums over the keys of a query.
+    let of_student = reads.forward(student.clone(), own);
+    let of_teacher = reads.forward(teacher.clone(), spec);
+    let mean = wide(of_teacher.output().o.clone()).reshape([batch, seq_len, groups, group, d]);
+    let mean = mean.mean_dim(3).reshape([batch, seq_len, groups, d]);
+    let factor = weight * spec.softmax_scale;
+    let dq = (wide(of_student.output().o.clone()) - mean) * factor;
+
+    // Sums over the queries of a key.
+    let by_head = q_index.clone().unsqueeze_dim::<5>(3).repeat_dim(3, group);
+    let by_head = by_head.reshape([batch, seq_len, groups * group, d]);
+    let of_student = reads.backward(student, own, of_student, primitive(q_index));
+    let of_teacher = reads.backward(teacher, spec, of_teacher, primitive(by_head));
+    let [_, _, of_student] = split_heads(wide(of_student), 1);
+    let [_, _, of_teacher] = split_heads(wide(of_teacher), groups);
+    let dk = (of_student - of_teacher.sum_dim(2) / group as f64) * factor;
+    let none = dk.zeros_like();
+    primitive(Tensor::cat(vec![dq, dk, none], 2).cast(dtype))
+}
+
+/// Queries that [`index_statistics`] looks at.
+const MEASURED_QUERIES: usize = 16;
+
+/// How well the indexer fits its attention: means over some queries of the first row and all KV heads, f32 `[3]`.
+///
+/// - `KL(mean probabilities of the group || the indexer's)` over the tokens that are read, in nats;
+/// - the share of dense attention's mass that lies in the chosen blocks, over the share that the best blocks hold, as
+///   many and the query's own among them; 1 where all tokens are read;
+/// - the entropy of the indexer's probabilities, in nats.
+///
+/// Shapes are those of [`indexed_attention`].
+pub fn index_statistics<B: SieveBackend>(
+    qkv: Tensor<B, 4>,
+    index: Tensor<B, 4>,
+    call: &IndexedCall<'_, B>,
+) -> Tensor<B::Inner, 1> {
+    let (groups, group) = (call.spec.num_kv_heads, call.spec.group_size());
+    let [_, n, _, d] = qkv.dims();
+    let count = MEASURED_QUERIES.min(n);
+    let device = qkv.device();
+    let of_row = |x: Tensor<B, 4>| value::<B, 4>(x).narrow(0, 0, 1).cast(DType::F32).squeeze_dim::<3>(0);
+    let queries: Vec<i32> = (0..count).map(|at| ((2 * at + 1) * n / (2 * count)) as i32).collect();
+    let queries = Tensor::<B::Inner, 1, Int>::from_ints(queries.as_slice(), &device);
+    let [qkv, index] = [of_row(qkv), of_row(index)];
+    let heads = |x: &Tensor<B::Inner, 3>, first: usize, count: usize| x.clone().narrow(1, first, count).swap_dims(0, 1);
+    let of_queries = |x: Tensor<B::Inner, 3>| x.select(1, queries.clone());
+    let scale = call.spec.softmax_scale;
+
+    // [groups, count, n]: whether a token is visible, its block, and the scores.
+    let starts = Tensor::<B::Inner, 2, Int>::from_primitive(call.documents.start.clone().into_primitive());
+    let starts = starts.narrow(0, 0, 1).squeeze_dim::<1>(0).select(0, queries.clone());
+    let all = [count, n];
+    let start = starts.clone().unsqueeze_dim::<2>(1).expand(all);
+    let key = Tensor::<B::Inner, 1, Int>::arange(0..n as i64, &device).unsqueeze_dim::<2>(0).expand(all);
+    let query = queries.clone().unsqueeze_dim::<2>(1).expand(all);
+    let hidden = key.clone().lower(start.clone()).bool_or(key.clone().greater(query));
+    let in_document = (key - start).clamp_min(0);
+    let every = |x: Tensor<B::Inner, 2, Int>| x.unsqueeze_dim::<3>(0).expand([groups, count, n]);
+    let hidden = hidden.unsqueeze_dim::<3>(0).expand([groups, count, n]);
+    let q = of_queries(heads(&qkv, 0, groups * group)).reshape([groups, group * count, d]);
+    let k = heads(&qkv, groups * group, groups);
+    let logits = (q.matmul(k.swap_dims(1, 2)) * scale).reshape([groups, group, count, n]);
+    let scores = of_queries(heads(&index, 0, groups));
+    let scores = scores.matmul(heads(&index, groups, 1).expand([groups, n, d]).swap_dims(1, 2)) * scale;
+    let mean_over = |hidden: &Tensor<B::Inner, 3, burn::tensor::Bool>| {
+        let hidden = hidden.clone().unsqueeze_dim::<4>(1).expand([groups, group, count, n]);
+        softmax(logits.clone().mask_fill(hidden, f32::NEG_INFINITY), 3)
+            .mean_dim(1)
+            .squeeze_dim::<3>(1)
+    };
+    let dense = mean_over(&hidden);
+
+    let (unread, recall) = match &call.chosen {
+        None => (hidden, Tensor::ones([1], &device)),
+        Some(chosen) => {
+            let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.clone().into_primitive());
+            let chosen = chosen.narrow(0, 0, 1).squeeze_dim::<3>(0).select(0, queries.clone()).swap_dims(0, 1);
+            let size = call.choice.attended().select_block_size;
+            let num_blocks = n.div_ceil(size);
+            // Place 0 is that of -1: no block.
+            let read = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks + 1], &device);
+            let ones = Tensor::ones(chosen.dims(), &device);
+            let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);
+            let block = every(in_document.clone().div_scalar(size as i64) + 1);
+            let unread = hidden.bool_or(read.gather(2, block).lower_equal_elem(0.0));
+            let mass = dense.clone().mask_fill(unread.clone(), 0.0).sum();
+
+            let blocks = call.choice.blocks;
+            let (size, num_blocks) = (blocks.select_block_size, n.div_ceil(blocks.select_block_size));
+            let of_blocks = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks], &device);
+            let block = every(in_document.div_scalar(size as i64));
+            let of_blocks = of_blocks.scatter(2, block, dense.clone(), IndexingUpdateOp::Add);
+            let own = (queries - starts).div_scalar(size as i64).reshape([1, count, 1]);
+            let own = own.expand([groups, count, 1]);
+            let of_own = of_blocks.clone().gather(2, own.clone());
+            let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
+            let most = (blocks.num_selected_blocks - 1).min(num_blocks);
+            let best = match most {
+                0 => of_own.sum(),
+                _ => of_own.sum() + others.topk(most, 2).sum(),
+            };
+            (unread, mass / best)
+        }
+    };
+    let p = mean_over(&unread);
+    let log_index = {
+        let scores = scores.mask_fill(unread.clone(), f32::NEG_INFINITY);
+        let largest = scores.clone().max_dim(2);
+        let shifted = scores - largest;
+        shifted.clone() - shifted.exp().sum_dim(2).log()
+    };
+    // 0 log 0 is 0.
+    let log_index = log_index.mask_fill(unread.clone(), 0.0);
+    let p_index = log_index.clone().exp().mask_fill(unread, 0.0);
+    let log_p = p.clone().clamp_min(f32::MIN_POSITIVE).log();
+    let mean = 1.0 / (groups * count) as f64;
+    let divergence = (p * (log_p - log_index.clone())).sum() * mean;
+    let entropy = (p_index * log_index).sum() * -mean;
+    Tensor::cat(vec![divergence, recall, entropy], 0)
+}
