@@ -7,7 +7,7 @@ use sieve_testing::says;
 const LONGER: &str = "--set model.max_position_embeddings=512 --set training.steps=4";
 
 /// The kinds with windows far below the lengths asked for.
-const KINDS: [&str; 7] = [
+const KINDS: [&str; 8] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 16",
     "kind = \"dma\"\nkeep_window_size = 16\na_init = 0.5",
@@ -16,6 +16,7 @@ const KINDS: [&str; 7] = [
     "kind = \"mla\"\nkv_lora_rank = 16\nqk_rope_head_dim = 8",
     "kind = \"infllm_v2\"\nnum_selected_blocks = 4",
     "kind = \"moba\"\nnum_selected_blocks = 3",
+    "kind = \"msa\"\nnum_selected_blocks = 3",
 ];
 
 /// A tiny run of a kind, and `eval needle` on it.

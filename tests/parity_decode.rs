@@ -94,6 +94,7 @@ fn recipe_with_window(recipe: &sieve_core::Recipe) -> sieve_core::Recipe {
         Attention::Nsa(nsa) => nsa.window_size = LEN,
         Attention::InfllmV2(infllm) => infllm.num_selected_blocks = LEN,
         Attention::Moba(moba) => moba.num_selected_blocks = LEN,
+        Attention::Msa(msa) => msa.num_selected_blocks = LEN,
         Attention::Swa(SwaShape { sliding_window }) => *sliding_window = LEN,
         Attention::Dma(dma) => dma.keep_window_size = LEN,
         _ => {}

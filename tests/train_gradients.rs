@@ -20,7 +20,7 @@ type B = Autodiff<Flex>;
 const VOCAB_SIZE: usize = 61;
 const SEQ_LEN: usize = 37;
 
-const KINDS: [&str; 8] = [
+const KINDS: [&str; 9] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
     QWEN2,
@@ -31,6 +31,7 @@ const KINDS: [&str; 8] = [
     "kind = \"infllm_v2\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
      num_selected_blocks = 3\nnum_local_blocks = 1",
     "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 2",
+    "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 2",
 ];
 
 /// With biases in place of norms of queries and keys.

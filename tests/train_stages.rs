@@ -297,7 +297,7 @@ fn an_imported_model_can_be_trained_on() {
     ));
     let warned = "warning: attention.recency was \"none\", is now \"slope\"; the weights were trained with";
     assert!(text.contains(warned), "{text}");
-    run.refuses("import --from hf --out other --attention mla", "infllm_v2 or moba");
+    run.refuses("import --from hf --out other --attention mla", "infllm_v2, moba or msa");
     run.refuses("import --from nowhere --out other", "nowhere");
     for (folder, found) in [("sparse", "step-0"), ("out", "a run")] {
         let before = run.snapshot(folder);

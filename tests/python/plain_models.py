@@ -1,8 +1,9 @@
-"""Sieve's models with latent or native sparse attention, InfLLM-V2 or MoBA in plain PyTorch, from the weights of a
+"""Sieve's models with latent or native sparse attention, InfLLM-V2, MoBA or MSA in plain PyTorch, from the weights of a
 checkpoint.
 
-Written from docs and papers (arXiv:2405.04434, 2502.11089, 2509.24663, 2502.13189), with a full matrix of scores and autograd: nothing is
-shared with the program or with the code that it exports. One document a row. Parameters have the checkpoint's names.
+Written from docs and papers (arXiv:2405.04434, 2502.11089, 2509.24663, 2502.13189, 2606.13392), with a full matrix of
+scores and autograd: nothing is shared with the program or with the code that it exports. One document a row. Parameters
+have the checkpoint's names.
 """
 
 import math
@@ -130,6 +131,29 @@ class ChosenBlocks(nn.Module):
         self.narrowest = math.inf
         self.qkv = Packed(model, eps)
         self.o_proj = linear(self.heads * self.d, model["hidden_size"])
+        if attention["kind"] == "msa":
+            proj = linear(model["hidden_size"], (self.kv_heads + 1) * self.d)
+            self.indexer = nn.ModuleDict({"proj": proj, "q_norm": RmsNorm(self.d, eps), "k_norm": RmsNorm(self.d, eps)})
+
+    def index_scores(self, x):
+        """Of each KV head, [batch, KV heads, queries, keys]."""
+        packed = self.indexer["proj"](x).unflatten(-1, (self.kv_heads + 1, self.d))
+        q, k = (self.indexer[f"{name}_norm"](y) for name, y in (("q", packed[:, :, :-1]), ("k", packed[:, :, -1:])))
+        q, k = rotate(q, self.theta), rotate(k, self.theta)
+        return torch.einsum("bihd,bjd->bhij", q, k[:, :, 0])
+
+    def by_indexer(self, x, q, k, v):
+        """The output; keeps the divergence of the indexer, summed over queries, averaged over KV heads."""
+        scores = self.index_scores(x.detach())
+        n, select = x.shape[1], self.of["select_block_size"]
+        seen = scores.detach().masked_fill(~causal(n), -math.inf)
+        importance = torch.stack([seen[..., b : b + select].amax(-1) for b in range(0, n, select)], -1)
+        mask, self.narrowest = reads(importance, lambda own: [own], self.of, n)
+        o, p = attend(q, k, v, mask.repeat_interleave(self.heads // self.kv_heads, 1))
+        p = p.detach().unflatten(1, (self.kv_heads, -1)).mean(2)
+        index = (scores / math.sqrt(self.d)).masked_fill(~mask, -math.inf).log_softmax(-1).masked_fill(~mask, 0.0)
+        self.divergence = (torch.xlogy(p, p) - p * index).sum() / self.kv_heads
+        return o
 
     def choice(self, q, k):
         n, group, select = q.shape[1], self.heads // self.kv_heads, self.of["select_block_size"]
@@ -160,7 +184,10 @@ class ChosenBlocks(nn.Module):
         packed = self.qkv.qkv_proj(x).view(batch, n, self.heads + 2 * self.kv_heads, self.d)
         q, k, v = packed.split([self.heads, self.kv_heads, self.kv_heads], 2)
         q, k = (rotate(y, self.theta) for y in (self.qkv.q_norm(q), self.qkv.k_norm(k)))
-        o, _ = attend(q, k, v, self.choice(q.detach(), k.detach()))
+        if self.of["kind"] == "msa":
+            o = self.by_indexer(x, q, k, v)
+        else:
+            o, _ = attend(q, k, v, self.choice(q.detach(), k.detach()))
         return self.o_proj(o.reshape(batch, n, self.heads * self.d))
 
 
@@ -272,6 +299,10 @@ class PlainModel(nn.Module):
     def narrowest_choice(self):
         """The smallest relative gap between what a query chose and what it did not, in the last call."""
         return min(getattr(layer.self_attn, "narrowest", math.inf) for layer in self.layers)
+
+    def divergence(self):
+        """The indexers' loss in the last call, summed over queries and layers."""
+        return sum(layer.self_attn.divergence for layer in self.layers)
 
     def forward(self, tokens):
         x = self.embed_tokens(tokens)

@@ -1,7 +1,7 @@
 """Thirty training steps of Sieve repeated by PyTorch, from the same weights and batches.
 
 usage, from the repository's root:
-    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa|infllm_v2|moba] [--steps 30] [--keep DIR]
+    train_parity.py [--sieve target/release/sieve] [--kind mha|dma|mla|nsa|infllm_v2|moba|msa] [--steps 30] [--keep DIR]
 
 Sieve trains a small model on this repository's Rust files, one document a row, and writes its weights before the first step.
 `sieve data batch` hands over the tokens and labels of each step; then PyTorch takes the same steps on the CPU: AdamW
@@ -37,11 +37,12 @@ import transformers
 from plain_models import PlainModel
 from safetensors.torch import load_file, save_file
 
-TOLERANCE = {"mha": 1e-3, "dma": 1e-3, "mla": 1e-5, "nsa": 1e-5, "infllm_v2": 1e-5, "moba": 1e-5}
+TOLERANCE = {"mha": 1e-3, "dma": 1e-3, "mla": 1e-5, "nsa": 1e-5, "infllm_v2": 1e-5, "moba": 1e-5, "msa": 1e-5}
 # Of a gradient's norm; and where a choice of blocks hangs on less than f32 holds: one query may read another block.
 GRADIENT_TOLERANCE = {"clear": 1e-3, "near tie": 5e-2}
 NEAR_TIE = 4e-7
 BETA1, MAX_NORM = 0.9, 0.8
+INDEX_LOSS_WEIGHT = 0.5
 ATTENTION = {
     "mha": 'kind = "mha"',
     "dma": 'kind = "dma"\nkeep_window_size = 24',
@@ -63,10 +64,14 @@ num_local_blocks = 2""",
     "moba": """kind = "moba"
 select_block_size = 8
 num_selected_blocks = 3""",
+    "msa": f"""kind = "msa"
+select_block_size = 8
+num_selected_blocks = 3
+index_loss_weight = {INDEX_LOSS_WEIGHT}""",
 }
 
 # Kinds that plain_models.py has.
-PLAIN = ("mla", "nsa", "infllm_v2", "moba")
+PLAIN = ("mla", "nsa", "infllm_v2", "moba", "msa")
 
 RECIPE = """
 [model]
@@ -210,11 +215,29 @@ def ties(defined: bool):
         torch.topk = original
 
 
+def indexed_loss(model, batch):
+    """Cross-entropy, and the indexers' loss; segment by segment, since padding is a document of its own there."""
+    tokens, labels = batch["tokens"].long(), batch["labels"].long()
+    loss, divergence = 0.0, 0.0
+    for row, starts in enumerate(batch["doc_start"].tolist()):
+        bounds = [*sorted(set(starts)), tokens.shape[1]]
+        for start, end in zip(bounds, bounds[1:]):
+            logits, of = model(tokens[row : row + 1, start:end])[0], labels[row, start:end]
+            loss += torch.nn.functional.cross_entropy(logits, of, ignore_index=-100, reduction="sum")
+            divergence += model.divergence()
+    loss = loss / (labels != -100).sum()
+    return loss, loss + INDEX_LOSS_WEIGHT * divergence / tokens.numel()
+
+
 def mean_loss(model, batch):
+    """What is logged, and what gradients are of."""
+    if hasattr(getattr(getattr(model, "layers", [None])[0], "self_attn", None), "indexer"):
+        return indexed_loss(model, batch)
     tokens, labels = batch["tokens"].long(), batch["labels"].long()
     logits = model(tokens) if isinstance(model, PlainModel) else model(tokens, use_cache=False).logits
     logits, labels = logits.flatten(0, 1), labels.flatten()
-    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="mean")
+    loss = torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="mean")
+    return loss, loss
 
 
 def torch_steps(model, batches, steps: int) -> list[tuple[float, float]]:
@@ -225,9 +248,9 @@ def torch_steps(model, batches, steps: int) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(BETA1, 0.95), eps=1e-8)
     results = []
     for step, batch in enumerate(batches):
-        loss = mean_loss(model, batch)
+        loss, total = mean_loss(model, batch)
         optimizer.zero_grad()
-        loss.backward()
+        total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * learning_rate_factor(step, steps)
@@ -263,7 +286,7 @@ def gradient_differences(model, checkpoint, batches) -> list[tuple[str, int, str
         weights = load_file(checkpoint(step) / "model.safetensors")
         model.load_state_dict({name: value.double() for name, value in weights.items()})
         model.zero_grad()
-        mean_loss(model, batch).backward()
+        mean_loss(model, batch)[1].backward()
         kind = "near tie" if model.narrowest_choice() < NEAR_TIE else "clear"
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         moments = load_file(checkpoint(step + 1) / "optimizer.safetensors")

@@ -57,6 +57,8 @@ struct Inputs {
     compressed: Vec<f32>,
     /// A mean of each selected block, keys then values: `[2, batch * slots * num_kv_heads, head_dim]`.
     means: Vec<f32>,
+    /// The same of each token.
+    tokens: Vec<f32>,
     branches: [Vec<f32>; 3],
     logits: Vec<f32>,
     bias: Vec<f32>,
@@ -103,6 +105,7 @@ impl Inputs {
             // Keys of zeros: all blocks that a query sees whole are equally important.
             inputs.compressed[..keys].fill(0.0);
             inputs.means.fill(0.0);
+            inputs.tokens.fill(0.0);
         }
         magnify(&mut inputs.compressed[..keys], magnitude);
         let label = format!("{shape:?} {blocks:?} {cuts:?} ties {ties} q, k x {magnitude} seed {seed}");
@@ -126,6 +129,7 @@ impl Inputs {
             logits: normals(outputs / head_dim * 3),
             bias: normals(shape.num_heads * 3),
             d_blocks: normals(rows * size * head_dim),
+            tokens: normals(2 * shape.batch * shape.seq_len * shape.num_kv_heads * head_dim),
             chosen: Vec::new(),
             case,
             blocks,
@@ -158,10 +162,9 @@ impl Inputs {
         NsaCall::new(&self.case.documents::<B>(device), spec, self.blocks)
     }
 
-    /// The choices of InfLLM-V2 and MoBA by the same pooled keys, or by a mean of each block.
-    fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 2] {
-        let size = self.blocks.select_block_size;
-        let by_means = NsaBlocks {
+    /// The choices of InfLLM-V2, MoBA and MSA by the same pooled keys, by a mean of each block, or by each token's key.
+    fn choices(&self) -> [(&'static str, BlockChoice, &[f32]); 3] {
+        let keys_of = |size| NsaBlocks {
             compress_block_size: size,
             compress_stride: size,
             ..self.blocks
@@ -175,13 +178,19 @@ impl Inputs {
             },
         };
         let mean = BlockChoice {
-            blocks: by_means,
+            blocks: keys_of(self.blocks.select_block_size),
             rule: ChoiceRule::MeanKey,
             forced: ForcedBlocks { first: false, local: 1 },
+        };
+        let score = BlockChoice {
+            blocks: keys_of(1),
+            rule: ChoiceRule::LargestScore,
+            ..mean
         };
         [
             ("choice by the largest", largest, &self.compressed),
             ("choice by means", mean, &self.means),
+            ("choice by scores", score, &self.tokens),
         ]
     }
 

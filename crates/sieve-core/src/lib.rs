@@ -42,8 +42,8 @@ pub use call_shape::{CallShape, Tiles};
 pub use keeping::{KeepOLow, Keeping};
 pub use key_mask::{KeptRows, KeyMask, MaskCounts, MaskError, MaskPlaces, TokenWindow};
 pub use model::{
-    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, InfllmV2Shape, MlaShape, MobaShape, MsaShape,
-    ModelShape, NsaCompression, NsaShape,
+    Attention, AttentionPreset, DmaBias, DmaRecency, DmaShape, DmaWindow, InfllmV2Shape, MlaShape, MobaShape,
+    ModelShape, MsaShape, NsaCompression, NsaShape,
 };
 pub use nsa_blocks::NsaBlocks;
 pub use recipe::{Recipe, RecipeError};

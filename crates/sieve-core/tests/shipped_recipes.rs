@@ -210,7 +210,7 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
     let recipes = shipped();
     for Row { size, .. } in TABLE_4 {
         let (_, mha) = &recipes[&format!("mha_{size}")];
-        for kind in ["swa", "mla", "nsa", "dma", "dma_paper", "infllm_v2", "moba"] {
+        for kind in ["swa", "mla", "nsa", "dma", "dma_paper", "infllm_v2", "moba", "msa"] {
             let name = match kind {
                 "dma_paper" => format!("dma_{size}_paper"),
                 _ => format!("{kind}_{size}"),
@@ -224,6 +224,8 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
                 .filter(|change| kind != "mla" || change.key != "model.num_key_value_heads")
                 // Ours has dense layers.
                 .filter(|change| kind != "dma" || change.key != "model.layer_types")
+                // MSA's indexer has a warm-up.
+                .filter(|change| kind != "msa" || !change.key.starts_with("stage"))
                 // NSA's compression takes parameters from the feed-forward layers.
                 .filter(|change| kind != "nsa" || change.key != "model.intermediate_size")
                 .collect::<Vec<_>>();
@@ -236,7 +238,7 @@ fn recipes_of_one_size_differ_in_their_attention_alone() {
 fn mqar_recipes_differ_in_their_attention_alone() {
     let recipes = shipped();
     for (task, kinds) in [
-        ("mqar", &["swa", "mla", "nsa", "dma", "infllm_v2", "moba"][..]),
+        ("mqar", &["swa", "mla", "nsa", "dma", "infllm_v2", "moba", "msa"][..]),
         ("mqar_hard", &["nsa", "dma"]),
     ] {
         let (_, mha) = &recipes[&format!("{task}_mha")];

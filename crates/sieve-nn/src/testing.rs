@@ -2,7 +2,9 @@
 use crate::LayerContext;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
-use sieve_core::{Attention, DmaShape, InfllmV2Shape, MlaShape, MobaShape, ModelShape, NsaCompression, NsaShape};
+use sieve_core::{
+    Attention, DmaShape, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape,
+};
 use sieve_ops::{Documents, RotaryEmbedding};
 use sieve_testing::Random;
 pub(crate) use sieve_testing::assert_close;
@@ -48,8 +50,8 @@ pub(crate) fn nsa(compress: NsaCompression, shared_kv: bool) -> Attention {
 }
 
 /// The kinds, DMA with gates at `a_init`: MHA, SWA, DMA, MLA, NSA in three forms, MLA without norms of queries and
-/// keys, InfLLM-V2 and MoBA.
-pub(crate) fn kinds(a_init: f64) -> [Attention; 10] {
+/// keys, InfLLM-V2, MoBA and MSA.
+pub(crate) fn kinds(a_init: f64) -> [Attention; 11] {
     let mla = MlaShape {
         kv_lora_rank: 10,
         qk_rope_head_dim: 4,
@@ -77,6 +79,11 @@ pub(crate) fn kinds(a_init: f64) -> [Attention; 10] {
         Attention::Moba(MobaShape {
             select_block_size: 4,
             num_selected_blocks: 3,
+        }),
+        Attention::Msa(MsaShape {
+            select_block_size: 4,
+            num_selected_blocks: 3,
+            ..MsaShape::published()
         }),
     ]
 }

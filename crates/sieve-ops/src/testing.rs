@@ -2,7 +2,7 @@
 //!
 //! An op under test is a function of primitives, so that one harness serves every rank. Its reference is the plain-Burn
 //! forward pass on `Autodiff<Flex>`: Burn's own autodiff then gives gradients that share nothing with ours.
-use crate::Documents;
+use crate::{AttentionSpec, Documents};
 use burn::backend::Autodiff;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
@@ -288,4 +288,39 @@ pub(crate) fn documents<B: burn::tensor::backend::Backend>(
 /// Host integers as a tensor.
 pub(crate) fn ints<const D: usize>(values: Vec<i32>, dims: [usize; D]) -> Tensor<Ad, D, Int> {
     Tensor::from_data(TensorData::new(values, dims), &Default::default())
+}
+
+/// A call of given sizes: `[batch, seq_len]`, heads, head_dim, documents.
+pub(crate) struct Call {
+    pub(crate) dims: [usize; 2],
+    pub(crate) spec: AttentionSpec,
+    pub(crate) head_dim: usize,
+    pub(crate) documents: Documents<Ad>,
+}
+
+impl Call {
+    pub(crate) fn new(dims: [usize; 2], heads: [usize; 2], head_dim: usize, lengths: &[usize]) -> Self {
+        Self {
+            dims,
+            spec: AttentionSpec::dense(heads, head_dim),
+            head_dim,
+            documents: documents(lengths, dims),
+        }
+    }
+
+    pub(crate) fn qkv(&self, seed: u64) -> Input {
+        let [batch, n] = self.dims;
+        Random(seed).input(&[batch, n, self.spec.packed_heads(), self.head_dim])
+    }
+}
+
+/// Calls of several sizes, with documents and without.
+pub(crate) fn calls() -> Vec<Call> {
+    vec![
+        Call::new([2, 23], [4, 2], 6, &[]),
+        Call::new([2, 31], [3, 3], 16, &[5, 1, 3, 12]),
+        Call::new([1, 1], [2, 1], 4, &[]),
+        Call::new([1, 3], [2, 2], 8, &[2]),
+        Call::new([1, 70], [6, 2], 20, &[33]),
+    ]
 }

@@ -20,9 +20,9 @@ use crate::metrics::{History, Metrics};
 use crate::segments::{BesidePass, BlockSettings, pass};
 use crate::validation::{report, share_sums, sums_of_shares, sums_to_bytes};
 use crate::{
-    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Origin, Precision,
-    RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram, ValidationReport,
-    ValidationSize,
+    AdamW, AttentionStatistics, DeviceBatch, GradientBuffer, Group, Hardware, IndexerFit, MemoryProbe, Origin,
+    Precision, RunFolder, StepReport, TokenBytes, TrainError, TrainEvent, TrainSummary, TrainingData, Unigram,
+    ValidationReport, ValidationSize,
 };
 use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::Tensor;

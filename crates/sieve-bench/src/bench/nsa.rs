@@ -4,7 +4,7 @@ use super::inputs::Inputs;
 use super::rows::{ORDERS, dense, forward_flops, passes};
 use super::{Bench, Work};
 use crate::error::Result;
-use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape};
+use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
 use sieve_kernels::DType;
 use sieve_kernels::{
     AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks_backward, nsa_gates,
@@ -130,8 +130,8 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     )
 }
 
-/// InfLLM-V2 and MoBA with the blocks of NSA's row.
-fn choices() -> [(&'static str, BlockChoice); 2] {
+/// InfLLM-V2, MoBA and MSA with the blocks of NSA's row.
+fn choices() -> [(&'static str, BlockChoice); 3] {
     let num_selected_blocks = BLOCKS.num_selected_blocks;
     let infllm = InfllmV2Shape {
         num_selected_blocks,
@@ -142,17 +142,31 @@ fn choices() -> [(&'static str, BlockChoice); 2] {
         select_block_size: BLOCKS.select_block_size,
         num_selected_blocks,
     };
-    [("infllm_v2 ", infllm.choice()), ("moba ", moba.choice())]
+    let msa = MsaShape {
+        select_block_size: BLOCKS.select_block_size,
+        num_selected_blocks,
+        ..MsaShape::published()
+    };
+    [
+        ("infllm_v2 ", infllm.choice()),
+        ("moba ", moba.choice()),
+        ("msa ", msa.choice()),
+    ]
 }
 
 /// Pooling, choice and attention. Where each query head chooses, attention has keys and values of each head; the copy
-/// that makes them is not timed here.
+/// that makes them is not timed here. Of an indexer also what its loss runs: attention with its keys as values, of the
+/// heads and of its own, forward and backward.
 fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
-    let attended = AttentionShape {
-        num_kv_heads: choice.num_choosers(shape.num_heads, shape.num_kv_heads),
+    let heads = [shape.num_heads, shape.num_kv_heads];
+    let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape {
+        num_heads,
+        num_kv_heads,
         ..shape
     };
-    let (Some(inputs), Some(read)) = (bench.inputs(shape)?, bench.inputs(attended)?) else {
+    let (scored, choosers) = (of_heads(choice.scored_heads(heads)), choice.choices_per_token(heads));
+    let attended = bench.inputs(of_heads([shape.num_heads, choosers]))?;
+    let (Some(inputs), Some(read)) = (bench.inputs(scored)?, attended) else {
         return Ok(());
     };
     let (documents, blocks) = (inputs.documents(), choice.attended());
@@ -160,11 +174,26 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         let pooled = inputs.qkv.nsa_mean_pool(documents, choice.blocks)?;
         inputs.qkv.choose_key_blocks(documents, &pooled, choice, inputs.scale)
     };
-    let scores = forward_flops(shape, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
+    let scores = forward_flops(scored, shape.seq_len) / choice.blocks.compress_stride as f64 / 2.0;
     bench.row(&format!("{name}choice"), shape, Work::Flops(scores), || {
         choose().map(drop)
     });
-    let flops = forward_flops(shape, blocks.num_selected_blocks * blocks.select_block_size);
+    let tokens = blocks.num_selected_blocks * blocks.select_block_size;
+    let flops = forward_flops(shape, tokens);
+    let indexer = bench.inputs(of_heads([choosers; 2]))?.filter(|_| choice.has_indexer());
+    if let Some(indexer) = indexer {
+        let chosen = choose()?;
+        let flops = 3.5 * (flops + forward_flops(of_heads([choosers; 2]), tokens));
+        bench.row(&format!("{name}loss"), shape, Work::Flops(flops), || {
+            for inputs in [&read, &indexer] {
+                let attend = &inputs.qkv;
+                let (result, lists) = attend.nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)?;
+                let call = inputs.call(attend, &result);
+                call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
+            }
+            Ok(())
+        });
+    }
     passes(
         bench,
         (name, shape),

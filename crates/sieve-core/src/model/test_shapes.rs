@@ -1,6 +1,7 @@
 //! Shapes that tests share, of this crate and of those above it.
 
-use super::{Attention, DmaShape, MlaShape, ModelShape, NsaCompression, NsaShape};
+use super::{Attention, DmaShape, InfllmV2Shape, MlaShape, MobaShape, ModelShape, MsaShape, NsaCompression, NsaShape};
+use crate::BlockChoice;
 
 /// Qwen3-0.6B, as its published config.json says.
 pub fn qwen3_0_6b() -> ModelShape {
@@ -86,4 +87,43 @@ pub fn tiny_nsa() -> ModelShape {
         }),
         ..tiny_dma()
     }
+}
+
+/// InfLLM-V2's choice by `[compress_block_size, compress_stride, select_block_size, num_selected_blocks]`.
+pub fn infllm_v2(
+    [
+        compress_block_size,
+        compress_stride,
+        select_block_size,
+        num_selected_blocks,
+    ]: [usize; 4],
+    num_local_blocks: usize,
+) -> BlockChoice {
+    InfllmV2Shape {
+        compress_block_size,
+        compress_stride,
+        select_block_size,
+        num_selected_blocks,
+        num_local_blocks,
+    }
+    .choice()
+}
+
+/// MoBA's choice.
+pub fn moba(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
+    MobaShape {
+        select_block_size,
+        num_selected_blocks,
+    }
+    .choice()
+}
+
+/// MSA's choice.
+pub fn msa(select_block_size: usize, num_selected_blocks: usize) -> BlockChoice {
+    MsaShape {
+        select_block_size,
+        num_selected_blocks,
+        ..MsaShape::published()
+    }
+    .choice()
 }

@@ -7,7 +7,9 @@ use super::mistake::{Mistake, Problem};
 use super::{AttentionKind, Recipe, schema};
 use crate::keys::{Key, Section, Source, value_of};
 use crate::model::MAX_CHOSEN_BLOCKS;
-use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape};
+use crate::model::{
+    DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape,
+};
 
 /// Turns a stage's `tokens` into steps, and fills `training.steps` in with their sum.
 ///
@@ -273,7 +275,16 @@ pub(super) const PRESET: &str = "preset";
 /// The keys of `kind` that its preset sets, or that do not go with it.
 pub(super) fn preset_keys(kind: AttentionKind) -> impl Iterator<Item = &'static str> {
     let names = kind.keys().iter().map(|key| key.name);
-    names.filter(|name| ![PRESET, "keep_window_size", "compress_hidden_size", "index_loss_weight", "index_warmup"].contains(name))
+    names.filter(|name| {
+        ![
+            PRESET,
+            "keep_window_size",
+            "compress_hidden_size",
+            "index_loss_weight",
+            "index_warmup",
+        ]
+        .contains(name)
+    })
 }
 
 /// The published form of a kind as a table, for heads of `head_dim`.

@@ -20,7 +20,7 @@ fn model(attention: Attention) -> Qwen3<Flex> {
     Qwen3::new(&shape, 4, &Default::default())
 }
 
-fn kinds() -> [Attention; 7] {
+fn kinds() -> [Attention; 8] {
     [
         Attention::Mha,
         Attention::swa(20),
@@ -53,6 +53,11 @@ fn kinds() -> [Attention; 7] {
         Attention::Moba(sieve_core::MobaShape {
             select_block_size: 8,
             num_selected_blocks: 3,
+        }),
+        Attention::Msa(sieve_core::MsaShape {
+            select_block_size: 8,
+            num_selected_blocks: 3,
+            ..sieve_core::MsaShape::published()
         }),
     ]
 }

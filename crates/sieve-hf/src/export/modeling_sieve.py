@@ -1,6 +1,6 @@
 """Language models whose attention no class of transformers has, as Sieve exports them: plain PyTorch.
 
-The attention is NSA, MLA, DMA, InfLLM-V2, MoBA, a sliding window or dense, the sparse kinds with or without dense
+The attention is NSA, MLA, DMA, InfLLM-V2, MoBA, MSA, a sliding window or dense, the sparse kinds with or without dense
 layers between them.
 
 Padding, wherever attention_mask has it, is moved behind the tokens of its row, where causal attention never looks, and
@@ -53,19 +53,13 @@ DEFAULTS = {
     "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6, "residual_scale": False, "use_cache": True,
-    # MLA
-    "kv_lora_rank": 0, "qk_rope_head_dim": 0,
-    # Whether each head's query and key go through RMSNorm before the rotation, all heads with one weight.
-    "mla_qk_norm": False,
-    # NSA; window_size is that of a sliding window too.
+    # MLA; mla_qk_norm: whether each head's query and key go through RMSNorm before the rotation, all with one weight.
+    "kv_lora_rank": 0, "qk_rope_head_dim": 0, "mla_qk_norm": False,
+    # NSA; window_size is that of a sliding window too, num_local_blocks InfLLM-V2's.
     "compress_block_size": 32, "compress_stride": 16, "compress": "mlp", "compress_hidden_size": None,
-    "select_block_size": 64, "num_selected_blocks": 16, "window_size": 512, "shared_kv": True,
-    # InfLLM-V2, beside the sizes of NSA's blocks
-    "num_local_blocks": 1,
-    # DMA
-    "keep_window_size": 2048, "local_window_size": 0, "bias": "exp",
-    # Tokens over which a rank grows by one, a number for each KV head.
-    "periods": None,
+    "select_block_size": 64, "num_selected_blocks": 16, "window_size": 512, "shared_kv": True, "num_local_blocks": 1,
+    # DMA; periods: tokens over which a rank grows by one, a number for each KV head.
+    "keep_window_size": 2048, "local_window_size": 0, "bias": "exp", "periods": None,
 }  # fmt: skip
 
 
@@ -133,11 +127,7 @@ class Rows:
     def __init__(self, first, columns, count, new, config, device):
         self.first, self.columns, self.count, self.new, self.config = first, columns, count, new, config
         self.positions = indices(first, count, device)
-        self.tables = {}
-
-    @property
-    def total(self):
-        return self.columns + self.count
+        self.total, self.tables = columns + count, {}
 
     def rotate(self, x):
         """Rotary positions of x [batch, heads, tokens, width], the halves of a head being the pairs."""
@@ -340,11 +330,9 @@ class BlockMlp(nn.Module):
 
 
 class DenseAttention(nn.Module):
-    window = None
-
-    def __init__(self, config):
+    def __init__(self, config, window=None):
         super().__init__()
-        self.config = config
+        self.config, self.window = config, window
         self.scale = 1.0 / math.sqrt(config.head_dim)
         size, d = config.hidden_size, config.head_dim
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -375,14 +363,6 @@ class DenseAttention(nn.Module):
     def forward(self, x, rows, cache):
         q, k, v = self.keys(x, rows, cache)
         return self.out(dense(self, q, k, v, rows, self.scale, self.window, cache))
-
-
-class WindowAttention(DenseAttention):
-    """Each query sees the last window_size keys, its own among them."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.window = config.window_size
 
 
 def choose(importance, query, config, first, local):
@@ -442,6 +422,29 @@ class ChosenBlocksAttention(DenseAttention):
                 importance = overlapping(torch.softmax(scores, -1).nan_to_num(0.0).sum(2), config, end).amax(-1)
                 chosen = choose(importance, query, config, 1, config.num_local_blocks)
             o.append(read_blocks(self, here, k, v, chosen, query, rows, start, end))
+        return self.out(torch.cat(o, 2))
+
+
+class IndexedAttention(DenseAttention):
+    """MSA: an indexer's queries, one for each KV head, choose blocks by the best of their tokens' keys, one head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        size, d = config.hidden_size, config.head_dim
+        self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
+        self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
+
+    def forward(self, x, rows, cache):
+        select, (q, k, v), o = self.config.select_block_size, self.keys(x, rows, cache), []
+        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x)))).float()
+        index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
+        index_k = index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+        for start, stop, query, end in tiles(rows, k.shape[2]):
+            scores = index_q[:, :, start:stop] @ index_k[:, :, :end].float().transpose(2, 3)
+            later = (torch.arange(end, device=x.device) > query)[:, None]
+            scores = nn.functional.pad(scores.masked_fill(later, -math.inf), (0, -end % select), value=-math.inf)
+            chosen = choose(scores.unflatten(3, (-1, select)).amax(-1), query, self.config, 0, 1)
+            o.append(read_blocks(self, q[:, :, start:stop], k, v, chosen, query, rows, start, end))
         return self.out(torch.cat(o, 2))
 
 
@@ -651,7 +654,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         kinds = {
             "mla": LatentAttention, "nsa": NativeSparseAttention, "infllm_v2": ChosenBlocksAttention,
-            "moba": ChosenBlocksAttention, "dma": DynamicMaskAttention, "swa": WindowAttention, "mha": DenseAttention,
+            "moba": ChosenBlocksAttention, "msa": IndexedAttention, "dma": DynamicMaskAttention, "mha": DenseAttention,
+            "swa": lambda config: DenseAttention(config, config.window_size),
         }  # fmt: skip
         pattern = config.dense_layers
         is_dense = bool(pattern) and pattern[index % len(pattern)]
@@ -731,8 +735,7 @@ class SieveModel(SievePreTrainedModel):
             order = real.to(torch.int8).sort(dim=1, descending=True, stable=True).indices
             back = order.argsort(dim=1)[..., None]
             x = x.gather(1, order[..., None].expand_as(x))
-        new = count if real is None else real.sum(1)
-        rows = Rows(first, columns, count, new, self.config, device)
+        rows = Rows(first, columns, count, count if real is None else real.sum(1), self.config, device)
         if position_ids is not None and not torch.compiler.is_compiling():
             expected = rows.positions.expand(batch, -1)
             expected = expected if back is None else expected.gather(1, back[..., 0])
@@ -793,6 +796,5 @@ class SieveForCausalLM(SievePreTrainedModel, GenerationMixin):
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(found.last_hidden_state[:, kept])
         loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
-        kept = {"past_key_values": found.past_key_values, "hidden_states": found.hidden_states}
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, **kept)
+        output = CausalLMOutputWithPast(loss, logits, found.past_key_values, found.hidden_states)
         return output.to_tuple() if return_dict is False else output

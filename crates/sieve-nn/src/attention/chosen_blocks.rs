@@ -104,7 +104,12 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         }
     }
 
-    pub(crate) fn choose(&self, packed: &Packed<B>, documents: &Documents<B>, spec: AttentionSpec) -> Tensor<B, 4, Int> {
+    pub(crate) fn choose(
+        &self,
+        packed: &Packed<B>,
+        documents: &Documents<B>,
+        spec: AttentionSpec,
+    ) -> Tensor<B, 4, Int> {
         let (scored, spec) = match &packed.index {
             Some(index) => (index, indexer_spec(spec)),
             None => (&packed.qkv, spec),
@@ -124,7 +129,10 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let Packed { qkv, index } = packed;
         let Some(index) = index else {
             let chosen = chosen.expect("an indexer alone warms up");
-            return (sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice), None);
+            return (
+                sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
+                None,
+            );
         };
         let call = IndexedCall {
             documents,

@@ -61,7 +61,12 @@ impl<B: Backend> ChosenCache<B> {
     /// Packed rows of all keys, with queries of zero, and then new tokens.
     pub(crate) fn row(&self, packed: &Packed<B>) -> Packed<B> {
         let index = packed.index.as_ref().map(|new| {
-            let keys = self.pooled.as_ref().expect("every token has one").tokens().swap_dims(1, 2);
+            let keys = self
+                .pooled
+                .as_ref()
+                .expect("every token has one")
+                .tokens()
+                .swap_dims(1, 2);
             let [batch, _, heads, d] = new.dims();
             let queries = Tensor::zeros([batch, self.num_pooled(), heads - 2, d], (&new.device(), new.dtype()));
             let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);

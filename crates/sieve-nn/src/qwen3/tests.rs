@@ -103,7 +103,11 @@ fn every_parameter_gets_a_gradient() {
         };
         let model = Qwen3::<Ad>::new(&shape, 1, &Default::default());
         let rows = Rows::new(DIMS, &shape);
-        let x = model.hidden(ids(DIMS, 1), &rows.context());
+        let context = LayerContext {
+            token_share: 0.1,
+            ..rows.context()
+        };
+        let x = model.hidden(ids(DIMS, 1), &context);
         let labels = Tensor::from_inner(labels());
         let gradients = model.head.loss(x, labels, &model.embed_tokens).backward();
         let mut missing = Missing {
@@ -123,6 +127,8 @@ fn every_parameter_gets_a_gradient() {
                 let compression = 6 * usize::from(nsa.compress_hidden_size.is_some());
                 12 + compression + 2 * usize::from(!nsa.shared_kv)
             }
+            // The indexer's projection and norms.
+            sieve_core::Attention::Msa(_) => 13,
             _ => 10,
         };
         assert_eq!((missing.seen, missing.zero), (3 + 2 * per_layer, 0));

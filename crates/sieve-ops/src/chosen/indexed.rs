@@ -149,7 +149,9 @@ pub fn index_statistics<B: SieveBackend>(
     let starts = starts.narrow(0, 0, 1).squeeze_dim::<1>(0).select(0, queries.clone());
     let all = [count, n];
     let start = starts.clone().unsqueeze_dim::<2>(1).expand(all);
-    let key = Tensor::<B::Inner, 1, Int>::arange(0..n as i64, &device).unsqueeze_dim::<2>(0).expand(all);
+    let key = Tensor::<B::Inner, 1, Int>::arange(0..n as i64, &device)
+        .unsqueeze_dim::<2>(0)
+        .expand(all);
     let query = queries.clone().unsqueeze_dim::<2>(1).expand(all);
     let hidden = key.clone().lower(start.clone()).bool_or(key.clone().greater(query));
     let in_document = (key - start).clamp_min(0);
@@ -172,7 +174,11 @@ pub fn index_statistics<B: SieveBackend>(
         None => (hidden, Tensor::ones([1], &device)),
         Some(chosen) => {
             let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.clone().into_primitive());
-            let chosen = chosen.narrow(0, 0, 1).squeeze_dim::<3>(0).select(0, queries.clone()).swap_dims(0, 1);
+            let chosen = chosen
+                .narrow(0, 0, 1)
+                .squeeze_dim::<3>(0)
+                .select(0, queries.clone())
+                .swap_dims(0, 1);
             let size = call.choice.attended().select_block_size;
             let num_blocks = n.div_ceil(size);
             // Place 0 is that of -1: no block.
@@ -192,7 +198,8 @@ pub fn index_statistics<B: SieveBackend>(
             let own = own.expand([groups, count, 1]);
             let of_own = of_blocks.clone().gather(2, own.clone());
             let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
-            let most = (blocks.num_selected_blocks - 1).min(num_blocks);
+            // The place of the own block holds 0.
+            let most = (blocks.num_selected_blocks - 1).min(num_blocks - 1);
             let best = match most {
                 0 => of_own.sum(),
                 _ => of_own.sum() + others.topk(most, 2).sum(),

@@ -3,60 +3,20 @@ use super::*;
 use crate::attention::attention;
 use crate::reference;
 use crate::testing::{
-    Ad, Float as AdFloat, Random, RandomInput, assert_close, check_finite_differences, check_parity, check_views,
-    documents, float, host, primitive as of_ad,
+    Ad, Call, Float as AdFloat, Input, Random, RandomInput, View, assert_close, calls, check_finite_differences,
+    check_parity, check_views, evaluate, float, host, primitive as of_ad,
 };
+use burn::tensor::TensorData;
+use burn::tensor::activation::log_softmax;
+use burn::tensor::backend::AutodiffBackend;
 use burn_flex::Flex;
-use sieve_core::{ChoiceRule, ForcedBlocks, NsaBlocks};
+use sieve_core::model::test_shapes::{infllm_v2, moba, msa};
 
 fn infllm(num_selected_blocks: usize) -> BlockChoice {
-    BlockChoice {
-        blocks: NsaBlocks {
-            compress_block_size: 4,
-            compress_stride: 2,
-            select_block_size: 4,
-            num_selected_blocks,
-        },
-        rule: ChoiceRule::LargestProbability,
-        forced: ForcedBlocks { first: true, local: 2 },
-    }
-}
-
-fn moba(size: usize, num_selected_blocks: usize) -> BlockChoice {
-    BlockChoice {
-        blocks: NsaBlocks {
-            compress_block_size: size,
-            compress_stride: size,
-            select_block_size: size,
-            num_selected_blocks,
-        },
-        rule: ChoiceRule::MeanKey,
-        forced: ForcedBlocks { first: false, local: 1 },
-    }
-}
-
-struct Call {
-    dims: [usize; 2],
-    spec: AttentionSpec,
-    head_dim: usize,
-    documents: Documents<Ad>,
+    infllm_v2([4, 2, 4, num_selected_blocks], 2)
 }
 
 impl Call {
-    fn new(dims: [usize; 2], heads: [usize; 2], head_dim: usize, lengths: &[usize]) -> Self {
-        Self {
-            dims,
-            spec: AttentionSpec::dense(heads, head_dim),
-            head_dim,
-            documents: documents(lengths, dims),
-        }
-    }
-
-    fn qkv(&self, seed: u64) -> crate::testing::Input {
-        let [batch, n] = self.dims;
-        Random(seed).input(&[batch, n, self.spec.packed_heads(), self.head_dim])
-    }
-
     fn documents_of<B: Backend<IntTensorPrimitive = burn_flex::FlexTensor>>(&self) -> Documents<B> {
         let of = |x: &Tensor<Ad, 2, Int>| Tensor::<B, 2, Int>::from_primitive(x.clone().into_primitive());
         Documents {
@@ -67,20 +27,10 @@ impl Call {
     }
 }
 
-fn calls() -> Vec<Call> {
-    vec![
-        Call::new([2, 23], [4, 2], 6, &[]),
-        Call::new([2, 31], [3, 3], 16, &[5, 1, 3, 12]),
-        Call::new([1, 1], [2, 1], 4, &[]),
-        Call::new([1, 3], [2, 2], 8, &[2]),
-        Call::new([1, 70], [6, 2], 20, &[33]),
-    ]
-}
-
 #[test]
 fn choices_equal_the_reference() {
     for call in calls() {
-        for choice in [infllm(4), moba(4, 3), moba(5, 2)] {
+        for choice in [infllm(4), moba(4, 3), moba(5, 2), msa(4, 3), msa(6, 2)] {
             let documents = call.documents_of::<Flex>();
             let of = |dtype| -> Vec<i64> {
                 let qkv =
@@ -134,8 +84,7 @@ fn attention_over_all_blocks_is_dense() {
     }
 }
 
-fn of_leaf(input: &crate::testing::Input) -> AdFloat {
-    use burn::tensor::backend::AutodiffBackend;
+fn of_leaf(input: &Input) -> AdFloat {
     Ad::from_inner(input.tensor(DType::F32))
 }
 
@@ -193,5 +142,211 @@ fn attention_over_some_blocks_equals_the_reference() {
         check_finite_differences("chosen_attention", &[input], &|inputs| {
             op(&call, choice, &chosen, inputs)
         });
+    }
+}
+
+impl Call {
+    /// The packed tensor of an indexer.
+    fn index(&self, seed: u64) -> Input {
+        let [batch, n] = self.dims;
+        Random(seed).input(&[batch, n, self.spec.num_kv_heads + 2, self.head_dim])
+    }
+
+    fn indexed(&self, choice: BlockChoice, index: Option<&Input>, loss_weight: f64) -> IndexedCall<'_, Ad> {
+        let chosen = index.map(|index| {
+            let (index, spec) = (float::<4>(&of_leaf(index)), indexer_spec(self.spec));
+            choose_key_blocks(index, &self.documents, spec, choice)
+        });
+        IndexedCall {
+            documents: &self.documents,
+            spec: self.spec,
+            choice,
+            chosen,
+            loss_weight,
+        }
+    }
+}
+
+/// Whether each query reads each key, by `[row, KV head, query, key]`.
+fn tokens_read(call: &Call, indexed: &IndexedCall<'_, Ad>) -> Vec<bool> {
+    let ([batch, n], groups) = (call.dims, call.spec.num_kv_heads);
+    let starts: Vec<i64> = call.documents.start.clone().into_data().iter::<i64>().collect();
+    let chosen = indexed.chosen.clone();
+    let chosen = chosen.map(|chosen| (chosen.dims()[3], chosen.into_data().iter::<i64>().collect::<Vec<_>>()));
+    let size = indexed.choice.attended().select_block_size as i64;
+    let mut read = Vec::new();
+    for row in 0..batch {
+        for group in 0..groups {
+            for query in 0..n {
+                let token = row * n + query;
+                let start = starts[token];
+                read.extend((0..n as i64).map(|key| {
+                    let seen = start <= key && key <= query as i64;
+                    seen && chosen.as_ref().is_none_or(|(k, chosen)| {
+                        let of_query = &chosen[(token * groups + group) * k..][..*k];
+                        of_query.contains(&((key - start) / size))
+                    })
+                }));
+            }
+        }
+    }
+    read
+}
+
+/// The definition in plain Burn with every score: the output, and the sum of the divergences.
+fn defined(call: &Call, indexed: &IndexedCall<'_, Ad>, inputs: &[AdFloat]) -> (Tensor<Ad, 4>, Tensor<Ad, 1>) {
+    let ([batch, n], groups, group) = (call.dims, call.spec.num_kv_heads, call.spec.group_size());
+    let [q, k, v] = split_heads::<Ad>(float(&inputs[0]), groups).map(|x| x.swap_dims(1, 2));
+    let [q_index, k_index, _] = split_heads::<Ad>(float(&inputs[1]), 1).map(|x| x.swap_dims(1, 2));
+    let read = TensorData::new(tokens_read(call, indexed), [batch, groups, 1, n, n]);
+    let unread = Tensor::<Ad, 5, burn::tensor::Bool>::from_data(read, &Default::default()).bool_not();
+    let all = [batch, groups, group, n, n];
+    let of_groups = |x: Tensor<Ad, 4>| {
+        let x = x.unsqueeze_dim::<5>(2);
+        x.expand([batch, groups, group, n, call.head_dim])
+    };
+    let q = q.reshape([batch, groups, group, n, call.head_dim]);
+    let scale = call.spec.softmax_scale;
+    // A number that is finite: 0 times it is 0 in the divergence.
+    let logits = |q: Tensor<Ad, 5>, k: Tensor<Ad, 5>, dims: [usize; 5]| {
+        (q.matmul(k.swap_dims(3, 4)) * scale).mask_fill(unread.clone().expand(dims), -1e9)
+    };
+    let log_p = log_softmax(logits(q, of_groups(k), all), 4);
+    let p = log_p.exp();
+    let o = p
+        .clone()
+        .matmul(of_groups(v))
+        .reshape([batch, groups * group, n, call.head_dim]);
+    let p = p.detach().mean_dim(2);
+    let one = [batch, groups, 1, n, n];
+    let k_index = k_index
+        .unsqueeze_dim::<5>(2)
+        .expand([batch, groups, 1, n, call.head_dim]);
+    let log_index = log_softmax(logits(q_index.unsqueeze_dim::<5>(2), k_index, one), 4);
+    let log_p = p.clone().clamp_min(1e-300).log();
+    let divergence = (p * (log_p - log_index)).mask_fill(unread, 0.0).sum();
+    (o.swap_dims(1, 2), divergence)
+}
+
+/// Choices of MSA, all tokens among them.
+fn indexed_calls() -> Vec<(Call, BlockChoice, bool)> {
+    let mut all = Vec::new();
+    for (choice, is_warmup) in [(msa(4, 3), false), (msa(3, 64), false), (msa(4, 3), true)] {
+        all.extend(calls().into_iter().map(|call| (call, choice, is_warmup)));
+    }
+    all
+}
+
+#[test]
+fn indexed_attention_and_its_loss_equal_the_definition() {
+    for (call, choice, is_warmup) in indexed_calls() {
+        let inputs = [call.qkv(4), call.index(5)];
+        let chooses = (!is_warmup).then_some(&inputs[1]);
+        let indexed = call.indexed(choice, chooses, 0.3);
+        let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
+        check_parity("indexed_attention", &inputs, &op, &|inputs| {
+            let (o, divergence) = defined(&call, &indexed, inputs);
+            // The harness sums o times numbers of this seed: the divergence's own value drops out, its gradient stays.
+            let sum: f64 = Random(77).input(&o.dims()).values.iter().sum();
+            let loss = (divergence.clone() - divergence.detach()) * (0.3 / sum);
+            of_ad(o + loss.reshape([1, 1, 1, 1]))
+        });
+        check_views("indexed_attention", &inputs, &op);
+    }
+}
+
+#[test]
+fn the_indexer_learns_from_its_loss_alone_and_the_attention_from_the_output_alone() {
+    let call = Call::new([2, 31], [6, 2], 8, &[5, 12]);
+    let inputs = [call.qkv(6), call.index(7)];
+    let run = |weight: f64, seed: u64| {
+        let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), weight);
+        let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
+        evaluate(&op, &inputs, seed, DType::F64, View::Contiguous)
+    };
+    let (one, none, other) = (run(1.0, 1), run(0.0, 1), run(1.0, 2));
+    assert_eq!((&one.output, &one.gradients[0]), (&none.output, &none.gradients[0]));
+    assert!(none.gradients[1].iter().all(|&x| x == 0.0));
+    assert_eq!(one.gradients[1], other.gradients[1]);
+    assert!(one.gradients[1].iter().any(|&x| x != 0.0));
+    // Differences of the loss in f64.
+    let indexed = call.indexed(msa(4, 3), Some(&inputs[1]), 1.0);
+    let loss = |index: &Input| {
+        let leaves = [&inputs[0], index].map(|input| Ad::from_inner(input.tensor(DType::F64)));
+        defined(&call, &indexed, &leaves)
+            .1
+            .into_data()
+            .iter::<f64>()
+            .sum::<f64>()
+    };
+    let gradient = &one.gradients[1];
+    for at in (0..gradient.len()).step_by(7) {
+        let moved = |by: f64| {
+            let mut index = inputs[1].clone();
+            index.values[at] += by;
+            loss(&index)
+        };
+        let difference = (moved(1e-5) - moved(-1e-5)) / 2e-5;
+        assert!(
+            (difference - gradient[at]).abs() < 1e-7,
+            "{at}: {difference} is not {}",
+            gradient[at]
+        );
+    }
+}
+
+#[test]
+fn all_blocks_of_an_indexer_are_dense_attention_and_its_warm_up() {
+    for call in calls() {
+        let inputs = [call.qkv(8), call.index(9)];
+        let run = |choice: BlockChoice, chooses: Option<&Input>| {
+            let indexed = call.indexed(choice, chooses, 1.0);
+            let op = |inputs: &[AdFloat]| of_ad(indexed_attention(float(&inputs[0]), float(&inputs[1]), &indexed));
+            evaluate(&op, &inputs, 3, DType::F32, View::Contiguous)
+        };
+        let (all, warm_up) = (run(msa(4, 64), Some(&inputs[1])), run(msa(4, 2), None));
+        let dense = evaluate(
+            &|inputs| of_ad(attention(float::<4>(&inputs[0]), &call.documents, call.spec)),
+            &inputs[..1],
+            3,
+            DType::F32,
+            View::Contiguous,
+        );
+        assert_eq!(
+            (&warm_up.output, &warm_up.gradients[0]),
+            (&dense.output, &dense.gradients[0])
+        );
+        assert_close("all blocks", &all.output, &warm_up.output, 1e-5);
+        for (all, warm_up) in all.gradients.iter().zip(&warm_up.gradients) {
+            assert_close("all blocks' gradients", all, warm_up, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn statistics_are_those_of_every_score() {
+    // As many tokens as are measured, so that the mean is over all queries.
+    for (lengths, heads) in [(&[][..], [4, 2]), (&[5][..], [3, 3]), (&[1, 9][..], [2, 1])] {
+        let call = Call::new([1, 16], heads, 8, lengths);
+        let inputs = [call.qkv(10), call.index(11)];
+        let leaves = inputs.clone().map(|input| of_leaf(&input));
+        for choice in [None, Some(msa(2, 2)), Some(msa(3, 1)), Some(msa(2, 64))] {
+            let indexed = call.indexed(choice.unwrap_or(msa(2, 2)), choice.map(|_| &inputs[1]), 1.0);
+            let measured = index_statistics(float::<4>(&leaves[0]), float::<4>(&leaves[1]), &indexed);
+            let measured: Vec<f64> = measured.into_data().iter::<f64>().collect();
+            let (_, divergence) = defined(&call, &indexed, &leaves);
+            let divergence = divergence.into_data().iter::<f64>().sum::<f64>() / (16 * heads[1]) as f64;
+            assert!((measured[0] - divergence).abs() < 1e-4, "{measured:?}, KL {divergence}");
+            let sees_all = choice.is_none_or(|choice| choice.blocks.num_selected_blocks == 64);
+            assert!(
+                measured[1] <= 1.0 + 1e-5 && (measured[1] > 0.999 || !sees_all),
+                "{measured:?}"
+            );
+            assert!(measured[2] >= 0.0 && measured[2] <= 16f64.ln(), "{measured:?}");
+            if choice == Some(msa(3, 1)) {
+                // One block, which is the query's own.
+                assert!((measured[1] - 1.0).abs() < 1e-5, "{measured:?}");
+            }
+        }
     }
 }

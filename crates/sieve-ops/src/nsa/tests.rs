@@ -2,7 +2,8 @@
 use super::*;
 use crate::reference;
 use crate::testing::{
-    Ad, Float, Input, Random, RandomInput, check_finite_differences, check_parity, check_views, documents, float, ints,
+    Ad, Call, Float, Input, Random, RandomInput, calls, check_finite_differences, check_parity, check_views, float,
+    ints,
 };
 use burn_flex::Flex;
 
@@ -13,31 +14,9 @@ const BLOCKS: NsaBlocks = NsaBlocks {
     num_selected_blocks: 3,
 };
 
-/// A call of given sizes: `[batch, seq_len]`, spec, head_dim, documents.
-struct Call {
-    dims: [usize; 2],
-    spec: AttentionSpec,
-    head_dim: usize,
-    documents: Documents<Ad>,
-}
-
 impl Call {
-    fn new(dims: [usize; 2], heads: [usize; 2], head_dim: usize, lengths: &[usize]) -> Self {
-        Self {
-            dims,
-            spec: AttentionSpec::dense(heads, head_dim),
-            head_dim,
-            documents: documents(lengths, dims),
-        }
-    }
-
     fn call(&self) -> NsaCall<Ad> {
         NsaCall::new(&self.documents, self.spec, BLOCKS)
-    }
-
-    fn qkv(&self, seed: u64) -> Input {
-        let [batch, n] = self.dims;
-        Random(seed).input(&[batch, n, self.spec.packed_heads(), self.head_dim])
     }
 
     fn compressed(&self, seed: u64) -> Input {
@@ -66,16 +45,6 @@ impl Call {
         }
         ints(all, [batch, n, kv_heads, k])
     }
-}
-
-fn calls() -> Vec<Call> {
-    vec![
-        Call::new([2, 23], [4, 2], 6, &[]),
-        Call::new([2, 31], [3, 3], 16, &[5, 1, 3, 12]),
-        Call::new([1, 1], [2, 1], 4, &[]),
-        Call::new([1, 3], [2, 2], 8, &[2]),
-        Call::new([1, 70], [6, 2], 20, &[33]),
-    ]
 }
 
 /// The op of each kind, on the backend's methods or on the references.

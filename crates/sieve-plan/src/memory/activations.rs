@@ -101,7 +101,10 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
                 Target::Gpu(_) if gpu_attention_gap(shape).is_none() => 2 * choices,
                 _ => 0,
             };
-            (common + normed + 2 * packed + indexer + q, lse + F32 * (choices + lists))
+            (
+                common + normed + 2 * packed + indexer + q,
+                lse + F32 * (choices + lists),
+            )
         }
     };
     values * target.value_bytes() + f32_bytes

@@ -108,7 +108,10 @@ pub(super) fn whole_step_line(report: &StepReport) -> String {
     let clamped = report.attention.clamped;
     let clamped = clamped.map_or(String::new(), |share| format!("  clamped: {:.2}%", 100.0 * share));
     let fit = report.attention.indexer.map_or(String::new(), |fit| {
-        format!("  index KL: {:.4} (recall {:.3}, entropy {:.2})", fit.index_kl, fit.index_recall, fit.index_entropy)
+        format!(
+            "  index KL: {:.4} (recall {:.3}, entropy {:.2})",
+            fit.index_kl, fit.index_recall, fit.index_entropy
+        )
     });
     format!(
         "step: {:>5}  loss: {:>8.5}  grad_norm: {:>7.4}  lr: {:.3e}  memory: {gib:>5.2}GiB({share:.2}%)  tps: {}  \

@@ -73,7 +73,12 @@ fn check_stage(number: usize, stage: &StageSection, parts: &Parts<'_>, rules: &m
         rules.require(
             attention.index_warmup().is_some(),
             &key("index_warmup"),
-            || format!("does not go with kind = {:?}, which has no indexer", attention.kind().name()),
+            || {
+                format!(
+                    "does not go with kind = {:?}, which has no indexer",
+                    attention.kind().name()
+                )
+            },
             || "leave it out, or set attention.kind = \"msa\"".to_owned(),
         );
     }

@@ -79,7 +79,7 @@ fn wrong_types_name_key_value_wish_and_line() {
         { vocab_size = 512 } => { vocab_sise = 512 } => \
             [tokenizer.train] has no key vocab_sise, did you mean vocab_size?
         kind = "dma" => kind = 3 => attention.kind: wanted one of "mha", "swa", "mla", "nsa", "dma", \
-            "infllm_v2", "moba", got 3
+            "infllm_v2", "moba", "msa", got 3
         steps = 40 => steps = 2024-01-02 => got the date 2024-01-02
     "#,
     ) {
@@ -330,6 +330,22 @@ fn rules_of_chosen_blocks() {
         (
             "kind = \"moba\"\nselect_block_size = 100".to_owned(),
             "attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is",
+        ),
+        (
+            "kind = \"msa\"\nselect_block_size = 100".to_owned(),
+            "attention.select_block_size: is 100, more than 64 and no multiple of it\n    hint: 64 is",
+        ),
+        (
+            "kind = \"msa\"\nnum_selected_blocks = 0".to_owned(),
+            "attention.num_selected_blocks: is 0, outside 1 to 64",
+        ),
+        (
+            "kind = \"msa\"\nindex_loss_weight = -1.0".to_owned(),
+            "attention.index_loss_weight: is -1",
+        ),
+        (
+            "kind = \"msa\"\nindex_warmup = true".to_owned(),
+            "attention.index_warmup: is true to the end of the run, in which no query would choose its keys\n    hint: end",
         ),
         (
             "kind = \"moba\"\nnum_selected_blocks = 65".to_owned(),

@@ -1,7 +1,7 @@
 //! `--set section.key=value`.
 
 use super::*;
-use crate::model::{DmaBias, DmaRecency, InfllmV2Shape, MlaShape, MobaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, InfllmV2Shape, MlaShape, MobaShape, MsaShape, NsaCompression, NsaShape};
 use sieve_testing::{cases, refusal};
 
 fn load(overrides: &[&str]) -> Result<Recipe, RecipeError> {
@@ -179,7 +179,12 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
             select_block_size,
             num_selected_blocks: num_selected_blocks.min(16),
         };
-        [Attention::InfllmV2(infllm), Attention::Moba(moba)]
+        let msa = MsaShape {
+            select_block_size,
+            num_selected_blocks: moba.num_selected_blocks,
+            ..MsaShape::published()
+        };
+        [Attention::InfllmV2(infllm), Attention::Moba(moba), Attention::Msa(msa)]
     };
     for (seq_len, sizes) in [
         (1, chosen(8, 16, 4)),
@@ -188,7 +193,7 @@ fn sizes_of_a_kind_follow_from_the_row_and_the_model() {
         (8192, chosen(16, 64, 32)),
         (131_072, chosen(16, 64, 64)),
     ] {
-        assert_eq!(["infllm_v2", "moba"].map(|kind| of(kind, seq_len, &[])), sizes);
+        assert_eq!(["infllm_v2", "moba", "msa"].map(|kind| of(kind, seq_len, &[])), sizes);
     }
     for (seq_len, swa, dma, nsa) in [
         (1, 1, dma(1, 0), nsa(8, 16, 4, 1)),
@@ -239,6 +244,12 @@ fn each_kind_that_a_paper_gives_sizes_has_them_as_a_preset() {
     assert_eq!(infllm, Attention::InfllmV2(InfllmV2Shape::published()));
     let moba = loaded(&["attention.kind=moba", paper]).attention;
     assert_eq!(moba, Attention::Moba(MobaShape::published()));
+    let msa = loaded(&["attention.kind=msa", paper, "attention.index_loss_weight=0.5"]).attention;
+    let published = MsaShape {
+        index_loss_weight: 0.5,
+        ..MsaShape::published()
+    };
+    assert_eq!(msa, Attention::Msa(published));
     for kind in ["mha", "swa"] {
         let kind = format!("attention.kind={kind}");
         let overrides = [kind, paper.to_owned()];

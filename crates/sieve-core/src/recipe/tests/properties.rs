@@ -9,7 +9,7 @@ use proptest::test_runner::{Config, TestRunner};
 
 use super::*;
 use crate::keys::MIN_F32;
-use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MobaShape, NsaCompression, NsaShape};
+use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MobaShape, MsaShape, NsaCompression, NsaShape};
 
 /// What keys that no strategy draws keep.
 static BASE: LazyLock<Recipe> = LazyLock::new(minimal);
@@ -119,14 +119,20 @@ fn attention() -> impl Strategy<Value = Attention> {
                     shared_kv,
                 })
             }),
-        (1usize..9, 1usize..5, 1usize..8, 2usize..65, any::<bool>()).prop_map(
-            |(stride, blocks, select, k, is_moba)| {
-                match is_moba {
-                    true => Attention::Moba(MobaShape {
+        (1usize..9, 1usize..5, 1usize..8, 2usize..65, 0..3).prop_map(
+            |(stride, blocks, select, k, kind)| {
+                match kind {
+                    0 => Attention::Moba(MobaShape {
                         select_block_size: 64 * select,
                         num_selected_blocks: k,
                     }),
-                    false => Attention::InfllmV2(InfllmV2Shape {
+                    1 => Attention::Msa(MsaShape {
+                        select_block_size: 64 * select,
+                        num_selected_blocks: k,
+                        index_loss_weight: stride as f64 / 3.0,
+                        index_warmup: false,
+                    }),
+                    _ => Attention::InfllmV2(InfllmV2Shape {
                         compress_block_size: stride * blocks,
                         compress_stride: stride,
                         select_block_size: stride * select,
@@ -285,6 +291,7 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                     seq_len: training.seq_len,
                     rope_theta: weight_decay + 1.0,
                     window: attention.window(),
+                    index_warmup: attention.index_warmup(),
                     paths: validation.2.clone().filter(|_| data.format != DataFormat::Mqar),
                     local_batch_size: training.local_batch_size,
                     global_batch_size: training.global_batch_size,

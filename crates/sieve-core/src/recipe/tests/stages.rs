@@ -30,6 +30,7 @@ fn what_a_stage_leaves_out_comes_from_the_sections() {
             seq_len: 64,
             rope_theta: 10_000.0,
             window: Some(16),
+            index_warmup: None,
             paths: None,
             weights: None,
             local_batch_size: 5,
@@ -78,6 +79,7 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         steps = 30 => seq_len = 3 => stage.1.steps: is missing
         rope_theta = 5e4 => rope_teta = 5e4 => [stage.2] has no key rope_teta, did you mean rope_theta?
         local_batch_size = 1\n =>  => stage.2.global_batch_size: is 2, not a multiple of local_batch_size = 5
+        window = 32 => index_warmup = false => stage.2.index_warmup: does not go with kind = "dma", which has no indexer
         [[stage]] => steps = 7\n[[stage]] => training.steps: is 7, but the stages take 36 steps
         window = 32 => window = 0 => stage.2.window: is 0, outside
         window = 32 => paths = [] => stage.2.paths: is an empty list
@@ -105,6 +107,31 @@ fn mistakes_in_stages_name_the_stage_and_the_line() {
         let recipe = load(STAGED, &[&format!("attention.kind={kind}")]).expect("one key");
         assert_eq!([0, 1].map(|stage| recipe.stage[stage].window), windows, "{kind}");
     }
+}
+
+#[test]
+fn an_indexer_warms_up_in_stages_before_the_last() {
+    let load = |text: &str| load(text, &["attention.kind=msa", "attention.select_block_size=8"]);
+    let warmup = |recipe: &Recipe| -> Vec<_> {
+        let stages = recipe.stages().into_iter();
+        stages.map(|stage| recipe.at_stage(&stage).attention.index_warmup()).collect()
+    };
+    let plain = STAGED.replacen("window = 32\n", "", 1);
+    let recipe = load(&plain).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(warmup(&recipe), [Some(false); 2]);
+    let recipe = load(&plain.replacen("steps = 30", "steps = 30\nindex_warmup = true", 1)).expect("valid");
+    assert_eq!(warmup(&recipe), [Some(true), Some(false)]);
+    assert_eq!(recipe.attention.index_warmup(), Some(false));
+    // Meanwhile every key is read.
+    let keys = [0, 1].map(|stage| {
+        let attention = recipe.at_stage(&recipe.stages()[stage]).attention;
+        crate::model::mean_active_keys(attention, 1024)
+    });
+    assert!(keys[0] == 512.5 && keys[1] < 200.0, "{keys:?}");
+    refusal(
+        load(&plain.replacen("tokens = 1281", "tokens = 1281\nindex_warmup = true", 1)),
+        "stage.2.index_warmup: is true to the end of the run, in which no query would choose its keys\n    hint: end with",
+    );
 }
 
 #[test]

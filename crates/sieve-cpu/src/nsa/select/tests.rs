@@ -4,6 +4,7 @@ use super::*;
 use crate::nsa::nsa_mean_pool_forward;
 use crate::nsa::reference::{Packed, for_each_token};
 use crate::simd::tests::on_every_arch;
+use sieve_core::model::test_shapes::{infllm_v2, moba, msa};
 use sieve_testing::{Random, threads, whole_rows, wide};
 
 /// Scores of the blocks `0..=own` of each (row, token, chooser), as the papers write them.
@@ -38,6 +39,15 @@ fn importance(packed: Packed<'_>, choice: BlockChoice, documents: Documents<'_>)
                 for head in heads {
                     let score = |block: usize| dot(head, &mean(kv_head, block * size, size));
                     all.push((0..own).map(score).chain([0.0]).collect());
+                }
+                continue;
+            }
+            if choice.rule == ChoiceRule::LargestScore {
+                for head in heads {
+                    let of_token = |at: usize| dot(head, &mean(kv_head, at, 1));
+                    let tokens = |block: usize| block * size..((block + 1) * size).min(t + 1);
+                    let score = |block| tokens(block).map(of_token).fold(f64::NEG_INFINITY, f64::max);
+                    all.push((0..=own).map(score).collect());
                 }
                 continue;
             }
@@ -151,47 +161,18 @@ impl Case {
     }
 }
 
-fn infllm(blocks: [usize; 4], local: usize) -> BlockChoice {
-    let [
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
-    ] = blocks;
-    BlockChoice {
-        blocks: NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        },
-        rule: ChoiceRule::LargestProbability,
-        forced: ForcedBlocks { first: true, local },
-    }
-}
-
-fn moba(size: usize, num_selected_blocks: usize) -> BlockChoice {
-    BlockChoice {
-        blocks: NsaBlocks {
-            compress_block_size: size,
-            compress_stride: size,
-            select_block_size: size,
-            num_selected_blocks,
-        },
-        rule: ChoiceRule::MeanKey,
-        forced: ForcedBlocks { first: false, local: 1 },
-    }
-}
-
-fn choices() -> [BlockChoice; 7] {
+fn choices() -> [BlockChoice; 10] {
     [
-        infllm([4, 2, 4, 3], 1),
-        infllm([8, 4, 16, 5], 3),
-        infllm([12, 4, 4, 4], 2),
-        infllm([32, 16, 64, 4], 2),
+        infllm_v2([4, 2, 4, 3], 1),
+        infllm_v2([8, 4, 16, 5], 3),
+        infllm_v2([12, 4, 4, 4], 2),
+        infllm_v2([32, 16, 64, 4], 2),
         moba(4, 3),
         moba(7, 1),
         moba(64, 2),
+        msa(4, 3),
+        msa(64, 2),
+        msa(5, 1),
     ]
 }
 
@@ -224,8 +205,9 @@ fn choices_equal_the_definition() {
             8,
         ];
         let k = 1 + random.below(6);
-        let choice = match seed % 2 {
+        let choice = match seed % 3 {
             0 => moba(1 + random.below(20), k),
+            1 => msa(1 + random.below(20), k),
             _ => {
                 let stride = 1 + random.below(4);
                 let blocks = [
@@ -234,7 +216,7 @@ fn choices_equal_the_definition() {
                     stride * (1 + random.below(4)),
                     k + 1,
                 ];
-                infllm(blocks, 1 + random.below(k))
+                infllm_v2(blocks, 1 + random.below(k))
             }
         };
         Case::new(sizes, choice, seed).check();
@@ -267,7 +249,7 @@ fn a_choice_neither_sees_later_tokens_nor_depends_on_threads() {
 #[test]
 fn extreme_scores_still_choose_the_largest() {
     for factor in [1e-20_f32, 1e18] {
-        for choice in [moba(4, 3), infllm([4, 2, 4, 4], 1)] {
+        for choice in [moba(4, 3), msa(4, 3), infllm_v2([4, 2, 4, 4], 1)] {
             let mut case = Case::new([1, 61, 2, 1, 8], choice, 3);
             case.qkv.iter_mut().for_each(|x| *x *= factor);
             let chosen = case.run();
