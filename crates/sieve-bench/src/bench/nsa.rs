@@ -187,7 +187,8 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
         bench.row(&format!("{name}loss"), shape, Work::Flops(flops), || {
             for inputs in [&read, &indexer] {
                 let attend = &inputs.qkv;
-                let (result, lists) = attend.nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)?;
+                let (result, lists) =
+                    attend.nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)?;
                 let call = inputs.call(attend, &result);
                 call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
             }

@@ -474,11 +474,11 @@ keys! {
     /// Sizes of MiniMax sparse attention (arXiv:2606.13392): an indexer of one query head a KV head and one key head
     /// chooses blocks, and one exact attention reads their tokens.
     ///
-    /// `q_i^r = RoPE(RMSNorm(x_i W_q^r))`, `k_j = RoPE(RMSNorm(x_j W_k))`, both of `model.head_dim`; a block's score for
-    /// KV head r is the largest `q_i^r . k_j` of its tokens up to i. A query reads its own block and those with the
-    /// largest scores. The scores have no gradient through the choice: the indexer learns from
-    /// `index_loss_weight * mean over tokens and KV heads of KL(P || softmax_j(q_i^r . k_j / sqrt(head_dim)))`, over the
-    /// tokens that are read, P the mean probabilities of the KV head's query heads. x and P take no gradient from it.
+    /// `q_i^r = RoPE(RMSNorm(x_i W_q^r))`, `k_j = RoPE(RMSNorm(x_j W_k))`, both of `model.head_dim`; a block's score
+    /// for KV head r is the largest `q_i^r . k_j` of its tokens up to i. A query reads its own block and those with the
+    /// largest scores. The choice has no gradient: the indexer learns from `index_loss_weight` times the mean, over
+    /// tokens and KV heads, of `KL(P || softmax_j(q_i^r . k_j / sqrt(head_dim)))` over the tokens that are read, P the
+    /// mean probabilities of the KV head's query heads. x and P take no gradient from it.
     ///
     /// Parameters of a layer, besides those of grouped-query attention: W_q and W_k
     /// `[(num_kv_heads + 1) * head_dim, d_model]` and two norms `[head_dim]`.

@@ -15,8 +15,8 @@ pub struct ParameterCounts {
     pub mask: u64,
     /// NSA's own: the gates, and the compression of keys and values, all layers.
     pub branches: u64,
-    /// MSA's own: the projection of the indexer's queries and key, `d_model * (num_kv_heads + 1) * head_dim`, and its two
-    /// norms over `head_dim`, all layers.
+    /// MSA's own: the projection of the indexer's queries and key, `d_model * (num_kv_heads + 1) * head_dim`, and its
+    /// two norms over `head_dim`, all layers.
     pub indexer: u64,
     /// Gate, up and down projections, all layers.
     pub mlp: u64,

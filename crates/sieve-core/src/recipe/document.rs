@@ -217,12 +217,14 @@ impl Document {
         let stages = self.table.get_mut(schema::STAGE).and_then(Value::as_array_mut);
         let stages = stages.into_iter().flatten().filter_map(Value::as_table_mut);
         for (number, stage) in (1..).zip(stages) {
-            let key = format!("{}.{number}.window", schema::STAGE);
-            // A window of the text is one of the text's kind, where that has windows.
-            let is_of_kind =
-                resolve::has_window(kind) && (!of_text(&key) || !self.kind.is_some_and(resolve::has_window));
-            if !is_of_kind && stage.remove("window").is_some() {
-                left_out.push(key);
+            for (name, keys) in resolve::OF_ATTENTION {
+                let key = format!("{}.{number}.{name}", schema::STAGE);
+                // A window of the text is one of the text's kind, where that has windows.
+                let is_the_texts = of_text(&key) && self.kind.is_some_and(|own| resolve::has_any(own, keys));
+                let is_of_kind = resolve::has_any(kind, keys) && !is_the_texts;
+                if !is_of_kind && stage.remove(name).is_some() {
+                    left_out.push(key);
+                }
             }
         }
         let Some(Value::Table(model)) = self.table.get_mut("model") else {

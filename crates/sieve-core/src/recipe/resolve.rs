@@ -311,8 +311,10 @@ pub(super) fn defaults(table: &mut Table) {
     }
     fill(table, Recipe::KEYS);
     let attention = table.get("attention").and_then(Value::as_table);
-    let window = WINDOWS.iter().find_map(|key| attention?.get(*key)).cloned();
-    let warmup = attention.and_then(|attention| attention.get("index_warmup")).cloned();
+    let of_attention = OF_ATTENTION.map(|(name, keys)| {
+        let value = keys.iter().find_map(|key| attention?.get(*key));
+        (name, value.cloned())
+    });
     for section in Recipe::KEYS {
         let mut inherited = Vec::new();
         for key in section.keys() {
@@ -321,8 +323,7 @@ pub(super) fn defaults(table: &mut Table) {
             }
         }
         if section.name == schema::STAGE {
-            inherited.push(("window", window.clone()));
-            inherited.push(("index_warmup", warmup.clone()));
+            inherited.extend(of_attention.clone());
         }
         for table in tables(table, section.name) {
             for (key, value) in &inherited {
@@ -336,13 +337,16 @@ pub(super) fn defaults(table: &mut Table) {
     }
 }
 
-/// The keys of `[attention]` that a stage's `window` stands for.
-const WINDOWS: [&str; 3] = ["sliding_window", "keep_window_size", "window_size"];
+/// Keys of a stage, and the keys of `[attention]` that they stand for.
+pub(super) const OF_ATTENTION: [(&str, &[&str]); 2] = [
+    ("window", &["sliding_window", "keep_window_size", "window_size"]),
+    ("index_warmup", &["index_warmup"]),
+];
 
-/// Whether a stage may change the window of `kind`.
-pub(super) fn has_window(kind: AttentionKind) -> bool {
+/// Whether a stage may change one of these keys of `kind`.
+pub(super) fn has_any(kind: AttentionKind, keys: &[&str]) -> bool {
     let mut names = kind.keys().iter().map(|key| key.name);
-    names.any(|name| WINDOWS.contains(&name))
+    names.any(|name| keys.contains(&name))
 }
 
 /// Warm-up where a recipe gives none, at most.

@@ -23,8 +23,8 @@ keys! {
         /// window have none.
         #[key(filled("the window of `[attention]`"), size(MAX_SEQ_LEN))]
         pub window: Option<usize>,
-        /// Kind `"msa"`: whether queries read all keys while the indexer learns from all of them. Not in the last stage,
-        /// which a model is left as.
+        /// Kind `"msa"`: whether queries read all keys while the indexer learns from all of them. Not in the last
+        /// stage.
         #[key(filled("that of `[attention]`"))]
         pub index_warmup: Option<bool>,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.

@@ -141,9 +141,11 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             chosen,
             loss_weight: self.loss_weight * context.token_share / spec.num_kv_heads as f64,
         };
-        let statistics = context
-            .measures_indexers
-            .then(|| sieve_ops::index_statistics(qkv.clone(), index.clone(), &call));
+        let statistics = context.measures_indexers.then(|| {
+            let chooses = || sieve_ops::choose_key_blocks(index.clone(), documents, indexer_spec(spec), self.choice);
+            let chosen = call.chosen.clone().unwrap_or_else(chooses);
+            sieve_ops::index_statistics(qkv.clone(), index.clone(), chosen, &call)
+        });
         (sieve_ops::indexed_attention(qkv, index, &call), statistics)
     }
 

@@ -1,5 +1,5 @@
-//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys that choose, pooled ones
-//! or an indexer's.
+//! The cache of layers whose queries choose blocks: keys and values of every token, and the keys that these are chosen
+//! by, pooled ones or an indexer's.
 use super::split;
 use crate::attention::chosen_blocks::Packed;
 use burn::tensor::backend::Backend;
@@ -14,8 +14,8 @@ use sieve_ops::{
 pub struct ChosenCache<B: Backend> {
     /// Of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`; absent
-    /// before the first is whole.
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`;
+    /// absent before the first is whole.
     pooled: Option<TokenBuffer<B, 4>>,
 }
 

@@ -120,16 +120,18 @@ fn index_gradient<D: DeviceBackend>(
 const MEASURED_QUERIES: usize = 16;
 
 /// How well the indexer fits its attention: means over some queries of the first row and all KV heads, f32 `[3]`.
+/// `chosen` are the blocks that it chooses, whether they are read or all tokens are.
 ///
 /// - `KL(mean probabilities of the group || the indexer's)` over the tokens that are read, in nats;
 /// - the share of dense attention's mass that lies in the chosen blocks, over the share that the best blocks hold, as
-///   many and the query's own among them; 1 where all tokens are read;
+///   many and the query's own among them;
 /// - the entropy of the indexer's probabilities, in nats.
 ///
 /// Shapes are those of [`indexed_attention`].
 pub fn index_statistics<B: SieveBackend>(
     qkv: Tensor<B, 4>,
     index: Tensor<B, 4>,
+    chosen: Tensor<B, 4, Int>,
     call: &IndexedCall<'_, B>,
 ) -> Tensor<B::Inner, 1> {
     let (groups, group) = (call.spec.num_kv_heads, call.spec.group_size());
@@ -170,43 +172,39 @@ pub fn index_statistics<B: SieveBackend>(
     };
     let dense = mean_over(&hidden);
 
-    let (unread, recall) = match &call.chosen {
-        None => (hidden, Tensor::ones([1], &device)),
-        Some(chosen) => {
-            let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.clone().into_primitive());
-            let chosen = chosen
-                .narrow(0, 0, 1)
-                .squeeze_dim::<3>(0)
-                .select(0, queries.clone())
-                .swap_dims(0, 1);
-            let size = call.choice.attended().select_block_size;
-            let num_blocks = n.div_ceil(size);
-            // Place 0 is that of -1: no block.
-            let read = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks + 1], &device);
-            let ones = Tensor::ones(chosen.dims(), &device);
-            let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);
-            let block = every(in_document.clone().div_scalar(size as i64) + 1);
-            let unread = hidden.bool_or(read.gather(2, block).lower_equal_elem(0.0));
-            let mass = dense.clone().mask_fill(unread.clone(), 0.0).sum();
-
-            let blocks = call.choice.blocks;
-            let (size, num_blocks) = (blocks.select_block_size, n.div_ceil(blocks.select_block_size));
-            let of_blocks = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks], &device);
-            let block = every(in_document.div_scalar(size as i64));
-            let of_blocks = of_blocks.scatter(2, block, dense.clone(), IndexingUpdateOp::Add);
-            let own = (queries - starts).div_scalar(size as i64).reshape([1, count, 1]);
-            let own = own.expand([groups, count, 1]);
-            let of_own = of_blocks.clone().gather(2, own.clone());
-            let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
-            // The place of the own block holds 0.
-            let most = (blocks.num_selected_blocks - 1).min(num_blocks - 1);
-            let best = match most {
-                0 => of_own.sum(),
-                _ => of_own.sum() + others.topk(most, 2).sum(),
-            };
-            (unread, mass / best)
-        }
+    let not_chosen = {
+        let chosen = Tensor::<B::Inner, 4, Int>::from_primitive(chosen.into_primitive());
+        let chosen = chosen
+            .narrow(0, 0, 1)
+            .squeeze_dim::<3>(0)
+            .select(0, queries.clone())
+            .swap_dims(0, 1);
+        let size = call.choice.attended().select_block_size;
+        // Place 0 is that of -1: no block.
+        let read = Tensor::<B::Inner, 3>::zeros([groups, count, n.div_ceil(size) + 1], &device);
+        let ones = Tensor::ones(chosen.dims(), &device);
+        let read = read.scatter(2, chosen + 1, ones, IndexingUpdateOp::Add);
+        let block = every(in_document.clone().div_scalar(size as i64) + 1);
+        hidden.clone().bool_or(read.gather(2, block).lower_equal_elem(0.0))
     };
+    let recall = {
+        let blocks = call.choice.blocks;
+        let (size, num_blocks) = (blocks.select_block_size as i64, n.div_ceil(blocks.select_block_size));
+        let of_blocks = Tensor::<B::Inner, 3>::zeros([groups, count, num_blocks], &device);
+        let block = every(in_document.div_scalar(size));
+        let of_blocks = of_blocks.scatter(2, block, dense.clone(), IndexingUpdateOp::Add);
+        let own = (queries - starts).div_scalar(size).reshape([1, count, 1]);
+        let own = own.expand([groups, count, 1]);
+        let of_own = of_blocks.clone().gather(2, own.clone());
+        let others = of_blocks.scatter(2, own, of_own.clone().neg(), IndexingUpdateOp::Add);
+        // The place of the own block holds 0.
+        let best = match (blocks.num_selected_blocks - 1).min(num_blocks - 1) {
+            0 => of_own.sum(),
+            most => of_own.sum() + others.topk(most, 2).sum(),
+        };
+        dense.mask_fill(not_chosen.clone(), 0.0).sum() / best
+    };
+    let unread = if call.chosen.is_some() { not_chosen } else { hidden };
     let p = mean_over(&unread);
     let log_index = {
         let scores = scores.mask_fill(unread.clone(), f32::NEG_INFINITY);

@@ -345,7 +345,7 @@ fn rules_of_chosen_blocks() {
         ),
         (
             "kind = \"msa\"\nindex_warmup = true".to_owned(),
-            "attention.index_warmup: is true to the end of the run, in which no query would choose its keys\n    hint: end",
+            "attention.index_warmup: is true to the end of the run, in which no query would choose its keys\n    hint",
         ),
         (
             "kind = \"moba\"\nnum_selected_blocks = 65".to_owned(),

@@ -119,29 +119,27 @@ fn attention() -> impl Strategy<Value = Attention> {
                     shared_kv,
                 })
             }),
-        (1usize..9, 1usize..5, 1usize..8, 2usize..65, 0..3).prop_map(
-            |(stride, blocks, select, k, kind)| {
-                match kind {
-                    0 => Attention::Moba(MobaShape {
-                        select_block_size: 64 * select,
-                        num_selected_blocks: k,
-                    }),
-                    1 => Attention::Msa(MsaShape {
-                        select_block_size: 64 * select,
-                        num_selected_blocks: k,
-                        index_loss_weight: stride as f64 / 3.0,
-                        index_warmup: false,
-                    }),
-                    _ => Attention::InfllmV2(InfllmV2Shape {
-                        compress_block_size: stride * blocks,
-                        compress_stride: stride,
-                        select_block_size: stride * select,
-                        num_selected_blocks: k,
-                        num_local_blocks: (k / 2).max(1),
-                    }),
-                }
+        (1usize..9, 1usize..5, 1usize..8, 2usize..65, 0..3).prop_map(|(stride, blocks, select, k, kind)| {
+            match kind {
+                0 => Attention::Moba(MobaShape {
+                    select_block_size: 64 * select,
+                    num_selected_blocks: k,
+                }),
+                1 => Attention::Msa(MsaShape {
+                    select_block_size: 64 * select,
+                    num_selected_blocks: k,
+                    index_loss_weight: stride as f64 / 3.0,
+                    index_warmup: false,
+                }),
+                _ => Attention::InfllmV2(InfllmV2Shape {
+                    compress_block_size: stride * blocks,
+                    compress_stride: stride,
+                    select_block_size: stride * select,
+                    num_selected_blocks: k,
+                    num_local_blocks: (k / 2).max(1),
+                }),
             }
-        ),
+        }),
         (1usize..1 << 27, any::<bool>(), -1e3..1e3f64).prop_map(|(keep_window_size, linear, a_init)| {
             let bias = if linear { DmaBias::Linear } else { DmaBias::Exp };
             let recency = if linear { DmaRecency::Slope } else { DmaRecency::None };

@@ -114,7 +114,9 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
     let load = |text: &str| load(text, &["attention.kind=msa", "attention.select_block_size=8"]);
     let warmup = |recipe: &Recipe| -> Vec<_> {
         let stages = recipe.stages().into_iter();
-        stages.map(|stage| recipe.at_stage(&stage).attention.index_warmup()).collect()
+        stages
+            .map(|stage| recipe.at_stage(&stage).attention.index_warmup())
+            .collect()
     };
     let plain = STAGED.replacen("window = 32\n", "", 1);
     let recipe = load(&plain).unwrap_or_else(|error| panic!("{error}"));
@@ -128,9 +130,18 @@ fn an_indexer_warms_up_in_stages_before_the_last() {
         crate::model::mean_active_keys(attention, 1024)
     });
     assert!(keys[0] == 512.5 && keys[1] < 200.0, "{keys:?}");
+    // Another kind by --set has no warm-up of the text's.
+    let warm = plain.replacen("steps = 30", "steps = 30\nindex_warmup = true", 1);
+    let warm = warm.replacen("local_batch_size = 5", "local_batch_size = 5\n", 1);
+    let text = MINIMAL.replacen("kind = \"dma\"\nkeep_window_size = 16", "kind = \"msa\"", 1);
+    let text = text
+        .replacen("steps = 40\n", "", 1)
+        .replacen("local_batch_size = 5", &warm, 1);
+    let mha = load_with(&text, &["attention.kind=mha"]).unwrap_or_else(|error| panic!("{error}"));
+    assert_eq!(mha.stage[0].index_warmup, None);
     refusal(
         load(&plain.replacen("tokens = 1281", "tokens = 1281\nindex_warmup = true", 1)),
-        "stage.2.index_warmup: is true to the end of the run, in which no query would choose its keys\n    hint: end with",
+        "stage.2.index_warmup: is true to the end of the run, in which no query would choose its keys",
     );
 }
 
