@@ -371,3 +371,41 @@ fn a_dense_checkpoint_goes_on_with_chosen_blocks_and_back() {
         );
     }
 }
+
+#[test]
+fn a_dense_model_goes_on_with_an_indexer_after_its_warm_up() {
+    let dense = TinyRun::new("kind = \"mha\"");
+    dense.trained("out", "");
+    dense.prints("export --checkpoint out --out hf");
+    let text = dense.prints("import --from hf --out start --attention msa");
+    assert!(text.contains("6 parameters are new"), "{text}");
+    refused(
+        &mut dense.train("bad", "--branch-from out --set attention.kind=msa"),
+        "attention.kind is mha there, msa here | sieve import --from EXPORT --attention msa",
+    );
+    let sizes = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3";
+    let run = TinyRun::new(&format!(
+        "{sizes}\n[[stage]]\nsteps = 12\nindex_warmup = true\n[[stage]]\nsteps = {}",
+        STEPS - 12
+    ));
+    let start = dense.path("start");
+    run.trained(
+        "tuned",
+        &format!("--branch-from {} --set optimizer.lr=1e-3", start.display()),
+    );
+    let [before, steps] = [dense.metrics("out", "step"), run.metrics("tuned", "step")];
+    let loss = |steps: &std::collections::BTreeMap<u64, serde_json::Value>, step| number(&steps[&step]["loss"]);
+    let [untrained, trained] = [1, STEPS].map(|step| loss(&before, step));
+    for step in [1, 12, 13, STEPS] {
+        let now = loss(&steps, step);
+        assert!(
+            now - trained < 0.3 * (untrained - trained),
+            "step {step}: {now}, {trained} before"
+        );
+    }
+    let of = |step: u64, name: &str| number(&steps[&step]["attention"][name]);
+    assert!(of(12, "density") == 1.0 && of(13, "density") < 1.0);
+    let divergence = [1, 12].map(|step| of(step, "index_kl"));
+    assert!(divergence[0] > divergence[1] && divergence[1] >= 0.0, "{divergence:?}");
+    assert!((0.3..=1.0 + 1e-5).contains(&of(STEPS, "index_recall")));
+}
