@@ -90,6 +90,7 @@ impl Modes {
                 ..Keeping::default()
             },
             policy: self.policy,
+            ..BlockSettings::default()
         }
     }
 }

@@ -126,7 +126,9 @@ def sieve_alone(folder, model, ids, logits):
             model.gradient_checkpointing_enable()
         model.zero_grad()
         model(ids, labels=ids).loss.backward()
-        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        # An indexer has no gradient: it learns in sieve train alone.
+        learning = (named for named in model.named_parameters() if ".index_" not in named[0])
+        gradients.append({name: p.grad.clone() for name, p in learning})
     model.gradient_checkpointing_disable()
     model.eval()
     found["checkpointed"] = max((gradients[0][name] - grad).abs().max() for name, grad in gradients[1].items())

@@ -114,10 +114,17 @@ impl BlockChoice {
     /// The blocks as attention reads them: the pieces of the chosen ones.
     pub fn attended(&self) -> NsaBlocks {
         let pieces = self.pieces();
+        let size = self.blocks.select_block_size / pieces;
+        // An indexer pools no keys: its one-token blocks are the choice's alone.
+        let [compress_block_size, compress_stride] = match self.has_indexer() {
+            true => [size; 2],
+            false => [self.blocks.compress_block_size, self.blocks.compress_stride],
+        };
         NsaBlocks {
-            select_block_size: self.blocks.select_block_size / pieces,
+            compress_block_size,
+            compress_stride,
+            select_block_size: size,
             num_selected_blocks: self.blocks.num_selected_blocks * pieces,
-            ..self.blocks
         }
     }
 
@@ -211,5 +218,11 @@ mod tests {
         assert_eq!(by_head.cuda_gap(128, 100), None);
         assert!(by_group.cuda_gap(128, 100).is_some());
         assert!(by_head.cuda_gap(96, 1).is_some());
+        // What attention is launched with has kernels wherever the choice has.
+        for choice in [64, 128, 512].map(|size| crate::model::test_shapes::msa(size, 16)) {
+            assert_eq!(choice.cuda_gap(128, 16), None, "{choice:?}");
+            assert_eq!(choice.attended().cuda_gap(128, 16), None, "{choice:?}");
+            assert_eq!(choice.choices_per_token([16, 4]), 4);
+        }
     }
 }
