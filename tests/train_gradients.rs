@@ -19,6 +19,8 @@ type B = Autodiff<Flex>;
 
 const VOCAB_SIZE: usize = 61;
 const SEQ_LEN: usize = 37;
+/// What a token weighs in the loss of MSA's indexers.
+const TOKEN_SHARE: f64 = 0.01;
 
 const KINDS: [&str; 9] = [
     "kind = \"mha\"",
@@ -106,7 +108,7 @@ fn by_segments(model: &Qwen3<B>, batches: &[Batch]) -> (f32, Vec<NamedTensor>) {
     for batch in batches {
         let batch = DeviceBatch::<B>::new(batch, &device);
         let scale = 1.0 / num_labels as f64;
-        let plain = BlockSettings::default();
+        let plain = settings(ActivationCheckpointMode::None, 0..0);
         let result = accumulate_gradients_with(&plain, model, &batch, &rope, scale, &mut gradients);
         loss += result.loss.into_scalar();
     }
@@ -118,7 +120,10 @@ fn by_whole_graph(model: &Qwen3<B>, batch: &Batch) -> (f32, Vec<NamedTensor>) {
     let device = Default::default();
     let rope = model.rope(SEQ_LEN, &device);
     let on_device = DeviceBatch::<B>::new(batch, &device);
-    let context = LayerContext::new(&on_device.documents, &rope);
+    let context = LayerContext {
+        token_share: TOKEN_SHARE,
+        ..LayerContext::new(&on_device.documents, &rope)
+    };
     let x = model.hidden(on_device.tokens, &context);
     let loss = model.head.loss(x, on_device.labels, &model.embed_tokens);
     let loss = loss.mul_scalar(1.0 / batch.num_labels() as f64);
@@ -289,6 +294,7 @@ fn settings(mode: ActivationCheckpointMode, fp8: Range<usize>) -> BlockSettings 
     BlockSettings {
         checkpointing,
         fp8,
+        token_share: TOKEN_SHARE,
         ..BlockSettings::default()
     }
 }
