@@ -67,6 +67,26 @@ pub(super) fn read(
     Ok(files)
 }
 
+/// How Qwen2's tokenizer splits a text into words.
+const QWEN2_WORDS: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 puts the
+/// latter in its place, whatever `tokenizer_config.json` says.
+pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
+    let text = files
+        .iter()
+        .find(|(name, _)| *name == "tokenizer.json")
+        .map(|(_, text)| text);
+    let tokenizer: Value = text
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or_default();
+    let words = &tokenizer["pre_tokenizer"]["pretokenizers"][0];
+    tokenizer["normalizer"]["type"] == "NFC"
+        && words["behavior"] == "Isolated"
+        && words["pattern"]["Regex"] == QWEN2_WORDS
+}
+
 /// The folder of the tokenizer file that the recipe names.
 pub(super) fn folder(checkpoint: &Checkpoint) -> Result<Option<PathBuf>, CheckpointError> {
     let (recipe, _) = checkpoint.recipe_and_shape()?;
