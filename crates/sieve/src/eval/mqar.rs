@@ -1,7 +1,6 @@
 //! `sieve eval mqar`.
 
-use super::chart::Chart;
-use super::line_chart::Curve;
+use super::line_chart::{self, Axis, Curve, Plot};
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
@@ -115,15 +114,18 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
             .map(|bin| (bin.from.ilog2().into(), bin.accuracy))
             .collect(),
     };
-    let chart = Chart {
+    let curves: Vec<Curve> = report.kinds.iter().map(curve).collect();
+    line_chart::svg(&Plot {
         title,
-        name: "tokens between value and question, at least",
-        value: "accuracy",
-        ends: 0.0..1.0,
-        label: |accuracy| format!("{:.0} %", 100.0 * accuracy),
-        curves: report.kinds.iter().map(curve).collect(),
-    };
-    chart.svg()
+        x: Axis::powers_of_two("tokens between value and question, at least", &curves),
+        y: Axis {
+            label: "accuracy",
+            range: 0.0..1.0,
+            most_numbers: 6,
+            text: &|accuracy| format!("{:.0} %", 100.0 * accuracy),
+        },
+        curves,
+    })
 }
 
 /// What is asked: the kinds of the command, or those of the recipe.
