@@ -78,7 +78,9 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 },
             });
             if slopes.iter().any(|slope| !slope.is_finite()) {
-                return Err(KernelError::unsupported("dma_scores", "slope", "that is no number", "finite ones").into());
+                return Err(
+                    KernelError::unsupported("dma_scores", "slope", "that is not finite", "finite ones").into(),
+                );
             }
             let scores = qkv.dma_ranks(&w_dt, &a, recency.as_ref())?;
             Ok(vec![("x", scores.x), ("z", scores.z)])

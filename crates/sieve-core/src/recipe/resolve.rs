@@ -45,7 +45,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
                 stage.remove("tokens");
             } else {
                 let problem = Problem::Rule {
-                    what: format!("is {tokens}, which is no number of steps"),
+                    what: format!("is {tokens}, which is not a whole number of steps"),
                     hint: "give tokens, seq_len and the batch sizes at least 1".to_owned(),
                 };
                 mistakes.push(Mistake::new(key, problem));
@@ -230,9 +230,8 @@ fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     };
     choice(attention, "bias", bias);
     let window = attention.get("keep_window_size").and_then(Value::as_integer);
-    derived(attention, "local_window_size", || match gives_window {
-        true => Some(0),
-        false => Some(window? / 8),
+    derived(attention, "local_window_size", || {
+        if gives_window { Some(0) } else { Some(window? / 8) }
     });
 }
 

@@ -71,7 +71,7 @@ impl Qkv {
         LongChoice { top, ..all }.choose()?;
         let per_slot = [1, s.shape.num_kv_heads, kept];
         let rows = [1, s.shape.num_kv_heads, kept, d];
-        // Zeros: a head whose scores are no numbers marks nothing.
+        // Zeros: a head whose scores are NaN marks nothing.
         let stays = KeptKeys {
             k: like.zeros_contiguous(&rows, DType::BF16),
             v: like.zeros_contiguous(&rows, DType::BF16),

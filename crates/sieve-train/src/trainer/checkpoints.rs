@@ -84,7 +84,7 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.metrics.reopen();
             let path = self.folder.path().display();
             reporter.tell(TrainEvent::Warning(&format!(
-                "warning: {path} was removed while the run writes to it; it is made again, without what was there"
+                "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
