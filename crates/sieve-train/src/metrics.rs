@@ -204,7 +204,7 @@ impl Metrics {
                 let pause = self.tries.fail().as_secs();
                 if self.tries.num_failed() == 1 {
                     self.news.push(format!(
-                        "warning: writing {}: {error}; training goes on, and its lines wait (next try in {pause} s)",
+                        "warning: writing {}: {error}; training continues, and its lines wait (next try in {pause} s)",
                         path.display()
                     ));
                 }
@@ -363,7 +363,7 @@ mod tests {
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
         let news = metrics.take_news().join("\n");
         assert!(
-            news.contains("metrics.jsonl") && news.contains("training goes on"),
+            news.contains("metrics.jsonl") && news.contains("training continues"),
             "{news}"
         );
         metrics.memory(3, PEAK, vec![7]);

@@ -88,7 +88,7 @@ pub struct Trainer<B: TrainBackend> {
     stop_at: Option<u64>,
     /// Where numbers went, after the run.
     metrics: Option<Metrics>,
-    /// Reads the shards while training goes on, in the process that writes.
+    /// Reads the shards while training continues, in the process that writes.
     shard_checks: Vec<ShardCheck>,
 }
 

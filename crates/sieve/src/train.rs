@@ -423,7 +423,7 @@ fn train<B: TrainBackend>(
         }
         let more = 2 * origin.step();
         log.always(&format!(
-            "nothing to do: {} has all {} steps\n  to go on: {}",
+            "nothing to do: {} has all {} steps\n  to continue: {}",
             checkpoint.path.display(),
             recipe.training.steps,
             match origin.is_branch {

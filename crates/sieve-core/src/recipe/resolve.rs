@@ -34,7 +34,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             let per_step = size(seq_len).and_then(|len| size(rows)?.checked_mul(len));
             if stage.contains_key("steps") {
                 let problem = Problem::Rule {
-                    what: "stands beside steps".to_owned(),
+                    what: "is given beside steps".to_owned(),
                     hint: "give one of the two".to_owned(),
                 };
                 mistakes.push(Mistake::new(key, problem));
@@ -110,7 +110,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
         if width % (2 * heads) != 0 {
             let problem = Problem::Rule {
                 what: format!(
-                    "is missing, and hidden_size = {width} is no even number times num_attention_heads = {heads}"
+                    "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
                 ),
                 hint: "give model.head_dim, or another hidden_size".to_owned(),
             };

@@ -40,7 +40,7 @@ impl Qkv {
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
     ///
     /// # Errors
-    /// Sizes that do not fit the selection; heads whose width is no multiple of 64.
+    /// Sizes that do not fit the selection; heads whose width is not a multiple of 64.
     pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
         let s = &heavy.selection;
         let call = Call::new(self, s)?;
@@ -138,7 +138,7 @@ impl DmaSlots {
     /// before. Returns `[1, 1, num_heads, head_dim]`.
     ///
     /// # Errors
-    /// Types or sizes that do not fit; more than one sequence; heads whose width is no multiple of 32.
+    /// Types or sizes that do not fit; more than one sequence; heads whose width is not a multiple of 32.
     pub fn heavy_decode(
         &self,
         token: &Qkv,

@@ -56,7 +56,7 @@ pub struct Fp8Pair {
 /// `amax` are parts of that magnitude, f32 and contiguous, where the kernel that wrote x has found them.
 ///
 /// # Errors
-/// Another type, a width or a number of rows that is no multiple of 16, a GPU below compute capability 8.9.
+/// Another type, a width or a number of rows that is not a multiple of 16, a GPU below compute capability 8.9.
 pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>) -> Result<Fp8Pair, KernelError> {
     x.require_dtype(NAME, "x", DType::BF16)?;
     let width = x.shape().last().copied().unwrap_or(0);

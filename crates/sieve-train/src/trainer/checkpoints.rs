@@ -114,7 +114,7 @@ impl<B: TrainBackend> Trainer<B> {
             let (failed, most) = (self.saving.tries.num_failed(), self.saving.tries.limits().max_failures);
             let next = match self.saving.gives_up() {
                 true => "the run stops".to_owned(),
-                false => "training goes on, and soon tries again".to_owned(),
+                false => "training continues, and soon tries again".to_owned(),
             };
             reporter.tell(TrainEvent::Warning(&format!(
                 "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"

@@ -4,7 +4,7 @@ use super::line_chart::{self, Axis, Curve, Plot};
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::DType;
 use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
@@ -100,8 +100,7 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -
     print(args, &loaded, &report)?;
     if let Some(path) = &args.plot {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
-        std::fs::write(path, accuracy_by_distance(&title, &report))
-            .with_context(|| format!("writing {}", path.display()))?;
+        output::write(path, &accuracy_by_distance(&title, &report))?;
     }
     Ok(())
 }
