@@ -5,7 +5,8 @@
 //! weights; `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's
 //! parts at the size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are
 //! measured at. `portable` takes no Hopper kernel; `fp8` runs the GEMMs of all blocks in fp8, on the CPU too;
-//! `recompute` computes every block a second time in the backward pass, `keep` keeps activations that pass could recompute.
+//! `recompute` computes every block a second time in the backward pass, `keep` keeps activations that it could
+//! recompute.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};

@@ -187,8 +187,8 @@ impl Call {
         place::floats::<Flex, 3>(reference::mla_pack::<Flex>(inputs, call).0)
     }
 
-    /// Forward and backward pass on a backend, whose kernels are not in every type: in f64 and in bf16 the CPU's ops are
-    /// the plain-Burn references.
+    /// Forward and backward pass on a backend. The CPU has kernels in f32 alone: in f64 and in bf16 its ops are the
+    /// plain-Burn references.
     fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> Results {
         let (inputs, call) = self.inputs_on::<B>(device, dtype);
         let normed = self.norms.as_ref().map(|_| inputs.clone());
