@@ -125,7 +125,7 @@ impl Loaded {
     /// compiles nothing, waits for nothing.
     ///
     /// # Errors
-    /// Another number of pointers, an address that is no multiple of 16, what the driver refuses.
+    /// Another number of pointers, an address that is not a multiple of 16, what the driver refuses.
     ///
     /// # Safety
     /// Each pointer is the address of a buffer on the GPU with the bytes of [`Plan::buffers`], which stays until the

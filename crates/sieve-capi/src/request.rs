@@ -260,12 +260,7 @@ impl Blocks {
                  divide both sizes"
             )));
         }
-        Ok(NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        })
+        Ok(NsaBlocks::of(sizes))
     }
 }
 

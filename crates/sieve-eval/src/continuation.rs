@@ -150,7 +150,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// What is known of each ending after this text, of whose next token these are the logits. Endings are not empty.
     ///
     /// # Errors
-    /// A token outside the vocabulary, an output that is no number, operands that the selector refuses.
+    /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.
     pub(crate) fn endings(&mut self, logits: &[f32], endings: &[&[u32]]) -> Result<Vec<Ending>, EvalError> {
         let vocab_size = self.model.shape().vocab_size;
         for ending in endings {

@@ -166,7 +166,7 @@ impl NeedleConfig {
 ///
 /// # Errors
 /// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose
-/// output is no number; operands that the selector refuses.
+/// output is not finite; operands that the selector refuses.
 pub fn needle<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokenizer: &Tokenizer,

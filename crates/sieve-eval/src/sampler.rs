@@ -43,7 +43,7 @@ impl Sampler {
     /// Checks the settings.
     ///
     /// # Errors
-    /// A temperature that is negative or no number; a `top_p` outside `(0, 1]`.
+    /// A temperature that is negative or NaN; a `top_p` outside `(0, 1]`.
     pub fn new(sampling: Sampling) -> Result<Self, EvalError> {
         if !(sampling.temperature >= 0.0 && sampling.temperature.is_finite()) {
             return Err(EvalError::BadSetting {

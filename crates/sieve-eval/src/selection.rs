@@ -51,7 +51,7 @@ pub struct SelectionTotals {
     pub device_selections: u64,
     /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
-    /// Lists that ran dense because a score was no number.
+    /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
     /// Computed pairs of a query and a key, over query heads.
     pub pairs: f64,

@@ -129,12 +129,7 @@ mod tests {
     #[test]
     fn a_row_beyond_31_bits_of_words_is_refused() {
         let gpu = Recorder::new(Hardware::HOPPER);
-        let blocks = NsaBlocks {
-            compress_block_size: 32,
-            compress_stride: 16,
-            select_block_size: 64,
-            num_selected_blocks: 16,
-        };
+        let blocks = NsaBlocks::PUBLISHED;
         let [heads, kv_heads, d] = [128, 8, 128];
         for (seq_len, fits) in [(932_067, true), (932_068, false)] {
             let packed = gpu.tensor(&[1, seq_len, heads + 2 * kv_heads, d], DType::BF16);

@@ -87,7 +87,7 @@ pub fn chosen_attention<B: SieveBackend>(
     let x = B::value(qkv.clone());
     let selected = B::Inner::nsa_selected_attention(heads.repeat::<B::Inner>(x.clone()), chosen.clone(), &call);
     tensor(B::node([&qkv], selected.output.o.clone(), move |d_o| {
-        // Keys and values of each head are made again here, so that one copy is kept.
+        // Keys and values of each head are recomputed here, so that one copy is kept.
         let x = heads.repeat::<B::Inner>(x);
         let gradient = B::Inner::nsa_selected_attention_backward(x, chosen, &call, selected, d_o);
         [heads.sum::<B::Inner>(gradient)]

@@ -111,10 +111,7 @@ fn prompt(recipe: &Recipe) -> &str {
 fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, prompt: &str) -> String {
     // A JSON string is a Python string too.
     let [folder, prompt] = [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
-    let trust = match is_remote_code {
-        true => ", trust_remote_code=True",
-        false => "",
-    };
+    let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
     let (import, tokenizer) = match replaces_tokenizer {
         true => (
             ", PreTrainedTokenizerFast",

@@ -152,19 +152,8 @@ impl Case {
 }
 
 fn infllm(blocks: [usize; 4], local: usize) -> BlockChoice {
-    let [
-        compress_block_size,
-        compress_stride,
-        select_block_size,
-        num_selected_blocks,
-    ] = blocks;
     BlockChoice {
-        blocks: NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        },
+        blocks: NsaBlocks::of(blocks),
         rule: ChoiceRule::LargestProbability,
         forced: ForcedBlocks { first: true, local },
     }
@@ -172,12 +161,7 @@ fn infllm(blocks: [usize; 4], local: usize) -> BlockChoice {
 
 fn moba(size: usize, num_selected_blocks: usize) -> BlockChoice {
     BlockChoice {
-        blocks: NsaBlocks {
-            compress_block_size: size,
-            compress_stride: size,
-            select_block_size: size,
-            num_selected_blocks,
-        },
+        blocks: NsaBlocks::of([size, size, size, num_selected_blocks]),
         rule: ChoiceRule::MeanKey,
         forced: ForcedBlocks { first: false, local: 1 },
     }
