@@ -23,6 +23,7 @@
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =
 //            0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
+#include "common/programmatic_launch.cuh"
 #include "common/split_decode.cuh"
 
 #ifndef APPEND
@@ -42,6 +43,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
                      bf16* k_cache, bf16* v_cache, const i32* __restrict__ length, bf16* __restrict__ o,
                      float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
 #include "common/begin_decode.cuh"
+  wait_for_previous();
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head, capacity = params.capacity;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
 

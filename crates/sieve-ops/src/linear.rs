@@ -116,9 +116,11 @@ pub(crate) mod cpu {
         }
         let mut padded = floats(&x)[..count * d_in].to_vec();
         padded.resize(MIN_PRODUCT_ROWS * d_in, 0.0);
-        let mut y = product(Matrix::new(&padded, MIN_PRODUCT_ROWS, d_in), rows(&weight).t());
-        y.truncate(count * d_out);
-        with_columns(&x, d_out, y)
+        // The library packs the left matrix and reads the right one in place, after it has swapped them for a product
+        // by rows: so this way round no weight is copied. The order of each sum is the same.
+        let columns = product(rows(&weight), Matrix::new(&padded, MIN_PRODUCT_ROWS, d_in).t());
+        let column = |r: usize| columns.iter().skip(r).step_by(MIN_PRODUCT_ROWS);
+        with_columns(&x, d_out, (0..count).flat_map(column).copied().collect())
     }
 
     pub(crate) fn linear_add(x: FlexTensor, weight: FlexTensor, residual: FlexTensor) -> FlexTensor {

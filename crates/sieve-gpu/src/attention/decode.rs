@@ -140,7 +140,8 @@ fn launch(
 
 /// The specialisation for a tiling; `append` is 1 when the token joins the cache.
 pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize) -> SourceKernel {
-    tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append)
+    let kernel = tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append);
+    kernel.starts_early()
 }
 
 /// The sizes of a call with one token a row.

@@ -125,13 +125,7 @@ impl Layer<'_, '_> {
         let (tape, epsilon) = (self.tape, self.epsilon);
         let weight = |tensor: &Tensor<Cuda, 2>| tape.noted(&of(tensor));
         let norms = [0, 1].map(|n| tape.noted(&of(&self.layer.norms[n])));
-        let h = rms_norm_forward(&x, &norms[0], epsilon)?;
-        let qkv = matmul(
-            Product::Nt,
-            &h,
-            &weight(&self.layer.qkv),
-            MatmulOutput::New(DType::BF16),
-        )?;
+        let qkv = project(Vectors::Normed(&x, &norms[0], epsilon), &weight(&self.layer.qkv), None)?;
         let (o, down) = (weight(&self.layer.o), weight(&self.layer.down));
         let gate_up = weight(&self.layer.gate_up);
         let attended = self.attend(qkv, scratch)?;
