@@ -119,8 +119,11 @@ pub(crate) mod cpu {
         // The library packs the left matrix and reads the right one in place, after it has swapped them for a product
         // by rows: so this way round no weight is copied. The order of each sum is the same.
         let columns = product(rows(&weight), Matrix::new(&padded, MIN_PRODUCT_ROWS, d_in).t());
-        let column = |r: usize| columns.iter().skip(r).step_by(MIN_PRODUCT_ROWS);
-        with_columns(&x, d_out, (0..count).flat_map(column).copied().collect())
+        let mut y = Vec::with_capacity(count * d_out);
+        for r in 0..count {
+            y.extend(columns.chunks_exact(MIN_PRODUCT_ROWS).map(|rows| rows[r]));
+        }
+        with_columns(&x, d_out, y)
     }
 
     pub(crate) fn linear_add(x: FlexTensor, weight: FlexTensor, residual: FlexTensor) -> FlexTensor {

@@ -11,7 +11,7 @@ use sieve_kernels::step::{
 };
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, MatmulOutput,
-    PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
+    PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
 };
 
 const NAME: &str = "token_step";
@@ -79,6 +79,13 @@ fn tokens_until_growth(layer: &mut TokenLayer<'_, Cuda>) -> usize {
             };
             of_scratch.min(cache.k.room() - seen)
         }
+        TokenCache::Chosen { keys, pooled, choice } => {
+            keys.reserve(1, keys.len());
+            pooled.reserve(1, pooled.len());
+            let (blocks, seen) = (choice.blocks, keys.len() + 1);
+            let full = blocks.compress_block_size + pooled.room() * blocks.compress_stride;
+            (keys.k.room() - seen).min(full - 1 - seen)
+        }
     }
 }
 
@@ -125,7 +132,12 @@ impl Layer<'_, '_> {
         let (tape, epsilon) = (self.tape, self.epsilon);
         let weight = |tensor: &Tensor<Cuda, 2>| tape.noted(&of(tensor));
         let norms = [0, 1].map(|n| tape.noted(&of(&self.layer.norms[n])));
-        let qkv = project(Vectors::Normed(&x, &norms[0], epsilon), &weight(&self.layer.qkv), None)?;
+        let batch = self.inputs.ids.num_elements();
+        let bias = self.layer.qkv_bias.as_ref();
+        let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, batch)).contiguous());
+        let bias = bias.map(|bias| tape.noted(&bias));
+        let normed = Vectors::Normed(&x, &norms[0], epsilon);
+        let qkv = project(normed, &weight(&self.layer.qkv), bias.as_ref())?;
         let (o, down) = (weight(&self.layer.o), weight(&self.layer.down));
         let gate_up = weight(&self.layer.gate_up);
         let attended = self.attend(qkv, scratch)?;
@@ -168,15 +180,20 @@ impl Layer<'_, '_> {
             k: tape.noted(&kv.k),
             v: tape.noted(&kv.v),
         };
-        let mut scratch_of = |like: &CudaTensor, keys: usize| {
+        let mut scratch_of = |like: &CudaTensor, keys: usize, choosers: usize| {
             let keys = keys.next_multiple_of(SCRATCH_KEYS);
+            let shape = AttentionShape {
+                num_kv_heads: choosers,
+                ..shape
+            };
             let made = scratch.get((shape, keys), || DecodeScratch::new(like, shape, keys));
             made.cloned()
         };
         let o = match (&mut layer.cache, &layer.dma) {
             (TokenCache::Recent(cache), _) => {
                 let (len, kv) = (cache.len(), writable(cache));
-                let buffers = scratch_of(&kv.k, spec.window_size.unwrap_or(len + 1).min(len + 1))?;
+                let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
+                let buffers = scratch_of(&kv.k, seen, num_kv_heads)?;
                 let step = DecodeStep {
                     window: spec.window_size,
                     softmax_scale: scale,
@@ -196,7 +213,7 @@ impl Layer<'_, '_> {
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
                 let slots = slots_of(cache);
-                let buffers = scratch_of(&slots.kv.k, cache.window.keep_window_size)?;
+                let buffers = scratch_of(&slots.kv.k, cache.window.keep_window_size, num_kv_heads)?;
                 let slots = DmaSlots {
                     z: tape.noted(&slots.z),
                     positions: tape.noted(&slots.positions),
@@ -206,6 +223,27 @@ impl Layer<'_, '_> {
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
             }
             (TokenCache::Slots(_), None) => unreachable!("slots are DMA's"),
+            (TokenCache::Chosen { keys, pooled, choice }, _) => {
+                let (len, kv) = (keys.len(), writable(keys));
+                let found = of(pooled.buffer());
+                if !found.is_contiguous() {
+                    **pooled = pooled.clone();
+                }
+                let pooled = PooledStep {
+                    pooled: &tape.noted(&of(pooled.buffer())),
+                    start: &inputs.start,
+                    choice: *choice,
+                };
+                let blocks = choice.blocks;
+                let seen = blocks.num_selected_blocks * blocks.select_block_size;
+                let buffers = scratch_of(&kv.k, seen, choice.num_choosers(num_heads, num_kv_heads))?;
+                let step = DecodeStep {
+                    window: None,
+                    softmax_scale: scale,
+                    max_length: len,
+                };
+                noted(kv).chosen_decode(&token, &length, step, pooled, &buffers)?
+            }
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * head_dim])
     }
