@@ -96,8 +96,10 @@ impl KvCache {
     /// num_chosen]` of `block_size` keys, ascending up to the one of key `length`, then -1; up to that key. Each of so
     /// many heads chooses for as many queries. `scratch` is that of as many KV heads as choosers.
     ///
+    /// A block has a multiple of [`WARP_KEYS`].
+    ///
     /// # Errors
-    /// As there; blocks of a size that is no multiple of 16.
+    /// As there.
     pub(crate) fn attention_decode_chosen(
         &self,
         token: &Qkv,
@@ -108,10 +110,7 @@ impl KvCache {
         block_size: usize,
     ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
-        if !block_size.is_multiple_of(WARP_KEYS) {
-            let supported = format!("multiples of {WARP_KEYS}");
-            return Err(KernelError::unsupported(NAME, "block_size", block_size, supported));
-        }
+        debug_assert!(block_size.is_multiple_of(WARP_KEYS), "a warp's tile lies in one block");
         let token = token.walkable();
         let seen = Seen::Chosen { chosen, block_size };
         launch(&shape, &token, self, length, step, scratch, seen)

@@ -2,7 +2,7 @@
 //! queries choose by pooled keys.
 use super::choose::{rule_number, take_important};
 use crate::attention::decode::{DecodeStep, KvCache, one_token};
-use crate::attention::decode_scratch::DecodeScratch;
+use crate::attention::decode_scratch::{DecodeScratch, WARP_KEYS};
 use crate::attention::forward::require_scale;
 use crate::attention::heads::Qkv;
 use crate::error::KernelError;
@@ -49,10 +49,7 @@ impl KvCache {
         let PooledStep { pooled, start, choice } = pooled;
         let (batch, num_heads, num_kv_heads) = (shape.batch, shape.num_heads, shape.num_kv_heads);
         let (blocks, head_dim) = (choice.blocks, shape.head_dim);
-        blocks.check();
-        if let Some((got, supported)) = choice.cuda_gap(head_dim, shape.group_size()) {
-            return Err(KernelError::unsupported(NAME, "call:", got, supported));
-        }
+        require_chosen_decode(choice, [head_dim, shape.head_dim_v], shape.group_size())?;
         require_scale(NAME, step.softmax_scale)?;
         let capacity = self.capacity(NAME, &shape)?;
         let [_, _, room, _] = pooled.dims::<4>(NAME, "pooled")?;
@@ -116,6 +113,32 @@ impl KvCache {
         take_important(&importance, start, &chosen, choice, 0, 1)?;
         let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])?;
         self.attention_decode_chosen(&token, length, step, scratch, &chosen, blocks.select_block_size)
+    }
+}
+
+/// Refuses what [`KvCache::chosen_decode`] has no kernels for: `head_dims` of keys and values, `group_size` query heads a
+/// KV head.
+///
+/// # Errors
+/// [`KernelError::Unsupported`].
+pub fn require_chosen_decode(choice: BlockChoice, head_dims: [usize; 2], group_size: usize) -> Result<(), KernelError> {
+    choice.blocks.check();
+    let [head_dim, head_dim_v] = head_dims;
+    if head_dim_v != head_dim {
+        return Err(KernelError::unsupported(
+            NAME,
+            "width of values",
+            head_dim_v,
+            "that of keys",
+        ));
+    }
+    if !choice.blocks.select_block_size.is_multiple_of(WARP_KEYS) {
+        let (got, supported) = (choice.blocks.select_block_size, format!("multiples of {WARP_KEYS}"));
+        return Err(KernelError::unsupported(NAME, "select_block_size", got, supported));
+    }
+    match choice.cuda_gap(head_dim, group_size) {
+        None => Ok(()),
+        Some((got, supported)) => Err(KernelError::unsupported(NAME, "call:", got, supported)),
     }
 }
 

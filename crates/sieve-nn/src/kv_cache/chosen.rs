@@ -58,12 +58,13 @@ impl<B: Backend> ChosenCache<B> {
 
     /// After a prompt.
     pub(crate) fn of_prompt(qkv: &Tensor<B, 4>, spec: AttentionSpec, choice: BlockChoice) -> Self {
-        let [batch, _, _, d] = qkv.dims();
+        let [batch, seq_len, _, d] = qkv.dims();
         let [_, k, v] = split(qkv.clone(), spec);
-        let none = [batch, spec.num_kv_heads, 0, d];
+        let room = choice.blocks.num_compressed_blocks(seq_len) + 1;
+        let room = [batch, spec.num_kv_heads, room, d];
         let mut cache = Self {
             keys: KeyCache::new(k, v),
-            pooled: TokenBuffer::empty(none, TOKENS, (&qkv.device(), qkv.dtype())),
+            pooled: TokenBuffer::empty(room, TOKENS, (&qkv.device(), qkv.dtype())),
             choice,
         };
         cache.pool();

@@ -12,6 +12,7 @@ use sieve_kernels::step::{
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, MatmulOutput,
     PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
+    require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
@@ -38,7 +39,7 @@ pub(crate) fn repeat_token_step(graph: &mut CudaStepGraph, ids: Ints<Cuda>, posi
 
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
-    kernel_or_refusal(NAME, require_bf16(&step)).ok()?;
+    kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
     let left = step.layers.iter_mut().map(tokens_until_growth).min().unwrap_or(0);
     let tape = StepTape::default();
     // Caches have changed where it fails, so that no other path could take over.
@@ -49,8 +50,8 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     Some(result)
 }
 
-/// Refuses weights that the kernels do not take.
-fn require_bf16(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
+/// Refuses weights and sizes that the kernels do not take.
+fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     let bf16 = |tensor: &CudaTensor| tensor.require_dtype(NAME, "a weight", DType::BF16);
     bf16(&of(&step.embedding))?;
     bf16(&of(&step.output))?;
@@ -58,6 +59,10 @@ fn require_bf16(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
         let TokenLayer {
             qkv, o, gate_up, down, ..
         } = layer;
+        if let TokenCache::Chosen { keys, choice, .. } = &layer.cache {
+            let head_dims = [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
+            require_chosen_decode(*choice, head_dims, layer.spec.num_heads / layer.spec.num_kv_heads)?;
+        }
         [qkv, o, gate_up, down]
             .iter()
             .try_for_each(|weight| bf16(&of(weight)))?;
