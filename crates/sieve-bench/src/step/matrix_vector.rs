@@ -157,6 +157,7 @@ mod tests {
         let extent = Extent::emulated(1, 64, 3);
         emulated(1, |device, report| {
             check_launches(report, device, &extent);
+            check_likeliest(report, device, &extent);
             Ok(())
         });
     }
