@@ -142,6 +142,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         stream::check_launches,
         activation::check_launches,
         matrix_vector::check_launches,
+        matrix_vector::check_likeliest,
         rotation::check_launches,
         embedding::check_launches,
         optimizer::check_launches,

@@ -176,6 +176,7 @@ impl Work {
                     maps,
                     pointers: &addresses,
                     words,
+                    starts_early: false,
                 };
                 // SAFETY: the wrappers recorded a launch that stays inside its buffers; the rest is the caller's
                 // promise.

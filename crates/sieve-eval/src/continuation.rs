@@ -85,6 +85,20 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// # Errors
     /// Operands that the selector refuses.
     pub(crate) fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EvalError> {
+        self.logits(tokens).map(on_host)
+    }
+
+    /// As [`read`](Self::read): the likeliest of the first `num_tokens` tokens alone, as
+    /// [`likeliest`](sieve_ops::likeliest) gives it.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn read_likeliest(&mut self, tokens: &[u32], num_tokens: usize) -> Result<Option<u32>, EvalError> {
+        let likeliest = sieve_ops::likeliest(self.logits(tokens)?, num_tokens);
+        Ok(likeliest.first().copied().flatten())
+    }
+
+    fn logits(&mut self, tokens: &[u32]) -> Result<Tensor<B, 2>, EvalError> {
         let ids_of = |tokens: &[u32], device: &B::Device| ids(tokens, [1, tokens.len()], device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let num_tokens = cache.num_tokens + tokens.len();
@@ -113,7 +127,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                 logits.expect("at least one token")
             }
         };
-        Ok(on_host(logits))
+        Ok(logits)
     }
 
     /// The text several times: from here on [`read_rows`](Self::read_rows) reads one more token of each.

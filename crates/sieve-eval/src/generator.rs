@@ -109,8 +109,10 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         let Start {
             text, prompt, config, ..
         } = &mut self.start;
-        let logits = text.read(prompt)?;
-        let token = self.sampler.sample(&logits[..config.num_tokens]);
+        let token = match self.sampler.is_greedy() {
+            true => text.read_likeliest(prompt, config.num_tokens)?,
+            false => self.sampler.sample(&text.read(prompt)?[..config.num_tokens]),
+        };
         let token = token.ok_or(EvalError::NotFinite {
             num_tokens: text.cache().num_tokens,
         })?;

@@ -7,12 +7,14 @@
 mod blocks;
 mod choose;
 mod compressed;
+mod decode;
 mod gates;
 mod hopper;
 mod lists;
 mod selected;
 
 pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
+pub use decode::{PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use lists::ChoiceLists;
@@ -20,6 +22,7 @@ pub use lists::ChoiceLists;
 use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
 use choose::{NSA_CHOOSE, nsa_importance_kernel};
 use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
+use decode::{block_scores_kernel, pooled_scores_kernel};
 use gates::{NSA_GATES, NSA_GATES_BACKWARD};
 use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
@@ -99,6 +102,7 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_lists_kernel(0, usize::MAX),
         NSA_GATES,
         NSA_GATES_BACKWARD,
+        pooled_scores_kernel(head_dim, 1),
         nsa_place_kernel(false, false),
         nsa_place_kernel(false, true),
         nsa_place_kernel(true, false),
@@ -111,6 +115,7 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         ChoiceRule::MeanKey,
     ] {
         kernels.push(nsa_importance_kernel(head_dim, rule));
+        kernels.push(block_scores_kernel(rule));
     }
     for flag in [false, true] {
         kernels.push(nsa_blocks_kernel(flag));

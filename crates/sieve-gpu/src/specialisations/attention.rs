@@ -245,7 +245,9 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Decode => match needs.keys {
             NeededKeys::Neighbours => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                list.extend_kernels([0, 1].map(|append| attention_decode_kernel(tiling, append)));
+                list.extend_kernels(
+                    [[0, 0], [1, 0], [0, 1]].map(|[append, chosen]| attention_decode_kernel(tiling, append, chosen)),
+                );
             }
             NeededKeys::Chosen(bias) => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);

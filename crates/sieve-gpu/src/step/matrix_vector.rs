@@ -101,6 +101,7 @@ pub(crate) fn matrix_vector_kernel(form: u8, residual: bool, rows: usize, warps_
         .define("X_ROWS", held_rows(rows))
         .define("WARPS_PER_ROW", warps_per_row)
         .threads(NUM_WARPS * 32)
+        .starts_early()
 }
 
 /// Rows that a kernel for this many holds.

@@ -36,7 +36,7 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         self.choice
     }
 
-    pub(super) fn spec(&self) -> AttentionSpec {
+    pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
     }
 }
@@ -82,12 +82,12 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             };
             let [batch, new, _, _] = qkv.dims();
             if new == 1 {
-                return cache.attend(qkv, spec, choice, cached.scratch);
+                return cache.attend(qkv, spec, cached.scratch);
             }
             // Several tokens behind others attend as one row of all keys, with queries of zero, and themselves.
             let row = cache.row(&qkv);
             let earlier = cache.num_tokens();
-            cache.append(&qkv, spec, choice);
+            cache.append(&qkv, spec);
             let documents = Documents::whole_rows([batch, earlier + new], &row.device());
             self.attend(row, &documents, spec).narrow(1, earlier, new)
         });

@@ -3,15 +3,18 @@ use super::split;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
-use sieve_ops::{AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, attention_decode, choose_blocks, overlap_weight};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, TokenCache, attention_decode, choose_blocks, overlap_weight,
+};
 
 /// What such a layer keeps of earlier tokens.
 #[derive(Clone, Debug)]
 pub struct ChosenCache<B: Backend> {
     /// Of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`; absent before the first is whole.
-    pooled: Option<TokenBuffer<B, 4>>,
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`.
+    pooled: TokenBuffer<B, 4>,
+    choice: BlockChoice,
 }
 
 /// Axis of tokens in the buffers.
@@ -31,25 +34,40 @@ impl<B: Backend> ChosenCache<B> {
         self.keys.len()
     }
 
-    /// Pooled keys a head.
-    pub fn num_pooled(&self) -> usize {
-        self.pooled.as_ref().map_or(0, TokenBuffer::len)
-    }
-
     /// Makes each row several equal ones.
     pub(super) fn repeat(&mut self, rows: usize) {
         self.keys.repeat(rows);
-        self.pooled.iter_mut().for_each(|pooled| pooled.repeat(rows));
+        self.pooled.repeat(rows);
+    }
+
+    /// The cache as a step of one token takes it.
+    pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
+        TokenCache::Chosen {
+            keys: &mut self.keys,
+            pooled: &mut self.pooled,
+            choice: self.choice,
+        }
+    }
+
+    /// Counts the token that such a step has written, and the pooled key that ends at it.
+    pub(super) fn count_token(&mut self) {
+        self.keys.count_token();
+        let ended = self.choice.blocks.num_compressed_blocks(self.num_tokens());
+        self.pooled.count(ended - self.pooled.len());
     }
 
     /// After a prompt.
     pub(crate) fn of_prompt(qkv: &Tensor<B, 4>, spec: AttentionSpec, choice: BlockChoice) -> Self {
+        let [batch, seq_len, _, d] = qkv.dims();
         let [_, k, v] = split(qkv.clone(), spec);
+        let room = choice.blocks.num_compressed_blocks(seq_len) + 1;
+        let room = [batch, spec.num_kv_heads, room, d];
         let mut cache = Self {
             keys: KeyCache::new(k, v),
-            pooled: None,
+            pooled: TokenBuffer::empty(room, TOKENS, (&qkv.device(), qkv.dtype())),
+            choice,
         };
-        cache.pool(choice);
+        cache.pool();
         cache
     }
 
@@ -59,17 +77,17 @@ impl<B: Backend> ChosenCache<B> {
     }
 
     /// Takes tokens in.
-    pub(crate) fn append(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec, choice: BlockChoice) {
+    pub(crate) fn append(&mut self, qkv: &Tensor<B, 4>, spec: AttentionSpec) {
         let [_, k, v] = split(qkv.clone(), spec);
         self.keys.append(k, v);
-        self.pool(choice);
+        self.pool();
     }
 
     /// Adds the pooled keys that have ended since.
-    fn pool(&mut self, choice: BlockChoice) {
-        let blocks = choice.blocks;
+    fn pool(&mut self) {
+        let blocks = self.choice.blocks;
         let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
-        let [first, end] = [self.num_pooled(), blocks.num_compressed_blocks(self.num_tokens())];
+        let [first, end] = [self.pooled.len(), blocks.num_compressed_blocks(self.num_tokens())];
         if first == end {
             return;
         }
@@ -86,11 +104,7 @@ impl<B: Backend> ChosenCache<B> {
         let means = keys.mean_dim(3).reshape([batch, heads, num_strides, d]);
         let parts = (0..strides).map(|at| means.clone().narrow(TOKENS, at, count));
         let sum = parts.reduce(|sum, part| sum + part).expect("a pooled key has a stride");
-        let new = (sum / strides as f64).cast(dtype);
-        match &mut self.pooled {
-            Some(pooled) => pooled.append(new),
-            none => *none = Some(TokenBuffer::new(new, TOKENS, None)),
-        }
+        self.pooled.append((sum / strides as f64).cast(dtype));
     }
 }
 
@@ -100,30 +114,30 @@ impl<B: DeviceBackend> ChosenCache<B> {
         &mut self,
         qkv: Tensor<B, 4>,
         spec: AttentionSpec,
-        choice: BlockChoice,
         scratch: &mut B::DecodeScratch,
     ) -> Tensor<B, 4> {
         let [batch, _, _, d] = qkv.dims();
-        self.append(&qkv, spec, choice);
+        self.append(&qkv, spec);
         let [q, _, _] = split(qkv, spec);
         let q = q.reshape([batch, spec.num_heads, d]);
-        let importance = self.importance(q.clone(), spec, choice);
-        let keys = self.chosen(importance, spec, choice);
+        let importance = self.importance(q.clone(), spec);
+        let keys = self.chosen(importance, spec);
         let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
         o.reshape([batch, 1, spec.num_heads, d])
     }
 
     /// Scores of the blocks up to the last token's own, per row and chooser.
-    fn importance(&self, q: Tensor<B, 3>, spec: AttentionSpec, choice: BlockChoice) -> Vec<Vec<f32>> {
+    fn importance(&self, q: Tensor<B, 3>, spec: AttentionSpec) -> Vec<Vec<f32>> {
+        let choice = self.choice;
         let [batch, num_heads, d] = q.dims();
         let kv_heads = spec.num_kv_heads;
         let choosers = choice.num_choosers(num_heads, kv_heads);
         let num_blocks = (self.num_tokens() - 1) / choice.blocks.select_block_size + 1;
-        let Some(pooled) = &self.pooled else {
+        if self.pooled.is_empty() {
             return vec![vec![0.0; num_blocks]; batch * choosers];
-        };
+        }
         // Where blocks are nearly as important as each other, rounded scores would choose others than a whole pass.
-        let (q, k) = (at_least_f32(q), at_least_f32(pooled.tokens()));
+        let (q, k) = (at_least_f32(q), at_least_f32(self.pooled.tokens()));
         let scores = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
             .matmul(k.swap_dims(2, 3));
@@ -132,12 +146,13 @@ impl<B: DeviceBackend> ChosenCache<B> {
             _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
         };
         let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
-        let rows = scores.chunks_exact(pooled.len());
+        let rows = scores.chunks_exact(self.pooled.len());
         rows.map(|row| of_blocks(row, choice, num_blocks)).collect()
     }
 
     /// Keys and values of the chosen blocks, of each chooser.
-    fn chosen(&self, importance: Vec<Vec<f32>>, spec: AttentionSpec, choice: BlockChoice) -> KeyCache<B> {
+    fn chosen(&self, importance: Vec<Vec<f32>>, spec: AttentionSpec) -> KeyCache<B> {
+        let choice = self.choice;
         let (len, k) = (self.num_tokens(), self.keys.k.buffer());
         let [batch, kv_heads, _, d] = k.dims();
         let size = choice.blocks.select_block_size;
