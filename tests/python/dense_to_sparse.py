@@ -5,8 +5,8 @@
     dense_to_sparse.py --out OUT --table
 
 `sieve import --attention` gives the model another attention; all are then trained on rows of --row tokens of the same text
-(that of make_corpus.py) in the same order. Each is asked before and after some of the steps: loss on held-out documents,
-needles in texts as long as a row, and 128 greedy tokens behind a prompt of that length. OUT/results.jsonl gets a line for
+(that of make_corpus.py) in the same order. Held-out documents give the loss before and after some of the steps; before and after all of them the
+model is asked for needles in texts as long as a row, and for 128 greedy tokens behind a long prompt. OUT/results.jsonl gets a line for
 each; lines that are there are not measured again, and training resumes. Needs nothing but Python.
 """
 
@@ -17,7 +17,6 @@ import subprocess
 import time
 
 HYBRID = 'model.layer_types=["sparse","sparse","sparse","mha"]'
-LOSS = "validation_metrics/loss"
 
 
 def kinds(w):
@@ -48,8 +47,8 @@ class Runs:
 
 def last_validation(run, step):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if line.get("step") == step and LOSS in line]
-    return found[-1][LOSS] if found else None
+    found = [line["loss"] for line in lines if (line["kind"], line.get("step")) == ("validation", step)]
+    return found[-1] if found else None
 
 
 def one(runs, name, words, done):
@@ -63,27 +62,28 @@ def one(runs, name, words, done):
             "training.steps": args.steps[-1], "optimizer.lr": args.lr, "lr_scheduler.warmup_steps": args.steps[0] // 2,
             "checkpoint.interval": args.steps[0], "checkpoint.keep_latest_k": 0, "validation.interval": args.steps[0],
             "data.format": "jsonl", "validation.tokens": args.validation}
-    words = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    sets = [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
     began = time.monotonic()
     if any((name, step) not in done for step in args.steps):
         resumed = ["--resume"] if (run / "checkpoint").exists() else ["--branch-from", base / "in/step-0"]
-        runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *words, *place, log=log)
+        runs.sieve("train", "--recipe", base / "in/recipe.toml", *resumed, "--out", run, *sets, *place, log=log)
     trained = round(time.monotonic() - began, 1)
     for step in [0, *args.steps]:
         if (name, step) in done:
             continue
         model = base / "in/step-0" if step == 0 else run / f"checkpoint/step-{step}"
         row = {"kind": name, "step": step, "row": args.row, "w": args.w, "loss": last_validation(run, step), "train_seconds": trained}
-        needles = json.loads(runs.sieve("eval", "needle", "--checkpoint", model, "--lengths", args.row - args.row // 32, "--depths",
-                                        "0,20,40,60,80,100", "--needles", args.needles, "--json", *place, log=log))
-        cells = needles["methods"][0]["cells"]
-        row["needles"] = [sum(cell["num_found"] for cell in cells), sum(cell["num_needles"] for cell in cells)]
-        row["mean_rank"] = round(sum(cell["mean_rank"] for cell in cells) / len(cells), 2)
-        prompt = args.out / "prompt.txt"
-        prompt.write_text(json.loads(args.text.open(encoding="utf-8").readline())["text"][: 2 * args.row])
-        said = json.loads(runs.sieve("generate", "--checkpoint", model, "--prompt-file", prompt, "--max-new-tokens", 128,
-                                     "--temperature", 0, "--json", *place, log=log))
-        row |= {key: said[key] for key in ("prompt_tokens", "prompt_seconds", "tokens_per_second", "median_token_seconds")}
+        if step in (0, args.steps[-1]):
+            words = ["--lengths", args.row - args.row // 32, "--depths", "0,20,40,60,80,100", "--needles", args.needles]
+            needles = json.loads(runs.sieve("eval", "needle", "--checkpoint", model, *words, "--json", *place, log=log))
+            cells = needles["methods"][0]["cells"]
+            row["needles"] = [sum(cell["num_found"] for cell in cells), sum(cell["num_needles"] for cell in cells)]
+            row["mean_rank"] = round(sum(cell["mean_rank"] for cell in cells) / len(cells), 2)
+            prompt = args.out / "prompt.txt"
+            prompt.write_text(json.loads(args.text.open(encoding="utf-8").readline())["text"][: 2 * args.row])
+            said = json.loads(runs.sieve("generate", "--checkpoint", model, "--prompt-file", prompt, "--max-new-tokens", 128,
+                                         "--temperature", 0, "--json", *place, log=log))
+            row |= {key: said[key] for key in ("prompt_tokens", "prompt_seconds", "tokens_per_second", "median_token_seconds")}
         with open(args.out / "results.jsonl", "a", encoding="utf-8") as out:
             out.write(json.dumps(row) + "\n")
 
@@ -97,9 +97,10 @@ def cache(kind, row, w, layers=30, width=2 * 3 * 64 * 2):
 def table(found):
     print("| attention | steps | loss, held out | needles found (mean rank) | ms a token | cache, MB |\n|---|---|---|---|---|---|")
     for row in found:
-        loss = "-" if row["loss"] is None else f"{row['loss']:.4f}"
-        print(f"| {row['kind']} | {row['step']} | {loss} | {row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']}) | "
-              f"{1e3 * row['median_token_seconds']:.2f} | {cache(row['kind'], row['row'], row['w']) / 1e6:.1f} |")
+        asked = "- | -"
+        if "needles" in row:
+            asked = f"{row['needles'][0]} of {row['needles'][1]} ({row['mean_rank']}) | {1e3 * row['median_token_seconds']:.2f}"
+        print(f"| {row['kind']} | {row['step']} | {row['loss']:.4f} | {asked} | {cache(row['kind'], row['row'], row['w']) / 1e6:.1f} |")
 
 
 def main():

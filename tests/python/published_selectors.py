@@ -25,7 +25,13 @@ ALL = "first_dense_layers=0"
 # Group: what its rows ask, and the settings in parts of one command each.
 GROUPS = {
     "time": ("Every method: loss against a prompt's time", [
-        ["--grid", "all"]]),
+        [*(f"meanpool:tau={x}" for x in (0.5, 0.7, 0.9)), *(f"xattention:tau={x}" for x in (0.5, 0.7, 0.9)),
+         *(f"bfla:keep_mass={x}" for x in (0.9, 0.99)), *(f"pbs:tau={x}" for x in (0.5, 0.7, 0.9)),
+         *(f"ba_att:sparsity={x}" for x in (0.9, 0.75, 0.5)), *(f"block_sparse:topk={x}" for x in (8, 16, 32, 64)),
+         *(f"streamingllm:n_local={x}" for x in (128, 512, 1024, 2048)), *(f"a_shape:n_local={x}" for x in (896, 1920))],
+        [*(f"flexprefill:gamma={x}" for x in (0.5, 0.7, 0.9)), *(f"momo:k={x},{ALL}" for x in (8, 16, 32)),
+         *(f"vertical_slash:vertical={x},slash={x}" for x in (64, 256, 1024)), *(f"oracle_topk:k={x}" for x in (8, 32)),
+         *(f"delta:base=xattention,base.tau={x}" for x in (0.5, 0.7)), "tri_shape:n_local=896"]]),
     "where": ("Settings that the papers use, and where they run", [
         ["bfla", "bfla:stride=16,prob=0.1", "ba_att", "ba_att:sort=none", "ba_att:sort=q", "minference:pattern=PATTERNS"],
         ["pbs", "pbs:permute=none", "pbs:permute=queries", "pbs:permute=both", "pbs:select=xattention",

@@ -5,6 +5,8 @@
     smollm2.py compare FOLDER CHECKPOINT BINARY TEXT
                                                     logits, perplexity and greedy tokens of both, on the first 2048 tokens
                                                     of TEXT, CPU in float32
+    smollm2.py compare16 FOLDER CHECKPOINT BINARY TEXT
+                                                    the same on a GPU: logits in bf16 of both beside float32 ones
 
 The wheel (Apache-2.0) holds the weights in 4 bits (Q4_1, the embedding in 8: Q8_0); both programs compute with what these
 bits stand for. `make` needs numpy alone, and takes the GGUF file itself as well; `compare` needs torch and transformers.
@@ -205,11 +207,45 @@ def compare(folder, checkpoint, binary, text):
     return relative < 1e-4 and of_perplexity < 1e-4 and found["greedy_equal"]
 
 
+def compare16(folder, checkpoint, binary, text):
+    """Errors of both programs' bf16 logits on a GPU; ours may have twice the other's."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(pathlib.Path(text).read_text(), return_tensors="pt").input_ids[:, :TOKENS].cuda()
+    assert ids.shape[1] == TOKENS, f"{text} has {ids.shape[1]} tokens alone"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with tempfile.TemporaryDirectory() as work, torch.no_grad():
+        listed, out = pathlib.Path(work, "ids.txt"), pathlib.Path(work, "logits.safetensors")
+        listed.write_text(",".join(map(str, ids[0].tolist())))
+        command = [binary, "-q", "logits", "--checkpoint", str(checkpoint), "--device", "cuda", "--tokens-file", str(listed)]
+        subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.PIPE)
+        logits = {"sieve": load_file(out)["logits"].cuda().float()}
+        for name, dtype in (("float32", torch.float32), ("transformers", torch.bfloat16)):
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+            logits[name] = model(ids).logits.float()
+    exact = logits.pop("float32")
+    log_p = exact.log_softmax(-1)
+    found = {"transformers": transformers.__version__, "torch": torch.__version__, "gpu": torch.cuda.get_device_name(),
+             "tokens": TOKENS, "logits_rms": exact.square().mean().sqrt().item()}
+    loss = lambda x: torch.nn.functional.cross_entropy(x[0, :-1], ids[0, 1:]).item()
+    found["float32"] = {"loss": loss(exact)}
+    for name, x in logits.items():
+        error, log_q = x - exact, x.log_softmax(-1)
+        found[name] = {"loss": loss(x), "rms_error": error.square().mean().sqrt().item(), "largest_error": error.abs().max().item(),
+                       "kl": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item(),
+                       "top1": (x.argmax(-1) == exact.argmax(-1)).float().mean().item()}
+    print(json.dumps(found, indent=1))
+    return found["sieve"]["rms_error"] <= 2 * found["transformers"]["rms_error"]
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["make", wheel, folder]:
             make(wheel, folder)
-        case ["compare", folder, checkpoint, binary, text]:
-            sys.exit(not compare(folder, checkpoint, binary, text))
+        case ["compare" | "compare16" as what, folder, checkpoint, binary, text]:
+            sys.exit(not {"compare": compare, "compare16": compare16}[what](folder, checkpoint, binary, text))
         case _:
             sys.exit(__doc__)
