@@ -16,7 +16,8 @@ import pathlib
 import subprocess
 import time
 
-HYBRID = 'model.layer_types=["sparse","sparse","sparse","mha"]'
+# Of SmolLM2's 30 layers each fourth is dense.
+HYBRID = "model.layer_types=" + json.dumps(["mha" if layer % 4 == 3 else "sparse" for layer in range(30)])
 
 
 def kinds(w):
@@ -118,6 +119,7 @@ def main():
     parser.add_argument("--validation", type=int, default=262144)
     parser.add_argument("--needles", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1e6)
+    parser.add_argument("--only", nargs="+", choices=[*kinds(0)], help="these kinds alone")
     parser.add_argument("--table", action="store_true")
     args = parser.parse_args()
     path = args.out / "results.jsonl"
@@ -125,6 +127,8 @@ def main():
     if args.model:
         done, runs = {(row["kind"], row["step"]) for row in lines()}, Runs(args)
         for name, words in kinds(args.w).items():
+            if args.only and name not in args.only:
+                continue
             try:
                 one(runs, name, words, done)
             except subprocess.TimeoutExpired:
