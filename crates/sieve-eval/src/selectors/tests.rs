@@ -132,7 +132,13 @@ fn predictions_and_layers_are_compared_with_the_dense_model() {
                 ",min_prefill_tokens=0"
             }
         );
-        let found = measure_selectors(&model, &[prompt.clone()], &[selection(&text)], &device, &mut |_| {});
+        let found = measure_selectors(
+            &model,
+            std::slice::from_ref(&prompt),
+            &[selection(&text)],
+            &device,
+            &mut |_| {},
+        );
         let found = found.expect("valid").remove(0).expect("valid");
         let (q, sparse, sparse_layers) = pass(&mut selection(&text));
         let (mut kl, mut same) = (0.0, 0.0);
