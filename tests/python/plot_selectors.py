@@ -103,6 +103,7 @@ def of_quality(files):
         settings = [dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair) for *_, text in points]
         moved = [key for key in settings[0] if any(other.get(key) != settings[0][key] for other in settings)]
         says = ", ".join(f"{key} {', '.join(of[key] for of in settings)}" for key in moved) or kinds.get(name, "")
+        says = says if len(says) < 34 else says[:33] + "…"
         panels.append([
             *axes.frame(name, says), *axes.line([(dense_ms, 1e-3), (dense_ms, 1)], GREY, 1, "4 3"),
             *axes.line(everything, GREY, 0, dots=1.7), *axes.line([point[:2] for point in points], BLUE, dots=3),
