@@ -279,6 +279,8 @@ fn tasks_mistakes_are_told_and_change_nothing() {
         --data piqa=rows/piqa.jsonl --limit 0 => --limit
         --data piqa=rows/piqa.jsonl --samples no/where.jsonl => no/where.jsonl | no folder
         --data piqa=rows/piqa.jsonl --selector quset => did you mean quest?
+        --data piqa=rows/piqa.jsonl --stream => --selector
+        --data piqa=rows/piqa.jsonl --stream --selector bfla => bfla, which reads a prompt whole | leave --stream out
         --data triviaqa=rows/piqa.jsonl => no column "question"
     "#,
     );

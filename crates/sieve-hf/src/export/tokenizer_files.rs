@@ -4,6 +4,7 @@ use super::ExportOptions;
 use super::config::to_text;
 use crate::{Checkpoint, CheckpointError};
 use serde_json::{Map, Value, json};
+use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
 use std::fs;
 use std::io::ErrorKind;
@@ -88,11 +89,19 @@ pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
 }
 
 /// The folder of the tokenizer file that the recipe names.
-pub(super) fn folder(checkpoint: &Checkpoint) -> Result<Option<PathBuf>, CheckpointError> {
-    let (recipe, _) = checkpoint.recipe_and_shape()?;
-    Ok(match recipe.tokenizer.source() {
+pub(crate) fn folder(recipe: &Recipe) -> Option<PathBuf> {
+    match recipe.tokenizer.source() {
         TokenizerSource::Path(path) => Some(Path::new(path).parent().unwrap_or(Path::new("")).to_owned()),
         _ => None,
+    }
+}
+
+/// The tokens that `generation_config.json` ends a text at, where `eos_id` is one of them.
+pub(crate) fn ends(source: &Map<String, Value>, eos_id: u32) -> Option<&Value> {
+    let eos = json!(eos_id);
+    source.get("eos_token_id").filter(|theirs| match theirs {
+        Value::Array(all) => all.contains(&eos),
+        one => **one == eos,
     })
 }
 

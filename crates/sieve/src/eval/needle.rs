@@ -186,6 +186,7 @@ fn print<B: DeviceBackend>(
         "trained_length": loaded.recipe.training.seq_len,
         "data": args.data,
         "chunk": args.sparse.chunk,
+        "stream": args.sparse.stream,
         "seed": args.seed,
         "buffer": args.buffer,
         "methods": reports,
