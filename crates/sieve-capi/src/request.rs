@@ -165,7 +165,8 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
-    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, bias `[heads * 3]` → o
+    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, bias
+    /// `[heads * 3]` → o
     NsaGates {},
     /// The forward's inputs, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
     NsaGatesBackward {},

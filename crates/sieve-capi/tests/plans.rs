@@ -140,7 +140,9 @@ fn requests() -> Vec<(Value, Vec<Value>)> {
             ],
         ),
         (
-            json!({"choose_blocks": {"scale": 0.1, "blocks": blocks, "rule": "largest_probability", "first": true, "local": 1}}),
+            json!({"choose_blocks": {
+                "scale": 0.1, "blocks": blocks, "rule": "largest_probability", "first": true, "local": 1,
+            }}),
             vec![q(), vec![compressed("pooled")], bounds(n)],
         ),
         (
