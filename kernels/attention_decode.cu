@@ -7,16 +7,15 @@
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
 //            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
 //            row, multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16
-//            [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token; chosen i32 [batch, num_kv_heads,
-//            num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN, num_kv_heads counts choosers, and
-//            the caches have cache_heads of them;
-//            o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any
-//            content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the
-//            first launch, zero again after each
-// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, length, o, partials, counters; APPEND=0: without k_new and v_new;
-//            CHOSEN=0: without chosen
-// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
-//            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
+//            [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token; chosen i32 [batch,
+//            num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN, num_kv_heads
+//            counts choosers, and the caches have cache_heads of them; o bf16 [batch, num_heads, HEAD_DIM_V]; partials
+//            f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and of any size when num_splits =
+//            1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again after each
+// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, length, o, partials, counters; APPEND=0: without k_new and
+//            v_new; CHOSEN=0: without chosen
+// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), NUM_STAGES (4 for HEAD_DIM <= 64,
+//            else 2), NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
@@ -64,7 +63,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #if CHOSEN
   const i32 token = min(length[batch], (i32)capacity - 1), select_size = (i32)params.select_size, first_key = 0;
   const i32* blocks = chosen + head * params.num_chosen;
-  const i32 num_cached = (min((i32)params.num_chosen, token / select_size + 1) - 1) * select_size + token % select_size + 1;
+  const i32 whole_blocks = min((i32)params.num_chosen, token / select_size + 1) - 1;
+  const i32 num_cached = whole_blocks * select_size + token % select_size + 1;
   const i64 cache_head = batch * params.cache_heads + kv_head / (params.num_kv_heads / params.cache_heads);
   // A tile lies in one block.
   auto place = [&](i64 key) { return (i64)blocks[key / select_size] * select_size + key % select_size; };

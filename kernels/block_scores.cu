@@ -4,12 +4,13 @@
 //            (arXiv:2502.11089, eq. 9, 10);
 //            RULE 1: max over c with w(c, b) > 0 of p[c], 0 without any (arXiv:2509.24663);
 //            RULE 2: scores[h, b] of one head, 0 for a block that has not ended (arXiv:2502.13189)
-// Layout     scores f32 [batch, num_heads, pooled_capacity]; length i32 [batch], tokens before the new one; importance f32
-//            [batch, choosers, num_blocks]
+// Layout     scores f32 [batch, num_heads, pooled_capacity]; length i32 [batch], tokens before the new one; importance
+//            f32 [batch, choosers, num_blocks]
 // Buffers    scores, length, importance
 // Defines    RULE 0|1|2
 // Tiling     grid (choosers, batch); 512 threads; a warp takes a head's softmax, a thread a pooled key and then a block
-// Numerics   f32 in a fixed order; writes the blocks up to the token's own; p takes the place of the first head's scores
+// Numerics   f32 in a fixed order; writes the blocks up to the token's own; p takes the place of the first head's
+//            scores
 // Edges      no pooled key has ended: importances of 0; RULE 2: a chooser is a head, a block a pooled key
 #include "common/fixed_sum.cuh"
 #include "common/pooled_keys.cuh"
@@ -22,14 +23,16 @@ struct BlockScoresParams {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    block_scores(float* scores, const i32* length, float* importance, const __grid_constant__ BlockScoresParams params) {
+    block_scores(float* scores, const i32* length, float* importance,
+                 const __grid_constant__ BlockScoresParams params) {
   __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP];
   wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group_size = (int)(params.num_heads / params.choosers);
   const i64 chooser = (i64)blockIdx.y * params.choosers + blockIdx.x, capacity = params.pooled_capacity;
   const i32 before = length[blockIdx.y], stride = (i32)params.stride, size = (i32)params.size;
   const PooledKeys keys = {before + 1, size, stride};
-  const i32 num = min(keys.num(), (i32)capacity), own = min(before / (i32)params.select_size, (i32)params.num_blocks - 1);
+  const i32 num = min(keys.num(), (i32)capacity);
+  const i32 own = min(before / (i32)params.select_size, (i32)params.num_blocks - 1);
   float* rows = scores + chooser * group_size * capacity;
   float* to = importance + chooser * params.num_blocks;
 #if RULE == 2

@@ -3,16 +3,16 @@
 // Math       pooled_c = mean of k_j over c stride <= j < c stride + size, rounded to bf16 (written where token `length`
 //            is the last of these j); scores[h, c] = softmax_scale q_h . pooled_c over the c that have ended
 //            (arXiv:2509.24663; arXiv:2502.13189)
-// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new, v_new bf16 [batch, num_kv_heads, HEAD_DIM], each with an element
-//            offset and a batch stride (slices of one packed row, multiples of 8); k_cache, v_cache bf16 [batch,
-//            num_kv_heads, capacity, HEAD_DIM]; pooled bf16 [batch, num_kv_heads, pooled_capacity, HEAD_DIM]; length i32
-//            [batch], keys in the cache before this token; scores f32 [batch, num_heads, pooled_capacity]
+// Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new, v_new bf16 [batch, num_kv_heads, HEAD_DIM], each with an
+//            element offset and a batch stride (slices of one packed row, multiples of 8); k_cache, v_cache bf16
+//            [batch, num_kv_heads, capacity, HEAD_DIM]; pooled bf16 [batch, num_kv_heads, pooled_capacity, HEAD_DIM];
+//            length i32 [batch], keys in the cache before this token; scores f32 [batch, num_heads, pooled_capacity]
 // Buffers    q, k_new, v_new, k_cache, v_cache, pooled, length, scores
 // Defines    HEAD_DIM (64, 128)
-// Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp takes a pooled key, a lane HEAD_DIM / 32 columns; block
-//            0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
-// Numerics   f32 sums in a fixed order; rows `length` of the caches, at most one pooled key and the scores of pooled keys
-//            that have ended are written
+// Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp takes a pooled key, a lane HEAD_DIM / 32 columns;
+//            block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
+// Numerics   f32 sums in a fixed order; rows `length` of the caches, at most one pooled key and the scores of pooled
+//            keys that have ended are written
 // Edges      no pooled key has ended; size any multiple of stride; length >= capacity writes nothing out of bounds: the
 //            wrapper refuses it
 #include "common/bf16x8.cuh"

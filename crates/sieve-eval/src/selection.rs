@@ -400,8 +400,9 @@ impl Selection {
     }
 
     /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too, and
-    /// [streams](Self::as_stream), which are computed on the host), then one token at a time; the last of `operands` is the text's `num_tokens`-th. Only where a layer acts in decode.
-    /// `cache` gets the layer's keys where its tokens are read on the device.
+    /// [streams](Self::as_stream), which are computed on the host), then one token at a time; the last of `operands` is
+    /// the text's `num_tokens`-th. Only where a layer acts in decode. `cache` gets the layer's keys where its tokens
+    /// are read on the device.
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.

@@ -91,8 +91,8 @@ pub fn dma_decode<B: DeviceBackend>(
     tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch))
 }
 
-/// The first of the largest among the first `num_tokens` logits of each row, `[rows, vocab_size]`, chosen on the device;
-/// `None` where one of them is NaN or infinite.
+/// The first of the largest among the first `num_tokens` logits of each row, `[rows, vocab_size]`, chosen on the
+/// device; `None` where one of them is NaN or infinite.
 pub fn likeliest<B: DeviceBackend>(logits: Tensor<B, 2>, num_tokens: usize) -> Vec<Option<u32>> {
     let ids = Tensor::<B, 2, Int>::from_primitive(B::likeliest(primitive(logits), num_tokens));
     let ids = ids.into_data();

@@ -16,8 +16,8 @@ pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a
     it; prefill methods";
 
 /// What `--stream` does.
-const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on the CPU); it is \
-    dense otherwise. `eval ppl` does so anyway";
+const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on the \
+    CPU); it is dense otherwise. `eval ppl` does so anyway";
 
 /// A sparse method in place of a model's attention, where one is asked for.
 #[derive(Args, Debug)]

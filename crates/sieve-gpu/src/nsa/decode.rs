@@ -1,5 +1,5 @@
-//! Launches of `kernels/pooled_scores.cu` and `kernels/block_scores.cu`: one new token a row against the blocks that its
-//! queries choose by pooled keys.
+//! Launches of `kernels/pooled_scores.cu` and `kernels/block_scores.cu`: one new token a row against the blocks that
+//! its queries choose by pooled keys.
 use super::choose::{rule_number, take_important};
 use crate::attention::decode::{DecodeStep, KvCache, one_token};
 use crate::attention::decode_scratch::{DecodeScratch, WARP_KEYS};
@@ -32,8 +32,8 @@ pub struct PooledStep<'a> {
 impl KvCache {
     /// Appends one new token a row, with the pooled key that ends at it, and attends over the tokens of the blocks that
     /// its queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` as in
-    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` is that of as many KV heads as choosers.
-    /// Returns `[batch, 1, num_heads, head_dim]`.
+    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` is that of as many KV heads as
+    /// choosers. Returns `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -116,8 +116,8 @@ impl KvCache {
     }
 }
 
-/// Refuses what [`KvCache::chosen_decode`] has no kernels for: `head_dims` of keys and values, `group_size` query heads a
-/// KV head.
+/// Refuses what [`KvCache::chosen_decode`] has no kernels for: `head_dims` of keys and values, `group_size` query heads
+/// a KV head.
 ///
 /// # Errors
 /// [`KernelError::Unsupported`].

@@ -121,8 +121,8 @@ impl SourceKernel {
         self
     }
 
-    /// Allows a captured step to start the kernel while the one before it ends (programmatic dependent launch): it calls
-    /// `wait_for_previous` before it reads what others write, and before it writes.
+    /// Allows a captured step to start the kernel while the one before it ends (programmatic dependent launch): it
+    /// calls `wait_for_previous` before it reads what others write, and before it writes.
     pub const fn starts_early(mut self) -> Self {
         self.starts_early = true;
         self

@@ -100,7 +100,8 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     ));
     for Row { label, measure: m } in rows {
         terminal::line(&format!(
-            "{label:width$} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>11.2} {:>8.4}{} {:>8.4} {:>7} {:>7.4}",
+            "{label:width$} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>11.2} {:>8.4}{} {:>8.4} {:>7} \
+             {:>7.4}",
             percent(Some(m.density)),
             percent(m.tile_density),
             percent(m.recall),
