@@ -92,6 +92,17 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
+/// The kernels with which a new token chooses blocks by pooled keys, beside those of its attention.
+pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 5] {
+    [
+        NSA_CHOOSE,
+        pooled_scores_kernel(head_dim, 1),
+        block_scores_kernel(ChoiceRule::WeightedProbability),
+        block_scores_kernel(ChoiceRule::LargestProbability),
+        block_scores_kernel(ChoiceRule::MeanKey),
+    ]
+}
+
 /// Every portable kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
 pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
@@ -102,7 +113,6 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_lists_kernel(0, usize::MAX),
         NSA_GATES,
         NSA_GATES_BACKWARD,
-        pooled_scores_kernel(head_dim, 1),
         nsa_place_kernel(false, false),
         nsa_place_kernel(false, true),
         nsa_place_kernel(true, false),
@@ -115,7 +125,6 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         ChoiceRule::MeanKey,
     ] {
         kernels.push(nsa_importance_kernel(head_dim, rule));
-        kernels.push(block_scores_kernel(rule));
     }
     for flag in [false, true] {
         kernels.push(nsa_blocks_kernel(flag));
