@@ -2,17 +2,20 @@
 // join the cache.
 // Math       o_h = sum_j softmax_j(softmax_scale q_h . k_j) v_j over j in [max(0, length + 1 - window_size), length];
 //            row `length` of the cache is k_new, v_new, written here (APPEND=1). APPEND=0: over [max(0, length -
-//            window_size), length), nothing is written
+//            window_size), length), nothing is written. CHOSEN=1: over the tokens up to `length` of the blocks that are
+//            listed for each chooser, the last of them the token's own; nothing is written
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
 //            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
 //            row, multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16
-//            [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token;
-//            o bf16 [batch, num_heads, HEAD_DIM_V]; partials f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any
-//            content, unused and of any size when num_splits = 1); counters u32 [batch, num_kv_heads], zero before the
-//            first launch, zero again after each
-// Buffers    q, k_new, v_new, k_cache, v_cache, length, o, partials, counters; APPEND=0: without k_new and v_new
-// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), NUM_STAGES (4 for HEAD_DIM <= 64, else 2),
-//            NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
+//            [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token; chosen i32 [batch,
+//            num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN, num_kv_heads
+//            counts choosers, and the caches have cache_heads of them; o bf16 [batch, num_heads, HEAD_DIM_V]; partials
+//            f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and of any size when num_splits =
+//            1); counters u32 [batch, num_kv_heads], zero before the first launch, zero again after each
+// Buffers    q, k_new, v_new, k_cache, v_cache, chosen, length, o, partials, counters; APPEND=0: without k_new and
+//            v_new; CHOSEN=0: without chosen
+// Defines    HEAD_DIM, HEAD_DIM_V (128), APPEND (1), CHOSEN (0; 1 with APPEND=0), NUM_STAGES (4 for HEAD_DIM <= 64,
+//            else 2), NUM_WARPS (2 where a head_dim is above 128, else 4 or 8)
 // Tiling     grid (num_splits, num_kv_heads * ceil(group_size / 16), batch); 32 NUM_WARPS threads;
 //            dynamic shared bytes = 16 * (2 HEAD_DIM + 16)
 //              + NUM_WARPS * NUM_STAGES * (32 HEAD_DIM + 32 HEAD_DIM_V + 576);
@@ -23,15 +26,21 @@
 // Edges      rows of different length in one batch; length 0 (only the new token); an empty row with APPEND=0 gives o =
 //            0;
 //            length = capacity with APPEND=1 attends but does not store: the wrapper refuses it
+#include "common/programmatic_launch.cuh"
 #include "common/split_decode.cuh"
 
 #ifndef APPEND
 #define APPEND 1
 #endif
+#ifndef CHOSEN
+#define CHOSEN 0
+#endif
+static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 
 struct AttentionDecodeParams {
   u64 num_heads, num_kv_heads, capacity, window_size, num_splits, softmax_scale;
   u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
+  u64 cache_heads, num_chosen, select_size;
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
@@ -39,15 +48,32 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
 #if APPEND
                      const bf16* __restrict__ k_new, const bf16* __restrict__ v_new,
 #endif
-                     bf16* k_cache, bf16* v_cache, const i32* __restrict__ length, bf16* __restrict__ o,
+                     bf16* k_cache, bf16* v_cache,
+#if CHOSEN
+                     const i32* __restrict__ chosen,
+#endif
+                     const i32* __restrict__ length, bf16* __restrict__ o,
                      float* partials, u32* counters, const __grid_constant__ AttentionDecodeParams params) {
 #include "common/begin_decode.cuh"
+  wait_for_previous();
   const i64 batch = blockIdx.z, head = batch * params.num_kv_heads + kv_head, capacity = params.capacity;
   const i64 query_head = batch * params.num_heads + (i64)kv_head * group_size;  // first of the group
 
   // Keys of this split, in whole tiles of the block.
+#if CHOSEN
+  const i32 token = min(length[batch], (i32)capacity - 1), select_size = (i32)params.select_size, first_key = 0;
+  const i32* blocks = chosen + head * params.num_chosen;
+  const i32 whole_blocks = min((i32)params.num_chosen, token / select_size + 1) - 1;
+  const i32 num_cached = whole_blocks * select_size + token % select_size + 1;
+  const i64 cache_head = batch * params.cache_heads + kv_head / (params.num_kv_heads / params.cache_heads);
+  // A tile lies in one block.
+  auto place = [&](i64 key) { return (i64)blocks[key / select_size] * select_size + key % select_size; };
+#else
   const i32 num_cached = min(length[batch], (i32)capacity);
   const i32 first_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
+  const i64 cache_head = head;
+  auto place = [](i64 key) { return key; };
+#endif
   const i32 num_keys = max(num_cached - first_key, 0);
   const i32 per_split =
       ((num_keys + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS + num_splits - 1) / num_splits * Decode::SPLIT_KEYS;
@@ -55,16 +81,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
             end = min(begin + per_split, num_cached);
   const i32 warp_begin = begin + warp * DECODE_KEYS;
   const int num_tiles = end > warp_begin ? (end - warp_begin + Decode::SPLIT_KEYS - 1) / Decode::SPLIT_KEYS : 0;
-  bf16* row_k = k_cache + head * capacity * HEAD_DIM;
-  bf16* row_v = v_cache + head * capacity * HEAD_DIM_V;
+  bf16* row_k = k_cache + cache_head * capacity * HEAD_DIM;
+  bf16* row_v = v_cache + cache_head * capacity * HEAD_DIM_V;
 
   // Load: fill this warp's ring, then the queries.
   const u32 stages = shared_address(shared_bytes) + Decode::Q_BYTES + warp * NUM_STAGES * Decode::STAGE_BYTES;
   auto load = [&](int tile) {
     const i64 key = warp_begin + (i64)tile * Decode::SPLIT_KEYS;
-    if (tile < num_tiles)
-      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, row_k + key * HEAD_DIM,
-                        row_v + key * HEAD_DIM_V, 0, (int)min((i64)DECODE_KEYS, end - key));
+    if (tile < num_tiles) {
+      const i64 row = place(key);
+      Decode::load_tile(stages + tile % NUM_STAGES * Decode::STAGE_BYTES, row_k + row * HEAD_DIM,
+                        row_v + row * HEAD_DIM_V, 0, (int)min((i64)DECODE_KEYS, end - key));
+    }
     copy_async_commit();
   };
   for (int tile = 0; tile < NUM_STAGES; tile++) load(tile);

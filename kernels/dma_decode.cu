@@ -28,6 +28,7 @@
 // Edges      rows of different length in one batch; length 0; w not a multiple of a tile; w = 1. The slot that is
 //            overwritten is loaded and masked: its v must be finite (it was attended before)
 #include "common/order_key.cuh"
+#include "common/programmatic_launch.cuh"
 #include "common/split_decode.cuh"
 
 #ifndef BIAS_LINEAR
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
                const i32* __restrict__ length, bf16* __restrict__ o, float* partials, u32* counters,
                const __grid_constant__ DmaDecodeParams params) {
 #include "common/begin_decode.cuh"
+  wait_for_previous();
   __shared__ u64 warp_smallest[NUM_WARPS];
   __shared__ float warp_largest[NUM_WARPS];
   __shared__ i32 warp_slot[NUM_WARPS];

@@ -14,7 +14,7 @@
 //            the sum are rounded one after the other. Ranking uses these z alone: computed once, stored, shared by
 //            forward, backward and decode, since another rounding would swap near ties
 // Edges      seq_len not a multiple of 64; head_dim a multiple of 8
-#include "common/types.cuh"
+#include "common/programmatic_launch.cuh"
 
 #ifndef NUM_KV_HEADS
 #define NUM_KV_HEADS 8
@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 2)
                const __grid_constant__ DmaScoresParams params) {
   // [head][half of a chunk][chunk]: lanes on successive chunks meet different banks
   extern __shared__ float4 shared_w[];
+  wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i32 seq_len = (i32)params.seq_len, num_chunks = NUM_KV_HEADS * (i32)params.head_dim / 8;
   const i64 batch = blockIdx.z;

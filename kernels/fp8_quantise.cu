@@ -1,4 +1,4 @@
-// fp8_quantise: a bf16 matrix as eight-bit floats, as it stands and transposed, with one scale for all of it.
+// fp8_quantise: a bf16 matrix in fp8, as it is and transposed, with one scale for all of it.
 // Math       s = max(amax, 2^-100) / largest, rows[r,c] = columns[c,r] = round(x[r,c] * (largest / max(amax, 2^-100)));
 //            the product of two such matrices times both s is the product of what they stand for. largest: 448 of
 //            e4m3, 57344 of e5m2

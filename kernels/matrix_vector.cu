@@ -13,6 +13,7 @@
 // Edges      rows of w past n and words past k are read as zeros; rows of h past `rows` are zeros and not stored
 #include "common/bf16x8.cuh"
 #include "common/fixed_sum.cuh"
+#include "common/programmatic_launch.cuh"
 
 constexpr int NUM_WARPS = 8, UNROLL = 4, THREADS = NUM_WARPS * 32;
 constexpr int LANES = 32 * WARPS_PER_ROW, GROUPS = NUM_WARPS / WARPS_PER_ROW;
@@ -73,9 +74,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   const u64 first = (u64)blockIdx.x * GROUPS, step = (u64)gridDim.x * GROUPS;
   u64 row = first + threadIdx.x / LANES;
 
-  // The first words of w do not depend on h.
+  // The first words of w do not depend on the kernel before, which writes x or the residual.
   uint4 next[UNROLL];
   load_piece(next, w, row, 0, num_chunks, params);
+  wait_for_previous();
   for (int r = 0; r < X_ROWS; r++) {
     if (r < (int)params.rows) {
       prepare_row(h + r * num_chunks, x + r * params.x_stride, norm, num_chunks, sums + r * NUM_WARPS, params);

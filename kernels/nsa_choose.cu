@@ -15,6 +15,7 @@
 // Edges      any num_selected >= 1, num_local >= 1; forced blocks beyond num_selected stay out, first ones before last
 //            ones; NaN counts as most important
 #include "common/order_key.cuh"
+#include "common/programmatic_launch.cuh"
 
 constexpr int HELD = 32, WARPS = 8;  // importances a lane keeps in registers at most; more are read again
 constexpr int BOUND_BIT = 12;        // the bound need not be exact: lower bits are left out
@@ -115,6 +116,7 @@ DEVICE void choose(const Choice& choice, uint2* room) {
 extern "C" __global__ void __launch_bounds__(256)
     nsa_choose(const float* importance, const i32* doc_start, i32* block_indices,
                const __grid_constant__ NsaChooseParams params) {
+  wait_for_previous();
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, lane = (int)threadIdx.x % 32,
             in_range = (int)blockIdx.x * 8 + __shfl_sync(~0u, (int)threadIdx.x / 32, 0);
   const int query = (int)params.first_query + in_range;

@@ -12,6 +12,7 @@
 //            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle
 #include "common/fixed_sum.cuh"
+#include "common/programmatic_launch.cuh"
 #include "common/rotary_head.cuh"
 
 #ifndef QK_NORM
@@ -41,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
     qk_norm_rope_forward(const bf16* qkv, const bf16* q_weight, const bf16* k_weight, const i32* positions,
                          const float* cos, const float* sin, bf16* out,
                          const __grid_constant__ QkNormRopeForwardParams params) {
+  wait_for_previous();
   const int lane = threadIdx.x & 31, column = lane % GROUP * LANE_COLUMNS;
   const u64 token = (u64)blockIdx.x * NUM_WARPS + (threadIdx.x >> 5);
   if (token >= params.tokens) return;

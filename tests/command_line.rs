@@ -195,7 +195,7 @@ fn generate_takes_files_samples_and_stops() {
     for [threads, words] in cases(
         "
         9999 => RAYON_NUM_THREADS=9999 asks for too many threads | hint: give at most
-        abc => RAYON_NUM_THREADS=abc is no number of threads
+        abc => RAYON_NUM_THREADS=abc is not a number of threads
     ",
     ) {
         let mut command = tiny.sieve(of_run);

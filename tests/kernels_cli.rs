@@ -180,7 +180,7 @@ fn options_of_dma_that_do_not_fit_are_told() {
         r#"
         dma --window 8 --local-window 9 => --local-window 9 is more than --window 8
         dma --window 8 --periods 64 => --periods names 1, and there are 2 KV heads
-        dma --window 8 --periods 64,0 => 0 is no number of tokens above 0
+        dma --window 8 --periods 64,0 => 0 is not a positive number of tokens
         dma_decode --window 8 --periods 64,9 => --periods are for dma and dma_select
         swa --window 8 --local-window 2 => --local-window is for dma
     "#,

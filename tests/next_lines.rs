@@ -201,7 +201,10 @@ fn a_recipe_comes_through_a_pipe() {
         says(&printed, "attention dma");
     }
     tiny.refuses("plan --recipe -", "the standard input is not a valid recipe");
-    tiny.refuses("plan --recipe /dev/zero", "/dev/zero is no recipe: it is longer than");
+    tiny.refuses(
+        "plan --recipe /dev/zero",
+        "/dev/zero is not a recipe: it is longer than",
+    );
 }
 
 #[test]

@@ -194,6 +194,15 @@ fn generation_ends_at_the_end_of_a_document_and_within_the_context() {
     let first = free.iter().position(|&token| token == eos).expect("there");
     let ended = all(Generator::new(&model, &start, config(30, eos), &device).expect("fits"));
     assert_eq!(ended, free[..first]);
+    // Several tokens may end it, of one text and of texts that grow together.
+    let several = Generator::new(&model, &start, config(30, never), &device).expect("fits");
+    assert_eq!(all(several.ending_at(&[96, eos])), free[..first]);
+    let together = TogetherGenerator::new(&model, &start, config(30, never), 2, &device).expect("fits");
+    let steps: Vec<_> = together
+        .ending_at(&[96, eos])
+        .map(|step| step.expect("finite"))
+        .collect();
+    assert_eq!((steps.len(), &steps[first]), (first + 1, &vec![None, None]));
 
     // An empty prompt begins where the end-of-document token stands.
     let empty = all(Generator::new(&model, &[], config(5, 6), &device).expect("fits"));

@@ -98,7 +98,7 @@ fn patterns_mistakes_are_told_and_change_nothing() {
         => --out
         --out no/where.json => no/where.json | no folder
         --out folder => it is a folder
-        --out /dev/null => /dev/null | it is no file
+        --out /dev/null => /dev/null | it is not a file
         --out a,b.json => a,b.json | a comma ends a setting
         --out a.json --method bfla => bfla | the methods are minference and dam
         --out a.json --method dma => dma | the methods are minference and dam

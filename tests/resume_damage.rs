@@ -140,7 +140,7 @@ fn a_full_disk_loses_no_checkpoint() {
     assert_eq!(output.status.code(), Some(75), "{said}");
     says(
         &said,
-        "warning: no checkpoint at step 8 | No space left | training goes on | step-8.tmp | make room",
+        "warning: no checkpoint at step 8 | No space left | training continues | step-8.tmp | make room",
     );
     says(&said, "no checkpoint of step 40 can be written | checkpoint/step-4");
     let listing = tiny.read("listing");
@@ -199,7 +199,7 @@ fn the_last_checkpoint_has_a_second_place() {
     assert_eq!(code, Some(75), "{said}");
     says(
         &said,
-        "warning: no checkpoint at step 4 | run/checkpoint | training goes on | failure 1 of 10",
+        "warning: no checkpoint at step 4 | run/checkpoint | training continues | failure 1 of 10",
     );
     says(
         &said,
@@ -262,7 +262,7 @@ fn nobody_is_needed_where_the_latest_checkpoint_is_damaged() {
     let printed = succeed(&mut tiny.train("run", "--resume=auto"));
     let words = format!(
         "warning: | step-{latest}/model.safetensors is damaged | kept as | step-{latest}.damaged-1 | \
-         goes on from | step-{before}"
+         continues from | step-{before}"
     );
     says(&printed, &words);
     let aside = folder.join(format!("step-{latest}.damaged-1/model.safetensors"));

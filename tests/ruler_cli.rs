@@ -87,6 +87,17 @@ fn ruler_under_selectors_is_another_question_unless_they_keep_everything() {
     let path = methods[3]["paths"][0]["path"].as_str();
     assert_eq!(path, Some("exact_top on the CPU"));
     assert_eq!(methods[0]["paths"], Value::Array(Vec::new()));
+
+    // A decode method that reads the prompt too says something else of the answer's first token already.
+    let streamed = json(&asked(
+        &tiny,
+        &format!("{what} --stream --selector exact_top:k=2 --selector exact_top:k=1000"),
+    ));
+    let streams = streamed["methods"].as_array().expect("a list");
+    assert_ne!(likelihoods(&streams[1]), likelihoods(&methods[3]));
+    for (a, b) in likelihoods(&streams[2]).iter().zip(&own) {
+        assert!((a - b).abs() < 1e-4, "{a} {b}");
+    }
 }
 
 #[test]

@@ -164,7 +164,7 @@ fn a_step_that_is_not_finite_leaves_weights_and_moments_alone() {
         let found = train(&run, &out, eleven, bad);
         let ten = &["training.steps=10", "lr_scheduler.decay_ratio=0"];
         let expected = train(&run, &format!("good-{number}"), ten, |_| 1.0);
-        found.result.as_ref().expect("the run goes on");
+        found.result.as_ref().expect("the run continues");
         assert!(found.weights == expected.weights, "{factor}: weights changed");
         assert_eq!(found.steps, (1..=10).collect::<Vec<_>>());
         let [skipped] = found.skipped.as_slice() else {
@@ -185,7 +185,7 @@ fn training_goes_on_after_a_bad_batch() {
     let run = TinyRun::dma();
     let bad = |row: u64| if row == 40 { f64::NAN } else { 1.0 };
     let found = train(&run, "out", TWELVE, bad);
-    let summary = found.result.expect("the run goes on");
+    let summary = found.result.expect("the run continues");
     assert_eq!(summary.step, 12);
     assert!(found.steps.iter().copied().eq([1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12]));
     let metrics = run.read("out/metrics.jsonl");
@@ -199,7 +199,7 @@ fn a_large_norm_is_clipped_and_the_step_taken() {
     let run = TinyRun::dma();
     let spike = |row: u64| if row == 8 * 29 { 1000.0 } else { 1.0 };
     let found = train(&run, "out", &[], spike);
-    let summary = found.result.expect("the run goes on");
+    let summary = found.result.expect("the run continues");
     assert!(found.skipped.is_empty(), "{:?}", found.skipped);
     assert!(found.losses[29] > 100.0 * found.losses[28]);
     let undisturbed = train(&run, "undisturbed", &[], |_| 1.0);
@@ -215,7 +215,7 @@ fn several_in_a_row_go_back_to_the_checkpoint_and_skip_the_rows() {
         if (72..96).contains(&row) { f64::NAN } else { 1.0 }
     };
     let found = train(&run, "out", TWELVE, bad);
-    let summary = found.result.expect("the run goes on");
+    let summary = found.result.expect("the run continues");
     assert_eq!((summary.step, found.skipped.len()), (12, 3));
     let back = found.notices.iter().find(|text| text.starts_with("guard:"));
     let back = back.expect("a notice");

@@ -270,7 +270,7 @@ fn a_loss_that_comes_down_again_is_no_fault_and_its_checkpoint_waits() {
     // Steps 31 to 50, and a checkpoint is due at step 40.
     let leap = |row: u64| if (240..400).contains(&row) { 8.0 } else { 1.0 };
     let found = train(&run(MHA), &["training.steps=60"], wrong_loss(leap));
-    found.result.as_ref().expect("the run goes on");
+    found.result.as_ref().expect("the run continues");
     assert!(alarms(&found).is_empty(), "{:?}", found.notices);
     assert!(found.losses[49] > 5.0, "{:?}", found.losses);
     assert_eq!(found.checkpoints, ["step-51", "step-60"]);

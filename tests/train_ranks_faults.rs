@@ -379,7 +379,7 @@ fn a_disk_that_is_full_for_one_rank_loses_no_checkpoint() {
     let first = spawned(&mut rank_of(&tiny, 0, &port, "run", more));
     // Both go on to the last step, and end with the code of those who are to be started again.
     let said = text(&ended(first, 75));
-    says(&said, "warning: no checkpoint at step 4: rank 1: | training goes on");
+    says(&said, "warning: no checkpoint at step 4: rank 1: | training continues");
     let words = format!("no checkpoint of step 8 can be written: rank 1: | {part} | File too large | make room");
     says(&said, &words);
     assert_eq!(text(&ended(full, 75)), "");
@@ -483,7 +483,7 @@ fn two_launchers_are_one_job_of_two_hosts() {
     for (words, what) in [
         ("--nnodes 2 --node-rank 0", "--master"),
         ("--nnodes 2 --master a:1", "--node-rank"),
-        ("--nnodes 2 --node-rank 2 --master a:1", "no host of 2"),
+        ("--nnodes 2 --node-rank 2 --master a:1", "not a host of 2"),
         ("--nnodes 2 --node-rank 0 --master a:b", "no port"),
         ("--nnodes 2 --node-rank 0 --master a:1 --max-restarts 1", "one host"),
     ] {

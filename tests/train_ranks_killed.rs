@@ -1,4 +1,4 @@
-//! A rank of two that `kill -9` ends at a known place: the other one tells it, and the run goes on.
+//! A rank of two that `kill -9` ends at a known place: the other one tells it, and the run continues.
 use crate::tiny_run::{TinyRun, wait_until};
 use crate::train_guard::{at, disturbed};
 use crate::train_ranks::Pair;

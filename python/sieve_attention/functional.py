@@ -124,6 +124,18 @@ class _NsaSelected(torch.autograd.Function):
         return (*ops.nsa_selected_backward(*ctx.saved_tensors, d_o, *ctx.settings), *[None] * 6)
 
 
+class _NsaGates(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, compressed, selected, window, logits, bias):
+        ctx.save_for_backward(compressed, selected, window, logits, bias)
+        return ops.nsa_gates(compressed, selected, window, logits, bias)[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_o):
+        return tuple(ops.nsa_gates_backward(*ctx.saved_tensors, d_o.contiguous()))
+
+
 def _tracks(*tensors):
     """Whether a backward pass may follow."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
@@ -260,16 +272,61 @@ def nsa_selected(q, k, v, indices, *, blocks=NsaBlocks(), scale=None, documents=
     return _NsaSelected.apply(q, k, v, indices, start, end, _scale(scale, q), blocks.sizes(), deterministic)
 
 
-def nsa(q, k, v, compressed_k, compressed_v, g_cmp, g_slc, g_swa, *, blocks=NsaBlocks(), window=512, **settings):
+def nsa(q, k, v, compressed_k, compressed_v, gates, *, gate_bias=None, blocks=NsaBlocks(), window=512, **settings):
     """Native sparse attention (arXiv:2502.11089): compressed, selected and window branches, weighted by their gates.
 
-    compressed_k, compressed_v as in `nsa_compressed`; g_*: gates `[batch, tokens, heads]`. Widths 64 and 128, groups of
-    1 to 64 heads. settings: scale, documents, deterministic, as in `attention`.
+    compressed_k, compressed_v as in `nsa_compressed`. gates: bf16 `[batch, tokens, heads, 3]`, logits of the branches in
+    that order: a branch counts `sigmoid(gates + gate_bias)`; gate_bias: f32 `[heads, 3]`, 0 without one. Widths 64 and
+    128, groups of 1 to 64 heads. settings: scale, documents, deterministic, as in `attention`.
     """
     coarse, indices = nsa_compressed(q, compressed_k, compressed_v, blocks=blocks, **settings)
     chosen = nsa_selected(q, k, v, indices, blocks=blocks, **settings)
     near = attention(q, k, v, window=window, **settings)
-    return sum(gate[..., None].to(o.dtype) * o for gate, o in ((g_cmp, coarse), (g_slc, chosen), (g_swa, near)))
+    if gate_bias is None:
+        gate_bias = torch.zeros(gates.shape[-2:], dtype=torch.float32, device=q.device)
+    return _NsaGates.apply(coarse, chosen, near, gates.flatten(2), gate_bias.flatten())
+
+
+def _of_chosen(q, k, v, pooled_blocks, rule, first, local, scale, documents, deterministic):
+    """Attention over the blocks that each query chooses by means of keys; blocks over 64 tokens are read in pieces."""
+    start, end = documents or (None, None)
+    scale = _scale(scale, q)
+    with torch.no_grad():
+        (pooled,) = ops.nsa_mean_pool(k, v, start, end, pooled_blocks.sizes())
+        (chosen,) = ops.choose_blocks(q, pooled, start, end, scale, pooled_blocks.sizes(), rule, first, local)
+        size, pieces = pooled_blocks.selected, 1
+        if size > 64 and size % 64 == 0:
+            size, pieces = 64, size // 64
+            piece = torch.arange(pieces, dtype=torch.int32, device=q.device)
+            chosen = torch.where(chosen[..., None] < 0, -1, chosen[..., None] * pieces + piece).flatten(-2)
+            # Of a query's own block, the last one it chose, the pieces behind its own hold no key for it.
+            position = torch.arange(q.shape[1], device=q.device) - (0 if start is None else start)
+            chosen = torch.where(chosen > (position // size)[..., None, None], -1, chosen)
+    if chosen.shape[2] != k.shape[2]:  # each query head chose
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    sizes = NsaBlocks(size, size, size, pooled_blocks.num_selected * pieces)
+    return nsa_selected(q, k, v, chosen, blocks=sizes, scale=scale, documents=documents, deterministic=deterministic)
+
+
+def infllm_v2(
+    q, k, v, *, blocks=NsaBlocks(num_selected=64), local=32, scale=None, documents=None, deterministic=False
+):
+    """InfLLM-V2 (arXiv:2509.24663, section 3.2): each group of heads reads the blocks that its pooled keys choose.
+
+    Of the `num_selected` blocks the document's first and the last `local` up to the query's own are chosen in any case,
+    the others by the largest probability of an overlapping mean of keys, summed over the group. Shapes, widths and
+    settings as in `nsa`; no gradient through the choice.
+    """
+    return _of_chosen(q, k, v, blocks, "largest_probability", True, local, scale, documents, deterministic)
+
+
+def moba(q, k, v, *, block=512, num_selected=3, scale=None, documents=None, deterministic=False):
+    """MoBA (arXiv:2502.13189, eq. 5, 6): each query head reads its own block and those whose mean key scores highest.
+
+    num_selected counts the query's own block. Shapes, widths and settings as in `nsa`; no gradient through the choice.
+    """
+    sizes = NsaBlocks(block, block, block, num_selected)
+    return _of_chosen(q, k, v, sizes, "mean_key", False, 1, scale, documents, deterministic)
 
 
 def block_mask(mask, block=128):

@@ -9,7 +9,7 @@ import torch
 from ._library import Op
 
 QKV = ("q", "k", "v")
-BOUNDS = ("doc_start", "doc_end")
+BRANCHES = ("compressed", "selected", "window")
 LISTS = ("list", "list_len", "tile_window")
 
 # Tensors, which of them may be None, settings with their types. A tensor with ! is written in place.
@@ -38,6 +38,12 @@ TABLE = {
     "nsa_selected_backward": (
         (*QKV, "block_indices", "doc_start?", "doc_end?", "o", "lse", "d_o"),
         ("float scale", "int[] blocks", "bool fixed_order"),
+    ),
+    "nsa_gates": ((*BRANCHES, "logits", "bias"), ()),
+    "nsa_gates_backward": ((*BRANCHES, "logits", "bias", "d_o"), ()),
+    "choose_blocks": (
+        ("q", "pooled", "doc_start?", "doc_end?"),
+        ("float scale", "int[] blocks", "str rule", "bool first", "int local"),
     ),
     "block_sparse": ((*QKV, "words"), ("float scale", "int[] block")),
     "attention_decode": ((*QKV, "k_cache!", "v_cache!", "length"), ("float scale", "int? window")),

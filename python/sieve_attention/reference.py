@@ -110,3 +110,40 @@ def nsa_branches(q, k, v, compressed_k, compressed_v, blocks, *, window, chosen=
         chosen = torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (index <= own)
     tile = chosen.repeat_interleave(blocks.selected, -1)[..., :tokens] & (i <= i[:, None])
     return (coarse, masked_attention(q, k, v, tile), attention(q, k, v, window=window)), chosen
+
+
+def chosen_blocks(q, k, blocks, rule, first, local, scale=None):
+    """Which blocks each query chooses, [batch, KV heads, or heads by "mean_key", tokens, blocks]; one document a row."""
+    batch, tokens, heads, width = q.shape
+    kv_heads, count = k.shape[2], -(-tokens // blocks.selected)
+    i = torch.arange(tokens, device=q.device)
+    pooled, _ = nsa_mean_pool(k, k, blocks.stride, blocks.compressed)
+    start = torch.arange(pooled.shape[1], device=q.device) * blocks.stride
+    logits = torch.einsum("bihd,bjhd->bhij", q, pooled.repeat_interleave(heads // kv_heads, 2))
+    whole = start + blocks.compressed - 1 <= i[:, None]
+    block = torch.arange(count, device=q.device)
+    if rule == "mean_key":
+        # A block that has not ended has no mean; it is the query's own, or later.
+        importance = logits.masked_fill(~whole, 0.0)[..., :count]
+    else:
+        logits = logits * (1.0 / math.sqrt(width) if scale is None else scale)
+        p = torch.softmax(logits.masked_fill(~whole, float("-inf")), -1).nan_to_num(0.0)
+        p = p.unflatten(1, (kv_heads, -1)).sum(2)
+        begin = block * blocks.selected
+        meets = (start[:, None] < begin + blocks.selected) & (start[:, None] + blocks.compressed > begin)
+        importance = (p[..., None] * meets).amax(-2)
+    own = (i // blocks.selected)[:, None]
+    forced = (block > own - local) | ((block == 0) & first)
+    importance = importance.masked_fill(forced, float("inf")).masked_fill(block > own, float("-inf"))
+    order = importance.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+    best = count - 1 - order[..., : blocks.num_selected]
+    return torch.zeros_like(importance, dtype=torch.bool).scatter_(-1, best, True) & (block <= own)
+
+
+def block_attention(q, k, v, chosen, size, scale=None):
+    """Causal attention over chosen blocks, [batch, KV heads or heads, tokens, blocks] of `size` tokens."""
+    if chosen.shape[1] != k.shape[2]:
+        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    i = torch.arange(q.shape[1], device=q.device)
+    mask = chosen.repeat_interleave(size, -1)[..., : len(i)] & (i <= i[:, None])
+    return masked_attention(q, k, v, mask, scale=scale)

@@ -30,14 +30,16 @@ def calls(tokens, grad=False):
     rank = rank_of(tokens)
     w_dt = random(8, 1024, device=DEVICE, dtype=torch.float32, scale=0.05, seed=6).requires_grad_(grad)
     a = random(8, device=DEVICE, dtype=torch.float32, seed=7).abs().requires_grad_(grad)
-    gates = [random(1, tokens, 16, device=DEVICE, seed=8 + n).sigmoid() for n in range(3)]
+    gates = random(1, tokens, 16, 3, device=DEVICE, seed=8)
     keep = min(1024, tokens // 4)
     return {
         "dense": lambda: sieve.attention(q, k, v),
         "window": lambda: sieve.attention(q, k, v, window=keep),
         "expiring": lambda: sieve.expiring_attention(q, k, v, rank, sieve.select(rank, keep=keep)),
         "dma": lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep, local=keep // 8, slopes=[0.01] * 8),
-        "nsa": lambda: sieve.nsa(q, k, v, *sieve.nsa_mean_pool(k, v), *gates),
+        "nsa": lambda: sieve.nsa(q, k, v, *sieve.nsa_mean_pool(k, v), gates),
+        "infllm_v2": lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8),
+        "moba": lambda: sieve.moba(q, k, v, block=64, num_selected=16),
     }, [q, k, v, w_dt, a]
 
 
@@ -110,7 +112,7 @@ def capture_of_new_shapes():
 
 def compiled():
     for mode in (None, "reduce-overhead"):
-        for name in ("dense", "window", "expiring", "dma", "nsa"):
+        for name in ("dense", "window", "expiring", "dma", "nsa", "infllm_v2", "moba"):
             made, inputs = calls(2048, grad=True)
             call = made[name]
             torch._dynamo.reset()
@@ -189,6 +191,8 @@ def opcheck():
     (compressed,) = ops.nsa_mean_pool(k, v, None, None, blocks)
     c = ops.nsa_compressed_forward(q, compressed, None, None, scale, blocks)
     s = ops.nsa_selected_forward(q, k, v, c[2], None, None, scale, blocks)
+    gates = (torch.randn(*q.shape[:2], 3 * q.shape[2], device=DEVICE, dtype=torch.bfloat16),
+             torch.zeros(3 * q.shape[2], device=DEVICE))  # fmt: skip
     one = [y[:, :1].contiguous() for y in (q, k, v)]
     caches = [torch.zeros(1, 2, 32, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(2)]
     length = torch.zeros(1, dtype=torch.int32, device=DEVICE)
@@ -205,6 +209,9 @@ def opcheck():
         "nsa_compressed_forward": (q, compressed, None, None, scale, blocks),
         "nsa_compressed_backward": (q, compressed, None, None, c[0], c[1], c[0], scale, blocks, True),
         "nsa_selected_forward": (q, k, v, c[2], None, None, scale, blocks),
+        "nsa_gates": (c[0], s[0], s[0], *gates),
+        "nsa_gates_backward": (c[0], s[0], s[0], *gates, s[0]),
+        "choose_blocks": (q, compressed, None, None, scale, blocks, "largest_probability", True, 1),
         "nsa_selected_backward": (q, k, v, c[2], None, None, s[0], s[1], s[0], scale, blocks, True),
         "block_sparse": (q, k, v, sieve.block_mask(torch.ones(4, 5, 5, device=DEVICE), 64)[0], scale, [64, 64]),
         "attention_decode": (*one, *caches, length, scale, None),
@@ -294,9 +301,11 @@ def speed():
     chosen = lambda: sieve.expiring_attention(q, k, v, bias, sieve.select(rank, keep=keep))  # noqa: E731
     both("select + expiring", chosen, (q, k, v, bias), d_o)
     both("dma_attention", lambda: sieve.dma_attention(q, k, v, w_dt, a, keep=keep), (q, k, v, w_dt, a), d_o)
-    gates = [random(1, tokens, 16, device=DEVICE, seed=8 + n).sigmoid() for n in range(3)]
+    gates = random(1, tokens, 16, 3, device=DEVICE, seed=8).requires_grad_()
     ck, cv = (x.detach().requires_grad_() for x in sieve.nsa_mean_pool(k, v))
-    both("nsa", lambda: sieve.nsa(q, k, v, ck, cv, *gates), (q, k, v, ck, cv), d_o)
+    both("nsa", lambda: sieve.nsa(q, k, v, ck, cv, gates), (q, k, v, ck, cv, gates), d_o)
+    both("infllm_v2", lambda: sieve.infllm_v2(q, k, v, blocks=sieve.NsaBlocks(), local=8), (q, k, v), d_o)
+    both("moba", lambda: sieve.moba(q, k, v, block=64, num_selected=16), (q, k, v), d_o)
     _, indices = sieve.nsa_compressed(q, ck, cv)
     both("nsa_compressed", lambda: sieve.nsa_compressed(q, ck, cv)[0], (q, ck, cv), d_o)
     both("nsa_selected", lambda: sieve.nsa_selected(q, k, v, indices), (q, k, v), d_o)
@@ -370,7 +379,7 @@ def model():
         for weights in made.parameters():
             if weights.dim() > 1:
                 torch.nn.init.normal_(weights, std=0.02)
-        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(made.parameters(), lr=3e-4)  # at 1e-3 SDPA's own loss jumps
         made.train()
         losses[name] = []
         for _ in range(20):

@@ -144,17 +144,51 @@ def test_nsa(device):
     chosen = chosen.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
     _, expected = reference.nsa_branches(*(x.float() for x in (q, k, v, ck, cv)), BLOCKS, window=24)
     assert (chosen == expected).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
-    gates = [random(1, tokens, heads, device=device, seed=20 + n).sigmoid() for n in range(3)]
+    gates, bias = random(1, tokens, heads, 3, device=device, seed=20), random(heads, 3, device=device, seed=21)
 
-    def ours(q, k, v, ck, cv):
-        return sieve.nsa(q, k, v, ck, cv, *gates, blocks=BLOCKS, window=24)
+    def ours(q, k, v, ck, cv, gates, bias):
+        return sieve.nsa(q, k, v, ck, cv, gates, gate_bias=bias.float(), blocks=BLOCKS, window=24)
 
-    def plain(q, k, v, ck, cv):
+    def plain(q, k, v, ck, cv, gates, bias):
         branches, _ = reference.nsa_branches(q, k, v, ck, cv, BLOCKS, window=24, chosen=chosen)
-        return sum(gate[..., None].to(q.dtype) * o for gate, o in zip(gates, branches))
+        weights = (gates + bias.to(gates.dtype)).sigmoid()
+        return sum(weights[..., n, None] * o for n, o in enumerate(branches))
 
-    names = ("q", "k", "v", "compressed_k", "compressed_v")
-    compare("nsa", ours, plain, (q, k, v, ck, cv), names=names)
+    names = ("q", "k", "v", "compressed_k", "compressed_v", "gates", "gate_bias")
+    compare("nsa", ours, plain, (q, k, v, ck, cv, gates, bias), names=names)
+    with torch.no_grad():
+        without = sieve.nsa(q, k, v, ck, cv, gates, blocks=BLOCKS, window=24)
+        zero = sieve.nsa(q, k, v, ck, cv, gates, gate_bias=0.0 * bias.float(), blocks=BLOCKS, window=24)
+    assert torch.equal(without, zero)
+
+
+CHOOSERS = {
+    "infllm_v2": (sieve.NsaBlocks(16, 8, 32, 4), "largest_probability", True, 2),
+    "moba": (sieve.NsaBlocks(32, 32, 32, 3), "mean_key", False, 1),
+    "moba in pieces": (sieve.NsaBlocks(128, 128, 128, 2), "mean_key", False, 1),
+}
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_chosen_blocks(name, device):
+    blocks, rule, first, local = CHOOSERS[name]
+    tokens = 500 if blocks.selected > 64 else 200
+    q, k, v = qkv(1, tokens, 4, 2, 64, device=device)
+    chosen = reference.chosen_blocks(q.float(), k.float(), blocks, rule, first, local)
+    if name == "infllm_v2":
+        ours = lambda q, k, v: sieve.infllm_v2(q, k, v, blocks=blocks, local=local)  # noqa: E731
+    else:
+        settings = {"block": blocks.selected, "num_selected": blocks.num_selected}
+        ours = lambda q, k, v: sieve.moba(q, k, v, **settings)  # noqa: E731
+    (pooled,) = sieve.functional.ops.nsa_mean_pool(k, v, None, None, blocks.sizes())
+    arguments = (q, pooled, None, None, 0.125, blocks.sizes(), rule, first, local)
+    (indices,) = sieve.functional.ops.choose_blocks(*arguments)
+    slots = indices.transpose(1, 2).long()
+    got = torch.zeros(chosen.shape, dtype=torch.long, device=device)
+    got = got.scatter_add_(-1, slots.clamp(min=0), (slots >= 0).long()) > 0
+    assert (got == chosen).float().mean() > 0.99, "rounding may swap blocks of nearly equal importance"
+    plain = lambda q, k, v: reference.block_attention(q, k, v, got, blocks.selected)  # noqa: E731
+    compare(name, ours, plain, (q, k, v), names="qkv")
 
 
 def test_nsa_mean_pool_gradient(device):

@@ -4,8 +4,9 @@
 //! `check` compares the loss and every gradient of small models of all kinds with the CPU's f32 step on the same
 //! weights; `deterministic` repeats a step in fixed order and wants equal bits; `time` prints milliseconds of a step's
 //! parts at the size of the 80M recipes, `rival=1.7B-2K-dma` (or another case of main) at a size that others are
-//! measured at. `portable` takes no Hopper kernel; `fp8` lets all blocks multiply in eight-bit floats, on the CPU too;
-//! `recompute` computes every block a second time in the backward pass, `keep` keeps what that pass could make again.
+//! measured at. `portable` takes no Hopper kernel; `fp8` runs the GEMMs of all blocks in fp8, on the CPU too;
+//! `recompute` computes every block a second time in the backward pass, `keep` keeps activations that it could
+//! recompute.
 #![allow(clippy::print_stdout)]
 use burn::backend::Autodiff;
 use burn::tensor::{DType, Tensor, TensorData};
@@ -40,7 +41,7 @@ const CHOOSING_BAR: f64 = 0.3;
 /// The same for A where nothing is masked: a sum over all keys of gradients that add up to zero a query, so mostly
 /// rounding.
 const CANCELLING_BAR: f64 = 0.15;
-/// The same for eight-bit floats beside the CPU's: where bf16 moves an operand over the middle between two of them,
+/// The same for fp8 beside the CPU's: where bf16 moves an operand over the middle between two of them,
 /// the next one is a sixteenth or an eighth away, in every layer anew. What the kernels round to, and what cuBLASLt
 /// makes of it, `sieve kernels check` compares.
 const FP8_BAR: f64 = 0.3;

@@ -2,12 +2,13 @@
 
     python3 tests/python/best_rates.py --sieve target/release/sieve --text data/crates.jsonl --out OUT \\
       --devices cuda:0 cuda:0 cuda:1 cuda:1
-    python3 tests/python/best_rates.py --out OUT --draw docs/rates.svg
+    python3 tests/python/best_rates.py --out docs --steps 400 --draw docs/rates.svg
 
 Run from the repository's root. Each kind is trained with --rate-steps steps and seed 0 at each rate of --rates, and at
 one further rate while the best one is an edge; then with --steps steps at its best rate with every seed. Text and rows
 are those of learning_table.py. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated,
-so a call that was cut off resumes. A device named twice takes two runs at a time. Needs nothing but Python.
+so a call that was cut off resumes. A device named twice takes two
+runs at a time. docs/rates.jsonl holds those of docs/results.md. Needs nothing but Python.
 """
 
 import argparse
@@ -89,9 +90,8 @@ def run(job, runs, arguments, out):
     lines = metrics(folder)
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     check = [line for line in lines if line["kind"] == "validation"][-1]
-    speed = statistics.median(line["tokens_per_second"] for line in lines if line["kind"] == "step")
     return {"kind": kind, "rate": rate, "seed": seed, "steps": steps, "loss": round(check["loss"], 4),
-            "bits_per_byte": round(check["bits_per_byte"], 4), "tokens_per_second": round(speed)}
+            "bits_per_byte": round(check["bits_per_byte"], 4)}
 
 
 def final(rows, kind, arguments):

@@ -1,7 +1,7 @@
 """lm-evaluation-harness on local files, for comparison with `sieve eval tasks`.
 
     lm_eval_tasks.py rows DIR                 made-up rows: DIR/TASK.jsonl, and DIR/TASK.train.jsonl for examples
-    lm_eval_tasks.py score MODEL DIR OUT K    the harness on DIR with K examples a question, OUT a JSON file; prints seconds
+    lm_eval_tasks.py score K MODEL DIR OUT …  the harness on DIR with K examples a question, OUT a JSON file; prints seconds
     lm_eval_tasks.py compare OUT REPORT SAMPLES    what `sieve eval tasks --json --samples` wrote beside OUT
 
 The tasks are the harness's own YAML files: only the data set is replaced by the local files, the default sampler of examples
@@ -159,9 +159,12 @@ def config(task, folder, fewshot):
 def score(model, folder, out, fewshot):
     import lm_eval
     from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedTokenizerFast
 
     tasks = [task for task in YAML if Path(folder, task + ".jsonl").exists()]
-    harness = HFLM(pretrained=model, device="cpu", dtype="float32", batch_size=16, trust_remote_code=True)
+    # Of Qwen2 the automatic choice takes Qwen2's own tokenizer, whatever tokenizer_config.json says.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    harness = HFLM(pretrained=model, tokenizer=tokenizer, device="cpu", dtype="float32", batch_size=8, trust_remote_code=True)
     report = {}
     for task in tasks:
         started = time.perf_counter(), time.process_time()
@@ -218,8 +221,10 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["rows", folder]:
             write_rows(folder)
-        case ["score", model, folder, out, fewshot]:
-            score(model, folder, out, int(fewshot))
+        case ["score", fewshot, *models] if len(models) % 3 == 0:
+            for number in range(0, len(models), 3):
+                print(models[number], flush=True)
+                score(*models[number : number + 3], int(fewshot))
         case ["compare", out, report, samples]:
             compare(out, report, samples)
         case _:

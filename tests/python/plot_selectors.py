@@ -103,6 +103,7 @@ def of_quality(files):
         settings = [dict(pair.split("=", 1) for pair in text.split(",") if "=" in pair) for *_, text in points]
         moved = [key for key in settings[0] if any(other.get(key) != settings[0][key] for other in settings)]
         says = ", ".join(f"{key} {', '.join(of[key] for of in settings)}" for key in moved) or kinds.get(name, "")
+        says = says if len(says) < 34 else says[:33] + "…"
         panels.append([
             *axes.frame(name, says), *axes.line([(dense_ms, 1e-3), (dense_ms, 1)], GREY, 1, "4 3"),
             *axes.line(everything, GREY, 0, dots=1.7), *axes.line([point[:2] for point in points], BLUE, dots=3),
@@ -112,19 +113,22 @@ def of_quality(files):
     return panels, said
 
 
+def write(path, panels, said):
+    panels = [*panels, legend(said)]
+    height = HEIGHT * math.ceil(len(panels) / COLUMNS)
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * COLUMNS} {height}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
+    for n, panel in enumerate(panels):
+        parts += [f'<g transform="translate({WIDTH * (n % COLUMNS)} {HEIGHT * (n // COLUMNS)})">', *panel, "</g>"]
+    path.write_text("\n".join([*parts, "</svg>", ""]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("files", nargs="+", type=pathlib.Path)
     args = parser.parse_args()
     files = [json.loads(file.read_text()) for file in args.files]
-    panels, said = (of_quality if "trained" in files[0] else of_lengths)(files)
-    panels.append(legend(said))
-    height = HEIGHT * math.ceil(len(panels) / COLUMNS)
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH * COLUMNS} {height}" font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>']
-    for n, panel in enumerate(panels):
-        parts += [f'<g transform="translate({WIDTH * (n % COLUMNS)} {HEIGHT * (n // COLUMNS)})">', *panel, "</g>"]
-    args.out.write_text("\n".join([*parts, "</svg>", ""]))
+    write(args.out, *(of_quality if "trained" in files[0] else of_lengths)(files))
 
 
 if __name__ == "__main__":

@@ -71,10 +71,7 @@ impl Draw {
             seq_len = random.between(1025, 1025 + 2 * longest);
         }
         let window = random.one_of(&[1, 2, 7, 33, 64, 100, seq_len / 2 + 1, seq_len, 5 * seq_len]);
-        let batch = match seq_len < 300 {
-            true => random.between(1, 4),
-            false => 1,
-        };
+        let batch = if seq_len < 300 { random.between(1, 4) } else { 1 };
         let heads = [group * num_kv_heads, num_kv_heads];
         Self {
             shape: AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim_v]),
@@ -102,11 +99,11 @@ impl Draw {
         let [_, _, num_kv_heads, head_dim_v] = values_of(self.shape);
         format!(
             "batch={batch},seq_len={seq_len},heads={num_heads},kv_heads={num_kv_heads},head_dim={head_dim},\
-             head_dim_v={head_dim_v} {} {:?} {} {} q, k x {} blocks {:?} seed {seed}",
+             head_dim_v={head_dim_v} {} {:?} {} {:?} q, k x {} blocks {:?} seed {seed}",
             self.keys,
             self.cuts,
             self.scores.name(),
-            self.layout.name(),
+            self.layout,
             self.magnitude,
             self.policy.blocks_per_tile,
         )

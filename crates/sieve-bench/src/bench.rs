@@ -14,6 +14,7 @@ mod select;
 mod sparse;
 mod weights;
 
+pub(crate) use inputs::Inputs;
 pub use row::{BenchRow, Ceilings, Growth, Outcome, Rate};
 
 use crate::check::portable_only;
@@ -25,7 +26,7 @@ use crate::shape::BenchHeads;
 use crate::step;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
-use inputs::{Inputs, normal};
+use inputs::normal;
 use row::Sizes;
 use serde_json::{Value, json};
 use sieve_kernels::DType;

@@ -171,9 +171,8 @@ fn check_empty_list(report: &mut Report, device: &dyn Device, extent: &Extent) -
         let prepared = Prepared::new(case, Layout::Contiguous, label);
         let lists = |call: &OnDevice<'_>| {
             let expire = device.int(&expire, &shape.per_key());
-            let selection = Selection::of_expire(&expire, &call.doc_start, kept)?;
-            let (start, end) = (&call.doc_start, &call.doc_end);
-            selection.dma_lists(start, end, KeyLists::TILE_QUERIES).map(Some)
+            let selection = Selection::of_expire(&expire, &call.inputs.doc_start, kept)?;
+            call.inputs.lists_of(&selection, KeyLists::TILE_QUERIES).map(Some)
         };
         check_wrapper(report, "dma_attention, empty list", &prepared, device, lists);
     }

@@ -402,7 +402,8 @@ fn token_kernels(gpu: &DeviceReport) -> NeededKernels {
     let mut list = sparse::sparse_kernels(gpu);
     for &(head_dim, head_dim_v) in Extent::all(0, 0, 0).widths {
         let [exp, linear] = [ScoreBias::Exp, ScoreBias::Linear].map(NeededKeys::Chosen);
-        for keys in [NeededKeys::Neighbours, exp, linear] {
+        let blocks = (head_dim == head_dim_v && [64, 128].contains(&head_dim)).then_some(NeededKeys::Blocks);
+        for keys in [NeededKeys::Neighbours, exp, linear].into_iter().chain(blocks) {
             let needs = AttentionNeeds {
                 shape: AttentionShape::new(1, 1, [1, 1], [head_dim, head_dim_v]),
                 keys,

@@ -91,10 +91,7 @@ impl Extent {
 
     /// The first where all is interpreted: time goes with sizes there, and each width is another set of programs.
     pub(crate) fn pick<T>(&self, emulated: T, all: T) -> T {
-        match self.is_emulated {
-            true => emulated,
-            false => all,
-        }
+        if self.is_emulated { emulated } else { all }
     }
 
     /// The sizes to check: the first two where all is interpreted.

@@ -21,7 +21,7 @@ use sieve_kernels::{
     AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KernelPolicy, MlaNorm,
     MlaPack, NeededKernels, NeededKeys, SumOrder,
 };
-use sieve_ops::{AttentionOutput, DeviceBackend, MlaCall, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
+use sieve_ops::{DeviceBackend, MlaCall, MlaPackCall, MlaSpec, RotaryEmbedding, reference};
 use sieve_testing::{Random, round_bf16};
 
 /// Widths of the part without rotation and of the rotated one.
@@ -69,10 +69,7 @@ impl Call {
         let shape = AttentionShape::new(batch, seq_len, [num_heads; 2], [key_dim, head_dim]);
         // Gradients of a single key are 0: what is left of large numbers that cancel there has no size to be held
         // against.
-        let largest = match seq_len < 15 {
-            true => Size::Usual,
-            false => Size::Large,
-        };
+        let largest = if seq_len < 15 { Size::Usual } else { Size::Large };
         let size = random.one_of(&[Size::Usual, Size::Usual, Size::Peaked, largest]);
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed]);
         let seed = random.between(0, 1 << 30) as u64;
@@ -190,8 +187,9 @@ impl Call {
         place::floats::<Flex, 3>(reference::mla_pack::<Flex>(inputs, call).0)
     }
 
-    /// Forward and backward pass on a backend: its own ops, or the plain-Burn references.
-    fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType, is_own: bool) -> Results {
+    /// Forward and backward pass on a backend. The CPU has kernels in f32 alone: in f64 and in bf16 its ops are the
+    /// plain-Burn references.
+    fn on<B: DeviceBackend>(&self, device: &B::Device, dtype: DType) -> Results {
         let (inputs, call) = self.inputs_on::<B>(device, dtype);
         let normed = self.norms.as_ref().map(|_| inputs.clone());
         let documents = self.case.documents::<B>(device).bounds();
@@ -200,19 +198,10 @@ impl Call {
             spec: self.spec,
         };
         let d_o = cast::<B, 4>(&self.case.d_o, self.case.shape.output(), dtype, device);
-        let (output, keys, (gradients, weights)): (AttentionOutput<B>, _, _) = if is_own {
-            let (packed, keys) = B::mla_pack(inputs, call.clone());
-            let output = B::mla_attention(packed.clone(), &attention);
-            let kept = output.clone();
-            let d_packed = B::mla_attention_backward(packed, &attention, kept, d_o);
-            (output, keys, B::mla_pack_backward(call, normed, d_packed))
-        } else {
-            let (packed, keys) = reference::mla_pack::<B>(inputs, call.clone());
-            let output = reference::mla_attention::<B>(packed.clone(), &attention);
-            let kept = output.clone();
-            let d_packed = reference::mla_attention_backward::<B>(packed, &attention, kept, d_o);
-            (output, keys, reference::mla_pack_backward::<B>(call, normed, d_packed))
-        };
+        let (packed, keys) = B::mla_pack(inputs, call.clone());
+        let output = B::mla_attention(packed.clone(), &attention);
+        let d_packed = B::mla_attention_backward(packed, &attention, output.clone(), d_o);
+        let (gradients, weights) = B::mla_pack_backward(call, normed, d_packed);
         let [dq, dkv, dk_rope] = gradients.map(place::floats::<B, 3>);
         let mut results = vec![
             ("o", place::floats::<B, 4>(output.o)),
@@ -306,11 +295,11 @@ impl Call {
     }
 
     fn exact(&self) -> Results {
-        self.on::<Flex>(&FlexDevice, DType::F64, false)
+        self.on::<Flex>(&FlexDevice, DType::F64)
     }
 
     fn plain(&self) -> Results {
-        self.on::<Flex>(&FlexDevice, DType::BF16, false)
+        self.on::<Flex>(&FlexDevice, DType::BF16)
     }
 
     /// What a row's logits move by where one rotated number rounds the other way in bf16, as it may between two orders
@@ -412,7 +401,7 @@ impl Written {
 
     /// Outputs and gradients of the ops of a backend.
     pub(crate) fn run<B: Place>(&self, device: &B::Device) -> Results {
-        self.0.on::<B>(device, B::DTYPE, true)
+        self.0.on::<B>(device, B::DTYPE)
     }
 }
 
@@ -540,7 +529,7 @@ pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, exten
         let call = call?;
         place::poison::<B>(call.case.shape, device);
         let watch = PathWatch::start(B::IS_CUDA);
-        let own = call.on::<B>(device, B::DTYPE, true);
+        let own = call.on::<B>(device, B::DTYPE);
         report.add_call("op mla", &watch.path(), B::KERNEL, &call.label, || {
             Expected::of(&call).judge(&own, B::IS_CUDA)
         });
@@ -572,7 +561,7 @@ mod tests {
             }
             let expected = Expected::of(&call);
             let exact = &expected.exact;
-            let plain = call.on::<Flex>(&FlexDevice, DType::F32, false);
+            let plain = call.on::<Flex>(&FlexDevice, DType::F32);
             expected.judge(&plain, false).expect("within the bar");
             let lost = &mut lost[usize::from(call.label.contains("Peaked"))];
             for ((_, plain), (_, exact)) in plain.iter().zip(exact).skip(2) {

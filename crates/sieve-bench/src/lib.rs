@@ -1,4 +1,4 @@
-//! The proving ground of the kernels: cases, references, bars and clocks behind `sieve kernels`.
+//! The proving ground of the kernels: cases, references, tolerances and clocks behind `sieve kernels`.
 //!
 //! A check draws cases from a seed, computes each on the host as a definition would ([`Report`] says how far the
 //! kernel's result is from it, beside the error of a plain bf16 computation), and names the path that every call

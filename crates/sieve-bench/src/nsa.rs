@@ -76,10 +76,7 @@ impl Inputs {
             _ => 1,
         };
         let head_dim = random.one_of(extent.pick(&[64], &[64, 128]));
-        let [size, stride, select, count] = match is_long {
-            true => BLOCKS[0],
-            false => random.one_of(&BLOCKS),
-        };
+        let blocks = NsaBlocks::of(if is_long { BLOCKS[0] } else { random.one_of(&BLOCKS) });
         let any = random.between(2, extent.longest.max(3));
         let (batch, seq_len) = match is_long {
             true => (1, LONG),
@@ -87,12 +84,6 @@ impl Inputs {
         };
         let heads = [group * num_kv_heads, num_kv_heads];
         let shape = AttentionShape::new(batch, seq_len, heads, [head_dim, head_dim]);
-        let blocks = NsaBlocks {
-            compress_block_size: size,
-            compress_stride: stride,
-            select_block_size: select,
-            num_selected_blocks: count,
-        };
         let cuts = random.one_of(&[Cuts::Count(1), Cuts::Few, Cuts::Mixed, Cuts::Tokens]);
         let seed = random.between(0, 1 << 30) as u64;
         let magnitude = extent.magnitude_of(at);

@@ -1,5 +1,6 @@
 //! Calls of the launch wrappers themselves, on a GPU or on the emulator: separate q, k and v, gradients into buffers
 //! full of NaN, both orders of sums.
+use crate::bench::Inputs;
 use crate::case::{Case, Keys};
 use crate::device::{self, Device, Gpu, separate};
 use crate::outputs::Outputs;
@@ -10,8 +11,8 @@ use burn::tensor::ops::FloatTensor;
 use burn_cuda::CudaDevice;
 use sieve_core::KeepOLow;
 use sieve_kernels::{
-    AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError,
-    KernelPolicy, KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, ToBurn, dma_select,
+    AttentionResult, AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KernelError, KernelPolicy,
+    KeyLists, KeySource, KvCache, Qkv, ScoreBias, Selection, SumOrder, ToBurn,
 };
 use sieve_ops::Cuda;
 
@@ -56,14 +57,12 @@ pub(crate) fn family(case: &Case, device: &dyn Device) -> &'static str {
 
 /// A case on a device.
 pub(crate) struct OnDevice<'a> {
-    pub(crate) case: &'a Case,
-    pub(crate) qkv: Qkv,
-    pub(crate) d_o: CudaTensor,
-    pub(crate) delta: CudaTensor,
-    pub(crate) z: CudaTensor,
-    pub(crate) doc_start: CudaTensor,
-    pub(crate) doc_end: CudaTensor,
-    pub(crate) device: &'a dyn Device,
+    case: &'a Case,
+    /// Its tensors; each backward pass gets gradients of its own.
+    pub(crate) inputs: Inputs,
+    delta: CudaTensor,
+    z: CudaTensor,
+    device: &'a dyn Device,
 }
 
 impl<'a> OnDevice<'a> {
@@ -75,14 +74,22 @@ impl<'a> OnDevice<'a> {
             let values = if values.is_empty() { &zeros } else { values };
             device.float(values, &shape.per_key(), sieve_kernels::DType::F32)
         };
-        Self {
-            case,
-            qkv: separate(device, [&case.q, &case.k, &case.v], shape),
+        let qkv = separate(device, [&case.q, &case.k, &case.v], shape);
+        let inputs = Inputs {
+            shape,
+            grads: nan_like(&qkv),
+            qkv,
             d_o: device.float(&case.d_o, &shape.output(), sieve_kernels::DType::BF16),
-            delta: per_key(&case.delta),
-            z: per_key(&case.z),
             doc_start: device.int(&case.doc_start, &rows),
             doc_end: device.int(&case.doc_end, &rows),
+            scale: case.scale,
+            o_low: KeepOLow::default(),
+        };
+        Self {
+            case,
+            inputs,
+            delta: per_key(&case.delta),
+            z: per_key(&case.z),
             device,
         }
     }
@@ -101,13 +108,7 @@ impl<'a> OnDevice<'a> {
 
     /// DMA's selection.
     pub(crate) fn select(&self) -> Result<Selection, KernelError> {
-        dma_select(
-            &self.z,
-            &self.doc_start,
-            &self.doc_end,
-            self.case.dma_window().keep_window_size,
-            self.case.dma_window().local_window_size,
-        )
+        self.inputs.select(&self.z, self.case.dma_window())
     }
 
     /// The lists of a selection; `None` where keys are not chosen.
@@ -115,51 +116,15 @@ impl<'a> OnDevice<'a> {
         let Keys::Chosen(_) = self.case.keys else {
             return Ok(None);
         };
-        let (start, end) = (&self.doc_start, &self.doc_end);
-        self.select()?.dma_lists(start, end, tile_queries).map(Some)
+        self.inputs.lists_of(&self.select()?, tile_queries).map(Some)
     }
 
     /// The forward pass.
     pub(crate) fn forward(&self, lists: Option<&KeyLists>) -> Result<AttentionResult, KernelError> {
-        let (qkv, scale) = (&self.qkv, self.case.scale);
         match lists {
-            Some(lists) => qkv.dma_attention_forward(&self.delta, lists, scale, KeepOLow::default()),
-            None => {
-                let bias = self.bias().map(|bias| (bias, KeepOLow::default()));
-                qkv.attention_forward(&self.doc_start, self.window(), scale, bias)
-            }
+            Some(lists) => self.inputs.dma_forward(&self.delta, lists),
+            None => self.inputs.forward(self.window(), self.bias()),
         }
-    }
-
-    /// dq, dk and dv into `grads`; returns ddelta.
-    pub(crate) fn backward(
-        &self,
-        lists: Option<&KeyLists>,
-        result: &AttentionResult,
-        grads: &Qkv,
-        order: SumOrder,
-    ) -> Result<Option<CudaTensor>, KernelError> {
-        let call = AttentionGradients {
-            qkv: &self.qkv.in_order(order),
-            result,
-            d_o: &self.d_o,
-            grads,
-            softmax_scale: self.case.scale,
-        };
-        let documents = [&self.doc_start, &self.doc_end];
-        match lists {
-            Some(lists) => call.dma_attention_backward(&self.delta, lists).map(Some),
-            None => call.attention_backward(documents, self.window(), self.bias()),
-        }
-    }
-
-    /// Buffers of NaN for the gradients.
-    pub(crate) fn nan_gradients(&self) -> Qkv {
-        let [q, k, v] = [&self.qkv.q, &self.qkv.k, &self.qkv.v].map(|x| {
-            let like = x.tensor();
-            like.nan_contiguous(like.shape(), like.dtype())
-        });
-        Qkv::separate(&q, &k, &v)
     }
 
     /// Forward and backward pass, read back.
@@ -175,8 +140,15 @@ impl<'a> OnDevice<'a> {
         result: &AttentionResult,
         order: SumOrder,
     ) -> Result<Outputs, KernelError> {
-        let grads = self.nan_gradients();
-        let ddelta = self.backward(lists, result, &grads, order)?;
+        let inputs = Inputs {
+            grads: nan_like(&self.inputs.qkv),
+            ..self.inputs.clone()
+        };
+        let ddelta = match lists {
+            Some(lists) => Some(inputs.dma_backward(result, &self.delta, lists, order)?),
+            None => inputs.backward(result, self.window(), self.bias(), order)?,
+        };
+        let grads = inputs.grads;
         let read = |x: &CudaTensor| self.device.floats(x);
         Ok(Outputs {
             o: read(&result.o)?,
@@ -210,7 +182,7 @@ impl<'a> OnDevice<'a> {
     /// All tokens one after the other against a growing cache; `[batch, seq_len, num_heads, head_dim_v]`.
     pub(crate) fn decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
-        let like = self.qkv.q.tensor();
+        let like = self.inputs.qkv.q.tensor();
         // One place more than needed: the cache must hold the token that is being decoded.
         let cache = KvCache::new(like, &shape, shape.seq_len + 1);
         let scratch = DecodeScratch::new(like, shape, shape.seq_len)?;
@@ -231,7 +203,7 @@ impl<'a> OnDevice<'a> {
     /// The same against DMA's slots.
     pub(crate) fn dma_decode(&self) -> Result<Vec<f32>, KernelError> {
         let shape = self.case.shape;
-        let like = self.qkv.q.tensor();
+        let like = self.inputs.qkv.q.tensor();
         let window = self.case.dma_window();
         let slots = DmaSlots {
             local_window_size: window.local_window_size,
@@ -250,4 +222,13 @@ impl<'a> OnDevice<'a> {
         }
         Ok(by_token(&rows, shape))
     }
+}
+
+/// Buffers of NaN for gradients.
+fn nan_like(qkv: &Qkv) -> Qkv {
+    let [q, k, v] = [&qkv.q, &qkv.k, &qkv.v].map(|x| {
+        let like = x.tensor();
+        like.nan_contiguous(like.shape(), like.dtype())
+    });
+    Qkv::separate(&q, &k, &v)
 }

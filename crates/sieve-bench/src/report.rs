@@ -192,10 +192,7 @@ impl PathWatch {
 
     /// What happened since.
     pub(crate) fn path(&self) -> Path {
-        let mut path = match self.is_cuda {
-            true => Path::None,
-            false => return Path::Kernel,
-        };
+        let mut path = if self.is_cuda { Path::None } else { return Path::Kernel };
         // The CPU computes what a GPU is compared with.
         let on_gpu = op_paths().into_iter().filter(|((place, _), _)| *place == Place::Cuda);
         for (key, now) in on_gpu {

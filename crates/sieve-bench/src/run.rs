@@ -54,50 +54,43 @@ pub enum Op {
 }
 
 impl Op {
-    /// All of them.
-    pub const ALL: [Self; 10] = [
-        Self::Attention,
-        Self::Swa,
-        Self::Dma,
-        Self::DmaSelect,
-        Self::Decode,
-        Self::DmaDecode,
-        Self::Nsa,
-        Self::Mla,
-        Self::BlockSparse,
-        Self::Fp8,
+    /// All of them, each with its name on the command line and in files, and a line about it.
+    pub const ALL: [(Self, &str, &str); 10] = [
+        (Self::Attention, "attention", "Dense causal attention and its gradients"),
+        (Self::Swa, "swa", "Sliding-window attention and its gradients"),
+        (Self::Dma, "dma", "Dynamic mask attention and its gradients"),
+        (Self::DmaSelect, "dma_select", "DMA's selection alone"),
+        (
+            Self::Decode,
+            "decode",
+            "One new token after the other against a key-value cache",
+        ),
+        (Self::DmaDecode, "dma_decode", "The same against DMA's slots"),
+        (
+            Self::Nsa,
+            "nsa",
+            "Native sparse attention, its gates, its choice and all gradients",
+        ),
+        (
+            Self::Mla,
+            "mla",
+            "Latent attention from the projections on, and its gradients",
+        ),
+        (
+            Self::BlockSparse,
+            "block_sparse",
+            "Attention under a selector's mask, without its correction, and the mask",
+        ),
+        (
+            Self::Fp8,
+            "fp8",
+            "A GEMM in fp8 from heads to KV heads, its rounded operands and its gradients",
+        ),
     ];
 
-    /// Name on the command line and in files.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Attention => "attention",
-            Self::Swa => "swa",
-            Self::Dma => "dma",
-            Self::DmaSelect => "dma_select",
-            Self::Decode => "decode",
-            Self::DmaDecode => "dma_decode",
-            Self::Nsa => "nsa",
-            Self::Mla => "mla",
-            Self::BlockSparse => "block_sparse",
-            Self::Fp8 => "fp8",
-        }
-    }
-
-    /// One line about it.
-    pub fn about(self) -> &'static str {
-        match self {
-            Self::Attention => "Dense causal attention and its gradients",
-            Self::Swa => "Sliding-window attention and its gradients",
-            Self::Dma => "Dynamic mask attention and its gradients",
-            Self::DmaSelect => "DMA's selection alone",
-            Self::Decode => "One new token after the other against a key-value cache",
-            Self::DmaDecode => "The same against DMA's slots",
-            Self::Nsa => "Native sparse attention, its gates, its choice and all gradients",
-            Self::Mla => "Latent attention from the projections on, and its gradients",
-            Self::BlockSparse => "Attention under a selector's mask, without its correction, and the mask",
-            Self::Fp8 => "A GEMM in eight-bit floats from heads to KV heads, its rounded operands and its gradients",
-        }
+    fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(op, _, _)| *op == self);
+        found.map_or("", |(_, name, _)| name)
     }
 }
 
@@ -297,7 +290,7 @@ fn sloped(settings: &RunSettings, case: &mut Case) -> Result<Option<Vec<f32>>> {
         ));
     }
     if let Some(period) = periods.iter().find(|period| period.is_nan() || **period <= 0.0) {
-        return refused(format!("--periods: {period} is no number of tokens above 0"));
+        return refused(format!("--periods: {period} is not a positive number of tokens"));
     }
     let z = case.z.clone();
     let seq_len = case.shape.seq_len;

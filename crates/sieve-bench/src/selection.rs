@@ -79,10 +79,10 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         };
         let expire = device.ints(&selection.expire).map_err(Wrong::from);
         let lists = |selection: &Selection| -> Outcome {
-            let lists = selection.dma_lists(&call.doc_start, &call.doc_end, tile_queries)?;
+            let lists = call.inputs.lists_of(selection, tile_queries)?;
             compare(&lists, &case, device)
         };
-        let rebuilt = Selection::of_expire(&selection.expire, &call.doc_start, case.window());
+        let rebuilt = Selection::of_expire(&selection.expire, &call.inputs.doc_start, case.window());
         for (kernel, outcome) in [
             ("dma_select", expire.and_then(|expire| same_as_heap(&case, &expire))),
             (

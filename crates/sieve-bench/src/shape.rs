@@ -141,32 +141,16 @@ impl FromStr for CaseBlocks {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let sizes: Vec<usize> = text.split(',').filter_map(|size| size.trim().parse().ok()).collect();
-        let [
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        ] = *sizes
-        else {
+        let Ok([compressed, stride, selected, count]) = <[usize; 4]>::try_from(sizes) else {
             return Err("four whole numbers are needed: compressed block, stride, selected block, blocks".to_owned());
         };
-        if sizes.contains(&0) {
+        if [compressed, stride, selected, count].contains(&0) {
             return Err("a size is 0".to_owned());
         }
-        if [compress_block_size, select_block_size]
-            .iter()
-            .any(|size| !size.is_multiple_of(compress_stride))
-        {
-            return Err(format!(
-                "a stride of {compress_stride} does not divide both block sizes"
-            ));
+        if [compressed, selected].iter().any(|size| !size.is_multiple_of(stride)) {
+            return Err(format!("a stride of {stride} does not divide both block sizes"));
         }
-        Ok(Self(NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        }))
+        Ok(Self(NsaBlocks::of([compressed, stride, selected, count])))
     }
 }
 

@@ -40,22 +40,13 @@ const VOCAB: usize = 50280;
 /// Seed of the labels and token numbers of a timed call.
 const SEED: u64 = 20;
 
-/// Whose form of an op runs.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Form {
-    /// The backend's.
-    Own,
-    /// The plain-Burn reference on that backend.
-    Plain,
-}
-
 /// Runs an op and its gradients on a number of rows.
 type OpFn<B> = fn(&mut On<'_, B>, usize) -> Results;
 
 /// The name of an op's row in the report, and the op.
 type Op<B> = (&'static str, OpFn<B>);
 
-fn ops<B: DeviceBackend>() -> [Op<B>; 9] {
+fn ops<B: Place>() -> [Op<B>; 9] {
     [
         ("op linear", products::linear_op),
         ("op rms_norm", stream::rms_norm_op),
@@ -69,13 +60,14 @@ fn ops<B: DeviceBackend>() -> [Op<B>; 9] {
     ]
 }
 
-/// Checks every op on `B`.
+/// Checks every op on `B`. The CPU has kernels in f32 alone: in f64 its op is the reference, and in bf16 the reference
+/// with a plain computation's rounding.
 pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) -> BenchResult<()> {
-    for ((name, op), (_, exact)) in ops::<B>().into_iter().zip(ops::<Flex>()) {
+    for ((name, op), (_, on_host)) in ops::<B>().into_iter().zip(ops::<Flex>()) {
         for (seed, rows) in (extent.seed..).zip([3, 61, 130]) {
             let watch = PathWatch::start(B::IS_CUDA);
             // A panic in one op costs its own row only.
-            let outcome = catch_unwind(AssertUnwindSafe(|| compare::<B>(op, exact, rows, device, seed)))
+            let outcome = catch_unwind(AssertUnwindSafe(|| compare::<B>(op, on_host, rows, device, seed)))
                 .unwrap_or_else(|_| wrong("panicked"));
             let (path, outcome) = match watch.path() {
                 Path::Kernel => (B::KERNEL.to_owned(), outcome),
@@ -88,10 +80,9 @@ pub(crate) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, exten
     Ok(())
 }
 
-fn compare<B: Place>(op: OpFn<B>, exact: OpFn<Flex>, rows: usize, device: &B::Device, seed: u64) -> Outcome {
-    let mut on_host = On::new(&FlexDevice, DType::F32, Form::Plain, seed);
-    let exact = exact(&mut on_host, rows);
-    let [plain, own] = [Form::Plain, Form::Own].map(|form| op(&mut On::new(device, B::DTYPE, form, seed), rows));
+fn compare<B: Place>(op: OpFn<B>, on_host: OpFn<Flex>, rows: usize, device: &B::Device, seed: u64) -> Outcome {
+    let [exact, plain] = [DType::F64, DType::BF16].map(|dtype| on_host(&mut On::new(&FlexDevice, dtype, seed), rows));
+    let own = op(&mut On::new(device, B::DTYPE, seed), rows);
     let bar = Bar::of(B::IS_CUDA, 1e-6, [1e-3, 2e-5]);
     judge_all([&own, &plain, &exact], |_| bar)
 }
@@ -100,26 +91,29 @@ fn compare<B: Place>(op: OpFn<B>, exact: OpFn<Flex>, rows: usize, device: &B::De
 struct On<'a, B: DeviceBackend> {
     device: &'a B::Device,
     dtype: DType,
-    form: Form,
     random: Random,
 }
 
 impl<'a, B: DeviceBackend> On<'a, B> {
-    fn new(device: &'a B::Device, dtype: DType, form: Form, seed: u64) -> Self {
+    fn new(device: &'a B::Device, dtype: DType, seed: u64) -> Self {
         Self {
             device,
             dtype,
-            form,
             random: Random(seed),
         }
     }
 
-    fn own(&self) -> bool {
-        self.form == Form::Own
-    }
-
     fn input<const D: usize>(&mut self, shape: [usize; D]) -> FloatTensor<B> {
         let dtype = self.dtype;
+        self.input_in(shape, dtype)
+    }
+
+    /// What stays in f32 where the other operands are bf16.
+    fn wide_input<const D: usize>(&mut self, shape: [usize; D]) -> FloatTensor<B> {
+        let dtype = match self.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
         self.input_in(shape, dtype)
     }
 
@@ -148,6 +142,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         stream::check_launches,
         activation::check_launches,
         matrix_vector::check_launches,
+        matrix_vector::check_likeliest,
         rotation::check_launches,
         embedding::check_launches,
         optimizer::check_launches,

@@ -26,17 +26,6 @@ impl Layout {
         Self::Transposed,
         Self::Expanded,
     ];
-
-    /// One word.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Contiguous => "contiguous",
-            Self::Pitched => "pitched",
-            Self::Sliced => "sliced",
-            Self::Transposed => "transposed",
-            Self::Expanded => "expanded",
-        }
-    }
 }
 
 /// A buffer and how to read it; what no index reaches is NaN.

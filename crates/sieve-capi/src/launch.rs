@@ -125,7 +125,7 @@ impl Loaded {
     /// compiles nothing, waits for nothing.
     ///
     /// # Errors
-    /// Another number of pointers, an address that is no multiple of 16, what the driver refuses.
+    /// Another number of pointers, an address that is not a multiple of 16, what the driver refuses.
     ///
     /// # Safety
     /// Each pointer is the address of a buffer on the GPU with the bytes of [`Plan::buffers`], which stays until the
@@ -176,6 +176,7 @@ impl Work {
                     maps,
                     pointers: &addresses,
                     words,
+                    starts_early: false,
                 };
                 // SAFETY: the wrappers recorded a launch that stays inside its buffers; the rest is the caller's
                 // promise.

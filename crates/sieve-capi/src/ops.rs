@@ -1,10 +1,10 @@
 //! From a request to the launches of sieve-gpu's wrappers, op by op.
 use crate::request::{Call, PlanError, Request};
-use sieve_core::{CallShape, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
+use sieve_core::{BlockChoice, CallShape, ForcedBlocks, KeepOLow, KeyMask, MaskPlaces, NsaBlocks, Tiles};
 use sieve_gpu::{
     AttentionGradients, AttentionResult, AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots,
     KernelError, KernelPolicy, KeyLists, KvCache, LatentKeys, PositionOrigin, Qkv, Recency, Recorder, ScoreBias,
-    ScoresBackward, SumOrder, dma_select, mla_decode, nsa_mean_pool_backward,
+    ScoresBackward, SumOrder, dma_select, mla_decode, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
 };
 use std::cell::Cell;
 
@@ -38,6 +38,9 @@ impl Call {
             Self::NsaCompressedBackward { .. } => "nsa_compressed_backward",
             Self::NsaSelectedForward { .. } => "nsa_selected_forward",
             Self::NsaSelectedBackward { .. } => "nsa_selected_backward",
+            Self::NsaGates {} => "nsa_gates",
+            Self::NsaGatesBackward {} => "nsa_gates_backward",
+            Self::ChooseBlocks { .. } => "choose_blocks",
             Self::BlockSparse { .. } => "block_sparse",
             Self::AttentionDecode { .. } => "attention_decode",
             Self::DmaDecode { .. } => "dma_decode",
@@ -78,7 +81,9 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 },
             });
             if slopes.iter().any(|slope| !slope.is_finite()) {
-                return Err(KernelError::unsupported("dma_scores", "slope", "that is no number", "finite ones").into());
+                return Err(
+                    KernelError::unsupported("dma_scores", "slope", "that is not finite", "finite ones").into(),
+                );
             }
             let scores = qkv.dma_ranks(&w_dt, &a, recency.as_ref())?;
             Ok(vec![("x", scores.x), ("z", scores.z)])
@@ -181,6 +186,46 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 call.nsa_selected_attention_backward([&start, &end], &indices, blocks, &[])?;
                 Ok(None)
             })
+        }
+        Call::NsaGates {} => {
+            let ([a, b, c], logits, bias) = t.gates()?;
+            Ok(vec![("o", nsa_gates([&a, &b, &c], &logits, &bias)?)])
+        }
+        Call::NsaGatesBackward {} => {
+            let ([a, b, c], logits, bias) = t.gates()?;
+            let gradients = nsa_gates_backward([&a, &b, &c], &logits, &bias, &t.get("d_o")?)?;
+            let names = ["d_compressed", "d_selected", "d_window"];
+            let mut outputs: Outputs = names.into_iter().zip(gradients.branches).collect();
+            outputs.extend([("d_logits", gradients.logits), ("d_bias", gradients.bias)]);
+            Ok(outputs)
+        }
+        &Call::ChooseBlocks {
+            scale,
+            blocks,
+            rule,
+            first,
+            local,
+        } => {
+            let (pooled, [start, end], blocks) = (t.get("pooled")?, t.documents()?, blocks.checked()?);
+            let forced = ForcedBlocks { first, local };
+            if local == 0 || forced.count() > blocks.num_selected_blocks {
+                let got = format!("{local} local ones of {} chosen", blocks.num_selected_blocks);
+                return Err(KernelError::unsupported(
+                    "choose_blocks",
+                    "blocks",
+                    got,
+                    "1 or more, and no more than chosen",
+                )
+                .into());
+            }
+            let queries = t.queries_of_blocks(&pooled, blocks, false)?;
+            let choice = BlockChoice {
+                blocks,
+                rule: rule.into(),
+                forced,
+            };
+            let chosen = queries.choose_key_blocks([&start, &end], &pooled, choice, scale)?;
+            Ok(vec![("block_indices", chosen)])
         }
         Call::BlockSparse { scale, block } => {
             let (qkv, words) = (t.qkv()?, t.get("words")?);
@@ -349,6 +394,12 @@ impl Inputs {
         let kv_heads = rows / (batch * blocks.num_slots(seq_len)).max(1);
         let unread = q.empty_contiguous(&[batch, seq_len, kv_heads, head_dim], DType::BF16);
         Ok(Qkv::separate(&q, &unread, &unread))
+    }
+
+    /// The branches' outputs, the gates' logits and their bias.
+    fn gates(&self) -> Result<([CudaTensor; 3], CudaTensor, CudaTensor), PlanError> {
+        let branches = [self.get("compressed")?, self.get("selected")?, self.get("window")?];
+        Ok((branches, self.get("logits")?, self.get("bias")?))
     }
 
     fn documents(&self) -> Result<[CudaTensor; 2], PlanError> {

@@ -1,6 +1,6 @@
 //! What a caller asks for, as JSON.
 use serde::{Deserialize, Serialize};
-use sieve_core::NsaBlocks;
+use sieve_core::{ChoiceRule, NsaBlocks};
 use sieve_gpu::{DType, Hardware, KernelError};
 
 /// Elements of the largest tensor: keeps every product of sizes far below 64 bits.
@@ -165,6 +165,25 @@ pub enum Call {
         #[serde(default)]
         fixed_order: bool,
     },
+    /// compressed, selected, window (outputs of the branches), logits `[batch, tokens, heads * 3]`, bias
+    /// `[heads * 3]` → o
+    NsaGates {},
+    /// The forward's inputs, d_o → d_compressed, d_selected, d_window, d_logits, d_bias
+    NsaGatesBackward {},
+    /// q, pooled (keys, then what is not read), doc_start, doc_end → block_indices
+    ChooseBlocks {
+        /// Factor on `q . k`, where scores become probabilities.
+        scale: f32,
+        /// Block sizes.
+        blocks: Blocks,
+        /// What makes a block important.
+        rule: Rule,
+        /// Whether the document's first block is chosen in any case.
+        #[serde(default)]
+        first: bool,
+        /// Blocks up to the query's own one that are chosen in any case, at least 1.
+        local: usize,
+    },
     /// q, k, v of one row, words (0, then row_ptr `[heads * query tiles + 1]`, then tile_idx) → o, lse
     BlockSparse {
         /// Factor on `q . k`.
@@ -200,6 +219,25 @@ pub enum Call {
     },
 }
 
+/// What makes a block important to a query.
+#[derive(Debug, Clone, Copy, Deserialize, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rule {
+    /// InfLLM-V2's ([`ChoiceRule::LargestProbability`]): each group of heads chooses.
+    LargestProbability,
+    /// MoBA's ([`ChoiceRule::MeanKey`]): each query head chooses.
+    MeanKey,
+}
+
+impl From<Rule> for ChoiceRule {
+    fn from(rule: Rule) -> Self {
+        match rule {
+            Rule::LargestProbability => Self::LargestProbability,
+            Rule::MeanKey => Self::MeanKey,
+        }
+    }
+}
+
 /// Block sizes of NSA: compressed, stride, selected, and how many are selected.
 #[derive(Debug, Clone, Copy, Deserialize, Serialize)]
 pub struct Blocks(pub usize, pub usize, pub usize, pub usize);
@@ -223,12 +261,7 @@ impl Blocks {
                  divide both sizes"
             )));
         }
-        Ok(NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks,
-        })
+        Ok(NsaBlocks::of(sizes))
     }
 }
 

@@ -25,7 +25,7 @@ pub(crate) fn receive(mut stream: &TcpStream) -> io::Result<(u8, Vec<u8>)> {
 pub(crate) fn receive_at_most(max_bytes: u64, stream: &mut impl Read) -> io::Result<(u8, Vec<u8>)> {
     let (kind, len) = receive_head(stream)?;
     if len > max_bytes {
-        return Err(io::Error::other("a message that is no message of ours"));
+        return Err(io::Error::other("a message of another protocol"));
     }
     let mut bytes = vec![0; len as usize];
     stream.read_exact(&mut bytes)?;

@@ -290,7 +290,7 @@ impl Mesh {
     }
 
     /// Says what this rank does from now on. Where it does not go on with it for the time that [`Work`] names while
-    /// another rank waits for it, it is lost, though it gives signs of life. Where none waits, as all wait for their
+    /// another rank waits for it, it is lost, though its heartbeats arrive. Where none waits, as all wait for their
     /// devices, a step ends after [`Patience::still`], other work after [`Patience::long`] and [`Patience::silence`].
     pub fn set_work(&self, work: Work) {
         self.watch.set_limit(match work {

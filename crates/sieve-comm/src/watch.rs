@@ -12,9 +12,9 @@ const BEAT: u8 = 1;
 const FAILED: u8 = 2;
 const BYE: u8 = 3;
 
-/// Time between two signs of life.
+/// Time between two heartbeats.
 const BEAT_EVERY: Duration = Duration::from_secs(2);
-/// Fewest signs of life that fit the silence after which a rank counts as lost.
+/// Fewest heartbeats that fit into the timeout after which a rank counts as lost.
 const BEATS: u32 = 3;
 
 /// Another rank as this one knows it.
@@ -87,7 +87,7 @@ impl Pace {
     }
 }
 
-/// How another rank or this one gets on, as signs of life carry it, and since when it has stood there.
+/// Progress of this rank or another one, as heartbeats carry it, and since when it has not changed.
 struct Place {
     words: Vec<u64>,
     since: Instant,

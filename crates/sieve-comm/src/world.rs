@@ -62,14 +62,14 @@ impl World {
             return Err(CommError::BadVariable {
                 name: "RANK",
                 value: world.rank.to_string(),
-                problem: format!("is no rank of {} processes (WORLD_SIZE)", world.size),
+                problem: format!("is not a rank of {} processes (WORLD_SIZE)", world.size),
             });
         }
         if world.local_rank >= world.local_size {
             return Err(CommError::BadVariable {
                 name: "LOCAL_RANK",
                 value: world.local_rank.to_string(),
-                problem: format!("is no rank of {} on this host", world.local_size),
+                problem: format!("is not a rank of {} on this host", world.local_size),
             });
         }
         world.token = read(TOKEN).unwrap_or_default();
@@ -179,7 +179,7 @@ fn number<T: std::str::FromStr>(
     value.trim().parse().map_err(|_| CommError::BadVariable {
         name,
         value,
-        problem: "is no such number".to_owned(),
+        problem: "is not a valid number".to_owned(),
     })
 }
 

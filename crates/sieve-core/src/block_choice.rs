@@ -171,12 +171,7 @@ mod tests {
 
     fn choice(select_block_size: usize, forced: ForcedBlocks) -> BlockChoice {
         BlockChoice {
-            blocks: NsaBlocks {
-                compress_block_size: 32,
-                compress_stride: 16,
-                select_block_size,
-                num_selected_blocks: 4,
-            },
+            blocks: NsaBlocks::of([32, 16, select_block_size, 4]),
             rule: ChoiceRule::LargestProbability,
             forced,
         }

@@ -8,7 +8,7 @@ pub struct Keeping {
     /// In which rows `o_low`, what rounding o to bf16 loses, is kept.
     #[serde(rename = "rest")]
     pub o_low: KeepOLow,
-    /// Whether a block keeps what its backward pass would make again: normed streams, rotated heads and gated
+    /// Whether a block keeps what its backward pass would recompute: normed streams, rotated heads and gated
     /// activations. It takes half as much memory again as all else that a block keeps, saves 1 to 2 % of a step on a
     /// GPU, and changes no number.
     pub made_again: bool,

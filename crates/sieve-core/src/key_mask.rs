@@ -427,7 +427,7 @@ impl KeyMask {
         )?;
         for range in &self.dense_rows {
             let inside = range.start < range.end && range.end <= shape.num_queries;
-            require(inside, "dense_rows", || format!("{range:?} is no range of rows"))?;
+            require(inside, "dense_rows", || format!("{range:?} is not a range of rows"))?;
         }
         Ok(())
     }
@@ -496,7 +496,7 @@ fn check_orders(array: &'static str, order: &[i32], len: usize, heads: &[usize])
             let named = usize::try_from(x).ok().and_then(|x| named.get_mut(x));
             let is_fresh = named.is_some_and(|named| !std::mem::replace(named, true));
             require(is_fresh, array, || {
-                format!("of head {head} is no permutation: {x} is named twice or outside it")
+                format!("of head {head} is not a permutation: {x} is named twice or outside it")
             })?;
         }
     }
@@ -578,10 +578,10 @@ mod tests {
                 m.places.col_idx = m.put(&[0, 5]);
             }),
             ("key_order", "entries for", |m| m.set_key_order(&[0; 13])),
-            ("key_order", "of head 1 is no permutation: 3", |m| {
+            ("key_order", "of head 1 is not a permutation: 3", |m| {
                 m.set_key_order(&[0, 1, 2, 3, 4, 5, 6, 0, 1, 3, 2, 3, 4, 5]);
             }),
-            ("query_order", "of head 0 is no permutation: 5", |m| {
+            ("query_order", "of head 0 is not a permutation: 5", |m| {
                 m.set_query_order(&[5; 20])
             }),
             ("sizes", "3 heads a list", |m| m.heads_per_list = 3),

@@ -21,6 +21,25 @@ const CUDA_MAX_GROUP: usize = 64;
 const CUDA_MAX_STRIDES: usize = 34;
 
 impl NsaBlocks {
+    /// The sizes of arXiv:2502.11089, section 4.1.
+    pub const PUBLISHED: Self = Self::of([32, 16, 64, 16]);
+
+    /// Sizes in the order of the fields.
+    pub const fn of(sizes: [usize; 4]) -> Self {
+        let [
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        ] = sizes;
+        Self {
+            compress_block_size,
+            compress_stride,
+            select_block_size,
+            num_selected_blocks,
+        }
+    }
+
     /// Places for compressed blocks in a row of `seq_len` tokens, whatever its documents.
     pub fn num_slots(&self, seq_len: usize) -> usize {
         seq_len.div_ceil(self.compress_stride)
@@ -106,23 +125,11 @@ mod tests {
 
     #[test]
     fn the_recipes_sizes_have_kernels_and_what_has_none_is_named() {
-        let recipe = NsaBlocks {
-            compress_block_size: 32,
-            compress_stride: 16,
-            select_block_size: 64,
-            num_selected_blocks: 16,
-        };
+        let recipe = NsaBlocks::PUBLISHED;
         for (head_dim, group) in [(64, 1), (128, 2), (128, 16)] {
             assert_eq!(recipe.cuda_gap(head_dim, group), None);
         }
-        let large = NsaBlocks {
-            select_block_size: 128,
-            ..recipe
-        };
-        let fine = NsaBlocks {
-            compress_stride: 2,
-            ..recipe
-        };
+        let [large, fine] = [[32, 16, 128, 16], [32, 2, 64, 16]].map(NsaBlocks::of);
         for (blocks, head_dim, group, word) in [
             (recipe, 96, 2, "heads of 96"),
             (large, 128, 2, "select_block_size 128"),

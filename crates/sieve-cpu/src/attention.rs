@@ -83,7 +83,7 @@ impl AttentionShape {
         assert_eq!(
             self.num_heads % self.num_kv_heads,
             0,
-            "attention: num_heads is no multiple of num_kv_heads"
+            "attention: num_heads is not a multiple of num_kv_heads"
         );
         documents.check(self.batch, self.seq_len);
         assert!(

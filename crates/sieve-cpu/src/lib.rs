@@ -59,4 +59,4 @@ pub use nsa::{
 pub use qk_norm_rope::{QkNormRope, qk_norm_rope_backward, qk_norm_rope_forward, rope};
 pub use reduce::sum_of_squares;
 pub use rms_norm::{rms_norm_backward, rms_norm_forward};
-pub use softmax::{exp_row, max_of_row};
+pub use softmax::{exp_row, first_of_largest, max_of_row};

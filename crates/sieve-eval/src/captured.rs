@@ -1,7 +1,7 @@
 //! A layer's operands as the dense model made them, and what a selector makes of them; where the operands are.
 use crate::EvalError;
 use crate::chunks::{Cost, KeptMasks, call, prefill, prefill_on_device};
-use crate::pass::milliseconds;
+use crate::pass::{cosine, milliseconds, number};
 use crate::selection::{Selection, layer_shape};
 use crate::selectors::LayerMeasure;
 use burn::tensor::{DType, Tensor};
@@ -15,6 +15,8 @@ use std::time::Instant;
 pub(crate) struct Captured<B: DeviceBackend> {
     pub(crate) operands: LayerOperands<B>,
     dense: Output<B>,
+    /// Its output on the device, `[1, num_tokens, num_heads, head_dim]`.
+    o: Tensor<B, 4>,
     /// Milliseconds of dense attention.
     pub(crate) dense_ms: f64,
 }
@@ -37,16 +39,17 @@ pub(crate) struct Done<B: DeviceBackend> {
 impl<B: DeviceBackend> Captured<B> {
     /// Dense attention of a layer by the path that selectors take, and its output for the next layer.
     pub(crate) fn of(operands: &LayerOperands<B>) -> Result<(Self, Tensor<B, 4>), EvalError> {
-        let captured = |dense, dense_ms| Self {
+        let captured = |dense, o: &Tensor<B, 4>, dense_ms| Self {
             operands: operands.clone(),
             dense,
+            o: o.clone(),
             dense_ms,
         };
         if has_sparse_attention(&operands.qkv) {
             let started = Instant::now();
             let dense = dense_on_device(operands)?;
             let o = dense.o.clone();
-            return Ok((captured(Output::Device(dense), milliseconds(started)), o));
+            return Ok((captured(Output::Device(dense), &o, milliseconds(started)), o));
         }
         let (mut lse, mut host, mut dense_ms) = (Vec::new(), Vec::new(), 0.0);
         let o = operands.on_host(|operands| {
@@ -57,7 +60,13 @@ impl<B: DeviceBackend> Captured<B> {
             host.clone_from(&dense.o);
             Ok::<_, EvalError>(dense.o)
         })?;
-        Ok((captured(Output::Host(host, Some(lse)), dense_ms), o))
+        Ok((captured(Output::Host(host, Some(lse)), &o, dense_ms), o))
+    }
+
+    /// Mean cosine of the layer's attention in another pass to the dense one, a token's heads as one row.
+    pub(crate) fn cosine(&self, o: &Tensor<B, 4>) -> f64 {
+        let rows = |x: &Tensor<B, 4>| x.clone().reshape([x.dims()[1] as i32, -1]);
+        cosine(rows(&self.o), rows(o))
     }
 
     /// A selector's attention of the layer: on the device where [`Selection::attends_on_device`].
@@ -150,6 +159,7 @@ impl<B: DeviceBackend> Captured<B> {
             density: done.cost.density,
             recall,
             output_error,
+            cosine: None,
         })
     }
 }
@@ -172,10 +182,6 @@ fn dense_on_device<B: DeviceBackend>(operands: &LayerOperands<B>) -> Result<Spar
     // The clock waits for the device.
     let _last = dense.lse.clone().narrow(2, 0, 1).into_data();
     Ok(dense)
-}
-
-fn number<B: DeviceBackend>(x: Tensor<B, 1>) -> f64 {
-    x.into_data().iter::<f64>().next().unwrap_or(f64::NAN)
 }
 
 fn relative_error(a: &[f32], b: &[f32]) -> f64 {

@@ -85,6 +85,20 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// # Errors
     /// Operands that the selector refuses.
     pub(crate) fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, EvalError> {
+        self.logits(tokens).map(on_host)
+    }
+
+    /// As [`read`](Self::read): the likeliest of the first `num_tokens` tokens alone, as
+    /// [`likeliest`](sieve_ops::likeliest) gives it.
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn read_likeliest(&mut self, tokens: &[u32], num_tokens: usize) -> Result<Option<u32>, EvalError> {
+        let likeliest = sieve_ops::likeliest(self.logits(tokens)?, num_tokens);
+        Ok(likeliest.first().copied().flatten())
+    }
+
+    fn logits(&mut self, tokens: &[u32]) -> Result<Tensor<B, 2>, EvalError> {
         let ids_of = |tokens: &[u32], device: &B::Device| ids(tokens, [1, tokens.len()], device);
         let (model, cache, rope) = (self.model, &mut self.cache, &self.rope);
         let num_tokens = cache.num_tokens + tokens.len();
@@ -113,7 +127,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
                 logits.expect("at least one token")
             }
         };
-        Ok(on_host(logits))
+        Ok(logits)
     }
 
     /// The text several times: from here on [`read_rows`](Self::read_rows) reads one more token of each.
@@ -150,7 +164,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
     /// What is known of each ending after this text, of whose next token these are the logits. Endings are not empty.
     ///
     /// # Errors
-    /// A token outside the vocabulary, an output that is no number, operands that the selector refuses.
+    /// A token outside the vocabulary, an output that is not finite, operands that the selector refuses.
     pub(crate) fn endings(&mut self, logits: &[f32], endings: &[&[u32]]) -> Result<Vec<Ending>, EvalError> {
         let vocab_size = self.model.shape().vocab_size;
         for ending in endings {
@@ -234,7 +248,7 @@ mod tests {
     use super::*;
     use crate::test_model::{tiny_model, tiny_shape, words};
     use sieve_core::{Attention, DmaShape};
-    use sieve_select::Selector;
+    use sieve_select::{LayerSelectors, Selector};
 
     #[test]
     fn a_long_prompt_of_a_dma_model_goes_through_in_parts_and_leaves_what_one_pass_leaves() {
@@ -277,6 +291,50 @@ mod tests {
 
     fn wide(values: &[f32]) -> Vec<f64> {
         values.iter().map(|&x| f64::from(x)).collect()
+    }
+
+    #[test]
+    fn a_streamed_prompt_is_its_tokens_one_by_one() {
+        let model = tiny_model(Attention::Mha, 64);
+        let shape = tiny_shape(Attention::Mha, 64);
+        let device = Default::default();
+        for (selector, keeps_all) in [
+            ("quest:page=4,budget=8,dense_layers=0", false),
+            ("h2o:heavy=4,recent=4", false),
+            ("exact_top:k=6", false),
+            ("0=dense/1-=exact_top:k=6", false),
+            ("exact_top:k=64", true),
+        ] {
+            let selectors = LayerSelectors::parse(selector).expect("valid");
+            let selection = Selection::new(selectors, &shape).expect("it fits");
+            let text = |selection| Continuation::new(&model, 40, &device).with_selection(Some(selection));
+            let mut streamed = text(selection.clone().as_stream().expect("a decode method"));
+            // Behind a first token, a dense prompt of one, every other is a step.
+            let (mut steps, prompt) = (text(selection.clone()), words(30));
+            let mut dense = Continuation::new(&model, 40, &device);
+            let mut whole = streamed.read(&prompt).expect("a prompt");
+            let mut last = Vec::new();
+            for token in &prompt {
+                last = steps.read(&[*token]).expect("a token");
+            }
+            for token in [3, 11] {
+                sieve_testing::assert_close(selector, &wide(&whole), &wide(&last), 1e-4);
+                whole = streamed.read(&[token]).expect("a token");
+                last = steps.read(&[token]).expect("a token");
+            }
+            let pieces = [&prompt[..], &[3], &[11]].map(|piece| dense.read(piece).expect("tokens"));
+            let [.., own] = pieces;
+            let differs = wide(&own).iter().zip(wide(&whole)).any(|(a, b)| (a - b).abs() > 1e-3);
+            assert_eq!(differs, !keeps_all, "{selector}");
+            let totals = streamed.selection().expect("it has one").totals();
+            assert_eq!(totals.calls, 2 * 3, "{selector}");
+            assert_eq!(totals.density() < 1.0, !keeps_all, "{selector} {totals:?}");
+        }
+        let whole = Selection::new(Selector::parse("meanpool").expect("valid"), &shape).expect("it fits");
+        sieve_testing::refusal(
+            whole.as_stream(),
+            "meanpool, which reads a prompt whole | hint: leave --stream out",
+        );
     }
 
     #[test]

@@ -79,7 +79,7 @@ pub enum EvalError {
         /// What would be right.
         hint: &'static str,
     },
-    /// The model's output is no number.
+    /// The model's output is NaN or infinite.
     #[error(
         "the model's output after {num_tokens} tokens is not finite\n  \
          hint: the weights are damaged or training diverged; use an earlier checkpoint"

@@ -27,6 +27,8 @@ pub(crate) struct Start<'a, B: DeviceBackend> {
     /// With `num_tokens` of the model's vocabulary at most.
     pub(crate) config: GenerateConfig,
     pub(crate) remaining: usize,
+    /// Tokens that end a text.
+    pub(crate) ends: Vec<u32>,
 }
 
 impl<'a, B: DeviceBackend> Start<'a, B> {
@@ -57,6 +59,7 @@ impl<'a, B: DeviceBackend> Start<'a, B> {
                 ..config
             },
             remaining: config.max_new_tokens,
+            ends: vec![config.eos_id],
         })
     }
 }
@@ -95,6 +98,13 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         self
     }
 
+    /// The same, also ending at each of these tokens, which are not given either.
+    #[must_use]
+    pub fn ending_at(mut self, ids: &[u32]) -> Self {
+        self.start.ends.extend(ids);
+        self
+    }
+
     /// Tokens after the prompt, at most.
     pub fn max_new_tokens(&self) -> usize {
         self.start.config.max_new_tokens
@@ -109,8 +119,10 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         let Start {
             text, prompt, config, ..
         } = &mut self.start;
-        let logits = text.read(prompt)?;
-        let token = self.sampler.sample(&logits[..config.num_tokens]);
+        let token = match self.sampler.is_greedy() {
+            true => text.read_likeliest(prompt, config.num_tokens)?,
+            false => self.sampler.sample(&text.read(prompt)?[..config.num_tokens]),
+        };
         let token = token.ok_or(EvalError::NotFinite {
             num_tokens: text.cache().num_tokens,
         })?;
@@ -122,18 +134,16 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
 impl<B: DeviceBackend> Iterator for Generator<'_, B> {
     type Item = Result<u32, EvalError>;
 
-    /// The next token; `None` after `max_new_tokens`, at the end-of-document token (which is not given), and after an
+    /// The next token; `None` after `max_new_tokens`, at a token that ends a text (which is not given), and after an
     /// error.
     fn next(&mut self) -> Option<Self::Item> {
         self.start.remaining = self.start.remaining.checked_sub(1)?;
         let token = self.step();
-        let eos_id = self.start.config.eos_id;
-        if !token.as_ref().is_ok_and(|token| *token != eos_id) {
+        let is_end = |token: &u32| self.start.ends.contains(token);
+        let has_ended = token.as_ref().is_ok_and(is_end);
+        if has_ended || token.is_err() {
             self.start.remaining = 0;
         }
-        match token {
-            Ok(token) if token == eos_id => None,
-            token => Some(token),
-        }
+        (!has_ended).then_some(token)
     }
 }

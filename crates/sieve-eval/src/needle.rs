@@ -12,13 +12,13 @@ pub(crate) use haystack::made_up_sentences;
 
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
-use crate::sampler::likeliest;
 use crate::{EvalError, LayerPath, Selection};
 use sample::{Sample, samples, texts};
 use serde::Serialize;
 use sieve_data::Tokenizer;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
+use sieve_ops::first_of_largest;
 
 /// Numbers that an answer is ranked among, itself not counted.
 pub const NUM_DISTRACTORS: usize = 10;
@@ -166,7 +166,7 @@ impl NeedleConfig {
 ///
 /// # Errors
 /// What [`NeedleConfig::check`] refuses; a haystack that is too short; needles longer than their room; a model whose
-/// output is no number; operands that the selector refuses.
+/// output is not finite; operands that the selector refuses.
 pub fn needle<B: DeviceBackend>(
     model: &Qwen3<B>,
     tokenizer: &Tokenizer,
@@ -288,7 +288,7 @@ impl<B: DeviceBackend> Reader<'_, B> {
     ) -> Result<bool, EvalError> {
         let (mut said, mut is_said) = (Vec::new(), false);
         while said.len() < sample.max_new_tokens() {
-            let next = likeliest(&logits[..self.num_tokens]);
+            let next = first_of_largest(&logits[..self.num_tokens]);
             let token = next.ok_or(EvalError::NotFinite {
                 num_tokens: text.cache().num_tokens,
             })?;

@@ -1,15 +1,20 @@
-//! One pass over a prompt, with its loss and its time.
+//! One pass over a prompt, with its loss and its time; what one pass says beside another.
 use crate::EvalError;
 use crate::input::ids;
-use crate::selection::Selection;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::activation::log_softmax;
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use sieve_nn::{HostOperands, LayerAttention, LayerContext, LayerOperands, Qwen3};
 use sieve_ops::{DeviceBackend, Documents};
 use std::time::Instant;
 
+/// Positions whose logits are held at once.
+pub(crate) const LOGIT_TOKENS: usize = 256;
+
 /// What a pass gave.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Pass {
+#[derive(Clone, Debug)]
+pub(crate) struct Pass<B: DeviceBackend> {
+    /// The last block's output `[1, num_tokens, d_model]`.
+    pub(crate) hidden: Tensor<B, 3>,
     /// Cross-entropy of the window's predictions, summed.
     pub(crate) nats: f64,
     /// Milliseconds from token ids to the last block's output.
@@ -21,7 +26,7 @@ pub(crate) fn own_pass<B: DeviceBackend>(
     model: &Qwen3<B>,
     window: &[u32],
     device: &B::Device,
-) -> Result<Pass, EvalError> {
+) -> Result<Pass<B>, EvalError> {
     pass(model, window, device, |ids, context| Ok(model.hidden(ids, context)))
 }
 
@@ -31,19 +36,9 @@ pub(crate) fn attending_pass<B: DeviceBackend>(
     window: &[u32],
     device: &B::Device,
     attend: &mut dyn FnMut(HostOperands<'_>) -> Result<Vec<f32>, EvalError>,
-) -> Result<Pass, EvalError> {
+) -> Result<Pass<B>, EvalError> {
     let attend = &mut |operands: &LayerOperands<B>| operands.on_host(&mut *attend);
     layers_pass(model, window, device, attend)
-}
-
-/// The same with a selector, which computes where its device does.
-pub(crate) fn selecting_pass<B: DeviceBackend>(
-    model: &Qwen3<B>,
-    window: &[u32],
-    device: &B::Device,
-    selection: &mut Selection,
-) -> Result<Pass, EvalError> {
-    layers_pass(model, window, device, &mut |operands| selection.attend(operands))
 }
 
 /// The same with `attend`, which is given a layer's operands where they are.
@@ -52,7 +47,7 @@ pub(crate) fn layers_pass<B: DeviceBackend>(
     window: &[u32],
     device: &B::Device,
     attend: &mut LayerAttention<'_, B, EvalError>,
-) -> Result<Pass, EvalError> {
+) -> Result<Pass<B>, EvalError> {
     pass(model, window, device, |ids, context| {
         model.hidden_attending(ids, context, attend)
     })
@@ -63,7 +58,7 @@ fn pass<B: DeviceBackend>(
     window: &[u32],
     device: &B::Device,
     hidden: impl FnOnce(Tensor<B, 2, Int>, &LayerContext<'_, B>) -> Result<Tensor<B, 3>, EvalError>,
-) -> Result<Pass, EvalError> {
+) -> Result<Pass<B>, EvalError> {
     let num_tokens = window.len() - 1;
     let shape = [1, num_tokens];
     let documents = Documents::whole_rows(shape, device);
@@ -77,12 +72,63 @@ fn pass<B: DeviceBackend>(
     // A GPU has only been told what to do: wait for one row.
     let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
     let prefill_ms = milliseconds(started);
-    let losses = model.head.token_losses(hidden, labels, &model.embed_tokens).into_data();
+    let losses = model
+        .head
+        .token_losses(hidden.clone(), labels, &model.embed_tokens)
+        .into_data();
     let nats: f64 = losses.iter::<f64>().sum();
     match nats.is_finite() {
-        true => Ok(Pass { nats, prefill_ms }),
+        true => Ok(Pass {
+            hidden,
+            nats,
+            prefill_ms,
+        }),
         false => Err(EvalError::NotFinite { num_tokens }),
     }
+}
+
+/// What a model says of a prompt's tokens under a selector, beside what it says itself: sums over positions.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Agreement {
+    /// Kullback-Leibler divergence of its predictions from the dense model's: `sum p ln(p / q)`, p the dense, nats.
+    pub(crate) kl: f64,
+    /// Positions whose likeliest token is the dense model's.
+    pub(crate) same_first: f64,
+    /// Cosine of the last block's output to the dense model's, times the positions.
+    pub(crate) cosine: f64,
+}
+
+impl Agreement {
+    /// Compares two passes by their last blocks' outputs, `[1, num_tokens, d_model]`.
+    pub(crate) fn of<B: DeviceBackend>(model: &Qwen3<B>, dense: &Tensor<B, 3>, sparse: &Tensor<B, 3>) -> Self {
+        let num_tokens = dense.dims()[1];
+        let mut sum = Self::default();
+        for first in (0..num_tokens).step_by(LOGIT_TOKENS) {
+            let count = LOGIT_TOKENS.min(num_tokens - first);
+            let [p, q] = [dense, sparse].map(|hidden| {
+                let hidden = hidden.clone().narrow(1, first, count);
+                let logits = model.head.logits(hidden, &model.embed_tokens);
+                log_softmax(logits.cast(DType::F32), 2)
+            });
+            sum.kl += number((p.clone().exp() * (p.clone() - q.clone())).sum());
+            sum.same_first += number(p.argmax(2).equal(q.argmax(2)).int().float().sum());
+        }
+        let rows = |x: &Tensor<B, 3>| x.clone().reshape([num_tokens as i32, -1]);
+        sum.cosine = num_tokens as f64 * cosine(rows(dense), rows(sparse));
+        sum
+    }
+}
+
+/// Mean cosine of rows, `[rows, width]`, in f32.
+pub(crate) fn cosine<B: DeviceBackend>(a: Tensor<B, 2>, b: Tensor<B, 2>) -> f64 {
+    let [a, b] = [a, b].map(|x| x.cast(DType::F32));
+    let dot = |a: &Tensor<B, 2>, b: &Tensor<B, 2>| (a.clone() * b.clone()).sum_dim(1);
+    let size = (dot(&a, &a).sqrt() * dot(&b, &b).sqrt()).clamp_min(f32::MIN_POSITIVE);
+    number((dot(&a, &b) / size).mean())
+}
+
+pub(crate) fn number<B: DeviceBackend>(x: Tensor<B, 1>) -> f64 {
+    x.into_data().iter::<f64>().next().unwrap_or(f64::NAN)
 }
 
 pub(crate) fn milliseconds(started: Instant) -> f64 {

@@ -119,7 +119,7 @@ impl RollingPerplexity {
 ///
 /// # Errors
 /// A context or stride out of range, a token outside the vocabulary, a document that cannot be read, nothing to
-/// predict, a loss that is no number, a selector that refuses a call.
+/// predict, a loss that is not finite, a selector that refuses a call.
 pub fn perplexity<B: DeviceBackend>(
     model: &Qwen3<B>,
     documents: impl Iterator<Item = Result<EvalDocument, EvalError>>,

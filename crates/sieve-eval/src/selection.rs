@@ -19,6 +19,8 @@ pub struct Selection {
     steps: LayerSelectors,
     /// Tokens of a call; a prompt is one call where absent.
     chunk: Option<usize>,
+    /// Decode methods read prompts too, which are dense otherwise.
+    streams: bool,
     /// What each layer has computed.
     totals: Vec<SelectionTotals>,
     /// One per layer, of the text that is being generated; layers whose keys are on the device have none.
@@ -51,7 +53,7 @@ pub struct SelectionTotals {
     pub device_selections: u64,
     /// Bytes of queries, keys, values and their means that were copied from the device to the host.
     pub host_bytes: u64,
-    /// Lists that ran dense because a score was no number.
+    /// Lists that ran dense because a score was NaN.
     pub nan_lists: u64,
     /// Computed pairs of a query and a key, over query heads.
     pub pairs: f64,
@@ -81,6 +83,15 @@ impl SelectionTotals {
         self.dense_calls += cost.dense_calls;
         self.nan_lists += cost.nan_lists;
         self.select_seconds += cost.select_seconds;
+    }
+
+    /// A text token by token, from its first one on.
+    fn stream(&mut self, session: &mut DecodeSession, operands: HostOperands<'_>) -> Result<Vec<f32>, EvalError> {
+        let o = session.stream(operands.q, operands.k, operands.v)?;
+        self.calls += 1;
+        self.pairs += session.pairs_read() as f64;
+        self.dense_pairs += dense_pairs(operands.num_tokens, operands.num_heads);
+        Ok(o)
     }
 
     /// One token of a text that is written.
@@ -164,6 +175,7 @@ impl Selection {
             selectors,
             steps,
             chunk: None,
+            streams: false,
             totals: vec![SelectionTotals::default(); shape.num_layers],
             sessions: vec![None; shape.num_layers],
             kept: KeptMasks::new(),
@@ -213,6 +225,22 @@ impl Selection {
             chunk: Some(chunk),
             ..self
         })
+    }
+
+    /// The same with prompts read by decode methods too, token by token from the first one on: as if the model had
+    /// written the prompt itself.
+    ///
+    /// # Errors
+    /// No layer has a method that reads token by token.
+    pub fn as_stream(self) -> Result<Self, EvalError> {
+        match self.is_token_by_token() {
+            true => Ok(Self { streams: true, ..self }),
+            false => Err(EvalError::BadSetting {
+                name: "stream",
+                value: format!("true with {}, which reads a prompt whole", self.selectors.name()),
+                hint: "leave --stream out, or use a decode method",
+            }),
+        }
     }
 
     /// Tokens of a chunk, where prompts are read in chunks.
@@ -286,6 +314,11 @@ impl Selection {
         selector.phase() != Phase::Decode && !selector.is_token_by_token()
     }
 
+    /// Whether a layer's prompt is read token by token.
+    fn streams_prompts(&self, layer: usize) -> bool {
+        self.streams && !self.selects_prompts(layer)
+    }
+
     /// Whether kernels of the device attend to every call.
     pub(crate) fn attends_on_device<B: DeviceBackend>(&self, operands: &LayerOperands<B>) -> bool {
         let mut calls = calls_of(operands, self.chunk);
@@ -346,11 +379,7 @@ impl Selection {
         let totals = &mut self.totals[operands.layer];
         let o = if selector.is_token_by_token() {
             let mut session = DecodeSession::new(selector, layer_shape(operands))?;
-            let o = session.stream(operands.q, operands.k, operands.v)?;
-            totals.dense_pairs += dense_pairs(tokens, heads);
-            totals.calls += 1;
-            totals.pairs += session.pairs_read() as f64;
-            o
+            totals.stream(&mut session, operands)?
         } else {
             let done = prefill(selector, operands, self.chunk)?;
             totals.add(done.cost, tokens, heads);
@@ -370,9 +399,10 @@ impl Selection {
         }
     }
 
-    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too), then
-    /// one token at a time; the last of `operands` is the text's `num_tokens`-th. Only where a layer acts in decode.
-    /// `cache` gets the layer's keys where its tokens are read on the device.
+    /// Attention of the next tokens of one text: its prompt (densely, but for methods that act on prompts too, and
+    /// [streams](Self::as_stream), which are computed on the host), then one token at a time; the last of `operands` is
+    /// the text's `num_tokens`-th. Only where a layer acts in decode. `cache` gets the layer's keys where its tokens
+    /// are read on the device.
     ///
     /// # Errors
     /// Operands that the selector, or a kernel, refuses.
@@ -385,7 +415,8 @@ impl Selection {
     ) -> Result<Tensor<B, 4>, EvalError> {
         let layer = operands.layer;
         let (steps, width) = (self.steps.of(layer), operands.qkv.dims()[3]);
-        if !(steps.steps_on_device(width) && has_sparse_attention(&operands.qkv)) {
+        let on_device = steps.steps_on_device(width) && has_sparse_attention(&operands.qkv);
+        if !on_device || self.streams_prompts(layer) {
             self.count_copied(operands);
             return operands.on_host(|operands| self.continue_on_host(operands));
         }
@@ -413,6 +444,13 @@ impl Selection {
                 true => {
                     session.take_prompt(q, k, v)?;
                     self.attend_on_host(operands)?
+                }
+                false if self.streams => {
+                    let started = Instant::now();
+                    let totals = &mut self.totals[layer];
+                    let o = totals.stream(&mut session, operands)?;
+                    totals.seconds += started.elapsed().as_secs_f64();
+                    o
                 }
                 false => session.prompt(q, k, v)?.o,
             };

@@ -7,8 +7,9 @@ use crate::EvalError;
 use crate::captured::Captured;
 use crate::chunks::call;
 use crate::input::{check_vocabulary, check_windows};
-use crate::pass::{attending_pass, layers_pass, own_pass, selecting_pass};
+use crate::pass::{Agreement, attending_pass, layers_pass, own_pass};
 use crate::selection::{LayerPath, Selection};
+use burn::tensor::Tensor;
 use serde::Serialize;
 use sieve_nn::Qwen3;
 use sieve_ops::DeviceBackend;
@@ -51,6 +52,12 @@ pub struct SelectorMeasure {
     pub loss: f64,
     /// The model's own.
     pub dense_loss: f64,
+    /// Kullback-Leibler divergence of the predictions from the dense model's, nats per token.
+    pub kl: f64,
+    /// Share of the predictions whose likeliest token is the dense model's.
+    pub top1: f64,
+    /// Mean cosine of the last block's output to the dense model's.
+    pub cosine: f64,
     /// Whether rows depend on earlier tokens alone, so that the loss is a likelihood.
     pub causal: bool,
     /// Lists that ran dense because a score was no number.
@@ -72,8 +79,11 @@ pub struct LayerMeasure {
     pub density: f64,
     /// Share of the dense mass kept; absent for decode methods.
     pub recall: Option<f64>,
-    /// Relative error of the output.
+    /// Relative error of the output, on the dense model's operands.
     pub output_error: f64,
+    /// Mean cosine of the attention's output to the dense model's, all layers before it under the selector too; absent
+    /// where the model did not run under it.
+    pub cosine: Option<f64>,
 }
 
 /// Measures every selector on prompts of one length. Each of `windows` is a prompt and the one token after it, which
@@ -121,7 +131,7 @@ pub fn measure_selectors<B: DeviceBackend>(
                 // It runs on the host, slowly, and with nothing to compile.
                 continue;
             }
-            if let Err(error) = sum.window(selection, &captured, model, window, device) {
+            if let Err(error) = sum.window(selection, &captured, &dense.hidden, model, window, device) {
                 *total = Err(error);
             }
         }
@@ -151,6 +161,9 @@ pub fn measure_selectors<B: DeviceBackend>(
             dense_prefill_ms,
             loss: sum.nats / predictions,
             dense_loss: dense_nats / predictions,
+            kl: sum.agreement.kl / predictions,
+            top1: sum.agreement.same_first / predictions,
+            cosine: sum.agreement.cosine / predictions,
             causal: selectors.is_causal_map(),
             nan_lists: sum.nan_lists,
             device_selections: sum.device_selections as f64 / count,
@@ -233,6 +246,7 @@ pub fn selector_masks<B: DeviceBackend>(
 #[derive(Clone, Debug, Default)]
 struct Sums {
     nats: f64,
+    agreement: Agreement,
     tiles: f64,
     select_ms: f64,
     attention_ms: f64,
@@ -250,6 +264,7 @@ impl Sums {
         &mut self,
         selection: &mut Selection,
         captured: &[Captured<B>],
+        dense_hidden: &Tensor<B, 3>,
         model: &Qwen3<B>,
         window: &[u32],
         device: &B::Device,
@@ -266,8 +281,21 @@ impl Sums {
         let own = self.attention_ms - before;
         let [least, most] = self.attention_ms_range.unwrap_or([own; 2]);
         self.attention_ms_range = Some([least.min(own), most.max(own)]);
-        let pass = selecting_pass(model, window, device, selection)?;
+        let mut outputs = Vec::new();
+        let pass = layers_pass(model, window, device, &mut |operands| {
+            let o = selection.attend(operands)?;
+            outputs.push(o.clone());
+            Ok(o)
+        })?;
         self.nats += pass.nats;
+        for (layer, o) in captured.iter().zip(&outputs) {
+            let total = &mut self.layers[layer.operands.layer].cosine;
+            *total = Some(layer.cosine(o) + total.unwrap_or(0.0));
+        }
+        let agreement = Agreement::of(model, dense_hidden, &pass.hidden);
+        self.agreement.kl += agreement.kl;
+        self.agreement.same_first += agreement.same_first;
+        self.agreement.cosine += agreement.cosine;
         self.prefill_ms = match self.prefill_ms {
             Some(fastest) => Some(pass.prefill_ms.min(fastest)),
             None => Some(pass.prefill_ms),
@@ -298,6 +326,7 @@ impl LayerMeasure {
             density: self.density / count,
             recall: self.recall.map(|x| x / count),
             output_error: self.output_error / count,
+            cosine: self.cosine.map(|x| x / count),
         }
     }
 }

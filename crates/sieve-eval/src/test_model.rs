@@ -1,5 +1,6 @@
 //! A tiny model for tests.
 use burn_flex::Flex;
+use sieve_core::model::test_shapes::tiny_dma;
 use sieve_core::{Attention, ModelShape};
 use sieve_nn::Qwen3;
 
@@ -14,21 +15,14 @@ pub(crate) fn tiny_shape(attention: Attention, max_seq_len: usize) -> ModelShape
         d_model: 16,
         d_ff: 24,
         num_layers: 2,
-        num_heads: 4,
-        num_kv_heads: 2,
         head_dim: 8,
         vocab_size: 31,
-        rope_theta: 1e4,
-        rms_norm_eps: 1e-6,
         tie_word_embeddings: true,
         max_seq_len,
         initializer_range: 0.4,
         residual_scale: false,
-        qk_norm: true,
-        qkv_bias: false,
-        rope_scaling: None,
         attention,
-        dense_layers: Vec::new(),
+        ..tiny_dma()
     }
 }
 

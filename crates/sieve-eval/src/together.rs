@@ -42,6 +42,13 @@ impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
         })
     }
 
+    /// As [`Generator::ending_at`](crate::Generator::ending_at).
+    #[must_use]
+    pub fn ending_at(mut self, ids: &[u32]) -> Self {
+        self.start.ends.extend(ids);
+        self
+    }
+
     /// Ends one of the texts: it gets no more tokens.
     pub fn end(&mut self, text: usize) {
         self.is_done[text] = true;
@@ -49,7 +56,11 @@ impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
 
     fn step(&mut self) -> Result<Vec<Option<u32>>, EvalError> {
         let Start {
-            text, prompt, config, ..
+            text,
+            prompt,
+            config,
+            ends,
+            ..
         } = &mut self.start;
         let (num_texts, vocab_size) = (self.samplers.len(), text.vocab_size());
         let logits = match self.last.is_empty() {
@@ -74,7 +85,7 @@ impl<'a, B: DeviceBackend> TogetherGenerator<'a, B> {
                 num_tokens: text.cache().num_tokens,
             })?;
             self.last[at] = token;
-            match token == config.eos_id {
+            match ends.contains(&token) {
                 true => self.is_done[at] = true,
                 false => tokens[at] = Some(token),
             }

@@ -59,7 +59,7 @@ pub fn attention_label(shape: &ModelShape) -> String {
 /// token sequences, each one longer than the prompt by the token that its last position predicts.
 ///
 /// # Errors
-/// No window; a token outside the vocabulary; a prompt longer than the model's context; a loss that is no number.
+/// No window; a token outside the vocabulary; a prompt longer than the model's context; a loss that is not finite.
 pub fn measure_trained<B: DeviceBackend>(
     model: &Qwen3<B>,
     windows: &[Vec<u32>],

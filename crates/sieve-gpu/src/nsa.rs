@@ -7,12 +7,14 @@
 mod blocks;
 mod choose;
 mod compressed;
+mod decode;
 mod gates;
 mod hopper;
 mod lists;
 mod selected;
 
 pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
+pub use decode::{PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use lists::ChoiceLists;
@@ -20,6 +22,7 @@ pub use lists::ChoiceLists;
 use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
 use choose::{NSA_CHOOSE, nsa_importance_kernel};
 use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
+use decode::{block_scores_kernel, pooled_scores_kernel};
 use gates::{NSA_GATES, NSA_GATES_BACKWARD};
 use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
@@ -89,6 +92,17 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
+/// The kernels with which a new token chooses blocks by pooled keys, beside those of its attention.
+pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 5] {
+    [
+        NSA_CHOOSE,
+        pooled_scores_kernel(head_dim, 1),
+        block_scores_kernel(ChoiceRule::WeightedProbability),
+        block_scores_kernel(ChoiceRule::LargestProbability),
+        block_scores_kernel(ChoiceRule::MeanKey),
+    ]
+}
+
 /// Every portable kernel that the compressed and the selected branch launch for a head width, beside those of DMA.
 pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
@@ -130,12 +144,7 @@ mod tests {
     #[test]
     fn a_row_beyond_31_bits_of_words_is_refused() {
         let gpu = Recorder::new(Hardware::HOPPER);
-        let blocks = NsaBlocks {
-            compress_block_size: 32,
-            compress_stride: 16,
-            select_block_size: 64,
-            num_selected_blocks: 16,
-        };
+        let blocks = NsaBlocks::PUBLISHED;
         let [heads, kv_heads, d] = [128, 8, 128];
         for (seq_len, fits) in [(932_067, true), (932_068, false)] {
             let packed = gpu.tensor(&[1, seq_len, heads + 2 * kv_heads, d], DType::BF16);

@@ -41,7 +41,7 @@ impl Qkv {
     ///   [`BlockScores::Bounds`] reads and writes them
     ///
     /// # Errors
-    /// Sizes that do not fit the selection; cells of heads whose width is no multiple of 64, or that do not fit blocks;
+    /// Sizes that do not fit the selection; cells that do not fit blocks, or of heads whose width 64 does not divide;
     /// bounds that are missing or too few.
     pub fn select_blocks(
         &self,

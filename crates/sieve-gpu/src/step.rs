@@ -7,6 +7,7 @@ pub(crate) mod embedding_backward;
 pub(crate) mod embedding_forward;
 pub(crate) mod fill_zero;
 pub(crate) mod fp8_quantise;
+pub(crate) mod likeliest;
 pub(crate) mod matrix_vector;
 pub(crate) mod qk_norm_rope_backward;
 pub(crate) mod qk_norm_rope_forward;
@@ -26,6 +27,7 @@ pub use embedding_backward::embedding_backward;
 pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
 pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
+pub use likeliest::likeliest;
 pub use matrix_vector::{MAX_VECTORS, Vectors, matrix_vector};
 pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
@@ -52,6 +54,7 @@ impl NeededKernels {
             cross_entropy::cross_entropy_kernel(true),
             cross_entropy::cross_entropy_kernel(false),
             embedding_forward::EMBEDDING_FORWARD,
+            likeliest::LIKELIEST,
             embedding_backward::EMBEDDING_ORDER,
             embedding_backward::EMBEDDING_BACKWARD,
             embedding_backward::EMBEDDING_CARRY,

@@ -322,7 +322,8 @@ impl Checkpoint {
             previous: previous.clone(),
         };
         let text = fs::read_to_string(&file).map_err(|error| unreadable(&file, error, previous))?;
-        let no_state = |error: serde_json::Error| damaged(file.clone(), format!("it is no state of a run ({error})"));
+        let no_state =
+            |error: serde_json::Error| damaged(file.clone(), format!("it is not the state of a run ({error})"));
         let value: serde_json::Value = serde_json::from_str(&text).map_err(no_state)?;
         let mut state: CheckpointState = serde_json::from_value(value.clone()).map_err(no_state)?;
         if state.format_version != FORMAT_VERSION {

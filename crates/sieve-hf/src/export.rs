@@ -90,6 +90,8 @@ pub struct ExportReport {
     /// Whether the class is in the exported `modeling_sieve.py`, which `transformers` runs with
     /// `trust_remote_code=True` alone.
     pub is_remote_code: bool,
+    /// Whether `AutoTokenizer` of transformers 5 splits words as Qwen2 does, though the model's tokenizer does not.
+    pub replaces_tokenizer: bool,
     /// Why the class of its kind in `transformers` does not do, where there is one.
     pub not_stock: Option<&'static str>,
     /// Names of the files, in the order of writing.
@@ -259,13 +261,14 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
     let tensors = tensors::tensors_of(&shape, architecture);
     tensors::check_complete(&tensors, &weights)?;
 
-    let beside = tokenizer_files::folder(checkpoint)?;
+    let beside = tokenizer_files::folder(&checkpoint.recipe_and_shape()?.0);
     let generation = config::generation(options, tokenizer_files::object(&beside, tokenizer_files::GENERATION)?);
     let json_files = [
         ("config.json", config::model(&shape, architecture, options, &generation)),
         (tokenizer_files::GENERATION, config::to_text(&generation)),
     ];
     let tokenizer_files = tokenizer_files::read(checkpoint, &beside, shape.max_seq_len, options)?;
+    let splits_as_qwen2 = tokenizer_files::splits_as_qwen2(&tokenizer_files);
 
     let modeling = (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
     let texts = json_files.into_iter().chain(modeling).chain(tokenizer_files);
@@ -297,6 +300,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         architecture: architecture.class().name,
         leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
+        replaces_tokenizer: architecture == Architecture::Qwen2 && !splits_as_qwen2,
         not_stock: match shape.attention.form() {
             AttentionForm::Latent(mla) => not_deepseek(&shape, mla),
             _ => None,

@@ -1,7 +1,9 @@
 //! A model as a checkpoint holds it.
+use crate::export::tokenizer_files;
 use crate::{Checkpoint, CheckpointError, CheckpointState, load_parameters};
 use burn::tensor::DType;
 use burn::tensor::backend::Backend;
+use serde_json::Value;
 use sieve_core::{ModelShape, Recipe};
 use sieve_nn::Qwen3;
 use std::path::{Path, PathBuf};
@@ -21,6 +23,23 @@ pub struct LoadedModel<B: Backend> {
     pub state: CheckpointState,
     /// The folder `step-N` that was read.
     pub path: PathBuf,
+}
+
+impl<B: Backend> LoadedModel<B> {
+    /// The tokens that end a text: `eos_id`, and those that the `generation_config.json` of an imported model names
+    /// beside it, as chat models do.
+    ///
+    /// # Errors
+    /// A file that is there and cannot be read.
+    pub fn end_ids(&self, eos_id: u32) -> Result<Vec<u32>, CheckpointError> {
+        let folder = tokenizer_files::folder(&self.recipe);
+        let source = folder.map(|folder| tokenizer_files::generation(&folder)).transpose()?;
+        let source = source.unwrap_or_default();
+        let theirs = tokenizer_files::ends(&source, eos_id).and_then(Value::as_array);
+        let ids = theirs.into_iter().flatten().filter_map(Value::as_u64);
+        let others = ids.map(|id| id as u32).filter(|&id| id != eos_id);
+        Ok(std::iter::once(eos_id).chain(others).collect())
+    }
 }
 
 /// Whether a folder is one of `transformers` instead of a checkpoint.

@@ -144,6 +144,7 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
 mod tests {
     use super::*;
     use burn_flex::Flex;
+    use sieve_core::model::test_shapes::tiny_dma;
     use sieve_core::{Attention, DmaShape, ModelShape};
     use sieve_nn::Qwen3;
 
@@ -157,17 +158,11 @@ mod tests {
             num_kv_heads: 1,
             head_dim: 4,
             vocab_size: 11,
-            rope_theta: 1e4,
-            rms_norm_eps: 1e-6,
             tie_word_embeddings: true,
             max_seq_len: 16,
-            initializer_range: 0.02,
             residual_scale: false,
-            qk_norm: true,
-            qkv_bias: false,
-            rope_scaling: None,
             attention: Attention::Dma(DmaShape::published(3)),
-            dense_layers: Vec::new(),
+            ..tiny_dma()
         };
         let model = Qwen3::<Flex>::new(&shape, 7, &Default::default());
         let tensors = named_parameters(&model);

@@ -1,4 +1,4 @@
-//! Reading tensors on the host from another thread, while training goes on.
+//! Reading tensors on the host from another thread, while training continues.
 //!
 //! CubeCL reads on the stream it computes on, into memory it has just asked the system for: 1.6 GB/s, and nothing runs
 //! meanwhile. Here a thread of any kind copies through one page-locked buffer on a stream of its own.

@@ -66,6 +66,8 @@ pub(crate) struct QueuedLaunch {
     /// Of the maps' tensors, then of the pointer arguments.
     bindings: Vec<Binding>,
     words: Vec<u64>,
+    /// Whether it starts before the launch before it has ended.
+    starts_early: bool,
 }
 
 /// Counts launches that a graph queues.
@@ -73,8 +75,8 @@ pub(crate) fn count(launches: usize) {
     LAUNCHES.fetch_add(launches, Ordering::Relaxed);
 }
 
-/// Queues a launch on the stream of the caller, and returns what would queue it again. The first of each kernel waits
-/// until it is queued.
+/// Queues a launch on the stream of the caller, and returns what would queue it again in a captured step. The first of
+/// each kernel waits until it is queued.
 ///
 /// # Errors
 /// Those of loading the kernel; [`KernelError::Launch`] of an earlier launch, or of the first of this kernel.
@@ -115,9 +117,14 @@ pub(crate) unsafe fn queue(request: &LaunchRequest<'_>) -> Result<QueuedLaunch, 
         maps: maps.iter().map(TileMap::layout).collect(),
         bindings: of_maps.chain(of_tensors).collect(),
         words: words.to_vec(),
+        starts_early: false,
     };
     count(1);
-    let queued = call.clone();
+    // Only the kernels of a step leave alone what a kernel reads early: weights.
+    let queued = QueuedLaunch {
+        starts_early: kernel.may_start_early() && first.hardware().compute_capability >= (9, 0),
+        ..call.clone()
+    };
     let queue: DeviceHandle<Server> = DeviceHandle::new(device.to_id());
     if is_known {
         queue.submit(move |server| {
@@ -150,6 +157,7 @@ impl QueuedLaunch {
                 maps: &self.maps,
                 pointers,
                 words: &self.words,
+                starts_early: self.starts_early,
             };
             // SAFETY: the caller's promise; the buffers stay until the launch is queued, those of other streams until
             // it has run.

@@ -122,6 +122,7 @@ impl<B: Backend> LayerCache<B> {
         match self {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
             Self::Selected { cache, .. } => Some(TokenCache::Slots(cache)),
+            Self::Chosen(cache) => Some(cache.for_token_step()),
             _ => None,
         }
     }
@@ -134,6 +135,7 @@ impl<B: Backend> LayerCache<B> {
                 cache.count_token();
                 *next_position += 1;
             }
+            Self::Chosen(cache) => cache.count_token(),
             _ => unreachable!("no step takes these"),
         }
     }

@@ -1,5 +1,6 @@
 //! One new token of every row, through the whole model in one piece where the device can.
 use crate::{Attention, DecoderLayer, KvCache, LayerCache, Qwen3};
+use burn::module::Param;
 use burn::tensor::{Int, Tensor};
 use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, repeat_token_step, token_step};
 
@@ -54,15 +55,16 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         let (qkv, o_proj, spec, dma) = match &self.self_attn {
             Attention::Grouped(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), None),
             Attention::Dma(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), Some(layer.dma_layer())),
+            Attention::Chosen(layer) if layer.indexer.is_none() => (&layer.qkv, &layer.o_proj, layer.spec(), None),
             _ => return None,
         };
-        let is_scaled = self.input_residual.is_some() || self.post_attention_residual.is_some();
-        if is_scaled || qkv.qkv_bias.is_some() {
+        if self.input_residual.is_some() || self.post_attention_residual.is_some() {
             return None;
         }
         Some(TokenLayer {
             norms: [&self.input_layernorm, &self.post_attention_layernorm].map(|norm| norm.weight.val()),
             qkv: qkv.qkv_proj.weight.val(),
+            qkv_bias: qkv.qkv_bias.as_ref().map(Param::val),
             qk_norm: qkv.qk_norm(),
             dma,
             o: o_proj.weight.val(),

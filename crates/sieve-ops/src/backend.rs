@@ -313,6 +313,8 @@ device_ops! {
         fn token_step(step: TokenStep<'_, Self>, graph: &mut Self::StepGraph) -> Option<Float<Self>>;
         /// See [`crate::repeat_token_step`].
         fn repeat_token_step(graph: &mut Self::StepGraph, ids: Ints<Self>, position: usize) -> Option<Float<Self>>;
+        /// See [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
+        fn likeliest(logits: Float<Self>, num_tokens: usize) -> Ints<Self>;
         /// See [`crate::attention_decode`].
         fn attention_decode(
             q: Float<Self>,

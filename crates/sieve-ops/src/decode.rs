@@ -10,14 +10,15 @@ mod token_buffer;
 mod token_step;
 
 pub use cache::{DmaCache, KeyCache};
+pub use sieve_cpu::first_of_largest;
 pub use token_buffer::TokenBuffer;
 pub use token_step::{TokenCache, TokenLayer, TokenStep, repeat_token_step, token_step};
 
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;
 use crate::tensors::{Float, primitive, tensor};
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 use sieve_core::DmaBias;
 
 /// One query per sequence over all keys of a cache, with an optional additive bias per key.
@@ -88,6 +89,14 @@ pub fn dma_decode<B: DeviceBackend>(
     scratch: &mut B::DecodeScratch,
 ) -> Tensor<B, 3> {
     tensor(B::dma_decode(cache, token, softmax_scale, bias, scratch))
+}
+
+/// The first of the largest among the first `num_tokens` logits of each row, `[rows, vocab_size]`, chosen on the
+/// device; `None` where one of them is NaN or infinite.
+pub fn likeliest<B: DeviceBackend>(logits: Tensor<B, 2>, num_tokens: usize) -> Vec<Option<u32>> {
+    let ids = Tensor::<B, 2, Int>::from_primitive(B::likeliest(primitive(logits), num_tokens));
+    let ids = ids.into_data();
+    ids.iter::<i64>().map(|id| u32::try_from(id).ok()).collect()
 }
 
 /// One new token of every sequence.

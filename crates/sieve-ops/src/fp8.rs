@@ -1,4 +1,4 @@
-//! Products with a weight in eight-bit floats: e4m3 forward, e5m2 for the gradient of the output, one scale a tensor
+//! GEMMs with a weight in fp8: e4m3 forward, e5m2 for the gradient of the output, one scale a tensor
 //! from its largest magnitude at hand, bf16 results, f32 sums and weight gradients.
 //!
 //! The blocks call these on a device, inside one node of the graph each; there is no function for users.

@@ -45,7 +45,7 @@ pub use chosen::{
 };
 pub use decode::{
     DmaCache, DmaToken, KeyCache, TokenBuffer, TokenCache, TokenLayer, TokenStep, attention_decode, cached_attention,
-    dma_decode, mla_decode, repeat_token_step, token_step,
+    dma_decode, first_of_largest, likeliest, mla_decode, repeat_token_step, token_step,
 };
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;

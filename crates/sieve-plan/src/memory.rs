@@ -289,7 +289,7 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
     ]
 }
 
-/// What the blocks in eight-bit floats keep more than others, but for those that are `recomputed`.
+/// Bytes that blocks in fp8 keep beyond what others keep, but for those that are `recomputed`.
 fn fp8_bytes(
     recipe: &Recipe,
     shape: &ModelShape,

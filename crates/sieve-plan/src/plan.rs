@@ -114,7 +114,7 @@ pub struct StagePlan {
     pub attention_share: f64,
     /// Guessed tokens a second, of all processes; `None` where nothing like the run was measured.
     pub tokens_per_second: Option<f64>,
-    /// Rows in parts; `None` for whole rows.
+    /// Context parallelism; `None` for whole rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub row_parts: Option<RowPartsPlan>,
     /// NSA on a GPU: the shortest rows, of powers of two, whose training is guessed faster than with dense attention.
@@ -206,7 +206,7 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
     })
 }
 
-/// Why a GPU cannot train a recipe in eight-bit floats.
+/// Why a GPU cannot train a recipe in fp8.
 fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
     let digits = gpu.arch.trim_matches(|letter: char| !letter.is_ascii_digit());
     let is_able = digits.parse().is_ok_and(|number: u32| number >= 89);
@@ -214,7 +214,7 @@ fn fp8_refusal(recipe: &Recipe, gpu: &gpu::Gpu) -> Option<String> {
     (is_wanted && !is_able).then(|| {
         let (name, arch) = (&gpu.name, &gpu.arch);
         format!(
-            "training.precision = \"fp8\": {name} is {arch}, and eight-bit floats come with sm_89\n  \
+            "training.precision = \"fp8\": {name} is {arch}, and fp8 needs sm_89 or later\n  \
              hint: --set training.precision=bf16"
         )
     })

@@ -1,4 +1,4 @@
-//! Rows in parts: what a process has of a row, and what crosses to the others in each layer.
+//! Context parallelism: what a process has of a row, and what crosses to the others in each layer.
 
 use sieve_core::model::{Attention, ModelShape};
 use sieve_core::recipe::Recipe;

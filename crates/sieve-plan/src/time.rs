@@ -30,7 +30,7 @@ const BLOCK_PAIRS: f64 = 0.3;
 const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
-/// How many times as fast products of eight-bit floats are.
+/// How many times as fast fp8 GEMMs are.
 const FP8_SPEED: f64 = 1.88;
 /// Bytes an element that its rounding reads and writes: once for the largest magnitude, once more, and both copies.
 const FP8_BYTES: f64 = 6.0;
@@ -49,7 +49,7 @@ pub(super) struct StepSize {
     pub(super) micro_batches: usize,
     /// Share of the blocks whose forward pass runs twice.
     pub(super) recomputed: f64,
-    /// Blocks that multiply in eight-bit floats.
+    /// Blocks that run their GEMMs in fp8.
     pub(super) fp8: Range<usize>,
 }
 

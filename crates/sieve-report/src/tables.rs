@@ -313,7 +313,7 @@ pub(crate) fn pictures(runs: &[Run]) -> String {
     html
 }
 
-/// How each run can be made again.
+/// How to reproduce each run.
 pub(crate) fn commands(runs: &[Run]) -> String {
     let mut html = String::from("<ul class=\"commands\">");
     for (idx, run) in runs.iter().enumerate() {

@@ -16,7 +16,7 @@ fn check_shape(shape: &CallShape) -> Result<(), SelectError> {
         )
     } else if !shape.num_heads.is_multiple_of(shape.num_kv_heads) {
         format!(
-            "num_heads {} is no multiple of num_kv_heads {}",
+            "num_heads {} is not a multiple of num_kv_heads {}",
             shape.num_heads, shape.num_kv_heads
         )
     } else if shape.num_queries > shape.num_keys {

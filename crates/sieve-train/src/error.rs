@@ -162,7 +162,7 @@ pub enum TrainError {
     },
     /// Rows of the recipe do not divide.
     #[error(
-        "training.global_batch_size {global} is no multiple of training.local_batch_size {local}{}\n  hint: {}",
+        "training.global_batch_size {global} is not a multiple of training.local_batch_size {local}{}\n  hint: {}",
         if *ranks > 1 { format!(" x {ranks} ranks") } else { String::new() },
         batch_hint(*global, *ranks)
     )]

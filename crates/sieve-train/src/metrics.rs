@@ -211,7 +211,7 @@ impl Metrics {
                 let pause = self.tries.fail().as_secs();
                 if self.tries.num_failed() == 1 {
                     self.news.push(format!(
-                        "warning: writing {}: {error}; training goes on, and its lines wait (next try in {pause} s)",
+                        "warning: writing {}: {error}; training continues, and its lines wait (next try in {pause} s)",
                         path.display()
                     ));
                 }
@@ -289,7 +289,7 @@ fn drop_later_lines(path: &Path, step: u64) -> Result<History, TrainError> {
         }
         kept.push_str(line);
         if written.kind == "validation" {
-            // A loss that was no number is written as null, and is no report to go on with.
+            // A loss that is not finite is written as null, and is no report to go on with.
             let report: Option<ValidationReport> = serde_json::from_str(line).ok();
             history.first = history.first.or_else(|| report.clone());
             history.last = report.or(history.last);
@@ -370,7 +370,7 @@ mod tests {
         std::fs::write(&path, "{\"kind\":\"step\",\"step\":1}\n{\"kind\":\"mem").unwrap();
         let news = metrics.take_news().join("\n");
         assert!(
-            news.contains("metrics.jsonl") && news.contains("training goes on"),
+            news.contains("metrics.jsonl") && news.contains("training continues"),
             "{news}"
         );
         metrics.memory(3, PEAK, vec![7]);

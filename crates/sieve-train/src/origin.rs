@@ -163,7 +163,7 @@ fn latest_whole(folder: &Path, notices: &mut Vec<String>) -> Result<Checkpoint, 
             std::fs::rename(&path, &aside).map_err(TrainError::io("renaming", &path))?;
             let error = error.to_string();
             notices.push(format!(
-                "warning: {}\n  it is kept as {}, and the run goes on from {}",
+                "warning: {}\n  it is kept as {}, and the run continues from {}",
                 error.lines().next().unwrap_or_default(),
                 aside.display(),
                 checkpoint.path.display()

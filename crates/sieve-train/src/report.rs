@@ -95,7 +95,7 @@ pub enum TrainEvent<'a> {
     FirstStep,
     /// Something a person should know.
     Notice(&'a str),
-    /// Something that is wrong though the run goes on.
+    /// Something that is wrong though the run continues.
     Warning(&'a str),
 }
 

@@ -36,7 +36,7 @@ pub struct MicroBatchResult<B: TrainBackend> {
 pub struct BlockSettings {
     /// Which are computed a second time in the backward pass.
     pub checkpointing: ActivationCheckpointSection,
-    /// Which multiply in eight-bit floats.
+    /// Blocks that run their GEMMs in fp8.
     pub fp8: Range<usize>,
     /// What the blocks leave their backward pass beside the least.
     pub keeping: Keeping,

@@ -88,7 +88,7 @@ pub struct Trainer<B: TrainBackend> {
     stop_at: Option<u64>,
     /// Where numbers went, after the run.
     metrics: Option<Metrics>,
-    /// Reads the shards while training goes on, in the process that writes.
+    /// Reads the shards while training continues, in the process that writes.
     shard_checks: Vec<ShardCheck>,
 }
 
@@ -321,7 +321,7 @@ impl<B: TrainBackend> Trainer<B> {
     /// Trains until the last step, or until `stop` is set; then the state is on disk.
     ///
     /// # Errors
-    /// A shard or checkpoint that fails, or a loss that stays no number; earlier checkpoints stay.
+    /// A shard or checkpoint that fails, or a loss that stays NaN or infinite; earlier checkpoints stay.
     pub fn run(
         &mut self,
         stop: &AtomicBool,
@@ -423,10 +423,7 @@ impl<B: TrainBackend> Trainer<B> {
                 batches = self.stage.batches(self.next_sample)?;
             }
             // A first step compiles kernels, which may last.
-            self.set_work(match is_usual {
-                true => Work::Step,
-                false => Work::Long,
-            });
+            self.set_work(if is_usual { Work::Step } else { Work::Long });
             let mut step_batches = self.take_batches(&mut batches)?;
             self.disturbance
                 .at(self.next_sample, Moment::Batches(&mut step_batches));

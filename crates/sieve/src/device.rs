@@ -33,7 +33,7 @@ impl FromStr for DeviceChoice {
                 .strip_prefix("cuda:")
                 .and_then(|index| index.parse().ok())
                 .map(Self::Cuda)
-                .ok_or_else(|| format!("'{text}' is no device; use auto, cpu, cuda or cuda:N")),
+                .ok_or_else(|| format!("'{text}' is not a device; use auto, cpu, cuda or cuda:N")),
         }
     }
 }

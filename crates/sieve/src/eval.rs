@@ -1,7 +1,6 @@
 //! `sieve eval`: how good a model is.
 
 mod attention;
-mod chart;
 mod grid;
 mod heads;
 mod line_chart;

@@ -71,12 +71,20 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
     if report.leaves_ties_open {
         terminal::note(TIES);
     }
+    if report.replaces_tokenizer {
+        terminal::note(OTHER_TOKENIZER);
+    }
     if let Some(reason) = report.not_stock {
         terminal::line(&format!("as modeling_sieve.py: {reason}"));
     }
     terminal::line(&format!(
         "next:\n  {}",
-        python_command(&args.out, report.is_remote_code, prompt(&recipe))
+        python_command(
+            &args.out,
+            report.is_remote_code,
+            report.replaces_tokenizer,
+            prompt(&recipe)
+        )
     ));
     Ok(())
 }
@@ -85,6 +93,11 @@ pub(crate) fn run(args: ExportArgs) -> Result<()> {
 const TIES: &str = "note: Doge keeps whichever of equal keys torch.topk returns, and equal tokens are equal keys in \
     the first layer: beyond keep_window_size tokens logits may differ by some tenths from Sieve's\n  \
     hint: --form sieve writes modeling_sieve.py, which keeps the later key as Sieve does";
+
+/// What to know of an export whose tokenizer `transformers` replaces.
+const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwen2 folder with Qwen2's own splitting \
+    of words, which this tokenizer.json does not have: texts would become other tokens\n  \
+    hint: PreTrainedTokenizerFast.from_pretrained reads the tokenizer as it is";
 
 /// A text that the model can go on from.
 fn prompt(recipe: &Recipe) -> &str {
@@ -95,15 +108,19 @@ fn prompt(recipe: &Recipe) -> &str {
 }
 
 /// A command that lets the exported model write a few words.
-fn python_command(folder: &Path, is_remote_code: bool, prompt: &str) -> String {
+fn python_command(folder: &Path, is_remote_code: bool, replaces_tokenizer: bool, prompt: &str) -> String {
     // A JSON string is a Python string too.
     let [folder, prompt] = [folder.display().to_string(), prompt.to_owned()].map(serde_json::Value::from);
-    let trust = match is_remote_code {
-        true => ", trust_remote_code=True",
-        false => "",
+    let trust = if is_remote_code { ", trust_remote_code=True" } else { "" };
+    let (import, tokenizer) = match replaces_tokenizer {
+        true => (
+            ", PreTrainedTokenizerFast",
+            format!(", tokenizer=PreTrainedTokenizerFast.from_pretrained({folder})"),
+        ),
+        false => ("", String::new()),
     };
     let code = format!(
-        "from transformers import pipeline; print(pipeline(\"text-generation\", {folder}{trust})\
+        "from transformers import pipeline{import}; print(pipeline(\"text-generation\", {folder}{tokenizer}{trust})\
          ({prompt}, max_new_tokens=20)[0][\"generated_text\"])"
     );
     format!("python3 -c {}", terminal::shell_word(&code))
@@ -115,15 +132,19 @@ mod tests {
 
     #[test]
     fn the_python_command_trusts_remote_code_and_quotes_the_folder() {
-        let plain = python_command(Path::new("out"), false, "Once");
+        let plain = python_command(Path::new("out"), false, false, "Once");
         assert_eq!(
             plain,
             "python3 -c 'from transformers import pipeline; print(pipeline(\"text-generation\", \"out\")\
              (\"Once\", max_new_tokens=20)[0][\"generated_text\"])'"
         );
-        let remote = python_command(Path::new("it's \"mine\""), true, "a \"b\"");
+        let remote = python_command(Path::new("it's \"mine\""), true, false, "a \"b\"");
         let folder = r#"pipeline("text-generation", "it'\''s \"mine\"", trust_remote_code=True)"#;
         assert!(remote.contains(folder), "{remote}");
         assert!(remote.contains(r#"("a \"b\"", max_new_tokens"#), "{remote}");
+        let other = python_command(Path::new("out"), false, true, "Once");
+        let tokenizer = r#""out", tokenizer=PreTrainedTokenizerFast.from_pretrained("out"))("Once""#;
+        assert!(other.contains("import pipeline, PreTrainedTokenizerFast;"), "{other}");
+        assert!(other.contains(tokenizer), "{other}");
     }
 }

@@ -102,6 +102,8 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
     let tokens = tokenizer.encode_marked(prompt)?;
     // An empty prompt takes one position for the token it starts from.
     let room = loaded.shape.max_seq_len.saturating_sub(tokens.len().max(1));
+    let eos_id = tokenizer.eos_id()?;
+    let ends = loaded.end_ids(eos_id)?;
     let config = |seed| -> Result<GenerateConfig> {
         Ok(GenerateConfig {
             max_new_tokens: args.max_new_tokens.unwrap_or(room.clamp(1, DEFAULT_NEW_TOKENS)),
@@ -111,7 +113,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
                 top_k: args.top_k,
                 seed,
             },
-            eos_id: tokenizer.eos_id()?,
+            eos_id,
             num_tokens: tokenizer.vocab_size(),
         })
     };
@@ -120,7 +122,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
         for first in (0..args.samples).step_by(MOST_TOGETHER as usize) {
             let count = (args.samples - first).min(MOST_TOGETHER) as usize;
             let (model, config) = (&loaded.model, config(args.seed.wrapping_add(first))?);
-            let generator = TogetherGenerator::new(model, &tokens, config, count, device)?;
+            let generator = TogetherGenerator::new(model, &tokens, config, count, device)?.ending_at(&ends);
             let texts = write_together(args, &tokenizer, generator, count)?;
             for (sample, written) in (first..).zip(&texts) {
                 head(args, sample);
@@ -140,7 +142,7 @@ fn run_on<B: DeviceBackend>((args, prompt): (&GenerateArgs, &str), device: &B::D
     }
     for sample in 0..args.samples {
         let config = config(args.seed.wrapping_add(sample))?;
-        let mut generator = Generator::new(&loaded.model, &tokens, config, device)?;
+        let mut generator = Generator::new(&loaded.model, &tokens, config, device)?.ending_at(&ends);
         if let Some(selection) = args.sparse.selection(&loaded.shape)? {
             generator = generator.with_selection(selection);
         }

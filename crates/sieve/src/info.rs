@@ -135,10 +135,7 @@ impl Info {
         }
         for (index, gpu) in self.gpus.iter().enumerate() {
             let memory = terminal::gib(gpu.memory_bytes);
-            let fp8 = match gpu.trains_in_fp8 {
-                true => "trains in fp8",
-                false => "no fp8",
-            };
+            let fp8 = if gpu.trains_in_fp8 { "trains in fp8" } else { "no fp8" };
             lines.push(format!("cuda:{index:<6} {}, {}, {memory}, {fp8}", gpu.name, gpu.arch));
         }
         if self.no_gpu.is_none() {

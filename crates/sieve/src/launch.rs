@@ -106,7 +106,7 @@ impl Place {
             format!("{nnodes} hosts take part, and nothing says which this is\n  hint: --node-rank, from 0")
         })?;
         if node_rank >= nnodes {
-            bail!("--node-rank {node_rank} is no host of {nnodes}, counted from 0");
+            bail!("--node-rank {node_rank} is not a host of {nnodes}, counted from 0");
         }
         let master = args.master.clone().or_else(|| variable("PET_MASTER_ADDR"));
         let master = master.with_context(|| {
@@ -141,7 +141,7 @@ fn number(name: &str) -> Result<Option<u16>> {
     let value = variable(name).filter(|value| !value.is_empty());
     let value = value.map(|value| {
         let number = value.trim().parse();
-        number.with_context(|| format!("{name}={value} is no such number"))
+        number.with_context(|| format!("{name}={value} is not a valid number"))
     });
     value.transpose()
 }
@@ -335,7 +335,7 @@ fn job_exit(codes: &[Option<i32>]) -> Exit {
 /// What to say of a process that ended without saying why itself.
 fn fault(rank: usize, child: &Child, status: ExitStatus) -> Option<String> {
     let pid = child.id();
-    let hint = "  hint: the same command with --resume goes on from the last checkpoint";
+    let hint = "  hint: the same command with --resume continues from the last checkpoint";
     #[cfg(unix)]
     {
         use std::os::unix::process::ExitStatusExt;

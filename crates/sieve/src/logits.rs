@@ -68,14 +68,14 @@ fn parse(text: &str) -> Result<Vec<u32>> {
         .collect::<Result<Vec<u32>>>()?;
     ensure!(
         !tokens.is_empty(),
-        "there is no token id\n  hint: write whole numbers, with commas or white space between them"
+        "there is not a token id\n  hint: write whole numbers, with commas or white space between them"
     );
     Ok(tokens)
 }
 
 fn token(word: &str) -> Result<u32, String> {
     let parsed = word.trim().parse();
-    parsed.map_err(|_| format!("{word:?} is no token id\n  hint: ids are whole numbers from 0"))
+    parsed.map_err(|_| format!("{word:?} is not a token id\n  hint: ids are whole numbers from 0"))
 }
 
 #[cfg(test)]

@@ -264,7 +264,7 @@ mod tests {
     #[test]
     fn only_the_flag_lets_a_run_begin_that_does_not_fit() {
         let wide = &["training.local_batch_size=64"];
-        // On a small card nothing is kept that the backward pass can make again.
+        // On a small card nothing is kept that the backward pass can recompute.
         let needed = memory(1.0, wide).total_bytes as f64 / 1e9;
         let ignore = MemoryArgs { ignore_memory: true };
         for (share_free, refused, warned) in [(1.01, false, false), (0.9, false, true), (0.8, true, true)] {

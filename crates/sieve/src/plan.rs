@@ -360,7 +360,7 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
         format!("{:?}", recipe.activation_checkpoint.mode).to_lowercase()
     ));
     if memory.keeping.made_again {
-        lines.push("  with room to spare: blocks keep what they could make again".to_owned());
+        lines.push("  with room to spare: blocks keep activations that they could recompute".to_owned());
     }
     lines
 }

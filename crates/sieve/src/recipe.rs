@@ -144,7 +144,7 @@ fn read(reader: impl Read, origin: String) -> Result<Found> {
     let read = reader.take(MOST_BYTES + 1).read_to_string(&mut text);
     let num_bytes = read.with_context(|| format!("reading the recipe {origin}"))?;
     if num_bytes as u64 > MOST_BYTES {
-        bail!("{origin} is no recipe: it is longer than {MOST_BYTES} bytes\n  hint: name a TOML text");
+        bail!("{origin} is not a recipe: it is longer than {MOST_BYTES} bytes\n  hint: name a TOML text");
     }
     Ok(Found { text, origin })
 }

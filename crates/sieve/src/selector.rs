@@ -15,6 +15,10 @@ const ABOUT: &str = "A sparse method in place of dense attention, NAME:key=value
 pub(crate) const ABOUT_CHUNK: &str = "Read prompts in chunks of N tokens, each a call of its own with all keys before \
     it; prefill methods";
 
+/// What `--stream` does.
+const ABOUT_STREAM: &str = "Decode methods read the prompt too, token by token from its first one on (on the \
+    CPU); it is dense otherwise. `eval ppl` does so anyway";
+
 /// A sparse method in place of a model's attention, where one is asked for.
 #[derive(Args, Debug)]
 pub(crate) struct SelectorArgs {
@@ -22,13 +26,15 @@ pub(crate) struct SelectorArgs {
     pub(crate) selector: Option<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = ABOUT_CHUNK)]
     chunk: Option<usize>,
+    #[arg(long, requires = "selector", help = ABOUT_STREAM)]
+    pub(crate) stream: bool,
 }
 
 impl SelectorArgs {
     /// The method for a model.
     pub(crate) fn selection(&self, shape: &ModelShape) -> Result<Option<Selection>> {
         let selector = self.selector.as_ref();
-        let of = |selector| selection(selector, self.chunk, shape);
+        let of = |one| reading(one, self.chunk, self.stream, shape);
         selector.map(of).transpose()
     }
 }
@@ -41,13 +47,15 @@ pub(crate) struct SelectorsArgs {
     selector: Vec<LayerSelectors>,
     #[arg(long, value_name = "N", requires = "selector", help = ABOUT_CHUNK)]
     pub(crate) chunk: Option<usize>,
+    #[arg(long, requires = "selector", help = ABOUT_STREAM)]
+    pub(crate) stream: bool,
 }
 
 impl SelectorsArgs {
     /// The model's own attention, then each method.
     pub(crate) fn own_and_each(&self, shape: &ModelShape) -> Result<Vec<Option<Selection>>> {
         let each = self.selector.iter();
-        let each = each.map(|one| selection(one, self.chunk, shape).map(Some));
+        let each = each.map(|one| reading(one, self.chunk, self.stream, shape).map(Some));
         std::iter::once(Ok(None)).chain(each).collect()
     }
 }
@@ -59,6 +67,12 @@ pub(crate) fn selection(selectors: &LayerSelectors, chunk: Option<usize>, shape:
         Some(chunk) => selection.in_chunks(chunk)?,
         None => selection,
     })
+}
+
+/// The same, where decode methods may read prompts too.
+fn reading(one: &LayerSelectors, chunk: Option<usize>, stream: bool, shape: &ModelShape) -> Result<Selection> {
+    let selection = selection(one, chunk, shape)?;
+    Ok(if stream { selection.as_stream()? } else { selection })
 }
 
 /// What a report calls a selector, or the model's own attention.
@@ -96,6 +110,13 @@ pub(crate) fn short(text: &str) -> String {
 /// Lines about what selectors computed, and where.
 pub(crate) fn summary(selection: &Selection) -> String {
     let totals = selection.totals();
+    if totals.calls == 0 {
+        return format!(
+            "selector          {:>14}  read nothing: every token was part of a dense prompt, so these are the dense \
+             model's results\n  hint: --stream lets it read prompts too",
+            selection.selectors().name()
+        );
+    }
     let mut text = format!(
         "selector          {:>14}  {:.2} % of the pairs",
         selection.selectors().name(),

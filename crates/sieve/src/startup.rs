@@ -41,7 +41,7 @@ pub(crate) fn check_threads(value: Option<String>) -> Result<()> {
              hint: give at most {most}, or leave it out to take all cores"
         ),
         Err(_) => bail!(
-            "RAYON_NUM_THREADS={value} is no number of threads\n  \
+            "RAYON_NUM_THREADS={value} is not a number of threads\n  \
              hint: give a whole number, or leave it out to take all {cores} cores"
         ),
     }

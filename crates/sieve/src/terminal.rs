@@ -185,16 +185,16 @@ fn system_hint(kind: std::io::ErrorKind) -> Option<&'static str> {
     use std::io::ErrorKind;
     Some(match kind {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => {
-            "make room there, then go on; checkpoints already written are whole, and --resume uses the last"
+            "make room there, then continue; checkpoints already written are whole, and --resume uses the last"
         }
         ErrorKind::NotFound => "check the path: there is no such file, or no folder to write it into",
         ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
             "name a place that you may read and write, or change its rights"
         }
         ErrorKind::AlreadyExists | ErrorKind::NotADirectory => {
-            "a file stands where a folder is wanted: name another path"
+            "this is a file, and a folder is needed: name another path"
         }
-        ErrorKind::IsADirectory => "a folder stands where a file is wanted: name another path",
+        ErrorKind::IsADirectory => "this is a folder, and a file is needed: name another path",
         ErrorKind::InvalidData => "the file must be UTF-8 text",
         _ => return None,
     })

@@ -333,7 +333,7 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
     }
 }
 
-/// Refuses `training.precision = "fp8"` where the GPU or cuBLASLt cannot multiply eight-bit floats.
+/// Refuses `training.precision = "fp8"` where the GPU or cuBLASLt cannot run fp8 GEMMs.
 fn check_gpu_fp8(recipe: &Recipe, gpu: &DeviceReport) -> Result<()> {
     if recipe.training.precision != TrainingPrecision::Fp8 {
         return Ok(());
@@ -423,7 +423,7 @@ fn train<B: TrainBackend>(
         }
         let more = 2 * origin.step();
         log.always(&format!(
-            "nothing to do: {} has all {} steps\n  to go on: {}",
+            "nothing to do: {} has all {} steps\n  to continue: {}",
             checkpoint.path.display(),
             recipe.training.steps,
             match origin.is_branch {

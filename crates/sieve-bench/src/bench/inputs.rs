@@ -1,4 +1,4 @@
-//! One attention call's tensors on the GPU, drawn there.
+//! One attention call's tensors on a device, and its passes.
 use crate::device::{Device, Gpu};
 use crate::shape::{packed_of, queries_of};
 use burn::tensor::{Distribution, Tensor};
@@ -15,13 +15,14 @@ use sieve_ops::Cuda;
 pub(crate) struct Inputs {
     pub(crate) shape: AttentionShape,
     pub(crate) qkv: Qkv,
-    grads: Qkv,
-    pub(super) d_o: CudaTensor,
-    doc_start: CudaTensor,
-    doc_end: CudaTensor,
-    pub(super) scale: f32,
+    /// Where the gradients go.
+    pub(crate) grads: Qkv,
+    pub(crate) d_o: CudaTensor,
+    pub(crate) doc_start: CudaTensor,
+    pub(crate) doc_end: CudaTensor,
+    pub(crate) scale: f32,
     /// In which rows a forward pass with a bias keeps `o_low`, what rounding o to bf16 loses.
-    pub(super) o_low: KeepOLow,
+    pub(crate) o_low: KeepOLow,
 }
 
 /// Normal numbers.
@@ -42,6 +43,7 @@ impl Inputs {
         tokens * (4 * packed + 2 * 2 * packed + 3 * 2 * query + 4 * packed)
     }
 
+    /// Normal numbers drawn on a GPU, packed.
     pub(crate) fn new(shape: AttentionShape, device: &Gpu) -> Self {
         let [batch, seq_len, heads, width] = queries_of(shape);
         let (tokens, width_v) = (batch * seq_len, shape.head_dim_v);
@@ -103,8 +105,13 @@ impl Inputs {
         window: DmaWindow,
     ) -> Result<(Selection, KeyLists), KernelError> {
         let selection = self.select(z, window)?;
-        let lists = selection.dma_lists(&self.doc_start, &self.doc_end, KeyLists::TILE_QUERIES)?;
+        let lists = self.lists_of(&selection, KeyLists::TILE_QUERIES)?;
         Ok((selection, lists))
+    }
+
+    /// The lists of a selection.
+    pub(crate) fn lists_of(&self, selection: &Selection, tile_queries: usize) -> Result<KeyLists, KernelError> {
+        selection.dma_lists(&self.doc_start, &self.doc_end, tile_queries)
     }
 
     /// The selection alone.
@@ -123,17 +130,16 @@ impl Inputs {
             .attention_forward(&self.doc_start, window, self.scale, bias.map(|bias| (bias, self.o_low)))
     }
 
-    /// Its gradients.
+    /// Its gradients; that of the bias is returned.
     pub(crate) fn backward(
         &self,
         result: &AttentionResult,
         window: Option<usize>,
         bias: Option<&CudaTensor>,
         order: SumOrder,
-    ) -> Result<(), KernelError> {
+    ) -> Result<Option<CudaTensor>, KernelError> {
         self.call(&self.qkv.in_order(order), result)
             .attention_backward(self.documents(), window, bias)
-            .map(drop)
     }
 
     /// Each row is one document.
@@ -146,17 +152,16 @@ impl Inputs {
         self.qkv.dma_attention_forward(delta, lists, self.scale, self.o_low)
     }
 
-    /// Its gradients.
+    /// Its gradients; that of the bias is returned.
     pub(crate) fn dma_backward(
         &self,
         result: &AttentionResult,
         delta: &CudaTensor,
         lists: &KeyLists,
         order: SumOrder,
-    ) -> Result<(), KernelError> {
+    ) -> Result<CudaTensor, KernelError> {
         self.call(&self.qkv.in_order(order), result)
             .dma_attention_backward(delta, lists)
-            .map(drop)
     }
 
     /// What a backward call is given; `qkv` are the inputs, [`in_order`](Qkv::in_order).

@@ -17,12 +17,7 @@ const LENGTHS: [usize; 3] = [8192, 32768, 65536];
 const HEAD_DIM: usize = 128;
 const WINDOW: usize = 512;
 
-const BLOCKS: NsaBlocks = NsaBlocks {
-    compress_block_size: 32,
-    compress_stride: 16,
-    select_block_size: 64,
-    num_selected_blocks: 16,
-};
+const BLOCKS: NsaBlocks = NsaBlocks::PUBLISHED;
 
 /// All of them.
 pub(super) fn rows(bench: &mut Bench<'_>) -> Result<()> {

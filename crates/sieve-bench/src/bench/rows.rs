@@ -124,11 +124,11 @@ pub(super) fn dense(bench: &mut Bench<'_>, shape: AttentionShape, window: Option
 }
 
 /// A backward pass with each number of blocks a tile that was asked for.
-fn shared_tiles(
+fn shared_tiles<D>(
     bench: &mut Bench<'_>,
     inputs: &Inputs,
     (what, flops): (&str, f64),
-    backward: impl Fn(&Inputs) -> StdResult<(), KernelError>,
+    backward: impl Fn(&Inputs) -> StdResult<D, KernelError>,
 ) -> Result<()> {
     for blocks in bench.settings.blocks_per_tile.clone() {
         let inputs = inputs.with_blocks_per_tile(blocks);
@@ -142,13 +142,13 @@ fn shared_tiles(
 pub(super) const ORDERS: [(SumOrder, &str); 2] = [(SumOrder::Any, ""), (SumOrder::Fixed, ", fixed order")];
 
 /// A forward pass, and the backward pass of its result in one order of sums or in both.
-pub(super) fn passes<R>(
+pub(super) fn passes<R, D>(
     bench: &mut Bench<'_>,
     (what, shape): (&str, AttentionShape),
     [forward_flops, backward_flops]: [f64; 2],
     orders: &[(SumOrder, &str)],
     forward: impl Fn() -> StdResult<R, KernelError>,
-    backward: impl Fn(&R, SumOrder) -> StdResult<(), KernelError>,
+    backward: impl Fn(&R, SumOrder) -> StdResult<D, KernelError>,
 ) -> Result<()> {
     let work = Work::Flops(forward_flops);
     bench.row(&format!("{what}forward"), shape, work, &forward);

@@ -130,13 +130,13 @@ fn sparse(bench: &mut Bench<'_>, len: usize) -> Result<Option<Point>> {
 }
 
 /// Times a forward pass with its backward pass, and says what the first keeps for the second.
-fn pass<R>(
+fn pass<R, D>(
     bench: &mut Bench<'_>,
     name: &str,
     shape: AttentionShape,
     forward_flops: f64,
     forward: impl Fn() -> std::result::Result<R, KernelError>,
-    backward: impl Fn(&R) -> std::result::Result<(), KernelError>,
+    backward: impl Fn(&R) -> std::result::Result<D, KernelError>,
 ) -> Result<Option<Point>> {
     let both = format!("{name}: forward, backward");
     let work = Work::Flops(3.5 * forward_flops);

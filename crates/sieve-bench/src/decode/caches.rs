@@ -7,12 +7,17 @@ use crate::extent::Extent;
 use crate::report::{Report, Wrong, wrong};
 use crate::scores::Scores;
 use crate::shape::{keys_of, queries_of, values_of};
+use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks, NsaBlocks};
+use sieve_cpu::nsa::{choose_blocks, overlap_weight};
 use sieve_cpu::reference::{self, Rounding, attend};
 use sieve_kernels::DType;
-use sieve_kernels::{AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KvCache, Qkv, ScoreBias};
-use sieve_testing::Random;
+use sieve_kernels::{
+    AttentionShape, CudaTensor, DecodeScratch, DecodeStep, DmaSlots, KvCache, PooledStep, Qkv, ScoreBias,
+};
+use sieve_testing::{Random, round_bf16};
 
 /// One key as a query meets it.
+#[derive(Clone)]
 struct Key {
     k: Vec<f32>,
     v: Vec<f32>,
@@ -21,7 +26,7 @@ struct Key {
     rank: (f32, i32),
 }
 
-/// Checks both kernels.
+/// Checks all kernels.
 pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
     let mut random = Random(extent.seed);
     let groups = extent.pick(&[2, 17][..], &[1, 2, 3, 8, 16, 17]);
@@ -52,6 +57,55 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let case = format!("{shape:?} q, k x {} seed {seed}", calls.magnitude);
         let outcome = outcome.map(|()| calls.worst);
         report.add(name, "kernel", &case, outcome);
+    }
+    for at in 0..extent.few().max(6) {
+        let (kv_heads, group) = (random.between(1, 3), random.one_of(&[1, 2, 5]));
+        let heads = [kv_heads * group, kv_heads];
+        let shape = AttentionShape::new(random.between(1, 3), 1, heads, [[64, 128][at / 3 % 2]; 2]);
+        let seed = random.between(0, 1 << 30) as u64;
+        let mut calls = Calls {
+            device,
+            shape,
+            magnitude: 1.0,
+            random: Random(seed),
+            worst: 0.0,
+        };
+        let choice = CHOICES[at % 3];
+        let outcome = calls.chosen(choice).map(|()| calls.worst);
+        report.add(
+            "chosen_decode",
+            "kernel",
+            &format!("{shape:?} {choice:?} seed {seed}"),
+            outcome,
+        );
+    }
+}
+
+/// One choice of each rule.
+const CHOICES: [BlockChoice; 3] = [
+    BlockChoice {
+        blocks: blocks([32, 16, 64], 4),
+        rule: ChoiceRule::WeightedProbability,
+        forced: ForcedBlocks::NSA,
+    },
+    BlockChoice {
+        blocks: blocks([32, 16, 32], 5),
+        rule: ChoiceRule::LargestProbability,
+        forced: ForcedBlocks { first: true, local: 2 },
+    },
+    BlockChoice {
+        blocks: blocks([16, 16, 16], 3),
+        rule: ChoiceRule::MeanKey,
+        forced: ForcedBlocks { first: false, local: 1 },
+    },
+];
+
+const fn blocks([size, stride, select]: [usize; 3], num_selected_blocks: usize) -> NsaBlocks {
+    NsaBlocks {
+        compress_block_size: size,
+        compress_stride: stride,
+        select_block_size: select,
+        num_selected_blocks,
     }
 }
 
@@ -129,15 +183,14 @@ impl Calls<'_> {
         }
     }
 
-    /// Compares the output of every query head with attention over the keys of its row and KV head.
+    /// Compares the output of every query head with attention over the keys of its row and KV head, or chooser.
     fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), Wrong> {
         let (num_heads, head_dim) = (self.shape.num_heads, self.shape.head_dim);
-        let (group, scale) = (self.shape.group_size(), self.scale());
+        let (group, scale) = (self.shape.batch * num_heads / keys.len(), self.scale());
         let got = self.device.floats(o)?;
         let (mut exact, mut plain) = (Vec::new(), Vec::new());
         for (at, q) in token.q.chunks_exact(head_dim).enumerate() {
-            let row = at / num_heads * self.shape.num_kv_heads + at % num_heads / group;
-            let seen = keys[row].iter().map(|key| reference::Key {
+            let seen = keys[at / group].iter().map(|key| reference::Key {
                 k: key.k.as_slice(),
                 v: &key.v,
                 bias: key.bias.into(),
@@ -197,6 +250,75 @@ impl Calls<'_> {
             let at = (row * capacity + lengths[row / num_kv_heads]) * head_dim;
             if after[at..at + head_dim] != token.k[row * head_dim..][..head_dim] {
                 return wrong(format!("the new key of row {row} is not in the cache"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Some tokens after a prefill, each over the blocks that its queries choose.
+    fn chosen(&mut self, choice: BlockChoice) -> Result<(), Wrong> {
+        let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
+        let (blocks, rows) = (choice.blocks, batch * num_kv_heads);
+        let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(400)).collect();
+        let steps = 2 * blocks.compress_stride;
+        let capacity = lengths.iter().max().unwrap_or(&0) + steps + self.random.between(1, 20);
+        let mut keys: Vec<Vec<Key>> = (0..rows)
+            .map(|row| {
+                let length = lengths[row / num_kv_heads];
+                (0..length).map(|_| self.drawn_key(0.0, (0.0, 0))).collect()
+            })
+            .collect();
+        let placed = keys.iter().map(|keys| keys.iter().cloned().enumerate().collect());
+        let cache = self.cache(capacity, &placed.collect::<Vec<_>>());
+        let room = blocks.num_compressed_blocks(capacity) + 1;
+        let mut pooled = vec![f32::NAN; rows * room * head_dim];
+        for (row, keys) in keys.iter().enumerate() {
+            for (c, mean) in means(keys, blocks).into_iter().enumerate() {
+                pooled[(row * room + c) * head_dim..][..head_dim].copy_from_slice(&mean);
+            }
+        }
+        let pooled = (self.device).float(&pooled, &[batch, num_kv_heads, room, head_dim], DType::BF16);
+        let choosers = choice.num_choosers(self.shape.num_heads, num_kv_heads);
+        let heads = [self.shape.num_heads, choosers];
+        let scratch = AttentionShape::new(batch, 1, heads, [head_dim; 2]);
+        let scratch = DecodeScratch::new(&cache.k, scratch, blocks.num_selected_blocks * blocks.select_block_size)?;
+        for at in 0..steps {
+            let token = self.token();
+            for (row, keys) in keys.iter_mut().enumerate() {
+                keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
+            }
+            let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
+            let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
+            let step = DecodeStep {
+                window: None,
+                softmax_scale: self.scale(),
+                max_length: lengths.iter().copied().max().unwrap_or(0) as usize,
+            };
+            let of_pooled = PooledStep {
+                pooled: &pooled,
+                start: &self.device.int(&starts, &[batch, 1]),
+                choice,
+            };
+            let length = self.device.int(&lengths, &[batch]);
+            let o = cache.chosen_decode(&token.on, &length, step, of_pooled, &scratch)?;
+            let group = self.shape.num_heads / choosers;
+            let seen: Vec<Vec<Key>> = (0..batch * choosers)
+                .map(|chooser| {
+                    let keys = &keys[chooser * group / self.shape.group_size()];
+                    let q = &token.q[chooser * group * head_dim..][..group * head_dim];
+                    chosen_keys(keys, q, choice, self.scale())
+                })
+                .collect();
+            self.judge(&o, &token, &seen)?;
+        }
+        let got = self.device.floats(&pooled)?;
+        for (row, keys) in keys.iter().enumerate() {
+            let got = got[row * room * head_dim..].chunks(head_dim);
+            for (c, (got, mean)) in got.zip(means(keys, blocks)).enumerate() {
+                // A rounding to bf16, which may fall to either side, of numbers below 2.
+                if !got.iter().zip(&mean).all(|(a, b)| (a - b).abs() <= 1.0 / 128.0) {
+                    return wrong(format!("pooled key {c} of row {row} is {got:?}, expected {mean:?}"));
+                }
             }
         }
         Ok(())
@@ -303,4 +425,60 @@ fn without_places(keys: Vec<Vec<(usize, Key)>>) -> Vec<Vec<Key>> {
     let rows = keys.into_iter();
     let of_row = |row: Vec<(usize, Key)>| row.into_iter().map(|(_, key)| key).collect();
     rows.map(of_row).collect()
+}
+
+/// The pooled keys that have ended, rounded to bf16.
+fn means(keys: &[Key], blocks: NsaBlocks) -> Vec<Vec<f32>> {
+    let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
+    let mean = |c: usize| {
+        let of_block = &keys[c * stride..][..size];
+        let sum = |at: usize| of_block.iter().map(|key| f64::from(key.k[at])).sum::<f64>();
+        (0..of_block[0].k.len())
+            .map(|at| round_bf16((sum(at) / size as f64) as f32))
+            .collect()
+    };
+    (0..blocks.num_compressed_blocks(keys.len())).map(mean).collect()
+}
+
+/// The keys of the blocks that the queries of a chooser take.
+fn chosen_keys(keys: &[Key], q: &[f32], choice: BlockChoice, scale: f32) -> Vec<Key> {
+    let (blocks, means) = (choice.blocks, means(keys, choice.blocks));
+    let own = (keys.len() - 1) / blocks.select_block_size;
+    let scores_of = |q: &[f32]| -> Vec<f64> {
+        let score = |k: &Vec<f32>| q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+        means.iter().map(score).collect()
+    };
+    let mut scores = vec![0.0; means.len()];
+    for q in q.chunks(keys[0].k.len()) {
+        let row = scores_of(q);
+        let most = row.iter().fold(f64::NEG_INFINITY, |most, s| s.max(most));
+        let weights: Vec<f64> = row.iter().map(|s| ((s - most) * f64::from(scale)).exp()).collect();
+        let total: f64 = weights.iter().sum();
+        for (at, score) in scores.iter_mut().enumerate() {
+            *score += match choice.rule {
+                ChoiceRule::MeanKey | ChoiceRule::LargestScore => row[at],
+                _ => weights[at] / total,
+            };
+        }
+    }
+    let of_block = |block: usize| -> f32 {
+        let overlapping = (0..scores.len()).map(|c| (overlap_weight(blocks, c, block), scores[c]));
+        let overlapping = overlapping.filter(|(weight, _)| *weight > 0);
+        let score = match choice.rule {
+            ChoiceRule::MeanKey => scores.get(block).copied().unwrap_or(0.0),
+            ChoiceRule::WeightedProbability => overlapping.map(|(weight, p)| weight as f64 * p).sum(),
+            ChoiceRule::LargestProbability => overlapping.fold(0.0, |most, (_, p)| p.max(most)),
+            ChoiceRule::LargestScore => overlapping.fold(f64::NEG_INFINITY, |most, (_, score)| score.max(most)),
+        };
+        score as f32
+    };
+    let importance: Vec<f32> = (0..=own).map(of_block).collect();
+    let mut chosen = vec![-1; blocks.num_selected_blocks];
+    choose_blocks(&importance, own, choice.forced, &mut chosen);
+    let chosen = chosen.into_iter().filter(|block| *block >= 0);
+    let tokens = chosen.flat_map(|block| {
+        let first = block as usize * blocks.select_block_size;
+        first..(first + blocks.select_block_size).min(keys.len())
+    });
+    tokens.map(|token| keys[token].clone()).collect()
 }

@@ -8,7 +8,6 @@ use crate::report::{Outcome, Path, PathWatch, Report, Wrong, wrong};
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
 use sieve_kernels::{CudaTensor, KernelError, LatentKeys, mla_decode};
-use sieve_ops::reference;
 use sieve_testing::{Random, round_bf16};
 
 /// Ranks of latents, and widths of the rotated key.
@@ -79,7 +78,7 @@ impl Call {
         1.0 / (self.width() as f64).sqrt()
     }
 
-    fn on<B: Place>(&self, device: &B::Device, dtype: DType, own: bool) -> Vec<f32> {
+    fn on<B: Place>(&self, device: &B::Device, dtype: DType) -> Vec<f32> {
         let (width, rank, scale) = (self.width(), self.widths[0], self.scale());
         let q = [self.batch, self.new, self.heads, width];
         let q = cast::<B, 4>(&self.q, q, dtype, device);
@@ -92,10 +91,7 @@ impl Call {
         };
         let key_scale = self.key_scale.as_ref();
         let key_scale = key_scale.map(|values| cast::<B, 3>(values, factors, factor_type, device));
-        floats::<B, 4>(match own {
-            true => B::mla_decode(q, latents, key_scale, rank, scale),
-            false => reference::mla_decode::<B>(q, latents, key_scale, rank, scale),
-        })
+        floats::<B, 4>(B::mla_decode(q, latents, key_scale, rank, scale))
     }
 
     fn wrapper(&self, device: &dyn Device) -> Result<Vec<f32>, KernelError> {
@@ -132,8 +128,8 @@ impl Call {
     }
 
     fn judge(&self, got: &[f32], is_bf16: bool) -> Outcome {
-        let exact = self.on::<Flex>(&FlexDevice, DType::F64, false);
-        let plain = self.on::<Flex>(&FlexDevice, DType::BF16, false);
+        let exact = self.on::<Flex>(&FlexDevice, DType::F64);
+        let plain = self.on::<Flex>(&FlexDevice, DType::BF16);
         // What rounding logits of that size in f32 costs a probability.
         let lost_digits = 2.0 * f32::EPSILON * self.size * (self.width() as f32).sqrt();
         let shares = [1.0 / 256.0, 1e-4].map(|share| share + lost_digits);
@@ -158,7 +154,7 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
 pub(super) fn check_ops<B: Place>(report: &mut Report, device: &B::Device, extent: &Extent) {
     for call in draws(extent) {
         let watch = PathWatch::start(B::IS_CUDA);
-        let o = call.on::<B>(device, B::DTYPE, true);
+        let o = call.on::<B>(device, B::DTYPE);
         let (path, outcome) = match watch.path() {
             Path::Kernel => (B::KERNEL, call.judge(&o, B::IS_CUDA)),
             Path::Reference(reason) => ("reference", wrong(reason)),

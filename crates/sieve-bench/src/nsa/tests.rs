@@ -18,12 +18,7 @@ fn the_cpu_passes_and_another_choice_fails() {
 fn one_long_document() -> (Inputs, Expected) {
     let shape = AttentionShape::new(1, 700, [4, 2], [64, 64]);
     let mut random = Random(4);
-    let blocks = NsaBlocks {
-        compress_block_size: 8,
-        compress_stride: 4,
-        select_block_size: 16,
-        num_selected_blocks: 6,
-    };
+    let blocks = NsaBlocks::of([8, 4, 16, 6]);
     let case = Case::draw(shape, Keys::Dense, Cuts::Count(1), &Scores::RANDOM[0], 9).expect("one document");
     let mut inputs = Inputs::of(case, blocks, &mut random);
     let chosen = choice(&inputs);

@@ -28,14 +28,10 @@ pub struct NsaForm {
 /// The paper's blocks, and their means.
 impl Default for NsaForm {
     fn default() -> Self {
-        let blocks = NsaBlocks {
-            compress_block_size: 32,
-            compress_stride: 16,
-            select_block_size: 64,
-            num_selected_blocks: 16,
-        };
-        let pool = NsaCompression::Mean;
-        Self { blocks, pool }
+        Self {
+            blocks: NsaBlocks::PUBLISHED,
+            pool: NsaCompression::Mean,
+        }
     }
 }
 

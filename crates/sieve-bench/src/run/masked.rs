@@ -78,10 +78,7 @@ impl Masked {
     pub(super) fn tensors(&self, case: &Case) -> Vec<NamedTensor> {
         let s = &case.shape;
         let (n, mask, places) = (s.seq_len, &self.mask, &self.mask.places);
-        let mut tensors = Tensors::new(match self.on_device[1] {
-            true => DType::BF16,
-            false => DType::F32,
-        });
+        let mut tensors = Tensors::new(if self.on_device[1] { DType::BF16 } else { DType::F32 });
         tensors.floats("q", &case.q, &queries_of(*s), DType::BF16);
         tensors.floats("k", &case.k, &keys_of(*s), DType::BF16);
         tensors.floats("v", &case.v, &values_of(*s), DType::BF16);

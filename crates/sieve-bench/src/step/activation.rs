@@ -37,24 +37,12 @@ pub(super) fn bench(bench: &mut Bench<'_>, tokens: usize, d_ff: usize) {
 
 pub(super) fn swiglu_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (gate_up, dy) = (on.input([rows, 2 * 96]), on.input([rows, 96]));
-    let (y, dx, [dx_again, y_again]) = if on.own() {
-        (
-            B::swiglu(gate_up.clone()),
-            B::swiglu_backward(gate_up.clone(), dy.clone()),
-            // Nobody else holds them now: they are written in place.
-            B::swiglu_backward_with_output(gate_up, dy),
-        )
-    } else {
-        let y = reference::swiglu::<B>(gate_up.clone());
-        let dx = reference::swiglu_backward::<B>(gate_up, dy);
-        (y.clone(), dx.clone(), [dx, y])
-    };
-    vec![
-        ("y", floats::<B, 2>(y)),
-        ("dx", floats::<B, 2>(dx)),
-        ("dx again", floats::<B, 2>(dx_again)),
-        ("y again", floats::<B, 2>(y_again)),
-    ]
+    let y = B::swiglu(gate_up.clone());
+    let dx = B::swiglu_backward(gate_up.clone(), dy.clone());
+    // Nobody else holds them now: they are written in place.
+    let [dx_again, y_again] = B::swiglu_backward_with_output(gate_up, dy);
+    let results = [("y", y), ("dx", dx), ("dx again", dx_again), ("y again", y_again)];
+    results.map(|(name, x)| (name, floats::<B, 2>(x))).into()
 }
 
 fn swiglu_launches(mut calls: Calls<'_>, rows: usize, d_ff: usize) -> Outcome {

@@ -10,7 +10,7 @@ use crate::report::{Outcome, Report};
 use rayon::prelude::*;
 use sieve_kernels::DType;
 use sieve_kernels::step::{embedding_backward, embedding_forward};
-use sieve_ops::{DeviceBackend, reference};
+use sieve_ops::DeviceBackend;
 use sieve_testing::Random;
 
 /// Checks the launches.
@@ -77,17 +77,8 @@ pub(super) fn embedding_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) ->
     const WORDS: usize = 50;
     let (weight, dy) = (on.input([WORDS, 64]), on.input([2, rows, 64]));
     let ids = on.indices([2, rows], WORDS).into_primitive();
-    let (y, dweight) = if on.own() {
-        (
-            <B as DeviceBackend>::embedding(weight, ids.clone()),
-            <B as DeviceBackend>::embedding_backward(dy, ids, WORDS),
-        )
-    } else {
-        (
-            reference::embedding::<B>(weight, ids.clone()),
-            reference::embedding_backward::<B>(dy, ids, WORDS),
-        )
-    };
+    let y = <B as DeviceBackend>::embedding(weight, ids.clone());
+    let dweight = <B as DeviceBackend>::embedding_backward(dy, ids, WORDS);
     vec![("y", floats::<B, 3>(y)), ("dweight", floats::<B, 2>(dweight))]
 }
 

@@ -11,7 +11,7 @@ use sieve_kernels::{Cublaslt, CudaTensor, MatmulOutput, fp8_matmul};
 use sieve_ops::reference;
 
 const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
-const PRODUCT: &str = "product of eight-bit floats, cuBLASLt";
+const PRODUCT: &str = "fp8 GEMM, cuBLASLt";
 
 /// Checks the rounding.
 pub(super) fn check_rounding(report: &mut Report, device: &dyn Device, extent: &Extent) {

@@ -2,17 +2,16 @@
 //! place, ignored labels and wrong ones.
 use super::plain_loss::plain_loss;
 use super::wrappers::{Calls, gapped, same};
-use super::{Form, On, SEED};
+use super::{On, SEED};
 use crate::bar::{Bar, Results};
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::error::Result as BenchResult;
 use crate::extent::Extent;
-use crate::place::floats;
+use crate::place::{Place, floats};
 use crate::report::{Outcome, Report, wrong};
 use sieve_kernels::DType;
 use sieve_kernels::step::{LogitRows, cross_entropy};
-use sieve_ops::{DeviceBackend, reference};
 use sieve_testing::{Random, round_bf16};
 
 /// Rows and vocabulary. The kernel keeps the first columns in registers and reads those past 28,672 of bf16
@@ -63,24 +62,15 @@ pub(super) fn bench(bench: &mut Bench<'_>, rows: usize, vocab: usize) -> BenchRe
     Ok(())
 }
 
-pub(super) fn linear_cross_entropy_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn linear_cross_entropy_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
     const WORDS: usize = 96;
     let (h, weight) = (on.input([rows, 64]), on.input([WORDS, 64]));
     let labels = on.indices([rows], WORDS).into_primitive();
-    let [losses, loss, dh, dweight] = if on.form == Form::Plain && on.dtype == burn::tensor::DType::BF16 {
+    let [losses, loss, dh, dweight] = if on.dtype == burn::tensor::DType::BF16 && !B::IS_CUDA {
         plain_loss::<B>(h, weight, labels)
     } else {
-        let (losses, [loss, dh, dweight]) = if on.own() {
-            (
-                B::token_losses(h.clone(), weight.clone(), labels.clone()),
-                B::linear_cross_entropy_with_gradients(h, weight, labels),
-            )
-        } else {
-            (
-                reference::token_losses::<B>(h.clone(), weight.clone(), labels.clone()),
-                reference::linear_cross_entropy_with_gradients::<B>(h, weight, labels),
-            )
-        };
+        let losses = B::token_losses(h.clone(), weight.clone(), labels.clone());
+        let [loss, dh, dweight] = B::linear_cross_entropy_with_gradients(h, weight, labels);
         [losses, loss, dh, dweight]
     };
     vec![

@@ -1,12 +1,12 @@
 //! A decoding step's products of a weight matrix and a few rows.
-use super::wrappers::Calls;
+use super::wrappers::{Calls, same};
 use crate::bar::Bar;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use sieve_kernels::DType;
-use sieve_kernels::step::{MAX_VECTORS, Vectors, matrix_vector};
+use sieve_kernels::step::{MAX_VECTORS, Vectors, likeliest, matrix_vector};
 use sieve_testing::round_bf16;
 
 const EPSILON: f32 = 1e-6;
@@ -35,6 +35,37 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
                 outcome,
             );
         }
+    }
+}
+
+/// Checks the choice of a token from logits: rows, width of a row, logits that count.
+pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    for &[rows, width, count] in extent.sizes(&[[3, 40, 40], [2, 2056, 1999], [5, 8, 1], [4, 50_304, 50_277]]) {
+        let mut calls = Calls::new(device, extent.seed);
+        let outcome = (|| {
+            let x = calls.pitched([rows, width], DType::BF16)?;
+            let expected: Vec<f32> = x
+                .values
+                .chunks(width)
+                .map(|row| {
+                    let largest = row[..count].iter().fold(f32::NEG_INFINITY, |a, b| a.max(*b));
+                    row[..count]
+                        .iter()
+                        .position(|x| *x == largest)
+                        .map_or(-1.0, |at| at as f32)
+                })
+                .collect();
+            let ids = device.ints(&likeliest(&x.on, count)?)?;
+            same("ids", &ids.iter().map(|id| *id as f32).collect::<Vec<_>>(), &expected)?;
+            for wrong in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+                let mut row = x.values[..width].to_vec();
+                row[count - 1] = wrong;
+                let ids = device.ints(&likeliest(&device.float(&row, &[1, width], DType::BF16), count)?)?;
+                same("ids", &[ids[0] as f32], &[-1.0])?;
+            }
+            Ok(0.0)
+        })();
+        report.add("likeliest", "kernel", &format!("{count} of {rows} x {width}"), outcome);
     }
 }
 
@@ -126,6 +157,7 @@ mod tests {
         let extent = Extent::emulated(1, 64, 3);
         emulated(1, |device, report| {
             check_launches(report, device, &extent);
+            check_likeliest(report, device, &extent);
             Ok(())
         });
     }

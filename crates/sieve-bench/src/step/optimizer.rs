@@ -5,7 +5,7 @@ use crate::bar::Results;
 use crate::bench::{Bench, Work};
 use crate::device::Device;
 use crate::extent::Extent;
-use crate::place::{float, floats};
+use crate::place::{Place, float, floats};
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::{FloatDType, Tensor, TensorPrimitive};
 use sieve_core::AdamWStep;
@@ -68,7 +68,7 @@ fn step(
     tensors.adamw(update)
 }
 
-pub(super) fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn adamw_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
     let shape = [rows, 96];
     let param = on.input_in(shape, burn::tensor::DType::F32);
     let exp_avg = on.input_in(shape, burn::tensor::DType::F32);
@@ -83,7 +83,8 @@ pub(super) fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Res
     let grad = on.input_in(shape, burn::tensor::DType::F32);
     let scale = float::<B, 1>(&[0.5], [1], on.device);
     let before = tensors.param.clone();
-    let (next, split) = if on.own() {
+    // The reference has f32 in any case: its master is rounded as the leaf is.
+    let (next, split) = if on.dtype == B::DTYPE {
         let (leaf, rest) = B::split_master(before.clone());
         let again = B::join_master(leaf.clone(), rest.clone());
         let halves = AdamWTensors::<B> {
@@ -114,13 +115,8 @@ pub(super) fn adamw_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Res
 }
 
 pub(super) fn sum_of_squares_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
-    let x = on.input_in([rows, 96], burn::tensor::DType::F32);
-    let sum = if on.own() {
-        B::sum_of_squares(x)
-    } else {
-        reference::sum_of_squares::<B>(x)
-    };
-    vec![("sum", floats::<B, 1>(sum))]
+    let x = on.wide_input([rows, 96]);
+    vec![("sum", floats::<B, 1>(B::sum_of_squares(x)))]
 }
 
 fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
@@ -175,7 +171,7 @@ fn adamw_launches(mut calls: Calls<'_>, size: usize) -> Outcome {
     calls.equal("exp_avg of a split master", &moment, &exp_avg)?;
     calls.equal("exp_avg_sq of a split master", &second, &exp_avg_sq)?;
 
-    // A scale that is 0 or no number: nothing moves, whatever the gradient holds.
+    // A scale that is 0, NaN or infinite: nothing moves, whatever the gradient holds.
     let nan = device.float(&vec![f32::NAN; size], &[size], DType::F32);
     for gate in [0.0, f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let gate = device.float(&[gate], &[1], DType::F32);

@@ -6,15 +6,15 @@ use crate::bar::{Bar, Results};
 use crate::bench::{Bench, Work};
 use crate::device::Gpu;
 use crate::extent::Extent;
-use crate::place::floats;
+use crate::place::{Place, floats};
 use crate::report::{Outcome, Report, Wrong, wrong};
 use burn::tensor::backend::Backend;
-use burn::tensor::{FloatDType, Tensor, TensorPrimitive};
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
 use sieve_kernels::DType;
 use sieve_kernels::{
     Cublaslt, CudaTensor, KernelError, LaunchCounts, MatmulOutput, Product, ToBurn, kernel_tensor, matmul,
 };
-use sieve_ops::{Cuda, DeviceBackend, reference};
+use sieve_ops::{Cuda, DeviceBackend};
 
 const NAME: &str = "product, cuBLASLt";
 
@@ -68,31 +68,18 @@ pub(super) fn bench(bench: &mut Bench<'_>) {
     }
 }
 
-pub(super) fn linear_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -> Results {
+pub(super) fn linear_op<B: Place>(on: &mut On<'_, B>, rows: usize) -> Results {
     let (x, weight) = (on.input([rows, 96]), on.input([40, 96]));
-    let (dy, before) = (on.input([rows, 40]), on.input_in([40, 96], burn::tensor::DType::F32));
-    let (y, dx, dweight, sum) = if on.own() {
-        (
-            <B as DeviceBackend>::linear(x.clone(), weight.clone()),
-            B::linear_input_gradient(weight, dy.clone()),
-            B::linear_weight_gradient(x.clone(), dy.clone(), None),
-            B::linear_weight_gradient(x, dy, Some(before)),
-        )
-    } else {
-        let dweight = reference::linear_weight_gradient::<B>(x.clone(), dy.clone());
-        (
-            reference::linear::<B>(x, weight.clone()),
-            reference::linear_input_gradient::<B>(weight, dy),
-            dweight.clone(),
-            B::float_add(B::float_cast(dweight, FloatDType::F32), before),
-        )
+    let (dy, before) = (on.input([rows, 40]), on.wide_input([40, 96]));
+    let y = <B as DeviceBackend>::linear(x.clone(), weight.clone());
+    let dx = B::linear_input_gradient(weight, dy.clone());
+    let dweight = B::linear_weight_gradient(x.clone(), dy.clone(), None);
+    let sum = match on.dtype == B::DTYPE {
+        true => B::linear_weight_gradient(x, dy, Some(before)),
+        false => B::float_add(B::float_cast(dweight.clone(), before.dtype().into()), before),
     };
-    vec![
-        ("y", floats::<B, 2>(y)),
-        ("dx", floats::<B, 2>(dx)),
-        ("dweight", floats::<B, 2>(dweight)),
-        ("dweight added", floats::<B, 2>(sum)),
-    ]
+    let results = [("y", y), ("dx", dx), ("dweight", dweight), ("dweight added", sum)];
+    results.map(|(name, x)| (name, floats::<B, 2>(x))).into()
 }
 
 /// Checks them all.

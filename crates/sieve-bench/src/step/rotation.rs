@@ -88,20 +88,9 @@ pub(super) fn qk_norm_rope_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize)
         num_kv_heads: kv_heads,
         epsilon: EPSILON,
     };
-    let alone = (qkv.clone(), without_norms(call.clone()));
-    let (rotated, y, [dx, dq, dk]) = if on.own() {
-        (
-            B::rope(alone.0, alone.1),
-            B::qk_norm_rope(qkv.clone(), call.clone()),
-            B::qk_norm_rope_backward(qkv, call, dy),
-        )
-    } else {
-        (
-            reference::rope::<B>(alone.0, alone.1),
-            reference::qk_norm_rope::<B>(qkv.clone(), call.clone()),
-            reference::qk_norm_rope_backward::<B>(qkv, call, dy),
-        )
-    };
+    let rotated = B::rope(qkv.clone(), without_norms(call.clone()));
+    let y = B::qk_norm_rope(qkv.clone(), call.clone());
+    let [dx, dq, dk] = B::qk_norm_rope_backward(qkv, call, dy);
     vec![
         ("rotated", floats::<B, 4>(rotated)),
         ("y", floats::<B, 4>(y)),

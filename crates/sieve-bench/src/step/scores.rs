@@ -66,7 +66,7 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
     let qkv = on.input(shape);
     let w_dt = on.input([kv_heads * width, kv_heads]);
     let a = on.input([kv_heads]);
-    let dz = on.input_in([2, kv_heads, rows], burn::tensor::DType::F32);
+    let dz = on.wide_input([2, kv_heads, rows]);
     let dqkv = on.input(shape);
     // The second row's tokens are a second document from the third on.
     let start: Vec<i32> = (0..2 * rows).map(|at| if at >= rows + 2 { 2 } else { 0 }).collect();
@@ -76,19 +76,8 @@ pub(super) fn dma_scores_op<B: DeviceBackend>(on: &mut On<'_, B>, rows: usize) -
         origin: PositionOrigin::DocumentStart(start.into_primitive()),
     });
     let call = DmaScoresCall::<B> { qkv, w_dt, a, spec };
-    let (rank, z, [dqkv, dw, da]) = if on.own() {
-        (
-            B::dma_ranks(&call, recency),
-            B::dma_scores(&call),
-            B::dma_scores_backward(&call, dz, dqkv),
-        )
-    } else {
-        (
-            reference::dma_ranks(&call, recency),
-            reference::dma_scores(&call),
-            reference::dma_scores_backward(&call, dz, dqkv),
-        )
-    };
+    let (rank, z) = (B::dma_ranks(&call, recency), B::dma_scores(&call));
+    let [dqkv, dw, da] = B::dma_scores_backward(&call, dz, dqkv);
     vec![
         ("z", floats::<B, 3>(z)),
         ("rank", floats::<B, 3>(rank)),

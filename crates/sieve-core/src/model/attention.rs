@@ -459,10 +459,8 @@ impl MobaShape {
     pub fn choice(&self) -> BlockChoice {
         BlockChoice {
             blocks: NsaBlocks {
-                compress_block_size: self.select_block_size,
-                compress_stride: self.select_block_size,
-                select_block_size: self.select_block_size,
                 num_selected_blocks: self.num_selected_blocks,
+                ..NsaBlocks::of([self.select_block_size; 4])
             },
             rule: ChoiceRule::MeanKey,
             forced: ForcedBlocks { first: false, local: 1 },

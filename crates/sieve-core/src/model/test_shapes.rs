@@ -14,16 +14,11 @@ pub fn qwen3_0_6b() -> ModelShape {
         head_dim: 128,
         vocab_size: 151_936,
         rope_theta: 1e6,
-        rms_norm_eps: 1e-6,
         tie_word_embeddings: true,
         max_seq_len: 40_960,
-        initializer_range: 0.02,
         residual_scale: false,
-        qk_norm: true,
-        qkv_bias: false,
-        rope_scaling: None,
         attention: Attention::Mha,
-        dense_layers: Vec::new(),
+        ..tiny_dma()
     }
 }
 
@@ -56,9 +51,6 @@ pub fn tiny_mla() -> ModelShape {
     ModelShape {
         num_kv_heads: 4,
         residual_scale: false,
-        qk_norm: true,
-        qkv_bias: false,
-        rope_scaling: None,
         attention: Attention::Mla(MlaShape {
             kv_lora_rank: 8,
             qk_rope_head_dim: 2,
@@ -72,9 +64,6 @@ pub fn tiny_mla() -> ModelShape {
 pub fn tiny_nsa() -> ModelShape {
     ModelShape {
         residual_scale: false,
-        qk_norm: true,
-        qkv_bias: false,
-        rope_scaling: None,
         attention: Attention::Nsa(NsaShape {
             compress_block_size: 4,
             compress_stride: 2,

@@ -23,10 +23,7 @@ pub fn keys_page() -> String {
             Kind::Tables(_) => format!("[[{}]]", section.name),
             _ => format!("[{}]", section.name),
         };
-        let may_be_absent = match section.required {
-            true => "",
-            false => " May be left out.",
-        };
+        let may_be_absent = if section.required { "" } else { " May be left out." };
         let doc = one_line(section.doc);
         page += &format!("\n## {title}\n{doc}{may_be_absent}\n\n");
         match (section.name, section.kind) {

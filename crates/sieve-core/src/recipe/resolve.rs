@@ -36,7 +36,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
             let per_step = size(seq_len).and_then(|len| size(rows)?.checked_mul(len));
             if stage.contains_key("steps") {
                 let problem = Problem::Rule {
-                    what: "stands beside steps".to_owned(),
+                    what: "is given beside steps".to_owned(),
                     hint: "give one of the two".to_owned(),
                 };
                 mistakes.push(Mistake::new(key, problem));
@@ -47,7 +47,7 @@ pub(super) fn steps_of_stages(table: &mut Table, mistakes: &mut Vec<Mistake>) {
                 stage.remove("tokens");
             } else {
                 let problem = Problem::Rule {
-                    what: format!("is {tokens}, which is no number of steps"),
+                    what: format!("is {tokens}, which is not a whole number of steps"),
                     hint: "give tokens, seq_len and the batch sizes at least 1".to_owned(),
                 };
                 mistakes.push(Mistake::new(key, problem));
@@ -112,7 +112,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
         if width % (2 * heads) != 0 {
             let problem = Problem::Rule {
                 what: format!(
-                    "is missing, and hidden_size = {width} is no even number times num_attention_heads = {heads}"
+                    "is missing, and hidden_size = {width} is not an even number times num_attention_heads = {heads}"
                 ),
                 hint: "give model.head_dim, or another hidden_size".to_owned(),
             };
@@ -232,9 +232,8 @@ fn dma_form(attention: &mut Table, sizes: Sizes, gives_window: bool) {
     };
     choice(attention, "bias", bias);
     let window = attention.get("keep_window_size").and_then(Value::as_integer);
-    derived(attention, "local_window_size", || match gives_window {
-        true => Some(0),
-        false => Some(window? / 8),
+    derived(attention, "local_window_size", || {
+        if gives_window { Some(0) } else { Some(window? / 8) }
     });
 }
 

@@ -273,7 +273,7 @@ fn check_training(training: &TrainingSection, model: Option<&ModelSection>, rule
     );
 }
 
-/// Products of eight-bit floats need sizes that are multiples of 16. The tokens of a micro-batch are one of these
+/// fp8 GEMMs need sizes that are multiples of 16. The tokens of a micro-batch are one of these
 /// sizes: a weight's gradient sums over them.
 fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
     let tokens = training.local_batch_size.saturating_mul(training.seq_len);
@@ -291,7 +291,7 @@ fn check_fp8(training: &TrainingSection, model: Option<&ModelSection>, rules: &m
         rules.require(
             ends <= most,
             "training.bf16_end_blocks",
-            || format!("is {ends} at each end of {blocks} blocks, which leaves none in eight-bit floats"),
+            || format!("is {ends} at each end of {blocks} blocks, which leaves none in fp8"),
             || format!("set it to {most} or less, or training.precision = \"bf16\""),
         );
     }

@@ -304,7 +304,7 @@ impl TrainingSection {
         self.global_batch_size * self.seq_len
     }
 
-    /// The blocks of `num_layers` that multiply in eight-bit floats.
+    /// The blocks of `num_layers` that run their GEMMs in fp8.
     pub fn fp8_blocks(&self, num_layers: usize) -> Range<usize> {
         let first = match self.precision {
             TrainingPrecision::Bf16 => num_layers,

@@ -128,7 +128,7 @@ fn sizes_and_schedule_that_follow_from_others_may_be_left_out() {
     let error = error.to_string();
     says(
         &error,
-        "model.head_dim: is missing, and hidden_size = 48 is no even number times",
+        "model.head_dim: is missing, and hidden_size = 48 is not an even number times",
     );
     assert!(
         error.starts_with("short.toml is not a valid recipe: 1 mistake"),

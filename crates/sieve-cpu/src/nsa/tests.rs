@@ -26,12 +26,7 @@ struct Branches {
 }
 
 fn blocks(l: usize, s: usize, select: usize, k: usize) -> NsaBlocks {
-    NsaBlocks {
-        compress_block_size: l,
-        compress_stride: s,
-        select_block_size: select,
-        num_selected_blocks: k,
-    }
+    NsaBlocks::of([l, s, select, k])
 }
 
 impl Case {

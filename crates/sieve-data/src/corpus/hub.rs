@@ -237,7 +237,7 @@ impl RemotePath {
             ));
         }
         if !revision.split('/').all(is_name) {
-            return Err(bad("the revision behind @ is no branch, tag or commit"));
+            return Err(bad("the revision behind @ is not a branch, tag or commit"));
         }
         Ok(Self {
             repo: format!("{owner}/{name}"),
@@ -384,7 +384,7 @@ impl Hub {
         let failed = |reason: String| self.failed(&remote.repo, reason);
         let body = self.client.text(&url_path, MAX_ANSWER_BYTES, &failed)?;
         let answer = serde_json::from_str::<Answer>(&body)
-            .map_err(|error| failed(format!("the answer is no listing: {error}")))?;
+            .map_err(|error| failed(format!("the answer is not a listing: {error}")))?;
         if !is_hex(&answer.sha, &[40, 64]) {
             return Err(failed(format!(
                 "the answer's commit {} is none",
@@ -399,7 +399,7 @@ impl Hub {
         };
         if let Some(odd) = answer.siblings.iter().find(|sibling| leaves(&sibling.name)) {
             let name = shortened(&odd.name);
-            return Err(failed(format!("the file name {name} leads elsewhere or is no name")));
+            return Err(failed(format!("the file name {name} leads elsewhere or is not a name")));
         }
         let listing = Listing {
             path: path.to_owned(),

@@ -65,10 +65,7 @@ impl ShardRows {
             self.shard.read(piece.document, range, config.vocab_size, &mut buffer)?;
             batch.tokens.extend_from_slice(&buffer[..len]);
             let prompt_len = self.shard.prompt_len(piece.document);
-            let label = |(place, &token): (u64, &u32)| match place < prompt_len {
-                true => IGNORE_LABEL,
-                false => token as i32,
-            };
+            let label = |(place, &token): (u64, &u32)| if place < prompt_len { IGNORE_LABEL } else { token as i32 };
             // The label of a place is the token behind it.
             batch
                 .labels

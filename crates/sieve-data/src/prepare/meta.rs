@@ -155,7 +155,7 @@ impl PreparedMeta {
                 return Err(bad(format!("format_version {version}; only {FORMAT_VERSION} is known")));
             }
             None => {
-                return Err(bad("is no meta.json of a preparation: no format_version".into()));
+                return Err(bad("is not the meta.json of a preparation: no format_version".into()));
             }
         }
         serde_json::from_value(value).map_err(|error| bad(error.to_string()))

@@ -3,10 +3,10 @@ use super::{LongSource, LongTexts, NUM_WRONG};
 use crate::continuation::Continuation;
 use crate::input::check_vocabulary;
 use crate::needle::rank;
-use crate::sampler::likeliest;
 use crate::{EvalError, LayerPath, Selection, TaskModel};
 use serde::Serialize;
 use sieve_ops::DeviceBackend;
+use sieve_ops::first_of_largest;
 
 /// Stretches of depth that scores are given by.
 const NUM_DEPTHS: usize = 5;
@@ -118,7 +118,7 @@ pub fn ask_long<B: DeviceBackend>(
         let mut said = Vec::new();
         let (mut answer, mut score) = (String::new(), 0.0);
         while said.len() < most && score < 1.0 {
-            let token = likeliest(&logits[..num_tokens]).ok_or(EvalError::NotFinite {
+            let token = first_of_largest(&logits[..num_tokens]).ok_or(EvalError::NotFinite {
                 num_tokens: text.cache().num_tokens,
             })?;
             if token == eos_id {

@@ -3,6 +3,7 @@ use super::*;
 use crate::test_model::{tiny_model, words as window};
 use burn_flex::Flex;
 use sieve_core::Attention;
+use sieve_nn::LayerOperands;
 use sieve_testing::refusal;
 
 fn model(attention: Attention) -> Qwen3<Flex> {
@@ -92,6 +93,71 @@ fn everything_kept_is_the_model_itself_and_less_is_less() {
     assert!(all[1].causal && !all[0].causal && all[3].causal);
 }
 
+/// By the definitions, in f64, from the logits and the layers' outputs of two passes.
+#[test]
+fn predictions_and_layers_are_compared_with_the_dense_model() {
+    let (model, device, prompt) = (model(Attention::Mha), Default::default(), window(301));
+    let values = |x: burn::tensor::TensorData| x.iter::<f64>().collect::<Vec<f64>>();
+    let pass = |selection: &mut Selection| {
+        let mut layers = Vec::new();
+        let attend = &mut |operands: &LayerOperands<Flex>| {
+            let o = selection.attend(operands)?;
+            layers.push(values(o.clone().into_data()));
+            Ok(o)
+        };
+        let hidden = layers_pass(&model, &prompt, &device, attend).expect("valid").hidden;
+        let logits = model.head.logits(hidden.clone(), &model.embed_tokens).into_data();
+        let (vocab, logits) = (logits.shape[2], values(logits));
+        let rows = logits.chunks(vocab).map(|row| {
+            let sum: f64 = row.iter().map(|x| x.exp()).sum();
+            row.iter().map(|x| x - sum.ln()).collect::<Vec<f64>>()
+        });
+        (rows.collect::<Vec<_>>(), values(hidden.into_data()), layers)
+    };
+    let cosine = |a: &[f64], b: &[f64]| {
+        let rows = a.chunks(a.len() / 300).zip(b.chunks(b.len() / 300));
+        let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+        rows.map(|(a, b)| dot(a, b) / (dot(a, a) * dot(b, b)).sqrt())
+            .sum::<f64>()
+            / 300.0
+    };
+    let first = |row: &[f64]| (0..row.len()).fold(0, |best, n| if row[n] > row[best] { n } else { best });
+    let (p, hidden, layers) = pass(&mut selection("dense"));
+    for text in ["streamingllm:n_init=2,n_local=8", "exact_top:k=5", "meanpool:tau=1"] {
+        let text = format!(
+            "{text}{}",
+            if text.starts_with("exact") {
+                ""
+            } else {
+                ",min_prefill_tokens=0"
+            }
+        );
+        let found = measure_selectors(
+            &model,
+            std::slice::from_ref(&prompt),
+            &[selection(&text)],
+            &device,
+            &mut |_| {},
+        );
+        let found = found.expect("valid").remove(0).expect("valid");
+        let (q, sparse, sparse_layers) = pass(&mut selection(&text));
+        let (mut kl, mut same) = (0.0, 0.0);
+        for (p, q) in p.iter().zip(&q) {
+            kl += p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>() / 300.0;
+            same += f64::from(u8::from(first(p) == first(q))) / 300.0;
+        }
+        let close = |a: f64, b: f64, what: &str| assert!((a - b).abs() < 1e-5, "{text} {what}: {a} {b}");
+        close(found.kl, kl, "KL");
+        close(found.top1, same, "top-1");
+        close(found.cosine, cosine(&hidden, &sparse), "cosine");
+        for (layer, (a, b)) in found.layers.iter().zip(layers.iter().zip(&sparse_layers)) {
+            close(layer.cosine.expect("the model ran"), cosine(a, b), "layer");
+        }
+        let keeps_all = text.starts_with("meanpool");
+        assert_eq!(found.kl < 1e-5 && found.cosine > 0.99999, keeps_all, "{found:?}");
+    }
+}
+
 #[test]
 fn the_first_prompt_runs_once_before_the_clocks() {
     let selections = ["meanpool:tau=1", "exact_top:k=1000"].map(selection);
@@ -119,7 +185,8 @@ fn the_seconds_of_the_host_hold_its_dense_layers_too() {
     for text in ["meanpool", "dense", "exact_top:k=9"] {
         let mut selection = selection(text);
         let model = model(Attention::Mha);
-        let pass = selecting_pass(&model, &window(301), &Default::default(), &mut selection);
+        let attend = &mut |operands: &LayerOperands<Flex>| selection.attend(operands);
+        let pass = layers_pass(&model, &window(301), &Default::default(), attend);
         let (all, totals) = (pass.expect("valid").prefill_ms, selection.totals());
         let [least, most] = [totals.select_seconds, 1e-3 * all];
         assert!(

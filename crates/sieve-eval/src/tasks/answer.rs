@@ -4,10 +4,10 @@ use super::spec::Matching;
 use super::text_scores::TextScore;
 use crate::continuation::{Continuation, texts_together};
 use crate::input::check_vocabulary;
-use crate::sampler::likeliest;
 use crate::{EvalError, Selection};
 use sieve_data::DecodeStream;
 use sieve_ops::DeviceBackend;
+use sieve_ops::first_of_largest;
 
 /// What a number that is not there is called; never an answer.
 const NO_NUMBER: &str = "[invalid]";
@@ -93,7 +93,7 @@ struct Going<'a, 't, B: DeviceBackend> {
 impl<B: DeviceBackend> Going<'_, '_, B> {
     /// Says the likeliest token; `None` at the end.
     fn say(&mut self, num_tokens: usize, eos_id: u32, matching: &Matching) -> Result<Option<u32>, EvalError> {
-        let token = likeliest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite {
+        let token = first_of_largest(&self.logits[..num_tokens]).ok_or(EvalError::NotFinite {
             num_tokens: self.text.cache().num_tokens,
         })?;
         if token == eos_id || self.num_said == matching.max_new_tokens {

@@ -3,6 +3,7 @@
 use super::{TaskModel, TaskSize};
 use crate::continuation::{Continuation, Ending};
 use crate::input::{check_vocabulary, ids};
+use crate::pass::LOGIT_TOKENS;
 use crate::rows::Rows;
 use crate::{EvalError, Selection, texts_together};
 use burn::tensor::{Int, Tensor, TensorData};
@@ -21,8 +22,6 @@ const BATCH_TOKENS: usize = 8192;
 const LONG_PROMPT: usize = 4096;
 /// Shorter rows would hold few pairs each.
 const MIN_ROW_TOKENS: usize = 512;
-/// Positions whose logits are held at once.
-const LOGIT_TOKENS: usize = 256;
 
 /// Of a text after its context.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

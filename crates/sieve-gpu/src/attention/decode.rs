@@ -1,5 +1,5 @@
 //! Launch of `kernels/attention_decode.cu`: one new token a row against its key-value cache.
-use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling};
+use crate::attention::decode_scratch::{DecodeScratch, DecodeTiling, WARP_KEYS};
 use crate::attention::forward::require_scale;
 use crate::attention::heads::{AttentionShape, Qkv};
 use crate::error::KernelError;
@@ -72,8 +72,7 @@ impl KvCache {
             let supported = format!("below the cache's capacity of {capacity}");
             return Err(KernelError::unsupported(NAME, "length", step.max_length, supported));
         }
-        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor()];
-        launch(&shape, &token, &tensors, self, length, step, scratch, 1)
+        launch(&shape, &token, self, length, step, scratch, Seen::Appended)
     }
 
     /// Attends one query a row over its cache alone: `length` keys of it, the last `window` of those. Nothing is
@@ -90,36 +89,80 @@ impl KvCache {
     ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
         let token = token.walkable();
-        launch(&shape, &token, &[token.q.tensor()], self, length, step, scratch, 0)
+        launch(&shape, &token, self, length, step, scratch, Seen::Cached)
+    }
+
+    /// As [`attention_decode_cached`](Self::attention_decode_cached) over the blocks `chosen`, i32 `[batch, choosers,
+    /// num_chosen]` of `block_size` keys, ascending up to the one of key `length`, then -1; up to that key. Each of so
+    /// many heads chooses for as many queries. `scratch` is that of as many KV heads as choosers.
+    ///
+    /// A block has a multiple of [`WARP_KEYS`].
+    ///
+    /// # Errors
+    /// As there.
+    pub(crate) fn attention_decode_chosen(
+        &self,
+        token: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        scratch: &DecodeScratch,
+        chosen: &CudaTensor,
+        block_size: usize,
+    ) -> Result<CudaTensor, KernelError> {
+        let shape = one_token(NAME, token)?;
+        debug_assert!(block_size.is_multiple_of(WARP_KEYS), "a warp's tile lies in one block");
+        let token = token.walkable();
+        let seen = Seen::Chosen { chosen, block_size };
+        launch(&shape, &token, self, length, step, scratch, seen)
     }
 }
 
-#[allow(clippy::too_many_arguments)] // the two public methods' arguments, and what tells them apart
+/// What a query sees of its cache.
+enum Seen<'a> {
+    /// All of it, and the token, which joins it.
+    Appended,
+    /// All of it.
+    Cached,
+    /// Blocks of it.
+    Chosen { chosen: &'a CudaTensor, block_size: usize },
+}
+
 fn launch(
     shape: &AttentionShape,
     token: &Qkv,
-    inputs: &[&CudaTensor],
     cache: &KvCache,
     length: &CudaTensor,
     step: DecodeStep,
     scratch: &DecodeScratch,
-    append: usize,
+    seen: Seen<'_>,
 ) -> Result<CudaTensor, KernelError> {
     let capacity = cache.capacity(NAME, shape)?;
     require_scale(NAME, step.softmax_scale)?;
     operands!(only NAME, length: I32[shape.batch] strided);
     let window = step.window.unwrap_or(capacity + 1);
     require_non_empty(NAME, "window", window)?;
-    if !scratch.fits(shape) {
-        return Err(scratch.misfit(NAME, shape));
-    }
     let o = cache.k.empty_contiguous(&shape.output(), DType::BF16);
-    let mut tensors = inputs.to_vec();
-    tensors.extend([&cache.k, &cache.v, length, &o, &scratch.partials, &scratch.counters]);
+    let mut tensors = vec![token.q.tensor()];
+    let (mut heads, mut num_chosen, mut select_size) = (*shape, 0, 0);
+    match seen {
+        Seen::Appended => tensors.extend([token.k.tensor(), token.v.tensor(), &cache.k, &cache.v]),
+        Seen::Cached => tensors.extend([&cache.k, &cache.v]),
+        Seen::Chosen { chosen, block_size } => {
+            [_, heads.num_kv_heads, num_chosen] = chosen.dims(NAME, "chosen")?;
+            select_size = block_size;
+            operands!(only NAME, chosen: I32[shape.batch, heads.num_kv_heads, num_chosen] contiguous);
+            require_non_empty(NAME, "chosen", num_chosen)?;
+            tensors.extend([&cache.k, &cache.v, chosen]);
+        }
+    }
+    if !scratch.fits(&heads) {
+        return Err(scratch.misfit(NAME, &heads));
+    }
+    tensors.extend([length, &o, &scratch.partials, &scratch.counters]);
     let [q, k, v] = token.head_words(NAME)?;
     let params = params!(AttentionDecodeParams {
         num_heads: shape.num_heads,
-        num_kv_heads: shape.num_kv_heads,
+        num_kv_heads: heads.num_kv_heads,
         capacity,
         window_size: window,
         num_splits: scratch.num_splits,
@@ -130,17 +173,22 @@ fn launch(
         k_batch_stride: k[2],
         v_offset: v[0],
         v_batch_stride: v[2],
+        cache_heads: shape.num_kv_heads,
+        num_chosen,
+        select_size,
     });
-    let kernel = attention_decode_kernel(scratch.tiling, append);
+    let append = matches!(seen, Seen::Appended);
+    let kernel = attention_decode_kernel(scratch.tiling, append.into(), (num_chosen > 0).into());
     // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to the capacity; writes every element
     // of o and, when appending, row `length` of the caches.
     unsafe { kernel.launch(scratch.grid(), &tensors, &params) }?;
     Ok(o)
 }
 
-/// The specialisation for a tiling; `append` is 1 when the token joins the cache.
-pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize) -> SourceKernel {
-    tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append)
+/// The specialisation for a tiling; `append` is 1 when the token joins the cache, `chosen` when it sees blocks alone.
+pub(crate) fn attention_decode_kernel(tiling: DecodeTiling, append: usize, chosen: usize) -> SourceKernel {
+    let kernel = tiling.kernel(SourceKernel::new(NAME)).define("APPEND", append);
+    kernel.define("CHOSEN", chosen).starts_early()
 }
 
 /// The sizes of a call with one token a row.

@@ -10,7 +10,7 @@ use crate::step::fill_zero::empty_zero;
 const DECODE_ROWS: usize = 16;
 
 /// Keys of a warp's tile: no split is shorter than a tile for each of its warps.
-const WARP_KEYS: usize = 16;
+pub(crate) const WARP_KEYS: usize = 16;
 
 /// Warps for a multiprocessor that fill it: more wait for each other.
 const WARPS_PER_MULTIPROCESSOR: usize = 8;

@@ -22,7 +22,7 @@ pub struct AttentionResult {
     /// key. With a bias, [`base`](Self::base) is subtracted from it, so that it keeps its last digits beside large
     /// biases.
     pub lse: CudaTensor,
-    /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (they are no numbers by
+    /// The 16 bits of each f32 of the output that o lacks, shaped as o and of its dtype (not numbers by
     /// themselves), where the kernel keeps them: they spare the backward pass the row sums.
     pub o_low: Option<CudaTensor>,
     /// With a bias: the largest that each query sees, f32 `[batch, num_kv_heads, seq_len rounded up to 64]`.

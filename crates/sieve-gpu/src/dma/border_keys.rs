@@ -43,7 +43,7 @@ pub fn dma_last_kept(expire: &CudaTensor, slots: usize) -> Result<CudaTensor, Ke
 /// `[batch, num_kv_heads, seq_len]`, `kept` as [`dma_last_kept`] gives it for such a row.
 ///
 /// # Errors
-/// Other types or shapes, a head width that is no multiple of 8.
+/// Other types or shapes, a head width that is not a multiple of 8.
 pub fn dma_border_keys_forward(
     packed: &CudaTensor,
     rank: &CudaTensor,

@@ -34,7 +34,7 @@ pub(super) fn nsa_choose(
 ) -> Result<CudaTensor, KernelError> {
     let shape = qkv.shape(NAME)?;
     let qkv = qkv.walkable();
-    let BlockChoice { blocks, rule, forced } = choice;
+    let BlockChoice { blocks, rule, .. } = choice;
     let (batch, seq_len) = (shape.batch, shape.seq_len);
     let heads = choice.num_choosers(shape.num_heads, shape.num_kv_heads);
     let num_blocks = seq_len.div_ceil(blocks.select_block_size);
@@ -74,23 +74,37 @@ pub(super) fn nsa_choose(
         let grid = [count.div_ceil(tile), heads, batch];
         // SAFETY: the caller checked sizes and types; writes within the slab, which has room for `count` queries.
         unsafe { kernel.launch(grid, &tensors, &params) }?;
-        let params = params!(NsaChooseParams {
-            seq_len,
-            num_kv_heads: heads,
-            select_size: blocks.select_block_size,
-            num_selected: k,
-            first_query: first,
-            num_queries: count,
-            num_blocks,
-            num_first: usize::from(forced.first),
-            num_local: forced.local,
-        });
-        let tensors = [&slab, start, &indices];
-        let grid = [count.div_ceil(CHOOSE_QUERIES), heads, batch];
-        // SAFETY: reads importances that were written, writes every index of these queries.
-        unsafe { NSA_CHOOSE.launch(grid, &tensors, &params) }?;
+        take_important(&slab, start, &indices, choice, first, count)?;
     }
     Ok(indices)
+}
+
+/// Writes the choice of `count` queries from `first` on into `indices`, i32 `[batch, seq_len, choosers, num_selected]`,
+/// from the importances of their blocks, f32 `[batch, choosers, at least count, num_blocks]`.
+pub(super) fn take_important(
+    importance: &CudaTensor,
+    start: &CudaTensor,
+    indices: &CudaTensor,
+    choice: BlockChoice,
+    first: usize,
+    count: usize,
+) -> Result<(), KernelError> {
+    let [batch, seq_len, choosers, num_selected] = indices.dims(NAME, "block_indices")?;
+    let [_, _, _, num_blocks] = importance.dims(NAME, "importance")?;
+    let params = params!(NsaChooseParams {
+        seq_len,
+        num_kv_heads: choosers,
+        select_size: choice.blocks.select_block_size,
+        num_selected,
+        first_query: first,
+        num_queries: count,
+        num_blocks,
+        num_first: usize::from(choice.forced.first),
+        num_local: choice.forced.local,
+    });
+    let grid = [count.div_ceil(CHOOSE_QUERIES), choosers, batch];
+    // SAFETY: reads importances that were written, writes every index of these queries.
+    unsafe { NSA_CHOOSE.launch(grid, &[importance, start, indices], &params) }
 }
 
 /// The kernel that scores each block.
@@ -113,4 +127,4 @@ pub(super) fn rule_number(rule: ChoiceRule) -> u8 {
 }
 
 /// The kernel that takes the most important.
-pub(super) const NSA_CHOOSE: SourceKernel = SourceKernel::new(NAME).threads(256);
+pub(super) const NSA_CHOOSE: SourceKernel = SourceKernel::new(NAME).threads(256).starts_early();

@@ -111,12 +111,7 @@ mod tests {
 
     #[test]
     fn importance_has_a_form_for_the_paper_s_blocks_and_powers_of_two() {
-        let blocks = |compress_block_size, compress_stride, select_block_size| NsaBlocks {
-            compress_block_size,
-            compress_stride,
-            select_block_size,
-            num_selected_blocks: 16,
-        };
+        let blocks = |size, stride, select| NsaBlocks::of([size, stride, select, 16]);
         let tiles = [1, 2, 3, 4, 8, 16, 32].map(|group| importance_tile(blocks(32, 16, 64), group));
         let expected = [Some(128), Some(64), None, Some(32), Some(16), Some(8), None];
         assert_eq!(tiles, expected);

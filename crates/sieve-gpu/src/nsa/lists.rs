@@ -127,20 +127,13 @@ mod tests {
     use super::*;
     use crate::runtime::recording::{Hardware, Recorder};
 
-    const BLOCKS: NsaBlocks = NsaBlocks {
-        compress_block_size: 32,
-        compress_stride: 16,
-        select_block_size: 64,
-        num_selected_blocks: 16,
-    };
-
     /// Lists of the last queries of a row, as a launch would make them.
     fn lists(hardware: Hardware, seq_len: usize) -> Result<ChoiceLists, KernelError> {
         let gpu = Recorder::new(hardware);
         let tensor = |shape: &[usize]| gpu.tensor(shape, DType::I32);
-        let indices = tensor(&[1, seq_len, 1, BLOCKS.num_selected_blocks]);
+        let indices = tensor(&[1, seq_len, 1, NsaBlocks::PUBLISHED.num_selected_blocks]);
         let range = (seq_len - 1, 1);
-        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), BLOCKS, range, 64)
+        ChoiceLists::new(&indices, &tensor(&[1, seq_len]), NsaBlocks::PUBLISHED, range, 64)
     }
 
     #[test]

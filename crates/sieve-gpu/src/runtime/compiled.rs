@@ -4,7 +4,10 @@ use crate::runtime::ahead_of_time::compile_with_nvrtc;
 use crate::runtime::cubins::Cubins;
 use crate::runtime::source_kernel::SourceKernel;
 use cudarc::driver::result as driver;
-use cudarc::driver::sys::{self as cuda, CUfunction, CUfunction_attribute, CUresult, CUstream, CUtensorMap};
+use cudarc::driver::sys::{
+    self as cuda, CUfunction, CUfunction_attribute, CUlaunchAttribute, CUlaunchAttributeID, CUlaunchAttributeValue,
+    CUlaunchConfig, CUresult, CUstream, CUtensorMap,
+};
 use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
@@ -52,6 +55,8 @@ pub struct DeviceLaunch<'a> {
     pub pointers: &'a [u64],
     /// The params struct.
     pub words: &'a [u64],
+    /// Whether the kernel starts before the one before it has ended, and waits for it itself.
+    pub starts_early: bool,
 }
 
 /// Kernels by GPU and code.
@@ -140,12 +145,31 @@ impl LoadedKernel {
         let of_pointers = pointers.iter().map(|pointer| (&raw const *pointer).cast_mut().cast());
         let mut arguments: Vec<*mut c_void> = of_maps.chain(of_pointers).collect();
         arguments.push(call.words.as_ptr().cast_mut().cast());
-        let ([x, y, z], threads) = (call.grid, (call.threads, 1, 1));
-        let shared_bytes = call.shared_bytes as u32;
-        // SAFETY: the caller's promise; the driver copies the arguments before it returns.
-        let launched =
-            unsafe { driver::launch_kernel(self.function, (x, y, z), threads, shared_bytes, stream, &mut arguments) };
-        launched.map_err(|e| format!("cuLaunchKernel: {:?}", e.0))
+        let mut early = CUlaunchAttribute {
+            id: CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: Default::default(),
+            value: CUlaunchAttributeValue {
+                programmaticStreamSerializationAllowed: 1,
+            },
+        };
+        let [x, y, z] = call.grid;
+        let config = CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: call.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: call.shared_bytes as u32,
+            hStream: stream,
+            attrs: &raw mut early,
+            numAttrs: call.starts_early.into(),
+        };
+        let no_extra = std::ptr::null_mut();
+        // SAFETY: the caller's promise; the driver copies the configuration and the arguments before it returns.
+        let launched = unsafe { cuda::cuLaunchKernelEx(&config, self.function, arguments.as_mut_ptr(), no_extra) };
+        let launched = launched.result();
+        launched.map_err(|e| format!("cuLaunchKernelEx: {:?}", e.0))
     }
 
     /// Lets blocks have more than 48 KiB of shared memory, once; a launch does so itself.

@@ -47,7 +47,7 @@ pub(crate) struct RowLayout {
 }
 
 /// Reads a [`RowLayout`] off a `[batch, seq_len, heads, width]` tensor. `None` when heads or columns have gaps between
-/// them, when rows overlap, or when a stride is no multiple of `align` elements (vector loads need that).
+/// them, when rows overlap, or when a stride is not a multiple of `align` elements (vector loads need that).
 pub(crate) fn row_layout(shape: [usize; 4], strides: [usize; 4], align: usize) -> Option<RowLayout> {
     let [batch, seq_len, heads, width] = shape;
     let columns_fit = width == 1 || strides[3] == 1;

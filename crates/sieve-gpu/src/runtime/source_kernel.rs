@@ -71,6 +71,8 @@ pub struct SourceKernel {
     defines: Vec<(&'static str, String)>,
     threads: u32,
     shared_bytes: usize,
+    #[serde(skip)]
+    starts_early: bool,
 }
 
 impl SourceKernel {
@@ -83,6 +85,7 @@ impl SourceKernel {
             defines: Vec::new(),
             threads: 128,
             shared_bytes: 0,
+            starts_early: false,
         }
     }
 
@@ -116,6 +119,18 @@ impl SourceKernel {
     pub fn shared_bytes(mut self, bytes: usize) -> Self {
         self.shared_bytes = bytes;
         self
+    }
+
+    /// Allows a captured step to start the kernel while the one before it ends (programmatic dependent launch): it
+    /// calls `wait_for_previous` before it reads what others write, and before it writes.
+    pub const fn starts_early(mut self) -> Self {
+        self.starts_early = true;
+        self
+    }
+
+    /// Whether a captured step may [start it early](Self::starts_early).
+    pub fn may_start_early(&self) -> bool {
+        self.starts_early
     }
 
     /// Name of the kernel, as errors give it.

@@ -40,7 +40,7 @@ impl Qkv {
     /// - q, k, v: bf16 `[1, num_keys, heads, head_dim]`
     ///
     /// # Errors
-    /// Sizes that do not fit the selection; heads whose width is no multiple of 64.
+    /// Sizes that do not fit the selection; heads whose width is not a multiple of 64.
     pub fn keep_heavy_keys(&self, heavy: &HeavyKeys) -> Result<KeptKeys, KernelError> {
         let s = &heavy.selection;
         let call = Call::new(self, s)?;
@@ -71,7 +71,7 @@ impl Qkv {
         LongChoice { top, ..all }.choose()?;
         let per_slot = [1, s.shape.num_kv_heads, kept];
         let rows = [1, s.shape.num_kv_heads, kept, d];
-        // Zeros: a head whose scores are no numbers marks nothing.
+        // Zeros: a head whose scores are NaN marks nothing.
         let stays = KeptKeys {
             k: like.zeros_contiguous(&rows, DType::BF16),
             v: like.zeros_contiguous(&rows, DType::BF16),
@@ -138,7 +138,7 @@ impl DmaSlots {
     /// before. Returns `[1, 1, num_heads, head_dim]`.
     ///
     /// # Errors
-    /// Types or sizes that do not fit; more than one sequence; heads whose width is no multiple of 32.
+    /// Types or sizes that do not fit; more than one sequence; heads whose width is not a multiple of 32.
     pub fn heavy_decode(
         &self,
         token: &Qkv,

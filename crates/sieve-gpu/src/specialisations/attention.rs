@@ -26,7 +26,7 @@ use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::dma::select::dma_select_kernels;
 use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel};
 use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
-use crate::nsa::{nsa_hopper_kernels, nsa_kernels};
+use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::select::{hopper_select_blocks_kernels, select_blocks_kernels};
@@ -245,13 +245,16 @@ pub(super) fn portable(list: &mut NeededKernels, needs: &AttentionNeeds, part: P
         Part::Decode => match needs.keys {
             NeededKeys::Neighbours => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
-                list.extend_kernels([0, 1].map(|append| attention_decode_kernel(tiling, append)));
+                list.extend_kernels(
+                    [[0, 0], [1, 0], [0, 1]].map(|[append, chosen]| attention_decode_kernel(tiling, append, chosen)),
+                );
             }
             NeededKeys::Chosen(bias) => {
                 let tiling = DecodeTiling::new([head_dim, head_dim_v], shared_bytes);
                 list.extend_kernels([dma_decode_kernel(tiling, Some(bias))])
             }
-            NeededKeys::AllBiased | NeededKeys::Blocks => {}
+            NeededKeys::Blocks => list.extend_kernels(chosen_decode_kernels(head_dim)),
+            NeededKeys::AllBiased => {}
         },
     }
 }

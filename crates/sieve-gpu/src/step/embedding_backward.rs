@@ -22,7 +22,7 @@ const RUN_COLUMNS: usize = 2048;
 /// to an f32 `[vocab_size, width]`, the tokens of one id in their order. No atomics: two runs are bit-equal.
 ///
 /// # Errors
-/// Other types or shapes, a width that is no multiple of 8, no tokens.
+/// Other types or shapes, a width that is not a multiple of 8, no tokens.
 pub fn embedding_backward(dy: &CudaTensor, ids: &CudaTensor, vocab_size: usize) -> Result<CudaTensor, KernelError> {
     let [batch, seq_len, width] = dy.dims(NAME, "dy")?;
     let ids = require_tokens(NAME, "ids", ids, [batch, seq_len])?;

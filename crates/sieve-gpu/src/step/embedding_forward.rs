@@ -13,7 +13,7 @@ const NAME: &str = "embedding_forward";
 /// outside the table gives NaN.
 ///
 /// # Errors
-/// Other types or shapes, a width that is no multiple of 8, no tokens.
+/// Other types or shapes, a width that is not a multiple of 8, no tokens.
 pub fn embedding_forward(weight: &CudaTensor, ids: &CudaTensor) -> Result<CudaTensor, KernelError> {
     let [vocab_size, width] = weight.dims(NAME, "weight")?;
     let [batch, seq_len] = ids.dims(NAME, "ids")?;

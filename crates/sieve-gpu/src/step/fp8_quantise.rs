@@ -1,5 +1,5 @@
-//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix as eight-bit floats with one scale,
-//! as it stands and transposed. Tensor cores multiply eight-bit floats along rows alone, so a matrix that is an operand
+//! Launches of `kernels/fp8_amax.cu` and `kernels/fp8_quantise.cu`: a bf16 matrix in fp8 with one scale,
+//! as it is and transposed. Tensor cores multiply fp8 along rows alone, so a matrix that is an operand
 //! both along its rows and along its columns is needed both ways.
 use crate::error::KernelError;
 use crate::runtime::checks::require_non_empty;
@@ -20,10 +20,10 @@ const MAX_PARTIALS: usize = 528;
 pub(crate) const AMAX_PARTIALS: usize = 512;
 /// Rows and columns of a block of the second.
 const TILE: usize = 128;
-/// Every size of a product of eight-bit floats is a multiple of this.
+/// Every size of an fp8 GEMM is a multiple of this.
 const MULTIPLE: usize = 16;
 
-/// An eight-bit float.
+/// A format of fp8.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Fp8Format {
     /// Four bits of exponent, three of mantissa, up to 448: weights and activations.
@@ -32,7 +32,7 @@ pub enum Fp8Format {
     E5m2,
 }
 
-/// Rows of eight-bit floats, contiguous, and what they are to be multiplied with, on the device.
+/// Rows in fp8, contiguous, and their scale, on the device.
 #[derive(Debug, Clone)]
 pub struct Fp8Matrix {
     /// `[rows, width]`, a byte each.
@@ -56,7 +56,7 @@ pub struct Fp8Pair {
 /// `amax` are parts of that magnitude, f32 and contiguous, where the kernel that wrote x has found them.
 ///
 /// # Errors
-/// Another type, a width or a number of rows that is no multiple of 16, a GPU below compute capability 8.9.
+/// Another type, a width or a number of rows that is not a multiple of 16, a GPU below compute capability 8.9.
 pub fn fp8_quantise(x: &CudaTensor, format: Fp8Format, amax: Option<&CudaTensor>) -> Result<Fp8Pair, KernelError> {
     x.require_dtype(NAME, "x", DType::BF16)?;
     let width = x.shape().last().copied().unwrap_or(0);
@@ -136,7 +136,7 @@ impl Fp8Format {
         }
     }
 
-    /// Can a GPU of this compute capability multiply eight-bit floats?
+    /// Whether a GPU of this compute capability runs fp8 GEMMs.
     ///
     /// # Errors
     /// [`KernelError::Unsupported`] below 8.9.

@@ -33,7 +33,7 @@ pub enum Vectors<'a> {
 /// the activation is rounded to bf16 as by its own kernel. Sums are f32; the residual is added before the one rounding.
 ///
 /// # Errors
-/// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is no multiple of 8 or whose rows do not fit a
+/// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8 or whose rows do not fit a
 /// block's shared memory.
 pub fn matrix_vector(
     input: Vectors<'_>,
@@ -101,6 +101,7 @@ pub(crate) fn matrix_vector_kernel(form: u8, residual: bool, rows: usize, warps_
         .define("X_ROWS", held_rows(rows))
         .define("WARPS_PER_ROW", warps_per_row)
         .threads(NUM_WARPS * 32)
+        .starts_early()
 }
 
 /// Rows that a kernel for this many holds.

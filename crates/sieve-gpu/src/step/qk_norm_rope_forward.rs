@@ -131,7 +131,10 @@ pub(crate) fn rope_kernel(head_dim: usize) -> SourceKernel {
 
 /// The specialisation for a width.
 pub(crate) fn qk_norm_rope_forward_kernel(head_dim: usize) -> SourceKernel {
-    SourceKernel::new(NAME).define("HEAD_DIM", head_dim).threads(256)
+    SourceKernel::new(NAME)
+        .define("HEAD_DIM", head_dim)
+        .threads(256)
+        .starts_early()
 }
 
 /// A packed `[batch, seq_len, heads, head_dim]` tensor whose tokens are one stride apart.

@@ -19,10 +19,10 @@ pub(crate) struct VectorRows {
 }
 
 impl VectorRows {
-    /// The tensor, or a contiguous copy where its rows have no one stride, or one that is no multiple of 16 bytes.
+    /// The tensor, or a contiguous copy where its rows have no one stride, or one that is not a multiple of 16 bytes.
     ///
     /// # Errors
-    /// A type other than bf16, a width that is no multiple of 8, no rows, a view that begins between two 16-byte words.
+    /// A type other than bf16, a width that 8 does not divide, no rows, a view that begins between two 16-byte words.
     pub(crate) fn of(kernel: &'static str, name: &'static str, tensor: &CudaTensor) -> Result<Self, KernelError> {
         tensor.require_dtype(kernel, name, DType::BF16)?;
         let (mut tensor, rows, mut stride) = as_rows(tensor);

@@ -1,5 +1,5 @@
 //! `config.json` and `generation_config.json`, readable by `transformers` 4 and 5.
-use super::{Architecture, ExportOptions, Windows};
+use super::{Architecture, ExportOptions, Windows, tokenizer_files};
 use serde_json::{Map, Value, json};
 use sieve_core::ModelShape;
 use sieve_core::model::{Attention, AttentionForm, RopeScaling};
@@ -187,10 +187,7 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
 /// the tokens that it ends at.
 pub(super) fn generation(options: &ExportOptions, source: Map<String, Value>) -> Value {
     let eos = json!(options.eos_token_id);
-    let theirs = source.get("eos_token_id").filter(|theirs| match theirs {
-        Value::Array(all) => all.contains(&eos),
-        one => **one == eos,
-    });
+    let theirs = tokenizer_files::ends(&source, options.eos_token_id);
     let pad = options.pad_token_id.map(|id| json!(id));
     let mut all = json!({
         "eos_token_id": theirs.unwrap_or(&eos),

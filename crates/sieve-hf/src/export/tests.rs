@@ -374,3 +374,30 @@ fn loads_the_model_it_was_written_from() {
     let error = load_model::<Flex>(&run, &Default::default(), burn::tensor::DType::F32).expect_err("a flipped bit");
     assert!(error.to_string().contains("model.safetensors"), "{error}");
 }
+
+/// AutoTokenizer of transformers 5 puts Qwen2's words in place of a tokenizer's own.
+#[test]
+fn a_qwen2_export_tells_whether_its_tokenizer_splits_as_qwen2s() {
+    let words = |pattern: &str| {
+        let split = serde_json::json!({"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated"});
+        let text = serde_json::json!({"normalizer": {"type": "NFC"}, "pre_tokenizer": {"pretokenizers": [split]}});
+        tokenizer_files::splits_as_qwen2(&[("config.json", "{}".to_owned()), ("tokenizer.json", text.to_string())])
+    };
+    let published = concat!(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}",
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    );
+    assert!(words(published));
+    assert!(!words(&published.replace(r"\p{N}|", r"\p{N}{1,3}|")));
+    let folder = tempfile::tempdir().expect("there is room");
+    let qwen2 = "qk_norm = false\nqkv_bias = true";
+    for (model, replaced) in [(qwen2, true), ("qk_norm = false", false), ("", false)] {
+        let checkpoint = checkpoint(&folder.path().join(format!("run{}", model.len())), model, MHA);
+        let report = export(
+            &checkpoint,
+            &folder.path().join(format!("out{}", model.len())),
+            &options(),
+        );
+        assert_eq!(report.expect("it is whole").replaces_tokenizer, replaced, "{model}");
+    }
+}

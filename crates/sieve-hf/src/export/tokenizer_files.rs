@@ -4,6 +4,7 @@ use super::ExportOptions;
 use super::config::to_text;
 use crate::{Checkpoint, CheckpointError};
 use serde_json::{Map, Value, json};
+use sieve_core::Recipe;
 use sieve_core::recipe::TokenizerSource;
 use std::fs;
 use std::io::ErrorKind;
@@ -67,12 +68,40 @@ pub(super) fn read(
     Ok(files)
 }
 
+/// How Qwen2's tokenizer splits a text into words.
+const QWEN2_WORDS: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// Whether the `tokenizer.json` among `files` normalises and splits texts as Qwen2's own does: transformers 5 puts the
+/// latter in its place, whatever `tokenizer_config.json` says.
+pub(super) fn splits_as_qwen2(files: &[(&'static str, String)]) -> bool {
+    let text = files
+        .iter()
+        .find(|(name, _)| *name == "tokenizer.json")
+        .map(|(_, text)| text);
+    let tokenizer: Value = text
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or_default();
+    let words = &tokenizer["pre_tokenizer"]["pretokenizers"][0];
+    tokenizer["normalizer"]["type"] == "NFC"
+        && words["behavior"] == "Isolated"
+        && words["pattern"]["Regex"] == QWEN2_WORDS
+}
+
 /// The folder of the tokenizer file that the recipe names.
-pub(super) fn folder(checkpoint: &Checkpoint) -> Result<Option<PathBuf>, CheckpointError> {
-    let (recipe, _) = checkpoint.recipe_and_shape()?;
-    Ok(match recipe.tokenizer.source() {
+pub(crate) fn folder(recipe: &Recipe) -> Option<PathBuf> {
+    match recipe.tokenizer.source() {
         TokenizerSource::Path(path) => Some(Path::new(path).parent().unwrap_or(Path::new("")).to_owned()),
         _ => None,
+    }
+}
+
+/// The tokens that `generation_config.json` ends a text at, where `eos_id` is one of them.
+pub(crate) fn ends(source: &Map<String, Value>, eos_id: u32) -> Option<&Value> {
+    let eos = json!(eos_id);
+    source.get("eos_token_id").filter(|theirs| match theirs {
+        Value::Array(all) => all.contains(&eos),
+        one => **one == eos,
     })
 }
 

@@ -321,6 +321,13 @@ fn tokens_that_generation_ends_and_begins_at_come_back_out() {
         let back = folder.path().join(format!("back-{number}"));
         let report = imported(&hf, &back, None, &[]).expect("imports");
         assert_eq!(report.recipe.tokenizer.eos_token.as_deref(), Some("a"));
+        // Generation ends at all of them, from the import and from the folder itself.
+        for model in [&back, &hf] {
+            let loaded = crate::load_model::<Flex>(model, &Default::default(), DType::F32).expect("loads");
+            let ends = [0, 1].map(|eos| loaded.end_ids(eos).expect("readable"));
+            let both = [vec![0, 1], vec![1, 0]];
+            assert_eq!(ends, if number == 0 { both } else { [vec![0], vec![1]] });
+        }
         let out = folder.path().join(format!("again-{number}"));
         export(&Checkpoint::open(&back).expect("just written"), &out, &whole()).expect("exports");
         let generation = json!({ "eos_token_id": expected, "pad_token_id": null, "do_sample": true,

@@ -34,7 +34,7 @@ pub(crate) struct Call {
     pub(super) problem: Problem,
     /// The cuts to take where they are offered, the best first.
     pub(super) cuts: &'static [Cut],
-    /// x, w, C and D; then, where x and w are eight-bit floats, their scales.
+    /// x, w, C and D; then, where x and w are fp8, their scales.
     pub(super) bindings: Vec<Binding>,
     pub(super) beta: f32,
     pub(super) stream: StreamId,

@@ -33,7 +33,7 @@ pub(super) struct Plan {
 pub(super) struct Operands {
     /// Addresses of x, w, C and D.
     pub(super) pointers: [u64; 4],
-    /// Addresses of the scales of x and w; of eight-bit floats alone.
+    /// Addresses of the scales of x and w; for fp8 alone.
     pub(super) scales: [u64; 2],
     pub(super) beta: f32,
     pub(super) workspace: u64,

@@ -68,7 +68,7 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         self.choice
     }
 
-    pub(super) fn spec(&self) -> AttentionSpec {
+    pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(None)
     }
 }
@@ -173,12 +173,12 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             };
             let [batch, new, _, _] = packed.qkv.dims();
             if new == 1 {
-                return cache.attend(packed, spec, choice, cached.scratch);
+                return cache.attend(packed, spec, cached.scratch);
             }
             // Several tokens behind others attend as one row of all keys, with queries of zero, and themselves.
             let row = cache.row(&packed);
             let earlier = cache.num_tokens();
-            cache.append(&packed, spec, choice);
+            cache.append(&packed, spec);
             let documents = Documents::whole_rows([batch, earlier + new], &row.qkv.device());
             self.attend(row, &documents, context).0.narrow(1, earlier, new)
         });

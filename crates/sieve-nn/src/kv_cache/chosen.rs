@@ -6,7 +6,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation::softmax};
 use sieve_core::{BlockChoice, ChoiceRule};
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, attention_decode, choose_blocks, indexer_spec, overlap_weight,
+    AttentionSpec, DeviceBackend, KeyCache, TokenBuffer, TokenCache, attention_decode, choose_blocks, indexer_spec,
+    overlap_weight,
 };
 
 /// What such a layer keeps of earlier tokens.
@@ -14,9 +15,9 @@ use sieve_ops::{
 pub struct ChosenCache<B: Backend> {
     /// Of all tokens.
     keys: KeyCache<B>,
-    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`;
-    /// absent before the first is whole.
-    pooled: Option<TokenBuffer<B, 4>>,
+    /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`.
+    pooled: TokenBuffer<B, 4>,
+    choice: BlockChoice,
 }
 
 /// Axis of tokens in the buffers.
@@ -36,39 +37,54 @@ impl<B: Backend> ChosenCache<B> {
         self.keys.len()
     }
 
-    /// Pooled keys a head.
-    pub fn num_pooled(&self) -> usize {
-        self.pooled.as_ref().map_or(0, TokenBuffer::len)
-    }
-
     /// Makes each row several equal ones.
     pub(super) fn repeat(&mut self, rows: usize) {
         self.keys.repeat(rows);
-        self.pooled.iter_mut().for_each(|pooled| pooled.repeat(rows));
+        self.pooled.repeat(rows);
+    }
+
+    /// The cache as a step of one token takes it.
+    pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
+        TokenCache::Chosen {
+            keys: &mut self.keys,
+            pooled: &mut self.pooled,
+            choice: self.choice,
+        }
+    }
+
+    /// Counts the token that such a step has written, and the pooled key that ends at it.
+    pub(super) fn count_token(&mut self) {
+        self.keys.count_token();
+        let ended = self.choice.blocks.num_compressed_blocks(self.num_tokens());
+        self.pooled.count(ended - self.pooled.len());
     }
 
     /// After a prompt.
     pub(crate) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) -> Self {
+        let [batch, seq_len, _, d] = packed.qkv.dims();
         let [_, k, v] = split(packed.qkv.clone(), spec);
+        let room = match packed.index {
+            Some(_) => [batch, 1, seq_len, d],
+            None => {
+                let means = choice.blocks.num_compressed_blocks(seq_len) + 1;
+                [batch, spec.num_kv_heads, means, d]
+            }
+        };
         let mut cache = Self {
             keys: KeyCache::new(k, v),
-            pooled: None,
+            pooled: TokenBuffer::empty(room, TOKENS, (&packed.qkv.device(), packed.qkv.dtype())),
+            choice,
         };
-        cache.pool(packed, spec, choice);
+        cache.pool(packed, spec);
         cache
     }
 
     /// Packed rows of all keys, with queries of zero, and then new tokens.
     pub(crate) fn row(&self, packed: &Packed<B>) -> Packed<B> {
         let index = packed.index.as_ref().map(|new| {
-            let keys = self
-                .pooled
-                .as_ref()
-                .expect("every token has one")
-                .tokens()
-                .swap_dims(1, 2);
+            let keys = self.pooled.tokens().swap_dims(1, 2);
             let [batch, _, heads, d] = new.dims();
-            let queries = Tensor::zeros([batch, self.num_pooled(), heads - 2, d], (&new.device(), new.dtype()));
+            let queries = Tensor::zeros([batch, self.pooled.len(), heads - 2, d], (&new.device(), new.dtype()));
             let earlier = Tensor::cat(vec![queries, keys.clone(), keys], 2);
             Tensor::cat(vec![earlier, new.clone()], 1)
         });
@@ -79,33 +95,31 @@ impl<B: Backend> ChosenCache<B> {
     }
 
     /// Takes tokens in.
-    pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) {
+    pub(crate) fn append(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let [_, k, v] = split(packed.qkv.clone(), spec);
         self.keys.append(k, v);
-        self.pool(packed, spec, choice);
+        self.pool(packed, spec);
     }
 
     /// Adds the pooled keys that have ended since, or the indexer's.
-    fn pool(&mut self, packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) {
+    fn pool(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let new = match &packed.index {
             Some(index) => {
                 let [_, k, _] = split(index.clone(), indexer_spec(spec));
                 Some(k.swap_dims(1, 2))
             }
-            None => self.new_means(choice),
+            None => self.new_means(),
         };
-        match (&mut self.pooled, new) {
-            (Some(pooled), Some(new)) => pooled.append(new),
-            (none @ None, Some(new)) => *none = Some(TokenBuffer::new(new, TOKENS, None)),
-            (_, None) => {}
+        if let Some(new) = new {
+            self.pooled.append(new);
         }
     }
 
     /// Means of keys that have ended since the last.
-    fn new_means(&self, choice: BlockChoice) -> Option<Tensor<B, 4>> {
-        let blocks = choice.blocks;
+    fn new_means(&self) -> Option<Tensor<B, 4>> {
+        let blocks = self.choice.blocks;
         let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
-        let [first, end] = [self.num_pooled(), blocks.num_compressed_blocks(self.num_tokens())];
+        let [first, end] = [self.pooled.len(), blocks.num_compressed_blocks(self.num_tokens())];
         if first == end {
             return None;
         }
@@ -132,39 +146,39 @@ impl<B: DeviceBackend> ChosenCache<B> {
         &mut self,
         packed: Packed<B>,
         spec: AttentionSpec,
-        choice: BlockChoice,
         scratch: &mut B::DecodeScratch,
     ) -> Tensor<B, 4> {
         let [batch, _, _, d] = packed.qkv.dims();
-        self.append(&packed, spec, choice);
+        self.append(&packed, spec);
         let queries = |packed: Tensor<B, 4>, spec: AttentionSpec| {
             let [q, _, _] = split(packed, spec);
             q.reshape([batch, spec.num_heads, d])
         };
         let q = queries(packed.qkv, spec);
         let importance = match packed.index {
-            None => self.importance(q.clone(), spec, choice),
+            None => self.importance(q.clone(), spec),
             Some(index) => {
                 let spec = indexer_spec(spec);
-                self.importance(queries(index, spec), spec, choice)
+                self.importance(queries(index, spec), spec)
             }
         };
-        let keys = self.chosen(importance, spec, choice);
+        let keys = self.chosen(importance, spec);
         let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
         o.reshape([batch, 1, spec.num_heads, d])
     }
 
     /// Scores of the blocks up to the last token's own, per row and chooser.
-    fn importance(&self, q: Tensor<B, 3>, spec: AttentionSpec, choice: BlockChoice) -> Vec<Vec<f32>> {
+    fn importance(&self, q: Tensor<B, 3>, spec: AttentionSpec) -> Vec<Vec<f32>> {
+        let choice = self.choice;
         let [batch, num_heads, d] = q.dims();
         let kv_heads = spec.num_kv_heads;
         let choosers = choice.num_choosers(num_heads, kv_heads);
         let num_blocks = (self.num_tokens() - 1) / choice.blocks.select_block_size + 1;
-        let Some(pooled) = &self.pooled else {
+        if self.pooled.is_empty() {
             return vec![vec![0.0; num_blocks]; batch * choosers];
-        };
+        }
         // Where blocks are nearly as important as each other, rounded scores would choose others than a whole pass.
-        let (q, k) = (at_least_f32(q), at_least_f32(pooled.tokens()));
+        let (q, k) = (at_least_f32(q), at_least_f32(self.pooled.tokens()));
         let scores = q
             .reshape([batch, kv_heads, num_heads / kv_heads, d])
             .matmul(k.swap_dims(2, 3));
@@ -173,12 +187,13 @@ impl<B: DeviceBackend> ChosenCache<B> {
             _ => softmax(scores * spec.softmax_scale, 3).sum_dim(2),
         };
         let scores: Vec<f32> = scores.into_data().iter::<f32>().collect();
-        let rows = scores.chunks_exact(pooled.len());
+        let rows = scores.chunks_exact(self.pooled.len());
         rows.map(|row| of_blocks(row, choice, num_blocks)).collect()
     }
 
     /// Keys and values of the chosen blocks, of each chooser.
-    fn chosen(&self, importance: Vec<Vec<f32>>, spec: AttentionSpec, choice: BlockChoice) -> KeyCache<B> {
+    fn chosen(&self, importance: Vec<Vec<f32>>, spec: AttentionSpec) -> KeyCache<B> {
+        let choice = self.choice;
         let (len, k) = (self.num_tokens(), self.keys.k.buffer());
         let [batch, kv_heads, _, d] = k.dims();
         let size = choice.blocks.select_block_size;

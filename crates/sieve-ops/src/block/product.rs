@@ -11,7 +11,7 @@ use sieve_core::Keeping;
 /// What a product leaves for its gradients.
 #[derive(Clone, Debug)]
 pub(super) enum Operands<B: Backend> {
-    /// Of a product in eight-bit floats: both, rounded.
+    /// For an fp8 GEMM: both, rounded.
     Fp8(Fp8Kept<B>),
     /// x as it was.
     X(Float<B>),

@@ -1,12 +1,13 @@
 //! Attention of one new query on the CPU.
 use super::{DmaCache, DmaToken, KeyCache, TokenStep, reference};
 use crate::attention::AttentionSpec;
-use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, plain, zeros_like};
+use crate::device::flex::{contiguous, floats, from_vec, ints, is_f32, last_dim, plain, zeros_like};
 use crate::dma::dma_bias;
 use crate::tensors::{primitive, split_heads, tensor};
-use burn::tensor::{DType, Tensor, TensorMetadata};
+use burn::tensor::{DType, Tensor, TensorData, TensorMetadata};
 use burn_flex::{Flex, FlexTensor};
 use sieve_core::{DmaBias, DmaWindow};
+use sieve_cpu::first_of_largest;
 
 /// The CPU takes a model's layers one by one: a call costs nothing there beside its work.
 pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTensor> {
@@ -15,6 +16,18 @@ pub(crate) fn token_step(_: TokenStep<'_, Flex>, (): &mut ()) -> Option<FlexTens
 
 pub(crate) fn repeat_token_step((): &mut (), _: FlexTensor, _: usize) -> Option<FlexTensor> {
     None
+}
+
+pub(crate) fn likeliest(logits: FlexTensor, num_tokens: usize) -> FlexTensor {
+    if !is_f32(&logits) {
+        return plain("likeliest", || reference::likeliest::<Flex>(logits, num_tokens));
+    }
+    let logits = contiguous(logits);
+    let rows = floats(&logits).chunks(last_dim(&logits));
+    let of_row = |row: &[f32]| first_of_largest(&row[..num_tokens]).map_or(-1, |token| token as i32);
+    let ids: Vec<i32> = rows.map(of_row).collect();
+    let shape = [ids.len(), 1];
+    FlexTensor::from_data(TensorData::new(ids, shape))
 }
 
 pub(crate) fn attention_decode(

@@ -11,6 +11,13 @@ use sieve_kernels::{
     LatentKeys, Qkv, ScoreBias, ToBurn, device_of, kernel_tensor,
 };
 
+pub(crate) fn likeliest(logits: Float, num_tokens: usize) -> Float {
+    let attempt = sieve_kernels::step::likeliest(&kernel_tensor(logits.clone()), num_tokens);
+    kernel_or("likeliest", attempt.map(ToBurn::burn), || {
+        reference::likeliest::<Cuda>(logits, num_tokens)
+    })
+}
+
 pub(crate) fn attention_decode(
     q: Float,
     keys: &KeyCache<Cuda>,

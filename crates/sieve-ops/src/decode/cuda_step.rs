@@ -11,7 +11,8 @@ use sieve_kernels::step::{
 };
 use sieve_kernels::{
     AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, MatmulOutput,
-    PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
+    PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
+    require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
@@ -38,7 +39,7 @@ pub(crate) fn repeat_token_step(graph: &mut CudaStepGraph, ids: Ints<Cuda>, posi
 
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
-    kernel_or_refusal(NAME, require_bf16(&step)).ok()?;
+    kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
     let left = step.layers.iter_mut().map(tokens_until_growth).min().unwrap_or(0);
     let tape = StepTape::default();
     // Caches have changed where it fails, so that no other path could take over.
@@ -49,8 +50,8 @@ pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGrap
     Some(result)
 }
 
-/// Refuses weights that the kernels do not take.
-fn require_bf16(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
+/// Refuses weights and sizes that the kernels do not take.
+fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     let bf16 = |tensor: &CudaTensor| tensor.require_dtype(NAME, "a weight", DType::BF16);
     bf16(&of(&step.embedding))?;
     bf16(&of(&step.output))?;
@@ -58,6 +59,10 @@ fn require_bf16(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
         let TokenLayer {
             qkv, o, gate_up, down, ..
         } = layer;
+        if let TokenCache::Chosen { keys, choice, .. } = &layer.cache {
+            let head_dims = [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
+            require_chosen_decode(*choice, head_dims, layer.spec.num_heads / layer.spec.num_kv_heads)?;
+        }
         [qkv, o, gate_up, down]
             .iter()
             .try_for_each(|weight| bf16(&of(weight)))?;
@@ -78,6 +83,13 @@ fn tokens_until_growth(layer: &mut TokenLayer<'_, Cuda>) -> usize {
                 _ => seen.next_multiple_of(SCRATCH_KEYS) - seen,
             };
             of_scratch.min(cache.k.room() - seen)
+        }
+        TokenCache::Chosen { keys, pooled, choice } => {
+            keys.reserve(1, keys.len());
+            pooled.reserve(1, pooled.len());
+            let (blocks, seen) = (choice.blocks, keys.len() + 1);
+            let full = blocks.compress_block_size + pooled.room() * blocks.compress_stride;
+            (keys.k.room() - seen).min(full - 1 - seen)
         }
     }
 }
@@ -125,13 +137,12 @@ impl Layer<'_, '_> {
         let (tape, epsilon) = (self.tape, self.epsilon);
         let weight = |tensor: &Tensor<Cuda, 2>| tape.noted(&of(tensor));
         let norms = [0, 1].map(|n| tape.noted(&of(&self.layer.norms[n])));
-        let h = rms_norm_forward(&x, &norms[0], epsilon)?;
-        let qkv = matmul(
-            Product::Nt,
-            &h,
-            &weight(&self.layer.qkv),
-            MatmulOutput::New(DType::BF16),
-        )?;
+        let batch = self.inputs.ids.num_elements();
+        let bias = self.layer.qkv_bias.as_ref();
+        let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, batch)).contiguous());
+        let bias = bias.map(|bias| tape.noted(&bias));
+        let normed = Vectors::Normed(&x, &norms[0], epsilon);
+        let qkv = project(normed, &weight(&self.layer.qkv), bias.as_ref())?;
         let (o, down) = (weight(&self.layer.o), weight(&self.layer.down));
         let gate_up = weight(&self.layer.gate_up);
         let attended = self.attend(qkv, scratch)?;
@@ -174,15 +185,20 @@ impl Layer<'_, '_> {
             k: tape.noted(&kv.k),
             v: tape.noted(&kv.v),
         };
-        let mut scratch_of = |like: &CudaTensor, keys: usize| {
+        let mut scratch_of = |like: &CudaTensor, keys: usize, choosers: usize| {
             let keys = keys.next_multiple_of(SCRATCH_KEYS);
+            let shape = AttentionShape {
+                num_kv_heads: choosers,
+                ..shape
+            };
             let made = scratch.get((shape, keys), || DecodeScratch::new(like, shape, keys));
             made.cloned()
         };
         let o = match (&mut layer.cache, &layer.dma) {
             (TokenCache::Recent(cache), _) => {
                 let (len, kv) = (cache.len(), writable(cache));
-                let buffers = scratch_of(&kv.k, spec.window_size.unwrap_or(len + 1).min(len + 1))?;
+                let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
+                let buffers = scratch_of(&kv.k, seen, num_kv_heads)?;
                 let step = DecodeStep {
                     window: spec.window_size,
                     softmax_scale: scale,
@@ -202,7 +218,7 @@ impl Layer<'_, '_> {
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
                 let slots = slots_of(cache);
-                let buffers = scratch_of(&slots.kv.k, cache.window.keep_window_size)?;
+                let buffers = scratch_of(&slots.kv.k, cache.window.keep_window_size, num_kv_heads)?;
                 let slots = DmaSlots {
                     z: tape.noted(&slots.z),
                     positions: tape.noted(&slots.positions),
@@ -212,6 +228,27 @@ impl Layer<'_, '_> {
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
             }
             (TokenCache::Slots(_), None) => unreachable!("slots are DMA's"),
+            (TokenCache::Chosen { keys, pooled, choice }, _) => {
+                let (len, kv) = (keys.len(), writable(keys));
+                let found = of(pooled.buffer());
+                if !found.is_contiguous() {
+                    **pooled = pooled.clone();
+                }
+                let pooled = PooledStep {
+                    pooled: &tape.noted(&of(pooled.buffer())),
+                    start: &inputs.start,
+                    choice: *choice,
+                };
+                let blocks = choice.blocks;
+                let seen = blocks.num_selected_blocks * blocks.select_block_size;
+                let buffers = scratch_of(&kv.k, seen, choice.num_choosers(num_heads, num_kv_heads))?;
+                let step = DecodeStep {
+                    window: None,
+                    softmax_scale: scale,
+                    max_length: len,
+                };
+                noted(kv).chosen_decode(&token, &length, step, pooled, &buffers)?
+            }
         };
         o.reshaped(NAME, "o", &[batch, 1, num_heads * head_dim])
     }

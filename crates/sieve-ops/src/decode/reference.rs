@@ -3,10 +3,19 @@ use super::{DmaCache, DmaToken, KeyCache};
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;
 use crate::dma::dma_bias;
-use crate::tensors::{Float, primitive, split_heads, tensor, upcast};
+use crate::tensors::{Float, Ints, primitive, split_heads, tensor, upcast};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Int, Tensor};
 use sieve_core::DmaBias;
+
+/// See [`crate::likeliest`]; ids `[rows, 1]`, -1 for none.
+pub(crate) fn likeliest<B: Backend>(logits: Float<B>, num_tokens: usize) -> Ints<B> {
+    let logits = tensor::<B, 2>(logits).narrow(1, 0, num_tokens);
+    // Of finite numbers alone all differences are 0.
+    let is_finite = (logits.clone() - logits.clone()).sum_dim(1).equal_elem(0.0);
+    let ids = logits.argmax(1).mask_fill(is_finite.bool_not(), -1);
+    ids.into_primitive()
+}
 
 /// One query per sequence over the last `seen` keys of the cache; see [`crate::attention_decode`].
 pub fn attention_decode<B: Backend>(

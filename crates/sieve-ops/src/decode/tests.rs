@@ -156,3 +156,18 @@ fn dma_decodes_the_rows_of_the_whole_pass_with_ties() {
         }
     }
 }
+
+#[test]
+fn the_likeliest_is_the_first_of_the_largest_and_none_beside_what_is_no_number() {
+    let none = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY];
+    let mut rows = vec![vec![-3.0, 2.0, -0.0, 2.0, 9.0], vec![-3.0, -0.0, 0.0, -1.0, f32::NAN]];
+    rows.extend(none.map(|x| vec![1.0, x, 2.0, 3.0, 0.0]));
+    let expected = [Some(1), Some(1), None, None, None];
+    let count = rows.len();
+    let data = burn::tensor::TensorData::new(rows.concat(), [count, 5]);
+    let logits = Tensor::<Flex, 2>::from_data(data, &Default::default());
+    assert_eq!(crate::likeliest(logits.clone(), 4), expected);
+    let ids = super::reference::likeliest::<Flex>(logits.into_primitive().tensor(), 4);
+    let ids = Tensor::<Flex, 2, Int>::from_primitive(ids).into_data();
+    assert_eq!(ids.iter::<i64>().collect::<Vec<_>>(), [1, 1, -1, -1, -1]);
+}

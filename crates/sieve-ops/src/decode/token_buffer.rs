@@ -86,14 +86,29 @@ impl<B: Backend, const D: usize, K: BasicOps<B>> TokenBuffer<B, D, K> {
     pub fn reserve(&mut self, new: usize, kept: usize) {
         if self.len + new > self.room() {
             let kept = kept.min(self.len);
-            let old = self.buffer().clone().narrow(self.axis, self.len - kept, kept);
-            *self = Self::new(old, self.axis, Some(kept + new + spare(kept)));
+            *self = self.moved(kept, kept + new + spare(kept), 1);
         }
     }
 
     /// Makes each row several equal ones.
     pub fn repeat(&mut self, rows: usize) {
-        *self = Self::new(self.tokens().repeat_dim(0, rows), self.axis, Some(self.room()));
+        *self = self.moved(self.len, self.room(), rows);
+    }
+
+    /// The last `kept` tokens in another buffer with this room, each row `rows` times.
+    fn moved(&self, kept: usize, room: usize, rows: usize) -> Self {
+        let (old, mut shape) = (self.buffer(), self.buffer().dims());
+        shape[0] *= rows;
+        shape[self.axis] = room;
+        let mut moved = Self::empty(shape, self.axis, (&old.device(), old.dtype()));
+        if kept > 0 {
+            let kept = old.clone().narrow(self.axis, self.len - kept, kept);
+            moved.append(match rows {
+                1 => kept,
+                _ => kept.repeat_dim(0, rows),
+            });
+        }
+        moved
     }
 
     /// Replaces the buffer by what `write` makes of it, in place where a backend can.
@@ -110,7 +125,7 @@ fn spare(len: usize) -> usize {
 
 impl<B: Backend, const D: usize, K: BasicOps<B>> Clone for TokenBuffer<B, D, K> {
     fn clone(&self) -> Self {
-        Self::new(self.tokens(), self.axis, Some(self.room()))
+        self.moved(self.len, self.room(), 1)
     }
 }
 
@@ -156,6 +171,19 @@ mod tests {
             buffer.repeat(2);
             assert_eq!(data(buffer.tokens()), data(all.clone().repeat_dim(0, 2)));
         }
+    }
+
+    #[test]
+    fn a_buffer_without_a_token_is_copied_repeated_and_made_larger() {
+        let mut buffer = TokenBuffer::<Flex, 2>::empty([1, 2], 1, (&FlexDevice, DType::F32));
+        buffer.repeat(3);
+        let mut other = buffer.clone();
+        other.reserve(5, 0);
+        assert_eq!((buffer.buffer().dims(), buffer.len()), ([3, 2], 0));
+        assert!(other.is_empty() && other.room() >= 5);
+        let all = Tensor::<Flex, 2>::random([3, 7], Distribution::Default, &FlexDevice);
+        buffer.append(all.clone());
+        assert_eq!(data(buffer.tokens()), data(all));
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! One new token of every row through a whole model, as a device may do it in one piece.
-use super::{DmaCache, KeyCache};
+use super::{DmaCache, KeyCache, TokenBuffer};
 use crate::RotaryEmbedding;
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;
@@ -8,8 +8,9 @@ use crate::rope::QkNorm;
 use crate::tensors::tensor;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
+use sieve_core::BlockChoice;
 
-/// A step of a model whose layers attend over all keys, a window, or DMA's slots.
+/// A step of a model whose layers attend over all keys, a window, DMA's slots or chosen blocks.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
     /// `[batch, 1]`.
@@ -37,6 +38,8 @@ pub struct TokenLayer<'a, B: Backend> {
     pub norms: [Tensor<B, 1>; 2],
     /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`.
     pub qkv: Tensor<B, 2>,
+    /// Added to the product, `[(num_heads + 2 * num_kv_heads) * head_dim]`; absent but in models like Qwen2.
+    pub qkv_bias: Option<Tensor<B, 1>>,
     /// Absent in models like Llama.
     pub qk_norm: Option<QkNorm<B>>,
     /// What DMA ranks keys by; the cache holds slots then.
@@ -60,6 +63,15 @@ pub enum TokenCache<'a, B: Backend> {
     Recent(&'a mut KeyCache<B>),
     /// DMA's.
     Slots(&'a mut DmaCache<B>),
+    /// All of them, of which queries choose blocks.
+    Chosen {
+        /// Keys and values.
+        keys: &'a mut KeyCache<B>,
+        /// Means of keys, `[batch, num_kv_heads, room, head_dim]`; the caller counts those that have ended.
+        pooled: &'a mut TokenBuffer<B, 4>,
+        /// Pooled keys, blocks and the rule.
+        choice: BlockChoice,
+    },
 }
 
 /// Logits of the next token of every row, `[batch, vocab_size]`; writes the token's keys behind the others, where the

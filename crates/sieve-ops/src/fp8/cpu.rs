@@ -5,7 +5,7 @@ use crate::linear::added;
 use crate::swiglu;
 use burn_flex::{Flex, FlexTensor};
 
-const NO_NUMBERS: &str = "the CPU has no eight-bit floats: f32 is rounded to them";
+const NO_NUMBERS: &str = "the CPU has no fp8: f32 is rounded to it";
 
 fn counted<T>(op: &'static str, run: impl FnOnce() -> T) -> T {
     paths::reference((Place::Cpu, op), NO_NUMBERS, Memory::Linear, run)

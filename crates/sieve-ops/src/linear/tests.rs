@@ -57,12 +57,12 @@ fn a_row_does_not_depend_on_the_number_of_rows() {
     use burn_flex::Flex;
     let device = Default::default();
     let mut random = Random(1);
-    for [d_in, d_out] in [[64, 128], [192, 1024], [48, 40], [512, 192]] {
+    for [d_in, d_out] in [[64, 128], [192, 1024], [48, 40], [512, 192], [768, 2304], [3000, 200]] {
         let weight = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(d_in * d_out), [d_out, d_in]), &device);
-        let rows = 61;
+        let rows = 130;
         let x = Tensor::<Flex, 2>::from_data(TensorData::new(random.vector(rows * d_in), [rows, d_in]), &device);
         let all: Vec<f32> = linear(x.clone(), weight.clone()).into_data().to_vec().unwrap();
-        for count in [1, 2, 5, 7, 8, 9, 16, 33] {
+        for count in [1, 2, 5, 7, 8, 9, 16, 33, 65] {
             let some: Vec<f32> = linear(x.clone().narrow(0, 3, count), weight.clone())
                 .into_data()
                 .to_vec()

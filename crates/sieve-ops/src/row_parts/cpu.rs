@@ -1,4 +1,4 @@
-//! Rows in parts on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
+//! Context parallelism on the CPU: Burn's operations on few values, and an exchange between hosts' memories.
 use super::attend::{from_values, values_of};
 use super::{Parcel, RowLinks, reference};
 use crate::attention::AttentionSpec;

@@ -1,4 +1,4 @@
-//! Rows in parts on CUDA: kernels choose and move the border's keys, NCCL carries them.
+//! Context parallelism on CUDA: kernels choose and move the halo keys, NCCL carries them.
 use super::cpu::{over_hosts, slices_over_hosts};
 use super::{Parcel, RowLinks, reference};
 use crate::attention::AttentionSpec;

@@ -125,13 +125,13 @@ fn joins_attention(shape: &ModelShape) -> bool {
     is_one_op && shape.qk_norm && !shape.qkv_bias
 }
 
-/// Numbers a token that a block's products read and its backward pass can make again.
+/// Numbers a token that a block's GEMMs read and its backward pass can recompute.
 fn of_inputs(shape: &ModelShape) -> u64 {
     let norms = if joins_attention(shape) { 2 } else { 1 };
     (norms * shape.d_model + shape.d_ff) as u64
 }
 
-/// Weights that a block multiplies with in eight-bit floats, and the widths of what goes into these products and of
+/// Weights of a block's fp8 GEMMs, and the widths of what goes into these products and of
 /// what comes out.
 pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
@@ -146,7 +146,7 @@ pub(crate) fn fp8_products(shape: &ModelShape) -> (u64, [u64; 2]) {
     }
 }
 
-/// Bytes that a block in eight-bit floats keeps more than another: its operands, rounded, which a CPU holds as f32, in
+/// Bytes that a block in fp8 keeps beyond another: its operands, rounded, which a CPU holds as f32, in
 /// place of the products' inputs.
 pub(super) fn fp8_kept(shape: &ModelShape, target: &Target, tokens: u64, keeping: Keeping) -> i64 {
     let (weights, [inner, _]) = fp8_products(shape);
@@ -218,7 +218,7 @@ pub(super) fn block_temporaries(shape: &ModelShape, target: &Target, training: &
 
     // Feed-forward: gradient of the output, of the activation, of gate and up, and the activation once more; a GPU
     // writes the last two where gate and up and the gradient of the activation lay. A CPU's product also lays the
-    // transposed gradient of gate and up out anew; in eight-bit floats that gradient is there in bytes too, twice.
+    // transposed gradient of gate and up out anew; in fp8 that gradient is there in bytes too, twice.
     let is_fp8 = !training.fp8_blocks(shape.num_layers).is_empty();
     let beside = match target {
         Target::Cpu { .. } => 5 * d_ff,

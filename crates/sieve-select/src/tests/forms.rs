@@ -237,6 +237,6 @@ fn a_mask_that_breaks_its_rules_is_refused_with_the_place() {
     refuse(&|chosen| chosen.mask.words[tile_idx + 1] = 1, "not ascending");
     refuse(&|chosen| chosen.mask.words[tile_idx - 6] = 0, "row_ptr");
     refuse(&|chosen| chosen.mask.words[tile_idx] = 1, "a diagonal tile is missing");
-    refuse(&|chosen| chosen.mask.set_key_order(&[0; 64]), "no permutation");
+    refuse(&|chosen| chosen.mask.set_key_order(&[0; 64]), "not a permutation");
     refuse(&|chosen| chosen.mask.shape.num_heads = 4, "made for");
 }

@@ -84,7 +84,7 @@ impl<B: TrainBackend> Trainer<B> {
             reporter.metrics.reopen();
             let path = self.folder.path().display();
             reporter.tell(TrainEvent::Warning(&format!(
-                "warning: {path} was removed while the run writes to it; it is made again, without what was there"
+                "warning: {path} was removed while the run writes to it; it is recreated without its earlier contents"
             )));
         }
         fs::create_dir_all(folder).map_err(TrainError::io("creating", folder))?;
@@ -114,7 +114,7 @@ impl<B: TrainBackend> Trainer<B> {
             let (failed, most) = (self.saving.tries.num_failed(), self.saving.tries.limits().max_failures);
             let next = match self.saving.gives_up() {
                 true => "the run stops".to_owned(),
-                false => "training goes on, and soon tries again".to_owned(),
+                false => "training continues, and soon tries again".to_owned(),
             };
             reporter.tell(TrainEvent::Warning(&format!(
                 "warning: no checkpoint at step {step}: {problem}\n  {next} (failure {failed} of {most})"

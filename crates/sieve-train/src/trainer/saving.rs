@@ -1,4 +1,4 @@
-//! Writes that fail: what could not be written is tried again while training goes on, and a run ends only after many
+//! Writes that fail: what could not be written is tried again while training continues, and a run ends only after many
 //! failures.
 use std::path::PathBuf;
 use std::time::{Duration, Instant};

@@ -22,7 +22,23 @@ pub(super) struct Axis<'a> {
     pub(super) text: &'a dyn Fn(f64) -> String,
 }
 
-impl Axis<'_> {
+impl<'a> Axis<'a> {
+    /// Of curves over exponents of two, each power as a number.
+    pub(super) fn powers_of_two(label: &'a str, curves: &[Curve]) -> Self {
+        let powers = curves.iter().flat_map(|curve| &curve.points).map(|point| point.0);
+        let low = powers.clone().reduce(f64::min).unwrap_or(0.0);
+        let high = powers.reduce(f64::max).unwrap_or(1.0).max(low + 1.0);
+        Self {
+            label,
+            range: low..high,
+            most_numbers: (high - low) as usize + 1,
+            text: &|power| match power.fract() {
+                0.0 => format!("{}", 1u64 << power as u32),
+                _ => String::new(),
+            },
+        }
+    }
+
     /// The place of a value, which is an end where the value lies outside.
     pub(super) fn inside(&self, value: f64) -> f64 {
         value.clamp(self.range.start, self.range.end)
@@ -32,7 +48,7 @@ impl Axis<'_> {
 const HEIGHT: u32 = 520;
 const PLOT_WIDTH: u32 = 640;
 const ROW_HEIGHT: i32 = 18;
-const FONT: &str = "sans-serif";
+pub(super) const FONT: &str = "sans-serif";
 
 /// Okabe and Ito's palette, whose colours stay apart for most eyes and in grey.
 const COLOURS: [RGBColor; 8] = [
@@ -78,8 +94,8 @@ pub(super) fn svg(plot: &Plot<'_>) -> String {
     svg
 }
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Drawn = Result<(), Box<dyn std::error::Error>>;
+pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 fn draw(root: Area<'_>, plot: &Plot<'_>) -> Drawn {
     root.fill(&WHITE)?;
@@ -163,21 +179,52 @@ fn draw_plot(area: &Area<'_>, plot: &Plot<'_>) -> Drawn {
     Ok(())
 }
 
-/// First corners of the marks of a picture, in the order drawn.
-#[cfg(test)]
-pub(super) fn marks(svg: &str) -> Vec<[u32; 2]> {
-    let of_mark = |mark: &str| {
-        let points = mark.split("points=\"").nth(1).expect("points");
-        let corner = points.split(' ').next().expect("a corner");
-        let (x, y) = corner.split_once(',').expect("two numbers");
-        [x, y].map(|number| number.parse().expect("a number"))
-    };
-    svg.split("<polygon").skip(1).map(of_mark).collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// First corners of the marks of a picture, in the order drawn.
+    fn marks(svg: &str) -> Vec<[u32; 2]> {
+        let of_mark = |mark: &str| {
+            let points = mark.split("points=\"").nth(1).expect("points");
+            let corner = points.split(' ').next().expect("a corner");
+            let (x, y) = corner.split_once(',').expect("two numbers");
+            [x, y].map(|number| number.parse().expect("a number"))
+        };
+        svg.split("<polygon").skip(1).map(of_mark).collect()
+    }
+
+    #[test]
+    fn exponents_of_two_are_written_as_numbers() {
+        let line = |name: &str, points| Curve {
+            name: name.to_owned(),
+            points,
+        };
+        let curves = vec![line("first", vec![(2.0, 1.0), (5.0, 0.5)]), line("second", vec![])];
+        let svg = svg(&Plot {
+            title: "a <b> & c",
+            x: Axis::powers_of_two("tokens", &curves),
+            y: Axis {
+                label: "accuracy",
+                range: 0.0..1.0,
+                most_numbers: 6,
+                text: &|value| format!("{:.0} %", 100.0 * value),
+            },
+            curves,
+        });
+        assert!(svg.starts_with("<svg") && svg.ends_with("</svg>\n"));
+        assert!(svg.contains("a &lt;b&gt; &amp; c"));
+        assert!(svg.contains("first") && svg.contains("second"));
+        for number in ["4", "8", "16", "32", "0 %", "100 %"] {
+            assert!(svg.contains(&format!("\n{number}\n")), "{number}: {svg}");
+        }
+        // Full accuracy is at the top of the left end, half in the middle of the right end.
+        let [first, second, ..] = marks(&svg)[..] else {
+            panic!("two marks: {svg}");
+        };
+        assert!(first[0] < 80 && first[1] < 50, "{first:?}");
+        assert!(second[0] > 600 && (200..300).contains(&second[1]), "{second:?}");
+    }
 
     #[test]
     fn a_picture_holds_every_curve_and_point_inside_its_frame() {

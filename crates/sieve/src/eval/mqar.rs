@@ -1,11 +1,10 @@
 //! `sieve eval mqar`.
 
-use super::chart::Chart;
-use super::line_chart::Curve;
+use super::line_chart::{self, Axis, Curve, Plot};
 use super::output;
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, terminal};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Result, anyhow, bail};
 use burn::tensor::DType;
 use clap::{Args, ValueEnum};
 use sieve_core::Recipe;
@@ -101,8 +100,7 @@ fn run_on<B: DeviceBackend>(args: &MqarArgs, device: &B::Device, dtype: DType) -
     print(args, &loaded, &report)?;
     if let Some(path) = &args.plot {
         let title = format!("MQAR accuracy: {}", output::model_name(&loaded));
-        std::fs::write(path, accuracy_by_distance(&title, &report))
-            .with_context(|| format!("writing {}", path.display()))?;
+        output::write(path, &accuracy_by_distance(&title, &report))?;
     }
     Ok(())
 }
@@ -115,15 +113,18 @@ fn accuracy_by_distance(title: &str, report: &RecallReport) -> String {
             .map(|bin| (bin.from.ilog2().into(), bin.accuracy))
             .collect(),
     };
-    let chart = Chart {
+    let curves: Vec<Curve> = report.kinds.iter().map(curve).collect();
+    line_chart::svg(&Plot {
         title,
-        name: "tokens between value and question, at least",
-        value: "accuracy",
-        ends: 0.0..1.0,
-        label: |accuracy| format!("{:.0} %", 100.0 * accuracy),
-        curves: report.kinds.iter().map(curve).collect(),
-    };
-    chart.svg()
+        x: Axis::powers_of_two("tokens between value and question, at least", &curves),
+        y: Axis {
+            label: "accuracy",
+            range: 0.0..1.0,
+            most_numbers: 6,
+            text: &|accuracy| format!("{:.0} %", 100.0 * accuracy),
+        },
+        curves,
+    })
 }
 
 /// What is asked: the kinds of the command, or those of the recipe.

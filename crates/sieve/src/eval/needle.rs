@@ -3,7 +3,7 @@ use super::grid::{Map, MapCell, Picture};
 use super::{output, text};
 use crate::loaded::{PlaceArgs, on_device};
 use crate::{loaded, selector, terminal};
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use burn::tensor::DType;
 use clap::Args;
 use sieve_data::Tokenizer;
@@ -102,7 +102,7 @@ fn run_on<B: DeviceBackend>(args: &NeedleArgs, device: &B::Device, dtype: DType)
             trained_len: loaded.recipe.training.seq_len,
             maps: reports.iter().map(|report| map(&config, report, &own)).collect(),
         };
-        std::fs::write(path, picture.svg()).with_context(|| format!("cannot write {}", path.display()))?;
+        output::write(path, &picture.svg())?;
         if !args.result.json {
             terminal::line(&format!("wrote {}", path.display()));
         }
@@ -186,6 +186,7 @@ fn print<B: DeviceBackend>(
         "trained_length": loaded.recipe.training.seq_len,
         "data": args.data,
         "chunk": args.sparse.chunk,
+        "stream": args.sparse.stream,
         "seed": args.seed,
         "buffer": args.buffer,
         "methods": reports,

@@ -57,7 +57,7 @@ impl ResultArgs {
         };
         let plain = |c: char| c.is_ascii_alphanumeric() || "._-=+".contains(c);
         if name.starts_with('.') || !name.chars().all(plain) {
-            bail!("--save {name}: that is no name of a file\n  hint: use letters, digits, - and _, without .json");
+            bail!("--save {name}: that is not a file name\n  hint: use letters, digits, - and _, without .json");
         }
         let Some(run) = run_folder(checkpoint, folder) else {
             bail!(
@@ -138,7 +138,7 @@ pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
     check(Some(path))?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {
         bail!(
-            "cannot write {}: it is no file\n  hint: name a new file, or one to replace",
+            "cannot write {}: it is not a file\n  hint: name a new file, or one to replace",
             path.display()
         );
     }

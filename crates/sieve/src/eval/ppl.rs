@@ -1,8 +1,7 @@
 //! `sieve eval ppl`.
 mod extrapolation;
 
-use super::chart::Chart;
-use super::line_chart::Curve;
+use super::line_chart::{self, Axis, Curve, Plot};
 use super::{output, text};
 use crate::data::account;
 use crate::loaded::{PlaceArgs, on_device};
@@ -160,18 +159,19 @@ fn loss_by_position(title: &str, report: &PerplexityReport) -> String {
         name: name.to_owned(),
         points,
     };
-    let chart = Chart {
+    let mean = curve("all tokens", mean.collect());
+    let curves = vec![curve("by tokens seen", points), mean];
+    line_chart::svg(&Plot {
         title,
-        name: "tokens seen, at least",
-        value: "loss, nats per token",
-        ends: low..high,
-        label: |loss| format!("{loss:.1}"),
-        curves: vec![
-            curve("by tokens seen", points.clone()),
-            curve("all tokens", mean.collect()),
-        ],
-    };
-    chart.svg()
+        x: Axis::powers_of_two("tokens seen, at least", &curves),
+        y: Axis {
+            label: "loss, nats per token",
+            range: low..high,
+            most_numbers: 6,
+            text: &|loss| format!("{loss:.1}"),
+        },
+        curves,
+    })
 }
 
 /// The report, with a bar while it is made.

@@ -280,6 +280,7 @@ fn print<B: DeviceBackend>(args: &RulerArgs, loaded: &LoadedModel<B>, reports: &
         "samples": args.samples,
         "seed": args.seed,
         "chunk": args.sparse.chunk,
+        "stream": args.sparse.stream,
         "methods": reports,
     });
     if args.result.report(loaded, COMMAND, json)? {

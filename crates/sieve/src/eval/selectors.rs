@@ -321,7 +321,7 @@ impl<B: DeviceBackend> Run<'_, B> {
             self.tokens.len() - 1,
             output::model_name(self.loaded)
         );
-        std::fs::write(path, plot::svg(&title, curves)).with_context(|| format!("cannot write {}", path.display()))?;
+        output::write(path, &plot::svg(&title, curves))?;
         self.say(&format!("wrote {}", path.display()));
         Ok(())
     }

@@ -249,6 +249,7 @@ fn print<B: DeviceBackend>(
         let selector = selection.selectors();
         json["selector"] = selector.to_string().into();
         json["chunk"] = selection.chunk().into();
+        json["stream"] = args.sparse.stream.into();
         json["is_causal_map"] = selector.is_causal_map().into();
         json["selection"] = serde_json::to_value(selection.totals())?;
         json["paths"] = serde_json::to_value(selection.paths())?;

@@ -299,9 +299,9 @@ fn magnitude(text: &str) -> Result<f32, String> {
 
 /// The names of ops, each with a line about it.
 fn ops() -> impl TypedValueParser<Value = Op> {
-    let named = Op::ALL.map(|op| PossibleValue::new(op.name()).help(op.about()));
-    PossibleValuesParser::new(named).map(|name| {
-        let found = Op::ALL.into_iter().find(|op| op.name() == name);
-        found.expect("clap takes the names above alone")
+    let named = Op::ALL.map(|(_, name, about)| PossibleValue::new(name).help(about));
+    PossibleValuesParser::new(named).map(|given| {
+        let found = Op::ALL.into_iter().find(|(_, name, _)| *name == given);
+        found.expect("clap takes the names above alone").0
     })
 }

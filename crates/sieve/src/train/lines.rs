@@ -212,7 +212,7 @@ pub(super) fn validation_line(report: &ValidationReport) -> String {
 pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
     let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
     format!(
-        "stopped at step {} of {}; the state is in {}\n  to go on: the same command with --resume",
+        "stopped at step {} of {}; the state is in {}\n  to continue: the same command with --resume",
         summary.step,
         recipe.training.steps,
         checkpoint.display()

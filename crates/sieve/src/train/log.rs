@@ -54,10 +54,7 @@ impl Log {
     /// Prints a short form and keeps the whole.
     pub(super) fn short(&self, short: &str, whole: &str) {
         if self.tells {
-            terminal::status(match terminal::is_verbose() {
-                true => whole,
-                false => short,
-            });
+            terminal::status(if terminal::is_verbose() { whole } else { short });
         }
         self.keep(whole);
     }

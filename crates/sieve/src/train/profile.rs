@@ -106,8 +106,8 @@ impl StepProfile {
         };
         let totals = result.totals();
         let _ = writeln!(text, "  share        ms  launches");
-        for group in Group::ALL {
-            let members = || totals.iter().filter(|total| Group::of(&total.name) == group);
+        for (group, _) in GROUPS {
+            let members = || totals.iter().filter(|total| group_of(&total.name) == group);
             let ns: u64 = members().map(|total| total.total_ns).sum();
             if ns == 0 {
                 continue;
@@ -119,7 +119,7 @@ impl StepProfile {
                 100.0 * ns as f64 / busy,
                 ns as f64 / steps_f * 1e-6,
                 launches as f64 / steps_f,
-                group.name(),
+                group,
                 self.rate(group, &work, ns)
             );
         }
@@ -145,7 +145,7 @@ impl StepProfile {
     }
 
     /// What a group achieved, where its work is known.
-    fn rate(&self, group: Group, work: &Work, ns: u64) -> String {
+    fn rate(&self, group: &str, work: &Work, ns: u64) -> String {
         let seconds = ns as f64 * 1e-9;
         let tflops = |flops: f64| {
             let achieved = flops / seconds;
@@ -155,9 +155,9 @@ impl StepProfile {
             format!(": {:.0} TFLOP/s{share}", achieved * 1e-12)
         };
         match group {
-            Group::Products => tflops(work.tokens * work.linear),
-            Group::Attention => tflops(work.tokens * work.attention),
-            Group::Optimizer => {
+            PRODUCTS => tflops(work.tokens * work.linear),
+            ATTENTION => tflops(work.tokens * work.attention),
+            OPTIMIZER => {
                 // Leaf and rest of the master, 2 bytes each, and two f32 moments are read and written, the f32 gradient
                 // read; the norm reads it once more.
                 let bytes = work.parameters * (2.0 * (2.0 + 2.0 + 2.0 * 4.0) + 4.0 + 4.0);
@@ -179,75 +179,37 @@ struct Work {
     parameters: f64,
 }
 
-/// What a kernel is for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Group {
-    Products,
-    Attention,
-    Selection,
-    Norms,
-    Swiglu,
-    Loss,
-    Embedding,
-    Optimizer,
-    Ranks,
-    Other,
-}
+const PRODUCTS: &str = "products with weights";
+const ATTENTION: &str = "attention";
+const OPTIMIZER: &str = "AdamW and the gradient norm";
 
-impl Group {
-    const ALL: [Self; 10] = [
-        Self::Products,
-        Self::Attention,
-        Self::Selection,
-        Self::Norms,
-        Self::Swiglu,
-        Self::Loss,
-        Self::Embedding,
-        Self::Optimizer,
-        Self::Ranks,
-        Self::Other,
-    ];
+/// What kernels are for, by what their names begin with, or hold behind a `*`; the first group that fits.
+const GROUPS: [(&str, &[&str]); 10] = [
+    (PRODUCTS, &["*nvjet", "*cublas", "*gemm", "*cutlass", "*splitK"]),
+    (ATTENTION, &["attention_", "hopper_", "dma_attention", "nsa_"]),
+    ("scores, selection and lists of DMA", &["dma_"]),
+    (
+        "norms and rotary positions",
+        &["rms_norm", "qk_norm_rope", "column_sums"],
+    ),
+    ("SwiGLU", &["swiglu"]),
+    ("cross-entropy", &["cross_entropy", "scale"]),
+    ("embedding", &["embedding"]),
+    (OPTIMIZER, &["adamw", "sum_partials", "finish_sum"]),
+    (
+        "sums, gatherings and exchanges with other GPUs, waiting included",
+        &["*ncclDevKernel"],
+    ),
+    ("the rest: residual gradients, copies, fills", &[""]),
+];
 
-    fn of(kernel: &str) -> Self {
-        let starts = |prefixes: &[&str]| prefixes.iter().any(|prefix| kernel.starts_with(prefix));
-        let contains = |parts: &[&str]| parts.iter().any(|part| kernel.contains(part));
-        if contains(&["nvjet", "cublas", "gemm", "cutlass", "splitK"]) {
-            Self::Products
-        } else if starts(&["attention_", "hopper_", "dma_attention", "nsa_"]) {
-            Self::Attention
-        } else if starts(&["dma_"]) {
-            Self::Selection
-        } else if starts(&["rms_norm", "qk_norm_rope", "column_sums"]) {
-            Self::Norms
-        } else if starts(&["swiglu"]) {
-            Self::Swiglu
-        } else if starts(&["cross_entropy", "scale"]) {
-            Self::Loss
-        } else if starts(&["embedding"]) {
-            Self::Embedding
-        } else if starts(&["adamw", "sum_partials", "finish_sum"]) {
-            Self::Optimizer
-        } else if contains(&["ncclDevKernel"]) {
-            Self::Ranks
-        } else {
-            Self::Other
-        }
-    }
-
-    fn name(self) -> &'static str {
-        match self {
-            Self::Products => "products with weights",
-            Self::Attention => "attention",
-            Self::Selection => "scores, selection and lists of DMA",
-            Self::Norms => "norms and rotary positions",
-            Self::Swiglu => "SwiGLU",
-            Self::Loss => "cross-entropy",
-            Self::Embedding => "embedding",
-            Self::Optimizer => "AdamW and the gradient norm",
-            Self::Ranks => "sums, gatherings and exchanges with other GPUs, waiting included",
-            Self::Other => "the rest: residual gradients, copies, fills",
-        }
-    }
+fn group_of(kernel: &str) -> &'static str {
+    let fits = |part: &&str| match part.strip_prefix('*') {
+        Some(part) => kernel.contains(part),
+        None => kernel.starts_with(part),
+    };
+    let found = GROUPS.iter().find(|(_, parts)| parts.iter().any(fits));
+    found.map_or("", |(group, _)| group)
 }
 
 #[cfg(test)]
@@ -271,7 +233,7 @@ mod tests {
             ),
             ("kernel_binop_c_bf16_n_8", "the rest: residual gradients, copies, fills"),
         ] {
-            assert_eq!(Group::of(kernel).name(), group, "{kernel}");
+            assert_eq!(group_of(kernel), group, "{kernel}");
         }
     }
 

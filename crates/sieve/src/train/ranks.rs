@@ -112,7 +112,7 @@ fn tell(rank: usize, failure: &Failure) {
     }
     let hint = match failure.loss {
         Loss::Error(_) => "",
-        _ => "\n  hint: the same command with --resume=auto goes on from the last checkpoint",
+        _ => "\n  hint: the same command with --resume=auto continues from the last checkpoint",
     };
     terminal::note(&format!("error: {failure}{hint}"));
 }
@@ -191,7 +191,7 @@ pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe
     Ok(Origin::find(folder, start, recipe)?)
 }
 
-/// The folder and where the run goes on from: rank 0 looks, the others open what it found.
+/// The folder and where the run continues from: rank 0 looks, the others open what it found.
 pub(super) fn open(mesh: &Mesh, out: &Path, start: &Start, recipe: &Recipe) -> Result<(RunFolder, Origin)> {
     let name = &recipe.checkpoint.folder;
     if mesh.world().rank == 0 {

@@ -57,7 +57,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
         let error = match train_on(&session, &start, &run.recipe, &run.out) {
             Ok(Ending::Finished) => None,
             Ok(Ending::Interrupted) => {
-                terminal::line("the sweep stops here; the same command with --resume goes on");
+                terminal::line("the sweep stops here; the same command with --resume continues");
                 return Ok(Ending::Interrupted);
             }
             // A value that does not train is a result of the sweep.

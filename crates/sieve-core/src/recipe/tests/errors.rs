@@ -200,7 +200,7 @@ fn some_block_is_left_for_eight_bit_floats() {
     for blocks in [2, 99] {
         let text = of(blocks).expect_err("none of three is left").to_string();
         let expected = format!(
-            "training.bf16_end_blocks: is {blocks} at each end of 3 blocks, which leaves none in eight-bit floats\n    \
+            "training.bf16_end_blocks: is {blocks} at each end of 3 blocks, which leaves none in fp8\n    \
              hint: set it to 1 or less"
         );
         assert!(text.contains(&expected), "{text}");

@@ -1,4 +1,4 @@
-//! Rows in parts on four GPUs against whole rows on one. CI has no GPU, so it is run by hand on a host of four:
+//! Context parallelism on four GPUs against whole rows on one. CI has no GPU, so it is run by hand on a host of four:
 //!
 //! ```text
 //! cargo test --release -p sieve-ops four_gpus -- --ignored --nocapture

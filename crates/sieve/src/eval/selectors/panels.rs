@@ -1,6 +1,5 @@
 //! Curves over two axes as an SVG: a panel each, with the points of all others in grey behind it.
-use crate::eval::line_chart::Axis;
-use plotters::coord::Shift;
+use crate::eval::line_chart::{Area, Axis, Drawn, FONT};
 use plotters::prelude::*;
 
 /// Panels with the same axes, below a heading.
@@ -28,7 +27,6 @@ const HEIGHT: i32 = 200;
 const HEADING: i32 = 44;
 /// Letters of a name that fit above a panel.
 const LETTERS: usize = 48;
-const FONT: &str = "sans-serif";
 const GREY: RGBColor = RGBColor(0xc4, 0xc4, 0xc4);
 const BLUE: RGBColor = RGBColor(0x00, 0x72, 0xb2);
 
@@ -46,9 +44,6 @@ pub(super) fn svg(title: &str, sections: &[Section<'_>]) -> String {
     drop(root);
     svg
 }
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Drawn = Result<(), Box<dyn std::error::Error>>;
 
 fn draw(root: &Area<'_>, title: &str, sections: &[Section<'_>], heights: &[i32]) -> Drawn {
     root.fill(&WHITE)?;

@@ -49,7 +49,8 @@ pub(super) fn print<B: DeviceBackend>(run: &Run<'_, B>, rows: &[Row], trained: &
          density: computed pairs over causal pairs, probes included; error: of the layers' output; select and \
          attention ms:\n\
          all layers of one prompt; prefill ms: the whole model without its head, the fastest prompt; loss: nats\n\
-         per token, * where it is no likelihood (prefill loss)",
+         per token, * where it is no likelihood (prefill loss); KL: of the predictions from the dense ones, nats per\n\
+         token; top-1: the likeliest token is the dense one; cosine: of the last block's output to the dense one",
         loaded.path.display(),
         loaded.state.step,
         args.windows,
@@ -79,7 +80,7 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
     };
     terminal::line(&format!(
         "\n{length} tokens: dense loss {:.4}, dense attention {:.2} ms, dense prefill {:.2} ms\n\
-         {:width$} {:>8} {:>8} {:>8} {:>9} {:>10} {:>12} {:>8} {:>11} {:>9}",
+         {:width$} {:>8} {:>8} {:>8} {:>9} {:>10} {:>12} {:>8} {:>11} {:>9} {:>8} {:>7} {:>7}",
         first.dense_loss,
         first.dense_attention_ms,
         first.dense_prefill_ms,
@@ -92,11 +93,15 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
         "attention ms",
         "x dense",
         "prefill ms",
-        "loss +"
+        "loss +",
+        "KL",
+        "top-1",
+        "cosine"
     ));
     for Row { label, measure: m } in rows {
         terminal::line(&format!(
-            "{label:width$} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>11.2} {:>8.4}{}",
+            "{label:width$} {:>8} {:>8} {:>8} {:>9.4} {:>10.2} {:>12.2} {:>8.2} {:>11.2} {:>8.4}{} {:>8.4} {:>7} \
+             {:>7.4}",
             percent(Some(m.density)),
             percent(m.tile_density),
             percent(m.recall),
@@ -106,7 +111,10 @@ fn print_selectors(length: usize, width: usize, rows: &[&Row]) {
             m.dense_attention_ms / m.attention_ms,
             m.prefill_ms,
             m.loss - m.dense_loss,
-            if m.causal { " " } else { "*" }
+            if m.causal { " " } else { "*" },
+            m.kl,
+            percent(Some(m.top1)),
+            m.cosine,
         ));
     }
     terminal::lines(notes(rows));

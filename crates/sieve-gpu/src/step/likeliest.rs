@@ -1,0 +1,37 @@
+//! Launch of `kernels/likeliest.cu`.
+use crate::error::KernelError;
+use crate::runtime::checks::require_non_empty;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::params::params;
+use crate::runtime::source_kernel::SourceKernel;
+use crate::step::swiglu_forward::as_rows;
+
+const NAME: &str = "likeliest";
+
+/// The first of the largest of the first `num_tokens` logits of each row, bf16 `[rows, vocab_size]`: i32 `[rows, 1]`,
+/// -1 where one of them is NaN or infinite.
+///
+/// # Errors
+/// Other types, no logits, more than 2^31 of them in a row.
+pub fn likeliest(logits: &CudaTensor, num_tokens: usize) -> Result<CudaTensor, KernelError> {
+    let [rows, vocab_size] = logits.dims(NAME, "logits")?;
+    logits.require_dtype(NAME, "logits", DType::BF16)?;
+    require_non_empty(NAME, "the number of rows", rows)?;
+    require_non_empty(NAME, "num_tokens", num_tokens)?;
+    if num_tokens > vocab_size.min(i32::MAX as usize) {
+        let supported = format!("up to the {vocab_size} logits of a row, below 2^31");
+        return Err(KernelError::unsupported(NAME, "num_tokens", num_tokens, supported));
+    }
+    let (logits, _, x_stride) = as_rows(logits);
+    let ids = logits.empty_contiguous(&[rows, 1], DType::I32);
+    let params = params!(LikeliestParams {
+        width: num_tokens,
+        x_stride,
+    });
+    // SAFETY: reads `num_tokens` of each row, writes every id; sizes checked above.
+    unsafe { LIKELIEST.launch([rows, 1, 1], &[&logits, &ids], &params) }?;
+    Ok(ids)
+}
+
+pub(crate) const LIKELIEST: SourceKernel = SourceKernel::new(NAME).threads(1024);
