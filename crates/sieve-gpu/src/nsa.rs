@@ -108,7 +108,6 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
     let mut kernels = vec![
         NSA_POSITIONS_BACKWARD,
         NSA_COMPRESSED_LISTS,
-        NSA_CHOOSE,
         nsa_list_counts_kernel(0, usize::MAX),
         nsa_lists_kernel(0, usize::MAX),
         NSA_GATES,
@@ -119,6 +118,7 @@ pub(crate) fn nsa_kernels(head_dim: usize) -> Vec<SourceKernel> {
         nsa_selected_attention_forward_kernel(head_dim),
         nsa_selected_attention_backward_kernel(head_dim),
     ];
+    kernels.extend(chosen_decode_kernels(head_dim));
     for rule in [
         ChoiceRule::WeightedProbability,
         ChoiceRule::LargestProbability,
