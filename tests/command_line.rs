@@ -41,7 +41,7 @@ fn the_program_says_what_it_is() {
     let words = "sieve  | commit  | CPU  | cuBLASLt | NCCL | kernels | attention by kind | dma ";
     says(&info, words);
     let json: serde_json::Value = serde_json::from_str(&stdout(&mut tiny.sieve("info --json"))).expect("JSON");
-    assert_eq!(json["paths"].as_array().expect("a list").len(), 7);
+    assert_eq!(json["paths"].as_array().expect("a list").len(), 8);
     assert!(json["threads"].as_u64().expect("a number") > 0, "{json}");
     let version = stdout(&mut tiny.sieve("--version"));
     let commit = json["commit"].as_str().expect("a commit");

@@ -227,7 +227,7 @@ fn what_an_evaluation_says_can_be_kept_and_compared() {
         ">long< | >ppl< | >mqar< | >by_position / 16 to 31< | >lm_eval_rolling / bits_per_byte<",
     );
     assert!(!page.contains("/ from<"), "bins are one row each");
-    tiny.refuses(&format!("{ppl} --save a/b"), "--save a/b | name of a file | hint: ");
+    tiny.refuses(&format!("{ppl} --save a/b"), "--save a/b | not a file name | hint: ");
     tiny.prints("export --checkpoint run --out exported");
     let exported = ppl.replace("run", "exported");
     tiny.refuses(

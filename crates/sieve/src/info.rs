@@ -274,12 +274,12 @@ mod tests {
     #[test]
     fn every_kind_has_a_path_for_each_width() {
         for (is_hopper, at_128) in [
-            (None, ["cpu"; 7]),
-            (Some(false), ["portable"; 7]),
-            (Some(true), ["hopper"; 7]),
+            (None, ["cpu"; 8]),
+            (Some(false), ["portable"; 8]),
+            (Some(true), ["hopper"; 8]),
         ] {
             let paths = paths(is_hopper);
-            assert_eq!(paths.len(), 7);
+            assert_eq!(paths.len(), 8);
             let found = paths.iter().map(|(_, paths)| paths[4]).collect::<Vec<_>>();
             assert_eq!(found, at_128, "{is_hopper:?}");
         }
