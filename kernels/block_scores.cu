@@ -16,7 +16,7 @@
 #include "common/pooled_keys.cuh"
 #include "common/programmatic_launch.cuh"
 
-constexpr int NUM_WARPS = 16, THREADS = NUM_WARPS * 32, MAX_GROUP = 64;
+constexpr int NUM_WARPS = 16, THREADS = NUM_WARPS * 32;
 
 struct BlockScoresParams {
   u64 num_heads, choosers, pooled_capacity, num_blocks, size, stride, select_size;
@@ -25,9 +25,8 @@ struct BlockScoresParams {
 extern "C" __global__ void __launch_bounds__(THREADS)
     block_scores(float* scores, const i32* length, float* importance,
                  const __grid_constant__ BlockScoresParams params) {
-  __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP];
   wait_for_previous();
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group_size = (int)(params.num_heads / params.choosers);
+  const int group_size = (int)(params.num_heads / params.choosers);
   const i64 chooser = (i64)blockIdx.y * params.choosers + blockIdx.x, capacity = params.pooled_capacity;
   const i32 before = length[blockIdx.y], stride = (i32)params.stride, size = (i32)params.size;
   const PooledKeys keys = {before + 1, size, stride};
@@ -38,6 +37,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #if RULE == 2
   for (i32 block = threadIdx.x; block <= own; block += THREADS) to[block] = block < num ? rows[block] : 0.f;
 #else
+  constexpr int MAX_GROUP = 64;
+  __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   // Softmax: what each head's exponentials are multiplied by.
   for (int h = warp; h < group_size; h += NUM_WARPS) {
     const float* row = rows + h * capacity;
