@@ -268,7 +268,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         (tokenizer_files::GENERATION, config::to_text(&generation)),
     ];
     let tokenizer_files = tokenizer_files::read(checkpoint, &beside, shape.max_seq_len, options)?;
-    let splits_as_qwen2 = tokenizer_files::splits_as_qwen2(&tokenizer_files);
+    let replaces_tokenizer = architecture == Architecture::Qwen2 && !tokenizer_files::splits_as_qwen2(&tokenizer_files);
 
     let modeling = (architecture == Architecture::Sieve).then(|| (MODELING.0, MODELING.1.to_owned()));
     let texts = json_files.into_iter().chain(modeling).chain(tokenizer_files);
@@ -300,7 +300,7 @@ pub fn export(checkpoint: &Checkpoint, out: &Path, options: &ExportOptions) -> R
         architecture: architecture.class().name,
         leaves_ties_open: architecture == Architecture::Doge,
         is_remote_code: architecture == Architecture::Sieve,
-        replaces_tokenizer: architecture == Architecture::Qwen2 && !splits_as_qwen2,
+        replaces_tokenizer,
         not_stock: match shape.attention.form() {
             AttentionForm::Latent(mla) => not_deepseek(&shape, mla),
             _ => None,
