@@ -31,6 +31,7 @@ KINDS = {
     "NSA": "NSA",
     "InfLLM-V2": "InfLLM-V2",
     "MoBA": "MoBA",
+    "MSA": "MSA",
     "MLA": "MLA",
     "window + slope, 1 of 4 dense": "window 1024 + slope, 1 of 4 dense",
     "DMA, 1 of 4 dense": "DMA 1024, slope, r 128, 1 of 4 dense",
@@ -116,7 +117,7 @@ def table(rows, arguments):
 def drawn(rows, arguments):
     """Two panels: loss over rate after the short runs, a line a kind; losses of all seeds after the long ones."""
     colours = ["#1b6ca8", "#7f8c8d", "#e08a1e", "#000000", "#999900", "#2e8b57", "#c0392b", "#7d3c98", "#b03a7a",
-               "#f0b070", "#555599"]
+               "#f0b070", "#555599", "#40a0a0"]
     lines = {kind: tried(rows, kind, arguments) for kind in arguments.kinds}
     lines = {kind: found for kind, found in lines.items() if found}
     rates = sorted({rate for found in lines.values() for rate, _ in found})

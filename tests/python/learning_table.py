@@ -40,6 +40,11 @@ INFLLM_V2 = [
     "attention.select_block_size=64", "attention.num_selected_blocks=16", "attention.num_local_blocks=8",
 ]
 MOBA = ["attention.kind=moba", "attention.select_block_size=64", "attention.num_selected_blocks=16"]
+# As msa_80m.toml, which gives the indexer's parameters up in the feed-forward layers; without its dense warm-up.
+MSA = [
+    "attention.kind=msa", "attention.select_block_size=64", "attention.num_selected_blocks=16",
+    "attention.index_loss_weight=1.0", "model.intermediate_size=2144",
+]
 MLA = [
     "attention.kind=mla", "attention.kv_lora_rank=192", "attention.qk_rope_head_dim=64", "model.num_key_value_heads=6",
     "model.intermediate_size=2224",
@@ -81,6 +86,7 @@ ROWS = {
         "MLA": MLA,
         "InfLLM-V2": INFLLM_V2,
         "MoBA": MOBA,
+        "MSA": MSA,
     },
     "2048": {
         "dense": ["attention.kind=mha"],
