@@ -152,3 +152,23 @@ fn needle_scores_are_full_for_a_model_that_knows_the_answer() {
     assert_eq!(method["mean_rank"], 1.0, "{known}");
     assert_eq!(before["methods"][0]["found"], 0.0, "{before}");
 }
+
+/// The trained model of the repository, and what its card says of it: a number in twenty sentences is found by the model
+/// itself, and under a selector in its dense layers.
+#[test]
+fn the_model_in_the_box_finds_numbers_and_takes_selectors() {
+    let tiny = TinyRun::new(KINDS[0]);
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../checkpoints/tiny");
+    let places = "--lengths 512 --depths 0,50,100 --needles 2 --device cpu --json";
+    let report = json(&tiny.prints(&format!("eval needle --checkpoint {model} {places} --selector xattention:tau=0.7")));
+    let [own, xattention] = [0, 1].map(|n| &report["methods"][n]);
+    assert_eq!(own["found"], 1.0, "{report}");
+    assert!(xattention["mean_rank"].as_f64().expect("a number") < 2.0, "{report}");
+    let paths = xattention["paths"].as_array().expect("a list").len();
+    assert_eq!(paths, 2, "a path for each dense layer: {report}");
+    let readme = concat!(env!("CARGO_MANIFEST_DIR"), "/../README.md");
+    let lengths = "--lengths 512 --windows 1 --device cpu --json";
+    let text = format!("eval selectors --checkpoint {model} --data {readme} --selector xattention:tau=0.7 {lengths}");
+    let report = json(&tiny.prints(&text));
+    assert_eq!(report["methods"][0]["layers"].as_array().expect("a list").len(), 2, "{report}");
+}

@@ -11,8 +11,8 @@ pub enum EvalError {
     Select(#[from] sieve_select::SelectError),
     /// A selector for a model that is sparse itself.
     #[error(
-        "{selector} selects for dense attention, and this model's attention is another kind\n  \
-         hint: use a checkpoint with kind = \"mha\""
+        "{selector} selects for dense attention, and no layer of this model is dense\n  \
+         hint: use a checkpoint with kind = \"mha\", or with dense layers among others"
     )]
     NotDense {
         /// The selector.

@@ -143,14 +143,15 @@ impl AddAssign for SelectionTotals {
 }
 
 impl Selection {
-    /// Checks that the selectors fit the model.
+    /// Checks that the selectors fit the model. They act in its dense layers; others keep their own attention.
     ///
     /// # Errors
-    /// A model whose attention is not dense; layers that it has not, or that no selector names; settings that none of
+    /// A model without a dense layer; layers that it has not, or that no selector names; settings that none of
     /// its contexts can meet; a method that lacks its file.
     pub fn new(selectors: impl Into<LayerSelectors>, shape: &ModelShape) -> Result<Self, EvalError> {
         let selectors = selectors.into();
-        if shape.attention != Attention::Mha {
+        let is_dense = |part: &ModelShape| part.attention == Attention::Mha;
+        if !shape.by_kind().iter().any(is_dense) {
             return Err(EvalError::NotDense {
                 selector: selectors.name(),
             });

@@ -68,7 +68,7 @@ pub struct SelectorMeasure {
     pub host_bytes: f64,
     /// The path that each layer took.
     pub paths: Vec<LayerPath>,
-    /// By layer.
+    /// Of each dense layer, in their order.
     pub layers: Vec<LayerMeasure>,
 }
 
@@ -211,7 +211,7 @@ pub fn sweep_selectors<B: DeviceBackend>(
     Ok(selections.iter().map(point).collect())
 }
 
-/// Masks of each selector in every layer for one prompt, `[selectors][layers]`; the model's own activations, densely
+/// Masks of each selector in every dense layer for one prompt, `[selectors][layers]`; the model's own activations, densely
 /// computed. A selector that fails, as decode methods do, gives its error.
 ///
 /// # Errors
@@ -270,10 +270,10 @@ impl Sums {
         device: &B::Device,
     ) -> Result<(), EvalError> {
         let before = self.attention_ms;
-        for layer in captured {
-            self.layers.resize(captured.len(), LayerMeasure::default());
+        self.layers.resize(captured.len(), LayerMeasure::default());
+        for (at, layer) in captured.iter().enumerate() {
             let measure = self.layer(selection, layer)?;
-            let total = &mut self.layers[layer.operands.layer];
+            let total = &mut self.layers[at];
             total.density += measure.density;
             total.output_error += measure.output_error;
             total.recall = measure.recall.map(|x| x + total.recall.unwrap_or(0.0));
@@ -288,9 +288,8 @@ impl Sums {
             Ok(o)
         })?;
         self.nats += pass.nats;
-        for (layer, o) in captured.iter().zip(&outputs) {
-            let total = &mut self.layers[layer.operands.layer].cosine;
-            *total = Some(layer.cosine(o) + total.unwrap_or(0.0));
+        for ((layer, o), total) in captured.iter().zip(&outputs).zip(&mut self.layers) {
+            total.cosine = Some(layer.cosine(o) + total.cosine.unwrap_or(0.0));
         }
         let agreement = Agreement::of(model, dense_hidden, &pass.hidden);
         self.agreement.kl += agreement.kl;

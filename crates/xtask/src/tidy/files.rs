@@ -31,14 +31,22 @@ const FORBIDDEN: &[&str] = &[
     concat!("files.", "pythonhosted.org"),
 ];
 
+/// The trained model that the repository carries, and the bytes that it may have.
+const MODEL: &str = "checkpoints/tiny/";
+const MAX_MODEL_BYTES: u64 = 8_000_000;
+
 /// Checks all files of the repository.
 pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
+    let mut model_bytes = 0;
     for file in workspace::files()? {
         if file.ends_with("/mod.rs") {
             problems.push(format!(
                 "{file}: name the module's file after it (attention.rs beside attention/), not \
                 mod.rs"
             ));
+        }
+        if file.starts_with(MODEL) {
+            model_bytes += std::fs::metadata(workspace::root().join(&file))?.len();
         }
         let is = |endings: &[&str]| endings.iter().any(|ending| file.ends_with(ending));
         if !is(SOURCES) && !is(TEXTS) {
@@ -68,6 +76,9 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
                 ));
             }
         }
+    }
+    if model_bytes > MAX_MODEL_BYTES {
+        problems.push(format!("{MODEL}: {model_bytes} bytes, at most {MAX_MODEL_BYTES}"));
     }
     Ok(())
 }
