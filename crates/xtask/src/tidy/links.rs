@@ -91,13 +91,14 @@ fn slug(heading: &str) -> String {
     kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 
-/// Names of pages of docs/ in running text.
+/// Names of pages of docs/ and notes/ in running text.
 fn named_pages(text: &str) -> Vec<String> {
-    let parts = text.split("docs/").skip(1);
-    let names = parts.filter_map(|rest| {
-        let end = rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
-        let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
-        name.ends_with(".md").then(|| format!("docs/{name}"))
+    let names = ["docs/", "notes/"].into_iter().flat_map(|folder| {
+        text.split(folder).skip(1).filter_map(move |rest| {
+            let end = rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
+            let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
+            name.ends_with(".md").then(|| format!("{folder}{name}"))
+        })
     });
     names.collect()
 }
