@@ -107,7 +107,7 @@ struct GatherWork {
         places.stage += 1;
       }
       if (it < 0) {
-        // The queries and the tile's description, once the last tile's products with its queries are done.
+        // Load Q and the tile's head once the consumers have released the last tile's Q.
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, maps, tile);
         if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = tile;

@@ -252,7 +252,7 @@ struct Reader<'a, B: DeviceBackend> {
     /// With what it has computed.
     selection: Option<Selection>,
     device: &'a B::Device,
-    /// Computed pairs of the prompts, and those of dense attention.
+    /// Computed pairs of the prompts, and the pairs that dense attention computes.
     pairs: [f64; 2],
 }
 

@@ -1,7 +1,7 @@
 //! Memory of training, by part.
 //!
 //! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all
-//! blocks wait for their backward pass; in the backward pass of the last block; and in that of the first, where all
+//! blocks wait for their backward pass; in the backward pass of the last block; and in the first block's, where all
 //! gradients are there. A checkpoint on its way to the disk is held beside them: by a CPU's run in the memory that is
 //! planned, by a GPU's in the machine's.
 

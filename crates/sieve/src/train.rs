@@ -207,7 +207,7 @@ fn learns_nothing(recipe: &Recipe) -> Option<&'static str> {
         .then_some("rows of one token (training.seq_len): no token sees another")
 }
 
-/// Makes the recipe that of the run in `out` up to step `steps`, where what was there before has a schedule of its own.
+/// Extends the run in `out` to `steps`, with a warm-up and a decay of their own for the new steps.
 fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     if !recipe.stage.is_empty() {
         bail!("--extend is for recipes without [[stage]]\n  hint: add a stage with the new steps");

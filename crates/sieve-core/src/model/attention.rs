@@ -193,8 +193,8 @@ keys! {
     /// [`qk_norm_dim`](Self::qk_norm_dim) numbers for queries and one for keys, which all heads share.
     #[derive(Copy, Eq, Hash)]
     pub struct MlaShape {
-        /// Sets the keys below to those of DeepSeek-V2 (arXiv:2405.04434, section 2.1): a latent of four heads, a
-        /// rotated part of half a head. As an override it replaces those of the recipe.
+        /// Sets the keys below to DeepSeek-V2's values (arXiv:2405.04434, section 2.1): a latent of four heads, a
+        /// rotated part of half a head. As an override it replaces the recipe's values.
         text preset: Option<AttentionPreset>,
         /// Width of the latent c that keys and values are made from (`d_c`).
         #[key(filled("a quarter of `model.hidden_size`"), optional, size(MAX_WIDTH))]

@@ -123,7 +123,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
     });
 }
 
-/// The sizes that those of `[attention]` follow from; `None` for one that is missing or no size.
+/// The sizes from which the defaults of `[attention]` follow; `None` for a missing or impossible size.
 #[derive(Clone, Copy)]
 struct Sizes {
     seq_len: Option<usize>,

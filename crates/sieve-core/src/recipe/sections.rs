@@ -277,8 +277,7 @@ keys! {
         /// Whether two runs must be equal bit for bit.
         #[key(may_change)]
         pub deterministic: bool = false,
-        /// In which numbers the blocks multiply by their weights while they train; weights, moments and everything else
-        /// are the same in both, and so are checkpoints.
+        /// Data type of the blocks' GEMMs in training. Weights, moments and checkpoints are the same in both.
         #[key(may_change)]
         pub precision: TrainingPrecision = TrainingPrecision::Bf16,
         /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16; less than half of them.

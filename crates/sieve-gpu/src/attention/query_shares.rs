@@ -40,8 +40,8 @@ const BLOCK_STEPS: usize = 4;
 /// The same of a block of listed keys, which adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Steps' time of the whole GPU that a block's parts of dk and dv cost, written and read once, in 1/1024; and that of
-/// the launches which add them up.
+/// Cost of writing and reading a block's parts of dk and dv once, and of the launches that add the parts up, both in
+/// 1/1024 of a step of the whole GPU.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 

@@ -30,7 +30,7 @@ choices! {
     pub enum ProbeScore {
         /// Log-sum-exp of the block's logits (the paper's).
         Raw,
-        /// The same minus that of the row.
+        /// The same minus the log-sum-exp of the row.
         Normalised,
     }
 }

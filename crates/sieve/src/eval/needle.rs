@@ -241,7 +241,7 @@ fn count(needles: usize) -> String {
     }
 }
 
-/// Whether the ranks are those of guesses.
+/// Whether the ranks differ from guessing.
 fn verdict(report: &NeedleReport) -> String {
     let what = match report.sigmas {
         x if x > 3.0 => "better than chance",

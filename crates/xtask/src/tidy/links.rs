@@ -1,4 +1,4 @@
-//! Links between pages lead somewhere, and docs/SUMMARY.md has every page of docs/.
+//! Links between pages lead somewhere, docs/SUMMARY.md has every page of docs/, and diffs show lines that are there.
 use crate::workspace;
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -20,6 +20,11 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         for link in links(&text) {
             if let Some(problem) = broken(page, link, &known, &read) {
                 problems.push(format!("{page}: {problem}"));
+            }
+        }
+        for (file, line) in shown_lines(&text) {
+            if !read(file).lines().any(|found| found.trim() == line) {
+                problems.push(format!("{page}: shows a line that is not in {file}: {line}"));
             }
         }
     }
@@ -53,6 +58,22 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
         let parts = line.split("](").skip(1);
         parts.filter_map(|rest| rest.split(')').next())
     })
+}
+
+/// Added lines of the diffs on a page, each with its file.
+fn shown_lines(text: &str) -> Vec<(&str, &str)> {
+    let blocks = text.split("```diff\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let mut shown = Vec::new();
+    for block in blocks {
+        let mut file = "";
+        for line in block.lines().filter_map(|line| line.strip_prefix('+')) {
+            match line.strip_prefix("++ b/") {
+                Some(name) => file = name,
+                None => shown.push((file, line.trim())),
+            }
+        }
+    }
+    shown
 }
 
 fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) -> String) -> Option<String> {
@@ -101,4 +122,15 @@ fn named_pages(text: &str) -> Vec<String> {
         })
     });
     names.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_diffs_have_their_files() {
+        let text = "```diff\n+++ b/a.rs\n+    x;\n-y;\n```\nt\n```diff\n+++ b/b.rs\n+z\n```\n+no\n";
+        assert_eq!(shown_lines(text), [("a.rs", "x;"), ("b.rs", "z")]);
+    }
 }
