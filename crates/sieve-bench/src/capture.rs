@@ -129,7 +129,7 @@ pub fn kernel_sources() -> Result<String> {
     Ok(all)
 }
 
-/// What a pass over one row of tokens tells of each layer: its number, the layer, its input and the context.
+/// Called for each layer of a pass over one row of tokens: its number, the layer, its input and the context.
 type Observe<'a, B> = dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
 
 fn each_layer<B: DeviceBackend>(

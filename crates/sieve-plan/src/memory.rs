@@ -62,7 +62,7 @@ pub struct MemoryPlan {
     pub checkpoint_bytes: u64,
     /// The same of a GPU's run, in the machine's memory; not in the total.
     pub host_checkpoint_bytes: u64,
-    /// What there is room to keep beside the least: the trainer is to be told (`sieve_train::Hardware::keeping`).
+    /// What there is room to keep beyond the minimum, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
     /// The program, its libraries and their own memory: an assumption.
     pub program_bytes: u64,

@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// Between two looks at the processes.
 const POLL: Duration = Duration::from_millis(20);
-/// After one has failed, the others have so long to end by themselves: they notice it, and tell what they know.
+/// How long the other processes may take to end by themselves after one has failed, so that their messages are printed.
 const FAREWELL: Duration = Duration::from_secs(15);
 /// Where all others have ended because of one rank, it has so long to end itself.
 const LAST_FAREWELL: Duration = Duration::from_secs(3);

@@ -157,7 +157,7 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     }
 }
 
-/// How a run's end is told to who started it: one that could keep nothing goes on from its last checkpoint.
+/// The exit code of a run; a run that could keep nothing can be continued from its last checkpoint.
 fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved { .. })) => {
@@ -443,7 +443,7 @@ fn train<B: TrainBackend>(
         None => crate::plan::vocab_size(recipe),
     };
     let mut keeping = Keeping::default();
-    // A tokenizer that cannot be read is told by what reads it next.
+    // A tokenizer that cannot be read is reported by its next reader.
     if let Ok(vocab_size) = vocab_size {
         let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
         admitted.warning.iter().for_each(|warning| log.always(warning));

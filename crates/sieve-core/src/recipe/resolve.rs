@@ -118,7 +118,7 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
             };
             mistakes.push(Mistake::new("model.head_dim", problem));
         }
-        // Another mistake about a made-up value would tell nothing.
+        // A second mistake, about a made-up value, would help nobody.
         Some((width / heads / 2 * 2).max(2))
     });
 }

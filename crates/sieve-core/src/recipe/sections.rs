@@ -59,9 +59,9 @@ keys! {
         /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation: Qwen3 and Doge
         /// do, Llama, Mistral and Qwen2 do not. MLA has a key of its own, `attention.qk_norm`.
         pub qk_norm: bool = true,
-        /// Whether the projections of queries, keys and values have biases, as those of Qwen2.
+        /// Whether the projections of queries, keys and values have biases, as in Qwen2.
         pub qkv_bias: bool = false,
-        /// How the rotary frequencies differ from those of `rope_theta`; absent: they do not.
+        /// How the rotary frequencies differ from `rope_theta`'s; absent: they do not.
         pub rope_scaling: Option<RopeScaling>,
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
         /// `"mha"` for a dense layer. Absent: every layer has the kind of `[attention]`.

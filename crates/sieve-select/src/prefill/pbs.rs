@@ -27,7 +27,7 @@ choices! {
         Queries,
         /// Both.
         Both,
-        /// Nothing, to see what the permutation brings.
+        /// Nothing: the baseline for the permutation's gain.
         None,
     }
 
