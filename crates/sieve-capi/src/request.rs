@@ -63,7 +63,7 @@ pub struct Gpu {
     pub shared_bytes: usize,
 }
 
-/// An input.
+/// An input tensor of an op.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorSpec {

@@ -267,7 +267,7 @@ impl TrainArgs {
             let kind = clap::error::ErrorKind::ArgumentConflict;
             let text = format!(
                 "--resume and {other} name two places to begin from\n  \
-                 hint: --resume=auto goes on where there is a run, else begins as {other} says\n"
+                 hint: --resume=auto continues a run where there is one, else begins as {other} says\n"
             );
             clap::Error::raw(kind, text).exit();
         }

@@ -25,7 +25,7 @@ choices! {
         Keys,
         /// Queries.
         Queries,
-        /// Both.
+        /// Queries and keys.
         Both,
         /// Nothing: the baseline for the permutation's gain.
         None,

@@ -28,7 +28,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     let names: Vec<&str> = names.collect();
     if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {
         bail!(
-            "{unknown} is no data set of LongBench that is read here\n  hint: these are {}",
+            "{unknown} is not a data set of LongBench that is read here\n  hint: these are {}",
             names.join(", ")
         );
     }

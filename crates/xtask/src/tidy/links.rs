@@ -62,7 +62,10 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
 
 /// Added lines of the diffs on a page, each with its file.
 fn shown_lines(text: &str) -> Vec<(&str, &str)> {
-    let blocks = text.split("```diff\n").skip(1).filter_map(|rest| rest.split("```").next());
+    let blocks = text
+        .split("```diff\n")
+        .skip(1)
+        .filter_map(|rest| rest.split("```").next());
     let mut shown = Vec::new();
     for block in blocks {
         let mut file = "";
