@@ -90,7 +90,7 @@ pub(crate) struct TrainArgs {
     /// Stop after N steps, with a checkpoint: the learning rate is that of the whole run
     #[arg(long, value_name = "N", conflicts_with = "sweep", value_parser = clap::value_parser!(u64).range(1..))]
     stop_after: Option<u64>,
-    /// Print where the GPU's time goes in N steps, kernel by kernel, and go on training
+    /// Print where the GPU's time goes in N steps, kernel by kernel, and continue training
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     profile: Option<u64>,
     /// Of several processes: seconds without a sign of life after which one counts as lost
@@ -106,7 +106,7 @@ pub(crate) struct TrainArgs {
     memory: MemoryArgs,
 }
 
-/// How a run goes on.
+/// How a run is resumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Resume {
     /// Where there is a run, else one begins.

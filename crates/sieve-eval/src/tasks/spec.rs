@@ -267,7 +267,7 @@ impl Task {
         &self.name
     }
 
-    /// What it asks, of which data set, under which licence.
+    /// A note: the question, the data set and its licence.
     pub fn about(&self) -> &str {
         &self.about
     }

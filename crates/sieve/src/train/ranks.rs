@@ -178,12 +178,12 @@ pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// Whether the folder that rank 0 sees holds a run to go on with.
+/// Whether the folder that rank 0 sees holds a run to resume.
 pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
-/// Where a run goes on from. One that sets damaged checkpoints aside has the folder for itself first.
+/// The checkpoint that a run resumes from. A run that sets damaged checkpoints aside locks the folder first.
 pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe) -> Result<Origin> {
     if *start == Start::ResumeAlone {
         folder.claim(start)?;
