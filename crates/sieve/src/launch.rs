@@ -48,7 +48,7 @@ pub(crate) struct LaunchArgs {
     /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// What each of them runs: train and its arguments, with or without -- before them
+    /// What each process runs: train and its arguments, with or without -- before them
     #[arg(trailing_var_arg = true, required = true, value_name = "train …")]
     pub(crate) command: Vec<String>,
 }

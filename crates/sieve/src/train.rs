@@ -84,16 +84,16 @@ pub(crate) struct TrainArgs {
         conflicts_with_all = ["resume_from", "profile"]
     )]
     sweep: Vec<String>,
-    /// Go on from the end of a finished run up to this step, with a learning-rate schedule of its own for the new steps
+    /// Train a finished run up to this step, with a learning-rate schedule of their own for the new steps
     #[arg(long, value_name = "STEP", requires = "resume", conflicts_with = "sweep")]
     extend: Option<usize>,
-    /// Stop after N steps, with a checkpoint: the learning rate is that of the whole run
+    /// Stop after N steps, with a checkpoint; the learning-rate schedule is the whole run's
     #[arg(long, value_name = "N", conflicts_with = "sweep", value_parser = clap::value_parser!(u64).range(1..))]
     stop_after: Option<u64>,
     /// Print where the GPU's time goes in N steps, kernel by kernel, and continue training
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     profile: Option<u64>,
-    /// Of several processes: seconds without a sign of life after which one counts as lost
+    /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
     /// Folder for the last checkpoint of this process when its own place cannot be written

@@ -20,7 +20,7 @@ const PIXELS: usize = 512;
 /// Weights below this are drawn as nothing.
 const FAINTEST: f64 = 1e-4;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "attention";
 
 /// Arguments of `sieve eval attention`.

@@ -11,8 +11,8 @@ const PREFIX: &str = "longbench_";
 /// Arguments of `sieve eval longbench`.
 #[derive(Args, Debug)]
 pub(crate) struct LongbenchArgs {
-    /// The folder of LongBench's files (hotpotqa.jsonl and others); those of LongBench-E (hotpotqa_e.jsonl) where the
-    /// first are not there. Data sets in Chinese are left out
+    /// The folder of LongBench's files (hotpotqa.jsonl and others), or else LongBench-E's (hotpotqa_e.jsonl). Data sets
+    /// in Chinese are left out
     #[arg(long, value_name = "DIR")]
     folder: PathBuf,
     /// Data sets by name; all that are in the folder when absent

@@ -22,7 +22,7 @@ const BATCH_TOKENS: usize = 16_384;
 /// Samples of a kind where neither the command nor the recipe says.
 const NUM_SAMPLES: u64 = 1000;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "mqar";
 
 /// Arguments of `sieve eval mqar`.

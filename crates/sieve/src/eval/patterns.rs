@@ -21,7 +21,7 @@ use std::path::PathBuf;
 /// Prompts of a calibration, unless `--windows` is given.
 const DAM_PROMPTS: usize = 8;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "patterns";
 
 /// Arguments of `sieve eval patterns`.

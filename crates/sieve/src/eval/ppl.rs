@@ -27,7 +27,7 @@ const BATCH_TOKENS: usize = 8192;
 /// Words of more tokens than this on the average have a perplexity that is a power of the tokens'.
 const TOKENS_PER_WORD: f64 = 2.0;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "ppl";
 
 /// Arguments of `sieve eval ppl`.

@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 /// Tokens of the prompts where the user names no length.
 const USUAL_LENGTH: usize = 1024;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "selectors";
 
 /// Arguments of `sieve eval selectors`.
