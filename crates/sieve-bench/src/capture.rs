@@ -24,8 +24,8 @@ pub enum Captured {
     Operands([usize; 3]),
 }
 
-/// Writes what the attention of a model is given for a text to a safetensors file: of dense attention as
-/// [`operands`], else [`scores`].
+/// Writes what the attention of a model is given for a text to a safetensors file: queries, keys and values of dense
+/// attention, scores of DMA.
 ///
 /// # Errors
 /// A model with neither DMA nor dense attention, a text without a token, a file that cannot be written.
