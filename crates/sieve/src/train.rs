@@ -54,7 +54,7 @@ pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Output folder; out/<recipe name> when absent
+    /// Output folder; out/ and the recipe's name when absent
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// auto, cpu, cuda or cuda:N
