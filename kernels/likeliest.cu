@@ -12,7 +12,7 @@ constexpr int THREADS = 1024, NUM_WARPS = THREADS / 32;
 
 struct LikeliestParams { u64 width, x_stride; };
 
-// A logit and its place; place -1: one that is no number, which wins over all others.
+// A logit and its place; place -1: a NaN, which wins over all others.
 struct Place {
   float value;
   i32 at;

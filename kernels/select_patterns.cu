@@ -11,7 +11,7 @@
 // Defines    none
 // Tiling     grid (heads, 1, 1); 256 threads; no dynamic shared memory
 // Numerics   f32 softmax and sums of blocks by rising key, f64 distance
-// Edges      an estimate that is no number: nan of the head grows. At least `least` blocks, at most `most`, in any case
+// Edges      an estimate that is NaN: nan of the head grows. At least `least` blocks, at most `most`, in any case
 //            one
 #include "common/block_sums.cuh"
 

@@ -6,7 +6,7 @@
 // Buffers    gate_up, y, amax (AMAX_PARTIALS)
 // Defines    AMAX_PARTIALS (0; else into how many parts y's largest magnitude goes, common/amax.cuh), IS_BF16 (1),
 //            VECTOR (elements a thread loads at once: 8, or 1 when d_ff or row_stride is no multiple of 8) (set by
-//            sieve-kernels/src/step/swiglu_forward.rs)
+//            sieve-gpu/src/step/swiglu_forward.rs)
 // Tiling     grid (rows, ceil(d_ff / (256*VECTOR))); 256 threads; a thread owns VECTOR neighbouring columns of one row;
 //            no shared memory
 // Numerics   f32 inside, one rounding at the store; writes every element of y, accumulates into nothing; memory-bound,

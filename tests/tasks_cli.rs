@@ -353,7 +353,7 @@ fn longbench_files_are_read_from_their_folder() {
     assert_eq!(one["tasks"].as_array().map(Vec::len), Some(1));
     tiny.refuses(
         &run("--only hotpotqq"),
-        "hotpotqq is no data set of LongBench | musique",
+        "hotpotqq is not a data set of LongBench | musique",
     );
     tiny.refuses(&run("--only musique"), "there is no longbench/musique.jsonl");
     tiny.refuses(

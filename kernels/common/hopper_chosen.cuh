@@ -106,7 +106,7 @@ DEVICE int2 load_shared_int2(u32 shared) {
 DEVICE u32 start_block(void* memory) {
   const u32 shared = (shared_address(memory) + 1023) & ~1023u;
   if (threadIdx.x == 0) {
-    // Arrivals: every producer thread's copies, and its stores; those of consumers.
+    // Arrivals: every producer thread's copies and stores; then the consumers'.
     for (int i = 0; i < KEY_SLOTS; ++i) {
       barrier_init(barrier_at(shared, FULL_KEYS + i), 256);
       barrier_init(barrier_at(shared, EMPTY_KEYS + i), CONSUMER_ARRIVALS);

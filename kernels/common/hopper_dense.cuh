@@ -71,7 +71,7 @@ struct DenseWork {
         places.stage += 1;
       }
       if (it < 0) {
-        // The queries and the tile's description, once the last tile's products with its queries are done.
+        // Load Q and the tile's head once the consumers have released the last tile's Q.
         const u32 full = barrier_at(shared, FULL_Q);
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, maps, tile);

@@ -259,8 +259,8 @@ struct RowsInWork {
     barrier_wait(barrier_at(shared, FULL_V + places.v.slot), places.v.phase);
   }
 
-  // A stage of which no row of this consumer sees a key. Weights that wait are weighed first: the slot of their values
-  // is needed.
+  // Skips a stage without a visible key for this consumer's rows. Pending weights are multiplied with V first: the slot
+  // of their values is needed.
   DEVICE void let_go_by(const u32 (&weights)[BLOCK_KV / 16][4], bool is_pending, int it, bool is_last) {
     take_turn(it);
     pass_turn(it);

@@ -11,8 +11,8 @@
 constexpr u64 SECTION_BYTES = 32 << 20;  // keys and values of the heads in work at a time: about half of an L2 cache
 constexpr int BLOCK_TILES = ceil_div(SUPER_BLOCK, TILE_QUERIES);
 
-// A tile's keys: entries of a list, `head_count` of them in the first stage and then whole stages. Where there is none
-// the first entry stands in, with an expire that nobody precedes.
+// A tile's keys: entries of a list, `head_count` of them in the first stage and then whole stages. Past the list's end
+// the first entry is copied, with expire 0, so that no query sees it.
 struct KeyWindow {
   const int2* entries;
   int head_count, num_stages;
@@ -107,7 +107,7 @@ struct GatherWork {
         places.stage += 1;
       }
       if (it < 0) {
-        // The queries and the tile's description, once the last tile's products with its queries are done.
+        // Load Q and the tile's head once the consumers have released the last tile's Q.
         barrier_wait(barrier_at(shared, EMPTY_Q), (done & 1) ^ 1);
         copy_queries(shared, maps, tile);
         if (thread == 0) *(TileHead*)__cvta_shared_to_generic(tile_base(shared, done)) = tile;

@@ -10,7 +10,7 @@
 #endif
 
 struct QueryShare {
-  int kv_head, place;         // place: of the block among those of the tile and KV head
+  int kv_head, place;         // place: of the block among the blocks of its tile and KV head
   int first_head, num_heads;  // of the KV head's query heads
   int part, num_parts;        // of the query tiles that see a key
 

@@ -95,7 +95,7 @@ struct SparseMask {
                       : num_query_tiles - 1 - rank;
   }
 
-  // `rows` slots of a query tile from its `part`-th run of as many on.
+  // Query slots [part * rows, (part + 1) * rows) of a tile.
   DEVICE SparseQueries queries(int head, int tile, int part, int rows) const {
     const int tile_end = (tile + 1) * query_tile - query_offset,
               first_slot = max(tile_end - query_tile, 0) + part * rows;

@@ -1,7 +1,7 @@
 // split_step: a number for each row and one for each column of a wgmma product enter as one more step of it, each as
 // the three bf16 whose sum it is, against ones. They then cost nothing behind the product. Operands lie in shared
 // memory, 16 bytes a row or column, side by side (wgmma_unswizzled):
-// eight of the sixteen columns that a step sums, which it meets twice. So halves are stored.
+// eight columns, where a step sums K = 16. The step reads these eight twice, so each operand is stored halved.
 // A step that comes first adds its numbers to nothing but each other: where two large ones cancel, what is left is
 // exact.
 #pragma once

@@ -6,7 +6,7 @@
 // accumulators, packed, are an operand).
 // A tile in shared memory is made of blocks of 64 columns: rows of 128 bytes, 16-byte chunk c of row r at place c ^
 // (r % 8), address a multiple of 1024.
-// The operand lists below are written out because inline assembly has no loops; N is told by the accumulator's size.
+// The operand lists below are written out because inline assembly has no loops; N follows from the accumulator's size.
 #pragma once
 #include "common/types.cuh"
 

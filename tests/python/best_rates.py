@@ -8,7 +8,7 @@ Run from the repository's root. Each kind is trained with --rate-steps steps and
 one further rate while the best one is an edge; then with --steps steps at its best rate with every seed. Text and rows
 are those of learning_table.py. OUT/rates.jsonl gets a line for each finished run; runs that have one are not repeated,
 so a call that was cut off resumes. A device named twice takes two
-runs at a time. docs/rates.jsonl holds those of docs/results.md. Needs nothing but Python.
+runs at a time. docs/rates.jsonl holds the runs of docs/results.md. Needs nothing but Python.
 """
 
 import argparse

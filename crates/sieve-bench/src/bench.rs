@@ -57,7 +57,7 @@ pub enum BenchRows {
     Decode,
     /// Native sparse attention, beside dense attention.
     Nsa,
-    /// DMA alone, in the published form and in that of the recipes.
+    /// DMA alone, as published and in the recipes' form.
     Dma,
 }
 

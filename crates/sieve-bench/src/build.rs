@@ -258,7 +258,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
     Ok(list)
 }
 
-/// The attention of a recipe: for DMA also that of rows too short to mask anything.
+/// The attention kernels of a recipe: for DMA also the kernels of rows too short to mask anything.
 fn attention_needs(recipe: &Recipe) -> Result<Vec<AttentionNeeds>> {
     let model = &recipe.model;
     let mut shape = AttentionShape::new(

@@ -24,8 +24,8 @@ pub enum Captured {
     Operands([usize; 3]),
 }
 
-/// Writes what the attention of a model is given for a text to a safetensors file: of dense attention as
-/// [`operands`], else [`scores`].
+/// Writes what the attention of a model is given for a text to a safetensors file: queries, keys and values of dense
+/// attention, scores of DMA.
 ///
 /// # Errors
 /// A model with neither DMA nor dense attention, a text without a token, a file that cannot be written.
@@ -129,7 +129,7 @@ pub fn kernel_sources() -> Result<String> {
     Ok(all)
 }
 
-/// What a pass over one row of tokens tells of each layer: its number, the layer, its input and the context.
+/// Called for each layer of a pass over one row of tokens: its number, the layer, its input and the context.
 type Observe<'a, B> = dyn FnMut(usize, &DecoderLayer<B>, Tensor<B, 3>, &LayerContext<'_, B>) -> Result<()> + 'a;
 
 fn each_layer<B: DeviceBackend>(

@@ -279,7 +279,7 @@ fn corrected(device: &dyn Device, text: &str, [num_queries, num_keys]: [usize; 2
     NEAR.judge("output", &device.floats(&sparse.o)?, &expected, &expected)
 }
 
-/// Queries behind those of earlier tokens, which no call has.
+/// `q` behind NaN for the queries of earlier tokens, which no call has.
 pub(crate) fn with_context(q: &[f32], shape: CallShape) -> Vec<f32> {
     let mut all = vec![f32::NAN; shape.context() * shape.num_heads * shape.head_dim];
     all.extend(q);

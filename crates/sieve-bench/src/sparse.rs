@@ -34,7 +34,7 @@ const SELECTORS: &[&str] = &[
 /// Queries and keys of the calls of each selector: whole prompts, and a chunk that begins inside a tile.
 const SIZES: &[[usize; 2]] = &[[300, 300], [150, 391], [1, 70]];
 
-/// Keys that the copy engine brings at a time before dense rows.
+/// Keys of one TMA copy before dense rows.
 const KEYS_OF_A_BOX: usize = 128;
 
 /// Widths of the cases on a GPU.

@@ -10,7 +10,7 @@ pub(crate) enum Layout {
     Contiguous,
     /// Gaps behind each head, as Burn pads rows.
     Pitched,
-    /// Some heads out of more: gaps behind each token, and a batch that begins later.
+    /// A slice of the heads of a larger tensor: token stride > heads * width, and an offset at the start.
     Sliced,
     /// Heads outside tokens, as other libraries keep them.
     Transposed,
@@ -61,7 +61,7 @@ impl Strided {
             shape,
             strides,
         };
-        // Backwards, so that of an expanded batch the first row stays.
+        // Backwards: the rows of an expanded batch share memory, and the first row's values must be the last written.
         for (at, &value) in values.iter().enumerate().rev() {
             let place = strided.place(at);
             strided.buffer[place] = value;

@@ -103,7 +103,7 @@ pub unsafe extern "C" fn sieve_plan_load(
 /// Queues the plan's launches.
 ///
 /// # Safety
-/// As [`Loaded::run`]; `plan` comes from [`sieve_plan`], `pointers` are as many as said.
+/// As [`Loaded::run`]; `plan` comes from [`sieve_plan`], and `pointers` has `num_pointers` elements.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn sieve_plan_run(
     plan: *const PlanHandle,

@@ -19,7 +19,7 @@ pub struct Plan {
     pub buffers: Vec<usize>,
     /// Inputs among the buffers; outputs follow.
     pub num_inputs: usize,
-    /// The work.
+    /// Fills, copies and launches, in their order.
     pub steps: Vec<Step>,
     /// As JSON.
     pub(crate) description: CString,

@@ -30,7 +30,16 @@ pub enum PlanError {
     Call(String),
 }
 
-/// One op for given shapes on a kind of GPU.
+/// One op for given shapes on a kind of GPU. As JSON, for windowed attention on an H200:
+///
+/// ```json
+/// {"call": {"attention_forward": {"scale": 0.088388, "window": 1024}},
+///  "gpu": {"capability": [9, 0], "multiprocessors": 132, "shared_bytes": 232448},
+///  "tensors": [{"name": "q", "shape": [1, 4096, 16, 128], "dtype": "bf16"},
+///              {"name": "k", "shape": [1, 4096, 8, 128], "dtype": "bf16"},
+///              {"name": "v", "shape": [1, 4096, 8, 128], "dtype": "bf16"},
+///              {"name": "doc_start", "shape": [1, 4096], "dtype": "i32"}]}
+/// ```
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct Request {
@@ -54,7 +63,7 @@ pub struct Gpu {
     pub shared_bytes: usize,
 }
 
-/// An input.
+/// An input tensor of an op.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(deny_unknown_fields)]
 pub struct TensorSpec {

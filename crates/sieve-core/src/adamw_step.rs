@@ -1,7 +1,7 @@
 //! The numbers of one AdamW update, shared by every floor.
 
-/// Hyper-parameters of one AdamW update (arXiv:1711.05101), bias corrections already computed. They stay f64 until a
-/// kernel rounds what it combined of them.
+/// Hyper-parameters of one AdamW update (arXiv:1711.05101), bias corrections already computed. They stay f64
+/// until a kernel rounds its own combinations of them.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWStep {
     /// Learning rate of this step.

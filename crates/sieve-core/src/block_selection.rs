@@ -91,7 +91,8 @@ pub struct ProbeCorrection {
 /// Which keys of a prompt stay for the tokens after it, by the attention that they received.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HeavyKeys {
-    /// The queries whose attention counts, in blocks of one token; a top of the keys before the last ones stays.
+    /// The observation window (SnapKV, H2O), in blocks of one token: its queries' attention ranks the keys before
+    /// `last`, and the best of these are kept.
     pub selection: BlockSelection,
     /// The last keys, which stay whatever they received.
     pub last: usize,

@@ -15,7 +15,7 @@ pub struct KeyMask<W = Vec<i32>> {
     /// How query slots and key slots are cut. Slots are rows and keys in order, unless an order says which one each
     /// slot holds. `num_queries` counts the slots: fewer than the call's rows where `query_order` names some of them.
     pub tiles: Tiles,
-    /// Query heads that share a list: 1, or those of a KV head.
+    /// Query heads that share a list: 1, or a KV head's whole group.
     pub heads_per_list: usize,
     /// Query heads that share an order of keys, where there is one.
     pub heads_per_order: usize,

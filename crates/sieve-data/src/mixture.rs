@@ -69,7 +69,7 @@ fn next_source(counts: &[u64], given: &[u64], period: u64, place: u64) -> usize 
     let (period, place) = (i128::from(period), i128::from(place));
     let of = |list: &[u64], source: usize| i128::from(list[source]);
     let behind = |source: usize| place * of(counts, source) - of(given, source) * period;
-    // The deadline is due(source) / counts(source); fractions are compared without dividing.
+    // The next sample is due at place period * due(source) / (slack * counts(source)): compared without dividing.
     let due = |source: usize| slack * (of(given, source) + 1) - 1;
     (0..counts.len())
         .filter(|&source| behind(source) * slack >= period)

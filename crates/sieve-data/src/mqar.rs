@@ -20,7 +20,7 @@ use crate::loader::{Batch, IGNORE_LABEL, PAD_DOCUMENT};
 pub(crate) use draw::Draws;
 pub use packed::{MqarMixture, MqarPart};
 
-/// What stands where no key or value does.
+/// Tokens at the places without a key or a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum MqarNoise {
     /// Token 0 (`random_non_queries = false`).
@@ -44,7 +44,7 @@ pub struct MqarConfig {
     pub num_pairs: usize,
     /// a of the weight `x^(a-1)`: at 0.01 most queries come soon after the pairs, at 1 anywhere.
     pub power: f64,
-    /// What stands where no key or value does.
+    /// Tokens at the places without a key or a value.
     pub noise: MqarNoise,
     /// Another seed, other samples.
     pub seed: u64,

@@ -46,7 +46,7 @@ pub struct Tokenizer {
     fast: Option<WordEncoder>,
     vocab_size: usize,
     hash: u128,
-    /// Name of the token that ends a document, where it is told.
+    /// Name of the token that ends a document, where it was given.
     eos_token: Option<String>,
 }
 

@@ -65,7 +65,7 @@ impl<'a, B: DeviceBackend> Continuation<'a, B> {
         Self { selection, ..self }
     }
 
-    /// The selector with what it has computed.
+    /// The selector, with the statistics of its calls.
     pub(crate) fn selection(&self) -> Option<&Selection> {
         self.selection.as_ref()
     }
@@ -230,7 +230,7 @@ impl Default for Ending {
 }
 
 impl Ending {
-    /// One token more, of which these are the logits.
+    /// Adds one token and the logits that predict it.
     fn and(self, logits: &[f32], token: u32) -> Self {
         let max = logits.iter().fold(f32::NEG_INFINITY, |max, &x| max.max(x));
         let sum: f64 = logits.iter().map(|&x| f64::from(x - max).exp()).sum();

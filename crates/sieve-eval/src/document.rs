@@ -8,7 +8,7 @@ use sieve_data::{DataError, Document, Prepared, Tokenizer};
 pub struct EvalDocument {
     /// Its tokens, the end-of-document token last.
     pub tokens: Vec<u32>,
-    /// Bytes of UTF-8 text that the predicted tokens stand for: all but those of the first token.
+    /// Bytes of UTF-8 text of the predicted tokens, which are all but the first.
     pub num_bytes: u64,
     /// Words of its text: runs of characters that are not white space.
     pub num_words: u64,

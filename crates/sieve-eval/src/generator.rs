@@ -110,7 +110,7 @@ impl<'a, B: DeviceBackend> Generator<'a, B> {
         self.start.config.max_new_tokens
     }
 
-    /// The selector with what it has computed.
+    /// The selector, with the statistics of its calls.
     pub fn selection(&self) -> Option<&Selection> {
         self.start.text.selection()
     }

@@ -31,8 +31,8 @@ pub(crate) fn check_row(tokens: &[u32], num_inputs: usize, shape: &ModelShape) -
     check_vocabulary(tokens, shape.vocab_size)
 }
 
-/// Inputs of each window, whose last token is predicted only: those of the first. Refuses no windows, and what
-/// [`check_row`] does.
+/// Number of inputs of a window (its last token is only predicted), from the first window. Refuses an empty list, and
+/// what [`check_row`] refuses.
 pub(crate) fn check_windows(windows: &[Vec<u32>], shape: &ModelShape) -> Result<usize, EvalError> {
     let num_inputs = |window: &Vec<u32>| window.len().saturating_sub(1);
     for window in windows {

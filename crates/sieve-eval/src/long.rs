@@ -77,13 +77,13 @@ impl Match {
 pub struct LongSample {
     /// Text, question, and the beginning of the answer; the rest of the answer follows behind a space.
     pub prompt: String,
-    /// What the answer should hold.
+    /// Strings that a right answer contains.
     pub references: Vec<String>,
     /// How it is scored.
     pub matching: Match,
-    /// Percent of the text before what is asked for; absent where that is everywhere.
+    /// Percent of the text in front of the passage that is asked for; `None` where the question needs the whole text.
     pub depth: Option<f64>,
-    /// Ten answers in place of the first reference that are wrong.
+    /// Ten wrong answers, to rank beside the first reference.
     pub wrong: Vec<String>,
 }
 

@@ -249,10 +249,10 @@ struct Reader<'a, B: DeviceBackend> {
     eos_id: u32,
     /// Logits beyond are padding.
     num_tokens: usize,
-    /// With what it has computed.
+    /// The selector, with the statistics of its calls.
     selection: Option<Selection>,
     device: &'a B::Device,
-    /// Computed pairs of the prompts, and those of dense attention.
+    /// Computed pairs of the prompts, and the pairs that dense attention computes.
     pairs: [f64; 2],
 }
 

@@ -69,7 +69,7 @@ fn pass<B: DeviceBackend>(
     let ids = ids(&window[..num_tokens], shape, device);
     let started = Instant::now();
     let hidden = hidden(ids, &context)?;
-    // A GPU has only been told what to do: wait for one row.
+    // On a GPU the launches are only queued: wait for one row.
     let _row = hidden.clone().narrow(1, num_tokens - 1, 1).into_data();
     let prefill_ms = milliseconds(started);
     let losses = model

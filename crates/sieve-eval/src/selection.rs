@@ -61,7 +61,7 @@ pub struct SelectionTotals {
     pub dense_pairs: f64,
     /// Seconds until the masks were ready, of those that the host made.
     pub select_seconds: f64,
-    /// Seconds of the host in selection and attention together. A device is told what to do and not waited for.
+    /// Seconds of the host in selection and attention together. Launches on a device are not waited for.
     pub seconds: f64,
 }
 

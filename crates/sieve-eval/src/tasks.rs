@@ -212,7 +212,7 @@ impl<'a> TaskTexts<'a> {
 /// Asks a model the rows of a task; `observe` hears how many of how many texts are done.
 ///
 /// # Errors
-/// A token outside the vocabulary, an output that is no number, a selector that refuses a call.
+/// A token outside the vocabulary, a NaN or infinite output, a selector that refuses a call.
 pub fn run_task<B: DeviceBackend>(
     model: &TaskModel<'_, B>,
     texts: &TaskTexts<'_>,

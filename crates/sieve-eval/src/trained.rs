@@ -19,10 +19,10 @@ pub struct TrainedMeasure {
     pub num_tokens: usize,
     /// Prompts.
     pub num_windows: usize,
-    /// Computed pairs over causal pairs; of NSA those of its three branches, a compressed block counted as one key.
+    /// Computed pairs over causal pairs. NSA: the pairs of its three branches, a compressed block counted as one key.
     pub density: f64,
-    /// Pairs of a query and a token whose own key it reads, each once, over causal pairs: what NSA's selected blocks
-    /// and its window hold together. Of other kinds the same as `density`.
+    /// Causal (query, token) pairs in NSA's selected blocks or its window, counted once, over all causal pairs. Other
+    /// kinds: equal to `density`.
     pub distinct_density: f64,
     /// Cross-entropy, nats per token.
     pub loss: f64,

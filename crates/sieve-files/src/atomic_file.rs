@@ -68,7 +68,7 @@ impl AtomicFile {
             file.set_len(num_bytes)?;
             file.seek(SeekFrom::End(0))
         });
-        cut.map_err(FileError::on("go on with", &temporary))?;
+        cut.map_err(FileError::on("continue", &temporary))?;
         let names = Names {
             temporary,
             path: path.to_path_buf(),

@@ -127,7 +127,7 @@ impl HostReader {
 
 impl Drop for HostReader {
     fn drop(&mut self) {
-        // SAFETY: made in `open`, given back once; an error here has nobody to tell.
+        // SAFETY: made in `open`, given back once; nobody could act on an error here.
         unsafe {
             let _ = driver::free_host(self.staging);
             let _ = driver::stream::destroy(self.stream);

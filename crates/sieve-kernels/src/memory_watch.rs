@@ -9,9 +9,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 /// Bytes at the fullest moment seen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MemoryPeak {
-    /// Of tensors.
+    /// Held by tensors.
     pub in_use_bytes: u64,
-    /// That the allocator held, its slack included.
+    /// Reserved by the allocator, its slack included.
     pub reserved_bytes: u64,
 }
 

@@ -60,7 +60,7 @@ unsafe impl Send for Link {}
 // SAFETY: as above.
 unsafe impl Sync for Link {}
 
-/// What a rank brings to a gathering.
+/// A rank's part of an all-gather.
 #[derive(Clone, Debug)]
 pub struct NcclPiece {
     /// This rank's piece, contiguous.

@@ -11,10 +11,10 @@ mod tests;
 use crate::tensors::Float;
 use burn::tensor::backend::Backend;
 
-/// In which numbers the blocks of a model multiply by their weights.
+/// Data type of the blocks' GEMMs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ProductPrecision {
-    /// Those of the tensors.
+    /// The tensors' own.
     #[default]
     Tensors,
     /// Eight-bit floats, forward and backward.

@@ -1,7 +1,7 @@
 //! Memory of training, by part.
 //!
 //! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all
-//! blocks wait for their backward pass; in the backward pass of the last block; and in that of the first, where all
+//! blocks wait for their backward pass; in the backward pass of the last block; and in the first block's, where all
 //! gradients are there. A checkpoint on its way to the disk is held beside them: by a CPU's run in the memory that is
 //! planned, by a GPU's in the machine's.
 
@@ -62,7 +62,7 @@ pub struct MemoryPlan {
     pub checkpoint_bytes: u64,
     /// The same of a GPU's run, in the machine's memory; not in the total.
     pub host_checkpoint_bytes: u64,
-    /// What there is room to keep beside the least: the trainer is to be told (`sieve_train::Hardware::keeping`).
+    /// What there is room to keep beyond the minimum, for the trainer (`sieve_train::Hardware::keeping`).
     pub keeping: Keeping,
     /// The program, its libraries and their own memory: an assumption.
     pub program_bytes: u64,

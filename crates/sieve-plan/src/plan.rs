@@ -130,7 +130,7 @@ pub struct RowPartsPlan {
     pub tokens: usize,
     /// Seconds a step in which keys and heads travel between the parts; nothing goes on beside it.
     pub exchange_seconds: f64,
-    /// By kind of attention, the longest rows, of powers of two, of which a micro-batch of one fits.
+    /// By kind of attention, the longest row, a power of two, that fits as a micro-batch of one.
     pub longest_rows: Vec<(&'static str, usize)>,
 }
 

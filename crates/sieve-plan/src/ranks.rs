@@ -84,7 +84,7 @@ impl RanksPlan {
 mod tests {
     use super::*;
 
-    // docs/scale.md: four H200s, rows of 2048, 8 rows a micro-batch; one GPU's tokens/s, four GPUs'.
+    // docs/scale.md, notes/experiments.md: four H200s, 8 rows of 2048 a micro-batch; tokens/s of one GPU and of four.
     #[test]
     fn measured_runs_on_several_gpus_are_met_within_three_percent() {
         for (parameters, size, micro_batches, alone, together) in [

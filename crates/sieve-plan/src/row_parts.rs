@@ -60,7 +60,7 @@ impl RowShare {
         part
     }
 
-    /// Tokens of the rows that attention of this layer sees in the last part.
+    /// KV length of this layer on the last context-parallel rank.
     pub(crate) fn attended(&self, layer: &ModelShape) -> usize {
         match self.way(layer) {
             Some(Way::Border { slots, .. }) => slots + self.seq_len / self.degree,
@@ -134,9 +134,9 @@ impl RowShare {
             let (own, packed) = (self.tokens() as f64, q + 2.0 * kv);
             let [forward, backward] = match self.way(&layer) {
                 None => [0.0; 2],
-                // q, k, v and o; the same again, their gradients, and that of o.
+                // Forward: q, k, v and o. Backward: q, k and v again, their gradients, and do.
                 Some(Way::Heads) => [own * (packed + q), own * (2.0 * packed + q)],
-                // The longer rows; the same again, the gradient of o behind zeros, and that of the own tokens.
+                // Forward: the longer rows. Backward: the same again, do behind zeros, and dqkv of the own tokens.
                 Some(Way::Border { slots, .. }) => {
                     let longer = own + (self.batch * slots) as f64;
                     [longer * packed, longer * (packed + q) + own * packed]

@@ -1,6 +1,6 @@
-//! How long a step will take on a GPU: products, attention, bytes, and the ends of kernels, one after the other.
+//! How long a step will take on a GPU: GEMMs, attention, bytes, and the ends of kernels, one after the other.
 //!
-//! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): products hold 0.71 of the peak under a
+//! Rates are shares of the data sheet's, found on an H200 (docs/benchmarks.md): GEMMs hold 0.71 of the peak under a
 //! step's load, where the card's power is the limit; memory-bound kernels move 0.84 of the bandwidth. A test holds the
 //! estimate against twenty-one measured runs. Other GPUs are assumed to reach the same shares.
 
@@ -10,13 +10,13 @@ use sieve_core::model::gpu::Gpu;
 use sieve_core::model::{Attention, AttentionForm, FlopsPerToken, ModelShape};
 use std::ops::Range;
 
-/// Share of the peak that products with weights reach.
+/// Share of the peak that GEMMs with weights reach.
 const PRODUCTS: f64 = 0.71;
 /// Share of the peak that attention reaches over all causal pairs of rows of one document, beside the bytes below:
 /// 8192, 16384 and 32768 keys on an H200 (docs/benchmarks.md). Rows of several documents have fewer pairs.
 const DENSE_PAIRS: f64 = 0.6;
 /// The same in longer rows than this, whose launches last for tens of milliseconds: the card's power limits them as it
-/// limits products. 131,072 keys, in a step on four H200s (docs/scale.md).
+/// limits GEMMs. 131,072 keys, in a step on four H200s (docs/scale.md).
 const LONG_ROW: usize = 32_768;
 const LONG_DENSE_PAIRS: f64 = 0.51;
 /// Over a window, and over gathered keys.
@@ -194,7 +194,7 @@ mod tests {
         plan.stages[0].tokens_per_second.expect("a GPU")
     }
 
-    // docs/benchmarks.md and docs/results.md, one H200.
+    // notes/experiments.md (A training step on one GPU) and docs/results.md, one H200.
     #[test]
     fn measured_runs_are_met_within_a_fifth() {
         let large = [

@@ -51,8 +51,8 @@ fn not_logged() -> f64 {
 }
 
 impl Run {
-    /// The run in `folder`; or, where it holds runs itself as that of a sweep does, these by their folders' names, but
-    /// for those that have no step yet. `name` comes before their names then.
+    /// The run in `folder`; or, where `folder` is a sweep, its runs by their folders' names, `name` before them. Runs
+    /// without a step yet are left out.
     ///
     /// # Errors
     /// Those of [`open`](Self::open).

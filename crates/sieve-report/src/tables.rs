@@ -290,7 +290,7 @@ pub(crate) fn scores(runs: &[Run]) -> String {
     html
 }
 
-/// Pictures of evaluations; those of one file name side by side.
+/// Pictures of evaluations; pictures with the same file name are side by side.
 pub(crate) fn pictures(runs: &[Run]) -> String {
     let files = runs.iter().flat_map(|run| &run.pictures).map(|picture| &*picture.file);
     let mut html = String::new();

@@ -174,19 +174,19 @@ impl<'a> Call<'a> {
         (key * self.shape.num_kv_heads + kv_head) * self.shape.head_dim
     }
 
-    /// One query.
+    /// The query of a row of the call, `[head_dim]`.
     pub fn query(&self, head: usize, row: usize) -> &'a [f32] {
         let at = self.query_at(head, row);
         &self.q[at..at + self.shape.head_dim]
     }
 
-    /// One key.
+    /// The key of a token, `[head_dim]`.
     pub fn key(&self, kv_head: usize, key: usize) -> &'a [f32] {
         let at = self.key_at(kv_head, key);
         &self.k[at..at + self.shape.head_dim]
     }
 
-    /// One value.
+    /// The value of a token, `[head_dim]`.
     pub fn value(&self, kv_head: usize, key: usize) -> &'a [f32] {
         let at = self.key_at(kv_head, key);
         &self.v[at..at + self.shape.head_dim]

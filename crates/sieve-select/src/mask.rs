@@ -20,7 +20,7 @@ pub enum CorrectionMode {
 /// Dense outputs of probe rows, by which the sparse output is corrected.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Correction {
-    /// How.
+    /// How a row is corrected by its probe.
     pub mode: CorrectionMode,
     /// Rows of the call, ascending, `[num_probes]`; a probe serves the rows up to the next one.
     pub probe_rows: Vec<i32>,

@@ -30,7 +30,7 @@ impl Rules {
     pub(crate) fn rope_theta(self, value: Option<f64>) -> Result<(), SelectError> {
         match value {
             Some(theta) if !(theta > 1.0 && theta.is_finite()) => self.fail(
-                format!("rope_theta={theta} is no base of a rotation"),
+                format!("rope_theta={theta} is not a base for RoPE"),
                 "give the rope_theta of the model, 10000 or more, or leave it out",
             ),
             _ => Ok(()),
@@ -48,7 +48,7 @@ impl Rules {
         }
     }
 
-    /// A size.
+    /// A size must be above 0.
     pub(crate) fn positive(self, key: &str, value: usize) -> Result<(), SelectError> {
         if value > 0 {
             return Ok(());

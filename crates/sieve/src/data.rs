@@ -16,7 +16,7 @@ pub(crate) use tokenizer::{TokenizerCommand, run as run_tokenizer};
 /// Subcommands of `sieve data`.
 #[derive(Subcommand, Debug)]
 pub(crate) enum DataCommand {
-    /// Tokenise a recipe's text into shards; asked again after an interruption, it goes on
+    /// Tokenise a recipe's text into shards; after an interruption the same command continues
     Prepare(prepare::PrepareArgs),
     /// Write training samples of the tasks of `sieve eval ruler`, as JSON lines
     Generate(generate::GenerateArgs),

@@ -99,7 +99,7 @@ const OTHER_TOKENIZER: &str = "note: AutoTokenizer of transformers 5 opens a Qwe
     of words, which this tokenizer.json does not have: texts would become other tokens\n  \
     hint: PreTrainedTokenizerFast.from_pretrained reads the tokenizer as it is";
 
-/// A text that the model can go on from.
+/// A prompt that the model can continue.
 fn prompt(recipe: &Recipe) -> &str {
     match recipe.tokenizer.source() {
         TokenizerSource::Numbers(_) => "1 2 3",

@@ -18,7 +18,7 @@ const DEFAULT_NEW_TOKENS: usize = 128;
 /// come.
 const MOST_TOGETHER: u64 = 64;
 
-/// Bytes of text that a token stands for, about: enough to tell the memory of a prompt before there is a tokenizer.
+/// Rough bytes of text a token, to estimate the memory of a prompt before the tokenizer is loaded.
 const BYTES_A_TOKEN: usize = 4;
 
 /// Arguments of `sieve generate`.

@@ -52,7 +52,7 @@ pub(crate) fn run(args: ImportArgs) -> Result<()> {
     }
     let tokenizer = args.from.join("tokenizer.json");
     Tokenizer::from_file(&tokenizer).with_context(|| format!("{} has no usable tokenizer", args.from.display()))?;
-    // A configuration that cannot be read is told below.
+    // A configuration that cannot be read is reported below.
     if let Ok((_, shape)) = sieve_hf::imported_model(&args.from, kind, &args.overrides) {
         args.memory.check_import(&shape)?;
     }

@@ -145,7 +145,7 @@ fn bench(args: BenchArgs) -> Result<()> {
         Device::Cuda(gpu) => gpu,
         Device::Cpu => bail!(
             "kernels bench times the CUDA kernels, and there is no GPU here\n  \
-             hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times those of the CPU"
+             hint: `cargo run --release -p sieve-cpu --example bench_cpu` in the sources times the CPU's kernels"
         ),
     };
     let mut tell = |part: CheckedPart| terminal::line(&part.to_string());

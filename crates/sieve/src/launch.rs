@@ -1,5 +1,5 @@
-//! `sieve launch`: several processes of this program on this host, which train together, alone or with those of other
-//! hosts.
+//! `sieve launch`: several processes of this program on this host, which train together, alone or with the processes of
+//! other hosts.
 use crate::exit::Exit;
 use crate::interrupt::respect_nohup;
 use crate::terminal;
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 /// Between two looks at the processes.
 const POLL: Duration = Duration::from_millis(20);
-/// After one has failed, the others have so long to end by themselves: they notice it, and tell what they know.
+/// How long the other processes may take to end by themselves after one has failed, so that their messages are printed.
 const FAREWELL: Duration = Duration::from_secs(15);
 /// Where all others have ended because of one rank, it has so long to end itself.
 const LAST_FAREWELL: Duration = Duration::from_secs(3);
@@ -48,7 +48,7 @@ pub(crate) struct LaunchArgs {
     /// How often the processes are started again, with --resume=auto, after one of them was lost; on one host
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: u32,
-    /// What each of them runs: train and its arguments, with or without -- before them
+    /// What each process runs: train and its arguments, with or without -- before them
     #[arg(trailing_var_arg = true, required = true, value_name = "train …")]
     pub(crate) command: Vec<String>,
 }
@@ -93,7 +93,7 @@ impl Place {
         }
         if args.max_restarts > 0 {
             bail!(
-                "--max-restarts works on one host: nobody here starts the processes of the other {} again\n  \
+                "--max-restarts works on one host: this launcher cannot restart the processes of the other {}\n  \
                  hint: let the scheduler start all hosts again after exit code {STOPPED_EARLY}, with --resume=auto",
                 nnodes - 1
             );
@@ -308,7 +308,7 @@ fn wait(ranks: &mut [Rank], first: usize, asked: &AtomicUsize) -> Result<Exit> {
     Ok(job_exit(&codes.collect::<Vec<_>>()))
 }
 
-/// How a job ended whose processes ended with these codes; `None` by a signal.
+/// Combines the ranks' exit codes into the job's exit code; `None` is a rank that a signal killed.
 fn job_exit(codes: &[Option<i32>]) -> Exit {
     let all = |wanted: i32| codes.iter().all(|code| *code == Some(wanted));
     let any = |wanted: i32| codes.contains(&Some(wanted));

@@ -1,4 +1,4 @@
-//! `sieve completions` and `sieve man`: what a shell and `man` are told of the command line.
+//! `sieve completions` and `sieve man`: the command line for a shell and as manual pages.
 use anyhow::{Context, Result};
 use clap::{Args, Command};
 use clap_complete::Shell;

@@ -1,4 +1,4 @@
-//! Memory that is too small: told before a command begins, by the plan; and in plain words where CubeCL panics all the
+//! Too little memory: reported by the plan before a command begins; and in plain words where CubeCL panics all the
 //! same.
 use crate::device::Device;
 use crate::terminal::{bytes, gib};
@@ -22,7 +22,7 @@ const PARTS_TOLD: usize = 4;
 /// How a command treats memory that is too small.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct MemoryArgs {
-    /// Start even where the plan says that the memory which is free is too small
+    /// Start even if the plan needs more than the free memory
     #[arg(long)]
     ignore_memory: bool,
 }

@@ -162,7 +162,7 @@ fn target(gpu: Option<&str>) -> Result<(Target, String)> {
     }
 }
 
-/// Whether a name begins as those of other makers do: AMD's, Intel's, Apple's, Google's.
+/// Whether a GPU's name begins like a name of AMD's, Intel's, Apple's or Google's.
 fn is_no_nvidia(name: &str) -> bool {
     let others = [
         "mi", "rx", "radeon", "instinct", "amd", "arc", "gaudi", "intel", "apple", "tpu",
@@ -323,7 +323,7 @@ fn ranks_line(together: &RanksPlan) -> String {
     format!(
         "  together   {} processes {hosts}: {sums:.1} ms of gradient sums and {gathered:.1} ms of gathered weights a \
          step, while the passes run; \
-         memory below is that of each",
+         memory below is of each process",
         ranks.size
     )
 }

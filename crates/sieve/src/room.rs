@@ -1,4 +1,4 @@
-//! Room for a run's checkpoints, told before the first one is written.
+//! Disk space for a run's checkpoints, checked before the first one is written.
 use crate::terminal;
 use sieve_core::Recipe;
 use sieve_hf::list_checkpoints;

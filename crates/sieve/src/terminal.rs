@@ -15,9 +15,9 @@ use std::time::Duration;
 pub(crate) enum Loudness {
     /// Results, warnings and errors.
     Quiet,
-    /// What goes on, too.
+    /// Progress, too.
     Usual,
-    /// And how.
+    /// All numbers of it.
     Verbose,
 }
 
@@ -126,7 +126,7 @@ pub(crate) fn lines<T: AsRef<str>>(lines: impl IntoIterator<Item = T>) {
     lines.into_iter().for_each(|text| line(text.as_ref()));
 }
 
-/// Prints one line about what goes on.
+/// Prints one line of progress.
 pub(crate) fn status(text: &str) {
     if loudness() > Loudness::Quiet {
         line(text);
@@ -138,7 +138,7 @@ pub(crate) fn note(text: &str) {
     errors(&format!("{text}\n"));
 }
 
-/// Prints one line about what goes on beside the command's output.
+/// Prints one line of progress to standard error, beside the command's output.
 pub(crate) fn remark(text: &str) {
     if loudness() > Loudness::Quiet {
         note(text);
@@ -232,7 +232,7 @@ pub(crate) fn print_error(error: &anyhow::Error) {
     errors(&format!("{}\n", error_text(error)));
 }
 
-/// Prints what a person should know though the work goes on.
+/// Prints a warning; the work continues.
 pub(crate) fn warning(text: &str) {
     errors(&format!("warning: {text}\n"));
 }

@@ -54,7 +54,7 @@ pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
 pub(crate) struct TrainArgs {
     #[command(flatten)]
     recipe: RecipeArgs,
-    /// Output folder; out/<recipe name> when absent
+    /// Output folder; out/ and the recipe's name when absent
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// auto, cpu, cuda or cuda:N
@@ -84,16 +84,16 @@ pub(crate) struct TrainArgs {
         conflicts_with_all = ["resume_from", "profile"]
     )]
     sweep: Vec<String>,
-    /// Go on from the end of a finished run up to this step, with a learning-rate schedule of its own for the new steps
+    /// Train a finished run up to this step, with a learning-rate schedule of their own for the new steps
     #[arg(long, value_name = "STEP", requires = "resume", conflicts_with = "sweep")]
     extend: Option<usize>,
-    /// Stop after N steps, with a checkpoint: the learning rate is that of the whole run
+    /// Stop after N steps, with a checkpoint; the learning-rate schedule is the whole run's
     #[arg(long, value_name = "N", conflicts_with = "sweep", value_parser = clap::value_parser!(u64).range(1..))]
     stop_after: Option<u64>,
-    /// Print where the GPU's time goes in N steps, kernel by kernel, and go on training
+    /// Print where the GPU's time goes in N steps, kernel by kernel, and continue training
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1000))]
     profile: Option<u64>,
-    /// Of several processes: seconds without a sign of life after which one counts as lost
+    /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
     /// Folder for the last checkpoint of this process when its own place cannot be written
@@ -106,7 +106,7 @@ pub(crate) struct TrainArgs {
     memory: MemoryArgs,
 }
 
-/// How a run goes on.
+/// How a run is resumed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 enum Resume {
     /// Where there is a run, else one begins.
@@ -157,7 +157,7 @@ pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     }
 }
 
-/// How a run's end is told to who started it: one that could keep nothing goes on from its last checkpoint.
+/// The exit code of a run; a run that could keep nothing can be continued from its last checkpoint.
 fn exit_of(result: Result<Ending>, tells: bool) -> Result<Exit> {
     match result {
         Err(error) if matches!(error.downcast_ref(), Some(TrainError::Unsaved { .. })) => {
@@ -207,7 +207,7 @@ fn learns_nothing(recipe: &Recipe) -> Option<&'static str> {
         .then_some("rows of one token (training.seq_len): no token sees another")
 }
 
-/// Makes the recipe that of the run in `out` up to step `steps`, where what was there before has a schedule of its own.
+/// Extends the run in `out` to `steps`, with a warm-up and a decay of their own for the new steps.
 fn extend(recipe: &mut Recipe, out: &Path, steps: usize) -> Result<()> {
     if !recipe.stage.is_empty() {
         bail!("--extend is for recipes without [[stage]]\n  hint: add a stage with the new steps");
@@ -267,7 +267,7 @@ impl TrainArgs {
             let kind = clap::error::ErrorKind::ArgumentConflict;
             let text = format!(
                 "--resume and {other} name two places to begin from\n  \
-                 hint: --resume=auto goes on where there is a run, else begins as {other} says\n"
+                 hint: --resume=auto continues a run where there is one, else begins as {other} says\n"
             );
             clap::Error::raw(kind, text).exit();
         }
@@ -443,7 +443,7 @@ fn train<B: TrainBackend>(
         None => crate::plan::vocab_size(recipe),
     };
     let mut keeping = Keeping::default();
-    // A tokenizer that cannot be read is told by what reads it next.
+    // A tokenizer that cannot be read is reported by its next reader.
     if let Ok(vocab_size) = vocab_size {
         let admitted = (session.memory).check_training(recipe, vocab_size, place, session.sharers())?;
         admitted.warning.iter().for_each(|warning| log.always(warning));

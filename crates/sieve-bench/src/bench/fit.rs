@@ -2,7 +2,7 @@
 use super::generator::{PARTS, Weights};
 use crate::error::Result;
 
-/// The mask that tells of each part, as a selector; what one keeps may hold what another keeps too.
+/// One selector for each part of the operands: the attention mass it keeps measures that part. Their masks may overlap.
 pub(super) const PROBES: [&str; PARTS.len()] = [
     "a_shape:n_init=64,n_local=64",
     "vertical_slash:vertical=64,slash=64",

@@ -324,7 +324,7 @@ impl Calls<'_> {
         Ok(())
     }
 
-    /// Some tokens after a prefill, against slots of which the last of the row keep theirs where `has_local_window`.
+    /// Some tokens after a prefill, against DMA's slots; with `has_local_window` the row's last keys keep their slots.
     fn dma(&mut self, has_local_window: bool) -> Result<(), Wrong> {
         let [batch, num_kv_heads] = [self.shape.batch, self.shape.num_kv_heads];
         let kept: usize = self.random.one_of(&[1, 2, 16, 17, 63, 64, 65, 200]);

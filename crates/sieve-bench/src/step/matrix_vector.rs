@@ -38,7 +38,7 @@ pub(super) fn check_launches(report: &mut Report, device: &dyn Device, extent: &
     }
 }
 
-/// Checks the choice of a token from logits: rows, width of a row, logits that count.
+/// Checks the greedy choice of a token from logits. Sizes: rows, width of a row, how many of its logits are tokens.
 pub(super) fn check_likeliest(report: &mut Report, device: &dyn Device, extent: &Extent) {
     for &[rows, width, count] in extent.sizes(&[[3, 40, 40], [2, 2056, 1999], [5, 8, 1], [4, 50_304, 50_277]]) {
         let mut calls = Calls::new(device, extent.seed);

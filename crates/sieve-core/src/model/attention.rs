@@ -54,9 +54,9 @@ keys! {
     pub struct DmaShape {
         /// Sets the keys below but `keep_window_size` to the form of arXiv:2508.02124: no recency, no local window, the
         /// exponential as bias, A starts at 0. A recipe gives no other values beside it. As an override it replaces
-        /// those of the recipe, and `model.layer_types`.
+        /// the recipe's values, and `model.layer_types`.
         text preset: Option<AttentionPreset>,
-        /// Keys a query keeps, per KV head, those of the local window among them.
+        /// Keys a query keeps, per KV head, the local window's among them.
         #[key(filled(A_QUARTER_OF_THE_ROW), optional, size(MAX_SEQ_LEN))]
         pub keep_window_size: usize,
         /// How a key's rank enters the logit.
@@ -193,8 +193,8 @@ keys! {
     /// [`qk_norm_dim`](Self::qk_norm_dim) numbers for queries and one for keys, which all heads share.
     #[derive(Copy, Eq, Hash)]
     pub struct MlaShape {
-        /// Sets the keys below to those of DeepSeek-V2 (arXiv:2405.04434, section 2.1): a latent of four heads, a
-        /// rotated part of half a head. As an override it replaces those of the recipe.
+        /// Sets the keys below to DeepSeek-V2's values (arXiv:2405.04434, section 2.1): a latent of four heads, a
+        /// rotated part of half a head. As an override it replaces the recipe's values.
         text preset: Option<AttentionPreset>,
         /// Width of the latent c that keys and values are made from (`d_c`).
         #[key(filled("a quarter of `model.hidden_size`"), optional, size(MAX_WIDTH))]
@@ -253,9 +253,9 @@ keys! {
     /// `[compress_hidden_size, compress_block_size * head_dim]`, second matrix `[head_dim, compress_hidden_size]`.
     #[derive(Copy, Eq, Hash)]
     pub struct NsaShape {
-        /// Sets the keys below but `compress_hidden_size` to those of arXiv:2502.11089, section 4.1: blocks of 32 every
-        /// 16 tokens, an MLP, 16 blocks of 64, a window of 512, keys and values of each branch's own. As an override it
-        /// replaces those of the recipe, and `model.layer_types`.
+        /// Sets the keys below but `compress_hidden_size` to the values of arXiv:2502.11089, section 4.1: blocks of 32
+        /// every 16 tokens, an MLP, 16 blocks of 64, a window of 512, keys and values of each branch's own. As an
+        /// override it replaces the recipe's values, and `model.layer_types`.
         text preset: Option<AttentionPreset>,
         /// Tokens of a compressed block (l).
         #[key(filled("twice `compress_stride`"), optional, size(MAX_SEQ_LEN))]
@@ -365,9 +365,9 @@ keys! {
     /// exact, where the paper takes their sum from a coarser pooling.
     #[derive(Copy, Eq, Hash)]
     pub struct InfllmV2Shape {
-        /// Sets the keys below to those of arXiv:2509.24663: means of 32 every 16 tokens, 64 blocks of 64, 32 of them
-        /// local. (Published inference code reads the local ones beside 64 others.) As an override it replaces those of
-        /// the recipe, and `model.layer_types`.
+        /// Sets the keys below to the values of arXiv:2509.24663: means of 32 every 16 tokens, 64 blocks of 64, 32 of
+        /// them local. (Published inference code reads the local ones beside 64 others.) As an override it replaces the
+        /// recipe's values, and `model.layer_types`.
         text preset: Option<AttentionPreset>,
         /// Tokens that a pooled key is the mean of (l).
         #[key(filled("twice `compress_stride`"), optional, size(MAX_SEQ_LEN))]
@@ -430,8 +430,8 @@ keys! {
     /// before it whose mean key has the largest product with the query. Without a parameter of its own.
     #[derive(Copy, Eq, Hash)]
     pub struct MobaShape {
-        /// Sets the keys below to those of arXiv:2502.13189, section 3.1: 3 blocks of 512. As an override it replaces
-        /// those of the recipe, and `model.layer_types`.
+        /// Sets the keys below to the values of arXiv:2502.13189, section 3.1: 3 blocks of 512. As an override it
+        /// replaces the recipe's values, and `model.layer_types`.
         text preset: Option<AttentionPreset>,
         /// Tokens of a block: up to 64, or a multiple of it.
         #[key(filled("16; 64 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]
@@ -482,8 +482,8 @@ keys! {
     /// `[(num_kv_heads + 1) * head_dim, d_model]` and two norms `[head_dim]`.
     #[derive(Copy)]
     pub struct MsaShape {
-        /// Sets `select_block_size` and `num_selected_blocks` to those of arXiv:2606.13392: 16 blocks of 128. As an
-        /// override it replaces those of the recipe, and `model.layer_types`.
+        /// Sets `select_block_size` and `num_selected_blocks` to the values of arXiv:2606.13392: 16 blocks of 128. As
+        /// an override it replaces the recipe's values, and `model.layer_types`.
         text preset: Option<AttentionPreset>,
         /// Tokens of a block: up to 64, or a multiple of it.
         #[key(filled("16; 64 for rows of 2048 tokens or more"), optional, size(MAX_SEQ_LEN))]

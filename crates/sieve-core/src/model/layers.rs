@@ -40,7 +40,7 @@ impl ModelShape {
         self.mean_over_layers(of(self.attention), of(Attention::Mha))
     }
 
-    /// Mean over the layers of a number that is `own` in those of the model's kind and `dense` in dense ones.
+    /// Mean over the layers of a number that is `own` in layers of the model's kind and `dense` in dense ones.
     pub fn mean_over_layers(&self, own: f64, dense: f64) -> f64 {
         let all = self.num_layers.max(1) as f64;
         own + (dense - own) * self.num_dense_layers() as f64 / all

@@ -48,7 +48,7 @@ keys! {
         #[key(between(TURNS[0], TURNS[1], A_NUMBER_OF_TURNS))]
         pub beta_slow: Option<f64>,
         /// Factor of cosines and sines, of `"yarn"`. Absent: `0.1 ln(factor) + 1`.
-        #[key(between(1e-3, 1e3, "leave it out for that of the paper"))]
+        #[key(between(1e-3, 1e3, "leave it out for the paper's"))]
         pub attention_factor: Option<f64>,
     }
 }
@@ -109,8 +109,8 @@ impl RopeScaling {
         }
     }
 
-    /// The frequencies in place of `plain`, those of `theta`, and the factor of cosines and sines; `max_positions`
-    /// stands for `original_max_position_embeddings` where that is absent. As `transformers` computes them.
+    /// The scaled frequencies, from the unscaled ones of `theta` (`plain`), and the factor of cosines and sines, as
+    /// `transformers` computes them. `max_positions` is used where `original_max_position_embeddings` is absent.
     pub(crate) fn scaled(&self, plain: Vec<f64>, theta: f64, max_positions: usize) -> (Vec<f64>, f64) {
         let original = self.original_max_position_embeddings.unwrap_or(max_positions) as f64;
         let width = 2.0 * plain.len() as f64;

@@ -94,7 +94,7 @@ keys! {
         /// Samples of each kind to validate on.
         #[key(at_least_one)]
         pub num_test_samples: usize = 1000,
-        /// What stands where no key or value does.
+        /// Tokens at the places without a key or a value.
         pub noise: MqarNoise = MqarNoise::Zeros,
         /// a of the weight `x^(a-1)` of query slot x.
         #[key(between(1e-6, 100.0, "0.01 is usual"))]

@@ -73,7 +73,7 @@ pub enum Problem {
         known: Vec<&'static str>,
     },
     /// A key that stands before the first section.
-    #[error("a key must stand in a section")]
+    #[error("a key must be in a section")]
     OutsideSection {
         /// The section that has a key of this name.
         home: Option<&'static str>,

@@ -118,12 +118,12 @@ fn model_sizes(model: &mut Table, kind: Option<AttentionKind>, mistakes: &mut Ve
             };
             mistakes.push(Mistake::new("model.head_dim", problem));
         }
-        // Another mistake about a made-up value would tell nothing.
+        // A second mistake, about a made-up value, would help nobody.
         Some((width / heads / 2 * 2).max(2))
     });
 }
 
-/// The sizes that those of `[attention]` follow from; `None` for one that is missing or no size.
+/// The sizes from which the defaults of `[attention]` follow; `None` for a missing or impossible size.
 #[derive(Clone, Copy)]
 struct Sizes {
     seq_len: Option<usize>,

@@ -59,9 +59,9 @@ keys! {
         /// Whether each head's queries and keys go through RMSNorm with a weight before the rotation: Qwen3 and Doge
         /// do, Llama, Mistral and Qwen2 do not. MLA has a key of its own, `attention.qk_norm`.
         pub qk_norm: bool = true,
-        /// Whether the projections of queries, keys and values have biases, as those of Qwen2.
+        /// Whether the projections of queries, keys and values have biases, as in Qwen2.
         pub qkv_bias: bool = false,
-        /// How the rotary frequencies differ from those of `rope_theta`; absent: they do not.
+        /// How the rotary frequencies differ from `rope_theta`'s; absent: they do not.
         pub rope_scaling: Option<RopeScaling>,
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
         /// `"mha"` for a dense layer. Absent: every layer has the kind of `[attention]`.
@@ -277,8 +277,7 @@ keys! {
         /// Whether two runs must be equal bit for bit.
         #[key(may_change)]
         pub deterministic: bool = false,
-        /// In which numbers the blocks multiply by their weights while they train; weights, moments and everything else
-        /// are the same in both, and so are checkpoints.
+        /// Data type of the blocks' GEMMs in training. Weights, moments and checkpoints are the same in both.
         #[key(may_change)]
         pub precision: TrainingPrecision = TrainingPrecision::Bf16,
         /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16; less than half of them.

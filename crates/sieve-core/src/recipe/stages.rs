@@ -25,7 +25,7 @@ keys! {
         pub window: Option<usize>,
         /// Kind `"msa"`: whether queries read all keys while the indexer learns from all of them. Not in the last
         /// stage.
-        #[key(filled("that of `[attention]`"))]
+        #[key(filled("as in `[attention]`"))]
         pub index_warmup: Option<bool>,
         /// Globs of text that this stage trains on instead of `data.paths`: the same format, settings and tokenizer.
         pub paths: Option<Vec<String>>,

@@ -1,4 +1,4 @@
-//! The tokens of each compressed block side by side, or their mean; and the way back for gradients.
+//! The tokens of each compressed block side by side, or their mean; and the backward passes of both.
 
 use rayon::prelude::*;
 

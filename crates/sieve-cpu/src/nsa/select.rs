@@ -313,7 +313,7 @@ fn select_tile_simd<S: Simd, const W: usize>(
                     }
                 }
                 ChoiceRule::MeanKey | ChoiceRule::LargestScore => {
-                    // One key of a block, its mean, or those of all its tokens.
+                    // One vector a block, its mean key, or one a token.
                     let per_block = blocks.select_block_size / s;
                     for (head, r) in rows.enumerate() {
                         let of_block = |block: usize| {

@@ -31,7 +31,7 @@ pub struct HubConfig {
     pub endpoint: String,
     /// For data sets that are not public. It is sent to the endpoint's host alone, and over https alone.
     pub token: Option<String>,
-    /// Root certificates in PEM form, instead of those of the web.
+    /// Root certificates in PEM form, in place of the built-in web roots.
     pub certificates: Option<PathBuf>,
     /// How long the hub is waited for.
     pub limits: HubLimits,
@@ -357,7 +357,7 @@ impl Hub {
             commit: commit.clone(),
             checksum: Checksum::of(
                 sibling.lfs.as_ref().and_then(|lfs| lfs.sha256.as_deref()),
-                // A large file's is that of a note which stands for it.
+                // For an LFS file the blob's hash is the pointer file's.
                 sibling.git_blob.as_deref().filter(|_| sibling.lfs.is_none()),
             ),
             name: sibling.name,
@@ -462,7 +462,7 @@ impl Hub {
     }
 }
 
-/// A text in an address: all but letters, digits, `-_.~` and those of `kept` as numbers.
+/// Percent-encodes `text` for a URL: all bytes but letters, digits, `-_.~` and the characters of `kept`.
 fn encoded(text: &str, kept: &str) -> String {
     let letters = text.bytes().map(|byte| match byte {
         byte if byte.is_ascii_alphanumeric() || b"-_.~".contains(&byte) || kept.as_bytes().contains(&byte) => {

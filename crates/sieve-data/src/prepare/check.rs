@@ -71,7 +71,7 @@ impl Drop for ShardCheck {
     }
 }
 
-/// XXH3-128 of a file in hexadecimal, read with pauses; `None` where it was told to stop.
+/// XXH3-128 of a file in hexadecimal, read with pauses; `None` where it was asked to stop.
 fn hash_slowly(path: &Path, stops: &AtomicBool) -> std::io::Result<Option<String>> {
     let mut file = File::open(path)?;
     let (mut sum, mut piece) = (Xxh3::new(), vec![0; PIECE_BYTES]);

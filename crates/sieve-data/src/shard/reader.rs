@@ -61,7 +61,7 @@ impl ShardReader {
         })
     }
 
-    /// Tokens of a document that are not predicted but read: those of its prompt.
+    /// Tokens of a document's prompt, which are read and not predicted.
     ///
     /// # Panics
     /// When `document >= num_documents`.

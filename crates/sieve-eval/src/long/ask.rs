@@ -84,7 +84,7 @@ pub struct LongReport {
 /// A prefill selector acts on the prompt, and what follows reads everything; a decode selector acts on what follows.
 ///
 /// # Errors
-/// Prompts longer than the model's context, tokens outside its vocabulary, an output that is no number, operands that
+/// Prompts longer than the model's context, tokens outside its vocabulary, a NaN or infinite output, operands that
 /// the selector refuses.
 pub fn ask_long<B: DeviceBackend>(
     model: &TaskModel<'_, B>,

@@ -80,7 +80,7 @@ fn crossed(table: &Table) -> Result<Vec<String>, String> {
             .iter()
             .map(|value| written(value).map(|text| format!("{key}={text}")))
             .collect::<Option<_>>()
-            .ok_or_else(|| format!("{key} of {name} is no number, text, true or false, or a list of them"))?;
+            .ok_or_else(|| format!("{key} of {name} is not a number, a text, true or false, or a list of these"))?;
         let with = |start: &String| -> Vec<String> {
             let comma = if start.is_empty() { "" } else { "," };
             let of = texts.iter().map(|text| format!("{start}{comma}{text}"));
@@ -135,7 +135,7 @@ mod tests {
             [[grid]]\nk = 3 => has no selector
             [[grid]]\nmethod = "bfla" => has method | name is selector
             [[grid]]\nselector = "bfla"\nblock = [] => block of bfla has no value
-            [[grid]]\nselector = "bfla"\nblock = [[64]] => block of bfla is no number
+            [[grid]]\nselector = "bfla"\nblock = [[64]] => block of bfla is not a number
             [[grid]]\nselector = "bfal" => did you mean bfla?
             [[grid]]\nselector = "bfla"\nblok = 64 => did you mean block?
             [[grid]]\nselector = "bfla"\ntile = [100, 96] => does not divide block=256

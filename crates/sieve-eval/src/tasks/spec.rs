@@ -267,7 +267,7 @@ impl Task {
         &self.name
     }
 
-    /// What it asks, of which data set, under which licence.
+    /// A note: the question, the data set and its licence.
     pub fn about(&self) -> &str {
         &self.about
     }
@@ -396,7 +396,7 @@ fn position(label: &str, labels: Option<&[String]>, num_choices: usize) -> Resul
             .ok_or_else(|| format!("has the label {label:?}, which is none of {}", labels.join(", "))),
         None => (label.parse().ok())
             .filter(|&n| n < num_choices)
-            .ok_or_else(|| format!("has the label {label:?}, which is no number below {num_choices}")),
+            .ok_or_else(|| format!("has the label {label:?}, which is not a number below {num_choices}")),
     }
 }
 

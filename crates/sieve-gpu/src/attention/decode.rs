@@ -94,7 +94,7 @@ impl KvCache {
 
     /// As [`attention_decode_cached`](Self::attention_decode_cached) over the blocks `chosen`, i32 `[batch, choosers,
     /// num_chosen]` of `block_size` keys, ascending up to the one of key `length`, then -1; up to that key. Each of so
-    /// many heads chooses for as many queries. `scratch` is that of as many KV heads as choosers.
+    /// many heads chooses for as many queries. `scratch` is made for as many KV heads as choosers.
     ///
     /// A block has a multiple of [`WARP_KEYS`].
     ///

@@ -200,7 +200,7 @@ impl Qkv {
             return unsupported("head_dim", head_dim.to_string(), &supported);
         }
         if !head_dim_v.is_multiple_of(AttentionShape::HEAD_DIM_STEP) || head_dim_v > head_dim {
-            let supported = "multiples of 16 up to that of q and k";
+            let supported = "multiples of 16 up to the head_dim of q and k";
             return unsupported("head_dim of v", head_dim_v.to_string(), supported);
         }
         require_non_empty(kernel, "batch", batch)?;
@@ -228,7 +228,7 @@ impl Qkv {
         }
     }
 
-    /// What the params of every attention kernel begin with; `shape` is that of these heads.
+    /// The words that the params of every attention kernel begin with; `shape` is the shape of these heads.
     ///
     /// # Errors
     /// [`KernelError::Layout`] when [`walkable`](Self::walkable) was not called.

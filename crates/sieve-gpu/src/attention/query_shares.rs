@@ -3,8 +3,8 @@
 //! A block holds 128 keys and walks the queries of all query heads of their KV head. Few KV heads or short rows make
 //! fewer or longer blocks than the multiprocessors need; then several blocks share a tile, deal out the query heads
 //! and, where these do not suffice, the queries of a head. How many is worked out by playing the launch through: blocks
-//! start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free. docs/benchmarks.md has measured
-//! times of the choices.
+//! start in the kernels' order (`block_order.cuh`) on whichever multiprocessor is free. notes/experiments.md has
+//! measured times of the choices (Head shapes).
 use crate::attention::backward::padded_len;
 use crate::attention::heads::AttentionShape;
 use crate::attention::hopper_tiling::BACKWARD_BLOCK_KV;
@@ -40,8 +40,8 @@ const BLOCK_STEPS: usize = 4;
 /// The same of a block of listed keys, which adds to dk and dv in memory.
 const LISTED_BLOCK_STEPS: usize = 8;
 
-/// Steps' time of the whole GPU that a block's parts of dk and dv cost, written and read once, in 1/1024; and that of
-/// the launches which add them up.
+/// Cost of writing and reading a block's parts of dk and dv once, and of the launches that add the parts up, both in
+/// 1/1024 of a step of the whole GPU.
 const PART_COST: usize = 46;
 const JOIN_COST: usize = 4096;
 

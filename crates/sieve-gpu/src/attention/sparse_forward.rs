@@ -26,7 +26,7 @@ pub enum SparseKeyReads {
     Tiles,
 }
 
-/// The fewest keys that the copy engine brings at a time.
+/// The fewest keys of one TMA copy.
 const SMALL_BOX: usize = 64;
 
 /// Whether two query tiles share a tile of the Hopper kernel, and how many keys the copy engine brings at a time: a

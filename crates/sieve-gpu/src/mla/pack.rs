@@ -169,8 +169,8 @@ impl MlaPack<'_> {
         Ok((packed, keys))
     }
 
-    /// Gradients of q, kv and `k_rope` from that of [`MlaPack::mla_pack_forward`]'s result, `k_rope`'s the sum over the
-    /// heads, and of the norms' weights. `inputs` are what the forward pass read, needed where there are norms.
+    /// Gradients of q, kv, `k_rope` (summed over the heads) and the norms' weights, from the gradient of
+    /// [`MlaPack::mla_pack_forward`]'s result. `inputs` are what the forward pass read, needed where there are norms.
     ///
     /// # Errors
     /// As [`MlaPack::mla_pack_forward`].
@@ -271,7 +271,7 @@ impl MlaPack<'_> {
     }
 }
 
-/// The forward specialisation for two widths and that of the norms, 0 without them.
+/// The forward specialisation for two widths and the norms' width, 0 without norms.
 pub(crate) fn mla_pack_forward_kernel(head_dim: usize, rope_dim: usize, norm_dim: usize) -> SourceKernel {
     pack_kernel(FORWARD, head_dim, rope_dim, norm_dim)
 }

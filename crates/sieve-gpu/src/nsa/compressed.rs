@@ -245,5 +245,5 @@ pub(super) fn nsa_place_kernel(take: bool, sums: bool) -> SourceKernel {
         .threads(128)
 }
 
-/// The builder of the lists.
+/// The kernel that builds the compressed branch's key lists.
 pub(super) const NSA_COMPRESSED_LISTS: SourceKernel = SourceKernel::new("nsa_compressed_lists").threads(256);

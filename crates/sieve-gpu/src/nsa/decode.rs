@@ -32,8 +32,8 @@ pub struct PooledStep<'a> {
 impl KvCache {
     /// Appends one new token a row, with the pooled key that ends at it, and attends over the tokens of the blocks that
     /// its queries choose (arXiv:2509.24663; arXiv:2502.13189). `token`, `length` and `step` as in
-    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` is that of as many KV heads as
-    /// choosers. Returns `[batch, 1, num_heads, head_dim]`.
+    /// [`attention_decode`](Self::attention_decode), without a window; `scratch` is made for as many KV heads
+    /// as there are choosers. Returns `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -129,7 +129,7 @@ pub fn require_chosen_decode(choice: BlockChoice, head_dims: [usize; 2], group_s
             NAME,
             "width of values",
             head_dim_v,
-            "that of keys",
+            "the width of keys",
         ));
     }
     if !choice.blocks.select_block_size.is_multiple_of(WARP_KEYS) {

@@ -54,14 +54,14 @@ impl Hardware {
     }
 }
 
-/// A GPU that writes down what it is told to do. Clones share the recording.
+/// A GPU that records launches and copies and runs none. Clones share the recording.
 #[derive(Debug, Clone)]
 pub struct Recorder {
     hardware: Hardware,
     recording: Arc<Mutex<Recording>>,
 }
 
-/// What a recorder was told.
+/// The launches and copies of a recorder.
 #[derive(Debug, Default)]
 pub(crate) struct Recording {
     /// Bytes of each buffer.

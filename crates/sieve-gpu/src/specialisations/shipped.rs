@@ -114,7 +114,7 @@ impl NeededKernels {
         for norm_dim in [norm_dim, 0] {
             list.extend_kernels(NeededKernels::mla_pack(128, 64, norm_dim));
         }
-        // Slopes belong to a recipe; those of eight KV heads stand for all.
+        // Slopes are a recipe's; the slopes of eight KV heads are compiled for all.
         let slopes: [f32; 8] = std::array::from_fn(|head| 1.0 / (64 << head) as f32);
         list.extend_kernels([NeededKernels::dma_ranks(128, &slopes)]);
         // Latents of DeepSeek-V2 and of the 80M and 200M recipes.

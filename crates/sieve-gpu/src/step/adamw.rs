@@ -100,7 +100,7 @@ pub(crate) enum Master {
     Alone,
     /// In f32, beside a bf16 leaf.
     BesideLeaf,
-    /// In a bf16 leaf and what it lacks.
+    /// In a bf16 leaf and the 16 bits that it lacks.
     Split,
 }
 

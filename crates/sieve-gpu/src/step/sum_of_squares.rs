@@ -45,7 +45,7 @@ impl FixedSum {
     /// Adds a tensor, f32 or bf16, of any shape.
     ///
     /// # Errors
-    /// Another type, no elements, more than [`new`](Self::new) was told of.
+    /// Another type, no elements, more partial sums than [`new`](Self::new) made room for.
     pub fn add(&mut self, x: &CudaTensor) -> Result<(), KernelError> {
         let is_bf16 = require_float(NAME, "the tensor's type", x)?;
         let size = x.num_elements();

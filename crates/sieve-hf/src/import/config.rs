@@ -24,15 +24,15 @@ const SCALING_KEYS: [&str; 7] = [
     "attention_factor",
 ];
 
-/// What of a `config.json` a recipe can say.
+/// The part of a `config.json` that a recipe can express.
 pub(super) struct HfConfig {
     pub(super) architecture: Architecture,
     pub(super) vocab_size: usize,
-    /// Whether an own export says it has residual scales.
+    /// Whether it is an export of Sieve's with residual scales.
     pub(super) residual_scale: bool,
-    /// The lines of `[model]`, without `residual_scale`.
+    /// The lines of the recipe's `[model]`, as TOML, without `residual_scale`.
     model: String,
-    /// The lines of `[attention]`.
+    /// The lines of the recipe's `[attention]`, as TOML.
     attention: String,
     max_positions: usize,
 }

@@ -43,7 +43,7 @@ pub(super) struct Operands {
 impl Plan {
     /// Asks for algorithms, and takes the one with the first of `cuts` that is offered, else the first.
     ///
-    /// `alignments` are those of x, w, C and D in bytes.
+    /// `alignments` are the alignments of x, w, C and D in bytes.
     pub(super) fn find(
         library: cublasLtHandle_t,
         problem: &Problem,

@@ -105,7 +105,7 @@ impl Problem {
     /// The cuts to take where cuBLASLt offers them, the best first; else its own first choice is taken.
     ///
     /// Measured on an H200 that stands at its power limit, each cut for a quarter of a second, in a step's products of
-    /// a model of 1.7B and one of 80M (docs/experiments.md). Few steps along k leave much of a tile's time to its
+    /// a model of 1.7B and one of 80M (notes/experiments.md). Few steps along k leave much of a tile's time to its
     /// store: these cuts multiply the next tile meanwhile, where the first choice waits. Everywhere else the first
     /// choice held the highest rate.
     pub(super) fn preferred_cuts(&self) -> &'static [Cut] {

@@ -86,7 +86,7 @@ impl NcclWatch {
     }
 }
 
-/// False of an event that has met an error, too: who reads the results tells of it.
+/// Also false for an event with an error, which the reader of the results reports.
 fn has_happened(event: CUevent) -> bool {
     // SAFETY: it was recorded, and is not destroyed yet.
     unsafe { driver::event::query(event) }.is_ok()

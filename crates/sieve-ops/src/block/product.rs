@@ -67,8 +67,8 @@ pub(super) fn product_gradients<B: DeviceBackend>(
     }
 }
 
-/// Gradients of x, the norm's weight and the product's weight, of the norm and the product that begin a layer whose
-/// output had the gradient `dy`; `d_product` is that of the product.
+/// Backward pass of `linear(rms_norm(x))`, which begins a layer whose output had the gradient `dy`: gradients of x, the
+/// norm's weight and the linear weight. `d_product` is the gradient of the GEMM's output.
 pub(super) fn begin_gradients<B: DeviceBackend>(
     norm: RmsNormCall<B>,
     (operands, weight): (Operands<B>, Weight<B>),

@@ -63,7 +63,7 @@ pub enum TokenCache<'a, B: Backend> {
     Recent(&'a mut KeyCache<B>),
     /// DMA's.
     Slots(&'a mut DmaCache<B>),
-    /// All of them, of which queries choose blocks.
+    /// All keys, in blocks from which queries choose.
     Chosen {
         /// Keys and values.
         keys: &'a mut KeyCache<B>,

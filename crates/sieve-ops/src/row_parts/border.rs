@@ -37,7 +37,8 @@ impl Reach {
     }
 }
 
-/// Keys before a part: as many slots for each row and head, those of a row with fewer keys left empty in front.
+/// The halo: keys from earlier parts of a row. Every row and head has as many slots; a row with fewer keys leaves its
+/// first slots empty.
 #[derive(Clone, Debug)]
 pub(super) struct Border<B: Backend> {
     spec: AttentionSpec,
@@ -58,7 +59,7 @@ pub(super) struct Border<B: Backend> {
     to: Range<usize>,
     /// DMA's keys of this part that were given away; else they are the last ones.
     given: Option<Ints<B>>,
-    /// The keys that stay of those of all earlier parts; else all.
+    /// Which keys of all earlier parts are kept; `None`: all.
     chosen: Option<Ints<B>>,
 }
 
@@ -145,7 +146,7 @@ impl<B: DeviceBackend> Border<B> {
         border
     }
 
-    /// Gives this part's tensor to the later parts, and returns those of the earlier ones.
+    /// Sends this part's tensor to the later parts, and returns the earlier parts' tensors.
     fn give_on(&self, parts: &RowParts, given: Option<Float<B>>, shape: Vec<usize>, like: &Float<B>) -> Vec<Float<B>> {
         let to = self.to.clone();
         let given = to.filter_map(|part| Some((part, given.clone()?)));
@@ -187,8 +188,8 @@ impl<B: DeviceBackend> Border<B> {
         primitive(Tensor::cat(vec![ranks, own], 2))
     }
 
-    /// From gradients of the longer rows, packed and of what each rank adds, those of this part's keys: each part gives
-    /// back the gradients of its border to where the keys are from.
+    /// Gradients of this part's keys, from the gradients of the longer rows (packed qkv, and DMA's ranks): each part
+    /// sends the gradients of its halo back to the parts that the keys are from.
     pub(super) fn give_back(
         &self,
         parts: &RowParts,
@@ -240,7 +241,7 @@ impl<B: DeviceBackend> Border<B> {
         vec![batch, self.share, 2 * self.spec.num_kv_heads, head_dim]
     }
 
-    /// Gradients of all keys that earlier parts gave, and of DMA's ranks, from those of the longer rows.
+    /// Gradients of all keys that earlier parts sent, and of DMA's ranks, cut from the gradients of the longer rows.
     fn of_candidates(&self, d_longer: Tensor<B, 4>, d_delta: Option<Float<B>>) -> (Tensor<B, 4>, Option<Tensor<B, 3>>) {
         let (slots, spec) = (self.slots, self.spec);
         let all = self.from.len() * self.share;

@@ -46,7 +46,7 @@ pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>,
 /// Heads of one kind that are one rank's.
 struct Stretch {
     part: usize,
-    /// Where they stand among all heads, and among those of the rank.
+    /// Their place among all heads, and among the rank's heads.
     all: Range<usize>,
     of_part: Range<usize>,
 }

@@ -19,7 +19,7 @@ choices! {
         Q,
         /// Keys.
         K,
-        /// Both.
+        /// Queries and keys.
         Qk,
         /// Neither.
         None,
@@ -55,9 +55,9 @@ settings! {
         pub sort: NormSort = NormSort::Qk,
         /// Factor on the compensation.
         pub beta: f64 = 1.0,
-        /// The compensation.
+        /// What the estimate of a block adds to the product of its means.
         pub compensation: Compensation = Compensation::Covariance,
-        /// Layers with it.
+        /// Layers with the compensation.
         pub compensate_layers: CompensateLayers = CompensateLayers::FirstLast,
         /// Tokens of a segment, inside which tokens move in the causal form.
         pub segment: usize = 512,

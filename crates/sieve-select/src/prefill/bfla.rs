@@ -238,7 +238,8 @@ impl BflaConfig {
     }
 }
 
-/// The largest product of a block of queries with each of `blocks`, from those of `per_block` vectors a side.
+/// The largest product of a block of queries with each of `blocks` key blocks, from the products of their vectors,
+/// `per_block` a side.
 fn largest(products: &[f32], per_block: usize, blocks: usize) -> Vec<f32> {
     let mut best = vec![f32::NEG_INFINITY; blocks];
     for (at, &x) in products.iter().enumerate() {

@@ -38,9 +38,9 @@ pub enum Pattern {
     },
     /// Columns and diagonals.
     VerticalSlash {
-        /// Columns.
+        /// Columns kept: the keys with the most attention.
         vertical: usize,
-        /// Diagonals.
+        /// Diagonals kept: the distances with the most attention.
         slash: usize,
     },
     /// The best blocks of 64 by their means.
@@ -221,7 +221,7 @@ impl PatternFile {
                 if at >= heads.len() {
                     heads.resize(at + 1, None);
                 }
-                heads[at] = Some(pattern_of(value).ok_or_else(|| problem(format!("{} is no pattern", place())))?);
+                heads[at] = Some(pattern_of(value).ok_or_else(|| problem(format!("{} is not a pattern", place())))?);
             }
             file.layers.push(heads);
         }

@@ -16,13 +16,13 @@ use crate::prelude::*;
 choices! {
     /// How the best blocks of a probe are found.
     pub enum TopK {
-        /// A buffer of k.
+        /// An insertion buffer of k blocks.
         Exact,
         /// A tournament tree, which finds the same blocks.
         Tree,
-        /// A Gaussian gate.
+        /// A Gaussian gate: keeps a block whose score is likely among the best of the stream, k at most.
         Gauss,
-        /// A small buffer, then the gate.
+        /// A buffer for the `k_exact` best, then the gate for the rest.
         Hybrid,
     }
 
@@ -30,7 +30,7 @@ choices! {
     pub enum ProbeScore {
         /// Log-sum-exp of the block's logits (the paper's).
         Raw,
-        /// The same minus that of the row.
+        /// The same minus the log-sum-exp of the row.
         Normalised,
     }
 }

@@ -25,9 +25,9 @@ choices! {
         Keys,
         /// Queries.
         Queries,
-        /// Both.
+        /// Queries and keys.
         Both,
-        /// Nothing, to see what the permutation brings.
+        /// Nothing: the baseline for the permutation's gain.
         None,
     }
 

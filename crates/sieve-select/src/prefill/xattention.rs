@@ -14,7 +14,7 @@ use crate::vector::{mix, sum};
 choices! {
     /// Which pairs of a stride-by-stride cell are sampled.
     pub enum SampleMode {
-        /// The antidiagonal.
+        /// The antidiagonal, as in the paper.
         Antidiagonal,
         /// The main diagonal.
         Slash,

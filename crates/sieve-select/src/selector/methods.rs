@@ -14,7 +14,7 @@ pub enum Phase {
     Prefill,
     /// Token by token.
     Decode,
-    /// Both.
+    /// On a prompt, and on the tokens after it.
     Both,
 }
 

@@ -1,4 +1,4 @@
-//! Selections in steps that a device can take, so that queries and keys need not leave it.
+//! Selections as device steps, so that queries and keys are not copied to the host.
 
 use sieve_core::{BlockSelection, CallShape, KeepBlocks, ProbeCorrection};
 

@@ -3,8 +3,8 @@ use crate::terminal::thousands;
 use sieve_data::{CorpusReport, PreparedMeta};
 use sieve_train::TrainingData;
 
-/// Fewer held-out tokens than this are told of: losses of single tokens spread by about three nats, so that the mean
-/// of a thousand is uncertain by a tenth of a nat.
+/// With fewer held-out tokens than this a warning is printed: losses of single tokens spread by about three nats, so
+/// that the mean of a thousand is uncertain by a tenth of a nat.
 const FEW_TOKENS: u64 = 1000;
 
 /// How documents were held out where that is not the usual way, and what was left out, of a run's own text and of its

@@ -13,14 +13,14 @@ use sieve_plan::InferenceSize;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Tokens of the prompt, unless told otherwise or the model's context is shorter.
+/// Tokens of the prompt, unless given or the model's context is shorter.
 const LENGTH: usize = 512;
 /// Most pixels of a head's side in the picture's data.
 const PIXELS: usize = 512;
 /// Weights below this are drawn as nothing.
 const FAINTEST: f64 = 1e-4;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "attention";
 
 /// Arguments of `sieve eval attention`.

@@ -11,8 +11,8 @@ const PREFIX: &str = "longbench_";
 /// Arguments of `sieve eval longbench`.
 #[derive(Args, Debug)]
 pub(crate) struct LongbenchArgs {
-    /// The folder of LongBench's files (hotpotqa.jsonl and others); those of LongBench-E (hotpotqa_e.jsonl) where the
-    /// first are not there. Data sets in Chinese are left out
+    /// The folder of LongBench's files (hotpotqa.jsonl and others), or else LongBench-E's (hotpotqa_e.jsonl). Data sets
+    /// in Chinese are left out
     #[arg(long, value_name = "DIR")]
     folder: PathBuf,
     /// Data sets by name; all that are in the folder when absent
@@ -28,7 +28,7 @@ pub(crate) fn run(args: LongbenchArgs) -> Result<()> {
     let names: Vec<&str> = names.collect();
     if let Some(unknown) = args.only.iter().find(|name| !names.contains(&name.as_str())) {
         bail!(
-            "{unknown} is no data set of LongBench that is read here\n  hint: these are {}",
+            "{unknown} is not a data set of LongBench that is read here\n  hint: these are {}",
             names.join(", ")
         );
     }

@@ -22,7 +22,7 @@ const BATCH_TOKENS: usize = 16_384;
 /// Samples of a kind where neither the command nor the recipe says.
 const NUM_SAMPLES: u64 = 1000;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "mqar";
 
 /// Arguments of `sieve eval mqar`.
@@ -37,7 +37,7 @@ pub(crate) struct MqarArgs {
     /// Samples of each kind; the recipe's num_test_samples when absent
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     samples: Option<u64>,
-    /// What stands where no key or value does; as in training when absent
+    /// Tokens at the places without a key or a value; as in training when absent
     #[arg(long, value_enum)]
     noise: Option<NoiseArg>,
     #[command(flatten)]

@@ -16,7 +16,7 @@ use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::PathBuf;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "needle";
 
 /// Arguments of `sieve eval needle`.
@@ -241,7 +241,7 @@ fn count(needles: usize) -> String {
     }
 }
 
-/// Whether the ranks are those of guesses.
+/// Whether the ranks differ from guessing.
 fn verdict(report: &NeedleReport) -> String {
     let what = match report.sigmas {
         x if x > 3.0 => "better than chance",

@@ -133,7 +133,7 @@ pub(crate) fn check(path: Option<&Path>) -> Result<()> {
     }
 }
 
-/// As [`check`], for a file that [`write`] makes. Makes the temporary file beside it and removes that again.
+/// As [`check`], for a file that [`write()`] makes. Makes the temporary file beside it and removes that again.
 pub(crate) fn check_replaceable(path: &Path) -> Result<()> {
     check(Some(path))?;
     if path.file_name().is_none() || (path.exists() && !path.is_file()) {

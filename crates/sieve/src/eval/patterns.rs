@@ -18,10 +18,10 @@ use sieve_select::prefill::minference::Pattern;
 use sieve_select::{Method, Selector};
 use std::path::PathBuf;
 
-/// Prompts of a calibration, unless told otherwise.
+/// Prompts of a calibration, unless `--windows` is given.
 const DAM_PROMPTS: usize = 8;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "patterns";
 
 /// Arguments of `sieve eval patterns`.

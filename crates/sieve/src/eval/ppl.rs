@@ -27,7 +27,7 @@ const BATCH_TOKENS: usize = 8192;
 /// Words of more tokens than this on the average have a perplexity that is a power of the tokens'.
 const TOKENS_PER_WORD: f64 = 2.0;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "ppl";
 
 /// Arguments of `sieve eval ppl`.
@@ -72,7 +72,7 @@ pub(crate) struct PplArgs {
     /// Draw the loss by the number of tokens that a prediction sees
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
-    /// Also print the loss of words last used more than N tokens back beside that of the others; several N may follow
+    /// Also print the loss on words last used more than N tokens back, and on all others; several N may follow
     #[arg(long, num_args = 1.., value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     far: Vec<u32>,
     #[command(flatten)]

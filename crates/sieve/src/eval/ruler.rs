@@ -16,7 +16,7 @@ use sieve_ops::DeviceBackend;
 use sieve_plan::InferenceSize;
 use std::path::{Path, PathBuf};
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "ruler";
 
 /// Arguments of `sieve eval ruler`.

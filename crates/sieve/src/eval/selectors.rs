@@ -26,7 +26,7 @@ use std::path::{Path, PathBuf};
 /// Tokens of the prompts where the user names no length.
 const USUAL_LENGTH: usize = 1024;
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "selectors";
 
 /// Arguments of `sieve eval selectors`.
@@ -196,7 +196,7 @@ impl Failures {
     }
 }
 
-/// The methods asked for, and those of a grid, or all, that this model's context has room for; why others are left out.
+/// The selectors asked for and the grid's, or all, as far as this model's context has room; why others are left out.
 fn selectors(args: &SelectorsArgs, shape: &ModelShape) -> Result<(Vec<LayerSelectors>, Vec<anyhow::Error>)> {
     let mut asked = args.selector.clone();
     let (candidates, mut left_out) = match &args.grid {

@@ -56,12 +56,12 @@ pub(crate) struct TasksArgs {
     show: Option<String>,
     #[command(flatten)]
     place: PlaceArgs,
-    /// What a kept result is called, where the tasks are those of a benchmark.
+    /// Name under which `--save` keeps the result, where the tasks are a benchmark's.
     #[arg(skip)]
     benchmark: Option<&'static str>,
 }
 
-/// What a kept result is called.
+/// Name under which `--save` keeps the result.
 const COMMAND: &str = "tasks";
 
 impl TasksArgs {

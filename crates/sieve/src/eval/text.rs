@@ -24,8 +24,8 @@ pub(super) fn open(
     Ok(corpus)
 }
 
-/// The first tokens of the documents laid end to end: at least those of `windows` prompts of `length` tokens, each with
-/// the token after it.
+/// The first tokens of the documents laid end to end: enough for `windows` prompts of `length` tokens, each with the
+/// token after it.
 pub(super) fn tokens(paths: &[String], tokenizer: &Tokenizer, length: usize, windows: usize) -> Result<Vec<u32>> {
     let wanted = length.saturating_add(1).saturating_mul(windows);
     let corpus = corpus(paths)?;

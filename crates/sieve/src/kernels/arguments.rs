@@ -226,7 +226,7 @@ pub(crate) struct RunArgs {
     /// Keys a query sees (swa, decode; nsa's window) or keeps (dma, dma_select, dma_decode)
     #[arg(long, value_name = "KEYS")]
     pub(super) window: Option<usize>,
-    /// Of the keys that DMA keeps, the last ones, kept whatever their rank
+    /// How many of the keys that DMA keeps are the last ones, kept whatever their rank
     #[arg(long, value_name = "KEYS", default_value_t = 0)]
     pub(super) local_window: usize,
     /// Period of each KV head's slope, in tokens, separated by commas: later keys rank higher, and the rank itself is

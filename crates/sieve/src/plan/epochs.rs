@@ -25,7 +25,7 @@ pub(super) fn of_run(recipe: &Recipe, dir: &Path) -> Option<Vec<TextEpochs>> {
         num_tokens,
         epochs: read / num_tokens.max(1) as f64,
     };
-    // The run's own text, then that of stages: each source and the tokens that are read of it.
+    // The run's own text, then the stages': each source and the tokens that are read of it.
     let mut all = texts(recipe, dir)?;
     let num_own = all.len();
     for stage in recipe.stages() {

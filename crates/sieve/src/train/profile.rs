@@ -1,4 +1,4 @@
-//! `--profile N`: where the GPU's time goes in N steps, kernel by kernel; of several processes, that of rank 0.
+//! `--profile N`: where the GPU's time goes in N steps, kernel by kernel; with several processes, of rank 0's GPU.
 use anyhow::{Result, bail};
 use sieve_core::ModelShape;
 use sieve_core::model::peak_bf16_flops;

@@ -178,12 +178,12 @@ pub(super) fn check_recipe(mesh: &Mesh, recipe: &Recipe) -> Result<()> {
     Ok(())
 }
 
-/// Whether the folder that rank 0 sees holds a run to go on with.
+/// Whether the folder that rank 0 sees holds a run to resume.
 pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
     Ok(mesh.broadcast(&[u8::from(holds_run)])? == [1])
 }
 
-/// Where a run goes on from. One that sets damaged checkpoints aside has the folder for itself first.
+/// The checkpoint that a run resumes from. A run that sets damaged checkpoints aside locks the folder first.
 pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe) -> Result<Origin> {
     if *start == Start::ResumeAlone {
         folder.claim(start)?;
@@ -221,7 +221,7 @@ pub(super) fn check_shared(mesh: &Mesh, out: &Path) -> Result<()> {
         std::fs::write(&sign, &own).with_context(|| format!("writing {}", sign.display()))?;
     }
     let wanted = mesh.broadcast(own.as_bytes())?;
-    // A network's file system may tell of a new file late.
+    // A network file system may show a new file late.
     let deadline = Instant::now() + Duration::from_secs(SHARED_SECONDS);
     let sees = || std::fs::read(&sign).is_ok_and(|found| found == wanted);
     while !sees() && Instant::now() < deadline {
@@ -334,7 +334,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>) -> Result<()> {
                 Err(_) if !mesh.is_at_work() => return,
                 Err(error) => {
                     let text = error.to_string();
-                    // Rank 0 prints what the others tell.
+                    // Rank 0 prints what the others report.
                     if mesh.world().rank == 0 && mesh.check().is_ok() {
                         terminal::note(&format!("error: {text}"));
                     }

@@ -1,4 +1,4 @@
-//! Links between pages lead somewhere, and docs/SUMMARY.md has every page of docs/.
+//! Links between pages lead somewhere, docs/SUMMARY.md has every page of docs/, and diffs show lines that are there.
 use crate::workspace;
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -20,6 +20,11 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         for link in links(&text) {
             if let Some(problem) = broken(page, link, &known, &read) {
                 problems.push(format!("{page}: {problem}"));
+            }
+        }
+        for (file, line) in shown_lines(&text) {
+            if !read(file).lines().any(|found| found.trim() == line) {
+                problems.push(format!("{page}: shows a line that is not in {file}: {line}"));
             }
         }
     }
@@ -53,6 +58,25 @@ fn links(text: &str) -> impl Iterator<Item = &str> {
         let parts = line.split("](").skip(1);
         parts.filter_map(|rest| rest.split(')').next())
     })
+}
+
+/// Added lines of the diffs on a page, each with its file.
+fn shown_lines(text: &str) -> Vec<(&str, &str)> {
+    let blocks = text
+        .split("```diff\n")
+        .skip(1)
+        .filter_map(|rest| rest.split("```").next());
+    let mut shown = Vec::new();
+    for block in blocks {
+        let mut file = "";
+        for line in block.lines().filter_map(|line| line.strip_prefix('+')) {
+            match line.strip_prefix("++ b/") {
+                Some(name) => file = name,
+                None => shown.push((file, line.trim())),
+            }
+        }
+    }
+    shown
 }
 
 fn broken(page: &str, link: &str, known: &BTreeSet<&str>, read: &dyn Fn(&str) -> String) -> Option<String> {
@@ -91,13 +115,25 @@ fn slug(heading: &str) -> String {
     kept.map(|letter| if letter == ' ' { '-' } else { letter }).collect()
 }
 
-/// Names of pages of docs/ in running text.
+/// Names of pages of docs/ and notes/ in running text.
 fn named_pages(text: &str) -> Vec<String> {
-    let parts = text.split("docs/").skip(1);
-    let names = parts.filter_map(|rest| {
-        let end = rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
-        let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
-        name.ends_with(".md").then(|| format!("docs/{name}"))
+    let names = ["docs/", "notes/"].into_iter().flat_map(|folder| {
+        text.split(folder).skip(1).filter_map(move |rest| {
+            let end = rest.find(|letter: char| !(letter.is_ascii_alphanumeric() || "_-.".contains(letter)));
+            let name = rest[..end.unwrap_or(rest.len())].trim_end_matches('.');
+            name.ends_with(".md").then(|| format!("{folder}{name}"))
+        })
     });
     names.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_diffs_have_their_files() {
+        let text = "```diff\n+++ b/a.rs\n+    x;\n-y;\n```\nt\n```diff\n+++ b/b.rs\n+z\n```\n+no\n";
+        assert_eq!(shown_lines(text), [("a.rs", "x;"), ("b.rs", "z")]);
+    }
 }

@@ -39,7 +39,7 @@ fn misplaced_keys_are_sent_home() {
     let text = message("\n[model]", "seq_len = 3\n[model]");
     says(
         &text,
-        "line 1: seq_len: a key must stand in a section\n    hint: move it below [training]",
+        "line 1: seq_len: a key must be in a section\n    hint: move it below [training]",
     );
 }
 
