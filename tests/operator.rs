@@ -79,16 +79,10 @@ fn a_lost_rank_is_told_by_one_that_is_left() {
         };
         assert!(line.starts_with(&format!("lost {out} error: rank {lost} (")), "{line}");
     }
-    // An error of rank 1 alone.
-    let child = spawned(&mut telling(tiny.launch(
-        2,
-        "rows",
-        "--set training.local_batch_size=3",
-    )));
-    ended(child, 1);
+    // An error that all ranks meet is told by rank 0 alone.
+    let rows = tiny.launch(2, "rows", "--set training.global_batch_size=4");
+    ended(spawned(&mut telling(rows)), 1);
     let told = events(&tiny);
-    assert!(
-        told.len() == 1 && told[0].starts_with("failed rows error: "),
-        "{told:?}"
-    );
+    let failed = told.iter().filter(|line| line.starts_with("failed rows error: "));
+    assert_eq!(failed.count(), 1, "{told:?}");
 }

@@ -5,7 +5,8 @@
 #
 #   tests/gpu/own_command.sh SIEVE TEXT.jsonl OUT [--set section.key=value]…
 #
-# NPROC processes (2), DEVICE (cuda); `DEVICE=cpu` with a small shape by --set tries the script. About 240 s on two H200s.
+# NPROC processes (2), DEVICE (cuda). `DEVICE=cpu` with a small shape by --set, and by SHRINK, a sed script for the recipe's
+# stages, tries the script. About 240 s on two H200s.
 set -uo pipefail
 sieve="$1" text="$2" out="$3"
 shift 3
@@ -27,10 +28,10 @@ head -c "${TEXT_BYTES:-40000000}" "$text" | sed '$d' | awk -v out="$out/data" \
 
 # The recipe with steps, and with what follows from there being few; its tokenizer is not in this repository.
 recipe="$out/dma_1p7b.toml"
-sed -e "s|\"data/\(web\|textbooks\|code\|mathematics\)/|\"$out/data/\1/|g" \
+sed -E -e "/^paths/ s#\"data/#\"$out/data/#g" \
   -e 's|^path = .*|train = { vocab_size = 16384, sample_bytes = 4_000_000 }|' \
   -e 's|^steps = 32000.*|steps = 3|; s|^steps = 8000.*|steps = 2|; s|^warmup_steps = .*|warmup_steps = 1|' \
-  -e 's|^log_freq = .*|log_freq = 1|' "$here/recipes/dma_1p7b.toml" > "$recipe"
+  -e 's|^log_freq = .*|log_freq = 1|' -e "${SHRINK:-}" "$here/recipes/dma_1p7b.toml" > "$recipe"
 "$sieve" plan --recipe "$recipe" --gpu "$gpu" "${sets[@]}" > "$out/plan-1.txt" 2>&1 || fail "plan"
 "$sieve" plan --recipe "$recipe" --gpu "$gpu" --nproc "$nproc" "${sets[@]}" > "$out/plan-$nproc.txt" 2>&1 || fail "plan --nproc $nproc"
 

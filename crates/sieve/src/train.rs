@@ -573,7 +573,7 @@ fn train<B: TrainBackend>(
     }
     if summary.interrupted {
         tell_references(&log);
-        log.always(&stopped_line(recipe, &summary));
+        log.always(&stopped_line(recipe, &summary, session.fallback.as_deref()));
         let is_as_asked = (session.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
             true => Ending::Finished,
