@@ -63,8 +63,8 @@ fn pick(random: &mut ChaCha8Rng, count: usize) -> usize {
 }
 
 impl Fault {
-    /// Makes it happen while the job runs.
-    fn strike(self, tiny: &TinyRun, out: &str, child: &mut Child, random: &mut ChaCha8Rng) {
+    /// Makes it happen while the job runs, which was started so often before.
+    fn strike(self, tiny: &TinyRun, (out, starts): (&str, usize), child: &mut Child, random: &mut ChaCha8Rng) {
         let ranks = ranks_of(child.id());
         let Some(&rank) = ranks.get(pick(random, RANKS)) else {
             return;
@@ -93,7 +93,11 @@ impl Fault {
             }
             Self::NoRoom => {
                 let (folder, aside) = (tiny.path(&format!("{out}/checkpoint")), tiny.path("aside"));
-                // Nobody has begun yet, or no checkpoint was written.
+                // A start that reads its checkpoint is refused: its first step must be over.
+                while num_starts(tiny, out) == starts && child.try_wait().expect("a child").is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                // No checkpoint was written.
                 if fs::rename(&folder, &aside).is_err() {
                     return;
                 }
@@ -130,6 +134,12 @@ impl Fault {
             _ => {}
         }
     }
+}
+
+/// How many processes of a run have taken a first step.
+fn num_starts(tiny: &TinyRun, out: &str) -> usize {
+    let log = fs::read_to_string(tiny.path(&format!("{out}/log"))).unwrap_or_default();
+    log.matches("started: ").count()
 }
 
 /// The steps of the checkpoints that are whole.
@@ -170,14 +180,14 @@ fn random_faults_over_four_processes_lose_no_step_beyond_the_last_checkpoint() {
         let out = format!("faults-{round}");
         let mut last = None;
         loop {
-            let (since, moment) = (Instant::now(), moment(&mut random, whole));
+            let (since, moment, starts) = (Instant::now(), moment(&mut random, whole), num_starts(&tiny, &out));
             let mut child = spawned(&mut tiny.launch(RANKS, &out, &more));
             let mut fault = None;
             while struck < wanted && fault.is_none() && child.try_wait().expect("a child").is_none() {
                 std::thread::sleep(Duration::from_micros(500));
                 if since.elapsed() >= moment {
                     let next = FAULTS[struck % FAULTS.len()];
-                    next.strike(&tiny, &out, &mut child, &mut random);
+                    next.strike(&tiny, (&out, starts), &mut child, &mut random);
                     fault = Some(next);
                     struck += 1;
                 }
