@@ -187,7 +187,7 @@ fn random_faults_over_four_processes_lose_no_step_beyond_the_last_checkpoint() {
                 std::thread::sleep(Duration::from_micros(500));
                 if since.elapsed() >= moment {
                     let next = FAULTS[struck % FAULTS.len()];
-                    next.strike(&tiny, (&out, starts), &mut child, &mut random);
+                    next.strike(&tiny, (out.as_str(), starts), &mut child, &mut random);
                     fault = Some(next);
                     struck += 1;
                 }
