@@ -182,15 +182,17 @@ fn latest_of_two(
 /// Opens a checkpoint outside of the run's folder where it is the run's: the recipe continues it, and it is not older
 /// than the run. Another run may have used the same folder.
 fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Checkpoint, String> {
-    let first_line = |text: String| text.lines().next().unwrap_or_default().to_owned();
-    let checkpoint = Checkpoint::open(path).map_err(|error| first_line(error.to_string()))?;
-    let saved = checkpoint
-        .recipe_toml()
-        .map_err(|error| first_line(error.to_string()))?;
+    let begin = |text: String, count: usize| {
+        let lines = text.lines().take(count).map(str::trim);
+        lines.collect::<Vec<_>>().join(" ")
+    };
+    let checkpoint = Checkpoint::open(path).map_err(|error| begin(error.to_string(), 1))?;
+    let saved = checkpoint.recipe_toml().map_err(|error| begin(error.to_string(), 1))?;
     let saved = Recipe::load(&saved, &path.join("config.toml").display().to_string(), &[]);
     saved
         .and_then(|saved| saved.check_resume(recipe, checkpoint.state.step as usize).map(drop))
-        .map_err(|error| first_line(error.to_string()))?;
+        // The second line names the first key that differs.
+        .map_err(|error| begin(error.to_string(), 2))?;
     let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
     match (written(&folder.lock_path()), written(&path.join("state.json"))) {
         (Some(run), Some(own)) if own >= run => Ok(checkpoint),
