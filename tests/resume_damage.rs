@@ -228,6 +228,42 @@ fn the_last_checkpoint_has_a_second_place() {
 
 #[cfg(unix)]
 #[test]
+fn resume_auto_finds_the_checkpoint_in_its_second_place() {
+    let tiny = TinyRun::dma();
+    tiny.trained("reference", "");
+    // One that is older than the run, of an equal recipe, and one of another.
+    fs::create_dir(tiny.path("second")).expect("writable");
+    let moved = |from: &str, step: u64| {
+        let place = tiny.path(&format!("second/step-{step}"));
+        fs::rename(tiny.path(&format!("{from}/checkpoint/step-{step}")), place).expect("writable");
+    };
+    tiny.trained("older", "--stop-after 20");
+    moved("older", 20);
+    without_room(&tiny, "run");
+    tiny.trained("other", "--set training.seed=4 --stop-after 16");
+    moved("other", 16);
+    let fallback = "--checkpoint-fallback second";
+    let more = format!("--resume --checkpoint-patience 0 {fallback} --stop-after 10");
+    says(
+        &succeed(&mut tiny.train("run", &more)),
+        "second/step-10 | with --resume=auto",
+    );
+    fs::create_dir(tiny.path("room")).expect("writable");
+    let said = succeed(&mut tiny.train("run", &format!("--resume=auto {fallback}")));
+    says(
+        &said,
+        "warning: second/step-20 is not taken | before this run began | warning: second/step-16 is not taken | \
+         training.seed | note: the run continues from second/step-10; its own folder has none | continuing at step 10",
+    );
+    tiny.assert_same_end("run", "reference");
+    // Its own folder is the later one now.
+    let said = succeed(&mut tiny.train("run", &format!("--resume=auto {fallback}")));
+    says(&said, "nothing to do");
+    assert!(!said.contains("second"), "{said}");
+}
+
+#[cfg(unix)]
+#[test]
 fn a_checkpoint_that_could_not_be_written_is_written_as_soon_as_there_is_room() {
     use crate::tiny_run::{signal, wait_until};
     let tiny = TinyRun::dma();

@@ -52,7 +52,7 @@ pub(crate) fn at(place: &'static str, number: u64, act: impl Fn() + Send + Sync 
             Moment::Validating => "validation",
             Moment::Writing => "files",
             Moment::Naming => "name",
-            Moment::Loss | Moment::Rate | Moment::Leaves => "",
+            Moment::Loss | Moment::Replay | Moment::Rate | Moment::Leaves => "",
         };
         if (here, at) == (place, number) {
             act();

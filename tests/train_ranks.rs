@@ -1,13 +1,13 @@
 //! Several processes train what one would: the same rows, steps and weights.
 use crate::tiny_run::{STEPS, TinyRun, ended, json, number, signal, spawned, succeed, wait_until};
-use crate::train_guard::{Outcome, Transport, at, disturbed_rank, wrong_loss};
+use crate::train_guard::{Outcome, Transport, at, disturbed, disturbed_rank, wrong_loss};
 use sieve_comm::{HeldPort, Mesh, Patience, World};
 use sieve_train::{Disturbance, Moment, OnHost};
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::Duration;
 
 /// An untied model, with clipping out of reach: one process adds the two parts of a tied embedding's gradient, and the
@@ -339,6 +339,57 @@ fn ranks_that_compute_with_other_weights_are_named_and_write_nothing() {
             assert!(outcome.checkpoints.iter().all(|name| name == "step-4"));
         }
     }
+}
+
+#[test]
+fn a_rank_that_computes_other_gradients_is_named() {
+    // The tenth step begins with row 72.
+    let wrong = |times: u32| {
+        let left = Arc::new(AtomicU32::new(times));
+        Disturbance::new(move |row, moment| match moment {
+            Moment::Replay if row == 72 => {
+                let one_less = |left: u32| left.checked_sub(1);
+                let is_wrong = left
+                    .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_less)
+                    .is_ok();
+                if is_wrong { 1.0 + 1e-6 } else { 1.0 }
+            }
+            _ => 1.0,
+        })
+    };
+    let overrides = &["training.steps=16", "training.guard_replay=5"];
+    for (times, words) in [
+        (
+            1,
+            "the gradients of rank 1 of one micro-batch, which all ranks computed before step 10, are wrong",
+        ),
+        // Nobody knows which of two is right.
+        (2, "the gradients of ranks 0, 1 of one micro-batch"),
+    ] {
+        let disturbances = [Disturbance::default(), wrong(times)];
+        for outcome in two_ranks(overrides, disturbances, Default::default(), &AtomicBool::default()) {
+            let error = outcome.result.expect_err("a device computes wrong").to_string();
+            assert!(error.contains(words), "{error}");
+            assert_eq!(outcome.checkpoints.last().map_or("step-8", String::as_str), "step-8");
+        }
+    }
+    let tiny = TinyRun::dma();
+    let alone = disturbed(&tiny, "alone", overrides, wrong(1));
+    let error = alone.result.expect_err("another gradient the second time").to_string();
+    assert!(error.contains("the gradients of rank 0 of one micro-batch"), "{error}");
+    // Nothing else is changed by it.
+    let steps = "training.steps=16";
+    let [with, without] = [&[steps, "training.guard_replay=1"][..], &[steps]].map(|overrides| {
+        let [first, _] = two_ranks(
+            overrides,
+            Default::default(),
+            Default::default(),
+            &AtomicBool::default(),
+        );
+        first.result.expect("all is well");
+        first.weights
+    });
+    assert!(with == without);
 }
 
 /// Where a rank stands still, in what step, and the limit that it breaks, of a step or of what may last, in seconds:

@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// More steps than anybody waits for.
-const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=1000000";
+pub(crate) const LONG: &str = "--set training.steps=1000000 --set checkpoint.interval=1000000";
 
 /// The processes that a process has started.
 fn children_of(id: u32) -> Vec<u32> {
@@ -22,7 +22,7 @@ fn children_of(id: u32) -> Vec<u32> {
 }
 
 /// The process of each rank that a launcher has started.
-fn ranks_of(launcher: u32) -> Vec<u32> {
+pub(crate) fn ranks_of(launcher: u32) -> Vec<u32> {
     // One that has just ended has no environment any more.
     let mut found = children_of(launcher)
         .into_iter()
@@ -38,13 +38,13 @@ fn ranks_of(launcher: u32) -> Vec<u32> {
     found.into_iter().map(|(_, id)| id).collect()
 }
 
-fn is_there(id: u32) -> bool {
+pub(crate) fn is_there(id: u32) -> bool {
     // One that has ended and was not asked for is there with no command line.
     let line = fs::read(Path::new("/proc").join(id.to_string()).join("cmdline"));
     line.is_ok_and(|line| !line.is_empty())
 }
 
-fn send(signal: &str, id: u32) {
+pub(crate) fn send(signal: &str, id: u32) {
     let sent = Command::new("kill").args(["-s", signal, &id.to_string()]).status();
     assert!(sent.expect("kill starts").success());
 }

@@ -13,7 +13,7 @@ mod watch;
 mod world;
 
 pub use error::{CommError, Failure, Loss};
-pub use mesh::{Mesh, Patience, Work};
+pub use mesh::{Mesh, Patience, Work, place};
 pub use pieces::Pieces;
 pub use port::HeldPort;
 pub use watch::CollectiveCounts;

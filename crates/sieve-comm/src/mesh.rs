@@ -4,6 +4,7 @@ mod join;
 use crate::frame::{receive, receive_head, receive_numbers, send, send_numbers};
 use crate::watch::{CollectiveCounts, GiveUp, Peer, Watch};
 use crate::{CommError, Failure, Loss, World};
+pub use join::place;
 use join::{accept_all, connect, find_host, listen};
 use std::fmt;
 use std::io;

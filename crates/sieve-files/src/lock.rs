@@ -25,8 +25,30 @@ pub fn try_lock(path: &Path) -> io::Result<Taken> {
     match file.try_lock() {
         Ok(()) => Ok(Taken::Yes(file)),
         Err(TryLockError::WouldBlock) => Ok(Taken::ByAnother(file)),
-        // Some network file systems have no locks; two processes at once are then the user's to avoid.
-        Err(TryLockError::Error(error)) if error.kind() == ErrorKind::Unsupported => Ok(Taken::Yes(file)),
+        // Two processes at once are then the user's to avoid.
+        Err(TryLockError::Error(error)) if has_no_locks(&error) => Ok(Taken::Yes(file)),
         Err(TryLockError::Error(error)) => Err(error),
+    }
+}
+
+/// Whether a file system has no locks: some network file systems, and NFS without a lock daemon (ENOLCK).
+fn has_no_locks(error: &io::Error) -> bool {
+    #[cfg(unix)]
+    if error.raw_os_error() == Some(nix::errno::Errno::ENOLCK as i32) {
+        return true;
+    }
+    error.kind() == ErrorKind::Unsupported
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+    use nix::errno::Errno;
+
+    #[test]
+    fn a_file_system_without_locks_is_no_error() {
+        let is_let_through = |errno: Errno| has_no_locks(&io::Error::from_raw_os_error(errno as i32));
+        assert!(is_let_through(Errno::ENOLCK) && is_let_through(Errno::EOPNOTSUPP));
+        assert!(!is_let_through(Errno::EIO) && !is_let_through(Errno::EBADF));
     }
 }

@@ -335,6 +335,10 @@ impl Checkpoint {
                 ),
             });
         }
+        if state.num_shards == 0 || state.checksums.is_empty() {
+            let problem = "it lists no files, so nothing can be verified";
+            return Err(damaged(file, problem.to_owned()));
+        }
         // Absent in a state edited by hand; a damaged name of the entry is a file that cannot be read, below.
         if let Some(own) = state.checksums.remove(STATE)
             && own != checksum_without_own(&value)
@@ -432,6 +436,32 @@ fn previous_of(path: &Path) -> Option<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_state_that_lists_no_files_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = CheckpointFiles {
+            model: Vec::new(),
+            optimizer: Vec::new(),
+            recipe_toml: String::new(),
+            tokenizer_json: String::new(),
+        };
+        let path = Checkpoint::write(dir.path(), CheckpointState::untrained(7), &files).unwrap();
+        Checkpoint::open(&path).unwrap();
+        let state = path.join(STATE);
+        let whole: serde_json::Value = serde_json::from_slice(&fs::read(&state).unwrap()).unwrap();
+        for (key, value) in [("checksums", serde_json::json!({})), ("num_shards", 0.into())] {
+            let mut edited = whole.clone();
+            // As in a state edited by hand.
+            edited["checksums"].as_object_mut().unwrap().remove(STATE);
+            edited[key] = value;
+            fs::write(&state, edited.to_string()).unwrap();
+            for opened in [Checkpoint::open(&path), Checkpoint::peek(&path)] {
+                let error = opened.expect_err(key).to_string();
+                sieve_testing::says(&error, "state.json is damaged: it lists no files");
+            }
+        }
+    }
 
     #[test]
     fn a_file_of_another_user_is_not_called_damaged() {

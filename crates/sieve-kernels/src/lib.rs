@@ -16,6 +16,7 @@ mod launch;
 mod linear_cross_entropy;
 mod memory_watch;
 mod nccl;
+mod nvml;
 mod probe;
 mod step_graph;
 
@@ -32,5 +33,6 @@ pub use linear_cross_entropy::{
 };
 pub use memory_watch::MemoryPeak;
 pub use nccl::{NcclGroup, NcclPiece, NcclWatch, NcclWork};
+pub use nvml::GpuState;
 pub use probe::{CudaReport, DeviceReport};
 pub use step_graph::{StepGraph, StepInputs, StepTape};

@@ -423,6 +423,7 @@ impl Link {
         jobs: &[Addressed],
         marks: &Marks,
     ) -> Result<Option<CUevent>, String> {
+        let _communicator = marks.hold()?;
         let stream = self.stream.unwrap_or(lane);
         let mut reached = None;
         if self.stream.is_some() {

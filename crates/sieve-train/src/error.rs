@@ -31,6 +31,20 @@ pub enum TrainError {
         /// When they were compared.
         step: u64,
     },
+    /// The same micro-batch has other gradients on some ranks, or a second time.
+    #[error(
+        "{} of one micro-batch, which all ranks computed before step {}, {}: bad memory or arithmetic of a device, or a \
+         fault of Sieve's; the step was not taken\n  \
+         hint: --resume continues from the last checkpoint, without that device; ranks on GPUs of two models may differ \
+         by right: training.guard_replay = 0",
+        gradients_of(ranks), step + 1, if ranks.len() == 1 { "are wrong" } else { "differ" }
+    )]
+    GradientsDiffer {
+        /// Those at fault, as far as that can be known.
+        ranks: Vec<usize>,
+        /// Steps done.
+        step: u64,
+    },
     /// The device did not give its tensors.
     #[error("reading weights and moments from the device: {0}")]
     Device(String),
@@ -215,6 +229,14 @@ fn batch_hint(global: usize, ranks: usize) -> String {
             global / ranks
         ),
         false => "choose multiples".to_owned(),
+    }
+}
+
+fn gradients_of(ranks: &[usize]) -> String {
+    let names = ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+    match ranks.len() {
+        1 => format!("the gradients of rank {names}"),
+        _ => format!("the gradients of ranks {names}"),
     }
 }
 

@@ -4,7 +4,10 @@
 //! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces.
 //! Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered beside the updates that follow
 //! and beside the next forward pass, which waits for each segment's leaves before it reads them.
+mod health;
 mod step_times;
+
+pub use health::{DeviceState, Health};
 
 use crate::collectives::{Collectives, OnHost, Pending};
 use crate::gradients::Gradient;
@@ -20,7 +23,7 @@ use sieve_ops::{RowLinks, TrainBackend};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use step_times::StepTimes;
 
@@ -33,6 +36,8 @@ pub struct Group<B: TrainBackend> {
     collectives: Box<dyn Collectives<B>>,
     /// The ranks that share each row, where not the mesh connects them.
     row_links: Option<Arc<dyn RowLinks>>,
+    /// Why the ranks of a row could not exchange their values inside a pass, which has no errors of its own.
+    row_error: RowError,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
     /// Gradients on their way, first begun first.
@@ -41,6 +46,9 @@ pub struct Group<B: TrainBackend> {
     leaves: BTreeMap<Segment, (Vec<ParamId>, Pending<B>)>,
     step_times: RefCell<StepTimes>,
 }
+
+/// The first error of [`Neighbours`].
+type RowError = Arc<Mutex<Option<CommError>>>;
 
 /// Gradients of a segment on their way.
 struct Sums<B: TrainBackend> {
@@ -102,6 +110,7 @@ impl<B: TrainBackend> Group<B> {
             mesh,
             collectives,
             row_links: None,
+            row_error: RowError::default(),
             is_last: false,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
@@ -130,8 +139,14 @@ impl<B: TrainBackend> Group<B> {
 
     /// The ranks that share each row with this one, where `degree` do.
     pub(crate) fn row_links(&self, degree: usize) -> Option<Arc<dyn RowLinks>> {
-        let (mesh, part) = (self.mesh.clone(), self.share().rank % degree);
-        let over_hosts = || Arc::new(Neighbours { mesh, part, degree }) as Arc<dyn RowLinks>;
+        let over_hosts = || {
+            Arc::new(Neighbours {
+                mesh: self.mesh.clone(),
+                part: self.share().rank % degree,
+                degree,
+                error: self.row_error.clone(),
+            }) as Arc<dyn RowLinks>
+        };
         let links = self.row_links.clone();
         (degree > 1).then(|| links.unwrap_or_else(over_hosts))
     }
@@ -312,9 +327,18 @@ impl<B: TrainBackend> Group<B> {
     }
 }
 
+impl<B: TrainBackend> Group<B> {
+    /// This rank goes on inside a pass, unless the ranks of a row have lost each other there.
+    fn go_on(&self) -> Result<(), TrainError> {
+        self.mesh.tick();
+        let error = self.row_error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        error.map_or(Ok(()), |error| Err(error.into()))
+    }
+}
+
 impl<B: TrainBackend> BesidePass<B> for Group<B> {
     fn before(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
-        self.mesh.tick();
+        self.go_on()?;
         let Some((ids, pending)) = self.leaves.remove(&segment) else {
             return Ok(());
         };
@@ -332,7 +356,7 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
         segment: Segment,
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
-        self.mesh.tick();
+        self.go_on()?;
         if !self.is_last {
             return Ok(());
         }
@@ -358,6 +382,7 @@ struct Neighbours {
     mesh: Arc<Mesh>,
     part: usize,
     degree: usize,
+    error: RowError,
 }
 
 impl RowLinks for Neighbours {
@@ -376,8 +401,12 @@ impl RowLinks for Neighbours {
         for (bytes, values) in bytes[first..].iter_mut().zip(values) {
             *bytes = values.into_iter().flat_map(f32::to_le_bytes).collect();
         }
-        // After an error the connections are closed: the next sum or gathering tells why.
-        let found = self.mesh.exchange(bytes).unwrap_or_default();
+        // A pass computes with zeros until its next segment, where `go_on` ends it with the error.
+        let found = self.mesh.exchange(bytes).unwrap_or_else(|error| {
+            let mut first = self.error.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert(error);
+            Vec::new()
+        });
         let own = (first..).zip(counts).map(|(rank, &count)| {
             let bytes = found.get(rank).map_or(&[][..], Vec::as_slice);
             let (values, _) = bytes.as_chunks();
@@ -409,4 +438,41 @@ impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {
 
 fn apart(rank: usize, theirs: String, ours: String) -> TrainError {
     CommError::OutOfStep { rank, theirs, ours }.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use burn::backend::Autodiff;
+    use burn_flex::Flex;
+    use sieve_comm::{HeldPort, Patience, World};
+
+    #[test]
+    fn a_row_whose_ranks_are_apart_ends_its_pass_with_the_reason() {
+        let port = HeldPort::take().expect("a port");
+        let join = |rank: usize| {
+            let world = World::on_this_host(rank, 2, port.number());
+            Arc::new(Mesh::join(world, "1", Patience::default(), |_| {}).expect("two ranks"))
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mesh = join(1);
+                // Rank 0 exchanges values of a row meanwhile.
+                mesh.barrier().expect_err("rank 0 is elsewhere");
+                mesh.leave();
+            });
+            let mesh = join(0);
+            let group = Group::<Autodiff<Flex>>::on_host(mesh.clone());
+            let links = group.row_links(2).expect("two parts");
+            group.go_on().expect("all is well");
+            let values = links.exchange(vec![vec![1.0], vec![2.0]], &[1, 1]);
+            assert_eq!(values, [[0.0], [0.0]]);
+            let error = group.go_on().expect_err("a message of another kind").to_string();
+            assert!(
+                error.contains("rank 1") && error.contains("values for some ranks"),
+                "{error}"
+            );
+            mesh.fail(&error);
+        });
+    }
 }

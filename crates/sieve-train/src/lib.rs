@@ -33,7 +33,7 @@ pub use data::{DataEvent, DataSource, RowSource, StageText, TrainingData, corpus
 pub use device_batch::DeviceBatch;
 pub use error::TrainError;
 pub use gradients::GradientBuffer;
-pub use group::Group;
+pub use group::{DeviceState, Group, Health};
 pub use hardware::{DeviceMemory, Hardware, MemoryProbe, PeakMemory, Precision};
 pub use metrics::last_validation;
 pub use optimizer::{AdamW, OptimizerSnapshot, ReplicaSums};

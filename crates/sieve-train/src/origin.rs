@@ -33,7 +33,8 @@ pub struct Origin {
 
 impl Origin {
     /// Finds and verifies the checkpoint that `start` names, and checks that `recipe` may continue it. Writes nothing,
-    /// but that [`Start::ResumeAlone`] renames damaged checkpoints: the folder is claimed for it.
+    /// but that [`Start::ResumeAlone`] renames damaged checkpoints: the folder is claimed for it. A later checkpoint of
+    /// its fallback folder is taken where it is this run's.
     ///
     /// A run that was killed before its first checkpoint is resumed from the seed.
     ///
@@ -44,9 +45,9 @@ impl Origin {
         let checkpoint = match start {
             Start::New => return Ok(Self::seed()),
             Start::BranchFrom(path) => return Self::branch(Checkpoint::open(path)?, recipe),
-            Start::Resume | Start::ResumeAlone if list_checkpoints(&folder.checkpoint_path())?.is_empty() => None,
+            Start::Resume if list_checkpoints(&folder.checkpoint_path())?.is_empty() => None,
             Start::Resume => Some(Checkpoint::open(&folder.checkpoint_path())?),
-            Start::ResumeAlone => Some(latest_whole(&folder.checkpoint_path(), &mut notices)?),
+            Start::ResumeAlone { fallback } => latest_of_two(folder, fallback.as_deref(), recipe, &mut notices)?,
             Start::ResumeFrom(path) => Some(Checkpoint::open(path)?),
         };
         let (saved, path) = match &checkpoint {
@@ -138,6 +139,64 @@ impl Origin {
     /// Optimizer steps done.
     pub fn step(&self) -> u64 {
         self.checkpoint.as_ref().map_or(0, |checkpoint| checkpoint.state.step)
+    }
+}
+
+/// The latest whole checkpoint of a run, of its own folder or of `fallback`; `None` where there is none at all.
+fn latest_of_two(
+    folder: &RunFolder,
+    fallback: Option<&Path>,
+    recipe: &Recipe,
+    notices: &mut Vec<String>,
+) -> Result<Option<Checkpoint>, TrainError> {
+    let own_folder = folder.checkpoint_path();
+    let own = match list_checkpoints(&own_folder)?.is_empty() {
+        true => Ok(None),
+        false => latest_whole(&own_folder, notices).map(Some),
+    };
+    let own_step = own.iter().flatten().next().map(|own| own.state.step);
+    let Some(fallback) = fallback else {
+        return own;
+    };
+    for (step, path) in list_checkpoints(fallback)?.into_iter().rev() {
+        if own_step.is_some_and(|own| step <= own) {
+            break;
+        }
+        match of_this_run(&path, folder, recipe) {
+            Ok(checkpoint) => {
+                let than = own_step.map_or("; its own folder has none".to_owned(), |own| {
+                    format!(", which is later than step-{own} of its own folder")
+                });
+                notices.push(format!("note: the run continues from {}{than}", path.display()));
+                return Ok(Some(checkpoint));
+            }
+            Err(reason) => notices.push(format!(
+                "warning: {} is not taken, though it is later than what the run's own folder holds: {reason}",
+                path.display()
+            )),
+        }
+    }
+    own
+}
+
+/// Opens a checkpoint outside of the run's folder where it is the run's: the recipe continues it, and it is not older
+/// than the run. Another run may have used the same folder.
+fn of_this_run(path: &Path, folder: &RunFolder, recipe: &Recipe) -> Result<Checkpoint, String> {
+    let begin = |text: String, count: usize| {
+        let lines = text.lines().take(count).map(str::trim);
+        lines.collect::<Vec<_>>().join(" ")
+    };
+    let checkpoint = Checkpoint::open(path).map_err(|error| begin(error.to_string(), 1))?;
+    let saved = checkpoint.recipe_toml().map_err(|error| begin(error.to_string(), 1))?;
+    let saved = Recipe::load(&saved, &path.join("config.toml").display().to_string(), &[]);
+    saved
+        .and_then(|saved| saved.check_resume(recipe, checkpoint.state.step as usize).map(drop))
+        // The second line names the first key that differs.
+        .map_err(|error| begin(error.to_string(), 2))?;
+    let written = |path: &Path| std::fs::metadata(path).and_then(|found| found.modified()).ok();
+    match (written(&folder.lock_path()), written(&path.join("state.json"))) {
+        (Some(run), Some(own)) if own >= run => Ok(checkpoint),
+        _ => Err("it was written before this run began".to_owned()),
     }
 }
 

@@ -12,7 +12,10 @@ pub enum Start {
     /// From the latest checkpoint of the folder.
     Resume,
     /// The same with nobody there: damaged checkpoints are set aside, and the one before them is taken.
-    ResumeAlone,
+    ResumeAlone {
+        /// Where a later checkpoint of the run may lie: see [`Trainer::set_fallback`](crate::Trainer::set_fallback).
+        fallback: Option<PathBuf>,
+    },
     /// From a checkpoint named by the user: one of the folder's own, or one of another run to begin a new folder with.
     ResumeFrom(PathBuf),
     /// A new run with another recipe, in a folder that holds none, from a checkpoint's weights, moments and step.
@@ -70,7 +73,7 @@ impl RunFolder {
             return Ok(());
         }
         fs::create_dir_all(&self.path).map_err(TrainError::io("creating", &self.path))?;
-        let lock = self.path.join("run.lock");
+        let lock = self.lock_path();
         match try_lock(&lock).map_err(TrainError::io("locking", &lock))? {
             Taken::Yes(file) => self.lock = Some(file),
             Taken::ByAnother(_) => {
@@ -92,7 +95,7 @@ impl RunFolder {
         let Some(held) = &self.lock else {
             return Ok(false);
         };
-        let path = self.path.join("run.lock");
+        let path = self.lock_path();
         if is_same_file(held, &path) {
             return Ok(false);
         }
@@ -116,11 +119,11 @@ impl RunFolder {
         let found = self.first_of_a_run();
         match (start, found) {
             (Start::New | Start::BranchFrom(_), Some(found)) => Err(TrainError::FolderInUse { path, found }),
-            (Start::Resume | Start::ResumeAlone, None) if !path.exists() => Err(TrainError::NothingToResume {
+            (Start::Resume | Start::ResumeAlone { .. }, None) if !path.exists() => Err(TrainError::NothingToResume {
                 path,
                 problem: "there is no such folder",
             }),
-            (Start::Resume | Start::ResumeAlone, _) if !self.config_path().is_file() => {
+            (Start::Resume | Start::ResumeAlone { .. }, _) if !self.config_path().is_file() => {
                 Err(TrainError::NothingToResume {
                     path,
                     problem: "it has no config.toml",
@@ -157,6 +160,11 @@ impl RunFolder {
     /// The resolved recipe.
     pub fn config_path(&self) -> PathBuf {
         self.path.join("config.toml")
+    }
+
+    /// Locked while a process trains here. Made when the run begins, and not written again.
+    pub(crate) fn lock_path(&self) -> PathBuf {
+        self.path.join("run.lock")
     }
 
     /// One JSON object per logged step and validation.

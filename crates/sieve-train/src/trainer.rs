@@ -3,6 +3,7 @@ mod checkpoints;
 mod clock;
 mod guarding;
 mod peak;
+mod replay;
 mod saving;
 mod stage;
 mod writer;
@@ -434,6 +435,7 @@ impl<B: TrainBackend> Trainer<B> {
                 self.set_work(Work::Long);
                 break;
             }
+            self.replay()?;
             self.train_step(&step_batches, agreed.num_labels)?;
             self.set_work(Work::Long);
             clock.step(self.stage.recipe.training.tokens_per_step() as u64);

@@ -1,6 +1,9 @@
 //! `sieve train`.
+mod ending;
+mod exporter;
 mod lines;
 mod log;
+mod on_event;
 mod profile;
 mod ranks;
 mod sweep;
@@ -15,36 +18,35 @@ use crate::recipe::RecipeArgs;
 use crate::{room, startup, terminal, text_files};
 use anyhow::{Context, Result, anyhow, bail};
 use burn::backend::Autodiff;
-use burn::module::AutodiffModule;
 use burn_cuda::CudaDevice;
 use burn_flex::{Flex, FlexDevice};
 use clap::Args;
+use clap::builder::NonEmptyStringValueParser;
+use ending::{finish, next_steps, samples, tell_references};
+use exporter::{Exporter, MetricsPort};
 use indicatif::ProgressBar;
 use lines::{
     cost_lines, describe, skipped_line, startup_line, step_line, stopped_line, validation_line, whole_step_line,
 };
 use log::Log;
+use on_event::{OnEvent, StallWatch};
 use profile::{StepProfile, StepRange};
 use sieve_comm::{Mesh, World};
-use sieve_core::recipe::{AttentionKind, TrainingPrecision};
+use sieve_core::recipe::TrainingPrecision;
 use sieve_core::{Keeping, ModelShape, Recipe};
-use sieve_data::{OnChange, Prepared, Tokenizer};
-use sieve_eval::{GenerateConfig, Generator, Sampling};
+use sieve_data::OnChange;
 use sieve_hf::Checkpoint;
 use sieve_kernels::step::Fp8Format;
 use sieve_kernels::{Cublaslt, DeviceReport};
-use sieve_ops::{Cuda, DMA_SCORE_CLAMP, TrainBackend};
+use sieve_ops::{Cuda, TrainBackend};
 use sieve_plan::{check_gpu_attention, gpu_training_gap};
 use sieve_train::{
-    DataEvent, DataSource, DeviceMemory, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder, Start, TrainError,
-    TrainEvent, TrainSummary, Trainer, TrainingData, WriteLimits, tidy_finished,
+    DataEvent, DataSource, DeviceMemory, DeviceState, Group, Hardware, MemoryProbe, Origin, Precision, RunFolder,
+    Start, TrainError, TrainEvent, Trainer, TrainingData, WriteLimits, tidy_finished,
 };
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// Tokens of held-out text that become the prompt to try, at most.
-const PROMPT_TOKENS: usize = 12;
 
 /// Set by `sieve launch` for its processes.
 pub(crate) const LAUNCHED: &str = "SIEVE_LAUNCHED";
@@ -96,12 +98,20 @@ pub(crate) struct TrainArgs {
     /// With several processes: seconds without a heartbeat after which one counts as lost
     #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=3600))]
     patience: u64,
-    /// Folder for the last checkpoint of this process when its own place cannot be written
+    /// Folder for the last checkpoint of this process when its own place cannot be written; --resume=auto continues from
+    /// it where it is the latest
     #[arg(long, value_name = "DIR", conflicts_with = "sweep")]
     checkpoint_fallback: Option<PathBuf>,
     /// Seconds for which the last checkpoint is tried where it cannot be written
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     checkpoint_patience: u64,
+    /// Answer GET /metrics with the run's numbers in Prometheus' text form: a port of 127.0.0.1, 0 for a free one
+    #[arg(long, value_name = "[HOST:]PORT", conflicts_with = "sweep")]
+    metrics_port: Option<MetricsPort>,
+    /// Run this with sh when the run ends or nothing happens for long; SIEVE_EVENT is finished, stopped, lost, failed or
+    /// stalled, SIEVE_OUT the output folder, SIEVE_MESSAGE the error
+    #[arg(long, value_name = "COMMAND", value_parser = NonEmptyStringValueParser::new())]
+    on_event: Option<String>,
     #[command(flatten)]
     memory: MemoryArgs,
 }
@@ -125,6 +135,10 @@ struct Session {
     fallback: Option<PathBuf>,
     write_limits: WriteLimits,
     memory: MemoryArgs,
+    events: OnEvent,
+    /// Time without news after which a run may stall.
+    stall_limit: Duration,
+    metrics_port: Option<MetricsPort>,
     /// The processes that train together; `None` where this one is alone.
     mesh: Option<Arc<Mesh>>,
 }
@@ -150,10 +164,11 @@ impl From<Ending> for Exit {
 pub(crate) fn run(args: TrainArgs) -> Result<Exit> {
     args.check();
     respect_nohup();
+    let events = args.events();
     match World::from_env(&variable)? {
-        Some(world) => ranks::run(&args, world),
-        None if !args.sweep.is_empty() => Ok(sweep::run(args)?.into()),
-        None => exit_of(run_one(&args, None), true),
+        Some(world) => ranks::run(&args, world, &events),
+        None if !args.sweep.is_empty() => events.ended(sweep::run(args).map(Exit::from)),
+        None => events.ended(exit_of(run_one(&args, None), true)),
     }
 }
 
@@ -237,6 +252,10 @@ impl TrainArgs {
         self.out.clone().unwrap_or_else(|| self.recipe.default_out())
     }
 
+    fn events(&self) -> OnEvent {
+        OnEvent::new(self.on_event.clone(), &self.out_folder())
+    }
+
     fn start(&self, out: &Path, mesh: Option<&Mesh>) -> Result<Start> {
         if self.resume == Some(Resume::Auto) {
             let holds_run = RunFolder::holds_run(out);
@@ -245,7 +264,8 @@ impl TrainArgs {
                 None => holds_run,
             };
             if goes_on {
-                return Ok(Start::ResumeAlone);
+                let fallback = self.checkpoint_fallback.clone();
+                return Ok(Start::ResumeAlone { fallback });
             }
         }
         Ok(match (&self.branch_from, &self.resume_from, self.resume) {
@@ -293,6 +313,9 @@ impl Session {
                 ..WriteLimits::default()
             },
             memory: args.memory,
+            events: args.events(),
+            stall_limit: ranks::long_patience(args.patience),
+            metrics_port: args.metrics_port.clone(),
             mesh,
         })
     }
@@ -327,7 +350,7 @@ fn train_on(session: &Session, start: &Start, recipe: &Recipe, out: &Path) -> Re
             check_gpu_fp8(recipe, gpu)?;
             let hardware = || on_cuda(gpu, &shape);
             let degree = recipe.parallelism.context_parallel_degree;
-            let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device, degree);
+            let group = |mesh, device: &CudaDevice| ranks::on_cuda(mesh, device, degree, &session.events);
             train::<Autodiff<Cuda>>((start, out), recipe, session, &device, hardware, group)
         }
     }
@@ -387,6 +410,19 @@ fn on_cuda(gpu: &DeviceReport, shape: &ModelShape) -> (Hardware<Autodiff<Cuda>>,
     (hardware, description)
 }
 
+/// What the driver says of the device of this process, if it is a GPU.
+fn state_of(place: &Device) -> Option<DeviceState> {
+    let Device::Cuda(gpu) = place else {
+        return None;
+    };
+    let state = sieve_kernels::GpuState::of(gpu.index)?;
+    Some(DeviceState {
+        clocks_mhz: state.clocks_mhz,
+        uncorrected_ecc_errors: state.uncorrected_ecc_errors,
+        temperature: state.temperature,
+    })
+}
+
 /// The path that a model's attention takes on a GPU, as text.
 fn attention_path(shape: &ModelShape, arch: &str) -> &'static str {
     match gpu_training_gap(shape, arch) {
@@ -416,7 +452,7 @@ fn train<B: TrainBackend>(
     if let Some(checkpoint) = &origin.checkpoint
         && origin.step() >= recipe.training.steps as u64
     {
-        if matches!(start, Start::Resume | Start::ResumeAlone) && session.tells() {
+        if matches!(start, Start::Resume | Start::ResumeAlone { .. }) && session.tells() {
             // A kill right after the last checkpoint leaves older ones.
             folder.claim(start)?;
             tidy_finished(&folder, recipe)?;
@@ -476,7 +512,11 @@ fn train<B: TrainBackend>(
     if let Some(mesh) = &session.mesh {
         let size = mesh.world().size;
         description = format!("{size} processes, each on {description}");
-        own_group = Some(group(mesh.clone(), &device)?);
+        let group = group(mesh.clone(), &device)?;
+        let health = group.health(&device, hardware.precision, &|| state_of(place))?;
+        log.line(&health.line);
+        health.warnings.iter().for_each(|warning| log.always(warning));
+        own_group = Some(group);
     }
     let mut trainer = Trainer::<B>::new(recipe.clone(), data, folder, origin, hardware, own_group)?;
     if let Some(num_steps) = session.stop_after {
@@ -504,14 +544,26 @@ fn train<B: TrainBackend>(
     let started = Instant::now();
     let first_step = trainer.step();
     let mut profile = profile(session, place, recipe, &trainer)?;
+    let exporter = Exporter::default();
+    if let Some(port) = session.metrics_port.as_ref().filter(|_| session.tells()) {
+        let address = exporter.listen(port)?;
+        log.line(&format!("metrics: http://{address}/metrics"));
+    }
+    let stalls = match session.tells() {
+        true => Some(session.events.watch(session.stall_limit)?),
+        false => None,
+    };
     let result = trainer.run(session.interrupt.keep_state(), &mut |event| {
         show(&log, &bar, &event);
+        exporter.see(&event);
+        stalls.iter().for_each(StallWatch::goes_on);
         if let (Some(profile), TrainEvent::Step(report)) = (&mut profile, &event)
             && let Some(table) = profile.after(report)
         {
             bar.suspend(|| log.line(&table));
         }
     });
+    drop(stalls);
     bar.finish_and_clear();
     let summary = result
         .map_err(anyhow::Error::from)
@@ -521,7 +573,7 @@ fn train<B: TrainBackend>(
     }
     if summary.interrupted {
         tell_references(&log);
-        log.always(&stopped_line(recipe, &summary));
+        log.always(&stopped_line(recipe, &summary, session.fallback.as_deref()));
         let is_as_asked = (session.stop_after).is_some_and(|n| summary.step - first_step >= n);
         return Ok(match is_as_asked {
             true => Ending::Finished,
@@ -543,13 +595,6 @@ fn train<B: TrainBackend>(
     tell_references(&log);
     next_steps(&log, recipe, &summary, trainer.data());
     Ok(Ending::Finished)
-}
-
-/// Nobody shall take a reference without knowing.
-fn tell_references(log: &Log) {
-    for line in crate::paths::reference_lines() {
-        log.line(&line);
-    }
 }
 
 /// What `--profile` asks for, in the process that prints.
@@ -659,116 +704,6 @@ fn show(log: &Log, bar: &ProgressBar, event: &TrainEvent<'_>) {
         bar.set_position(report.step);
         bar.set_message(format!("{} left", terminal::duration(report.eta_seconds)));
     }
-}
-
-/// What a finished run has come to, and what to do with it.
-fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
-    if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
-        log.always(&format!(
-            "             loss   perplexity   bits per byte\n\
-             start    {:>8.4}   {:>10.2}   {:>13.4}\n\
-             end      {:>8.4}   {:>10.2}   {:>13.4}\n\
-             unigram                          {:>10.4}   (end / unigram = {:.3})",
-            first.loss,
-            first.perplexity,
-            first.bits_per_byte,
-            last.loss,
-            last.perplexity,
-            last.bits_per_byte,
-            last.unigram_bits_per_byte,
-            last.bits_per_byte / last.unigram_bits_per_byte,
-        ));
-    }
-    // Dense attention has no mask but the causal one.
-    if let Some(step) = &summary.last_step
-        && shape.attention.kind() != AttentionKind::Mha
-    {
-        let attention = &step.attention;
-        let keys = format!(
-            "mask: density {:.3}, {:.1} keys a query",
-            attention.density, attention.mean_active_keys
-        );
-        let clamped = attention.clamped.map_or(String::new(), |share| {
-            format!(
-                ", {:.1} % of scores above the bias's clamp of {DMA_SCORE_CLAMP}",
-                100.0 * share
-            )
-        });
-        // Only a mask that is learned can hide a key from all queries.
-        log.line(&match attention.ages {
-            None => keys,
-            Some(_) => format!(
-                "{keys}, {:.1} % of keys never seen, {:.1} % of queries that see their own key in no head{clamped}",
-                100.0 * attention.never_active,
-                100.0 * attention.not_self_visible,
-            ),
-        });
-        if let Some(ages) = attention.ages {
-            log.line(&format!(
-                "kept keys: half at most {} tokens old, 95 % at most {}; {:.1} % are not in a sliding window as large",
-                terminal::thousands(ages.median_key_age),
-                terminal::thousands(ages.late_key_age),
-                100.0 * ages.beyond_window,
-            ));
-        }
-    }
-}
-
-/// A few lines of generated text, as the recipe asks for.
-fn samples<B: TrainBackend>(log: &Log, recipe: &Recipe, trainer: &mut Trainer<B>, device: &B::Device) -> Result<()> {
-    let model = trainer.model().valid();
-    for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
-        let tokenizer = &trainer.data().tokenizer;
-        let ids = tokenizer.encode_marked(prompt)?;
-        let room = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
-        let config = GenerateConfig {
-            max_new_tokens: recipe.generation.max_new_tokens.min(room),
-            sampling: Sampling {
-                temperature: 0.7,
-                top_p: 0.95,
-                top_k: None,
-                seed: recipe.training.seed,
-            },
-            eos_id: tokenizer.eos_id()?,
-            num_tokens: tokenizer.vocab_size(),
-        };
-        let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
-        let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
-        log.line(&format!("sample:\n  {}", text.replace('\n', "\n  ")));
-        trainer.keep_sample(number, &text);
-    }
-    Ok(())
-}
-
-/// What to type next.
-fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData) {
-    let Some(checkpoint) = &summary.checkpoint else {
-        return;
-    };
-    let checkpoint = terminal::quoted(checkpoint);
-    let mut commands = match data.prepared() {
-        Some(prepared) => {
-            let prompt = recipe.generation.prompts.first().cloned();
-            let prompt = prompt.or_else(|| held_out_words(prepared, &data.tokenizer));
-            let prompt = terminal::shell_word(&prompt.unwrap_or_default());
-            vec![
-                format!("generate --prompt {prompt}"),
-                "eval ppl --recipe-validation".to_owned(),
-            ]
-        }
-        None => vec!["eval mqar".to_owned()],
-    };
-    commands.push("export --out exported".to_owned());
-    let commands = commands.into_iter();
-    let commands = commands.map(|command| format!("{command} --checkpoint {checkpoint}"));
-    log.line(&terminal::next(&commands.collect::<Vec<_>>()));
-}
-
-/// The beginning of the first document that was held out.
-fn held_out_words(prepared: &Prepared, tokenizer: &Tokenizer) -> Option<String> {
-    let tokens = prepared.validation().ok()?.document(0).ok()?;
-    let text = tokenizer.decode(&tokens[..tokens.len().min(PROMPT_TOKENS)]);
-    text_files::beginning(&text.ok()?, 2 * PROMPT_TOKENS)
 }
 
 #[cfg(test)]

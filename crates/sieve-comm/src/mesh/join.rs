@@ -93,8 +93,8 @@ impl Hello {
     }
 }
 
-/// Host and process, as messages name them.
-pub(super) fn place() -> String {
+/// This host and process, as messages name them.
+pub fn place() -> String {
     let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     match host.trim() {
         "" => format!("pid {}", std::process::id()),

@@ -294,6 +294,11 @@ keys! {
         /// mean.
         #[key(at_least_one, may_change)]
         pub guard_patience: usize = 3,
+        /// Every so many steps all ranks compute the gradients of one micro-batch, with sums in a fixed order, and
+        /// compare them bit for bit: a device that computes wrong without an error is named, and the run ends. One
+        /// process computes it twice. 0: never.
+        #[key(may_change)]
+        pub guard_replay: usize = 0,
     }
 }
 

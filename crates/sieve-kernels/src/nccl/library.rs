@@ -31,6 +31,7 @@ pub(super) struct Nccl {
         unsafe extern "C" fn(From, To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) send: unsafe extern "C" fn(From, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
     pub(super) receive: unsafe extern "C" fn(To, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t) -> c_int,
+    pub(super) comm_abort: unsafe extern "C" fn(ncclComm_t) -> c_int,
     /// Writes a number of `ncclResult_t`.
     pub(super) get_async_error: unsafe extern "C" fn(ncclComm_t, *mut c_int) -> c_int,
     get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -77,6 +78,7 @@ impl Nccl {
                 broadcast: *library.get(b"ncclBroadcast")?,
                 send: *library.get(b"ncclSend")?,
                 receive: *library.get(b"ncclRecv")?,
+                comm_abort: *library.get(b"ncclCommAbort")?,
                 get_async_error: *library.get(b"ncclCommGetAsyncError")?,
                 get_version: *library.get(b"ncclGetVersion")?,
                 get_error_string: *library.get(b"ncclGetErrorString")?,

@@ -4,14 +4,19 @@ use cudarc::driver::result as driver;
 use cudarc::driver::sys::CUevent;
 use sieve_gpu::KernelError;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 /// `ncclInProgress`: no error.
 const IN_PROGRESS: i32 = 7;
 
-/// Collectives that were queued and have not ended yet, first queued first. Those on Burn's stream have none.
+/// What the device thread and a group's watch share.
 #[derive(Debug, Default)]
-pub(super) struct Marks(Mutex<VecDeque<Mark>>);
+pub(super) struct Marks {
+    /// Collectives that were queued and have not ended yet, first queued first. Those on Burn's stream have none.
+    queued: Mutex<VecDeque<Mark>>,
+    /// Whether the communicator is gone. Held while NCCL queues work: an abort in the middle would free what it uses.
+    is_aborted: Mutex<bool>,
+}
 
 /// Recorded on NCCL's stream before a collective and behind it.
 #[derive(Clone, Copy, Debug)]
@@ -25,7 +30,19 @@ unsafe impl Send for Mark {}
 
 impl Marks {
     pub(super) fn push(&self, reached: CUevent, ended: CUevent) {
-        lock(&self.0).push_back(Mark { reached, ended });
+        lock(&self.queued).push_back(Mark { reached, ended });
+    }
+
+    /// Keeps the communicator as long as the guard lasts.
+    ///
+    /// # Errors
+    /// It was aborted.
+    pub(super) fn hold(&self) -> Result<MutexGuard<'_, bool>, String> {
+        let is_aborted = lock(&self.is_aborted);
+        match *is_aborted {
+            true => Err("NCCL's communicator was aborted, because a rank is lost".to_owned()),
+            false => Ok(is_aborted),
+        }
     }
 }
 
@@ -69,7 +86,7 @@ impl NcclWatch {
         if unsafe { driver::ctx::set_current(context) }.is_err() {
             return Ok([0; 2]);
         }
-        let mut marks = lock(&self.marks.0);
+        let mut marks = lock(&self.marks.queued);
         while let Some(&Mark { reached, ended }) = marks.front() {
             if !has_happened(ended) {
                 break;
@@ -83,6 +100,22 @@ impl NcclWatch {
         }
         let num_reached = marks.iter().take_while(|mark| has_happened(mark.reached)).count() as u64;
         Ok([self.num_ended, self.num_ended + num_reached])
+    }
+
+    /// Ends the group's collectives, also those that wait for a rank which is lost: the GPU is free for what was queued
+    /// behind them, whose inputs are worthless from here on. Not where NCCL is queuing work, in which it may wait.
+    pub fn abort(self) {
+        let mut is_aborted = match self.marks.is_aborted.try_lock() {
+            Ok(is_aborted) => is_aborted,
+            Err(TryLockError::Poisoned(error)) => error.into_inner(),
+            Err(TryLockError::WouldBlock) => return,
+        };
+        if !std::mem::replace(&mut is_aborted, true) {
+            let Link { nccl, communicator, .. } = self.link;
+            // SAFETY: the lock keeps the device thread from using the communicator now, and the flag later; the watch,
+            // which asks it for errors, ends here.
+            let _ = unsafe { (nccl.comm_abort)(communicator) };
+        }
     }
 }
 

@@ -35,6 +35,8 @@ const MAX_RETURNS: u32 = 2;
 pub enum Moment<'a> {
     /// The loss of a step, and so its gradients, are multiplied.
     Loss,
+    /// The loss of a micro-batch that ranks compute to compare their gradients is multiplied.
+    Replay,
     /// The learning rate of a step is multiplied.
     Rate,
     /// The weights that this rank computes with are multiplied, after a step.
@@ -243,6 +245,8 @@ impl<B: TrainBackend> Trainer<B> {
         let num_steps = self.guard_log.unread.len();
         while let Some(unread) = self.guard_log.unread.pop_front() {
             let numbers = StepNumbers::read::<B>(&unread.row);
+            // Where a rank is lost, the sums of its device's work are worthless.
+            self.group.as_ref().map_or(Ok(()), Group::check)?;
             if self.guard_log.unread.is_empty() {
                 self.guard_log.pace.catches_up(num_steps, Instant::now());
             }

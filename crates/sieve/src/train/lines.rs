@@ -209,10 +209,15 @@ pub(super) fn validation_line(report: &ValidationReport) -> String {
 }
 
 /// Where a stopped run stands.
-pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary) -> String {
+pub(super) fn stopped_line(recipe: &Recipe, summary: &TrainSummary, fallback: Option<&Path>) -> String {
     let checkpoint = summary.checkpoint.as_deref().unwrap_or(Path::new(""));
+    // Nothing but --resume=auto looks there.
+    let flag = match fallback.is_some_and(|fallback| checkpoint.starts_with(fallback)) {
+        true => "--resume=auto",
+        false => "--resume",
+    };
     format!(
-        "stopped at step {} of {}; the state is in {}\n  to continue: the same command with --resume",
+        "stopped at step {} of {}; the state is in {}\n  to continue: the same command with {flag}",
         summary.step,
         recipe.training.steps,
         checkpoint.display()

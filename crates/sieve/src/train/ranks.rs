@@ -1,4 +1,5 @@
 //! `sieve train` as one of several processes: who they are, and which of them says what.
+use super::on_event::{Event, OnEvent};
 use super::{LAUNCHED, TrainArgs, exit_of, run_one, variable};
 use crate::device::{Device, DeviceChoice};
 use crate::exit::Exit;
@@ -29,8 +30,14 @@ const SHARED_SECONDS: u64 = 10;
 const NCCL_START: Duration = Duration::from_secs(300);
 const CONNECTING: Duration = Duration::from_secs(20);
 
-/// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows.
-pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
+/// Time for which work of a run may stand still that is no step.
+pub(super) fn long_patience(seconds: u64) -> Duration {
+    Duration::from_secs(20 * seconds)
+}
+
+/// Trains as one rank of `world`. Rank 0 alone prints, but for errors that only another rank knows, and runs the command
+/// of `--on-event`; where rank 0 is lost, rank 1 does.
+pub(super) fn run(args: &TrainArgs, world: World, events: &OnEvent) -> Result<Exit> {
     let (rank, size) = (world.rank, world.size);
     if !args.sweep.is_empty() {
         if rank > 0 {
@@ -38,37 +45,46 @@ pub(super) fn run(args: &TrainArgs, world: World) -> Result<Exit> {
         }
         bail!("--sweep works in one process, and these are {size}\n  hint: leave out sieve launch or torchrun");
     }
+    let late = events.clone();
     let give_up = move |failure: &Failure| {
-        tell(rank, failure);
+        tell(rank, failure, &late);
         end_now(Exit::StoppedEarly);
     };
     let patience = Patience {
         silence: Duration::from_secs(args.patience),
         still: Duration::from_secs(10 * args.patience / 3),
-        long: Duration::from_secs(20 * args.patience),
+        long: long_patience(args.patience),
         ..Patience::default()
     };
-    let mesh = Mesh::join(world, env!("CARGO_PKG_VERSION"), patience, give_up)?;
-    let mesh = Arc::new(mesh);
+    let mesh = match Mesh::join(world, env!("CARGO_PKG_VERSION"), patience, give_up) {
+        Ok(mesh) => Arc::new(mesh),
+        Err(error) if rank == 0 => return events.ended(Err(error.into())),
+        Err(error) => return Err(error.into()),
+    };
     match exit_of(run_one(args, Some(mesh.clone())), rank == 0) {
         Ok(exit) => {
             mesh.leave();
-            Ok(exit)
+            match rank {
+                0 => events.ended(Ok(exit)),
+                _ => Ok(exit),
+            }
         }
         Err(error) => {
-            let lost = match (error.downcast_ref(), error.downcast_ref()) {
-                (Some(CommError::Lost(failure)), _) => Some(failure),
-                (_, Some(TrainError::Comm(CommError::Lost(failure)))) => Some(failure),
+            let lost = match (error.downcast_ref(), error.downcast_ref(), mesh.check()) {
+                (Some(CommError::Lost(failure)), ..) => Some(failure.clone()),
+                (_, Some(TrainError::Comm(CommError::Lost(failure))), _) => Some(failure.clone()),
+                // What a rank meets once another is lost, an aborted communicator say, follows from that.
+                (.., Err(CommError::Lost(failure))) => Some(failure),
                 _ => None,
             };
             if let Some(failure) = lost {
-                tell(rank, failure);
+                tell(rank, &failure, events);
                 return Ok(Exit::StoppedEarly);
             }
             let text = terminal::error_text(&error);
             mesh.fail(text.trim_start_matches("error: "));
             match rank {
-                0 => Err(error),
+                0 => events.ended(Err(error)),
                 // Rank 0 tells it.
                 _ => Ok(Exit::Failed),
             }
@@ -93,8 +109,8 @@ fn end_now(exit: Exit) -> ! {
     }
 }
 
-/// Prints why all ranks stop, in one of them, and once.
-fn tell(rank: usize, failure: &Failure) {
+/// Prints why all ranks stop, in one of them, and once; runs the command of `--on-event` there.
+fn tell(rank: usize, failure: &Failure, events: &OnEvent) {
     static TOLD: AtomicBool = AtomicBool::new(false);
     if TOLD.swap(true, Ordering::Relaxed) {
         return;
@@ -107,14 +123,24 @@ fn tell(rank: usize, failure: &Failure) {
         Loss::Silent(_) | Loss::Still(_) | Loss::AllStill { .. } => false,
     };
     let speaker = usize::from(failure.rank == 0);
-    if is_told || rank != speaker {
+    if rank != speaker {
         return;
     }
-    let hint = match failure.loss {
-        Loss::Error(_) => "",
-        _ => "\n  hint: the same command with --resume=auto continues from the last checkpoint",
+    let (event, hint) = match failure.loss {
+        Loss::Error(_) => (Event::Failed, ""),
+        _ => (
+            Event::Lost,
+            "\n  hint: the same command with --resume=auto continues from the last checkpoint",
+        ),
     };
-    terminal::note(&format!("error: {failure}{hint}"));
+    let text = format!("error: {failure}");
+    if !is_told {
+        terminal::note(&format!("{text}{hint}"));
+    }
+    // Rank 0 has told of its own error.
+    if !(event == Event::Failed && failure.rank == 0) {
+        events.tell(event, &text);
+    }
 }
 
 /// The device of a rank: where others share the host, the GPU of its local number. One rank of each host compiles the
@@ -185,7 +211,7 @@ pub(super) fn goes_on(mesh: &Mesh, holds_run: bool) -> Result<bool> {
 
 /// The checkpoint that a run resumes from. A run that sets damaged checkpoints aside locks the folder first.
 pub(super) fn find_origin(folder: &mut RunFolder, start: &Start, recipe: &Recipe) -> Result<Origin> {
-    if *start == Start::ResumeAlone {
+    if matches!(start, Start::ResumeAlone { .. }) {
         folder.claim(start)?;
     }
     Ok(Origin::find(folder, start, recipe)?)
@@ -261,12 +287,17 @@ pub(super) fn first_then_others<T>(mesh: Option<&Mesh>, work: impl FnOnce() -> R
 }
 
 /// Ranks whose GPUs work together by NCCL, `degree` of them on each row.
-pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Result<Group<Autodiff<Cuda>>> {
+pub(super) fn on_cuda(
+    mesh: Arc<Mesh>,
+    device: &CudaDevice,
+    degree: usize,
+    events: &OnEvent,
+) -> Result<Group<Autodiff<Cuda>>> {
     // The first tensor makes the context that NCCL works in.
     let one = Tensor::<Cuda, 1>::ones([1], device);
     all_have_nccl(&mesh, NcclGroup::require())?;
     let (rank, size) = (mesh.world().rank, mesh.world().size);
-    let late = mesh.clone();
+    let (late, late_events) = (mesh.clone(), events.clone());
     let _limit = Limit::start(CONNECTING, NCCL_START, move |is_over| match is_over {
         false if rank == 0 => terminal::note(&format!("NCCL connects the GPUs of {size} ranks; still waiting")),
         false => {}
@@ -281,6 +312,9 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Re
                 terminal::note(&format!("error: {text}"));
             }
             late.fail(&text);
+            if rank == 0 {
+                late_events.tell(Event::Failed, &text);
+            }
             end_now(Exit::Failed);
         }
     })?;
@@ -310,7 +344,7 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Re
         false => None,
     };
     let watches = std::iter::once(nccl.group.watch()).chain(links.iter().map(|links| links.nccl.watch()));
-    watch_nccl(&mesh, watches.collect())?;
+    watch_nccl(&mesh, watches.collect(), events.clone())?;
     let group = Group::new(mesh, Box::new(nccl));
     Ok(match links {
         Some(links) => group.with_row_links(Arc::new(links)),
@@ -319,11 +353,15 @@ pub(super) fn on_cuda(mesh: Arc<Mesh>, device: &CudaDevice, degree: usize) -> Re
 }
 
 /// Asks NCCL every second whether it has met an error, which ends all ranks at once, and tells the other ranks how far
-/// this one's GPU is with the first of the groups.
-fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>) -> Result<()> {
+/// this one's GPU is with the first of the groups. Where a rank is lost, NCCL's work is aborted: this rank's host may
+/// wait for its GPU, which waits for the lost rank.
+fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>, events: OnEvent) -> Result<()> {
     let mesh = Arc::downgrade(mesh);
     let look = move || {
         while let Some(mesh) = mesh.upgrade() {
+            if mesh.check().is_err() {
+                return watches.drain(..).for_each(NcclWatch::abort);
+            }
             let looked = watches.iter_mut().map(NcclWatch::look).collect::<Result<Vec<_>, _>>();
             match looked {
                 Ok(counts) => {
@@ -337,6 +375,7 @@ fn watch_nccl(mesh: &Arc<Mesh>, mut watches: Vec<NcclWatch>) -> Result<()> {
                     // Rank 0 prints what the others report.
                     if mesh.world().rank == 0 && mesh.check().is_ok() {
                         terminal::note(&format!("error: {text}"));
+                        events.tell(Event::Failed, &text);
                     }
                     mesh.fail(&text);
                     end_now(Exit::StoppedEarly);

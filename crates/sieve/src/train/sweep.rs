@@ -51,7 +51,7 @@ pub(super) fn run(args: TrainArgs) -> Result<Ending> {
         terminal::lines(&run.text);
         let start = match args.start(&run.out, None)? {
             // Runs that were not begun yet begin; the others go on.
-            Start::Resume | Start::ResumeAlone if !RunFolder::holds_run(&run.out) => Start::New,
+            Start::Resume | Start::ResumeAlone { .. } if !RunFolder::holds_run(&run.out) => Start::New,
             start => start,
         };
         let error = match train_on(&session, &start, &run.recipe, &run.out) {

@@ -24,6 +24,12 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
             || "powers of two are usual for both".to_owned(),
         );
     }
+    rules.require(
+        parts.training.is_none_or(|training| training.guard_replay == 0),
+        "training.guard_replay",
+        || format!("computes whole rows in each process, and {DEGREE} = {degree} cuts them into parts"),
+        || "leave out one of the two".to_owned(),
+    );
     let kind = parts.attention.map(|attention| attention.kind());
     let cannot = [
         AttentionKind::Mla,

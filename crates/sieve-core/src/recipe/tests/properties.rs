@@ -249,6 +249,7 @@ fn training() -> impl Strategy<Value = TrainingSection> {
                 one_document_per_row,
                 guard_spike_factor: max_norm + 2.0,
                 guard_patience: rounds,
+                guard_replay: rounds,
                 ..BASE.training.clone()
             },
         )

@@ -92,6 +92,7 @@ fn keys_that_change_no_step_taken_may_change() {
         "training.bf16_end_blocks",
         "training.guard_spike_factor",
         "training.guard_patience",
+        "training.guard_replay",
         "lr_scheduler.decay_ratio",
         "lr_scheduler.decay_type",
         "lr_scheduler.min_lr_factor",

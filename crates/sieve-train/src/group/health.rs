@@ -1,0 +1,356 @@
+//! A test of every rank's device before the first step: what it computes, copies and exchanges in a second.
+use super::Group;
+use crate::collectives::Collectives;
+use crate::{Precision, TrainError};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor};
+use serde::{Deserialize, Serialize};
+use sieve_comm::{Mesh, Work};
+use sieve_ops::{DeviceBackend, TrainBackend};
+use std::time::Instant;
+
+/// A rank is slow whose rate is below this share of the median's.
+const LEAST_SHARE: f64 = 0.8;
+/// Each rate is the best of so many tries: other work of a host slows some of them.
+const TRIES: usize = 5;
+/// How often all ranks measure again where one seems slow, and keep the better rates.
+const MORE_ROUNDS: usize = 3;
+
+/// What a GPU's driver says of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeviceState {
+    /// Present and highest clock of its multiprocessors, MHz.
+    pub clocks_mhz: Option<[u32; 2]>,
+    /// Memory errors that ECC could not correct, since the driver was loaded.
+    pub uncorrected_ecc_errors: Option<u64>,
+    /// Degrees Celsius.
+    pub temperature: Option<u32>,
+}
+
+/// Rates of the ranks of a group.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Health {
+    /// All of them in one line.
+    pub line: String,
+    /// A line for each rank that is slow or has memory errors.
+    pub warnings: Vec<String>,
+}
+
+/// Rates of one rank, and what its driver says.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Rates {
+    /// FLOP/s of a GEMM in the model's float type.
+    gemm: f64,
+    /// Bytes read and written a second by an elementwise op.
+    copy: f64,
+    /// Bytes a second and rank of an all-reduce, by nccl-tests' rule: of the slowest link.
+    sum: f64,
+    /// Host and process.
+    place: String,
+    state: Option<DeviceState>,
+}
+
+/// One thing whose rate is measured: its amount, and what does it to its end.
+struct Probe<'a> {
+    amount: f64,
+    work: Box<dyn FnMut() -> Result<(), TrainError> + 'a>,
+}
+
+impl Probe<'_> {
+    /// Amount a second, of the best try behind one that warms up.
+    fn rate(&mut self, mesh: &Mesh) -> Result<f64, TrainError> {
+        let mut best = f64::INFINITY;
+        for number in 0..=TRIES {
+            // All begin at once: a shared bus or power supply is loaded as in a step.
+            mesh.barrier()?;
+            let began = Instant::now();
+            (self.work)()?;
+            if number > 0 {
+                best = best.min(began.elapsed().as_secs_f64());
+            }
+        }
+        Ok(self.amount / best)
+    }
+}
+
+/// GEMM, copy and all-reduce of this rank. Sizes are such that a CPU needs a few milliseconds for each and a GPU is
+/// busy long enough to be measured.
+fn probes<'a, B: TrainBackend>(
+    collectives: &'a dyn Collectives<B>,
+    num_ranks: usize,
+    device: &'a B::Device,
+    precision: Precision,
+) -> [Probe<'a>; 3] {
+    let (width, repeats, copied, summed) = match precision {
+        Precision::F32 => (256, 1, 1 << 20, 1 << 16),
+        Precision::Bf16 => (4096, 16, 1 << 26, 1 << 24),
+    };
+    let done = move || {
+        let done = B::InnerBackend::sync(device);
+        done.map_err(|error| TrainError::Device(error.to_string()))
+    };
+    let matrix = Tensor::<B::InnerBackend, 2>::ones([width, width], device);
+    let matrix = match precision {
+        Precision::F32 => matrix,
+        Precision::Bf16 => matrix.cast(DType::BF16),
+    };
+    let matrix = matrix.into_primitive().tensor();
+    let gemm = move || {
+        for _ in 0..repeats {
+            let _product = B::InnerBackend::linear(matrix.clone(), matrix.clone());
+        }
+        done()
+    };
+    let values = Tensor::<B::InnerBackend, 1>::ones([copied], device);
+    let copy = move || {
+        for _ in 0..repeats {
+            let _copy = values.clone().mul_scalar(2.0);
+        }
+        done()
+    };
+    let sum = move || {
+        let ones = Tensor::<B::InnerBackend, 1>::ones([summed], device);
+        let _sums = collectives.sum(vec![(ones.into_primitive().tensor(), None)])?()?;
+        done()
+    };
+    let links = 2.0 * (num_ranks as f64 - 1.0) / num_ranks as f64;
+    [
+        Probe {
+            amount: 2.0 * (width as f64).powi(3) * f64::from(repeats),
+            work: Box::new(gemm),
+        },
+        Probe {
+            amount: 8.0 * copied as f64 * f64::from(repeats),
+            work: Box::new(copy),
+        },
+        Probe {
+            amount: 4.0 * summed as f64 * links,
+            work: Box::new(sum),
+        },
+    ]
+}
+
+impl<B: TrainBackend> Group<B> {
+    /// Measures every rank's device, all at once, and compares them. `state` asks this rank's driver, right behind a
+    /// load.
+    ///
+    /// # Errors
+    /// A rank is lost, or a device fails.
+    pub fn health(
+        &self,
+        device: &B::Device,
+        precision: Precision,
+        state: &dyn Fn() -> Option<DeviceState>,
+    ) -> Result<Health, TrainError> {
+        let collectives = self.collectives.as_ref();
+        let probes = probes::<B>(collectives, self.share().size, device, precision);
+        // A device that hangs in its first work is named.
+        self.mesh.set_work(Work::Long);
+        let health = measure(&self.mesh, probes, state)?;
+        self.mesh.set_work(Work::Any);
+        Ok(health)
+    }
+}
+
+fn measure(
+    mesh: &Mesh,
+    mut probes: [Probe<'_>; 3],
+    state: &dyn Fn() -> Option<DeviceState>,
+) -> Result<Health, TrainError> {
+    let mut own = Rates {
+        gemm: 0.0,
+        copy: 0.0,
+        sum: 0.0,
+        place: sieve_comm::place(),
+        state: None,
+    };
+    for round in 0.. {
+        let [gemm, copy, sum] = &mut probes;
+        own.gemm = own.gemm.max(gemm.rate(mesh)?);
+        // Clocks rise under load.
+        own.state = state();
+        own.copy = own.copy.max(copy.rate(mesh)?);
+        own.sum = own.sum.max(sum.rate(mesh)?);
+        let bytes = serde_json::to_vec(&own).expect("plain data serialises");
+        let all = mesh.gather(&bytes)?;
+        let all = all.iter().map(|bytes| serde_json::from_slice(bytes));
+        let all = all.collect::<Result<Vec<Rates>, _>>().expect("ranks of one version");
+        // All ranks see the same rates, so all of them measure again or none.
+        if round == MORE_ROUNDS || slow(&all).is_empty() {
+            return Ok(Health {
+                line: line_of(&all),
+                warnings: warnings_of(&all),
+            });
+        }
+    }
+    unreachable!("the rounds end above")
+}
+
+/// Ranks below the median's share, each with the rate and the median in words.
+fn slow(all: &[Rates]) -> Vec<(usize, String)> {
+    let kinds: [(&str, &dyn Fn(&Rates) -> f64, &str); 2] = [
+        ("GEMM", &|rates| rates.gemm / 1e12, "TFLOP/s"),
+        ("copy", &|rates| rates.copy / 1e9, "GB/s"),
+    ];
+    let mut found = Vec::new();
+    for (what, rate, unit) in kinds {
+        let mut sorted = all.iter().map(rate).collect::<Vec<_>>();
+        sorted.sort_by(f64::total_cmp);
+        // Of two ranks the faster one.
+        let median = sorted[sorted.len() / 2];
+        for (rank, rates) in all.iter().enumerate() {
+            let own = rate(rates);
+            if own < LEAST_SHARE * median {
+                let words = format!("{what} {own:.3} {unit}, the median {median:.3} ({:.2})", own / median);
+                found.push((rank, words));
+            }
+        }
+    }
+    found
+}
+
+fn warnings_of(all: &[Rates]) -> Vec<String> {
+    let mut warnings = Vec::new();
+    for (rank, words) in slow(all) {
+        let Rates { place, state, .. } = &all[rank];
+        let state = state.map(|state| words_of(&state)).unwrap_or_default();
+        warnings.push(format!(
+            "warning: rank {rank} ({place}) is slow: {words}{state}; every step waits for it"
+        ));
+    }
+    for (rank, rates) in all.iter().enumerate() {
+        let errors = rates.state.and_then(|state| state.uncorrected_ecc_errors).unwrap_or(0);
+        if errors > 0 {
+            let place = &rates.place;
+            warnings.push(format!(
+                "warning: rank {rank} ({place}): {errors} memory errors that ECC could not correct since the driver was \
+                 loaded"
+            ));
+        }
+    }
+    warnings
+}
+
+fn words_of(state: &DeviceState) -> String {
+    let clocks = state
+        .clocks_mhz
+        .map(|[now, most]| format!(", clock {now} of {most} MHz"));
+    let degrees = state.temperature.map(|degrees| format!(", {degrees} degrees C"));
+    clocks.unwrap_or_default() + &degrees.unwrap_or_default()
+}
+
+fn line_of(all: &[Rates]) -> String {
+    let range = |rate: &dyn Fn(&Rates) -> f64, digits: usize| {
+        let rates = all.iter().map(rate);
+        let (least, most) = rates.fold((f64::INFINITY, 0.0), |(least, most), rate| {
+            (rate.min(least), rate.max(most))
+        });
+        format!("{least:.digits$} to {most:.digits$}")
+    };
+    let first = all.first().and_then(|rates| rates.state).unwrap_or_default();
+    format!(
+        "health: {} ranks, each GEMM {} TFLOP/s, copy {} GB/s; all-reduce {} GB/s{}",
+        all.len(),
+        range(&|rates| rates.gemm / 1e12, 3),
+        range(&|rates| rates.copy / 1e9, 1),
+        range(&|rates| rates.sum / 1e9, 2),
+        words_of(&first)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::OnHost;
+    use burn::backend::Autodiff;
+    use burn_flex::{Flex, FlexDevice};
+    use sieve_comm::{HeldPort, Patience, World};
+    use std::sync::Arc;
+    use std::time::Duration;
+
+    /// The health of three ranks on the CPU, with this pause in each GEMM of rank 1.
+    fn of_three(pause: Duration) -> Health {
+        let port = HeldPort::take().expect("a port");
+        let rank = |rank: usize| {
+            let world = World::on_this_host(rank, 3, port.number());
+            let mesh = Arc::new(Mesh::join(world, "1", Patience::default(), |_| {}).expect("three ranks"));
+            let collectives = OnHost(mesh.clone());
+            let [mut gemm, copy, sum] = probes::<Autodiff<Flex>>(&collectives, 3, &FlexDevice, Precision::F32);
+            if rank == 1 && pause > Duration::ZERO {
+                let mut work = gemm.work;
+                gemm.work = Box::new(move || {
+                    std::thread::sleep(pause);
+                    work()
+                });
+            }
+            let health = measure(&mesh, [gemm, copy, sum], &|| None).expect("all are well");
+            mesh.leave();
+            health
+        };
+        std::thread::scope(|scope| {
+            let others = [1, 2].map(|other| scope.spawn(move || rank(other)));
+            let first = rank(0);
+            for other in others {
+                assert_eq!(other.join().expect("no panic"), first, "all ranks say the same");
+            }
+            first
+        })
+    }
+
+    #[test]
+    fn a_rank_whose_products_are_slow_is_named() {
+        let health = of_three(Duration::from_millis(100));
+        let slow = health
+            .warnings
+            .iter()
+            .filter(|line| line.contains("GEMM"))
+            .collect::<Vec<_>>();
+        assert!(
+            slow.len() == 1 && slow[0].starts_with("warning: rank 1 ("),
+            "{health:?}"
+        );
+        assert!(health.line.starts_with("health: 3 ranks, each GEMM 0."), "{health:?}");
+    }
+
+    fn rates(gemm: f64, copy: f64, errors: u64) -> Rates {
+        Rates {
+            gemm,
+            copy,
+            sum: 1e11,
+            place: "host a, pid 7".to_owned(),
+            state: Some(DeviceState {
+                clocks_mhz: Some([1200, 1980]),
+                uncorrected_ecc_errors: Some(errors),
+                temperature: Some(81),
+            }),
+        }
+    }
+
+    #[test]
+    fn what_is_below_four_fifths_of_the_median_is_slow_and_memory_errors_are_told() {
+        let of = |all: [[f64; 2]; 4]| {
+            let all = all.map(|[gemm, copy]| rates(gemm * 1e12, copy * 1e9, 0));
+            let slow = slow(&all).into_iter();
+            slow.map(|(rank, _)| rank).collect::<Vec<_>>()
+        };
+        let well = [600.0, 4000.0];
+        assert_eq!(of([well, [481.0, 3300.0], well, well]), [0; 0]);
+        assert_eq!(of([well, well, [479.0, 4000.0], well]), [2]);
+        assert_eq!(of([well, [600.0, 3000.0], [300.0, 4000.0], well]), [2, 1]);
+        // A broken clock is no rate.
+        assert_eq!(of([[0.0, 4000.0], well, well, well]), [0]);
+        let warnings = warnings_of(&[rates(6e14, 4e12, 0), rates(3e14, 4e12, 2)]);
+        let [slow, errors] = &warnings[..] else {
+            panic!("{warnings:?}");
+        };
+        assert_eq!(
+            slow,
+            "warning: rank 1 (host a, pid 7) is slow: GEMM 300.000 TFLOP/s, the median 600.000 (0.50), clock 1200 of \
+             1980 MHz, 81 degrees C; every step waits for it"
+        );
+        assert!(
+            errors.starts_with("warning: rank 1 (host a, pid 7): 2 memory errors"),
+            "{errors}"
+        );
+    }
+}

@@ -1,0 +1,137 @@
+//! Silent data corruption: a device that computes a wrong gradient without an error. All ranks compute the gradients of
+//! one micro-batch, and compare them bit for bit.
+use super::{AWAY, Moment, Trainer};
+use crate::collectives::Primitive;
+use crate::segment::Segment;
+use crate::segments::{BesidePass, BlockSettings, pass};
+use crate::{DeviceBatch, GradientBuffer, TrainError};
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use sieve_comm::Work;
+use sieve_nn::Qwen3;
+use sieve_ops::{KernelPolicy, SumOrder, TrainBackend};
+use xxhash_rust::xxh3::Xxh3;
+
+/// Takes the gradients of each segment as soon as they are known, and keeps a hash of all of them: no more of them are
+/// in memory than in a step.
+#[derive(Default)]
+struct Hashes(Xxh3);
+
+impl Hashes {
+    fn add<B: TrainBackend>(&mut self, values: Primitive<B>) {
+        let count = values.shape().num_elements();
+        let flat = B::InnerBackend::float_reshape(values, [count].into());
+        let flat = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(flat));
+        self.0.update(flat.into_data().as_bytes());
+    }
+}
+
+impl<B: TrainBackend> BesidePass<B> for Hashes {
+    fn before(&mut self, _: &mut Qwen3<B>, _: Segment) -> Result<(), TrainError> {
+        Ok(())
+    }
+
+    fn after(
+        &mut self,
+        model: &Qwen3<B>,
+        segment: Segment,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
+        for gradient in segment.ids(model).into_iter().filter_map(|id| gradients.take(id)) {
+            self.add::<B>(gradient.values);
+        }
+        Ok(())
+    }
+}
+
+impl<B: TrainBackend> Trainer<B> {
+    /// Every `training.guard_replay` steps: computes the first micro-batch of the step that comes, in a fixed order of
+    /// sums, in all ranks, and compares loss and gradients bit for bit. A process alone computes it twice.
+    ///
+    /// # Errors
+    /// [`TrainError::GradientsDiffer`]; a rank is lost.
+    pub(super) fn replay(&mut self) -> Result<(), TrainError> {
+        let every = self.recipe.training.guard_replay as u64;
+        if every == 0 || !(self.step + 1).is_multiple_of(every) {
+            return Ok(());
+        }
+        // Kernels of a fixed order may be compiled now.
+        self.set_work(Work::Long);
+        self.finish_leaves()?;
+        let first = self.replayed()?;
+        if self.group.is_some() && first.iter().all(|hash| *hash == first[0]) {
+            return Ok(());
+        }
+        let second = self.replayed()?;
+        match at_fault(&first, &second) {
+            ranks if ranks.is_empty() => Ok(()),
+            ranks => Err(TrainError::GradientsDiffer { ranks, step: self.step }),
+        }
+    }
+
+    /// The hash of every rank's loss and gradients.
+    fn replayed(&mut self) -> Result<Vec<u64>, TrainError> {
+        let rows = self.stage.recipe.training.local_batch_size;
+        let batch = self.stage.loader.batch(self.next_sample, rows)?;
+        let settings = BlockSettings {
+            keeping: self.keeping,
+            policy: KernelPolicy {
+                sums: SumOrder::Fixed,
+                ..KernelPolicy::default()
+            },
+            ..BlockSettings::from(&self.recipe)
+        };
+        let loss_scale = self.disturbance.at(self.next_sample, Moment::Replay) / batch.num_labels().max(1) as f64;
+        let mut hashes = Hashes::default();
+        let result = pass(
+            &settings,
+            self.model.as_mut().expect(AWAY),
+            &DeviceBatch::new(&batch, &self.device),
+            &self.ropes.training,
+            loss_scale,
+            &mut GradientBuffer::default(),
+            Some(&mut hashes),
+        )?;
+        hashes.add::<B>(result.loss.into_primitive().tensor());
+        let own = hashes.0.digest();
+        match &self.group {
+            Some(group) => group.numbers(own),
+            None => Ok(vec![own]),
+        }
+    }
+}
+
+/// The ranks whose results cannot be trusted, of two results of each: where a rank's own two differ, such ranks; else
+/// those that differ from what more than half of the ranks have; else all of them, where any two differ.
+fn at_fault(first: &[u64], second: &[u64]) -> Vec<usize> {
+    let ranks = |is_wrong: &dyn Fn(usize) -> bool| (0..first.len()).filter(|rank| is_wrong(*rank)).collect::<Vec<_>>();
+    let unsteady = ranks(&|rank| first[rank] != second[rank]);
+    if !unsteady.is_empty() {
+        return unsteady;
+    }
+    let count = |hash: u64| second.iter().filter(|other| **other == hash).count();
+    let common = second.iter().copied().find(|hash| 2 * count(*hash) > second.len());
+    ranks(&|rank| Some(second[rank]) != common)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::at_fault;
+
+    #[test]
+    fn the_rank_with_another_gradient_is_named_where_that_can_be_known() {
+        for (first, second, expected) in [
+            (&[7][..], &[7][..], &[][..]),
+            (&[7], &[8], &[0]),
+            // One error that does not come again, and one that does.
+            (&[7, 9], &[7, 7], &[1]),
+            (&[7, 7, 9, 7], &[7, 7, 9, 7], &[2]),
+            // Nobody knows which of two is right.
+            (&[7, 9], &[7, 9], &[0, 1]),
+            (&[7, 7, 9, 9], &[7, 7, 9, 9], &[0, 1, 2, 3]),
+            (&[7, 8, 9, 7], &[7, 6, 9, 7], &[1]),
+        ] {
+            assert_eq!(at_fault(first, second), expected, "{first:?} {second:?}");
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! What a run prints at its end: what it has come to, what its model writes, and what to type next.
+use super::log::Log;
+use crate::{terminal, text_files};
+use anyhow::Result;
+use burn::module::AutodiffModule;
+use sieve_core::recipe::AttentionKind;
+use sieve_core::{ModelShape, Recipe};
+use sieve_data::{Prepared, Tokenizer};
+use sieve_eval::{GenerateConfig, Generator, Sampling};
+use sieve_ops::{DMA_SCORE_CLAMP, TrainBackend};
+use sieve_train::{TrainSummary, Trainer, TrainingData};
+
+/// Tokens of held-out text that become the prompt to try, at most.
+const PROMPT_TOKENS: usize = 12;
+
+/// Nobody shall take a reference without knowing.
+pub(super) fn tell_references(log: &Log) {
+    for line in crate::paths::reference_lines() {
+        log.line(&line);
+    }
+}
+
+/// What a finished run has come to, and what to do with it.
+pub(super) fn finish(log: &Log, summary: &TrainSummary, shape: &ModelShape) {
+    if let (Some(first), Some(last)) = (&summary.first_validation, &summary.last_validation) {
+        log.always(&format!(
+            "             loss   perplexity   bits per byte\n\
+             start    {:>8.4}   {:>10.2}   {:>13.4}\n\
+             end      {:>8.4}   {:>10.2}   {:>13.4}\n\
+             unigram                          {:>10.4}   (end / unigram = {:.3})",
+            first.loss,
+            first.perplexity,
+            first.bits_per_byte,
+            last.loss,
+            last.perplexity,
+            last.bits_per_byte,
+            last.unigram_bits_per_byte,
+            last.bits_per_byte / last.unigram_bits_per_byte,
+        ));
+    }
+    // Dense attention has no mask but the causal one.
+    if let Some(step) = &summary.last_step
+        && shape.attention.kind() != AttentionKind::Mha
+    {
+        let attention = &step.attention;
+        let keys = format!(
+            "mask: density {:.3}, {:.1} keys a query",
+            attention.density, attention.mean_active_keys
+        );
+        let clamped = attention.clamped.map_or(String::new(), |share| {
+            format!(
+                ", {:.1} % of scores above the bias's clamp of {DMA_SCORE_CLAMP}",
+                100.0 * share
+            )
+        });
+        // Only a mask that is learned can hide a key from all queries.
+        log.line(&match attention.ages {
+            None => keys,
+            Some(_) => format!(
+                "{keys}, {:.1} % of keys never seen, {:.1} % of queries that see their own key in no head{clamped}",
+                100.0 * attention.never_active,
+                100.0 * attention.not_self_visible,
+            ),
+        });
+        if let Some(ages) = attention.ages {
+            log.line(&format!(
+                "kept keys: half at most {} tokens old, 95 % at most {}; {:.1} % are not in a sliding window as large",
+                terminal::thousands(ages.median_key_age),
+                terminal::thousands(ages.late_key_age),
+                100.0 * ages.beyond_window,
+            ));
+        }
+    }
+}
+
+/// A few lines of generated text, as the recipe asks for.
+pub(super) fn samples<B: TrainBackend>(
+    log: &Log,
+    recipe: &Recipe,
+    trainer: &mut Trainer<B>,
+    device: &B::Device,
+) -> Result<()> {
+    let model = trainer.model().valid();
+    for (number, prompt) in (1..).zip(&recipe.generation.prompts) {
+        let tokenizer = &trainer.data().tokenizer;
+        let ids = tokenizer.encode_marked(prompt)?;
+        let room = trainer.shape().max_seq_len.saturating_sub(ids.len().max(1));
+        let config = GenerateConfig {
+            max_new_tokens: recipe.generation.max_new_tokens.min(room),
+            sampling: Sampling {
+                temperature: 0.7,
+                top_p: 0.95,
+                top_k: None,
+                seed: recipe.training.seed,
+            },
+            eos_id: tokenizer.eos_id()?,
+            num_tokens: tokenizer.vocab_size(),
+        };
+        let tokens: Vec<u32> = Generator::new(&model, &ids, config, device)?.collect::<Result<_, _>>()?;
+        let text = format!("{prompt}{}", tokenizer.decode(&tokens)?);
+        log.line(&format!("sample:\n  {}", text.replace('\n', "\n  ")));
+        trainer.keep_sample(number, &text);
+    }
+    Ok(())
+}
+
+/// What to type next.
+pub(super) fn next_steps(log: &Log, recipe: &Recipe, summary: &TrainSummary, data: &TrainingData) {
+    let Some(checkpoint) = &summary.checkpoint else {
+        return;
+    };
+    let checkpoint = terminal::quoted(checkpoint);
+    let mut commands = match data.prepared() {
+        Some(prepared) => {
+            let prompt = recipe.generation.prompts.first().cloned();
+            let prompt = prompt.or_else(|| held_out_words(prepared, &data.tokenizer));
+            let prompt = terminal::shell_word(&prompt.unwrap_or_default());
+            vec![
+                format!("generate --prompt {prompt}"),
+                "eval ppl --recipe-validation".to_owned(),
+            ]
+        }
+        None => vec!["eval mqar".to_owned()],
+    };
+    commands.push("export --out exported".to_owned());
+    let commands = commands.into_iter();
+    let commands = commands.map(|command| format!("{command} --checkpoint {checkpoint}"));
+    log.line(&terminal::next(&commands.collect::<Vec<_>>()));
+}
+
+/// The beginning of the first document that was held out.
+fn held_out_words(prepared: &Prepared, tokenizer: &Tokenizer) -> Option<String> {
+    let tokens = prepared.validation().ok()?.document(0).ok()?;
+    let text = tokenizer.decode(&tokens[..tokens.len().min(PROMPT_TOKENS)]);
+    text_files::beginning(&text.ok()?, 2 * PROMPT_TOKENS)
+}

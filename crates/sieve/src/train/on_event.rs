@@ -1,0 +1,220 @@
+//! `--on-event`: a command of the operator's, run when a run ends or stalls.
+use crate::exit::Exit;
+use crate::terminal;
+use anyhow::{Context, Result};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::time::{Duration, Instant};
+
+/// Longest time that a command may take; nothing waits for it longer.
+const LIMIT: Duration = Duration::from_secs(60);
+/// A run stalls where nothing has happened for so many times the longest pause before.
+const LONGEST_PAUSES: u32 = 20;
+
+/// What the command is told as `SIEVE_EVENT`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Event {
+    /// Exit code 0.
+    Finished,
+    /// Exit code 75: `--resume=auto` continues.
+    Stopped,
+    /// Exit code 75, because another process of the run is lost.
+    Lost,
+    /// Any other exit code.
+    Failed,
+    /// Nothing has happened for long; the run is not ended.
+    Stalled,
+}
+
+impl Event {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::Stopped => "stopped",
+            Self::Lost => "lost",
+            Self::Failed => "failed",
+            Self::Stalled => "stalled",
+        }
+    }
+}
+
+/// The command, and whose run it is told of; clones tell of the same run.
+#[derive(Clone, Debug)]
+pub(super) struct OnEvent {
+    command: Option<String>,
+    out: PathBuf,
+    limit: Duration,
+}
+
+impl OnEvent {
+    pub(super) fn new(command: Option<String>, out: &Path) -> Self {
+        Self {
+            command,
+            out: out.to_owned(),
+            limit: LIMIT,
+        }
+    }
+
+    /// Runs the command, and waits for it. Whatever becomes of it changes nothing of the run.
+    pub(super) fn tell(&self, event: Event, message: &str) {
+        let Some(command) = &self.command else {
+            return;
+        };
+        if let Err(error) = self.run(command, event, message) {
+            terminal::warning(&format!("--on-event {}: {error:#}", event.name()));
+        }
+    }
+
+    fn run(&self, command: &str, event: Event, message: &str) -> Result<()> {
+        let mut child = Command::new("sh")
+            .args(["-c", command])
+            .env("SIEVE_EVENT", event.name())
+            .env("SIEVE_OUT", &self.out)
+            .env("SIEVE_MESSAGE", message)
+            .stdin(Stdio::null())
+            .spawn()
+            .context("sh does not start")?;
+        let until = Instant::now() + self.limit;
+        loop {
+            match child.try_wait()? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => anyhow::bail!("the command ended with {status}"),
+                None if Instant::now() < until => std::thread::sleep(Duration::from_millis(20)),
+                None => break,
+            }
+        }
+        child.kill().context("it cannot be ended")?;
+        child.wait()?;
+        anyhow::bail!("the command was ended after {} s", self.limit.as_secs_f64())
+    }
+
+    /// Tells how a command ended.
+    pub(super) fn ended(&self, result: Result<Exit>) -> Result<Exit> {
+        match &result {
+            Ok(Exit::Done) => self.tell(Event::Finished, ""),
+            Ok(Exit::StoppedEarly) => self.tell(Event::Stopped, ""),
+            Ok(_) => self.tell(Event::Failed, ""),
+            Err(error) => self.tell(Event::Failed, &terminal::error_text(error)),
+        }
+        result
+    }
+
+    /// Watches a run until the watch is dropped: where nothing happens for `least`, and for [`LONGEST_PAUSES`] times the
+    /// longest pause before, the command is told so, once until something happens again.
+    pub(super) fn watch(&self, least: Duration) -> Result<StallWatch> {
+        let (sender, happened) = channel();
+        if self.command.is_none() {
+            return Ok(StallWatch(sender));
+        }
+        let this = self.clone();
+        let watch = move || {
+            let (mut limit, mut since, mut is_told) = (least, Instant::now(), false);
+            loop {
+                match happened.recv_timeout(limit) {
+                    Ok(()) => {
+                        if !is_told {
+                            limit = limit.max(since.elapsed() * LONGEST_PAUSES);
+                        }
+                        (since, is_told) = (Instant::now(), false);
+                    }
+                    Err(RecvTimeoutError::Disconnected) => return,
+                    Err(RecvTimeoutError::Timeout) if is_told => {}
+                    Err(RecvTimeoutError::Timeout) => {
+                        is_told = true;
+                        let words = format!("nothing has happened for {:.0} s", since.elapsed().as_secs_f64());
+                        this.tell(Event::Stalled, &words);
+                    }
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("sieve-stalls".to_owned());
+        thread.spawn(watch).context("starting a thread")?;
+        Ok(StallWatch(sender))
+    }
+}
+
+/// Says that a run goes on.
+pub(super) struct StallWatch(Sender<()>);
+
+impl StallWatch {
+    pub(super) fn goes_on(&self) {
+        // Nobody listens where there is no command.
+        let _ = self.0.send(());
+    }
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    fn lines(path: &Path) -> Vec<String> {
+        let text = std::fs::read_to_string(path).unwrap_or_default();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    fn keeper(dir: &Path) -> (OnEvent, PathBuf) {
+        let kept = dir.join("kept");
+        let command = format!("echo \"$SIEVE_EVENT $SIEVE_OUT $SIEVE_MESSAGE\" >> {}", kept.display());
+        (OnEvent::new(Some(command), Path::new("out/a b")), kept)
+    }
+
+    #[test]
+    fn the_command_is_told_how_a_run_ended_and_never_changes_it() {
+        let dir = std::env::temp_dir().join(format!("sieve-on-event-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("writable");
+        let (events, kept) = keeper(&dir);
+        for exit in [Exit::Done, Exit::StoppedEarly, Exit::Interrupted] {
+            assert_eq!(events.ended(Ok(exit)).expect("as it was"), exit);
+        }
+        events
+            .ended(Err(anyhow::anyhow!("$(no command)")))
+            .expect_err("as it was");
+        let expected = [
+            "finished out/a b ",
+            "stopped out/a b ",
+            "failed out/a b ",
+            "failed out/a b error: $(no command)",
+        ];
+        assert_eq!(lines(&kept), expected);
+        // Commands that fail or last.
+        let fails = OnEvent::new(Some("exit 3".to_owned()), &dir);
+        assert_eq!(fails.ended(Ok(Exit::Done)).expect("as it was"), Exit::Done);
+        let lasts = OnEvent {
+            limit: Duration::from_millis(100),
+            ..OnEvent::new(None, &dir)
+        };
+        let error = lasts.run("exec sleep 600", Event::Stopped, "").expect_err("it lasts");
+        assert!(error.to_string().contains("was ended after 0.1 s"), "{error}");
+        std::fs::remove_dir_all(&dir).expect("writable");
+    }
+
+    #[test]
+    fn a_run_that_stands_still_is_told_of_once_until_it_goes_on() {
+        let dir = std::env::temp_dir().join(format!("sieve-stalls-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).expect("writable");
+        let (events, kept) = keeper(&dir);
+        let wait_for = |count: usize| {
+            let since = Instant::now();
+            while lines(&kept).len() < count {
+                assert!(since.elapsed() < Duration::from_secs(60), "{:?}", lines(&kept));
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        };
+        let watch = events.watch(Duration::from_millis(50)).expect("a thread");
+        wait_for(1);
+        // Several more times its limit.
+        std::thread::sleep(Duration::from_millis(300));
+        assert_eq!(lines(&kept).len(), 1, "{:?}", lines(&kept));
+        drop(watch);
+        let watch = events.watch(Duration::from_millis(50)).expect("a thread");
+        watch.goes_on();
+        wait_for(2);
+        let told = lines(&kept);
+        assert!(
+            told.iter().all(|line| line.starts_with("stalled out/a b nothing has")),
+            "{told:?}"
+        );
+        std::fs::remove_dir_all(&dir).expect("writable");
+    }
+}

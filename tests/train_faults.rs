@@ -1,0 +1,219 @@
+//! Faults of many kinds, one after another, over a run of four processes: each time it continues from the last whole
+//! checkpoint, and it ends with the bits of a run that nothing happened to. `.ci/faults` asks for fifty.
+use crate::resume_kill::{moment, seeded};
+use crate::tiny_run::{STEPS, TinyRun, spawned, succeed, text, wait_until};
+use crate::train_ranks::UNTIED;
+use crate::train_ranks_faults::{is_there, ranks_of};
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::Rng;
+use std::fs;
+use std::io::Write;
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+const RANKS: usize = 4;
+
+/// What happens to a run, or to its files while nobody writes them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Fault {
+    /// `kill -9` of a rank.
+    Kill,
+    /// The same, and a bit of the latest checkpoint is another.
+    KillAndFlip,
+    /// The same, and `metrics.jsonl` ends with half a line.
+    KillAndHalfLine,
+    /// SIGTERM to a rank, as a scheduler sends it.
+    Terminate,
+    /// A rank stands still for good.
+    Stop,
+    /// A rank stands still for a moment.
+    Pause,
+    /// `kill -9` of the launcher.
+    KillLauncher,
+    /// Checkpoints cannot be written for a moment.
+    NoRoom,
+}
+
+const FAULTS: [Fault; 8] = [
+    Fault::Kill,
+    Fault::KillAndFlip,
+    Fault::KillAndHalfLine,
+    Fault::Terminate,
+    Fault::Stop,
+    Fault::Pause,
+    Fault::KillLauncher,
+    Fault::NoRoom,
+];
+
+/// How many: enough for one of each kind, or as many as `SIEVE_TEST_FAULTS` says.
+fn num_faults() -> usize {
+    let count = std::env::var("SIEVE_TEST_FAULTS").ok();
+    count.map_or(FAULTS.len(), |count| {
+        count.parse().expect("SIEVE_TEST_FAULTS is a number")
+    })
+}
+
+/// Sends a signal to a process that may have ended.
+fn try_send(signal: &str, id: u32) {
+    _ = Command::new("kill").args(["-s", signal, &id.to_string()]).output();
+}
+
+fn pick(random: &mut ChaCha8Rng, count: usize) -> usize {
+    random.next_u32() as usize % count
+}
+
+impl Fault {
+    /// Makes it happen while the job runs, which was started so often before.
+    fn strike(self, tiny: &TinyRun, (out, starts): (&str, usize), child: &mut Child, random: &mut ChaCha8Rng) {
+        let ranks = ranks_of(child.id());
+        let Some(&rank) = ranks.get(pick(random, RANKS)) else {
+            return;
+        };
+        match self {
+            Self::Kill | Self::KillAndFlip | Self::KillAndHalfLine => try_send("KILL", rank),
+            Self::Terminate => try_send("TERM", rank),
+            Self::Stop => {
+                try_send("STOP", rank);
+                // The others wait for minutes for a rank that was not there yet.
+                let since = Instant::now();
+                while child.try_wait().expect("a child").is_none() && since.elapsed() < Duration::from_secs(60) {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                try_send("CONT", rank);
+            }
+            Self::Pause => {
+                try_send("STOP", rank);
+                std::thread::sleep(Duration::from_millis(500));
+                try_send("CONT", rank);
+            }
+            Self::KillLauncher => {
+                child.kill().expect("SIGKILL is sent");
+                child.wait().expect("it ends");
+                wait_until("the ranks end", || !ranks.iter().any(|&id| is_there(id)));
+            }
+            Self::NoRoom => {
+                let (folder, aside) = (tiny.path(&format!("{out}/checkpoint")), tiny.path("aside"));
+                // A start that reads its checkpoint is refused: its first step must be over.
+                while num_starts(tiny, out) == starts && child.try_wait().expect("a child").is_none() {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                // No checkpoint was written.
+                if fs::rename(&folder, &aside).is_err() {
+                    return;
+                }
+                fs::write(&folder, "in the way").expect("writable");
+                std::thread::sleep(Duration::from_millis(300));
+                fs::remove_file(&folder).expect("it is a file");
+                fs::rename(&aside, &folder).expect("nothing is in the way");
+            }
+        }
+    }
+
+    /// Does to files what a fault leaves behind.
+    fn damage(self, tiny: &TinyRun, out: &str, random: &mut ChaCha8Rng) {
+        match self {
+            Self::KillAndFlip => {
+                let whole = whole_checkpoints(tiny, out);
+                let Some(step) = whole.last().filter(|_| whole.len() > 1) else {
+                    return;
+                };
+                let folder = format!("{out}/checkpoint/step-{step}");
+                let names = tiny.names(&folder);
+                let path = tiny.path(&folder).join(&names[pick(random, names.len())]);
+                let mut bytes = fs::read(&path).expect("a file of a checkpoint");
+                let at = pick(random, bytes.len());
+                bytes[at] ^= 1 << pick(random, 8);
+                fs::write(&path, bytes).expect("writable");
+            }
+            Self::KillAndHalfLine => {
+                let path = tiny.path(&format!("{out}/metrics.jsonl"));
+                if let Ok(mut metrics) = fs::OpenOptions::new().append(true).open(path) {
+                    metrics.write_all(b"{\"kind\":\"step\",\"st").expect("writable");
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+/// How many processes of a run have taken a first step.
+fn num_starts(tiny: &TinyRun, out: &str) -> usize {
+    let log = fs::read_to_string(tiny.path(&format!("{out}/log"))).unwrap_or_default();
+    log.matches("started: ").count()
+}
+
+/// The steps of the checkpoints that are whole.
+fn whole_checkpoints(tiny: &TinyRun, out: &str) -> Vec<u64> {
+    let found = sieve_hf::list_checkpoints(&tiny.path(&format!("{out}/checkpoint"))).expect("a folder");
+    let whole = found
+        .into_iter()
+        .filter(|(_, path)| sieve_hf::Checkpoint::open(path).is_ok());
+    whole.map(|(step, _)| step).collect()
+}
+
+/// Asserts that a start went on from there, as far as it came to say so.
+fn went_on_from(said: &str, last: Option<u64>, what: &str) {
+    let from = said
+        .split("continuing at step ")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next());
+    if let Some(from) = from {
+        assert_eq!(from.parse().ok(), last, "{what}: {said}");
+    } else if said.contains("step:     1 ") {
+        assert_eq!(last, None, "{what} began again: {said}");
+    }
+}
+
+#[test]
+#[expect(clippy::print_stdout, reason = "a test that fails shows what it printed")]
+fn random_faults_over_four_processes_lose_no_step_beyond_the_last_checkpoint() {
+    let (mut random, tiny, wanted) = (seeded(), TinyRun::dma(), num_faults());
+    let all = format!("{UNTIED} --set training.local_batch_size=2 --patience 4");
+    tiny.trained("reference", &all);
+    let more = format!("{all} --resume=auto");
+    let begun = Instant::now();
+    succeed(&mut tiny.launch(RANKS, "whole", &more));
+    let whole = begun.elapsed();
+    tiny.assert_same_end("whole", "reference");
+    let mut struck = 0;
+    for round in 0.. {
+        let out = format!("faults-{round}");
+        let mut last = None;
+        loop {
+            let (since, moment, starts) = (Instant::now(), moment(&mut random, whole), num_starts(&tiny, &out));
+            let mut child = spawned(&mut tiny.launch(RANKS, &out, &more));
+            let mut fault = None;
+            while struck < wanted && fault.is_none() && child.try_wait().expect("a child").is_none() {
+                std::thread::sleep(Duration::from_micros(500));
+                if since.elapsed() >= moment {
+                    let next = FAULTS[struck % FAULTS.len()];
+                    next.strike(&tiny, (out.as_str(), starts), &mut child, &mut random);
+                    fault = Some(next);
+                    struck += 1;
+                }
+            }
+            let output = child.wait_with_output().expect("it ends");
+            let (said, what) = (text(&output), format!("{out}, fault {struck}, {fault:?}"));
+            println!("{what}: {:?}, was at step {last:?}", output.status.code());
+            went_on_from(&said, last, &what);
+            if output.status.success() {
+                break;
+            }
+            assert!(fault.is_some(), "{what}: {said}");
+            // The launcher itself was killed, its ranks were stopped before their first step, or the job says that it is
+            // to be started again.
+            let is_usual = matches!(output.status.code(), None | Some(75 | 130));
+            assert!(is_usual, "{what}: {said}");
+            fault.inspect(|fault| fault.damage(&tiny, &out, &mut random));
+            last = whole_checkpoints(&tiny, &out).pop();
+        }
+        tiny.assert_same_end(&out, "reference");
+        let steps = tiny.metrics(&out, "step").into_keys();
+        assert!(steps.eq(1..=STEPS), "{out}: a step was lost or told twice");
+        if struck >= wanted {
+            break;
+        }
+    }
+    let left = tiny.names("");
+    assert!(!left.iter().any(|name| name == "aside"), "{left:?}");
+}
