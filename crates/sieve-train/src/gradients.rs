@@ -15,7 +15,7 @@ pub struct GradientBuffer<B: TrainBackend> {
     by_id: HashMap<ParamId, Gradient<B>>,
     /// This rank's shards of gradients that were summed over all ranks, flat.
     shards: HashMap<ParamId, Primitive<B>>,
-    /// Type in which sums over micro-batches are kept.
+    /// Type in which sums over micro-batches are kept, of matrices.
     dtype: GradientDtype,
     /// Whether this micro-batch's gradients are summed over all ranks before they are kept: they stay f32 until then.
     are_reduced: bool,
@@ -39,7 +39,7 @@ impl<B: TrainBackend> Default for GradientBuffer<B> {
 }
 
 impl<B: TrainBackend> GradientBuffer<B> {
-    /// No gradients. Sums over micro-batches are added in f32 and kept in `dtype`.
+    /// No gradients. Sums over micro-batches are added in f32; those of matrices are kept in `dtype`.
     pub fn kept_in(dtype: GradientDtype) -> Self {
         Self {
             by_id: HashMap::new(),
@@ -157,11 +157,9 @@ impl<B: TrainBackend> GradientBuffer<B> {
     fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
         let held = self.take(id).map(|held| held.values);
         let sum = sum_of::<B, D>(held, gradient);
-        let dtype = if self.are_reduced {
-            GradientDtype::F32
-        } else {
-            self.dtype
-        };
+        // Vectors are few, and sums over all tokens: f32.
+        let stays_f32 = self.are_reduced || D < 2;
+        let dtype = if stays_f32 { GradientDtype::F32 } else { self.dtype };
         let gradient = Gradient {
             values: rounded::<B, D>(sum, dtype),
             is_piece: false,
