@@ -80,7 +80,8 @@ fn kinds_that_exchange_tokens_for_heads_have_the_gradients_of_whole_rows() {
             let rows = format!(
                 "--set training.local_batch_size=2 --set training.steps=1 --set validation.interval=4 \
                  --set model.num_attention_heads={degree} --set model.num_key_value_heads={degree} \
-                 --set training.seq_len={seq_len} --set activation_checkpoint.mode=selective --set lr_scheduler.warmup_steps=1"
+                 --set training.seq_len={seq_len} --set activation_checkpoint.mode=selective \
+                 --set lr_scheduler.warmup_steps=1"
             );
             let [one, parts] = [format!("one-{degree}"), format!("parts-{degree}-{nproc}")];
             if !tiny.path(&one).exists() {

@@ -1,9 +1,9 @@
 //! Memory of training, by part.
 //!
-//! Counted from the tensors a training step holds, at the moments that can be its fullest: in the loss, where all blocks
-//! wait for their backward pass; in the backward pass of the last block; in that of the first, where all gradients are
-//! there; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint on its way to the disk
-//! is held beside them: by a CPU's run in the memory that is planned, by a GPU's in the machine's.
+//! Counted from the tensors a training step holds, at the moments that can be its fullest: in the loss, where all
+//! blocks wait for their backward pass; in the backward pass of the last block; in that of the first, where all
+//! gradients are there; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint on its
+//! way to the disk is held beside them: by a CPU's run in the memory that is planned, by a GPU's in the machine's.
 
 mod activations;
 mod advice;

@@ -284,8 +284,8 @@ keys! {
         /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16; less than half of them.
         #[key(may_change)]
         pub bf16_end_blocks: usize = 0,
-        /// Type of the matrices' gradients that are kept between micro-batches and until the update. Each micro-batch's are
-        /// computed, summed over all processes and added in f32.
+        /// Type of the matrices' gradients that are kept between micro-batches and until the update. Each
+        /// micro-batch's are computed, summed over all processes and added in f32.
         #[key(may_change)]
         pub gradient_dtype: GradientDtype = GradientDtype::F32,
         /// Whether a row holds one document (cut or padded) instead of packed ones.
