@@ -75,7 +75,7 @@ fn first_moments(tiny: &TinyRun, out: &str, reference: &str) -> BTreeMap<String,
 fn kinds_that_exchange_tokens_for_heads_have_the_gradients_of_whole_rows() {
     for kind in BY_HEADS {
         let tiny = TinyRun::new(kind);
-        // Parts of an odd length, several documents in a row, and a row of padding between two parts now and then.
+        // Parts of an odd length; documents begin and end anywhere in them.
         for (degree, nproc, seq_len) in [(2, 2, 30), (2, 4, 30), (4, 4, 28)] {
             let rows = format!(
                 "--set training.local_batch_size=2 --set training.steps=1 --set validation.interval=4 \
