@@ -212,6 +212,95 @@ fn four_processes_end_with_the_bits_of_one_and_their_run_goes_on_with_four_two_a
     }
 }
 
+/// ZeRO-2 (arXiv:1910.02054).
+const ZERO_2: &str = "--set parallelism.zero_stage=2";
+
+#[test]
+fn sharded_gradients_end_with_the_bits_of_one_process_and_go_on_with_any_sharding() {
+    let tiny = TinyRun::dma();
+    let all =
+        format!("{UNTIED} --set checkpoint.keep_latest_k=0 --set training.local_batch_size=2 --set training.steps=16");
+    tiny.trained("one", &all);
+    succeed(&mut tiny.launch(4, "a", &format!("{all} {ZERO_2}")));
+    tiny.assert_same_at("a", "one", 16);
+    // Two processes of two micro-batches each with ZeRO-1, then with ZeRO-2, then one; and four from the run of one.
+    let from = |folder: &str, step: u64| format!("{all} --resume-from {folder}/checkpoint/step-{step}");
+    succeed(&mut tiny.launch(2, "b", &from("a", 4)));
+    succeed(&mut tiny.launch(2, "c", &format!("{} {ZERO_2}", from("b", 8))));
+    succeed(&mut tiny.train("d", &from("c", 12)));
+    succeed(&mut tiny.launch(4, "e", &format!("{} {ZERO_2}", from("one", 8))));
+    tiny.assert_same_at("e", "one", 16);
+    tiny.assert_same_at("b", "one", 4);
+    for (run, steps) in [("b", 5..=16), ("c", 9..=16), ("d", 13..=16)] {
+        let (found, expected) = (tiny.metrics(run, "step"), tiny.metrics("one", "step"));
+        assert!(found.keys().copied().eq(steps), "{run}");
+        for (step, line) in found {
+            assert_near(&line, &expected[&step], &["loss", "grad_norm"], 1e-5);
+        }
+    }
+}
+
+#[test]
+fn sharded_gradients_follow_one_process_with_a_tied_embedding_clipping_stages_and_fp8() {
+    for more in [
+        "",
+        "--set training.precision=fp8",
+        "--set activation_checkpoint.mode=full",
+    ] {
+        let tiny = TinyRun::dma();
+        let text = tiny.read("tiny.toml");
+        let stages = "[[stage]]\nsteps = 4\n[[stage]]\nsteps = 4\nwindow = 16\n";
+        let staged = text.replace("[optimizer]", &format!("{stages}[optimizer]"));
+        tiny.write("tiny.toml", staged.replace("steps = 40\n", ""));
+        let rows = format!("--set training.local_batch_size=1 {more}");
+        tiny.trained("one", &rows);
+        // fp8 rounds by the largest magnitude of a micro-batch: a last bit of a weight can move a rounding.
+        let most = if more.contains("fp8") { 1e-3 } else { 1e-5 };
+        for nproc in [2, 4] {
+            let out = format!("of-{nproc}");
+            succeed(&mut tiny.launch(nproc, &out, &format!("{rows} {ZERO_2}")));
+            let (found, expected) = (tiny.metrics(&out, "step"), tiny.metrics("one", "step"));
+            assert_eq!(found.len(), 8);
+            for (step, line) in expected {
+                assert_near(&found[&step], &line, &["loss", "grad_norm"], most);
+                assert_eq!(found[&step]["tokens_seen"], line["tokens_seen"]);
+            }
+        }
+    }
+}
+
+#[test]
+fn gradients_kept_in_bf16_follow_those_in_f32() {
+    let tiny = TinyRun::dma();
+    let rows = "--set training.local_batch_size=1 --set training.steps=10";
+    let bf16 = format!("{rows} --set training.gradient_dtype=bf16");
+    tiny.trained("f32", rows);
+    tiny.trained("one", &bf16);
+    succeed(&mut tiny.launch(2, "zero-1", &bf16));
+    succeed(&mut tiny.launch(2, "zero-2", &format!("{bf16} {ZERO_2}")));
+    // An element is off by 2^-9 at most after each of eight micro-batches, a norm by less. Later steps amplify that.
+    for run in ["one", "zero-1", "zero-2"] {
+        let (found, expected) = (tiny.metrics(run, "step"), tiny.metrics("f32", "step"));
+        assert_eq!(found.len(), 10);
+        for (step, line) in expected {
+            let most = if step <= 4 { [1e-4, 3e-3] } else { [5e-3, 0.2] };
+            assert_near(&found[&step], &line, &["loss"], most[0]);
+            assert_near(&found[&step], &line, &["grad_norm"], most[1]);
+        }
+        // The same to the last bit would mean that nothing was rounded.
+        let norm = |run: &str| tiny.metrics(run, "step")[&1]["grad_norm"].clone();
+        assert_ne!(norm(run), norm("f32"), "{run}");
+    }
+    tiny.refuses_each(
+        "train --recipe tiny.toml --device cpu --out never",
+        "
+        --set parallelism.zero_stage=3 => parallelism.zero_stage: is 3, outside 1 to 2 | weights are whole
+        --set parallelism.zero_stage=0 => parallelism.zero_stage: is 0, outside 1 to 2
+        --set training.gradient_dtype=f16 => training.gradient_dtype | f32 | bf16
+        ",
+    );
+}
+
 #[test]
 fn a_signal_to_the_launcher_stops_all_with_one_checkpoint_and_exit_code_75() {
     let tiny = TinyRun::dma();
@@ -299,7 +388,20 @@ fn two_ranks(
 
 #[test]
 fn a_loss_that_is_no_number_in_one_rank_is_judged_alike_by_all() {
-    let overrides = &["training.steps=16", "lr_scheduler.decay_ratio=0"];
+    for overrides in [
+        &["training.steps=16", "lr_scheduler.decay_ratio=0"][..],
+        &[
+            "training.steps=16",
+            "lr_scheduler.decay_ratio=0",
+            "parallelism.zero_stage=2",
+            "training.local_batch_size=2",
+        ],
+    ] {
+        judged_alike(overrides);
+    }
+}
+
+fn judged_alike(overrides: &[&str]) {
     // Steps begin with rows 0, 8, 16, …: the seventh alone, then three in a row after the checkpoint of step 8.
     let wrong = wrong_loss(|row| match row {
         48 | 72..=88 => f64::NAN,

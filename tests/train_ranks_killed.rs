@@ -9,11 +9,28 @@ use std::io::Read;
 use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 
-/// What the process that is killed must know: folder, output folder, rank, port and place, a line each.
+/// What the process that is killed must know: folder, output folder, rank, port, place and mode, a line each.
 const TOLD: &str = "SIEVE_TEST_KILLED_RANK";
 
 /// Where a rank is killed.
 const PLACES: [&str; 5] = ["start", "step", "validation", "files", "name"];
+
+/// How the two ranks share the work: lines of the recipe's attention, and settings beside [`OVERRIDES`]. The first mode
+/// is killed in all places, the others in a step and beside a checkpoint.
+const MODES: [(&str, &[&str]); 4] = [
+    (DMA, &[]),
+    (DMA, &["parallelism.zero_stage=2", "training.local_batch_size=2"]),
+    (
+        "kind = \"mla\"\nkv_lora_rank = 12\nqk_rope_head_dim = 8",
+        &["parallelism.context_parallel_degree=2", "model.num_key_value_heads=2"],
+    ),
+    (
+        "kind = \"nsa\"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
+         num_selected_blocks = 3\nwindow_size = 6",
+        &["parallelism.context_parallel_degree=2", "model.num_key_value_heads=2"],
+    ),
+];
+const DMA: &str = "kind = \"dma\"\nkeep_window_size = 8\na_init = 0.5";
 
 /// Untied and with clipping out of reach, so that two ranks end with the bits of one.
 const OVERRIDES: &[&str] = &[
@@ -26,6 +43,10 @@ const OVERRIDES: &[&str] = &[
 fn told() -> Vec<String> {
     let told = std::env::var(TOLD).expect("the test that started this process has set it");
     told.lines().map(str::to_owned).collect()
+}
+
+fn overrides(mode: usize) -> Vec<&'static str> {
+    [OVERRIDES, MODES[mode].1].concat()
 }
 
 /// Says that this process is there, and waits to be killed.
@@ -56,23 +77,24 @@ fn disturbance(place: &str) -> Disturbance {
 #[ignore = "a part of a_rank_killed_in_any_place_is_named_and_the_run_goes_on"]
 fn the_rank_that_is_killed() {
     let told = told();
-    let [folder, out, rank, port, place] = &told[..] else {
+    let [folder, out, rank, port, place, mode] = &told[..] else {
         panic!("{TOLD}");
     };
     let tiny = TinyRun::of_another(folder.into());
-    let [rank, port] = [rank, port].map(|number| number.parse::<u16>().expect("a number"));
+    let [rank, port, mode] = [rank, port, mode].map(|number| number.parse::<u16>().expect("a number"));
     let mesh = Pair::join(rank.into(), port, Patience::default());
     if place == "start" {
         wait_for_the_end();
     }
-    let _ = Pair::new(&tiny, out, OVERRIDES).train(mesh, disturbance(place));
+    let _ = Pair::new(&tiny, out, &overrides(mode.into())).train(mesh, disturbance(place));
     panic!("the run ended before this process was killed");
 }
 
 /// Kills `rank` in `place`, and goes on with what is left.
-fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize) {
+fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize, mode: usize) {
     let out = format!("killed-{place}-{rank}");
-    let pair = Pair::new(tiny, &out, OVERRIDES);
+    let overrides = overrides(mode);
+    let pair = Pair::new(tiny, &out, &overrides);
     let port = HeldPort::take().expect("a port");
     let own_name = "train_ranks_killed::the_rank_that_is_killed";
     let mut process = Command::new(std::env::current_exe().expect("a test has a path"));
@@ -80,7 +102,11 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize) {
         .args(["--exact", own_name, "--ignored"])
         .env(
             TOLD,
-            format!("{}\n{out}\n{rank}\n{}\n{place}", tiny.path("").display(), port.number()),
+            format!(
+                "{}\n{out}\n{rank}\n{}\n{place}\n{mode}",
+                tiny.path("").display(),
+                port.number()
+            ),
         )
         .stdin(Stdio::piped())
         .stdout(Stdio::null());
@@ -118,7 +144,23 @@ fn kill_and_go_on(tiny: &TinyRun, place: &str, rank: usize) {
     for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
         assert_eq!(outcome.result.expect("it goes on").step, 12, "{out}");
     }
-    tiny.assert_same_at(&out, "reference", 12);
+    match mode {
+        // To the bits of one process.
+        0 => tiny.assert_same_at(&out, "reference", 12),
+        // Of two that nobody killed.
+        _ => {
+            for file in ["model", "optimizer"] {
+                let of = |run: &str, part: usize| {
+                    let file = format!("{run}/checkpoint/step-12/{file}-{part:05}-of-00002.safetensors");
+                    fs::read(tiny.path(&file)).unwrap_or_else(|error| panic!("{file}: {error}"))
+                };
+                assert!(
+                    (1..=2).all(|part| of(&out, part) == of("reference", part)),
+                    "{out}: {file}"
+                );
+            }
+        }
+    }
     let steps = tiny.metrics(&out, "step").into_keys();
     assert!(steps.eq(1..=12), "{out}");
     let left = tiny.names(&format!("{out}/checkpoint"));
@@ -130,11 +172,27 @@ fn a_rank_killed_in_any_place_is_named_and_the_run_goes_on() {
     let tiny = TinyRun::dma();
     let reference = disturbed(&tiny, "reference", OVERRIDES, Disturbance::default());
     reference.result.expect("it ends");
+    kill_in(&tiny, &PLACES, 0);
+}
+
+#[test]
+fn a_rank_killed_with_sharded_gradients_or_rows_in_parts_is_named_and_the_run_goes_on() {
+    for mode in 1..MODES.len() {
+        let tiny = TinyRun::new(MODES[mode].0);
+        let overrides = overrides(mode);
+        let pair = Pair::new(&tiny, "reference", &overrides);
+        for outcome in pair.run(Default::default(), Default::default(), &AtomicBool::default()) {
+            outcome.result.expect("it ends");
+        }
+        kill_in(&tiny, &["step", "files"], mode);
+    }
+}
+
+fn kill_in(tiny: &TinyRun, places: &[&str], mode: usize) {
     std::thread::scope(|scope| {
-        for place in PLACES {
+        for place in places {
             for rank in [0, 1] {
-                let tiny = &tiny;
-                scope.spawn(move || kill_and_go_on(tiny, place, rank));
+                scope.spawn(move || kill_and_go_on(tiny, place, rank, mode));
             }
         }
     });

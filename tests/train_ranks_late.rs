@@ -75,6 +75,12 @@ fn run(tiny: &TinyRun, out: &str, overrides: &[&str], transport: Transport) -> [
 
 #[test]
 fn nobody_reads_a_gradient_or_leaf_while_it_travels() {
+    for zero_stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2"] {
+        travel_late(zero_stage);
+    }
+}
+
+fn travel_late(zero_stage: &str) {
     let tiny = TinyRun::dma();
     // Two micro-batches a rank, a second stage with another window, validations and checkpoints between, and a return
     // to one of them.
@@ -86,6 +92,7 @@ fn nobody_reads_a_gradient_or_leaf_while_it_travels() {
         "training.local_batch_size=2",
         "lr_scheduler.decay_ratio=0",
         "validation.interval=3",
+        zero_stage,
     ];
     let [usual, late] = [
         ("usual", (|mesh| Box::new(OnHost(mesh))) as Transport),

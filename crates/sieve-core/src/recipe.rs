@@ -41,9 +41,9 @@ pub use mistake::{Location, Mistake, Problem};
 pub use resume::KeyChange;
 pub use sections::{
     ActivationCheckpointMode, ActivationCheckpointSection, Attention, AttentionKind, CheckpointSection, DecayType,
-    GenerationSection, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName, OptimizerSection,
-    ParallelismSection, SwaShape, TokenizerSection, TokenizerSource, TokenizerTraining, TrainingPrecision,
-    TrainingSection, ValidationSection,
+    GenerationSection, GradientDtype, LrSchedulerSection, MetricsSection, ModelSection, OptimizerName,
+    OptimizerSection, ParallelismSection, SwaShape, TokenizerSection, TokenizerSource, TokenizerTraining,
+    TrainingPrecision, TrainingSection, ValidationSection,
 };
 pub use stages::{Stage, StageSection};
 pub use template::{EPOCHS_AS_NEW, StartingSize, least_text, steps_for_text, tokens_of_text};

@@ -39,7 +39,7 @@ pub struct LayerContext<'a, B: Backend> {
     pub positions: Tensor<B, 2, Int>,
     /// Rotary tables.
     pub rope: &'a RotaryEmbedding<B>,
-    /// Context parallelism: the whole rows, where these tokens are one part of each. Layers of one op alone take them.
+    /// Context parallelism: the whole rows, where these tokens are one part of each.
     pub parts: Option<&'a RowParts>,
     /// Where one prompt stands before several endings: what the attention sees in place of `documents`.
     pub shared: Option<&'a SharedPrompts<B>>,

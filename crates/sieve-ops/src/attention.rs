@@ -61,6 +61,25 @@ impl AttentionSpec {
         self.num_heads + 2 * self.num_kv_heads
     }
 
+    /// The same attention of a packed tensor with `packed_heads`: some KV heads with their queries.
+    ///
+    /// # Panics
+    /// They are no whole number of groups.
+    pub fn of_packed_heads(self, packed_heads: usize) -> Self {
+        let group = self.group_size();
+        assert_eq!(
+            packed_heads % (group + 2),
+            0,
+            "{packed_heads} heads in groups of {group}"
+        );
+        let num_kv_heads = packed_heads / (group + 2);
+        Self {
+            num_heads: num_kv_heads * group,
+            num_kv_heads,
+            ..self
+        }
+    }
+
     /// Query heads that share one KV head.
     pub fn group_size(&self) -> usize {
         self.num_heads / self.num_kv_heads

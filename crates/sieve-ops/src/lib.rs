@@ -69,7 +69,7 @@ pub use optimizer::{
     AdamWStep, AdamWTensors, Snapshot, SnapshotReader, adamw, join_master, split_master, sum_of_squares,
 };
 pub use rope::{QkNorm, QkNormRopeCall, RopeCall, RopeTables, RotaryEmbedding, qk_norm_rope, rope};
-pub use row_parts::{Parcel, RowLinks, RowParts, ThreadLinks, TracedPart};
+pub use row_parts::{Heads, Parcel, RowLinks, RowParts, ThreadLinks, TracedPart};
 pub use sparse::{
     SparseOutput, correct_by_probes, has_sparse_attention, heavy_decode, keep_heavy_keys, select_blocks,
     select_blocks_by_bounds, sparse_attention, upload_mask,

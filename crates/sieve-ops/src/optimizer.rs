@@ -135,7 +135,7 @@ pub(crate) mod cpu {
         if !is_f32(&tensors.param) || tensors.leaf.is_some() {
             return plain("adamw", || reference::adamw::<Flex>(tensors, grad, grad_scale, step));
         }
-        let grad = contiguous(grad);
+        let grad = contiguous(widened(grad));
         let grad_scale = floats(&contiguous(grad_scale))[0];
         if grad_scale == 0.0 || !grad_scale.is_finite() {
             return tensors;
@@ -173,7 +173,16 @@ pub(crate) mod cpu {
         rest
     }
 
+    /// A gradient that is kept in bf16, in f32.
+    fn widened(x: FlexTensor) -> FlexTensor {
+        match x.dtype() {
+            DType::BF16 => Flex::float_cast(x, FloatDType::F32),
+            _ => x,
+        }
+    }
+
     pub(crate) fn sum_of_squares(x: FlexTensor) -> FlexTensor {
+        let x = widened(x);
         if !is_f32(&x) {
             return plain("sum_of_squares", || reference::sum_of_squares::<Flex>(x));
         }

@@ -2,7 +2,8 @@
 //!
 //! Everything but attention looks at one token at a time and needs no other part. Attention does one of two things.
 //! Dense attention exchanges tokens for heads, so that each rank has whole rows of a few heads (Ulysses,
-//! arXiv:2309.14509). All other attention runs on a longer row: the keys of earlier parts that this part's queries may
+//! arXiv:2309.14509); so do all kinds that choose blocks, and latent attention, whose latents every rank gets. A window
+//! and DMA run on a longer row: the keys of earlier parts that this part's queries may
 //! see, its border, and then the part. Of a window that is the last keys before the part. Of DMA it is as many keys a
 //! head as it keeps, however long the row is: a key that has left never returns, so of all earlier keys only those that
 //! are kept where the part begins can be seen.
@@ -18,6 +19,7 @@ mod threads;
 mod traced;
 
 pub(crate) use attend::{DmaParts, Parted, backward, forward};
+pub use heads::Heads;
 pub use threads::ThreadLinks;
 pub use traced::TracedPart;
 

@@ -24,6 +24,6 @@ pub use memory::{
     inference_memory, memory_plan,
 };
 pub use ops::{OpPlan, check_gpu_attention, gpu_attention_gap, gpu_training_gap, op_plans};
-pub use plan::{ASSUMED_MFU, Plan, RowPartsPlan, StagePlan, Target, plan, plan_of_ranks};
+pub use plan::{ASSUMED_MFU, Plan, RowPartsPlan, StagePlan, Target, ZeroPlan, plan, plan_of_ranks};
 pub use ranks::{Ranks, RanksPlan};
 pub use suggest::Suggestion;

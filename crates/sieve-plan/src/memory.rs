@@ -1,9 +1,9 @@
 //! Memory of training, by part.
 //!
-//! Counted from the tensors a training step holds, at the three moments that can be its fullest: in the loss, where all
-//! blocks wait for their backward pass; in the backward pass of the last block; and in the first block's, where all
-//! gradients are there. A checkpoint on its way to the disk is held beside them: by a CPU's run in the memory that is
-//! planned, by a GPU's in the machine's.
+//! Counted from the tensors a training step holds, at the moments that can be its fullest: in the loss, where all
+//! blocks wait for their backward pass; in the backward pass of the last block; in that of the first, where all
+//! gradients are there; and in the embedding's, whose gradient may be as large as several blocks'. A checkpoint on its
+//! way to the disk is held beside them: by a CPU's run in the memory that is planned, by a GPU's in the machine's.
 
 mod activations;
 mod advice;
@@ -51,7 +51,7 @@ pub struct MemoryPlan {
     pub moment_bytes: u64,
     /// The caches of decoded sequences; 0 in training.
     pub cache_bytes: u64,
-    /// Gradients that exist at the fullest moment, f32.
+    /// Gradients that exist at the fullest moment.
     pub gradient_bytes: u64,
     /// What the forward pass of one micro-batch keeps for the backward pass and is there at the fullest moment, with
     /// the recipe's activation checkpointing.
@@ -156,7 +156,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     };
     let moments = moments(recipe, shape, target, ranks, keeping);
     let fullest = moments.into_iter().max_by_key(Moment::total);
-    let fullest = fullest.expect("there are four");
+    let fullest = fullest.expect("there are five");
     let parameter_bytes = times(num_parameters, value_bytes);
     // A rank holds masters of its pieces, and with them a copy of those pieces of the parameters.
     let piece = num_parameters.div_ceil(ranks as u64);
@@ -197,7 +197,7 @@ fn needed(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, ke
     }
 }
 
-fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> [Moment; 4] {
+fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, keeping: Keeping) -> [Moment; 5] {
     let training = &recipe.training;
     let section = &recipe.activation_checkpoint;
     let rows = RowShare::of(recipe);
@@ -210,28 +210,48 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         + layers.map(of_parts).sum::<u64>();
     let stream = times(tokens, shape.d_model as u64 * target.value_bytes());
 
-    let all_gradients = times(shape.parameters().total(), F32);
+    let num_parameters = shape.parameters().total();
+    let dtype_bytes = training.gradient_dtype.bytes();
+    let all_gradients = times(num_parameters, dtype_bytes);
+    let shards = all_gradients / ranks as u64;
     let head_gradient = F32 * (shape.vocab_size * shape.d_model) as u64;
     let adds_up = training.global_batch_size * rows.degree > training.local_batch_size * ranks;
-    // In the last micro-batch of several ranks, sums over all of them are under way behind the backward pass.
+    // In the last micro-batch of several ranks, and in each one of ZeRO-2, sums over all of them are under way behind
+    // the backward pass.
     let blocks_total = shape.parameters().non_embedding();
     let block = times(blocks_total / shape.num_layers.max(1) as u64, F32);
-    let at_the_end = if ranks > 1 && !adds_up {
-        head_gradient + SUMS_UNDER_WAY * block + all_gradients / ranks as u64
-    } else {
-        all_gradients
+    let keeps_shards = ranks > 1 && (!adds_up || recipe.parallelism.zero_stage > 1);
+    // A tied embedding's gradient waits from the head's pass on.
+    let waits = if shape.tie_word_embeddings { head_gradient } else { 0 };
+    // Sums of earlier micro-batches are there beside those that are on their way.
+    let on_their_way = |bytes: u64| if adds_up { bytes + bytes / ranks as u64 } else { bytes };
+    let [at_the_end, in_embedding] = match keeps_shards {
+        true => {
+            let blocks = |count: u64| on_their_way(count * block);
+            let most = on_their_way(times(num_parameters, F32));
+            [
+                waits + blocks(SUMS_UNDER_WAY),
+                head_gradient + blocks(SUMS_UNDER_WAY - 1),
+            ]
+            .map(|under_way| shards + under_way.min(most))
+        }
+        false => [all_gradients; 2],
     };
-    // From the second micro-batch on every weight has a gradient. In the loss the head's new gradient is held beside
-    // them until it is added.
-    let (before, new) = if adds_up {
-        (all_gradients, head_gradient)
-    } else {
-        (head_gradient, 0)
+    // From the second micro-batch on every weight has a gradient, or a shard of one. In the loss the head's new
+    // gradient is held beside them until it is added.
+    let (before, new) = match (adds_up, keeps_shards) {
+        (true, false) => (all_gradients, head_gradient),
+        (true, true) => (shards + head_gradient, 0),
+        (false, _) => (head_gradient, 0),
+    };
+    let behind_head = match (adds_up, keeps_shards) {
+        (true, true) => shards + on_their_way(head_gradient) + block,
+        _ => before,
     };
     let exchanged = shape.by_kind().into_iter();
     let exchanged = exchanged.map(|part| rows.temporary_bytes(&part, target.value_bytes()));
     let temporaries =
-        block_temporaries(shape, target, &rows.recipe_of_part(recipe).training) + exchanged.max().unwrap_or(0);
+        block_temporaries(shape, target, &rows.recipe_of_part(recipe).training, &rows) + exchanged.max().unwrap_or(0);
     // A recomputed block is there as a whole while its backward pass runs.
     let kept = |layer_idx: usize| {
         let block = block_kept(&shape.of_layer(layer_idx), target, seq_len, keeping);
@@ -267,16 +287,23 @@ fn moments(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: usize, k
         },
         Moment {
             name: "the last block's backward pass",
-            gradient_bytes: before,
+            gradient_bytes: behind_head,
             activation_bytes: blocks + recomputed(last),
             workspace_bytes: temporaries,
             checkpoint_bytes: beside,
         },
         Moment {
             name: "the first block's backward pass",
-            gradient_bytes: at_the_end.min(all_gradients),
+            gradient_bytes: at_the_end,
             activation_bytes: kept(0),
             workspace_bytes: temporaries,
+            checkpoint_bytes: beside,
+        },
+        Moment {
+            name: "the embedding's backward pass",
+            gradient_bytes: in_embedding,
+            activation_bytes: 0,
+            workspace_bytes: stream,
             checkpoint_bytes: beside,
         },
         Moment {

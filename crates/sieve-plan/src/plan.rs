@@ -9,7 +9,7 @@ use crate::{
 use serde::Serialize;
 
 use sieve_core::model::{Attention, ModelShape, ParameterCounts, gpu};
-use sieve_core::recipe::{Recipe, RecipeError, Stage, TrainingPrecision};
+use sieve_core::recipe::{GradientDtype, Recipe, RecipeError, Stage, TrainingPrecision};
 
 /// Share of the peak that the time estimate assumes on a CPU: what good training programs reach on dense models, not a
 /// measurement of this one.
@@ -77,6 +77,9 @@ pub struct Plan {
     /// What several processes do together; `None` for one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ranks: Option<RanksPlan>,
+    /// What each way to keep gradients needs, of several processes; empty for one.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub zero_stages: Vec<ZeroPlan>,
     /// Memory of the stage that needs most, in each process.
     pub memory: MemoryPlan,
     /// Checkpoints on the disk.
@@ -121,6 +124,21 @@ pub struct StagePlan {
     pub pays_from: Option<usize>,
 }
 
+/// A way to keep gradients, and what it needs in the stage that needs most memory.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ZeroPlan {
+    /// `parallelism.zero_stage`.
+    pub zero_stage: usize,
+    /// `training.gradient_dtype`.
+    pub gradient_dtype: GradientDtype,
+    /// Memory of each process, in bytes.
+    pub total_bytes: u64,
+    /// Bytes of gradients that each process sends and receives in a step.
+    pub sum_bytes: f64,
+    /// Whether it fits.
+    pub verdict: MemoryVerdict,
+}
+
 /// Rows of which each process has a part.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RowPartsPlan {
@@ -149,13 +167,22 @@ pub fn plan(recipe: &Recipe, vocab_size: usize, target: &Target) -> Result<Plan,
 pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks: Ranks) -> Result<Plan, RecipeError> {
     let shape = recipe.model_shape(vocab_size)?;
     let counts: ParameterCounts = shape.parameters();
-    let together = (ranks.size > 1).then(|| ranks.together(counts.total(), target.value_bytes()));
     let mut stages = Vec::new();
-    let mut memory: Option<MemoryPlan> = None;
+    let mut most_together: Option<RanksPlan> = None;
+    let mut memory: Option<(MemoryPlan, Recipe)> = None;
     let (mut total_flops, mut seconds) = (0.0, Some(0.0));
     for stage in recipe.stages() {
         let alone = recipe.at_stage(&stage);
         let shape = alone.model_shape(vocab_size)?;
+        let together = (ranks.size > 1).then(|| {
+            let num_sums = num_sums(&alone, ranks.size);
+            ranks.together(counts.total(), target.value_bytes(), num_sums)
+        });
+        if let Some(together) = together
+            && most_together.is_none_or(|most| most.sum_bytes < together.sum_bytes)
+        {
+            most_together = Some(together);
+        }
         let planned = stage_plan(&stage, &alone, &shape, target, together.as_ref());
         let tokens = (stage.section.steps * planned.tokens_per_step) as f64;
         total_flops += tokens * planned.executed_flops_per_token;
@@ -169,14 +196,19 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
                 fitting.setting = (fitting.setting).replace("training.local_batch_size=", &own);
             }
         }
-        if memory.as_ref().is_none_or(|most| most.total_bytes < needed.total_bytes) {
-            memory = Some(needed);
+        let is_most = |(most, _): &(MemoryPlan, Recipe)| most.total_bytes < needed.total_bytes;
+        if memory.as_ref().is_none_or(is_most) {
+            memory = Some((needed, alone));
         }
         stages.push(planned);
     }
     let last = recipe.at_stage(&recipe.stage_of_step(usize::MAX));
     let last_shape = last.model_shape(vocab_size)?;
-    let memory = memory.expect("a recipe has at least one stage");
+    let (memory, largest) = memory.expect("a recipe has at least one stage");
+    let zero_stages = match ranks.size {
+        1 => Vec::new(),
+        _ => zero_stages(&largest, &largest.model_shape(vocab_size)?, target, ranks),
+    };
     let num_tokens = recipe.num_tokens();
     Ok(Plan {
         attention: recipe.attention.kind().name(),
@@ -188,7 +220,8 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         tokens_per_parameter: num_tokens as f64 / counts.non_embedding() as f64,
         stages,
         total_flops,
-        ranks: together,
+        ranks: most_together,
+        zero_stages,
         memory,
         cache: cache_plan(&last_shape, last.training.seq_len, target.value_bytes()),
         assumption: seconds
@@ -204,6 +237,40 @@ pub fn plan_of_ranks(recipe: &Recipe, vocab_size: usize, target: &Target, ranks:
         },
         ops: op_plans(&shape, target),
     })
+}
+
+/// How often a step of one stage adds up its gradients over all of `ranks` processes.
+fn num_sums(recipe: &Recipe, ranks: usize) -> usize {
+    let rows_apart = (ranks / RowShare::of(recipe).degree).max(1);
+    let training = &recipe.training;
+    match recipe.parallelism.zero_stage {
+        1 => 1,
+        _ => training.global_batch_size / training.local_batch_size / rows_apart,
+    }
+}
+
+/// Every way to keep the gradients of one stage.
+fn zero_stages(recipe: &Recipe, shape: &ModelShape, target: &Target, ranks: Ranks) -> Vec<ZeroPlan> {
+    let ways = [1, 2].into_iter().flat_map(|zero_stage| {
+        let dtypes = [GradientDtype::F32, GradientDtype::Bf16];
+        dtypes.map(|gradient_dtype| (zero_stage, gradient_dtype))
+    });
+    let planned = ways.map(|(zero_stage, gradient_dtype)| {
+        let mut recipe = recipe.clone();
+        recipe.parallelism.zero_stage = zero_stage;
+        recipe.training.gradient_dtype = gradient_dtype;
+        let memory = memory_plan(&recipe, shape, target, ranks.size);
+        let num_sums = num_sums(&recipe, ranks.size);
+        let together = ranks.together(shape.parameters().total(), target.value_bytes(), num_sums);
+        ZeroPlan {
+            zero_stage,
+            gradient_dtype,
+            total_bytes: memory.total_bytes,
+            sum_bytes: together.sum_bytes,
+            verdict: memory.verdict,
+        }
+    });
+    planned.collect()
 }
 
 /// Why a GPU cannot train a recipe in fp8.

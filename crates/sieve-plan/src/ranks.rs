@@ -29,6 +29,11 @@ pub struct Ranks {
 pub struct RanksPlan {
     /// Processes.
     pub ranks: Ranks,
+    /// Bytes of gradients that each process sends and receives in a step: f32, after its last micro-batch or, in
+    /// ZeRO-2, after every one.
+    pub sum_bytes: f64,
+    /// Bytes of weights that each process sends and receives in a step.
+    pub gather_bytes: f64,
     /// Seconds in which gradients are added up.
     pub sum_seconds: f64,
     /// Seconds in which weights are gathered.
@@ -46,17 +51,21 @@ impl Ranks {
         }
     }
 
-    /// What they do together for a model of `num_parameters`, computed in values of `value_bytes`.
-    pub(crate) fn together(self, num_parameters: u64, value_bytes: u64) -> RanksPlan {
+    /// What they do together for a model of `num_parameters`, computed in values of `value_bytes`, whose gradients are
+    /// added up over all processes `num_sums` times a step.
+    pub(crate) fn together(self, num_parameters: u64, value_bytes: u64, num_sums: usize) -> RanksPlan {
         let rate = self.rate();
         // A ring sends all pieces but one's own through each link.
         let share = (self.size - 1) as f64 / self.size as f64;
-        let seconds = |bytes: u64| share * (num_parameters * bytes) as f64 / rate;
+        let sent = |bytes: u64| share * (num_parameters * bytes) as f64;
+        // Gradients are f32.
+        let (sum_bytes, gather_bytes) = (num_sums as f64 * sent(4), sent(value_bytes));
         RanksPlan {
             ranks: self,
-            // Gradients are f32.
-            sum_seconds: seconds(4),
-            gather_seconds: seconds(value_bytes),
+            sum_bytes,
+            gather_bytes,
+            sum_seconds: sum_bytes / rate,
+            gather_seconds: gather_bytes / rate,
         }
     }
 }
@@ -97,7 +106,7 @@ mod tests {
             let ranks = Ranks { size, hosts: 1 };
             // What crates/sieve-plan/src/time.rs counts on an H200.
             let update = crate::time::UPDATE_BYTES * parameters as f64 / (0.84 * 4.8e12);
-            let plan = ranks.together(parameters, 2);
+            let plan = ranks.together(parameters, 2, 1);
             let found = plan.tokens_per_second(tokens, tokens / alone, update);
             let ratio: f64 = found / together;
             assert!((ratio - 1.0).abs() < 0.03, "{size} GPUs, {parameters}: {ratio}");

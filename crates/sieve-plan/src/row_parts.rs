@@ -1,6 +1,6 @@
 //! Context parallelism: what a process has of a row, and what crosses to the others in each layer.
 
-use sieve_core::model::{Attention, ModelShape};
+use sieve_core::model::{Attention, AttentionForm, ModelShape, NUM_NSA_BRANCHES, NsaCompression};
 use sieve_core::recipe::Recipe;
 
 /// How the rows of a recipe are shared out.
@@ -60,6 +60,18 @@ impl RowShare {
         part
     }
 
+    /// Attention of one layer as one process computes it: its heads, and the tokens of its rows.
+    pub(crate) fn attention(&self, layer: &ModelShape) -> (ModelShape, usize) {
+        let mut own = layer.clone();
+        let degree = match self.way(layer) {
+            Some(Way::Heads) => self.degree,
+            _ => 1,
+        };
+        own.num_heads /= degree;
+        own.num_kv_heads /= degree;
+        (own, self.seq_len * degree / self.degree)
+    }
+
     /// KV length of this layer on the last context-parallel rank.
     pub(crate) fn attended(&self, layer: &ModelShape) -> usize {
         match self.way(layer) {
@@ -73,8 +85,7 @@ impl RowShare {
         let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
         let values = match self.way(layer) {
             None => 0,
-            // The output as whole rows of some heads.
-            Some(Way::Heads) => self.tokens() as u64 * q,
+            Some(Way::Heads) => self.kept_values_of_heads(layer),
             // K and V of the border, and outputs of its queries, which are zeros.
             Some(Way::Border { slots, .. }) => (self.batch * slots) as u64 * (2 * kv + q),
         };
@@ -88,7 +99,10 @@ impl RowShare {
         let values = match self.way(layer) {
             None => 0,
             // The packed gradient as it arrives, and the gradient of o.
-            Some(Way::Heads) => self.tokens() as u64 * (packed + 2 * q),
+            Some(Way::Heads) => {
+                let [split, shared] = exchanged_values(layer);
+                self.tokens() as u64 * (split + self.degree as u64 * shared + 2 * q)
+            }
             // The longer rows, their gradient, and all candidates.
             Some(Way::Border { slots, share }) => {
                 let all = share * (self.degree - 1);
@@ -108,9 +122,13 @@ impl RowShare {
             let [forward, backward] = match self.way(&layer) {
                 None => [0.0; 2],
                 Some(Way::Heads) => {
+                    let [split, shared] = exchanged_values(&layer).map(|values| values as f64);
                     let others = self.tokens() as f64 * (1.0 - 1.0 / self.degree as f64);
-                    // q, k, v and o; their gradients, and q, k and v again.
-                    [others * (2.0 * q + 2.0 * kv), others * (3.0 * q + 4.0 * kv)]
+                    // What is shared goes to every process, and its gradients come from every one.
+                    let all = others * (split + q + self.degree as f64 * shared);
+                    // Grouped attention exchanges q, k and v again in its backward pass.
+                    let again = if is_grouped(&layer) { others * split } else { 0.0 };
+                    [all, all + again]
                 }
                 Some(Way::Border { slots, share }) => {
                     let parts = match layer.attention {
@@ -134,9 +152,13 @@ impl RowShare {
             let (own, packed) = (self.tokens() as f64, q + 2.0 * kv);
             let [forward, backward] = match self.way(&layer) {
                 None => [0.0; 2],
-                // Forward: q, k, v and o. Backward: q, k and v again, their gradients, and do.
-                Some(Way::Heads) => [own * (packed + q), own * (2.0 * packed + q)],
-                // Forward: the longer rows. Backward: the same again, do behind zeros, and dqkv of the own tokens.
+                // q, k, v and o; the same again, their gradients, and that of o.
+                Some(Way::Heads) => {
+                    let [split, shared] = exchanged_values(&layer).map(|values| values as f64);
+                    let all = own * (split + q + self.degree as f64 * shared);
+                    [all, if is_grouped(&layer) { all + own * split } else { all }]
+                }
+                // The longer rows; the same again, the gradient of o behind zeros, and that of the own tokens.
                 Some(Way::Border { slots, .. }) => {
                     let longer = own + (self.batch * slots) as f64;
                     [longer * packed, longer * (packed + q) + own * packed]
@@ -146,6 +168,22 @@ impl RowShare {
         });
         // Each value is read and written.
         2.0 * value_bytes as f64 * layers.sum::<f64>()
+    }
+
+    /// Values that a layer keeps beside what its own tokens need, where tokens are exchanged for heads.
+    fn kept_values_of_heads(&self, layer: &ModelShape) -> u64 {
+        let (degree, [_, shared]) = (self.degree as u64, exchanged_values(layer));
+        // The output as whole rows of some heads; NSA keeps its branches so anyway.
+        let outputs = match layer.attention.form() {
+            AttentionForm::Branches(_) => 0,
+            _ => layer.q_width() as u64,
+        };
+        // What every process gets of whole rows, in place of the same of its own tokens.
+        let own = match layer.attention.form() {
+            AttentionForm::Latent(mla) => mla.kv_lora_rank as u64,
+            _ => shared,
+        };
+        self.tokens() as u64 * (outputs + (degree * shared).saturating_sub(own))
     }
 
     /// How many queries attention computes for each of a process's own; the border's are zeros.
@@ -160,4 +198,39 @@ impl RowShare {
         });
         layers.sum::<f64>() / shape.num_layers.max(1) as f64
     }
+}
+
+/// Values a token that one layer exchanges before its attention: of heads that are shared out, and of what every
+/// process gets.
+fn exchanged_values(layer: &ModelShape) -> [u64; 2] {
+    let (q, kv) = (layer.q_width() as u64, layer.kv_width() as u64);
+    let (heads, head_dim) = (layer.num_heads as u64, layer.head_dim as u64);
+    let packed = q + 2 * kv;
+    match layer.attention.form() {
+        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_) => [packed, 0],
+        AttentionForm::Latent(mla) => {
+            let (rank, rope) = (mla.kv_lora_rank as u64, mla.qk_rope_head_dim as u64);
+            [q + heads * rope, rank + rope]
+        }
+        // The window's packed tensor, those of the other branches where they are others, and the gates.
+        AttentionForm::Branches(nsa) => {
+            let is_mean = nsa.compress == NsaCompression::Mean;
+            let tensors = match (nsa.shared_kv, is_mean) {
+                (true, true) => 1,
+                (true, false) => 2,
+                (false, _) => NUM_NSA_BRANCHES as u64,
+            };
+            [tensors * packed + NUM_NSA_BRANCHES as u64 * heads, 0]
+        }
+        AttentionForm::Blocks(choice) if choice.has_indexer() => [packed + kv, 2 * head_dim],
+        AttentionForm::Blocks(_) => [packed, 0],
+    }
+}
+
+/// Whether the layer is one op, whose backward pass exchanges again what the forward pass did.
+fn is_grouped(layer: &ModelShape) -> bool {
+    matches!(
+        layer.attention.form(),
+        AttentionForm::Grouped { .. } | AttentionForm::Ranked(_)
+    )
 }

@@ -1,7 +1,9 @@
 //! Gradients of all parameters, added up over micro-batches.
 use crate::collectives::Primitive;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use sieve_core::recipe::GradientDtype;
 use sieve_hf::NamedTensor;
 use sieve_ops::{DeviceBackend, TrainBackend};
 use std::cell::RefCell;
@@ -11,6 +13,12 @@ use std::collections::HashMap;
 #[derive(Debug)]
 pub struct GradientBuffer<B: TrainBackend> {
     by_id: HashMap<ParamId, Gradient<B>>,
+    /// This rank's shards of gradients that were summed over all ranks, flat.
+    shards: HashMap<ParamId, Primitive<B>>,
+    /// Type in which sums over micro-batches are kept, of matrices.
+    dtype: GradientDtype,
+    /// Whether this micro-batch's gradients are summed over all ranks before they are kept: they stay f32 until then.
+    are_reduced: bool,
 }
 
 /// Gradients of earlier micro-batches, as [`sieve_nn::LayerContext::sums`] has them.
@@ -26,11 +34,26 @@ pub(crate) struct Gradient<B: TrainBackend> {
 
 impl<B: TrainBackend> Default for GradientBuffer<B> {
     fn default() -> Self {
-        Self { by_id: HashMap::new() }
+        Self::kept_in(GradientDtype::F32)
     }
 }
 
 impl<B: TrainBackend> GradientBuffer<B> {
+    /// No gradients. Sums over micro-batches are added in f32; those of matrices are kept in `dtype`.
+    pub fn kept_in(dtype: GradientDtype) -> Self {
+        Self {
+            by_id: HashMap::new(),
+            shards: HashMap::new(),
+            dtype,
+            are_reduced: false,
+        }
+    }
+
+    /// A micro-batch begins, whose gradients are summed over all ranks or not.
+    pub(crate) fn begin(&mut self, are_reduced: bool) {
+        self.are_reduced = are_reduced;
+    }
+
     /// Takes the gradients of `module`'s parameters out of a backward pass and adds them to those held.
     pub fn collect<M: Module<B>>(&mut self, module: &M, gradients: &mut B::Gradients) {
         module.visit(&mut Collector {
@@ -53,13 +76,31 @@ impl<B: TrainBackend> GradientBuffer<B> {
         self.by_id.remove(&id)
     }
 
-    /// Takes out the gradients so far of a module's matrices.
+    /// Adds this rank's shard of a gradient, flat, to that of earlier micro-batches.
+    pub(crate) fn add_shard(&mut self, id: ParamId, shard: Primitive<B>) {
+        let shard = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(shard));
+        let sum = sum_of::<B, 1>(self.shards.remove(&id), shard);
+        self.shards.insert(id, rounded::<B, 1>(sum, self.dtype));
+    }
+
+    /// The shards become this rank's gradients: nothing more is added to them.
+    pub(crate) fn close_shards(&mut self) {
+        for (id, values) in std::mem::take(&mut self.shards) {
+            self.put(id, Gradient { values, is_piece: true });
+        }
+    }
+
+    /// Takes out the gradients so far of a module's matrices; none where they are kept in another type than f32, in
+    /// which alone a GEMM adds to them.
     pub(crate) fn take_sums<M: Module<B>>(&mut self, module: &M) -> Sums<B> {
+        let is_f32 = self.dtype == GradientDtype::F32;
         let mut taker = Taker {
             buffer: self,
             taken: HashMap::new(),
         };
-        module.visit(&mut taker);
+        if is_f32 {
+            module.visit(&mut taker);
+        }
         RefCell::new(taker.taken)
     }
 
@@ -114,21 +155,45 @@ impl<B: TrainBackend> GradientBuffer<B> {
     }
 
     fn add<const D: usize>(&mut self, id: ParamId, gradient: Tensor<B::InnerBackend, D>) {
-        // bf16 sums over micro-batches would lose small gradients.
-        let gradient = match gradient.dtype() {
-            DType::BF16 | DType::F16 => gradient.cast(DType::F32),
-            _ => gradient,
-        };
-        let sum = match self.take(id) {
-            Some(held) => Tensor::<B::InnerBackend, D>::from_primitive(TensorPrimitive::Float(held.values)) + gradient,
-            None => gradient,
-        };
+        let held = self.take(id).map(|held| held.values);
+        let sum = sum_of::<B, D>(held, gradient);
+        // Vectors are few, and sums over all tokens: f32.
+        let stays_f32 = self.are_reduced || D < 2;
+        let dtype = if stays_f32 { GradientDtype::F32 } else { self.dtype };
         let gradient = Gradient {
-            values: sum.into_primitive().tensor(),
+            values: rounded::<B, D>(sum, dtype),
             is_piece: false,
         };
         self.by_id.insert(id, gradient);
     }
+}
+
+/// A gradient and those before it, in f32: bf16 additions would lose small gradients.
+fn sum_of<B: TrainBackend, const D: usize>(
+    held: Option<Primitive<B>>,
+    gradient: Tensor<B::InnerBackend, D>,
+) -> Tensor<B::InnerBackend, D> {
+    let gradient = widened(gradient);
+    match held {
+        Some(held) => widened(Tensor::from_primitive(TensorPrimitive::Float(held))) + gradient,
+        None => gradient,
+    }
+}
+
+/// A tensor in f32 where its type has fewer bits.
+fn widened<B: Backend, const D: usize>(x: Tensor<B, D>) -> Tensor<B, D> {
+    match x.dtype() {
+        DType::BF16 | DType::F16 => x.cast(DType::F32),
+        _ => x,
+    }
+}
+
+fn rounded<B: TrainBackend, const D: usize>(x: Tensor<B::InnerBackend, D>, dtype: GradientDtype) -> Primitive<B> {
+    let x = match dtype {
+        GradientDtype::F32 => x,
+        GradientDtype::Bf16 => x.cast(DType::BF16),
+    };
+    x.into_primitive().tensor()
 }
 
 struct Collector<'a, B: TrainBackend> {

@@ -1,22 +1,25 @@
 //! One rank's part in a run of several processes: which rows it reads, and what it does together with the others.
 //!
 //! A step in ZeRO-1 (arXiv:1910.02054): the gradients of a segment are added up over all ranks as soon as the last
-//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces.
-//! Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered beside the updates that follow
-//! and beside the next forward pass, which waits for each segment's leaves before it reads them.
+//! micro-batch has added to them, beside the rest of the backward pass, and each rank gets the sums of its pieces. In
+//! ZeRO-2 the same happens in every micro-batch, and each rank adds up its pieces alone; vectors, which are not cut,
+//! wait for the last micro-batch. Norms are those of all pieces. Each rank updates its pieces; the leaves are gathered
+//! beside the updates that follow and beside the next forward pass, which waits for each segment's leaves before it
+//! reads them.
 mod health;
 mod step_times;
 
 pub use health::{DeviceState, Health};
 
-use crate::collectives::{Collectives, OnHost, Pending};
+use crate::collectives::{Collectives, OnHost, Pending, Primitive};
 use crate::gradients::Gradient;
 use crate::optimizer::Updated;
 use crate::segment::Segment;
 use crate::segments::BesidePass;
 use crate::{GradientBuffer, TrainError};
 use burn::module::{ModuleMapper, Param, ParamId};
-use burn::tensor::{Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
 use sieve_comm::{CommError, Mesh, Pieces, Work};
 use sieve_nn::Qwen3;
 use sieve_ops::{RowLinks, TrainBackend};
@@ -40,6 +43,8 @@ pub struct Group<B: TrainBackend> {
     row_error: RowError,
     /// Whether the present micro-batch is its step's last.
     is_last: bool,
+    /// ZeRO-2: the gradients of every micro-batch are reduce-scattered, not those of the last alone.
+    shards_gradients: bool,
     /// Gradients on their way, first begun first.
     sums: VecDeque<Sums<B>>,
     /// Leaves on their way.
@@ -112,6 +117,7 @@ impl<B: TrainBackend> Group<B> {
             row_links: None,
             row_error: RowError::default(),
             is_last: false,
+            shards_gradients: false,
             sums: VecDeque::new(),
             leaves: BTreeMap::new(),
             step_times: RefCell::default(),
@@ -175,14 +181,22 @@ impl<B: TrainBackend> Group<B> {
         Ok(self.mesh.check()?)
     }
 
-    /// A micro-batch begins; in the last of a step gradients are added up over all ranks.
-    pub(crate) fn begin(&mut self, is_last: bool) {
+    /// The ZeRO stage of the steps that follow.
+    pub(crate) fn set_zero_stage(&mut self, stage: usize) {
+        self.shards_gradients = stage > 1;
+    }
+
+    /// A micro-batch begins, a step's last or not.
+    pub(crate) fn begin(&mut self, is_last: bool, gradients: &mut GradientBuffer<B>) {
         self.is_last = is_last;
+        gradients.begin(is_last || self.shards_gradients);
     }
 
     /// Waits for the sums of all gradients.
     pub(crate) fn finish_sums(&mut self, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
-        self.finish_sums_but(0, gradients)
+        self.finish_sums_but(0, gradients)?;
+        gradients.close_shards();
+        Ok(())
     }
 
     fn finish_sums_but(&mut self, under_way: usize, gradients: &mut GradientBuffer<B>) -> Result<(), TrainError> {
@@ -191,7 +205,10 @@ impl<B: TrainBackend> Group<B> {
                 break;
             };
             for ((id, is_piece), values) in places.into_iter().zip(pending()?) {
-                gradients.put(id, Gradient { values, is_piece });
+                match is_piece {
+                    true => gradients.add_shard(id, values),
+                    false => gradients.put(id, Gradient { values, is_piece }),
+                }
             }
         }
         Ok(())
@@ -236,7 +253,20 @@ impl<B: TrainBackend> Group<B> {
             return Ok(());
         };
         let mut segments = under_way.into_iter();
-        segments.try_for_each(|segment| self.before(model, segment))
+        segments.try_for_each(|segment| self.put_leaves(model, segment))
+    }
+
+    /// Waits for the leaves of a segment, where they are on their way.
+    fn put_leaves(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+        let Some((ids, pending)) = self.leaves.remove(&segment) else {
+            return Ok(());
+        };
+        let leaves = pending()?;
+        if !leaves.is_empty() {
+            let mut next = Leaves(ids.into_iter().zip(leaves).collect());
+            *model = segment.map(model.clone(), &mut next);
+        }
+        Ok(())
     }
 
     /// What all ranks together know of the step after `step`; `mean_loss` is the guard's, which must be the same for
@@ -337,17 +367,19 @@ impl<B: TrainBackend> Group<B> {
 }
 
 impl<B: TrainBackend> BesidePass<B> for Group<B> {
-    fn before(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError> {
+    fn before(
+        &mut self,
+        model: &mut Qwen3<B>,
+        segment: Segment,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError> {
         self.go_on()?;
-        let Some((ids, pending)) = self.leaves.remove(&segment) else {
-            return Ok(());
-        };
-        let leaves = pending()?;
-        if !leaves.is_empty() {
-            let mut next = Leaves(ids.into_iter().zip(leaves).collect());
-            *model = segment.map(model.clone(), &mut next);
+        if segment == Segment::Head {
+            // The last sums of an earlier micro-batch went on beside the forward pass: in the loss, which needs most
+            // memory, their gradients are gone.
+            self.finish_sums_but(0, gradients)?;
         }
-        Ok(())
+        self.put_leaves(model, segment)
     }
 
     fn after(
@@ -357,18 +389,23 @@ impl<B: TrainBackend> BesidePass<B> for Group<B> {
         gradients: &mut GradientBuffer<B>,
     ) -> Result<(), TrainError> {
         self.go_on()?;
-        if !self.is_last {
+        if !(self.is_last || self.shards_gradients) {
             return Ok(());
         }
         let share = self.share();
         let mut places = Vec::new();
         let mut tensors = Vec::new();
         for id in segment.ids(model) {
-            if let Some(Gradient { values, .. }) = gradients.take(id) {
-                let pieces = share.pieces(&values.shape());
-                places.push((id, pieces.is_some()));
-                tensors.push((values, pieces));
+            let Some(Gradient { values, is_piece }) = gradients.take(id) else {
+                continue;
+            };
+            let pieces = share.pieces(&values.shape());
+            if pieces.is_none() && !self.is_last {
+                gradients.put(id, Gradient { values, is_piece });
+                continue;
             }
+            places.push((id, pieces.is_some()));
+            tensors.push((f32_of::<B>(values), pieces));
         }
         let pending = self.collectives.sum(tensors)?;
         self.sums.push_back(Sums { places, pending });
@@ -420,7 +457,7 @@ impl RowLinks for Neighbours {
 }
 
 /// Puts leaves in their places.
-struct Leaves<B: TrainBackend>(HashMap<ParamId, crate::collectives::Primitive<B>>);
+struct Leaves<B: TrainBackend>(HashMap<ParamId, Primitive<B>>);
 
 impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
@@ -433,6 +470,14 @@ impl<B: TrainBackend> ModuleMapper<B> for Leaves<B> {
             None => tensor,
         };
         Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// A gradient in the type in which it travels. One that this micro-batch has not added to may be kept in another.
+fn f32_of<B: TrainBackend>(values: Primitive<B>) -> Primitive<B> {
+    match values.dtype() {
+        DType::BF16 => B::InnerBackend::float_cast(values, FloatDType::F32),
+        _ => values,
     }
 }
 

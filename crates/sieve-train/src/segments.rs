@@ -100,7 +100,12 @@ enum Block<B: TrainBackend> {
 /// What several ranks do while a pass goes on.
 pub(crate) trait BesidePass<B: TrainBackend> {
     /// Comes before the forward pass of a segment.
-    fn before(&mut self, model: &mut Qwen3<B>, segment: Segment) -> Result<(), TrainError>;
+    fn before(
+        &mut self,
+        model: &mut Qwen3<B>,
+        segment: Segment,
+        gradients: &mut GradientBuffer<B>,
+    ) -> Result<(), TrainError>;
     /// Comes when this micro-batch adds nothing more to the gradients of a segment.
     fn after(
         &mut self,
@@ -138,8 +143,8 @@ pub(crate) fn pass<B: TrainBackend>(
     gradients: &mut GradientBuffer<B>,
     mut beside: Option<&mut dyn BesidePass<B>>,
 ) -> Result<MicroBatchResult<B>, TrainError> {
-    let mut before = |model: &mut Qwen3<B>, segment: Segment| match &mut beside {
-        Some(beside) => beside.before(model, segment),
+    let mut before = |model: &mut Qwen3<B>, segment: Segment, gradients: &mut GradientBuffer<B>| match &mut beside {
+        Some(beside) => beside.before(model, segment, gradients),
         None => Ok(()),
     };
     let mut context = LayerContext {
@@ -150,14 +155,14 @@ pub(crate) fn pass<B: TrainBackend>(
         measures_indexers: settings.measures_indexers,
         ..LayerContext::new(&batch.documents, rope)
     };
-    before(model, Segment::Embedding)?;
+    before(model, Segment::Embedding, gradients)?;
     let embedded = model.embed_tokens.forward(batch.tokens.clone());
 
     let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
     let mut blocks = Vec::with_capacity(model.layers.len());
     let mut stream = embedded.clone().inner();
     for layer_idx in 0..model.layers.len() {
-        before(model, Segment::Block(layer_idx))?;
+        before(model, Segment::Block(layer_idx), gradients)?;
         let layer = &model.layers[layer_idx];
         context.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
@@ -180,7 +185,7 @@ pub(crate) fn pass<B: TrainBackend>(
 
     // A block that is computed a second time is not measured again.
     context.measures_indexers = false;
-    before(model, Segment::Head)?;
+    before(model, Segment::Head, gradients)?;
     let model = &*model;
     let mut after = |segment, gradients: &mut GradientBuffer<B>| match &mut beside {
         Some(beside) => beside.after(model, segment, gradients),

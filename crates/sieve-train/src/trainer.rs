@@ -135,8 +135,11 @@ impl<B: TrainBackend> Trainer<B> {
         folder: RunFolder,
         origin: Origin,
         hardware: Hardware<B>,
-        group: Option<Group<B>>,
+        mut group: Option<Group<B>>,
     ) -> Result<Self, TrainError> {
+        if let Some(group) = &mut group {
+            group.set_zero_stage(recipe.parallelism.zero_stage);
+        }
         let Hardware {
             device,
             precision,
@@ -374,16 +377,6 @@ impl<B: TrainBackend> Trainer<B> {
         result?;
         written?;
         summary.peak_memory = self.memory.peak();
-        let own = summary.peak_memory.map_or(0, |peak| peak.in_use_bytes);
-        let by_rank = match &self.group {
-            Some(group) => group.numbers(own)?,
-            None => vec![own],
-        };
-        if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, summary.peak_memory) {
-            reporter.metrics.memory(self.step, peak, by_rank);
-            reporter.metrics.finish();
-            reporter.tell_news();
-        }
         let num_steps = self.recipe.training.steps as u64;
         summary.step = self.step;
         summary.interrupted = self.step < num_steps;
@@ -409,6 +402,7 @@ impl<B: TrainBackend> Trainer<B> {
         let mut batches = self.stage.batches(self.next_sample)?;
         let mut clock = Clock::start();
         let mut watch = PeakWatch::start(self.memory);
+        let mut peak_is_new = true;
         let mut is_first = true;
         // A checkpoint among bad steps would be the one that the guard goes back to: it waits until they are over.
         let mut is_due = false;
@@ -420,6 +414,7 @@ impl<B: TrainBackend> Trainer<B> {
                 drop(batches);
                 clock.pause(|| self.enter_stage(next))?;
                 watch.restart();
+                peak_is_new = true;
                 reporter.tell(TrainEvent::Notice(&self.stage_line()));
                 batches = self.stage.batches(self.next_sample)?;
             }
@@ -468,6 +463,10 @@ impl<B: TrainBackend> Trainer<B> {
                 reporter.tell(TrainEvent::Step(&report));
                 summary.last_step = Some(report);
             }
+            // The device has done what was logged.
+            if is_logged && watch.is_over() && std::mem::take(&mut peak_is_new) {
+                self.report_peak(reporter)?;
+            }
             if is_logged
                 && self.writes()
                 && let Some(slow) = self.group.as_ref().and_then(Group::slow_rank)
@@ -496,7 +495,24 @@ impl<B: TrainBackend> Trainer<B> {
         drop(batches);
         // A signal may have ended the loop between two readings. Where the run goes back now, its checkpoint is there.
         self.check_steps(true, reporter)?;
+        if peak_is_new {
+            self.report_peak(reporter)?;
+        }
         self.finish_leaves()
+    }
+
+    /// Writes down the most memory of the watched steps, of every process.
+    fn report_peak(&self, reporter: &mut Reporter<'_>) -> Result<(), TrainError> {
+        let peak = self.memory.peak();
+        let own = peak.map_or(0, |peak| peak.in_use_bytes);
+        let by_rank = match &self.group {
+            Some(group) => group.numbers(own)?,
+            None => vec![own],
+        };
+        if let (MemoryProbe::Device(_), Some(peak)) = (self.memory, peak) {
+            reporter.metrics.memory(self.step, peak, by_rank);
+        }
+        Ok(())
     }
 
     /// Tells other processes what this one does.
@@ -619,7 +635,7 @@ impl<B: TrainBackend> Trainer<B> {
             measures_indexers: self.is_logged(self.step + 1),
             ..BlockSettings::from(&self.recipe)
         };
-        let mut gradients = GradientBuffer::default();
+        let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
         let mut loss = Tensor::<B::InnerBackend, 1>::zeros([1], &self.device);
         let (mut expire, mut clamped_scores, mut indexers) = (Vec::new(), Vec::new(), Vec::new());
         for (place, batch) in batches.iter().enumerate() {
@@ -628,7 +644,7 @@ impl<B: TrainBackend> Trainer<B> {
                 None => DeviceBatch::new(batch, &self.device),
             };
             let beside = self.group.as_mut().map(|group| {
-                group.begin(place + 1 == batches.len());
+                group.begin(place + 1 == batches.len(), &mut gradients);
                 group as &mut dyn BesidePass<B>
             });
             let result = pass(

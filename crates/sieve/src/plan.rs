@@ -14,7 +14,7 @@ use sieve_core::Recipe;
 use sieve_core::model::gpu;
 use sieve_core::recipe::TokenizerSource;
 use sieve_data::Tokenizer;
-use sieve_plan::{Plan, Ranks, RanksPlan, RowPartsPlan, StagePlan, Suggestion, Target, plan_of_ranks};
+use sieve_plan::{Plan, Ranks, RanksPlan, RowPartsPlan, StagePlan, Suggestion, Target, ZeroPlan, plan_of_ranks};
 use sieve_train::TrainError;
 
 /// Arguments of `sieve plan`.
@@ -312,6 +312,8 @@ fn row_parts_lines(parts: &RowPartsPlan) -> [String; 2] {
 fn ranks_line(together: &RanksPlan) -> String {
     let RanksPlan {
         ranks,
+        sum_bytes,
+        gather_bytes,
         sum_seconds,
         gather_seconds,
     } = together;
@@ -321,10 +323,12 @@ fn ranks_line(together: &RanksPlan) -> String {
         hosts => format!("on {hosts} hosts, one 400 Gb/s card each assumed"),
     };
     format!(
-        "  together   {} processes {hosts}: {sums:.1} ms of gradient sums and {gathered:.1} ms of gathered weights a \
-         step, while the passes run; \
+        "  together   {} processes {hosts}: {sums:.1} ms of gradient sums ({:.1} GB) and {gathered:.1} ms of gathered \
+         weights ({:.1} GB) a step, while the passes run; \
          memory below is of each process",
-        ranks.size
+        ranks.size,
+        sum_bytes / 1e9,
+        gather_bytes / 1e9
     )
 }
 
@@ -351,6 +355,22 @@ fn memory_lines(plan: &Plan, recipe: &Recipe) -> Vec<String> {
     }
     if memory.verdict.needs_advice() && memory.would_fit.is_empty() {
         lines.push(format!("  {NOTHING_FITS}"));
+    }
+    for ZeroPlan {
+        zero_stage,
+        gradient_dtype,
+        total_bytes,
+        sum_bytes,
+        verdict,
+    } in &plan.zero_stages
+    {
+        lines.push(format!(
+            "  zero_stage = {zero_stage}, gradients in {:<4}: {}, {}; {:.1} GB of gradients cross a step",
+            format!("{gradient_dtype:?}").to_lowercase(),
+            gib(*total_bytes),
+            verdict.words(),
+            sum_bytes / 1e9
+        ));
     }
     let modes = memory.activations_by_mode.iter();
     let modes = modes.map(|(mode, bytes)| format!("{mode} {}", gib(*bytes)));

@@ -283,6 +283,10 @@ keys! {
         /// `precision = "fp8"`: how many blocks at each end of the model stay in bf16; less than half of them.
         #[key(may_change)]
         pub bf16_end_blocks: usize = 0,
+        /// Type of the matrices' gradients that are kept between micro-batches and until the update. Each
+        /// micro-batch's are computed, summed over all processes and added in f32.
+        #[key(may_change)]
+        pub gradient_dtype: GradientDtype = GradientDtype::F32,
         /// Whether a row holds one document (cut or padded) instead of packed ones.
         pub one_document_per_row: bool = false,
         /// A step's loss is far above the running mean loss where its perplexity is more than this many times the
@@ -335,6 +339,27 @@ choices! {
         /// forward, e5m2 for gradients, f32 sums. Latent and native sparse attention keep bf16, as do embedding, norms,
         /// scores and head. Needs a GPU of compute capability 8.9 or later; the CPU rounds f32 to such numbers, slowly.
         Fp8 = "fp8",
+    }
+}
+
+choices! {
+    /// `[training] gradient_dtype`.
+    pub enum GradientDtype {
+        /// Four bytes a parameter; sums of micro-batches lose nothing.
+        F32 = "f32",
+        /// Half the memory. The sum is rounded after every micro-batch: a gradient below 1/512 of the sum so far is
+        /// lost.
+        Bf16 = "bf16",
+    }
+}
+
+impl GradientDtype {
+    /// Bytes of one gradient.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::F32 => 4,
+            Self::Bf16 => 2,
+        }
     }
 }
 
@@ -498,6 +523,11 @@ keys! {
         /// Processes that share each row, a part of equal length each. The rest share out the rows.
         #[key(at_least_one, may_change)]
         pub context_parallel_degree: usize = 1,
+        /// What the processes shard (ZeRO, arXiv:1910.02054). 1: the optimizer's moments and masters; gradients are
+        /// reduce-scattered once a step, in its last micro-batch. 2: gradients too: they are reduce-scattered after
+        /// every micro-batch, and each process keeps its shard alone.
+        #[key(within(1, 2, "weights are whole in every process: there is no stage 3"), may_change)]
+        pub zero_stage: usize = 1,
     }
 }
 

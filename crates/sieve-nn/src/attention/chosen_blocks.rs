@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::model::Attention;
 use sieve_core::{BlockChoice, ModelShape};
-use sieve_ops::{AttentionSpec, DeviceBackend, Documents, IndexedCall, SieveBackend, indexer_spec};
+use sieve_ops::{AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RowParts, SieveBackend, indexer_spec};
 
 /// Each query sees the tokens of the blocks that it chooses, under one exact softmax. Its parameters are those of
 /// dense attention, so either goes on with the other's weights, and an indexer's.
@@ -77,9 +77,10 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     /// `residual` plus the attention's output; both `[batch, seq_len, d_model]`.
     pub fn forward(&self, x: Tensor<B, 3>, residual: Tensor<B, 3>, context: &LayerContext<'_, B>) -> LayerOutput<B> {
         let packed = self.packed(x, context);
-        let (o, statistics) = match context.shared {
-            None => self.attend(packed, context.documents, context),
-            Some(shared) => {
+        let (o, statistics) = match (context.parts, context.shared) {
+            (Some(parts), _) => self.attend_of_part(packed, parts, context),
+            (None, None) => self.attend(packed, context.documents, context),
+            (None, Some(shared)) => {
                 let packed = packed.map(|x| shared.repeat(x));
                 let (o, statistics) = self.attend(packed, shared.documents(), context);
                 (shared.once(o), statistics)
@@ -117,7 +118,27 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         sieve_ops::choose_key_blocks(scored.clone(), documents, spec, self.choice)
     }
 
-    /// Chooses and attends; the indexer's statistics where the context asks for them.
+    /// As [`attend`](Self::attend) of a part of each row: this rank chooses and attends over whole rows with its share
+    /// of the KV heads and their queries. An indexer has a query for each KV head, and one key that every rank gets.
+    fn attend_of_part(
+        &self,
+        packed: Packed<B>,
+        parts: &RowParts,
+        context: &LayerContext<'_, B>,
+    ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
+        let spec = self.spec();
+        let kinds = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split);
+        let rows = parts.whole_rows(&packed.qkv.device());
+        let of_indexer = [Heads::Split(spec.num_kv_heads), Heads::Shared(2)];
+        let packed = Packed {
+            qkv: parts.to_heads(packed.qkv, &kinds),
+            index: packed.index.map(|index| parts.to_heads(index, &of_indexer)),
+        };
+        let (o, statistics) = self.attend(packed, &rows, context);
+        (parts.to_tokens(o, spec.num_heads), statistics)
+    }
+
+    /// Chooses and attends, with all heads or some; the indexer's statistics where the context asks for them.
     fn attend(
         &self,
         packed: Packed<B>,
@@ -125,6 +146,8 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         context: &LayerContext<'_, B>,
     ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
         let spec = context.under_policy(self.spec());
+        let all_kv_heads = spec.num_kv_heads;
+        let spec = spec.of_packed_heads(packed.qkv.dims()[2]);
         let chosen = (!self.is_warmup).then(|| self.choose(&packed, documents, spec));
         let Packed { qkv, index } = packed;
         let Some(index) = index else {
@@ -139,7 +162,7 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             spec,
             choice: self.choice,
             chosen,
-            loss_weight: self.loss_weight * context.token_share / spec.num_kv_heads as f64,
+            loss_weight: self.loss_weight * context.token_share / all_kv_heads as f64,
         };
         let statistics = context.measures_indexers.then(|| {
             let chooses = || sieve_ops::choose_key_blocks(index.clone(), documents, indexer_spec(spec), self.choice);

@@ -3,11 +3,11 @@ use super::LayerContext;
 use crate::kv_cache::{LatentCache, NewLatents};
 use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::Module;
-use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{DeviceBackend, KernelPolicy, MlaSpec, QkNorm, SieveBackend, mla_decode};
+use sieve_ops::{DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RowParts, SieveBackend, mla_decode};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
 /// for all heads. Nothing else is cached but, where keys are normed, one number a head and token.
@@ -80,14 +80,53 @@ impl<B: Backend> LatentAttention<B> {
 impl<B: SieveBackend> LatentAttention<B> {
     /// `[batch, seq_len, d_model]`, shape kept. The context's tables are `qk_rope_head_dim` wide.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
-        let packed = self.packed_of(x, context).unsqueeze_dim(2);
         let spec = MlaSpec {
             policy: context.policy,
             ..self.spec()
         };
+        if let Some(parts) = context.parts {
+            return self.forward_of_part(x, context, parts, spec);
+        }
+        let packed = self.packed_of(x, context).unsqueeze_dim(2);
         let o = context.attend(packed, |packed, documents| {
             sieve_ops::mla_attention(packed.squeeze_dim(2), documents, spec)
         });
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+
+    /// As [`forward`](Self::forward) of a part of each row: this rank gets the latents of the whole rows, makes keys
+    /// and values of its own heads from them, and attends with these heads.
+    fn forward_of_part(
+        &self,
+        x: Tensor<B, 3>,
+        context: &LayerContext<'_, B>,
+        parts: &RowParts,
+        spec: MlaSpec,
+    ) -> Tensor<B, 3> {
+        let ([batch, len, _], device) = (x.dims(), x.device());
+        let rows = parts.whole_rows::<B>(&device);
+        let heads = parts.own_heads(self.num_heads);
+        let own = MlaSpec {
+            num_heads: heads.len(),
+            ..spec
+        };
+        let (latent, k_rope) = self.latent(x.clone());
+        let q = self
+            .q_proj
+            .forward(x)
+            .reshape([batch, len, self.num_heads, spec.key_dim()]);
+        let q = parts.to_heads(q, &[Heads::Split(self.num_heads)]).flatten(2, 3);
+        let shared = Tensor::cat(vec![latent, k_rope], 2).unsqueeze_dim(2);
+        let shared = parts.to_heads(shared, &[Heads::Shared(1)]).squeeze_dim::<3>(2);
+        let latent = shared.clone().narrow(2, 0, self.kv_lora_rank);
+        let k_rope = shared.narrow(2, self.kv_lora_rank, self.rope_dim);
+        // Other ranks' gradients fill the rows of the other heads.
+        let up = self.kv_b_proj.weight.val();
+        let up = up.narrow(0, heads.start * 2 * self.head_dim, heads.len() * 2 * self.head_dim);
+        let kv = sieve_ops::linear(latent, up);
+        let (packed, _) = self.rotated([q, kv, k_rope], rows.positions.clone(), context, own);
+        let o = sieve_ops::mla_attention(packed, &rows, own);
+        let o = parts.to_tokens(o, self.num_heads);
         self.o_proj.forward(o.flatten(2, 3))
     }
 
@@ -156,14 +195,25 @@ impl<B: SieveBackend> LatentAttention<B> {
         k_rope: Tensor<B, 3>,
         context: &LayerContext<'_, B>,
     ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
-        let (q, positions) = (self.q_proj.forward(x), context.positions.clone());
+        let q = self.q_proj.forward(x);
+        self.rotated([q, kv, k_rope], context.positions.clone(), context, self.spec())
+    }
+
+    /// Queries, keys and values of some heads, normed and rotated.
+    fn rotated(
+        &self,
+        inputs: [Tensor<B, 3>; 3],
+        positions: Tensor<B, 2, Int>,
+        context: &LayerContext<'_, B>,
+        spec: MlaSpec,
+    ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
         let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
         let norm = norms.map(|(q_norm, k_norm)| QkNorm {
             q_weight: q_norm.weight.val(),
             k_weight: k_norm.weight.val(),
             epsilon: q_norm.epsilon,
         });
-        sieve_ops::mla_pack([q, kv, k_rope], norm, positions, context.rope, self.spec())
+        sieve_ops::mla_pack(inputs, norm, positions, context.rope, spec)
     }
 
     /// What the cache keeps of new tokens.

@@ -9,7 +9,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-use sieve_ops::{AttentionSpec, DeviceBackend, Documents, KernelPolicy, NsaBlocks, NsaCall, SieveBackend};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, Documents, Heads, KernelPolicy, NsaBlocks, NsaCall, RowParts, SieveBackend,
+};
 
 /// Bias of the gates at the start, by branch: training begins as a window.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
@@ -116,14 +118,18 @@ impl<B: Backend> NativeSparseAttention<B> {
 }
 
 impl<B: SieveBackend> NativeSparseAttention<B> {
-    fn call(&self, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B> {
+    /// The call on a packed tensor of all heads, or of some KV heads with their queries.
+    fn call(&self, packed: &Tensor<B, 4>, documents: &Documents<B>, policy: KernelPolicy) -> NsaCall<B> {
         let spec = AttentionSpec { policy, ..self.spec() };
-        NsaCall::new(documents, spec, self.blocks())
+        NsaCall::new(documents, spec.of_packed_heads(packed.dims()[2]), self.blocks())
     }
 
     /// `[batch, seq_len, d_model]`, shape kept.
     pub fn forward(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 3> {
         let branches = self.branches(x.clone(), context);
+        if let Some(parts) = context.parts {
+            return self.forward_of_part(x, branches, parts, context.policy);
+        }
         let o = match context.shared {
             None => self.attend_compressing(branches, context.documents, context.policy),
             Some(shared) => {
@@ -139,6 +145,42 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         self.gate(x, o)
     }
 
+    /// As [`forward`](Self::forward) of a part of each row: this rank attends over whole rows with its share of the KV
+    /// heads and their queries. Blocks are compressed and chosen head by head, so nothing else crosses.
+    fn forward_of_part(
+        &self,
+        x: Tensor<B, 3>,
+        branches: Branches<B>,
+        parts: &RowParts,
+        policy: KernelPolicy,
+    ) -> Tensor<B, 3> {
+        let ([batch, len, _], spec) = (x.dims(), self.spec());
+        let kinds = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split);
+        let window = parts.to_heads(branches.window, &kinds);
+        let other = |branch, is_shared| match is_shared {
+            true => window.clone(),
+            false => parts.to_heads(branch, &kinds),
+        };
+        let selected = other(branches.selected, self.select_kv_proj.is_none());
+        let shares_compressed = self.nsa.compress == NsaCompression::Mean && self.compress_kv_proj.is_none();
+        let compressed = other(branches.compressed, shares_compressed);
+        let rows = parts.whole_rows(&x.device());
+        let branches = Branches {
+            compressed,
+            selected,
+            window,
+        };
+        let o = self.attend_compressing(branches, &rows, policy);
+        // The gated sum crosses, not the three branches.
+        let (heads, own) = (spec.num_heads, parts.own_heads(spec.num_heads));
+        let logits = self.gate_proj.forward(x).reshape([batch, len, heads, NUM_NSA_BRANCHES]);
+        let logits = parts.to_heads(logits, &[Heads::Split(heads)]).flatten(2, 3);
+        let bias = self.gate_bias.val();
+        let bias = bias.narrow(0, own.start * NUM_NSA_BRANCHES, own.len() * NUM_NSA_BRANCHES);
+        let o = parts.to_tokens(sieve_ops::nsa_gates(o, logits, bias), heads);
+        self.o_proj.forward(o.flatten(2, 3))
+    }
+
     /// The blocks whose tokens each query reads in the selected branch,
     /// `[batch, seq_len, num_kv_heads, num_selected_blocks]`:
     /// counted from the document's first token, ascending, then -1. For measures; [`forward`](Self::forward) chooses
@@ -146,7 +188,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
         let compressed = self.branches(x, context).compressed;
         let pooled = self.compress(compressed.clone(), context.documents);
-        let call = self.call(context.documents, context.policy);
+        let call = self.call(&compressed, context.documents, context.policy);
         sieve_ops::nsa_compressed_attention(compressed, pooled, &call).block_indices
     }
 
@@ -206,7 +248,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
         documents: &Documents<B>,
         policy: KernelPolicy,
     ) -> [Tensor<B, 4>; NUM_NSA_BRANCHES] {
-        let call = self.call(documents, policy);
+        let call = self.call(&branches.window, documents, policy);
         let coarse = sieve_ops::nsa_compressed_attention(branches.compressed, compressed, &call);
         let indices = coarse.block_indices;
         let selected = sieve_ops::nsa_selected_attention(branches.selected, indices, &call);
@@ -263,7 +305,7 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
 
     /// Compressed keys and values, `[2, batch * num_slots * num_kv_heads, head_dim]`.
     pub(super) fn compress(&self, qkv: Tensor<B, 4>, documents: &Documents<B>) -> Tensor<B, 3> {
-        let call = self.call(documents, KernelPolicy::default());
+        let call = self.call(&qkv, documents, KernelPolicy::default());
         let (Some(k), Some(v)) = (&self.k_compress, &self.v_compress) else {
             return sieve_ops::nsa_mean_pool(qkv, &call);
         };

@@ -1,13 +1,13 @@
 //! Attention of a part of each row.
 use super::RowParts;
 use super::border::{Border, Reach};
-use super::heads::{to_heads, to_tokens};
+use super::heads::{Heads, to_heads, to_tokens};
 use crate::DeviceBackend;
 use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
 use crate::dma::{DmaCall, DmaScoresCall, DmaSelection, bias_gradient, dma_bias, dma_rank};
 use crate::tensors::{Float, Ints, primitive, tensor};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Int, Tensor, TensorData, TensorMetadata};
 use sieve_core::{DmaShape, KeepOLow};
 
 /// What DMA has beside the packed tensor: w_dt, a, its form, and the tokens' positions in their documents.
@@ -71,7 +71,7 @@ pub(crate) fn forward<B: DeviceBackend>(
         let own = to_own_heads::<B>(parts, qkv, spec);
         let output = <B as DeviceBackend>::attention(own.clone(), &whole::<B>(parts, &own, spec));
         let o = tensor::<B, 4>(output.o.clone());
-        let o = to_tokens(&*parts.links, o, &[spec.num_heads]);
+        let o = to_tokens(&*parts.links, o, &[Heads::Split(spec.num_heads)]);
         return Parted {
             o: primitive(o),
             way: Way::Heads(output),
@@ -130,7 +130,7 @@ pub(crate) fn backward<B: DeviceBackend>(
     let links = &*parts.links;
     let bordered = match parted.way {
         Way::Heads(output) => {
-            let d_o = primitive(to_heads(links, tensor::<B, 4>(d_o), &[spec.num_heads]));
+            let d_o = primitive(to_heads(links, tensor::<B, 4>(d_o), &[Heads::Split(spec.num_heads)]));
             let own = to_own_heads::<B>(parts, qkv, spec);
             let d_own = B::attention_backward(own.clone(), &whole::<B>(parts, &own, spec), output, d_o);
             let d_qkv = to_tokens(links, tensor::<B, 4>(d_own), &kinds(spec));
@@ -181,8 +181,8 @@ fn scores_call<B: Backend>(qkv: &Float<B>, w_dt: Float<B>, a: Float<B>, spec: At
     DmaScoresCall { qkv, w_dt, a, spec }
 }
 
-fn kinds(spec: AttentionSpec) -> [usize; 3] {
-    [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+fn kinds(spec: AttentionSpec) -> [Heads; 3] {
+    [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads].map(Heads::Split)
 }
 
 fn to_own_heads<B: DeviceBackend>(parts: &RowParts, qkv: Float<B>, spec: AttentionSpec) -> Float<B> {
@@ -197,13 +197,8 @@ fn whole<B: Backend>(parts: &RowParts, own: &Float<B>, spec: AttentionSpec) -> A
         let bounds = parts.bounds[bound].iter().map(|&bound| bound as i32);
         int_primitive::<B>(bounds.collect(), shape, &device)
     });
-    let num_parts = parts.links.num_parts();
-    let own_spec = AttentionSpec {
-        num_heads: spec.num_heads / num_parts,
-        num_kv_heads: spec.num_kv_heads / num_parts,
-        ..spec
-    };
-    AttentionCall::new(documents, own_spec)
+    let packed_heads = own.shape()[2];
+    AttentionCall::new(documents, spec.of_packed_heads(packed_heads))
 }
 
 pub(super) fn int_primitive<B: Backend>(values: Vec<i32>, shape: [usize; 2], device: &B::Device) -> Ints<B> {

@@ -1,20 +1,92 @@
-//! Tokens for heads: from a part of all heads to whole rows of some heads, and back.
+//! Tokens for heads: from a part of all heads to whole rows of some heads, and back (Ulysses, arXiv:2309.14509).
 //!
 //! Both ways a copy puts what goes to one rank, or comes from it, in one piece; with one row a micro-batch the other
 //! side of the exchange is in order as it is.
-use super::RowLinks;
-use crate::DeviceBackend;
+use super::{RowLinks, RowParts};
+use crate::documents::Documents;
 use crate::tensors::{primitive, tensor};
-use burn::tensor::{Tensor, s};
+use crate::{DeviceBackend, SieveBackend};
+use burn::tensor::{DType, Tensor, s};
 use std::ops::Range;
 
-/// From `[batch, len, heads, width]` of this part to whole rows of every rank's share of the heads. `kinds` says how
-/// many heads follow one another that are shared out alike: queries, keys, values.
-pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[usize]) -> Tensor<B, 4> {
-    let (parts, [batch, len, heads, width]) = (links.num_parts(), x.dims());
-    let own = heads / parts;
+/// Heads of one kind in a tensor that is exchanged: queries, keys, values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Heads {
+    /// Each rank gets an equal share of this many heads.
+    Split(usize),
+    /// Each rank gets all of this many heads: what its own heads share, as a latent.
+    Shared(usize),
+}
+
+impl Heads {
+    fn all(self) -> usize {
+        match self {
+            Self::Split(heads) | Self::Shared(heads) => heads,
+        }
+    }
+
+    /// Heads of one rank of `parts`.
+    fn own(self, parts: usize) -> usize {
+        match self {
+            Self::Split(heads) => heads / parts,
+            Self::Shared(heads) => heads,
+        }
+    }
+}
+
+impl RowParts {
+    /// Exchanges tokens for heads: from this rank's part of each row to whole rows of its heads. All ranks of a row
+    /// call it in the same order.
+    ///
+    /// # Shapes
+    /// - x: `[batch, len, heads, width]`, the heads of `kinds` one after another
+    /// - returns: `[batch, seq_len, own heads, width]`
+    pub fn to_heads<B: SieveBackend>(&self, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
+        let (x, links, kinds) = (primitive(x), self.links.clone(), kinds.to_vec());
+        let value = tensor::<B::Inner, 4>(B::value(x.clone()));
+        let rows = primitive(to_heads(&*links, value, &kinds));
+        tensor(B::node([&x], rows, move |d_rows| {
+            [primitive(to_tokens(&*links, tensor::<B::Inner, 4>(d_rows), &kinds))]
+        }))
+    }
+
+    /// The inverse of [`to_heads`](Self::to_heads) for split heads.
+    ///
+    /// # Shapes
+    /// - x: `[batch, seq_len, own heads, width]`
+    /// - returns: `[batch, len, num_heads, width]`
+    pub fn to_tokens<B: SieveBackend>(&self, x: Tensor<B, 4>, num_heads: usize) -> Tensor<B, 4> {
+        let (x, links, kinds) = (primitive(x), self.links.clone(), [Heads::Split(num_heads)]);
+        let value = tensor::<B::Inner, 4>(B::value(x.clone()));
+        let part = primitive(to_tokens(&*links, value, &kinds));
+        tensor(B::node([&x], part, move |d_part| {
+            [primitive(to_heads(&*links, tensor::<B::Inner, 4>(d_part), &kinds))]
+        }))
+    }
+
+    /// This rank's share of `count` heads.
+    ///
+    /// Panics when they cannot be shared out equally.
+    pub fn own_heads(&self, count: usize) -> Range<usize> {
+        let (part, parts) = (self.links.part(), self.links.num_parts());
+        assert_eq!(count % parts, 0, "{count} heads among {parts} ranks");
+        let own = count / parts;
+        part * own..(part + 1) * own
+    }
+
+    /// Bounds and positions of the whole rows.
+    pub fn whole_rows<B: SieveBackend>(&self, device: &B::Device) -> Documents<B> {
+        let [start, end] = &*self.bounds;
+        Documents::new(start, end, [self.batch, self.seq_len], device)
+    }
+}
+
+/// See [`RowParts::to_heads`].
+pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
+    let (parts, [batch, len, _, width]) = (links.num_parts(), x.dims());
+    let own = kinds.iter().map(|kind| kind.own(parts)).sum();
     let mut given = Tensor::empty([parts, batch, len, own, width], (&x.device(), x.dtype()));
-    for Stretch { part, all, of_part } in stretches(kinds, parts) {
+    for Stretch { part, all, of_part, .. } in stretches(kinds, parts) {
         let some = x.clone().slice(s![.., .., all, ..]).unsqueeze_dim::<5>(0);
         given = given.slice_assign(s![part..=part, .., .., of_part, ..], some);
     }
@@ -26,8 +98,8 @@ pub(super) fn to_heads<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, 
     rows.reshape([batch, parts * len, own, width])
 }
 
-/// The inverse of [`to_heads`].
-pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[usize]) -> Tensor<B, 4> {
+/// The inverse of [`to_heads`]; of shared heads the sum over all ranks, which is its gradient.
+pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>, kinds: &[Heads]) -> Tensor<B, 4> {
     let (parts, [batch, seq_len, own, width]) = (links.num_parts(), x.dims());
     let len = seq_len / parts;
     let given = match batch {
@@ -35,12 +107,31 @@ pub(super) fn to_tokens<B: DeviceBackend>(links: &dyn RowLinks, x: Tensor<B, 4>,
         _ => (x.reshape([batch, parts, len, own, width])).swap_dims(0, 1),
     };
     let found = tensor::<B, 5>(B::all_to_all(links, primitive(given)));
-    let mut rows = Tensor::empty([batch, len, own * parts, width], (&found.device(), found.dtype()));
-    for Stretch { part, all, of_part } in stretches(kinds, parts) {
-        let some = found.clone().slice(s![part..=part, .., .., of_part, ..]);
+    let heads = kinds.iter().map(|kind| kind.all()).sum();
+    let mut rows = Tensor::empty([batch, len, heads, width], (&found.device(), found.dtype()));
+    for stretch in stretches(kinds, parts) {
+        let Stretch {
+            part,
+            all,
+            of_part,
+            is_shared,
+        } = stretch;
+        let some = match (is_shared, part) {
+            (false, _) => found.clone().slice(s![part..=part, .., .., of_part, ..]),
+            (true, 0) => sum_of_parts(found.clone().slice(s![.., .., .., of_part, ..])),
+            (true, _) => continue,
+        };
         rows = rows.slice_assign(s![.., .., all, ..], some.squeeze_dim::<4>(0));
     }
     rows
+}
+
+/// The sum over the first dimension, in f32 and in the order of the parts.
+fn sum_of_parts<B: DeviceBackend>(x: Tensor<B, 5>) -> Tensor<B, 5> {
+    match x.dtype() {
+        dtype @ (DType::BF16 | DType::F16) => x.cast(DType::F32).sum_dim(0).cast(dtype),
+        _ => x.sum_dim(0),
+    }
 }
 
 /// Heads of one kind that are one rank's.
@@ -49,21 +140,25 @@ struct Stretch {
     /// Their place among all heads, and among the rank's heads.
     all: Range<usize>,
     of_part: Range<usize>,
+    is_shared: bool,
 }
 
-fn stretches(kinds: &[usize], parts: usize) -> Vec<Stretch> {
-    let (mut first, mut stretches) = (0, Vec::new());
-    for heads in kinds {
-        let own = heads / parts;
+fn stretches(kinds: &[Heads], parts: usize) -> Vec<Stretch> {
+    let (mut first, mut first_own, mut stretches) = (0, 0, Vec::new());
+    for &kind in kinds {
+        let own = kind.own(parts);
+        let is_shared = matches!(kind, Heads::Shared(_));
         stretches.extend((0..parts).map(|part| {
-            let (from, of_part) = (first + part * own, first / parts);
+            let from = if is_shared { first } else { first + part * own };
             Stretch {
                 part,
                 all: from..from + own,
-                of_part: of_part..of_part + own,
+                of_part: first_own..first_own + own,
+                is_shared,
             }
         }));
-        first += heads;
+        first += kind.all();
+        first_own += own;
     }
     stretches
 }

@@ -1,7 +1,8 @@
 mod gpus;
 
 use super::border::Border;
-use super::{DmaParts, Parted, RowParts, ThreadLinks, backward, forward};
+use super::heads::{to_heads, to_tokens};
+use super::{DmaParts, Heads, Parted, RowLinks, RowParts, ThreadLinks, backward, forward};
 use crate::DeviceBackend;
 use crate::attention::{AttentionCall, AttentionSpec};
 use crate::dma::DmaScoresCall;
@@ -340,5 +341,32 @@ fn a_part_gets_as_many_keys_as_are_kept_however_long_the_row_is() {
         // As many as there are before the part, or as many as are kept.
         let expected = (0..num_parts).map(|part| 5.min(part * ROW / num_parts));
         assert!(expected.eq(slots), "{num_parts} parts");
+    }
+}
+
+#[test]
+fn tokens_are_exchanged_for_heads_and_back() {
+    let kinds = [Heads::Split(4), Heads::Shared(1), Heads::Split(8)];
+    for num_parts in [1, 2, 4] {
+        let rows = Random(5).input(&[BATCH, ROW, 13, 3]).tensor(DType::F32);
+        std::thread::scope(|scope| {
+            for links in ThreadLinks::all(num_parts) {
+                let rows = tensor::<Flex, 4>(rows.clone());
+                scope.spawn(move || {
+                    let (part, len) = (links.part(), ROW / num_parts);
+                    let own = rows.clone().narrow(1, part * len, len);
+                    let heads = to_heads(&links, own.clone(), &kinds);
+                    let [four, eight] = [4 / num_parts, 8 / num_parts];
+                    let wanted = [(part * four, four), (4, 1), (5 + part * eight, eight)];
+                    let wanted = wanted.map(|(first, count)| rows.clone().narrow(2, first, count));
+                    assert_eq!(heads.to_data(), Tensor::cat(wanted.to_vec(), 2).to_data());
+                    // Of a shared head every part's values are added up.
+                    let back = to_tokens(&links, heads, &kinds);
+                    let shared = own.clone().narrow(2, 4, 1) * num_parts as f64;
+                    let wanted = [own.clone().narrow(2, 0, 4), shared, own.narrow(2, 5, 8)];
+                    assert_eq!(back.to_data(), Tensor::cat(wanted.to_vec(), 2).to_data());
+                });
+            }
+        });
     }
 }

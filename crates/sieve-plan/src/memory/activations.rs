@@ -1,5 +1,6 @@
 //! What a block keeps for its backward pass, and what that pass holds for a moment.
 
+use crate::row_parts::RowShare;
 use crate::{Target, gpu_attention_gap};
 use sieve_core::model::{Attention, AttentionForm, DmaShape, ModelShape, NUM_NSA_BRANCHES};
 use sieve_core::recipe::TrainingSection;
@@ -204,7 +205,12 @@ pub fn activation_bytes_per_token(
 
 /// Most bytes that one block's backward pass holds beside what the forward pass kept, gradients of its weights
 /// included.
-pub(super) fn block_temporaries(shape: &ModelShape, target: &Target, training: &TrainingSection) -> u64 {
+pub(super) fn block_temporaries(
+    shape: &ModelShape,
+    target: &Target,
+    training: &TrainingSection,
+    rows: &RowShare,
+) -> u64 {
     let bytes = target.value_bytes();
     let tokens = (training.local_batch_size * training.seq_len) as u64;
     let [d_model, d_ff] = [shape.d_model, shape.d_ff].map(|size| size as u64);
@@ -231,16 +237,19 @@ pub(super) fn block_temporaries(shape: &ModelShape, target: &Target, training: &
     // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums
     // of dq. Gate and up, and the stream between the halves, are gone by then.
     let kinds = shape.by_kind();
-    let sums = kinds.iter().map(|part| attention_sums(part, target, training));
+    let sums = kinds.iter().map(|part| {
+        let (own, seq_len) = rows.attention(part);
+        attention_sums(&own, target, [training.local_batch_size, seq_len])
+    });
     let sums = sums.max().unwrap_or(0);
     let attention = 3 * matrix + times(tokens, (d_model + q + 2 * packed) * bytes) + sums;
     let gone = times(tokens, (2 * d_ff + d_model) * bytes);
     swiglu.max(norm).max(attention.saturating_sub(gone))
 }
 
-/// f32 buffers of an attention's backward pass.
-fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSection) -> u64 {
-    let (batch, seq_len) = (training.local_batch_size as u64, training.seq_len);
+/// f32 buffers of an attention's backward pass over rows of this number and length.
+fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usize; 2]) -> u64 {
+    let batch = num_rows as u64;
     let tokens = batch * seq_len as u64;
     let (q, kv) = (shape.q_width() as u64, shape.kv_width() as u64);
     let heads = shape.num_heads as u64;
@@ -254,7 +263,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, training: &TrainingSectio
             [shape.num_heads, shape.num_kv_heads],
             [shape.head_dim + rope_dim, shape.head_dim],
         );
-        let call = AttentionShape::new(training.local_batch_size, seq_len, heads, widths);
+        let call = AttentionShape::new(num_rows, seq_len, heads, widths);
         call.key_part_bytes(window, Hardware::HOPPER.num_multiprocessors) as u64
     };
     let has_gap = gpu_attention_gap(shape).is_some();

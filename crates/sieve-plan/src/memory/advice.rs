@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::MemoryPlan;
-use sieve_core::recipe::{ActivationCheckpointMode, Recipe};
+use sieve_core::recipe::{ActivationCheckpointMode, GradientDtype, Recipe};
 
 /// One change of a recipe, and what it needs then.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -14,8 +14,8 @@ pub struct FittingSetting {
     pub total_bytes: u64,
 }
 
-/// The least change of either setting alone, and of both together where neither is enough. Both leave the step's tokens
-/// as they are.
+/// Another way to keep gradients; the least change of recomputation or of the micro-batch alone, and of both together
+/// where neither is enough. All leave the step's tokens as they are. `ranks` counts the processes that have rows apart.
 pub(super) fn settings_that_fit(
     recipe: &Recipe,
     ranks: usize,
@@ -33,6 +33,7 @@ pub(super) fn settings_that_fit(
         }
         fits
     };
+    let _found = other_gradients(recipe, ranks).any(|(changed, setting)| consider(&changed, setting));
     let by_mode = modes_after(recipe.activation_checkpoint.mode)
         .into_iter()
         .any(|(name, mode)| consider(&with_mode(recipe, mode), mode_setting(name)));
@@ -48,6 +49,28 @@ pub(super) fn settings_that_fit(
         });
     }
     found
+}
+
+/// Recipes that keep gradients in less memory, the one that changes least first.
+fn other_gradients(recipe: &Recipe, ranks: usize) -> impl Iterator<Item = (Recipe, String)> {
+    let training = &recipe.training;
+    let adds_up = training.global_batch_size > training.local_batch_size * ranks;
+    let is_whole = recipe.parallelism.zero_stage < 2 && adds_up;
+    let is_f32 = training.gradient_dtype == GradientDtype::F32;
+    let ways = [(true, false), (false, true), (true, true)].into_iter();
+    let ways = ways.filter(move |&(shards, rounds)| (is_whole || !shards) && (is_f32 || !rounds));
+    ways.map(|(shards, rounds)| {
+        let (mut changed, mut settings) = (recipe.clone(), Vec::new());
+        if shards {
+            changed.parallelism.zero_stage = 2;
+            settings.push("parallelism.zero_stage=2");
+        }
+        if rounds {
+            changed.training.gradient_dtype = GradientDtype::Bf16;
+            settings.push("training.gradient_dtype=bf16");
+        }
+        (changed, settings.join(" "))
+    })
 }
 
 fn modes_after(mode: ActivationCheckpointMode) -> Vec<(&'static str, ActivationCheckpointMode)> {

@@ -23,6 +23,11 @@ impl PeakWatch {
         self.memory.watch();
     }
 
+    /// Whether all watched steps of the stage were given to the device.
+    pub(super) fn is_over(&self) -> bool {
+        self.steps_left == 0
+    }
+
     /// A step was given to the device.
     pub(super) fn step(&mut self) {
         if self.steps_left > 0 {
@@ -74,11 +79,11 @@ mod tests {
         let mut watch = PeakWatch::start(memory);
         assert_eq!(counts(), (1, 0));
         watch.step();
-        assert_eq!(counts(), (1, 0));
+        assert_eq!((counts(), watch.is_over()), ((1, 0), false));
         for _ in 0..3 {
             watch.step();
         }
-        assert_eq!(counts(), (1, 1));
+        assert_eq!((counts(), watch.is_over()), ((1, 1), true));
         watch.restart();
         watch.step();
         assert_eq!(counts(), (2, 1));

@@ -30,25 +30,28 @@ pub(super) fn check_parallelism(section: &ParallelismSection, parts: &Parts<'_>,
         || format!("computes whole rows in each process, and {DEGREE} = {degree} cuts them into parts"),
         || "leave out one of the two".to_owned(),
     );
-    let kind = parts.attention.map(|attention| attention.kind());
-    let cannot = [
+    // Grouped attention and DMA also read the keys of earlier parts; the others exchange tokens for heads alone.
+    let by_heads = [
         AttentionKind::Mla,
         AttentionKind::Nsa,
         AttentionKind::InfllmV2,
         AttentionKind::Moba,
         AttentionKind::Msa,
     ];
-    if let Some(kind) = kind.filter(|kind| cannot.contains(kind)) {
+    let kind = parts.attention.map(|attention| attention.kind());
+    if let Some((kind, model)) = kind.filter(|kind| by_heads.contains(kind)).zip(parts.model) {
+        let heads = model.num_key_value_heads;
         rules.require(
-            false,
+            heads.is_multiple_of(degree),
             DEGREE,
             || {
                 format!(
-                    "is {degree}, and attention of kind = {:?} needs whole rows",
+                    "is {degree}, and attention of kind = {:?} shares out its KV heads: \
+                     model.num_key_value_heads = {heads} is no multiple of that",
                     kind.name()
                 )
             },
-            || "mha, swa and dma work on parts of rows".to_owned(),
+            || "choose a divisor of the KV heads; mha, swa and dma take any degree".to_owned(),
         );
     }
     if let Some(model) = parts.model {
