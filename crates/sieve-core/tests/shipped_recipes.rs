@@ -82,6 +82,15 @@ fn every_shipped_recipe_loads_and_is_complete() {
 }
 
 #[test]
+fn the_recipe_of_dense_steps_differs_from_its_kind_s_in_these_alone() {
+    let recipes = shipped();
+    let (_, mut recipe) = recipes["infllm_v2_80m_ssa"].clone();
+    assert_eq!(recipe.training.dense_steps, 0.5);
+    recipe.training.dense_steps = 0.0;
+    assert_eq!(recipe, recipes["infllm_v2_80m"].1);
+}
+
+#[test]
 fn paper_recipes_follow_table_4() {
     let recipes = shipped();
     for row in TABLE_4 {

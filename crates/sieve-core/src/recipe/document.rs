@@ -8,6 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
+use super::sections::SHARED_LAYER;
 use super::{AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 
@@ -239,6 +240,12 @@ impl Document {
                 .iter_mut()
                 .filter(|name| !is_dense(name) && own.as_ref() == Some(&**name))
             {
+                *name = Value::String("sparse".to_owned());
+            }
+            // A kind that chooses no blocks has none to share.
+            let chooses = matches!(kind, AttentionKind::InfllmV2 | AttentionKind::Moba | AttentionKind::Msa);
+            let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
+            for name in names.iter_mut().filter(is_shared).filter(|_| !chooses) {
                 *name = Value::String("sparse".to_owned());
             }
             if kind == AttentionKind::Mla && names.iter().any(is_dense) {
