@@ -1,5 +1,5 @@
-// hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two, and by each
-// token's score; the same mathematics, layout, buffers, params words and results to rounding.
+// hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two, and by
+// each token's score; the same mathematics, layout, buffers, params words and results to rounding.
 // Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
 //            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c],
 //            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3; RULE 1: the largest p[i, c] of these slots;

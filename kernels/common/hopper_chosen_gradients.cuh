@@ -1,5 +1,5 @@
-// hopper_chosen_gradients: what gradients of attention over chosen blocks share on Hopper: dq of a block's keys from dS^T
-// in shared memory, and sums of a run's keys that go out.
+// hopper_chosen_gradients: what gradients of attention over chosen blocks share on Hopper: dq of a block's keys from
+// dS^T in shared memory, and sums of a run's keys that go out.
 // Defines    as hopper_chosen.cuh, with GRADIENT 1
 #pragma once
 #include "common/hopper_chosen.cuh"

@@ -166,8 +166,8 @@ fn clamped_share<B: Backend>(scores: &[Tensor<B, 3>]) -> Option<f64> {
 }
 
 impl AttentionStatistics {
-    /// Of one micro-batch and all layers of a model, by DMA's masks and, where its bias clamps them, its scores. Where a
-    /// share of the steps is dense ([`dense_steps`](sieve_core::recipe::TrainingSection::dense_steps)), the mean over
+    /// Of one micro-batch and all layers of a model, by DMA's masks and, where its bias clamps them, its scores. Where
+    /// a share of the steps is dense ([`dense_steps`](sieve_core::recipe::TrainingSection::dense_steps)), the mean over
     /// steps.
     pub fn of_model<B: Backend, S: Backend>(
         shape: &ModelShape,

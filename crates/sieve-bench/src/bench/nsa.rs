@@ -151,8 +151,8 @@ fn choices() -> [(&'static str, BlockChoice); 4] {
 }
 
 /// Pooling, choice and attention. Where each query head chooses, attention has keys and values of each head; the copy
-/// that makes them is not timed here. Of an indexer also what its loss adds to a backward pass: its own attention and the
-/// kernel of its gradient, or attention with its keys as values, of the heads and of its own, forward and backward.
+/// that makes them is not timed here. Of an indexer also what its loss adds to a backward pass: its own attention and
+/// the kernel of its gradient, or attention with its keys as values, of the heads and of its own, forward and backward.
 fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
     let heads = [shape.num_heads, shape.num_kv_heads];
     let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape {

@@ -8,8 +8,8 @@
 //!   `compress_stride` tokens
 //! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
-//! - MSA's indexer: `2 * num_kv_heads * head_dim` for each key up to the query, without a backward pass; in the backward
-//!   pass `4 * num_kv_heads * head_dim` for each key that is seen
+//! - MSA's indexer: `2 * num_kv_heads * head_dim` for each key up to the query, without a backward pass; in the
+//!   backward pass `4 * num_kv_heads * head_dim` for each key that is seen
 //! - tokens without a label have no output projection; the counts here are for labelled ones
 //! - backward: twice the forward (two products for each one). The scores that a backward kernel computes again are not
 //!   counted: MFU counts what the mathematics needs, not what an implementation repeats.
@@ -51,8 +51,8 @@ impl FlopsPerToken {
 
 impl ModelShape {
     /// Operations per token when a query sees `mean_active_keys` keys on average (measured, or from
-    /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]) of the `mean_keys` of its document up to its own, all
-    /// of which an indexer scores.
+    /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]) of the `mean_keys` of its document up to its own,
+    /// all of which an indexer scores.
     pub fn flops_per_token(&self, mean_active_keys: f64, mean_keys: f64) -> FlopsPerToken {
         let d_model = self.d_model as f64;
         let num_layers = self.num_layers as f64;
