@@ -2,8 +2,8 @@
 // outermost: shared memory, barriers and the producer, common to attention over chosen blocks and its backward.
 // Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics beside the queries, and dS^T; INDEXED (0): 0 output
 //            gradients beside the queries of a GRADIENT; 1 a row is a query, a tile of queries comes head by head of
-//            the group and then as the indexer's, and the indexer's one key head stands in place of the values; ROW_STAGES
-//            tiles of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
+//            the group and then as the indexer's, and the indexer's one key head stands in place of the values;
+//            ROW_STAGES tiles of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A thread block stays for the whole launch and takes items from a common counter. Its producer warpgroup brings a
 // run's keys and values, one run ahead, and tiles of 128 rows of 256 bytes each, from anywhere; its two consumer
 // warpgroups work on the same keys, each on 64 rows of a tile, and wait for nothing of each other.

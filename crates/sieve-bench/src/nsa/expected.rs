@@ -181,7 +181,8 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
 }
 
 /// The gradient of an indexer's loss over the blocks that the inputs name, by its definition: `dS = I - mean_h P^h`
-/// over the tokens that a query reads, then `dS k` and `dS^T q`. The plain computation rounds dS and the results to bf16.
+/// over the tokens that a query reads, then `dS k` and `dS^T q`. The plain computation rounds dS and the results to
+/// bf16.
 fn index_gradient(inputs: &Inputs) -> Output {
     let (shape, count, size) = (
         shape_of(inputs),
