@@ -29,8 +29,8 @@ const BLOCK_PAIRS: f64 = 0.3;
 /// Blocks that the heads of a group choose together, and that each head chooses: choice, lists and parts in it.
 const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
 /// An indexer's scores of every key; and its loss over the pairs of attention, whose scores it computes again.
-const INDEX_SCORES: f64 = 0.5;
-const INDEX_LOSS: f64 = 0.3;
+const INDEX_SCORES: f64 = 0.42;
+const INDEX_LOSS: f64 = 0.145;
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
 /// How many times as fast fp8 GEMMs are.
@@ -95,7 +95,7 @@ pub(super) fn tokens_per_second(
             let loss = match part.attention.index_warmup() {
                 // Forward and backward passes of attention, with the indexer's keys as values.
                 Some(true) => 3.0 * flops.attention / rate,
-                _ => (flops.attention / 2.0 + 2.0 * flops.index_gradient) / INDEX_LOSS,
+                _ => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
             };
             pairs += (flops.index_scores / INDEX_SCORES + loss) / gpu.bf16_flops;
         }
