@@ -1,22 +1,25 @@
-// hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two; the same
-// mathematics, layout, buffers, params words and results to rounding.
+// hopper_nsa_importance: nsa_importance for sm_90a, for blocks of four strides and compressed blocks of two, and by
+// each token's score; the same mathematics, layout, buffers, params words and results to rounding.
 // Math       p[i, c] = sum over heads h of exp(softmax_scale q_ih . k_c - lse_ih), over the blocks c that i sees;
 //            RULE 0: importance[i, b] = sum over slots c of the document of w(c, b) p[i, c],
-//            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3; RULE 1: the largest p[i, c] of these slots
+//            w = 1, 2, 2, 2, 1 for the slots 4 b - 1 .. 4 b + 3; RULE 1: the largest p[i, c] of these slots;
+//            RULE 3: the largest q_i . k_c of the slots c of block b that i sees
 // Layout     as nsa_importance
 // Buffers    q, keys, lse, doc_start, doc_end, importance
-// Defines    HEAD_DIM 64|128; RULE 0|1
+// Defines    HEAD_DIM 64|128; RULE 0|1|3
 // Tiling     grid (ceil(num_queries / (128 / group)), num_kv_heads, batch); 256 threads: 128 rows (queries x heads, a
 //            query's heads side by side) against 128 slots a step, counted from a document's first; two blocks a
 //            multiprocessor; dynamic shared bytes = 3 * 128 * HEAD_DIM * 2 + 1024
 // Numerics   bf16 products, f32 sums in a fixed order; writes the blocks up to each query's own
-// Edges      group 1, 2, 4, 8 or 16; key_group 1; slots that nobody sees may hold NaN
+// Edges      group 1, 2, 4, 8 or 16; slots that nobody sees may hold NaN; RULE 3: group 1, slots of a token, blocks of
+//            16, 32, 64 or a multiple of 128 tokens
 // A thread's columns of eight are two neighbours. A block is the columns of two lanes and one of the lane before, so
 // that sums over a query's heads and a block's slots are shuffles, and nothing goes through shared memory.
 #include "common/attention_params.cuh"
 #include "common/hopper_copy.cuh"
 #include "common/mma.cuh"
 #include "common/nsa_blocks.cuh"
+#include "common/quad.cuh"
 #include "common/row_sums.cuh"
 #include "common/wgmma.cuh"
 
@@ -122,6 +125,29 @@ DEVICE void write_largest(float (&p)[4 * TILES], float (&carry)[2], const Import
   }
 }
 
+// RULE 3: the largest of a step's scores in each of its BLOCKS blocks. With one, a block is the step or goes on beyond
+// it: `carry` is the largest so far, `inside` whether the block began in an earlier step.
+template <int BLOCKS>
+DEVICE void write_scores(const float (&s)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block,
+                         bool inside) {
+  constexpr int BLOCK_TILES = TILES / BLOCKS;
+  const int t = (int)threadIdx.x % 4;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+      float largest = BLOCKS == 1 && inside ? carry[h] : -INFINITY_F32;
+#pragma unroll
+      for (int n = i * BLOCK_TILES; n < (i + 1) * BLOCK_TILES; ++n)
+        largest = fmaxf(largest, fmaxf(s[4 * n + 2 * h], s[4 * n + 2 * h + 1]));
+      if (BLOCKS == 1) carry[h] = largest;
+      largest = quad_max(largest);
+      // neighbouring blocks by neighbouring lanes
+      if (t == i % 4 && first_block + i <= rows.own[h]) rows.all[rows.to[h] + first_block + i] = largest;
+    }
+  }
+}
+
 template <int MERGED>
 DEVICE void write_importances(float (&p)[4 * TILES], float (&carry)[2], const ImportanceRows& rows, int first_block) {
   if constexpr (RULE == 1) write_largest<MERGED>(p, carry, rows, first_block);
@@ -134,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   extern __shared__ __align__(1024) unsigned char shared_memory[];
   const u32 shared = (shared_address(shared_memory) + 1023) & ~1023u, k_shared = shared + TILE_BYTES;
   const int seq_len = (int)params.seq_len, heads = (int)params.num_kv_heads, group = (int)params.num_heads / heads,
-            tile_queries = ROWS / group;
+            tile_queries = ROWS / group, key_heads = heads / (int)params.key_group;
   const int batch = (int)blockIdx.z, kv_head = (int)blockIdx.y, num_slots = (int)params.num_slots,
             warp = __shfl_sync(~0u, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
   const int range_end = min((int)(params.first_query + params.num_queries), seq_len);
@@ -144,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   if (first_query >= end_query) return;
   const CompressedBlocks blocks = {doc_start + (u64)batch * seq_len, doc_end + (u64)batch * seq_len,
                                    (int)params.compress_size, (int)params.stride};
-  const bf16* k = keys + ((u64)batch * num_slots * heads + kv_head) * HEAD_DIM;
+  const bf16* k = keys + ((u64)batch * num_slots * key_heads + kv_head / (int)params.key_group) * HEAD_DIM;
   const float scale_log2 = f32_word(params.softmax_scale) * LOG2_E;
 
   // Queries: eight warps bring 32 rows of 64 columns each.
@@ -163,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     const int row = warp * 16 + h * 8 + lane / 4;
     query[h] = first_query + row / group;
     row_lse[h] =
-        query[h] < end_query
+        RULE != 3 && query[h] < end_query
             ? lse[((u64)batch * params.num_heads + kv_head * group + row % group) * seq_len + query[h]] * LOG2_E
             : 0.0f;
   }
@@ -172,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   for (int begin = first_query, end; begin < end_query; begin = end) {
     const int document = blocks.doc_start[begin], first_slot = blocks.first_slot(document);
     end = min(blocks.doc_end[begin], end_query);
-    const int num_steps = (end - 1 - document) / ((int)params.select_size * (SLOTS / 4)) + 1;
+    const int num_steps = (end - 1 - document) / (blocks.stride * SLOTS) + 1;
     ImportanceRows rows;
     rows.all = importance;
     int seen[2];
@@ -190,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int slot = min(first_slot + step * SLOTS + warp % 4 * 32 + lane, num_slots - 1);
       if (HEAD_DIM == 128 || warp < 4)
         copy_key_rows<1>(k_shared + step % 2 * TILE_BYTES + warp / 4 * SLOTS * 128, k + warp / 4 * 64,
-                         (u32)heads * HEAD_DIM * 2, slot, warp % 4);
+                         (u32)key_heads * HEAD_DIM * 2, slot, warp % 4);
       copy_async_commit();
     };
     __syncthreads();  // nobody reads the last document's slots any more
@@ -211,12 +237,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const int left[2] = {seen[0] - step * SLOTS, seen[1] - step * SLOTS};
       const bool partial = !__all_sync(~0u, min(left[0], left[1]) >= SLOTS);
       wgmma_wait<0>();
+      if (RULE != 3) {
 #pragma unroll
-      for (int i = 0; i < 4 * TILES; ++i) p[i] = exp2_fast(p[i] * scale_log2 - row_lse[i % 4 / 2]);
+        for (int i = 0; i < 4 * TILES; ++i) p[i] = exp2_fast(p[i] * scale_log2 - row_lse[i % 4 / 2]);
+      }
       if (partial) {
 #pragma unroll
         for (int i = 0; i < 4 * TILES; ++i)
-          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left[i % 4 / 2]) p[i] = 0.0f;
+          if (i / 4 * 8 + lane % 4 * 2 + i % 2 >= left[i % 4 / 2]) p[i] = RULE == 3 ? -INFINITY_F32 : 0.0f;
+      }
+      if constexpr (RULE == 3) {
+        const int size = (int)params.select_size, slot = step * SLOTS, block = slot / size;
+        switch (size) {
+          case 16: write_scores<8>(p, carry, rows, block, false); break;
+          case 32: write_scores<4>(p, carry, rows, block, false); break;
+          case 64: write_scores<2>(p, carry, rows, block, false); break;
+          default: write_scores<1>(p, carry, rows, block, slot % size != 0);
+        }
+        continue;
       }
       const int first_block = step * (SLOTS / 4);
       switch (group) {

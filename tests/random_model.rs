@@ -25,6 +25,16 @@ pub(crate) fn kinds() -> Vec<[&'static str; 3]> {
             num_selected_blocks = 4\nnum_local_blocks = 2
         moba => tie_word_embeddings = true\nresidual_scale = true => kind = "moba"\nselect_block_size = 4\n\
             num_selected_blocks = 3
+        msa => tie_word_embeddings = false => kind = "msa"\nselect_block_size = 4\nnum_selected_blocks = 3
+        msa_hybrid => tie_word_embeddings = true\nqk_norm = false\nlayer_types = ["mha", "sparse", "sparse"] \
+            => kind = "msa"\nselect_block_size = 6\nnum_selected_blocks = 2
+        infllm_v2_shared => tie_word_embeddings = true\nlayer_types = ["sparse", "mha", "shared"] \
+            => kind = "infllm_v2"\ncompress_block_size = 4\ncompress_stride = 2\nselect_block_size = 4\n\
+            num_selected_blocks = 4\nnum_local_blocks = 1
+        moba_shared => tie_word_embeddings = false\nlayer_types = ["sparse", "shared", "shared"] \
+            => kind = "moba"\nselect_block_size = 4\nnum_selected_blocks = 3
+        msa_shared => tie_word_embeddings = true\nlayer_types = ["sparse", "shared", "sparse"] \
+            => kind = "msa"\nselect_block_size = 4\nnum_selected_blocks = 3
         swa => tie_word_embeddings = false => kind = "swa"\nsliding_window = 7
         dma => tie_word_embeddings = true\nresidual_scale = true => kind = "dma"\nkeep_window_size = 5
         dma_recency => tie_word_embeddings = false => kind = "dma"\nkeep_window_size = 7\nbias = "linear"\n\

@@ -22,7 +22,7 @@ const SEQ_LEN: usize = 37;
 /// What a token weighs in the loss of MSA's indexers.
 const TOKEN_SHARE: f64 = 0.01;
 
-const KINDS: [&str; 9] = [
+const KINDS: [&str; 11] = [
     "kind = \"mha\"",
     "kind = \"swa\"\nsliding_window = 7",
     QWEN2,
@@ -34,7 +34,13 @@ const KINDS: [&str; 9] = [
      num_selected_blocks = 3\nnum_local_blocks = 1",
     "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 2",
     "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 2",
+    SHARED_MSA,
+    SHARED_MOBA,
 ];
+
+/// Its last two layers read the blocks of the first.
+const SHARED_MSA: &str = "kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3";
+const SHARED_MOBA: &str = "kind = \"moba\"\nselect_block_size = 4\nnum_selected_blocks = 3";
 
 /// With biases in place of norms of queries and keys.
 const QWEN2: &str = "kind = \"swa\"\nsliding_window = 9";
@@ -44,10 +50,10 @@ const MLA: &str = "kind = \"mla\"\nkv_lora_rank = 20\nqk_rope_head_dim = 6";
 
 fn recipe(attention: &str, tied: bool) -> Recipe {
     let kv_heads = if attention == MLA { 4 } else { 2 };
-    let form = if attention == QWEN2 {
-        "qk_norm = false\nqkv_bias = true\n"
-    } else {
-        ""
+    let form = match attention {
+        QWEN2 => "qk_norm = false\nqkv_bias = true\n",
+        SHARED_MSA | SHARED_MOBA => "layer_types = [\"sparse\", \"shared\", \"shared\"]\n",
+        _ => "",
     };
     let text = format!(
         "[model]\n{form}hidden_size = 48\nintermediate_size = 80\nnum_hidden_layers = 3\nnum_attention_heads = 4\n\
@@ -283,6 +289,44 @@ fn layers_take_the_sums_that_their_backward_pass_adds_to() {
         context.sums = Some(&sums);
         model.layers[0].forward(model.embed_tokens.forward(batch.tokens), &context);
         assert_eq!(before - sums.borrow().len(), taken, "{attention}");
+    }
+}
+
+#[test]
+fn a_dense_step_has_the_gradients_of_dense_attention() {
+    let dense = computed(&model(KINDS[0], true), &BlockSettings::default());
+    for attention in [KINDS[6], KINDS[7], SHARED_MOBA] {
+        let model = model(attention, true);
+        for mode in [ActivationCheckpointMode::None, ActivationCheckpointMode::Full] {
+            let of = |reads_all: bool| {
+                let settings = BlockSettings {
+                    reads_all,
+                    ..settings(mode, 0..0)
+                };
+                computed(&model, &settings)
+            };
+            let (loss, gradients, _) = of(true);
+            let [loss, expected, chosen] = [loss, dense.0, of(false).0].map(f32::from_bits);
+            assert!(
+                (loss - expected).abs() < 1e-5 * expected,
+                "{attention}: {loss}, {expected}"
+            );
+            // Three blocks hold all keys of these short documents, two do not.
+            assert!(attention != KINDS[7] || chosen != expected, "{attention}: {chosen}");
+            for (found, expected) in gradients.iter().zip(&dense.1) {
+                assert_eq!(found.name, expected.name);
+                let (found_values, expected_values) = (values(&found.data), values(&expected.data));
+                let largest = expected_values.iter().fold(0f32, |max, x| max.max(x.abs()));
+                for (a, b) in found_values.iter().zip(&expected_values) {
+                    // One op a half of a block in the dense model, several here.
+                    assert!(
+                        (a - b).abs() <= 1e-4 * largest,
+                        "{attention}: {}: {a} and {b}",
+                        found.name
+                    );
+                }
+            }
+        }
     }
 }
 

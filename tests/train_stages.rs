@@ -373,6 +373,46 @@ fn a_dense_checkpoint_goes_on_with_chosen_blocks_and_back() {
 }
 
 #[test]
+fn the_norm_of_gradients_counts_the_indexers() {
+    let run = TinyRun::new("kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3");
+    let squared_norm = |weight: f64| {
+        let out = format!("weight-{weight}");
+        run.trained(
+            &out,
+            &format!("--set attention.index_loss_weight={weight:?} --stop-after 1"),
+        );
+        number(&run.metrics(&out, "step")[&1]["grad_norm"]).powi(2)
+    };
+    let [none, once, twice] = [0.0, 100.0, 200.0].map(squared_norm);
+    // The first step has the same weights: the cross-entropy's gradients are equal, the indexers' go with the weight.
+    let [of_one, of_two] = [once - none, twice - none];
+    assert!(of_one > 1e-3 * none, "{none}, {once}");
+    assert!((of_two / of_one - 4.0).abs() < 1e-2, "{none}, {once}, {twice}");
+}
+
+#[test]
+fn every_second_step_is_dense_and_a_killed_run_goes_on_with_the_same_bits() {
+    let run = TinyRun::new("kind = \"msa\"\nselect_block_size = 4\nnum_selected_blocks = 3");
+    let text = run.read("tiny.toml");
+    run.write(
+        "staged.toml",
+        text.replacen("steps = 40", "steps = 40\ndense_steps = 0.5", 1),
+    );
+    succeed(&mut train(&run, "out", ""));
+    // The mean over steps of both kinds.
+    let density = |out: &str| number(&run.metrics(out, "step")[&STEPS]["attention"]["density"]);
+    run.trained("sparse", "");
+    assert!((density("out") - (1.0 + density("sparse")) / 2.0).abs() < 1e-9);
+    kill_at(&run, "killed", "", 4);
+    succeed(&mut train(&run, "killed", "--resume"));
+    assert_eq!(run.checkpoint("killed", STEPS), run.checkpoint("out", STEPS));
+    refused(
+        &mut train(&run, "killed", "--resume --set training.dense_steps=0.25"),
+        "training.dense_steps",
+    );
+}
+
+#[test]
 fn a_dense_model_goes_on_with_an_indexer_after_its_warm_up() {
     let dense = TinyRun::new("kind = \"mha\"");
     dense.trained("out", "");

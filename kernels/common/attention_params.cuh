@@ -88,6 +88,11 @@ struct NsaSelectedAttentionBackwardParams : NsaSelectedAttentionForwardParams {
   u64 padded_len;  // rows of row_stats a head
 };
 
+// v is the indexer's key head, in the packed tensor of its queries.
+struct IndexGradientParams : NsaSelectedAttentionForwardParams {
+  u64 index_q_offset;
+};
+
 struct NsaImportanceParams {
   u64 seq_len, num_heads, num_kv_heads, q_offset, q_token_stride, q_batch_stride;  // elements
   u64 softmax_scale;                                                               // f32 bits

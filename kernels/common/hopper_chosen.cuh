@@ -1,7 +1,9 @@
 // hopper_chosen: blocks of 64 keys and the rows of the queries that chose them (nsa_rows.cuh), on Hopper (sm_90a), keys
 // outermost: shared memory, barriers and the producer, common to attention over chosen blocks and its backward.
-// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: output gradients and row statistics beside the queries; ROW_STAGES tiles
-//            of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
+// Defines    HEAD_DIM (64, 128); GRADIENT 0|1: row statistics beside the queries, and dS^T; INDEXED (0): 0 output
+//            gradients beside the queries of a GRADIENT; 1 a row is a query, a tile of queries comes head by head of
+//            the group and then as the indexer's, and the indexer's one key head stands in place of the values;
+//            ROW_STAGES tiles of rows; CONSUMER_REGISTERS, PRODUCER_REGISTERS
 // A thread block stays for the whole launch and takes items from a common counter. Its producer warpgroup brings a
 // run's keys and values, one run ahead, and tiles of 128 rows of 256 bytes each, from anywhere; its two consumer
 // warpgroups work on the same keys, each on 64 rows of a tile, and wait for nothing of each other.
@@ -12,6 +14,9 @@
 #include "common/quad.cuh"
 #include "common/wgmma.cuh"
 
+#ifndef INDEXED
+#define INDEXED 0
+#endif
 constexpr int NUM_CONSUMERS = 2, THREADS = 128 + NUM_CONSUMERS * 128;
 constexpr int KEYS = 64, ROWS = NUM_CONSUMERS * 64, KEY_SLOTS = 2;
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "sums of 64 rows are 32 or 64 registers of a thread");
@@ -20,7 +25,7 @@ static_assert(NUM_CONSUMERS * CONSUMER_REGISTERS + PRODUCER_REGISTERS <= 3 * 168
 
 // Shared memory, from a 1024-byte boundary on.
 constexpr int KEY_TILE_BYTES = KEYS * HEAD_DIM * 2, ROW_TILE_BYTES = ROWS * HEAD_DIM * 2;
-constexpr int STAGE_BYTES = ROW_TILE_BYTES * (1 + GRADIENT);  // queries, then output gradients
+constexpr int STAGE_BYTES = ROW_TILE_BYTES * (GRADIENT && !INDEXED ? 2 : 1);  // queries, then output gradients
 constexpr int STAGES_AT = KEY_SLOTS * 2 * KEY_TILE_BYTES;     // behind keys and values of each slot
 constexpr int DS_BYTES = GRADIENT ? KEYS * 64 * 2 : 0;        // dS^T of a warpgroup
 constexpr int DS_AT = STAGES_AT + ROW_STAGES * STAGE_BYTES;
@@ -50,6 +55,11 @@ constexpr int PRODUCERS_MEET = 1, DS_READY = 2, DS_FREE = 4, ROWS_READ = 6;
 struct ChosenInputs {
   const bf16 *q, *k, *v, *d_out;  // the whole tensors, offsets included
   const float2* stats;            // [batch, num_heads, padded_len] {lse * log2(e), D}
+#if INDEXED
+  const bf16* index_q;           // offset included
+  const float *lse, *index_lse;  // [batch, num_heads, seq_len], [batch, num_kv_heads, seq_len]
+  u64 index_token_stride, index_batch_stride;
+#endif
   u64 q_token_stride, k_token_stride, v_token_stride, q_batch_stride, k_batch_stride, v_batch_stride, padded_len;
   const i32 *doc_start, *doc_end;
   const int2* entries;
@@ -144,10 +154,42 @@ DEVICE int2 find_item(const ChosenInputs& inputs, int index) {
   return make_int2(-1, 0);
 }
 
+constexpr int UNIT = 8;  // elements of a copy: places of rows are counted in these, so that 32 bits hold them
+
+#if INDEXED
+// The tiles of a run: 128 queries of each head of the group, then of the indexer's head, each with its log-sum-exp.
+DEVICE void produce_indexed_rows(const ChosenInputs& inputs, u32 shared, RingPlace<ROW_STAGES>& place,
+                                 const ChosenRun& run, int batch, int kv_head, int first_part) {
+  const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
+  const u64 first_head = ((u64)batch * inputs.num_kv_heads + kv_head) * group;
+  const bf16* q = inputs.q + batch * inputs.q_batch_stride + (u64)kv_head * group * HEAD_DIM;
+  const bf16* index_q = inputs.index_q + batch * inputs.index_batch_stride + (u64)kv_head * HEAD_DIM;
+  for (int row = thread; row - thread < run.num_rows; row += ROWS) {
+    const bool present = row < run.num_rows;
+    const int2 entry = run.entries[min(row, run.num_rows - 1)];
+    for (int head = 0; head <= group; ++head) {
+      const bool is_index = head == group;
+      const u32 full = barrier_at(shared, FULL_ROWS + place.slot);
+      barrier_wait(barrier_at(shared, EMPTY_ROWS + place.slot), place.phase ^ 1);
+      const u32 stride = (u32)((is_index ? inputs.index_token_stride : inputs.q_token_stride) / UNIT);
+      copy_key_rows<DIM_BLOCKS, true>(stage_at(shared, place.slot), is_index ? index_q : q + (u64)head * HEAD_DIM,
+                                      UNIT * 2, present ? (int)((u32)entry.x * stride) : -1, warp);
+      const float* lse = is_index ? inputs.index_lse + ((u64)batch * inputs.num_kv_heads + kv_head) * inputs.seq_len
+                                  : inputs.lse + (first_head + head) * inputs.seq_len;
+      copy_async_4(stats_at(shared, place.slot) + thread * 4, lse + (present ? entry.x : 0), present ? 4 : 0);
+      store_shared_int2(places_at(shared, place.slot) + thread * 8, present ? entry.x : -1, first_part + entry.y);
+      barrier_arrive_copies(full);
+      barrier_arrive(full);
+      place.advance();
+    }
+  }
+}
+#endif
+
 // The producer warpgroup's part.
 DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
   const int thread = (int)threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0), group = inputs.group;
-  constexpr int UNIT = 8;  // elements of a copy: places of rows are counted in these, so that 32 bits hold them
+  const int row_heads = INDEXED ? 1 : group;  // rows that a query has in a tile
   RingPlace<KEY_SLOTS> keys_place;
   RingPlace<ROW_STAGES> place;
   int taken = 0;
@@ -170,10 +212,10 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       const int list = load_shared_int(announced), batch = list / inputs.num_kv_heads,
                 kv_head = list % inputs.num_kv_heads;
       const ChosenRun run = chosen_run(inputs.entries + list * inputs.choices + item.x, first, item.y, item.z,
-                                       inputs.select_size, group, inputs.doc_start + (u64)batch * inputs.seq_len,
+                                       inputs.select_size, row_heads, inputs.doc_start + (u64)batch * inputs.seq_len,
                                        inputs.doc_end + (u64)batch * inputs.seq_len, next);
       const int last_row = run.num_rows - 1;
-      int2 entry = run.entries[min(thread, last_row) / group];  // of this thread's row of the next tile
+      int2 entry = run.entries[min(thread, last_row) / row_heads];  // of this thread's row of the next tile
 
       // Keys and values: two warps each.
       const int num_keys = run.end_key - run.first_key, key = thread % 64;
@@ -181,7 +223,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       const bool is_value = warp >= 2;
       const bf16* from = is_value ? inputs.v + batch * inputs.v_batch_stride : inputs.k + batch * inputs.k_batch_stride;
       copy_key_rows<DIM_BLOCKS, true, KEYS>(shared + (keys_place.slot * 2 + is_value) * KEY_TILE_BYTES,
-                                            from + (u64)kv_head * HEAD_DIM,
+                                            from + (INDEXED && is_value ? 0 : (u64)kv_head * HEAD_DIM),
                                             (u32)(is_value ? inputs.v_token_stride : inputs.k_token_stride) * 2,
                                             key < num_keys ? run.first_key + key : -1, warp % 2);
       if (thread == 0) {
@@ -193,6 +235,9 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
       barrier_arrive(barrier_at(shared, FULL_KEYS + keys_place.slot));
       keys_place.advance();
 
+#if INDEXED
+      produce_indexed_rows(inputs, shared, place, run, batch, kv_head, (int)(list * inputs.choices));
+#else
       const bf16* q = inputs.q + batch * inputs.q_batch_stride + (u64)kv_head * group * HEAD_DIM;
       const u32 q_stride = (u32)(inputs.q_token_stride / UNIT);
       const int first_part = (int)(list * inputs.choices) * group;
@@ -223,6 +268,7 @@ DEVICE void produce(const ChosenInputs& inputs, u32 shared) {
         barrier_arrive(full);
         place.advance();
       }
+#endif
     }
   }
   // A run without rows ends the consumers.

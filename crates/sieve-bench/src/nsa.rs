@@ -20,8 +20,8 @@ use expected::Expected;
 use sieve_core::{BlockChoice, ChoiceRule, ForcedBlocks};
 use sieve_cpu::nsa::overlap_weight;
 use sieve_kernels::{
-    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, KernelError, KeySource,
-    NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    AttentionGradients, AttentionNeeds, AttentionShape, CudaTensor, DeviceReport, IndexGradient, KernelError,
+    KeySource, NeededKernels, NeededKeys, Qkv, SumOrder, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
     nsa_mean_pool_backward,
 };
 use sieve_ops::{AttentionSpec, ChoiceCall, DeviceBackend, NsaBlocks, NsaCall};
@@ -63,6 +63,8 @@ struct Inputs {
     logits: Vec<f32>,
     bias: Vec<f32>,
     d_blocks: Vec<f32>,
+    /// An indexer's queries, one a KV head, its key, and a head that nobody reads.
+    index: Vec<f32>,
     /// Of the selected branch, `[batch, seq_len, num_kv_heads, num_selected_blocks]`.
     chosen: Vec<i32>,
 }
@@ -120,6 +122,7 @@ impl Inputs {
             logits: normals(outputs / head_dim * 3),
             bias: normals(shape.num_heads * 3),
             d_blocks: normals(rows * size * head_dim),
+            index: normals(shape.batch * shape.seq_len * (shape.num_kv_heads + 2) * head_dim),
             tokens: normals(2 * shape.batch * shape.seq_len * shape.num_kv_heads * head_dim),
             chosen: Vec::new(),
             case,
@@ -200,6 +203,28 @@ impl Inputs {
             (name, indices::<B, 4>(B::choose_key_blocks(qkv.clone(), pooled, &call)))
         };
         self.choices().map(of).into()
+    }
+
+    /// What an indexer's divergence weighs.
+    const INDEX_WEIGHT: f32 = 0.3;
+
+    /// The indexer's packed tensor with as many keys and values as it has query heads, the values being its keys, and
+    /// the tensor itself: both with NaN for keys that nobody chose, and for the head that nobody reads.
+    fn indexer(&self) -> [Vec<f32>; 2] {
+        let (shape, d) = (self.case.shape, self.case.shape.head_dim);
+        let (mut own, mut attended, groups) = (self.index.clone(), Vec::new(), shape.num_kv_heads);
+        for (at, token) in own.chunks_exact_mut((groups + 2) * d).enumerate() {
+            let offset = at % shape.seq_len - self.case.doc_start[at] as usize;
+            let (queries, rest) = token.split_at_mut(groups * d);
+            let (key, unread) = rest.split_at_mut(d);
+            unread.fill(f32::NAN);
+            if offset / self.blocks.select_block_size % 3 == 1 {
+                key.fill(f32::NAN);
+            }
+            attended.extend_from_slice(queries);
+            (0..2 * groups).for_each(|_| attended.extend_from_slice(key));
+        }
+        [own, attended]
     }
 
     /// Rows of compressed blocks.
@@ -459,6 +484,28 @@ fn on_device(inputs: &Inputs, device: &dyn Device) -> Result<Found, KernelError>
         };
         call.nsa_selected_attention_backward(documents, &given, blocks, lists)?;
         add(name, &dqkv)?;
+    }
+
+    // Where there is a kernel for it: elsewhere an indexer learns by attention, which is checked above.
+    let [index, attended] = inputs.indexer();
+    let index = bf16(&index, &[batch, seq_len, num_kv_heads + 2, d]);
+    let attended = bf16(&attended, &[batch, seq_len, 3 * num_kv_heads, d]);
+    let own = Qkv::packed(&attended, num_kv_heads, num_kv_heads);
+    let (indexer, _) = own.nsa_selected_attention_forward(documents, &given, blocks, scale)?;
+    // Twice: a pass leaves the lists as it found them.
+    for name in ["index gradient", "index gradient, again"] {
+        let gradient = IndexGradient {
+            index: &index,
+            lse: &selected.lse,
+            index_lse: &indexer.lse,
+            block_indices: &given,
+            lists: &lists,
+            weight: Inputs::INDEX_WEIGHT,
+        };
+        device.poison(*shape);
+        if let Some(gradient) = qkv.index_gradient(documents, gradient, blocks, scale)? {
+            add(name, &gradient)?;
+        }
     }
 
     let branches = inputs.branches.each_ref().map(|x| bf16(x, &shape.output()));

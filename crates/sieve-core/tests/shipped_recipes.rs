@@ -82,6 +82,15 @@ fn every_shipped_recipe_loads_and_is_complete() {
 }
 
 #[test]
+fn the_recipe_of_dense_steps_differs_from_its_kind_s_in_these_alone() {
+    let recipes = shipped();
+    let (_, mut recipe) = recipes["infllm_v2_80m_ssa"].clone();
+    assert_eq!(recipe.training.dense_steps, 0.5);
+    recipe.training.dense_steps = 0.0;
+    assert_eq!(recipe, recipes["infllm_v2_80m"].1);
+}
+
+#[test]
 fn paper_recipes_follow_table_4() {
     let recipes = shipped();
     for row in TABLE_4 {
@@ -163,7 +172,7 @@ fn recipes_have_the_sizes_their_names_say() {
     // Besides the embedding; the 1.7B counts its vocabulary of 151,936 tokens in the paper's model, Qwen3-1.7B.
     // Beside one recipe of each kind there are these many.
     for (size, millions, more) in [
-        ("80m", 85.0, 3), // the published form of DMA, another text, code
+        ("80m", 85.0, 4), // the published form of DMA, another text, code, dense steps
         ("200m", 201.0, 1),
         ("680m", 680.0, 1),
         ("1p7b", 1410.0, 1),

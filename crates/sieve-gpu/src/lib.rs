@@ -37,7 +37,7 @@ pub use error::{CudaVersion, KernelError};
 pub use mla::decode::{LatentKeys, mla_decode};
 pub use mla::pack::{MlaNorm, MlaPack, MlaPackGradients};
 pub use nsa::{
-    ChoiceLists, PooledStep, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    ChoiceLists, IndexGradient, PooledStep, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
     require_chosen_decode,
 };
 pub use runtime::checks::{require_non_empty, uniform_rows};

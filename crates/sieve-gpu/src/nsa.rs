@@ -10,6 +10,7 @@ mod compressed;
 mod decode;
 mod gates;
 mod hopper;
+mod index_gradient;
 mod lists;
 mod selected;
 
@@ -17,6 +18,7 @@ pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
 pub use decode::{PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
+pub use index_gradient::IndexGradient;
 pub use lists::ChoiceLists;
 
 use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};

@@ -104,6 +104,7 @@ fn train<B: AutodiffBackend + SieveBackend>(device: &B::Device) -> (f32, f32) {
         rope_scaling: None,
         attention: Attention::Mha, // not read here: the layers are this program's
         dense_layers: Vec::new(),
+        shared_layers: Vec::new(),
     };
     let (batch, seq_len) = (4, shape.max_seq_len);
     let token = |row: usize, at: usize| ((at % 7) * (row + 3) % 50) as i32;

@@ -15,7 +15,7 @@ use crate::{LayerCaches, Linear, RmsNorm, WeightInit};
 use burn::module::{Module, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
-use chosen_blocks::ChosenBlocksAttention;
+use chosen_blocks::{ChosenBlocksAttention, LastChoice};
 use dynamic_mask::DynamicMaskAttention;
 use latent::LatentAttention;
 use multi_head::MultiHeadAttention;
@@ -58,6 +58,10 @@ pub struct LayerContext<'a, B: Backend> {
     pub token_share: f64,
     /// Whether layers with an indexer say how well it fits.
     pub measures_indexers: bool,
+    /// Whether queries of kinds that choose blocks read all keys in this pass, as those of dense layers.
+    pub reads_all: bool,
+    /// What layers chose in this pass, for layers behind them that share their choice.
+    pub last_choice: LastChoice<B>,
 }
 
 impl<'a, B: Backend> LayerContext<'a, B> {
@@ -75,6 +79,8 @@ impl<'a, B: Backend> LayerContext<'a, B> {
             sums: None,
             token_share: 0.0,
             measures_indexers: false,
+            reads_all: false,
+            last_choice: LastChoice::default(),
         }
     }
 }

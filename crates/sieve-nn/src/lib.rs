@@ -37,6 +37,7 @@ mod token_step;
 
 pub use attention::block_mlp::BlockMlp;
 pub use attention::chosen_blocks::ChosenBlocksAttention;
+pub use attention::chosen_blocks::LastChoice;
 pub use attention::config::{AttentionConfig, AttentionConfigError};
 pub use attention::dynamic_mask::DynamicMaskAttention;
 pub use attention::indexer::Indexer;

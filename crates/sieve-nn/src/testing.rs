@@ -30,6 +30,7 @@ pub(crate) fn shape(attention: Attention) -> ModelShape {
         rope_scaling: None,
         attention,
         dense_layers: Vec::new(),
+        shared_layers: Vec::new(),
     }
 }
 

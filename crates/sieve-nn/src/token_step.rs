@@ -55,7 +55,7 @@ impl<B: DeviceBackend> DecoderLayer<B> {
         let (qkv, o_proj, spec, dma) = match &self.self_attn {
             Attention::Grouped(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), None),
             Attention::Dma(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), Some(layer.dma_layer())),
-            Attention::Chosen(layer) if layer.indexer.is_none() => (&layer.qkv, &layer.o_proj, layer.spec(), None),
+            Attention::Chosen(layer) if layer.chooses_by_keys() => (&layer.qkv, &layer.o_proj, layer.spec(), None),
             _ => return None,
         };
         if self.input_residual.is_some() || self.post_attention_residual.is_some() {

@@ -5,7 +5,7 @@
 //! counted. Gradients are no part of it: the function that users call enters one node into the graph
 //! ([`SieveBackend::node`]), whose backward pass calls the device again.
 use crate::attention::{AttentionCall, AttentionOutput, AttentionSpec};
-use crate::chosen::ChoiceCall;
+use crate::chosen::{ChoiceCall, IndexGradientCall};
 use crate::decode::{DmaCache, DmaToken, KeyCache, TokenStep};
 use crate::device::autodiff::BackwardPass;
 use crate::device::cuda::Cuda;
@@ -285,6 +285,14 @@ device_ops! {
         /// The blocks that each query chooses by its pooled keys, `pooled` as
         /// [`nsa_mean_pool`](Self::nsa_mean_pool) makes them: `[batch, seq_len, choosers, num_selected_blocks]`.
         fn choose_key_blocks(qkv: Float<Self>, pooled: Float<Self>, call: &ChoiceCall<Self>) -> Ints<Self>;
+        /// The gradient of an indexer's packed tensor over chosen blocks (see [`crate::indexed_attention`]) from the
+        /// attention's and the indexer's, by a kernel of its own; `None` where attention with the indexer's keys as
+        /// values is what the device has for it.
+        fn index_gradient(
+            packed: [Float<Self>; 2],
+            chosen: Ints<Self>,
+            call: &IndexGradientCall<'_, Self>,
+        ) -> Option<Float<Self>>;
     }
 
     mla {

@@ -33,6 +33,19 @@ pub struct ChoiceCall<B: Backend> {
     pub choice: BlockChoice,
 }
 
+/// What a kernel of the gradient of an indexer's loss reads beside the packed tensors.
+#[derive(Clone, Debug)]
+pub struct IndexGradientCall<'a, B: Backend> {
+    /// Of the attention.
+    pub call: NsaCall<B>,
+    /// Its output over the chosen blocks.
+    pub attention: &'a NsaSelected<B>,
+    /// Log-sum-exp of the indexer's scores over the same tokens, `[batch, num_kv_heads, seq_len]`.
+    pub index_lse: Float<B>,
+    /// What the divergence of one query and KV head weighs in the loss.
+    pub weight: f64,
+}
+
 /// The blocks whose tokens each query reads, by the means of its keys; without gradient. A block of more than 64 tokens
 /// appears as its pieces of 64 ([`BlockChoice::attended`]).
 ///

@@ -41,7 +41,8 @@ pub use block::{
     attention_layer, feed_forward, seed_gradient,
 };
 pub use chosen::{
-    ChoiceCall, IndexedCall, choose_key_blocks, chosen_attention, index_statistics, indexed_attention, indexer_spec,
+    ChoiceCall, IndexGradientCall, IndexedCall, choose_key_blocks, chosen_attention, index_statistics,
+    indexed_attention, indexer_spec,
 };
 pub use decode::{
     DmaCache, DmaToken, KeyCache, TokenBuffer, TokenCache, TokenLayer, TokenStep, attention_decode, cached_attention,

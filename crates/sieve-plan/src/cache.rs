@@ -59,6 +59,8 @@ fn of_kind(shape: &ModelShape, seq_len: usize, value_bytes: u64) -> CachePlan {
             let per_token = growing * kv + kv / nsa.compress_stride as u64;
             (per_token, None, at)
         }
+        // Nothing is chosen by keys of its own.
+        AttentionForm::Blocks(_) if shape.is_shared_layer(0) => (kv, None, kv * seq_len as u64),
         AttentionForm::Blocks(choice) => {
             let pooled = choice.blocks.num_compressed_blocks(seq_len) as u64;
             // An indexer has one key head.

@@ -30,6 +30,8 @@ pub fn op_plans(shape: &ModelShape, target: &Target) -> Vec<OpPlan> {
             AttentionForm::Latent(_) => &["latent attention"],
             AttentionForm::Branches(_) => &["compression", "selection", "selected and window attention"],
             AttentionForm::Ranked(_) => &["dma scores", "dma selection", "dma attention"],
+            // Layers of the kind that choose come first, and have the same attention.
+            AttentionForm::Blocks(_) if part.is_shared_layer(0) => &[],
             AttentionForm::Blocks(_) => &["choice of blocks", "attention over chosen blocks"],
         }
     });

@@ -332,7 +332,14 @@ fn stage_plan(
     let rows = RowShare::of(recipe);
     let rows_apart = (ranks / rows.degree).max(1);
     let micro_batches = section.global_batch_size / section.local_batch_size / rows_apart;
-    let executed = shape.executed_flops_per_token(section.seq_len);
+    // The steps whose queries read all keys.
+    let (share, dense) = (recipe.training.dense_steps, shape.dense());
+    let over_steps = |own: f64, dense: f64| own + (dense - own) * share;
+    let mut executed = shape.executed_flops_per_token(section.seq_len);
+    executed.attention = over_steps(
+        executed.attention,
+        dense.executed_flops_per_token(section.seq_len).attention,
+    );
     let spared = (1.0 - recipe.label_share()) * shape.unlabelled_training_flops();
     let executed_training = executed.training() - spared;
     let attention_share = 3.0 * executed.attention / executed_training;
@@ -354,7 +361,16 @@ fn stage_plan(
                 recomputed,
                 fp8: recipe.training.fp8_blocks(shape.num_layers),
             };
-            let alone = time::tokens_per_second(shape, executed, spared, &size, gpu);
+            let alone = |shape: &ModelShape| {
+                let executed = shape.executed_flops_per_token(section.seq_len);
+                time::tokens_per_second(shape, executed, spared, &size, gpu)
+            };
+            let alone = match share > 0.0 {
+                true => alone(shape)
+                    .zip(alone(&dense))
+                    .map(|(own, dense)| 1.0 / over_steps(1.0 / own, 1.0 / dense)),
+                false => alone(shape),
+            };
             let tokens = (size.tokens * micro_batches) as f64;
             let update = time::update_seconds(shape.parameters().total(), gpu);
             let speed = alone.map(|speed| match together {
@@ -376,7 +392,10 @@ fn stage_plan(
         seq_len: section.seq_len,
         tokens_per_step: section.global_batch_size * section.seq_len,
         micro_batches,
-        mean_active_keys: shape.mean_active_keys(section.seq_len),
+        mean_active_keys: over_steps(
+            shape.mean_active_keys(section.seq_len),
+            dense.mean_active_keys(section.seq_len),
+        ),
         executed_flops_per_token: executed_training,
         dense_flops_per_token: dense_training,
         attention_share,

@@ -28,6 +28,9 @@ const LATENT_PAIRS: f64 = 0.6;
 const BLOCK_PAIRS: f64 = 0.3;
 /// Blocks that the heads of a group choose together, and that each head chooses: choice, lists and parts in it.
 const CHOSEN_PAIRS: [f64; 2] = [0.22, 0.14];
+/// An indexer's scores of every key; and its loss over the pairs of attention, whose scores it computes again.
+const INDEX_SCORES: f64 = 0.42;
+const INDEX_LOSS: f64 = 0.145;
 /// Share of the bandwidth.
 const MEMORY: f64 = 0.84;
 /// How many times as fast fp8 GEMMs are.
@@ -86,8 +89,16 @@ pub(super) fn tokens_per_second(
     let (mut pairs, mut bytes) = (0.0, 0.0);
     for part in shape.by_kind() {
         let (rate, is_dma) = pairs_rate(&part, size.seq_len)?;
-        let flops = part.executed_flops_per_token(size.seq_len).attention;
-        pairs += passes * flops / (rate * gpu.bf16_flops);
+        let flops = part.executed_flops_per_token(size.seq_len);
+        pairs += passes * flops.attention / (rate * gpu.bf16_flops);
+        if part.has_indexer() {
+            let loss = match part.attention.index_warmup() {
+                // Forward and backward passes of attention, with the indexer's keys as values.
+                Some(true) => 3.0 * flops.attention / rate,
+                _ => (flops.attention / 2.0 + 1.5 * flops.index_gradient) / INDEX_LOSS,
+            };
+            pairs += (flops.index_scores / INDEX_SCORES + loss) / gpu.bf16_flops;
+        }
         bytes += block_bytes_per_token(&part, is_dma);
     }
     // Logits written, read, their gradients written and read.
@@ -144,6 +155,9 @@ fn pairs_rate(shape: &ModelShape, seq_len: usize) -> Option<(f64, bool)> {
         AttentionForm::Ranked(_) => Some((GATHERED_PAIRS, true)),
         AttentionForm::Latent(_) => Some((LATENT_PAIRS, false)),
         AttentionForm::Branches(_) => Some((BLOCK_PAIRS, false)),
+        AttentionForm::Blocks(_) if shape.attention.index_warmup() == Some(true) => {
+            Some((dense_pairs_rate(seq_len), false))
+        }
         AttentionForm::Blocks(choice) => {
             let by_head = choice.rule == sieve_core::ChoiceRule::MeanKey;
             Some((CHOSEN_PAIRS[usize::from(by_head)], false))

@@ -166,16 +166,19 @@ fn clamped_share<B: Backend>(scores: &[Tensor<B, 3>]) -> Option<f64> {
 }
 
 impl AttentionStatistics {
-    /// Of one micro-batch and all layers of a model, by DMA's masks and, where its bias clamps them, its scores.
+    /// Of one micro-batch and all layers of a model, by DMA's masks and, where its bias clamps them, its scores. Where
+    /// a share of the steps is dense ([`dense_steps`](sieve_core::recipe::TrainingSection::dense_steps)), the mean over
+    /// steps.
     pub fn of_model<B: Backend, S: Backend>(
         shape: &ModelShape,
+        dense_steps: f64,
         batch: &Batch,
         expire: &[Tensor<B, 3, Int>],
         clamped_scores: &[Tensor<S, 3>],
     ) -> Self {
         let own = Self::of(shape.attention, batch, expire);
         let dense = Self::of::<B>(Attention::Mha, batch, &[]);
-        let mean = |own, dense| shape.mean_over_layers(own, dense);
+        let mean = |own, dense| shape.mean_over_layers(own + (dense - own) * dense_steps, dense);
         Self {
             density: mean(own.density, dense.density),
             mean_active_keys: mean(own.mean_active_keys, dense.mean_active_keys),

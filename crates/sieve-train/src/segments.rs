@@ -14,7 +14,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::recipe::ActivationCheckpointSection;
 use sieve_core::{Keeping, Recipe};
-use sieve_nn::{DecoderLayer, LayerContext, LayerOutput, Qwen3};
+use sieve_nn::{DecoderLayer, LastChoice, LayerContext, LayerOutput, Qwen3};
 use sieve_ops::{Documents, KernelPolicy, ProductPrecision, RotaryEmbedding, SumOrder, TrainBackend, seed_gradient};
 use std::ops::Range;
 
@@ -46,6 +46,8 @@ pub struct BlockSettings {
     pub token_share: f64,
     /// Whether layers with an indexer say how well it fits.
     pub measures_indexers: bool,
+    /// Whether queries of kinds that choose blocks read all keys.
+    pub reads_all: bool,
 }
 
 impl Default for BlockSettings {
@@ -58,6 +60,7 @@ impl Default for BlockSettings {
             policy: KernelPolicy::default(),
             token_share: 0.0,
             measures_indexers: false,
+            reads_all: false,
         }
     }
 }
@@ -93,8 +96,8 @@ impl BlockSettings {
 enum Block<B: TrainBackend> {
     /// Its graph: the input that takes the gradient, and the output.
     Graph(Tensor<B, 3>, Tensor<B, 3>),
-    /// Its input alone.
-    Input(Tensor<B::InnerBackend, 3>),
+    /// Its input alone, and what layers before it chose.
+    Input(Tensor<B::InnerBackend, 3>, LastChoice<B>),
 }
 
 /// What several ranks do while a pass goes on.
@@ -153,6 +156,7 @@ pub(crate) fn pass<B: TrainBackend>(
         parts: batch.parts.as_ref(),
         token_share: settings.token_share,
         measures_indexers: settings.measures_indexers,
+        reads_all: settings.reads_all,
         ..LayerContext::new(&batch.documents, rope)
     };
     before(model, Segment::Embedding, gradients)?;
@@ -166,7 +170,7 @@ pub(crate) fn pass<B: TrainBackend>(
         let layer = &model.layers[layer_idx];
         context.precision = settings.precision(layer_idx);
         if settings.checkpointing.recomputes(layer_idx) {
-            blocks.push(Block::Input(stream.clone()));
+            blocks.push(Block::Input(stream.clone(), context.last_choice.kept()));
             let output = without_graph(layer, stream, &context);
             expire.extend(output.expire.map(Tensor::from_inner));
             clamped_scores.extend(output.clamped_scores);
@@ -208,7 +212,8 @@ pub(crate) fn pass<B: TrainBackend>(
         let layer = &model.layers[layer_idx];
         let (input, output) = match block {
             Block::Graph(input, output) => (input, output),
-            Block::Input(input) => {
+            Block::Input(input, last_choice) => {
+                context.last_choice = last_choice;
                 let input = Tensor::<B, 3>::from_inner(input).require_grad();
                 context.precision = settings.precision(layer_idx);
                 let output = with_graph(layer, input.clone(), &context, gradients);
@@ -266,12 +271,16 @@ fn without_graph<B: TrainBackend>(
         cos: context.rope.cos.clone().inner(),
         sin: context.rope.sin.clone().inner(),
     };
-    let context = LayerContext {
+    let inner = LayerContext {
         precision: context.precision,
         policy: context.policy,
         parts: context.parts,
         measures_indexers: context.measures_indexers,
+        reads_all: context.reads_all,
+        last_choice: context.last_choice.map(Tensor::inner),
         ..LayerContext::new(&documents, &rope)
     };
-    layer.valid().forward(x, &context)
+    let output = layer.valid().forward(x, &inner);
+    context.last_choice.take_over(inner.last_choice.map(Tensor::from_inner));
+    output
 }

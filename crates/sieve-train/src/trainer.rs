@@ -633,6 +633,7 @@ impl<B: TrainBackend> Trainer<B> {
             keeping: self.keeping,
             token_share: 1.0 / self.stage.recipe.training.tokens_per_step() as f64,
             measures_indexers: self.is_logged(self.step + 1),
+            reads_all: self.recipe.training.reads_all(self.step as usize),
             ..BlockSettings::from(&self.recipe)
         };
         let mut gradients = GradientBuffer::kept_in(self.recipe.training.gradient_dtype);
@@ -730,13 +731,20 @@ impl<B: TrainBackend> Trainer<B> {
         let shape = &self.stage.shape;
         let attention = AttentionStatistics {
             indexer: IndexerFit::of_layers(&outcome.indexers),
-            ..AttentionStatistics::of_model(shape, last, &outcome.expire, &outcome.clamped_scores)
+            ..AttentionStatistics::of_model(
+                shape,
+                self.recipe.training.dense_steps,
+                last,
+                &outcome.expire,
+                &outcome.clamped_scores,
+            )
         };
         let labels: usize = batches.iter().map(Batch::num_labels).sum();
         let tokens: usize = batches.iter().map(|batch| batch.tokens.len()).sum();
         let unlabelled = 1.0 - labels as f64 / tokens.max(1) as f64;
         let spared = unlabelled * shape.unlabelled_training_flops();
-        let executed = shape.flops_per_token(attention.mean_active_keys).training() - spared;
+        let keys = attention.mean_active_keys;
+        let executed = shape.flops_per_token(keys, keys / attention.density).training() - spared;
         let seq_len = self.stage.recipe.training.seq_len;
         let dense = shape.dense_flops_per_token(seq_len).training() - spared;
         let (tokens_per_second, step_seconds) = clock.restart();

@@ -192,9 +192,11 @@ pub(crate) fn vocab_size(recipe: &Recipe) -> Result<usize> {
 
 fn text(plan: &Plan, recipe: &Recipe, target: &str, found: Option<&[TextEpochs]>) -> Vec<String> {
     let kind = recipe.attention.kind().name();
-    let types = recipe.dense_layers().into_iter();
-    let types: Vec<_> = types.map(|dense| if dense { "mha" } else { kind }).collect();
-    let layers = match types.contains(&"mha") {
+    let types = recipe.model.layer_types.iter().flatten();
+    let types: Vec<_> = types
+        .map(|name| if name == "sparse" { kind } else { name.as_str() })
+        .collect();
+    let layers = match types.iter().any(|&name| name != kind) && kind != "mha" {
         true => format!(" (layers {})", types.join(", ")),
         false => String::new(),
     };

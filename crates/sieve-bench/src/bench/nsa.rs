@@ -7,8 +7,8 @@ use crate::error::Result;
 use sieve_core::{BlockChoice, InfllmV2Shape, MobaShape, MsaShape};
 use sieve_kernels::DType;
 use sieve_kernels::{
-    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, KernelError, SumOrder, nsa_blocks_backward, nsa_gates,
-    nsa_gates_backward,
+    AttentionResult, AttentionShape, ChoiceLists, CudaTensor, IndexGradient, KernelError, SumOrder,
+    nsa_blocks_backward, nsa_gates, nsa_gates_backward,
 };
 use sieve_ops::NsaBlocks;
 
@@ -125,8 +125,8 @@ fn sparse(bench: &mut Bench<'_>, shape: AttentionShape) -> Result<()> {
     )
 }
 
-/// InfLLM-V2, MoBA and MSA with the blocks of NSA's row.
-fn choices() -> [(&'static str, BlockChoice); 3] {
+/// InfLLM-V2, MoBA and MSA with the blocks of NSA's row, and MSA with the published budget.
+fn choices() -> [(&'static str, BlockChoice); 4] {
     let num_selected_blocks = BLOCKS.num_selected_blocks;
     let infllm = InfllmV2Shape {
         num_selected_blocks,
@@ -142,16 +142,22 @@ fn choices() -> [(&'static str, BlockChoice); 3] {
         num_selected_blocks,
         ..MsaShape::published()
     };
+    // As many as 16 blocks of 128, the published sizes; kernels read pieces of 64.
+    let as_many_keys = MsaShape {
+        num_selected_blocks: 2 * num_selected_blocks,
+        ..msa
+    };
     [
         ("infllm_v2 ", infllm.choice()),
         ("moba ", moba.choice()),
         ("msa ", msa.choice()),
+        ("msa, 2048 keys, ", as_many_keys.choice()),
     ]
 }
 
 /// Pooling, choice and attention. Where each query head chooses, attention has keys and values of each head; the copy
-/// that makes them is not timed here. Of an indexer also what its loss runs: attention with its keys as values, of the
-/// heads and of its own, forward and backward.
+/// that makes them is not timed here. Of an indexer also what its loss adds to a backward pass: its own attention and
+/// the kernel of its gradient, or attention with its keys as values, of the heads and of its own, forward and backward.
 fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: BlockChoice) -> Result<()> {
     let heads = [shape.num_heads, shape.num_kv_heads];
     let of_heads = |[num_heads, num_kv_heads]: [usize; 2]| AttentionShape {
@@ -178,16 +184,36 @@ fn chosen(bench: &mut Bench<'_>, shape: AttentionShape, name: &str, choice: Bloc
     let indexer = bench.inputs(of_heads([choosers; 2]))?.filter(|_| choice.has_indexer());
     if let Some(indexer) = indexer {
         let chosen = choose()?;
-        let flops = 3.5 * (flops + forward_flops(of_heads([choosers; 2]), tokens));
+        let attend = |inputs: &Inputs| {
+            inputs
+                .qkv
+                .nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)
+        };
+        let (attention, lists) = attend(&read)?;
+        // Scores of the heads and of the indexer, then two products with the difference of their probabilities.
+        let flops = flops / 2.0 + 1.5 * forward_flops(of_heads([choosers; 2]), tokens);
         bench.row(&format!("{name}loss"), shape, Work::Flops(flops), || {
-            for inputs in [&read, &indexer] {
-                let attend = &inputs.qkv;
-                let (result, lists) =
-                    attend.nsa_selected_attention_forward(documents, &chosen, blocks, inputs.scale)?;
-                let call = inputs.call(attend, &result);
-                call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)?;
+            let (of_indexer, own_lists) = attend(&indexer)?;
+            let gradient = IndexGradient {
+                index: inputs.qkv.q.tensor(),
+                lse: &attention.lse,
+                index_lse: &of_indexer.lse,
+                block_indices: &chosen,
+                lists: &lists,
+                weight: 1.0,
+            };
+            if read
+                .qkv
+                .index_gradient(documents, gradient, blocks, read.scale)?
+                .is_some()
+            {
+                return Ok(());
             }
-            Ok(())
+            let call = indexer.call(&indexer.qkv, &of_indexer);
+            call.nsa_selected_attention_backward(documents, &chosen, blocks, &own_lists)?;
+            let (of_heads, lists) = attend(&read)?;
+            let call = read.call(&read.qkv, &of_heads);
+            call.nsa_selected_attention_backward(documents, &chosen, blocks, &lists)
         });
     }
     passes(

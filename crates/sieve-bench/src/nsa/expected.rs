@@ -9,6 +9,7 @@ use burn_flex::{Flex, FlexDevice};
 use sieve_cpu::nsa::slot_starts;
 use sieve_cpu::reference::{AttentionCall, ChosenBlocks, Results, Rounding};
 use sieve_cpu::{AttentionShape, Documents, Mask};
+use sieve_testing::round_bf16;
 
 /// One output.
 struct Output {
@@ -48,6 +49,7 @@ impl Expected {
         let mut outputs: Vec<Output> = outputs.collect();
         outputs.extend(compressed(inputs));
         outputs.extend(selected(inputs));
+        outputs.push(index_gradient(inputs));
         Self { outputs, chosen }
     }
 
@@ -176,6 +178,83 @@ fn selected(inputs: &Inputs) -> Vec<Output> {
     let terms = packed(shape, [&terms.dq, &terms.dk, &terms.dv], 1);
     let gradients = [("selected dqkv", [gradient(&exact), gradient(&plain), terms])];
     branch(["selected o", "selected lse"], exact, plain, gradients)
+}
+
+/// The gradient of an indexer's loss over the blocks that the inputs name, by its definition: `dS = I - mean_h P^h`
+/// over the tokens that a query reads, then `dS k` and `dS^T q`. The plain computation rounds dS and the results to
+/// bf16.
+fn index_gradient(inputs: &Inputs) -> Output {
+    let (shape, count, size) = (
+        shape_of(inputs),
+        inputs.blocks.num_selected_blocks,
+        inputs.blocks.select_block_size,
+    );
+    let (n, d, heads, groups) = (shape.seq_len, shape.head_dim, shape.num_heads, shape.num_kv_heads);
+    let (group, width) = (heads / groups, groups + 2);
+    let scale = f64::from(inputs.case.scale);
+    let factor = scale * f64::from(Inputs::INDEX_WEIGHT);
+    let index = |token: usize, head: usize| &inputs.index[(token * width + head) * d..][..d];
+    let qkv = |token: usize, head: usize| &inputs.qkv[(token * (heads + 2 * groups) + head) * d..][..d];
+    let product = |a: &[f32], b: &[f32]| -> f64 { a.iter().zip(b).map(|(&a, &b)| f64::from(a) * f64::from(b)).sum() };
+    let rows = shape.batch * n * width;
+    let (mut exact, mut plain, mut terms) = (vec![0.0f64; rows * d], vec![0.0f64; rows * d], vec![0.0f64; rows]);
+    let mut largest = 0.0f64;
+    for token in 0..shape.batch * n {
+        let (row, i) = (token / n * n, token % n);
+        let start = inputs.case.doc_start[token] as usize;
+        for r in 0..groups {
+            let chosen = &inputs.chosen[(token * groups + r) * count..][..count];
+            let blocks = chosen.iter().filter_map(|&block| usize::try_from(block).ok());
+            let keys: Vec<usize> = blocks
+                .flat_map(|block| start + block * size..start + (block + 1) * size)
+                .filter(|&key| key <= i)
+                .collect();
+            if keys.is_empty() {
+                continue;
+            }
+            let mut probabilities = |scores: &mut dyn Iterator<Item = f64>| -> Vec<f64> {
+                let scores: Vec<f64> = scores.map(|x| x * scale).collect();
+                let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                let sum: f64 = scores.iter().map(|x| (x - most).exp()).sum();
+                largest = largest.max((most + sum.ln()).abs());
+                scores.iter().map(|x| (x - most).exp() / sum).collect()
+            };
+            let q = index(token, r);
+            let student = probabilities(&mut keys.iter().map(|key| product(q, index(row + key, groups))));
+            let mut teacher = vec![0.0; keys.len()];
+            for head in r * group..(r + 1) * group {
+                let q = qkv(token, head);
+                let p = probabilities(&mut keys.iter().map(|key| product(q, qkv(row + key, heads + r))));
+                teacher
+                    .iter_mut()
+                    .zip(p)
+                    .for_each(|(mean, p)| *mean += p / group as f64);
+            }
+            for (at, key) in keys.iter().enumerate() {
+                let k = index(row + key, groups);
+                let ds = student[at] - teacher[at];
+                let rounded = f64::from(round_bf16(ds as f32));
+                let [to_q, to_k] = [token * width + r, (row + key) * width + groups];
+                for (x, (&k, &q)) in k.iter().zip(q).enumerate() {
+                    for (all, ds) in [(&mut exact, ds), (&mut plain, rounded)] {
+                        all[to_q * d + x] += factor * ds * f64::from(k);
+                        all[to_k * d + x] += factor * ds * f64::from(q);
+                    }
+                }
+                let size = factor.powi(2) * (student[at].powi(2) + teacher[at].powi(2));
+                terms[to_q] += size * product(k, k);
+                terms[to_k] += size * product(q, q);
+            }
+        }
+    }
+    let exact = narrow(exact);
+    Output {
+        name: "index gradient",
+        plain: plain.iter().map(|&x| round_bf16(x as f32)).collect(),
+        terms: terms.into_iter().map(f64::sqrt).collect(),
+        lost_digits: lost_digits(&[largest as f32]),
+        exact,
+    }
 }
 
 /// The outputs of a softmax branch; of each gradient the exact one, the plain one and the terms of its rows.

@@ -8,6 +8,8 @@
 //!   `compress_stride` tokens
 //! - forward, attention, per layer: `2 * num_heads * (width of a query + width of a value) * keys`, for `Q K^T` and
 //!   `P V`, where `keys` is the mean number of keys a query sees, over NSA's three branches together
+//! - MSA's indexer: `2 * num_kv_heads * head_dim` for each key up to the query, without a backward pass; in the
+//!   backward pass `4 * num_kv_heads * head_dim` for each key that is seen
 //! - tokens without a label have no output projection; the counts here are for labelled ones
 //! - backward: twice the forward (two products for each one). The scores that a backward kernel computes again are not
 //!   counted: MFU counts what the mathematics needs, not what an implementation repeats.
@@ -24,17 +26,21 @@ pub struct FlopsPerToken {
     pub linear: f64,
     /// Products of attention over the keys that are seen.
     pub attention: f64,
+    /// Scores of MSA's indexers with every key, which have no backward pass.
+    pub index_scores: f64,
+    /// Of the backward pass: both products of the gradient of these scores, over the keys that are seen.
+    pub index_gradient: f64,
 }
 
 impl FlopsPerToken {
     /// Operations of the forward pass.
     pub fn forward(&self) -> f64 {
-        self.linear + self.attention
+        self.linear + self.attention + self.index_scores
     }
 
-    /// Operations of the backward pass: twice the forward.
+    /// Operations of the backward pass: twice those of the forward pass that have gradients, and the indexers'.
     pub fn backward(&self) -> f64 {
-        2.0 * self.forward()
+        2.0 * (self.linear + self.attention) + self.index_gradient
     }
 
     /// Operations of one training token.
@@ -45,20 +51,27 @@ impl FlopsPerToken {
 
 impl ModelShape {
     /// Operations per token when a query sees `mean_active_keys` keys on average (measured, or from
-    /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]).
-    pub fn flops_per_token(&self, mean_active_keys: f64) -> FlopsPerToken {
+    /// [`mean_active_keys`] and [`mean_active_keys_of_documents`]) of the `mean_keys` of its document up to its own,
+    /// all of which an indexer scores.
+    pub fn flops_per_token(&self, mean_active_keys: f64, mean_keys: f64) -> FlopsPerToken {
         let d_model = self.d_model as f64;
         let num_layers = self.num_layers as f64;
         let mlp = 3.0 * d_model * self.d_ff as f64;
         let (mut linear, mut pairs) = (num_layers * mlp + d_model * self.vocab_size as f64, 0.0);
+        let mut indexers = 0.0;
         for part in self.by_kind() {
             let (weights, pair) = part.attention_widths();
             linear += part.num_layers as f64 * weights;
             pairs += part.num_layers as f64 * pair;
+            if part.has_indexer() {
+                indexers += part.num_layers as f64 * part.kv_width() as f64;
+            }
         }
         FlopsPerToken {
             linear: 2.0 * linear,
             attention: pairs * 2.0 * mean_active_keys,
+            index_scores: indexers * 2.0 * mean_keys,
+            index_gradient: indexers * 4.0 * mean_active_keys,
         }
     }
 
@@ -68,8 +81,8 @@ impl ModelShape {
         let grouped = 2.0 * d_model * (q_width + kv_width);
         match self.attention.form() {
             AttentionForm::Grouped { .. } => (grouped, 2.0 * q_width),
-            AttentionForm::Blocks(choice) => {
-                let indexer = match choice.has_indexer() {
+            AttentionForm::Blocks(_) => {
+                let indexer = match self.has_indexer() {
                     true => d_model * (kv_width + self.head_dim as f64),
                     false => 0.0,
                 };
@@ -105,12 +118,17 @@ impl ModelShape {
 
     /// Operations executed per token: attention over the pairs the mask keeps, for one document of `seq_len` tokens.
     pub fn executed_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
-        self.flops_per_token(self.mean_active_keys(seq_len))
+        let mean_keys = mean_active_keys(Attention::Mha, seq_len);
+        self.flops_per_token(self.mean_active_keys(seq_len), mean_keys)
     }
 
-    /// Operations per token of the dense equivalent: the same weights, attention over all causal pairs.
+    /// Operations per token of the dense equivalent: the same weights, attention over all causal pairs, no choice.
     pub fn dense_flops_per_token(&self, seq_len: usize) -> FlopsPerToken {
-        self.flops_per_token(mean_active_keys(Attention::Mha, seq_len))
+        let dense = self.flops_per_token(mean_active_keys(Attention::Mha, seq_len), 0.0);
+        FlopsPerToken {
+            index_gradient: 0.0,
+            ..dense
+        }
     }
 }
 
@@ -120,7 +138,7 @@ impl ModelShape {
 /// alike; `w >= seq_len` where there is no window. The mean is `(w / n)(n - (w - 1) / 2)` with `w = min(w, n)`. NSA's
 /// three branches add up ([`NsaShape::pairs`](super::NsaShape::pairs)); where blocks are chosen, a pooled key counts
 /// half ([`BlockChoice::pairs`](crate::BlockChoice::pairs)). The scores of MSA's indexer, a product of other heads with
-/// every key, are not counted.
+/// every key, are counted apart ([`FlopsPerToken`]).
 pub fn mean_active_keys(attention: Attention, seq_len: usize) -> f64 {
     mean_active_keys_of_documents(attention, [seq_len])
 }
@@ -154,6 +172,22 @@ mod tests {
     use super::*;
     use crate::model::DmaShape;
     use crate::model::test_shapes::{qwen3_0_6b, tiny_dma, tiny_mla, tiny_nsa};
+
+    #[test]
+    fn an_indexer_scores_every_key_and_learns_from_those_that_are_read() {
+        let mut shape = tiny_dma();
+        shape.attention = Attention::Msa(crate::model::MsaShape::published());
+        let (layers, width) = (shape.num_layers as f64, shape.kv_width() as f64);
+        let flops = shape.flops_per_token(8.0, 20.0);
+        assert_eq!(flops.index_scores, layers * 2.0 * width * 20.0);
+        assert_eq!(flops.index_gradient, layers * 4.0 * width * 8.0);
+        let attention = 3.0 * (flops.linear + flops.attention);
+        assert_eq!(flops.training(), attention + flops.index_scores + flops.index_gradient);
+        let dense = shape.dense_flops_per_token(40);
+        assert_eq!([dense.index_scores, dense.index_gradient], [0.0; 2]);
+        shape.attention = Attention::Mha;
+        assert_eq!(shape.flops_per_token(8.0, 20.0).index_scores, 0.0);
+    }
 
     fn dma(keep_window_size: usize) -> Attention {
         Attention::Dma(DmaShape::published(keep_window_size))

@@ -1,12 +1,30 @@
 //! Models whose layers differ: some are dense in place of the model's kind of attention.
 
-use super::{Attention, ModelShape, mean_active_keys};
+use super::{Attention, AttentionForm, ModelShape, mean_active_keys};
 
 impl ModelShape {
     /// Whether layer `layer` (from 0) is dense in place of [`attention`](Self::attention).
     pub fn is_dense_layer(&self, layer: usize) -> bool {
-        let length = self.dense_layers.len();
-        length > 0 && self.dense_layers[layer % length]
+        is_marked(&self.dense_layers, layer)
+    }
+
+    /// Whether layer `layer` (from 0) reads the blocks that the last layer before it chose, and chooses none itself.
+    pub fn is_shared_layer(&self, layer: usize) -> bool {
+        is_marked(&self.shared_layers, layer)
+    }
+
+    /// Layers that read the blocks of an earlier layer.
+    pub fn num_shared_layers(&self) -> usize {
+        let layers = 0..self.num_layers;
+        layers.filter(|&layer| self.is_shared_layer(layer)).count()
+    }
+
+    /// Whether the first layer has an indexer, which chooses blocks for it.
+    pub fn has_indexer(&self) -> bool {
+        match self.attention.form() {
+            AttentionForm::Blocks(choice) => choice.has_indexer() && !self.is_shared_layer(0),
+            _ => false,
+        }
     }
 
     /// Layers that are dense in place of [`attention`](Self::attention).
@@ -21,15 +39,24 @@ impl ModelShape {
             true => Attention::Mha,
             false => self.attention,
         };
-        self.with(attention, self.num_layers)
+        self.with(attention, self.num_layers, self.is_shared_layer(layer))
     }
 
-    /// The layers sorted by their attention: for each kind a model of its layers alone. The model's own kind is first.
+    /// The model with dense attention in every layer.
+    pub fn dense(&self) -> Self {
+        self.with(Attention::Mha, self.num_layers, false)
+    }
+
+    /// The layers sorted by their attention: for each kind a model of its layers alone. The model's own kind is first;
+    /// its layers that share a choice follow.
     pub fn by_kind(&self) -> Vec<Self> {
-        let num_dense = self.num_dense_layers();
-        let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense)];
+        let (num_dense, num_shared) = (self.num_dense_layers(), self.num_shared_layers());
+        let mut kinds = vec![self.with(self.attention, self.num_layers - num_dense - num_shared, false)];
+        if num_shared > 0 {
+            kinds.push(self.with(self.attention, num_shared, true));
+        }
         if num_dense > 0 {
-            kinds.push(self.with(Attention::Mha, num_dense));
+            kinds.push(self.with(Attention::Mha, num_dense, false));
         }
         kinds
     }
@@ -46,19 +73,26 @@ impl ModelShape {
         own + (dense - own) * self.num_dense_layers() as f64 / all
     }
 
-    fn with(&self, attention: Attention, num_layers: usize) -> Self {
+    fn with(&self, attention: Attention, num_layers: usize, is_shared: bool) -> Self {
         Self {
             attention,
             num_layers,
             dense_layers: Vec::new(),
+            shared_layers: if is_shared { vec![true] } else { Vec::new() },
             ..self.clone()
         }
     }
 }
 
+/// Whether a pattern that is repeated over the layers marks one.
+fn is_marked(pattern: &[bool], layer: usize) -> bool {
+    !pattern.is_empty() && pattern[layer % pattern.len()]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::MsaShape;
     use crate::model::test_shapes::tiny_dma;
 
     #[test]
@@ -75,6 +109,24 @@ mod tests {
         let found = kinds.iter().map(|part| (part.attention, part.num_layers));
         assert_eq!(found.collect::<Vec<_>>(), [(kind, 4), (dense, 2)]);
         assert_eq!(shape.mean_over_layers(1.0, 4.0), 2.0);
+    }
+
+    #[test]
+    fn layers_that_share_a_choice_are_a_kind_of_their_own() {
+        let mut shape = tiny_dma();
+        shape.attention = Attention::Msa(MsaShape::published());
+        shape.num_layers = 6;
+        let all = shape.parameters();
+        shape.dense_layers = vec![false, false, true];
+        shape.shared_layers = vec![false, true, false];
+        let kinds = shape.by_kind();
+        let found = kinds.iter().map(|part| (part.num_layers, part.has_indexer()));
+        assert_eq!(found.collect::<Vec<_>>(), [(2, true), (2, false), (2, false)]);
+        let chooses = (0..6).map(|layer| shape.of_layer(layer).has_indexer());
+        assert_eq!(chooses.collect::<Vec<_>>(), [true, false, false, true, false, false]);
+        // An indexer in two layers of six.
+        assert_eq!(shape.parameters().indexer, all.indexer / 3);
+        assert_eq!(shape.parameters().attention, all.attention);
     }
 
     #[test]

@@ -94,7 +94,7 @@ impl ModelShape {
         let grouped = 2 * d_model * (q_width + kv_width) + biases;
         let head_norms = if self.qk_norm { 2 * head_dim } else { 0 };
         match self.attention.form() {
-            AttentionForm::Blocks(choice) if choice.has_indexer() => {
+            AttentionForm::Blocks(_) if self.has_indexer() => {
                 let indexer = d_model * (kv_width + head_dim) + 2 * head_dim;
                 [grouped, 0, 0, head_norms, indexer]
             }

@@ -43,6 +43,7 @@ pub fn tiny_dma() -> ModelShape {
         rope_scaling: None,
         attention: Attention::Dma(DmaShape::published(4)),
         dense_layers: Vec::new(),
+        shared_layers: Vec::new(),
     }
 }
 

@@ -8,6 +8,7 @@ use toml::de::{DeTable, DeValue};
 use super::check;
 use super::error::RecipeError;
 use super::mistake::{Location, Mistake, Problem};
+use super::sections::SHARED_LAYER;
 use super::{AttentionKind, TokenizerSection, resolve, schema};
 use crate::keys::{Key, Kind};
 
@@ -227,6 +228,15 @@ impl Document {
                 }
             }
         }
+        // A kind that chooses no blocks has none to share, and no step that reads all keys instead.
+        let chooses = matches!(kind, AttentionKind::InfllmV2 | AttentionKind::Moba | AttentionKind::Msa);
+        let dense_steps = "training.dense_steps";
+        if !chooses && of_text(dense_steps) {
+            let training = self.table.get_mut("training").and_then(Value::as_table_mut);
+            if training.is_some_and(|training| training.remove("dense_steps").is_some()) {
+                left_out.push(dense_steps.to_owned());
+            }
+        }
         let Some(Value::Table(model)) = self.table.get_mut("model") else {
             return;
         };
@@ -239,6 +249,10 @@ impl Document {
                 .iter_mut()
                 .filter(|name| !is_dense(name) && own.as_ref() == Some(&**name))
             {
+                *name = Value::String("sparse".to_owned());
+            }
+            let is_shared = |name: &&mut Value| name.as_str() == Some(SHARED_LAYER);
+            for name in names.iter_mut().filter(is_shared).filter(|_| !chooses) {
                 *name = Value::String("sparse".to_owned());
             }
             if kind == AttentionKind::Mla && names.iter().any(is_dense) {

@@ -1,5 +1,6 @@
 //! Where recipe keys (Hugging Face's names) become the names of the Rust code; those of `[attention]` in `sections.rs`.
 
+use super::sections::SHARED_LAYER;
 use super::{AttentionKind, Recipe, RecipeError, TokenizerSource};
 use crate::model::ModelShape;
 
@@ -39,6 +40,7 @@ impl Recipe {
             rope_scaling: model.rope_scaling,
             attention: self.attention,
             dense_layers: self.dense_layers(),
+            shared_layers: self.shared_layers(),
         })
     }
 
@@ -49,6 +51,16 @@ impl Recipe {
         }
         let types = self.model.layer_types.iter().flatten();
         types.map(|name| name == AttentionKind::Mha.name()).collect()
+    }
+
+    /// [`ModelShape::shared_layers`] of `model.layer_types`; empty where no layer shares a choice.
+    pub fn shared_layers(&self) -> Vec<bool> {
+        let types = self.model.layer_types.iter().flatten();
+        let shared: Vec<bool> = types.map(|name| name == SHARED_LAYER).collect();
+        match shared.contains(&true) {
+            true => shared,
+            false => Vec::new(),
+        }
     }
 
     /// Rows of the embedding where the recipe says so itself; `None` when only the tokenizer's file does.

@@ -104,6 +104,7 @@ pub(super) fn check(parts: &Parts<'_>, mistakes: &mut Vec<Mistake>) {
         parallelism::check_parallelism(section, parts, &mut rules);
     }
     stages::check_warmup(parts, &mut rules);
+    stages::check_dense_steps(parts, &mut rules);
     if let Some(stages) = parts.stage.filter(|stages| !stages.is_empty()) {
         stages::check_stages(stages, parts, &mut rules);
     }

@@ -64,10 +64,15 @@ keys! {
         /// How the rotary frequencies differ from `rope_theta`'s; absent: they do not.
         pub rope_scaling: Option<RopeScaling>,
         /// Kind of each layer, a list repeated over the layers: `"sparse"` or its name for the kind of `[attention]`,
-        /// `"mha"` for a dense layer. Absent: every layer has the kind of `[attention]`.
+        /// `"mha"` for a dense layer, `"shared"` (kinds `infllm_v2`, `moba`, `msa`) for one of that kind whose queries
+        /// read the blocks that the last `"sparse"` layer before it chose: it has no indexer, and an indexer learns
+        /// from the layer that it is in. Absent: every layer has the kind of `[attention]`.
         pub layer_types: Option<Vec<String>>,
     }
 }
+
+/// What `model.layer_types` calls a layer that reads the blocks of an earlier one.
+pub(crate) const SHARED_LAYER: &str = "shared";
 
 /// Makes from one list the kinds of attention that a recipe can name: the section `[attention]`, the kinds alone, and
 /// the keys of each.
@@ -289,6 +294,12 @@ keys! {
         pub gradient_dtype: GradientDtype = GradientDtype::F32,
         /// Whether a row holds one document (cut or padded) instead of packed ones.
         pub one_document_per_row: bool = false,
+        /// Kinds that choose blocks (`infllm_v2`, `moba`, `msa`): share of the steps in which queries read all keys,
+        /// spread evenly: step s, from 0, is one where `floor((s + 1) share) > floor(s share)`. SSA (arXiv:2511.20102)
+        /// draws half of the steps. An indexer learns from all keys then, as under `index_warmup`. Validation always
+        /// chooses.
+        #[key(between(0.0, 0.999, "0.5 takes every second step"))]
+        pub dense_steps: f64 = 0.0,
         /// A step's loss is far above the running mean loss where its perplexity is more than this many times the
         /// mean's. The step is taken. 0: no loss is far above the mean.
         #[key(may_change)]
@@ -310,6 +321,12 @@ impl TrainingSection {
     /// Tokens one optimizer step reads.
     pub fn tokens_per_step(&self) -> usize {
         self.global_batch_size * self.seq_len
+    }
+
+    /// Whether queries of kinds that choose blocks read all keys in step `step`, counted from 0.
+    pub fn reads_all(&self, step: usize) -> bool {
+        let until = |steps: usize| (steps as f64 * self.dense_steps).floor();
+        until(step + 1) > until(step)
     }
 
     /// The blocks of `num_layers` that run their GEMMs in fp8.

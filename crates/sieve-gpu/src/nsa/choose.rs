@@ -44,8 +44,8 @@ pub(super) fn nsa_choose(
     let [q, _, _] = qkv.head_words(NAME)?;
     let slab_queries = most.clamp(1, seq_len);
     let hopper_tile = match hopper::is_hopper(&shape, qkv.q.tensor()) {
-        true if !rule.takes_scores() => hopper::importance_tile(blocks, group),
-        _ => None,
+        true => hopper::importance_tile(choice, group),
+        false => None,
     };
     let slab = lse.empty_contiguous(&[batch, heads, slab_queries, num_blocks], DType::F32);
     for (first, count) in query_ranges(seq_len, slab_queries) {

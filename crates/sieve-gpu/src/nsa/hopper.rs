@@ -6,8 +6,10 @@
 //! | call on compute capability 9.0, widths 64 and 128 | kernel |
 //! |---|---|
 //! | importance by probabilities; blocks of four strides, compressed blocks of two, groups 1, 2, 4, 8, 16 | `hopper_nsa_importance.cu` |
+//! | importance by each token's score; blocks of 16, 32, 64 or a multiple of 128 tokens | `hopper_nsa_importance.cu` |
 //! | selected attention | `hopper_nsa_selected_attention_forward.cu` |
 //! | its gradients, in any order | `hopper_nsa_selected_attention_backward.cu` |
+//! | the gradient of an indexer's loss, in any order | `hopper_index_gradient.cu` |
 //! | everything else | the portable kernels |
 use super::choose::rule_number;
 use crate::attention::heads::AttentionShape;
@@ -16,7 +18,7 @@ use crate::attention::tiling::KeySource;
 use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::policy::SumOrder;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::{ChoiceRule, NsaBlocks};
+use sieve_core::{BlockChoice, ChoiceRule};
 
 /// Rows (queries x heads) of a tile, over all warpgroups.
 const TILE_ROWS: usize = 128;
@@ -37,15 +39,21 @@ pub(super) fn is_hopper_backward(shape: &AttentionShape, queries: &CudaTensor) -
     queries.policy().sums == SumOrder::Any && is_hopper(shape, queries)
 }
 
-/// Queries of a tile of [`nsa_importance_kernel`], where it has a form for these blocks and this group.
-pub(super) fn importance_tile(blocks: NsaBlocks, group: usize) -> Option<usize> {
-    let stride = blocks.compress_stride;
-    let sizes = [blocks.compress_block_size, blocks.select_block_size];
-    let fits = sizes == [2 * stride, 4 * stride] && group <= 16 && group.is_power_of_two();
+/// Queries of a tile of [`nsa_importance_kernel`], where it has a form for this choice and group.
+pub(super) fn importance_tile(choice: BlockChoice, group: usize) -> Option<usize> {
+    let (blocks, stride) = (choice.blocks, choice.blocks.compress_stride);
+    let (size, fits_group) = (blocks.select_block_size, group <= 16 && group.is_power_of_two());
+    let fits = match choice.rule {
+        ChoiceRule::WeightedProbability | ChoiceRule::LargestProbability => {
+            [blocks.compress_block_size, size] == [2 * stride, 4 * stride] && fits_group
+        }
+        ChoiceRule::LargestScore => [16, 32, 64].contains(&size) || size.is_multiple_of(TILE_ROWS),
+        ChoiceRule::MeanKey => false,
+    };
     fits.then(|| TILE_ROWS / group)
 }
 
-/// The kernel that scores each block by probabilities.
+/// The kernel that scores each block.
 pub(super) fn nsa_importance_kernel(head_dim: usize, rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("hopper_nsa_importance")
         .define("HEAD_DIM", head_dim)
@@ -69,6 +77,14 @@ pub(super) fn selected_backward_kernel(head_dim: usize) -> SourceKernel {
         .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS)
 }
 
+/// The kernel of the gradient of an indexer's loss; tiles of one head's queries.
+pub(super) fn index_gradient_kernel(head_dim: usize) -> SourceKernel {
+    let (stages, tile_bytes) = (4, TILE_ROWS * head_dim * 2);
+    let scores = TILE_ROWS * BLOCK_KEYS * 2;
+    selected("hopper_index_gradient", head_dim, stages, [216, 72])
+        .shared_bytes(keys_bytes(head_dim) + stages * (tile_bytes + 16 * TILE_ROWS + 16) + scores + DESCRIPTIONS)
+}
+
 fn keys_bytes(head_dim: usize) -> usize {
     KEY_SLOTS * 2 * BLOCK_KEYS * head_dim * 2
 }
@@ -83,10 +99,12 @@ fn selected(name: &'static str, head_dim: usize, stages: usize, [consumer, produ
 }
 
 /// Every kernel of this family for a head width.
-pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 4] {
+pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 6] {
     [
         nsa_importance_kernel(head_dim, ChoiceRule::WeightedProbability),
         nsa_importance_kernel(head_dim, ChoiceRule::LargestProbability),
+        nsa_importance_kernel(head_dim, ChoiceRule::LargestScore),
+        index_gradient_kernel(head_dim),
         selected_forward_kernel(head_dim),
         selected_backward_kernel(head_dim),
     ]
@@ -95,6 +113,8 @@ pub(crate) fn nsa_hopper_kernels(head_dim: usize) -> [SourceKernel; 4] {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use sieve_core::NsaBlocks;
+    use sieve_core::model::test_shapes::msa;
 
     #[test]
     fn every_kernel_fits_a_hopper_block() {
@@ -111,13 +131,15 @@ mod tests {
 
     #[test]
     fn importance_has_a_form_for_the_paper_s_blocks_and_powers_of_two() {
-        let blocks = |size, stride, select| NsaBlocks::of([size, stride, select, 16]);
-        let tiles = [1, 2, 3, 4, 8, 16, 32].map(|group| importance_tile(blocks(32, 16, 64), group));
+        let choice = |sizes| BlockChoice::nsa(NsaBlocks::of(sizes));
+        let tiles = [1, 2, 3, 4, 8, 16, 32].map(|group| importance_tile(choice([32, 16, 64, 16]), group));
         let expected = [Some(128), Some(64), None, Some(32), Some(16), Some(8), None];
         assert_eq!(tiles, expected);
-        assert_eq!(importance_tile(blocks(8, 4, 16), 2), Some(64));
-        for other in [blocks(32, 8, 64), blocks(16, 16, 64), blocks(32, 16, 32)] {
-            assert_eq!(importance_tile(other, 2), None, "{other:?}");
+        assert_eq!(importance_tile(choice([8, 4, 16, 16]), 2), Some(64));
+        for other in [[32, 8, 64, 16], [16, 16, 64, 16], [32, 16, 32, 16]] {
+            assert_eq!(importance_tile(choice(other), 2), None, "{other:?}");
         }
+        let tiles = [8, 16, 64, 96, 128, 512].map(|size| importance_tile(msa(size, 4), 1));
+        assert_eq!(tiles, [None, Some(128), Some(128), None, Some(128), Some(128)]);
     }
 }

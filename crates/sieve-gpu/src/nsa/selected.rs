@@ -32,18 +32,19 @@ const ITEM_ROWS: usize = 2048;
 const BLOCK_KEYS: usize = 64;
 const FORWARD_ROWS: usize = 128;
 
-/// What both passes work with.
-struct Work {
-    shape: AttentionShape,
-    qkv: Qkv,
-    documents: [CudaTensor; 2],
-    indices: CudaTensor,
-    blocks: NsaBlocks,
-    softmax_scale: f32,
+/// What all passes over chosen blocks work with.
+#[derive(Clone)]
+pub(super) struct Work {
+    pub(super) shape: AttentionShape,
+    pub(super) qkv: Qkv,
+    pub(super) documents: [CudaTensor; 2],
+    pub(super) indices: CudaTensor,
+    pub(super) blocks: NsaBlocks,
+    pub(super) softmax_scale: f32,
 }
 
 impl Work {
-    fn new(
+    pub(super) fn new(
         qkv: &Qkv,
         documents: Bounds,
         indices: &CudaTensor,
@@ -66,7 +67,7 @@ impl Work {
     }
 
     /// Ranges of queries whose parts share a launch.
-    fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
+    pub(super) fn ranges(&self) -> impl Iterator<Item = (usize, usize)> {
         let AttentionShape {
             batch,
             seq_len,
@@ -88,7 +89,7 @@ impl Work {
         (ITEM_ROWS / self.shape.group_size()).max(1)
     }
 
-    fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
+    pub(super) fn parts(&self, lists: &ChoiceLists, width: usize, dtype: DType) -> CudaTensor {
         let AttentionShape {
             batch, num_kv_heads, ..
         } = self.shape;
@@ -98,7 +99,7 @@ impl Work {
     }
 
     /// What the params of both attention kernels begin with.
-    fn params(&self, lists: &ChoiceLists) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
+    pub(super) fn params(&self, lists: &ChoiceLists) -> Result<NsaSelectedAttentionForwardParams, KernelError> {
         let [q, k, v] = self.qkv.head_words(NAME)?;
         let [choices, max_items] = lists.capacity();
         Ok(params!(NsaSelectedAttentionForwardParams {
@@ -124,7 +125,7 @@ impl Work {
 
     /// The portable kernels: a block of threads for each item that there may be. The Hopper family: one for each
     /// multiprocessor.
-    fn grid(&self, lists: &ChoiceLists, is_hopper: bool) -> [usize; 3] {
+    pub(super) fn grid(&self, lists: &ChoiceLists, is_hopper: bool) -> [usize; 3] {
         if is_hopper {
             return [self.indices.hardware().num_multiprocessors, 1, 1];
         }
@@ -134,7 +135,7 @@ impl Work {
 
     /// Joins the parts of a range: `outputs` are the output and its log-sum-exp, or the gradient of the queries alone.
     /// The lists are as new afterwards: none of their pieces is taken.
-    fn combine(
+    pub(super) fn combine(
         &self,
         lists: &ChoiceLists,
         parts: [&CudaTensor; 2],

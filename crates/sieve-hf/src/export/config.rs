@@ -162,6 +162,7 @@ fn of_sieve(shape: &ModelShape, kind: &str, sizes: Value) -> Value {
     let mut keys = json!({
         "attention_kind": kind,
         "dense_layers": shape.dense_layers,
+        "shared_layers": shape.shared_layers,
         "residual_scale": shape.residual_scale,
         "qk_norm": shape.qk_norm,
         "qkv_bias": shape.qkv_bias,

@@ -43,6 +43,8 @@ DEFAULTS = {
     "attention_kind": "nsa",
     # Repeated over the layers: true where a layer is dense.
     "dense_layers": [],
+    # The same: true where a layer reads the blocks that the last layer before it chose.
+    "shared_layers": [],
     # Whether each head's query and key go through RMSNorm before the rotation (MLA: mla_qk_norm), and whether the
     # projections of queries, keys and values have biases.
     "qk_norm": True,
@@ -128,6 +130,7 @@ class Rows:
         self.first, self.columns, self.count, self.new, self.config = first, columns, count, new, config
         self.positions = indices(first, count, device)
         self.total, self.tables = columns + count, {}
+        self.chosen = {}  # by layer: the blocks that it chose, tile by tile
 
     def rotate(self, x):
         """Rotary positions of x [batch, heads, tokens, width], the halves of a head being the pairs."""
@@ -400,6 +403,10 @@ def overlapping(p, config, end):
 class ChosenBlocksAttention(DenseAttention):
     """InfLLM-V2 and MoBA: each query chooses blocks by means of keys and reads all their tokens."""
 
+    def __init__(self, config, index):
+        super().__init__(config)
+        self.index = index
+
     def forward(self, x, rows, cache):
         config, is_moba = self.config, self.config.attention_kind == "moba"
         q, k, v = self.keys(x, rows, cache)
@@ -410,7 +417,7 @@ class ChosenBlocksAttention(DenseAttention):
         last = torch.arange(means.shape[-1], device=x.device) * stride + size - 1
         if is_moba:
             k, v = (y.repeat_interleave(config.num_attention_heads // kv_heads, 1) for y in (k, v))
-        o = []
+        o, rows.chosen[self.index] = [], []
         for start, stop, query, end in tiles(rows, k.shape[2]):
             here = q[:, :, start:stop]
             scores = here.unflatten(1, (kv_heads, -1)).float() @ means
@@ -421,6 +428,7 @@ class ChosenBlocksAttention(DenseAttention):
                 scores = (scores * self.scale).masked_fill(~(last <= query)[:, None, None], float("-inf"))
                 importance = overlapping(torch.softmax(scores, -1).nan_to_num(0.0).sum(2), config, end).amax(-1)
                 chosen = choose(importance, query, config, 1, config.num_local_blocks)
+            rows.chosen[self.index].append(chosen)
             o.append(read_blocks(self, here, k, v, chosen, query, rows, start, end))
         return self.out(torch.cat(o, 2))
 
@@ -428,8 +436,9 @@ class ChosenBlocksAttention(DenseAttention):
 class IndexedAttention(DenseAttention):
     """MSA: an indexer's queries, one for each KV head, choose blocks by the best of their tokens' keys, one head."""
 
-    def __init__(self, config):
+    def __init__(self, config, index):
         super().__init__(config)
+        self.index = index
         size, d = config.hidden_size, config.head_dim
         self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
         self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
@@ -439,12 +448,30 @@ class IndexedAttention(DenseAttention):
         index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x)))).float()
         index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
         index_k = index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+        rows.chosen[self.index] = []
         for start, stop, query, end in tiles(rows, k.shape[2]):
             scores = index_q[:, :, start:stop] @ index_k[:, :, :end].float().transpose(2, 3)
             later = (torch.arange(end, device=x.device) > query)[:, None]
             scores = nn.functional.pad(scores.masked_fill(later, -math.inf), (0, -end % select), value=-math.inf)
             chosen = choose(scores.unflatten(3, (-1, select)).amax(-1), query, self.config, 0, 1)
+            rows.chosen[self.index].append(chosen)
             o.append(read_blocks(self, q[:, :, start:stop], k, v, chosen, query, rows, start, end))
+        return self.out(torch.cat(o, 2))
+
+
+class SharedBlocksAttention(DenseAttention):
+    """A layer whose queries read the blocks that they chose in layer `source`."""
+
+    def __init__(self, config, source):
+        super().__init__(config)
+        self.source = source
+
+    def forward(self, x, rows, cache):
+        (q, k, v), chosen, o = self.keys(x, rows, cache), rows.chosen[self.source], []
+        if chosen[0].shape[1] != k.shape[1]:  # of each query head
+            k, v = (y.repeat_interleave(chosen[0].shape[1] // k.shape[1], 1) for y in (k, v))
+        for (start, stop, query, end), blocks in zip(tiles(rows, k.shape[2]), chosen):
+            o.append(read_blocks(self, q[:, :, start:stop], k, v, blocks, query, rows, start, end))
         return self.out(torch.cat(o, 2))
 
 
@@ -652,14 +679,26 @@ class MLP(nn.Module):
 class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, index):
         super().__init__()
+        choosing = {"infllm_v2": ChosenBlocksAttention, "moba": ChosenBlocksAttention, "msa": IndexedAttention}
         kinds = {
-            "mla": LatentAttention, "nsa": NativeSparseAttention, "infllm_v2": ChosenBlocksAttention,
-            "moba": ChosenBlocksAttention, "msa": IndexedAttention, "dma": DynamicMaskAttention, "mha": DenseAttention,
+            "mla": LatentAttention, "nsa": NativeSparseAttention, "dma": DynamicMaskAttention, "mha": DenseAttention,
             "swa": lambda config: DenseAttention(config, config.window_size),
         }  # fmt: skip
-        pattern = config.dense_layers
-        is_dense = bool(pattern) and pattern[index % len(pattern)]
-        self.self_attn = kinds["mha" if is_dense else config.attention_kind](config)
+
+        def is_marked(pattern, layer):
+            return bool(pattern) and pattern[layer % len(pattern)]
+
+        def chooses(layer):
+            return not is_marked(config.dense_layers, layer) and not is_marked(config.shared_layers, layer)
+
+        kind = "mha" if is_marked(config.dense_layers, index) else config.attention_kind
+        if is_marked(config.shared_layers, index):
+            source = next(layer for layer in reversed(range(index)) if chooses(layer))
+            self.self_attn = SharedBlocksAttention(config, source)
+        elif kind in choosing:
+            self.self_attn = choosing[kind](config, index)
+        else:
+            self.self_attn = kinds[kind](config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -171,7 +171,7 @@ fn push_layer(tensors: &mut Vec<ExportTensor>, shape: &ModelShape, architecture:
             let dt_proj = "self_attn.dt_proj.weight";
             tensors.push(whole(dt_proj, dt_proj, &[num_kv_heads, kv_width]));
         }
-        Attention::Msa(_) => {
+        Attention::Msa(_) if shape.has_indexer() => {
             tensors.extend(split(
                 "self_attn.indexer.proj.weight",
                 &[

@@ -177,9 +177,8 @@ impl Reader {
         ))
     }
 
-    /// The pattern of dense layers of an own export.
-    fn sieve_dense_layers(&self) -> Result<Vec<bool>, CheckpointError> {
-        let key = "dense_layers";
+    /// A pattern of layers of an own export: which are dense, or share a choice.
+    fn sieve_layers(&self, key: &str) -> Result<Vec<bool>, CheckpointError> {
         let pattern = match &self.value[key] {
             Value::Null => Some(Vec::new()),
             value => value
@@ -275,7 +274,7 @@ impl HfConfig {
                 (attention, Vec::new())
             }
             Architecture::DeepseekV3 => (reader.deepseek_attention(num_layers)?, Vec::new()),
-            Architecture::Sieve => (reader.sieve_attention()?, reader.sieve_dense_layers()?),
+            Architecture::Sieve => (reader.sieve_attention()?, reader.sieve_layers("dense_layers")?),
             _ => reader.grouped_attention(class.windows, num_layers)?,
         };
         reader.must_be_off("attention_bias")?;
@@ -315,9 +314,18 @@ impl HfConfig {
         let (qk_norm, qkv_bias) = (said("qk_norm", class.qk_norm), said("qkv_bias", class.qkv_bias));
         model.push_str(&format!("qk_norm = {qk_norm}\nqkv_bias = {qkv_bias}\n"));
         model.push_str(&reader.rope_scaling(architecture)?);
-        if dense_layers.contains(&true) {
-            let name = |dense: &bool| if *dense { "mha" } else { "sparse" };
-            let types: Vec<_> = dense_layers.iter().map(name).collect();
+        let shared_layers = match architecture {
+            Architecture::Sieve => reader.sieve_layers("shared_layers")?,
+            _ => Vec::new(),
+        };
+        if dense_layers.contains(&true) || shared_layers.contains(&true) {
+            let is_marked = |pattern: &[bool], at: usize| pattern.get(at) == Some(&true);
+            let name = |at| match (is_marked(&dense_layers, at), is_marked(&shared_layers, at)) {
+                (true, _) => "mha",
+                (false, true) => "shared",
+                (false, false) => "sparse",
+            };
+            let types: Vec<_> = (0..dense_layers.len().max(shared_layers.len())).map(name).collect();
             model.push_str(&format!("layer_types = {types:?}\n"));
         }
         Ok(Self {

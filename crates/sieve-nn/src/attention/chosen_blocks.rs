@@ -1,5 +1,6 @@
 //! Attention over blocks that each query chooses: by pooled keys, without a parameter of its own, InfLLM-V2
-//! (arXiv:2509.24663) and MoBA (arXiv:2502.13189); by an indexer MSA (arXiv:2606.13392).
+//! (arXiv:2509.24663) and MoBA (arXiv:2502.13189); by an indexer MSA (arXiv:2606.13392). A layer may read the blocks
+//! that an earlier one chose.
 use super::indexer::Indexer;
 use super::{LayerContext, LayerOutput};
 use crate::kv_cache::ChosenCache;
@@ -10,6 +11,76 @@ use burn::tensor::{Int, Tensor};
 use sieve_core::model::Attention;
 use sieve_core::{BlockChoice, ModelShape};
 use sieve_ops::{AttentionSpec, DeviceBackend, Documents, Heads, IndexedCall, RowParts, SieveBackend, indexer_spec};
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Blocks that queries of a layer chose.
+#[derive(Clone, Debug)]
+pub(crate) enum LayerChoice<B: Backend> {
+    /// Of all tokens of the rows: `[batch, seq_len, choosers, attended blocks]`.
+    Rows(Tensor<B, 4, Int>),
+    /// Of one new token of each row: of each row and chooser, ascending, then -1.
+    Token(Vec<Vec<i32>>),
+}
+
+/// What the last layer that chose blocks chose in a pass: by the first of the rows that share a cache, 0 without
+/// caches. Clones are of one pass and see the same.
+#[derive(Debug)]
+pub struct LastChoice<B: Backend>(Rc<RefCell<HashMap<usize, LayerChoice<B>>>>);
+
+impl<B: Backend> Clone for LastChoice<B> {
+    fn clone(&self) -> Self {
+        Self(self.0.clone())
+    }
+}
+
+impl<B: Backend> Default for LastChoice<B> {
+    fn default() -> Self {
+        Self(Rc::default())
+    }
+}
+
+impl<B: Backend> LastChoice<B> {
+    /// What was chosen so far, apart from what this pass will choose: for a layer that is computed a second time.
+    pub fn kept(&self) -> Self {
+        Self(Rc::new(RefCell::new(self.0.borrow().clone())))
+    }
+
+    /// The same on another backend.
+    pub fn map<I: Backend>(&self, change: impl Fn(Tensor<B, 4, Int>) -> Tensor<I, 4, Int>) -> LastChoice<I> {
+        let change = |choice: &LayerChoice<B>| match choice {
+            LayerChoice::Rows(rows) => LayerChoice::Rows(change(rows.clone())),
+            LayerChoice::Token(blocks) => LayerChoice::Token(blocks.clone()),
+        };
+        let all = self.0.borrow();
+        let all = all.iter().map(|(&row, choice)| (row, change(choice))).collect();
+        LastChoice(Rc::new(RefCell::new(all)))
+    }
+
+    /// Goes on with what another pass chose.
+    pub fn take_over(&self, other: Self) {
+        *self.0.borrow_mut() = other.0.take();
+    }
+
+    fn set(&self, first_row: usize, choice: LayerChoice<B>) {
+        self.0.borrow_mut().insert(first_row, choice);
+    }
+
+    fn rows(&self, first_row: usize) -> Tensor<B, 4, Int> {
+        match self.0.borrow().get(&first_row) {
+            Some(LayerChoice::Rows(rows)) => rows.clone(),
+            _ => panic!("a layer that shares a choice stands behind one that chooses, with as many tokens"),
+        }
+    }
+
+    fn token(&self, first_row: usize) -> Vec<Vec<i32>> {
+        match self.0.borrow().get(&first_row) {
+            Some(LayerChoice::Token(blocks)) => blocks.clone(),
+            _ => panic!("a layer that shares a choice stands behind one that chooses, with one token"),
+        }
+    }
+}
 
 /// Each query sees the tokens of the blocks that it chooses, under one exact softmax. Its parameters are those of
 /// dense attention, so either goes on with the other's weights, and an indexer's.
@@ -23,10 +94,13 @@ pub struct ChosenBlocksAttention<B: Backend> {
     pub indexer: Option<Indexer<B>>,
     #[module(skip)]
     choice: BlockChoice,
+    /// Whether queries read the blocks that the last layer before this one chose.
+    #[module(skip)]
+    shares: bool,
     /// Of an indexer: the weight of its loss.
     #[module(skip)]
     loss_weight: f64,
-    /// Of an indexer: whether queries read all keys meanwhile.
+    /// Of kinds with an indexer: whether queries read all keys meanwhile.
     #[module(skip)]
     is_warmup: bool,
 }
@@ -56,8 +130,9 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         Self {
             qkv: QkvProjection::new(shape, init, device),
             o_proj: Linear::new(shape.num_heads * shape.head_dim, shape.d_model, init, device),
-            indexer: choice.has_indexer().then(|| Indexer::new(shape, init, device)),
+            indexer: shape.has_indexer().then(|| Indexer::new(shape, init, device)),
             choice,
+            shares: shape.is_shared_layer(0),
             loss_weight,
             is_warmup,
         }
@@ -66,6 +141,11 @@ impl<B: Backend> ChosenBlocksAttention<B> {
     /// How its queries choose.
     pub fn choice(&self) -> BlockChoice {
         self.choice
+    }
+
+    /// Whether its queries choose by pooled keys of its own attention.
+    pub(crate) fn chooses_by_keys(&self) -> bool {
+        self.indexer.is_none() && !self.shares
     }
 
     pub(crate) fn spec(&self) -> AttentionSpec {
@@ -79,10 +159,10 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
         let packed = self.packed(x, context);
         let (o, statistics) = match (context.parts, context.shared) {
             (Some(parts), _) => self.attend_of_part(packed, parts, context),
-            (None, None) => self.attend(packed, context.documents, context),
+            (None, None) => self.attend(packed, context.documents, context, 0),
             (None, Some(shared)) => {
                 let packed = packed.map(|x| shared.repeat(x));
-                let (o, statistics) = self.attend(packed, shared.documents(), context);
+                let (o, statistics) = self.attend(packed, shared.documents(), context, 0);
                 (shared.once(o), statistics)
             }
         };
@@ -93,9 +173,13 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
     }
 
     /// The blocks whose tokens each query reads, `[batch, seq_len, choosers, attended blocks]`, as
-    /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same.
+    /// [`sieve_ops::choose_key_blocks`] gives them. For measures; [`forward`](Self::forward) chooses the same. The
+    /// context is the pass's, in which earlier layers may have chosen for this one.
     pub fn block_indices(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Tensor<B, 4, Int> {
-        self.choose(&self.packed(x, context), context.documents, self.spec())
+        match self.shares {
+            true => context.last_choice.rows(0),
+            false => self.choose(&self.packed(x, context), context.documents, self.spec()),
+        }
     }
 
     pub(crate) fn packed(&self, x: Tensor<B, 3>, context: &LayerContext<'_, B>) -> Packed<B> {
@@ -134,28 +218,38 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
             qkv: parts.to_heads(packed.qkv, &kinds),
             index: packed.index.map(|index| parts.to_heads(index, &of_indexer)),
         };
-        let (o, statistics) = self.attend(packed, &rows, context);
+        let (o, statistics) = self.attend(packed, &rows, context, 0);
         (parts.to_tokens(o, spec.num_heads), statistics)
     }
 
-    /// Chooses and attends, with all heads or some; the indexer's statistics where the context asks for them.
+    /// Chooses, or takes what the last layer chose for the rows from `first_row` on, and attends, with all heads or
+    /// some; the indexer's statistics where the context asks for them.
     fn attend(
         &self,
         packed: Packed<B>,
         documents: &Documents<B>,
         context: &LayerContext<'_, B>,
+        first_row: usize,
     ) -> (Tensor<B, 4>, Option<Tensor<B::Inner, 1>>) {
         let spec = context.under_policy(self.spec());
         let all_kv_heads = spec.num_kv_heads;
         let spec = spec.of_packed_heads(packed.qkv.dims()[2]);
-        let chosen = (!self.is_warmup).then(|| self.choose(&packed, documents, spec));
+        let chosen = match (self.is_warmup || context.reads_all, self.shares) {
+            (true, _) => None,
+            (false, true) => Some(context.last_choice.rows(first_row)),
+            (false, false) => {
+                let chosen = self.choose(&packed, documents, spec);
+                context.last_choice.set(first_row, LayerChoice::Rows(chosen.clone()));
+                Some(chosen)
+            }
+        };
         let Packed { qkv, index } = packed;
         let Some(index) = index else {
-            let chosen = chosen.expect("an indexer alone warms up");
-            return (
-                sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
-                None,
-            );
+            let o = match chosen {
+                Some(chosen) => sieve_ops::chosen_attention(qkv, chosen, documents, spec, self.choice),
+                None => sieve_ops::attention(qkv, documents, spec),
+            };
+            return (o, None);
         };
         let call = IndexedCall {
             documents,
@@ -191,19 +285,23 @@ impl<B: SieveBackend> ChosenBlocksAttention<B> {
                 index: index.as_ref().map(|index| index.clone().narrow(0, first, count)),
             };
             let LayerCache::Chosen(cache) = cached.cache else {
-                *cached.cache = LayerCache::Chosen(ChosenCache::of_prompt(&packed, spec, choice));
-                return self.attend(packed, context.documents, context).0;
+                let pools = !self.shares;
+                *cached.cache = LayerCache::Chosen(ChosenCache::of_prompt(&packed, spec, choice, pools));
+                return self.attend(packed, context.documents, context, first).0;
             };
             let [batch, new, _, _] = packed.qkv.dims();
             if new == 1 {
-                return cache.attend(packed, spec, cached.scratch);
+                let earlier = self.shares.then(|| context.last_choice.token(first));
+                let (o, chosen) = cache.attend(packed, spec, earlier, cached.scratch);
+                context.last_choice.set(first, LayerChoice::Token(chosen));
+                return o;
             }
             // Several tokens behind others attend as one row of all keys, with queries of zero, and themselves.
             let row = cache.row(&packed);
             let earlier = cache.num_tokens();
             cache.append(&packed, spec);
             let documents = Documents::whole_rows([batch, earlier + new], &row.qkv.device());
-            self.attend(row, &documents, context).0.narrow(1, earlier, new)
+            self.attend(row, &documents, context, first).0.narrow(1, earlier, new)
         });
         self.o_proj.forward(o.flatten(2, 3))
     }

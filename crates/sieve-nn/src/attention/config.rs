@@ -190,6 +190,7 @@ impl AttentionConfig {
             rope_scaling: None,
             attention,
             dense_layers: Vec::new(),
+            shared_layers: Vec::new(),
         }
     }
 }

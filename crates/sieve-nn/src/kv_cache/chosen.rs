@@ -18,6 +18,8 @@ pub struct ChosenCache<B: Backend> {
     /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, `[batch, 1, room, head_dim]`.
     pooled: TokenBuffer<B, 4>,
     choice: BlockChoice,
+    /// Whether blocks are chosen here; else another layer's are read, and `pooled` stays empty.
+    pools: bool,
 }
 
 /// Axis of tokens in the buffers.
@@ -59,11 +61,12 @@ impl<B: Backend> ChosenCache<B> {
         self.pooled.count(ended - self.pooled.len());
     }
 
-    /// After a prompt.
-    pub(crate) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice) -> Self {
+    /// After a prompt; without `pools` the layer reads blocks that another one chose.
+    pub(crate) fn of_prompt(packed: &Packed<B>, spec: AttentionSpec, choice: BlockChoice, pools: bool) -> Self {
         let [batch, seq_len, _, d] = packed.qkv.dims();
         let [_, k, v] = split(packed.qkv.clone(), spec);
         let room = match packed.index {
+            _ if !pools => [batch, 1, 1, d],
             Some(_) => [batch, 1, seq_len, d],
             None => {
                 let means = choice.blocks.num_compressed_blocks(seq_len) + 1;
@@ -74,6 +77,7 @@ impl<B: Backend> ChosenCache<B> {
             keys: KeyCache::new(k, v),
             pooled: TokenBuffer::empty(room, TOKENS, (&packed.qkv.device(), packed.qkv.dtype())),
             choice,
+            pools,
         };
         cache.pool(packed, spec);
         cache
@@ -104,6 +108,7 @@ impl<B: Backend> ChosenCache<B> {
     /// Adds the pooled keys that have ended since, or the indexer's.
     fn pool(&mut self, packed: &Packed<B>, spec: AttentionSpec) {
         let new = match &packed.index {
+            _ if !self.pools => None,
             Some(index) => {
                 let [_, k, _] = split(index.clone(), indexer_spec(spec));
                 Some(k.swap_dims(1, 2))
@@ -141,13 +146,15 @@ impl<B: Backend> ChosenCache<B> {
 }
 
 impl<B: DeviceBackend> ChosenCache<B> {
-    /// Takes one token in and returns its attention, `[batch, 1, num_heads, head_dim]`.
+    /// Takes one token in and returns its attention, `[batch, 1, num_heads, head_dim]`, and the blocks that it read, of
+    /// each row and chooser: `earlier`, where another layer chose them.
     pub(crate) fn attend(
         &mut self,
         packed: Packed<B>,
         spec: AttentionSpec,
+        earlier: Option<Vec<Vec<i32>>>,
         scratch: &mut B::DecodeScratch,
-    ) -> Tensor<B, 4> {
+    ) -> (Tensor<B, 4>, Vec<Vec<i32>>) {
         let [batch, _, _, d] = packed.qkv.dims();
         self.append(&packed, spec);
         let queries = |packed: Tensor<B, 4>, spec: AttentionSpec| {
@@ -155,16 +162,25 @@ impl<B: DeviceBackend> ChosenCache<B> {
             q.reshape([batch, spec.num_heads, d])
         };
         let q = queries(packed.qkv, spec);
-        let importance = match packed.index {
-            None => self.importance(q.clone(), spec),
-            Some(index) => {
-                let spec = indexer_spec(spec);
-                self.importance(queries(index, spec), spec)
-            }
-        };
-        let keys = self.chosen(importance, spec);
+        let chosen = earlier.unwrap_or_else(|| {
+            let importance = match packed.index {
+                None => self.importance(q.clone(), spec),
+                Some(index) => {
+                    let spec = indexer_spec(spec);
+                    self.importance(queries(index, spec), spec)
+                }
+            };
+            let own = (self.num_tokens() - 1) / self.choice.blocks.select_block_size;
+            let choose = |importance: Vec<f32>| {
+                let mut chosen = vec![-1; self.choice.blocks.num_selected_blocks];
+                choose_blocks(&importance, own, self.choice.forced, &mut chosen);
+                chosen
+            };
+            importance.into_iter().map(choose).collect()
+        });
+        let keys = self.keys_of(&chosen, spec);
         let o = attention_decode(q, &keys, None, spec.softmax_scale, scratch);
-        o.reshape([batch, 1, spec.num_heads, d])
+        (o.reshape([batch, 1, spec.num_heads, d]), chosen)
     }
 
     /// Scores of the blocks up to the last token's own, per row and chooser.
@@ -192,20 +208,15 @@ impl<B: DeviceBackend> ChosenCache<B> {
     }
 
     /// Keys and values of the chosen blocks, of each chooser.
-    fn chosen(&self, importance: Vec<Vec<f32>>, spec: AttentionSpec) -> KeyCache<B> {
+    fn keys_of(&self, chosen: &[Vec<i32>], spec: AttentionSpec) -> KeyCache<B> {
         let choice = self.choice;
         let (len, k) = (self.num_tokens(), self.keys.k.buffer());
         let [batch, kv_heads, _, d] = k.dims();
         let size = choice.blocks.select_block_size;
-        let own = (len - 1) / size;
         let mut tokens = Vec::new();
-        for importance in importance {
-            let mut chosen = vec![-1; choice.blocks.num_selected_blocks];
-            choose_blocks(&importance, own, choice.forced, &mut chosen);
-            for block in chosen.into_iter().filter(|&block| block >= 0) {
-                let first = block as usize * size;
-                tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
-            }
+        for &block in chosen.iter().flatten().filter(|&&block| block >= 0) {
+            let first = block as usize * size;
+            tokens.extend((first..(first + size).min(len)).map(|token| token as i32));
         }
         // Every chooser has its own block and as many others, so all have equally many tokens.
         let choosers = choice.choices_per_token([spec.num_heads, kv_heads]);

@@ -1,12 +1,13 @@
 use super::Qwen3;
 use crate::testing::{Rows, assert_close, ids, input, kinds, shape, values};
-use crate::{DecoderLayer, LayerContext, SharedPrompts, WeightInit};
+use crate::{Attention, DecoderLayer, LayerContext, SharedPrompts, WeightInit};
 use burn::backend::Autodiff;
 use burn::module::Module;
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
 use sieve_core::ModelShape;
+use sieve_core::model::AttentionForm;
 use sieve_ops::Documents;
 
 const DIMS: [usize; 2] = [2, 13];
@@ -72,6 +73,49 @@ fn losses_are_those_of_the_logits() {
             let loss = values(model.head.loss(x, labels(), &model.embed_tokens));
             assert_close("loss", &loss, &[expected.iter().sum()], 1e-4);
         }
+    }
+}
+
+#[test]
+fn layers_that_share_a_choice_read_the_blocks_of_the_layer_before() {
+    for attention in kinds(0.0)
+        .into_iter()
+        .filter(|kind| matches!(kind.form(), AttentionForm::Blocks(_)))
+    {
+        let shape = ModelShape {
+            num_layers: 4,
+            shared_layers: vec![false, true],
+            ..shape(attention)
+        };
+        let model = Qwen3::<Flex>::new(&shape, 3, &Default::default());
+        let rows = Rows::new(DIMS, &shape);
+        let context = rows.context();
+        let mut chosen = None;
+        let mut x = model.embed_tokens.forward(ids(DIMS, 1));
+        for (at, layer) in model.layers.iter().enumerate() {
+            let Attention::Chosen(chosen_blocks) = &layer.self_attn else {
+                panic!("a kind of chosen blocks")
+            };
+            let normed = layer.input_layernorm.forward(x.clone());
+            assert_eq!(chosen_blocks.indexer.is_some(), shape.of_layer(at).has_indexer());
+            x = match at % 2 {
+                0 => {
+                    chosen = Some(chosen_blocks.block_indices(normed, &context));
+                    layer.forward(x, &context).x
+                }
+                // The choice copied by hand.
+                _ => {
+                    let given = chosen.clone().expect("the layer before chose");
+                    let qkv = chosen_blocks.qkv.forward(normed, &context);
+                    let (spec, choice) = (chosen_blocks.spec(), chosen_blocks.choice());
+                    let o = sieve_ops::chosen_attention(qkv, given, context.documents, spec, choice);
+                    let x = chosen_blocks.o_proj.forward_add(o.flatten(2, 3), x);
+                    layer.feed_forward(x, &context)
+                }
+            };
+        }
+        let found = model.hidden(ids(DIMS, 1), &rows.context());
+        assert_close("hidden", &values(found), &values(x), 1e-6);
     }
 }
 

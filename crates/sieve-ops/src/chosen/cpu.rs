@@ -1,5 +1,5 @@
 //! The choice on the CPU; f32 takes the kernel of `sieve-cpu`, any other dtype the reference.
-use super::{ChoiceCall, reference};
+use super::{ChoiceCall, IndexGradientCall, reference};
 use crate::attention::cpu::{attention_shape, contiguous_bounds, documents};
 use crate::device::flex::{contiguous, floats, is_f32, plain_scores};
 use crate::device::paths::scores;
@@ -34,4 +34,13 @@ pub(crate) fn choose_key_blocks(qkv: FlexTensor, pooled: FlexTensor, call: &Choi
         &mut chosen,
     );
     FlexTensor::from_data(TensorData::new(chosen, dims))
+}
+
+/// None: both products of the gradient run on the attention kernels.
+pub(crate) fn index_gradient(
+    _packed: [FlexTensor; 2],
+    _chosen: FlexTensor,
+    _call: &IndexGradientCall<'_, Flex>,
+) -> Option<FlexTensor> {
+    None
 }

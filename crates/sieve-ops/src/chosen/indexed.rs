@@ -7,8 +7,9 @@
 //! - `dq_i = s sum_j dS_ij k_j`: the output of the indexer's own attention, less the mean output of the group's heads;
 //! - `dk_j = s sum_i dS_ij q_i`: the gradients of these values where the output's gradient is q.
 //!
-//! So it runs on the attention kernels, forward and backward, and no probability lies in memory.
-use super::Reads;
+//! So it runs on the attention kernels, forward and backward, and no probability lies in memory. Where a device has a
+//! kernel that forms `I - mean_h P^h` from the lists of chosen blocks, only the indexer's own attention runs beside it.
+use super::{IndexGradientCall, Read, Reads};
 use crate::SieveBackend;
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;
@@ -70,19 +71,21 @@ pub fn indexed_attention<B: SieveBackend>(
     let (x, scored) = (B::value(qkv.clone()), B::value(index.clone()));
     let read = reads.forward(x.clone(), spec);
     tensor(B::node([&qkv, &index], read.output().o.clone(), move |d_o| {
-        let d_index = index_gradient(&reads, x.clone(), scored, spec, weight);
+        let d_index = index_gradient(&reads, &read, x.clone(), scored, spec, weight);
         [reads.backward(x, spec, read, d_o), d_index]
     }))
 }
 
-/// The gradient of the indexer's packed tensor.
+/// The gradient of the indexer's packed tensor; `read` is what the attention over `qkv` left.
 fn index_gradient<D: DeviceBackend>(
     reads: &Reads<D>,
+    read: &Read<D>,
     qkv: Float<D>,
     index: Float<D>,
     spec: AttentionSpec,
     weight: f64,
 ) -> Float<D> {
+    let packed = index.clone();
     let index = tensor::<D, 4>(index);
     let dtype = index.dtype();
     if weight == 0.0 {
@@ -91,13 +94,25 @@ fn index_gradient<D: DeviceBackend>(
     let wide = |x: Float<D>| tensor::<D, 4>(x).cast(compute_dtype(dtype));
     let (groups, group, own) = (spec.num_kv_heads, spec.group_size(), indexer_spec(spec));
     let [q_index, k_index, _] = split_heads(index, 1);
-    let [q, k, _] = split_heads(tensor::<D, 4>(qkv), groups);
+    let [q, k, _] = split_heads(tensor::<D, 4>(qkv.clone()), groups);
     let [batch, seq_len, _, d] = q.dims();
     let student = primitive(Tensor::cat(vec![q_index.clone(), k_index.clone(), k_index.clone()], 2));
-    let teacher = primitive(Tensor::cat(vec![q, k, k_index.clone().repeat_dim(2, groups)], 2));
-
     // Sums over the keys of a query.
     let of_student = reads.forward(student.clone(), own);
+    if let (Read::Chosen(attention), Read::Chosen(indexer), Some((chosen, _, call))) =
+        (read, &of_student, reads.call(spec))
+    {
+        let call = IndexGradientCall {
+            call,
+            attention,
+            index_lse: indexer.output.lse.clone(),
+            weight,
+        };
+        if let Some(gradient) = D::index_gradient([qkv.clone(), packed], chosen, &call) {
+            return gradient;
+        }
+    }
+    let teacher = primitive(Tensor::cat(vec![q, k, k_index.clone().repeat_dim(2, groups)], 2));
     let of_teacher = reads.forward(teacher.clone(), spec);
     let mean = wide(of_teacher.output().o.clone()).reshape([batch, seq_len, groups, group, d]);
     let mean = mean.mean_dim(3).reshape([batch, seq_len, groups, d]);

@@ -141,7 +141,7 @@ fn of_lists(lists: ChoiceLists) -> [Float; 3] {
     [lists.entries, lists.items, lists.num_items].map(ToBurn::burn)
 }
 
-fn lists_of(lists: [Float; 3]) -> ChoiceLists {
+pub(crate) fn lists_of(lists: [Float; 3]) -> ChoiceLists {
     let [entries, items, num_items] = lists.map(kernel_tensor);
     ChoiceLists {
         entries,

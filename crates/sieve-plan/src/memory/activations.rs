@@ -94,7 +94,7 @@ pub(super) fn block_kept(shape: &ModelShape, target: &Target, seq_len: usize, ke
         // its product, and packed twice.
         AttentionForm::Blocks(choice) => {
             let choices = num_choices(shape, choice);
-            let indexer = match choice.has_indexer() {
+            let indexer = match shape.has_indexer() {
                 true => 3 * (kv + 2 * shape.head_dim as u64),
                 false => 0,
             };
@@ -237,7 +237,8 @@ pub(super) fn block_temporaries(
     // Attention: the feed-forward's gradients and the stream's; of the output; rotated heads, their gradient, f32 sums
     // of dq. Gate and up, and the stream between the halves, are gone by then.
     let kinds = shape.by_kind();
-    let sums = kinds.iter().map(|part| {
+    let dense = (training.dense_steps > 0.0).then(|| shape.dense());
+    let sums = kinds.iter().chain(&dense).map(|part| {
         let (own, seq_len) = rows.attention(part);
         attention_sums(&own, target, [training.local_batch_size, seq_len])
     });
@@ -285,7 +286,7 @@ fn attention_sums(shape: &ModelShape, target: &Target, [num_rows, seq_len]: [usi
             let parts = times(tokens, a_query).min((ChoiceLists::PART_BYTES as u64).max(batch * a_query));
             // The indexer's loss: queries and keys with the indexer's keys as values, what attention makes of them in
             // f32, and the gradients; of the indexer the same of a head for each KV head.
-            let indexer = match choice.has_indexer() {
+            let indexer = match shape.has_indexer() {
                 true => times(tokens, (2 * target.value_bytes() + F32) * (q + 2 * kv + 3 * kv)),
                 false => 0,
             };

@@ -47,6 +47,10 @@ pub(super) fn describe<B: TrainBackend>(recipe: &Recipe, trainer: &Trainer<B>, h
         0 => kind,
         dense => format!("{kind}; {dense} layers dense"),
     };
+    let kind = match shape.num_shared_layers() {
+        0 => kind,
+        shared => format!("{kind}; {shared} layers share an earlier choice"),
+    };
     format!(
         "model: {} parameters ({} without embedding), {} layers x {}, attention {kind}\n\
          run: {} steps x {} rows x {} tokens on {hardware}",

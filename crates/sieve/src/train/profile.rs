@@ -97,11 +97,12 @@ impl StepProfile {
             span / steps_f * 1e-6,
             100.0 * (1.0 - busy / span)
         );
-        let flops = self.shape.flops_per_token(report.attention.mean_active_keys);
+        let keys = report.attention.mean_active_keys;
+        let flops = self.shape.flops_per_token(keys, keys / report.attention.density);
         let work = Work {
             tokens: self.tokens_per_step * steps_f,
             linear: 3.0 * flops.linear,
-            attention: 3.0 * flops.attention,
+            attention: 3.0 * flops.attention + flops.index_scores + flops.index_gradient,
             parameters: self.shape.parameters().total() as f64 * steps_f,
         };
         let totals = result.totals();

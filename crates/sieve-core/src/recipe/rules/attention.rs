@@ -1,7 +1,8 @@
 //! Rules of `[attention]`.
 
 use super::Rules;
-use crate::model::{DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, NsaCompression, NsaShape};
+use crate::model::{AttentionForm, DmaBias, DmaRecency, DmaShape, InfllmV2Shape, MlaShape, NsaCompression, NsaShape};
+use crate::recipe::sections::SHARED_LAYER;
 use crate::recipe::{Attention, ModelSection};
 
 pub(super) fn check_attention(attention: &Attention, model: Option<&ModelSection>, rules: &mut Rules<'_>) {
@@ -23,7 +24,8 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
     };
     const KEY: &str = "model.layer_types";
     let kind = attention.kind().name();
-    let is_own = |name: &String| name == "sparse" || name == kind;
+    let chooses = |name: &String| name == "sparse" || name == kind;
+    let is_own = |name: &String| chooses(name) || name == SHARED_LAYER;
     rules.require(
         !matches!(attention, Attention::Mla(_)) || types.iter().all(is_own),
         KEY,
@@ -34,10 +36,24 @@ pub(super) fn check_layer_types(model: &ModelSection, attention: &Attention, rul
         rules.require(
             is_own(name) || name == "mha",
             KEY,
-            || format!("holds \"{name}\", which is neither \"sparse\", attention.kind nor \"mha\""),
+            || format!("holds \"{name}\", which is neither \"sparse\", attention.kind, \"shared\" nor \"mha\""),
             || "[\"sparse\", \"sparse\", \"sparse\", \"mha\"] makes every fourth layer dense".to_owned(),
         );
     }
+    let has_shared = types.iter().any(|name| name == SHARED_LAYER);
+    rules.require(
+        !has_shared || matches!(attention.form(), AttentionForm::Blocks(_)),
+        KEY,
+        || format!("holds \"shared\", but layers of attention.kind = \"{kind}\" choose no blocks to share"),
+        || "take kind infllm_v2, moba or msa, or name \"sparse\" in its place".to_owned(),
+    );
+    let first = types.iter().find(|name| is_own(name));
+    rules.require(
+        first.is_none_or(chooses),
+        KEY,
+        || "begins with \"shared\", and no layer before it chooses blocks".to_owned(),
+        || "[\"sparse\", \"shared\"] makes every second layer read the blocks of the one before".to_owned(),
+    );
     if types.is_empty() {
         let hint = || "leave it out: every layer then has the kind of [attention]".to_owned();
         return rules.require(false, KEY, || "is an empty list".to_owned(), hint);

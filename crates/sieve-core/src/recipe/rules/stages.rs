@@ -1,6 +1,7 @@
 //! Rules of `[[stage]]`.
 
 use super::{Parts, Rules, check_paths};
+use crate::model::AttentionForm;
 use crate::recipe::data::check_weights;
 use crate::recipe::{DataFormat, StageSection};
 
@@ -17,6 +18,24 @@ pub(super) fn check_stages(stages: &[StageSection], parts: &Parts<'_>, rules: &m
             || "leave training.steps out; a stage's own are changed as stage.1.steps".to_owned(),
         );
     }
+}
+
+/// Dense steps are of kinds whose queries choose blocks in the others.
+pub(super) fn check_dense_steps(parts: &Parts<'_>, rules: &mut Rules<'_>) {
+    let (Some(training), Some(attention)) = (parts.training, parts.attention) else {
+        return;
+    };
+    rules.require(
+        training.dense_steps == 0.0 || matches!(attention.form(), AttentionForm::Blocks(_)),
+        "training.dense_steps",
+        || {
+            format!(
+                "does not go with kind = {:?}, whose queries choose no blocks",
+                attention.kind().name()
+            )
+        },
+        || "leave it out, or set attention.kind to infllm_v2, moba or msa".to_owned(),
+    );
 }
 
 /// A run ends with queries that choose what they read.

@@ -24,7 +24,33 @@ fn a_pattern_of_layers_fits_the_model() {
         let recipe = load(any, attention).expect("a pattern of any kind");
         assert_eq!(recipe.dense_layers(), wanted, "{attention}");
     }
+    let msa = "kind = \"msa\"";
+    let recipe = load("[\"msa\", \"shared\", \"mha\"]", msa).expect("the second layer shares");
+    assert_eq!(recipe.shared_layers(), [false, true, false]);
+    assert_eq!(recipe.dense_layers(), [false, false, true]);
+    assert!(load(any, msa).expect("no layer shares").shared_layers().is_empty());
     for (types, attention, wanted) in [
+        (
+            "[\"shared\", \"sparse\", \"mha\"]",
+            msa,
+            "model.layer_types: begins with \"shared\", and no layer before it chooses blocks",
+        ),
+        (
+            "[\"mha\", \"shared\", \"sparse\"]",
+            msa,
+            "model.layer_types: begins with \"shared\", and no layer before it",
+        ),
+        ("[\"shared\"]", msa, "model.layer_types: begins with \"shared\""),
+        (
+            "[\"sparse\", \"shared\", \"mha\"]",
+            dma,
+            "model.layer_types: holds \"shared\", but layers of attention.kind = \"dma\" choose no blocks",
+        ),
+        (
+            "[\"sparse\", \"shared\"]",
+            "kind = \"nsa\"",
+            "model.layer_types: holds \"shared\", but layers of attention.kind = \"nsa\"",
+        ),
         (
             any,
             "kind = \"mla\"\nkv_lora_rank = 8\nqk_rope_head_dim = 8",
@@ -47,4 +73,33 @@ fn a_pattern_of_layers_fits_the_model() {
     ] {
         refusal(load(types, attention), wanted);
     }
+}
+
+#[test]
+fn dense_steps_are_spread_evenly_and_of_kinds_that_choose_blocks() {
+    let load = |attention: &str, share: f64| {
+        let text = MINIMAL
+            .replacen("kind = \"dma\"\nkeep_window_size = 16", attention, 1)
+            .replacen("[training]", &format!("[training]\ndense_steps = {share}"), 1);
+        Recipe::load(&text, "r.toml", &[])
+    };
+    let dense = |share: f64| {
+        let training = load("kind = \"moba\"", share).expect("valid").training;
+        (0..8)
+            .map(|step| usize::from(training.reads_all(step)))
+            .collect::<Vec<_>>()
+    };
+    assert_eq!(dense(0.5), [0, 1, 0, 1, 0, 1, 0, 1]);
+    assert_eq!(dense(0.25), [0, 0, 0, 1, 0, 0, 0, 1]);
+    assert_eq!(dense(0.75), [0, 1, 1, 1, 0, 1, 1, 1]);
+    assert_eq!(dense(0.0), [0; 8]);
+    refusal(
+        load("kind = \"moba\"", 1.0),
+        "training.dense_steps: is 1, outside 0 to 0.999",
+    );
+    refusal(load("kind = \"moba\"", -0.5), "training.dense_steps: is -0.5");
+    refusal(
+        load("kind = \"swa\"\nsliding_window = 8", 0.5),
+        "training.dense_steps: does not go with kind = \"swa\", whose queries choose no blocks",
+    );
 }

@@ -1,0 +1,126 @@
+//! Launch of `kernels/hopper_index_gradient.cu`: how an indexer (MSA, arXiv:2606.13392) learns over chosen blocks.
+use super::hopper;
+use super::selected::Work;
+use super::{Bounds, lists::ChoiceLists};
+use crate::attention::heads::{AttentionShape, Heads, Qkv};
+use crate::attention::hopper_tiling::arriving;
+use crate::dma::attention_backward::convert_rows;
+use crate::error::KernelError;
+use crate::runtime::cuda_tensor::CudaTensor;
+use crate::runtime::dtype::DType;
+use crate::runtime::operands::operands;
+use crate::runtime::params::{NsaSelectedAttentionForwardParams, params};
+use crate::step::fill_zero::empty_zero;
+use sieve_core::NsaBlocks;
+
+const NAME: &str = "index_gradient";
+
+/// What the gradient of an indexer's loss reads beside queries and keys of its attention.
+#[derive(Clone, Copy, Debug)]
+pub struct IndexGradient<'a> {
+    /// The indexer's queries, one a KV head, its key, and a head that is not read: bf16 `[batch, seq_len,
+    /// num_kv_heads + 2, head_dim]`.
+    pub index: &'a CudaTensor,
+    /// Log-sum-exp of the attention over the chosen tokens, f32 `[batch, num_heads, seq_len]`.
+    pub lse: &'a CudaTensor,
+    /// The same of the indexer's scores, f32 `[batch, num_kv_heads, seq_len]`.
+    pub index_lse: &'a CudaTensor,
+    /// The chosen blocks, as [`Qkv::nsa_selected_attention_forward`] takes them.
+    pub block_indices: &'a CudaTensor,
+    /// Their lists, as that attention made them.
+    pub lists: &'a [ChoiceLists],
+    /// What the divergence of one query and KV head weighs in the loss.
+    pub weight: f32,
+}
+
+impl Qkv {
+    /// The gradient of `weight * sum over queries and KV heads of KL(mean probabilities of the group || the
+    /// indexer's)` over the chosen tokens in the indexer's packed tensor (bf16, shaped as it), with zeros for the head
+    /// that is not read. `None` where no kernel has this call: off Hopper, and in a fixed order of sums.
+    ///
+    /// # Errors
+    /// Another type than bf16, sizes that do not fit or have no kernel, lists of other queries.
+    pub fn index_gradient(
+        &self,
+        documents: Bounds,
+        call: IndexGradient<'_>,
+        blocks: NsaBlocks,
+        softmax_scale: f32,
+    ) -> Result<Option<CudaTensor>, KernelError> {
+        let work = Work::new(self, documents, call.block_indices, blocks, softmax_scale)?;
+        let shape = work.shape;
+        if !hopper::is_hopper_backward(&shape, self.q.tensor()) {
+            return Ok(None);
+        }
+        let AttentionShape {
+            batch,
+            seq_len,
+            num_kv_heads: groups,
+            head_dim,
+            ..
+        } = shape;
+        operands!(NAME,
+            index: BF16[batch, seq_len, groups + 2, head_dim] aligned = call.index,
+            lse: F32[batch, shape.num_heads, seq_len] = call.lse,
+            index_lse: F32[batch, groups, seq_len] = call.index_lse,
+        );
+        if work.ranges().count() != call.lists.len() {
+            let got = format!("{} of a row's ranges of queries", call.lists.len());
+            return Err(KernelError::unsupported(NAME, "lists:", got, "those of all ranges"));
+        }
+        let gradient = index.empty_contiguous(index.shape(), DType::BF16);
+        let [d_query, d_key, d_unread] =
+            [(0, groups), (groups, 1), (groups + 1, 1)].map(|(first, count)| Heads::some(&gradient, first, count));
+        let out = Qkv {
+            q: d_query,
+            k: d_key,
+            v: d_unread,
+        };
+        let [d_query, d_key, d_unread] = out.head_words(NAME)?;
+        // The indexer's heads: one query head for each list, with one part a choice.
+        let own = Work {
+            shape: AttentionShape {
+                num_heads: groups,
+                ..shape
+            },
+            softmax_scale: softmax_scale * call.weight,
+            ..work.clone()
+        };
+        let key_sum = empty_zero(&index, &[batch, 1, seq_len, head_dim])?;
+        let token = (groups + 2) * head_dim;
+        let kernel = arriving(hopper::index_gradient_kernel(head_dim), self.policy());
+        for (range, lists) in work.ranges().zip(call.lists) {
+            let parts = own.parts(lists, head_dim, DType::BF16);
+            let tensors = [
+                work.qkv.q.tensor(),
+                work.qkv.k.tensor(),
+                &index,
+                &lse,
+                &index_lse,
+                &work.documents[0],
+                &work.documents[1],
+                &lists.entries,
+                &lists.items,
+                &lists.num_items,
+                &parts,
+                &key_sum,
+            ];
+            let params = params!(IndexGradientParams {
+                base: NsaSelectedAttentionForwardParams {
+                    v_offset: (groups * head_dim).into(),
+                    v_token_stride: token.into(),
+                    v_batch_stride: (token * seq_len).into(),
+                    ..work.params(lists)?
+                },
+                index_q_offset: 0usize,
+            });
+            // SAFETY: sizes, strides and types checked above; lists name queries of the range, each choice has its
+            // part; adds to the sums, which were cleared.
+            unsafe { kernel.launch(work.grid(lists, true), &tensors, &params) }?;
+            own.combine(lists, [&parts; 2], [&gradient; 2], d_query, range, true)?;
+        }
+        convert_rows(&key_sum, &out.k, d_key, own.softmax_scale)?;
+        convert_rows(&key_sum, &out.v, d_unread, 0.0)?;
+        Ok(Some(gradient))
+    }
+}
