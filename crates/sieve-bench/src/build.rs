@@ -244,6 +244,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
         let (rank, norm_dim) = (mla.kv_lora_rank, mla.qk_norm_dim(head_dim));
         list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
         list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
+        list.extend_kernels(NeededKernels::mla_token(head_dim, rope_dim, norm_dim));
     }
     let (kv_heads, head_dim) = (recipe.model.num_key_value_heads, recipe.model.head_dim);
     if let AttentionForm::Ranked(dma) = recipe.attention.form()

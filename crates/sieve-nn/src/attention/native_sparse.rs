@@ -9,7 +9,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
-use sieve_ops::{AttentionSpec, DeviceBackend, Documents, KernelPolicy, NsaBlocks, NsaCall, SieveBackend};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, Documents, KernelPolicy, NsaBlocks, NsaCall, SieveBackend, TokenBranches,
+};
 
 /// Bias of the gates at the start, by branch: training begins as a window.
 const GATE_BIAS: [f64; NUM_NSA_BRANCHES] = [-2.0, -2.0, 2.0];
@@ -106,7 +108,7 @@ impl<B: Backend> NativeSparseAttention<B> {
         }
     }
 
-    pub(super) fn spec(&self) -> AttentionSpec {
+    pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(Some(self.nsa.window_size))
     }
 
@@ -186,6 +188,23 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
         });
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
+    }
+
+    /// The weights of its branches as a step of one token takes them.
+    pub(crate) fn for_token_step(&self) -> TokenBranches<B> {
+        let weights = |mlp: &BlockMlp<B>| {
+            let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
+            [mlp.positions.val(), up, down]
+        };
+        let mlp = self.k_compress.as_ref().zip(self.v_compress.as_ref());
+        let weight = |proj: &Option<Linear<B>>| proj.as_ref().map(|proj| proj.weight.val());
+        TokenBranches {
+            compress_kv: weight(&self.compress_kv_proj),
+            select_kv: weight(&self.select_kv_proj),
+            mlp: mlp.map(|(k, v)| [weights(k), weights(v)]),
+            gate: self.gate_proj.weight.val(),
+            gate_bias: self.gate_bias.val(),
+        }
     }
 
     fn attend_compressing(
