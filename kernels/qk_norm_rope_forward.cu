@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
 
   const int num_normed = num_heads + num_kv_heads, head_in_warp = lane / GROUP;
   const bool holds = lane % GROUP < LANES;
-  const int first_base = (int)blockIdx.y * BATCH * HEADS_PER_WARP;
+  const int stride = (int)gridDim.y * BATCH * HEADS_PER_WARP;
   const i64 last = (i64)params.max_positions - 1, asked = positions[token];
 
   HeadColumns angles = {};
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   HeadWords q_words = {}, k_words = {};
 #endif
 #pragma unroll 1
-  for (int base = first_base; base < num_normed; base += (int)gridDim.y * BATCH * HEADS_PER_WARP) {
+  for (int base = (int)blockIdx.y * BATCH * HEADS_PER_WARP; base < num_normed; base += stride) {
     // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being
     // asked for.
     HeadWords words[BATCH] = {};
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       const int head = base + i * HEADS_PER_WARP + head_in_warp;
       if (holds && head < num_normed) words[i] = load_head(in + head * HEAD_DIM, column);
     }
-    if (base == first_base && holds) {
+    if (base < stride && holds) {
 #if QK_NORM
       q_words = load_head(q_weight, column);
       k_words = load_head(k_weight, column);
