@@ -9,8 +9,7 @@
 // Defines    INPUT (0: x, 1: its norm), OUTPUT (0, 1), RESIDUAL (0, 1; 0 with OUTPUT 1), X_ROWS (1, 2, 4: rows at most),
 //            WARPS_PER_ROW (1, 2, 4, 8: warps that share a row of w) (set by step/matrix_vector.rs)
 // Tiling     grid (up to 4 a multiprocessor); 256 threads; h in shared memory; a group of warps walks rows of w, with
-//            the next UNROLL words of each lane on their way while these are multiplied; each byte of w is read once.
-//            While the kernel before still runs, a block's first rows go from memory to L2
+//            the next UNROLL words of each lane on their way while these are multiplied; each byte of w is read once
 // Numerics   f32 sums in an order that depends on k alone; one rounding at the store; writes every element of y
 // Edges      rows of w past n and words past k are read as zeros; rows of h past `rows` are zeros and not stored
 #include "common/bf16x8.cuh"
@@ -64,22 +63,6 @@ DEVICE void prepare_row(uint4* h, const bf16* x, const bf16* norm, int num_chunk
   }
 }
 
-// Asks for the rest of a block's first rows of w, which lie behind the words that its lanes have on their way.
-DEVICE void prefetch_rows(const bf16* w, u64 first, const MatrixVectorParams& params) {
-#if __CUDA_ARCH__ >= 900
-  const int row_bytes = (int)params.k * 2, asked = UNROLL * LANES * 16;
-  const int group = (int)threadIdx.x;
-  if (group < GROUPS * PARTS && first + group % GROUPS < params.n) {
-    const u64 row = first + group % GROUPS + (group / GROUPS) * params.n;
-    const int from = group < GROUPS ? asked : 0;
-    if (from < row_bytes)
-      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"((const char*)(w + row * params.w_stride) + from),
-                   "r"(row_bytes - from)
-                   : "memory");
-  }
-#endif
-}
-
 // Gates of four rows beside their sums take more registers than four blocks leave.
 extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4 ? 3 : 4)
     matrix_vector(const bf16* x, const bf16* w, const bf16* norm, const bf16* residual, bf16* y,
@@ -93,7 +76,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, OUTPUT == 1 && X_ROWS == 4
   // The first words of w do not depend on the kernel before, which writes x or the residual.
   uint4 next[UNROLL];
   load_piece(next, w, row, 0, 0, num_chunks, params);
-  prefetch_rows(w, first, params);
   wait_for_previous();
   for (int r = 0; r < X_ROWS; r++) {
     if (r < (int)params.rows) {

@@ -235,6 +235,11 @@ impl Layer<'_> {
         self.tape.noted(&of(tensor))
     }
 
+    /// A weight without gaps between its rows, which Burn may leave: a copy where there are some.
+    fn whole<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+        self.tape.noted(&of(tensor).contiguous())
+    }
+
     fn f32s<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
         let tensor = cast(&primitive(tensor.clone()), burn::tensor::DType::F32);
         self.tape.noted(&tensor.contiguous())
@@ -371,7 +376,7 @@ impl Layer<'_> {
                 let mlp = weights
                     .mlp
                     .as_ref()
-                    .map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.noted(w))));
+                    .map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.whole(w))));
                 let chosen = blocks.num_selected_blocks * blocks.select_block_size;
                 let buffers = [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
                 let [a, b, c] = buffers;
@@ -475,7 +480,7 @@ impl Layer<'_> {
         let (spec, batch) = (self.layer.spec, self.batch());
         let [_, rank] = up.dims();
         let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
-        let (up, down) = (self.noted(up), project(normed, &self.noted(down), Finish::Stored)?);
+        let (up, down) = (self.whole(up), project(normed, &self.noted(down), Finish::Stored)?);
         let width = rank + rope_dim;
         let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
             .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
