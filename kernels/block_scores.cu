@@ -9,8 +9,8 @@
 //            f32 [batch, choosers, num_blocks]
 // Buffers    scores, length, importance
 // Defines    RULE 0|1|2|3
-// Tiling     grid (choosers, batch); 512 threads; a warp takes a head's softmax, a thread a pooled key and then a block;
-//            RULE 3: a warp a block
+// Tiling     grid (choosers, batch); 512 threads; a warp takes a head's softmax, a thread a pooled key and then a
+//            block; RULE 3: a warp a block
 // Numerics   f32 in a fixed order; writes the blocks up to the token's own; p takes the place of the first head's
 //            scores
 // Edges      no pooled key has ended: importances of 0; RULE 2: a chooser is a head, a block a pooled key; RULE 3: a

@@ -1,13 +1,13 @@
 // matrix_vector: a weight matrix times the few rows of a decoding step, with what stands before and after it.
-// Math       y[r,i] = sum_j w[i,j] h[r,j] (+ residual[r,i]); h = x, or x's RMSNorm (arXiv:1910.07467, eq. 4), rounded to
-//            bf16; OUTPUT 1: y[r,i] = silu(g) u (arXiv:2002.05202), where g and u are rows i and n + i of w times h[r],
-//            rounded to bf16
-// Layout     w bf16 [n, k], with OUTPUT 1 [2 n, k], rows w_stride apart; x bf16 [rows, k], rows x_stride apart; norm bf16
-//            [k]; residual bf16 [rows, n], rows residual_stride apart; y bf16 [rows, n] contiguous; k and strides
+// Math       y[r,i] = sum_j w[i,j] h[r,j] (+ residual[r,i]); h = x, or x's RMSNorm (arXiv:1910.07467, eq. 4), rounded
+//            to bf16; OUTPUT 1: y[r,i] = silu(g) u (arXiv:2002.05202), where g and u are rows i and n + i of w times
+//            h[r], rounded to bf16
+// Layout     w bf16 [n, k], with OUTPUT 1 [2 n, k], rows w_stride apart; x bf16 [rows, k], rows x_stride apart; norm
+//            bf16 [k]; residual bf16 [rows, n], rows residual_stride apart; y bf16 [rows, n] contiguous; k and strides
 //            multiples of 8
 // Buffers    x, w, norm (read with INPUT 1), residual (read with RESIDUAL), y
-// Defines    INPUT (0: x, 1: its norm), OUTPUT (0, 1), RESIDUAL (0, 1; 0 with OUTPUT 1), X_ROWS (1, 2, 4: rows at most),
-//            WARPS_PER_ROW (1, 2, 4, 8: warps that share a row of w) (set by step/matrix_vector.rs)
+// Defines    INPUT (0: x, 1: its norm), OUTPUT (0, 1), RESIDUAL (0, 1; 0 with OUTPUT 1), X_ROWS (1, 2, 4: rows at
+//            most), WARPS_PER_ROW (1, 2, 4, 8: warps that share a row of w) (set by step/matrix_vector.rs)
 // Tiling     grid (up to 4 a multiprocessor); 256 threads; h in shared memory; a group of warps walks rows of w, with
 //            the next UNROLL words of each lane on their way while these are multiplied; each byte of w is read once
 // Numerics   f32 sums in an order that depends on k alone; one rounding at the store; writes every element of y

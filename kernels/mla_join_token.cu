@@ -1,14 +1,15 @@
 // mla_join_token: one new token per row of latent attention joins its cache, and W_UK is folded into its queries.
-// Math       q_h = [W_UK,h^T (q_h[0 .. HEAD_DIM) * w) ; q_h[HEAD_DIM ..)] (arXiv:2405.04434, section 2.1.2), w the weight
-//            of the keys' norm (NORM 1) or 1 (NORM 0), the product with w rounded to bf16; row `length` of the cache is
-//            [latent ; rotated key], and with NORM 1 that of the factors is key_scale
+// Math       q_h = [W_UK,h^T (q_h[0 .. HEAD_DIM) * w) ; q_h[HEAD_DIM ..)] (arXiv:2405.04434, section 2.1.2), w the
+//            weight of the keys' norm (NORM 1) or 1 (NORM 0), the product with w rounded to bf16; row `length` of the
+//            cache is [latent ; rotated key], and with NORM 1 that of the factors is key_scale
 // Layout     packed bf16 [batch, q_stride], a token's queries [num_heads, HEAD_DIM + ROPE_DIM] first; norm bf16
-//            [HEAD_DIM + ..]; up bf16 [num_heads, 2, HEAD_DIM, rank], W_UK first; latent bf16 [batch, rank]; rotated bf16
-//            [batch, ROPE_DIM], rows rotated_stride apart from an element offset; key_scale f32 [batch, num_heads];
-//            length i32 [batch], tokens before; latents bf16 [batch, capacity, rank + ROPE_DIM], scales f32 [batch,
-//            capacity, num_heads]; folded bf16 [batch, num_heads, rank + ROPE_DIM]; contiguous but where strides are named
-// Buffers    packed, norm, up, latent, rotated, key_scale, length, latents, scales, folded; norm, key_scale and scales are
-//            not touched with NORM 0
+//            [HEAD_DIM + ..]; up bf16 [num_heads, 2, HEAD_DIM, rank], W_UK first; latent bf16 [batch, rank]; rotated
+//            bf16 [batch, ROPE_DIM], rows rotated_stride apart from an element offset; key_scale f32 [batch,
+//            num_heads]; length i32 [batch], tokens before; latents bf16 [batch, capacity, rank + ROPE_DIM], scales f32
+//            [batch, capacity, num_heads]; folded bf16 [batch, num_heads, rank + ROPE_DIM]; contiguous but where
+//            strides are named
+// Buffers    packed, norm, up, latent, rotated, key_scale, length, latents, scales, folded; norm, key_scale and scales
+//            are not touched with NORM 0
 // Defines    HEAD_DIM, ROPE_DIM (multiples of 8), NORM 0|1
 // Tiling     grid (num_heads, ceil(rank / 128), batch); 256 threads: 16 words of 8 columns by 16 shares of the rows of
 //            W_UK; block (0, 0) of a row writes the cache; each byte of W_UK is read once

@@ -4,8 +4,8 @@
 //            [batch, num_heads, head_dim]; contiguous
 // Buffers    c, up, o
 // Defines    none
-// Tiling     grid (num_heads, ceil(head_dim / 16), batch); 256 threads; a warp takes two rows of W_UV, a lane words of 8
-//            columns; each byte of W_UV is read once
+// Tiling     grid (num_heads, ceil(head_dim / 16), batch); 256 threads; a warp takes two rows of W_UV, a lane words of
+//            8 columns; each byte of W_UV is read once
 // Numerics   f32 sums in a fixed order, one rounding at the store
 // Edges      rank a multiple of 8
 #include "common/bf16x8.cuh"

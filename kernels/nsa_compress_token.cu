@@ -1,5 +1,5 @@
-// nsa_compress_token: one new token per row joins the tail of native sparse attention's compressed branch; where a block
-// of tokens ends at it, the compressed key and value of that block join the others.
+// nsa_compress_token: one new token per row joins the tail of native sparse attention's compressed branch; where a
+// block of tokens ends at it, the compressed key and value of that block join the others.
 // Math       count = blocks of `size` tokens, one every `stride`, that have ended with the token; where one ends, with
 //            x_t its tokens' keys (which = 0) or values (1): MLP 1: W_2 relu(W_1 flatten(x + positions))
 //            (arXiv:2502.11089, eq. 7); MLP 0: the mean of x_t
@@ -13,8 +13,8 @@
 // Defines    MLP 0|1
 // Tiling     grid (num_kv_heads, 2, batch); 512 threads; a warp takes a hidden number, then a column; dynamic shared
 //            bytes = 2 size width + 4 hidden. Most tokens end no block, and their launch writes one row
-// Numerics   f32 sums in a fixed order; x + positions, hidden numbers and the result are rounded to bf16, as the kernels
-//            of a whole pass round them
+// Numerics   f32 sums in a fixed order; x + positions, hidden numbers and the result are rounded to bf16, as the
+//            kernels of a whole pass round them
 // Edges      width a multiple of 8; the tail holds the last `size` tokens at least; a full tail or cache is refused by
 //            the wrapper
 #include "common/bf16x8.cuh"

@@ -7,8 +7,8 @@
 //            f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4)
 // Buffers    qkv, q_weight, k_weight, positions, cos, sin, out
 // Defines    HEAD_DIM, QK_NORM (1; 0: n = x, and the weights are not read)
-// Tiling     grid (ceil(tokens / 8), any number of slices of the heads); 256 threads; a warp takes a slice of a token, a
-//            group of lanes a head; no shared memory
+// Tiling     grid (ceil(tokens / 8), any number of slices of the heads); 256 threads; a warp takes a slice of a token,
+//            a group of lanes a head; no shared memory
 // Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables
 //            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle

@@ -1,15 +1,15 @@
-// received_attention: the attention that each key of a prompt received from all later queries, from the log-sum-exp of a
-// dense pass.
+// received_attention: the attention that each key of a prompt received from all later queries, from the log-sum-exp of
+// a dense pass.
 // Math       received[h, j] = sum over the query heads g of KV head h and queries i >= max(j, first_query) of
 //            exp(softmax_scale q_ig . k_jh - lse_gi)
-// Layout     q bf16 [num_keys, num_heads, HEAD_DIM], k bf16 [num_keys, num_kv_heads, HEAD_DIM], tokens a stride apart from
-//            an element offset (multiples of 8); lse f32 [num_heads, num_keys]; received f32 [num_kv_heads, num_keys];
-//            nan i32 [>= num_kv_heads], counted up for each sum of a KV head that is NaN
+// Layout     q bf16 [num_keys, num_heads, HEAD_DIM], k bf16 [num_keys, num_kv_heads, HEAD_DIM], tokens a stride apart
+//            from an element offset (multiples of 8); lse f32 [num_heads, num_keys]; received f32 [num_kv_heads,
+//            num_keys]; nan i32 [>= num_kv_heads], counted up for each sum of a KV head that is NaN
 // Buffers    q, k, lse, received, nan
 // Defines    HEAD_DIM (a multiple of 16 up to 128)
 // Tiling     grid (ceil(num_keys / 128), num_kv_heads); 128 threads: a warp holds 32 keys in registers as the rows of
-//            S^T = K Q^T and meets 64 queries a stage, so that a key's sum never leaves its lanes; blocks of early keys,
-//            which most queries see, start first; dynamic shared bytes = 2 * 64 * (2 HEAD_DIM + 4) + 128
+//            S^T = K Q^T and meets 64 queries a stage, so that a key's sum never leaves its lanes; blocks of early
+//            keys, which most queries see, start first; dynamic shared bytes = 2 * 64 * (2 HEAD_DIM + 4) + 128
 // Numerics   bf16 products, f32 sums in a fixed order: a tile of queries, then all; every sum is written
 // Edges      any number of keys; a query whose logits are all minus infinity weighs nothing
 #include "common/async_copy.cuh"
@@ -39,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
                        const __grid_constant__ ReceivedAttentionParams params) {
   extern __shared__ unsigned char shared_memory[];
   const u32 stages = (shared_address(shared_memory) + 127) & ~127u;
-  float* offsets = (float*)(shared_memory + (stages - shared_address(shared_memory)) + 2 * STAGE_BYTES);  // [2][QUERIES]
+  // [2][QUERIES]
+  float* offsets = (float*)(shared_memory + (stages - shared_address(shared_memory)) + 2 * STAGE_BYTES);
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, column = (lane & 3) * 2;
   const int num_keys = (int)params.num_keys, kv_head = blockIdx.y, first_key = blockIdx.x * KEYS,
             heads = (int)(params.num_heads / params.num_kv_heads), first_query = (int)params.first_query;
@@ -92,7 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 #pragma unroll
       for (int step = 0; step < STEPS; step++) {
         u32 b[4];
-        load_matrix_x4(b, stage + Tile::offset(slice * 16 + (lane & 7) + (lane >> 4) * 8, step * 2 + ((lane >> 3) & 1)));
+        load_matrix_x4(b,
+                       stage + Tile::offset(slice * 16 + (lane & 7) + (lane >> 4) * 8, step * 2 + ((lane >> 3) & 1)));
 #pragma unroll
         for (int m = 0; m < 2; m++) {
           mma_bf16(s[m][0], keys[m][step], b[0], b[1]);

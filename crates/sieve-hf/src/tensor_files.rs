@@ -76,8 +76,8 @@ impl TensorFiles {
         self.part(name, shape, None)
     }
 
-    /// One tensor of the given shape for a model in `dtype`: f32 numbers of which a model keeps bf16 are rounded on their
-    /// way from the file, to nearest even, by all cores; any other as the file holds it.
+    /// One tensor of the given shape for a model in `dtype`: f32 numbers of which a model keeps bf16 are rounded on
+    /// their way from the file, to nearest even, by all cores; any other as the file holds it.
     ///
     /// # Errors
     /// As [`tensor`](Self::tensor).

@@ -56,8 +56,8 @@ pub struct NsaToken<'a> {
 
 impl NsaToken<'_> {
     /// Puts the token into the caches, with the compressed key that ends at it, and attends. `length`, i32 `[batch]`,
-    /// counts the tokens before; `step` is that of a cache of all of them, `window` the window branch's; each branch has
-    /// its scratch. Returns the branches' outputs, `[batch, 1, num_heads, head_dim]`.
+    /// counts the tokens before; `step` is that of a cache of all of them, `window` the window branch's; each branch
+    /// has its scratch. Returns the branches' outputs, `[batch, 1, num_heads, head_dim]`.
     ///
     /// # Errors
     /// Types or sizes that do not fit or have no kernel, a full cache.
@@ -149,8 +149,8 @@ impl NsaToken<'_> {
         let tensors = [token.k.tensor(), token.v.tensor(), &tail.k, &tail.v];
         let joined = [&compressed.k, &compressed.v, length, &count];
         let tensors = [&tensors[..], &weights, &joined].concat();
-        // SAFETY: sizes and types checked above; the kernel clamps lengths to the caches and writes one row of the tail,
-        // at most one compressed pair, and every count.
+        // SAFETY: sizes and types checked above; the kernel clamps lengths to the caches and writes one row of the
+        // tail, at most one compressed pair, and every count.
         unsafe { kernel.launch([shape.num_kv_heads, 2, shape.batch], &tensors, &params) }?;
         Ok(count)
     }
@@ -230,8 +230,8 @@ impl Pooled<'_> {
     }
 }
 
-/// The blocks that `choosers` groups of the scored heads choose, i32 `[batch, choosers, num_selected_blocks]`, of a cache with room for
-/// `capacity` keys.
+/// The blocks that `choosers` groups of the scored heads choose, i32 `[batch, choosers, num_selected_blocks]`, of a cache
+/// with room for `capacity` keys.
 fn choose(
     scores: &CudaTensor,
     choosers: usize,
