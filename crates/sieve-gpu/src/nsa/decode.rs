@@ -230,8 +230,8 @@ impl Pooled<'_> {
     }
 }
 
-/// The blocks that `choosers` groups of the scored heads choose, i32 `[batch, choosers, num_selected_blocks]`, of a cache
-/// with room for `capacity` keys.
+/// The blocks that `choosers` groups of the scored heads choose, i32 `[batch, choosers, num_selected_blocks]`, of a
+/// cache with room for `capacity` keys.
 fn choose(
     scores: &CudaTensor,
     choosers: usize,

@@ -98,8 +98,8 @@ pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Finish<'_>) -> 
     let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
-    // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` of the residual, and writes every element of y;
-    // sizes checked above. A form without a norm or a residual does not read x in its place.
+    // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` of the residual, and writes every element of
+    // y; sizes checked above. A form without a norm or a residual does not read x in its place.
     unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
     Ok(y)
 }
