@@ -7,7 +7,8 @@
 // Layout     q bf16 [batch, num_heads, HEAD_DIM], k_new bf16 [batch, num_kv_heads, HEAD_DIM], v_new bf16
 //            [batch, num_kv_heads, HEAD_DIM_V], each with an element offset and a batch stride (slices of one packed
 //            row, multiples of 8); k_cache bf16 [batch, num_kv_heads, capacity, HEAD_DIM], v_cache bf16
-//            [.., HEAD_DIM_V]; length i32 [batch], keys in the cache before this token; chosen i32 [batch,
+//            [.., HEAD_DIM_V]; length i32 [batch], tokens before this one, of which the first num_dropped are
+//            no longer in the cache (CHOSEN=0); chosen i32 [batch,
 //            num_kv_heads, num_chosen]: blocks of select_size keys, ascending, then -1; with CHOSEN, num_kv_heads
 //            counts choosers, and the caches have cache_heads of them; o bf16 [batch, num_heads, HEAD_DIM_V]; partials
 //            f32 [batch, num_heads, num_splits, HEAD_DIM_V + 2] (any content, unused and of any size when num_splits =
@@ -40,7 +41,7 @@ static_assert(!(CHOSEN && APPEND), "the token of a choice is in the cache");
 struct AttentionDecodeParams {
   u64 num_heads, num_kv_heads, capacity, window_size, num_splits, softmax_scale;
   u64 q_offset, q_batch_stride, k_offset, k_batch_stride, v_offset, v_batch_stride;
-  u64 cache_heads, num_chosen, select_size;
+  u64 cache_heads, num_chosen, select_size, num_dropped;
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
@@ -69,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, NUM_WARPS > 4 ? 1 : 3)
   // A tile lies in one block.
   auto place = [&](i64 key) { return (i64)blocks[key / select_size] * select_size + key % select_size; };
 #else
-  const i32 num_cached = min(length[batch], (i32)capacity);
+  const i32 num_cached = min(length[batch] - (i32)params.num_dropped, (i32)capacity);
   const i32 first_key = (i32)max((i64)0, (i64)num_cached + APPEND - (i64)params.window_size);
   const i64 cache_head = head;
   auto place = [](i64 key) { return key; };

@@ -3,15 +3,18 @@
 //            RULE 0: importance[b] = sum over c of w(c, b) p[c], w the strides that pooled key c and block b share
 //            (arXiv:2502.11089, eq. 9, 10);
 //            RULE 1: max over c with w(c, b) > 0 of p[c], 0 without any (arXiv:2509.24663);
-//            RULE 2: scores[h, b] of one head, 0 for a block that has not ended (arXiv:2502.13189)
+//            RULE 2: scores[h, b] of one head, 0 for a block that has not ended (arXiv:2502.13189);
+//            RULE 3: max over the tokens c of block b up to the new one of scores[h, c] of one head (arXiv:2606.13392)
 // Layout     scores f32 [batch, num_heads, pooled_capacity]; length i32 [batch], tokens before the new one; importance
 //            f32 [batch, choosers, num_blocks]
 // Buffers    scores, length, importance
-// Defines    RULE 0|1|2
-// Tiling     grid (choosers, batch); 512 threads; a warp takes a head's softmax, a thread a pooled key and then a block
+// Defines    RULE 0|1|2|3
+// Tiling     grid (choosers, batch); 512 threads; a warp takes a head's softmax, a thread a pooled key and then a
+//            block; RULE 3: a warp a block
 // Numerics   f32 in a fixed order; writes the blocks up to the token's own; p takes the place of the first head's
 //            scores
-// Edges      no pooled key has ended: importances of 0; RULE 2: a chooser is a head, a block a pooled key
+// Edges      no pooled key has ended: importances of 0; RULE 2: a chooser is a head, a block a pooled key; RULE 3: a
+//            chooser is a head, a token a pooled key (size = stride = 1)
 #include "common/fixed_sum.cuh"
 #include "common/pooled_keys.cuh"
 #include "common/programmatic_launch.cuh"
@@ -36,6 +39,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float* to = importance + chooser * params.num_blocks;
 #if RULE == 2
   for (i32 block = threadIdx.x; block <= own; block += THREADS) to[block] = block < num ? rows[block] : 0.f;
+#elif RULE == 3
+  const int lane = threadIdx.x & 31;
+  for (i32 block = threadIdx.x >> 5; block <= own; block += NUM_WARPS) {
+    const i32 first = block * (i32)params.select_size, end = min(first + (i32)params.select_size, num);
+    float most = -INFINITY_F32;
+    for (i32 c = first + lane; c < end; c += 32) most = fmaxf(most, rows[c]);
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2)
+      most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, distance));
+    if (lane == 0) to[block] = most;
+  }
 #else
   constexpr int MAX_GROUP = 64;
   __shared__ float largest[MAX_GROUP], inverse[MAX_GROUP];

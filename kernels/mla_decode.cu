@@ -10,8 +10,11 @@
 //            [batch, num_queries, num_heads, VALUE_DIM]; else partials f32
 //            [batch * num_queries, num_heads, num_splits, VALUE_DIM + 2]: a part's maximum in base 2, its sum, its
 //            weighted columns, for mla_decode_join
-// Buffers    q, latents, key_scale, o, partials; one of the last two is not touched, nor key_scale with KEY_SCALE 0
-// Defines    KEY_DIM, VALUE_DIM (multiples of 16, VALUE_DIM <= KEY_DIM), NUM_WARPS, KEY_SCALE (1: keys have factors)
+//            LENGTHS 1: length i32 [batch]; a row has length + num_queries latents, and num_keys is their room
+// Buffers    q, latents, key_scale, (LENGTHS 1: length,) o, partials; one of the last two is not touched, nor key_scale
+//            with KEY_SCALE 0
+// Defines    KEY_DIM, VALUE_DIM (multiples of 16, VALUE_DIM <= KEY_DIM), NUM_WARPS, KEY_SCALE (1: keys have factors),
+//            LENGTHS (0)
 // Tiling     grid (num_splits, ceil(num_heads / 16), batch * num_queries); NUM_WARPS * 32 threads. A tile is
 //            NUM_WARPS * 16 keys, read once for 16 heads: for the scores a warp takes 16 of the keys, for the sum all
 //            of them and a part of the columns. Dynamic shared bytes = (16 + 2 TILE_KEYS) (2 KEY_DIM + 16) + 16 (2
@@ -22,6 +25,11 @@
 // Edges      any number of heads and keys; rows of a tile past the last key arrive as zeros and weigh nothing
 #include "common/async_copy.cuh"
 #include "common/mma.cuh"
+#include "common/programmatic_launch.cuh"
+
+#ifndef LENGTHS
+#define LENGTHS 0
+#endif
 
 constexpr int DECODE_ROWS = 16;  // heads a block serves
 constexpr int DECODE_KEYS = 16;  // keys a warp scores
@@ -44,8 +52,12 @@ struct MlaDecodeParams {
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
     mla_decode(const bf16* __restrict__ q, const bf16* __restrict__ latents, const float* __restrict__ key_scale,
+#if LENGTHS
+               const i32* __restrict__ length,
+#endif
                bf16* __restrict__ o, float* __restrict__ partials, const __grid_constant__ MlaDecodeParams params) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
+  wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, column = (lane & 3) * 2;
   const int num_heads = (int)params.num_heads, num_queries = (int)params.num_queries,
             num_splits = (int)params.num_splits;
@@ -54,7 +66,12 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS, 1)
   const i64 query = blockIdx.z, batch = query / num_queries;
 
   // Keys of this split, in whole tiles.
-  const int num_seen = (int)params.num_keys - num_queries + (int)(query % num_queries) + 1;
+#if LENGTHS
+  const int num_keys = min(length[batch] + num_queries, (int)params.num_keys);
+#else
+  const int num_keys = (int)params.num_keys;
+#endif
+  const int num_seen = num_keys - num_queries + (int)(query % num_queries) + 1;
   const int per_split = ((num_seen + TILE_KEYS - 1) / TILE_KEYS + num_splits - 1) / num_splits * TILE_KEYS;
   const int begin = (int)min((i64)split * per_split, (i64)num_seen), end = min(begin + per_split, num_seen);
   const int num_tiles = (end - begin + TILE_KEYS - 1) / TILE_KEYS;

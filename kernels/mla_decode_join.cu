@@ -9,6 +9,7 @@
 // Numerics   f32, one rounding at the store; fixed order: two runs are bit-equal
 // Edges      num_splits is at most 4096; parts that saw nothing have maximum -inf and weigh nothing
 #include "common/mma.cuh"
+#include "common/programmatic_launch.cuh"
 
 static_assert(VALUE_DIM % 16 == 0, "columns are stored in pairs");
 constexpr int THREADS = 256, GROUPS = 4, COLUMNS = 128, MAX_SPLITS = 4096;
@@ -38,6 +39,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     const __grid_constant__ MlaDecodeJoinParams params) {
   __shared__ float weights[MAX_SPLITS], reduced[THREADS / 32];
   __shared__ __align__(8) float parts[GROUPS][COLUMNS];
+  wait_for_previous();
   constexpr int ROW = VALUE_DIM + 2;
   const int num_splits = (int)params.num_splits;
   const float* row = partials + (i64)blockIdx.x * num_splits * ROW;

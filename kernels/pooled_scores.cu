@@ -8,7 +8,8 @@
 //            [batch, num_kv_heads, capacity, HEAD_DIM]; pooled bf16 [batch, num_kv_heads, pooled_capacity, HEAD_DIM];
 //            length i32 [batch], keys in the cache before this token; scores f32 [batch, num_heads, pooled_capacity]
 // Buffers    q, k_new, v_new, k_cache, v_cache, pooled, length, scores
-// Defines    HEAD_DIM (64, 128)
+// Defines    HEAD_DIM (64, 128), POOLS (1; 0: the pooled key that ends at the token is there already and none is
+//            written)
 // Tiling     grid (splits, num_kv_heads, batch); 256 threads; a warp takes a pooled key, a lane HEAD_DIM / 32 columns;
 //            block 0 of a head writes; dynamic shared bytes = 4 HEAD_DIM group_size
 // Numerics   f32 sums in a fixed order; rows `length` of the caches, at most one pooled key and the scores of pooled
@@ -20,7 +21,14 @@
 #include "common/pooled_keys.cuh"
 #include "common/programmatic_launch.cuh"
 
-constexpr int NUM_WARPS = 8, THREADS = NUM_WARPS * 32, PARTS = THREADS / HEAD_DIM, COLUMNS = HEAD_DIM / 32;
+#ifndef POOLS
+#define POOLS 1
+#endif
+
+constexpr int NUM_WARPS = 8, THREADS = NUM_WARPS * 32, COLUMNS = HEAD_DIM / 32;
+#if POOLS
+constexpr int PARTS = THREADS / HEAD_DIM;
+#endif
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "lanes hold pairs of columns, and a row is two or four parts");
 
 struct PooledScoresParams {
@@ -32,7 +40,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     pooled_scores(const bf16* q, const bf16* k_new, const bf16* v_new, bf16* k_cache, bf16* v_cache, bf16* pooled,
                   const i32* length, float* scores, const __grid_constant__ PooledScoresParams params) {
   extern __shared__ float queries[];  // [group_size, HEAD_DIM]
+#if POOLS
   __shared__ float sums[PARTS][HEAD_DIM];
+#endif
   wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, kv_head = blockIdx.y,
             group_size = (int)(params.num_heads / params.num_kv_heads);
@@ -54,6 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       row_k[(i64)before * HEAD_DIM + threadIdx.x] = token_k[threadIdx.x];
       v_cache[(head * capacity + before) * HEAD_DIM + threadIdx.x] = token_v[threadIdx.x];
     }
+#if POOLS
     if (keys.one_ends()) {
       const int part = (int)threadIdx.x / HEAD_DIM, column = (int)threadIdx.x % HEAD_DIM;
       float sum = 0.f;
@@ -69,11 +80,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             (unsigned short)round_bf16x2(sum / (float)keys.size, 0.f);
       }
     }
+#endif
   }
   __syncthreads();  // the queries are in shared memory, and block 0 sees its pooled key
 
   // Score. The pooled key that has just been written is block 0's.
-  const i32 num = keys.num(), others = num - keys.one_ends(), step = (i32)gridDim.x * NUM_WARPS;
+  const i32 num = keys.num(), others = num - (POOLS && keys.one_ends()), step = (i32)gridDim.x * NUM_WARPS;
   float* to = scores + (batch * params.num_heads + (i64)kv_head * group_size) * params.pooled_capacity;
   auto score = [&](i32 c) {
     const u32* words = (const u32*)(row_pooled + (i64)c * HEAD_DIM + lane * COLUMNS);

@@ -7,7 +7,8 @@
 //            f32 [max_positions, HEAD_DIM / 2], rows table_stride apart (a multiple of 4)
 // Buffers    qkv, q_weight, k_weight, positions, cos, sin, out
 // Defines    HEAD_DIM, QK_NORM (1; 0: n = x, and the weights are not read)
-// Tiling     grid (ceil(tokens / 8)); 256 threads; a warp takes a token, a group of lanes a head; no shared memory
+// Tiling     grid (ceil(tokens / 8), any number of slices of the heads); 256 threads; a warp takes a slice of a token,
+//            a group of lanes a head; no shared memory
 // Numerics   f32 inside, one rounding at the store; memory-bound, each input is read once; a position past the tables
 //            counts as the last
 // Edges      heads that do not fill a warp leave lanes idle; HEAD_DIM 48, 96, 192 leave lanes of each group idle
@@ -53,6 +54,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
 
   const int num_normed = num_heads + num_kv_heads, head_in_warp = lane / GROUP;
   const bool holds = lane % GROUP < LANES;
+  const int stride = (int)gridDim.y * BATCH * HEADS_PER_WARP;
   const i64 last = (i64)params.max_positions - 1, asked = positions[token];
 
   HeadColumns angles = {};
@@ -60,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   HeadWords q_words = {}, k_words = {};
 #endif
 #pragma unroll 1
-  for (int base = 0; base < num_normed; base += BATCH * HEADS_PER_WARP) {
+  for (int base = (int)blockIdx.y * BATCH * HEADS_PER_WARP; base < num_normed; base += stride) {
     // Load the heads; the angles' address comes from memory too, and waiting for it must not keep the heads from being
     // asked for.
     HeadWords words[BATCH] = {};
@@ -69,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
       const int head = base + i * HEADS_PER_WARP + head_in_warp;
       if (holds && head < num_normed) words[i] = load_head(in + head * HEAD_DIM, column);
     }
-    if (base == 0 && holds) {
+    if (base < stride && holds) {
 #if QK_NORM
       q_words = load_head(q_weight, column);
       k_words = load_head(k_weight, column);
@@ -104,5 +106,6 @@ extern "C" __global__ void __launch_bounds__(NUM_WARPS * 32, 4)
   }
   const int first = (num_heads + num_kv_heads) * HEAD_DIM, end = first + num_kv_heads * HEAD_DIM;
 #pragma unroll 4
-  for (int at = first + lane * 8; at < end; at += 256) store_16_bytes(to + at, load_16_bytes(in + at));
+  for (int at = first + ((int)blockIdx.y * 32 + lane) * 8; at < end; at += (int)gridDim.y * 256)
+    store_16_bytes(to + at, load_16_bytes(in + at));
 }

@@ -244,6 +244,7 @@ pub fn needed_by(recipe: Option<&Recipe>, arch: &str, shared_bytes: usize) -> Re
         let (rank, norm_dim) = (mla.kv_lora_rank, mla.qk_norm_dim(head_dim));
         list.extend_kernels(NeededKernels::mla_pack(head_dim, rope_dim, norm_dim));
         list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
+        list.extend_kernels(NeededKernels::mla_token(head_dim, rope_dim, norm_dim));
     }
     let (kv_heads, head_dim) = (recipe.model.num_key_value_heads, recipe.model.head_dim);
     if let AttentionForm::Ranked(dma) = recipe.attention.form()
@@ -333,7 +334,10 @@ mod tests {
                 .kernels
                 .iter()
                 .filter(|kernel| kernel.name().starts_with("mla_"))
-                .map(|kernel| format!("{} {:?}", kernel.name(), kernel.defines()[0]))
+                .map(|kernel| match kernel.defines() {
+                    [] => kernel.name().to_owned(),
+                    [first, ..] => format!("{} {first:?}", kernel.name()),
+                })
                 .collect();
             names.sort();
             names
@@ -344,9 +348,12 @@ mod tests {
             names,
             [
                 "mla_decode (\"KEY_DIM\", \"160\")",
+                "mla_decode (\"KEY_DIM\", \"160\")",
                 "mla_decode_join (\"VALUE_DIM\", \"96\")",
+                "mla_join_token (\"HEAD_DIM\", \"64\")",
                 "mla_pack_backward (\"CONTENT_DIM\", \"64\")",
                 "mla_pack_forward (\"CONTENT_DIM\", \"64\")",
+                "mla_values",
             ]
         );
         let dma = include_str!("../../../recipes/dma_80m.toml");

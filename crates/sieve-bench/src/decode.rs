@@ -1,4 +1,5 @@
 //! Decoding token by token against the rows of the whole pass.
+mod branches;
 mod caches;
 
 use crate::bar::{RowBar, lost_digits};
@@ -95,6 +96,7 @@ pub(crate) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         report.add(&name(case.keys), path, &label, outcome);
     }
     caches::check(report, device, extent);
+    branches::check(report, device, extent);
     Ok(())
 }
 

@@ -490,6 +490,7 @@ pub(crate) fn latent_kernels(gpu: &DeviceReport) -> NeededKernels {
         // Any width of a norm: its factors alone reach this kernel.
         for norm_dim in [0, 1] {
             list.extend_kernels(NeededKernels::mla_decode(rank, rope_dim, norm_dim, shared_bytes));
+            list.extend_kernels(NeededKernels::mla_token(2 * rope_dim, rope_dim, norm_dim));
         }
     }
     list

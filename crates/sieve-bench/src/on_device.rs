@@ -192,6 +192,7 @@ impl<'a> OnDevice<'a> {
                 window: self.window(),
                 softmax_scale: self.case.scale,
                 max_length: at,
+                num_dropped: 0,
             };
             let length = self.lengths(at);
             let o = cache.attention_decode(&self.token(at), &length, step, &scratch)?;

@@ -240,6 +240,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 window,
                 softmax_scale: scale,
                 max_length: capacity.saturating_sub(1),
+                num_dropped: 0,
             };
             let most = window.unwrap_or(capacity).min(capacity);
             let scratch = DecodeScratch::new(&cache.k, shape, most)?;
@@ -269,6 +270,7 @@ fn launches(call: &Call, t: &Inputs) -> Result<Outputs, PlanError> {
                 latents: &latents,
                 rank,
                 key_scale: key_scale.as_ref(),
+                length: None,
             };
             Ok(vec![("o", mla_decode(&q, keys, scale)?)])
         }

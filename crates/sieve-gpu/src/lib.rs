@@ -34,10 +34,11 @@ pub use dma::scores::{PositionOrigin, Recency, ScoreBias};
 pub use dma::scores_backward::ScoresBackward;
 pub use dma::select::{Selection, dma_select};
 pub use error::{CudaVersion, KernelError};
-pub use mla::decode::{LatentKeys, mla_decode};
+pub use mla::decode::{LatentKeys, LatentToken, mla_decode};
 pub use mla::pack::{MlaNorm, MlaPack, MlaPackGradients};
 pub use nsa::{
-    ChoiceLists, IndexGradient, PooledStep, nsa_blocks_backward, nsa_gates, nsa_gates_backward, nsa_mean_pool_backward,
+    ChoiceLists, IndexGradient, NsaToken, PooledStep, nsa_blocks_backward, nsa_gates, nsa_gates_backward,
+    nsa_mean_pool_backward,
     require_chosen_decode,
 };
 pub use runtime::checks::{require_non_empty, uniform_rows};

@@ -15,7 +15,7 @@ mod lists;
 mod selected;
 
 pub use blocks::{nsa_blocks_backward, nsa_mean_pool_backward};
-pub use decode::{PooledStep, require_chosen_decode};
+pub use decode::{NsaToken, PooledStep, require_chosen_decode};
 pub use gates::{nsa_gates, nsa_gates_backward};
 pub(crate) use hopper::nsa_hopper_kernels;
 pub use index_gradient::IndexGradient;
@@ -24,7 +24,7 @@ pub use lists::ChoiceLists;
 use blocks::{NSA_POSITIONS_BACKWARD, nsa_blocks_backward_kernel, nsa_blocks_kernel};
 use choose::{NSA_CHOOSE, nsa_importance_kernel};
 use compressed::{NSA_COMPRESSED_LISTS, nsa_place_kernel};
-use decode::{block_scores_kernel, pooled_scores_kernel};
+use decode::{block_scores_kernel, nsa_compress_token_kernel, pooled_scores_kernel};
 use gates::{NSA_GATES, NSA_GATES_BACKWARD};
 use lists::{nsa_list_counts_kernel, nsa_lists_kernel};
 use selected::{
@@ -94,14 +94,19 @@ fn query_ranges(seq_len: usize, most: usize) -> impl Iterator<Item = (usize, usi
         .map(move |first| (first, most.min(seq_len - first)))
 }
 
-/// The kernels with which a new token chooses blocks by pooled keys, beside those of its attention.
-pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 5] {
+/// The kernels with which a new token chooses blocks by pooled, compressed or an indexer's keys, beside those of its
+/// attention.
+pub(crate) fn chosen_decode_kernels(head_dim: usize) -> [SourceKernel; 9] {
     [
         NSA_CHOOSE,
         pooled_scores_kernel(head_dim, 1),
+        pooled_scores_kernel(head_dim, 1).define("POOLS", 0),
+        nsa_compress_token_kernel(false),
+        nsa_compress_token_kernel(true),
         block_scores_kernel(ChoiceRule::WeightedProbability),
         block_scores_kernel(ChoiceRule::LargestProbability),
         block_scores_kernel(ChoiceRule::MeanKey),
+        block_scores_kernel(ChoiceRule::LargestScore),
     ]
 }
 

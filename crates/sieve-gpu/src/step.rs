@@ -28,7 +28,7 @@ pub use embedding_forward::embedding_forward;
 pub use fill_zero::fill_zero;
 pub use fp8_quantise::{Fp8Format, Fp8Matrix, Fp8Pair, fp8_quantise};
 pub use likeliest::likeliest;
-pub use matrix_vector::{MAX_VECTORS, Vectors, matrix_vector};
+pub use matrix_vector::{Finish, MAX_VECTORS, Vectors, matrix_vector};
 pub use qk_norm_rope_forward::{QkNormRope, Reuse, rope};
 pub use residual_add::residual_add;
 pub use rms_norm_backward::{rms_norm_backward, rms_norm_backward_with_output};
@@ -43,6 +43,7 @@ use crate::dma::scores::dma_scores_kernel;
 use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::runtime::source_kernel::SourceKernel;
 use crate::specialisations::NeededKernels;
+use crate::step::matrix_vector::Form;
 use crate::step::rms_norm_backward::NormResidual;
 
 impl NeededKernels {
@@ -91,8 +92,13 @@ impl NeededKernels {
         }
         kernels.extend([64, 128].into_iter().flat_map(qk_norm_rope_kernels));
         for warps_per_row in [1, 2, 4, 8] {
-            for (form, residual) in [(0, false), (0, true), (1, false), (2, true)] {
-                kernels.push(matrix_vector::matrix_vector_kernel(form, residual, 1, warps_per_row));
+            for (input, output) in [
+                (0, Form::Stored),
+                (0, Form::Added),
+                (1, Form::Stored),
+                (1, Form::SwiGlu),
+            ] {
+                kernels.push(matrix_vector::matrix_vector_kernel(input, output, 1, warps_per_row));
             }
         }
         kernels

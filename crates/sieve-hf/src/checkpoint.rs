@@ -269,6 +269,28 @@ impl Checkpoint {
         Self::open_verified(&folder, previous, |name| !name.starts_with(OPTIMIZER))
     }
 
+    /// As [`open_model`](Self::open_model), and calls `read` while the files are verified. A damaged file is the error,
+    /// whatever `read` made of it.
+    ///
+    /// # Errors
+    /// As [`open`](Self::open); those of `read`.
+    pub(crate) fn open_while<T>(
+        path: &Path,
+        read: impl FnOnce(&Self) -> Result<T, CheckpointError>,
+    ) -> Result<(Self, T), CheckpointError> {
+        let (folder, previous) = Self::find(path)?;
+        let checkpoint = Self::read_state(&folder, &previous)?;
+        let made = std::thread::scope(|scope| {
+            let verified = scope.spawn(|| Self::open_verified(&folder, previous, |name| !name.starts_with(OPTIMIZER)));
+            let made = read(&checkpoint);
+            match verified.join() {
+                Ok(verified) => verified.and(made),
+                Err(panic) => std::panic::resume_unwind(panic),
+            }
+        })?;
+        Ok((checkpoint, made))
+    }
+
     /// As [`open`](Self::open), but reads `state.json` alone: enough for the model's sizes, before any of its tensors
     /// is in memory.
     ///

@@ -8,6 +8,7 @@ mod config;
 
 use crate::export::tensors::{Source, tensors_of};
 use crate::export::{Architecture, tokenizer_files};
+use crate::tensor_files::rounded;
 use crate::{
     Checkpoint, CheckpointError, CheckpointFiles, CheckpointState, LoadedModel, TensorFile, load_parameters,
     parameters::named_parameters_but,
@@ -156,7 +157,7 @@ pub(crate) fn load<B: Backend>(
     let tokenizer_path = from.join("tokenizer.json");
     let (recipe, shape, mut read) = read_model(from, &settings(from, &tokenizer_path, None, &[])?)?;
     let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
-        let data = read.tensors.remove(name);
+        let data = read.tensors.remove(name).map(|data| rounded(data, dtype));
         data.filter(|data| data.shape.to_vec() == dims).ok_or_else(|| {
             let problem = format!("{name} is missing or of another shape");
             not_importable(from, problem, "config.json and the weights must be of one model")
@@ -311,10 +312,9 @@ fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) ->
             if !found.insert(name.clone()) {
                 problems.twice.insert(name.clone());
             }
-            let data = file.any_tensor(&name)?;
-            if data.shape.to_vec() != tensor.shape {
-                let got = data.shape.to_vec();
-                let wanted = &tensor.shape;
+            let stored = file.stored(&name)?;
+            if stored.shape != tensor.shape {
+                let (got, wanted) = (&stored.shape, &tensor.shape);
                 problems.shapes.insert(format!("{name} {got:?} instead of {wanted:?}"));
                 continue;
             }
@@ -326,8 +326,6 @@ fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) ->
             else {
                 continue;
             };
-            let values = data.convert::<f32>();
-            let values = values.iter::<f32>().collect::<Vec<_>>();
             let row = tensor.shape[1..].iter().product::<usize>();
             let whole = packed.entry(ours.clone()).or_insert_with(|| Packed {
                 values: vec![0.0; num_rows * row],
@@ -335,7 +333,7 @@ fn read_tensors(from: &Path, wanted: &[crate::export::tensors::ExportTensor]) ->
                     .chain(tensor.shape[1..].iter().copied())
                     .collect(),
             });
-            whole.values[rows.start * row..rows.end * row].copy_from_slice(&values);
+            stored.widen(&mut whole.values[rows.start * row..rows.end * row]);
         }
     }
     problems.missing = by_name

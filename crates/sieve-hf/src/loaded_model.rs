@@ -71,12 +71,15 @@ pub fn load_model<B: Backend>(
     if is_of_transformers(path) {
         return crate::import::load(path, device, dtype);
     }
-    let checkpoint = Checkpoint::open_model(path)?;
-    let (recipe, shape) = checkpoint.recipe_and_shape()?;
-    let weights = checkpoint.model()?;
-    let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
-        weights.tensor(name, dims)
-    })?;
+    let load = |checkpoint: &Checkpoint| {
+        let (recipe, shape) = checkpoint.recipe_and_shape()?;
+        let weights = checkpoint.model()?;
+        let model = load_parameters(Qwen3::new(&shape, 0, device), dtype, &mut |name, dims| {
+            weights.tensor_for(name, dims, dtype)
+        })?;
+        Ok((recipe, shape, model))
+    };
+    let (checkpoint, (recipe, shape, model)) = Checkpoint::open_while(path, load)?;
     Ok(LoadedModel {
         model,
         recipe,

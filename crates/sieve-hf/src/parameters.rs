@@ -117,8 +117,14 @@ impl<B: Backend, E> ModuleMapper<B> for Writer<'_, '_, E> {
         match (self.source)(&name, &shape) {
             Ok(data) => {
                 let (id, device) = (param.id, param.lazy_device());
-                let loaded = Tensor::<B, D>::from_data(data.convert_dtype(DType::F32), (&device, DType::F32));
-                param.transform_for_load(loaded.cast(self.dtype), id)
+                let loaded = match data.dtype == self.dtype {
+                    true => Tensor::<B, D>::from_data(data, (&device, self.dtype)),
+                    false => {
+                        let data = data.convert_dtype(DType::F32);
+                        Tensor::<B, D>::from_data(data, (&device, DType::F32)).cast(self.dtype)
+                    }
+                };
+                param.transform_for_load(loaded, id)
             }
             Err(error) => {
                 self.error = Some(error);

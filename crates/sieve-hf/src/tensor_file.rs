@@ -1,7 +1,8 @@
 //! Safetensors files.
 use crate::{CheckpointError, NamedTensor};
-use burn::tensor::{DType, TensorData};
+use burn::tensor::{DType, TensorData, bf16, f16};
 use memmap2::Mmap;
+use rayon::prelude::*;
 use safetensors::tensor::{Dtype, Metadata, SafeTensors, TensorInfo};
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -214,7 +215,28 @@ impl TensorFile {
     }
 }
 
+/// Elements that a thread converts at a time.
+pub(crate) const PART_ELEMENTS: usize = 1 << 20;
+
 impl Stored<'_> {
+    /// All values as f32, by all cores; `to` has as many.
+    pub(crate) fn widen(&self, to: &mut [f32]) {
+        fn each<const N: usize>(bytes: &[u8], to: &mut [f32], value: impl Fn([u8; N]) -> f32 + Sync) {
+            let (from, _) = bytes.as_chunks::<N>();
+            let parts = from.par_chunks(PART_ELEMENTS).zip(to.par_chunks_mut(PART_ELEMENTS));
+            parts.for_each(|(from, to)| from.iter().zip(to).for_each(|(from, to)| *to = value(*from)));
+        }
+        match self.dtype {
+            DType::F32 => each(self.bytes, to, f32::from_le_bytes),
+            DType::BF16 => each(self.bytes, to, |bytes| bf16::from_le_bytes(bytes).to_f32()),
+            DType::F16 => each(self.bytes, to, |bytes| f16::from_le_bytes(bytes).to_f32()),
+            _ => {
+                let values = self.data().convert::<f32>();
+                values.iter::<f32>().zip(to).for_each(|(from, to)| *to = from);
+            }
+        }
+    }
+
     fn data(&self) -> TensorData {
         let bytes = burn::tensor::Bytes::from_bytes_vec(self.bytes.to_vec());
         TensorData::from_bytes(bytes, self.shape.clone(), self.dtype)

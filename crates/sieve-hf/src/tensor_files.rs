@@ -1,10 +1,32 @@
 //! The tensors of a checkpoint, in one file or in one for each rank that wrote it.
-use crate::tensor_file::Stored;
+use crate::tensor_file::{PART_ELEMENTS, Stored};
 use crate::{CheckpointError, TensorFile};
-use burn::tensor::{Bytes, TensorData};
+use burn::tensor::{Bytes, DType, TensorData, bf16};
+use rayon::prelude::*;
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::Path;
+
+/// Numbers of f32 as bf16, both little-endian.
+fn round_to_bf16(from: &[u8], to: &mut [u8]) {
+    let (from, _) = from.as_chunks::<4>();
+    let (to, _) = to.as_chunks_mut::<2>();
+    for (from, to) in from.iter().zip(to) {
+        *to = bf16::from_f32(f32::from_le_bytes(*from)).to_le_bytes();
+    }
+}
+
+/// Numbers for a model in `dtype`: f32 ones of which it keeps bf16 are rounded, by all cores.
+pub(crate) fn rounded(data: TensorData, dtype: DType) -> TensorData {
+    if data.dtype != DType::F32 || dtype != DType::BF16 {
+        return data;
+    }
+    let mut bytes = vec![0; data.num_elements() * dtype.size()];
+    let [from, to] = [data.dtype, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
+    let parts = data.as_bytes().par_chunks(from).zip(bytes.par_chunks_mut(to));
+    parts.for_each(|(from, to)| round_to_bf16(from, to));
+    TensorData::from_bytes(Bytes::from_bytes_vec(bytes), data.shape.to_vec(), dtype)
+}
 
 /// Tensors that lie whole in the first file, or in flat pieces in all files, one after another.
 #[derive(Debug)]
@@ -52,6 +74,36 @@ impl TensorFiles {
     /// [`CheckpointError::OtherModel`] when it is missing or has another shape; an unknown dtype.
     pub fn tensor(&self, name: &str, shape: &[usize]) -> Result<TensorData, CheckpointError> {
         self.part(name, shape, None)
+    }
+
+    /// One tensor of the given shape for a model in `dtype`: f32 numbers of which a model keeps bf16 are rounded on
+    /// their way from the file, to nearest even, by all cores; any other as the file holds it.
+    ///
+    /// # Errors
+    /// As [`tensor`](Self::tensor).
+    pub(crate) fn tensor_for(&self, name: &str, shape: &[usize], dtype: DType) -> Result<TensorData, CheckpointError> {
+        let pieces = self.pieces(name, shape)?;
+        let stored = pieces[0].dtype;
+        let rounds = stored == DType::F32 && dtype == DType::BF16;
+        let dtype = if rounds { DType::BF16 } else { stored };
+        let count = shape.iter().product::<usize>();
+        let mut bytes = vec![0; count * dtype.size()];
+        let mut rest = &mut bytes[..];
+        for piece in pieces {
+            let of_piece;
+            (of_piece, rest) = rest.split_at_mut(piece.bytes.len() / stored.size() * dtype.size());
+            let [from, to] = [stored, dtype].map(|dtype| PART_ELEMENTS * dtype.size());
+            let parts = piece.bytes.par_chunks(from).zip(of_piece.par_chunks_mut(to));
+            parts.for_each(|(from, to)| match rounds {
+                true => round_to_bf16(from, to),
+                false => to.copy_from_slice(from),
+            });
+        }
+        Ok(TensorData::from_bytes(
+            Bytes::from_bytes_vec(bytes),
+            shape.to_vec(),
+            dtype,
+        ))
     }
 
     /// One tensor of the given shape, or a range of its flattened elements.
@@ -146,6 +198,10 @@ mod tests {
         assert_eq!(files.names(), ["a", "norm"]);
         let whole = files.tensor("a", &[3, 4]).expect("it is there");
         assert_eq!(whole, TensorData::new(values.clone(), [3, 4]));
+        for dtype in [DType::F32, DType::BF16] {
+            let made = files.tensor_for("a", &[3, 4], dtype).expect("it is there");
+            assert_eq!(made, whole.clone().convert_dtype(dtype));
+        }
         let norm = files.tensor("norm", &[2]).expect("it is there");
         assert_eq!(norm, TensorData::new(vec![7f32; 2], [2]));
         for start in 0..=12 {

@@ -123,7 +123,9 @@ impl<B: Backend> LayerCache<B> {
             Self::Recent { cache, .. } => Some(TokenCache::Recent(cache)),
             Self::Selected { cache, .. } => Some(TokenCache::Slots(cache)),
             Self::Chosen(cache) => Some(cache.for_token_step()),
-            _ => None,
+            Self::Blocks(cache) => Some(cache.for_token_step()),
+            Self::Latent(cache) => Some(cache.for_token_step()),
+            Self::Empty | Self::Packed(_) => None,
         }
     }
 
@@ -136,7 +138,9 @@ impl<B: Backend> LayerCache<B> {
                 *next_position += 1;
             }
             Self::Chosen(cache) => cache.count_token(),
-            _ => unreachable!("no step takes these"),
+            Self::Blocks(cache) => cache.count_token(),
+            Self::Latent(cache) => cache.count_token(),
+            Self::Empty | Self::Packed(_) => unreachable!("no step takes these"),
         }
     }
 

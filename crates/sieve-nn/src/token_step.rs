@@ -2,7 +2,10 @@
 use crate::{Attention, DecoderLayer, KvCache, LayerCache, Qwen3};
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
-use sieve_ops::{DeviceBackend, RotaryEmbedding, TokenLayer, TokenStep, repeat_token_step, token_step};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, QkNorm, RotaryEmbedding, TokenExtra, TokenLayer, TokenStep, repeat_token_step,
+    token_step,
+};
 
 impl<B: DeviceBackend> Qwen3<B> {
     /// Logits of the next token of every row, `[batch, vocab_size]`, and the cache with the tokens `ids`, `[batch, 1]`;
@@ -27,13 +30,18 @@ impl<B: DeviceBackend> Qwen3<B> {
         let logits = match repeat_token_step::<B>(graph, ids, *num_tokens) {
             Some(logits) => logits,
             None => {
-                let of_layers = self.layers.iter().zip(layers.iter_mut());
                 let step = TokenStep {
                     ids: ids.clone(),
                     position: *num_tokens,
                     embedding: self.embed_tokens.weight.val(),
-                    layers: of_layers
-                        .map(|(layer, cache)| layer.for_token_step(cache))
+                    layers: self
+                        .layers
+                        .iter()
+                        .map(DecoderLayer::for_token_step)
+                        .collect::<Option<_>>()?,
+                    caches: layers
+                        .iter_mut()
+                        .map(LayerCache::for_token_step)
                         .collect::<Option<_>>()?,
                     norm: self.head.norm.weight.val(),
                     output: self.head.weight(&self.embed_tokens),
@@ -50,28 +58,62 @@ impl<B: DeviceBackend> Qwen3<B> {
 }
 
 impl<B: DeviceBackend> DecoderLayer<B> {
-    /// The block and its cache for a step; `None` of a kind that no step takes.
-    fn for_token_step<'a>(&self, cache: &'a mut LayerCache<B>) -> Option<TokenLayer<'a, B>> {
-        let (qkv, o_proj, spec, dma) = match &self.self_attn {
-            Attention::Grouped(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), None),
-            Attention::Dma(layer) => (&layer.qkv, &layer.o_proj, layer.spec(), Some(layer.dma_layer())),
-            Attention::Chosen(layer) if layer.chooses_by_keys() => (&layer.qkv, &layer.o_proj, layer.spec(), None),
-            _ => return None,
-        };
+    /// The block for a step; `None` of a kind that no step takes.
+    fn for_token_step(&self) -> Option<TokenLayer<B>> {
         if self.input_residual.is_some() || self.post_attention_residual.is_some() {
             return None;
         }
-        Some(TokenLayer {
+        let (mut dma, mut extra) = (None, TokenExtra::None);
+        let (qkv, o_proj, spec) = match &self.self_attn {
+            Attention::Grouped(layer) => (&layer.qkv, &layer.o_proj, layer.spec()),
+            Attention::Dma(layer) => {
+                dma = Some(layer.dma_layer());
+                (&layer.qkv, &layer.o_proj, layer.spec())
+            }
+            Attention::Chosen(layer) if layer.shares() => return None,
+            Attention::Chosen(layer) => {
+                if let Some(indexer) = &layer.indexer {
+                    let (proj, norm) = (indexer.proj.weight.val(), indexer.qk_norm());
+                    extra = TokenExtra::Indexer { proj, norm };
+                }
+                (&layer.qkv, &layer.o_proj, layer.spec())
+            }
+            Attention::Nsa(layer) => {
+                extra = TokenExtra::Branches(layer.for_token_step());
+                (&layer.qkv, &layer.o_proj, layer.spec())
+            }
+            Attention::Mla(layer) => {
+                let (extra, spec) = layer.for_token_step();
+                let (q, o) = (layer.q_proj.weight.val(), layer.o_proj.weight.val());
+                return Some(self.token_layer([q, o], None, layer.qk_norm(), spec, extra));
+            }
+        };
+        let weights = [qkv.qkv_proj.weight.val(), o_proj.weight.val()];
+        let bias = qkv.qkv_bias.as_ref().map(Param::val);
+        let layer = self.token_layer(weights, bias, qkv.qk_norm(), spec, extra);
+        Some(TokenLayer { dma, ..layer })
+    }
+
+    /// A block of which these weights are the first and the last projection of the attention.
+    fn token_layer(
+        &self,
+        [qkv, o]: [Tensor<B, 2>; 2],
+        qkv_bias: Option<Tensor<B, 1>>,
+        qk_norm: Option<QkNorm<B>>,
+        spec: AttentionSpec,
+        extra: TokenExtra<B>,
+    ) -> TokenLayer<B> {
+        TokenLayer {
             norms: [&self.input_layernorm, &self.post_attention_layernorm].map(|norm| norm.weight.val()),
-            qkv: qkv.qkv_proj.weight.val(),
-            qkv_bias: qkv.qkv_bias.as_ref().map(Param::val),
-            qk_norm: qkv.qk_norm(),
-            dma,
-            o: o_proj.weight.val(),
+            qkv,
+            qkv_bias,
+            qk_norm,
+            dma: None,
+            extra,
+            o,
             gate_up: self.mlp.gate_up_proj.weight.val(),
             down: self.mlp.down_proj.weight.val(),
             spec,
-            cache: cache.for_token_step()?,
-        })
+        }
     }
 }

@@ -12,7 +12,7 @@ mod token_step;
 pub use cache::{DmaCache, KeyCache};
 pub use sieve_cpu::first_of_largest;
 pub use token_buffer::TokenBuffer;
-pub use token_step::{TokenCache, TokenLayer, TokenStep, repeat_token_step, token_step};
+pub use token_step::{TokenBranches, TokenCache, TokenExtra, TokenLayer, TokenStep, repeat_token_step, token_step};
 
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;

@@ -45,8 +45,9 @@ pub use chosen::{
     indexed_attention, indexer_spec,
 };
 pub use decode::{
-    DmaCache, DmaToken, KeyCache, TokenBuffer, TokenCache, TokenLayer, TokenStep, attention_decode, cached_attention,
-    dma_decode, first_of_largest, likeliest, mla_decode, repeat_token_step, token_step,
+    DmaCache, DmaToken, KeyCache, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep,
+    attention_decode, cached_attention, dma_decode, first_of_largest, likeliest, mla_decode, repeat_token_step,
+    token_step,
 };
 pub use device::autodiff::BackwardPass;
 pub use device::cuda::Cuda;

@@ -97,6 +97,7 @@ fn decoding(bench: &mut Bench<'_>, batch: usize, len: usize) {
             latents: &latents,
             rank: RANK,
             key_scale,
+            length: None,
         };
         bench.row(name, shape, work, || mla_decode(&q, keys, 0.07));
     }

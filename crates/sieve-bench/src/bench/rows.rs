@@ -325,6 +325,7 @@ pub(crate) fn decoding(bench: &mut Bench<'_>, name: &str, shape: AttentionShape)
         window: None,
         softmax_scale: 1.0 / (shape.head_dim as f32).sqrt(),
         max_length: shape.seq_len - 1,
+        num_dropped: 0,
     };
     let length = vec![shape.seq_len as i32 - 1; shape.batch];
     let length = bench.device.int(&length, &[shape.batch]);

@@ -18,12 +18,12 @@ use sieve_testing::{Random, round_bf16};
 
 /// One key as a query meets it.
 #[derive(Clone)]
-struct Key {
-    k: Vec<f32>,
-    v: Vec<f32>,
-    bias: f32,
+pub(super) struct Key {
+    pub(super) k: Vec<f32>,
+    pub(super) v: Vec<f32>,
+    pub(super) bias: f32,
     /// Score and position of DMA.
-    rank: (f32, i32),
+    pub(super) rank: (f32, i32),
 }
 
 /// Checks all kernels.
@@ -58,10 +58,10 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
         let outcome = outcome.map(|()| calls.worst);
         report.add(name, "kernel", &case, outcome);
     }
-    for at in 0..extent.few().max(6) {
+    for at in 0..extent.few().max(8) {
         let (kv_heads, group) = (random.between(1, 3), random.one_of(&[1, 2, 5]));
         let heads = [kv_heads * group, kv_heads];
-        let shape = AttentionShape::new(random.between(1, 3), 1, heads, [[64, 128][at / 3 % 2]; 2]);
+        let shape = AttentionShape::new(random.between(1, 3), 1, heads, [[64, 128][at / 4 % 2]; 2]);
         let seed = random.between(0, 1 << 30) as u64;
         let mut calls = Calls {
             device,
@@ -70,7 +70,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
             random: Random(seed),
             worst: 0.0,
         };
-        let choice = CHOICES[at % 3];
+        let choice = CHOICES[at % 4];
         let outcome = calls.chosen(choice).map(|()| calls.worst);
         report.add(
             "chosen_decode",
@@ -82,7 +82,7 @@ pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
 }
 
 /// One choice of each rule.
-const CHOICES: [BlockChoice; 3] = [
+const CHOICES: [BlockChoice; 4] = [
     BlockChoice {
         blocks: blocks([32, 16, 64], 4),
         rule: ChoiceRule::WeightedProbability,
@@ -98,6 +98,11 @@ const CHOICES: [BlockChoice; 3] = [
         rule: ChoiceRule::MeanKey,
         forced: ForcedBlocks { first: false, local: 1 },
     },
+    BlockChoice {
+        blocks: blocks([1, 1, 48], 3),
+        rule: ChoiceRule::LargestScore,
+        forced: ForcedBlocks { first: true, local: 1 },
+    },
 ];
 
 const fn blocks([size, stride, select]: [usize; 3], num_selected_blocks: usize) -> NsaBlocks {
@@ -109,29 +114,30 @@ const fn blocks([size, stride, select]: [usize; 3], num_selected_blocks: usize) 
     }
 }
 
-struct Calls<'a> {
-    device: &'a dyn Device,
-    shape: AttentionShape,
+pub(super) struct Calls<'a> {
+    pub(super) device: &'a dyn Device,
+    pub(super) shape: AttentionShape,
     /// Factor on queries and keys.
-    magnitude: f32,
-    random: Random,
-    worst: f32,
+    pub(super) magnitude: f32,
+    pub(super) random: Random,
+    pub(super) worst: f32,
 }
 
 /// A new token of every row: the tensors, and q, k and v on the host.
-struct Token {
-    on: Qkv,
-    q: Vec<f32>,
+#[derive(Clone)]
+pub(super) struct Token {
+    pub(super) on: Qkv,
+    pub(super) q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
 }
 
 impl Calls<'_> {
-    fn scale(&self) -> f32 {
+    pub(super) fn scale(&self) -> f32 {
         1.0 / (self.shape.head_dim as f32).sqrt()
     }
 
-    fn token(&mut self) -> Token {
+    pub(super) fn token(&mut self) -> Token {
         let shape = self.shape;
         let [mut q, mut k, v] = [queries_of(shape), keys_of(shape), values_of(shape)]
             .map(|sizes| self.random.bf16_normals(sizes.iter().product()));
@@ -142,7 +148,7 @@ impl Calls<'_> {
     }
 
     /// A key of an earlier token.
-    fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
+    pub(super) fn drawn_key(&mut self, bias: f32, rank: (f32, i32)) -> Key {
         let mut k = self.random.bf16_normals(self.shape.head_dim);
         magnify(&mut k, self.magnitude);
         Key {
@@ -154,7 +160,7 @@ impl Calls<'_> {
     }
 
     /// Room for keys and values, full of NaN but for the keys of each row, each at its place.
-    fn cache(&self, room: usize, keys: &[Vec<(usize, Key)>]) -> KvCache {
+    pub(super) fn cache(&self, room: usize, keys: &[Vec<(usize, Key)>]) -> KvCache {
         let [batch, _, kv_heads, width_v] = values_of(self.shape);
         let on = |width: usize, of: fn(&Key) -> &[f32]| {
             let mut values = vec![f32::NAN; batch * kv_heads * room * width];
@@ -173,7 +179,7 @@ impl Calls<'_> {
     }
 
     /// The new key of a row and KV head.
-    fn key_of(&self, token: &Token, row: usize, bias: f32, rank: (f32, i32)) -> Key {
+    pub(super) fn key_of(&self, token: &Token, row: usize, bias: f32, rank: (f32, i32)) -> Key {
         let (head_dim, head_dim_v) = (self.shape.head_dim, self.shape.head_dim_v);
         Key {
             k: token.k[row * head_dim..][..head_dim].to_vec(),
@@ -184,7 +190,7 @@ impl Calls<'_> {
     }
 
     /// Compares the output of every query head with attention over the keys of its row and KV head, or chooser.
-    fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), Wrong> {
+    pub(super) fn judge(&mut self, o: &CudaTensor, token: &Token, keys: &[Vec<Key>]) -> Result<(), Wrong> {
         let (num_heads, head_dim) = (self.shape.num_heads, self.shape.head_dim);
         let (group, scale) = (self.shape.batch * num_heads / keys.len(), self.scale());
         let got = self.device.floats(o)?;
@@ -215,6 +221,8 @@ impl Calls<'_> {
         let has_window = self.random.chance(0.5);
         let window = has_window.then(|| self.random.between(1, capacity + 1));
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(capacity)).collect();
+        // A window's cache may have lost the first tokens of a text.
+        let num_dropped = if has_window { self.random.below(1000) } else { 0 };
         let rows = batch * num_kv_heads;
         let first = |row: usize| {
             let seen = lengths[row / num_kv_heads] + 1;
@@ -233,12 +241,13 @@ impl Calls<'_> {
             keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
         }
         let scratch = DecodeScratch::new(&cache.k, self.shape, capacity)?;
-        let length: Vec<i32> = lengths.iter().map(|&length| length as i32).collect();
+        let length: Vec<i32> = lengths.iter().map(|&length| (num_dropped + length) as i32).collect();
         let length = self.device.int(&length, &[batch]);
         let step = DecodeStep {
             window,
             softmax_scale: self.scale(),
             max_length: lengths.iter().copied().max().unwrap_or(0),
+            num_dropped,
         };
         // Twice: the second call finds the counters of the splits at zero, and writes the same key again.
         for _ in 0..2 {
@@ -260,7 +269,7 @@ impl Calls<'_> {
         let [batch, _, num_kv_heads, head_dim] = keys_of(self.shape);
         let (blocks, rows) = (choice.blocks, batch * num_kv_heads);
         let lengths: Vec<usize> = (0..batch).map(|_| self.random.below(400)).collect();
-        let steps = 2 * blocks.compress_stride;
+        let steps = 2 * blocks.compress_stride.max(2);
         let capacity = lengths.iter().max().unwrap_or(&0) + steps + self.random.between(1, 20);
         let mut keys: Vec<Vec<Key>> = (0..rows)
             .map(|row| {
@@ -271,14 +280,24 @@ impl Calls<'_> {
         let placed = keys.iter().map(|keys| keys.iter().cloned().enumerate().collect());
         let cache = self.cache(capacity, &placed.collect::<Vec<_>>());
         let room = blocks.num_compressed_blocks(capacity) + 1;
-        let mut pooled = vec![f32::NAN; rows * room * head_dim];
-        for (row, keys) in keys.iter().enumerate() {
+        // What is pooled: the keys themselves, or the one key head of an indexer.
+        let [scored_heads, pooled_heads] = choice.scored_heads([self.shape.num_heads, num_kv_heads]);
+        let mut pooled_keys = match choice.has_indexer() {
+            false => Vec::new(),
+            true => lengths
+                .iter()
+                .map(|&len| (0..len).map(|_| self.drawn_key(0.0, (0.0, 0))).collect())
+                .collect(),
+        };
+        let mut pooled = vec![f32::NAN; batch * pooled_heads * room * head_dim];
+        let of_row: &[Vec<Key>] = if choice.has_indexer() { &pooled_keys } else { &keys };
+        for (row, keys) in of_row.iter().enumerate() {
             for (c, mean) in means(keys, blocks).into_iter().enumerate() {
                 pooled[(row * room + c) * head_dim..][..head_dim].copy_from_slice(&mean);
             }
         }
-        let pooled = (self.device).float(&pooled, &[batch, num_kv_heads, room, head_dim], DType::BF16);
-        let choosers = choice.num_choosers(self.shape.num_heads, num_kv_heads);
+        let pooled = (self.device).float(&pooled, &[batch, pooled_heads, room, head_dim], DType::BF16);
+        let choosers = choice.choices_per_token([self.shape.num_heads, num_kv_heads]);
         let heads = [self.shape.num_heads, choosers];
         let scratch = AttentionShape::new(batch, 1, heads, [head_dim; 2]);
         let scratch = DecodeScratch::new(&cache.k, scratch, blocks.num_selected_blocks * blocks.select_block_size)?;
@@ -287,12 +306,27 @@ impl Calls<'_> {
             for (row, keys) in keys.iter_mut().enumerate() {
                 keys.push(self.key_of(&token, row, 0.0, (0.0, 0)));
             }
+            // An indexer's queries and key are drawn as a token of their own heads.
+            let by = match choice.has_indexer() {
+                false => token.clone(),
+                true => {
+                    let shape = AttentionShape::new(batch, 1, [scored_heads, pooled_heads], [head_dim; 2]);
+                    let shape = std::mem::replace(&mut self.shape, shape);
+                    let by = self.token();
+                    for (row, keys) in pooled_keys.iter_mut().enumerate() {
+                        keys.push(self.key_of(&by, row, 0.0, (0.0, 0)));
+                    }
+                    self.shape = shape;
+                    by
+                }
+            };
             let lengths: Vec<i32> = lengths.iter().map(|&length| (length + at) as i32).collect();
             let starts: Vec<i32> = lengths.iter().map(|&length| -length).collect();
             let step = DecodeStep {
                 window: None,
                 softmax_scale: self.scale(),
                 max_length: lengths.iter().copied().max().unwrap_or(0) as usize,
+                num_dropped: 0,
             };
             let of_pooled = PooledStep {
                 pooled: &pooled,
@@ -300,19 +334,30 @@ impl Calls<'_> {
                 choice,
             };
             let length = self.device.int(&lengths, &[batch]);
-            let o = cache.chosen_decode(&token.on, &length, step, of_pooled, &scratch)?;
-            let group = self.shape.num_heads / choosers;
+            let o = match choice.has_indexer() {
+                false => cache.chosen_decode(&token.on, &length, step, of_pooled, &scratch)?,
+                true => {
+                    let by = &by.on;
+                    cache.indexed_decode(&token.on, by, &length, step, of_pooled, &scratch)?
+                }
+            };
+            let (group, scored_group) = (self.shape.num_heads / choosers, scored_heads / choosers);
             let seen: Vec<Vec<Key>> = (0..batch * choosers)
                 .map(|chooser| {
                     let keys = &keys[chooser * group / self.shape.group_size()];
-                    let q = &token.q[chooser * group * head_dim..][..group * head_dim];
-                    chosen_keys(keys, q, choice, self.scale())
+                    let pooled = match choice.has_indexer() {
+                        true => &pooled_keys[chooser / choosers],
+                        false => keys,
+                    };
+                    let q = &by.q[chooser * scored_group * head_dim..][..scored_group * head_dim];
+                    chosen_keys(keys, means(pooled, blocks), q, choice, self.scale())
                 })
                 .collect();
             self.judge(&o, &token, &seen)?;
         }
+        let of_row: &[Vec<Key>] = if choice.has_indexer() { &pooled_keys } else { &keys };
         let got = self.device.floats(&pooled)?;
-        for (row, keys) in keys.iter().enumerate() {
+        for (row, keys) in of_row.iter().enumerate() {
             let got = got[row * room * head_dim..].chunks(head_dim);
             for (c, (got, mean)) in got.zip(means(keys, blocks)).enumerate() {
                 // A rounding to bf16, which may fall to either side, of numbers below 2.
@@ -440,9 +485,9 @@ fn means(keys: &[Key], blocks: NsaBlocks) -> Vec<Vec<f32>> {
     (0..blocks.num_compressed_blocks(keys.len())).map(mean).collect()
 }
 
-/// The keys of the blocks that the queries of a chooser take.
-fn chosen_keys(keys: &[Key], q: &[f32], choice: BlockChoice, scale: f32) -> Vec<Key> {
-    let (blocks, means) = (choice.blocks, means(keys, choice.blocks));
+/// The keys of the blocks that the queries of a chooser take by the pooled keys `means`.
+pub(super) fn chosen_keys(keys: &[Key], means: Vec<Vec<f32>>, q: &[f32], choice: BlockChoice, scale: f32) -> Vec<Key> {
+    let blocks = choice.blocks;
     let own = (keys.len() - 1) / blocks.select_block_size;
     let scores_of = |q: &[f32]| -> Vec<f64> {
         let score = |k: &Vec<f32>| q.iter().zip(k).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();

@@ -7,7 +7,7 @@ use crate::place::{Place, floats};
 use crate::report::{Outcome, Path, PathWatch, Report, Wrong, wrong};
 use burn::tensor::DType;
 use burn_flex::{Flex, FlexDevice};
-use sieve_kernels::{CudaTensor, KernelError, LatentKeys, mla_decode};
+use sieve_kernels::{CudaTensor, KernelError, LatentKeys, LatentToken, mla_decode};
 use sieve_testing::{Random, round_bf16};
 
 /// Ranks of latents, and widths of the rotated key.
@@ -122,6 +122,7 @@ impl Call {
             latents: &latents,
             rank: self.widths[0],
             key_scale: key_scale.as_ref(),
+            length: None,
         };
         let o = mla_decode(&q, keys, self.scale() as f32)?;
         device.floats(&o)
@@ -148,6 +149,145 @@ pub(super) fn check_wrappers(report: &mut Report, device: &dyn Device, extent: &
         let outcome = call.wrapper(device).map_err(Wrong::from);
         let outcome = outcome.and_then(|o| call.judge(&o, true));
         report.add("mla_decode", "kernel", &call.label, outcome);
+    }
+    let mut random = Random(extent.seed);
+    for at in 0..extent.few().max(4) {
+        let token = TokenCall::draw(extent, at % 2 == 0, &mut random);
+        let label = format!("{:?} heads, {} tokens of room", token.heads, token.room);
+        report.add("mla token", "kernel", &label, token.judge(device));
+    }
+}
+
+/// A new token of rows of different length, from its packed heads on.
+struct TokenCall {
+    batch: usize,
+    /// Heads, their width without and with rotation.
+    heads: [usize; 3],
+    rank: usize,
+    room: usize,
+    /// Tokens before.
+    lengths: Vec<usize>,
+    has_norm: bool,
+    random: Random,
+}
+
+impl TokenCall {
+    fn draw(extent: &Extent, has_norm: bool, random: &mut Random) -> Self {
+        let [rank, rope] = random.one_of(extent.pick(&[[48, 16]], WIDTHS));
+        let (batch, room) = (random.between(1, 4), random.between(1, extent.pick(300, 3000)));
+        Self {
+            batch,
+            heads: [random.one_of(&[1, 3, 17]), 2 * rope, rope],
+            rank,
+            room,
+            lengths: (0..batch).map(|_| random.below(room)).collect(),
+            has_norm,
+            random: Random(random.between(0, 1 << 30) as u64),
+        }
+    }
+
+    fn judge(mut self, device: &dyn Device) -> Outcome {
+        let [num_heads, head_dim, rope] = self.heads;
+        let (batch, room, rank, key_dim) = (self.batch, self.room, self.rank, head_dim + rope);
+        let width = rank + rope;
+        let mut normals = |count: usize, scale: f32| -> Vec<f32> {
+            let values = self.random.bf16_normals(count).into_iter();
+            values.map(|x| round_bf16(x * scale)).collect()
+        };
+        let packed_width = num_heads * (2 * key_dim + head_dim);
+        let packed = normals(batch * packed_width, 1.0);
+        let up = normals(num_heads * 2 * head_dim * rank, 1.0 / (rank as f32).sqrt());
+        let latent = normals(batch * rank, 1.0);
+        let rotated = normals(batch * rope, 1.0);
+        let norm = normals(key_dim, 1.0);
+        let latents = normals(batch * room * width, 1.0);
+        let mut factors =
+            |count: usize| -> Vec<f32> { (0..count).map(|_| 0.2 + 2.0 * self.random.unit() as f32).collect() };
+        let (key_scale, scales) = (factors(batch * num_heads), factors(batch * room * num_heads));
+        // Without norms the rotated key is a part of the packed token.
+        let rotated_of = |row: usize| match self.has_norm {
+            true => &rotated[row * rope..][..rope],
+            false => &packed[row * packed_width + num_heads * key_dim + head_dim..][..rope],
+        };
+        let [mut on_latents, mut on_scales] = [&latents, &scales].map(Clone::clone);
+        for (row, &length) in self.lengths.iter().enumerate() {
+            on_latents[(row * room + length) * width..(row + 1) * room * width].fill(f32::NAN);
+            on_scales[(row * room + length) * num_heads..(row + 1) * room * num_heads].fill(f32::NAN);
+        }
+        let bf16 = |values: &[f32], shape: &[usize]| device.float(values, shape, sieve_kernels::DType::BF16);
+        let f32s = |values: &[f32], shape: &[usize]| device.float(values, shape, sieve_kernels::DType::F32);
+        let cache = bf16(&on_latents, &[batch, room, width]);
+        let of_scales = f32s(&on_scales, &[batch, room, num_heads]);
+        let norms = [
+            bf16(&norm, &[key_dim]),
+            bf16(&rotated, &[batch, 1, rope]),
+            f32s(&key_scale, &[batch, 1, num_heads]),
+        ];
+        let lengths: Vec<i32> = self.lengths.iter().map(|&length| length as i32).collect();
+        let token = LatentToken {
+            packed: &bf16(&packed, &[batch, 1, packed_width]),
+            up: &bf16(&up, &[num_heads * 2 * head_dim, rank]),
+            latent: &bf16(&latent, &[batch, 1, rank]),
+            norm: self.has_norm.then(|| norms.each_ref()),
+            length: &device.int(&lengths, &[batch]),
+            heads: self.heads,
+        };
+        let scale = 1.0 / (key_dim as f32).sqrt();
+        let o = token
+            .decode(&cache, self.has_norm.then_some(&of_scales), scale)
+            .map_err(Wrong::from)?;
+        let after = device.floats(&cache).map_err(Wrong::from)?;
+
+        let (mut exact, mut plain) = (Vec::new(), Vec::new());
+        for row in 0..batch {
+            let length = self.lengths[row];
+            let new = [&latent[row * rank..][..rank], rotated_of(row)].concat();
+            if after[(row * room + length) * width..][..width] != new {
+                return wrong(format!("the new latent of row {row} is not in the cache"));
+            }
+            for head in 0..num_heads {
+                let q = &packed[row * packed_width + head * key_dim..][..key_dim];
+                let weights = |which: usize, d: usize| &up[((head * 2 + which) * head_dim + d) * rank..][..rank];
+                for (to, is_plain) in [(&mut exact, false), (&mut plain, true)] {
+                    let round = |x: f64| if is_plain { f64::from(round_bf16(x as f32)) } else { x };
+                    let mut folded = vec![0.0f64; rank];
+                    for d in 0..head_dim {
+                        let q = match self.has_norm {
+                            true => round(f64::from(q[d]) * f64::from(norm[d])),
+                            false => q[d].into(),
+                        };
+                        folded
+                            .iter_mut()
+                            .zip(weights(0, d))
+                            .for_each(|(to, w)| *to += q * f64::from(*w));
+                    }
+                    folded.iter_mut().for_each(|x| *x = round(*x));
+                    folded.extend(q[head_dim..].iter().map(|x| f64::from(*x)));
+                    let key = |at: usize| match at == length {
+                        true => &new[..],
+                        false => &latents[(row * room + at) * width..][..width],
+                    };
+                    let factor = |at: usize| match (self.has_norm, at == length) {
+                        (false, _) => 1.0,
+                        (true, true) => key_scale[row * num_heads + head].into(),
+                        (true, false) => scales[(row * room + at) * num_heads + head].into(),
+                    };
+                    let dot = |at: usize| key(at).iter().zip(&folded).map(|(k, q)| f64::from(*k) * q).sum::<f64>();
+                    let logits: Vec<f64> = (0..=length).map(|at| f64::from(scale) * factor(at) * dot(at)).collect();
+                    let most = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+                    let p: Vec<f64> = logits.iter().map(|x| (x - most).exp()).collect();
+                    let sum: f64 = p.iter().sum();
+                    let column = |r: usize| (0..=length).map(|at| p[at] * f64::from(key(at)[r])).sum::<f64>() / sum;
+                    let attended: Vec<f64> = (0..rank).map(|r| round(column(r))).collect();
+                    for d in 0..head_dim {
+                        let dot: f64 = attended.iter().zip(weights(1, d)).map(|(c, w)| c * f64::from(*w)).sum();
+                        to.push(round(dot) as f32);
+                    }
+                }
+            }
+        }
+        let got = device.floats(&o).map_err(Wrong::from)?;
+        Bar::of(true, Bar::FLOOR, [1.0 / 256.0, 1e-4]).judge("o", &got, &plain, &exact)
     }
 }
 

@@ -6,7 +6,7 @@ use crate::device::Device;
 use crate::extent::Extent;
 use crate::report::{Outcome, Report};
 use sieve_kernels::DType;
-use sieve_kernels::step::{MAX_VECTORS, Vectors, likeliest, matrix_vector};
+use sieve_kernels::step::{Finish, MAX_VECTORS, Vectors, likeliest, matrix_vector};
 use sieve_testing::round_bf16;
 
 const EPSILON: f32 = 1e-6;
@@ -81,43 +81,47 @@ pub(super) fn bench(bench: &mut Bench<'_>, width: usize, d_ff: usize, vocab_size
         let (x, w) = (bench.bf16([1, k]), bench.bf16([n, k]));
         let work = Work::Bytes(2.0 * (n * k) as f64);
         bench.row("matrix_vector", &format!("{n}x{k}"), work, || {
-            matrix_vector(Vectors::Plain(&x), &w, None)
+            matrix_vector(Vectors::Plain(&x), &w, Finish::Stored)
         });
     }
 }
 
 fn launches(mut calls: Calls<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outcome {
-    let width = if form == "swiglu" { 2 * k } else { k };
-    let x = calls.pitched([rows, width], DType::BF16)?;
-    let w = calls.pitched([n, k], DType::BF16)?;
+    let x = calls.pitched([rows, k], DType::BF16)?;
+    let w = calls.pitched([if form == "swiglu" { 2 * n } else { n }, k], DType::BF16)?;
     let norm = calls.flat(&[k], DType::BF16);
     let residual = calls.pitched([rows, n], DType::BF16)?;
     let input = match form {
         "plain" => Vectors::Plain(&x.on),
-        "normed" => Vectors::Normed(&x.on, &norm.on, EPSILON),
-        _ => Vectors::SwiGlu(&x.on),
+        _ => Vectors::Normed(&x.on, &norm.on, EPSILON),
     };
-    let h: Vec<f32> = x
-        .values
-        .chunks(width)
-        .flat_map(|row| prepared(form, row, &norm.values))
-        .collect();
-    let sums = h.chunks(k).flat_map(|h| {
+    let h = x.values.chunks(k).map(|row| prepared(form, row, &norm.values));
+    let sums = h.map(|h| {
         let of_row = |w: &[f32]| -> f64 { h.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum() };
         w.values.chunks(k).map(of_row).collect::<Vec<_>>()
     });
-    let sums: Vec<f64> = sums.collect();
+    let sums: Vec<f64> = match form {
+        "swiglu" => sums.flat_map(|row| swiglu(&row)).collect(),
+        _ => sums.flatten().collect(),
+    };
     let alone: Vec<f32> = sums.iter().map(|sum| *sum as f32).collect();
-    let added: Vec<f32> = (sums.iter().zip(&residual.values))
-        .map(|(sum, r)| (sum + f64::from(*r)) as f32)
-        .collect();
-    let y = matrix_vector(input, &w.on, None)?;
+    let finish = if form == "swiglu" {
+        Finish::SwiGlu
+    } else {
+        Finish::Stored
+    };
+    let y = matrix_vector(input, &w.on, finish)?;
     calls.within(TOLERANCE, "y", &y, [&alone, &alone])?;
-    let sum = matrix_vector(input, &w.on, Some(&residual.on))?;
-    calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
-    calls.equal("a second call", &matrix_vector(input, &w.on, None)?, &y)?;
+    calls.equal("a second call", &matrix_vector(input, &w.on, finish)?, &y)?;
+    if form != "swiglu" {
+        let added: Vec<f32> = (sums.iter().zip(&residual.values))
+            .map(|(sum, r)| (sum + f64::from(*r)) as f32)
+            .collect();
+        let sum = matrix_vector(input, &w.on, Finish::Added(&residual.on))?;
+        calls.within(TOLERANCE, "y + residual", &sum, [&added, &added])?;
+    }
     let refused = calls.flat(&[MAX_VECTORS + 1, k], DType::BF16);
-    match matrix_vector(Vectors::Plain(&refused.on), &w.on, None) {
+    match matrix_vector(Vectors::Plain(&refused.on), &w.on, Finish::Stored) {
         Ok(_) => crate::report::wrong("more rows were taken"),
         Err(_) => Ok(calls.worst),
     }
@@ -125,26 +129,20 @@ fn launches(mut calls: Calls<'_>, form: &str, [rows, n, k]: [usize; 3]) -> Outco
 
 /// A row as it is multiplied, in f64 and rounded once.
 fn prepared(form: &str, row: &[f32], norm: &[f32]) -> Vec<f32> {
+    if form == "plain" {
+        return row.to_vec();
+    }
     let squares: f64 = row.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
     let root = (squares / row.len() as f64 + f64::from(EPSILON)).sqrt();
-    let values: Vec<f64> = match form {
-        "plain" => row.iter().map(|x| f64::from(*x)).collect(),
-        "normed" => row
-            .iter()
-            .zip(norm)
-            .map(|(x, w)| f64::from(*x) / root * f64::from(*w))
-            .collect(),
-        _ => {
-            let (gates, ups) = row.split_at(row.len() / 2);
-            let silu = |g: f64| g / (1.0 + (-g).exp());
-            gates
-                .iter()
-                .zip(ups)
-                .map(|(g, u)| silu(f64::from(*g)) * f64::from(*u))
-                .collect()
-        }
-    };
-    values.into_iter().map(|x| round_bf16(x as f32)).collect()
+    let normed = row.iter().zip(norm).map(|(x, w)| f64::from(*x) / root * f64::from(*w));
+    normed.map(|x| round_bf16(x as f32)).collect()
+}
+
+/// SwiGLU of gates and ups, which are rounded first.
+fn swiglu(row: &[f64]) -> Vec<f64> {
+    let row: Vec<f64> = row.iter().map(|x| f64::from(round_bf16(*x as f32))).collect();
+    let (gates, ups) = row.split_at(row.len() / 2);
+    gates.iter().zip(ups).map(|(g, u)| g / (1.0 + (-g).exp()) * u).collect()
 }
 
 #[cfg(test)]

@@ -30,6 +30,9 @@ pub struct DecodeStep {
     pub softmax_scale: f32,
     /// Largest number of keys that any row has cached before this token.
     pub max_length: usize,
+    /// Tokens that the cache of a window no longer holds: row 0 of the cache is token `num_dropped` of a text, and
+    /// `length` counts all tokens of it.
+    pub num_dropped: usize,
 }
 
 impl KvCache {
@@ -53,7 +56,7 @@ impl KvCache {
     }
 
     /// Attends one new token a row over its cache and itself, and appends its key and value to the cache. `token` holds
-    /// `[batch, 1, heads, head_dim]` tensors, `length` (i32 `[batch]`) the keys cached before it. Returns
+    /// `[batch, 1, heads, head_dim]` tensors, `length` (i32 `[batch]`) the tokens before it. Returns
     /// `[batch, 1, num_heads, head_dim_v]`.
     ///
     /// # Errors
@@ -176,6 +179,7 @@ fn launch(
         cache_heads: shape.num_kv_heads,
         num_chosen,
         select_size,
+        num_dropped: step.num_dropped,
     });
     let append = matches!(seen, Seen::Appended);
     let kernel = attention_decode_kernel(scratch.tiling, append.into(), (num_chosen > 0).into());

@@ -34,6 +34,8 @@ pub struct LatentKeys<'a> {
     pub rank: usize,
     /// f32 `[batch, len, num_heads]`: what `q·k` of each key and head is multiplied by, where keys are normed.
     pub key_scale: Option<&'a CudaTensor>,
+    /// Tokens of each row before the new ones, i32 `[batch]`, where `len` is the cache's room; else all `len` are seen.
+    pub length: Option<&'a CudaTensor>,
 }
 
 /// The last `new` tokens of a row over its latents, each over those up to its own: q bf16
@@ -47,6 +49,7 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         latents,
         rank,
         key_scale,
+        length,
     } = keys;
     let [batch, new, num_heads, width] = q.dims(NAME, "q")?;
     let [_, len, _] = latents.dims(NAME, "latents")?;
@@ -118,10 +121,17 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
         None => mla_decode_kernel(width, rank, hardware.max_shared_bytes),
         Some(_) => mla_decode_scaled_kernel(width, rank, hardware.max_shared_bytes),
     };
+    let (mut kernel, mut tensors) = (kernel, vec![&q, &latents, &key_scale]);
+    if let Some(length) = length {
+        operands!(only NAME, length: I32[batch] contiguous);
+        kernel = kernel.define("LENGTHS", 1);
+        tensors.push(length);
+    }
+    tensors.extend([&o, &partials]);
     let grid = [num_splits, row_blocks, rows];
-    // SAFETY: sizes, strides and types checked above; reads `len` latents a row and their factors, writes every element
-    // of o or of the parts.
-    unsafe { kernel.launch(grid, &[&q, &latents, &key_scale, &o, &partials], &params) }?;
+    // SAFETY: sizes, strides and types checked above; the kernel clamps lengths to `len`; reads at most `len` latents a
+    // row and their factors, writes every element of o or of the parts.
+    unsafe { kernel.launch(grid, &tensors, &params) }?;
     if num_splits > 1 {
         let grid = [rows * num_heads, rank.div_ceil(JOINED_COLUMNS), 1];
         let params = params!(MlaDecodeJoinParams { num_splits });
@@ -130,6 +140,134 @@ pub fn mla_decode(q: &CudaTensor, keys: LatentKeys<'_>, softmax_scale: f32) -> R
     }
     Ok(o)
 }
+
+/// A new token a row of latent attention, between its packing and its attention over the cache.
+#[derive(Debug, Clone, Copy)]
+pub struct LatentToken<'a> {
+    /// bf16 `[batch, 1, width]`, queries of `head_dim + rope_dim` columns first; as
+    /// [`MlaPack::mla_pack_forward`](crate::MlaPack::mla_pack_forward) makes it.
+    pub packed: &'a CudaTensor,
+    /// bf16 `[num_heads * 2 * head_dim, rank]`: of each head `W_UK`, then `W_UV`.
+    pub up: &'a CudaTensor,
+    /// The normalised latent, bf16 `[batch, 1, rank]`.
+    pub latent: &'a CudaTensor,
+    /// Where keys are normed: the weight of the norm, bf16 `[head_dim + rope_dim]`, and the rotated key and the factors
+    /// that the packing made, bf16 `[batch, 1, rope_dim]`, f32 `[batch, 1, num_heads]`.
+    pub norm: Option<[&'a CudaTensor; 3]>,
+    /// Tokens before, i32 `[batch]`.
+    pub length: &'a CudaTensor,
+    /// Heads, and their widths without and with rotation.
+    pub heads: [usize; 3],
+}
+
+impl LatentToken<'_> {
+    /// Writes the token behind the others, `latents` bf16 `[batch, room, rank + rope_dim]` and with normed keys
+    /// `scales` f32 `[batch, room, num_heads]`, and attends over all of them. Returns bf16
+    /// `[batch, 1, num_heads * head_dim]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit, as [`mla_decode`].
+    pub fn decode(
+        &self,
+        latents: &CudaTensor,
+        scales: Option<&CudaTensor>,
+        softmax_scale: f32,
+    ) -> Result<CudaTensor, KernelError> {
+        let [num_heads, head_dim, rope_dim] = self.heads;
+        let [batch, _, packed_width] = self.packed.dims(JOIN, "packed")?;
+        let [_, room, width] = latents.dims(JOIN, "latents")?;
+        let rank = width.saturating_sub(rope_dim);
+        let first_key = num_heads * (head_dim + rope_dim);
+        require_sizes([1, room], [width, rank])?;
+        operands!(only JOIN,
+            packed: BF16[batch, 1, packed_width] contiguous = self.packed,
+            up: BF16[num_heads * 2 * head_dim, rank] contiguous = self.up,
+            latent: BF16[batch, 1, rank] contiguous = self.latent,
+            latents: BF16[batch, room, width] contiguous,
+            length: I32[batch] contiguous = self.length,
+        );
+        if packed_width < 2 * first_key || !head_dim.is_multiple_of(8) || scales.is_some() != self.norm.is_some() {
+            let (got, supported) = (
+                format!("{self:?}"),
+                "a packed token of these heads, factors where keys are normed",
+            );
+            return Err(KernelError::unsupported(JOIN, "token", got, supported));
+        }
+        // Without norms the rotated key is the end of the first head's key.
+        let unnormed = (
+            self.packed,
+            self.packed,
+            self.packed,
+            first_key + head_dim,
+            packed_width,
+        );
+        let (norm, rotated, key_scale, rotated_offset, rotated_stride) = match self.norm {
+            None => unnormed,
+            Some([norm, rotated, key_scale]) => {
+                operands!(only JOIN,
+                    norm: BF16[head_dim + rope_dim] contiguous,
+                    rotated: BF16[batch, 1, rope_dim] contiguous,
+                    key_scale: F32[batch, 1, num_heads] contiguous,
+                );
+                (norm, rotated, key_scale, 0, rope_dim)
+            }
+        };
+        if let Some(scales) = scales {
+            operands!(only JOIN, scales: F32[batch, room, num_heads] contiguous);
+        }
+        let folded = latents.empty_contiguous(&[batch, 1, num_heads, width], DType::BF16);
+        let params = params!(MlaJoinTokenParams {
+            num_heads,
+            rank,
+            capacity: room,
+            q_stride: packed_width,
+            rotated_offset,
+            rotated_stride,
+        });
+        let kernel = mla_join_token_kernel(head_dim, rope_dim, self.norm.is_some());
+        let of_scales = scales.unwrap_or(latents);
+        let tensors = [self.packed, norm, self.up, self.latent, rotated, key_scale];
+        let tensors = [&tensors[..], &[self.length, latents, of_scales, &folded]].concat();
+        // SAFETY: sizes and types checked above; the kernel clamps lengths to the room, writes one row of the cache and
+        // every folded query.
+        unsafe { kernel.launch([num_heads, rank.div_ceil(JOINED_COLUMNS), batch], &tensors, &params) }?;
+        let keys = LatentKeys {
+            latents,
+            rank,
+            key_scale: scales,
+            length: Some(self.length),
+        };
+        let attended = mla_decode(&folded, keys, softmax_scale)?;
+        let o = latents.empty_contiguous(&[batch, 1, num_heads * head_dim], DType::BF16);
+        let params = params!(MlaValuesParams {
+            num_heads,
+            head_dim,
+            rank,
+        });
+        // SAFETY: sizes as checked above; writes every element of o.
+        let grid = [num_heads, head_dim.div_ceil(VALUE_ROWS), batch];
+        unsafe { MLA_VALUES.launch(grid, &[&attended, self.up, &o], &params) }?;
+        Ok(o)
+    }
+}
+
+const JOIN: &str = "mla_join_token";
+
+/// Rows of `W_UV` that a block of mla_values takes.
+const VALUE_ROWS: usize = 16;
+
+/// The kernel that puts a token into the cache, and `W_UK` into its queries.
+pub(crate) fn mla_join_token_kernel(head_dim: usize, rope_dim: usize, normed: bool) -> SourceKernel {
+    SourceKernel::new(JOIN)
+        .define("HEAD_DIM", head_dim)
+        .define("ROPE_DIM", rope_dim)
+        .define("NORM", u8::from(normed))
+        .threads(256)
+        .starts_early()
+}
+
+/// The kernel that multiplies the attended latents by `W_UV`.
+pub(crate) const MLA_VALUES: SourceKernel = SourceKernel::new("mla_values").threads(256).starts_early();
 
 /// The specialisation for widths of keys and values on a device with `max_shared_bytes` of shared memory a block.
 pub(crate) fn mla_decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKernel {
@@ -150,6 +288,7 @@ fn decode_kernel(width: usize, rank: usize, max_shared_bytes: usize) -> SourceKe
         .define("NUM_WARPS", num_warps)
         .threads(num_warps * 32)
         .shared_bytes(shared_bytes(width, num_warps))
+        .starts_early()
 }
 
 /// The kernel that joins the splits, for a width of values.
@@ -157,6 +296,7 @@ pub(crate) fn mla_decode_join_kernel(rank: usize) -> SourceKernel {
     SourceKernel::new("mla_decode_join")
         .define("VALUE_DIM", rank)
         .threads(256)
+        .starts_early()
 }
 
 /// Parts that each row's keys are split into: one block for each multiprocessor, which its shared memory fills.

@@ -1,5 +1,5 @@
-//! Launches of `kernels/pooled_scores.cu` and `kernels/block_scores.cu`: one new token a row against the blocks that
-//! its queries choose by pooled keys.
+//! Launches of `kernels/pooled_scores.cu`, `kernels/block_scores.cu` and `kernels/nsa_compress_token.cu`: one new token
+//! a row against the blocks that its queries choose, by pooled keys, an indexer's keys or NSA's compressed keys.
 use super::choose::{rule_number, take_important};
 use crate::attention::decode::{DecodeStep, KvCache, one_token};
 use crate::attention::decode_scratch::{DecodeScratch, WARP_KEYS};
@@ -11,22 +11,254 @@ use crate::runtime::dtype::DType;
 use crate::runtime::operands::operands;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use sieve_core::{BlockChoice, ChoiceRule};
+use crate::step::vector_rows::require_words;
+use sieve_core::{BlockChoice, ChoiceRule, NsaBlocks};
 
 const NAME: &str = "pooled_scores";
+const COMPRESS: &str = "nsa_compress_token";
 
 /// Pooled keys that a block of threads takes at least.
 const MIN_POOLED: usize = 16;
 
+/// A stride beyond every cache: no pooled key ever ends.
+const NO_POOLED: usize = i32::MAX as usize / 2;
+
 /// The pooled keys of a cache, and how blocks are chosen by them.
 #[derive(Debug, Clone, Copy)]
 pub struct PooledStep<'a> {
-    /// bf16 `[batch, num_kv_heads, room, head_dim]`: means of keys, written in place as they end.
+    /// bf16 `[batch, num_kv_heads, room, head_dim]`: means of keys, or with one KV head an indexer's keys; written in
+    /// place as they end.
     pub pooled: &'a CudaTensor,
     /// Minus the number of keys before the token, i32 `[batch, 1]`: where its text begins, counted from it.
     pub start: &'a CudaTensor,
     /// Pooled keys, blocks and the rule.
     pub choice: BlockChoice,
+}
+
+/// A new token a row of native sparse attention (arXiv:2502.11089): the heads and the caches of its branches.
+#[derive(Debug, Clone, Copy)]
+pub struct NsaToken<'a> {
+    /// Queries, keys and values of the compressed, the selected and the window branch, `[batch, 1, heads, head_dim]`.
+    pub branches: [&'a Qkv; 3],
+    /// Of each branch; the first holds compressed keys and values.
+    pub caches: [&'a KvCache; 3],
+    /// The last tokens of the compressed branch, at least those that a block has, and how many of the text's first
+    /// tokens it no longer holds.
+    pub tail: (&'a KvCache, usize),
+    /// Of keys and of values: positions bf16 `[size, head_dim]`, first and second weight of the block's MLP, bf16
+    /// `[hidden, size * head_dim]` and `[head_dim, hidden]`. `None` for means.
+    pub mlp: Option<[[&'a CudaTensor; 3]; 2]>,
+    /// As in [`PooledStep`].
+    pub start: &'a CudaTensor,
+    /// Compressed and selected blocks.
+    pub blocks: NsaBlocks,
+}
+
+impl NsaToken<'_> {
+    /// Puts the token into the caches, with the compressed key that ends at it, and attends. `length`, i32 `[batch]`,
+    /// counts the tokens before; `step` is that of a cache of all of them, `window` the window branch's; each branch
+    /// has its scratch. Returns the branches' outputs, `[batch, 1, num_heads, head_dim]`.
+    ///
+    /// # Errors
+    /// Types or sizes that do not fit or have no kernel, a full cache.
+    pub fn decode(
+        &self,
+        length: &CudaTensor,
+        [step, window]: [DecodeStep; 2],
+        scratch: [&DecodeScratch; 3],
+    ) -> Result<[CudaTensor; 3], KernelError> {
+        let [coarse, fine, near] = self.branches;
+        let [compressed, selected, recent] = self.caches;
+        let choice = BlockChoice::nsa(self.blocks);
+        let shape = one_token(COMPRESS, coarse)?;
+        require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
+        let count = self.compress(length, step.max_length)?;
+        let in_compressed = DecodeStep {
+            max_length: compressed.capacity(COMPRESS, &shape)?,
+            ..step
+        };
+        let by_blocks = compressed.attention_decode_cached(coarse, &count, in_compressed, scratch[0])?;
+        let joined = Qkv {
+            q: coarse.q.clone(),
+            k: fine.k.clone(),
+            v: fine.v.clone(),
+        };
+        let pooled = Pooled {
+            keys: &compressed.k,
+            size: self.blocks.compress_block_size,
+            stride: self.blocks.compress_stride,
+            is_written: false,
+        };
+        let scores = pooled.scores(&joined, selected, length, step)?;
+        let capacity = selected.capacity(NAME, &shape)?;
+        let chosen = choose(&scores, shape.num_kv_heads, [length, self.start], choice, capacity)?;
+        let size = self.blocks.select_block_size;
+        let by_choice = selected.attention_decode_chosen(fine, length, step, scratch[1], &chosen, size)?;
+        let by_window = recent.attention_decode(near, length, window, scratch[2])?;
+        Ok([by_blocks, by_choice, by_window])
+    }
+
+    /// Takes the token into the tail, and into the cache the compressed pair that ends at it. Returns how many there
+    /// are, i32 `[batch]`.
+    fn compress(&self, length: &CudaTensor, max_length: usize) -> Result<CudaTensor, KernelError> {
+        let (token, compressed) = (self.branches[0], self.caches[0]);
+        let (tail, num_dropped) = self.tail;
+        let token = token.walkable();
+        let shape = one_token(COMPRESS, &token)?;
+        let (blocks, width) = (self.blocks, shape.head_dim);
+        require_words(COMPRESS, width)?;
+        let (room, capacity) = (tail.capacity(COMPRESS, &shape)?, compressed.capacity(COMPRESS, &shape)?);
+        let (size, ended) = (blocks.compress_block_size, blocks.num_compressed_blocks(max_length + 1));
+        if max_length < num_dropped || max_length - num_dropped >= room || ended > capacity {
+            let got = format!("{max_length} with {ended} compressed keys");
+            let supported = format!("from {num_dropped} on, below a tail of {room}, {capacity} compressed keys");
+            return Err(KernelError::unsupported(COMPRESS, "length", got, supported));
+        }
+        let mut hidden = 0;
+        let mut weights = Vec::new();
+        if let Some(mlp) = self.mlp {
+            [hidden, _] = mlp[0][1].dims(COMPRESS, "up")?;
+            for [positions, up, down] in mlp {
+                operands!(only COMPRESS,
+                    positions: BF16[size, width] contiguous,
+                    up: BF16[hidden, size * width] contiguous,
+                    down: BF16[width, hidden] contiguous,
+                );
+            }
+            weights = (0..3).flat_map(|which| mlp.map(|of| of[which])).collect();
+        }
+        operands!(only COMPRESS, length: I32[shape.batch] strided);
+        let count = length.empty_contiguous(&[shape.batch], DType::I32);
+        let [_, k, v] = token.head_words(COMPRESS)?;
+        let params = params!(NsaCompressTokenParams {
+            num_kv_heads: shape.num_kv_heads,
+            width,
+            tail_capacity: room,
+            num_dropped,
+            capacity,
+            size,
+            stride: blocks.compress_stride,
+            hidden,
+            k_offset: k[0],
+            k_batch_stride: k[2],
+            v_offset: v[0],
+            v_batch_stride: v[2],
+        });
+        let kernel = nsa_compress_token_kernel(self.mlp.is_some());
+        let kernel = kernel.shared_bytes(size * width * DType::BF16.size() + hidden * DType::F32.size());
+        let tensors = [token.k.tensor(), token.v.tensor(), &tail.k, &tail.v];
+        let joined = [&compressed.k, &compressed.v, length, &count];
+        let tensors = [&tensors[..], &weights, &joined].concat();
+        // SAFETY: sizes and types checked above; the kernel clamps lengths to the caches and writes one row of the
+        // tail, at most one compressed pair, and every count.
+        unsafe { kernel.launch([shape.num_kv_heads, 2, shape.batch], &tensors, &params) }?;
+        Ok(count)
+    }
+}
+
+/// Keys by which blocks compare.
+#[derive(Clone, Copy)]
+struct Pooled<'a> {
+    /// `[batch, num_kv_heads, room, head_dim]`.
+    keys: &'a CudaTensor,
+    size: usize,
+    stride: usize,
+    /// Whether the launch writes the mean that ends at the token.
+    is_written: bool,
+}
+
+impl Pooled<'_> {
+    /// The key and value of `token` join a cache; then its queries against all pooled keys, f32
+    /// `[batch, num_heads, room]`.
+    fn scores(
+        &self,
+        token: &Qkv,
+        cache: &KvCache,
+        length: &CudaTensor,
+        step: DecodeStep,
+    ) -> Result<CudaTensor, KernelError> {
+        let token = token.walkable();
+        let shape = one_token(NAME, &token)?;
+        let (batch, num_heads, num_kv_heads, head_dim) =
+            (shape.batch, shape.num_heads, shape.num_kv_heads, shape.head_dim);
+        require_scale(NAME, step.softmax_scale)?;
+        let capacity = cache.capacity(NAME, &shape)?;
+        let [_, _, room, _] = self.keys.dims::<4>(NAME, "pooled")?;
+        operands!(only NAME,
+            pooled: BF16[batch, num_kv_heads, room, head_dim] contiguous = self.keys,
+            length: I32[batch] strided,
+        );
+        let ended = (step.max_length + 1)
+            .checked_sub(self.size)
+            .map_or(0, |left| left / self.stride + 1);
+        if step.max_length >= capacity || ended > room {
+            let got = format!("{} with {ended} pooled keys", step.max_length);
+            let supported = format!("below the cache's capacity of {capacity}, {room} pooled keys");
+            return Err(KernelError::unsupported(NAME, "length", got, supported));
+        }
+        let scored = if self.size > capacity { 1 } else { room };
+        let scores = self.keys.empty_contiguous(&[batch, num_heads, scored], DType::F32);
+        let [q, k, v] = token.head_words(NAME)?;
+        let params = params!(PooledScoresParams {
+            num_heads,
+            num_kv_heads,
+            capacity,
+            pooled_capacity: room,
+            size: self.size,
+            stride: self.stride,
+            softmax_scale: step.softmax_scale,
+            q_offset: q[0],
+            q_batch_stride: q[2],
+            k_offset: k[0],
+            k_batch_stride: k[2],
+            v_offset: v[0],
+            v_batch_stride: v[2],
+        });
+        let multiprocessors = self.keys.hardware().num_multiprocessors;
+        let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, scored.div_ceil(MIN_POOLED));
+        let kernel = pooled_scores_kernel(head_dim, shape.group_size());
+        let kernel = match self.is_written {
+            true => kernel,
+            false => kernel.define("POOLS", 0),
+        };
+        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor(), &cache.k, &cache.v];
+        let tensors = [&tensors[..], &[self.keys, length, &scores]].concat();
+        // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and writes one row of each
+        // cache, at most one pooled key and the scores of those that have ended.
+        unsafe { kernel.launch([splits, num_kv_heads, batch], &tensors, &params) }?;
+        Ok(scores)
+    }
+}
+
+/// The blocks that `choosers` groups of the scored heads choose, i32 `[batch, choosers, num_selected_blocks]`, of a
+/// cache with room for `capacity` keys.
+fn choose(
+    scores: &CudaTensor,
+    choosers: usize,
+    [length, start]: [&CudaTensor; 2],
+    choice: BlockChoice,
+    capacity: usize,
+) -> Result<CudaTensor, KernelError> {
+    let [batch, num_heads, room] = scores.dims(NAME, "scores")?;
+    operands!(only NAME, start: I32[batch, 1] contiguous);
+    let blocks = choice.blocks;
+    let num_blocks = capacity.div_ceil(blocks.select_block_size);
+    let importance = scores.empty_contiguous(&[batch, choosers, 1, num_blocks], DType::F32);
+    let params = params!(BlockScoresParams {
+        num_heads,
+        choosers,
+        pooled_capacity: room,
+        num_blocks,
+        size: blocks.compress_block_size,
+        stride: blocks.compress_stride,
+        select_size: blocks.select_block_size,
+    });
+    let tensors = [scores, length, &importance];
+    // SAFETY: reads the scores that were written, writes the importance of the blocks up to each token's own.
+    unsafe { block_scores_kernel(choice.rule).launch([choosers, batch, 1], &tensors, &params) }?;
+    let chosen = scores.empty_contiguous(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
+    take_important(&importance, start, &chosen, choice, 0, 1)?;
+    chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])
 }
 
 impl KvCache {
@@ -45,74 +277,83 @@ impl KvCache {
         pooled: PooledStep<'_>,
         scratch: &DecodeScratch,
     ) -> Result<CudaTensor, KernelError> {
+        self.choosing(token, token, length, step, pooled, scratch)
+    }
+
+    /// The same where an indexer's queries and one key, `index`, choose in place of the token's (arXiv:2606.13392): the
+    /// key joins `pooled.pooled`, `[batch, 1, room, head_dim]`. Values of `index` are not read.
+    ///
+    /// # Errors
+    /// As [`chosen_decode`](Self::chosen_decode).
+    pub fn indexed_decode(
+        &self,
+        token: &Qkv,
+        index: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        pooled: PooledStep<'_>,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let joins = Pooled {
+            keys: &self.k,
+            size: NO_POOLED,
+            stride: NO_POOLED,
+            is_written: false,
+        };
+        joins.scores(token, self, length, step)?;
+        self.choosing(token, index, length, step, pooled, scratch)
+    }
+
+    fn choosing(
+        &self,
+        token: &Qkv,
+        by: &Qkv,
+        length: &CudaTensor,
+        step: DecodeStep,
+        pooled: PooledStep<'_>,
+        scratch: &DecodeScratch,
+    ) -> Result<CudaTensor, KernelError> {
         let shape = one_token(NAME, token)?;
-        let PooledStep { pooled, start, choice } = pooled;
-        let (batch, num_heads, num_kv_heads) = (shape.batch, shape.num_heads, shape.num_kv_heads);
-        let (blocks, head_dim) = (choice.blocks, shape.head_dim);
-        require_chosen_decode(choice, [head_dim, shape.head_dim_v], shape.group_size())?;
-        require_scale(NAME, step.softmax_scale)?;
-        let capacity = self.capacity(NAME, &shape)?;
-        let [_, _, room, _] = pooled.dims::<4>(NAME, "pooled")?;
-        operands!(only NAME,
-            pooled: BF16[batch, num_kv_heads, room, head_dim] contiguous,
-            start: I32[batch, 1] contiguous,
-            length: I32[batch] strided,
-        );
-        let ended = blocks.num_compressed_blocks(step.max_length + 1);
-        if step.max_length >= capacity || ended > room {
-            let got = format!("{} with {ended} pooled keys", step.max_length);
-            let supported = format!("below the cache's capacity of {capacity}, {room} pooled keys");
-            return Err(KernelError::unsupported(NAME, "length", got, supported));
-        }
-        let token = token.walkable();
-        let choosers = choice.num_choosers(num_heads, num_kv_heads);
-        let num_blocks = capacity.div_ceil(blocks.select_block_size);
-        let new = |shape: &[usize], dtype| self.k.empty_contiguous(shape, dtype);
-        let scores = new(&[batch, num_heads, room], DType::F32);
-        let [q, k, v] = token.head_words(NAME)?;
-        let params = params!(PooledScoresParams {
-            num_heads,
-            num_kv_heads,
-            capacity,
-            pooled_capacity: room,
+        let choice = pooled.choice;
+        require_chosen_decode(choice, [shape.head_dim, shape.head_dim_v], shape.group_size())?;
+        let blocks = choice.blocks;
+        let keys = Pooled {
+            keys: pooled.pooled,
             size: blocks.compress_block_size,
             stride: blocks.compress_stride,
-            softmax_scale: match choice.rule {
-                ChoiceRule::MeanKey => 1.0,
-                _ => step.softmax_scale,
+            is_written: true,
+        };
+        let scored = match choice.rule.takes_scores() {
+            true => DecodeStep {
+                softmax_scale: 1.0,
+                ..step
             },
-            q_offset: q[0],
-            q_batch_stride: q[2],
-            k_offset: k[0],
-            k_batch_stride: k[2],
-            v_offset: v[0],
-            v_batch_stride: v[2],
-        });
-        let multiprocessors = self.k.hardware().num_multiprocessors;
-        let splits = (multiprocessors / (batch * num_kv_heads)).clamp(1, room.div_ceil(MIN_POOLED));
-        let kernel = pooled_scores_kernel(head_dim, shape.group_size());
-        let tensors = [token.q.tensor(), token.k.tensor(), token.v.tensor(), &self.k, &self.v];
-        let tensors = [&tensors[..], &[pooled, length, &scores]].concat();
-        // SAFETY: sizes and types checked above; the kernel clamps lengths to the capacity and writes one row of each
-        // cache, at most one pooled key and the scores of those that have ended.
-        unsafe { kernel.launch([splits, num_kv_heads, batch], &tensors, &params) }?;
-        let importance = new(&[batch, choosers, 1, num_blocks], DType::F32);
-        let params = params!(BlockScoresParams {
-            num_heads,
+            false => step,
+        };
+        let scores = match choice.has_indexer() {
+            false => keys.scores(by, self, length, scored)?,
+            // The indexer's keys are their own cache, and stand in for its values.
+            true => {
+                let by = Qkv {
+                    v: by.k.clone(),
+                    ..by.clone()
+                };
+                let index = KvCache {
+                    k: pooled.pooled.clone(),
+                    v: pooled.pooled.clone(),
+                };
+                keys.scores(&by, &index, length, scored)?
+            }
+        };
+        let choosers = choice.choices_per_token([shape.num_heads, shape.num_kv_heads]);
+        let chosen = choose(
+            &scores,
             choosers,
-            pooled_capacity: room,
-            num_blocks,
-            size: blocks.compress_block_size,
-            stride: blocks.compress_stride,
-            select_size: blocks.select_block_size,
-        });
-        let tensors = [&scores, length, &importance];
-        // SAFETY: reads the scores that were written, writes the importance of the blocks up to each token's own.
-        unsafe { block_scores_kernel(choice.rule).launch([choosers, batch, 1], &tensors, &params) }?;
-        let chosen = new(&[batch, 1, choosers, blocks.num_selected_blocks], DType::I32);
-        take_important(&importance, start, &chosen, choice, 0, 1)?;
-        let chosen = chosen.reshaped(NAME, "chosen", &[batch, choosers, blocks.num_selected_blocks])?;
-        self.attention_decode_chosen(&token, length, step, scratch, &chosen, blocks.select_block_size)
+            [length, pooled.start],
+            choice,
+            self.capacity(NAME, &shape)?,
+        )?;
+        self.attention_decode_chosen(token, length, step, scratch, &chosen, blocks.select_block_size)
     }
 }
 
@@ -155,6 +396,14 @@ pub(super) fn pooled_scores_kernel(head_dim: usize, group_size: usize) -> Source
 pub(super) fn block_scores_kernel(rule: ChoiceRule) -> SourceKernel {
     SourceKernel::new("block_scores")
         .define("RULE", rule_number(rule))
+        .threads(512)
+        .starts_early()
+}
+
+/// The kernel that takes a token into the compressed branch, with the block's MLP or for means.
+pub(super) fn nsa_compress_token_kernel(mlp: bool) -> SourceKernel {
+    SourceKernel::new(COMPRESS)
+        .define("MLP", u8::from(mlp))
         .threads(512)
         .starts_early()
 }

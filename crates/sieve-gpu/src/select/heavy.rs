@@ -113,6 +113,10 @@ impl Call<'_> {
         let group = s.shape.num_heads / s.shape.num_kv_heads;
         let all = self.new_f32(&[s.shape.num_kv_heads, s.shape.num_keys]);
         let first = self.context();
+        if s.shape.num_keys - first > ROWS_AT_ONCE && self.shape.head_dim <= WIDEST_RECEIVING {
+            self.received_of_all(first, &all, nan_rows)?;
+            return Ok(all);
+        }
         for start in (first..s.shape.num_keys).step_by(ROWS_AT_ONCE) {
             let positions = start..(start + ROWS_AT_ONCE).min(s.shape.num_keys);
             for kv_heads in self.groups_at_once(positions.len()) {
@@ -129,6 +133,32 @@ impl Call<'_> {
             }
         }
         Ok(all)
+    }
+}
+
+impl Call<'_> {
+    /// The same from many queries, those from `first` on, without their logits in memory: a dense pass gives what each
+    /// query's weights are divided by.
+    fn received_of_all(&self, first: usize, all: &CudaTensor, nan_rows: &CudaTensor) -> Result<(), KernelError> {
+        let s = self.selection;
+        let (n, softmax_scale) = (s.shape.num_keys, s.scores.softmax_scale);
+        let doc_start = all.zeros_contiguous(&[1, n], DType::I32);
+        let lse = self.qkv.attention_forward(&doc_start, None, softmax_scale, None)?.lse;
+        let params = params!(ReceivedAttentionParams {
+            num_keys: n,
+            num_heads: s.shape.num_heads,
+            num_kv_heads: s.shape.num_kv_heads,
+            first_query: first,
+            softmax_scale,
+            q_offset: self.q[0],
+            q_token_stride: self.q[1],
+            k_offset: self.k[0],
+            k_token_stride: self.k[1],
+        });
+        let tensors = [self.qkv.q.tensor(), self.qkv.k.tensor(), &lse, all, nan_rows];
+        let grid = [n.div_ceil(RECEIVING_KEYS), s.shape.num_kv_heads, 1];
+        // SAFETY: tokens and strides are the tensors' own; writes every sum, and counts of KV heads.
+        unsafe { received_attention_kernel(self.shape.head_dim).launch(grid, &tensors, &params) }
     }
 }
 
@@ -186,6 +216,18 @@ impl DmaSlots {
     }
 }
 
+/// Keys of a block of received_attention, queries of its stage, and the widest heads whose keys it holds.
+const RECEIVING_KEYS: usize = 128;
+const RECEIVING_QUERIES: usize = 64;
+const WIDEST_RECEIVING: usize = 128;
+
+fn received_attention_kernel(head_dim: usize) -> SourceKernel {
+    SourceKernel::new("received_attention")
+        .define("HEAD_DIM", head_dim)
+        .threads(RECEIVING_KEYS)
+        .shared_bytes(2 * RECEIVING_QUERIES * (2 * head_dim + 4) + 128)
+}
+
 const SELECT_SMOOTH: SourceKernel = SourceKernel::new("select_smooth").threads(TOKENS_AT_ONCE);
 const SELECT_GATHER: SourceKernel = SourceKernel::new("select_gather").threads(TOKENS_AT_ONCE);
 const SLOT_LOGITS: SourceKernel = SourceKernel::new("slot_logits").threads(256);
@@ -196,5 +238,7 @@ pub(super) fn heavy_kernels(head_dims: &[usize], max_shared_bytes: usize) -> Vec
         .iter()
         .map(|&dim| DecodeTiling::new([dim, dim], max_shared_bytes));
     kernels.extend(tilings.map(|tiling| dma_decode_kernel(tiling, None)));
+    let receiving = head_dims.iter().filter(|&&dim| dim <= WIDEST_RECEIVING);
+    kernels.extend(receiving.map(|&dim| received_attention_kernel(dim)));
     kernels
 }

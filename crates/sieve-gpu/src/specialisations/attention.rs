@@ -24,7 +24,9 @@ use crate::dma::lists::{dma_lists_kernel, dma_lists_prefix_kernel};
 use crate::dma::scores::{ScoreBias, dma_scores_kernel};
 use crate::dma::scores_backward::dma_scores_backward_kernel;
 use crate::dma::select::dma_select_kernels;
-use crate::mla::decode::{mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel};
+use crate::mla::decode::{
+    MLA_VALUES, mla_decode_join_kernel, mla_decode_kernel, mla_decode_scaled_kernel, mla_join_token_kernel,
+};
 use crate::mla::pack::{mla_pack_backward_kernel, mla_pack_forward_kernel};
 use crate::nsa::{chosen_decode_kernels, nsa_hopper_kernels, nsa_kernels};
 use crate::runtime::policy::SumOrder;
@@ -132,15 +134,23 @@ impl NeededKernels {
 
     /// What decodes on latents of `rank` columns and `rope_dim` rotated ones, with norms of keys or where `norm_dim` is
     /// 0 without.
-    pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 2] {
+    pub fn mla_decode(rank: usize, rope_dim: usize, norm_dim: usize, shared_bytes: usize) -> [SourceKernel; 3] {
         let decode = match norm_dim {
             0 => mla_decode_kernel,
             _ => mla_decode_scaled_kernel,
         };
+        let decode = decode(rank + rope_dim, rank, shared_bytes);
         [
-            decode(rank + rope_dim, rank, shared_bytes),
+            decode.clone().define("LENGTHS", 1),
+            decode,
             mla_decode_join_kernel(rank),
         ]
+    }
+
+    /// What a captured step of one token has beside those of [`mla_decode`](Self::mla_decode), for heads of `head_dim`
+    /// columns and `rope_dim` rotated ones.
+    pub fn mla_token(head_dim: usize, rope_dim: usize, norm_dim: usize) -> [SourceKernel; 2] {
+        [mla_join_token_kernel(head_dim, rope_dim, norm_dim > 0), MLA_VALUES]
     }
 }
 

@@ -113,6 +113,7 @@ impl NeededKernels {
         let norm_dim = 128 + 64;
         for norm_dim in [norm_dim, 0] {
             list.extend_kernels(NeededKernels::mla_pack(128, 64, norm_dim));
+            list.extend_kernels(NeededKernels::mla_token(128, 64, norm_dim));
         }
         // Slopes are a recipe's; the slopes of eight KV heads are compiled for all.
         let slopes: [f32; 8] = std::array::from_fn(|head| 1.0 / (64 << head) as f32);

@@ -4,7 +4,7 @@ use crate::runtime::cuda_tensor::CudaTensor;
 use crate::runtime::dtype::DType;
 use crate::runtime::params::params;
 use crate::runtime::source_kernel::SourceKernel;
-use crate::step::swiglu_forward::{as_rows, packed_width};
+use crate::step::swiglu_forward::as_rows;
 use crate::step::vector_rows::VectorRows;
 
 const NAME: &str = "matrix_vector";
@@ -25,35 +25,46 @@ pub enum Vectors<'a> {
     Plain(&'a CudaTensor),
     /// The RMSNorm of bf16 `[.., k]` by a weight bf16 `[k]`, with this added to the mean square.
     Normed(&'a CudaTensor, &'a CudaTensor, f32),
-    /// SwiGLU of bf16 `[.., 2 * k]`, gate columns first.
-    SwiGlu(&'a CudaTensor),
 }
 
-/// `h wᵀ`, plus a residual bf16 `[.., n]` where there is one: `w` bf16 `[n, k]`; returns bf16 `[.., n]`. The norm or
-/// the activation is rounded to bf16 as by its own kernel. Sums are f32; the residual is added before the one rounding.
+/// What becomes of a product before it is stored.
+#[derive(Debug, Clone, Copy)]
+pub enum Finish<'a> {
+    /// Nothing.
+    Stored,
+    /// bf16 `[.., n]` is added.
+    Added(&'a CudaTensor),
+    /// SwiGLU: the first half of `w`'s rows are gates.
+    SwiGlu,
+}
+
+/// `h wᵀ`, finished: `w` bf16 `[n, k]`, for SwiGLU `[2 * n, k]`; returns bf16 `[.., n]`. The norm is rounded to bf16 as
+/// by its own kernel, and so are gates and ups. Sums are f32; a residual is added before the one rounding.
 ///
 /// # Errors
 /// Other types or shapes, more than [`MAX_VECTORS`] rows, a `k` that is not a multiple of 8 or whose rows do not fit a
 /// block's shared memory.
-pub fn matrix_vector(
-    input: Vectors<'_>,
-    w: &CudaTensor,
-    residual: Option<&CudaTensor>,
-) -> Result<CudaTensor, KernelError> {
+pub fn matrix_vector(input: Vectors<'_>, w: &CudaTensor, finish: Finish<'_>) -> Result<CudaTensor, KernelError> {
     let [n, k] = w.dims(NAME, "w")?;
     let (form, x, epsilon) = match input {
         Vectors::Plain(x) => (0, x, 0.0),
         Vectors::Normed(x, _, epsilon) => (1, x, epsilon),
-        Vectors::SwiGlu(x) => (2, x, 0.0),
+    };
+    let (n, residual) = match finish {
+        Finish::Stored => (n, None),
+        Finish::Added(residual) => (n, Some(residual)),
+        Finish::SwiGlu if n.is_multiple_of(2) => (n / 2, None),
+        Finish::SwiGlu => return Err(KernelError::unsupported(NAME, "rows of w", n, "gates and as many ups")),
     };
     let x = VectorRows::of(NAME, "x", x)?;
     let w = VectorRows::of(NAME, "w", w)?;
-    let width = match input {
-        Vectors::SwiGlu(x) => packed_width(NAME, x)?,
-        _ => x.width,
-    };
-    if width != k {
-        return Err(KernelError::unsupported(NAME, "width of x", width, format!("w's {k}")));
+    if x.width != k {
+        return Err(KernelError::unsupported(
+            NAME,
+            "width of x",
+            x.width,
+            format!("w's {k}"),
+        ));
     }
     if x.rows > MAX_VECTORS {
         let supported = format!("up to {MAX_VECTORS}");
@@ -81,23 +92,42 @@ pub fn matrix_vector(
         epsilon,
     });
     let multiprocessors = x.tensor.hardware().num_multiprocessors;
-    let warps_per_row = warps_per_row(n, multiprocessors);
-    let kernel = matrix_vector_kernel(form, residual.is_some(), x.rows, warps_per_row);
+    let warps_per_row = warps_per_row(w.rows, multiprocessors);
+    let kernel = matrix_vector_kernel(form, Form::of(finish), x.rows, warps_per_row);
     let kernel = kernel.shared_bytes(held_rows(x.rows) * k * DType::BF16.size());
     let blocks = n.div_ceil(NUM_WARPS / warps_per_row).min(BLOCKS * multiprocessors);
     let added = residual.as_ref().map_or(&x.tensor, |(residual, ..)| residual);
     let tensors = [&x.tensor, &w.tensor, norm.as_ref().unwrap_or(&x.tensor), added, &y];
-    // SAFETY: reads rows of `k` columns of x (2 k of gates and ups), w and the norm, and of `n` of the residual, and
-    // writes every element of y; sizes checked above. A form without a norm or a residual does not read x in its place.
+    // SAFETY: reads rows of `k` columns of x, w and the norm, and of `n` of the residual, and writes every element of
+    // y; sizes checked above. A form without a norm or a residual does not read x in its place.
     unsafe { kernel.launch([blocks, 1, 1], &tensors, &params) }?;
     Ok(y)
 }
 
-/// The specialisation for a form of the input, a residual or none, rows of x, and warps that share a row of w.
-pub(crate) fn matrix_vector_kernel(form: u8, residual: bool, rows: usize, warps_per_row: usize) -> SourceKernel {
+/// What a specialisation does with its products.
+#[derive(Clone, Copy)]
+pub(crate) enum Form {
+    Stored,
+    Added,
+    SwiGlu,
+}
+
+impl Form {
+    fn of(finish: Finish<'_>) -> Self {
+        match finish {
+            Finish::Stored => Self::Stored,
+            Finish::Added(_) => Self::Added,
+            Finish::SwiGlu => Self::SwiGlu,
+        }
+    }
+}
+
+/// The specialisation for a form of the input and of the output, rows of x, and warps that share a row of w.
+pub(crate) fn matrix_vector_kernel(input: u8, output: Form, rows: usize, warps_per_row: usize) -> SourceKernel {
     SourceKernel::new(NAME)
-        .define("INPUT", form)
-        .define("RESIDUAL", residual as u8)
+        .define("INPUT", input)
+        .define("OUTPUT", u8::from(matches!(output, Form::SwiGlu)))
+        .define("RESIDUAL", u8::from(matches!(output, Form::Added)))
         .define("X_ROWS", held_rows(rows))
         .define("WARPS_PER_ROW", warps_per_row)
         .threads(NUM_WARPS * 32)

@@ -14,6 +14,10 @@ const NAME: &str = "qk_norm_rope_forward";
 /// Tokens of a block: one a warp.
 pub(crate) const BLOCK_TOKENS: usize = 8;
 
+/// Tokens of a decoding step at most, and heads that a warp has on their way at once at least.
+const FEW_TOKENS: usize = 64;
+const HEADS_AT_ONCE: usize = 4;
+
 /// What q/k-norm with rotary positions has beside the packed tensor.
 #[derive(Debug, Clone, Copy)]
 pub struct QkNormRope<'a> {
@@ -27,7 +31,7 @@ pub struct QkNormRope<'a> {
     pub cos: &'a CudaTensor,
     /// f32 `[max_positions, head_dim / 2]`.
     pub sin: &'a CudaTensor,
-    /// Key heads, and as many value heads, behind the query heads.
+    /// Key heads, and as many value heads, behind the query heads, of which there may be none.
     pub num_kv_heads: usize,
     /// Added to the mean square.
     pub epsilon: f32,
@@ -66,7 +70,7 @@ impl QkNormRope<'_> {
         // SAFETY: reads and writes whole heads of every token, inside the tensors whose sizes were checked.
         unsafe {
             qk_norm_rope_forward_kernel(qkv.head_dim).launch(
-                [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
+                grid(qkv.tokens, args.num_heads + args.num_kv_heads),
                 &[&qkv.tensor, q_weight, k_weight, positions, cos, sin, &out],
                 &params,
             )
@@ -108,7 +112,7 @@ pub fn rope(
     // not read the weights, where qkv stands in their place.
     unsafe {
         rope_kernel(qkv.head_dim).launch(
-            [qkv.tokens.div_ceil(BLOCK_TOKENS), 1, 1],
+            grid(qkv.tokens, num_heads + num_kv_heads),
             &[
                 &qkv.tensor,
                 &qkv.tensor,
@@ -122,6 +126,16 @@ pub fn rope(
         )
     }?;
     Ok(out)
+}
+
+/// Few tokens share their heads among blocks, so that none waits for one warp to walk all of them.
+fn grid(tokens: usize, rotated_heads: usize) -> [usize; 3] {
+    let slices = if tokens <= FEW_TOKENS {
+        rotated_heads.div_ceil(HEADS_AT_ONCE)
+    } else {
+        1
+    };
+    [tokens.div_ceil(BLOCK_TOKENS), slices, 1]
 }
 
 /// The specialisation for a width, without norms.
@@ -267,12 +281,12 @@ impl RotaryTables {
 
 fn query_heads(kernel: &'static str, heads: usize, num_kv_heads: usize) -> Result<usize, KernelError> {
     match heads.checked_sub(2 * num_kv_heads) {
-        Some(num_heads) if num_heads > 0 && num_kv_heads > 0 => Ok(num_heads),
+        Some(num_heads) if num_kv_heads > 0 => Ok(num_heads),
         _ => Err(KernelError::unsupported(
             kernel,
             "number of KV heads",
             num_kv_heads,
-            format!("1 to {} of {heads} packed heads", heads.saturating_sub(1) / 2),
+            format!("1 to {} of {heads} packed heads", heads / 2),
         )),
     }
 }
@@ -292,10 +306,10 @@ mod tests {
     #[test]
     fn packed_heads_are_queries_keys_and_values() {
         assert_eq!(query_heads("k", 32, 8), Ok(16));
-        assert!(query_heads("k", 16, 8).is_err(), "no query heads");
+        assert_eq!(query_heads("k", 16, 8), Ok(0), "keys and values alone");
         assert!(query_heads("k", 8, 0).is_err());
         let error = query_heads("k", 4, 3).expect_err("too many").to_string();
-        assert!(error.contains("1 to 1 of 4"), "{error}");
+        assert!(error.contains("1 to 2 of 4"), "{error}");
     }
 
     #[test]

@@ -143,9 +143,9 @@ impl<B: Backend> ChosenBlocksAttention<B> {
         self.choice
     }
 
-    /// Whether its queries choose by pooled keys of its own attention.
-    pub(crate) fn chooses_by_keys(&self) -> bool {
-        self.indexer.is_none() && !self.shares
+    /// Whether it reads the blocks that an earlier layer chose.
+    pub(crate) fn shares(&self) -> bool {
+        self.shares
     }
 
     pub(crate) fn spec(&self) -> AttentionSpec {

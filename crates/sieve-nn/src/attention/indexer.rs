@@ -41,11 +41,14 @@ impl<B: SieveBackend> Indexer<B> {
         let packed = packed.reshape([batch as i32, seq_len as i32, self.num_heads as i32 + 1, -1]);
         let key = packed.clone().narrow(2, self.num_heads, 1);
         let packed = Tensor::cat(vec![packed, key], 2);
-        let norm = QkNorm {
+        sieve_ops::qk_norm_rope(packed, self.qk_norm(), context.positions.clone(), context.rope, 1)
+    }
+
+    pub(crate) fn qk_norm(&self) -> QkNorm<B> {
+        QkNorm {
             q_weight: self.q_norm.weight.val(),
             k_weight: self.k_norm.weight.val(),
             epsilon: self.q_norm.epsilon,
-        };
-        sieve_ops::qk_norm_rope(packed, norm, context.positions.clone(), context.rope, 1)
+        }
     }
 }

@@ -7,7 +7,9 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::ModelShape;
 use sieve_core::model::MlaShape;
-use sieve_ops::{DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RowParts, SieveBackend, mla_decode};
+use sieve_ops::{
+    AttentionSpec, DeviceBackend, Heads, KernelPolicy, MlaSpec, QkNorm, RowParts, SieveBackend, TokenExtra, mla_decode,
+};
 
 /// Dense attention whose keys and values come from a latent of `kv_lora_rank` numbers per token, beside one rotated key
 /// for all heads. Nothing else is cached but, where keys are normed, one number a head and token.
@@ -188,6 +190,27 @@ impl<B: SieveBackend> LatentAttention<B> {
         (self.kv_a_norm.forward(latent), k_rope)
     }
 
+    /// What a step of one token takes beside queries, output and norms, and its heads.
+    pub(crate) fn for_token_step(&self) -> (TokenExtra<B>, AttentionSpec) {
+        let extra = TokenExtra::Latent {
+            down: self.kv_a_proj.weight.val(),
+            norm: self.kv_a_norm.weight.val(),
+            up: self.kv_b_proj.weight.val(),
+            rope_dim: self.rope_dim,
+        };
+        (extra, AttentionSpec::dense([self.num_heads; 2], self.spec().key_dim()))
+    }
+
+    /// The norms of queries and keys, where there are some.
+    pub(crate) fn qk_norm(&self) -> Option<QkNorm<B>> {
+        let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
+        norms.map(|(q_norm, k_norm)| QkNorm {
+            q_weight: q_norm.weight.val(),
+            k_weight: k_norm.weight.val(),
+            epsilon: q_norm.epsilon,
+        })
+    }
+
     fn packed(
         &self,
         x: Tensor<B, 3>,
@@ -207,13 +230,7 @@ impl<B: SieveBackend> LatentAttention<B> {
         context: &LayerContext<'_, B>,
         spec: MlaSpec,
     ) -> (Tensor<B, 3>, Option<[Tensor<B, 3>; 2]>) {
-        let norms = self.q_norm.as_ref().zip(self.k_norm.as_ref());
-        let norm = norms.map(|(q_norm, k_norm)| QkNorm {
-            q_weight: q_norm.weight.val(),
-            k_weight: k_norm.weight.val(),
-            epsilon: q_norm.epsilon,
-        });
-        sieve_ops::mla_pack(inputs, norm, positions, context.rope, spec)
+        sieve_ops::mla_pack(inputs, self.qk_norm(), positions, context.rope, spec)
     }
 
     /// What the cache keeps of new tokens.

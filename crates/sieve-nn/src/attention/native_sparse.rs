@@ -11,6 +11,7 @@ use sieve_core::ModelShape;
 use sieve_core::model::{NUM_NSA_BRANCHES, NsaCompression, NsaShape};
 use sieve_ops::{
     AttentionSpec, DeviceBackend, Documents, Heads, KernelPolicy, NsaBlocks, NsaCall, RowParts, SieveBackend,
+    TokenBranches,
 };
 
 /// Bias of the gates at the start, by branch: training begins as a window.
@@ -108,7 +109,7 @@ impl<B: Backend> NativeSparseAttention<B> {
         }
     }
 
-    pub(super) fn spec(&self) -> AttentionSpec {
+    pub(crate) fn spec(&self) -> AttentionSpec {
         self.qkv.spec(Some(self.nsa.window_size))
     }
 
@@ -228,6 +229,23 @@ impl<B: SieveBackend> NativeSparseAttention<B> {
             parts.iter_mut().zip(o).for_each(|(parts, o)| parts.push(o));
         });
         self.gate(x, parts.map(|parts| Tensor::cat(parts, 0)))
+    }
+
+    /// The weights of its branches as a step of one token takes them.
+    pub(crate) fn for_token_step(&self) -> TokenBranches<B> {
+        let weights = |mlp: &BlockMlp<B>| {
+            let (up, down) = (mlp.up_proj.weight.val(), mlp.down_proj.weight.val());
+            [mlp.positions.val(), up, down]
+        };
+        let mlp = self.k_compress.as_ref().zip(self.v_compress.as_ref());
+        let weight = |proj: &Option<Linear<B>>| proj.as_ref().map(|proj| proj.weight.val());
+        TokenBranches {
+            compress_kv: weight(&self.compress_kv_proj),
+            select_kv: weight(&self.select_kv_proj),
+            mlp: mlp.map(|(k, v)| [weights(k), weights(v)]),
+            gate: self.gate_proj.weight.val(),
+            gate_bias: self.gate_bias.val(),
+        }
     }
 
     fn attend_compressing(

@@ -7,8 +7,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData, activation::softmax};
 use sieve_core::ForcedBlocks;
 use sieve_ops::{
-    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, attention_decode, cached_attention, choose_blocks,
-    overlap_weight,
+    AttentionSpec, DeviceBackend, Documents, KeyCache, NsaBlocks, TokenCache, attention_decode, cached_attention,
+    choose_blocks, overlap_weight,
 };
 
 /// Makes the compressed keys and values of packed tokens.
@@ -21,10 +21,11 @@ pub struct BlockCache<B: Backend> {
     selected: KeyCache<B>,
     /// Of the last `window_size` tokens at least.
     window: KeyCache<B>,
-    /// Of the compressed blocks; absent before the first is whole.
-    compressed: Option<KeyCache<B>>,
-    /// The last `compress_block_size` tokens of the compressed branch, packed.
-    tail: Tensor<B, 4>,
+    /// Of the compressed blocks.
+    compressed: KeyCache<B>,
+    /// Of the compressed branch at least the last `compress_block_size` tokens.
+    tail: KeyCache<B>,
+    blocks: NsaBlocks,
 }
 
 impl<B: Backend> BlockCache<B> {
@@ -35,14 +36,45 @@ impl<B: Backend> BlockCache<B> {
 
     /// Compressed keys a head.
     pub fn num_compressed(&self) -> usize {
-        self.compressed.as_ref().map_or(0, KeyCache::len)
+        self.compressed.len()
     }
 
     /// Makes each row several equal ones.
     pub(super) fn repeat(&mut self, rows: usize) {
-        let caches = [&mut self.selected, &mut self.window];
-        (caches.into_iter().chain(&mut self.compressed)).for_each(|cache| cache.repeat(rows));
-        self.tail = self.tail.clone().repeat_dim(0, rows);
+        let caches = [
+            &mut self.selected,
+            &mut self.window,
+            &mut self.compressed,
+            &mut self.tail,
+        ];
+        caches.into_iter().for_each(|cache| cache.repeat(rows));
+    }
+
+    /// The cache as a step of one token takes it.
+    pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
+        let Self {
+            selected,
+            window,
+            compressed,
+            tail,
+            blocks,
+        } = self;
+        TokenCache::Branches {
+            compressed,
+            selected,
+            window,
+            tail,
+            blocks: *blocks,
+        }
+    }
+
+    /// Counts the token that such a step has written, and the compressed pair that ends at it.
+    pub(super) fn count_token(&mut self) {
+        let caches = [&mut self.selected, &mut self.window, &mut self.tail];
+        caches.into_iter().for_each(KeyCache::count_token);
+        if self.blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
+            self.compressed.count_token();
+        }
     }
 
     /// After a prompt; `compressed` is the prompt's, `[2, batch * num_slots * num_kv_heads, head_dim]`.
@@ -52,17 +84,24 @@ impl<B: Backend> BlockCache<B> {
         spec: AttentionSpec,
         blocks: NsaBlocks,
     ) -> Self {
-        let [batch, len, _, _] = new.selected.dims();
-        let [_, k, v] = split(new.selected.clone(), spec);
-        let [_, window_k, window_v] = split(new.window.clone(), spec);
-        let in_window = |x| last(x, spec.window_size.unwrap_or(usize::MAX));
+        let [batch, len, _, d] = new.selected.dims();
+        let keys = |qkv: &Tensor<B, 4>, seen: usize| {
+            let [_, k, v] = split(qkv.clone(), spec);
+            KeyCache::new(last(k, seen), last(v, seen))
+        };
         let count = blocks.num_compressed_blocks(len);
-        let first_blocks = || first_blocks(compressed, batch, blocks.num_slots(len), count, spec);
+        let options = (&new.selected.device(), new.selected.dtype());
+        let mut of_blocks = KeyCache::empty([batch, spec.num_kv_heads, count + 1, d], options);
+        if count > 0 {
+            let [k, v] = first_blocks(compressed, batch, blocks.num_slots(len), count, spec);
+            of_blocks.append(k, v);
+        }
         Self {
-            selected: KeyCache::new(k, v),
-            window: KeyCache::new(in_window(window_k), in_window(window_v)),
-            compressed: (count > 0).then(first_blocks).map(|[k, v]| KeyCache::new(k, v)),
-            tail: last(new.compressed.clone(), blocks.compress_block_size),
+            selected: keys(&new.selected, usize::MAX),
+            window: keys(&new.window, spec.window_size.unwrap_or(usize::MAX)),
+            compressed: of_blocks,
+            tail: keys(&new.compressed, blocks.compress_block_size),
+            blocks,
         }
     }
 }
@@ -102,18 +141,15 @@ impl<B: DeviceBackend> BlockCache<B> {
         self.selected.append(k, v);
         let window = cached_attention(&mut self.window, new.window.clone(), spec, scratch);
         let size = blocks.compress_block_size;
-        let tail = vec![self.tail.clone(), new.compressed.clone()];
-        self.tail = last(Tensor::cat(tail, 1), size);
-        let len = self.num_tokens();
-        if blocks.num_compressed_blocks(len) > self.num_compressed() {
+        if blocks.num_compressed_blocks(self.num_tokens()) > self.num_compressed() {
             let documents = Documents::whole_rows([batch, size], &q.device());
-            let pair = compress(self.tail.clone(), &documents);
+            let pair = compress(self.tail.before(&new.compressed, size - 1), &documents);
             let [k, v] = first_blocks(pair, batch, blocks.num_slots(size), 1, spec);
-            match &mut self.compressed {
-                Some(compressed) => compressed.append(k, v),
-                none => *none = Some(KeyCache::new(k, v)),
-            }
+            self.compressed.append(k, v);
         }
+        let [_, k, v] = split(new.compressed.clone(), spec);
+        self.tail.reserve(1, size - 1);
+        self.tail.append(k, v);
         let one = |x: Tensor<B, 4>| x.reshape([batch, spec.num_heads, d]);
         let [coarse_q, _, _] = split(new.compressed.clone(), spec);
         let (coarse, importance) = self.coarse(one(coarse_q), spec, blocks, scratch);
@@ -135,9 +171,10 @@ impl<B: DeviceBackend> BlockCache<B> {
         let [batch, num_heads, d] = q.dims();
         let kv_heads = spec.num_kv_heads;
         let num_blocks = (self.num_tokens() - 1) / blocks.select_block_size + 1;
-        let Some(keys) = &self.compressed else {
+        let keys = &self.compressed;
+        if keys.is_empty() {
             return (q.zeros_like(), vec![vec![0.0; num_blocks]; batch * kv_heads]);
-        };
+        }
         let o = attention_decode(q.clone(), keys, None, spec.softmax_scale, scratch);
         // Where blocks are nearly as important as each other, rounded probabilities would choose others than a whole
         // pass.

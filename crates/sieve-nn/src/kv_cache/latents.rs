@@ -1,7 +1,7 @@
 //! MLA's cache: the latent and the rotated key of every token, and a factor for each head where keys are normed.
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
-use sieve_ops::TokenBuffer;
+use sieve_ops::{TokenBuffer, TokenCache};
 
 /// What MLA keeps of new tokens.
 #[derive(Clone, Debug)]
@@ -54,6 +54,17 @@ impl<B: Backend> LatentCache<B> {
     pub(super) fn repeat(&mut self, rows: usize) {
         let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
         buffers.for_each(|buffer| buffer.repeat(rows));
+    }
+
+    /// The cache as a step of one token takes it.
+    pub(super) fn for_token_step(&mut self) -> TokenCache<'_, B> {
+        TokenCache::Latents(&mut self.latents, self.key_scale.as_mut())
+    }
+
+    /// Counts the token that such a step has written.
+    pub(super) fn count_token(&mut self) {
+        let buffers = std::iter::once(&mut self.latents).chain(&mut self.key_scale);
+        buffers.for_each(|buffer| buffer.count(1));
     }
 
     /// Adds new tokens.

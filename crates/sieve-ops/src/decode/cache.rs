@@ -1,7 +1,7 @@
 //! Keys and values of earlier tokens, in buffers that a device writes to.
 use super::token_buffer::TokenBuffer;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use sieve_core::DmaWindow;
 
 /// Keys lie in `[batch, num_kv_heads, room, head_dim]`, so that those of a head are one stretch of memory.
@@ -25,6 +25,12 @@ impl<B: Backend> KeyCache<B> {
     /// As [`new`](Self::new) from `[batch, num_kv_heads, new, head_dim]`, with this much room for all tokens.
     pub fn with_room(k: Tensor<B, 4>, v: Tensor<B, 4>, room: Option<usize>) -> Self {
         let [k, v] = [k, v].map(|x| TokenBuffer::new(x, KEY_AXIS, room));
+        Self { k, v }
+    }
+
+    /// A cache without a key, `[batch, num_kv_heads, room, head_dim]` of keys and of values.
+    pub fn empty(shape: [usize; 4], options: (&B::Device, DType)) -> Self {
+        let [k, v] = [(); 2].map(|()| TokenBuffer::empty(shape, KEY_AXIS, options));
         Self { k, v }
     }
 

@@ -50,6 +50,7 @@ pub(crate) fn mla_decode(q: Float, latents: Float, key_scale: Option<Float>, ran
         latents: &on_latents,
         rank,
         key_scale: on_key_scale.as_ref(),
+        length: None,
     };
     let attempt = sieve_kernels::mla_decode(&on_q, keys, softmax_scale as f32);
     kernel_or("mla_decode", attempt.map(ToBurn::burn), || {
@@ -202,6 +203,7 @@ fn attend(
         window: None,
         softmax_scale: softmax_scale as f32,
         max_length: keys.len(),
+        num_dropped: 0,
     };
     let (length, buffers) = scratch.of(&query, shape, keys.len(), keys.len())?;
     let o = cache.attention_decode_cached(&token, length, step, buffers)?;
@@ -222,6 +224,7 @@ fn append(
         window: spec.window_size,
         softmax_scale: spec.softmax_scale as f32,
         max_length: len,
+        num_dropped: 0,
     };
     let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
     let (length, buffers) = scratch.of(&kv.k, shape, len, seen)?;

@@ -1,18 +1,20 @@
 //! A step of one token on CUDA: run once, then replayed as a graph.
 use super::cuda::{Recent, SCRATCH_KEYS, score_bias, slots_of, writable};
-use super::{TokenCache, TokenLayer, TokenStep};
-use crate::device::cuda::{Cuda, CudaPrimitive, cast};
+use super::{KeyCache, TokenBranches, TokenBuffer, TokenCache, TokenExtra, TokenLayer, TokenStep};
+use crate::device::cuda::{Cuda, cast};
 use crate::device::paths::{kernel_or, kernel_or_refusal};
 use crate::linear::cuda::product_and_sum;
+use crate::rope::QkNorm;
 use crate::tensors::{Float, Ints, primitive};
-use burn::tensor::Tensor;
+use burn::tensor::{Int, Tensor, TensorData};
+use sieve_core::{BlockChoice, NsaBlocks};
 use sieve_kernels::step::{
-    MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope, swiglu_forward,
+    Finish, MAX_VECTORS, QkNormRope, Vectors, embedding_forward, matrix_vector, rms_norm_forward, rope, swiglu_forward,
 };
 use sieve_kernels::{
-    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, MatmulOutput,
-    PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs, StepTape, ToBurn, kernel_tensor, matmul,
-    require_chosen_decode,
+    AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, DmaSlots, KernelError, KvCache, LatentToken,
+    MatmulOutput, MlaNorm, MlaPack, NsaToken, PooledStep, PositionOrigin, Product, Qkv, Recency, StepGraph, StepInputs,
+    StepTape, ToBurn, device_of, kernel_tensor, matmul, nsa_gates, require_chosen_decode,
 };
 
 const NAME: &str = "token_step";
@@ -40,7 +42,11 @@ pub(crate) fn repeat_token_step(graph: &mut CudaStepGraph, ids: Ints<Cuda>, posi
 pub(crate) fn token_step(mut step: TokenStep<'_, Cuda>, graph: &mut CudaStepGraph) -> Option<Float<Cuda>> {
     *graph = CudaStepGraph::default();
     kernel_or_refusal(NAME, require_kernels(&step)).ok()?;
-    let left = step.layers.iter_mut().map(tokens_until_growth).min().unwrap_or(0);
+    let pairs = step.layers.iter().zip(&mut step.caches);
+    let left = pairs
+        .map(|(layer, cache)| tokens_until_growth(layer, cache))
+        .min()
+        .unwrap_or(0);
     let tape = StepTape::default();
     // Caches have changed where it fails, so that no other path could take over.
     let (inputs, logits) = run(&mut step, &tape).unwrap_or_else(|error| panic!("a decoding step: {error}"));
@@ -55,41 +61,111 @@ fn require_kernels(step: &TokenStep<'_, Cuda>) -> Result<(), KernelError> {
     let bf16 = |tensor: &CudaTensor| tensor.require_dtype(NAME, "a weight", DType::BF16);
     bf16(&of(&step.embedding))?;
     bf16(&of(&step.output))?;
-    step.layers.iter().try_for_each(|layer| {
+    step.layers.iter().zip(&step.caches).try_for_each(|(layer, cache)| {
         let TokenLayer {
-            qkv, o, gate_up, down, ..
+            qkv,
+            o,
+            gate_up,
+            down,
+            spec,
+            extra,
+            ..
         } = layer;
-        if let TokenCache::Chosen { keys, choice, .. } = &layer.cache {
-            let head_dims = [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
-            require_chosen_decode(*choice, head_dims, layer.spec.num_heads / layer.spec.num_kv_heads)?;
+        // TODO: take both once a GPU has run them since weights with gaps between their rows are copied.
+        if matches!(extra, TokenExtra::Branches(_) | TokenExtra::Latent { .. }) {
+            let supported = "all but native sparse and latent attention";
+            return Err(KernelError::unsupported(NAME, "kind of layer", "another", supported));
         }
+        let group = spec.num_heads / spec.num_kv_heads;
+        let head_dims = |keys: &KeyCache<Cuda>| [&keys.k, &keys.v].map(|x| x.buffer().dims()[3]);
+        match cache {
+            TokenCache::Chosen { keys, choice, .. } => require_chosen_decode(*choice, head_dims(keys), group)?,
+            TokenCache::Branches { selected, blocks, .. } => {
+                require_chosen_decode(BlockChoice::nsa(*blocks), head_dims(selected), group)?;
+            }
+            _ => {}
+        }
+        let of_kind: Vec<&Tensor<Cuda, 2>> = match extra {
+            TokenExtra::None => Vec::new(),
+            TokenExtra::Indexer { proj, .. } => vec![proj],
+            TokenExtra::Latent { down, up, .. } => vec![down, up],
+            TokenExtra::Branches(branches) => {
+                let TokenBranches {
+                    compress_kv,
+                    select_kv,
+                    mlp,
+                    gate,
+                    ..
+                } = branches;
+                let weights = [compress_kv, select_kv].into_iter().flatten().chain([gate]);
+                weights.chain(mlp.iter().flatten().flatten()).collect()
+            }
+        };
         [qkv, o, gate_up, down]
-            .iter()
+            .into_iter()
+            .chain(of_kind)
             .try_for_each(|weight| bf16(&of(weight)))?;
         layer.norms.iter().try_for_each(|weight| bf16(&of(weight)))
     })
 }
 
+/// Room for this token in a cache of the last `window` keys, or of all; how many more come before it is full.
+fn recent_room(cache: &mut KeyCache<Cuda>, window: Option<usize>) -> usize {
+    cache.reserve(1, window.map_or(cache.len(), |window| window - 1));
+    cache.k.room() - (cache.len() + 1)
+}
+
+/// Tokens until a step over so many keys, `seen`, needs other scratch memory.
+fn scratch_room(seen: usize, window: Option<usize>) -> usize {
+    match window {
+        Some(window) if window <= seen => usize::MAX,
+        _ => seen.next_multiple_of(SCRATCH_KEYS) - seen,
+    }
+}
+
+/// Tokens until a buffer of pooled keys is full, `seen` with this one.
+fn pooled_room(room: usize, blocks: NsaBlocks, seen: usize) -> usize {
+    blocks.compress_block_size + room * blocks.compress_stride - 1 - seen
+}
+
 /// Makes room for this token in a layer's cache; how many more come before the step needs other buffers.
-fn tokens_until_growth(layer: &mut TokenLayer<'_, Cuda>) -> usize {
-    match &mut layer.cache {
+fn tokens_until_growth(layer: &TokenLayer<Cuda>, cache: &mut TokenCache<'_, Cuda>) -> usize {
+    match cache {
         TokenCache::Slots(_) => usize::MAX,
         TokenCache::Recent(cache) => {
             let window = layer.spec.window_size;
-            cache.reserve(1, window.map_or(cache.len(), |window| window - 1));
-            let seen = cache.len() + 1;
-            let of_scratch = match window {
-                Some(window) if window <= seen => usize::MAX,
-                _ => seen.next_multiple_of(SCRATCH_KEYS) - seen,
-            };
-            of_scratch.min(cache.k.room() - seen)
+            let room = recent_room(cache, window);
+            scratch_room(cache.len() + 1, window).min(room)
         }
         TokenCache::Chosen { keys, pooled, choice } => {
-            keys.reserve(1, keys.len());
             pooled.reserve(1, pooled.len());
-            let (blocks, seen) = (choice.blocks, keys.len() + 1);
-            let full = blocks.compress_block_size + pooled.room() * blocks.compress_stride;
-            (keys.k.room() - seen).min(full - 1 - seen)
+            recent_room(keys, None).min(pooled_room(pooled.room(), choice.blocks, keys.len() + 1))
+        }
+        TokenCache::Branches {
+            compressed,
+            selected,
+            window,
+            tail,
+            blocks,
+        } => {
+            let size = layer.spec.window_size;
+            compressed.reserve(1, compressed.len());
+            let seen = selected.len() + 1;
+            let rooms = [
+                recent_room(selected, None),
+                recent_room(window, size),
+                scratch_room(window.len() + 1, size),
+                recent_room(tail, Some(blocks.compress_block_size)),
+                pooled_room(compressed.k.room(), *blocks, seen),
+            ];
+            rooms.into_iter().min().unwrap_or(0)
+        }
+        TokenCache::Latents(latents, scales) => {
+            latents.reserve(1, latents.len());
+            if let Some(scales) = scales {
+                scales.reserve(1, scales.len());
+            }
+            latents.room() - (latents.len() + 1)
         }
     }
 }
@@ -103,175 +179,401 @@ fn run(step: &mut TokenStep<'_, Cuda>, tape: &StepTape) -> Result<(StepInputs, C
     let epsilon = step.epsilon as f32;
     let mut scratch = Recent::default();
     let mut x = embedding_forward(&tape.noted(&of(&step.embedding)), &inputs.ids)?;
-    for layer in &mut step.layers {
+    for (layer, cache) in step.layers.iter().zip(&mut step.caches) {
         let layer = Layer {
             inputs: &inputs,
             tables: tables.each_ref(),
             epsilon,
+            position: step.position,
             tape,
             layer,
         };
-        x = layer.run(x, &mut scratch)?;
+        x = layer.run(x, cache, &mut scratch)?;
     }
     let (norm, output) = (tape.noted(&of(&step.norm)), tape.noted(&of(&step.output)));
-    let logits = project(Vectors::Normed(&x, &norm, epsilon), &output, None)?;
+    let logits = project(Vectors::Normed(&x, &norm, epsilon), &output, Finish::Stored)?;
     let [batch, _, vocab_size] = logits.dims(NAME, "logits")?;
     Ok((inputs, logits.reshaped(NAME, "logits", &[batch, vocab_size])?))
 }
 
+/// Buffers of decode kernels by the heads of a call and its keys at most.
+type Scratch = Recent<(AttentionShape, usize), DecodeScratch>;
+
 /// A block on its way through a step.
-struct Layer<'s, 'a> {
+struct Layer<'s> {
     inputs: &'s StepInputs,
     tables: [&'s CudaTensor; 2],
     epsilon: f32,
+    /// Tokens before this one when the step is recorded.
+    position: usize,
     tape: &'s StepTape,
-    layer: &'s mut TokenLayer<'a, Cuda>,
+    layer: &'s TokenLayer<Cuda>,
 }
 
-impl Layer<'_, '_> {
+impl Layer<'_> {
     fn run(
-        self,
+        &self,
         x: CudaTensor,
-        scratch: &mut Recent<(AttentionShape, usize), DecodeScratch>,
+        cache: &mut TokenCache<'_, Cuda>,
+        scratch: &mut Scratch,
     ) -> Result<CudaTensor, KernelError> {
-        let (tape, epsilon) = (self.tape, self.epsilon);
-        let weight = |tensor: &Tensor<Cuda, 2>| tape.noted(&of(tensor));
-        let norms = [0, 1].map(|n| tape.noted(&of(&self.layer.norms[n])));
-        let batch = self.inputs.ids.num_elements();
-        let bias = self.layer.qkv_bias.as_ref();
-        let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, batch)).contiguous());
-        let bias = bias.map(|bias| tape.noted(&bias));
+        let norms = [0, 1].map(|n| self.noted(&self.layer.norms[n]));
+        let epsilon = self.epsilon;
         let normed = Vectors::Normed(&x, &norms[0], epsilon);
-        let qkv = project(normed, &weight(&self.layer.qkv), bias.as_ref())?;
-        let (o, down) = (weight(&self.layer.o), weight(&self.layer.down));
-        let gate_up = weight(&self.layer.gate_up);
-        let attended = self.attend(qkv, scratch)?;
-        let x = project(Vectors::Plain(&attended), &o, Some(&x))?;
-        let packed = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, None)?;
-        project(Vectors::SwiGlu(&packed), &down, Some(&x))
+        let bias = self.layer.qkv_bias.as_ref();
+        let bias = bias.map(|bias| of(&bias.clone().unsqueeze::<3>().repeat_dim(0, self.batch())).contiguous());
+        let bias = bias.map(|bias| self.tape.noted(&bias));
+        let finish = bias.as_ref().map_or(Finish::Stored, Finish::Added);
+        let qkv = project(normed, &self.noted(&self.layer.qkv), finish)?;
+        let attended = self.attend(normed, &qkv, cache, scratch)?;
+        let [o, down, gate_up] = [&self.layer.o, &self.layer.down, &self.layer.gate_up].map(|w| self.noted(w));
+        let x = project(Vectors::Plain(&attended), &o, Finish::Added(&x))?;
+        let h = project(Vectors::Normed(&x, &norms[1], epsilon), &gate_up, Finish::SwiGlu)?;
+        project(Vectors::Plain(&h), &down, Finish::Added(&x))
     }
 
-    /// Attention from the packed product on: `[batch, 1, num_heads * head_dim]`.
-    fn attend(
-        self,
-        qkv: CudaTensor,
-        scratch: &mut Recent<(AttentionShape, usize), DecodeScratch>,
+    fn batch(&self) -> usize {
+        self.inputs.ids.num_elements()
+    }
+
+    fn noted<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+        self.tape.noted(&of(tensor))
+    }
+
+    /// A weight without gaps between its rows, which Burn may leave: a copy where there are some.
+    fn whole<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+        self.tape.noted(&of(tensor).contiguous())
+    }
+
+    fn f32s<const D: usize>(&self, tensor: &Tensor<Cuda, D>) -> CudaTensor {
+        let tensor = cast(&primitive(tensor.clone()), burn::tensor::DType::F32);
+        self.tape.noted(&tensor.contiguous())
+    }
+
+    /// Tokens before this one, `[batch]`.
+    fn length(&self) -> Result<CudaTensor, KernelError> {
+        self.inputs.position.reshaped(NAME, "length", &[self.batch()])
+    }
+
+    /// Norms where there are some, and rotation to `positions`, of packed heads `[batch, 1, heads * head_dim]`.
+    fn rotated(
+        &self,
+        packed: &CudaTensor,
+        norm: Option<&QkNorm<Cuda>>,
+        positions: &CudaTensor,
+        num_kv_heads: usize,
     ) -> Result<CudaTensor, KernelError> {
-        let Self {
-            inputs, tape, layer, ..
-        } = self;
-        let (spec, batch) = (layer.spec, inputs.ids.num_elements());
-        let (num_heads, num_kv_heads) = (spec.num_heads, spec.num_kv_heads);
-        let heads = num_heads + 2 * num_kv_heads;
-        let head_dim = qkv.num_elements() / (batch * heads);
-        let qkv = qkv.reshaped(NAME, "qkv", &[batch, 1, heads, head_dim])?;
-        let qkv = match &layer.qk_norm {
-            None => rope(&qkv, &inputs.position, self.tables, num_kv_heads)?,
+        // Half a head's columns have a cosine each.
+        let head_dim = 2 * self.tables[0].shape()[1];
+        let heads = packed.num_elements() / (self.batch() * head_dim);
+        let packed = packed.reshaped(NAME, "packed", &[self.batch(), 1, heads, head_dim])?;
+        match norm {
+            None => rope(&packed, positions, self.tables, num_kv_heads),
             Some(norm) => QkNormRope {
-                q_weight: &tape.noted(&of(&norm.q_weight)),
-                k_weight: &tape.noted(&of(&norm.k_weight)),
-                positions: &inputs.position,
+                q_weight: &self.noted(&norm.q_weight),
+                k_weight: &self.noted(&norm.k_weight),
+                positions,
                 cos: self.tables[0],
                 sin: self.tables[1],
                 num_kv_heads,
                 epsilon: norm.epsilon as f32,
             }
-            .qk_norm_rope_forward(&qkv)?,
+            .qk_norm_rope_forward(&packed),
+        }
+    }
+
+    /// Attention from the first product on: `[batch, 1, num_heads * head_dim]`.
+    fn attend(
+        &self,
+        normed: Vectors<'_>,
+        qkv: &CudaTensor,
+        cache: &mut TokenCache<'_, Cuda>,
+        scratch: &mut Scratch,
+    ) -> Result<CudaTensor, KernelError> {
+        let (spec, batch, length) = (self.layer.spec, self.batch(), self.length()?);
+        let (num_heads, num_kv_heads, scale) = (spec.num_heads, spec.num_kv_heads, spec.softmax_scale as f32);
+        if let TokenCache::Latents(latents, scales) = cache {
+            return self.attend_latents(normed, qkv, latents, scales.as_deref_mut());
+        }
+        let qkv_rotated = self.rotated(qkv, self.layer.qk_norm.as_ref(), &self.inputs.position, num_kv_heads)?;
+        let token = Qkv::packed(&qkv_rotated, num_heads, num_kv_heads);
+        let shape = token.shape(NAME)?;
+        let step = |max_length| DecodeStep {
+            window: None,
+            softmax_scale: scale,
+            max_length,
+            num_dropped: 0,
         };
-        let token = Qkv::packed(&qkv, num_heads, num_kv_heads);
-        let (shape, scale) = (token.shape(NAME)?, spec.softmax_scale as f32);
-        let length = inputs.position.reshaped(NAME, "length", &[batch])?;
-        let noted = |kv: KvCache| KvCache {
-            k: tape.noted(&kv.k),
-            v: tape.noted(&kv.v),
-        };
-        let mut scratch_of = |like: &CudaTensor, keys: usize, choosers: usize| {
-            let keys = keys.next_multiple_of(SCRATCH_KEYS);
-            let shape = AttentionShape {
-                num_kv_heads: choosers,
-                ..shape
-            };
-            let made = scratch.get((shape, keys), || DecodeScratch::new(like, shape, keys));
-            made.cloned()
-        };
-        let o = match (&mut layer.cache, &layer.dma) {
-            (TokenCache::Recent(cache), _) => {
-                let (len, kv) = (cache.len(), writable(cache));
-                let seen = spec.window_size.unwrap_or(len + 1).min(len + 1);
-                let buffers = scratch_of(&kv.k, seen, num_kv_heads)?;
-                let step = DecodeStep {
-                    window: spec.window_size,
-                    softmax_scale: scale,
-                    max_length: len,
-                };
-                noted(kv).attention_decode(&token, &length, step, &buffers)?
+        let o = match (cache, &self.layer.dma) {
+            (TokenCache::Recent(keys), _) => {
+                let (step, kv, seen) = self.recent(keys);
+                kv.attention_decode(&token, &length, step, &scratch_of(scratch, &kv.k, shape, seen)?)?
             }
             (TokenCache::Slots(cache), Some(dma)) => {
-                let f32s = |tensor: CudaPrimitive| tape.noted(&cast(&tensor, burn::tensor::DType::F32).contiguous());
-                let (w_dt, a) = (f32s(primitive(dma.w_dt.clone())), f32s(primitive(dma.a.clone())));
+                let (w_dt, a) = (self.f32s(&dma.w_dt), self.f32s(&dma.a));
                 let slopes = dma.spec.slopes(num_kv_heads);
                 let slopes = slopes.map(|slopes| slopes.iter().map(|&slope| slope as f32).collect::<Vec<_>>());
                 let recency = slopes.as_deref().map(|slopes| Recency {
                     slopes,
-                    origin: PositionOrigin::DocumentStart(&inputs.start),
+                    origin: PositionOrigin::DocumentStart(&self.inputs.start),
                 });
                 let rank = token.dma_ranks(&w_dt, &a, recency.as_ref())?.z;
                 let rank = rank.reshaped(NAME, "rank", &[batch, num_kv_heads])?;
-                let slots = slots_of(cache);
-                let buffers = scratch_of(&slots.kv.k, cache.window.keep_window_size, num_kv_heads)?;
+                let (window, slots) = (cache.window.keep_window_size, slots_of(cache));
+                let buffers = scratch_of(scratch, &slots.kv.k, shape, window)?;
                 let slots = DmaSlots {
-                    z: tape.noted(&slots.z),
-                    positions: tape.noted(&slots.positions),
-                    kv: noted(slots.kv),
+                    z: self.tape.noted(&slots.z),
+                    positions: self.tape.noted(&slots.positions),
+                    kv: self.noted_cache(&slots.kv),
                     ..slots
                 };
                 slots.dma_decode(&token, &rank, &length, scale, score_bias(dma.spec.bias), &buffers)?
             }
-            (TokenCache::Slots(_), None) => unreachable!("slots are DMA's"),
             (TokenCache::Chosen { keys, pooled, choice }, _) => {
-                let (len, kv) = (keys.len(), writable(keys));
-                let found = of(pooled.buffer());
-                if !found.is_contiguous() {
-                    **pooled = pooled.clone();
-                }
+                let (len, kv) = (keys.len(), self.cache(keys));
                 let pooled = PooledStep {
-                    pooled: &tape.noted(&of(pooled.buffer())),
-                    start: &inputs.start,
+                    pooled: &self.buffer(pooled),
+                    start: &self.inputs.start,
                     choice: *choice,
                 };
                 let blocks = choice.blocks;
-                let seen = blocks.num_selected_blocks * blocks.select_block_size;
-                let buffers = scratch_of(&kv.k, seen, choice.num_choosers(num_heads, num_kv_heads))?;
-                let step = DecodeStep {
-                    window: None,
-                    softmax_scale: scale,
-                    max_length: len,
+                let choosers = AttentionShape {
+                    num_kv_heads: choice.choices_per_token([num_heads, num_kv_heads]),
+                    ..shape
                 };
-                noted(kv).chosen_decode(&token, &length, step, pooled, &buffers)?
+                let seen = blocks.num_selected_blocks * blocks.select_block_size;
+                let buffers = scratch_of(scratch, &kv.k, choosers, seen)?;
+                match &self.layer.extra {
+                    TokenExtra::Indexer { proj, norm } => {
+                        // The key stands where a packed tensor has values, too.
+                        let [rows, _] = proj.dims();
+                        let key = proj.clone().narrow(0, rows - shape.head_dim, shape.head_dim);
+                        let proj = Tensor::cat(vec![proj.clone(), key], 0);
+                        let index = project(normed, &self.noted(&proj), Finish::Stored)?;
+                        let index = self.rotated(&index, Some(norm), &self.inputs.position, 1)?;
+                        let index = Qkv::packed(&index, num_kv_heads, 1);
+                        kv.indexed_decode(&token, &index, &length, step(len), pooled, &buffers)?
+                    }
+                    _ => kv.chosen_decode(&token, &length, step(len), pooled, &buffers)?,
+                }
+            }
+            (
+                TokenCache::Branches {
+                    compressed,
+                    selected,
+                    window,
+                    tail,
+                    blocks,
+                },
+                _,
+            ) => {
+                let TokenExtra::Branches(weights) = &self.layer.extra else {
+                    unreachable!("NSA's caches are its layers'")
+                };
+                let (fine, coarse) = (
+                    self.fine(&token, normed, weights)?,
+                    self.coarse(&token, qkv, normed, weights)?,
+                );
+                let (near_step, near, near_seen) = self.recent(window);
+                let (len, all, dropped) = (selected.len(), self.cache(selected), self.position - tail.len());
+                let room = compressed.k.room();
+                let (compressed, tail) = (self.cache(compressed), self.cache(tail));
+                let mlp = weights
+                    .mlp
+                    .as_ref()
+                    .map(|mlp| mlp.each_ref().map(|w| w.each_ref().map(|w| self.whole(w))));
+                let chosen = blocks.num_selected_blocks * blocks.select_block_size;
+                let buffers = [room, chosen, near_seen].map(|keys| scratch_of(scratch, &all.k, shape, keys));
+                let [a, b, c] = buffers;
+                let buffers = [a?, b?, c?];
+                let token = NsaToken {
+                    branches: [&coarse, &fine, &token],
+                    caches: [&compressed, &all, &near],
+                    tail: (&tail, dropped),
+                    mlp: mlp.as_ref().map(|mlp| mlp.each_ref().map(|w| w.each_ref())),
+                    start: &self.inputs.start,
+                    blocks: *blocks,
+                };
+                let branches = token.decode(&length, [step(len), near_step], buffers.each_ref())?;
+                let logits = project(normed, &self.noted(&weights.gate), Finish::Stored)?;
+                nsa_gates(branches.each_ref(), &logits, &self.f32s(&weights.gate_bias))?
+            }
+            (TokenCache::Slots(_), None) | (TokenCache::Latents(..), _) => unreachable!("slots are DMA's"),
+        };
+        o.reshaped(NAME, "o", &[batch, 1, num_heads * shape.head_dim])
+    }
+
+    /// The step of a cache of a window or of all keys, its buffers, and keys that it sees at most.
+    fn recent(&self, keys: &mut KeyCache<Cuda>) -> (DecodeStep, KvCache, usize) {
+        let (len, window) = (keys.len(), self.layer.spec.window_size);
+        let step = DecodeStep {
+            window,
+            softmax_scale: self.layer.spec.softmax_scale as f32,
+            max_length: len,
+            num_dropped: self.position - len,
+        };
+        (step, self.cache(keys), window.unwrap_or(len + 1).min(len + 1))
+    }
+
+    /// NSA's selected branch of a token whose window branch is `token`.
+    fn fine(&self, token: &Qkv, normed: Vectors<'_>, weights: &TokenBranches<Cuda>) -> Result<Qkv, KernelError> {
+        let Some(kv) = &weights.select_kv else {
+            return Ok(token.clone());
+        };
+        let kv = project(normed, &self.noted(kv), Finish::Stored)?;
+        self.with_kv(token, &kv, &self.inputs.position)
+    }
+
+    /// NSA's compressed branch. Learned positions take the place of the rotation: its heads stand at position 0.
+    fn coarse(
+        &self,
+        token: &Qkv,
+        qkv: &CudaTensor,
+        normed: Vectors<'_>,
+        weights: &TokenBranches<Cuda>,
+    ) -> Result<Qkv, KernelError> {
+        let spec = self.layer.spec;
+        let kv = weights
+            .compress_kv
+            .as_ref()
+            .map(|kv| project(normed, &self.noted(kv), Finish::Stored));
+        let kv = kv.transpose()?;
+        let (token, positions) = match &weights.mlp {
+            None => (token.clone(), self.inputs.position.clone()),
+            Some(_) => {
+                let zeros = TensorData::new(vec![0i32; self.batch()], [self.batch(), 1]);
+                let zeros = Tensor::<Cuda, 2, Int>::from_data(zeros, device_of(qkv));
+                let zeros = self.tape.noted(&kernel_tensor(zeros.into_primitive()));
+                let unrotated = self.rotated(qkv, self.layer.qk_norm.as_ref(), &zeros, spec.num_kv_heads)?;
+                (Qkv::packed(&unrotated, spec.num_heads, spec.num_kv_heads), zeros)
             }
         };
-        o.reshaped(NAME, "o", &[batch, 1, num_heads * head_dim])
+        match kv {
+            None => Ok(token),
+            Some(kv) => self.with_kv(&token, &kv, &positions),
+        }
     }
+
+    /// The queries of a token with other keys and values, `[batch, 1, 2 * num_kv_heads * head_dim]`.
+    fn with_kv(&self, token: &Qkv, kv: &CudaTensor, positions: &CudaTensor) -> Result<Qkv, KernelError> {
+        let num_kv_heads = self.layer.spec.num_kv_heads;
+        let kv = self.rotated(kv, self.layer.qk_norm.as_ref(), positions, num_kv_heads)?;
+        let kv = Qkv::packed(&kv, 0, num_kv_heads);
+        Ok(Qkv {
+            q: token.q.clone(),
+            ..kv
+        })
+    }
+
+    /// Latent attention of queries `q`, `[batch, 1, num_heads * key_dim]`.
+    fn attend_latents(
+        &self,
+        normed: Vectors<'_>,
+        q: &CudaTensor,
+        latents: &mut TokenBuffer<Cuda, 3>,
+        scales: Option<&mut TokenBuffer<Cuda, 3>>,
+    ) -> Result<CudaTensor, KernelError> {
+        let TokenExtra::Latent {
+            down,
+            norm,
+            up,
+            rope_dim,
+        } = &self.layer.extra
+        else {
+            unreachable!("a cache of latents is a latent layer's")
+        };
+        let (spec, batch) = (self.layer.spec, self.batch());
+        let [_, rank] = up.dims();
+        let head_dim = q.num_elements() / (batch * spec.num_heads) - rope_dim;
+        let (up, down) = (self.whole(up), project(normed, &self.noted(down), Finish::Stored)?);
+        let width = rank + rope_dim;
+        let [latent, k_rope] = [(0, rank), (rank, *rope_dim)]
+            .map(|(first, columns)| down.view_at(NAME, "latent", first, &[batch, 1, columns], &[width, width, 1]));
+        let latent = rms_norm_forward(&latent?, &self.noted(norm), self.epsilon)?;
+        // Where keys are not normed, nobody reads what the latent becomes.
+        let kv = project(Vectors::Plain(&latent), &up, Finish::Stored)?;
+        let weights = self.layer.qk_norm.as_ref();
+        let weights = weights.map(|norm| [&norm.q_weight, &norm.k_weight].map(|w| self.noted(w)));
+        let pack = MlaPack {
+            num_heads: spec.num_heads,
+            head_dim,
+            rope_dim: *rope_dim,
+            positions: &self.inputs.position,
+            cos: self.tables[0],
+            sin: self.tables[1],
+            norm: weights
+                .as_ref()
+                .zip(self.layer.qk_norm.as_ref())
+                .map(|([q_weight, k_weight], norm)| MlaNorm {
+                    q_weight,
+                    k_weight,
+                    epsilon: norm.epsilon as f32,
+                }),
+        };
+        let (packed, keys) = pack.mla_pack_forward([q, &kv, &k_rope?])?;
+        let keys = weights.as_ref().zip(keys.as_ref());
+        let token = LatentToken {
+            packed: &packed,
+            up: &up,
+            latent: &latent,
+            norm: keys.map(|([_, k_weight], [rotated, scale])| [k_weight, rotated, scale]),
+            length: &self.length()?,
+            heads: [spec.num_heads, head_dim, *rope_dim],
+        };
+        let scales = scales.map(|scales| self.buffer(scales));
+        token.decode(&self.buffer(latents), scales.as_ref(), spec.softmax_scale as f32)
+    }
+
+    fn noted_cache(&self, KvCache { k, v }: &KvCache) -> KvCache {
+        let [k, v] = [k, v].map(|x| self.tape.noted(x));
+        KvCache { k, v }
+    }
+
+    /// A cache's buffers, written in place.
+    fn cache(&self, keys: &mut KeyCache<Cuda>) -> KvCache {
+        self.noted_cache(&writable(keys))
+    }
+
+    /// A buffer, written in place; see [`writable`].
+    fn buffer<const D: usize>(&self, tokens: &mut TokenBuffer<Cuda, D>) -> CudaTensor {
+        if !of(tokens.buffer()).is_contiguous() {
+            *tokens = tokens.clone();
+        }
+        self.noted(tokens.buffer())
+    }
+}
+
+/// Buffers for a call of `shape` with at most `keys` keys.
+fn scratch_of(
+    scratch: &mut Scratch,
+    like: &CudaTensor,
+    shape: AttentionShape,
+    keys: usize,
+) -> Result<DecodeScratch, KernelError> {
+    let keys = keys.next_multiple_of(SCRATCH_KEYS);
+    let made = scratch.get((shape, keys), || DecodeScratch::new(like, shape, keys));
+    made.cloned()
 }
 
 fn of<const D: usize>(tensor: &Tensor<Cuda, D>) -> CudaTensor {
     kernel_tensor(primitive(tensor.clone()))
 }
 
-/// The rows times a weight `[out, in]`, plus the residual: few rows by one kernel, more by a GEMM and the kernels
-/// before and after it.
-fn project(rows: Vectors<'_>, weight: &CudaTensor, residual: Option<&CudaTensor>) -> Result<CudaTensor, KernelError> {
-    let (Vectors::Plain(x) | Vectors::Normed(x, ..) | Vectors::SwiGlu(x)) = rows;
+/// The rows times a weight `[out, in]`, finished: few rows by one kernel, more by a GEMM and the kernels before and
+/// after it.
+fn project(rows: Vectors<'_>, weight: &CudaTensor, finish: Finish<'_>) -> Result<CudaTensor, KernelError> {
+    let (Vectors::Plain(x) | Vectors::Normed(x, ..)) = rows;
     if x.num_elements() / x.shape().last().copied().unwrap_or(1).max(1) <= MAX_VECTORS {
-        return matrix_vector(rows, weight, residual);
+        return matrix_vector(rows, weight, finish);
     }
     let h = match rows {
         Vectors::Plain(x) => x.clone(),
         Vectors::Normed(x, norm, epsilon) => rms_norm_forward(x, norm, epsilon)?,
-        Vectors::SwiGlu(packed) => swiglu_forward(packed)?,
     };
-    match residual {
-        Some(residual) => product_and_sum([h, weight.clone(), residual.clone()]),
-        None => matmul(Product::Nt, &h, weight, MatmulOutput::New(DType::BF16)),
+    let product = |h: &CudaTensor| matmul(Product::Nt, h, weight, MatmulOutput::New(DType::BF16));
+    match finish {
+        Finish::Stored => product(&h),
+        Finish::Added(residual) => product_and_sum([h, weight.clone(), residual.clone()]),
+        Finish::SwiGlu => swiglu_forward(&product(&h)?),
     }
 }

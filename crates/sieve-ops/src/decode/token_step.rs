@@ -4,13 +4,14 @@ use crate::RotaryEmbedding;
 use crate::attention::AttentionSpec;
 use crate::backend::DeviceBackend;
 use crate::block::DmaLayer;
+use crate::nsa::NsaBlocks;
 use crate::rope::QkNorm;
 use crate::tensors::tensor;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor};
 use sieve_core::BlockChoice;
 
-/// A step of a model whose layers attend over all keys, a window, DMA's slots or chosen blocks.
+/// A step of a model without residual scales.
 #[derive(Debug)]
 pub struct TokenStep<'a, B: Backend> {
     /// `[batch, 1]`.
@@ -20,7 +21,9 @@ pub struct TokenStep<'a, B: Backend> {
     /// `[vocab_size, d_model]`.
     pub embedding: Tensor<B, 2>,
     /// In order.
-    pub layers: Vec<TokenLayer<'a, B>>,
+    pub layers: Vec<TokenLayer<B>>,
+    /// The layers' caches, each of all rows.
+    pub caches: Vec<TokenCache<'a, B>>,
     /// Before the output projection, `[d_model]`.
     pub norm: Tensor<B, 1>,
     /// `[vocab_size, d_model]`.
@@ -31,12 +34,12 @@ pub struct TokenStep<'a, B: Backend> {
     pub rope: &'a RotaryEmbedding<B>,
 }
 
-/// Weights and cache of a block.
+/// Weights of a block.
 #[derive(Debug)]
-pub struct TokenLayer<'a, B: Backend> {
+pub struct TokenLayer<B: Backend> {
     /// Before the attention and before the feed-forward layer, `[d_model]`.
     pub norms: [Tensor<B, 1>; 2],
-    /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`.
+    /// `[(num_heads + 2 * num_kv_heads) * head_dim, d_model]`; of latent attention the queries alone.
     pub qkv: Tensor<B, 2>,
     /// Added to the product, `[(num_heads + 2 * num_kv_heads) * head_dim]`; absent but in models like Qwen2.
     pub qkv_bias: Option<Tensor<B, 1>>,
@@ -44,6 +47,8 @@ pub struct TokenLayer<'a, B: Backend> {
     pub qk_norm: Option<QkNorm<B>>,
     /// What DMA ranks keys by; the cache holds slots then.
     pub dma: Option<DmaLayer<B>>,
+    /// Weights that other kinds have beside these.
+    pub extra: TokenExtra<B>,
     /// `[d_model, num_heads * head_dim]`.
     pub o: Tensor<B, 2>,
     /// `[2 * d_ff, d_model]`.
@@ -52,8 +57,49 @@ pub struct TokenLayer<'a, B: Backend> {
     pub down: Tensor<B, 2>,
     /// Heads, scale and window.
     pub spec: AttentionSpec,
-    /// One of all rows.
-    pub cache: TokenCache<'a, B>,
+}
+
+/// What a kind of attention has beside packed queries, keys and values.
+#[derive(Debug)]
+pub enum TokenExtra<B: Backend> {
+    /// Nothing.
+    None,
+    /// MSA's indexer.
+    Indexer {
+        /// `[(num_kv_heads + 1) * head_dim, d_model]`, the key's rows last.
+        proj: Tensor<B, 2>,
+        /// Of its queries and its key.
+        norm: QkNorm<B>,
+    },
+    /// NSA's branches.
+    Branches(TokenBranches<B>),
+    /// Latent attention.
+    Latent {
+        /// Latent and shared rotated key, `[kv_lora_rank + rope_dim, d_model]`.
+        down: Tensor<B, 2>,
+        /// Of the latent, `[kv_lora_rank]`.
+        norm: Tensor<B, 1>,
+        /// `[num_heads * 2 * head_dim, kv_lora_rank]`, per head the key first.
+        up: Tensor<B, 2>,
+        /// Rotated columns of a key.
+        rope_dim: usize,
+    },
+}
+
+/// Weights of NSA's branches; the packed projection is the window's, and of all where keys and values are shared.
+#[derive(Debug)]
+pub struct TokenBranches<B: Backend> {
+    /// Keys and values of the compressed branch, `[2 * num_kv_heads * head_dim, d_model]`.
+    pub compress_kv: Option<Tensor<B, 2>>,
+    /// Keys and values of the selected branch, likewise.
+    pub select_kv: Option<Tensor<B, 2>>,
+    /// Of keys and of values: positions `[size, head_dim]`, `[hidden, size * head_dim]`, `[head_dim, hidden]`; absent
+    /// where blocks are means. With them the branch's queries and keys are not rotated.
+    pub mlp: Option<[[Tensor<B, 2>; 3]; 2]>,
+    /// `[num_heads * 3, d_model]`.
+    pub gate: Tensor<B, 2>,
+    /// `[num_heads * 3]`.
+    pub gate_bias: Tensor<B, 1>,
 }
 
 /// Keys of earlier tokens.
@@ -67,11 +113,28 @@ pub enum TokenCache<'a, B: Backend> {
     Chosen {
         /// Keys and values.
         keys: &'a mut KeyCache<B>,
-        /// Means of keys, `[batch, num_kv_heads, room, head_dim]`; the caller counts those that have ended.
+        /// Means of keys, `[batch, num_kv_heads, room, head_dim]`, or an indexer's keys, of one head; the caller counts
+        /// those that have ended.
         pooled: &'a mut TokenBuffer<B, 4>,
         /// Pooled keys, blocks and the rule.
         choice: BlockChoice,
     },
+    /// NSA's.
+    Branches {
+        /// Compressed keys and values; the caller counts those that have ended.
+        compressed: &'a mut KeyCache<B>,
+        /// All tokens of the selected branch.
+        selected: &'a mut KeyCache<B>,
+        /// At least the window's.
+        window: &'a mut KeyCache<B>,
+        /// Of the compressed branch at least the last `compress_block_size` tokens.
+        tail: &'a mut KeyCache<B>,
+        /// Compressed and selected blocks.
+        blocks: NsaBlocks,
+    },
+    /// Latents and rotated keys, `[batch, room, kv_lora_rank + rope_dim]`, and where keys are normed their factors,
+    /// f32 `[batch, room, num_heads]`.
+    Latents(&'a mut TokenBuffer<B, 3>, Option<&'a mut TokenBuffer<B, 3>>),
 }
 
 /// Logits of the next token of every row, `[batch, vocab_size]`; writes the token's keys behind the others, where the

@@ -1,0 +1,220 @@
+//! New tokens of native sparse attention after a prefill: the tail of the compressed branch, the block that ends at a
+//! token, and the three branches, against the same in f64 on the host.
+use super::caches::{Calls, Key, Token, chosen_keys};
+use crate::device::Device;
+use crate::extent::Extent;
+use crate::report::{Report, Wrong, wrong};
+use sieve_core::{BlockChoice, NsaBlocks};
+use sieve_kernels::{AttentionShape, CudaTensor, DType, DecodeScratch, DecodeStep, KvCache, NsaToken};
+use sieve_testing::{Random, round_bf16};
+
+/// Checks some calls, with the block's MLP and for means.
+pub(super) fn check(report: &mut Report, device: &dyn Device, extent: &Extent) {
+    let mut random = Random(extent.seed);
+    for at in 0..extent.few().max(4) {
+        let (kv_heads, group) = (random.between(1, 3), random.one_of(&[1, 2, 5]));
+        let width = [64, 128][at / 2 % 2];
+        let shape = AttentionShape::new(random.between(1, 3), 1, [kv_heads * group, kv_heads], [width; 2]);
+        let seed = random.between(0, 1 << 30) as u64;
+        let blocks = NsaBlocks::of(random.one_of(&[[32, 16, 64, 4], [16, 16, 32, 3], [8, 4, 16, 5]]));
+        let mut calls = Calls {
+            device,
+            shape,
+            magnitude: 1.0,
+            random: Random(seed),
+            worst: 0.0,
+        };
+        let has_mlp = at % 2 == 0;
+        let outcome = decode(&mut calls, blocks, has_mlp).map(|()| calls.worst);
+        let label = format!("{shape:?} {blocks:?} MLP {has_mlp} seed {seed}");
+        report.add("nsa token", "kernel", &label, outcome);
+    }
+}
+
+/// The MLP of a block's keys, or of its values: on the device, and on the host.
+struct Mlp {
+    on: [CudaTensor; 3],
+    weights: [Vec<f32>; 3],
+}
+
+impl Mlp {
+    fn draw(calls: &mut Calls<'_>, [size, width, hidden]: [usize; 3]) -> Self {
+        let shapes = [[size, width], [hidden, size * width], [width, hidden]];
+        let weights = shapes.map(|[rows, columns]| {
+            let values = calls.random.bf16_normals(rows * columns).into_iter();
+            let scale = 1.0 / (columns as f32).sqrt();
+            values.map(|x| round_bf16(x * scale)).collect::<Vec<_>>()
+        });
+        let on = [0, 1, 2].map(|n| calls.device.float(&weights[n], &shapes[n], DType::BF16));
+        Self { on, weights }
+    }
+
+    /// Rounded where the kernel rounds.
+    fn of(&self, block: &[f32]) -> Vec<f32> {
+        let [positions, up, down] = &self.weights;
+        let x: Vec<f32> = block.iter().zip(positions).map(|(x, p)| round_bf16(x + p)).collect();
+        let times = |x: &[f32], w: &[f32]| -> Vec<f32> {
+            let dot = |w: &[f32]| w.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x)).sum::<f64>();
+            w.chunks_exact(x.len()).map(|row| round_bf16(dot(row) as f32)).collect()
+        };
+        let hidden: Vec<f32> = times(&x, up).into_iter().map(|x| x.max(0.0)).collect();
+        times(&hidden, down)
+    }
+}
+
+/// The compressed keys or values of a row and head that have ended.
+fn compressed(tokens: &[Vec<f32>], blocks: NsaBlocks, mlp: Option<&Mlp>) -> Vec<Vec<f32>> {
+    let (size, stride) = (blocks.compress_block_size, blocks.compress_stride);
+    let of_block = |c: usize| {
+        let block = &tokens[c * stride..][..size];
+        match mlp {
+            Some(mlp) => mlp.of(&block.concat()),
+            None => {
+                let mean = |at: usize| block.iter().map(|x| f64::from(x[at])).sum::<f64>() / size as f64;
+                (0..block[0].len()).map(|at| round_bf16(mean(at) as f32)).collect()
+            }
+        }
+    };
+    (0..blocks.num_compressed_blocks(tokens.len())).map(of_block).collect()
+}
+
+/// Keys of a head, and its values.
+fn halves(keys: &[Key]) -> [Vec<Vec<f32>>; 2] {
+    [
+        keys.iter().map(|key| key.k.clone()).collect(),
+        keys.iter().map(|key| key.v.clone()).collect(),
+    ]
+}
+
+fn decode(calls: &mut Calls<'_>, blocks: NsaBlocks, has_mlp: bool) -> Result<(), Wrong> {
+    let (shape, device) = (calls.shape, calls.device);
+    let (batch, num_kv_heads, width) = (shape.batch, shape.num_kv_heads, shape.head_dim);
+    let (rows, size, steps) = (
+        batch * num_kv_heads,
+        blocks.compress_block_size,
+        2 * blocks.compress_stride,
+    );
+    let hidden = calls.random.one_of(&[24, width]);
+    let mlp = has_mlp.then(|| [(); 2].map(|()| Mlp::draw(calls, [size, width, hidden])));
+    // Rows of one length, as a captured step has them; the tail may have lost all but a block's tokens.
+    let len = calls.random.below(300);
+    let num_dropped = calls.random.below(len.saturating_sub(size) + 1);
+    let window = calls.random.between(1, 100);
+    let window_dropped = (len + 1).saturating_sub(window);
+    let capacity = len + steps + calls.random.between(1, 20);
+    let mut keys = [(); 3].map(|()| -> Vec<Vec<Key>> {
+        let row = |calls: &mut Calls<'_>| (0..len).map(|_| calls.drawn_key(0.0, (0.0, 0))).collect();
+        (0..rows).map(|_| row(calls)).collect()
+    });
+    let placed = |keys: &[Vec<Key>], dropped: usize| -> Vec<Vec<(usize, Key)>> {
+        keys.iter()
+            .map(|keys| keys[dropped..].iter().cloned().enumerate().collect())
+            .collect()
+    };
+    let tail = calls.cache(capacity - num_dropped, &placed(&keys[0], num_dropped));
+    let selected = calls.cache(capacity, &placed(&keys[1], 0));
+    let recent = calls.cache(capacity - window_dropped, &placed(&keys[2], window_dropped));
+    let room = blocks.num_compressed_blocks(capacity) + 1;
+    let ended = |keys: &[Vec<Key>]| -> Vec<[Vec<Vec<f32>>; 2]> {
+        let pair = |keys: &Vec<Key>| {
+            let [k, v] = halves(keys);
+            let [k_mlp, v_mlp] = [0, 1].map(|which| mlp.as_ref().map(|mlp| &mlp[which]));
+            [compressed(&k, blocks, k_mlp), compressed(&v, blocks, v_mlp)]
+        };
+        keys.iter().map(pair).collect()
+    };
+    let [on_k, on_v] = [0, 1].map(|which| {
+        let mut values = vec![f32::NAN; rows * room * width];
+        for (row, pair) in ended(&keys[0]).iter().enumerate() {
+            for (c, x) in pair[which].iter().enumerate() {
+                values[(row * room + c) * width..][..width].copy_from_slice(x);
+            }
+        }
+        device.float(&values, &[batch, num_kv_heads, room, width], DType::BF16)
+    });
+    let of_blocks = KvCache { k: on_k, v: on_v };
+    let scratch = [room, blocks.num_selected_blocks * blocks.select_block_size, window]
+        .map(|most| DecodeScratch::new(&selected.k, shape, most));
+    let [a, b, c] = scratch;
+    let scratch = [a?, b?, c?];
+    for at in 0..steps {
+        let tokens: [Token; 3] = [(); 3].map(|()| calls.token());
+        for (keys, token) in keys.iter_mut().zip(&tokens) {
+            for (row, keys) in keys.iter_mut().enumerate() {
+                keys.push(calls.key_of(token, row, 0.0, (0.0, 0)));
+            }
+        }
+        let before = len + at;
+        let all = DecodeStep {
+            window: None,
+            softmax_scale: calls.scale(),
+            max_length: before,
+            num_dropped: 0,
+        };
+        let near = DecodeStep {
+            window: Some(window),
+            max_length: before - window_dropped,
+            num_dropped: window_dropped,
+            ..all
+        };
+        let start = device.int(&vec![-(before as i32); batch], &[batch, 1]);
+        let length = device.int(&vec![before as i32; batch], &[batch]);
+        let weights = mlp.as_ref().map(|mlp| mlp.each_ref().map(|mlp| mlp.on.each_ref()));
+        let token = NsaToken {
+            branches: [&tokens[0].on, &tokens[1].on, &tokens[2].on],
+            caches: [&of_blocks, &selected, &recent],
+            tail: (&tail, num_dropped),
+            mlp: weights,
+            start: &start,
+            blocks,
+        };
+        let o = token.decode(&length, [all, near], scratch.each_ref())?;
+        // What was compressed here is judged by itself; attention and choice are judged over what lies there.
+        let got = [device.floats(&of_blocks.k)?, device.floats(&of_blocks.v)?];
+        let mut coarse: Vec<Vec<Key>> = Vec::new();
+        for (row, pair) in ended(&keys[0]).iter().enumerate() {
+            let of_row = (0..pair[0].len()).map(|c| {
+                let of = |which: usize| got[which][(row * room + c) * width..][..width].to_vec();
+                Key {
+                    k: of(0),
+                    v: of(1),
+                    ..calls.drawn_key(0.0, (0.0, 0))
+                }
+            });
+            let of_row: Vec<Key> = of_row.collect();
+            for (c, key) in of_row.iter().enumerate() {
+                for (name, got, expected) in [("key", &key.k, &pair[0][c]), ("value", &key.v, &pair[1][c])] {
+                    let near = |(a, b): (&f32, &f32)| (a - b).abs() <= 0.01 + b.abs() / 64.0;
+                    if !got.iter().zip(expected).all(near) {
+                        return wrong(format!(
+                            "compressed {name} {c} of row {row} is {got:?}, expected {expected:?}"
+                        ));
+                    }
+                }
+            }
+            coarse.push(of_row);
+        }
+        if coarse[0].is_empty() {
+            if device.floats(&o[0])?.iter().any(|x| *x != 0.0) {
+                return wrong("the compressed branch is not zero before a block has ended");
+            }
+        } else {
+            calls.judge(&o[0], &tokens[0], &coarse)?;
+        }
+        let fine: Vec<Vec<Key>> = (0..rows)
+            .map(|row| {
+                let group = shape.group_size() * width;
+                let means = coarse[row].iter().map(|key| key.k.clone()).collect();
+                let q = &tokens[0].q[row * group..][..group];
+                chosen_keys(&keys[1][row], means, q, BlockChoice::nsa(blocks), calls.scale())
+            })
+            .collect();
+        calls.judge(&o[1], &tokens[1], &fine)?;
+        let near: Vec<Vec<Key>> = keys[2]
+            .iter()
+            .map(|keys| keys[keys.len().saturating_sub(window)..].to_vec())
+            .collect();
+        calls.judge(&o[2], &tokens[2], &near)?;
+    }
+    Ok(())
+}

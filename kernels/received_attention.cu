@@ -1,0 +1,141 @@
+// received_attention: the attention that each key of a prompt received from all later queries, from the log-sum-exp of
+// a dense pass.
+// Math       received[h, j] = sum over the query heads g of KV head h and queries i >= max(j, first_query) of
+//            exp(softmax_scale q_ig . k_jh - lse_gi)
+// Layout     q bf16 [num_keys, num_heads, HEAD_DIM], k bf16 [num_keys, num_kv_heads, HEAD_DIM], tokens a stride apart
+//            from an element offset (multiples of 8); lse f32 [num_heads, num_keys]; received f32 [num_kv_heads,
+//            num_keys]; nan i32 [>= num_kv_heads], counted up for each sum of a KV head that is NaN
+// Buffers    q, k, lse, received, nan
+// Defines    HEAD_DIM (a multiple of 16 up to 128)
+// Tiling     grid (ceil(num_keys / 128), num_kv_heads); 128 threads: a warp holds 32 keys in registers as the rows of
+//            S^T = K Q^T and meets 64 queries a stage, so that a key's sum never leaves its lanes; blocks of early
+//            keys, which most queries see, start first; dynamic shared bytes = 2 * 64 * (2 HEAD_DIM + 4) + 128
+// Numerics   bf16 products, f32 sums in a fixed order: a tile of queries, then all; every sum is written
+// Edges      any number of keys; a query whose logits are all minus infinity weighs nothing
+#include "common/async_copy.cuh"
+#include "common/mma.cuh"
+
+constexpr int NUM_WARPS = 4, THREADS = NUM_WARPS * 32, KEYS = NUM_WARPS * 32, QUERIES = 64, STEPS = HEAD_DIM / 16;
+constexpr int STAGE_BYTES = QUERIES * HEAD_DIM * 2, CHUNKS = HEAD_DIM / 8;
+static_assert(HEAD_DIM % 16 == 0 && HEAD_DIM <= 128, "a warp's keys stay in registers");
+typedef SwizzledTile<HEAD_DIM> Tile;
+
+struct ReceivedAttentionParams {
+  u64 num_keys, num_heads, num_kv_heads, first_query, softmax_scale, q_offset, q_token_stride, k_offset, k_token_stride;
+};
+
+// Starts the copies of `count` rows; those past num_keys arrive as zeros.
+DEVICE void load_rows(u32 shared, const bf16* from, u64 stride, int first, int count, int num_keys) {
+  for (int at = threadIdx.x; at < count * CHUNKS; at += THREADS) {
+    const int row = at / CHUNKS, chunk = at % CHUNKS;
+    const bool valid = first + row < num_keys;
+    copy_async_16(shared + Tile::offset(row, chunk), from + (u64)(valid ? first + row : 0) * stride + chunk * 8,
+                  valid ? 16 : 0);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
+    received_attention(const bf16* q, const bf16* k, const float* lse, float* received, i32* nan,
+                       const __grid_constant__ ReceivedAttentionParams params) {
+  extern __shared__ unsigned char shared_memory[];
+  const u32 stages = (shared_address(shared_memory) + 127) & ~127u;
+  // [2][QUERIES]
+  float* offsets = (float*)(shared_memory + (stages - shared_address(shared_memory)) + 2 * STAGE_BYTES);
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, group = lane >> 2, column = (lane & 3) * 2;
+  const int num_keys = (int)params.num_keys, kv_head = blockIdx.y, first_key = blockIdx.x * KEYS,
+            heads = (int)(params.num_heads / params.num_kv_heads), first_query = (int)params.first_query;
+  const float scale = f32_word(params.softmax_scale) * LOG2_E;
+  const int first_row = max(first_query, first_key) / QUERIES * QUERIES,
+            tiles = first_row < num_keys ? (num_keys - first_row + QUERIES - 1) / QUERIES : 0;
+
+  // Keys: two tiles of 16 rows a warp, for the whole launch. They pass through both stages.
+  u32 keys[2][STEPS][4];
+  load_rows(stages, k + params.k_offset + (u64)kv_head * HEAD_DIM, params.k_token_stride, first_key, KEYS, num_keys);
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncthreads();  // every key is there
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int step = 0; step < STEPS; step++)
+      load_matrix_x4(keys[m][step],
+                     stages + Tile::offset(warp * 32 + m * 16 + (lane & 15), step * 2 + (lane >> 4)));
+  __syncthreads();  // every warp has its keys before queries take their place
+
+  auto load = [&](int index) {
+    if (index < tiles * heads) {
+      const int head = kv_head * heads + index / tiles, first = first_row + index % tiles * QUERIES;
+      load_rows(stages + index % 2 * STAGE_BYTES, q + params.q_offset + (u64)head * HEAD_DIM, params.q_token_stride,
+                first, QUERIES, num_keys);
+      if (threadIdx.x < QUERIES) {
+        const int query = first + (int)threadIdx.x;
+        const bool counts = query >= first_query && query < num_keys;
+        const float value = counts ? lse[(u64)head * num_keys + query] * LOG2_E : INFINITY_F32;
+        offsets[index % 2 * QUERIES + threadIdx.x] = value == -INFINITY_F32 ? INFINITY_F32 : value;
+      }
+    }
+    copy_async_commit();
+  };
+  float sums[2][2] = {};
+  load(0);
+  for (int index = 0; index < tiles * heads; index++) {
+    load(index + 1);
+    copy_async_wait<1>();
+    __syncthreads();  // this stage's queries and offsets are there for every warp
+    const u32 stage = stages + index % 2 * STAGE_BYTES;
+    const float* of_queries = offsets + index % 2 * QUERIES;
+    const int first = first_row + index % tiles * QUERIES;
+    const bool is_diagonal = first < first_key + KEYS;
+    float of_tile[2][2] = {};
+#pragma unroll
+    for (int slice = 0; slice < QUERIES / 16; slice++) {
+      float s[2][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < STEPS; step++) {
+        u32 b[4];
+        load_matrix_x4(b,
+                       stage + Tile::offset(slice * 16 + (lane & 7) + (lane >> 4) * 8, step * 2 + ((lane >> 3) & 1)));
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+          mma_bf16(s[m][0], keys[m][step], b[0], b[1]);
+          mma_bf16(s[m][1], keys[m][step], b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < 2; n++)
+#pragma unroll
+        for (int x = 0; x < 2; x++) {
+          const int at = slice * 16 + n * 8 + column + x;
+          const float offset = of_queries[at];
+#pragma unroll
+          for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+              float p = exp2_fast(s[m][n][2 * h + x] * scale - offset);
+              if (is_diagonal && first + at < first_key + warp * 32 + m * 16 + h * 8 + group) p = 0.f;
+              of_tile[m][h] += p;
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) sums[m][h] += of_tile[m][h];
+    __syncthreads();  // every warp has read the stage before it is filled again
+  }
+
+  // A key's queries lie in four lanes.
+#pragma unroll
+  for (int m = 0; m < 2; m++)
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float sum = sums[m][h];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int key = first_key + warp * 32 + m * 16 + h * 8 + group;
+      if ((lane & 3) == 0 && key < num_keys) {
+        received[(u64)kv_head * num_keys + key] = sum;
+        if (sum != sum) atomicAdd(nan + kv_head, 1);
+      }
+    }
+}
