@@ -27,7 +27,7 @@ impl Hashes {
 }
 
 impl<B: TrainBackend> BesidePass<B> for Hashes {
-    fn before(&mut self, _: &mut Qwen3<B>, _: Segment) -> Result<(), TrainError> {
+    fn before(&mut self, _: &mut Qwen3<B>, _: Segment, _: &mut GradientBuffer<B>) -> Result<(), TrainError> {
         Ok(())
     }
 
