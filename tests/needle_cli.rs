@@ -160,7 +160,9 @@ fn the_model_in_the_box_finds_numbers_and_takes_selectors() {
     let tiny = TinyRun::new(KINDS[0]);
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/../checkpoints/tiny");
     let places = "--lengths 512 --depths 0,50,100 --needles 2 --device cpu --json";
-    let report = json(&tiny.prints(&format!("eval needle --checkpoint {model} {places} --selector xattention:tau=0.7")));
+    let report = json(&tiny.prints(&format!(
+        "eval needle --checkpoint {model} {places} --selector xattention:tau=0.7"
+    )));
     let [own, xattention] = [0, 1].map(|n| &report["methods"][n]);
     assert_eq!(own["found"], 1.0, "{report}");
     assert!(xattention["mean_rank"].as_f64().expect("a number") < 2.0, "{report}");
@@ -170,5 +172,9 @@ fn the_model_in_the_box_finds_numbers_and_takes_selectors() {
     let lengths = "--lengths 512 --windows 1 --device cpu --json";
     let text = format!("eval selectors --checkpoint {model} --data {readme} --selector xattention:tau=0.7 {lengths}");
     let report = json(&tiny.prints(&text));
-    assert_eq!(report["methods"][0]["layers"].as_array().expect("a list").len(), 2, "{report}");
+    assert_eq!(
+        report["selectors"][0]["layers"].as_array().expect("a list").len(),
+        2,
+        "{report}"
+    );
 }

@@ -141,6 +141,11 @@ KINDS = {
         "compress_block_size": 16, "compress_stride": 8, "select_block_size": 16, "num_selected_blocks": 2,
         "window_size": 12, "compress": "mean",
     },
+    "infllm_v2": {
+        "compress_block_size": 16, "compress_stride": 8, "select_block_size": 16, "num_selected_blocks": 3,
+        "num_local_blocks": 1,
+    },
+    "moba": {"select_block_size": 16, "num_selected_blocks": 2},
 }  # fmt: skip
 
 
@@ -153,7 +158,7 @@ def test_exports(kind):
         for name, weights in model.named_parameters():
             if name.endswith(".A"):
                 weights.data.fill_(1.0)
-    if kind in ("dma", "nsa"):
+    if kind in ("dma", "nsa", "infllm_v2", "moba"):
         # Which keys are chosen hangs on rounding; what is computed with them does not.
         with torch.no_grad():
             found = [model(tokens(), use_cache=False).logits.float() for model in (exact, plain, ours)]

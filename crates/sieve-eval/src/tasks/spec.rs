@@ -470,7 +470,7 @@ mod tests {
             assert!(error.starts_with("task arc_easy: "), "{error}");
         }
         let error = questions("piqa", r#"{"goal": "g", "sol1": "a", "sol2": "b", "label": 2}"#);
-        refusal(error, "no number below 2");
+        refusal(error, "not a number below 2");
     }
 
     #[test]

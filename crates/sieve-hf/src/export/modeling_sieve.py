@@ -247,9 +247,7 @@ def dense(module, q, k, v, rows, scale, window=None, cache=None):
     for start, stop, query, end in tiles(rows, keys):
         begin = 0 if window is None or torch.is_tensor(rows.first) else max(rows.first + start + 1 - window, 0)
         index = torch.arange(begin, end, device=q.device)
-        visible = index <= query
-        if window is not None:
-            visible = visible & (index > query - window)
+        visible = index <= query if window is None else (index <= query) & (index > query - window)
         o.append(attend(module, q[:, :, start:stop], k[:, :, begin:end], v[:, :, begin:end], scale, visible[:, None]))
     return torch.cat(o, 2)
 
@@ -400,79 +398,80 @@ def overlapping(p, config, end):
     return nn.functional.pad(p, (before, blocks * step - p.shape[-1])).unfold(-1, before + step, step)
 
 
-class ChosenBlocksAttention(DenseAttention):
-    """InfLLM-V2 and MoBA: each query chooses blocks by means of keys and reads all their tokens."""
+class BlocksAttention(DenseAttention):
+    """Queries read the blocks that they chose in layer `source`: this one where it has a chooser, else one before."""
 
-    def __init__(self, config, index):
-        super().__init__(config)
-        self.index = index
-
-    def forward(self, x, rows, cache):
-        config, is_moba = self.config, self.config.attention_kind == "moba"
-        q, k, v = self.keys(x, rows, cache)
-        select, kv_heads = config.select_block_size, config.num_key_value_heads
-        size, stride = (select, select) if is_moba else (config.compress_block_size, config.compress_stride)
-        means = nn.functional.pad(k.float(), (0, 0, 0, max(size - k.shape[2], 0))).unfold(2, size, stride).mean(-1)
-        means = means.to(k.dtype).float().transpose(2, 3)[:, :, None]
-        last = torch.arange(means.shape[-1], device=x.device) * stride + size - 1
-        if is_moba:
-            k, v = (y.repeat_interleave(config.num_attention_heads // kv_heads, 1) for y in (k, v))
-        o, rows.chosen[self.index] = [], []
-        for start, stop, query, end in tiles(rows, k.shape[2]):
-            here = q[:, :, start:stop]
-            scores = here.unflatten(1, (kv_heads, -1)).float() @ means
-            if is_moba:
-                importance = nn.functional.pad(scores.flatten(1, 2), (0, -(-end // select) - scores.shape[-1]))
-                chosen = choose(importance, query, config, 0, 1)
-            else:
-                scores = (scores * self.scale).masked_fill(~(last <= query)[:, None, None], float("-inf"))
-                importance = overlapping(torch.softmax(scores, -1).nan_to_num(0.0).sum(2), config, end).amax(-1)
-                chosen = choose(importance, query, config, 1, config.num_local_blocks)
-            rows.chosen[self.index].append(chosen)
-            o.append(read_blocks(self, here, k, v, chosen, query, rows, start, end))
-        return self.out(torch.cat(o, 2))
-
-
-class IndexedAttention(DenseAttention):
-    """MSA: an indexer's queries, one for each KV head, choose blocks by the best of their tokens' keys, one head."""
-
-    def __init__(self, config, index):
-        super().__init__(config)
-        self.index = index
-        size, d = config.hidden_size, config.head_dim
-        self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
-        self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
+    def chooser(self, x, q, k, rows, cache):
+        """A function of a tile that gives the blocks its queries choose, [batch, choosers, tokens, blocks]."""
 
     def forward(self, x, rows, cache):
-        select, (q, k, v), o = self.config.select_block_size, self.keys(x, rows, cache), []
-        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x)))).float()
-        index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
-        index_k = index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
-        rows.chosen[self.index] = []
-        for start, stop, query, end in tiles(rows, k.shape[2]):
-            scores = index_q[:, :, start:stop] @ index_k[:, :, :end].float().transpose(2, 3)
-            later = (torch.arange(end, device=x.device) > query)[:, None]
-            scores = nn.functional.pad(scores.masked_fill(later, -math.inf), (0, -end % select), value=-math.inf)
-            chosen = choose(scores.unflatten(3, (-1, select)).amax(-1), query, self.config, 0, 1)
-            rows.chosen[self.index].append(chosen)
-            o.append(read_blocks(self, q[:, :, start:stop], k, v, chosen, query, rows, start, end))
-        return self.out(torch.cat(o, 2))
-
-
-class SharedBlocksAttention(DenseAttention):
-    """A layer whose queries read the blocks that they chose in layer `source`."""
-
-    def __init__(self, config, source):
-        super().__init__(config)
-        self.source = source
-
-    def forward(self, x, rows, cache):
-        (q, k, v), chosen, o = self.keys(x, rows, cache), rows.chosen[self.source], []
+        (q, k, v), o = self.keys(x, rows, cache), []
+        if chosen := self.chooser(x, q, k, rows, cache):
+            rows.chosen[self.source] = [chosen(*tile) for tile in tiles(rows, k.shape[2])]
+        chosen = rows.chosen[self.source]
         if chosen[0].shape[1] != k.shape[1]:  # of each query head
             k, v = (y.repeat_interleave(chosen[0].shape[1] // k.shape[1], 1) for y in (k, v))
         for (start, stop, query, end), blocks in zip(tiles(rows, k.shape[2]), chosen):
             o.append(read_blocks(self, q[:, :, start:stop], k, v, blocks, query, rows, start, end))
         return self.out(torch.cat(o, 2))
+
+
+class PooledAttention(BlocksAttention):
+    """InfLLM-V2 and MoBA: each query chooses blocks by means of keys and reads all their tokens."""
+
+    def forward(self, x, rows, cache):
+        config, sieve = self.config, kernels(self, cache)
+        if sieve is None or any(config.shared_layers):
+            return super().forward(x, rows, cache)
+        (q, k, v), select, num = self.keys(x, rows, cache), config.select_block_size, config.num_selected_blocks
+        if config.attention_kind == "moba":
+            return self.out(by_kernel(sieve.moba, q, k, v, block=select, num_selected=num, scale=self.scale))
+        sizes = sieve.NsaBlocks(config.compress_block_size, config.compress_stride, select, num)
+        local = config.num_local_blocks
+        return self.out(by_kernel(sieve.infllm_v2, q, k, v, blocks=sizes, local=local, scale=self.scale))
+
+    def chooser(self, x, q, k, rows, cache):
+        config, is_moba = self.config, self.config.attention_kind == "moba"
+        select = config.select_block_size
+        size, stride = (select, select) if is_moba else (config.compress_block_size, config.compress_stride)
+        means = nn.functional.pad(k.float(), (0, 0, 0, max(size - k.shape[2], 0))).unfold(2, size, stride).mean(-1)
+        means = means.to(k.dtype).float().transpose(2, 3)[:, :, None]
+        last = torch.arange(means.shape[-1], device=x.device) * stride + size - 1
+
+        def chosen(start, stop, query, end):
+            scores = q[:, :, start:stop].unflatten(1, (k.shape[1], -1)).float() @ means
+            if is_moba:
+                importance = nn.functional.pad(scores.flatten(1, 2), (0, -(-end // select) - scores.shape[-1]))
+                return choose(importance, query, config, 0, 1)
+            scores = (scores * self.scale).masked_fill(~(last <= query)[:, None, None], float("-inf"))
+            importance = overlapping(torch.softmax(scores, -1).nan_to_num(0.0).sum(2), config, end).amax(-1)
+            return choose(importance, query, config, 1, config.num_local_blocks)
+
+        return chosen
+
+
+class IndexedAttention(BlocksAttention):
+    """MSA: an indexer's queries, one for each KV head, choose blocks by the best of their tokens' keys, one head."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        size, d = config.hidden_size, config.head_dim
+        self.index_q_proj, self.index_k_proj = linear(size, config.num_key_value_heads * d), linear(size, d)
+        self.index_q_norm, self.index_k_norm = (RMSNorm(d, config.rms_norm_eps) for _ in range(2))
+
+    def chooser(self, x, q, k, rows, cache):
+        index_q = rows.rotate(self.index_q_norm(self.heads(self.index_q_proj(x)))).float()
+        index_k = rows.rotate(self.index_k_norm(self.heads(self.index_k_proj(x))))
+        index_k = index_k if cache is None else cache.append("index_k", index_k, rows.first, rows.total)
+
+        def chosen(start, stop, query, end):
+            select, later = self.config.select_block_size, torch.arange(end, device=x.device) > query
+            scores = index_q[:, :, start:stop] @ index_k[:, :, :end].float().transpose(2, 3)
+            scores = scores.masked_fill(later[:, None], -math.inf)
+            scores = nn.functional.pad(scores, (0, -end % select), value=-math.inf)
+            return choose(scores.unflatten(3, (-1, select)).amax(-1), query, self.config, 0, 1)
+
+        return chosen
 
 
 class NativeSparseAttention(DenseAttention):
@@ -679,26 +678,16 @@ class MLP(nn.Module):
 class DecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, index):
         super().__init__()
-        choosing = {"infllm_v2": ChosenBlocksAttention, "moba": ChosenBlocksAttention, "msa": IndexedAttention}
         kinds = {
-            "mla": LatentAttention, "nsa": NativeSparseAttention, "dma": DynamicMaskAttention, "mha": DenseAttention,
+            "mla": LatentAttention, "nsa": NativeSparseAttention, "infllm_v2": PooledAttention, "moba": PooledAttention,
+            "msa": IndexedAttention, "dma": DynamicMaskAttention, "mha": DenseAttention, "shared": BlocksAttention,
             "swa": lambda config: DenseAttention(config, config.window_size),
         }  # fmt: skip
-
-        def is_marked(pattern, layer):
-            return bool(pattern) and pattern[layer % len(pattern)]
-
-        def chooses(layer):
-            return not is_marked(config.dense_layers, layer) and not is_marked(config.shared_layers, layer)
-
-        kind = "mha" if is_marked(config.dense_layers, index) else config.attention_kind
-        if is_marked(config.shared_layers, index):
-            source = next(layer for layer in reversed(range(index)) if chooses(layer))
-            self.self_attn = SharedBlocksAttention(config, source)
-        elif kind in choosing:
-            self.self_attn = choosing[kind](config, index)
-        else:
-            self.self_attn = kinds[kind](config)
+        marked, own = (("mha", config.dense_layers), ("shared", config.shared_layers)), config.attention_kind
+        of = lambda layer: next((kind for kind, at in marked if at and at[layer % len(at)]), own)  # noqa: E731
+        self.self_attn = kinds[of(index)](config)
+        # The last layer up to this one that chooses blocks, among kinds that do.
+        self.self_attn.source = next((n for n in range(index, -1, -1) if of(n) == own), None)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -800,10 +789,8 @@ class SieveModel(SievePreTrainedModel):
         if attention_mask is None:
             return None
         if attention_mask.shape != (batch, columns + count):
-            raise ValueError(
-                f"attention_mask is {list(attention_mask.shape)}, and must be [batch, earlier tokens + new ones]: "
-                f"[{batch}, {columns + count}]"
-            )
+            wanted = f"[batch, earlier tokens + new ones]: [{batch}, {columns + count}]"
+            raise ValueError(f"attention_mask is {list(attention_mask.shape)}, and must be {wanted}")
         real = attention_mask[:, columns:].bool()
         # A compiled call does not read the mask to find out.
         return None if not torch.compiler.is_compiling() and bool(real.all()) else real

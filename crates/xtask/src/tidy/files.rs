@@ -5,6 +5,9 @@ use anyhow::Result;
 /// Longest source file, in lines.
 const MAX_LINES: usize = 800;
 
+/// What may be longer, in lines: an export's code, which transformers takes as one file.
+const LONGER: &[(&str, usize)] = &[("crates/sieve-hf/src/export/modeling_sieve.py", 830)];
+
 /// Most columns of a line of Rust or CUDA, comments included.
 const MAX_COLUMNS: usize = 120;
 
@@ -55,9 +58,11 @@ pub(crate) fn check(problems: &mut Vec<String>) -> Result<()> {
         let Ok(text) = workspace::read(&file) else {
             continue;
         };
-        if is(SOURCES) && text.lines().count() > MAX_LINES {
+        let longer = LONGER.iter().find(|(name, _)| *name == file);
+        let most = longer.map_or(MAX_LINES, |(_, most)| *most);
+        if is(SOURCES) && text.lines().count() > most {
             problems.push(format!(
-                "{file}: {} lines, at most {MAX_LINES}; look for the seam",
+                "{file}: {} lines, at most {most}; look for the seam",
                 text.lines().count()
             ));
         }
